@@ -1,0 +1,1 @@
+"""Rows, templates and batches."""

@@ -1,0 +1,1 @@
+"""Models: loading, building, adapting, quantizing while training."""

@@ -1,0 +1,1 @@
+"""The recipe: YAML in, a checked plan out."""

@@ -1,0 +1,1 @@
+"""The stages of a recipe: glue only, one stage, one file."""
