@@ -1,0 +1,33 @@
+"""The validate stage: reload the artefact from disk, measure it, check the gates."""
+
+from pydantic import Field
+
+from ..section import Section
+
+
+class Gates(Section):
+    """Limits; a run that misses one ends with exit code 1 and publishes nothing."""
+
+    kl: float | None = Field(None, gt=0)
+    """Largest mean KL divergence (nats per token) from the unquantized reference."""
+    top1_agreement: float | None = Field(None, ge=0, le=1)
+    """Smallest share of positions with the reference's most likely token."""
+    perplexity: float | None = Field(None, gt=0)
+    """Largest perplexity on the validation rows."""
+    perplexity_ratio: float | None = Field(None, gt=0)
+    """Largest perplexity as a multiple of the unquantized reference's."""
+    accuracy: float | None = Field(None, ge=0, le=1)
+    """Smallest share of exact answers on rows that have one answer."""
+
+
+class Config(Section):
+    """Measure every model of the run on the validation rows; check the gates."""
+
+    require: Gates = Gates()
+    """Gates that must hold."""
+    tokens: int = Field(16384, ge=1)
+    """Trained tokens to measure on, at most."""
+    questions: int = Field(240, ge=0)
+    """Rows with one exact answer to ask, at most, spread over their kinds."""
+    speed_tokens: int = Field(64, ge=8)
+    """Tokens to generate when measuring the speed."""
