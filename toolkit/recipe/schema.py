@@ -112,31 +112,33 @@ class Data(Section):
 class Stage(Section):
     """One step of the recipe: a mapping with exactly one key."""
 
+    # pydantic's base class has an attribute `validate`, so that field has an alias.
+
     train: Train | None = None
     """Train or fine-tune."""
     quantize: Quantize | None = None
     """Quantize after training."""
-    validate: Validate | None = None
+    check: Validate | None = Field(None, alias="validate")
     """Measure from disk and check the gates."""
     export: Export | None = None
     """Publish."""
 
     @model_validator(mode="after")
     def _one(self):
-        if len(self.model_fields_set) != 1:
-            raise ValueError(
-                f"a stage is one of {', '.join(type(self).model_fields)}; "
-                f"this has {len(self.model_fields_set)}"
-            )
+        if len(self.model_fields_set) != 1 or self.config is None:
+            raise ValueError("a stage has one key: train, quantize, validate or export")
         return self
 
     @property
     def kind(self) -> str:
-        return next(iter(self.model_fields_set))
+        """train, quantize, validate or export."""
+        field = next(iter(self.model_fields_set))
+        return type(self).model_fields[field].alias or field
 
     @property
     def config(self) -> Section:
-        return getattr(self, self.kind)
+        """The block of that kind."""
+        return getattr(self, next(iter(self.model_fields_set)))
 
 
 def _model(value):
