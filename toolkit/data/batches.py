@@ -1,0 +1,112 @@
+"""Batches of fixed shapes, each a function of the seed and the step alone."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from .template import Example
+
+# Rows are padded to a length of this ladder: few shapes, so few compiled traces, and
+# at most half a rung of padding.
+RUNGS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one length.
+
+    Attributes:
+        tokens: int32 [B, L + 1]; inputs are tokens[:, :-1], targets tokens[:, 1:].
+        mask: bool [B, L], True where the target is trained.
+        where: the places of the rows.
+    """
+
+    tokens: mx.array
+    mask: mx.array
+    where: tuple[str, ...]
+
+
+class Batches:
+    """Cuts examples into batches.
+
+    An example belongs to the smallest rung that holds it. Every epoch shuffles the rows
+    of each rung and the order of the batches; what does not fill a batch is filled up
+    with rows whose mask is empty, so that no row is ever left out.
+
+    Args:
+        rows: rows per batch, or
+        tokens: padded tokens per batch; short rows then go in larger batches.
+    """
+
+    def __init__(
+        self,
+        examples: list[Example],
+        *,
+        max_length: int,
+        rows: int | None = None,
+        tokens: int | None = None,
+        seed: int = 0,
+    ):
+        assert (rows is None) != (tokens is None)
+        self.examples = examples
+        self.seed = seed
+        self._epoch: tuple[int, list] = (-1, [])
+        self.rungs: list[tuple[int, int, np.ndarray]] = []
+        limits = [r for r in RUNGS if r < max_length]
+        while limits and limits[-1] * 3 // 2 < max_length and limits[-1] >= 2048:
+            limits.append(limits[-1] * 3 // 2)
+        lengths = np.array([len(e.tokens) - 1 for e in examples])
+        low = 0
+        for length in [*limits, max_length]:
+            members = np.flatnonzero((lengths > low) & (lengths <= length))
+            low = length
+            if len(members):
+                size = rows or max(1, tokens // length)
+                self.rungs.append((length, size, members))
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches in one pass over the examples."""
+        return sum(-(-len(m) // size) for _, size, m in self.rungs)
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of a step, counted from 0, over as many epochs as it takes."""
+        epoch, position = divmod(step, self.per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._shuffled(epoch))
+        length, size, members = self._epoch[1][position]
+        return self._collate(length, size, members)
+
+    def in_order(self, limit: int | None = None) -> Iterator[Batch]:
+        """Every batch once, unshuffled, spread over the rungs; for validation."""
+        plan = [
+            (start / len(members), length, size, members[start : start + size])
+            for length, size, members in self.rungs
+            for start in range(0, len(members), size)
+        ]
+        for _, length, size, members in sorted(plan, key=lambda p: p[:2])[:limit]:
+            yield self._collate(length, size, members)
+
+    def _shuffled(self, epoch: int) -> list:
+        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        plan = []
+        for length, size, members in self.rungs:
+            order = generator.permutation(members)
+            plan += [
+                (length, size, order[start : start + size])
+                for start in range(0, len(order), size)
+            ]
+        return [plan[i] for i in generator.permutation(len(plan))]
+
+    def _collate(self, length: int, size: int, members: np.ndarray) -> Batch:
+        tokens = np.zeros((size, length + 1), np.int32)
+        mask = np.zeros((size, length), bool)
+        for row, index in enumerate(members):
+            example = self.examples[index]
+            count = len(example.tokens)
+            tokens[row, :count] = example.tokens
+            mask[row, : count - 1] = example.mask[1:]
+        where = tuple(self.examples[i].where for i in members)
+        return Batch(mx.array(tokens), mx.array(mask), where)

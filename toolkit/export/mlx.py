@@ -1,0 +1,126 @@
+"""mlx-lm's checkpoint format, as stock mlx-lm, LM Studio and mlx-swift load it."""
+
+import json
+import shutil
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..quant.spec import QuantSpec
+
+FORMAT = "mlx"
+SHARD_BYTES = 5 << 30
+
+# Everything beside weights and config that makes a checkpoint speak as its base did.
+COMPANIONS = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template*",
+    "*.tiktoken",
+    "generation_config.json",
+    "preprocessor_config.json",
+)
+
+
+def write(
+    folder: Path,
+    weights: dict[str, mx.array],
+    config: dict,
+    *,
+    companions: Path,
+    specs: dict[str, QuantSpec] | None = None,
+    kept: list[str] | None = None,
+) -> None:
+    """Write a checkpoint into an existing, empty folder.
+
+    Args:
+        weights: tensors by mlx-lm's module paths; quantized layers as they were
+            produced, `path.weight` (codes), `path.scales` and, if affine, `path.biases`.
+        config: the model's config; its quantization block is replaced.
+        companions: the folder whose tokenizer and template files go along.
+        specs: grid of every quantized layer, by path.
+        kept: quantizable layers left unquantized, named for readers that assume the
+            default (mlx-swift does).
+    """
+    config = {k: v for k, v in config.items() if not k.startswith("quantization")}
+    if specs:
+        config["quantization"] = quantization_block(specs, kept or [])
+        config["quantization_config"] = config["quantization"]
+    text = json.dumps(dict(sorted(config.items())), indent=4) + "\n"
+    (folder / "config.json").write_text(text)
+    _copy_companions(companions, folder, with_code="model_file" in config)
+    _write_weights(folder, weights, specs or {})
+
+
+def quantization_block(specs: dict[str, QuantSpec], kept: list[str]) -> dict:
+    """The `quantization` entry of config.json.
+
+    The most frequent grid is the default; every other layer is listed by path, in
+    dictionaries of exactly the keys mlx-swift decodes, or `false` when not quantized.
+    """
+    grids = [tuple(spec_parameters(spec).items()) for spec in specs.values()]
+    default = max(sorted(set(grids)), key=grids.count)
+    block: dict = dict(default)
+    for path, spec in sorted(specs.items()):
+        if tuple(spec_parameters(spec).items()) != default:
+            block[path] = spec_parameters(spec)
+    return block | {path: False for path in sorted(kept)}
+
+
+def spec_parameters(spec: QuantSpec) -> dict:
+    """A grid as mlx-lm names it."""
+    return {"group_size": spec.group_size, "bits": spec.bits, "mode": spec.mode}
+
+
+def _copy_companions(source: Path, folder: Path, *, with_code: bool) -> None:
+    for pattern in (*COMPANIONS, *(["*.py"] if with_code else [])):
+        for file in sorted(source.glob(pattern)):
+            shutil.copyfile(file, folder / file.name)
+
+
+def _write_weights(
+    folder: Path, weights: dict[str, mx.array], specs: dict[str, QuantSpec]
+) -> None:
+    shards: list[dict[str, mx.array]] = [{}]
+    size = 0
+    for name, value in weights.items():
+        if shards[-1] and size + value.nbytes > SHARD_BYTES:
+            shards.append({})
+            size = 0
+        shards[-1][name] = value
+        size += value.nbytes
+    places = {}
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        mx.save_safetensors(str(folder / name), shard, metadata={"format": "mlx"})
+        places |= dict.fromkeys(shard, name)
+    index = {
+        "metadata": {
+            "total_size": sum(value.nbytes for value in weights.values()),
+            "total_parameters": count_parameters(weights, specs),
+        },
+        "weight_map": dict(sorted(places.items())),
+    }
+    text = json.dumps(index, indent=4) + "\n"
+    (folder / "model.safetensors.index.json").write_text(text)
+
+
+def count_parameters(
+    weights: dict[str, mx.array], specs: dict[str, QuantSpec]
+) -> int:
+    """Numbers the model has, a code counting as one and its grid as none."""
+    total = 0
+    for name, value in weights.items():
+        path, _, leaf = name.rpartition(".")
+        if path in specs and leaf in ("scales", "biases"):
+            continue
+        codes = path in specs and leaf == "weight"
+        total += value.size * 32 // specs[path].bits if codes else value.size
+    return total

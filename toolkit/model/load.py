@@ -1,0 +1,218 @@
+"""The only door to mlx-lm's model zoo and tokenizers: load, build, make caches."""
+
+import importlib
+import json
+import resource
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from ..errors import UserError
+from .cpu import expand_many_rows
+
+PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model in memory.
+
+    `dtype` is the type its checkpoint stores; the parameters in `model` may have been
+    cast to another for computing.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    config: dict
+    path: Path
+    dtype: mx.Dtype
+
+
+def load(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    compute: str = "auto",
+) -> Loaded:
+    """Load a checkpoint folder or Hub id.
+
+    Args:
+        compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
+            slower, else as stored), "stored", or the name of a type.
+
+    Raises:
+        UserError: no such model, not a model, an unknown architecture, damaged files.
+    """
+    path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
+    _refuse_what_is_no_model(path)
+    with _mlx_lm() as zoo:
+        try:
+            model, config = zoo.load_model(
+                path, lazy=True, trust_remote_code=trust_remote_code
+            )
+            mx.eval(model.parameters())
+        except (ValueError, RuntimeError, KeyError, TypeError) as error:
+            raise UserError(
+                f"the model does not load: {error}",
+                place=str(path),
+                hint="is every file of the checkpoint there and whole?",
+            ) from error
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    dtype = stored_dtype(model)
+    set_compute_dtype(model, compute)
+    return Loaded(model, tokenizer, config, path, dtype)
+
+
+def resolve(
+    source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Path:
+    """The folder of a checkpoint: itself, or the snapshot of a Hub id.
+
+    Raises:
+        UserError: neither a folder nor something the Hub has.
+    """
+    if Path(source).expanduser().is_dir():
+        return Path(source).expanduser()
+    if Path(source).exists():
+        raise UserError("a model is a folder; this is a file", place=str(source))
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    patterns = PATTERNS + (["*.py"] if trust_remote_code else [])
+    try:
+        return Path(
+            snapshot_download(str(source), revision=revision, allow_patterns=patterns)
+        )
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"no folder of this name, and the Hub does not give it: {first_line}",
+            place=str(source),
+            hint="check the name; offline, only models already downloaded are found",
+        ) from error
+
+
+def _refuse_what_is_no_model(path: Path) -> None:
+    if not (path / "config.json").is_file():
+        raise UserError(
+            "this folder is not a model: it has no config.json", place=str(path)
+        )
+    try:
+        config = json.loads((path / "config.json").read_text())
+        model_type = config["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"config.json cannot be read or names no model_type: {error}",
+            place=str(path / "config.json"),
+        ) from error
+    if not any(path.glob("model*.safetensors")):
+        pickles = [f.name for f in path.iterdir() if f.suffix in PICKLES]
+        raise UserError(
+            "no model*.safetensors here"
+            + (f", only pickles ({pickles[0]}), which are never loaded" * bool(pickles)),
+            place=str(path),
+            hint="convert the weights to safetensors" if pickles else None,
+        )
+    if "model_file" not in config:
+        model_class(config, place=str(path / "config.json"), model_type=model_type)
+
+
+def model_class(config: dict, *, place: str | None = None, model_type: str = ""):
+    """mlx-lm's (Model, ModelArgs) classes for a config.
+
+    Raises:
+        UserError: mlx-lm has no such architecture.
+    """
+    with _mlx_lm() as zoo:
+        try:
+            return zoo._get_classes(config)
+        except ValueError as error:
+            raise UserError(
+                f"mlx-lm has no model type {model_type or config['model_type']!r}",
+                place=place,
+                hint="update mlx-lm, or choose another model",
+            ) from error
+
+
+def build(config: dict) -> nn.Module:
+    """A model of this config with mlx-lm's random initial weights, float32."""
+    model, arguments = model_class(config)
+    return model(arguments.from_dict(config))
+
+
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint folder, in mlx-lm's wrapper.
+
+    Raises:
+        UserError: the folder has none, or it cannot be read.
+    """
+    with _mlx_lm() as zoo:
+        config = zoo.load_config(path)
+        extra = {"trust_remote_code": True} if trust_remote_code else None
+        try:
+            return zoo.load_tokenizer(
+                path, extra, eos_token_ids=config.get("eos_token_id")
+            )
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"the tokenizer does not load: {str(error).splitlines()[0]}",
+                place=str(path),
+                hint="a checkpoint needs tokenizer.json and tokenizer_config.json",
+            ) from error
+
+
+def make_cache(model: nn.Module) -> list:
+    """Fresh mlx-lm cache objects, one per layer, of the kinds the model asks for."""
+    with _mlx_lm():
+        from mlx_lm.models.cache import make_prompt_cache
+    return make_prompt_cache(model)
+
+
+def stored_dtype(model: nn.Module) -> mx.Dtype:
+    """The floating type that most of the parameters (or their scales) have."""
+    sizes: dict[mx.Dtype, int] = {}
+    for _, value in tree_flatten(model.parameters()):
+        if mx.issubdtype(value.dtype, mx.floating):
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
+    return max(sizes, key=sizes.get)
+
+
+def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
+    """The type to compute in: see `load`."""
+    if name in DTYPES:
+        return DTYPES[name]
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return mx.float32 if name == "auto" and on_cpu else stored
+
+
+def set_compute_dtype(model: nn.Module, name: str) -> None:
+    """Cast floating parameters; codes stay packed. Widening keeps every value."""
+    dtype = compute_dtype(name, stored_dtype(model))
+
+    def cast(value):
+        is_float = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(dtype) if is_float else value
+
+    model.update(tree_map(cast, model.parameters()))
+    if mx.default_device() == mx.Device(mx.cpu):
+        expand_many_rows(model)
+    mx.eval(model.parameters())
+
+
+@contextmanager
+def _mlx_lm():
+    """mlx_lm.utils, imported without its lowering of the limit on open files."""
+    setrlimit, resource.setrlimit = resource.setrlimit, lambda *_: None
+    try:
+        utils = importlib.import_module("mlx_lm.utils")
+    finally:
+        resource.setrlimit = setrlimit
+    yield utils
