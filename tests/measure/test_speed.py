@@ -1,0 +1,36 @@
+"""Figures of a speed measurement, from a generator with a known clock."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from toolkit.measure.speed import measure_speed
+
+
+class Clocked:
+    """A generator whose n-th run takes n units of time."""
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, prompt, *, max_tokens, stop_tokens):
+        self.asked.append((prompt, max_tokens, stop_tokens))
+        n = len(self.asked) - 1
+        return SimpleNamespace(
+            ttft_ms=float(n) if n else 1e9,
+            prefill_tokens_per_second=100.0 * n,
+            decode_tokens_per_second=10.0 * n,
+        )
+
+
+def test_percentiles_without_the_warm_up():
+    generator = Clocked()
+    prompts = [[1], [2, 2]]
+    speed = measure_speed(generator, prompts, max_tokens=9, repeats=50)
+    assert len(generator.asked) == 101
+    assert generator.asked[1:5] == [(p, 9, ()) for p in prompts * 2]
+    ttft, decode = speed["ttft_ms"], speed["decode_tokens_per_second"]
+    assert ttft == pytest.approx({"p50": 50.5, "p90": 90.1, "p99": 99.01})
+    # For a rate the tail is the slow end: 99% of the runs reach p99.
+    assert decode == pytest.approx({"p50": 505.0, "p90": 109.0, "p99": 19.9})
+    assert speed["prefill_tokens_per_second"]["p50"] == pytest.approx(5050)

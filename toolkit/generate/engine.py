@@ -1,0 +1,244 @@
+"""The generator: prompts in, text out, token by token or many prompts at once."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import UserError
+from .sampling import Sampling, make_sampler
+from .steps import decode
+
+GREEDY = Sampling()
+ROWS = 32
+"""Prompts decoded together by `Generator.complete`."""
+
+FinishReason = Literal["stop", "length"]
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One token as it comes; its text is empty while a character is incomplete."""
+
+    text: str
+    token: int
+    logprob: float | None = None
+    """Log-probability under the model, before any filter; when asked for."""
+    finish_reason: FinishReason | None = None
+    """Set on the last piece only."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer and how fast it came; None where no token could be timed."""
+
+    text: str
+    tokens: list[int]
+    """The tokens of the text, without the stop token."""
+    prompt_tokens: int
+    finish_reason: FinishReason
+    ttft_ms: float | None
+    """From the call to the first token."""
+    prefill_tokens_per_second: float | None
+    decode_tokens_per_second: float | None
+    """Every token after the first, the stop token included."""
+
+
+class Generator:
+    """Generates with a model of mlx-lm and its cache; keeps no state between calls.
+
+    Args:
+        model: maps tokens [B, L] and a cache to logits [B, L, V].
+        tokenizer: mlx-lm's TokenizerWrapper.
+        prefill_step: tokens of the prompt per forward pass.
+    """
+
+    def __init__(self, model: Any, tokenizer: Any, *, prefill_step: int = 512):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prefill_step = prefill_step
+        arguments = getattr(model, "args", None)
+        self.positions = getattr(arguments, "max_position_embeddings", None)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Collection[int] | None = None,
+        logprobs: bool = False,
+    ) -> Iterator[Piece]:
+        """Yield the answer token by token.
+
+        Args:
+            stop_tokens: ids that end the answer; None = every end-of-sequence id of
+                the tokenizer. The one that is hit comes last and has no text.
+
+        Raises:
+            UserError: an empty prompt, or one longer than the model's positions.
+        """
+        count = self._allowed(prompt, max_tokens)
+        steps = decode(
+            self.model,
+            [prompt],
+            count,
+            make_sampler(sampling),
+            prefill_step=self.prefill_step,
+            logprobs=logprobs,
+        )
+        return self._pieces(steps, count, self._stops(stop_tokens))
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        on_piece: Callable[[Piece], object] = lambda piece: None,
+        **options,
+    ) -> Generation:
+        """Generate a whole answer; `options` are those of `stream`."""
+        pieces, start = [], time.perf_counter()
+        first = last = start
+        for piece in self.stream(prompt, **options):
+            last = time.perf_counter()
+            first = first if pieces else last
+            pieces.append(piece)
+            on_piece(piece)
+        reason = pieces[-1].finish_reason if pieces else "length"
+        tokens = [piece.token for piece in pieces]
+        return Generation(
+            text="".join(piece.text for piece in pieces),
+            tokens=tokens[:-1] if reason == "stop" else tokens,
+            prompt_tokens=len(prompt),
+            finish_reason=reason,
+            ttft_ms=1000 * (first - start) if pieces else None,
+            prefill_tokens_per_second=_rate(len(prompt), first - start),
+            decode_tokens_per_second=_rate(len(pieces) - 1, last - first),
+        )
+
+    def ask(self, prompt: str | Messages, **options) -> Generation:
+        """Answer a chat: `generate` on the encoded prompt."""
+        return self.generate(self.encode(prompt), **options)
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 256,
+        stop_tokens: Collection[int] | None = None,
+    ) -> list[str]:
+        """Greedy answers to many prompts, in their order.
+
+        Prompts of equal length are decoded together: no padding, so nothing about the
+        answers changes but the order of the sums inside a matmul.
+        """
+        alike = defaultdict(list)
+        for index, prompt in enumerate(prompts):
+            alike[len(prompt), self._allowed(prompt, max_tokens)].append(index)
+        stops, texts = self._stops(stop_tokens), {}
+        for (_, count), indices in alike.items():
+            for start in range(0, len(indices), ROWS):
+                batch = indices[start : start + ROWS]
+                rows = self._rows([prompts[i] for i in batch], count, stops)
+                texts |= zip(batch, map(self._decode, rows), strict=True)
+        return [texts[index] for index in range(len(prompts))]
+
+    def encode(self, prompt: str | Messages, *, thinking: bool = True) -> list[int]:
+        """The tokens of a chat up to where the answer begins.
+
+        Without a chat template, the bare text.
+
+        Args:
+            thinking: let a template that offers the choice open a chain of thought.
+
+        Raises:
+            UserError: the template refuses these messages.
+        """
+        if not self.tokenizer.has_chat_template:
+            lines = prompt if isinstance(prompt, str) else _contents(prompt)
+            return self.tokenizer.encode(lines)
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                prompt,
+                add_generation_prompt=True,
+                enable_thinking=thinking and self.tokenizer.has_thinking,
+            )
+        except TemplateError as error:
+            raise UserError(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
+
+    def _allowed(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """How many tokens may be generated: the last one needs no position."""
+        if not len(prompt):
+            raise UserError("the prompt is empty", hint="give at least one token")
+        room = max_tokens
+        if self.positions is not None:
+            room = self.positions - len(prompt) + 1
+        if room < 1 <= max_tokens:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; "
+                f"the model has positions for {self.positions}",
+                hint="shorten the prompt",
+            )
+        return min(max_tokens, room)
+
+    def _stops(self, stop_tokens: Collection[int] | None) -> frozenset[int]:
+        return frozenset(
+            self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
+        )
+
+    def _pieces(self, steps, count: int, stops: frozenset[int]) -> Iterator[Piece]:
+        detokenizer = self.tokenizer.detokenizer
+        for number, (tokens, logprobs) in enumerate(steps, 1):
+            token = tokens.item()
+            reason = "stop" if token in stops else "length" if number == count else None
+            if reason != "stop":
+                detokenizer.add_token(token)
+            if reason:
+                detokenizer.finalize()
+            logprob = None if logprobs is None else logprobs.item()
+            yield Piece(detokenizer.last_segment, token, logprob, reason)
+            if reason:
+                return
+
+    def _rows(self, prompts, count: int, stops: frozenset[int]) -> list[list[int]]:
+        answers = [[] for _ in prompts]
+        unfinished = set(range(len(prompts)))
+        steps = decode(
+            self.model,
+            prompts,
+            count,
+            make_sampler(GREEDY),
+            prefill_step=self.prefill_step,
+        )
+        for tokens, _ in steps:
+            for row, token in enumerate(tokens.tolist()):
+                if token in stops:
+                    unfinished.discard(row)
+                elif row in unfinished:
+                    answers[row].append(token)
+            if not unfinished:
+                break
+        return answers
+
+    def _decode(self, tokens: list[int]) -> str:
+        detokenizer = self.tokenizer.detokenizer
+        for token in tokens:
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+        return detokenizer.text
+
+
+def _contents(messages: Messages) -> str:
+    return "\n".join(message["content"] for message in messages)
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if tokens > 0 and seconds > 0 else None
