@@ -21,12 +21,11 @@ def _with_method(value):
 # A union of one would be its only member, which pydantic refuses to discriminate.
 _METHOD_CONFIGS = tuple(module.Config for module in METHODS.values())
 Quantize = Annotated[
-    Annotated[Union[_METHOD_CONFIGS], Field(discriminator="method")]
+    Annotated[Union[_METHOD_CONFIGS], Field(discriminator="method")]  # noqa: UP007
     if len(_METHOD_CONFIGS) > 1
     else _METHOD_CONFIGS[0],
     BeforeValidator(_with_method),
 ]
-
 
 
 def _listed(value):
@@ -93,15 +92,15 @@ class Model(Section):
 class Data(Section):
     """What is read, and which of its tokens are trained."""
 
-    train: Sources = []
+    train: Sources = Field([])
     """Files, folders, Hub ids or builtin:<name>."""
-    valid: Sources = []
-    """Held-out rows; absent = a split called valid or validation, else rows set aside."""
+    valid: Sources = Field([])
+    """Held-out rows; absent = a split valid or validation, else rows set aside."""
     max_length: int = Field(512, ge=8)
-    """Longest row in tokens; longer text is cut into windows, longer chats truncated."""
+    """Longest row in tokens; text is cut into windows, longer chats truncated."""
     train_on: Literal["answers", "everything"] = "answers"
     """answers = every assistant turn or completion; everything = all tokens."""
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = Field({})
     """Names of your columns: {prompt: question, completion: answer}."""
     streaming: bool = False
     """Read a Hub data set as a stream, without downloading it whole; needs limit."""
@@ -123,9 +122,17 @@ class Stage(Section):
     export: Export | None = None
     """Publish."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value):
+        """`- validate:` with nothing below is a block of defaults."""
+        if not isinstance(value, dict):
+            return value
+        return {key: {} if block is None else block for key, block in value.items()}
+
     @model_validator(mode="after")
     def _one(self):
-        if len(self.model_fields_set) != 1 or self.config is None:
+        if len(self.model_fields_set) != 1:
             raise ValueError("a stage has one key: train, quantize, validate or export")
         return self
 

@@ -1,0 +1,129 @@
+"""The command line: lmx-train, and lmx with its verbs. Imports what a verb needs."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+
+from .errors import INTERRUPTED, Interrupted, UserError
+
+EXAMPLES = """\
+examples:
+  lmx-train qat_4bit                        a shipped recipe
+  lmx-train my.yaml --check                 everything that can be known beforehand
+  lmx-train my.yaml seed=1 stages.train.steps=50 output=exports/try
+The same command again resumes or skips what is done.
+exit codes: 0 done, 1 the run or a gate failed, 2 recipe or usage,
+3 will not fit in memory or on disk, 130 interrupted and resumable"""
+
+
+def train(argv: Sequence[str] | None = None) -> int:
+    """`lmx-train RECIPE [key=value ...]`: run a recipe; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="lmx-train",
+        description="Run a recipe: train, quantize, validate, export.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("recipe", nargs="?", help="a YAML file, or a shipped recipe")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="set a value of the recipe"
+    )
+    for flag, meaning in {
+        "--check": "read recipe, data and disk, show the plan; run nothing",
+        "--fresh": "start over: set an earlier run of this recipe aside",
+        "--force": "run although memory or disk look too small",
+        "--list": "show shipped recipes, stages, methods and formats",
+        "--quiet": "print warnings and the result only",
+        "--debug": "show the traceback of an error",
+    }.items():
+        parser.add_argument(flag, action="store_true", help=meaning)
+    arguments = parser.parse_intermixed_args(argv)
+    if not arguments.recipe and not arguments.list:
+        parser.error("name a recipe, or see --list")
+    return _guarded(lambda: _train(arguments), debug=arguments.debug)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`lmx VERB ...`: returns the exit code."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    verbs: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
+        "train": ("run a recipe (the same as lmx-train)", train),
+        "generate": ("continue a prompt with a model", _generate),
+        "doctor": ("what this machine computes with, and how fast", _doctor),
+    }
+    parser = argparse.ArgumentParser(
+        prog="lmx",
+        description="Train, quantize, prove and run language models on MLX.",
+        epilog="\n".join(
+            ["verbs:", *(f"  {verb:<22}{about}" for verb, (about, _) in verbs.items())]
+        ),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "verb", choices=verbs, metavar="VERB", help="see below; each has its own --help"
+    )
+    verb = parser.parse_args(argv[:1]).verb
+    return verbs[verb][1](argv[1:])
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from .recipe import shipped
+
+    if arguments.list:
+        sys.stdout.write(shipped.listing() + "\n")
+        return 0
+    path = shipped.locate(arguments.recipe)
+    from .recipe.loader import load
+    from .recipe.plan import plan
+
+    loaded = load(path, arguments.overrides)
+    steps = plan(loaded)
+    if arguments.check:
+        from .recipe.preflight import check
+
+        return check(loaded, steps, force=arguments.force)
+    from .recipe.run import run
+
+    return run(
+        loaded,
+        steps,
+        fresh=arguments.fresh,
+        force=arguments.force,
+        quiet=arguments.quiet,
+    )
+
+
+def _generate(argv: Sequence[str]) -> int:
+    from .generate import command
+
+    parser = argparse.ArgumentParser(prog="lmx generate", allow_abbrev=False)
+    command.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    arguments = parser.parse_args(argv)
+    return _guarded(lambda: command.run(arguments), debug=arguments.debug)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="lmx doctor", allow_abbrev=False)
+    parser.parse_args(argv)
+    from . import doctor
+
+    return _guarded(doctor.run, debug=False)
+
+
+def _guarded(command: Callable[[], int], *, debug: bool) -> int:
+    """Run a command; an error a user can mend is text and an exit code."""
+    try:
+        return command()
+    except UserError as error:
+        if debug:
+            traceback.print_exc()
+        else:
+            sys.stderr.write(f"{error}\n")
+        return error.code
+    except (KeyboardInterrupt, Interrupted) as stop:
+        if str(stop):
+            sys.stderr.write(f"{stop}\n")
+        return INTERRUPTED

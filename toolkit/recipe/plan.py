@@ -1,0 +1,115 @@
+"""What a recipe will do: its stages in order, with what each reads and leaves."""
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..section import Section
+from . import places
+from .loader import Loaded
+
+RUNS = Path("exports")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One stage of a plan.
+
+    Attributes:
+        index: position in the recipe, from 1.
+        inputs: the model artefact read (a folder, a Hub id or "fresh"), then the data.
+        outputs: folders left behind; the first one is the stage's own.
+    """
+
+    index: int
+    kind: str
+    inputs: tuple[str, ...]
+    outputs: tuple[Path, ...]
+    config: Section
+
+    @property
+    def name(self) -> str:
+        """The stage's folder in the run folder."""
+        return f"{self.index}-{self.kind}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a recipe, its run folder, and the hash that names the experiment."""
+
+    output: Path
+    steps: tuple[Step, ...]
+    recipe_hash: str
+
+
+def plan(loaded: Loaded) -> Plan:
+    """Lay out a recipe's stages; a relative run folder is in the working directory."""
+    recipe = loaded.recipe
+    output = Path(os.path.expanduser(recipe.output or RUNS / loaded.name))
+    artefact = recipe.model.path or "fresh"
+    steps = []
+    for index, stage in enumerate(recipe.stages, 1):
+        outputs = _outputs(output, index, stage.kind, stage.config)
+        inputs = (artefact, *_rows(recipe.data, stage.kind))
+        steps.append(Step(index, stage.kind, inputs, outputs, stage.config))
+        if stage.kind in ("train", "quantize"):
+            artefact = str(outputs[0])
+    return Plan(output, tuple(steps), recipe_hash(loaded.resolved))
+
+
+def recipe_hash(resolved: str) -> str:
+    """Sha256 of a resolved recipe; where it is written to is no part of it."""
+    data = places.read(resolved).data
+    data.pop("output", None)
+    canonical = json.dumps(data, sort_keys=True, ensure_ascii=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def difference(old: str, new: str) -> str:
+    """The values in which two resolved recipes differ, one line each, as arguments."""
+    before, after = (_flat(places.read(text).data) for text in (old, new))
+    lines = []
+    for key in [*before, *(k for k in after if k not in before)]:
+        if key not in after:
+            lines.append(f"{key}: {_one_line(before[key])} -> (gone)")
+        elif key not in before:
+            lines.append(f"{key}: (new) -> {_one_line(after[key])}")
+        elif before[key] != after[key]:
+            lines.append(f"{key}: {_one_line(before[key])} -> {_one_line(after[key])}")
+    return "\n".join(lines)
+
+
+def _outputs(output: Path, index: int, kind: str, config: Section) -> tuple[Path, ...]:
+    own = output / "stages" / f"{index}-{kind}"
+    if kind == "export":
+        return own, output / "model"
+    if kind == "train" and config.adapter is not None:
+        return own, output / "adapters"
+    return (own,)
+
+
+def _rows(data: Section, kind: str) -> tuple[str, ...]:
+    if kind == "train":
+        return (*data.train, *data.valid)
+    return tuple(data.valid or data.train) if kind == "validate" else ()
+
+
+def _flat(value: Any, key: str = "") -> dict[str, Any]:
+    """Values by dotted key, lists counted from 1, empty blocks kept."""
+    if isinstance(value, dict) and value:
+        inner = value.items()
+    elif isinstance(value, list) and any(isinstance(v, dict | list) for v in value):
+        inner = enumerate(value, 1)
+    else:
+        return {} if key == "output" else {key: value}
+    found: dict[str, Any] = {}
+    for name, part in inner:
+        found |= _flat(part, f"{key}.{name}" if key else str(name))
+    return found
+
+
+def _one_line(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
