@@ -1,0 +1,125 @@
+"""The skills: reproducible, balanced, without overlap, and right."""
+
+import importlib.util
+import json
+from collections import Counter
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+DATA = Path(__file__).parents[2] / "data"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("skills", DATA / "make_skills.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def splits():
+    return {
+        split: [json.loads(line) for line in path.open(encoding="utf-8")]
+        for split in ("train", "valid", "test")
+        for path in [DATA / "skills" / f"{split}.jsonl"]
+    }
+
+
+def _question_and_answer(row):
+    user, assistant = row["messages"]
+    assert (user["role"], assistant["role"]) == ("user", "assistant")
+    return user["content"], assistant["content"]
+
+
+def test_the_script_writes_the_files_again_byte_for_byte(script, tmp_path, capsys):
+    script.main(tmp_path)
+    for split in script.PER_KIND:
+        shipped = (DATA / "skills" / f"{split}.jsonl").read_bytes()
+        assert (tmp_path / f"{split}.jsonl").read_bytes() == shipped
+
+
+def test_kinds_are_many_and_balanced(splits):
+    for rows in splits.values():
+        counts = Counter(row["skill"] for row in rows)
+        assert len(counts) == 21
+        assert len(set(counts.values())) == 1
+
+
+def test_no_question_is_asked_twice(splits):
+    questions = [
+        _question_and_answer(row)[0] for rows in splits.values() for row in rows
+    ]
+    assert len(questions) == len(set(questions))
+    prompts = (DATA / "prompts.txt").read_text().splitlines()
+    assert not set(prompts) & set(questions)
+
+
+def test_another_phrasing_is_the_same_task(script):
+    def kind(r):
+        number = r.randrange(30)
+        return [f"one {number}", f"other {number}"], "answer"
+
+    rows = script.tasks(kind, 30)
+    words = [row["messages"][0]["content"].split() for row in rows]
+    assert {word for word, _ in words} == {"one", "other"}
+    assert len({number for _, number in words}) == 30
+
+
+def test_the_whole_fits(splits):
+    assert sum(f.stat().st_size for f in (DATA / "skills").iterdir()) <= 1_900_000
+    pairs = [_question_and_answer(row) for rows in splits.values() for row in rows]
+    assert max(len(question) for question, _ in pairs) <= 80
+    assert all(answer.strip() == answer != "" for _, answer in pairs)
+
+
+def _numbers(text):
+    return [int(part) for part in text.split(":", 1)[-1].split(",")]
+
+
+CHECKS = {
+    "addition": lambda q, a: int(a) == sum(map(int, q.replace("+", " ").split()[:-1])),
+    "sort_numbers": lambda q, a: (
+        _numbers(a) == sorted(_numbers(q), reverse="high" in q or "falling" in q)
+    ),
+    "json_make": lambda q, a: (
+        ", ".join(f"{k} {v}" for k, v in json.loads(a).items()) == q.split(": ", 1)[1]
+    ),
+    "date": lambda q, a: (
+        (date.fromisoformat(a) - date.fromisoformat(q.split()[-1][:-1])).days
+        == (1 if "after" in q else -1)
+    ),
+    "hexadecimal": lambda q, a: (
+        int(a, 0)
+        in [int(word.strip(".:"), 0) for word in q.split() if word[0] in "0123456789"]
+    ),
+    "remove_vowels": lambda q, a: (
+        a == q.split(": ")[1].translate(str.maketrans("", "", "aeiou"))
+    ),
+}
+
+
+@pytest.mark.parametrize("skill", CHECKS)
+def test_answers_are_right(splits, skill):
+    pairs = [_question_and_answer(r) for r in splits["train"] if r["skill"] == skill]
+    if skill == "addition":
+        pairs = [pair for pair in pairs if pair[0].endswith("=")]
+    assert len(pairs) > 100
+    assert [pair for pair in pairs if not CHECKS[skill](*pair)] == []
+
+
+@pytest.mark.parametrize(
+    ("number", "letters"),
+    [
+        (1, "I"),
+        (4, "IV"),
+        (49, "XLIX"),
+        (94, "XCIV"),
+        (299, "CCXCIX"),
+        (388, "CCCLXXXVIII"),
+    ],
+)
+def test_roman_numerals(script, number, letters):
+    assert script._roman(number) == letters
