@@ -61,10 +61,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Loaded:
     recipe, found = _validate(document.data)
     found += complaints(document.data, lambda source: find(source, root))
     faults += document.faults
-    taken = {fault.place for fault in document.faults}
-    placed = [_place(complaint, document, origins) for complaint in found]
-    # A value that could not be read was told already; its type is not a second fault.
-    faults += [f for f in placed if f.place is None or f.place not in taken]
+    faults += [
+        _place(complaint, document, origins)
+        for complaint in found
+        if not _follows(complaint, document.unread)
+    ]
     if faults:
         raise RecipeFaults(path, text, faults)
     resolved = places.write(_plain(recipe))
@@ -121,6 +122,12 @@ def _switch(error: dict, data: Any) -> bool:
         data = data[step]
     data[last] = SWITCHES[word.lower()]
     return True
+
+
+def _follows(complaint: Complaint, unread: list[Keys]) -> bool:
+    """Whether a value that could not be read, and was told, made this complaint."""
+    size = len(complaint.path)
+    return complaint.of != "key" and any(p[:size] == complaint.path for p in unread)
 
 
 def _place(

@@ -27,7 +27,12 @@ PROBLEMS = {
     "mapping values are not allowed": (
         "a second ':' where text was expected: quote the text, or mend the indentation"
     ),
+    "another document": "a recipe is one document: leave `---` out",
+    "unexpected end of stream": "this quote is never closed",
+    "expected ',' or": "this bracket is never closed, or a comma is missing in it",
+    "but found '<stream end>'": "this bracket is never closed",
 }
+UNCLOSED = re.compile("end of stream|stream end|expected ',' or")
 
 
 class _Loader(yaml.SafeLoader):
@@ -56,17 +61,19 @@ class Document:
         keys: place of every key, by the path of its value.
         values: place of every value, by its path.
         faults: syntax errors, duplicate keys, tags that are not data.
+        unread: paths of values that a fault stands for.
     """
 
     data: Any = None
     keys: dict[Keys, Place] = field(default_factory=dict)
     values: dict[Keys, Place] = field(default_factory=dict)
     faults: list[Fault] = field(default_factory=list)
+    unread: list[Keys] = field(default_factory=list)
 
     def _build(self, node: yaml.Node, path: Keys, above: tuple[int, ...] = ()) -> Any:
         self.values[path] = _place(node.start_mark)
         if id(node) in above:
-            return self._fault(node, "an alias cannot hold itself")
+            return self._unread(node, path, "an alias cannot hold itself")
         above = (*above, id(node))
         match node.tag.removeprefix(TAG), node:
             case "map", yaml.MappingNode():
@@ -75,9 +82,9 @@ class Document:
                 items = enumerate(node.value)
                 return [self._build(item, (*path, i), above) for i, item in items]
             case ("str" | "null" | "bool" | "int" | "float") as kind, yaml.ScalarNode():
-                return self._scalar(kind, node)
+                return self._scalar(kind, node, path)
         tag = node.tag.replace(TAG, "!!")
-        return self._fault(node, f"the tag {tag} is not allowed: plain data only")
+        return self._unread(node, path, f"the tag {tag} is no plain data")
 
     def _mapping(self, node: yaml.MappingNode, path: Keys, above: tuple) -> dict:
         built: dict[str, Any] = {}
@@ -97,11 +104,16 @@ class Document:
                 built[key.value] = self._build(value, here, above)
         return built
 
-    def _scalar(self, kind: str, node: yaml.ScalarNode) -> Any:
+    def _scalar(self, kind: str, node: yaml.ScalarNode, path: Keys) -> Any:
         try:
             return _scalar(kind, node.value)
         except ValueError:
-            return self._fault(node, f"{node.value!r} is not of the type its tag says")
+            message = f"{node.value!r} is not of the type its tag says"
+            return self._unread(node, path, message)
+
+    def _unread(self, node: yaml.Node, path: Keys, message: str) -> None:
+        self.unread.append(path)
+        self._fault(node, message)
 
     def _fault(self, node: yaml.Node, message: str) -> None:
         self.faults.append(Fault(message, _place(node.start_mark)))
@@ -113,8 +125,7 @@ def read(text: str) -> Document:
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        document.faults.append(Fault(_reworded(error), _place(mark)))
+        document.faults.append(_syntax(error))
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line = before.count("\n") + 1
@@ -150,8 +161,10 @@ def _place(mark: yaml.Mark) -> Place:
     return Place(mark.line + 1, mark.column + 1)
 
 
-def _reworded(error: yaml.MarkedYAMLError) -> str:
-    for pattern, words in PROBLEMS.items():
-        if pattern in str(error.problem):
-            return words
-    return f"not YAML: {error.problem}"
+def _syntax(error: yaml.MarkedYAMLError) -> Fault:
+    problem = str(error.problem)
+    # What runs to the end of the file was opened long before it.
+    opened = error.context_mark if UNCLOSED.search(problem) else None
+    place = _place(opened or error.problem_mark or error.context_mark)
+    words = (words for part, words in PROBLEMS.items() if part in problem)
+    return Fault(next(words, f"not YAML: {problem}"), place)

@@ -1,0 +1,191 @@
+"""The command line: flags, exit codes, and how little it imports."""
+
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+
+from toolkit import cli
+from toolkit.errors import Interrupted, UserError
+from toolkit.recipe import shipped
+
+GOOD = "model: a/b\ndata: {train: builtin:stdlib}\nstages: [{train: {steps: 1}}]\n"
+HEAVY = ("mlx_lm", "transformers", "datasets", "wandb", "rich", "numpy")
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return str(path)
+
+
+@pytest.fixture
+def ran(monkeypatch):
+    """What the runner and the preflight were called with."""
+    calls = []
+
+    def run(loaded, plan, **flags):
+        calls.append((loaded.recipe.seed, plan.output.name, flags))
+        return 0
+
+    for name, function in (("run", "run"), ("preflight", "check")):
+        module = types.ModuleType(f"toolkit.recipe.{name}")
+        setattr(module, function, run)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(sys.modules["toolkit.recipe"], name, module, raising=False)
+    return calls
+
+
+def test_a_recipe_runs_with_flags_anywhere(recipe, ran):
+    assert cli.train([recipe, "--quiet", "seed=4", "--force"]) == 0
+    assert ran == [(4, "good", {"fresh": False, "force": True, "quiet": True})]
+
+
+def test_check_runs_nothing(recipe, ran):
+    assert cli.train(["--check", recipe]) == 0
+    assert ran == [(0, "good", {"force": False})]
+
+
+def test_lmx_train_is_lmx_train(recipe, ran):
+    assert cli.main(["train", recipe, "seed=7"]) == 0
+    assert ran[0][0] == 7
+
+
+def test_faults_exit_2_on_stderr_without_traceback(recipe, ran, capsys):
+    assert cli.train([recipe, "sed=1"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        "argument 'sed=1': unknown key 'sed'\n"
+        "    hint: did you mean 'seed'?\n"
+        "1 problem; nothing was run.\n"
+    )
+    assert ran == []
+
+
+def test_debug_shows_the_traceback(recipe, capsys):
+    assert cli.train([recipe, "sed=1", "--debug"]) == 2
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (UserError("a gate was missed", code=1), 1, "a gate was missed\n"),
+        (UserError("too large", code=3, hint="--force"), 3, "too large\n    hint: "),
+        (KeyboardInterrupt(), 130, ""),
+        (Interrupted("to go on: lmx-train x"), 130, "to go on: lmx-train x\n"),
+    ],
+)
+def test_exit_codes(recipe, ran, capsys, monkeypatch, error, code, text):
+    def run(*_, **__):
+        raise error
+
+    monkeypatch.setattr(sys.modules["toolkit.recipe.run"], "run", run)
+    assert cli.train([recipe]) == code
+    assert capsys.readouterr().err.startswith(text)
+
+
+@pytest.mark.parametrize("argv", [[], ["x.yaml", "--chek"], ["--che", "x.yaml"]])
+def test_usage_exits_2(argv):
+    with pytest.raises(SystemExit) as caught:
+        cli.train(argv)
+    assert caught.value.code == 2
+
+
+def test_flags_are_exactly_these(capsys):
+    with pytest.raises(SystemExit):
+        cli.train(["--help"])
+    words = capsys.readouterr().out.partition("options:")[2].split()
+    flags = {word for word in words if word.startswith("--")}
+    expected = "--help --check --fresh --force --list --quiet --debug"
+    assert flags == set(expected.replace(",", "").split())
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "recipes" / "qat_4bit.yaml").write_text(
+        f"# Learn the rounding.\n{GOOD}"
+    )
+    monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+
+
+@pytest.mark.parametrize("name", ["qat_4bit", "recipes/qat_4bit.yaml"])
+def test_a_shipped_recipe_by_name(shelf, ran, name):
+    assert cli.train([name]) == 0
+    assert ran[0][1] == "qat_4bit"
+
+
+def test_an_unknown_recipe_names_the_nearest(shelf, capsys):
+    assert cli.train(["qat_4bits"]) == 2
+    assert capsys.readouterr().err == (
+        "no such recipe: 'qat_4bits'\n    hint: did you mean 'qat_4bit'?\n"
+    )
+    assert cli.train(["."]) == 2
+    assert "this is a folder" in capsys.readouterr().err
+
+
+def test_list(shelf, capsys):
+    assert cli.train(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert "  qat_4bit  Learn the rounding.\n" in printed
+    for word in ("  rtn  ", "  mlx  ", "  quantize  "):
+        assert word in printed
+
+
+def imported(code: str, *arguments: str) -> list[str]:
+    """Heavy modules in a fresh interpreter that ran `code`."""
+    report = f"import sys\n{code}\nprint(*[m for m in {HEAVY} if m in sys.modules])"
+    command = [sys.executable, "-c", report, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()[-1].split() if done.stdout.strip() else []
+
+
+def test_a_bad_recipe_imports_nothing_heavy(recipe):
+    code = (
+        "from toolkit import cli\n"
+        "assert cli.train([sys.argv[1], 'sed=1']) == 2, 'a fault'"
+    )
+    assert imported(code, recipe) == []
+    # The check itself can fail.
+    assert imported("import numpy") == ["numpy"]
+
+
+def test_help_does_not_even_import_the_schema():
+    code = (
+        "from toolkit import cli\n"
+        "try: cli.train(['--help'])\n"
+        "except SystemExit: pass\n"
+        "assert not {'pydantic', 'mlx.core', 'yaml'} & set(sys.modules)"
+    )
+    assert imported(code) == []
+
+
+@pytest.mark.parametrize(("argument", "limit"), [("--help", 0.3), ("sed=1", 0.5)])
+def test_it_answers_at_once(recipe, argument, limit):
+    code = "import sys; from toolkit.cli import train; sys.exit(train(sys.argv[1:]))"
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        command = [sys.executable, "-c", code, recipe, argument]
+        subprocess.run(command, capture_output=True, check=False)
+        times.append(time.perf_counter() - start)
+    # Four times the promise: other work may fill the cores of a test machine.
+    assert min(times) < 4 * limit
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["bogus"]])
+def test_lmx_lists_its_verbs(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        cli.main(argv)
+    assert caught.value.code == (0 if argv == ["--help"] else 2)
+    printed = capsys.readouterr()
+    assert all(v in printed.out + printed.err for v in ("train", "generate", "doctor"))
