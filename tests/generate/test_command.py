@@ -109,6 +109,15 @@ def test_interrupted_ends_the_line(run_folder, capsys, monkeypatch):
     assert capsys.readouterr() == ("\n", "")
 
 
+def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
+    def closed(piece):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(command, "_write", closed)
+    assert lmx(run_folder, "--prompt", "hello") == 0
+    assert capfd.readouterr() == ("", "")
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [

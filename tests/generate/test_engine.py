@@ -240,6 +240,20 @@ def test_encode_with_and_without_a_template(llama, tokenizer):
         asked.encode([{"role": "system", "content": "x"}, *messages])
 
 
+def test_text_gets_one_bos(llama):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 256)]
+    )
+    generator = Generator(llama, tokenizer)
+    tokens = generator.encode_text("hi")
+    assert tokens[0] == 256
+    assert generator.encode_text("<|im_start|>hi") == generator.encode("hi") == tokens
+
+
 def test_a_model_that_thinks_may_be_asked_not_to(llama):
     chat = byte_tokenizer(template=TEMPLATE)
     chat.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})

@@ -15,10 +15,11 @@ class Letters:
     """A tokenizer of the 63 characters from '@' on; token 0 ends."""
 
     has_chat_template = False
+    bos_token = None
     eos_token_ids = frozenset([END])
     text = ""
 
-    def encode(self, text):
+    def encode(self, text, *, add_special_tokens):
         return [ord(c) - 63 for c in text]
 
     @property

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -40,6 +41,10 @@ def run(args: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         return INTERRUPTED
+    except BrokenPipeError:  # as in `| head`: nobody reads on
+        # What is still buffered would raise once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _prompt(args: argparse.Namespace) -> str:
@@ -92,7 +97,7 @@ def _model_folder(model: str) -> str:
 
 def _encode(generator, args: argparse.Namespace, text: str) -> list[int]:
     if args.raw:
-        return generator.tokenizer.encode(text)
+        return generator.encode_text(text)
     messages = [{"role": "user", "content": text}]
     if args.system is not None:
         messages.insert(0, {"role": "system", "content": args.system})

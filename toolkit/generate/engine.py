@@ -157,8 +157,8 @@ class Generator:
             UserError: the template refuses these messages.
         """
         if not self.tokenizer.has_chat_template:
-            lines = prompt if isinstance(prompt, str) else _contents(prompt)
-            return self.tokenizer.encode(lines)
+            text = prompt if isinstance(prompt, str) else _contents(prompt)
+            return self.encode_text(text)
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
         from jinja2 import TemplateError
@@ -173,6 +173,12 @@ class Generator:
             raise UserError(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
+
+    def encode_text(self, text: str) -> list[int]:
+        """The tokens of bare text; text that opens with BOS gets no second one."""
+        bos = self.tokenizer.bos_token
+        has_bos = bos is not None and text.startswith(bos)
+        return self.tokenizer.encode(text, add_special_tokens=not has_bos)
 
     def _allowed(self, prompt: Sequence[int], max_tokens: int) -> int:
         """How many tokens may be generated: the last one needs no position."""

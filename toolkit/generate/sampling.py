@@ -8,7 +8,8 @@ applies top_p to what top_k has left.)
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
 
 import mlx.core as mx
 
@@ -61,13 +62,23 @@ def make_sampler(sampling: Sampling) -> Sampler:
     if sampling.temperature < COLDEST:
         return lambda logits: mx.argmax(logits, axis=-1)
     key = mx.random.key(sampling.seed)
+    step = _compiled(replace(sampling, seed=0))
 
     def draw(logits: mx.array) -> mx.array:
         nonlocal key
-        key, now = mx.random.split(key)
-        return mx.random.categorical(filtered(logits, sampling), key=now)
+        token, key = step(logits, key)
+        return token
 
     return draw
+
+
+@lru_cache(maxsize=16)  # mx.compile never forgets a trace: one per setting, not per use
+def _compiled(sampling: Sampling) -> Callable:
+    def step(logits: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
+        key, now = mx.random.split(key)
+        return mx.random.categorical(filtered(logits, sampling), key=now), key
+
+    return mx.compile(step)
 
 
 def filtered(logits: mx.array, sampling: Sampling) -> mx.array:
@@ -78,28 +89,26 @@ def filtered(logits: mx.array, sampling: Sampling) -> mx.array:
     """
     logits = logits.astype(mx.float32)
     logits = logits - mx.max(logits, axis=-1, keepdims=True)
-    kept = logits
+    threshold = _threshold(logits, sampling)
+    if threshold is not None:
+        logits = mx.where(logits < threshold, -mx.inf, logits)
+    return logits / sampling.temperature
+
+
+def _threshold(logits: mx.array, sampling: Sampling) -> mx.array | float | None:
+    """The least logit [..., 1] that passes; the largest logit is 0."""
+    limits = []
+    candidates = logits
     if 0 < sampling.top_k < logits.shape[-1]:
-        kept = _cut(kept, logits, _top_k_threshold(logits, sampling.top_k))
+        candidates = mx.topk(logits, sampling.top_k, axis=-1)
+        limits.append(mx.min(candidates, axis=-1, keepdims=True))
     if sampling.top_p < 1:
-        kept = _cut(kept, logits, _top_p_threshold(logits, sampling.top_p))
+        # A token stays while those above it hold less than top_p of the whole.
+        ascending = mx.sort(candidates, axis=-1)
+        mass = mx.exp(ascending - mx.logsumexp(logits, axis=-1, keepdims=True))
+        above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False)
+        removed = (above >= sampling.top_p).sum(axis=-1, keepdims=True)
+        limits.append(mx.take_along_axis(ascending, removed, axis=-1))
     if sampling.min_p > 0:
-        kept = _cut(kept, logits, math.log(sampling.min_p))
-    return kept / sampling.temperature
-
-
-def _cut(kept: mx.array, logits: mx.array, threshold: mx.array | float) -> mx.array:
-    return mx.where(logits < threshold, -mx.inf, kept)
-
-
-def _top_k_threshold(logits: mx.array, k: int) -> mx.array:
-    return mx.min(mx.topk(logits, k, axis=-1), axis=-1, keepdims=True)
-
-
-def _top_p_threshold(logits: mx.array, p: float) -> mx.array:
-    """The least logit kept: a token stays while those above it hold less than p."""
-    ascending = mx.sort(logits, axis=-1)
-    mass = mx.softmax(ascending, axis=-1)
-    above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False)
-    removed = (above >= p).sum(axis=-1, keepdims=True)
-    return mx.take_along_axis(ascending, removed, axis=-1)
+        limits.append(math.log(sampling.min_p))
+    return reduce(mx.maximum, limits) if limits else None
