@@ -216,7 +216,6 @@ def nearest(keys: list[str]) -> tuple[str, dict[str, str]]:
 def _alike(our: str, keys: list[str]) -> str | None:
     wanted = [our, *SYNONYMS[our].split()]
     exact = [key for word in wanted for key in keys if key.lower() == word]
-    near = [
-        key for word in wanted for key in difflib.get_close_matches(word, keys, n=1)
-    ]
-    return next(iter(exact + near), None)
+    return next(
+        iter(exact + difflib.get_close_matches(our, keys, n=1, cutoff=0.75)), None
+    )

@@ -1,0 +1,369 @@
+"""Rows of every format and source, and the message of every fault."""
+
+import gzip
+import json
+
+import pytest
+
+from toolkit.data import formats
+from toolkit.errors import UserError
+
+USER, ANSWER = (
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+)
+CHAT = {"messages": [USER, ANSWER]}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(rows, name="rows.jsonl"):
+        text = rows if isinstance(rows, str) else "\n".join(map(json.dumps, rows))
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8", newline="")
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("record", "name", "fields"),
+    [
+        (CHAT, "chat", {"messages": (USER, ANSWER)}),
+        (
+            {
+                "conversations": [
+                    {"from": "human", "value": "Hi"},
+                    {"from": "gpt", "value": "Hello"},
+                ]
+            },
+            "chat",
+            {"messages": (USER, ANSWER)},
+        ),
+        (
+            {
+                "messages": [
+                    {**USER, "content": [{"type": "text", "text": "Hi"}]},
+                    ANSWER,
+                ]
+            },
+            "chat",
+            {"messages": (USER, ANSWER)},
+        ),
+        (
+            {"prompt": "1+1=", "completion": 2},
+            "completion",
+            {"prompt": "1+1=", "completion": "2"},
+        ),
+        (
+            {"prompt": [USER], "completion": [ANSWER]},
+            "completion",
+            {"messages": (USER, ANSWER)},
+        ),
+        (
+            {"instruction": "Hi", "input": "", "output": "Hello"},
+            "instruction",
+            {"messages": (USER, ANSWER)},
+        ),
+        (
+            {"instruction": "Add", "input": "1 2", "output": "3"},
+            "instruction",
+            {
+                "messages": (
+                    {"role": "user", "content": "Add\n\n1 2"},
+                    {"role": "assistant", "content": "3"},
+                )
+            },
+        ),
+        (
+            {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"},
+            "preference",
+            {"prompt": "Hi", "completion": "Hello"},
+        ),
+        (
+            {"prompt": "Hi", "chosen": [ANSWER], "rejected": []},
+            "preference",
+            {"messages": (USER, ANSWER)},
+        ),
+        (
+            {"prompt": "Hi", "chosen": [USER, ANSWER]},
+            "preference",
+            {"messages": (USER, ANSWER)},
+        ),
+        ({"text": "Once."}, "text", {"text": "Once."}),
+    ],
+)
+def test_every_format(write, record, name, fields):
+    path = write([{**record, "skill": "greeting", "id": 7}])
+    found = formats.read(path)
+    assert found.format == name
+    assert found.rows == [formats.Row(f"{path}:1", **fields, skill="greeting")]
+    assert found.bad == []
+
+
+def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
+    path = write([{"text": "stray"}, *[CHAT] * 5, {"messages": [USER]}, "no object"])
+    found = formats.read(path)
+    assert (found.format, len(found.rows)) == ("chat", 5)
+    assert found.bad == [
+        (f"{path}:1", "not chat: it holds text"),
+        (f"{path}:7", "no assistant turn with content"),
+        (f"{path}:8", "not chat: it holds no object"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ("Hi", "messages is str, not a list"),
+        (["Hi"], "message 1 is str, not an object"),
+        ([{"role": "king", "content": "x"}], "message 1 has the role 'king'"),
+        ([USER, {"role": "assistant"}], "message 2 has no content"),
+        ([USER, {**ANSWER, "content": " "}], "no assistant turn with content"),
+        (
+            [{**USER, "content": [{"type": "image"}]}],
+            "message 1 has a part that is not",
+        ),
+    ],
+)
+def test_bad_chats(write, messages, reason):
+    found = formats.read(write([CHAT, {"messages": messages}]))
+    assert len(found.rows) == len(found.bad) == 1
+    assert found.bad[0][1].startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": "x", "completion": ""}, "completion is empty"),
+        ({"prompt": "x", "completion": None}, "completion is empty, not text"),
+        ({"prompt": {}, "completion": "y"}, "prompt is an object, not text"),
+        ({"prompt": "x", "completion": True}, "completion is a boolean, not text"),
+    ],
+)
+def test_bad_completions(write, record, reason):
+    found = formats.read(write([{"prompt": "a", "completion": "b"}, record]))
+    assert [why for _, why in found.bad] == [reason]
+
+
+def test_columns_rename(write):
+    path = write([{"question": "1+1", "answer": "2", "text": "ignored", "skill": "s"}])
+    columns = {"prompt": "question", "completion": "answer"}
+    found = formats.read(path, columns=columns)
+    assert found.format == "completion"
+    assert found.rows[0].prompt == "1+1"
+    assert (found.rows[0].completion, found.rows[0].skill) == ("2", "s")
+    assert formats.read(path).format == "text"
+
+
+def test_a_json_list_and_a_gzipped_file(write, tmp_path):
+    path = write(json.dumps([CHAT, CHAT]), "rows.json")
+    assert [row.where for row in formats.read(path).rows] == [
+        f"{path}[0]",
+        f"{path}[1]",
+    ]
+    zipped = tmp_path / "rows.jsonl.gz"
+    zipped.write_bytes(gzip.compress(json.dumps(CHAT).encode()))
+    assert len(formats.read(str(zipped)).rows) == 1
+
+
+def test_a_text_file_is_a_document_or_several(write):
+    path = write("one\n\ntwo\n", "a.txt")
+    assert [row.text for row in formats.read(path).rows] == ["one\n\ntwo\n"]
+    path = write("one\n<|endoftext|>\ntwo\n", "b.txt")
+    rows = formats.read(path).rows
+    assert [(r.text, r.where) for r in rows] == [
+        ("one\n", f"{path}:1"),
+        ("two\n", f"{path}:3"),
+    ]
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([CHAT, CHAT]), path)
+    found = formats.read(str(path))
+    assert found.format == "chat"
+    assert found.rows[1] == formats.Row(f"{path}[1]", messages=(USER, ANSWER))
+
+
+def test_line_separators_inside_json_do_not_end_a_line(write):
+    path = write(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False))
+    assert formats.read(path).rows[0].text == "a\u2028b\x85c"
+
+
+def test_a_folder_gives_the_files_of_the_split(write, tmp_path):
+    for name in ("train.jsonl", "val-00000-of-00001.jsonl", "test.jsonl"):
+        write([{"text": name}], name)
+    write("not data", "README.md")
+    for split, name in [("train", "train.jsonl"), ("test", "test.jsonl")]:
+        rows = formats.read(str(tmp_path), split=split).rows
+        assert [row.text for row in rows] == [name]
+    assert formats.read(str(tmp_path), split="valid").rows[0].text.startswith("val-")
+
+
+def test_a_folder_without_split_names_gives_all_its_files(write, tmp_path):
+    write([{"text": "a"}], "a.jsonl")
+    write([{"text": "b"}], "b.jsonl")
+    assert [r.text for r in formats.read(str(tmp_path)).rows] == ["a", "b"]
+    assert not formats.has_split(str(tmp_path), "valid")
+    write([{"text": "v"}], "dev.jsonl")
+    assert formats.has_split(str(tmp_path), "valid")
+    assert [r.text for r in formats.read(str(tmp_path)).rows] == ["a", "b"]
+
+
+def test_limit_and_find_and_builtin(write, tmp_path):
+    write([{"text": str(number)} for number in range(9)])
+    found = formats.read("rows.jsonl", find=lambda name: tmp_path / name, limit=4)
+    assert [row.text for row in found.rows] == ["0", "1", "2", "3"]
+    rows = formats.read("builtin:stdlib", split="valid", limit=2).rows
+    assert rows[0].where.startswith("builtin:stdlib/")
+    assert formats.has_split("builtin:stdlib", "valid")
+
+
+FAULTS = {
+    "rows.jsonl": [
+        ('{"text": "a"}\n{"text": ', r"rows\.jsonl:2: line 2 is not JSON: Expecting"),
+        ("", "there are no rows here"),
+        ("\n \n", "there are no rows here"),
+        ('"a"\n"b"', "the rows are not objects with keys; the first is 'a'"),
+        ('{"messages": []}', "no row can be used; all 1 are bad as chat.*no assistant"),
+    ],
+    "rows.json": [
+        ('[{"text": "a"},\n 5 5]', r"rows\.json:2:4: is not JSON"),
+        ('{"text": "a"}', "is not a list of objects"),
+        ("[]", "there are no rows here"),
+    ],
+    "rows.txt": [(" \n", "there are no rows here")],
+    "rows.csv": [("a,b\n", r"cannot read \.csv files")],
+    "rows.parquet": [("PAR", "is not a Parquet file")],
+    "rows.jsonl.gz": [("no gzip", "cannot be read: Not a gzipped file")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [(name, *fault) for name, faults in FAULTS.items() for fault in faults],
+)
+def test_faults(write, name, text, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(UserError, match=message) as fault:
+        formats.read(write(text, name))
+    assert name in fault.value.place
+
+
+def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
+    with pytest.raises(UserError, match="there is no such file"):
+        formats.read(str(tmp_path / "none.jsonl"))
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "\xff\xfe"}')
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        formats.read(str(path))
+
+
+def test_a_folder_without_the_split_says_what_it_holds(write, tmp_path):
+    write([CHAT], "test.jsonl")
+    with pytest.raises(UserError, match=r"no file of the split 'train'.*test\.jsonl"):
+        formats.read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("record", "mapping"),
+    [
+        (
+            {"id": 1, "question": "?", "answer": "!"},
+            "{prompt: question, completion: answer}",
+        ),
+        ({"conversation": []}, "{messages: conversation}"),
+        ({"content": "x"}, "{text: content}"),
+        ({"problem": "?", "score": 1}, "{prompt: problem, completion: <your column>}"),
+    ],
+)
+def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
+    with pytest.raises(UserError, match="no format fits; the keys found are") as fault:
+        formats.read(write([record]))
+    assert all(key in fault.value.message for key in record)
+    assert fault.value.hint.endswith(f"data:\n  columns: {mapping}")
+
+
+def test_columns_that_are_not_there_or_not_ours(write):
+    path = write([{"q": "?", "a": "!"}])
+    with pytest.raises(UserError, match="columns names question, not there"):
+        formats.read(path, columns={"prompt": "question", "completion": "a"})
+    with pytest.raises(UserError, match="no column 'promt'") as fault:
+        formats.read(path, columns={"promt": "q"})
+    assert fault.value.hint == "did you mean 'prompt'?"
+
+
+def test_splitting_off_is_whole_disjoint_and_seeded():
+    rows = [formats.Row(f"f:{n}", text=str(n)) for n in range(100)]
+    train, held = formats.split_off(rows, 0.05, 3)
+    assert len(held) == 5
+    assert sorted(train + held, key=rows.index) == rows
+    assert formats.split_off(rows, 0.05, 3) == (train, held)
+    assert formats.split_off(rows, 0.05, 4)[1] != held
+
+
+def test_splitting_off_one_document_gives_its_tail():
+    text = "".join(f"line {n}\n" for n in range(100))
+    [head], [tail] = formats.split_off([formats.Row("f:1", text=text)], 0.1, 0)
+    assert head.text + tail.text == text
+    assert tail.text.startswith("line ")
+    assert 0.05 < len(tail.text) / len(text) < 0.15
+    with pytest.raises(UserError, match="none can be held out"):
+        formats.split_off([formats.Row("f:1", prompt="a", completion="b")], 0.1, 0)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The Hub's client, with one small data set and no network."""
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": str(number)} for number in range(5)]
+    asked = []
+
+    class Builder:
+        class info:
+            splits = {"train": None, "validation": None}  # noqa: RUF012
+
+    def builder(source):
+        if source != "someone/rows":
+            raise FileNotFoundError(f"no data set {source}")
+        return Builder
+
+    def load(source, *, split, streaming):
+        asked.append((split, streaming))
+        return iter(rows) if streaming else rows
+
+    monkeypatch.setattr(formats, "_online", lambda endpoint: True)
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return asked
+
+
+def test_a_hub_data_set_by_our_names_of_splits(hub):
+    found = formats.read("someone/rows", split="valid")
+    assert [row.where for row in found.rows][:1] == ["someone/rows/validation[0]"]
+    assert len(formats.read("someone/rows", streaming=True, limit=2).rows) == 2
+    assert hub == [("validation", False), ("train", True)]
+    assert formats.has_split("someone/rows", "valid")
+    assert not formats.has_split("someone/rows", "test")
+
+
+def test_faults_of_the_hub(hub, monkeypatch):
+    with pytest.raises(UserError, match="no split for 'test'"):
+        formats.read("someone/rows", split="test")
+    with pytest.raises(UserError, match="streaming needs a limit"):
+        formats.read("someone/rows", streaming=True)
+    with pytest.raises(UserError, match=r"no file or folder.*no data set someone/else"):
+        formats.read("someone/else")
+    monkeypatch.setattr(formats, "_online", lambda endpoint: False)
+    with pytest.raises(UserError, match="the Hub cannot be reached"):
+        formats.read("someone/rows")
+
+
+def test_a_closed_port_is_offline(monkeypatch):
+    monkeypatch.setattr(formats, "getproxies", dict)
+    assert not formats._online("http://127.0.0.1:9")
