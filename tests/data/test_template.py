@@ -115,6 +115,15 @@ def test_train_on_everything(chatml):
     assert example.mask.tolist() == [False] + [True] * (len(example.tokens) - 1)
 
 
+def test_everything_needs_no_prefix_and_keeps_the_last_question():
+    tokenizer = build(REWRITING)
+    row = chat("a?", "A", "b?")
+    example = one(row, tokenizer, train_on="everything")
+    whole = tokenizer.apply_chat_template(list(row.messages), tokenize=False)
+    assert example.mask[1:].all()
+    assert tokenizer.decode(example.tokens) == whole
+
+
 def test_trailing_questions_and_empty_answers_are_not_trained(chatml):
     example = one(chat("a?", "", "b?", "B", "c?"), chatml)
     assert trained(example, chatml) == ["B<|im_end|>"]

@@ -90,10 +90,10 @@ def show(example: Example, tokenizer) -> list[tuple[str, bool]]:
 
 def _encoded(rows, tokenizer, max_length: int, train_on: TrainOn) -> Encoded:
     encoded = Encoded()
-    plans = []
+    plans, everything = [], train_on == "everything"
     for row in rows:
         try:
-            plans.append(turns.plan(row, tokenizer))
+            plans.append(turns.plan(row, tokenizer, everything=everything))
         except turns.Untrainable as error:
             encoded.dropped.append((row.where, str(error)))
     known = _tokens(plans, tokenizer)
@@ -106,7 +106,7 @@ def _encoded(rows, tokenizer, max_length: int, train_on: TrainOn) -> Encoded:
             continue
         if plan.bare:
             tokens, mask = _ended(tokens, mask, bos, eos)
-        if train_on == "everything":
+        if everything:
             mask = [True] * len(tokens)
         _add(encoded, plan, tokens, mask, max_length)
     return encoded

@@ -50,8 +50,8 @@ class Plan:
         yield self.text[last:], False
 
 
-def plan(row: Row, tokenizer) -> Plan:
-    """Find the answers of a row.
+def plan(row: Row, tokenizer, *, everything: bool = False) -> Plan:
+    """Find the answers of a row, or take all of its text as one.
 
     Raises:
         Untrainable: they cannot be told from the rest.
@@ -60,11 +60,11 @@ def plan(row: Row, tokenizer) -> Plan:
     if row.text is not None:
         return Plan(row, row.text, ((0, len(row.text)),), bare=True)
     if row.messages is not None:
-        return _chat(row, list(row.messages), tokenizer)
+        return _chat(row, list(row.messages), tokenizer, everything)
     if _has_template(tokenizer):
         asked = {"role": "user", "content": row.prompt}
         answer = {"role": "assistant", "content": row.completion}
-        return _chat(row, [asked, answer], tokenizer)
+        return _chat(row, [asked, answer], tokenizer, everything)
     text = row.prompt + row.completion
     return Plan(row, text, ((len(row.prompt), len(text)),), bare=True)
 
@@ -74,13 +74,16 @@ def _has_template(tokenizer) -> bool:
     return tokenizer.chat_template is not None if has is None else has
 
 
-def _chat(row: Row, messages: list[dict], tokenizer) -> Plan:
+def _chat(row: Row, messages: list[dict], tokenizer, everything: bool) -> Plan:
     if not _has_template(tokenizer):
         raise UserError(
             "chat rows need a chat template, and this model's tokenizer has none",
             hint="use an instruct model, or rows of prompt and completion",
             place=row.where,
         )
+    if everything:
+        whole = _render(messages, tokenizer)
+        return Plan(row, whole, ((0, len(whole)),))
     answers = [i for i, message in enumerate(messages) if _answers(message)]
     messages = messages[: answers[-1] + 1]
     whole = _render(messages, tokenizer)
