@@ -1,6 +1,7 @@
 """The command line: lmx-train, and lmx with its verbs. Imports what a verb needs."""
 
 import argparse
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -92,6 +93,9 @@ def _train(arguments: argparse.Namespace) -> int:
         fresh=arguments.fresh,
         force=arguments.force,
         quiet=arguments.quiet,
+        command=shlex.join(
+            ["lmx-train", arguments.recipe, *arguments.overrides],
+        ),
     )
 
 

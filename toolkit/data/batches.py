@@ -8,9 +8,17 @@ import numpy as np
 
 from .template import Example
 
-# Rows are padded to a length of this ladder: few shapes, so few compiled traces, and
-# at most half a rung of padding.
-RUNGS = (16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+
+def ladder(max_length: int) -> list[int]:
+    """Row lengths 16, 24, 32, 48, 64, 96, ... and `max_length` itself.
+
+    Few shapes mean few compiled traces; a third of a row is padding at worst.
+    """
+    rungs, rung = [], 16
+    while rung < max_length:
+        rungs.append(rung)
+        rung = rung * 3 // 2 if rung & (rung - 1) == 0 else rung * 4 // 3
+    return [*rungs, max_length]
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,9 @@ class Batches:
         self.seed = seed
         self._epoch: tuple[int, list] = (-1, [])
         self.rungs: list[tuple[int, int, np.ndarray]] = []
-        limits = [r for r in RUNGS if r < max_length]
-        while limits and limits[-1] * 3 // 2 < max_length and limits[-1] >= 2048:
-            limits.append(limits[-1] * 3 // 2)
         lengths = np.array([len(e.tokens) - 1 for e in examples])
         low = 0
-        for length in [*limits, max_length]:
+        for length in ladder(max_length):
             members = np.flatnonzero((lengths > low) & (lengths <= length))
             low = length
             if len(members):

@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from .load import DTYPES, build
+from .source import Fresh
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -26,7 +27,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Train a byte-level BPE and write tokenizer.json and tokenizer_config.json.
+    """Train a byte-level BPE and write the files that make it a chat tokenizer.
 
     Digits are single tokens, so that numbers of any length are read alike.
     """
@@ -56,43 +57,32 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    write_json(folder / "tokenizer_config.json", settings)
+    _write_json(folder / "tokenizer_config.json", settings)
+    # Both end an answer: the end of a turn, and the end of a document.
+    ends = {"eos_token_id": [2, 0], "pad_token_id": 0}
+    _write_json(folder / "generation_config.json", ends)
 
 
-def configuration(
-    *,
-    model_type: str,
-    vocabulary: int,
-    hidden_size: int,
-    intermediate_size: int,
-    layers: int,
-    heads: int,
-    key_value_heads: int,
-    positions: int,
-    rope_theta: float,
-    tied: bool,
-    dtype: str,
-) -> dict:
+def configuration(fresh: Fresh) -> dict:
     """A config.json in Hugging Face's terms for a Llama-type model."""
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": model_type,
-        "vocab_size": vocabulary,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": key_value_heads,
-        "head_dim": hidden_size // heads,
-        "max_position_embeddings": positions,
-        "rope_theta": rope_theta,
+        "model_type": fresh.model_type,
+        "vocab_size": fresh.vocabulary,
+        "hidden_size": fresh.hidden_size,
+        "intermediate_size": fresh.intermediate_size,
+        "num_hidden_layers": fresh.layers,
+        "num_attention_heads": fresh.heads,
+        "num_key_value_heads": fresh.key_value_heads or fresh.heads,
+        "head_dim": fresh.hidden_size // fresh.heads,
+        "max_position_embeddings": fresh.positions,
+        "rope_theta": fresh.rope_theta,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": tied,
-        "torch_dtype": dtype,
-        # Both end a turn: the chat's end, and the end of a document.
+        "tie_word_embeddings": fresh.tied,
+        "torch_dtype": fresh.dtype,
         "eos_token_id": [2, 0],
         "pad_token_id": 0,
     }
@@ -117,5 +107,5 @@ def initial_weights(config: dict, seed: int) -> dict[str, mx.array]:
     return weights
 
 
-def write_json(path: Path, value: dict) -> None:
+def _write_json(path: Path, value: dict) -> None:
     path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -67,7 +67,7 @@ def load(
             ) from error
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     dtype = stored_dtype(model)
-    set_compute_dtype(model, compute)
+    set_compute_dtype(model, compute_dtype(compute, dtype))
     return Loaded(model, tokenizer, config, path, dtype)
 
 
@@ -193,9 +193,8 @@ def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     return mx.float32 if name == "auto" and on_cpu else stored
 
 
-def set_compute_dtype(model: nn.Module, name: str) -> None:
+def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
     """Cast floating parameters; codes stay packed. Widening keeps every value."""
-    dtype = compute_dtype(name, stored_dtype(model))
 
     def cast(value):
         is_float = mx.issubdtype(value.dtype, mx.floating)

@@ -2,15 +2,31 @@
 
 from typing import Literal
 
-from .spec import QuantSpec
+import mlx.core as mx
+import mlx.nn as nn
+
+from .spec import Quantization, QuantSpec, pack
 
 
-class Config(QuantSpec):
+class Config(Quantization):
     """Round every weight to the nearest point of its group's grid."""
 
     method: Literal["rtn"] = "rtn"
     """The method's name."""
-    embeddings: bool = True
-    """Round the embedding (and, when tied, the output head) too."""
-    head: bool = True
-    """Round the output head too, where it has weights of its own."""
+
+
+def quantize(
+    model: nn.Module, specs: dict[str, QuantSpec], dtype: mx.Dtype
+) -> dict[str, mx.array]:
+    """Codes, scales and biases of the layers in `specs`, as a checkpoint stores them.
+
+    Args:
+        dtype: the type the checkpoint stores.
+    """
+    modules = dict(model.named_modules())
+    tensors = {}
+    for path, spec in specs.items():
+        packed = pack(modules[path].weight, spec, dtype)
+        mx.eval(packed)
+        tensors |= {f"{path}.{name}": value for name, value in packed.items()}
+    return tensors

@@ -41,3 +41,46 @@ class QuantSpec(Section):
     def fits(self, width: int) -> bool:
         """Whether rows of `width` weights divide into this spec's groups."""
         return width % self.group_size == 0
+
+
+class Quantization(QuantSpec):
+    """A grid, and whether it is for the embedding and the head too."""
+
+    embeddings: bool = True
+    """Round the embedding (and, when tied, the output head) too."""
+    head: bool = True
+    """Round the output head too, where it has weights of its own."""
+
+
+def pack(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.array]:
+    """Round a weight [..., K] to the nearest points of MLX's own grid.
+
+    Args:
+        dtype: the type the checkpoint stores; the weight is cast to it first, because
+            rounding another type gives other codes.
+
+    Returns:
+        What a checkpoint stores: weight (codes), scales and, if affine, biases.
+    """
+    tensors = mx.quantize(
+        weight.astype(dtype),
+        group_size=spec.group_size,
+        bits=spec.bits,
+        mode=spec.mode,
+    )
+    return dict(zip(("weight", "scales", "biases"), tensors, strict=False))
+
+
+def expand(
+    tensors: dict[str, mx.array], spec: QuantSpec, dtype: mx.Dtype
+) -> mx.array:
+    """The weight [..., K] that packed tensors stand for, in the type they store."""
+    return mx.dequantize(
+        tensors["weight"],
+        tensors["scales"],
+        tensors.get("biases"),
+        group_size=spec.group_size,
+        bits=spec.bits,
+        mode=spec.mode,
+        dtype=dtype,
+    )

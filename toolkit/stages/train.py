@@ -1,11 +1,14 @@
 """The train stage: full or LoRA, plain or quantization-aware, through the one loop."""
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ..quant.spec import QuantSpec
+from ..quant.spec import Quantization
 from ..section import Section
+
+if TYPE_CHECKING:
+    from .context import Artefact, Context
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -24,14 +27,10 @@ class Adapter(Section):
     layers: list[str] = Field(["self_attn.*", "mlp.*"], min_length=1)
     """Which linear layers of every block, as shell patterns of their path in it."""
 
-
-class Quantization(QuantSpec):
-    """Train with the rounding the model will be served with (QAT)."""
-
-    embeddings: bool = True
-    """Round the embedding (and, when tied, the output head) too."""
-    head: bool = True
-    """Round the output head too, where it has weights of its own."""
+    @property
+    def scale(self) -> float:
+        """What the product of the two matrices is multiplied by."""
+        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 class Config(Section):
@@ -46,7 +45,7 @@ class Config(Section):
     epochs: float | None = Field(None, gt=0)
     """Passes over the training rows; or give steps."""
     batch_size: int | None = Field(None, ge=1)
-    """Rows per step; or give batch_tokens. Absent both = 8 rows."""
+    """Rows per step; or give batch_tokens."""
     batch_tokens: int | None = Field(None, ge=1)
     """Tokens per step, padding included: short rows go in larger batches."""
     learning_rate: float = Field(1e-4, gt=0)
@@ -82,7 +81,7 @@ class Config(Section):
     def _consistent(self):
         if (self.steps is None) == (self.epochs is None):
             raise ValueError("give either steps or epochs")
-        if self.batch_size and self.batch_tokens:
+        if (self.batch_size is None) == (self.batch_tokens is None):
             raise ValueError("give either batch_size or batch_tokens")
         if self.quantization and self.adapter and self.adapter.dropout:
             raise ValueError(
@@ -90,3 +89,12 @@ class Config(Section):
                 "the rounded weight holds the merged adapter"
             )
         return self
+
+
+def run(config: Config, context: "Context") -> "Artefact":
+    """Train the current model; leave it as a checkpoint, rounded if so trained."""
+    from .training import Training
+
+    training = Training(config, context)
+    training.run()
+    return training.write()

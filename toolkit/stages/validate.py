@@ -1,8 +1,13 @@
 """The validate stage: reload the artefact from disk, measure it, check the gates."""
 
+from typing import TYPE_CHECKING
+
 from pydantic import Field
 
 from ..section import Section
+
+if TYPE_CHECKING:
+    from .context import Artefact, Context
 
 
 class Gates(Section):
@@ -26,8 +31,22 @@ class Config(Section):
     require: Gates = Gates()
     """Gates that must hold."""
     tokens: int = Field(16384, ge=1)
-    """Trained tokens to measure on, at most."""
+    """Trained tokens to measure on, at least, if the rows have as many."""
     questions: int = Field(240, ge=0)
     """Rows with one exact answer to ask, at most, spread over their kinds."""
     speed_tokens: int = Field(64, ge=8)
     """Tokens to generate when measuring the speed."""
+
+
+def run(config: Config, context: "Context") -> "Artefact":
+    """Measure base, tuned and quantized model; write report.json; check the gates.
+
+    Raises:
+        UserError: a gate is missed (exit code 1), after the report is written.
+    """
+    from .measuring import Measuring
+
+    measuring = Measuring(config, context)
+    measuring.run()
+    measuring.check()
+    return context.current

@@ -1,0 +1,93 @@
+"""Run a plan: every stage in its folder, finished ones skipped, all of it resumable."""
+
+import importlib
+from pathlib import Path
+
+from .. import __version__, blas
+from ..errors import Interrupted, UserError
+from ..run.folder import RunFolder
+from ..run.report import Report
+from ..stages.context import Artefact, Context
+from .loader import Loaded
+from .plan import Plan, difference
+
+
+def run(
+    loaded: Loaded, plan: Plan, *, fresh: bool, force: bool, quiet: bool, command: str
+) -> int:
+    """Run every stage that is not done; returns the exit code.
+
+    Args:
+        command: what the user typed, to repeat after an interruption.
+
+    Raises:
+        UserError: a stage cannot do its work, or a gate is missed.
+        Interrupted: stopped by the user, resumable.
+    """
+    blas.use()
+    opened = RunFolder.open(
+        plan.output,
+        name=loaded.name,
+        recipe_text=loaded.text,
+        resolved=loaded.resolved,
+        recipe_hash=plan.recipe_hash,
+        difference=difference,
+        fresh=fresh,
+    )
+    with opened as folder:
+        report = Report(folder.path, quiet=quiet)
+        report.say(f"lmx {__version__}: {loaded.name} -> {folder.path}")
+        if folder.died:
+            report.warn(folder.died)
+        try:
+            _run_stages(loaded, plan, folder, report)
+        except (Interrupted, KeyboardInterrupt):
+            folder.set_status("interrupted")
+            report.say(f"interrupted; to go on: {command}")
+            raise
+        except UserError as error:
+            folder.set_status("failed")
+            report.log(str(error))
+            raise
+        folder.set_status("done")
+        report.say(f"done: {folder.path}")
+    return 0
+
+
+def _run_stages(loaded: Loaded, plan: Plan, folder: RunFolder, report: Report) -> None:
+    recipe = loaded.recipe
+    artefact: Artefact | None = None
+    for position, step in enumerate(plan.steps):
+        facts = folder.finished(step.name, report.warn)
+        if facts is not None:
+            report.say(f"stage {step.name}: done before")
+            artefact = Artefact.from_json(facts["artefact"])
+            continue
+        folder.forget([later.name for later in plan.steps[position:]])
+        folder.enter(step.name)
+        report.stage = step.name
+        report.say(f"stage {step.name}")
+        context = Context(
+            folder=folder.stage_folder(step.name),
+            output=folder.path,
+            name=loaded.name,
+            source=recipe.model,
+            data=recipe.data,
+            seed=recipe.seed,
+            current=artefact,
+            report=report,
+            find=loaded.find,
+        )
+        if artefact is None and context.base is not None:
+            context = context.starting_from(context.base)
+        stage = importlib.import_module(f"toolkit.stages.{step.kind}")
+        artefact = stage.run(step.config, context)
+        folder.finish(
+            step.name, {"artefact": artefact.to_json()}, _own(artefact, folder.path)
+        )
+
+
+def _own(artefact: Artefact, output: Path) -> list[Path]:
+    """The artefact's folders that lie in the run folder, and so are ours to check."""
+    folders = {artefact.model, artefact.reference, artefact.adapters} - {None}
+    return sorted(path for path in folders if path.is_relative_to(output))

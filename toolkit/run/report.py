@@ -1,0 +1,183 @@
+"""What a run tells: the console, log.txt, metrics.jsonl and samples.jsonl."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from .files import explained, write_atomic
+
+
+class Report:
+    """Lines for people and rows for programs.
+
+    On a terminal there is colour and a live bar; elsewhere plain lines, flushed. What
+    goes into the files never has control characters.
+
+    Args:
+        folder: the run folder, or None for the console alone.
+        quiet: only warnings and tables reach the console.
+    """
+
+    def __init__(self, folder: Path | None, *, quiet: bool = False):
+        self.folder = folder
+        self.quiet = quiet
+        self.stage = ""
+        self._bar = None
+
+    def say(self, text: str) -> None:
+        """A line of progress."""
+        self.log(text)
+        if not self.quiet:
+            self._show(text)
+
+    def warn(self, text: str) -> None:
+        """A line nobody should miss."""
+        self.log(f"warning: {text}")
+        self._show(f"warning: {text}", to=sys.stderr)
+
+    def log(self, text: str) -> None:
+        """A line for log.txt alone."""
+        if self.folder is None:
+            return
+        stamp = time.strftime("%H:%M:%S")
+        with explained(self.folder), (self.folder / "log.txt").open("a") as stream:
+            stream.write(f"{stamp} {text}\n")
+
+    def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
+        """A table; the first column is left-aligned, the others right-aligned."""
+        lines = [title, *_aligned([columns, *rows])]
+        for line in lines:
+            self.log(line)
+        self._show("\n".join(lines))
+
+    def metrics(self, row: dict) -> None:
+        """One row of metrics.jsonl."""
+        self._append("metrics.jsonl", {"stage": self.stage} | row)
+
+    def sample(self, row: dict) -> None:
+        """One row of samples.jsonl."""
+        self._append("samples.jsonl", {"stage": self.stage} | row)
+
+    def truncate(self, step: int) -> None:
+        """Drop this stage's rows beyond `step`, which a resumed run writes again."""
+        for name in ("metrics.jsonl", "samples.jsonl"):
+            path = self.folder / name
+            if path.exists():
+                kept = [
+                    line
+                    for line in path.read_text().splitlines(keepends=True)
+                    if line.endswith("\n") and not self._is_beyond(line, step)
+                ]
+                write_atomic(path, "".join(kept))
+
+    @contextmanager
+    def progress(self, total: int, description: str) -> Iterator["Progress"]:
+        """A bar with the time left on a terminal, lines elsewhere."""
+        progress = Progress(self, total, description)
+        try:
+            yield progress
+        finally:
+            progress.close()
+
+    def _is_beyond(self, line: str, step: int) -> bool:
+        row = json.loads(line)
+        return row["stage"] == self.stage and row.get("step", 0) > step
+
+    def _append(self, name: str, row: dict) -> None:
+        if self.folder is None:
+            return
+        line = json.dumps(row, ensure_ascii=False) + "\n"
+        with explained(self.folder), (self.folder / name).open("a") as stream:
+            stream.write(line)
+
+    def _show(self, text: str, *, to=None) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            stream = to or sys.stdout
+            stream.write(text + "\n")
+            stream.flush()
+
+
+class Progress:
+    """Progress of one long piece of work; made by `Report.progress`."""
+
+    def __init__(self, report: Report, total: int, description: str):
+        self._report = report
+        self._total = total
+        self._description = description
+        self._started: tuple[float, int] | None = None
+        self._task = None
+        if sys.stdout.isatty() and not report.quiet:
+            self._open_bar()
+
+    def update(self, done: int, **numbers: float) -> None:
+        """Say how far the work is, with figures such as loss=2.5."""
+        figures = "  ".join(
+            f"{name.replace('_', ' ')} {format_number(value)}"
+            for name, value in numbers.items()
+        )
+        line = f"{self._description} {done}/{self._total}  {figures}"
+        if self._task is not None:
+            self._report.log(line)
+            self._report._bar.update(self._task, completed=done, figures=figures)
+        else:
+            self._report.say(f"{line}  {self._remaining(done)}".rstrip())
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._report._bar.stop()
+            self._report._bar = None
+
+    def _open_bar(self) -> None:
+        from rich import progress as rich
+
+        bar = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(),
+            rich.MofNCompleteColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn("{task.fields[figures]}"),
+        )
+        self._task = bar.add_task(self._description, total=self._total, figures="")
+        self._report._bar = bar
+        bar.start()
+
+    def _remaining(self, done: int) -> str:
+        now = time.monotonic()
+        if self._started is None:
+            self._started = (now, done)
+            return ""
+        since, first = self._started
+        left = (now - since) / max(1, done - first) * (self._total - done)
+        return f"about {format_duration(left)} left" if left else ""
+
+
+def format_number(value: float) -> str:
+    """Four significant digits, thousands grouped, small numbers with an exponent."""
+    if value == 0 or isinstance(value, int):
+        return f"{value:,}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """45 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _aligned(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -1,0 +1,98 @@
+"""What a stage is given: where it works, what it reads, whom it tells."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+from ..data.formats import Row
+from ..data.sources import Data, read_splits
+from ..model.load import Loaded, load, resolve
+from ..model.source import Model
+from ..run.report import Report
+
+
+@dataclass(frozen=True)
+class Artefact:
+    """A model a stage left on disk.
+
+    Attributes:
+        model: the checkpoint folder, which mlx-lm loads.
+        reference: its unquantized twin; the same folder when nothing is quantized.
+        adapters: folder of the adapter that was trained, if any.
+        facts: what the report and the model card tell of how it was made.
+    """
+
+    model: Path
+    reference: Path
+    adapters: Path | None = None
+    facts: dict = field(default_factory=dict)
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.model != self.reference
+
+    def to_json(self) -> dict:
+        paths = {k: v and str(v) for k, v in asdict(self).items() if k != "facts"}
+        return paths | {"facts": self.facts}
+
+    @classmethod
+    def from_json(cls, value: dict) -> "Artefact":
+        adapters = value["adapters"] and Path(value["adapters"])
+        model, reference = Path(value["model"]), Path(value["reference"])
+        return cls(model, reference, adapters, value["facts"])
+
+
+@dataclass(frozen=True)
+class Context:
+    """A stage's surroundings.
+
+    Attributes:
+        folder: the stage's own folder, which exists.
+        output: the run folder.
+        source: the recipe's model.
+        current: the model artefact so far; None while a fresh model is untrained.
+        find: the path of a file the recipe names.
+    """
+
+    folder: Path
+    output: Path
+    name: str
+    source: Model
+    data: Data
+    seed: int
+    current: Artefact | None
+    report: Report
+    find: Callable[[str], Path | None]
+
+    def starting_from(self, model: Path) -> "Context":
+        """This context with an unquantized checkpoint as the current model."""
+        return replace(self, current=Artefact(model, model))
+
+    def load(self, path: Path, compute: str = "auto") -> Loaded:
+        """Load a checkpoint with the permissions the recipe gives."""
+        trust = self.source.trust_remote_code
+        return load(path, trust_remote_code=trust, compute=compute)
+
+    @cached_property
+    def base(self) -> Path | None:
+        """The folder of the recipe's model; None for a fresh one."""
+        if self.source.path is None:
+            return None
+        local = self.find(self.source.path)
+        return resolve(
+            local or self.source.path,
+            revision=self.source.revision,
+            trust_remote_code=self.source.trust_remote_code,
+        )
+
+    @cached_property
+    def rows(self) -> tuple[list[Row], list[Row]]:
+        """Training and validation rows."""
+        return read_splits(
+            self.data,
+            find=self.find,
+            seed=self.seed,
+            say=self.report.say,
+            warn=self.report.warn,
+        )

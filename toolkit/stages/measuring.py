@@ -1,0 +1,185 @@
+"""How a validate stage measures the models of a run and judges the last one."""
+
+import json
+from collections import defaultdict
+from itertools import zip_longest
+from pathlib import Path
+
+from ..data.batches import Batch, Batches
+from ..data.formats import Row
+from ..data.template import encode_all
+from ..errors import FAILED, UserError
+from ..generate.engine import Generator
+from ..measure.accuracy import Question, measure_accuracy
+from ..measure.divergence import measure_divergence
+from ..measure.perplexity import measure_perplexity, tokens_at_once
+from ..measure.speed import measure_speed
+from ..model.load import Loaded
+from ..model.sizes import checkpoint_sizes
+from ..run.files import write_atomic
+from .context import Context
+from .summary import table
+from .validate import Config
+
+SPEED_PROMPTS = 2
+
+# Gate: the path of its value among a model's figures, and whether more is better.
+GATES = {
+    "kl": ("kl_mean", False),
+    "top1_agreement": ("top1_agreement", True),
+    "perplexity": ("perplexity", False),
+    "perplexity_ratio": ("perplexity_ratio", False),
+    "accuracy": ("accuracy", True),
+}
+
+
+class Measuring:
+    """Measures the models of a run, one after the other, each beside its reference."""
+
+    def __init__(self, config: Config, context: Context):
+        self.config = config
+        self.context = context
+        self.rows = context.rows[1]
+        self.figures: dict[str, dict] = {}
+        self._batches: list[Batch] | None = None
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """Every different model of the run by name, each after its reference."""
+        current, base = self.context.current, self.context.base
+        folders = {"base": base} if base else {}
+        if current.reference != base:
+            folders["tuned"] = current.reference
+        if current.is_quantized:
+            folders["quantized"] = current.model
+        return folders
+
+    def run(self) -> None:
+        """Fill `figures`, show them as a table and write report.json."""
+        reference = None
+        for name, folder in self.folders.items():
+            self.context.report.say(f"measuring {name}: {folder}")
+            loaded = self.context.load(folder)
+            self.figures[name] = self._measure(loaded, reference)
+            reference = loaded
+        self._show()
+        self._write([])
+
+    def check(self) -> None:
+        """Judge the last model by the gates; see `validate.run`."""
+        last = list(self.figures)[-1]
+        gates = [
+            self._gate(name, limit, self.figures[last].get(GATES[name][0]))
+            for name, limit in self.config.require.model_dump().items()
+            if limit is not None
+        ]
+        self._write(gates)
+        missed = [gate for gate in gates if not gate["passed"]]
+        for gate in gates:
+            verdict = "passed" if gate["passed"] else "MISSED"
+            value = "not measured" if gate["value"] is None else f"{gate['value']:.4g}"
+            self.context.report.say(
+                f"gate {gate['name']}: {value}, limit {gate['limit']:g}: {verdict}"
+            )
+        if missed:
+            names = ", ".join(gate["name"] for gate in missed)
+            raise UserError(
+                f"the {last} model misses its gates: {names}; nothing is published",
+                place=str(self.folders[last]),
+                hint="train longer, use more bits, or loosen `require`",
+                code=FAILED,
+            )
+
+    def _gate(self, name: str, limit: float, value: float | None) -> dict:
+        more_is_better = GATES[name][1]
+        passed = value is not None and (
+            value >= limit if more_is_better else value <= limit
+        )
+        return {"name": name, "value": value, "limit": limit, "passed": passed}
+
+    def _measure(self, loaded: Loaded, reference: Loaded | None) -> dict:
+        batches = self._encoded(loaded)
+        perplexity = measure_perplexity(loaded.model, batches)
+        sizes = checkpoint_sizes(loaded.path)
+        figures = {
+            "perplexity": perplexity.value,
+            "perplexity_stderr": perplexity.stderr,
+            "loss": perplexity.loss,
+            "tokens": perplexity.tokens,
+            "bits_per_weight": sizes.bits_per_weight,
+            "bytes": sizes.bytes,
+        }
+        if reference:
+            divergence = measure_divergence(reference.model, loaded.model, batches)
+            before = list(self.figures.values())[-1]["perplexity"]
+            figures |= vars(divergence)
+            figures["perplexity_ratio"] = perplexity.value / before
+        generator = Generator(loaded.model, loaded.tokenizer)
+        if questions := choose_questions(self.rows, self.config.questions):
+            accuracy = measure_accuracy(generator, questions)
+            figures |= {
+                "accuracy": accuracy.overall,
+                "accuracy_stderr": accuracy.stderr,
+                "accuracy_by_skill": accuracy.by_skill,
+            }
+        prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
+        figures["generation"] = measure_speed(
+            generator, prompts[-SPEED_PROMPTS:], max_tokens=self.config.speed_tokens
+        )
+        return figures
+
+    def _encoded(self, loaded: Loaded) -> list[Batch]:
+        """The batches every model is measured on, made with the first one's tokenizer.
+
+        The rows are of one base, so all models of a run share its tokenizer.
+        """
+        if self._batches is None:
+            data = self.context.data
+            encoded = encode_all(
+                self.rows,
+                loaded.tokenizer,
+                max_length=data.max_length,
+                train_on=data.train_on,
+            )
+            batches = Batches(
+                encoded.examples,
+                max_length=data.max_length,
+                tokens=tokens_at_once(loaded.config["vocab_size"]),
+            )
+            self._batches = _enough(batches, self.config.tokens)
+        return self._batches
+
+    def _show(self) -> None:
+        self.context.report.table(self.context.name, *table(self.figures))
+
+    def _write(self, gates: list[dict]) -> None:
+        report = {
+            "name": self.context.name,
+            "models": self.figures,
+            "training": self.context.current.facts,
+            "gates": gates,
+        }
+        path = self.context.output / "report.json"
+        write_atomic(path, json.dumps(report, indent=2) + "\n")
+
+
+def _enough(batches: Batches, tokens: int) -> list[Batch]:
+    chosen, trained = [], 0
+    for batch in batches.in_order():
+        chosen.append(batch)
+        trained += batch.mask.sum().item()
+        if trained >= tokens:
+            break
+    return chosen
+
+
+def choose_questions(rows: list[Row], count: int) -> list[Question]:
+    """The first rows of every kind of skill, in turn, up to `count`."""
+    by_skill: dict[str, list[Question]] = defaultdict(list)
+    for row in rows:
+        if row.skill and row.messages:
+            *asked, answer = row.messages
+            question = Question([*asked], answer["content"], row.skill)
+            by_skill[row.skill].append(question)
+    turns = zip_longest(*(by_skill[skill] for skill in sorted(by_skill)))
+    return [question for turn in turns for question in turn if question][:count]

@@ -1,0 +1,233 @@
+"""How a train stage is put together from model, data and loop, and what it leaves."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..data.batches import Batches
+from ..data.formats import Row
+from ..data.template import Encoded, encode_all
+from ..errors import UserError
+from ..export import mlx as checkpoints
+from ..generate.engine import Generator
+from ..model import fresh, lora
+from ..model.fake_quant import FakeQuant
+from ..model.load import set_compute_dtype
+from ..quant.layers import Selection, select
+from ..run.files import atomic_folder
+from ..train.loop import Cadence, Loop
+from ..train.optim import learning_rate
+from ..train.step import Step
+from .context import Artefact, Context
+from .train import Config
+
+SAMPLE_TOKENS = 48
+
+
+class Training:
+    """One train stage: everything is built at once, so that faults come first."""
+
+    def __init__(self, config: Config, context: Context):
+        self.config = config
+        self.context = context
+        start = context.current.model if context.current else begin(context)
+        self.loaded = context.load(start, compute="stored")
+        if "quantization" in self.loaded.config:
+            raise UserError(
+                "this model is already quantized, and training would round it again",
+                place=str(start),
+                hint="start from the unquantized model",
+            )
+        self.base = dict(tree_flatten(self.loaded.model.parameters()))
+        self.selection = Selection({}, {})
+        if config.quantization:
+            self.selection = select(self.loaded.model, config.quantization)
+        self.adapted_keys = self._attach()
+        self.step = self._step()
+        self.loop = self._loop()
+
+    def run(self) -> None:
+        """Train to the end; see `Loop.run`."""
+        self.valid_loss = self.loop.run()
+
+    def write(self) -> Artefact:
+        """Write the trained checkpoint, its unquantized twin, and the adapter."""
+        folder, parameters = self.context.folder, self.step.parameters
+        dense = lora.fused(self.loaded.model, self.base, parameters)
+        dense = {k: v.astype(self.loaded.dtype) for k, v in dense.items()}
+        reference = model = folder / "dense"
+        self._checkpoint(reference, dense, Selection({}, {}))
+        if self.step.fake_quant:
+            model = folder / "model"
+            stored = self.step.fake_quant.stored(parameters)
+            rounded = {f"{path}.weight" for path in self.selection.specs}
+            kept = {k: v for k, v in dense.items() if k not in rounded}
+            self._checkpoint(model, kept | stored, self.selection)
+        adapters = self._write_adapters() if self.config.adapter else None
+        return Artefact(model, reference, adapters, self._facts())
+
+    def _attach(self) -> list[str]:
+        adapter = self.config.adapter
+        if adapter is None:
+            return []
+        return lora.attach(
+            self.loaded.model,
+            rank=adapter.rank,
+            scale=adapter.scale,
+            dropout=adapter.dropout,
+            patterns=adapter.layers,
+            seed=self.context.seed,
+            merged=self.config.quantization is not None,
+        )
+
+    def _step(self) -> Step:
+        config, loaded = self.config, self.loaded
+        fake_quant = None
+        if self.selection.specs:
+            fake_quant = FakeQuant(loaded.model, self.selection.specs, loaded.dtype)
+        step = Step(
+            loaded.model,
+            compute=training_dtype(config.compute_dtype),
+            fake_quant=fake_quant,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            weight_decay=config.weight_decay,
+            gradient_clip=config.gradient_clip,
+        )
+        set_compute_dtype(loaded.model, step.compute)
+        return step
+
+    def _loop(self) -> Loop:
+        config, context = self.config, self.context
+        train_rows, valid_rows = context.rows
+        batches = self._batches(self._encode("train", train_rows))
+        valid = self._batches(self._encode("valid", valid_rows))
+        steps = config.steps or max(1, round(config.epochs * batches.per_epoch))
+        context.report.say(
+            f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
+            f"epoch; {steps:,} steps are {steps / batches.per_epoch:.1f} epochs"
+        )
+        return Loop(
+            self.step,
+            batches,
+            steps=steps,
+            rate=lambda number: learning_rate(
+                number,
+                steps,
+                peak=config.learning_rate,
+                schedule=config.schedule,
+                warmup=config.warmup,
+                final=config.final_learning_rate,
+            ),
+            valid=list(valid.in_order(config.evaluate_batches)),
+            cadence=Cadence(
+                config.report_every,
+                config.evaluate_every,
+                config.checkpoint_every,
+                context.folder / "checkpoints",
+            ),
+            report=context.report,
+            seed=context.seed,
+            on_evaluate=self._sample,
+        )
+
+    def _encode(self, split: str, rows: list[Row]) -> Encoded:
+        data, say = self.context.data, self.context.report.say
+        encoded = encode_all(
+            rows,
+            self.loaded.tokenizer,
+            max_length=data.max_length,
+            train_on=data.train_on,
+        )
+        if encoded.truncated:
+            say(f"{split}: {encoded.truncated:,} rows cut at {data.max_length} tokens")
+        for where, reason in encoded.dropped[:5]:
+            self.context.report.warn(f"{where}: row dropped: {reason}")
+        if len(encoded.dropped) > 5:
+            say(f"{split}: {len(encoded.dropped):,} rows dropped in all")
+        return encoded
+
+    def _batches(self, encoded: Encoded) -> Batches:
+        config = self.config
+        return Batches(
+            encoded.examples,
+            max_length=self.context.data.max_length,
+            rows=None if config.batch_tokens else config.batch_size,
+            tokens=config.batch_tokens,
+            seed=self.context.seed,
+        )
+
+    def _sample(self, done: int) -> None:
+        if not self.config.samples:
+            return
+        generator = Generator(self.step.serve(), self.loaded.tokenizer)
+        for prompt in self.config.samples:
+            answer = generator.ask(prompt, max_tokens=SAMPLE_TOKENS).text
+            self.context.report.sample(
+                {"step": done, "prompt": prompt, "answer": answer}
+            )
+
+    def _checkpoint(
+        self, folder: Path, weights: dict[str, mx.array], selection: Selection
+    ) -> None:
+        with atomic_folder(folder) as partial:
+            checkpoints.write(
+                partial,
+                weights,
+                self.loaded.config,
+                companions=self.loaded.path,
+                specs=selection.specs,
+                kept=list(selection.kept),
+            )
+
+    def _write_adapters(self) -> Path:
+        adapter = self.config.adapter
+        target = self.context.output / "adapters"
+        with atomic_folder(target) as partial:
+            lora.save(
+                partial,
+                self.step.parameters,
+                rank=adapter.rank,
+                scale=adapter.scale,
+                dropout=adapter.dropout,
+                keys=self.adapted_keys,
+                num_layers=len(self.loaded.model.layers),
+            )
+        return target
+
+    def _facts(self) -> dict:
+        trained = sum(v.size for v in self.step.parameters.values())
+        return {
+            "steps": self.loop.steps,
+            "trained_tokens": self.loop.progress.trained_tokens,
+            "trained_parameters": trained,
+            "seconds": self.loop.progress.seconds,
+            "valid_loss": self.valid_loss,
+            "kept": self.selection.kept,
+        }
+
+
+def begin(context: Context) -> Path:
+    """A fresh model's checkpoint: tokenizer trained on the data, random weights."""
+    target = context.folder / "fresh"
+    if target.is_dir():
+        return target
+    settings = context.source.fresh
+    config = fresh.configuration(settings)
+    weights = fresh.initial_weights(config, context.seed)
+    context.report.say("training the tokenizer")
+    with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
+        texts = (row.as_text() for row in context.rows[0])
+        fresh.train_tokenizer(texts, settings.vocabulary, Path(scratch))
+        checkpoints.write(partial, weights, config, companions=Path(scratch))
+    return target
+
+
+def training_dtype(name: str) -> mx.Dtype:
+    """The type to compute in: "auto" is float32 on the CPU, bfloat16 on a GPU."""
+    if name != "auto":
+        return getattr(mx, name)
+    on_cpu = mx.default_device() == mx.Device(mx.cpu)
+    return mx.float32 if on_cpu else mx.bfloat16

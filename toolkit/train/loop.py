@@ -1,0 +1,183 @@
+"""The one training loop: full, LoRA and quantization-aware training alike."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ..data.batches import Batch, Batches
+from ..errors import FAILED, Interrupted, UserError
+from ..run.files import write_atomic
+from ..run.report import Report
+from ..run.signals import stop_requested
+from . import checkpoint
+from .checkpoint import Progress
+from .step import Step
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How often things happen, in steps, and where checkpoints go."""
+
+    report: int
+    evaluate: int
+    checkpoint: int
+    folder: Path
+
+
+class Loop:
+    """Runs a `Step` over batches, with validation, checkpoints and a way to stop.
+
+    Args:
+        rate: the learning rate of a step, counted from 0.
+        valid: validation batches, a list used again and again.
+        on_evaluate: called with the step after every validation, for samples.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        batches: Batches,
+        *,
+        steps: int,
+        rate: Callable[[int], float],
+        valid: list[Batch],
+        cadence: Cadence,
+        report: Report,
+        seed: int,
+        on_evaluate: Callable[[int], None] = lambda step: None,
+    ):
+        self.step = step
+        self.batches = batches
+        self.steps = steps
+        self.rate = rate
+        self.valid = valid
+        self.cadence = cadence
+        self.report = report
+        self.seed = seed
+        self.on_evaluate = on_evaluate
+        self.progress = Progress()
+        self._pending: tuple | None = None
+        self._clock = 0.0
+
+    def run(self) -> float:
+        """Train to the last step, from the newest checkpoint if there is one.
+
+        Returns:
+            The validation loss at the end, nats per trained token.
+
+        Raises:
+            Interrupted: stopped by a signal, after saving.
+            UserError: the loss is not a number.
+        """
+        self._resume()
+        with (
+            stop_requested() as stopping,
+            self.report.progress(self.steps, "training") as bar,
+        ):
+            self._clock = time.perf_counter()
+            for number in range(self.progress.step, self.steps):
+                self._launch(number, bar)
+                if self._is_pause(number + 1) or stopping():
+                    self._settle(bar)
+                    self._pause(number + 1, stopping())
+            self._settle(bar)
+        return self._evaluate()
+
+    def _resume(self) -> None:
+        folder = self.cadence.folder
+        self.progress = checkpoint.restore(folder, self.step, self.report.warn)
+        if self.progress.step:
+            self.report.say(f"resuming after step {self.progress.step}")
+            self.report.truncate(self.progress.step)
+        else:
+            self._evaluate()
+
+    def _launch(self, number: int, bar) -> None:
+        """Start a step; while it runs, read the numbers of the one before it."""
+        batch, rate = self.batches(number), self.rate(number)
+        draw = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
+        outputs = self.step(batch, rate, int(draw))
+        mx.async_eval(outputs, self.step.parameters, self.step.optimizer.state)
+        self._settle(bar)
+        self._pending = (number, batch, rate, outputs)
+
+    def _settle(self, bar) -> None:
+        """Wait for the pending step, count it, report it when it is time."""
+        if self._pending is None:
+            return
+        number, batch, rate, outputs = self._pending
+        self._pending = None
+        loss, tokens, norm = (output.item() for output in outputs)
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._stop_at_nan(number, batch)
+        now = time.perf_counter()
+        progress = self.progress
+        progress.step = number + 1
+        progress.loss_since += loss
+        progress.tokens_since += int(tokens)
+        progress.seconds_since += now - self._clock
+        self._clock = now
+        if progress.step % self.cadence.report == 0 or progress.step == self.steps:
+            self._report(rate, norm, bar)
+
+    def _report(self, rate: float, norm: float, bar) -> None:
+        progress = self.progress
+        progress.trained_tokens += progress.tokens_since
+        progress.seconds += progress.seconds_since
+        numbers = {
+            "loss": progress.loss_since / progress.tokens_since,
+            "learning_rate": rate,
+            "gradient_norm": norm,
+            "tokens_per_second": progress.tokens_since / progress.seconds_since,
+            "peak_memory_gb": mx.get_peak_memory() / 1e9,
+        }
+        progress.loss_since, progress.tokens_since, progress.seconds_since = 0.0, 0, 0.0
+        bar.update(progress.step, **numbers)
+        totals = {
+            "trained_tokens": progress.trained_tokens,
+            "seconds": progress.seconds,
+        }
+        self.report.metrics(
+            {"kind": "train", "step": progress.step} | numbers | totals
+        )
+
+    def _is_pause(self, done: int) -> bool:
+        cadence = self.cadence
+        return done % cadence.evaluate == 0 or done % cadence.checkpoint == 0
+
+    def _pause(self, done: int, stopping: bool) -> None:
+        """Validate, save or stop after `done` steps."""
+        if stopping or done % self.cadence.checkpoint == 0:
+            saved = checkpoint.save(self.cadence.folder, self.step, self.progress)
+        if stopping:
+            raise Interrupted(f"stopped after step {done}; saved {saved}")
+        if done % self.cadence.evaluate == 0 and done < self.steps:
+            self._evaluate()
+        self._clock = time.perf_counter()
+
+    def _evaluate(self) -> float:
+        done = self.progress.step
+        loss, tokens = self.step.evaluate(self.valid)
+        loss /= tokens
+        self.report.metrics({"kind": "valid", "step": done, "loss": loss})
+        self.report.say(f"step {done}: validation loss {loss:.4f}")
+        self.on_evaluate(done)
+        return loss
+
+    def _stop_at_nan(self, number: int, batch: Batch) -> None:
+        path = self.cadence.folder.parent / "not-a-number.json"
+        rows = {"step": number + 1, "rows": batch.where, "tokens": batch.tokens.tolist()}
+        write_atomic(path, json.dumps(rows) + "\n")
+        raise UserError(
+            f"the loss or its gradient is not a number at step {number + 1}",
+            place=", ".join(batch.where[:4]),
+            hint=f"lower learning_rate; the batch is in {path}; "
+            "the last checkpoint is kept and the same command goes on from it",
+            code=FAILED,
+        )

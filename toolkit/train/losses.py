@@ -1,0 +1,17 @@
+"""Losses as sums over trained tokens; who divides decides over what."""
+
+import mlx.core as mx
+
+
+def cross_entropy_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
+    """Summed negative log-likelihood, in nats and float32.
+
+    Args:
+        logits: [B, L, V].
+        targets: int [B, L].
+        mask: bool [B, L], True where the target counts.
+    """
+    logits = logits.astype(mx.float32)
+    chosen = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
+    losses = mx.logsumexp(logits, axis=-1) - chosen
+    return mx.where(mask, losses, 0.0).sum()

@@ -1,0 +1,54 @@
+"""Learning-rate schedules, weight decay and gradient clipping."""
+
+import math
+
+import mlx.core as mx
+
+
+def learning_rate(
+    step: int,
+    steps: int,
+    *,
+    peak: float,
+    schedule: str,
+    warmup: float,
+    final: float,
+) -> float:
+    """The learning rate of a step, counted from 0.
+
+    Rises linearly over the first `warmup` share of the steps, then falls to `final`
+    times the peak at the last step, as a cosine or a line, or stays.
+    """
+    rising = round(warmup * steps)
+    if step < rising:
+        return peak * (step + 1) / rising
+    done = (step - rising) / max(1, steps - 1 - rising)
+    if schedule == "cosine":
+        share = 0.5 * (1 + math.cos(math.pi * done))
+    else:
+        share = {"linear": 1 - done, "constant": 1.0}[schedule]
+    return peak * (final + (1 - final) * share) if schedule != "constant" else peak
+
+
+def decay(
+    parameters: dict[str, mx.array], rate: mx.array, weight_decay: float
+) -> dict[str, mx.array]:
+    """Decoupled weight decay (AdamW, arXiv 1711.05101) of matrices alone.
+
+    Vectors (norms, biases) are scales and offsets, which have no reason to be small.
+    """
+    if not weight_decay:
+        return parameters
+    keep = 1 - rate * weight_decay
+    return {k: v * keep if v.ndim > 1 else v for k, v in parameters.items()}
+
+
+def clip(
+    gradients: dict[str, mx.array], limit: float | None
+) -> tuple[dict[str, mx.array], mx.array]:
+    """Scale all gradients down to a joint norm of `limit`; also returns the norm."""
+    norm = mx.sqrt(sum(mx.square(g).sum() for g in gradients.values()))
+    if limit is None:
+        return gradients, norm
+    scale = mx.minimum(1.0, limit / (norm + 1e-6))
+    return {k: g * scale for k, g in gradients.items()}, norm
