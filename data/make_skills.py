@@ -60,15 +60,8 @@ UNITS = {
     ("foot", "inches"): 12,
 }
 ROMAN = {
-    100: "C",
-    90: "XC",
-    50: "L",
-    40: "XL",
-    10: "X",
-    9: "IX",
-    5: "V",
-    4: "IV",
-    1: "I",
+    **{100: "C", 90: "XC", 50: "L", 40: "XL"},
+    **{10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"},
 }
 
 # A task: its phrasings, the first of which names it, and the one answer.

@@ -1,0 +1,131 @@
+"""Every kind of file and folder, and what a damaged one says."""
+
+import gzip
+import json
+
+import pytest
+
+from toolkit.data import formats
+from toolkit.errors import UserError
+
+USER, ANSWER = (
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+)
+CHAT = {"messages": [USER, ANSWER]}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(rows, name="rows.jsonl"):
+        text = rows if isinstance(rows, str) else "\n".join(map(json.dumps, rows))
+        path = tmp_path / name
+        path.write_text(text, encoding="utf-8", newline="")
+        return str(path)
+
+    return write
+
+
+def test_a_json_list_and_a_gzipped_file(write, tmp_path):
+    path = write(json.dumps([CHAT, CHAT]), "rows.json")
+    assert [row.where for row in formats.read(path).rows] == [
+        f"{path}[0]",
+        f"{path}[1]",
+    ]
+    zipped = tmp_path / "rows.jsonl.gz"
+    zipped.write_bytes(gzip.compress(json.dumps(CHAT).encode()))
+    assert len(formats.read(str(zipped)).rows) == 1
+
+
+def test_a_text_file_is_a_document_or_several(write):
+    path = write("one\n\ntwo\n", "a.txt")
+    assert [row.text for row in formats.read(path).rows] == ["one\n\ntwo\n"]
+    path = write("one\n<|endoftext|>\ntwo\n", "b.txt")
+    rows = formats.read(path).rows
+    assert [(r.text, r.where) for r in rows] == [
+        ("one\n", f"{path}:1"),
+        ("two\n", f"{path}:3"),
+    ]
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist([CHAT, CHAT]), path)
+    found = formats.read(str(path))
+    assert found.format == "chat"
+    assert found.rows[1] == formats.Row(f"{path}[1]", messages=(USER, ANSWER))
+
+
+def test_line_separators_inside_json_do_not_end_a_line(write):
+    path = write(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False))
+    assert formats.read(path).rows[0].text == "a\u2028b\x85c"
+
+
+def test_a_folder_gives_the_files_of_the_split(write, tmp_path):
+    for name in ("train.jsonl", "val-00000-of-00001.jsonl", "test.jsonl"):
+        write([{"text": name}], name)
+    write("not data", "README.md")
+    for split, name in [("train", "train.jsonl"), ("test", "test.jsonl")]:
+        rows = formats.read(str(tmp_path), split=split).rows
+        assert [row.text for row in rows] == [name]
+    assert formats.read(str(tmp_path), split="valid").rows[0].text.startswith("val-")
+
+
+def test_a_folder_without_split_names_gives_all_its_files(write, tmp_path):
+    write([{"text": "a"}], "a.jsonl")
+    write([{"text": "b"}], "b.jsonl")
+    assert [r.text for r in formats.read(str(tmp_path)).rows] == ["a", "b"]
+    assert not formats.has_split(str(tmp_path), "valid")
+    write([{"text": "v"}], "dev.jsonl")
+    assert formats.has_split(str(tmp_path), "valid")
+    assert [r.text for r in formats.read(str(tmp_path)).rows] == ["a", "b"]
+
+
+FAULTS = {
+    "rows.jsonl": [
+        ('{"text": "a"}\n{"text": ', r"rows\.jsonl:2: line 2 is not JSON: Expecting"),
+        ("", "there are no rows here"),
+        ("\n \n", "there are no rows here"),
+        ('"a"\n"b"', "the rows are not objects with keys; the first is 'a'"),
+        ('{"messages": []}', "no row can be used; all 1 are bad as chat.*no assistant"),
+    ],
+    "rows.json": [
+        ('[{"text": "a"},\n 5 5]', r"rows\.json:2:4: is not JSON"),
+        ('{"text": "a"}', "is not a list of objects"),
+        ("[]", "there are no rows here"),
+    ],
+    "rows.txt": [(" \n", "there are no rows here")],
+    "rows.csv": [("a,b\n", r"cannot read \.csv files")],
+    "rows.parquet": [("PAR", "is not a Parquet file")],
+    "rows.jsonl.gz": [("no gzip", "cannot be read: Not a gzipped file")],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [(name, *fault) for name, faults in FAULTS.items() for fault in faults],
+)
+def test_faults(write, name, text, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    with pytest.raises(UserError, match=message) as fault:
+        formats.read(write(text, name))
+    assert name in fault.value.place
+
+
+def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
+    with pytest.raises(UserError, match="there is no such file"):
+        formats.read(str(tmp_path / "none.jsonl"))
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "\xff\xfe"}')
+    with pytest.raises(UserError, match="is not UTF-8 text"):
+        formats.read(str(path))
+
+
+def test_a_folder_without_the_split_says_what_it_holds(write, tmp_path):
+    write([CHAT], "test.jsonl")
+    with pytest.raises(UserError, match=r"no file of the split 'train'.*test\.jsonl"):
+        formats.read(str(tmp_path))
