@@ -3,8 +3,8 @@
 import errno
 import hashlib
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +19,12 @@ _REASONS = {
     errno.EPERM: "you have no right to write here",
     errno.EFBIG: "the file would be larger than allowed here",
     errno.ENOTDIR: "a part of this path is a file, not a folder",
+    errno.EEXIST: "a file is in the way of a folder",
+    errno.ENOLCK: "files cannot be locked on this disk",
+    errno.ENOTSUP: "files cannot be locked on this disk",
+    errno.ENAMETOOLONG: "the name is too long for this disk",
 }
+PARTIAL = ".partial"
 
 
 @contextmanager
@@ -47,18 +52,15 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        partial = _beside(path)
         try:
-            with os.fdopen(handle, "wb") as stream:
+            with partial.open("xb") as stream:
                 stream.write(data)
                 stream.flush()
                 os.fsync(stream.fileno())
-            # mkstemp makes files private; these are for everyone the folder is for.
-            os.chmod(name, 0o666 & ~_umask())
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
         _sync(path.parent)
 
 
@@ -71,17 +73,25 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
     with explained(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}."))
+        partial = _beside(path)
+        partial.mkdir()
         try:
-            partial.chmod(0o777 & ~_umask())
             yield partial
             for file in partial.rglob("*"):
                 _sync(file)
             _replace_folder(partial, path)
-        except BaseException:
+        finally:
             shutil.rmtree(partial, ignore_errors=True)
-            raise
         _sync(path.parent)
+
+
+def sweep(path: Path) -> None:
+    """Remove what writers that were killed left half-written below a folder of ours."""
+    for partial in sorted(path.rglob(f".*{PARTIAL}"), reverse=True):
+        if partial.is_dir():
+            shutil.rmtree(partial)
+        else:
+            partial.unlink()
 
 
 def _replace_folder(partial: Path, path: Path) -> None:
@@ -89,10 +99,15 @@ def _replace_folder(partial: Path, path: Path) -> None:
         os.rename(partial, path)
         return
     # A folder that is not empty cannot be replaced in one step.
-    aside = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}.old."))
-    os.rename(path, aside / "it")
+    aside = _beside(path)
+    os.rename(path, aside)
     os.rename(partial, path)
     shutil.rmtree(aside)
+
+
+def _beside(path: Path) -> Path:
+    """A new name on the same disk, by which `sweep` knows what was never finished."""
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
 def _sync(path: Path) -> None:
@@ -101,12 +116,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def hash_file(path: Path) -> str:

@@ -3,17 +3,15 @@
 import fcntl
 import json
 import os
-import platform
-import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..errors import UserError
-from .files import explained, hash_file, hash_folder, write_atomic
+from . import manifest
+from .files import explained, hash_file, hash_folder, sweep, write_atomic
 
-MANIFEST = "manifest.json"
-PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm", "numpy")
+RECIPE, RESOLVED = "recipe.yaml", "resolved.yaml"
 
 
 class RunFolder:
@@ -24,11 +22,11 @@ class RunFolder:
         died: what is known of a last run that ended without a goodbye, or None.
     """
 
-    def __init__(self, path: Path, lock: int, manifest: dict, died: str | None):
+    def __init__(self, path: Path, lock: int, facts: dict, died: str | None):
         self.path = path
         self.died = died
         self._lock = lock
-        self._manifest = manifest
+        self._manifest = facts
 
     @classmethod
     def open(
@@ -52,44 +50,40 @@ class RunFolder:
             UserError: another process works there, the folder holds another recipe's
                 run or something else, or the disk refuses.
         """
-        with explained(path):
+        if fresh:
+            _set_aside(path)
+        with explained(path), ExitStack() as undo:
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
-            if fresh and (path / MANIFEST).exists():
-                _set_aside(path)
-                path.mkdir()
-                os.close(lock)
-                lock = _lock(path)
-        old = _read_manifest(path)
-        if old is None:
-            _refuse_foreign(path)
-        elif old["recipe_hash"] != recipe_hash:
-            before = (path / "resolved.yaml").read_text()
-            raise UserError(
-                "this folder holds a run of another recipe:\n    "
-                + difference(before, resolved).replace("\n", "\n    "),
-                place=str(path),
-                hint="use --fresh to start over (the old run is kept aside), or "
-                "output=... for another folder",
-            )
-        died = _last_words(path, old) if old and old["status"] == "running" else None
-        manifest = _manifest(name, recipe_hash, (old or {}).get("stages", {}))
-        folder = cls(path, lock, manifest, died)
-        write_atomic(path / "recipe.yaml", recipe_text)
-        write_atomic(path / "resolved.yaml", resolved)
-        folder.set_status("running")
+            undo.callback(os.close, lock)
+            old = manifest.read(path)
+            if old is None:
+                _refuse_foreign(path)
+            elif old["recipe_hash"] != recipe_hash:
+                _refuse_changed(path, resolved, difference)
+            sweep(path)
+            new = manifest.new(name, recipe_hash, old["stages"] if old else {})
+            folder = cls(path, lock, new, manifest.last_words(path, old))
+            write_atomic(path / RECIPE, recipe_text)
+            write_atomic(path / RESOLVED, resolved)
+            folder.set_status("running")
+            undo.pop_all()
         return folder
 
     def __enter__(self) -> "RunFolder":
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_) -> None:
+        if kind and self._manifest["status"] == "running":
+            # The fault that ends the run is the one to tell, not a full disk.
+            with suppress(UserError):
+                self.set_status("failed")
         os.close(self._lock)
 
     def set_status(self, status: str) -> None:
         """Record running, done, failed or interrupted."""
         self._manifest["status"] = status
-        self._manifest["updated"] = _now()
+        self._manifest["ended"] = None if status == "running" else manifest.now()
         self._save()
 
     def stage_folder(self, stage: str) -> Path:
@@ -105,8 +99,14 @@ class RunFolder:
         self._save()
 
     def finish(self, stage: str, facts: dict, artefacts: list[Path]) -> None:
-        """Record a stage as done, with the hashes of what it left."""
+        """Record a stage as done, with the hashes of the folders it left.
+
+        Args:
+            facts: what `finished` gives back, as JSON can hold it.
+            artefacts: folders in the run folder, not empty.
+        """
         hashes = {str(p.relative_to(self.path)): hash_folder(p) for p in artefacts}
+        assert all(hashes.values()), f"stage {stage} left an empty folder"
         self._manifest["stages"][stage] = {"facts": facts, "artefacts": hashes}
         self._save()
 
@@ -128,7 +128,8 @@ class RunFolder:
         self._save()
 
     def _save(self) -> None:
-        write_atomic(self.path / MANIFEST, json.dumps(self._manifest, indent=2) + "\n")
+        text = json.dumps(self._manifest, indent=2) + "\n"
+        write_atomic(self.path / manifest.NAME, text)
 
 
 def _lock(path: Path) -> int:
@@ -148,23 +149,10 @@ def _lock(path: Path) -> int:
     return handle
 
 
-def _read_manifest(path: Path) -> dict | None:
-    file = path / MANIFEST
-    if not file.exists():
-        return None
-    try:
-        manifest = json.loads(file.read_text())
-        return manifest if "recipe_hash" in manifest else None
-    except ValueError as error:
-        raise UserError(
-            "the manifest cannot be read",
-            place=str(file),
-            hint="use another folder with output=..., or delete this one",
-        ) from error
-
-
 def _refuse_foreign(path: Path) -> None:
-    strange = sorted(p.name for p in path.iterdir() if p.name != ".lock")
+    # Hidden names are our lock and those of a file browser or a synchronizer.
+    names = (p.name for p in path.iterdir() if not p.name.startswith("."))
+    strange = sorted(set(names) - {RECIPE, RESOLVED})
     if strange:
         (path / ".lock").unlink()
         raise UserError(
@@ -174,40 +162,35 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
+def _refuse_changed(
+    path: Path, resolved: str, difference: Callable[[str, str], str]
+) -> None:
+    before = (path / RESOLVED).read_text()
+    lines = difference(before, resolved).replace("\n", "\n    ")
+    raise UserError(
+        f"this folder holds a run of another recipe:\n    {lines}",
+        place=str(path),
+        hint=f"use --fresh to start over (the old run is kept as {_aside(path).name}), "
+        "or output=... for another folder",
+    )
+
+
 def _set_aside(path: Path) -> None:
+    """Move the run in a folder, readable or not, out of the way, if there is one."""
+    with suppress(UserError):
+        if manifest.read(path) is None:
+            return
+    with explained(path):
+        lock = _lock(path)
+        os.rename(path, _aside(path))
+        os.close(lock)
+
+
+def _aside(path: Path) -> Path:
     number = 1
     while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
         number += 1
-    os.rename(path, aside)
-
-
-def _manifest(name: str, recipe_hash: str, stages: dict) -> dict:
-    return {
-        "name": name,
-        "status": "running",
-        "recipe_hash": recipe_hash,
-        "versions": {"python": platform.python_version()}
-        | {package: _version(package) for package in PACKAGES},
-        "machine": {
-            "system": platform.platform(),
-            "processor": platform.machine(),
-            "cores": os.cpu_count(),
-        },
-        "started": _now(),
-        "at": None,
-        "stages": stages,
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+    return aside
 
 
 def _is_whole(path: Path, hashes: dict[str, str]) -> bool:
@@ -215,16 +198,3 @@ def _is_whole(path: Path, hashes: dict[str, str]) -> bool:
         (path / name).is_file() and hash_file(path / name) == digest
         for name, digest in hashes.items()
     )
-
-
-def _last_words(path: Path, manifest: dict) -> str:
-    """Where a run stopped that could not say so itself."""
-    text = f"the last run ended without a goodbye in stage {manifest['at']}"
-    metrics = path / "metrics.jsonl"
-    lines = metrics.read_text().splitlines() if metrics.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("}")]
-    trained = [row for row in rows if "peak_memory_gb" in row]
-    if not trained:
-        return text
-    row = trained[-1]
-    return f"{text}, after step {row['step']}, peak {row['peak_memory_gb']:.2f} GB"

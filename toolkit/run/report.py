@@ -1,6 +1,8 @@
 """What a run tells: the console, log.txt, metrics.jsonl and samples.jsonl."""
 
 import json
+import math
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -8,6 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .files import explained, write_atomic
+
+# What a terminal would obey: escape sequences, and control characters but tab and line.
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Report:
@@ -39,38 +44,36 @@ class Report:
         self._show(f"warning: {text}", to=sys.stderr)
 
     def log(self, text: str) -> None:
-        """A line for log.txt alone."""
-        if self.folder is None:
-            return
-        stamp = time.strftime("%H:%M:%S")
-        with explained(self.folder), (self.folder / "log.txt").open("a") as stream:
-            stream.write(f"{stamp} {text}\n")
+        """Lines for log.txt alone."""
+        stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+        lines = _CONTROL.sub("", text).split("\n")
+        self._append("log.txt", "".join(f"{stamp} {line}\n" for line in lines))
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """A table; the first column is left-aligned, the others right-aligned."""
-        lines = [title, *_aligned([columns, *rows])]
-        for line in lines:
-            self.log(line)
-        self._show("\n".join(lines))
+        """A table, also when quiet; only the first column is aligned to the left."""
+        cells = [columns, *rows]
+        text = "\n".join([title, *_aligned(cells)])
+        self.log(text)
+        if sys.stdout.isatty():
+            self._draw(title, cells)
+        else:
+            self._show(text)
 
     def metrics(self, row: dict) -> None:
-        """One row of metrics.jsonl."""
-        self._append("metrics.jsonl", {"stage": self.stage} | row)
+        """One row of metrics.jsonl; what is not a finite number becomes null."""
+        self._append_row("metrics.jsonl", row)
 
     def sample(self, row: dict) -> None:
         """One row of samples.jsonl."""
-        self._append("samples.jsonl", {"stage": self.stage} | row)
+        self._append_row("samples.jsonl", row)
 
     def truncate(self, step: int) -> None:
         """Drop this stage's rows beyond `step`, which a resumed run writes again."""
         for name in ("metrics.jsonl", "samples.jsonl"):
-            path = self.folder / name
-            if path.exists():
-                kept = [
-                    line
-                    for line in path.read_text().splitlines(keepends=True)
-                    if line.endswith("\n") and not self._is_beyond(line, step)
-                ]
+            path = self.folder and self.folder / name
+            if path and path.exists():
+                lines = path.read_text().splitlines(keepends=True)
+                kept = [line for line in lines if self._is_kept(line, step)]
                 write_atomic(path, "".join(kept))
 
     @contextmanager
@@ -82,24 +85,47 @@ class Report:
         finally:
             progress.close()
 
-    def _is_beyond(self, line: str, step: int) -> bool:
-        row = json.loads(line)
-        return row["stage"] == self.stage and row.get("step", 0) > step
+    def _is_kept(self, line: str, step: int) -> bool:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            # Half a row, where a run was killed.
+            return False
+        return row["stage"] != self.stage or row.get("step", 0) <= step
 
-    def _append(self, name: str, row: dict) -> None:
+    def _append_row(self, name: str, row: dict) -> None:
+        row = {"stage": self.stage} | {key: _finite(row[key]) for key in row}
+        self._append(name, json.dumps(row, ensure_ascii=False) + "\n")
+
+    def _append(self, name: str, text: str) -> None:
         if self.folder is None:
             return
-        line = json.dumps(row, ensure_ascii=False) + "\n"
-        with explained(self.folder), (self.folder / name).open("a") as stream:
-            stream.write(line)
+        path = self.folder / name
+        # Unbuffered: a line is one write, whole for whoever reads along.
+        with explained(path), path.open("ab", buffering=0) as stream:
+            stream.write(text.encode(errors="replace"))
 
     def _show(self, text: str, *, to=None) -> None:
+        text = _CONTROL.sub("", text)
         if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False)
+            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             stream = to or sys.stdout
             stream.write(text + "\n")
             stream.flush()
+
+    def _draw(self, title: str, cells: list[list[str]]) -> None:
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, title_justify="left")
+        for number, name in enumerate(cells[0]):
+            table.add_column(name, justify="right" if number else "left")
+        for row in cells[1:]:
+            table.add_row(*map(Text, row))
+        console = self._bar.console if self._bar else Console()
+        console.print(table)
 
 
 class Progress:
@@ -111,7 +137,8 @@ class Progress:
         self._description = description
         self._started: tuple[float, int] | None = None
         self._task = None
-        if sys.stdout.isatty() and not report.quiet:
+        # A terminal has room for one live display; work inside other work has lines.
+        if sys.stdout.isatty() and not report.quiet and report._bar is None:
             self._open_bar()
 
     def update(self, done: int, **numbers: float) -> None:
@@ -128,6 +155,7 @@ class Progress:
             self._report.say(f"{line}  {self._remaining(done)}".rstrip())
 
     def close(self) -> None:
+        """Take the bar off the screen's last line."""
         if self._task is not None:
             self._report._bar.stop()
             self._report._bar = None
@@ -158,9 +186,9 @@ class Progress:
 
 def format_number(value: float) -> str:
     """Four significant digits, thousands grouped, small numbers with an exponent."""
-    if value == 0 or isinstance(value, int):
+    if isinstance(value, int):
         return f"{value:,}"
-    if abs(value) >= 1000:
+    if 1000 <= abs(value) < math.inf:
         return f"{value:,.0f}"
     return f"{value:.4g}"
 
@@ -170,6 +198,10 @@ def format_duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _finite(value):
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _aligned(rows: list[list[str]]) -> list[str]:

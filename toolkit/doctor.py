@@ -1,0 +1,90 @@
+"""`lmx doctor`: what this machine computes with, and how fast."""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+
+from . import __version__, blas
+
+SIDE = 1024
+COPIED_BYTES = 1 << 28
+REPEATS = 5
+
+
+def run() -> int:
+    """Print versions, device, BLAS, measured speed and the Hub's state; returns 0."""
+    for label, value in (*_software(), *_machine(), *_speed(), *_hub()):
+        sys.stdout.write(f"{label:<18}{value}\n")
+        sys.stdout.flush()
+    return 0
+
+
+def _software() -> list[tuple[str, str]]:
+    packages = [(name, _version(name)) for name in ("mlx", "mlx-lm")]
+    python = f"{platform.python_version()} ({sys.executable})"
+    return [("lmx", __version__), ("Python", python), *packages]
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _machine() -> list[tuple[str, str]]:
+    import mlx.core as mx
+
+    used = blas.use()
+    facts = ", ".join(f"{k} {v}" for k, v in mx.device_info().items())
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    found = [
+        ("system", platform.platform()),
+        ("device", f"{mx.default_device()}: {facts}"),
+        ("memory", f"{memory / 2**30:.1f} GiB"),
+        ("BLAS", used.name),
+    ]
+    details = {
+        "BLAS file": used.path,
+        "BLAS threads": used.threads,
+        "BLAS reason": used.reason,
+    }
+    return found + [(label, str(value)) for label, value in details.items() if value]
+
+
+def _speed() -> list[tuple[str, str]]:
+    """Of float32 products of large matrices, and of reading and writing memory."""
+    import mlx.core as mx
+
+    square = mx.sin(mx.arange(SIDE * SIDE, dtype=mx.float32)).reshape(SIDE, SIDE)
+    long = mx.zeros(COPIED_BYTES // 4)
+    mx.eval(square, long)
+    products = 2 * SIDE**3 / _best(lambda: mx.eval(square @ square))
+    # Every byte is read once and written once.
+    moved = 2 * COPIED_BYTES / _best(lambda: mx.eval(-long))
+    return [
+        ("matrix products", f"{products / 1e9:,.0f} GFLOP/s (float32, {SIDE} wide)"),
+        ("memory traffic", f"{moved / 1e9:,.1f} GB/s (MLX, one array)"),
+    ]
+
+
+def _best(work: Callable[[], None]) -> float:
+    """Seconds of the fastest of a few: other programs can only make it slower."""
+    times = []
+    for _ in range(REPEATS):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _hub() -> list[tuple[str, str]]:
+    from huggingface_hub import constants, get_token
+
+    return [
+        ("Hub offline", "yes" if constants.HF_HUB_OFFLINE else "no"),
+        ("Hub token", "present" if get_token() else "none"),
+    ]
