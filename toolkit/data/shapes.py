@@ -30,6 +30,14 @@ class Row:
     text: str | None = None
     skill: str | None = None
 
+    def as_text(self) -> str:
+        """All that is said in the row, for what reads text alone."""
+        if self.messages is not None:
+            return "\n".join(str(m["content"]) for m in self.messages)
+        if self.text is not None:
+            return self.text
+        return f"{self.prompt}\n{self.completion}"
+
 
 class BadRow(ValueError):
     """A row of the wrong shape: skipped, counted and named."""
