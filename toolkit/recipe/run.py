@@ -24,7 +24,11 @@ def run(
         UserError: a stage cannot do its work, or a gate is missed.
         Interrupted: stopped by the user, resumable.
     """
+    from .preflight import require_room
+
     blas.use()
+    if not force:
+        require_room(loaded, plan)
     opened = RunFolder.open(
         plan.output,
         name=loaded.name,
