@@ -13,17 +13,18 @@ TEMPLATE = """\
 
 # {{ name }}
 
-{{ kind }} made with lmx {{ version }} from
-{% if base %}[{{ base }}](https://huggingface.co/{{ base }}){% else %}{{ origin }}{% endif %}.
+{{ kind }} made with lmx {{ version }} from {{ origin }}.
 
 {% if models %}
 | | {{ models | join(" | ") }} |
 |---|{{ "---:|" * (models | length) }}
 {% for row in rows %}| {{ row | join(" | ") }} |
 {% endfor %}
+
 Perplexity, KL divergence (nats per token, from the column before) and agreement are on
-{{ tokens }} held-out tokens{% if asked %}; skill accuracy is the share of {{ asked }}
-questions answered exactly{% endif %}. The figures are of these very files, reloaded.
+{{ tokens }} held-out tokens{% if asked %}; skill accuracy is the share of
+{{ asked }} questions answered exactly{% endif %}.
+The figures are of these very files, reloaded.
 
 {% endif %}
 ## Use
@@ -81,8 +82,7 @@ def write_card(
         name=name,
         kind="A quantized model" if is_quantized else "A model",
         version=__version__,
-        base=base,
-        origin=origin,
+        origin=f"[{base}](https://huggingface.co/{base})" if base else origin,
         models=columns[1:],
         rows=rows,
         tokens=f"{last.get('tokens', 0):,}",

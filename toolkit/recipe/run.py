@@ -1,9 +1,12 @@
 """Run a plan: every stage in its folder, finished ones skipped, all of it resumable."""
 
 import importlib
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from .. import __version__, blas
+from ..data.sources import read_splits
 from ..errors import Interrupted, UserError
 from ..run.folder import RunFolder
 from ..run.report import Report
@@ -24,7 +27,7 @@ def run(
         UserError: a stage cannot do its work, or a gate is missed.
         Interrupted: stopped by the user, resumable.
     """
-    from .preflight import require_room
+    from .needs import require_room
 
     blas.use()
     if not force:
@@ -59,36 +62,54 @@ def run(
 
 
 def _run_stages(loaded: Loaded, plan: Plan, folder: RunFolder, report: Report) -> None:
-    recipe = loaded.recipe
     artefact: Artefact | None = None
+    context = _context(loaded, folder, report)
     for position, step in enumerate(plan.steps):
         facts = folder.finished(step.name, report.warn)
         if facts is not None:
             report.say(f"stage {step.name}: done before")
-            artefact = Artefact.from_json(facts["artefact"])
+            artefact = Artefact.from_json(facts, folder.path)
             continue
         folder.forget([later.name for later in plan.steps[position:]])
         folder.enter(step.name)
         report.stage = step.name
         report.say(f"stage {step.name}")
-        context = Context(
-            folder=folder.stage_folder(step.name),
-            output=folder.path,
-            name=loaded.name,
-            source=recipe.model,
-            data=recipe.data,
-            seed=recipe.seed,
-            current=artefact,
-            report=report,
-            find=loaded.find,
-        )
         if artefact is None and context.base is not None:
-            context = context.starting_from(context.base)
+            artefact = Artefact(context.base, context.base)
         stage = importlib.import_module(f"toolkit.stages.{step.kind}")
-        artefact = stage.run(step.config, context)
-        folder.finish(
-            step.name, {"artefact": artefact.to_json()}, _own(artefact, folder.path)
+        place = folder.stage_folder(step.name)
+        artefact = stage.run(
+            step.config, replace(context, folder=place, current=artefact)
         )
+        facts = artefact.to_json(folder.path)
+        folder.finish(step.name, facts, _own(artefact, folder.path))
+
+
+def _context(loaded: Loaded, folder: RunFolder, report: Report) -> Context:
+    recipe = loaded.recipe
+
+    @cache
+    def read():
+        return read_splits(
+            recipe.data,
+            find=lambda name: loaded.find(name) or Path(name),
+            seed=recipe.seed,
+            say=report.say,
+            warn=report.warn,
+        )
+
+    return Context(
+        folder=folder.path,
+        output=folder.path,
+        name=loaded.name,
+        source=recipe.model,
+        data=recipe.data,
+        seed=recipe.seed,
+        current=None,
+        report=report,
+        find=loaded.find,
+        read=read,
+    )
 
 
 def _own(artefact: Artefact, output: Path) -> list[Path]:

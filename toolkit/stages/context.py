@@ -1,15 +1,17 @@
 """What a stage is given: where it works, what it reads, whom it tells."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 from ..data.formats import Row
-from ..data.sources import Data, read_splits
+from ..data.sources import Data
 from ..model.load import Loaded, load, resolve
 from ..model.source import Model
 from ..run.report import Report
+
+PATHS = ("model", "reference", "adapters")
 
 
 @dataclass(frozen=True)
@@ -32,15 +34,22 @@ class Artefact:
     def is_quantized(self) -> bool:
         return self.model != self.reference
 
-    def to_json(self) -> dict:
-        paths = {k: v and str(v) for k, v in asdict(self).items() if k != "facts"}
+    def to_json(self, output: Path) -> dict:
+        """A record for the manifest; paths in the run folder are relative to it."""
+
+        def relative(path: Path | None) -> str | None:
+            if path and path.is_relative_to(output):
+                path = path.relative_to(output)
+            return path and str(path)
+
+        paths = {name: relative(getattr(self, name)) for name in PATHS}
         return paths | {"facts": self.facts}
 
     @classmethod
-    def from_json(cls, value: dict) -> "Artefact":
-        adapters = value["adapters"] and Path(value["adapters"])
-        model, reference = Path(value["model"]), Path(value["reference"])
-        return cls(model, reference, adapters, value["facts"])
+    def from_json(cls, record: dict, output: Path) -> "Artefact":
+        """What `to_json` recorded."""
+        paths = {name: record[name] and output / record[name] for name in PATHS}
+        return cls(**paths, facts=record["facts"])
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class Context:
         source: the recipe's model.
         current: the model artefact so far; None while a fresh model is untrained.
         find: the path of a file the recipe names.
+        read: training and validation rows, read once for all stages of a run.
     """
 
     folder: Path
@@ -64,10 +74,7 @@ class Context:
     current: Artefact | None
     report: Report
     find: Callable[[str], Path | None]
-
-    def starting_from(self, model: Path) -> "Context":
-        """This context with an unquantized checkpoint as the current model."""
-        return replace(self, current=Artefact(model, model))
+    read: Callable[[], tuple[list[Row], list[Row]]]
 
     def load(self, path: Path, compute: str = "auto") -> Loaded:
         """Load a checkpoint with the permissions the recipe gives."""
@@ -86,13 +93,7 @@ class Context:
             trust_remote_code=self.source.trust_remote_code,
         )
 
-    @cached_property
+    @property
     def rows(self) -> tuple[list[Row], list[Row]]:
         """Training and validation rows."""
-        return read_splits(
-            self.data,
-            find=self.find,
-            seed=self.seed,
-            say=self.report.say,
-            warn=self.report.warn,
-        )
+        return self.read()

@@ -11,16 +11,19 @@ if TYPE_CHECKING:
 
 
 class Gates(Section):
-    """Limits; a run that misses one ends with exit code 1 and publishes nothing."""
+    """Limits; a run that misses one ends with exit code 1 and publishes nothing.
+
+    The reference is the unquantized twin of a quantized model, else the base.
+    """
 
     kl: float | None = Field(None, gt=0)
-    """Largest mean KL divergence (nats per token) from the unquantized reference."""
+    """Largest mean KL divergence (nats per token) from the reference."""
     top1_agreement: float | None = Field(None, ge=0, le=1)
     """Smallest share of positions with the reference's most likely token."""
     perplexity: float | None = Field(None, gt=0)
     """Largest perplexity on the validation rows."""
     perplexity_ratio: float | None = Field(None, gt=0)
-    """Largest perplexity as a multiple of the unquantized reference's."""
+    """Largest perplexity as a multiple of the reference's."""
     accuracy: float | None = Field(None, ge=0, le=1)
     """Smallest share of exact answers on rows that have one answer."""
 
