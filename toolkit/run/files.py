@@ -24,6 +24,7 @@ _REASONS = {
     errno.ENOTSUP: "files cannot be locked on this disk",
     errno.ENAMETOOLONG: "the name is too long for this disk",
 }
+HINT = "free some space or choose another folder with output=..."
 PARTIAL = ".partial"
 
 
@@ -35,12 +36,17 @@ def explained(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _REASONS:
             raise
-        raise UserError(
-            f"cannot write: {_REASONS[error.errno]}",
-            place=str(path),
-            hint="free some space or choose another folder with output=...",
-            code=FAILED,
-        ) from error
+        raise _refused(path, _REASONS[error.errno]) from error
+    except RuntimeError as error:
+        # MLX's writers fail with this and do not say why.
+        if not str(error).startswith("[write]"):
+            raise
+        reason = f"the disk refused, with {free_bytes(path) / 1e6:,.0f} MB free"
+        raise _refused(path, reason) from error
+
+
+def _refused(path: Path, reason: str) -> UserError:
+    return UserError(f"cannot write: {reason}", place=str(path), hint=HINT, code=FAILED)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -148,6 +154,6 @@ def need_space(path: Path, size: int) -> None:
         raise UserError(
             f"{size / 1e6:,.0f} MB are needed here and {free / 1e6:,.0f} MB are free",
             place=str(path),
-            hint="free some space or choose another folder with output=...",
+            hint=HINT,
             code=FAILED,
         )

@@ -119,9 +119,9 @@ class Report:
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=title, title_justify="left")
+        table = Table(title=Text(title), title_justify="left")
         for number, name in enumerate(cells[0]):
-            table.add_column(name, justify="right" if number else "left")
+            table.add_column(Text(name), justify="right" if number else "left")
         for row in cells[1:]:
             table.add_row(*map(Text, row))
         console = self._bar.console if self._bar else Console()
@@ -169,6 +169,8 @@ class Progress:
             rich.MofNCompleteColumn(),
             rich.TimeRemainingColumn(),
             rich.TextColumn("{task.fields[figures]}"),
+            # Updates of slow training are minutes apart.
+            speed_estimate_period=600,
         )
         self._task = bar.add_task(self._description, total=self._total, figures="")
         self._report._bar = bar

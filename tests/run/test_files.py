@@ -1,0 +1,173 @@
+"""Files are whole or absent, whatever happens while they are written."""
+
+import errno
+import hashlib
+import os
+import subprocess
+import sys
+
+import pytest
+
+from toolkit.errors import UserError
+from toolkit.run import files
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def test_text_and_bytes_are_written_and_replaced(tmp_path):
+    path = tmp_path / "new" / "a.txt"
+    files.write_atomic(path, "Grüße\n")
+    assert path.read_bytes() == "Grüße\n".encode()
+    files.write_atomic(path, b"\0\1")
+    assert path.read_bytes() == b"\0\1"
+    assert names(path.parent) == ["a.txt"]
+
+
+def test_files_and_folders_have_the_usual_rights(tmp_path):
+    before = os.umask(0o027)
+    try:
+        files.write_atomic(tmp_path / "file", "")
+        with files.atomic_folder(tmp_path / "folder"):
+            pass
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert (tmp_path / "folder").stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "no space is left"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "no right to write"),
+    ],
+)
+def test_a_refusing_disk_leaves_the_old_file_and_nothing_else(
+    tmp_path, monkeypatch, number, words
+):
+    path = tmp_path / "a.txt"
+    files.write_atomic(path, "old")
+
+    def refuse(_):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "fsync", refuse)
+        with pytest.raises(UserError, match=words) as caught:
+            files.write_atomic(path, "new")
+    assert caught.value.code == 1
+    assert caught.value.place == str(path)
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["a.txt"]
+
+
+def test_faults_of_the_program_pass(tmp_path):
+    with pytest.raises(FileNotFoundError), files.atomic_folder(tmp_path / "a"):
+        (tmp_path / "nowhere" / "x").write_text("")
+    with pytest.raises(RuntimeError, match="shape"), files.explained(tmp_path):
+        raise RuntimeError("[matmul] shape")
+    assert names(tmp_path) == []
+
+
+def test_a_file_in_the_way(tmp_path):
+    (tmp_path / "a").write_text("")
+    with pytest.raises(UserError, match="file"):
+        files.write_atomic(tmp_path / "a" / "b.txt", "")
+
+
+def test_a_really_full_disk(tmp_path):
+    """The size limit of a process stands in for the disk's: both end in a write."""
+    program = """
+import resource, signal, sys
+from pathlib import Path
+import mlx.core as mx
+from toolkit.errors import UserError
+from toolkit.run.files import atomic_folder, write_atomic
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+root = Path(sys.argv[1])
+
+def tensors():
+    with atomic_folder(root / "folder") as partial:
+        mx.save_safetensors(str(partial / "a.safetensors"), {"a": mx.zeros(10_000)})
+
+def text():
+    write_atomic(root / "file", "x" * 10_000)
+
+for work in (tensors, text):
+    try:
+        work()
+    except UserError as error:
+        print(error.code, error)
+write_atomic(root / "small", "x")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("cannot write") == 2
+    assert f"1 {tmp_path}/folder: " in done.stdout
+    assert names(tmp_path) == ["small"]
+
+
+def test_a_folder_appears_whole(tmp_path):
+    target = tmp_path / "model"
+    with files.atomic_folder(target) as partial:
+        (partial / "inner").mkdir()
+        (partial / "inner" / "a").write_text("1")
+        assert not target.exists()
+    assert (target / "inner" / "a").read_text() == "1"
+    with files.atomic_folder(target) as partial:
+        (partial / "b").write_text("2")
+        assert (target / "inner" / "a").exists()
+    assert names(target) == ["b"]
+    assert names(tmp_path) == ["model"]
+
+
+def test_a_fault_leaves_the_old_folder(tmp_path):
+    target = tmp_path / "model"
+    with files.atomic_folder(target) as partial:
+        (partial / "a").write_text("1")
+    with pytest.raises(ZeroDivisionError), files.atomic_folder(target) as partial:
+        (partial / "b").write_text(str(1 / 0))
+    assert names(target) == ["a"]
+    assert names(tmp_path) == ["model"]
+
+
+def test_leftovers_of_killed_writers_are_swept(tmp_path):
+    program = """
+import os, sys
+from pathlib import Path
+from toolkit.run.files import atomic_folder
+with atomic_folder(Path(sys.argv[1]) / "model") as partial:
+    (partial / "a").write_text("1")
+    os._exit(9)
+"""
+    (tmp_path / "kept.partial.txt").write_text("")
+    subprocess.run([sys.executable, "-c", program, tmp_path], check=False)
+    assert len(names(tmp_path)) == 2
+    files.sweep(tmp_path)
+    assert names(tmp_path) == ["kept.partial.txt"]
+
+
+def test_hashes_are_sha256_by_relative_name(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "c").write_bytes(b"two")
+    (tmp_path / "a").write_bytes(b"one")
+    assert files.hash_folder(tmp_path) == {
+        "a": hashlib.sha256(b"one").hexdigest(),
+        "b/c": hashlib.sha256(b"two").hexdigest(),
+    }
+
+
+def test_space_is_asked_for_beforehand(tmp_path):
+    there = tmp_path / "not" / "yet"
+    files.need_space(there, 1)
+    assert not there.exists()
+    with pytest.raises(UserError, match="are free") as caught:
+        files.need_space(there, 1 << 60)
+    assert caught.value.code == 1

@@ -1,0 +1,240 @@
+"""The run folder: one owner, one recipe, stages that are done only while whole."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from toolkit.errors import UserError
+from toolkit.run.folder import RunFolder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from toolkit.run.folder import RunFolder
+with RunFolder.open(
+    Path(sys.argv[1]), name="try", recipe_text="seed: 1", resolved="seed: 1",
+    recipe_hash="one", difference=lambda old, new: "",
+) as run:
+    run.enter("1-train")
+    (run.path / "metrics.jsonl").write_text(
+        '{"stage": "1-train", "step": 20, "peak_memory_gb": 1.5}\\n'
+        '{"stage": "1-train", "step": 30, "loss": 2.0}\\n'
+        '{"stage": "1-train", "step": 40, "peak_mem'
+    )
+    print("held", flush=True)
+    sys.stdin.read()
+    run.set_status("done")
+"""
+
+
+def start(path, recipe_hash="one", *, fresh=False, resolved="seed: 1"):
+    return RunFolder.open(
+        path,
+        name="try",
+        recipe_text="seed: 1 # text",
+        resolved=resolved,
+        recipe_hash=recipe_hash,
+        difference=lambda old, new: f"{old} became\n{new}",
+        fresh=fresh,
+    )
+
+
+def manifest(path):
+    return json.loads((path / "manifest.json").read_text())
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "exports" / "try"
+
+
+@pytest.fixture
+def holder(path):
+    """Another process that works in the folder."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.communicate()
+
+
+def test_a_new_run(path):
+    with start(path) as run:
+        assert manifest(path)["status"] == "running"
+        assert run.died is None
+        run.set_status("done")
+    facts = manifest(path)
+    assert (facts["status"], facts["recipe_hash"]) == ("done", "one")
+    assert facts["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert facts["versions"]["mlx"]
+    assert facts["machine"]["cores"] == os.cpu_count()
+    assert facts["started"] <= facts["ended"]
+    assert (path / "recipe.yaml").read_text() == "seed: 1 # text"
+    assert (path / "resolved.yaml").read_text() == "seed: 1"
+
+
+def test_a_second_process_is_told_of_the_first(path, holder):
+    with pytest.raises(UserError, match=f"process {holder.pid}") as caught:
+        start(path)
+    assert caught.value.code == 2
+    with pytest.raises(UserError, match=f"process {holder.pid}"):
+        start(path, fresh=True)
+    holder.communicate()
+    with start(path) as run:
+        assert run.died is None
+
+
+def test_a_killed_run_lets_go_and_leaves_its_last_words(path, holder):
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    with start(path) as run:
+        assert run.died == (
+            "the last run ended without a goodbye in stage 1-train, "
+            "after step 20, peak 1.50 GB"
+        )
+
+
+def test_a_fault_lets_go_and_is_recorded(path):
+    with pytest.raises(ZeroDivisionError), start(path):
+        _ = 1 / 0
+    assert manifest(path)["status"] == "failed"
+    with start(path) as run:
+        assert run.died is None
+
+
+def test_a_status_that_was_recorded_stays(path):
+    def stop():
+        with start(path) as run:
+            run.set_status("interrupted")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stop()
+    assert manifest(path)["status"] == "interrupted"
+
+
+def test_a_changed_recipe_is_refused_with_its_difference(path):
+    start(path).__exit__(None)
+    with pytest.raises(UserError, match="seed: 1 became\n    seed: 2") as caught:
+        start(path, "two", resolved="seed: 2")
+    assert caught.value.code == 2
+    assert "--fresh" in caught.value.hint
+    assert "try.old-1" in caught.value.hint
+    # The refusal holds no lock and changes nothing.
+    assert (path / "resolved.yaml").read_text() == "seed: 1"
+    start(path).__exit__(None)
+
+
+def test_fresh_sets_the_old_run_aside(path):
+    with start(path) as run:
+        run.finish("1-train", {}, [])
+    for number, recipe_hash in enumerate(["two", "three"], 1):
+        with start(path, recipe_hash, fresh=True) as run:
+            assert run.finished("1-train", pytest.fail) is None
+            aside = path.with_name(f"try.old-{number}")
+            assert manifest(aside)["recipe_hash"] == ["one", "two"][number - 1]
+    assert "1-train" in manifest(path.with_name("try.old-1"))["stages"]
+
+
+def test_fresh_in_a_new_folder_sets_nothing_aside(path):
+    start(path, fresh=True).__exit__(None)
+    assert [p.name for p in path.parent.iterdir()] == ["try"]
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_folder_of_something_else_is_left_alone(path, fresh):
+    path.mkdir(parents=True)
+    (path / "manifest.json").write_text('{"name": "an app"}')
+    with pytest.raises(UserError, match=r"not a run of lmx; it holds manifest\.json"):
+        start(path, fresh=fresh)
+    assert [p.name for p in path.iterdir()] == ["manifest.json"]
+
+
+def test_hidden_files_of_others_do_not_matter(path):
+    path.mkdir(parents=True)
+    (path / ".DS_Store").write_text("")
+    start(path).__exit__(None)
+
+
+def test_a_manifest_that_cannot_be_read(path):
+    start(path).__exit__(None)
+    (path / "manifest.json").write_text("{")
+    with pytest.raises(UserError, match="manifest cannot be read"):
+        start(path)
+    start(path, fresh=True).__exit__(None)
+    assert (path.with_name("try.old-1") / "manifest.json").read_text() == "{"
+
+
+def test_output_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="a file is in the way") as caught:
+        start(tmp_path / "file")
+    assert caught.value.code == 1
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        start(tmp_path / "file" / "try")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_output(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="no right to write"):
+        start(tmp_path / "try")
+
+
+def leave(run, stage, text="whole"):
+    folder = run.stage_folder(stage)
+    (folder / "weights").write_text(text)
+    run.finish(stage, {"loss": 2.5}, [folder])
+    return folder / "weights"
+
+
+def test_a_finished_stage_is_remembered(path):
+    with start(path) as run:
+        leave(run, "1-train")
+        assert run.finished("2-validate", pytest.fail) is None
+    with start(path) as run:
+        assert run.finished("1-train", pytest.fail) == {"loss": 2.5}
+
+
+@pytest.mark.parametrize("damage", ["change", "remove"])
+def test_a_damaged_stage_runs_again_and_says_so(path, damage):
+    with start(path) as run:
+        weights = leave(run, "1-train")
+        if damage == "change":
+            weights.write_text("whale")
+        else:
+            weights.unlink()
+        said = []
+        assert run.finished("1-train", said.append) is None
+        assert "stages/1-train is damaged or gone" in said[0]
+
+
+def test_stages_can_be_taken_back(path):
+    with start(path) as run:
+        leave(run, "1-train")
+        leave(run, "2-validate")
+        run.forget(["2-validate", "3-export"])
+    with start(path) as run:
+        assert run.finished("1-train", pytest.fail)
+        assert run.finished("2-validate", pytest.fail) is None
+
+
+def test_a_stage_must_leave_something(path):
+    with start(path) as run, pytest.raises(AssertionError, match="empty"):
+        run.finish("1-train", {}, [run.stage_folder("1-train")])
+
+
+def test_leftovers_of_a_killed_run_are_swept(path):
+    with start(path) as run:
+        leftover = run.stage_folder("1-train") / ".0000100.abc.partial"
+        leftover.mkdir()
+    with start(path):
+        assert not leftover.exists()

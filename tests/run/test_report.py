@@ -1,0 +1,208 @@
+"""What a run tells: lines for people, rows for programs, no control characters."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+
+from toolkit.errors import UserError
+from toolkit.run.report import Report, format_duration, format_number
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def open_terminal(monkeypatch):
+    """Let the standard output be a terminal from here on, and return its screen."""
+    screen = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(sys, "stdout", screen)
+    return screen
+
+
+@pytest.fixture
+def report(tmp_path):
+    report = Report(tmp_path)
+    report.stage = "1-train"
+    return report
+
+
+def rows(report, name="metrics.jsonl"):
+    return [json.loads(line) for line in (report.folder / name).open()]
+
+
+def logged(report):
+    return (report.folder / "log.txt").read_text()
+
+
+def test_lines_reach_the_console_and_the_log(report, capsys):
+    report.say("one")
+    report.warn("two\nthree")
+    printed = capsys.readouterr()
+    assert printed.out == "one\n"
+    assert printed.err == "warning: two\nthree\n"
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
+    pattern = rf"{stamp} one\n{stamp} warning: two\n{stamp} three\n"
+    assert re.fullmatch(pattern, logged(report))
+
+
+def test_quiet_keeps_warnings_tables_and_the_whole_log(tmp_path, capsys):
+    report = Report(tmp_path, quiet=True)
+    report.say("hidden")
+    report.warn("seen")
+    report.table("result", ["", "base"], [["perplexity", "7.2"]])
+    with report.progress(2, "training") as bar:
+        bar.update(1, loss=3.0)
+    printed = capsys.readouterr()
+    assert "hidden" not in printed.out + printed.err
+    assert "training" not in printed.out
+    assert "seen" in printed.err
+    assert "7.2" in printed.out
+    assert "hidden" in logged(report)
+    assert "training 1/2" in logged(report)
+
+
+def test_without_a_folder_there_is_only_the_console(capsys):
+    report = Report(None)
+    report.say("one")
+    report.metrics({"loss": 1.0})
+    report.truncate(0)
+    assert capsys.readouterr().out == "one\n"
+
+
+def test_what_a_model_wrote_cannot_command_the_terminal(report, capsys):
+    report.say("a\x1b[31mred\x1b[0m\x07\x1b[2Jb\tc\rd")
+    assert capsys.readouterr().out == "aredb\tcd\n"
+    assert logged(report).endswith("aredb\tcd\n")
+
+
+def test_rows_name_their_stage_and_stay_json(report):
+    report.metrics({"step": 1, "loss": float("nan"), "peak": float("inf"), "name": "ü"})
+    report.sample({"step": 1, "answer": "\ud800 half a pair\n"})
+    assert rows(report) == [
+        {"stage": "1-train", "step": 1, "loss": None, "peak": None, "name": "ü"}
+    ]
+    assert rows(report, "samples.jsonl")[0]["answer"].endswith("half a pair\n")
+
+
+def test_a_resumed_stage_writes_no_row_twice(report):
+    report.metrics({"kind": "train", "step": 30})
+    report.stage = "2-train"
+    for step in (10, 20, 30):
+        report.metrics({"kind": "train", "step": step})
+    report.sample({"step": 30})
+    with (report.folder / "metrics.jsonl").open("a") as stream:
+        stream.write('{"stage": "2-train", "st')
+    report.truncate(20)
+    report.metrics({"kind": "train", "step": 30})
+    assert [(row["stage"], row["step"]) for row in rows(report)] == [
+        ("1-train", 30),
+        ("2-train", 10),
+        ("2-train", 20),
+        ("2-train", 30),
+    ]
+    assert rows(report, "samples.jsonl") == []
+
+
+def test_a_disk_that_refuses_is_a_clear_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file, not a folder"):
+        Report(tmp_path / "file", quiet=True).say("one")
+
+
+def test_progress_off_a_terminal_is_plain_lines(report, capsys, monkeypatch):
+    clock = iter([100.0, 110.0, 130.0])
+    monkeypatch.setattr("toolkit.run.report.time.monotonic", lambda: next(clock))
+    with report.progress(40, "training") as bar:
+        bar.update(10, loss=2.51234, learning_rate=2e-4)
+        bar.update(20, loss=2.0)
+        bar.update(40, loss=1.5)
+    assert capsys.readouterr().out.splitlines() == [
+        "training 10/40  loss 2.512  learning rate 0.0002",
+        "training 20/40  loss 2  about 20 s left",
+        "training 40/40  loss 1.5",
+    ]
+    assert "about 20 s left" in logged(report)
+
+
+def test_progress_on_a_terminal_is_a_bar_and_the_log_stays_plain(report, monkeypatch):
+    terminal = open_terminal(monkeypatch)
+    with report.progress(40, "training") as bar:
+        bar.update(10, loss=2.5)
+        report.say("a line [with] brackets")
+        with report.progress(2, "inner") as inner:
+            inner.update(1)
+        bar.update(40, loss=1.5)
+    screen = terminal.getvalue()
+    assert "\x1b[" in screen
+    assert "40/40" in screen
+    assert "loss 1.5" in screen
+    assert "a line [with] brackets" in screen
+    assert "inner 1/2" in screen
+    assert "\x1b" not in logged(report)
+    assert "training 10/40  loss 2.5" in logged(report)
+    before = len(terminal.getvalue())
+    report.say("after")
+    assert terminal.getvalue()[before:] == "after\n"
+
+
+def test_a_table_is_aligned(report, capsys):
+    report.table(
+        "try", ["", "base", "tuned"], [["perplexity", "10.5", "7"], ["size", "1", "-"]]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [
+        "try",
+        "            base  tuned",
+        "perplexity  10.5      7",
+        "size           1      -",
+    ]
+    assert lines[2] in logged(report)
+
+
+def test_a_table_on_a_terminal_is_drawn(report, monkeypatch):
+    terminal = open_terminal(monkeypatch)
+    report.table("[try]", ["", "[base]"], [["perplexity", "[7]"]])
+    assert "[7]" in terminal.getvalue()
+    assert "[base]" in terminal.getvalue()
+    assert "[try]" in terminal.getvalue()
+    assert "perplexity     [7]" in logged(report)
+    assert "\x1b" not in logged(report)
+
+
+def test_rich_is_for_terminals_only(report, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich", None)
+    with report.progress(2, "training") as bar:
+        bar.update(1)
+    report.table("try", ["a"], [["b"]])
+    assert "training 1/2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"),
+        (0.0, "0"),
+        (1234567, "1,234,567"),
+        (12345.6, "12,346"),
+        (-1234.5, "-1,234"),
+        (2.51234, "2.512"),
+        (0.00002, "2e-05"),
+        (float("inf"), "inf"),
+        (float("nan"), "nan"),
+    ],
+)
+def test_numbers(value, text):
+    assert format_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(45, "45 s"), (720, "12 min"), (12600, "3.5 h")]
+)
+def test_durations(seconds, text):
+    assert format_duration(seconds) == text
