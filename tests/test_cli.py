@@ -11,7 +11,11 @@ from toolkit import cli
 from toolkit.errors import Interrupted, UserError
 from toolkit.recipe import shipped
 
-GOOD = "model: a/b\ndata: {train: builtin:stdlib}\nstages: [{train: {steps: 1}}]\n"
+GOOD = """\
+model: a/b
+data: {train: builtin:stdlib}
+stages: [{train: {steps: 1, batch_size: 8}}]
+"""
 HEAVY = ("mlx_lm", "transformers", "datasets", "wandb", "rich", "numpy")
 
 
@@ -42,7 +46,9 @@ def ran(monkeypatch):
 
 def test_a_recipe_runs_with_flags_anywhere(recipe, ran):
     assert cli.train([recipe, "--quiet", "seed=4", "--force"]) == 0
-    assert ran == [(4, "good", {"fresh": False, "force": True, "quiet": True})]
+    command = f"lmx-train {recipe} seed=4"
+    flags = {"fresh": False, "force": True, "quiet": True, "command": command}
+    assert ran == [(4, "good", flags)]
 
 
 def test_check_runs_nothing(recipe, ran):
@@ -189,3 +195,13 @@ def test_lmx_lists_its_verbs(argv, capsys):
     assert caught.value.code == (0 if argv == ["--help"] else 2)
     printed = capsys.readouterr()
     assert all(v in printed.out + printed.err for v in ("train", "generate", "doctor"))
+
+
+def test_a_reader_that_leaves_is_no_fault():
+    code = "import sys; from toolkit.cli import train; sys.exit(train(['--list']))"
+    command = [sys.executable, "-c", code]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0

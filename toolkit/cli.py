@@ -1,6 +1,7 @@
 """The command line: lmx-train, and lmx with its verbs. Imports what a verb needs."""
 
 import argparse
+import os
 import shlex
 import sys
 import traceback
@@ -120,7 +121,13 @@ def _doctor(argv: Sequence[str]) -> int:
 def _guarded(command: Callable[[], int], *, debug: bool) -> int:
     """Run a command; an error a user can mend is text and an exit code."""
     try:
-        return command()
+        code = command()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # as in `| head`: nobody reads on
+        # What is still buffered would raise once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except UserError as error:
         if debug:
             traceback.print_exc()

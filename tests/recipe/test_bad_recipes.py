@@ -23,6 +23,7 @@ stages:
       adapter: {type: lora, rank: 16}
       quantization: {bits: 4, group_size: 64}
       steps: 300
+      batch_size: 8
   - validate:
       require: {kl: 0.05}
   - export: {formats: [mlx]}

@@ -24,6 +24,7 @@ stages:
   - train:
       quantization: {mode: mxfp4, head: off}
       steps: 10
+      batch_size: 8
       learning_rate: 1e-5
       samples: ["on", "1e-5", "12:30"]
   - validate:
@@ -162,7 +163,7 @@ def test_names_of_the_hub_are_left_alone(tmp_path, monkeypatch):
     path = tmp_path / "hub.yaml"
     path.write_text(
         "model: Qwen/Qwen3-0.6B\ndata: {train: [gsm8k, org/rows]}\n"
-        "stages: [{train: {steps: 1}}]\n"
+        "stages: [{train: {steps: 1, batch_size: 8}}]\n"
     )
     assert load(path).recipe.model.path == "Qwen/Qwen3-0.6B"
     # A folder of the owner's name makes it a local path.

@@ -1,6 +1,6 @@
 """The recipe's schema: every key, its type, its default and its meaning."""
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Union
 
 from pydantic import BeforeValidator, Field, model_validator
 

@@ -1,0 +1,225 @@
+"""`--check` tells what is there and what is needed, and refuses what will not fit."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from toolkit import cli
+from toolkit.data.batches import Batch as Rows
+from toolkit.export import mlx as checkpoints
+from toolkit.model import fresh, lora
+from toolkit.model.load import build
+from toolkit.model.source import Fresh
+from toolkit.quant.layers import select
+from toolkit.quant.spec import Quantization, pack
+from toolkit.recipe import needs, room
+from toolkit.recipe.estimate import Anatomy, Batch, disk, quantized_bytes, training
+from toolkit.recipe.loader import load
+from toolkit.recipe.plan import plan
+from toolkit.stages.train import Config
+from toolkit.train.step import Step
+
+SHAPE = Fresh(vocabulary=320, hidden_size=64, intermediate_size=96, layers=2)
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "count to three"},
+        {"role": "assistant", "content": "one two three"},
+    ]
+}
+RECIPE = """\
+model: tiny
+data: {train: rows.jsonl, max_length: 64}
+stages:
+  - train:
+      adapter: {rank: 4}
+      quantization: {bits: 4, group_size: 64}
+      epochs: 2
+      batch_size: 2
+  - validate:
+  - export:
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    companions = folder.parent / "tokenizer"
+    for path in (folder, companions):
+        path.mkdir()
+    fresh.train_tokenizer(["count to three, one two three"] * 3, 320, companions)
+    config = fresh.configuration(SHAPE)
+    weights = fresh.initial_weights(config, 0)
+    checkpoints.write(folder, weights, config, companions=companions)
+    return folder
+
+
+@pytest.fixture
+def here(model, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").symlink_to(model)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    long = json.loads(json.dumps(CHAT).replace("one two", "one two " * 60))
+    silent = json.loads(json.dumps(CHAT).replace("count", "count " * 80))
+    rows = [CHAT] * 6 + [long, silent, {"messages": "none"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return tmp_path
+
+
+def test_all_is_told(here, capsys):
+    assert cli.train(["recipe.yaml", "--check"]) == 0
+    printed = capsys.readouterr().out
+    for expected in (
+        "llama, 90,432 parameters, 181 kB, vocabulary 320",
+        "13 of 15 layers are quantized",
+        "its width 96 is no multiple of 64: model.layers.0.mlp.down_proj",
+        "rows.jsonl: 8 rows, format chat",
+        "skipped: rows.jsonl:9: ",
+        "8 of 8 rows looked at: 7 examples of ",
+        "1 truncated, 1 dropped",
+        "dropped: rows.jsonl:8: ",
+        "count to three<|im_end|>\n",
+        "⟦one two three<|im_end|>⟧",
+        "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
+        "for 7 steps, at the ",
+        "disk     needs ",
+    ):
+        assert expected in printed
+    assert not (here / "exports").exists()
+
+
+def test_a_fresh_model_has_guessed_lengths(here, capsys):
+    arguments = [
+        "model={fresh: {vocabulary: 320, hidden_size: 64}}",
+        "stages.train.adapter=null",
+    ]
+    assert cli.train(["recipe.yaml", "--check", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "its tokenizer is trained at the start of the run" in printed
+    assert "3 characters each are assumed" in printed
+    assert "one two three" in printed
+
+
+def test_a_hub_model_is_left_alone(here, capsys):
+    assert cli.train(["recipe.yaml", "--check", "model=org/model"]) == 0
+    printed = capsys.readouterr().out
+    assert "org/model: not on this disk" in printed
+    assert "rows.jsonl: 8 rows" in printed
+
+
+@pytest.mark.parametrize("what", ["memory", "disk"])
+def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what):
+    if what == "memory":
+        monkeypatch.setattr(needs, "memory_limit", lambda: 1000)
+    else:
+        monkeypatch.setattr(needs, "disk_free", lambda folder: 1000)
+    assert cli.train(["recipe.yaml", "--check"]) == 3
+    error = capsys.readouterr().err
+    assert what in error
+    assert "--force" in error
+    if what == "memory":
+        assert "stages.1.train.batch_size=1 or data.max_length=32" in error
+    assert cli.train(["recipe.yaml", "--check", "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("rows.jsonl", "", "the source is empty"),
+        ("rows.jsonl", '{"messages": [}\n', "rows.jsonl:1"),
+        ("rows.jsonl", '{"colour": "red"}\n', "no format fits"),
+    ],
+)
+def test_unusable_data_exits_2(here, capsys, file, text, message):
+    (here / file).write_text(text)
+    assert cli.train(["recipe.yaml", "--check"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_architecture_exits_2(here, capsys, model):
+    odd = here / "odd"
+    odd.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | {"model_type": "abacus"}))
+    (odd / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    assert cli.train(["recipe.yaml", "--check", "model=odd"]) == 2
+    assert "no model type 'abacus'" in capsys.readouterr().err
+
+
+def anatomy(shape: Fresh) -> Anatomy:
+    config = fresh.configuration(shape)
+    return Anatomy(config, 2 * Anatomy(config, 0).parameters)
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
+def test_memory_is_near_the_measured_peak(adapter):
+    shape = Fresh(vocabulary=512, hidden_size=128, intermediate_size=256, layers=3)
+    config = Config(adapter=adapter, steps=1, batch_size=8)
+    told = training(anatomy(shape), config, Batch(128, 1024, 1024), 4)
+    network = build(fresh.configuration(shape))
+    if adapter:
+        lora.attach(
+            network,
+            rank=4,
+            scale=2.0,
+            dropout=0.0,
+            patterns=config.adapter.layers,
+            seed=0,
+            merged=False,
+        )
+    step = Step(network)
+    assert sum(v.size for v in step.parameters.values()) == told.trained
+    tokens = mx.array(np.random.default_rng(0).integers(0, 512, (8, 129)), mx.int32)
+    batch = Rows(tokens, mx.ones((8, 128), mx.bool_), ())
+    before = mx.get_active_memory()
+    own = sum(v.nbytes for _, v in tree_flatten(network.parameters()))
+    mx.reset_peak_memory()
+    for seed in range(2):
+        mx.eval(step(batch, 1e-3, seed), step.parameters, step.optimizer.state)
+    moments = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
+    peak = mx.get_peak_memory() - before + moments + own
+    assert 0.6 < sum(told.memory.values()) / peak < 1.6
+
+
+def test_operations_of_full_training_are_six_per_parameter_and_token():
+    shape = Fresh(vocabulary=320, hidden_size=64, layers=1, heads=1, positions=64)
+    told = training(anatomy(shape), Config(steps=1, batch_size=1), Batch(8, 8, 8.0), 4)
+    norms = 3 * 64
+    attention = 12 * 8 * 64
+    assert told.operations == (6 * (told.parameters - norms) + attention) * 8
+
+
+def test_quantized_size_is_the_size_written():
+    shape = anatomy(SHAPE)
+    grid = Quantization(bits=4, group_size=32)
+    network = build(shape.config)
+    network.set_dtype(mx.float16)
+    specs = select(network, grid).specs
+    modules = dict(network.named_modules())
+    written = sum(
+        value.nbytes
+        for path, spec in specs.items()
+        for value in pack(modules[path].weight, spec, mx.float16).values()
+    )
+    rounded = {f"{path}.weight" for path in specs}
+    rest = tree_flatten(network.parameters())
+    written += sum(value.nbytes for name, value in rest if name not in rounded)
+    assert quantized_bytes(shape, specs) == written
+
+
+def test_disk_holds_artefacts_and_checkpoints(here):
+    steps = plan(load("recipe.yaml", ["stages.train.quantization=null"])).steps
+    shape = anatomy(SHAPE)
+    told = training(shape, steps[0].config, Batch(64, 128, 128), 4)
+    stages = [step.config for step in steps]
+    # The trained model, its published copy, and three states of three tensors each.
+    assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 36 * told.trained
+
+
+def test_free_disk_is_that_of_the_nearest_folder_there_is(tmp_path):
+    assert room.disk_free(tmp_path / "not" / "yet") == room.disk_free(tmp_path) > 0
+    assert room.memory_limit() > 1 << 20
+    assert room.training_speed(mx.float32) > 1e8

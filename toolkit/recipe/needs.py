@@ -1,0 +1,181 @@
+"""What a plan needs of this machine, whether it is there, and what to do if not."""
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+
+from ..data.batches import ladder
+from ..errors import WILL_NOT_FIT, UserError
+from ..section import Section
+from .checks import read_config
+from .estimate import Anatomy, Batch, Load, disk, training
+from .loader import Loaded
+from .plan import Plan, Step
+from .room import OVERHEAD, disk_free, memory_limit, training_speed
+
+
+def require_room(loaded: Loaded, plan: Plan) -> None:
+    """Refuse a run that memory or disk cannot hold, as far as is known without data.
+
+    Raises:
+        UserError: it will not fit; its code is 3.
+    """
+    anatomy = anatomy_of(loaded)
+    if anatomy:
+        Needs(loaded, plan, anatomy, [], 1.0).require(force=False)
+
+
+class Needs:
+    """What a plan needs of this machine.
+
+    Args:
+        lengths: tokens of a sample of the examples; none = all have max_length.
+        share: training examples for every one in `lengths`.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        plan: Plan,
+        anatomy: Anatomy,
+        lengths: list[int],
+        share: float,
+    ):
+        self.plan = plan
+        self.longest = loaded.recipe.data.max_length
+        self.lengths = _padded(lengths or [self.longest], self.longest)
+        self.examples = len(lengths) * share
+        self.loads = {
+            index: training(
+                anatomy, step.config, self._batch(step.config), _width(step)
+            )
+            for index, step in enumerate(plan.steps)
+            if step.kind == "train"
+        }
+        stages = [step.config for step in plan.steps]
+        self.disk = disk(anatomy, stages, self.loads)
+        self.free = disk_free(plan.output)
+        self.limit = memory_limit()
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """Memory, time and disk, for people."""
+        for index, load in self.loads.items():
+            step = self.plan.steps[index]
+            parts = ", ".join(f"{k} {readable_size(v)}" for k, v in load.memory.items())
+            yield (
+                "memory",
+                f"{step.name}: about {readable_size(sum(load.memory.values()))}"
+                + (
+                    f" ({parts}) of {readable_size(self.limit)}; "
+                    f"{load.trained:,} of {load.parameters:,} parameters trained"
+                ),
+            )
+            yield "time", f"{step.name}: {self._time(step, load)}"
+        yield (
+            "disk",
+            f"needs {readable_size(self.disk)}, free {readable_size(self.free)}",
+        )
+
+    def require(self, *, force: bool) -> None:
+        """Raise UserError with code 3 when something will not fit."""
+        for index, load in self.loads.items():
+            needed = sum(load.memory.values())
+            if needed > self.limit and not force:
+                step = self.plan.steps[index]
+                raise UserError(
+                    f"{step.name} needs about {readable_size(needed)} of memory, "
+                    f"{readable_size(self.limit)} are there",
+                    hint=f"try {' or '.join(self._remedies(step))}; "
+                    "--force runs it all the same",
+                    code=WILL_NOT_FIT,
+                )
+        if self.disk > self.free and not force:
+            raise UserError(
+                f"the run needs {readable_size(self.disk)} of disk, "
+                f"{readable_size(self.free)} are free",
+                hint="output=<a folder elsewhere>; --force runs it all the same",
+                place=str(self.plan.output),
+                code=WILL_NOT_FIT,
+            )
+
+    def _batch(self, config: Section) -> Batch:
+        longest = max(self.lengths)
+        mean = sum(self.lengths) / len(self.lengths)
+        if config.batch_tokens:
+            tokens = max(config.batch_tokens, longest)
+            return Batch(longest, tokens, tokens)
+        return Batch(longest, config.batch_size * longest, config.batch_size * mean)
+
+    def _time(self, step: Step, load: Load) -> str:
+        steps = step.config.steps
+        if steps is None:
+            if not self.examples:
+                return "unknown before the data is read"
+            mean = sum(self.lengths) / len(self.lengths)
+            rows = self._batch(step.config).mean_tokens / mean
+            steps = max(1, round(step.config.epochs * self.examples / rows))
+        speed = training_speed(_dtype(step))
+        seconds = OVERHEAD * load.operations * steps / speed
+        return (
+            f"about {_duration(seconds)} for {steps:,} steps, at the "
+            f"{speed / 1e9:,.0f} GFLOP/s just measured; right within a factor of two"
+        )
+
+    def _remedies(self, step: Step) -> Iterator[str]:
+        at = f"stages.{step.index}.train"
+        config = step.config
+        if config.batch_tokens:
+            yield f"{at}.batch_tokens={max(self.longest, config.batch_tokens // 2)}"
+        elif config.batch_size > 1:
+            yield f"{at}.batch_size={config.batch_size // 2}"
+        yield f"data.max_length={max(8, self.longest // 2)}"
+        if config.adapter is None:
+            yield f"{at}.adapter={{rank: 16}}"
+
+
+def anatomy_of(loaded: Loaded) -> Anatomy | None:
+    """What is known of the recipe's model; None if it is not on this disk."""
+    model = loaded.recipe.model
+    if model.fresh:
+        from ..model.fresh import configuration
+
+        config = configuration(model.fresh)
+        empty = Anatomy(config, 0)
+        size = empty.parameters * getattr(mx, model.fresh.dtype).size
+        return Anatomy(config, size)
+    folder = loaded.find(model.path)
+    if folder is None or "model_file" in (config := read_config(folder)):
+        return None
+    return Anatomy.of_folder(folder, config)
+
+
+def _padded(lengths: list[int], max_length: int) -> list[int]:
+    """Lengths of examples as they are padded in batches."""
+    rungs = ladder(max_length)
+    return [next(rung for rung in rungs if length <= rung) for length in lengths]
+
+
+def _dtype(step: Step) -> mx.Dtype:
+    from ..stages.training import training_dtype
+
+    return training_dtype(step.config.compute_dtype)
+
+
+def _width(step: Step) -> int:
+    return _dtype(step).size
+
+
+def readable_size(count: float) -> str:
+    """Bytes in the largest unit that fits."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 90:
+        return f"{max(1, seconds):.0f} s"
+    minutes = seconds / 60
+    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

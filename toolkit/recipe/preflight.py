@@ -1,0 +1,171 @@
+"""`--check`: everything that can be known without weights, offline, in seconds."""
+
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..data.formats import BUILTIN, Row, read
+from ..data.template import Encoded, Example, encode_all, show
+from ..section import Section
+from .estimate import Anatomy
+from .loader import Loaded
+from .needs import Needs, anatomy_of, readable_size
+from .plan import Plan
+
+SAMPLED = 500_000  # characters, tokenized in half a second
+NAMED = 5
+SHOWN = 600
+CHARACTERS = 3
+
+Line = tuple[str, str]
+
+
+def check(loaded: Loaded, plan: Plan, *, force: bool) -> int:
+    """Print what a run would read, need and leave; returns the exit code.
+
+    Raises:
+        UserError: the model or the data cannot be used, or, without `force`, memory
+            or disk will not do.
+    """
+    anatomy, tokenizer, lines = _model(loaded)
+    _print(lines)
+    rows = []
+    for split in ("valid", "train"):
+        rows, lines = _rows(loaded, split, rows)
+        _print(lines)
+    sample = rows[:: 1 + sum(len(row.as_text()) for row in rows) // SAMPLED]
+    lengths, lines = _tokens(loaded, sample, len(rows), tokenizer)
+    _print(lines)
+    _print(_steps(plan))
+    if anatomy:
+        needs = Needs(loaded, plan, anatomy, lengths, len(rows) / max(1, len(sample)))
+        _print(needs.lines())
+        needs.require(force=force)
+    return 0
+
+
+def _model(loaded: Loaded) -> tuple[Anatomy | None, Any, list[Line]]:
+    """The model's anatomy, its tokenizer, and what to say of them."""
+    from ..model.load import load_tokenizer
+
+    model = loaded.recipe.model
+    anatomy = anatomy_of(loaded)
+    name = model.path or "fresh"
+    if anatomy is None:
+        text = f"{name}: not on this disk as plain data; its needs are not known here"
+        return None, None, [("model", text)]
+    kind, vocabulary = anatomy.config["model_type"], anatomy.setting("vocab_size")
+    lines = [
+        (
+            "model",
+            f"{name}: {kind}, {anatomy.parameters:,} parameters, "
+            f"{readable_size(anatomy.bytes)}, vocabulary {vocabulary:,}",
+        )
+    ]
+    for stage in loaded.recipe.stages:
+        lines += _kept(anatomy, stage.config)
+    if model.fresh:
+        lines.append(("model", "its tokenizer is trained at the start of the run"))
+        return anatomy, None, lines
+    folder = loaded.find(model.path)
+    trust = model.trust_remote_code
+    return anatomy, load_tokenizer(folder, trust_remote_code=trust), lines
+
+
+def _kept(anatomy: Anatomy, config: Section) -> Iterator[Line]:
+    """The layers a stage would like to quantize and cannot, named."""
+    grid = (
+        config if hasattr(config, "method") else getattr(config, "quantization", None)
+    )
+    if grid:
+        selection = anatomy.selection(grid)
+        count = len(selection.specs) + len(selection.kept)
+        yield "model", f"{len(selection.specs)} of {count} layers are quantized"
+        for reason in dict.fromkeys(selection.kept.values()):
+            paths = sorted(p for p, why in selection.kept.items() if why == reason)
+            more = ", ..." * (len(paths) > NAMED)
+            yield "model", f"kept, as {reason}: {', '.join(paths[:NAMED])}{more}"
+
+
+def _rows(
+    loaded: Loaded, split: str, instead: list[Row]
+) -> tuple[list[Row], list[Line]]:
+    """All local rows of a split, or those `instead`, and what to say of them."""
+    data = loaded.recipe.data
+    rows: list[Row] = []
+    lines = []
+    for source in getattr(data, split):
+        if not source.startswith(BUILTIN) and loaded.find(source) is None:
+            lines.append((split, f"{source}: on the Hub, not read by this check"))
+            continue
+        found = read(
+            source,
+            split=split,
+            find=lambda name: loaded.find(name) or Path(name),
+            columns=data.columns,
+            limit=data.limit,
+        )
+        text = f"{source}: {len(found.rows):,} rows, format {found.format}"
+        lines.append((split, text))
+        lines += [(split, f"skipped: {w}: {why}") for w, why in found.bad[:NAMED]]
+        if len(found.bad) > NAMED:
+            lines.append((split, f"{len(found.bad):,} rows skipped in all"))
+        rows += found.rows
+    return rows or instead, lines
+
+
+def _tokens(
+    loaded: Loaded, sample: list[Row], total: int, tokenizer: Any
+) -> tuple[list[int], list[Line]]:
+    """Lengths of the sample's examples in tokens, and what to say of them."""
+    if not sample:
+        return [], []
+    data = loaded.recipe.data
+    if tokenizer is None:
+        length = data.max_length
+        guessed = [len(row.as_text()) // CHARACTERS + 1 for row in sample]
+        windows = [min(length, n) for n in guessed for _ in range(0, n, length)]
+        text = f"not counted yet; {CHARACTERS} characters each are assumed below"
+        return windows, [("tokens", text), *_example(sample[0], sample[0].as_text())]
+    encoded = encode_all(
+        sample, tokenizer, max_length=data.max_length, train_on=data.train_on
+    )
+    first = encoded.examples[0]
+    spans = show(first, tokenizer)
+    text = "".join(f"⟦{span}⟧" if is_trained else span for span, is_trained in spans)
+    lines = [*_lengths(encoded, len(sample), total), *_example(first, text)]
+    # The first token of an example is only read, the last one only predicted.
+    return [len(example.tokens) - 1 for example in encoded.examples], lines
+
+
+def _lengths(encoded: Encoded, looked_at: int, total: int) -> Iterator[Line]:
+    lengths = sorted(len(example.tokens) for example in encoded.examples)
+    trained = sum(int(example.mask.sum()) for example in encoded.examples)
+    yield (
+        "tokens",
+        f"{looked_at:,} of {total:,} rows looked at: {len(lengths):,} examples of "
+        f"{lengths[0]} to {lengths[-1]} tokens, half of them up to "
+        f"{lengths[len(lengths) // 2]}; {trained / sum(lengths):.0%} are trained",
+    )
+    yield "tokens", f"{encoded.truncated:,} truncated, {len(encoded.dropped):,} dropped"
+    for where, reason in encoded.dropped[:NAMED]:
+        yield "tokens", f"dropped: {where}: {reason}"
+
+
+def _example(row: Row | Example, text: str) -> Iterator[Line]:
+    yield "example", f"{row.where}, trained tokens between ⟦ and ⟧:"
+    for line in (text[:SHOWN] + " ..." * (len(text) > SHOWN)).splitlines():
+        yield "", f"  {line}"
+
+
+def _steps(plan: Plan) -> Iterator[Line]:
+    yield "output", f"{plan.output}, recipe {plan.recipe_hash[:12]}"
+    for step in plan.steps:
+        outputs = ", ".join(map(str, step.outputs))
+        yield "plan", f"{step.name}: {', '.join(step.inputs)} -> {outputs}"
+
+
+def _print(lines: Iterable[Line]) -> None:
+    for topic, text in lines:
+        sys.stdout.write(f"{topic:<9}{text}\n")
