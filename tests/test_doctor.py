@@ -1,0 +1,57 @@
+"""`lmx doctor` tells what it found, and never the token."""
+
+import pytest
+
+from toolkit import __version__, blas, doctor
+
+
+@pytest.fixture
+def told(monkeypatch, capsys):
+    """What doctor prints, by label, on a small job instead of a long one."""
+    monkeypatch.setattr(doctor, "SIDE", 64)
+    monkeypatch.setattr(doctor, "COPIED_BYTES", 1 << 12)
+
+    def run():
+        assert doctor.run() == 0
+        lines = capsys.readouterr().out.splitlines()
+        return {line[:18].strip(): line[18:] for line in lines}
+
+    return run
+
+
+def test_everything_is_told(told, monkeypatch):
+    slow = blas.Blas("MLX's own", reason="turned off")
+    monkeypatch.setattr(blas, "use", lambda: slow)
+    found = told()
+    assert found["lmx"] == __version__
+    assert found["mlx"][0].isdigit()
+    assert found["mlx-lm"][0].isdigit()
+    assert found["device"].startswith("Device(")
+    assert found["BLAS"] == "MLX's own"
+    assert found["BLAS reason"] == "turned off"
+    assert "BLAS file" not in found
+    assert float(found["memory"].split()[0]) > 0
+    assert "GFLOP/s" in found["matrix products"]
+    assert "GB/s" in found["memory traffic"]
+
+
+def test_a_fast_blas_has_a_file_and_threads(told, monkeypatch):
+    fast = blas.Blas("OpenBLAS 0.3", doctor.os.path.abspath("lib.so"), 2)
+    monkeypatch.setattr(blas, "use", lambda: fast)
+    found = told()
+    assert found["BLAS file"].endswith("lib.so")
+    assert found["BLAS threads"] == "2"
+    assert "BLAS reason" not in found
+
+
+def test_the_token_is_never_printed(told, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    found = told()
+    assert found["Hub offline"] == "yes"
+    assert found["Hub token"] == "present"
+    assert "secret" not in str(found)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no"))
+    assert told()["Hub token"] == "none"
