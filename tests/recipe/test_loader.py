@@ -178,7 +178,7 @@ def test_plan(recipe, monkeypatch):
     assert [step.name for step in steps.steps] == ["1-train", "2-validate", "3-export"]
     train, validate, export = steps.steps
     own = Path("exports/whole/stages/1-train")
-    assert train.inputs == ("fresh", "builtin:stdlib", "rows.jsonl", "rows.jsonl")
+    assert train.inputs == ("fresh", "builtin:stdlib", "rows.jsonl")
     assert train.outputs == (own,)
     assert validate.inputs == (str(own), "rows.jsonl")
     assert export.inputs == (str(own),)

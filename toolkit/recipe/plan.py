@@ -53,7 +53,7 @@ def plan(loaded: Loaded) -> Plan:
     steps = []
     for index, stage in enumerate(recipe.stages, 1):
         outputs = _outputs(output, index, stage.kind, stage.config)
-        inputs = (artefact, *_rows(recipe.data, stage.kind))
+        inputs = tuple(dict.fromkeys((artefact, *_rows(recipe.data, stage.kind))))
         steps.append(Step(index, stage.kind, inputs, outputs, stage.config))
         if stage.kind in ("train", "quantize"):
             artefact = str(outputs[0])

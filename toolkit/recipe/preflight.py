@@ -17,6 +17,7 @@ SAMPLED = 500_000  # characters, tokenized in half a second
 NAMED = 5
 SHOWN = 600
 CHARACTERS = 3
+MARKS = ", trained tokens between ⟦ and ⟧"
 
 Line = tuple[str, str]
 
@@ -127,14 +128,17 @@ def _tokens(
         guessed = [len(row.as_text()) // CHARACTERS + 1 for row in sample]
         windows = [min(length, n) for n in guessed for _ in range(0, n, length)]
         text = f"not counted yet; {CHARACTERS} characters each are assumed below"
-        return windows, [("tokens", text), *_example(sample[0], sample[0].as_text())]
+        return windows, [
+            ("tokens", text),
+            *_example(sample[0], sample[0].as_text(), ""),
+        ]
     encoded = encode_all(
         sample, tokenizer, max_length=data.max_length, train_on=data.train_on
     )
     first = encoded.examples[0]
     spans = show(first, tokenizer)
     text = "".join(f"⟦{span}⟧" if is_trained else span for span, is_trained in spans)
-    lines = [*_lengths(encoded, len(sample), total), *_example(first, text)]
+    lines = [*_lengths(encoded, len(sample), total), *_example(first, text, MARKS)]
     # The first token of an example is only read, the last one only predicted.
     return [len(example.tokens) - 1 for example in encoded.examples], lines
 
@@ -153,8 +157,8 @@ def _lengths(encoded: Encoded, looked_at: int, total: int) -> Iterator[Line]:
         yield "tokens", f"dropped: {where}: {reason}"
 
 
-def _example(row: Row | Example, text: str) -> Iterator[Line]:
-    yield "example", f"{row.where}, trained tokens between ⟦ and ⟧:"
+def _example(row: Row | Example, text: str, marks: str) -> Iterator[Line]:
+    yield "example", f"{row.where}{marks}:"
     for line in (text[:SHOWN] + " ..." * (len(text) > SHOWN)).splitlines():
         yield "", f"  {line}"
 
