@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from ..section import Section
-from .formats import Row, read, split_off
+from .formats import Row, has_split, read, split_off
 
 NAMED = 5
 SHARE = 0.05
@@ -49,33 +49,46 @@ def read_splits(
 ) -> tuple[list[Row], list[Row]]:
     """All training rows and all validation rows.
 
+    Without `valid`, the sources' own validation splits; if none has one, a share of
+    every source. A source named twice is held out from both times.
+
     Args:
         find: the path of a local source.
         say, warn: told what was read, and which rows were not.
     """
-    train = _read(data, "train", find, say, warn)
-    if data.valid:
-        return train, _read(data, "valid", find, say, warn)
-    rest, held_out = split_off(train, SHARE, seed)
-    say(f"valid: {len(held_out)} rows set aside from train")
-    return rest, held_out
+
+    def rows_of(sources: list[str], split: str) -> dict[str, list[Row]]:
+        return {
+            source: _read(data, source, split, find, say, warn)
+            for source in dict.fromkeys(sources)
+        }
+
+    train = rows_of(data.train, "train")
+    own = [source for source in train if has_split(source, "valid", find=find)]
+    if sources := data.valid or own:
+        return _joined(train, data.train), _joined(rows_of(sources, "valid"), sources)
+    parts = {source: split_off(rows, SHARE, seed) for source, rows in train.items()}
+    rest, held_out = ({s: part[i] for s, part in parts.items()} for i in (0, 1))
+    say(f"valid: {sum(map(len, held_out.values())):,} rows set aside from train")
+    return _joined(rest, data.train), _joined(held_out, list(held_out))
 
 
-def _read(data: Data, split: str, find, say, warn) -> list[Row]:
-    rows: list[Row] = []
-    for source in getattr(data, split):
-        found = read(
-            source,
-            split=split,
-            find=find,
-            columns=data.columns,
-            streaming=data.streaming,
-            limit=data.limit,
-        )
-        say(f"{split}: {source}: {len(found.rows):,} rows, format {found.format}")
-        for where, reason in found.bad[:NAMED]:
-            warn(f"{where}: row skipped: {reason}")
-        if len(found.bad) > NAMED:
-            warn(f"{source}: {len(found.bad) - NAMED:,} more rows skipped")
-        rows += found.rows
-    return rows
+def _joined(rows: dict[str, list[Row]], sources: list[str]) -> list[Row]:
+    return [row for source in sources for row in rows[source]]
+
+
+def _read(data: Data, source: str, split: str, find, say, warn) -> list[Row]:
+    found = read(
+        source,
+        split=split,
+        find=find,
+        columns=data.columns,
+        streaming=data.streaming,
+        limit=data.limit,
+    )
+    say(f"{split}: {source}: {len(found.rows):,} rows, format {found.format}")
+    for where, reason in found.bad[:NAMED]:
+        warn(f"{where}: row skipped: {reason}")
+    if len(found.bad) > NAMED:
+        warn(f"{source}: {len(found.bad) - NAMED:,} more rows skipped")
+    return found.rows

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import sqrt
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..data.batches import Batch
+from .perplexity import mean_over_rows
 
 
 @dataclass(frozen=True)
@@ -16,6 +16,7 @@ class Divergence:
     """KL(reference || model) in nats per trained position, and agreement.
 
     Attributes:
+        kl_stderr: of the mean, with rows as clusters.
         kl_p99: the value that 99 of 100 positions stay below.
         top1_agreement: share of positions with the same most likely token.
     """
@@ -40,18 +41,20 @@ def measure_divergence(
         kl = (mx.exp(p) * (p - q)).sum(axis=-1)
         return mx.maximum(kl, 0.0), mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)
 
-    values, agreements = [], []
+    values, agreements, sums, counts = [], [], [], []
     for batch in batches:
         kl, agrees = compare(batch.tokens)
-        mask = np.array(batch.mask)
-        values.append(np.array(kl, np.float64)[mask])
+        kl, mask = np.array(kl).astype(np.float64), np.array(batch.mask)
+        values.append(kl[mask])
         agreements.append(np.array(agrees)[mask])
-    kl, agrees = np.concatenate(values), np.concatenate(agreements)
+        sums.append((kl * mask).sum(axis=1))
+        counts.append(mask.sum(axis=1))
+    mean, stderr = mean_over_rows(np.concatenate(sums), np.concatenate(counts))
     return Divergence(
-        float(kl.mean()),
-        float(kl.std() / sqrt(len(kl))),
-        float(np.percentile(kl, 99)),
-        float(agrees.mean()),
+        mean,
+        stderr,
+        float(np.percentile(np.concatenate(values), 99)),
+        float(np.concatenate(agreements).mean()),
     )
 
 

@@ -44,12 +44,22 @@ def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity
         for batch in batches
     ]
     losses, counts = (np.concatenate(sums) for sums in zip(*pairs, strict=True))
-    losses, counts = losses[counts > 0], counts[counts > 0]
-    mean = losses.sum() / counts.sum()
-    spread = np.sum((losses - mean * counts) ** 2)
-    rows = len(counts)
+    mean, stderr = mean_over_rows(losses, counts)
+    return Perplexity(exp(mean), exp(mean) * stderr, mean, int(counts.sum()))
+
+
+def mean_over_rows(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Mean per token, and its standard error with rows as clusters.
+
+    Args:
+        sums: of the tokens of each row.
+        counts: tokens of each row; rows without any do not matter.
+    """
+    mean = sums.sum() / counts.sum()
+    rows = np.count_nonzero(counts)
+    spread = np.sum((sums - mean * counts)[counts > 0] ** 2)
     stderr = sqrt(spread * rows / max(1, rows - 1)) / counts.sum()
-    return Perplexity(exp(mean), exp(mean) * stderr, float(mean), int(counts.sum()))
+    return float(mean), float(stderr)
 
 
 def tokens_at_once(vocabulary: int) -> int:

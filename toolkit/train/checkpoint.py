@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from ..run.files import atomic_folder, hash_file, need_space
 from .step import Step
 
 KEPT = 2
+WEIGHTS = "state.safetensors"
 # Room for the new checkpoint beside the old ones, and some for the reports.
 SLACK = 16 << 20
 
@@ -31,6 +33,8 @@ class Progress:
     loss_since: float = 0.0
     tokens_since: int = 0
     seconds_since: float = 0.0
+    # Of the last validation.
+    valid_loss: float = 0.0
 
 
 def save(folder: Path, step: Step, progress: Progress) -> Path:
@@ -39,27 +43,33 @@ def save(folder: Path, step: Step, progress: Progress) -> Path:
     need_space(folder, sum(v.nbytes for v in tensors.values()) + SLACK)
     target = folder / f"{progress.step:07d}"
     with atomic_folder(target) as partial:
-        mx.save_safetensors(str(partial / "state.safetensors"), tensors)
-        state = vars(progress) | {"sha256": hash_file(partial / "state.safetensors")}
+        weights = partial / WEIGHTS
+        # In the same file, under the same hash.
+        metadata = {"progress": json.dumps(vars(progress))}
+        mx.save_safetensors(str(weights), tensors, metadata=metadata)
+        state = {"bytes": weights.stat().st_size, "sha256": hash_file(weights)}
         (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-    for old in numbered(folder)[:-KEPT]:
-        shutil.rmtree(old)
+    # Newer ones are those that were passed over as damaged.
+    kept = [p for p in numbered(folder) if p.name <= target.name][-KEPT:]
+    for other in set(numbered(folder)) - set(kept):
+        shutil.rmtree(other)
     return target
 
 
-def restore(folder: Path, step: Step, warn) -> Progress:
+def restore(folder: Path, step: Step, warn: Callable[[str], None]) -> Progress:
     """Put the newest whole checkpoint into `step`; from the start when there is none.
 
     Args:
         warn: told about every damaged checkpoint that is passed over.
     """
     for checkpoint in reversed(numbered(folder)):
-        state = _read_state(checkpoint)
-        if state is None:
-            warn(f"checkpoint {checkpoint} is damaged; using the one before it")
+        if not _is_whole(checkpoint):
+            warn(f"checkpoint {checkpoint} is damaged; using what was before it")
             continue
-        _fill(step, mx.load(str(checkpoint / "state.safetensors")))
-        return Progress(**state)
+        path = str(checkpoint / WEIGHTS)
+        tensors, metadata = mx.load(path, return_metadata=True)
+        _fill(step, tensors)
+        return Progress(**json.loads(metadata["progress"]))
     return Progress()
 
 
@@ -70,15 +80,17 @@ def numbered(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.name.isdigit())
 
 
-def _read_state(checkpoint: Path) -> dict | None:
-    """The state of a checkpoint, or None if its files are not the ones written."""
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether the files of a checkpoint are the ones written."""
+    weights = checkpoint / WEIGHTS
     try:
         state = json.loads((checkpoint / "state.json").read_text())
-        digest = state.pop("sha256")
-        whole = hash_file(checkpoint / "state.safetensors") == digest
-    except (OSError, ValueError, KeyError):
-        return None
-    return state if whole else None
+        return state == {
+            "bytes": weights.stat().st_size,
+            "sha256": hash_file(weights),
+        }
+    except (OSError, ValueError):
+        return False
 
 
 def _tensors(step: Step) -> dict[str, mx.array]:

@@ -86,8 +86,7 @@ class Loop:
                 if self._is_pause(number + 1) or stopping():
                     self._settle(bar)
                     self._pause(number + 1, stopping())
-            self._settle(bar)
-        return self._evaluate()
+        return self.progress.valid_loss
 
     def _resume(self) -> None:
         folder = self.cadence.folder
@@ -96,6 +95,8 @@ class Loop:
             self.report.say(f"resuming after step {self.progress.step}")
             self.report.truncate(self.progress.step)
         else:
+            # Even of a run that died before its first checkpoint there may be rows.
+            self.report.truncate(-1)
             self._evaluate()
 
     def _launch(self, number: int, bar) -> None:
@@ -143,36 +144,41 @@ class Loop:
             "trained_tokens": progress.trained_tokens,
             "seconds": progress.seconds,
         }
-        self.report.metrics(
-            {"kind": "train", "step": progress.step} | numbers | totals
-        )
+        self.report.metrics({"kind": "train", "step": progress.step} | numbers | totals)
 
     def _is_pause(self, done: int) -> bool:
-        cadence = self.cadence
-        return done % cadence.evaluate == 0 or done % cadence.checkpoint == 0
+        every = (self.cadence.evaluate, self.cadence.checkpoint, self.steps)
+        return any(done % steps == 0 for steps in every)
 
     def _pause(self, done: int, stopping: bool) -> None:
-        """Validate, save or stop after `done` steps."""
+        """Validate, save or stop after `done` steps.
+
+        In this order, so that what is saved has its validation behind it and a resumed
+        run owes none.
+        """
+        if done % self.cadence.evaluate == 0 or done == self.steps:
+            self._evaluate()
         if stopping or done % self.cadence.checkpoint == 0:
             saved = checkpoint.save(self.cadence.folder, self.step, self.progress)
         if stopping:
             raise Interrupted(f"stopped after step {done}; saved {saved}")
-        if done % self.cadence.evaluate == 0 and done < self.steps:
-            self._evaluate()
         self._clock = time.perf_counter()
 
-    def _evaluate(self) -> float:
+    def _evaluate(self) -> None:
         done = self.progress.step
         loss, tokens = self.step.evaluate(self.valid)
-        loss /= tokens
+        self.progress.valid_loss = loss = loss / tokens
         self.report.metrics({"kind": "valid", "step": done, "loss": loss})
         self.report.say(f"step {done}: validation loss {loss:.4f}")
         self.on_evaluate(done)
-        return loss
 
     def _stop_at_nan(self, number: int, batch: Batch) -> None:
         path = self.cadence.folder.parent / "not-a-number.json"
-        rows = {"step": number + 1, "rows": batch.where, "tokens": batch.tokens.tolist()}
+        rows = {
+            "step": number + 1,
+            "rows": batch.where,
+            "tokens": batch.tokens.tolist(),
+        }
         write_atomic(path, json.dumps(rows) + "\n")
         raise UserError(
             f"the loss or its gradient is not a number at step {number + 1}",
