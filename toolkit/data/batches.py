@@ -1,5 +1,6 @@
 """Batches of fixed shapes, each a function of the seed and the step alone."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -40,12 +41,14 @@ class Batches:
     """Cuts examples into batches.
 
     An example belongs to the smallest rung that holds it. Every epoch shuffles the rows
-    of each rung and the order of the batches; what does not fill a batch is filled up
-    with rows whose mask is empty, so that no row is ever left out.
+    of each rung and the order of the batches. All batches of a rung have one size; what
+    does not fill the last is filled up with rows whose mask is empty, so that no row is
+    ever left out.
 
     Args:
-        rows: rows per batch, or
-        tokens: padded tokens per batch; short rows then go in larger batches.
+        rows: rows per batch at most, or
+        tokens: padded tokens per batch at most, if a row has no more; short rows then
+            go in larger batches.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Batches:
         for length in ladder(max_length):
             members = np.flatnonzero((lengths > low) & (lengths <= length))
             low = length
-            if len(members):
-                size = rows or max(1, tokens // length)
+            if count := len(members):
+                most = rows or max(1, tokens // length)
+                # Even batches: 33 rows at most 32 at a time are 17 and 16.
+                size = math.ceil(count / math.ceil(count / most))
                 self.rungs.append((length, size, members))
 
     @property
