@@ -4,8 +4,11 @@ Every forward rounds with the very operations, types and adapter merge of the ex
 expanding the exported codes gives the weights of the last forward bit for bit.
 """
 
+from functools import partial
+
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..quant.spec import QuantSpec, expand, pack
 from .lora import adapted
@@ -14,60 +17,79 @@ from .lora import adapted
 class FakeQuant:
     """The rounded weights of a model in training.
 
+    Layers that are not trained are rounded at once, in the model, and stay so.
+
     Args:
-        model: its layers may carry LoRA adapters.
+        model: as loaded, in the types its checkpoint stores; its layers may carry LoRA
+            adapters.
         specs: the grid of every rounded layer, by path.
         dtype: the type the export stores scales in.
     """
 
     def __init__(self, model: nn.Module, specs: dict[str, QuantSpec], dtype: mx.Dtype):
-        self.specs = specs
         self.dtype = dtype
         self._adapted = adapted(model)
+        self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         modules = dict(model.named_modules())
-        self._frozen = {
-            path: modules[path].weight
+        frozen = {
+            path
             for path in specs.keys() - self._adapted.keys()
             if "weight" not in modules[path].trainable_parameters()
         }
+        self._trained = {p: spec for p, spec in specs.items() if p not in frozen}
+        self._frozen = {}
+        for path in sorted(frozen):
+            packed = pack(modules[path].weight, specs[path], dtype)
+            modules[path].weight = expand(packed, specs[path], dtype)
+            self._frozen |= _named(path, packed)
+        mx.eval(self._frozen, model.parameters())
 
     def served(
         self, parameters: dict[str, mx.array], compute: mx.Dtype
     ) -> dict[str, mx.array]:
-        """Rounded weights by parameter path, straight-through to the trained ones.
+        """Trained weights as served, by path, straight-through to the masters.
 
-        Every trained parameter passes through the stored type. An adapter's gradient
-        does not come through here: `LoRALinear` takes it from the product, at the cost
+        Every one passes through the type it is stored in, but adapters: their gradient
+        does not come through here, `LoRALinear` takes it from the product, at the cost
         of plain LoRA.
         """
-        store = _straight_through(lambda weight: weight.astype(self.dtype))
-        weights = {k: store(v).astype(compute) for k, v in parameters.items()}
-        for path, spec in self.specs.items():
-            name = f"{path}.linear.weight" if path in self._adapted else f"{path}.weight"
+        weights = {}
+        for name, value in parameters.items():
+            if name.rpartition(".")[0] not in self._adapted:
+                value = _straight_through(
+                    partial(mx.array.astype, dtype=self._types[name])
+                )(value)
+            weights[name] = value.astype(compute)
+        for path, spec in self._trained.items():
+            name = (
+                f"{path}.linear.weight" if path in self._adapted else f"{path}.weight"
+            )
             rounded = self._rounding(spec)(self._merged(path, parameters))
             weights[name] = rounded.astype(compute)
         return weights
 
     def stored(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Codes, scales and biases of every rounded layer, as the export writes them."""
-        tensors = {}
-        for path, spec in self.specs.items():
+        """Codes, scales and biases of every rounded layer, as they are exported."""
+        tensors = dict(self._frozen)
+        for path, spec in self._trained.items():
             packed = pack(self._merged(path, parameters), spec, self.dtype)
-            tensors |= {f"{path}.{name}": value for name, value in packed.items()}
+            tensors |= _named(path, packed)
         return tensors
 
     def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
-        if path in self._adapted:
-            pair = (parameters[f"{path}.lora_a"], parameters[f"{path}.lora_b"])
-            return self._adapted[path].merge(*map(mx.stop_gradient, pair))
-        if path in self._frozen:
-            return self._frozen[path]
-        return parameters[f"{path}.weight"]
+        if path not in self._adapted:
+            return parameters[f"{path}.weight"]
+        pair = (parameters[f"{path}.lora_a"], parameters[f"{path}.lora_b"])
+        return self._adapted[path].merge(*map(mx.stop_gradient, pair))
 
     def _rounding(self, spec: QuantSpec):
         return _straight_through(
             lambda weight: expand(pack(weight, spec, self.dtype), spec, self.dtype)
         )
+
+
+def _named(path: str, packed: dict[str, mx.array]) -> dict[str, mx.array]:
+    return {f"{path}.{name}": value for name, value in packed.items()}
 
 
 def _straight_through(function):

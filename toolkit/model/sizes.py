@@ -43,7 +43,8 @@ def checkpoint_sizes(folder: Path) -> Sizes:
             bits = (own if isinstance(own, dict) else quantization)["bits"]
             count = count * 32 // bits
         parameters += count
-    size = sum(end - start for start, end in (t["data_offsets"] for t in tensors.values()))
+    places = [tensor["data_offsets"] for tensor in tensors.values()]
+    size = sum(end - start for start, end in places)
     return Sizes(parameters, size)
 
 

@@ -1,0 +1,255 @@
+"""What a compiled training forward multiplied with is what the export holds."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from toolkit.data.batches import Batch
+from toolkit.export import mlx as checkpoints
+from toolkit.model import lora
+from toolkit.model.fake_quant import FakeQuant
+from toolkit.model.load import load, set_compute_dtype
+from toolkit.quant.layers import Selection, select
+from toolkit.quant.spec import Quantization, QuantSpec, expand, pack
+from toolkit.train.losses import cross_entropy_sum
+from toolkit.train.step import Step
+
+AFFINE = list(itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128)))
+GRIDS = [QuantSpec(bits=b, group_size=g) for b, g in AFFINE]
+GRIDS += [QuantSpec(mode=m) for m in ("mxfp4", "nvfp4", "mxfp8")]
+LINEAR = [
+    f"model.layers.{layer}.{path}"
+    for layer in range(3)
+    for path in (
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        *(f"self_attn.{x}_proj" for x in "qkvo"),
+    )
+]
+LAYERS = ["self_attn.*", "mlp.*"]
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Watched(Step):
+    """A step that also returns the weights its compiled forward was made with."""
+
+    def _update(self, tokens, mask, rate):
+        results = super()._update(tokens, mask, rate)
+        used = dict(tree_flatten(self.model.parameters()))
+        return *results, {k: v for k, v in used.items() if "lora" not in k}
+
+
+class Run:
+    """Quantization-aware training put together as the train stage does it."""
+
+    def __init__(self, folder, quantization, *, adapted, patterns=LAYERS):
+        self.loaded = load(folder, compute="stored")
+        model = self.loaded.model
+        self.base = dict(tree_flatten(model.parameters()))
+        if isinstance(quantization, Quantization):
+            quantization = select(model, quantization)
+        self.selection = quantization
+        if adapted:
+            options = {"rank": 4, "scale": 2.0, "dropout": 0.0, "seed": 1}
+            lora.attach(model, patterns=patterns, merged=True, **options)
+        rounding = FakeQuant(model, self.selection.specs, self.loaded.dtype)
+        self.step = Watched(model, fake_quant=rounding, weight_decay=0.01)
+        set_compute_dtype(model, mx.float32)
+
+    def train(self, steps=1):
+        for seed in range(steps):
+            results = self.step(batch(seed), 0.01, seed)
+            mx.eval(results, self.step.parameters)
+        return results
+
+    def export(self, folder):
+        folder.mkdir()
+        parameters = self.step.parameters
+        dense = lora.fused(self.step.model, self.base, parameters)
+        rounded = {f"{path}.weight" for path in self.selection.specs}
+        weights = {
+            k: v.astype(self.base[k].dtype)
+            for k, v in dense.items()
+            if k not in rounded
+        }
+        checkpoints.write(
+            folder,
+            weights | self.step.fake_quant.stored(parameters),
+            self.loaded.config,
+            companions=self.loaded.path,
+            specs=self.selection.specs,
+            kept=list(self.selection.kept),
+        )
+        return folder
+
+
+def batch(seed, rows=2, length=8):
+    tokens = mx.random.randint(0, 320, (rows, length + 1), key=mx.random.key(seed))
+    mask = mx.ones((rows, length), dtype=mx.bool_)
+    return Batch(tokens, mask, ("",) * rows)
+
+
+def reloaded(folder, selection: Selection, dtype):
+    """The weights in a checkpoint's files, expanded by plain MLX."""
+    tensors = mx.load(str(folder / "model.safetensors"))
+    weights = {}
+    for name, value in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        spec = selection.specs.get(path)
+        if spec is None or leaf == "bias":
+            weights[name] = value
+        elif leaf == "weight":
+            weights[name] = mx.dequantize(
+                value,
+                tensors[f"{path}.scales"],
+                tensors.get(f"{path}.biases"),
+                spec.group_size,
+                spec.bits,
+                spec.mode,
+                dtype=dtype,
+            )
+    return weights
+
+
+def assert_served_is_trained(run, folder):
+    """The next forward's weights, bit for bit, are those in the exported files."""
+    dtype = run.loaded.dtype
+    stored = reloaded(run.export(folder), run.selection, dtype)
+    *_, used = run.train()
+    used = {k.replace(".linear.", "."): v for k, v in used.items()}
+    assert used.keys() == stored.keys()
+    for name, value in stored.items():
+        assert value.dtype == dtype, name
+        assert mx.array_equal(used[name], value.astype(mx.float32)), name
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exported_weights_are_the_trained_ones(
+    make_checkpoint, tmp_path, dtype, adapted
+):
+    """Every grid there is, each on a layer of its own."""
+    folder = make_checkpoint(dtype=dtype, num_hidden_layers=3)
+    specs = dict(zip(LINEAR, GRIDS, strict=True))
+    run = Run(folder, Selection(specs, {}), adapted=adapted)
+    run.train(2)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("embeddings", "head"), itertools.product([False, True], repeat=2)
+)
+def test_embeddings_and_head_by_choice(
+    make_checkpoint, tmp_path, tied, embeddings, head, adapted
+):
+    folder = make_checkpoint(tie_word_embeddings=tied, attention_bias=True)
+    quantization = Quantization(embeddings=embeddings, head=head)
+    run = Run(folder, quantization, adapted=adapted)
+    assert ("model.embed_tokens" in run.selection.specs) == embeddings
+    assert ("lm_head" in run.selection.specs) == (head and not tied)
+    run.train(2)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+def test_stock_mlx_lm_has_the_loss_of_training(make_checkpoint, tmp_path, adapted):
+    import mlx_lm
+    from mlx_lm.utils import dequantize_model
+
+    run = Run(make_checkpoint(num_hidden_layers=2), Quantization(), adapted=adapted)
+    run.train(3)
+    model, _ = mlx_lm.load(str(run.export(tmp_path / "out")))
+    model = dequantize_model(model)
+    model.set_dtype(mx.float32)
+    again = batch(9)
+    logits = model(again.tokens[:, :-1])
+    loss = cross_entropy_sum(logits, again.tokens[:, 1:], again.mask).item()
+    assert run.step.evaluate([again])[0] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_mixture_of_experts_too(make_checkpoint, tmp_path):
+    from conftest import QWEN3_MOE
+
+    folder = make_checkpoint(QWEN3_MOE)
+    run = Run(folder, Quantization(), adapted=True, patterns=["self_attn.*"])
+    run.train(2)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+def test_rounding_twice_would_change_codes():
+    """Why codes are exported as produced: the check above can fail."""
+    weight = mx.random.normal((64, 256), key=mx.random.key(0))
+    spec = QuantSpec(bits=4)
+    once = pack(weight, spec, mx.float16)
+    twice = pack(expand(once, spec, mx.float16), spec, mx.float16)
+    changed = mx.mean(once["weight"] != twice["weight"]).item()
+    assert changed > 0.05
+    other = pack(weight, spec, mx.float32)
+    assert not mx.array_equal(other["weight"], once["weight"])
+
+
+def test_full_gradients_pass_straight_through(make_checkpoint):
+    """The gradient of every master is that of the rounded weight itself."""
+    run = Run(make_checkpoint(dtype="float32"), Quantization(), adapted=False)
+    step, one = run.step, batch(3)
+
+    def loss(parameters):
+        return step._loss_of(parameters, one.tokens, one.mask)
+
+    def plain(weights):
+        step.model.update(tree_unflatten(list(weights.items())))
+        logits = step.model(one.tokens[:, :-1])
+        return cross_entropy_sum(logits, one.tokens[:, 1:], one.mask)
+
+    rounded = step.fake_quant.served(step.parameters, mx.float32)
+    expected = mx.grad(plain)(rounded)
+    for name, gradient in mx.grad(loss)(step.parameters).items():
+        assert mx.array_equal(gradient, expected[name]), name
+        assert mx.abs(gradient).max() > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapter_gradients_are_those_of_the_merged_weight(make_checkpoint, dtype):
+    """Against NumPy in float64: y = x round(W0 + s (A B)^T)^T, straight through."""
+    run = Run(make_checkpoint(dtype=dtype), Quantization(), adapted=True)
+    step = run.step
+    path = "model.layers.0.mlp.down_proj"
+    pair = [f"{path}.lora_a", f"{path}.lora_b"]
+    step.parameters[pair[1]] = 0.1 * mx.random.normal(
+        step.parameters[pair[1]].shape, key=mx.random.key(4)
+    )
+    x = mx.random.normal((3, 5, 256), key=mx.random.key(5))
+    seen = mx.random.normal((3, 5, 128), key=mx.random.key(6))
+    layer = lora.adapted(step.model)[path]
+
+    def product(parameters, x):
+        step._set(parameters)
+        return (layer(x) * seen).sum()
+
+    gradients, dx = mx.grad(product, argnums=(0, 1))(step.parameters, x)
+
+    stored = run.loaded.dtype
+    a, b = (np.array(step.parameters[name], dtype=np.float64) for name in pair)
+    base = np.array(run.base[f"{path}.weight"].astype(mx.float32), dtype=np.float64)
+    merged = mx.array(base + 2.0 * (a @ b).T, dtype=mx.float32)
+    spec = run.selection.specs[path]
+    served = expand(pack(merged, spec, stored), spec, stored).astype(mx.float32)
+    rows = np.array(x, dtype=np.float64).reshape(-1, 256)
+    errors = np.array(seen, dtype=np.float64).reshape(-1, 128)
+    d_weight = errors.T @ rows
+    close(gradients[pair[0]], 2.0 * d_weight.T @ b.T)
+    close(gradients[pair[1]], 2.0 * a.T @ d_weight.T)
+    close(dx.reshape(-1, 256), errors @ np.array(served, dtype=np.float64))
+    # Rounding is coarse enough that the unrounded weight would be noticed.
+    assert np.abs(np.array(served) - np.array(merged)).max() > 1e-3
+
+
+def close(value, expected):
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(np.array(value) / scale, expected / scale, atol=1e-5)
