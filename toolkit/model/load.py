@@ -1,7 +1,7 @@
 """The only door to mlx-lm's model zoo and tokenizers: load, build, make caches."""
 
 import importlib
-import json
+import re
 import resource
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,13 +10,15 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
 from .cpu import expand_many_rows
+from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+FAULTS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 
@@ -52,22 +54,24 @@ def load(
         UserError: no such model, not a model, an unknown architecture, damaged files.
     """
     path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
-    _refuse_what_is_no_model(path)
+    _refuse_what_cannot_load(path, trust_remote_code)
     with _mlx_lm() as zoo:
         try:
             model, config = zoo.load_model(
                 path, lazy=True, trust_remote_code=trust_remote_code
             )
             mx.eval(model.parameters())
-        except (ValueError, RuntimeError, KeyError, TypeError) as error:
-            raise UserError(
-                f"the model does not load: {error}",
-                place=str(path),
-                hint="is every file of the checkpoint there and whole?",
-            ) from error
+        except FAULTS as error:
+            raise _explained(path, error) from error
+    # mlx-lm keeps only what generation_config.json names.
+    if ends := end_tokens(path):
+        config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     dtype = stored_dtype(model)
-    set_compute_dtype(model, compute_dtype(compute, dtype))
+    if compute != "stored":
+        set_compute_dtype(model, compute_dtype(compute, dtype))
+    if mx.default_device() == mx.Device(mx.cpu):
+        expand_many_rows(model)
     return Loaded(model, tokenizer, config, path, dtype)
 
 
@@ -83,6 +87,8 @@ def resolve(
         return Path(source).expanduser()
     if Path(source).exists():
         raise UserError("a model is a folder; this is a file", place=str(source))
+    if not HUB_ID.fullmatch(str(source)):
+        raise UserError("there is no such folder", place=str(source))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -100,32 +106,35 @@ def resolve(
         ) from error
 
 
-def _refuse_what_is_no_model(path: Path) -> None:
-    if not (path / "config.json").is_file():
-        raise UserError(
-            "this folder is not a model: it has no config.json", place=str(path)
-        )
-    try:
-        config = json.loads((path / "config.json").read_text())
-        model_type = config["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"config.json cannot be read or names no model_type: {error}",
-            place=str(path / "config.json"),
-        ) from error
-    if not any(path.glob("model*.safetensors")):
-        pickles = [f.name for f in path.iterdir() if f.suffix in PICKLES]
-        raise UserError(
-            "no model*.safetensors here"
-            + (f", only pickles ({pickles[0]}), which are never loaded" * bool(pickles)),
-            place=str(path),
-            hint="convert the weights to safetensors" if pickles else None,
-        )
+def _refuse_what_cannot_load(path: Path, trust_remote_code: bool) -> None:
+    config = read_config(path)
+    place = str(path / "config.json")
+    check_weights(path)
     if "model_file" not in config:
-        model_class(config, place=str(path / "config.json"), model_type=model_type)
+        model_class(config, place=place)
+    elif not trust_remote_code:
+        raise UserError(
+            f"this model brings code of its own ({config['model_file']}), "
+            "which is not run unasked",
+            place=place,
+            hint="read it, then set trust_remote_code: true",
+        )
 
 
-def model_class(config: dict, *, place: str | None = None, model_type: str = ""):
+def _explained(path: Path, error: Exception) -> UserError:
+    first, *more = str(error).split("\n")
+    details = " ".join([first.strip(), *more[:3]]) + " ..." * (len(more) > 3)
+    missing = missing_shards(path)
+    return UserError(
+        f"the model does not load: {details}",
+        place=str(path),
+        hint=f"{missing[0]} is missing"
+        if missing
+        else "are all its files of one model?",
+    )
+
+
+def model_class(config: dict, *, place: str | None = None):
     """mlx-lm's (Model, ModelArgs) classes for a config.
 
     Raises:
@@ -134,9 +143,10 @@ def model_class(config: dict, *, place: str | None = None, model_type: str = "")
     with _mlx_lm() as zoo:
         try:
             return zoo._get_classes(config)
-        except ValueError as error:
+        # Some of its modules are no models.
+        except (ValueError, AttributeError) as error:
             raise UserError(
-                f"mlx-lm has no model type {model_type or config['model_type']!r}",
+                f"mlx-lm has no model type {config['model_type']!r}",
                 place=place,
                 hint="update mlx-lm, or choose another model",
             ) from error
@@ -154,14 +164,13 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         UserError: the folder has none, or it cannot be read.
     """
+    # Left out, Hugging Face would ask on the terminal.
+    extra = {"trust_remote_code": trust_remote_code}
+    ends = end_tokens(path) or None
     with _mlx_lm() as zoo:
-        config = zoo.load_config(path)
-        extra = {"trust_remote_code": True} if trust_remote_code else None
         try:
-            return zoo.load_tokenizer(
-                path, extra, eos_token_ids=config.get("eos_token_id")
-            )
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return zoo.load_tokenizer(path, extra, eos_token_ids=ends)
+        except FAULTS as error:
             raise UserError(
                 f"the tokenizer does not load: {str(error).splitlines()[0]}",
                 place=str(path),
@@ -194,15 +203,14 @@ def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
 
 
 def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast floating parameters; codes stay packed. Widening keeps every value."""
+    """Cast the floating parameters but those the model says must keep their type."""
+    may_cast = getattr(model, "cast_predicate", lambda _: True)
 
-    def cast(value):
+    def cast(path, value):
         is_float = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(dtype) if is_float else value
+        return value.astype(dtype) if is_float and may_cast(path) else value
 
-    model.update(tree_map(cast, model.parameters()))
-    if mx.default_device() == mx.Device(mx.cpu):
-        expand_many_rows(model)
+    model.update(tree_map_with_path(cast, model.parameters()))
     mx.eval(model.parameters())
 
 

@@ -58,12 +58,13 @@ def read_header(file: Path) -> dict[str, dict]:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, 100 << 20)))
-    except ValueError as error:
+        header.pop("__metadata__", None)
+        ends = [tensor["data_offsets"][1] for tensor in header.values()]
+    except (ValueError, KeyError, TypeError) as error:
         raise UserError(
             "this is no safetensors file, or it is damaged", place=str(file)
         ) from error
-    header.pop("__metadata__", None)
-    end = 8 + length + max((t["data_offsets"][1] for t in header.values()), default=0)
+    end = 8 + length + max(ends, default=0)
     if file.stat().st_size < end:
         raise UserError(
             f"the file is cut short: {file.stat().st_size:,} of {end:,} bytes",

@@ -1,0 +1,77 @@
+"""What a checkpoint folder says of itself, read and checked before any weight is."""
+
+import json
+from pathlib import Path
+
+from ..errors import UserError
+from .sizes import read_header
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+def read_config(path: Path) -> dict:
+    """The config.json of a checkpoint folder.
+
+    Raises:
+        UserError: there is none, or it is no model's.
+    """
+    file = path / "config.json"
+    if not file.is_file():
+        raise UserError(
+            "this folder is not a model: it has no config.json", place=str(path)
+        )
+    config = _read_json(file)
+    if not isinstance(config.get("model_type"), str):
+        raise UserError("the config names no model_type", place=str(file))
+    return config
+
+
+def end_tokens(path: Path) -> list[int]:
+    """Every token that config.json or generation_config.json says ends a text.
+
+    Raises:
+        UserError: one of them cannot be read.
+    """
+    ends = []
+    for name in ("config.json", "generation_config.json"):
+        if (path / name).is_file():
+            value = _read_json(path / name).get("eos_token_id")
+            ends += value if isinstance(value, list) else [value]
+    return [end for end in dict.fromkeys(ends) if end is not None]
+
+
+def check_weights(path: Path) -> None:
+    """Refuse a folder without weights or with a damaged file.
+
+    Raises:
+        UserError: naming the file.
+    """
+    files = sorted(path.glob("model*.safetensors"))
+    for file in files:
+        read_header(file)
+    if files:
+        return
+    pickles = sorted(f.name for f in path.iterdir() if f.suffix in PICKLES)
+    if pickles:
+        raise UserError(
+            f"no model*.safetensors here, only pickles ({pickles[0]}), "
+            "which are never loaded",
+            place=str(path),
+            hint="convert the weights to safetensors",
+        )
+    raise UserError("no model*.safetensors here", place=str(path))
+
+
+def missing_shards(path: Path) -> list[str]:
+    """Files the index names that are not here."""
+    file = path / "model.safetensors.index.json"
+    places = _read_json(file).get("weight_map", {}) if file.is_file() else {}
+    return sorted(name for name in set(places.values()) if not (path / name).is_file())
+
+
+def _read_json(file: Path) -> dict:
+    try:
+        value = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise UserError(f"this is not JSON: {error}", place=str(file)) from error
+    return value if isinstance(value, dict) else {}
