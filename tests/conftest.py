@@ -6,6 +6,8 @@ os.environ.setdefault("LMX_BLAS_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from toolkit import blas  # noqa: E402 (the environment comes first)
+from toolkit import blas  # The environment comes first.
 
 blas.use()
+
+from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401

@@ -174,7 +174,7 @@ def test_stock_mlx_lm_has_the_loss_of_training(make_checkpoint, tmp_path, adapte
 
 
 def test_a_mixture_of_experts_too(make_checkpoint, tmp_path):
-    from conftest import QWEN3_MOE
+    from tiny_checkpoints import QWEN3_MOE
 
     folder = make_checkpoint(QWEN3_MOE)
     run = Run(folder, Quantization(), adapted=True, patterns=["self_attn.*"])

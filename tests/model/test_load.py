@@ -283,7 +283,7 @@ def test_a_quantized_model_computes_with_expanding_layers(folder, tmp_path):
 
 
 def test_build_is_random_float32():
-    from conftest import LLAMA
+    from tiny_checkpoints import LLAMA
 
     weights = dict(tree_flatten(build(LLAMA).parameters()))
     assert {v.dtype for v in weights.values()} == {mx.float32}

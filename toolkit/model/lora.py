@@ -2,8 +2,7 @@
 
 import json
 import math
-import re
-from fnmatch import fnmatch
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import mlx.core as mx
@@ -14,9 +13,6 @@ from ..errors import UserError
 
 # The router of a mixture of experts decides who computes; adapting it unbalances them.
 ROUTERS = ("gate", "router", "shared_expert_gate")
-
-# The path of a layer within its block.
-BLOCK = re.compile(r"(?:^|\.)layers\.\d+\.(.+)$")
 
 
 class LoRALinear(nn.Module):
@@ -103,7 +99,7 @@ def attach(
     model.freeze()
     chosen = _choose(model, patterns)
     key, layers = mx.random.key(seed), []
-    for path, module in sorted(chosen.items()):
+    for path, (_, module) in sorted(chosen.items()):
         key, draw = mx.random.split(key)
         layer = LoRALinear(module, rank, scale, dropout, draw)
         layer.merged = merged
@@ -111,27 +107,29 @@ def attach(
     model.update_modules(tree_unflatten(layers))
     for _, layer in layers:
         layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    return sorted({BLOCK.search(path)[1] for path in chosen})
+    return sorted({inner for inner, _ in chosen.values()})
 
 
-def _choose(model: nn.Module, patterns: list[str]) -> dict[str, nn.Module]:
-    """The linear layers whose path within their block matches a pattern, by path."""
-    linear = {
-        path: (within[1], module)
-        for path, module in model.named_modules()
-        if (within := BLOCK.search(path)) and type(module) is nn.Linear
-        if path.rpartition(".")[2] not in ROUTERS
-    }
+def _choose(model: nn.Module, patterns: list[str]) -> dict[str, tuple[str, nn.Module]]:
+    """By path: the linear layers that match, and their path within their block."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    linear = [
+        (paths[id(module)], inner, module)
+        for block in model.layers
+        for inner, module in block.named_modules()
+        if type(module) is nn.Linear and inner.rpartition(".")[2] not in ROUTERS
+    ]
+    inside = sorted({inner for _, inner, _ in linear})
     for pattern in patterns:
-        if not any(fnmatch(inner, pattern) for inner, _ in linear.values()):
+        if not any(fnmatchcase(inner, pattern) for inner in inside):
             raise UserError(
                 f"no linear layer of this model matches {pattern!r}",
-                hint=f"there are: {', '.join(sorted({i for i, _ in linear.values()}))}",
+                hint=f"there are: {', '.join(inside)}",
             )
     return {
-        path: module
-        for path, (inner, module) in linear.items()
-        if any(fnmatch(inner, pattern) for pattern in patterns)
+        path: (inner, module)
+        for path, inner, module in linear
+        if any(fnmatchcase(inner, pattern) for pattern in patterns)
     }
 
 
