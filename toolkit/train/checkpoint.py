@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..run.files import atomic_folder, hash_file, need_space
 from .step import Step
@@ -101,11 +101,11 @@ def _tensors(step: Step) -> dict[str, mx.array]:
 
 
 def _fill(step: Step, tensors: dict[str, mx.array]) -> None:
-    parts: dict[str, dict[str, mx.array]] = {"parameters": {}, "optimizer": {}}
-    for name, value in tensors.items():
-        part, _, path = name.partition(":")
-        parts[part][path] = value
-    # In place: the compiled step holds on to these very dictionaries.
-    step.parameters.update(parts["parameters"])
-    step.optimizer.state.update(tree_unflatten(list(parts["optimizer"].items())))
-    mx.eval(step.parameters, step.optimizer.state)
+    # In place: the compiled step holds on to these very dictionaries. By the paths
+    # they have now, because a parameter's name is one key of theirs, dots and all.
+    state = step.optimizer.state
+    step.parameters.update({k: tensors[f"parameters:{k}"] for k in step.parameters})
+    state.update(
+        tree_map_with_path(lambda path, _: tensors[f"optimizer:{path}"], state)
+    )
+    mx.eval(step.parameters, state)
