@@ -74,7 +74,7 @@ class Config(Section):
     """Steps between checkpoints; two are kept."""
     report_every: int = Field(10, ge=1)
     """Steps between lines of the report."""
-    samples: list[str] = []
+    samples: list[str] = Field([])
     """Prompts answered at every validation, into samples.jsonl."""
 
     @model_validator(mode="after")

@@ -1,0 +1,50 @@
+"""Every shipped recipe runs, at settings that take seconds."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from toolkit.cli import train
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+SMALL = {
+    "train": ["evaluate_batches=1", "learning_rate=1e-5"],
+    "validate": ["tokens=200", "questions=21", "speed_tokens=8"],
+}
+BATCH = {"batch_size": "batch_size=4", "batch_tokens": "batch_tokens=256"}
+
+
+def shortened(path: Path) -> list[str]:
+    """Arguments that make a recipe small, by the keys it has."""
+    text = path.read_text()
+    arguments = ["data.limit=40"]
+    for stage, settings in SMALL.items():
+        if f"- {stage}:" in text:
+            arguments += [f"stages.{stage}.{setting}" for setting in settings]
+    arguments += [f"stages.train.{BATCH[key]}" for key in BATCH if f"{key}:" in text]
+    if "steps:" in text:
+        arguments.append("stages.train.steps=2")
+    if "fresh:" in text:
+        arguments += ["model.fresh.layers=1", "model.fresh.vocabulary=512"]
+        arguments += ["stages.train.epochs=0.01", "data.max_length=64"]
+    return arguments
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_runs(path, tmp_path, capsys):
+    arguments = [*shortened(path), f"output={tmp_path / 'run'}"]
+    assert train([str(path), *arguments]) == 0, capsys.readouterr().err
+    report = json.loads((tmp_path / "run/report.json").read_text())
+    assert report["models"]
+    assert all(gate["passed"] for gate in report["gates"])
+    assert (tmp_path / "run/model/config.json").is_file()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_is_short_and_says_what_it_is(path):
+    lines = path.read_text().splitlines()
+    assert len(lines) <= 40
+    assert lines[0].startswith("# ")
+    assert "Qwen/Qwen3-0.6B" in path.read_text() or "fresh:" in path.read_text()
