@@ -2,16 +2,19 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, isnan, sqrt
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..data.batches import Batch
+from ..errors import FAILED, UserError
 
 # Logits held at once, in numbers: a quarter of a gigabyte in float32.
 LOGITS = 1 << 26
+# Loss whose perplexity is still a number, as JSON needs one.
+LARGEST = 700.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity
 
     The standard error is that of a ratio of sums over independent rows: tokens of one
     row are alike, so counting them as independent would promise too much.
+
+    Raises:
+        UserError: a prediction is not a number (exit code 1).
     """
 
     @mx.compile
@@ -45,7 +51,14 @@ def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity
     ]
     losses, counts = (np.concatenate(sums) for sums in zip(*pairs, strict=True))
     mean, stderr = mean_over_rows(losses, counts)
-    return Perplexity(exp(mean), exp(mean) * stderr, mean, int(counts.sum()))
+    if isnan(mean):
+        raise UserError(
+            "the model's predictions are not numbers",
+            hint="its weights are damaged, or too large for the type it computes in",
+            code=FAILED,
+        )
+    value = exp(min(mean, LARGEST))
+    return Perplexity(value, value * stderr, mean, int(counts.sum()))
 
 
 def mean_over_rows(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
