@@ -26,15 +26,17 @@ def select(model: nn.Module, quantization: Quantization) -> Selection:
         UserError: nothing is left to quantize.
     """
     predicate = getattr(model, "quant_predicate", None)
+    modules = dict(model.named_modules())
+    heads = _heads(modules)
     specs, kept = {}, {}
-    for path, module in model.named_modules():
+    for path, module in modules.items():
         if not hasattr(module, "to_quantized"):
             continue
         asked = True if predicate is None else predicate(path, module)
         wanted = _asked(asked, quantization)
         if isinstance(module, nn.Embedding) and not quantization.embeddings:
             kept[path] = "embeddings are kept by choice"
-        elif path.endswith("lm_head") and not quantization.head:
+        elif path in heads and not quantization.head:
             kept[path] = "the head is kept by choice"
         elif wanted is None:
             kept[path] = "the model asks to keep it"
@@ -49,9 +51,29 @@ def select(model: nn.Module, quantization: Quantization) -> Selection:
     return Selection(specs, kept)
 
 
+def _heads(modules: dict[str, nn.Module]) -> set[str]:
+    """Linear layers with an output for every token of an embedding."""
+    tokens = {m.weight.shape[0] for m in modules.values() if type(m) is nn.Embedding}
+    return {
+        path
+        for path, module in modules.items()
+        if isinstance(module, nn.Linear) and module.weight.shape[0] in tokens
+        # No block's layer, though it may have as many outputs by accident.
+        if not any(part.isdecimal() for part in path.split("."))
+    }
+
+
 def _asked(answer: bool | dict, default: QuantSpec) -> QuantSpec | None:
-    """The grid a model's predicate asks for: none, the default, or its own."""
+    """The grid a model's predicate asks for: none, the default, or its own.
+
+    A grid without a mode is affine, as mlx-lm reads it; the default completes what is
+    of its own mode.
+    """
     if not answer:
         return None
-    grid = default.model_dump() | (answer if isinstance(answer, dict) else {})
-    return QuantSpec(**{k: grid[k] for k in QuantSpec.model_fields})
+    fields = QuantSpec.model_fields
+    grid = default.model_dump(include=set(fields))
+    if isinstance(answer, dict):
+        own = {"mode": "affine"} | {k: v for k, v in answer.items() if k in fields}
+        grid = (grid if own["mode"] == default.mode else {}) | own
+    return QuantSpec(**grid)

@@ -1,9 +1,9 @@
-"""What a quantized layer is: bits, group size, mode. One object for RTN, QAT, export."""
+"""What a quantized layer is: bits, group size, mode; one object for all who round."""
 
 from typing import Literal
 
 import mlx.core as mx
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from ..section import Section
 
@@ -71,9 +71,7 @@ def pack(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.arr
     return dict(zip(("weight", "scales", "biases"), tensors, strict=False))
 
 
-def expand(
-    tensors: dict[str, mx.array], spec: QuantSpec, dtype: mx.Dtype
-) -> mx.array:
+def expand(tensors: dict[str, mx.array], spec: QuantSpec, dtype: mx.Dtype) -> mx.array:
     """The weight [..., K] that packed tensors stand for, in the type they store."""
     return mx.dequantize(
         tensors["weight"],

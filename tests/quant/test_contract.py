@@ -1,0 +1,151 @@
+"""What every quantization method promises, whichever it is."""
+
+import hashlib
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+from pydantic import ValidationError
+from tiny_checkpoints import QWEN3_MOE
+
+from toolkit.export import mlx as checkpoints
+from toolkit.model.load import load
+from toolkit.quant.layers import select
+from toolkit.quant.spec import QuantSpec, expand
+from toolkit.registry import entries
+
+METHODS = entries("toolkit.quant", "Config")
+GRIDS = [
+    {"bits": 2, "group_size": 32},
+    {"bits": 3},
+    {"bits": 4, "group_size": 128},
+    {"bits": 5},
+    {"bits": 6},
+    {"bits": 8},
+    {"mode": "mxfp4"},
+    {"mode": "nvfp4"},
+    {"mode": "mxfp8"},
+]
+TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
+
+pytestmark = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+
+
+@pytest.fixture
+def folder(make_checkpoint):
+    """Two layers whose rows hold three groups or more of 64, and one awkward width."""
+    return make_checkpoint(
+        num_hidden_layers=2,
+        hidden_size=256,
+        intermediate_size=344,
+        tie_word_embeddings=False,
+    )
+
+
+def quantize(method, source, target, **settings):
+    loaded = load(source, compute="stored")
+    selection = select(loaded.model, method.Config(**settings))
+    tensors = method.quantize(loaded.model, selection.specs, loaded.dtype)
+    dense = dict(tree_flatten(loaded.model.parameters()))
+    kept = {
+        k: v for k, v in dense.items() if k[: -len(".weight")] not in selection.specs
+    }
+    target.mkdir()
+    checkpoints.write(
+        target,
+        kept | tensors,
+        loaded.config,
+        companions=loaded.path,
+        specs=selection.specs,
+        kept=list(selection.kept),
+    )
+    return selection, tensors, dense
+
+
+def relative_error(found, wanted):
+    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
+    return (mx.linalg.norm(found - wanted) / mx.linalg.norm(wanted)).item()
+
+
+def test_settings(method):
+    config = method.Config()
+    assert config.method == method.__name__.rpartition(".")[2]
+    assert (config.bits, config.group_size, config.mode) == (4, 64, "affine")
+    with pytest.raises(ValidationError, match="group"):
+        method.Config(group=32)
+    with pytest.raises(ValidationError):
+        method.Config(method="another")
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: "-".join(map(str, g.values())))
+def test_never_worse_than_rounding_and_stored_as_asked(method, folder, tmp_path, grid):
+    selection, tensors, dense = quantize(method, folder, tmp_path / "q", **grid)
+    assert len(selection.specs) > 2
+    for path, spec in selection.specs.items():
+        assert spec == QuantSpec(**grid)
+        weight = dense[f"{path}.weight"]
+        packed = {
+            name: tensors[f"{path}.{name}"]
+            for name in ("weight", "scales", "biases")
+            if f"{path}.{name}" in tensors
+        }
+        rows, width = weight.shape
+        assert packed["weight"].dtype == mx.uint32
+        assert packed["weight"].shape == (rows, width * spec.bits // 32)
+        assert packed["scales"].shape == (rows, width // spec.group_size)
+        is_affine = spec.mode == "affine"
+        assert packed["scales"].dtype == (mx.float16 if is_affine else mx.uint8)
+        options = {"bits": spec.bits, "group_size": spec.group_size, "mode": spec.mode}
+        plain = mx.dequantize(
+            *mx.quantize(weight, **options), **options, dtype=mx.float32
+        )
+        error = relative_error(expand(packed, spec, mx.float32), weight)
+        assert error <= relative_error(plain, weight) * (1 + 1e-6)
+        assert error < 0.5
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda g: "-".join(map(str, g.values())))
+def test_what_is_saved_is_what_stock_mlx_lm_runs(
+    method, make_checkpoint, tmp_path, grid
+):
+    folder = make_checkpoint(dtype="float32", num_hidden_layers=2)
+    quantize(method, folder, tmp_path / "q", **grid)
+    stock, _ = mlx_lm.load(str(tmp_path / "q"))
+    ours = load(tmp_path / "q", compute="stored").model
+    assert mx.array_equal(ours(TOKENS[:1, :1]), stock(TOKENS[:1, :1]))
+    assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def test_awkward_widths_are_kept_as_they_were(method, folder, tmp_path):
+    selection, _, dense = quantize(method, folder, tmp_path / "q")
+    down = [f"model.layers.{n}.mlp.down_proj" for n in range(2)]
+    assert sorted(selection.kept) == down
+    files = mx.load(str(tmp_path / "q" / "model.safetensors"))
+    for path in down:
+        assert mx.array_equal(files[f"{path}.weight"], dense[f"{path}.weight"])
+        assert f"{path}.scales" not in files
+    mlx_lm.load(str(tmp_path / "q"))
+
+
+def test_a_mixture_of_experts(method, make_checkpoint, tmp_path):
+    """Experts in three dimensions, and a router of its own bits."""
+    source = make_checkpoint(QWEN3_MOE, dtype="float32")
+    selection, tensors, _ = quantize(method, source, tmp_path / "q", mode="mxfp4")
+    assert selection.specs["model.layers.0.mlp.gate"].bits == 8
+    assert tensors["model.layers.0.mlp.switch_mlp.up_proj.weight"].ndim == 3
+    stock, _ = mlx_lm.load(str(tmp_path / "q"))
+    assert stock.layers[0].mlp.gate.bits == 8
+    ours = load(tmp_path / "q", compute="stored").model
+    assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def test_two_runs_leave_the_same_bytes(method, folder, tmp_path):
+    digests = []
+    for name in ("one", "two"):
+        quantize(method, folder, tmp_path / name)
+        files = sorted((tmp_path / name).iterdir())
+        digests.append(
+            {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}
+        )
+    assert digests[0] == digests[1]
