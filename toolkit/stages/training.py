@@ -12,6 +12,7 @@ from ..data.template import Encoded, encode_all
 from ..errors import UserError
 from ..export import mlx as checkpoints
 from ..generate.engine import Generator
+from ..measure.perplexity import measure_perplexity
 from ..model import fresh, lora
 from ..model.fake_quant import FakeQuant
 from ..model.load import set_compute_dtype
@@ -32,12 +33,12 @@ class Training:
     def __init__(self, config: Config, context: Context):
         self.config = config
         self.context = context
-        start = context.current.model if context.current else begin(context)
-        self.loaded = context.load(start, compute="stored")
+        self.start = context.current.model if context.current else begin(context)
+        self.loaded = context.load(self.start, compute="stored")
         if "quantization" in self.loaded.config:
             raise UserError(
                 "this model is already quantized, and training would round it again",
-                place=str(start),
+                place=str(self.start),
                 hint="start from the unquantized model",
             )
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
@@ -66,7 +67,7 @@ class Training:
             kept = {k: v for k, v in dense.items() if k not in rounded}
             self._checkpoint(model, kept | stored, self.selection)
         adapters = self._write_adapters() if self.config.adapter else None
-        return Artefact(model, reference, adapters, self._facts())
+        return Artefact(model, reference, adapters, self._facts(model))
 
     def _attach(self) -> list[str]:
         adapter = self.config.adapter
@@ -197,16 +198,31 @@ class Training:
             )
         return target
 
-    def _facts(self) -> dict:
-        trained = sum(v.size for v in self.step.parameters.values())
+    def _facts(self, model: Path) -> dict:
         return {
             "steps": self.loop.steps,
             "trained_tokens": self.loop.progress.trained_tokens,
-            "trained_parameters": trained,
+            "trained_parameters": sum(v.size for v in self.step.parameters.values()),
             "seconds": self.loop.progress.seconds,
-            "valid_loss": self.valid_loss,
             "kept": self.selection.kept,
+            "gain": self._gain(model),
         }
+
+    def _gain(self, model: Path) -> dict:
+        """How much the validation loss fell, in training and in the files it left."""
+        base, exported = self._loss_of(self.start), self._loss_of(model)
+        self.context.report.say(
+            f"validation loss {base:.4f} before, {self.valid_loss:.4f} in training, "
+            f"{exported:.4f} reloaded from disk"
+        )
+        return {
+            "before_export": base - self.valid_loss,
+            "after_export": base - exported,
+        }
+
+    def _loss_of(self, folder: Path) -> float:
+        model = self.context.load(folder).model
+        return measure_perplexity(model, self.loop.valid).loss
 
 
 def begin(context: Context) -> Path:
