@@ -55,3 +55,11 @@ def test_the_token_is_never_printed(told, monkeypatch, tmp_path):
     monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "no"))
     assert told()["Hub token"] == "none"
+
+
+def test_a_cuda_library_under_the_cpu_one_is_told(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: "0.32.4")
+    assert doctor._covered(on_gpu=True) == []
+    assert "--force-reinstall --no-deps mlx-cuda-12" in doctor._covered(False)[0][1]
+    monkeypatch.setattr(doctor, "_version", lambda name: "not installed")
+    assert doctor._covered(on_gpu=False) == []

@@ -44,6 +44,7 @@ def _machine() -> list[tuple[str, str]]:
     found = [
         ("system", platform.platform()),
         ("device", f"{mx.default_device()}: {facts}"),
+        *_covered(mx.default_device().type == mx.gpu),
         ("memory", f"{memory / 2**30:.1f} GiB"),
         ("BLAS", used.name),
     ]
@@ -53,6 +54,15 @@ def _machine() -> list[tuple[str, str]]:
         "BLAS reason": used.reason,
     }
     return found + [(label, str(value)) for label, value in details.items() if value]
+
+
+def _covered(on_gpu: bool) -> list[tuple[str, str]]:
+    """MLX's CPU and CUDA wheels hold a file of one name; the later one wins."""
+    cuda = [n for n in ("mlx-cuda-12", "mlx-cuda-13") if _version(n) != "not installed"]
+    if on_gpu or not cuda:
+        return []
+    remedy = f"pip install --force-reinstall --no-deps {cuda[0]}"
+    return [("CUDA", f"{cuda[0]} is installed but not in use; {remedy}")]
 
 
 def _speed() -> list[tuple[str, str]]:
