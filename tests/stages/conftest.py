@@ -1,0 +1,25 @@
+"""One tiny model, trained once, that other runs start from."""
+
+import pytest
+from tiny_runs import TRAIN, VALIDATE, Run
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """A run of every stage, done: a fresh model, trained, quantized, exported."""
+    train = TRAIN | {"samples": ["Add 1 and 1."]}
+    run = Run(
+        tmp_path_factory.mktemp("whole"),
+        {"train": train},
+        {"quantize": {"bits": 4, "group_size": 32}},
+        {"validate": VALIDATE | {"require": {"kl": 5.0, "top1_agreement": 0.0}}},
+        "export",
+    )
+    assert run() == 0
+    return run
+
+
+@pytest.fixture(scope="session")
+def base(whole):
+    """The trained tiny model."""
+    return whole.output / "stages" / "1-train" / "dense"
