@@ -1,6 +1,7 @@
 """mlx-lm's checkpoint format, as stock mlx-lm, LM Studio and mlx-swift load it."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from ..quant.spec import QuantSpec
 FORMAT = "mlx"
 SHARD_BYTES = 5 << 30
 
+# What a config says of another checkpoint or machine.
+FOREIGN = ("quantization", "quantization_config", "_name_or_path")
+
 # Everything beside weights and config that makes a checkpoint speak as its base did.
 COMPANIONS = (
     "tokenizer*.json",
-    "tokenizer.model",
+    "*.model",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -40,19 +44,22 @@ def write(
 
     Args:
         weights: tensors by mlx-lm's module paths; quantized layers as they were
-            produced, `path.weight` (codes), `path.scales` and, if affine, `path.biases`.
+            produced: `path.weight` (codes), `path.scales` and, if affine,
+            `path.biases`.
         config: the model's config; its quantization block is replaced.
         companions: the folder whose tokenizer and template files go along.
         specs: grid of every quantized layer, by path.
         kept: quantizable layers left unquantized, named for readers that assume the
             default (mlx-swift does).
     """
-    config = {k: v for k, v in config.items() if not k.startswith("quantization")}
+    config = {k: v for k, v in config.items() if k not in FOREIGN}
+    # Readers take a model with this key for one that sees; mlx-lm drops it too.
+    if not any("vision_tower" in name for name in weights):
+        config.pop("vision_config", None)
     if specs:
         config["quantization"] = quantization_block(specs, kept or [])
         config["quantization_config"] = config["quantization"]
-    text = json.dumps(dict(sorted(config.items())), indent=4) + "\n"
-    (folder / "config.json").write_text(text)
+    _write_json(folder / "config.json", _tagged(dict(sorted(config.items()))))
     _copy_companions(companions, folder, with_code="model_file" in config)
     _write_weights(folder, weights, specs or {})
 
@@ -77,9 +84,27 @@ def spec_parameters(spec: QuantSpec) -> dict:
     return {"group_size": spec.group_size, "bits": spec.bits, "mode": spec.mode}
 
 
+def _tagged(value):
+    """Non-finite numbers, which JSON lacks, as Hugging Face and mlx-lm write them."""
+    if isinstance(value, float) and not math.isfinite(value):
+        names = {math.inf: "Infinity", -math.inf: "-Infinity"}
+        return {"__float__": names.get(value, "NaN")}
+    if isinstance(value, dict):
+        return {key: _tagged(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_tagged(entry) for entry in value]
+    return value
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=4, allow_nan=False) + "\n")
+
+
 def _copy_companions(source: Path, folder: Path, *, with_code: bool) -> None:
+    settings = source / "tokenizer_config.json"
+    with_code |= settings.is_file() and b'"auto_map"' in settings.read_bytes()
     for pattern in (*COMPANIONS, *(["*.py"] if with_code else [])):
-        for file in sorted(source.glob(pattern)):
+        for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
 
 
@@ -108,13 +133,10 @@ def _write_weights(
         },
         "weight_map": dict(sorted(places.items())),
     }
-    text = json.dumps(index, indent=4) + "\n"
-    (folder / "model.safetensors.index.json").write_text(text)
+    _write_json(folder / "model.safetensors.index.json", index)
 
 
-def count_parameters(
-    weights: dict[str, mx.array], specs: dict[str, QuantSpec]
-) -> int:
+def count_parameters(weights: dict[str, mx.array], specs: dict[str, QuantSpec]) -> int:
     """Numbers the model has, a code counting as one and its grid as none."""
     total = 0
     for name, value in weights.items():
