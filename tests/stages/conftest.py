@@ -7,7 +7,8 @@ from tiny_runs import TRAIN, VALIDATE, Run
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """A run of every stage, done: a fresh model, trained, quantized, exported."""
-    train = TRAIN | {"samples": ["Add 1 and 1."]}
+    # Enough to answer something.
+    train = TRAIN | {"steps": 45, "evaluate_every": 15, "samples": ["Add 1 and 1."]}
     run = Run(
         tmp_path_factory.mktemp("whole"),
         {"train": train},

@@ -61,7 +61,8 @@ def write_rows(path: Path, first: int, count: int) -> str:
     rows = []
     for number in range(first, first + count):
         asked = {"role": "user", "content": f"Add {number} and {number % 7}."}
-        answer = {"role": "assistant", "content": str(number + number % 7)}
+        text = f"{number} and {number % 7} together are {number + number % 7}"
+        answer = {"role": "assistant", "content": text}
         rows.append({"messages": [asked, answer], "skill": f"addition{number % 2}"})
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
