@@ -95,7 +95,8 @@ def _train(arguments: argparse.Namespace) -> int:
         force=arguments.force,
         quiet=arguments.quiet,
         command=shlex.join(
-            ["lmx-train", arguments.recipe, *arguments.overrides],
+            ["lmx-train", arguments.recipe, *arguments.overrides]
+            + ["--force"] * arguments.force,
         ),
     )
 

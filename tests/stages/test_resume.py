@@ -78,9 +78,10 @@ def test_stopped_while_measuring(tmp_path, base, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr("toolkit.stages.measuring.measure_perplexity", stop)
-        assert run() == 130
+        assert run("--force") == 130
     assert run.json("manifest.json")["status"] == "interrupted"
     again = resume_command(capsys.readouterr().out)
+    assert again == run.arguments("--force")
     assert cli.train(again) == 0
     assert "stage 1-quantize: done before" in run.log
 

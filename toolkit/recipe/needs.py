@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from ..data.batches import ladder
 from ..errors import WILL_NOT_FIT, UserError
+from ..model.folder import check_weights, read_config
 from ..section import Section
-from .checks import read_config
 from .estimate import Anatomy, Batch, Load, disk, training
 from .loader import Loaded
 from .plan import Plan, Step
@@ -134,7 +134,11 @@ class Needs:
 
 
 def anatomy_of(loaded: Loaded) -> Anatomy | None:
-    """What is known of the recipe's model; None if it is not on this disk."""
+    """What is known of the recipe's model; None if it is not on this disk.
+
+    Raises:
+        UserError: the folder is no model that can be loaded.
+    """
     model = loaded.recipe.model
     if model.fresh:
         from ..model.fresh import configuration
@@ -144,7 +148,11 @@ def anatomy_of(loaded: Loaded) -> Anatomy | None:
         size = empty.parameters * getattr(mx, model.fresh.dtype).size
         return Anatomy(config, size)
     folder = loaded.find(model.path)
-    if folder is None or "model_file" in (config := read_config(folder)):
+    if folder is None:
+        return None
+    config = read_config(folder)
+    check_weights(folder)
+    if "model_file" in config:
         return None
     return Anatomy.of_folder(folder, config)
 

@@ -1,0 +1,198 @@
+"""What users and disks can do to a run: one clear message each, nothing half-done."""
+
+import json
+import resource
+import shutil
+from contextlib import contextmanager
+
+import pytest
+from tiny_runs import TRAIN, VALIDATE, Run
+
+
+def fails(run, capsys, code, *arguments) -> str:
+    """What a run that must fail says."""
+    capsys.readouterr()
+    assert run(*arguments) == code
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert not (run.output / "model").exists()
+    assert not run.half_written()
+    return said
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path, {"train": TRAIN}, {"validate": VALIDATE}, "export")
+
+
+def test_empty_file(run, capsys):
+    path = run.folder / "train.jsonl"
+    path.write_text("\n\n")
+    said = fails(run, capsys, 2)
+    assert said.startswith(f"{path}: there are no rows here; the source is empty")
+
+
+def test_broken_json(run, capsys):
+    path = run.folder / "train.jsonl"
+    lines = path.read_text().splitlines()
+    lines[4] = lines[4][:-2]
+    path.write_text("\n".join(lines))
+    said = fails(run, capsys, 2)
+    assert said.startswith(f"{path}:5: line 5 is not JSON: ")
+    assert run.json("manifest.json")["status"] == "failed"
+
+
+def test_missing_file(run, capsys):
+    (run.folder / "valid.jsonl").unlink()
+    said = fails(run, capsys, 2)
+    assert "tiny.yaml:" in said
+    assert "no such file or folder" in said
+    assert "valid.jsonl" in said
+    assert not run.output.exists()
+
+
+def test_rows_of_no_known_format(run, capsys):
+    (run.folder / "train.jsonl").write_text('{"frage": "1 + 1", "antwort": "2"}\n')
+    said = fails(run, capsys, 2)
+    assert "no format fits; the keys found are frage, antwort" in said
+
+
+def test_rows_too_long_for_the_model(run, capsys):
+    run.data["max_length"] = 8
+    run.write()
+    said = fails(run, capsys, 2)
+    assert "nothing to train on: all 40 rows were dropped" in said
+    assert "raise data.max_length" in said
+
+
+def with_model(tmp_path, model, *stages):
+    return Run(tmp_path, *(stages or ({"train": TRAIN},)), model=model)
+
+
+def test_folder_that_is_no_model(tmp_path, capsys):
+    (tmp_path / "nothing").mkdir()
+    run = with_model(tmp_path, tmp_path / "nothing")
+    said = fails(run, capsys, 2)
+    assert "is not a model: it has no config.json" in said
+    assert not run.output.exists()
+
+
+@pytest.fixture
+def model(tmp_path, base):
+    """A copy of a good model, to break."""
+    return shutil.copytree(base, tmp_path / "model")
+
+
+def change(path, **values):
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def test_unknown_architecture(tmp_path, model, capsys):
+    change(model / "config.json", model_type="gpt17", architectures=["GPT17"])
+    said = fails(with_model(tmp_path, model), capsys, 2)
+    assert "mlx-lm has no model type 'gpt17'" in said
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 64}', "\x00"])
+def test_config_that_is_none(tmp_path, model, capsys, text):
+    (model / "config.json").write_text(text)
+    for flags in ((), ("--check",), ("--force",)):
+        said = fails(with_model(tmp_path, model), capsys, 2, *flags)
+        assert str(model / "config.json") in said
+
+
+def test_pickles_only(tmp_path, model, capsys):
+    for file in model.glob("model*"):
+        file.unlink()
+    (model / "pytorch_model.bin").write_bytes(b"")
+    said = fails(with_model(tmp_path, model), capsys, 2)
+    assert "only pickles (pytorch_model.bin), which are never loaded" in said
+
+
+def test_weights_cut_short(tmp_path, model, capsys):
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    said = fails(with_model(tmp_path, model), capsys, 2)
+    assert "cut short" in said
+    assert str(model) in said
+
+
+def test_no_tokenizer(tmp_path, model, capsys):
+    (model / "tokenizer.json").unlink()
+    said = fails(with_model(tmp_path, model), capsys, 2)
+    assert "the tokenizer does not load" in said
+
+
+def test_adapter_on_layers_that_are_not_there(tmp_path, base, capsys):
+    adapter = {"layers": ["attention.query"]}
+    run = with_model(tmp_path, base, {"train": TRAIN | {"adapter": adapter}})
+    said = fails(run, capsys, 2)
+    assert "no linear layer of this model matches 'attention.query'" in said
+    assert "self_attn.q_proj" in said
+
+
+def test_groups_that_do_not_fit(tmp_path, capsys):
+    train = TRAIN | {"quantization": {"group_size": 128}}
+    run = Run(tmp_path, {"train": train})
+    said = fails(run, capsys, 2)
+    assert "nothing of this model can be quantized" in said
+    assert "its width 64 is no multiple of 128" in said
+
+
+def test_a_rate_beyond_reason(run, capsys):
+    arguments = ("stages.1.train.learning_rate=1e30", "stages.1.train.warmup=0")
+    said = fails(run, capsys, 1, *arguments)
+    assert "the loss or its gradient is not a number at step" in said
+    assert f"{run.folder / 'train.jsonl'}:" in said
+    record = run.json("stages/1-train/not-a-number.json")
+    assert f"at step {record['step']}" in said
+    assert len(record["rows"]) == 8
+    assert run.json("manifest.json")["status"] == "failed"
+
+
+@contextmanager
+def files_limited_to(size):
+    """A disk with room for `size` bytes a file."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_disk_full_while_training(run, whole, capsys):
+    # The model fits, the checkpoint with its moments does not.
+    with files_limited_to(500_000):
+        said = fails(run, capsys, 1)
+    assert "cannot write" in said
+    assert "checkpoints/0000002" in said
+    assert "free some space" in said
+    assert run.json("manifest.json")["status"] == "failed"
+    assert list((run.output / "stages/1-train").glob("checkpoints/*")) == []
+    assert run() == 0
+
+
+def test_disk_full_while_writing_the_model(tmp_path, base, capsys):
+    run = with_model(tmp_path, base, {"quantize": {"bits": 8}}, "export")
+    with files_limited_to(60_000):
+        said = fails(run, capsys, 1)
+    assert "cannot write" in said
+    assert not (run.output / "stages/1-quantize/model").exists()
+    assert run() == 0
+
+
+def test_output_below_a_file(run, capsys):
+    (run.folder / "file").write_text("")
+    run.output = run.folder / "file" / "out"
+    said = fails(run, capsys, 1)
+    assert "cannot write: a part of this path is a file, not a folder" in said
+
+
+def test_output_that_is_something_else(run, capsys):
+    run.output.mkdir()
+    (run.output / "thesis.tex").write_text("years of work")
+    for flags in ((), ("--fresh",)):
+        said = fails(run, capsys, 2, *flags)
+        assert "this folder is not a run of lmx; it holds thesis.tex" in said
+    assert [p.name for p in run.output.iterdir()] == ["thesis.tex"]
