@@ -46,7 +46,7 @@ def ran(monkeypatch):
 
 def test_a_recipe_runs_with_flags_anywhere(recipe, ran):
     assert cli.train([recipe, "--quiet", "seed=4", "--force"]) == 0
-    command = f"lmx-train {recipe} seed=4"
+    command = f"lmx-train {recipe} seed=4 --force"
     flags = {"fresh": False, "force": True, "quiet": True, "command": command}
     assert ran == [(4, "good", flags)]
 
