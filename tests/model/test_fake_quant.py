@@ -1,6 +1,7 @@
 """What a compiled training forward multiplied with is what the export holds."""
 
 import itertools
+import shutil
 
 import mlx.core as mx
 import numpy as np
@@ -180,6 +181,22 @@ def test_a_mixture_of_experts_too(make_checkpoint, tmp_path):
     run = Run(folder, Quantization(), adapted=True, patterns=["self_attn.*"])
     run.train(2)
     assert_served_is_trained(run, tmp_path / "out")
+
+
+def test_weights_of_another_type_keep_it(make_checkpoint, tmp_path):
+    """As a mixture's router corrections, in float32 in a 16-bit checkpoint."""
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "mixed")
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.float32)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    run = Run(folder, Quantization(), adapted=False)
+    run.train(2)
+    stored = reloaded(run.export(tmp_path / "out"), run.selection, mx.float16)
+    assert stored["model.norm.weight"].dtype == mx.float32
+    *_, used = run.train()
+    assert mx.array_equal(used["model.norm.weight"], stored["model.norm.weight"])
+    half = stored["model.norm.weight"].astype(mx.float16).astype(mx.float32)
+    assert not mx.array_equal(half, stored["model.norm.weight"])
 
 
 def test_rounding_twice_would_change_codes():

@@ -49,21 +49,17 @@ class FakeQuant:
     ) -> dict[str, mx.array]:
         """Trained weights as served, by path, straight-through to the masters.
 
-        Every one passes through the type it is stored in, but adapters: their gradient
-        does not come through here, `LoRALinear` takes it from the product, at the cost
+        Every one passes through the type it has in the model. An adapter's gradient
+        does not come through here: `LoRALinear` takes it from the product, at the cost
         of plain LoRA.
         """
         weights = {}
         for name, value in parameters.items():
-            if name.rpartition(".")[0] not in self._adapted:
-                value = _straight_through(
-                    partial(mx.array.astype, dtype=self._types[name])
-                )(value)
-            weights[name] = value.astype(compute)
+            store = _straight_through(partial(mx.array.astype, dtype=self._types[name]))
+            weights[name] = store(value).astype(compute)
         for path, spec in self._trained.items():
-            name = (
-                f"{path}.linear.weight" if path in self._adapted else f"{path}.weight"
-            )
+            inner = ".linear" if path in self._adapted else ""
+            name = f"{path}{inner}.weight"
             rounded = self._rounding(spec)(self._merged(path, parameters))
             weights[name] = rounded.astype(compute)
         return weights

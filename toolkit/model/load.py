@@ -54,7 +54,7 @@ def load(
         UserError: no such model, not a model, an unknown architecture, damaged files.
     """
     path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
-    _refuse_what_cannot_load(path, trust_remote_code)
+    refuse_what_cannot_load(path, trust_remote_code=trust_remote_code)
     with _mlx_lm() as zoo:
         try:
             model, config = zoo.load_model(
@@ -106,7 +106,13 @@ def resolve(
         ) from error
 
 
-def _refuse_what_cannot_load(path: Path, trust_remote_code: bool) -> None:
+def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> None:
+    """Check a checkpoint folder as far as that needs no weights.
+
+    Raises:
+        UserError: no config, an unknown architecture, code of its own that nobody
+            asked to run, no weights or damaged files.
+    """
     config = read_config(path)
     place = str(path / "config.json")
     check_weights(path)

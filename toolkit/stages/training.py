@@ -57,7 +57,7 @@ class Training:
         """Write the trained checkpoint, its unquantized twin, and the adapter."""
         folder, parameters = self.context.folder, self.step.parameters
         dense = lora.fused(self.loaded.model, self.base, parameters)
-        dense = {k: v.astype(self.loaded.dtype) for k, v in dense.items()}
+        dense = {k: v.astype(self.base[k].dtype) for k, v in dense.items()}
         reference = model = folder / "dense"
         self._checkpoint(reference, dense, Selection({}, {}))
         if self.step.fake_quant:
