@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 from toolkit.errors import UserError
 from toolkit.model.cpu import ExpandingLinear
-from toolkit.model.load import build, load, load_tokenizer, resolve, set_compute_dtype
+from toolkit.model.load import load, load_tokenizer, resolve, set_compute_dtype
 
 
 @pytest.fixture
