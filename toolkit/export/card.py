@@ -1,6 +1,5 @@
 """The model card: what this model is, how it was made, and what was measured."""
 
-import json
 from pathlib import Path
 
 import yaml
