@@ -7,6 +7,7 @@ import shutil
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from tiny_checkpoints import QWEN3_MOE
 from tiny_runs import TRAIN, VALIDATE, Run
 
 from toolkit.generate.engine import Generator
@@ -266,3 +267,32 @@ def test_one_process_at_a_time(tmp_path, whole, capsys):
         assert "another process works in this folder" in capsys.readouterr().err
         assert run("--fresh") == 2
     assert run() == 0
+
+
+# What the config of a model with eyes looks like.
+MISTRAL3 = {
+    "model_type": "mistral3",
+    "text_config": {
+        "model_type": "llama",
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "intermediate_size": 64,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 320,
+    },
+    "eos_token_id": [2, 0],
+}
+
+
+@pytest.mark.parametrize("base", [MISTRAL3, QWEN3_MOE], ids=["nested", "experts"])
+def test_other_architectures(tmp_path, make_checkpoint, base):
+    """A config within a config; a mixture of experts."""
+    adapter = LORA | {"layers": ["self_attn.*"]}
+    lora = TRAIN | {"steps": 2, "adapter": adapter}
+    qat = TRAIN | {"steps": 2, "quantization": GRID}
+    stages = {"train": lora}, {"train": qat}, {"validate": VALIDATE}, "export"
+    run = Run(tmp_path, *stages, model=make_checkpoint(base))
+    assert run() == 0
+    check_report(run.json("report.json"), ["base", "tuned", "quantized"])

@@ -144,7 +144,7 @@ class Measuring:
             batches = Batches(
                 encoded.examples,
                 max_length=data.max_length,
-                tokens=tokens_at_once(loaded.config["vocab_size"]),
+                tokens=tokens_at_once(loaded.tokenizer.vocab_size),
             )
             self._batches = _enough(batches, self.config.tokens)
         return self._batches
