@@ -1,0 +1,268 @@
+"""Our training step against mlx-lm's: same model, weights, batch and optimizer.
+
+Every run is a process of its own, because a process keeps the BLAS it began with; the
+sides alternate over the rounds. mlx-lm's side is its own `train`, timed by itself.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+SIDES = {
+    "lmx": "lmx",
+    "mlx-lm": "mlx-lm, same BLAS",
+    "stock": "mlx-lm, its own BLAS",
+}
+CASES = {"full": "full", "lora": "LoRA rank 16"}
+RANK, SCALE, RATE, BETAS = 16, 2.0, 1e-4, (0.9, 0.95)
+# mlx-lm traces its step twice: before and after its optimizer has a state.
+WARM = 2
+# A step takes many seconds there, and hardly varies.
+STOCK_STEPS = 2
+
+
+def main() -> None:
+    arguments = _arguments()
+    if arguments.side:
+        side = _lmx if arguments.side == "lmx" else _mlx_lm
+        print(json.dumps(side(arguments)))
+        return
+    _print_head(arguments)
+    for case in [arguments.case] if arguments.case else CASES:
+        _print_case(case, compare(case, arguments), arguments)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--vocabulary", type=int, default=2048)
+    parser.add_argument("--batch", type=int, default=8, help="rows")
+    parser.add_argument("--length", type=int, default=256, help="tokens a row")
+    parser.add_argument("--steps", type=int, default=8, help="timed in every run")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of every side")
+    parser.add_argument("--threads", type=int, help="of the BLAS; absent = all cores")
+    parser.add_argument("--case", choices=CASES, help="absent = all")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def compare(case: str, arguments: argparse.Namespace) -> dict[str, list[dict]]:
+    """The runs of every side; a stock one only in the first round."""
+    runs: dict[str, list[dict]] = {side: [] for side in SIDES}
+    for number in range(arguments.rounds):
+        # Who goes first alternates, so that a machine that warms up favours nobody.
+        sides = ["lmx", "mlx-lm"][:: -1 if number % 2 else 1]
+        if number == 0 and sys.platform == "linux":
+            sides.append("stock")
+        for side in sides:
+            runs[side].append(_run(side, case, arguments))
+    return {side: found for side, found in runs.items() if found}
+
+
+def _run(side: str, case: str, arguments: argparse.Namespace) -> dict:
+    steps = min(arguments.steps, STOCK_STEPS) if side == "stock" else arguments.steps
+    command = [sys.executable, __file__, "--side", side, "--case", case]
+    for name in ("hidden", "layers", "vocabulary", "batch", "length"):
+        command += [f"--{name}", str(getattr(arguments, name))]
+    environment = dict(os.environ)
+    environment.pop("LMX_BLAS", None)
+    if side == "stock":
+        environment["LMX_BLAS"] = "off"
+    if arguments.threads:
+        environment["LMX_BLAS_THREADS"] = str(arguments.threads)
+    command += ["--steps", str(steps)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    # mlx-lm writes its own report before it.
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _print_head(arguments: argparse.Namespace) -> None:
+    trained = arguments.batch * (arguments.length + 1 - _offset(arguments))
+    print(
+        f"Llama of {arguments.layers} layers, hidden size {arguments.hidden}, "
+        f"vocabulary {arguments.vocabulary}; float32; "
+        f"batch {arguments.batch} x {arguments.length}, {trained} tokens trained.\n"
+        "Adam alike, without weight decay and clipping; lmx also computes the gradient "
+        "norm.\nmlx-lm trains every parameter too (its command: only the blocks), or "
+        "the same adapters.\nRatio: time of this side / time of lmx. Median of the "
+        f"steps after {WARM}, {arguments.rounds} runs alternating.\n"
+    )
+    print(
+        f"{'case':14}{'side':22}{'s/step':>8}{'fastest':>9}{'tokens/s':>10}"
+        f"{'peak GB':>9}{'ratio':>8}{'loss, step 0':>14}{'largest loss difference':>25}"
+    )
+
+
+def _print_case(case: str, runs: dict[str, list[dict]], arguments) -> None:
+    reference = runs["lmx"][0]
+    ours = statistics.median(_seconds(runs["lmx"]))
+    for side, found in runs.items():
+        assert found[0]["parameters"] == reference["parameters"], "unequal work"
+        median = statistics.median(_seconds(found))
+        pairs = zip(found[0]["losses"], reference["losses"], strict=False)
+        difference = max(abs(theirs - our) for theirs, our in pairs)
+        print(
+            f"{CASES[case]:14}{SIDES[side]:22}{median:8.3f}{min(_seconds(found)):9.3f}"
+            f"{arguments.batch * arguments.length / median:10,.0f}"
+            f"{found[0]['peak'] / 1e9:9.2f}{median / ours:7.2f}x"
+            f"{found[0]['losses'][0]:14.6f}{difference:25.1e}"
+        )
+    blas = {side: f"{found[0]['blas']}" for side, found in runs.items()}
+    print(f"{'':14}{reference['parameters']:,} parameters trained; BLAS: {blas}\n")
+
+
+def _seconds(runs: list[dict]) -> list[float]:
+    return [second for run in runs for second in run["seconds"][WARM:]]
+
+
+def _model(arguments: argparse.Namespace):
+    """The model both sides train, with weights that are a function of the sizes."""
+    from toolkit.model import fresh
+    from toolkit.model.load import build
+    from toolkit.model.source import Fresh
+
+    config = fresh.configuration(
+        Fresh(
+            vocabulary=arguments.vocabulary,
+            hidden_size=arguments.hidden,
+            intermediate_size=3 * arguments.hidden,
+            layers=arguments.layers,
+            heads=max(1, arguments.hidden // 64),
+            dtype="float32",
+        )
+    )
+    model = build(config)
+    model.load_weights(list(fresh.initial_weights(config, 0).items()))
+    return model
+
+
+def _same_adapters(model) -> None:
+    """Both libraries draw theirs differently, though under the same names."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten, tree_unflatten
+
+    key, weights = mx.random.key(1), []
+    for path, value in sorted(tree_flatten(model.trainable_parameters())):
+        if path.endswith("lora_a"):
+            bound = 1 / math.sqrt(value.shape[0])
+            key, draw = mx.random.split(key)
+            weights.append(
+                (path, mx.random.uniform(-bound, bound, value.shape, key=draw))
+            )
+    model.update(tree_unflatten(weights))
+
+
+def _tokens(arguments: argparse.Namespace):
+    """Random tokens, int32 [batch, length + 1]."""
+    import numpy as np
+
+    shape = (arguments.batch, arguments.length + 1)
+    generator = np.random.default_rng(0)
+    return generator.integers(0, arguments.vocabulary, shape).astype(np.int32)
+
+
+def _offset(arguments: argparse.Namespace) -> int:
+    """The first token of a row that is trained; a prompt lies before it."""
+    return max(1, arguments.length // 8)
+
+
+def _result(seconds: list[float], losses: list[float], blas, count: int) -> dict:
+    import mlx.core as mx
+
+    threads = f", {blas.threads} threads" if blas.threads else ""
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "blas": blas.name + threads,
+        "peak": mx.get_peak_memory(),
+        "parameters": count,
+    }
+
+
+def _lmx(arguments: argparse.Namespace) -> dict:
+    from toolkit import blas
+
+    used = blas.use()
+    import mlx.core as mx
+    import numpy as np
+
+    from toolkit.data.batches import Batch
+    from toolkit.model import lora
+    from toolkit.train.step import Step
+
+    model = _model(arguments)
+    if arguments.case == "lora":
+        everything = {"patterns": ["*"], "seed": 0, "merged": False}
+        lora.attach(model, rank=RANK, scale=SCALE, dropout=0.0, **everything)
+        _same_adapters(model)
+    step = Step(model, beta1=BETAS[0], beta2=BETAS[1])
+    tokens = _tokens(arguments)
+    trained = np.arange(1, tokens.shape[1]) >= _offset(arguments)
+    mask = np.broadcast_to(trained, (len(tokens), len(trained)))
+    batch = Batch(mx.array(tokens), mx.array(mask), ())
+    seconds, losses = [], []
+    for number in range(WARM + arguments.steps):
+        start = time.perf_counter()
+        loss, count, norm = step(batch, RATE, number)
+        mx.eval(loss, count, norm, step.parameters, step.optimizer.state)
+        seconds.append(time.perf_counter() - start)
+        losses.append((loss / count).item())
+    size = sum(value.size for value in step.parameters.values())
+    return _result(seconds, losses, used, size)
+
+
+def _mlx_lm(arguments: argparse.Namespace) -> dict:
+    from toolkit import blas
+
+    used = blas.use()
+    import mlx.optimizers as optimizers
+    from mlx.utils import tree_flatten
+    from mlx_lm.tuner import trainer
+    from mlx_lm.tuner.callbacks import TrainingCallback
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    class Record(TrainingCallback):
+        seconds, losses = [], []
+
+        def on_train_loss_report(self, train_info):
+            self.seconds.append(1 / train_info["iterations_per_second"])
+            self.losses.append(train_info["train_loss"])
+
+    model = _model(arguments)
+    if arguments.case == "lora":
+        model.freeze()
+        settings = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
+        linear_to_lora_layers(model, arguments.layers, settings)
+        _same_adapters(model)
+    trained = tree_flatten(model.trainable_parameters())
+    optimizer = optimizers.Adam(RATE, betas=list(BETAS), bias_correction=True)
+    with tempfile.TemporaryDirectory() as folder:
+        steps = WARM + arguments.steps
+        settings = trainer.TrainingArgs(
+            batch_size=arguments.batch,
+            iters=steps,
+            steps_per_report=1,
+            steps_per_save=steps + 1,
+            max_seq_length=arguments.length + 1,
+            adapter_file=f"{folder}/adapters.safetensors",
+        )
+        offset = _offset(arguments)
+        rows = [(row, offset) for row in _tokens(arguments).tolist()]
+        record = Record()
+        trainer.train(model, optimizer, rows, args=settings, training_callback=record)
+    size = sum(value.size for _, value in trained)
+    return _result(record.seconds, record.losses, used, size)
+
+
+if __name__ == "__main__":
+    main()
