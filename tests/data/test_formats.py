@@ -231,6 +231,7 @@ def hub(monkeypatch):
         asked.append((split, streaming))
         return iter(rows) if streaming else rows
 
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(formats, "_online", lambda endpoint: True)
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     monkeypatch.setattr(datasets, "load_dataset", load)

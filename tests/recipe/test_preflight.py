@@ -84,7 +84,7 @@ def test_all_is_told(here, capsys):
         "count to three<|im_end|>\n",
         "⟦one two three<|im_end|>⟧",
         "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
-        "for 7 steps, at the ",
+        "for 7 steps, roughly, at the ",
         "disk     needs ",
     ):
         assert expected in printed

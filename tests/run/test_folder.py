@@ -222,6 +222,8 @@ def test_stages_can_be_taken_back(path):
         leave(run, "1-train")
         leave(run, "2-validate")
         run.forget(["2-validate", "3-export"])
+        assert (run.path / "stages/1-train").is_dir()
+        assert not (run.path / "stages/2-validate").exists()
     with start(path) as run:
         assert run.finished("1-train", pytest.fail)
         assert run.finished("2-validate", pytest.fail) is None

@@ -65,7 +65,7 @@ def test_stopped(tmp_path, base, expected, kind):
     assert stopped.returncode == 130
     assert "stopped after step 7; saved" in stopped.stderr
     assert run.json("manifest.json")["status"] == "interrupted"
-    assert cli.train(resume_command(stopped.stdout)) == 0
+    assert cli.train(resume_command(stopped.stderr)) == 0
     assert "resuming after step 7" in run.log
     assert run.outcome() == expected("full")
 
@@ -80,7 +80,7 @@ def test_stopped_while_measuring(tmp_path, base, monkeypatch, capsys):
         patch.setattr("toolkit.stages.measuring.measure_perplexity", stop)
         assert run("--force") == 130
     assert run.json("manifest.json")["status"] == "interrupted"
-    again = resume_command(capsys.readouterr().out)
+    again = resume_command(capsys.readouterr().err)
     assert again == run.arguments("--force")
     assert cli.train(again) == 0
     assert "stage 1-quantize: done before" in run.log

@@ -136,6 +136,14 @@ def test_a_finished_training_runs_again_for_nothing(tmp_path, expected):
     assert outcome(tmp_path, loop, loop.run()) == expected
 
 
+def test_other_rows_are_not_trained_on_by_accident(tmp_path):
+    make_loop(tmp_path).run()
+    loop = make_loop(tmp_path)
+    loop.batches = Batches(random_examples(14, 16, seed=9), max_length=16, rows=4)
+    with pytest.raises(UserError, match="not those this run began with"):
+        loop.run()
+
+
 def test_another_seed_is_another_training(tmp_path, expected):
     """Negative control: dropout is at work, and its draws reach the weights."""
     loop = make_loop(tmp_path)

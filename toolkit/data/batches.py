@@ -1,5 +1,6 @@
 """Batches of fixed shapes, each a function of the seed and the step alone."""
 
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -75,6 +76,15 @@ class Batches:
                 # Even batches: 33 rows at most 32 at a time are 17 and 16.
                 size = math.ceil(count / math.ceil(count / most))
                 self.rungs.append((length, size, members))
+
+    @property
+    def digest(self) -> str:
+        """A hash of the examples, to tell whether rows are still the same."""
+        total = hashlib.sha256()
+        for example in self.examples:
+            total.update(example.tokens.tobytes())
+            total.update(example.mask.tobytes())
+        return total.hexdigest()
 
     @property
     def per_epoch(self) -> int:

@@ -45,9 +45,13 @@ class Needs:
         self.longest = loaded.recipe.data.max_length
         self.lengths = _padded(lengths or [self.longest], self.longest)
         self.examples = len(lengths) * share
+        self.stored = _stored(anatomy.config)
         self.loads = {
             index: training(
-                anatomy, step.config, self._batch(step.config), _width(step)
+                anatomy,
+                step.config,
+                self._batch(step.config),
+                _dtype(step, self.stored).size,
             )
             for index, step in enumerate(plan.steps)
             if step.kind == "train"
@@ -114,11 +118,11 @@ class Needs:
             mean = sum(self.lengths) / len(self.lengths)
             rows = self._batch(step.config).mean_tokens / mean
             steps = max(1, round(step.config.epochs * self.examples / rows))
-        speed = training_speed(_dtype(step))
+        speed = training_speed(_dtype(step, self.stored))
         seconds = OVERHEAD * load.operations * steps / speed
         return (
-            f"about {_duration(seconds)} for {steps:,} steps, at the "
-            f"{speed / 1e9:,.0f} GFLOP/s just measured; right within a factor of two"
+            f"about {_duration(seconds)} for {steps:,} steps, roughly, at the "
+            f"{speed / 1e9:,.0f} GFLOP/s just measured"
         )
 
     def _remedies(self, step: Step) -> Iterator[str]:
@@ -163,14 +167,16 @@ def _padded(lengths: list[int], max_length: int) -> list[int]:
     return [next(rung for rung in rungs if length <= rung) for length in lengths]
 
 
-def _dtype(step: Step) -> mx.Dtype:
+def _stored(config: dict) -> mx.Dtype:
+    """The type a checkpoint says it stores; transformers 5 has a new name for it."""
+    name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    return getattr(mx, name, mx.bfloat16)
+
+
+def _dtype(step: Step, stored: mx.Dtype) -> mx.Dtype:
     from ..stages.training import training_dtype
 
-    return training_dtype(step.config.compute_dtype)
-
-
-def _width(step: Step) -> int:
-    return _dtype(step).size
+    return training_dtype(step.config.compute_dtype, stored)
 
 
 def readable_size(count: float) -> str:

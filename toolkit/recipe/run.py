@@ -50,7 +50,7 @@ def run(
             _run_stages(loaded, plan, folder, report)
         except (Interrupted, KeyboardInterrupt):
             folder.set_status("interrupted")
-            report.say(f"interrupted; to go on: {command}")
+            report.warn(f"interrupted; to go on: {command}")
             raise
         except UserError as error:
             folder.set_status("failed")
@@ -70,7 +70,7 @@ def _run_stages(loaded: Loaded, plan: Plan, folder: RunFolder, report: Report) -
             report.say(f"stage {step.name}: done before")
             artefact = Artefact.from_json(facts, folder.path)
             continue
-        folder.forget([later.name for later in plan.steps[position:]])
+        folder.forget([later.name for later in plan.steps[position + 1 :]])
         folder.enter(step.name)
         report.stage = step.name
         report.say(f"stage {step.name}")

@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -122,9 +123,10 @@ class RunFolder:
         return record["facts"]
 
     def forget(self, stages: list[str]) -> None:
-        """Take stages back: what they were made from is made anew."""
+        """Take stages back, with all they left: what they began from is made anew."""
         for stage in stages:
             self._manifest["stages"].pop(stage, None)
+            shutil.rmtree(self.path / "stages" / stage, ignore_errors=True)
         self._save()
 
     def _save(self) -> None:

@@ -24,7 +24,7 @@ class Adapter(Section):
     """Scale of the update times rank; absent = twice the rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input; not with quantization, which needs the merge."""
-    layers: list[str] = Field(["self_attn.*", "mlp.*"], min_length=1)
+    layers: list[str] = Field(["*"], min_length=1)
     """Which linear layers of every block, as shell patterns of their path in it."""
 
     @property
@@ -65,7 +65,8 @@ class Config(Section):
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest gradient norm; null = no clipping."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """auto = float32 on the CPU, bfloat16 on a GPU. Trained weights stay float32."""
+    """auto = bfloat16 for a bfloat16 model on a GPU, else float32. Trained weights stay
+    float32."""
     evaluate_every: int = Field(100, ge=1)
     """Steps between validations."""
     evaluate_batches: int = Field(25, ge=1)

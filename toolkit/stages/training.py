@@ -90,7 +90,7 @@ class Training:
             fake_quant = FakeQuant(loaded.model, self.selection.specs, loaded.dtype)
         step = Step(
             loaded.model,
-            compute=training_dtype(config.compute_dtype),
+            compute=training_dtype(config.compute_dtype, loaded.dtype),
             fake_quant=fake_quant,
             beta1=config.beta1,
             beta2=config.beta2,
@@ -241,9 +241,14 @@ def begin(context: Context) -> Path:
     return target
 
 
-def training_dtype(name: str) -> mx.Dtype:
-    """The type to compute in: "auto" is float32 on the CPU, bfloat16 on a GPU."""
+def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
+    """The type to compute in.
+
+    "auto" is bfloat16 for a bfloat16 checkpoint on a GPU, else float32: float16 would
+    lose small gradients, and bfloat16 the digits that a float16 checkpoint is served
+    with.
+    """
     if name != "auto":
         return getattr(mx, name)
     on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return mx.float32 if on_cpu else mx.bfloat16
+    return mx.bfloat16 if stored == mx.bfloat16 and not on_cpu else mx.float32

@@ -35,6 +35,8 @@ class Progress:
     seconds_since: float = 0.0
     # Of the last validation.
     valid_loss: float = 0.0
+    # A hash of the training examples.
+    examples: str = ""
 
 
 def save(folder: Path, step: Step, progress: Progress) -> Path:

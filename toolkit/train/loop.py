@@ -73,7 +73,7 @@ class Loop:
 
         Raises:
             Interrupted: stopped by a signal, after saving.
-            UserError: the loss is not a number.
+            UserError: the loss is not a number, or the rows have changed since.
         """
         self._resume()
         with (
@@ -91,10 +91,18 @@ class Loop:
     def _resume(self) -> None:
         folder = self.cadence.folder
         self.progress = checkpoint.restore(folder, self.step, self.report.warn)
+        examples = self.batches.digest
         if self.progress.step:
+            if self.progress.examples != examples:
+                raise UserError(
+                    "the training rows are not those this run began with",
+                    place=str(folder),
+                    hint="restore the data, or start over with --fresh",
+                )
             self.report.say(f"resuming after step {self.progress.step}")
             self.report.truncate(self.progress.step)
         else:
+            self.progress.examples = examples
             # Even of a run that died before its first checkpoint there may be rows.
             self.report.truncate(-1)
             self._evaluate()
