@@ -1,0 +1,48 @@
+"""The benchmarks at sizes where only what they compare matters, not how fast it is."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from toolkit import blas
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TINY = "--hidden 64 --layers 1 --vocabulary 320 --batch 2 --length 32 --steps 2"
+
+
+def table(case: str) -> tuple[str, dict[str, dict[str, str]]]:
+    """What `train_step.py` prints, and its rows by side and column."""
+    command = [sys.executable, str(BENCHMARKS / "train_step.py"), *TINY.split()]
+    command += ["--rounds", "1", "--threads", "1", "--case", case]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    split = re.compile(r" {2,}").split
+    lines = text.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("side "))
+    names, *rows = (split(line) for line in lines[start:] if line)
+    return text, {row[0]: dict(zip(names, row, strict=True)) for row in rows}
+
+
+def milliseconds(row: dict[str, str]) -> float:
+    return float(row["ms/step"].replace(",", ""))
+
+
+@pytest.mark.parametrize(("case", "trained"), [("full", 73_920), ("lora", 20_480)])
+def test_both_sides_do_the_same_work(case, trained):
+    text, rows = table(case)
+    assert f"{trained:,} parameters trained" in text
+    replaced = blas.use().path is not None
+    assert list(rows) == ["lmx", "mlx-lm"] + ["stock"] * replaced
+    ours = rows["lmx"]
+    for row in rows.values():
+        first, last = float(row["first loss"]), float(row["last loss"])
+        assert first == pytest.approx(float(ours["first loss"]), abs=1e-4)
+        # That they stay together means something only where training moves the loss.
+        assert float(row["most apart"]) < 1e-5 < first - last
+        ratio = milliseconds(row) / milliseconds(ours)
+        assert float(row["ratio"].rstrip("x")) == pytest.approx(ratio, rel=0.1)
+    assert rows["mlx-lm"]["BLAS"] == ours["BLAS"]
+    if replaced:
+        assert rows["stock"]["BLAS"] == "MLX's own"
