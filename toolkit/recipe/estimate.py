@@ -157,16 +157,9 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
 
 def _trained(model: nn.Module, stage: Section) -> int:
     """Parameters a train stage trains; puts its adapter on the model."""
-    if adapter := stage.adapter:
-        lora.attach(
-            model,
-            rank=adapter.rank,
-            scale=adapter.scale,
-            dropout=adapter.dropout,
-            patterns=adapter.layers,
-            seed=0,
-            merged=False,
-        )
+    if stage.adapter:
+        merged = stage.quantization is not None
+        lora.attach(model, stage.adapter, seed=0, merged=merged)
     return _count(model.trainable_parameters())
 
 
