@@ -12,7 +12,7 @@ from tiny_checkpoints import QWEN3_MOE
 
 from toolkit.errors import UserError
 from toolkit.model import lora
-from toolkit.model.adapters import files
+from toolkit.model.adapters import files, weights
 from toolkit.model.adapters.settings import Adapter
 from toolkit.model.load import load
 
@@ -41,17 +41,25 @@ def bases(make_checkpoint, tmp_path_factory):
 
 
 def rounded(dense, folder, grid):
-    """By stock MLX."""
+    """By stock MLX, which expands embeddings of floating-point modes to bfloat16."""
     shutil.copytree(dense, folder, dirs_exist_ok=True)
     model, _ = mlx_lm.load(str(dense))
     group_size, bits, mode = GRIDS[grid]
-    nn.quantize(model, group_size, bits, mode=mode)
-    weights = dict(tree_flatten(model.parameters()))
+    dense = () if mode == "affine" else ("model.embed_tokens",)
+    nn.quantize(
+        model,
+        group_size,
+        bits,
+        mode=mode,
+        class_predicate=lambda p, m: hasattr(m, "to_quantized") and p not in dense,
+    )
+    tensors = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(
-        str(folder / "model.safetensors"), weights, metadata={"format": "mlx"}
+        str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"}
     )
     config = json.loads((folder / "config.json").read_text())
-    config["quantization"] = {"group_size": group_size, "bits": bits, "mode": mode}
+    block = {"group_size": group_size, "bits": bits, "mode": mode}
+    config["quantization"] = block | dict.fromkeys(dense, False)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
@@ -76,8 +84,7 @@ class Adapted:
         self.after = self.model(TOKENS)
 
     def fused(self):
-        weights = lora.fused(self.model, self.base, self.trained, mx.float32)
-        return weights
+        return lora.fused(self.model, self.base, self.trained, mx.float32)
 
     def stock(self, folder):
         blocks = self.adapter.last_layers or len(self.model.layers)
@@ -96,14 +103,14 @@ def near(left, right, tolerance=2e-5):
     return (mx.abs(left - right).max() / mx.abs(right).max()).item() < tolerance
 
 
-def dense_model(folder, weights, tmp_path):
+def dense_model(folder, tensors, tmp_path):
     """The model of a folder, without its grids."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("quantization", None)
     (tmp_path / "config.json").write_text(json.dumps(config))
     mx.save_safetensors(
-        str(tmp_path / "model.safetensors"), weights, metadata={"format": "mlx"}
+        str(tmp_path / "model.safetensors"), tensors, metadata={"format": "mlx"}
     )
     return load(tmp_path).model.eval()
 
@@ -111,9 +118,7 @@ def dense_model(folder, weights, tmp_path):
 @pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", ["dense", *GRIDS])
-def test_begins_as_the_base_and_ends_as_the_fused(
-    bases, tmp_path, grid, kind, experts
-):
+def test_begins_as_the_base_and_ends_as_the_fused(bases, tmp_path, grid, kind, experts):
     run = Adapted(bases(grid, experts=experts), type=kind, layers=EVERYTHING)
     assert near(run.first, run.before)
     assert not near(run.after, run.before, 1e-2)
@@ -172,7 +177,7 @@ def explicit(run, trained):
         weight = run.base[f"{path}.weight"]
         if weight.ndim == 3:
             update = mx.einsum("eor,eri->eoi", b, a)
-        elif weight.shape[0] == a.shape[0]:
+        elif "embed" in path:
             update = a @ b
         else:
             update = (a @ b).T
@@ -210,11 +215,9 @@ def test_gradients_are_those_of_the_sum(bases, kind, experts):
 def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, kind):
     """The dense twin of a quantized model gives its adapters the same gradients."""
     run = Adapted(bases(grid), type=kind, layers=EVERYTHING)
-    zero = {k: mx.zeros_like(v) if "lora" in k else v for k, v in run.trained.items()}
-    plain = Adapted(run.folder, type="lora", layers=EVERYTHING)
-    zero = {k: mx.zeros_like(v) for k, v in plain.trained.items()}
-    weights = lora.fused(plain.model, plain.base, zero, mx.float32)
-    twin = dense_model(run.folder, weights, tmp_path / "twin")
+    plain = load(run.folder).model
+    expanded = lora.fused(plain, run.base, {}, mx.float32)
+    twin = dense_model(run.folder, expanded, tmp_path / "twin")
     lora.attach(twin, run.adapter, seed=0)
 
     def loss(model):
@@ -227,6 +230,23 @@ def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, ki
     expected, found = (mx.grad(loss(m))(run.trained) for m in (twin, run.model))
     for name, gradient in expected.items():
         assert near(found[name], gradient, 1e-3), name
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_an_embedding_of_codes(grid, kind):
+    group_size, bits, mode = GRIDS[grid]
+    layer = nn.Embedding(40, 96).to_quantized(group_size, bits, mode)
+    expanded = weights.own(layer)
+    layer = lora.KINDS[kind]["embedding"](layer, 4, 1.5, 0.0, mx.random.key(1))
+    layer.lora_b = 0.1 * mx.random.normal((4, 96), key=mx.random.key(2))
+    trained = {name: layer[name] for name in layer.TRAINED}
+    merged = layer.merge(expanded, trained)
+    assert not near(merged, expanded, 1e-2)
+    tokens, x = mx.arange(7), mx.random.normal((3, 96), key=mx.random.key(3))
+    # A lookup in floating-point codes gives bfloat16.
+    assert near(layer(tokens), merged[:7], 1e-5 if mode == "affine" else 1e-2)
+    assert near(layer.as_linear(x), x @ merged.T)
 
 
 def test_embeddings_and_heads_only_by_name(bases):

@@ -70,9 +70,7 @@ class Run:
     def export(self, folder):
         folder.mkdir()
         parameters = self.step.parameters
-        dense = lora.fused(
-            self.step.model, self.base, parameters, self.loaded.dtype
-        )
+        dense = lora.fused(self.step.model, self.base, parameters, self.loaded.dtype)
         rounded = {f"{path}.weight" for path in self.selection.specs}
         weights = {k: v for k, v in dense.items() if k not in rounded}
         checkpoints.write(

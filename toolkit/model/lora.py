@@ -146,8 +146,8 @@ def fused(
 ) -> dict[str, mx.array]:
     """The weights of a trained model without adapters, by mlx-lm's paths, all dense.
 
-    Rounding the sum of a quantized layer and its adapter to the old codes would lose
-    most of what was learnt, so such a layer becomes dense, and all the others with it.
+    Rounding the sum of a quantized layer and its adapter to the old grid would lose
+    what is less than a step of it, so such a layer becomes dense, and all the others.
 
     Args:
         base: the weights before training, by path.

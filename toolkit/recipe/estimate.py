@@ -144,7 +144,10 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
     for index, stage in enumerate(stages):
         quantization = getattr(stage, "quantization", None)
         if load := loads.get(index):
-            needed += anatomy.bytes + CHECKPOINTS * 12 * load.trained
+            if "quantization" in anatomy.config:
+                # An adapter is fused into expanded weights, of 16 bits as a rule.
+                size = 2 * load.parameters
+            needed += max(size, anatomy.bytes) + CHECKPOINTS * 12 * load.trained
         if hasattr(stage, "method"):
             quantization = stage
         if quantization:

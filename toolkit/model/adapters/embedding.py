@@ -1,5 +1,7 @@
 """Adapters of embeddings, which may be the output head too."""
 
+from typing import ClassVar
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -7,10 +9,10 @@ from . import weights
 
 
 class LoRAEmbedding(nn.Module):
-    """A frozen embedding plus scale * A B, with A [tokens, rank] and B [rank, width]."""
+    """A frozen embedding plus scale * A B: A is [tokens, rank], B [rank, width]."""
 
     TRAINED = ("lora_a", "lora_b")
-    RANK_AXIS = {"lora_a": 1, "lora_b": 0}
+    RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
 
     def __init__(
         self, embedding: nn.Module, rank: int, scale: float, dropout: float, key

@@ -1,5 +1,7 @@
 """LoRA of the experts of a mixture, every expert with matrices of its own."""
 
+from typing import ClassVar
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -13,7 +15,7 @@ class LoRAExperts(nn.Module):
     """
 
     TRAINED = ("lora_a", "lora_b")
-    RANK_AXIS = {"lora_a": 1, "lora_b": 2}
+    RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 2}
 
     def __init__(
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array

@@ -1,5 +1,7 @@
 """Adapters of linear layers: LoRA (arXiv 2106.09685), DoRA (arXiv 2402.09353)."""
 
+from typing import ClassVar
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -14,7 +16,7 @@ class LoRALinear(nn.Module):
     """
 
     TRAINED = ("lora_a", "lora_b")
-    RANK_AXIS = {"lora_a": 1, "lora_b": 0}
+    RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
 
     def __init__(
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array

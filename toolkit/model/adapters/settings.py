@@ -28,7 +28,7 @@ class Adapter(Section):
     layers: (
         Annotated[list[str], Field(min_length=1)]
         | Annotated[dict[str, Rank], Field(min_length=1)]
-    ) = ["*"]
+    ) = Field(["*"])
     """Which layers, as shell patterns of a path in its block, or of the whole path
     outside the blocks; or a mapping of patterns to ranks, the first match counting.
     `*` is every linear and expert layer of the blocks; embeddings and what is outside
