@@ -134,6 +134,7 @@ def test_stock_mlx_lm_loads_it(bases, tmp_path, grid, kind, experts):
     wrong = grid in ("3 bits", "5 bits", "6 bits") and kind == "dora"
     layers = ["*"] if kind == "dora" and grid != "dense" else EVERYTHING
     run = Adapted(bases(grid, experts=experts), type=kind, layers=layers)
+    assert bool(files.unreadable(lora.adapted(run.model))) == wrong
     if wrong:
         with pytest.raises(ValueError, match="does not match"):
             run.stock(tmp_path)
@@ -239,6 +240,7 @@ def test_an_embedding_of_codes(grid, kind):
     layer = nn.Embedding(40, 96).to_quantized(group_size, bits, mode)
     expanded = weights.own(layer)
     layer = lora.KINDS[kind]["embedding"](layer, 4, 1.5, 0.0, mx.random.key(1))
+    assert files.unreadable({"embed": layer}) == ["embed"] * (kind == "dora")
     layer.lora_b = 0.1 * mx.random.normal((4, 96), key=mx.random.key(2))
     trained = {name: layer[name] for name in layer.TRAINED}
     merged = layer.merge(expanded, trained)

@@ -192,11 +192,18 @@ class Training:
     def _write_adapters(self) -> Path:
         adapter = self.config.adapter
         target = self.context.output / "adapters"
+        layers = lora.adapted(self.loaded.model)
+        if unreadable := adapter_files.unreadable(layers):
+            self.context.report.warn(
+                f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, as "
+                f"{unreadable[0]}: it gets their quantized width wrong; the fused "
+                "model is right"
+            )
         with atomic_folder(target) as partial:
             adapter_files.save(
                 partial,
                 self.step.parameters,
-                layers=lora.adapted(self.loaded.model),
+                layers=layers,
                 adapter=adapter,
                 keys=self.adapted_keys,
                 num_layers=adapter.last_layers or len(self.loaded.model.layers),

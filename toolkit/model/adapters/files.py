@@ -6,7 +6,11 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from . import weights
 from .settings import Adapter
+
+# mlx-lm's DoRA takes the width of packed codes for a multiple of whole 32 / bits.
+UNEVEN_BITS = (3, 5, 6)
 
 
 def save(
@@ -22,8 +26,7 @@ def save(
 
     The format knows one rank and one scale. Layers of a smaller rank get zeros up to
     the largest, which add nothing; where scales differ the file's is 1 and every B is
-    multiplied by its own. Stock mlx-lm loads every kind, but for DoRA on linear layers
-    of 3, 5 or 6 bits and on quantized embeddings, whose widths it gets wrong.
+    multiplied by its own. Stock mlx-lm loads all but those of `unreadable`.
 
     Args:
         parameters: the trained ones, by path.
@@ -53,6 +56,20 @@ def save(
         },
     }
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=4) + "\n")
+
+
+def unreadable(layers: dict[str, nn.Module]) -> list[str]:
+    """Adapted layers that stock mlx-lm cannot load, for it gets their widths wrong.
+
+    They are DoRA on linear layers of 3, 5 or 6 bits, and on quantized embeddings.
+    """
+    return [
+        path
+        for path, layer in layers.items()
+        if "m" in layer.TRAINED
+        and weights.is_quantized(layer.frozen)
+        and ("embedding" in layer or layer.frozen.bits in UNEVEN_BITS)
+    ]
 
 
 def _rank(layer: nn.Module) -> int:

@@ -2,11 +2,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from ...section import Section
 
 Rank = Annotated[int, Field(ge=1)]
+# Told apart by their type, for a fault in one is not to be told as two.
+Layers = Annotated[
+    Annotated[list[str], Field(min_length=1), Tag("list")]
+    | Annotated[dict[str, Rank], Field(min_length=1), Tag("mapping")],
+    Discriminator(lambda value: "mapping" if isinstance(value, dict) else "list"),
+]
 
 
 class Adapter(Section):
@@ -25,14 +31,12 @@ class Adapter(Section):
     """Learning rate of B as a multiple of A's (LoRA+, arXiv 2402.12354)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input; not with quantization, which needs the merge."""
-    layers: (
-        Annotated[list[str], Field(min_length=1)]
-        | Annotated[dict[str, Rank], Field(min_length=1)]
-    ) = Field(["*"])
+    layers: Layers = Field(["*"])
     """Which layers, as shell patterns of a path in its block, or of the whole path
     outside the blocks; or a mapping of patterns to ranks, the first match counting.
     `*` is every linear and expert layer of the blocks; embeddings and what is outside
-    the blocks (`model.embed_tokens`, `lm_head`) need a pattern of their own."""
+    the blocks (`model.embed_tokens`, `lm_head`) need a pattern of their own. With
+    quantization only linear layers can be adapted."""
     last_layers: int | None = Field(None, ge=1)
     """Adapt only this many of the last blocks; absent = all."""
 
