@@ -204,12 +204,12 @@ def _lmx(arguments: argparse.Namespace) -> dict:
 
     from toolkit.data.batches import Batch
     from toolkit.model import lora
+    from toolkit.model.adapters.settings import Adapter
     from toolkit.train.step import Step
 
     model = _model(arguments)
     if arguments.case == "lora":
-        everything = {"patterns": ["*"], "seed": 0, "merged": False}
-        lora.attach(model, rank=RANK, scale=SCALE, dropout=0.0, **everything)
+        lora.attach(model, Adapter(rank=RANK, alpha=RANK * SCALE), seed=0)
         _same_adapters(model)
     step = Step(model, beta1=BETAS[0], beta2=BETAS[1])
     tokens = _tokens(arguments)

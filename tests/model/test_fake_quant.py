@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from toolkit.data.batches import Batch
 from toolkit.export import mlx as checkpoints
 from toolkit.model import lora
+from toolkit.model.adapters.settings import Adapter
 from toolkit.model.fake_quant import FakeQuant
 from toolkit.model.load import load, set_compute_dtype
 from toolkit.quant.layers import Selection, select
@@ -55,8 +56,7 @@ class Run:
             quantization = select(model, quantization)
         self.selection = quantization
         if adapted:
-            options = {"rank": 4, "scale": 2.0, "dropout": 0.0, "seed": 1}
-            lora.attach(model, patterns=patterns, merged=True, **options)
+            lora.attach(model, Adapter(rank=4, layers=patterns), seed=1, merged=True)
         rounding = FakeQuant(model, self.selection.specs, self.loaded.dtype)
         self.step = Watched(model, fake_quant=rounding, weight_decay=0.01)
         set_compute_dtype(model, mx.float32)
@@ -70,13 +70,9 @@ class Run:
     def export(self, folder):
         folder.mkdir()
         parameters = self.step.parameters
-        dense = lora.fused(self.step.model, self.base, parameters)
+        dense = lora.fused(self.step.model, self.base, parameters, self.loaded.dtype)
         rounded = {f"{path}.weight" for path in self.selection.specs}
-        weights = {
-            k: v.astype(self.base[k].dtype)
-            for k, v in dense.items()
-            if k not in rounded
-        }
+        weights = {k: v for k, v in dense.items() if k not in rounded}
         checkpoints.write(
             folder,
             weights | self.step.fake_quant.stored(parameters),

@@ -11,24 +11,43 @@ from tiny_checkpoints import QWEN3_MOE
 
 from toolkit.errors import UserError
 from toolkit.model import lora
+from toolkit.model.adapters import files
+from toolkit.model.adapters.settings import Adapter
 from toolkit.model.load import load
 
-OPTIONS = {"rank": 4, "scale": 1.5, "dropout": 0.0}
+OPTIONS = {"rank": 4, "alpha": 6.0}
 TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
 
 
 def adapt(folder, patterns, *, merged=False, seed=0, **changes):
-    """A float32 model with trained adapters, their parameters, and its own weights."""
+    """A model with trained adapters, their parameters, its own weights, their keys."""
     model = load(folder).model
     base = dict(tree_flatten(model.parameters()))
-    options = OPTIONS | changes
-    keys = lora.attach(model, patterns=patterns, seed=seed, merged=merged, **options)
+    adapter = Adapter(**OPTIONS | {"layers": patterns} | changes)
+    keys = lora.attach(model, adapter, seed=seed, merged=merged)
     trained = {}
     for number, (name, value) in enumerate(tree_flatten(model.trainable_parameters())):
         noise = mx.random.normal(value.shape, key=mx.random.key(number))
         trained[name] = value + 0.1 * noise
     model.update(tree_unflatten(list(trained.items())))
     return model, trained, base, keys
+
+
+def save(folder, model, trained, keys, *, num_layers=3, **changes):
+    files.save(
+        folder,
+        trained,
+        layers=lora.adapted(model),
+        adapter=Adapter(**OPTIONS | changes),
+        keys=keys,
+        num_layers=num_layers,
+    )
+
+
+def own(trained, path):
+    """The parameters of one layer."""
+    prefix = f"{path}."
+    return {k[len(prefix) :]: v for k, v in trained.items() if k.startswith(prefix)}
 
 
 @pytest.fixture(params=[LLAMA_ALL := ["self_attn.*", "mlp.*"], ["self_attn.[qv]_proj"]])
@@ -45,7 +64,7 @@ def folder(make_checkpoint):
 
 def test_stock_mlx_lm_loads_what_is_saved(folder, tmp_path, patterns):
     model, trained, _, keys = adapt(folder, patterns)
-    lora.save(tmp_path, trained, keys=keys, num_layers=3, **OPTIONS)
+    save(tmp_path, model, trained, keys)
     stock, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
     assert mx.allclose(stock(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
     plain, _ = mlx_lm.load(str(folder))
@@ -53,19 +72,24 @@ def test_stock_mlx_lm_loads_what_is_saved(folder, tmp_path, patterns):
 
 
 def test_the_saved_config_is_one_mlx_swift_reads(folder, tmp_path, patterns):
-    _, trained, _, keys = adapt(folder, patterns)
-    lora.save(tmp_path, trained, keys=keys, num_layers=3, **OPTIONS)
+    model, trained, _, keys = adapt(folder, patterns)
+    save(tmp_path, model, trained, keys)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["fine_tune_type"] == "lora"
     assert config["num_layers"] == 3
-    assert config["lora_parameters"] == OPTIONS | {"keys": keys}
+    assert config["lora_parameters"] == {
+        "rank": 4,
+        "scale": 1.5,
+        "dropout": 0.0,
+        "keys": keys,
+    }
     assert not any("layers." in key for key in keys)
 
 
 def test_fused_weights_forward_alike(folder, patterns):
     model, trained, base, _ = adapt(folder, patterns)
     expected = model(TOKENS)
-    weights = lora.fused(model, base, trained)
+    weights = lora.fused(model, base, trained, mx.float32)
     assert weights.keys() == base.keys()
     plain = load(folder).model
     plain.load_weights(list(weights.items()))
@@ -80,7 +104,7 @@ def test_the_merge_is_the_sum(folder):
     names = (f"{path}.lora_a", f"{path}.lora_b")
     a, b = (np.array(trained[name], dtype=np.float64) for name in names)
     expected = np.array(base[f"{path}.weight"], dtype=np.float64) + 1.5 * (a @ b).T
-    merged = layer.merge(*(trained[name] for name in names))
+    merged = layer.merge(layer.loaded, own(trained, path))
     np.testing.assert_allclose(np.array(merged), expected, atol=1e-6)
 
 
@@ -90,8 +114,7 @@ def test_the_merged_forward_has_plain_loras_gradients(folder, path):
     plain, trained, *_ = adapt(folder, [path])
     merged, *_ = adapt(folder, [path], merged=True)
     for name, layer in lora.adapted(merged).items():
-        pair = (trained[f"{name}.lora_a"], trained[f"{name}.lora_b"])
-        layer.linear.weight = layer.merge(*pair)
+        layer.linear.weight = layer.merge(layer.loaded, own(trained, name))
 
     def loss(model):
         def of(parameters):
@@ -109,7 +132,7 @@ def test_the_merged_forward_has_plain_loras_gradients(folder, path):
 def test_begins_as_the_base_and_trains_adapters_alone(folder):
     model = load(folder).model
     before = model(TOKENS)
-    lora.attach(model, patterns=LLAMA_ALL, seed=0, merged=False, **OPTIONS)
+    lora.attach(model, Adapter(**OPTIONS, layers=LLAMA_ALL), seed=0)
     assert mx.array_equal(model(TOKENS), before)
     names = [name for name, _ in tree_flatten(model.trainable_parameters())]
     assert len(names) == 3 * 7 * 2
@@ -120,7 +143,7 @@ def test_the_seed_decides_the_start(folder):
     draws = []
     for seed in (1, 1, 2):
         model = load(folder).model
-        lora.attach(model, patterns=["mlp.*"], seed=seed, merged=False, **OPTIONS)
+        lora.attach(model, Adapter(**OPTIONS, layers=["mlp.*"]), seed=seed)
         layers = lora.adapted(model).values()
         draws.append([layer.lora_a for layer in layers])
     first, same, other = draws
@@ -142,17 +165,16 @@ def test_dropout_only_while_training(folder):
 def test_an_unknown_pattern_is_refused_with_what_there_is(folder):
     model = load(folder).model
     with pytest.raises(UserError) as caught:
-        lora.attach(
-            model, patterns=["mlp.*", "attn.*"], seed=0, merged=False, **OPTIONS
-        )
-    assert caught.value.message == "no linear layer of this model matches 'attn.*'"
+        lora.attach(model, Adapter(layers=["mlp.*", "attn.*"]), seed=0)
+    assert caught.value.message == "no layer that lora adapts here matches 'attn.*'"
     assert "mlp.down_proj, mlp.gate_proj" in caught.value.hint
 
 
 def test_routers_are_left_alone(make_checkpoint):
     model = load(make_checkpoint(QWEN3_MOE)).model
-    keys = lora.attach(model, patterns=["*"], seed=0, merged=False, **OPTIONS)
-    assert keys == [f"self_attn.{x}_proj" for x in "koqv"]
+    keys = lora.attach(model, Adapter(), seed=0)
+    experts = [f"mlp.switch_mlp.{x}_proj" for x in ("down", "gate", "up")]
+    assert keys == [*experts, *(f"self_attn.{x}_proj" for x in "koqv")]
 
 
 def test_blocks_of_any_name(tmp_path):
@@ -171,7 +193,7 @@ def test_blocks_of_any_name(tmp_path):
             vocab_size=320,
         )
     )
-    keys = lora.attach(model, patterns=["attn.*"], seed=0, merged=False, **OPTIONS)
+    keys = lora.attach(model, Adapter(layers=["attn.*"]), seed=0)
     assert keys == ["attn.c_attn", "attn.c_proj"]
     paths = list(lora.adapted(model))
     assert sorted(paths) == [

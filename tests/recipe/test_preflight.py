@@ -161,15 +161,7 @@ def test_memory_is_near_the_measured_peak(adapter):
     told = training(anatomy(shape), config, Batch(128, 1024, 1024), 4)
     network = build(fresh.configuration(shape))
     if adapter:
-        lora.attach(
-            network,
-            rank=4,
-            scale=2.0,
-            dropout=0.0,
-            patterns=config.adapter.layers,
-            seed=0,
-            merged=False,
-        )
+        lora.attach(network, config.adapter, seed=0)
     step = Step(network)
     assert sum(v.size for v in step.parameters.values()) == told.trained
     tokens = mx.array(np.random.default_rng(0).integers(0, 512, (8, 129)), mx.int32)

@@ -127,7 +127,7 @@ def test_adapter_on_layers_that_are_not_there(tmp_path, base, capsys):
     adapter = {"layers": ["attention.query"]}
     run = with_model(tmp_path, base, {"train": TRAIN | {"adapter": adapter}})
     said = fails(run, capsys, 2)
-    assert "no linear layer of this model matches 'attention.query'" in said
+    assert "no layer that lora adapts here matches 'attention.query'" in said
     assert "self_attn.q_proj" in said
 
 

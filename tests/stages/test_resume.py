@@ -12,6 +12,7 @@ GRID = {"bits": 4, "group_size": 32}
 KINDS = {
     "full": {},
     "lora": {"adapter": LORA | {"dropout": 0.2}},
+    "dora+": {"adapter": LORA | {"type": "dora", "b_rate_ratio": 4.0}},
     "lora-qat": {"adapter": LORA, "quantization": GRID},
     "qat": {"quantization": GRID},
 }
@@ -44,6 +45,7 @@ def expected(tmp_path_factory, base):
         ("full", "step", 2),
         ("full", "save", 4),
         ("lora", "step", 8),
+        ("dora+", "step", 5),
         ("lora-qat", "save", 3),
         ("qat", "step", 10),
     ],

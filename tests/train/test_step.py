@@ -182,3 +182,18 @@ def test_evaluates_without_dropout():
     step, plain = Step(Tiny(dropout=0.5)), Step(Tiny())
     step(random_batch(), 0.0, 0)
     assert step.evaluate([random_batch()]) == plain.evaluate([random_batch()])
+
+
+def test_a_parameter_may_have_a_rate_of_its_own():
+    """LoRA+: the update, weight decay included, of three times the learning rate."""
+    start = dict(tree_flatten(Tiny().parameters()))
+    moved = {}
+    for factor in (1.0, 3.0):
+        step = Step(Tiny(), weight_decay=0.1)
+        step.rates = {"head.weight": factor}
+        step(random_batch(), 1e-2, 0)
+        moved[factor] = {k: v - start[k] for k, v in step.parameters.items()}
+    for path in PATHS:
+        expected = moved[1.0][path] * (3.0 if path == "head.weight" else 1.0)
+        assert mx.abs(expected).max() > 5e-3
+        assert mx.allclose(moved[3.0][path], expected, rtol=1e-4, atol=1e-6)

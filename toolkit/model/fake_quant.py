@@ -75,8 +75,10 @@ class FakeQuant:
     def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
         if path not in self._adapted:
             return parameters[f"{path}.weight"]
-        pair = (parameters[f"{path}.lora_a"], parameters[f"{path}.lora_b"])
-        return self._adapted[path].merge(*map(mx.stop_gradient, pair))
+        layer = self._adapted[path]
+        names = {name: f"{path}.{name}" for name in layer.TRAINED}
+        trained = {k: mx.stop_gradient(parameters[v]) for k, v in names.items()}
+        return layer.merge(layer.loaded, trained)
 
     def _rounding(self, spec: QuantSpec):
         return _straight_through(

@@ -1,182 +1,172 @@
-"""LoRA (arXiv 2106.09685): low-rank updates of linear layers, in mlx-lm's names."""
+"""Low-rank adapters of a model: where they go, and the weights they leave."""
 
-import json
-import math
 from fnmatch import fnmatchcase
-from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ..errors import UserError
+from .adapters import weights
+from .adapters.embedding import DoRAEmbedding, LoRAEmbedding
+from .adapters.experts import LoRAExperts
+from .adapters.linear import DoRALinear, LoRALinear
+from .adapters.settings import Adapter
 
 # The router of a mixture of experts decides who computes; adapting it unbalances them.
 ROUTERS = ("gate", "router", "shared_expert_gate")
+EVERYTHING = "*"
+LINEAR, EMBEDDING, EXPERTS = "linear", "embedding", "experts"
+KINDS = {
+    "lora": {LINEAR: LoRALinear, EMBEDDING: LoRAEmbedding, EXPERTS: LoRAExperts},
+    "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
+}
+ADAPTED = tuple({kind for kinds in KINDS.values() for kind in kinds.values()})
 
 
-class LoRALinear(nn.Module):
-    """A frozen linear layer plus scale * (x A) B, with A [in, rank] and B [rank, out].
+class Place(NamedTuple):
+    """A layer that can be adapted.
 
-    With `merged` set, `linear.weight` already holds the (rounded) sum of both; then the
-    forward is that one product, while A and B get the gradients the sum would give.
+    `key` is its path within its block, or the whole path outside the blocks;
+    `unasked` says whether the pattern `*` means it too.
     """
 
-    def __init__(
-        self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
-    ):
-        super().__init__()
-        outputs, inputs = linear.weight.shape
-        bound = 1 / math.sqrt(inputs)
-        self.linear = linear
-        # Kept as loaded: in quantization-aware training `linear.weight` is the sum.
-        self._weight = linear.weight
-        self.scale = scale
-        self.dropout = nn.Dropout(dropout)
-        self.lora_a = mx.random.uniform(-bound, bound, (inputs, rank), key=key)
-        self.lora_b = mx.zeros((rank, outputs))
-        self.merged = False
-
-    def __call__(self, x: mx.array) -> mx.array:
-        if self.merged:
-            y = _merged_product(
-                x, self.linear.weight, self.lora_a, self.scale * self.lora_b
-            )
-            return y + self.linear.bias if "bias" in self.linear else y
-        update = (self.dropout(x) @ self.lora_a) @ self.lora_b
-        return self.linear(x) + (self.scale * update).astype(x.dtype)
-
-    def merge(self, lora_a: mx.array, lora_b: mx.array) -> mx.array:
-        """The frozen weight plus scale * (A B) transposed, float32 [out, in].
-
-        One library call, which compiling cannot fuse with its neighbours: the merge of
-        the export has the very bits of the merge in training.
-        """
-        weight = self._weight.astype(mx.float32)
-        return mx.addmm(weight, lora_b.T, lora_a.T, alpha=self.scale)
-
-
-@mx.custom_function
-def _merged_product(x, weight, lora_a, scaled_b):
-    return x @ weight.T
-
-
-@_merged_product.vjp
-def _merged_product_vjp(primals, cotangent, _):
-    x, weight, lora_a, scaled_b = primals
-    rows = x.reshape(-1, x.shape[-1])
-    errors = cotangent.reshape(-1, cotangent.shape[-1])
-    return (
-        cotangent @ weight,
-        mx.zeros_like(weight),
-        rows.T @ (errors @ scaled_b.T),
-        (rows @ lora_a).T @ errors,
-    )
+    path: str
+    key: str
+    layer: nn.Module
+    kind: str
+    unasked: bool
 
 
 def attach(
-    model: nn.Module,
-    *,
-    rank: int,
-    scale: float,
-    dropout: float,
-    patterns: list[str],
-    seed: int,
-    merged: bool,
+    model: nn.Module, adapter: Adapter, *, seed: int, merged: bool = False
 ) -> list[str]:
-    """Freeze the model and put adapters on its blocks' linear layers.
+    """Freeze the model and put adapters on its layers, dense or quantized.
 
     Args:
-        patterns: shell patterns of a layer's path within its block, `self_attn.q_proj`.
-        merged: see `LoRALinear`.
+        merged: see `LoRALinear`; then only linear layers are adapted.
 
     Returns:
-        The adapted paths within a block.
+        The adapted paths within a block; whole ones for layers outside the blocks.
 
     Raises:
-        UserError: no layer matches a pattern.
+        UserError: no layer matches a pattern, or there are not so many blocks.
     """
     model.freeze()
-    chosen = _choose(model, patterns)
+    kinds = {LINEAR: LoRALinear} if merged else KINDS[adapter.type]
+    chosen = _choose(model, adapter, kinds)
     key, layers = mx.random.key(seed), []
-    for path, (_, module) in sorted(chosen.items()):
+    for place, rank in sorted(chosen, key=lambda pair: pair[0].path):
         key, draw = mx.random.split(key)
-        layer = LoRALinear(module, rank, scale, dropout, draw)
-        layer.merged = merged
-        layers.append((path, layer))
+        scale = adapter.scale(rank)
+        layer = kinds[place.kind](place.layer, rank, scale, adapter.dropout, draw)
+        if merged:
+            layer.merged = True
+        layers.append((place.path, layer))
     model.update_modules(tree_unflatten(layers))
     for _, layer in layers:
-        layer.unfreeze(keys=["lora_a", "lora_b"], recurse=False)
-    return sorted({inner for inner, _ in chosen.values()})
+        layer.unfreeze(keys=list(layer.TRAINED), recurse=False)
+    return sorted({place.key for place, _ in chosen})
 
 
-def _choose(model: nn.Module, patterns: list[str]) -> dict[str, tuple[str, nn.Module]]:
-    """By path: the linear layers that match, and their path within their block."""
-    paths = {id(module): path for path, module in model.named_modules()}
-    linear = [
-        (paths[id(module)], inner, module)
-        for block in model.layers
-        for inner, module in block.named_modules()
-        if type(module) is nn.Linear and inner.rpartition(".")[2] not in ROUTERS
-    ]
-    inside = sorted({inner for _, inner, _ in linear})
-    for pattern in patterns:
-        if not any(fnmatchcase(inner, pattern) for inner in inside):
+def _choose(model: nn.Module, adapter: Adapter, kinds) -> list[tuple[Place, int]]:
+    """The layers that a pattern means, each with its rank."""
+    places = [p for p in _places(model, adapter.last_layers) if p.kind in kinds]
+    for pattern in adapter.ranks:
+        if not any(_means(pattern, place) for place in places):
+            names = sorted({place.key for place in places})
             raise UserError(
-                f"no linear layer of this model matches {pattern!r}",
-                hint=f"there are: {', '.join(inside)}",
+                f"no layer that {adapter.type} adapts here matches {pattern!r}",
+                hint=f"there are: {', '.join(names)}",
             )
-    return {
-        path: (inner, module)
-        for path, inner, module in linear
-        if any(fnmatchcase(inner, pattern) for pattern in patterns)
-    }
+    chosen = []
+    for place in places:
+        ranks = (r for pattern, r in adapter.ranks.items() if _means(pattern, place))
+        if rank := next(ranks, None):
+            chosen.append((place, rank))
+    return chosen
 
 
-def save(
-    folder: Path,
-    parameters: dict[str, mx.array],
-    *,
-    rank: int,
-    scale: float,
-    dropout: float,
-    keys: list[str],
-    num_layers: int,
-) -> None:
-    """Write adapters.safetensors and adapter_config.json as mlx-lm loads them.
-
-    `num_layers` is the real number of blocks: mlx-swift cannot read mlx-lm's -1.
-    """
-    mx.save_safetensors(str(folder / "adapters.safetensors"), parameters)
-    config = {
-        "fine_tune_type": "lora",
-        "num_layers": num_layers,
-        "lora_parameters": {
-            "rank": rank,
-            "scale": scale,
-            "dropout": dropout,
-            "keys": keys,
-        },
-    }
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=4) + "\n")
+def _means(pattern: str, place: Place) -> bool:
+    if pattern == EVERYTHING and not place.unasked:
+        return False
+    return fnmatchcase(place.key, pattern)
 
 
-def adapted(model: nn.Module) -> dict[str, LoRALinear]:
+def _places(model: nn.Module, last: int | None) -> list[Place]:
+    blocks = list(model.layers)
+    if last and last > len(blocks):
+        raise UserError(
+            f"last_layers is {last}, but this model has {len(blocks)} blocks"
+        )
+    keys = {id(m): key for block in blocks for key, m in block.named_modules()}
+    meant = {id(m) for block in blocks[-(last or 0) :] for m in block.modules()}
+    places = []
+    for path, module in model.named_modules():
+        kind, inside = _kind(module), id(module) in keys
+        key = keys.get(id(module), path)
+        if kind is None or key.rpartition(".")[2] in ROUTERS:
+            continue
+        if not inside or id(module) in meant:
+            unasked = inside and kind != EMBEDDING
+            places.append(Place(path, key, module, kind, unasked))
+    return places
+
+
+def _kind(module: nn.Module) -> str | None:
+    # By name, for only the loader may import mlx-lm.
+    if type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear"):
+        return EXPERTS
+    if type(module) is nn.Linear or isinstance(module, nn.QuantizedLinear):
+        return LINEAR
+    if type(module) is nn.Embedding or isinstance(module, nn.QuantizedEmbedding):
+        return EMBEDDING
+    return None
+
+
+def adapted(model: nn.Module) -> dict[str, nn.Module]:
     """The adapted layers of a model by path."""
-    return {p: m for p, m in model.named_modules() if isinstance(m, LoRALinear)}
+    return {p: m for p, m in model.named_modules() if isinstance(m, ADAPTED)}
+
+
+def rates(parameters: dict[str, mx.array], adapter: Adapter) -> dict[str, float]:
+    """What the learning rate is multiplied by, by parameter, where it is not 1."""
+    if adapter.b_rate_ratio == 1:
+        return {}
+    names = (name for name in parameters if name.endswith(".lora_b"))
+    return dict.fromkeys(names, adapter.b_rate_ratio)
 
 
 def fused(
-    model: nn.Module, base: dict[str, mx.array], parameters: dict[str, mx.array]
+    model: nn.Module,
+    base: dict[str, mx.array],
+    parameters: dict[str, mx.array],
+    dtype: mx.Dtype,
 ) -> dict[str, mx.array]:
-    """The weights of a trained model without adapters, by mlx-lm's paths.
+    """The weights of a trained model without adapters, by mlx-lm's paths, all dense.
+
+    Rounding the sum of a quantized layer and its adapter to the old grid would lose
+    what is less than a step of it, so such a layer becomes dense, and all the others.
 
     Args:
         base: the weights before training, by path.
         parameters: the trained parameters, adapters included.
+        dtype: the type of weights that `base` has as codes; all others keep theirs.
     """
-    weights = {k: parameters.get(k, v) for k, v in base.items()}
-    for path, layer in adapted(model).items():
-        pair = (parameters[f"{path}.lora_a"], parameters[f"{path}.lora_b"])
-        weights[f"{path}.weight"] = layer.merge(*pair)
-    return weights
+    result = {k: parameters.get(k, v) for k, v in base.items()}
+    types = {k: v.dtype for k, v in base.items()}
+    layers = adapted(model)
+    wrapped = {id(layer.frozen): path for path, layer in layers.items()}
+    for path, module in model.named_modules():
+        if weights.is_quantized(module):
+            path = wrapped.get(id(module), path)
+            names = ("weight", "scales", "biases", "global_scale")
+            tensors = {n: result.pop(f"{path}.{n}", None) for n in names}
+            result[f"{path}.weight"] = weights.expand(module, tensors)
+            types[f"{path}.weight"] = dtype
+    for path, layer in layers.items():
+        trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINED}
+        name = f"{path}.weight"
+        result[name] = layer.merge(result[name], trained)
+    return {k: v.astype(types[k]) for k, v in result.items()}

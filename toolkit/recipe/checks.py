@@ -136,13 +136,17 @@ def _order(data: dict, stages: list, quantized: bool) -> Iterator[Complaint]:
         if quantized and kind == "quantize":
             hint = "rounding twice adds error; keep one quantization"
             yield Complaint(where, "the model is already quantized here", hint, "key")
-        if quantized and kind == "train":
-            message = "training a quantized model is not supported yet"
-            hint = "train first; train with `quantization:` to learn with the rounding"
+        rounds = block.get("quantization") is not None
+        adapts = block.get("adapter") is not None and not rounds
+        if quantized and kind == "train" and not adapts:
+            message = "of a quantized model only an adapter can be trained"
+            hint = "add `adapter:`, without `quantization:`; or train first"
             yield Complaint(where, message, hint, "key")
         blank = False
-        trained_rounded = kind == "train" and block.get("quantization") is not None
-        quantized = quantized or kind == "quantize" or trained_rounded
+        if kind == "train":
+            # An adapter is fused into expanded weights.
+            quantized = rounds or (quantized and not adapts)
+        quantized = quantized or kind == "quantize"
 
 
 def _is_quantized(data: dict, find: Find) -> bool:

@@ -144,7 +144,10 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
     for index, stage in enumerate(stages):
         quantization = getattr(stage, "quantization", None)
         if load := loads.get(index):
-            needed += anatomy.bytes + CHECKPOINTS * 12 * load.trained
+            if "quantization" in anatomy.config:
+                # An adapter is fused into expanded weights, of 16 bits as a rule.
+                size = 2 * load.parameters
+            needed += max(size, anatomy.bytes) + CHECKPOINTS * 12 * load.trained
         if hasattr(stage, "method"):
             quantization = stage
         if quantization:
@@ -157,16 +160,9 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
 
 def _trained(model: nn.Module, stage: Section) -> int:
     """Parameters a train stage trains; puts its adapter on the model."""
-    if adapter := stage.adapter:
-        lora.attach(
-            model,
-            rank=adapter.rank,
-            scale=adapter.scale,
-            dropout=adapter.dropout,
-            patterns=adapter.layers,
-            seed=0,
-            merged=False,
-        )
+    if stage.adapter:
+        merged = stage.quantization is not None
+        lora.attach(model, stage.adapter, seed=0, merged=merged)
     return _count(model.trainable_parameters())
 
 

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from ..model.adapters.settings import Adapter
 from ..quant.spec import Quantization
 from ..section import Section
 
@@ -11,26 +12,6 @@ if TYPE_CHECKING:
     from .context import Artefact, Context
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class Adapter(Section):
-    """A low-rank adapter (LoRA, arXiv 2106.09685): weight + alpha / rank * B A."""
-
-    type: Literal["lora"] = "lora"
-    """The kind of adapter."""
-    rank: int = Field(16, ge=1)
-    """Rank of the update."""
-    alpha: float | None = Field(None, gt=0)
-    """Scale of the update times rank; absent = twice the rank."""
-    dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter's input; not with quantization, which needs the merge."""
-    layers: list[str] = Field(["*"], min_length=1)
-    """Which linear layers of every block, as shell patterns of their path in it."""
-
-    @property
-    def scale(self) -> float:
-        """What the product of the two matrices is multiplied by."""
-        return 2.0 if self.alpha is None else self.alpha / self.rank
 
 
 class Config(Section):
@@ -88,6 +69,11 @@ class Config(Section):
             raise ValueError(
                 "adapter dropout does not go with quantization: "
                 "the rounded weight holds the merged adapter"
+            )
+        if self.quantization and self.adapter and self.adapter.type != "lora":
+            raise ValueError(
+                "a dora adapter does not go with quantization: use type lora, "
+                "or train first and quantize afterwards"
             )
         return self
 

@@ -14,6 +14,7 @@ from ..export import mlx as checkpoints
 from ..generate.engine import Generator
 from ..measure.perplexity import measure_perplexity
 from ..model import fresh, lora
+from ..model.adapters import files as adapter_files
 from ..model.fake_quant import FakeQuant
 from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
@@ -35,12 +36,7 @@ class Training:
         self.context = context
         self.start = context.current.model if context.current else begin(context)
         self.loaded = context.load(self.start, compute="stored")
-        if "quantization" in self.loaded.config:
-            raise UserError(
-                "this model is already quantized, and training would round it again",
-                place=str(self.start),
-                hint="start from the unquantized model",
-            )
+        self._refuse_codes()
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
         self.selection = Selection({}, {})
         if config.quantization:
@@ -56,8 +52,8 @@ class Training:
     def write(self) -> Artefact:
         """Write the trained checkpoint, its unquantized twin, and the adapter."""
         folder, parameters = self.context.folder, self.step.parameters
-        dense = lora.fused(self.loaded.model, self.base, parameters)
-        dense = {k: v.astype(self.base[k].dtype) for k, v in dense.items()}
+        loaded = self.loaded
+        dense = lora.fused(loaded.model, self.base, parameters, loaded.dtype)
         reference = model = folder / "dense"
         self._checkpoint(reference, dense, Selection({}, {}))
         if self.step.fake_quant:
@@ -69,19 +65,27 @@ class Training:
         adapters = self._write_adapters() if self.config.adapter else None
         return Artefact(model, reference, adapters, self._facts(model))
 
-    def _attach(self) -> list[str]:
-        adapter = self.config.adapter
-        if adapter is None:
-            return []
-        return lora.attach(
-            self.loaded.model,
-            rank=adapter.rank,
-            scale=adapter.scale,
-            dropout=adapter.dropout,
-            patterns=adapter.layers,
-            seed=self.context.seed,
-            merged=self.config.quantization is not None,
+    def _refuse_codes(self) -> None:
+        config = self.config
+        if "quantization" not in self.loaded.config:
+            return
+        if config.quantization or not config.adapter:
+            raise UserError(
+                "this model is already quantized, and training would round it again",
+                place=str(self.start),
+                hint="start from the unquantized model, or train only an adapter",
+            )
+        self.context.report.say(
+            "the model is quantized: the adapter will be fused into its expanded "
+            "weights, for rounding them again would lose part of the gain"
         )
+
+    def _attach(self) -> list[str]:
+        if not (adapter := self.config.adapter):
+            return []
+        merged = self.config.quantization is not None
+        seed = self.context.seed
+        return lora.attach(self.loaded.model, adapter, seed=seed, merged=merged)
 
     def _step(self) -> Step:
         config, loaded = self.config, self.loaded
@@ -97,6 +101,8 @@ class Training:
             weight_decay=config.weight_decay,
             gradient_clip=config.gradient_clip,
         )
+        if config.adapter:
+            step.rates = lora.rates(step.parameters, config.adapter)
         set_compute_dtype(loaded.model, step.compute)
         return step
 
@@ -186,15 +192,21 @@ class Training:
     def _write_adapters(self) -> Path:
         adapter = self.config.adapter
         target = self.context.output / "adapters"
+        layers = lora.adapted(self.loaded.model)
+        if unreadable := adapter_files.unreadable(layers):
+            self.context.report.warn(
+                f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, as "
+                f"{unreadable[0]}: it gets their quantized width wrong; the fused "
+                "model is right"
+            )
         with atomic_folder(target) as partial:
-            lora.save(
+            adapter_files.save(
                 partial,
                 self.step.parameters,
-                rank=adapter.rank,
-                scale=adapter.scale,
-                dropout=adapter.dropout,
+                layers=layers,
+                adapter=adapter,
                 keys=self.adapted_keys,
-                num_layers=len(self.loaded.model.layers),
+                num_layers=adapter.last_layers or len(self.loaded.model.layers),
             )
         return target
 

@@ -40,6 +40,8 @@ class Step:
         self.compute = compute
         self.fake_quant = fake_quant
         self.weight_decay = weight_decay
+        # What a parameter's learning rate is multiplied by, where it is not 1.
+        self.rates: dict[str, float] = {}
         self.gradient_clip = gradient_clip
         self.parameters = {
             path: value.astype(mx.float32)
@@ -108,5 +110,9 @@ class Step:
         gradients, norm = clip(gradients, self.gradient_clip)
         self.optimizer.learning_rate = rate
         decayed = decay(self.parameters, rate, self.weight_decay)
-        self.parameters.update(self.optimizer.apply_gradients(gradients, decayed))
+        stepped = self.optimizer.apply_gradients(gradients, decayed)
+        for name, ratio in self.rates.items():
+            old = self.parameters[name]
+            stepped[name] = old + ratio * (stepped[name] - old)
+        self.parameters.update(stepped)
         return loss, trained, norm

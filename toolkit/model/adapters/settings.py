@@ -1,0 +1,54 @@
+"""What a recipe says of an adapter: its kind, size, strength and place."""
+
+from typing import Annotated, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from ...section import Section
+
+Rank = Annotated[int, Field(ge=1)]
+# Told apart by their type, for a fault in one is not to be told as two.
+Layers = Annotated[
+    Annotated[list[str], Field(min_length=1), Tag("list")]
+    | Annotated[dict[str, Rank], Field(min_length=1), Tag("mapping")],
+    Discriminator(lambda value: "mapping" if isinstance(value, dict) else "list"),
+]
+
+
+class Adapter(Section):
+    """A low-rank adapter (LoRA, arXiv 2106.09685): weight + alpha / rank * B A."""
+
+    type: Literal["lora", "dora"] = "lora"
+    """lora, or dora (arXiv 2402.09353), which also learns every row's magnitude; dora
+    leaves the experts of a mixture alone and does not go with quantization."""
+    rank: Rank = 16
+    """Rank of the update."""
+    alpha: float | None = Field(None, gt=0)
+    """Scale of the update times rank; absent = the scale is 2 at `rank`."""
+    rank_stabilized: bool = False
+    """Divide alpha by the square root of the rank (rsLoRA, arXiv 2312.03732)."""
+    b_rate_ratio: float = Field(1.0, gt=0)
+    """Learning rate of B as a multiple of A's (LoRA+, arXiv 2402.12354)."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout on the adapter's input; not with quantization, which needs the merge."""
+    layers: Layers = Field(["*"])
+    """Which layers, as shell patterns of a path in its block, or of the whole path
+    outside the blocks; or a mapping of patterns to ranks, the first match counting.
+    `*` is every linear and expert layer of the blocks; embeddings and what is outside
+    the blocks (`model.embed_tokens`, `lm_head`) need a pattern of their own. With
+    quantization only linear layers can be adapted."""
+    last_layers: int | None = Field(None, ge=1)
+    """Adapt only this many of the last blocks; absent = all."""
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Rank by pattern."""
+        if isinstance(self.layers, dict):
+            return self.layers
+        return dict.fromkeys(self.layers, self.rank)
+
+    def scale(self, rank: int) -> float:
+        """What the product of two matrices of this rank is multiplied by."""
+        power = 0.5 if self.rank_stabilized else 1.0
+        alpha = 2.0 * self.rank**power if self.alpha is None else self.alpha
+        return alpha / rank**power
