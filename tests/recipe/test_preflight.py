@@ -121,7 +121,9 @@ def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what
     assert what in error
     assert "--force" in error
     if what == "memory":
-        assert "stages.1.train.batch_size=1 or data.max_length=32" in error
+        assert "stages.1.train.gradient_checkpointing=true or " in error
+        half = "stages.1.train.batch_size=1 stages.1.train.accumulate=2"
+        assert f"{half} or data.max_length=32" in error
     assert cli.train(["recipe.yaml", "--check", "--force"]) == 0
 
 

@@ -90,7 +90,8 @@ class ChunkedLoss:
         by_weights = [mx.zeros(w.shape, mx.float32) for w in weights]
         for part in self._parts(len(hidden)):
             # One after the other, or the logits of all would be there at once.
-            [chunk] = mx.depends([hidden[part]], [total, *by_weights])
+            done = [total, *by_hidden[-1:], *by_weights]
+            [chunk] = mx.depends([hidden[part]], done)
             given = {"hidden": chunk, "weights": list(weights)}
             value, found = mx.value_and_grad(loss)(given, targets[part], mask[part])
             total = total + value

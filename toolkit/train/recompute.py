@@ -1,7 +1,7 @@
 """Gradient checkpointing (arXiv 1604.06174): blocks run again in the backward pass."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -29,7 +29,7 @@ def _recompute(block: nn.Module):
         leaves = [leaf for _, leaf in tree_flatten([arguments, settings])]
         arrays = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
         # Dropout must draw the second time what it drew the first.
-        key, mx.random.state[0] = mx.random.split(mx.random.state[0])
+        draws = _draws(block)
 
         def run(parameters, arrays):
             given = iter(arrays)
@@ -37,7 +37,7 @@ def _recompute(block: nn.Module):
                 lambda leaf: next(given) if isinstance(leaf, mx.array) else leaf,
                 (arguments, settings),
             )
-            with _parameters(block, parameters), _random_state(key):
+            with _parameters(block, parameters), _all_swapped(draws):
                 return block(*args, **kwargs)
 
         # Gradients come only to what is handed in: trained parameters and arrays.
@@ -57,10 +57,36 @@ def _parameters(block: nn.Module, parameters: dict) -> Iterator[None]:
         block.update(before)
 
 
+class _Drawn:
+    """Dropout with a random state of its own instead of the global one."""
+
+    def __init__(self, keep: float, key: mx.array):
+        self._keep = keep
+        self._key = key
+
+    def __call__(self, x: mx.array) -> mx.array:
+        mask = mx.random.bernoulli(self._keep, x.shape, self._key)
+        return (mask * x) * (1 / self._keep)
+
+
+def _draws(block: nn.Module) -> list[tuple[nn.Module, str, _Drawn]]:
+    """Owner, name and stand-in of every dropout that is at work in a block."""
+    found = [
+        (owner, name, child._p_1)
+        for _, owner in block.named_modules()
+        for name, child in owner.items()
+        if isinstance(child, nn.Dropout) and child.training and child._p_1 < 1
+    ]
+    if not found:
+        return []
+    keys = mx.random.randint(0, 1 << 31, (len(found), 2), dtype=mx.uint32)
+    pairs = zip(found, keys, strict=True)
+    return [(owner, name, _Drawn(keep, key)) for (owner, name, keep), key in pairs]
+
+
 @contextmanager
-def _random_state(key: mx.array) -> Iterator[None]:
-    before, mx.random.state[0] = mx.random.state[0], key
-    try:
+def _all_swapped(draws) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, drawn in draws:
+            stack.enter_context(swapped(owner, name, drawn))
         yield
-    finally:
-        mx.random.state[0] = before
