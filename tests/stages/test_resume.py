@@ -14,6 +14,17 @@ KINDS = {
     "lora": {"adapter": LORA | {"dropout": 0.2}},
     "lora-qat": {"adapter": LORA, "quantization": GRID},
     "qat": {"quantization": GRID},
+    # 13 batches: the last step has one.
+    "lean": {
+        "steps": None,
+        "epochs": 2.6,
+        "adapter": LORA | {"dropout": 0.2},
+        "optimizer": "muon",
+        "schedule": "warmup-stable-decay",
+        "accumulate": 3,
+        "gradient_checkpointing": True,
+        "loss_chunk": 16,
+    },
 }
 
 
@@ -46,6 +57,8 @@ def expected(tmp_path_factory, base):
         ("lora", "step", 8),
         ("lora-qat", "save", 3),
         ("qat", "step", 10),
+        ("lean", "step", 4),
+        ("lean", "save", 2),
     ],
 )
 def test_killed(tmp_path, base, expected, kind, where, turn):

@@ -39,7 +39,7 @@ from ..section import Section
 
 MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
 # Buffers of the chunks of the loss that a device has in work at once.
-CHUNKS_AT_ONCE = 2
+CHUNKS_AT_ONCE = 3
 CHECKPOINTS = 3  # two are kept while a third is written
 
 

@@ -122,11 +122,20 @@ class Config(Section):
 
     def _no_idle_keys(self):
         idle = (BETAS | {"momentum"}) - OWN_KEYS[self.optimizer]
-        for key in sorted(self.model_fields_set & idle):
-            raise ValueError(f"{self.optimizer} has no {key}")
-        stays = self.schedule == "warmup-stable-decay"
-        if "decay_share" in self.model_fields_set and not stays:
+        if found := sorted(idle & self._changed):
+            raise ValueError(f"{self.optimizer} has no {found[0]}")
+        if self.schedule != "warmup-stable-decay" and "decay_share" in self._changed:
             raise ValueError("decay_share is for the schedule warmup-stable-decay")
+
+    @property
+    def _changed(self) -> set[str]:
+        """Keys given; as a resolved recipe gives all, those with other values."""
+        fields = type(self).model_fields
+        return {
+            key
+            for key in self.model_fields_set
+            if getattr(self, key) != fields[key].default
+        }
 
     def batches(self, per_epoch: int) -> int:
         """Batches in all; the last step may have fewer than the others."""
