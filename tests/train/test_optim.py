@@ -1,12 +1,12 @@
 """Schedules, decay and clipping."""
 
+import itertools
 import math
 
 import mlx.core as mx
 import pytest
 
 from toolkit.train.optim import clip, decay, learning_rate
-
 
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 
@@ -57,7 +57,7 @@ def test_stays_up_to_its_last_share():
     assert found[10:60] == [2.0] * 50
     assert found[79] == pytest.approx(1.1)
     assert found[-1] == pytest.approx(0.2)
-    falls = [a - b for a, b in zip(found[59:], found[60:], strict=False)]
+    falls = [a - b for a, b in itertools.pairwise(found[59:])]
     assert falls == pytest.approx([1.8 / 40] * 40)
 
 

@@ -99,7 +99,8 @@ class ChunkedLoss:
             sums = zip(by_weights, found["weights"], strict=True)
             by_weights = [a + g.astype(mx.float32) for a, g in sums]
         self._put(weights)
-        by_weights = [g.astype(w.dtype) for g, w in zip(by_weights, weights)]
+        pairs = zip(by_weights, weights, strict=True)
+        by_weights = [g.astype(w.dtype) for g, w in pairs]
         return total, mx.concatenate(by_hidden), *by_weights
 
     def _sum(self, hidden: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
