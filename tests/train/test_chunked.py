@@ -14,17 +14,48 @@ from toolkit.train.chunked import CannotSplit, ChunkedLoss
 from toolkit.train.losses import cross_entropy_sum
 from toolkit.train.step import Step
 
-GEMMA2 = {
-    "model_type": "gemma2",
+COMMON = {
     "hidden_size": 32,
-    "num_hidden_layers": 1,
+    "num_hidden_layers": 2,
     "intermediate_size": 48,
     "num_attention_heads": 2,
+    "num_key_value_heads": 1,
     "head_dim": 16,
     "rms_norm_eps": 1e-6,
-    "vocab_size": 96,
-    "num_key_value_heads": 1,
-    "final_logit_softcapping": 0.5,
+    "vocab_size": 320,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+GEMMA3 = COMMON | {
+    "model_type": "gemma3_text",
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 16,
+    "rope_local_base_freq": 1e4,
+}
+GEMMA2 = COMMON | {"model_type": "gemma2", "final_logit_softcapping": 0.5}
+FAMILIES = {
+    "qwen3": {},
+    "phi3": {},
+    "gemma2": GEMMA2,
+    "gemma3": {"text_config": GEMMA3},
+    "cohere": {"layer_norm_eps": 1e-5, "logit_scale": 0.1},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
+    "mamba": {
+        "state_size": 8,
+        "conv_kernel": 3,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
 }
 
 
@@ -59,20 +90,24 @@ def test_together_with_checkpointed_blocks():
     assert_alike(outputs(*llama(), 8, tokens_of(), **settings), expected)
 
 
-def gemma():
+def member(family):
     mx.random.seed(1)
-    return build(GEMMA2)
+    return build(COMMON | FAMILIES[family] | {"model_type": family})
 
 
-def test_soft_caps_stay():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_checkpointed_blocks_too(family):
     batch = tokens_of()
-    batch.tokens[...] = batch.tokens % 96
-    expected = outputs(gemma(), None, None, batch)
-    assert_alike(outputs(gemma(), None, 5, batch), expected)
-    hidden = gemma().model(batch.tokens[:, :-1])
-    bare = gemma().model.embed_tokens.as_linear(hidden)
+    expected = outputs(member(family), None, None, batch)
+    lean = {"gradient_checkpointing": True}
+    assert_alike(outputs(member(family), None, 7, batch, **lean), expected)
+
+
+def test_soft_caps_matter():
+    batch, model = tokens_of(), member("gemma2")
+    bare = model.model.embed_tokens.as_linear(model.model(batch.tokens[:, :-1]))
     uncapped = cross_entropy_sum(bare, batch.tokens[:, 1:], batch.mask).item()
-    assert abs(uncapped - expected[0]) > 1e-2
+    assert abs(uncapped - outputs(model, None, 5, batch)[0]) > 1e-2
 
 
 def test_a_model_without_blocks_is_refused():

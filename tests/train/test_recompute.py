@@ -7,7 +7,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from tiny_llamas import WAYS, llama, tokens_of
+from tiny_steps import Tiny
 
+from toolkit.errors import UserError
 from toolkit.train import recompute
 from toolkit.train.blocks import StandIn, find_blocks
 from toolkit.train.recompute import recomputed
@@ -116,6 +118,11 @@ def test_a_block_used_twice_has_the_gradients_of_both():
     expected = gradient(model, x, times=0)["layers"][0]["linear"]["weight"]
     found = gradient(model, x, times=1)["layers"][0]["linear"]["weight"]
     np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(UserError, match="no list of blocks"):
+        Step(Tiny(), gradient_checkpointing=True)
 
 
 def test_needs_less_memory():

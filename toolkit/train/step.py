@@ -8,6 +8,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..data.batches import Batch
+from ..errors import UserError
 from ..model.fake_quant import FakeQuant
 from .blocks import find_blocks
 from .chunked import ChunkedLoss
@@ -32,6 +33,9 @@ class Step:
         gradient_clip: largest joint gradient norm, or None.
         gradient_checkpointing: keep only what goes in and out of every block.
         chunked: the loss without full logits, or None for the plain one.
+
+    Raises:
+        UserError: gradient checkpointing of a model without blocks.
     """
 
     def __init__(
@@ -56,6 +60,11 @@ class Step:
         self.gradient_clip = gradient_clip
         self.chunked = chunked
         blocks = find_blocks(model)
+        if gradient_checkpointing and blocks is None:
+            raise UserError(
+                "this model has no list of blocks to run twice",
+                hint="gradient_checkpointing: false",
+            )
         self._recomputed = blocks if gradient_checkpointing else None
         self.parameters = {
             path: value.astype(mx.float32)
