@@ -1,5 +1,6 @@
 """`--check` tells what is there and what is needed, and refuses what will not fit."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from toolkit.recipe.estimate import Anatomy, Batch, disk, quantized_bytes, train
 from toolkit.recipe.loader import load
 from toolkit.recipe.plan import plan
 from toolkit.stages.train import Config
+from toolkit.train.chunked import ChunkedLoss
 from toolkit.train.step import Step
 
 SHAPE = Fresh(vocabulary=320, hidden_size=64, intermediate_size=96, layers=2)
@@ -121,7 +123,9 @@ def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what
     assert what in error
     assert "--force" in error
     if what == "memory":
-        assert "stages.1.train.batch_size=1 or data.max_length=32" in error
+        assert "stages.1.train.gradient_checkpointing=true or " in error
+        half = "stages.1.train.batch_size=1 stages.1.train.accumulate=2"
+        assert f"{half} or data.max_length=32" in error
     assert cli.train(["recipe.yaml", "--check", "--force"]) == 0
 
 
@@ -154,26 +158,78 @@ def anatomy(shape: Fresh) -> Anatomy:
     return Anatomy(config, 2 * Anatomy(config, 0).parameters)
 
 
-@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
-def test_memory_is_near_the_measured_peak(adapter):
-    shape = Fresh(vocabulary=512, hidden_size=128, intermediate_size=256, layers=3)
-    config = Config(adapter=adapter, steps=1, batch_size=8)
+LEAN = {"gradient_checkpointing": True, "loss_chunk": 64}
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_chunk": None},
+        {"loss_chunk": None, "gradient_checkpointing": True},
+        {"loss_chunk": 64},
+        LEAN,
+        LEAN | {"accumulate": 3},
+        LEAN | {"optimizer": "lion"},
+    ],
+    ids=str,
+)
+def test_memory_is_near_the_measured_peak(adapter, settings):
+    shape = Fresh(vocabulary=2048, hidden_size=128, intermediate_size=256, layers=4)
+    config = Config(adapter=adapter, steps=1, batch_size=8, **settings)
     told = training(anatomy(shape), config, Batch(128, 1024, 1024), 4)
-    network = build(fresh.configuration(shape))
-    if adapter:
-        lora.attach(network, config.adapter, seed=0)
-    step = Step(network)
+    step = network_step(shape, config)
     assert sum(v.size for v in step.parameters.values()) == told.trained
-    tokens = mx.array(np.random.default_rng(0).integers(0, 512, (8, 129)), mx.int32)
+    tokens = mx.array(np.random.default_rng(0).integers(0, 2048, (8, 129)), mx.int32)
     batch = Rows(tokens, mx.ones((8, 128), mx.bool_), ())
+    # What other tests left would be freed in the middle of this.
+    gc.collect()
     before = mx.get_active_memory()
-    own = sum(v.nbytes for _, v in tree_flatten(network.parameters()))
+    own = sum(v.nbytes for _, v in tree_flatten(step.model.parameters()))
     mx.reset_peak_memory()
     for seed in range(2):
-        mx.eval(step(batch, 1e-3, seed), step.parameters, step.optimizer.state)
+        outputs = step([batch] * config.accumulate, 1e-3, seed)
+        mx.eval(outputs, step.parameters, step.optimizer.state)
     moments = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
     peak = mx.get_peak_memory() - before + moments + own
     assert 0.6 < sum(told.memory.values()) / peak < 1.6
+
+
+def network_step(shape, config) -> Step:
+    network = build(fresh.configuration(shape))
+    if config.adapter:
+        lora.attach(network, config.adapter, seed=0)
+    chunk = config.loss_chunk
+    return Step(
+        network,
+        optimizer=config.optimizer,
+        gradient_checkpointing=config.gradient_checkpointing,
+        chunked=ChunkedLoss(network, chunk) if chunk else None,
+    )
+
+
+def test_what_costs_time_and_what_saves_memory():
+    def told(**settings):
+        config = Config(steps=1, batch_size=8, **settings)
+        return training(anatomy(SHAPE), config, Batch(64, 512, 512), 4)
+
+    plain, lean, many = told(), told(gradient_checkpointing=True), told(accumulate=4)
+    assert 1.2 < lean.operations / plain.operations < 1.4
+    assert many.operations == 4 * plain.operations
+    added = sum(many.memory.values()) - sum(plain.memory.values())
+    assert added == 4 * plain.trained
+    assert told(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
+
+
+def test_chunks_by_themselves_where_logits_are_many():
+    config = Config(steps=1, batch_size=8)
+    assert config.chunk(vocabulary=32768, tokens=2048) == 512
+    assert config.chunk(vocabulary=32768, tokens=2047) is None
+    assert config.chunk(vocabulary=1 << 20, tokens=2048) == 64
+    given = Config(steps=1, batch_size=8, loss_chunk=7)
+    assert given.chunk(vocabulary=8, tokens=8) == 7
+    never = Config(steps=1, batch_size=8, loss_chunk=None)
+    assert never.chunk(vocabulary=1 << 20, tokens=1 << 20) is None
 
 
 def test_operations_of_full_training_are_six_per_parameter_and_token():

@@ -15,6 +15,17 @@ KINDS = {
     "dora+": {"adapter": LORA | {"type": "dora", "b_rate_ratio": 4.0}},
     "lora-qat": {"adapter": LORA, "quantization": GRID},
     "qat": {"quantization": GRID},
+    # 13 batches: the last step has one.
+    "lean": {
+        "steps": None,
+        "epochs": 2.6,
+        "adapter": LORA | {"dropout": 0.2},
+        "optimizer": "muon",
+        "schedule": "warmup-stable-decay",
+        "accumulate": 3,
+        "gradient_checkpointing": True,
+        "loss_chunk": 16,
+    },
 }
 
 
@@ -48,6 +59,8 @@ def expected(tmp_path_factory, base):
         ("dora+", "step", 5),
         ("lora-qat", "save", 3),
         ("qat", "step", 10),
+        ("lean", "step", 4),
+        ("lean", "save", 2),
     ],
 )
 def test_killed(tmp_path, base, expected, kind, where, turn):

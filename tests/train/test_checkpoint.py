@@ -5,6 +5,7 @@ import json
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
+from tiny_llamas import llama, tokens_of
 from tiny_steps import Tiny, random_batch
 
 from toolkit.errors import UserError
@@ -52,6 +53,31 @@ def test_gives_back_every_bit(tmp_path):
     advance(other, 3)
     assert bits(other) == bits(step)
     assert bits(other) != bits(trained(3))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon", "sgd"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, window):
+    def begun():
+        model, _ = llama("lora", dropout=0.3)
+        return Step(model, optimizer=optimizer, weight_decay=0.1)
+
+    def train(step, first, last):
+        for number in range(first, last):
+            batches = [tokens_of(seed=number + i) for i in range(window)]
+            mx.eval(step(batches, 1e-2, number), step.parameters)
+
+    whole, start, rest = begun(), begun(), begun()
+    train(whole, 0, 5)
+    train(start, 0, 2)
+    checkpoint.save(tmp_path, start, Progress(2))
+    # What the restored one did before must not shine through.
+    train(rest, 7, 8)
+    checkpoint.restore(tmp_path, rest, pytest.fail)
+    assert bits(rest) == bits(start)
+    train(rest, 2, 5)
+    assert bits(rest) == bits(whole)
+    assert bits(rest) != bits(start)
 
 
 def test_nothing_to_restore(tmp_path):

@@ -94,6 +94,57 @@ def test_reported_loss_is_per_token(tmp_path):
     assert row["loss"] == pytest.approx(loss / tokens, rel=1e-6)
 
 
+def test_a_step_of_several_batches_counts_once(tmp_path):
+    report = Report(tmp_path, quiet=True)
+    report.stage = "1-train"
+    valid = Batches(random_examples(6, 16, seed=2), max_length=16, rows=4)
+    seen = []
+
+    class Watched(Step):
+        def __call__(self, window, rate, seed):
+            seen.append([batch.where for batch in window])
+            return super().__call__(window, rate, seed)
+
+    loop = Loop(
+        Watched(Tiny()),
+        make_loop_batches(),
+        steps=4,
+        accumulate=3,
+        total=10,
+        rate=lambda step: 1e-2,
+        valid=list(valid.in_order()),
+        cadence=Cadence(1, 4, 2, tmp_path / "checkpoints"),
+        report=report,
+        seed=5,
+    )
+    loop.run()
+    batches = make_loop_batches()
+    assert [len(window) for window in seen] == [3, 3, 3, 1]
+    places = [batches(index).where for index in range(10)]
+    assert list(itertools.chain(*seen)) == places
+    trained = [batches(index).mask.sum().item() for index in range(10)]
+    found = [row for row in rows(tmp_path) if row["kind"] == "train"]
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert [row["trained_tokens"] for row in found] == [
+        sum(trained[:count]) for count in (3, 6, 9, 10)
+    ]
+    saved = checkpoint.numbered(tmp_path / "checkpoints")
+    assert [path.name for path in saved] == ["0000002", "0000004"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_rows_of_a_whole_window_are_told(tmp_path, accumulate):
+    loop = make_loop(tmp_path, rate=lambda step: math.nan)
+    loop.accumulate, loop.total = accumulate, STEPS * accumulate
+    with pytest.raises(UserError, match="not a number at step 2"):
+        loop.run()
+    batch = make_loop_batches()
+    window = [batch(accumulate + index) for index in range(accumulate)]
+    record = json.loads((tmp_path / "not-a-number.json").read_text())
+    assert record["rows"] == [place for one in window for place in one.where]
+    assert len(record["tokens"]) == sum(len(one.tokens) for one in window)
+
+
 # Places where a death leaves something else on disk: whose call, and which one.
 MOMENTS = {
     "before the first step": (Step, "__call__", 1),

@@ -1,5 +1,6 @@
 """Schedules, decay and clipping."""
 
+import itertools
 import math
 
 import mlx.core as mx
@@ -7,17 +8,25 @@ import pytest
 
 from toolkit.train.optim import clip, decay, learning_rate
 
+SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 
-def rates(schedule, *, steps=100, warmup=0.1, final=0.1):
+
+def rates(schedule, *, steps=100, warmup=0.1, final=0.1, decay_share=0.2):
     return [
         learning_rate(
-            step, steps, peak=2.0, schedule=schedule, warmup=warmup, final=final
+            step,
+            steps,
+            peak=2.0,
+            schedule=schedule,
+            warmup=warmup,
+            final=final,
+            decay_share=decay_share,
         )
         for step in range(steps)
     ]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_rises_linearly_to_the_peak(schedule):
     found = rates(schedule)
     assert found[0] == pytest.approx(0.2)
@@ -43,7 +52,23 @@ def test_cosine_is_a_cosine():
     assert found[25] == pytest.approx(1 + math.cos(math.pi / 4))
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_stays_up_to_its_last_share():
+    found = rates("warmup-stable-decay", warmup=0.1, final=0.1, decay_share=0.4)
+    assert found[10:60] == [2.0] * 50
+    assert found[79] == pytest.approx(1.1)
+    assert found[-1] == pytest.approx(0.2)
+    falls = [a - b for a, b in itertools.pairwise(found[59:])]
+    assert falls == pytest.approx([1.8 / 40] * 40)
+
+
+@pytest.mark.parametrize(("share", "kept"), [(0.0, 90), (1.0, 1)])
+def test_a_decay_of_nothing_and_of_all(share, kept):
+    found = rates("warmup-stable-decay", decay_share=share)
+    assert found.count(2.0) == kept
+    assert found[-1] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("steps", [1, 2, 3])
 def test_few_steps_have_a_rate(schedule, warmup, steps):

@@ -26,6 +26,11 @@ def read_config(path: Path) -> dict:
     return config
 
 
+def setting(config: dict, name: str) -> int:
+    """A number of a config, of its language part if it has several; else 0."""
+    return (config | config.get("text_config", {})).get(name) or 0
+
+
 def end_tokens(path: Path) -> list[int]:
     """Every token that config.json or generation_config.json says ends a text.
 

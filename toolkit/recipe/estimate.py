@@ -4,13 +4,19 @@ The formulas, with P parameters, T trained ones, c bytes of the compute type, an
 tokens in the largest batch:
 
     weights      the checkpoint, c P, and float32 masters of the T
-    optimizer    12 T: gradient and two moments, in float32
+    optimizer    4 T for the gradient, and for every moment, of which AdamW has two,
+                 Adafactor none to speak of and the others one; 4 T more where several
+                 batches are added up
     step         the larger of the backward pass and the update (8 T);
                  the backward pass keeps c n (in + out) over all matrices,
                  2 c n heads length per attention layer, 12 n vocabulary for the
-                 loss, and (4 + c) for every weight that is rounded in training
+                 loss, and (4 + c) for every weight that is rounded in training;
+                 with checkpointed blocks, of these n width c per block and the rest of
+                 one block alone; with the loss by chunks, the 12 n vocabulary of
+                 several chunks alone, and 8 for every trained number of the head
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
-                 and 12 length width per attention layer
+                 and 12 length width per attention layer; 2 P more with checkpointed
+                 blocks; all that for every batch of a step
 
 Measured on Llama shapes of 3 to 11 million parameters, full, LoRA and with rounding,
 the measured peak is 0.9 to 1.15 times this sum.
@@ -24,12 +30,16 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..model import lora
+from ..model.folder import setting
 from ..model.load import build
 from ..model.sizes import checkpoint_sizes
 from ..quant.layers import Selection, select
 from ..quant.spec import QuantSpec
 from ..section import Section
 
+MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
+# Buffers of the chunks of the loss that a device has in work at once.
+CHUNKS_AT_ONCE = 3
 CHECKPOINTS = 3  # two are kept while a third is written
 
 
@@ -61,8 +71,7 @@ class Anatomy:
 
     def setting(self, name: str) -> int:
         """A number of the config, of its language part if it has several; else 0."""
-        config = self.config | self.config.get("text_config", {})
-        return config.get(name) or 0
+        return setting(self.config, name)
 
     def selection(self, quantization: Section) -> Selection:
         """The layers a quantization rounds, and those it keeps."""
@@ -105,17 +114,21 @@ def training(anatomy: Anatomy, stage: Section, batch: Batch, compute: int) -> Lo
     trained = _trained(model, stage)
     masters_are_weights = stage.adapter is None and compute == 4
     masters = 0 if masters_are_weights else 4 * trained
-    backward = _activations(anatomy, matrices, batch, compute) + (4 + compute) * rounded
+    backward = _activations(anatomy, matrices, batch, compute, stage)
+    backward += _loss(anatomy, batch, stage) + (4 + compute) * rounded
+    sums = 1 + MOMENTS[stage.optimizer] + (stage.accumulate > 1)
     memory = {
         "weights": anatomy.bytes + compute * total + masters,
-        "optimizer": 12 * trained,
+        "optimizer": 4 * sums * trained,
         "step": max(backward, 8 * trained),
     }
     seen = sum(prod(s) * share for s, share in _used(anatomy, matrices))
     width = anatomy.setting("num_hidden_layers") * anatomy.setting("hidden_size")
     to_weights = trained if stage.adapter else seen
-    per_token = 4 * seen + 2 * to_weights + 12 * batch.length * width
-    return Load(total, trained, memory, per_token * batch.mean_tokens)
+    per_token = (4 + 2 * stage.gradient_checkpointing) * seen + 2 * to_weights
+    per_token += 12 * batch.length * width
+    tokens = batch.mean_tokens * stage.accumulate
+    return Load(total, trained, memory, per_token * tokens)
 
 
 def quantized_bytes(anatomy: Anatomy, specs: dict[str, QuantSpec]) -> int:
@@ -187,13 +200,26 @@ def _used(anatomy: Anatomy, matrices: dict) -> list[tuple[tuple[int, ...], float
     ]
 
 
-def _activations(anatomy: Anatomy, matrices: dict, batch: Batch, compute: int) -> int:
-    """Bytes the forward pass keeps for the backward pass."""
+def _activations(
+    anatomy: Anatomy, matrices: dict, batch: Batch, compute: int, stage: Section
+) -> int:
+    """Bytes the blocks' forward pass keeps for the backward pass."""
     kept = sum(
         (shape[-1] + shape[-2]) * (share * shape[0] if len(shape) == 3 else 1)
         for shape, share in _used(anatomy, matrices)
     )
     layers, heads = map(anatomy.setting, ("num_hidden_layers", "num_attention_heads"))
     kept += 2 * layers * heads * batch.length
-    loss = 12 * anatomy.setting("vocab_size")
-    return int(batch.tokens * (compute * kept + loss))
+    if stage.gradient_checkpointing:
+        kept = layers * anatomy.setting("hidden_size") + kept / max(1, layers)
+    return int(batch.tokens * compute * kept)
+
+
+def _loss(anatomy: Anatomy, batch: Batch, stage: Section) -> int:
+    """Bytes of the logits, their exponentials and their gradients."""
+    vocabulary = anatomy.setting("vocab_size")
+    chunk = stage.chunk(vocabulary=vocabulary, tokens=batch.tokens)
+    if chunk is None or CHUNKS_AT_ONCE * chunk >= batch.tokens:
+        return 12 * vocabulary * batch.tokens
+    head = 0 if stage.adapter else vocabulary * anatomy.setting("hidden_size")
+    return 12 * vocabulary * CHUNKS_AT_ONCE * chunk + 8 * head

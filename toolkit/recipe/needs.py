@@ -1,5 +1,6 @@
 """What a plan needs of this machine, whether it is there, and what to do if not."""
 
+import math
 from collections.abc import Iterator
 
 import mlx.core as mx
@@ -117,7 +118,8 @@ class Needs:
                 return "unknown before the data is read"
             mean = sum(self.lengths) / len(self.lengths)
             rows = self._batch(step.config).mean_tokens / mean
-            steps = max(1, round(step.config.epochs * self.examples / rows))
+            batches = step.config.batches(self.examples / rows)
+            steps = math.ceil(batches / step.config.accumulate)
         speed = training_speed(_dtype(step, self.stored))
         seconds = OVERHEAD * load.operations * steps / speed
         return (
@@ -128,10 +130,16 @@ class Needs:
     def _remedies(self, step: Step) -> Iterator[str]:
         at = f"stages.{step.index}.train"
         config = step.config
-        if config.batch_tokens:
-            yield f"{at}.batch_tokens={max(self.longest, config.batch_tokens // 2)}"
-        elif config.batch_size > 1:
-            yield f"{at}.batch_size={config.batch_size // 2}"
+        if not config.gradient_checkpointing:
+            yield f"{at}.gradient_checkpointing=true"
+        if config.loss_chunk is None:
+            yield f"{at}.loss_chunk=auto"
+        twice = f"{at}.accumulate={2 * config.accumulate}"
+        if (config.batch_tokens or 0) > self.longest:
+            half = max(self.longest, config.batch_tokens // 2)
+            yield f"{at}.batch_tokens={half} {twice}"
+        elif (config.batch_size or 1) > 1:
+            yield f"{at}.batch_size={config.batch_size // 2} {twice}"
         yield f"data.max_length={max(8, self.longest // 2)}"
         if config.adapter is None:
             yield f"{at}.adapter={{rank: 16}}"

@@ -11,6 +11,18 @@ from ..section import Section
 if TYPE_CHECKING:
     from .context import Artefact, Context
 
+BETAS = {"beta1", "beta2"}
+# What only some optimizers have.
+OWN_KEYS = {
+    "adamw": BETAS,
+    "adafactor": set(),
+    "lion": BETAS,
+    "muon": {*BETAS, "momentum"},
+    "sgd": {"momentum"},
+}
+# Logits of a batch from where on they are made by chunks, and those of such a chunk.
+MANY_LOGITS, CHUNK_LOGITS = 1 << 26, 1 << 24
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -29,10 +41,24 @@ class Config(Section):
     """Rows per step; or give batch_tokens."""
     batch_tokens: int | None = Field(None, ge=1)
     """Tokens per step, padding included: short rows go in larger batches."""
+    accumulate: int = Field(1, ge=1)
+    """Batches per step, in the memory of one; every trained token weighs the same."""
+    gradient_checkpointing: bool = False
+    """Keep only what goes in and out of every block and compute the rest twice: far
+    less memory, about a third more time."""
+    loss_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
+    """Tokens whose logits exist at once; auto = few once a batch has 64 million logits,
+    as 2048 tokens have with a vocabulary of 32768; null = all."""
+    optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    """What makes steps of gradients; muon has the matrices of the blocks and leaves the
+    rest to adamw, at the same learning rate."""
     learning_rate: float = Field(1e-4, gt=0)
     """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
     """How the learning rate falls after the warm-up."""
+    decay_share: Fraction = 0.2
+    """Share of the steps over which the learning rate falls, for warmup-stable-decay
+    alone."""
     warmup: Fraction = 0.05
     """Share of the steps over which the learning rate rises."""
     final_learning_rate: Fraction = 0.1
@@ -40,9 +66,11 @@ class Config(Section):
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay of matrices; norms and biases have none."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """AdamW's decay of the first moment."""
+    """Decay of the first moment, for adamw, lion and muon's adamw."""
     beta2: float = Field(0.95, ge=0, lt=1)
-    """AdamW's decay of the second moment."""
+    """Decay of the second moment, as beta1; lion wants 0.99."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay of the sum of gradients, for muon and sgd."""
     gradient_clip: float | None = Field(1.0, gt=0)
     """Largest gradient norm; null = no clipping."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -75,7 +103,39 @@ class Config(Section):
                 "a dora adapter does not go with quantization: use type lora, "
                 "or train first and quantize afterwards"
             )
+        self._no_idle_keys()
         return self
+
+    def _no_idle_keys(self):
+        idle = (BETAS | {"momentum"}) - OWN_KEYS[self.optimizer]
+        if found := sorted(idle & self._changed):
+            raise ValueError(f"{self.optimizer} has no {found[0]}")
+        if self.schedule != "warmup-stable-decay" and "decay_share" in self._changed:
+            raise ValueError("decay_share is for the schedule warmup-stable-decay")
+
+    @property
+    def _changed(self) -> set[str]:
+        """Keys given; as a resolved recipe gives all, those with other values."""
+        fields = type(self).model_fields
+        return {
+            key
+            for key in self.model_fields_set
+            if getattr(self, key) != fields[key].default
+        }
+
+    def batches(self, per_epoch: int) -> int:
+        """Batches in all; the last step may have fewer than the others."""
+        if self.steps:
+            return self.steps * self.accumulate
+        return max(1, round(self.epochs * per_epoch))
+
+    def chunk(self, *, vocabulary: int, tokens: int) -> int | None:
+        """Tokens whose logits exist at once, in batches of `tokens`; None = all."""
+        if self.loss_chunk != "auto":
+            return self.loss_chunk
+        if vocabulary * tokens < MANY_LOGITS:
+            return None
+        return max(64, CHUNK_LOGITS // vocabulary)
 
 
 def run(config: Config, context: "Context") -> "Artefact":

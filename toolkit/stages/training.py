@@ -1,5 +1,6 @@
 """How a train stage is put together from model, data and loop, and what it leaves."""
 
+import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,9 +17,11 @@ from ..measure.perplexity import measure_perplexity
 from ..model import fresh, lora
 from ..model.adapters import files as adapter_files
 from ..model.fake_quant import FakeQuant
+from ..model.folder import setting
 from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
+from ..train.chunked import CannotSplit, ChunkedLoss
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.step import Step
@@ -96,30 +99,52 @@ class Training:
             loaded.model,
             compute=training_dtype(config.compute_dtype, loaded.dtype),
             fake_quant=fake_quant,
+            optimizer=config.optimizer,
             beta1=config.beta1,
             beta2=config.beta2,
+            momentum=config.momentum,
             weight_decay=config.weight_decay,
             gradient_clip=config.gradient_clip,
+            gradient_checkpointing=config.gradient_checkpointing,
+            chunked=self._chunked(),
         )
         if config.adapter:
             step.rates = lora.rates(step.parameters, config.adapter)
         set_compute_dtype(loaded.model, step.compute)
         return step
 
+    def _chunked(self) -> ChunkedLoss | None:
+        config, longest = self.config, self.context.data.max_length
+        tokens = max(config.batch_tokens or config.batch_size * longest, longest)
+        vocabulary = setting(self.loaded.config, "vocab_size")
+        chunk = config.chunk(vocabulary=vocabulary, tokens=tokens)
+        if chunk is None:
+            return None
+        try:
+            return ChunkedLoss(self.loaded.model, chunk)
+        except CannotSplit as reason:
+            self.context.report.warn(
+                f"the loss is made of all logits at once, loss_chunk is off: {reason}"
+            )
+            return None
+
     def _loop(self) -> Loop:
         config, context = self.config, self.context
         train_rows, valid_rows = context.rows
         batches = self._batches(self._encode("train", train_rows))
         valid = self._batches(self._encode("valid", valid_rows))
-        steps = config.steps or max(1, round(config.epochs * batches.per_epoch))
+        total = config.batches(batches.per_epoch)
+        steps = math.ceil(total / config.accumulate)
         context.report.say(
             f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
-            f"epoch; {steps:,} steps are {steps / batches.per_epoch:.1f} epochs"
+            f"epoch; {steps:,} steps are {total / batches.per_epoch:.1f} epochs"
         )
         return Loop(
             self.step,
             batches,
             steps=steps,
+            accumulate=config.accumulate,
+            total=total,
             rate=lambda number: learning_rate(
                 number,
                 steps,
@@ -127,6 +152,7 @@ class Training:
                 schedule=config.schedule,
                 warmup=config.warmup,
                 final=config.final_learning_rate,
+                decay_share=config.decay_share,
             ),
             valid=list(valid.in_order(config.evaluate_batches)),
             cadence=Cadence(

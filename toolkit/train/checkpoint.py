@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten
 
 from ..run.files import atomic_folder, hash_file, need_space
 from .step import Step
@@ -103,11 +103,16 @@ def _tensors(step: Step) -> dict[str, mx.array]:
 
 
 def _fill(step: Step, tensors: dict[str, mx.array]) -> None:
-    # In place: the compiled step holds on to these very dictionaries. By the paths
-    # they have now, because a parameter's name is one key of theirs, dots and all.
-    state = step.optimizer.state
     step.parameters.update({k: tensors[f"parameters:{k}"] for k in step.parameters})
-    state.update(
-        tree_map_with_path(lambda path, _: tensors[f"optimizer:{path}"], state)
-    )
-    mx.eval(step.parameters, state)
+    _replace(step.optimizer.state, tensors, "optimizer:")
+    mx.eval(step.parameters, step.optimizer.state)
+
+
+def _replace(state: dict, tensors: dict[str, mx.array], path: str) -> None:
+    # In place: optimizers and the compiled step hold on to these very dictionaries. By
+    # the paths they have now, because a parameter's name is one key, dots and all.
+    for name, value in state.items():
+        if isinstance(value, dict):
+            _replace(value, tensors, f"{path}{name}.")
+        else:
+            state[name] = tensors[f"{path}{name}"]

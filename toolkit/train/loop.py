@@ -34,6 +34,8 @@ class Loop:
     """Runs a `Step` over batches, with validation, checkpoints and a way to stop.
 
     Args:
+        accumulate: batches per step.
+        total: batches in all, if the last step has fewer.
         rate: the learning rate of a step, counted from 0.
         valid: validation batches, a list used again and again.
         on_evaluate: called with the step after every validation, for samples.
@@ -50,11 +52,15 @@ class Loop:
         cadence: Cadence,
         report: Report,
         seed: int,
+        accumulate: int = 1,
+        total: int | None = None,
         on_evaluate: Callable[[int], None] = lambda step: None,
     ):
         self.step = step
         self.batches = batches
         self.steps = steps
+        self.accumulate = accumulate
+        self.total = steps * accumulate if total is None else total
         self.rate = rate
         self.valid = valid
         self.cadence = cadence
@@ -109,22 +115,27 @@ class Loop:
 
     def _launch(self, number: int, bar) -> None:
         """Start a step; while it runs, read the numbers of the one before it."""
-        batch, rate = self.batches(number), self.rate(number)
+        window, rate = self._window(number), self.rate(number)
         draw = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
-        outputs = self.step(batch, rate, int(draw))
+        outputs = self.step(window, rate, int(draw))
         mx.async_eval(outputs, self.step.parameters, self.step.optimizer.state)
         self._settle(bar)
-        self._pending = (number, batch, rate, outputs)
+        self._pending = (number, window, rate, outputs)
+
+    def _window(self, number: int) -> list[Batch]:
+        first = number * self.accumulate
+        last = min(first + self.accumulate, self.total)
+        return [self.batches(index) for index in range(first, last)]
 
     def _settle(self, bar) -> None:
         """Wait for the pending step, count it, report it when it is time."""
         if self._pending is None:
             return
-        number, batch, rate, outputs = self._pending
+        number, window, rate, outputs = self._pending
         self._pending = None
         loss, tokens, norm = (output.item() for output in outputs)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._stop_at_nan(number, batch)
+            self._stop_at_nan(number, window)
         now = time.perf_counter()
         progress = self.progress
         progress.step = number + 1
@@ -180,17 +191,15 @@ class Loop:
         self.report.say(f"step {done}: validation loss {loss:.4f}")
         self.on_evaluate(done)
 
-    def _stop_at_nan(self, number: int, batch: Batch) -> None:
+    def _stop_at_nan(self, number: int, window: list[Batch]) -> None:
         path = self.cadence.folder.parent / "not-a-number.json"
-        rows = {
-            "step": number + 1,
-            "rows": batch.where,
-            "tokens": batch.tokens.tolist(),
-        }
+        where = [place for batch in window for place in batch.where]
+        tokens = [row for batch in window for row in batch.tokens.tolist()]
+        rows = {"step": number + 1, "rows": where, "tokens": tokens}
         write_atomic(path, json.dumps(rows) + "\n")
         raise UserError(
             f"the loss or its gradient is not a number at step {number + 1}",
-            place=", ".join(batch.where[:4]),
+            place=", ".join(where[:4]),
             hint=f"lower learning_rate; the batch is in {path}; "
             "the last checkpoint is kept and the same command goes on from it",
             code=FAILED,

@@ -1,14 +1,21 @@
 """One optimizer step, compiled: masters in float32, the loss per trained token."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import mlx.core as mx
 import mlx.nn as nn
-import mlx.optimizers as optimizers
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..data.batches import Batch
+from ..errors import UserError
 from ..model.fake_quant import FakeQuant
+from .blocks import find_blocks
+from .chunked import ChunkedLoss
 from .losses import cross_entropy_sum
 from .optim import clip, decay
+from .optimizers import make_optimizer
+from .recompute import recomputed
 
 
 class Step:
@@ -22,7 +29,13 @@ class Step:
         model: with everything that is not trained frozen.
         compute: type of the forward and backward pass.
         fake_quant: the rounding to train with, or None.
+        optimizer: its name; see `make_optimizer`.
         gradient_clip: largest joint gradient norm, or None.
+        gradient_checkpointing: keep only what goes in and out of every block.
+        chunked: the loss without full logits, or None for the plain one.
+
+    Raises:
+        UserError: gradient checkpointing of a model without blocks.
     """
 
     def __init__(
@@ -31,10 +44,14 @@ class Step:
         *,
         compute: mx.Dtype = mx.float32,
         fake_quant: FakeQuant | None = None,
+        optimizer: str = "adamw",
         beta1: float = 0.9,
         beta2: float = 0.95,
+        momentum: float = 0.95,
         weight_decay: float = 0.0,
         gradient_clip: float | None = None,
+        gradient_checkpointing: bool = False,
+        chunked: ChunkedLoss | None = None,
     ):
         self.model = model
         self.compute = compute
@@ -43,20 +60,42 @@ class Step:
         # What a parameter's learning rate is multiplied by, where it is not 1.
         self.rates: dict[str, float] = {}
         self.gradient_clip = gradient_clip
+        self.chunked = chunked
+        blocks = find_blocks(model)
+        if gradient_checkpointing and blocks is None:
+            raise UserError(
+                "this model has no list of blocks to run twice",
+                hint="gradient_checkpointing: false",
+            )
+        self._recomputed = blocks if gradient_checkpointing else None
         self.parameters = {
             path: value.astype(mx.float32)
             for path, value in tree_flatten(model.trainable_parameters())
         }
-        self.optimizer = optimizers.Adam(
-            learning_rate=0.0, betas=[beta1, beta2], bias_correction=True
+        self.optimizer = make_optimizer(
+            optimizer,
+            self.parameters,
+            beta1=beta1,
+            beta2=beta2,
+            momentum=momentum,
+            blocks=blocks.prefix if blocks else "layers.",
         )
-        self.optimizer.init(self.parameters)
+        # Of the micro-batches of a step so far; empty between steps.
+        self._sums: dict[str, mx.array] = {}
         mx.eval(self.parameters, self.optimizer.state)
-        self._train = self._compile(self._update, writes=True)
-        self._evaluate = self._compile(self._loss, writes=False)
+        state = [self.parameters, self.optimizer.state, mx.random.state]
+        summing = [self._sums, mx.random.state]
+        self._train = mx.compile(self._update, inputs=state, outputs=state)
+        self._add = mx.compile(self._sum, inputs=[*state, self._sums], outputs=summing)
+        self._finish = mx.compile(
+            self._improve, inputs=[*state, self._sums], outputs=state
+        )
+        self._evaluate = mx.compile(self._loss, inputs=state)
 
-    def __call__(self, batch: Batch, rate: float, seed: int) -> tuple[mx.array, ...]:
-        """Train on a batch.
+    def __call__(
+        self, batch: Batch | Sequence[Batch], rate: float, seed: int
+    ) -> tuple[mx.array, ...]:
+        """Train on a batch, or on several as if they were one.
 
         Args:
             rate: the learning rate.
@@ -67,7 +106,10 @@ class Step:
         """
         mx.random.seed(seed)
         self.model.train()
-        return self._train(batch.tokens, batch.mask, mx.array(rate))
+        window = [batch] if isinstance(batch, Batch) else batch
+        if len(window) == 1:
+            return self._train(window[0].tokens, window[0].mask, mx.array(rate))
+        return self._accumulate(window, mx.array(rate))
 
     def evaluate(self, batches) -> tuple[float, int]:
         """Summed loss and trained tokens over batches, dropout off."""
@@ -83,11 +125,6 @@ class Step:
         self._set(self.parameters)
         return self.model.eval()
 
-    def _compile(self, function, *, writes: bool):
-        # `Adam.state` and the random state are replaced leaf by leaf, in place.
-        state = [self.parameters, self.optimizer.state, mx.random.state]
-        return mx.compile(function, inputs=state, outputs=state if writes else None)
-
     def _set(self, parameters: dict[str, mx.array]) -> None:
         weights = {k: v.astype(self.compute) for k, v in parameters.items()}
         if self.fake_quant:
@@ -95,17 +132,49 @@ class Step:
         self.model.update(tree_unflatten(list(weights.items())))
 
     def _loss(self, tokens: mx.array, mask: mx.array) -> mx.array:
-        return self._loss_of(self.parameters, tokens, mask)
+        self._set(self.parameters)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if self.chunked:
+            return self.chunked.value(inputs, targets, mask)
+        return cross_entropy_sum(self.model(inputs), targets, mask)
 
     def _loss_of(self, parameters, tokens: mx.array, mask: mx.array) -> mx.array:
         self._set(parameters)
-        return cross_entropy_sum(self.model(tokens[:, :-1]), tokens[:, 1:], mask)
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        with recomputed(self._recomputed) if self._recomputed else nullcontext():
+            if self.chunked:
+                return self.chunked(inputs, targets, mask)
+            return cross_entropy_sum(self.model(inputs), targets, mask)
+
+    def _gradients(self, tokens: mx.array, mask: mx.array):
+        return mx.value_and_grad(self._loss_of)(self.parameters, tokens, mask)
 
     def _update(self, tokens: mx.array, mask: mx.array, rate: mx.array):
-        loss, gradients = mx.value_and_grad(self._loss_of)(
-            self.parameters, tokens, mask
-        )
-        trained = mx.maximum(mask.sum(), 1)
+        loss, gradients = self._gradients(tokens, mask)
+        return self._apply(gradients, loss, mask.sum(), rate)
+
+    def _accumulate(self, window: Sequence[Batch], rate: mx.array):
+        self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
+        loss = trained = mx.array(0.0)
+        for batch in window:
+            loss = loss + self._add(batch.tokens, batch.mask)
+            trained = trained + batch.mask.sum()
+            # Not waited for; without it all batches might be in memory at once.
+            mx.async_eval(loss, trained, self._sums)
+        outputs = self._finish(loss, trained, rate)
+        self._sums.clear()
+        return outputs
+
+    def _sum(self, tokens: mx.array, mask: mx.array) -> mx.array:
+        loss, gradients = self._gradients(tokens, mask)
+        self._sums.update({k: self._sums[k] + g for k, g in gradients.items()})
+        return loss
+
+    def _improve(self, loss: mx.array, trained: mx.array, rate: mx.array):
+        return self._apply(self._sums, loss, trained, rate)
+
+    def _apply(self, gradients, loss: mx.array, trained: mx.array, rate: mx.array):
+        trained = mx.maximum(trained, 1)
         gradients = {k: g / trained for k, g in gradients.items()}
         gradients, norm = clip(gradients, self.gradient_clip)
         self.optimizer.learning_rate = rate

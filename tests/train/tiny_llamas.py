@@ -1,0 +1,50 @@
+"""Models with blocks, small enough for exact comparisons, in all ways of training."""
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_map
+
+from toolkit.data.batches import Batch
+from toolkit.model import fresh, lora
+from toolkit.model.adapters.settings import Adapter
+from toolkit.model.fake_quant import FakeQuant
+from toolkit.model.load import build
+from toolkit.model.source import Fresh
+from toolkit.quant.layers import select
+from toolkit.quant.spec import Quantization
+
+VOCABULARY = 320
+WAYS = ("full", "lora", "qat", "lora-qat", "frozen")
+
+
+def llama(way="full", *, tied=True, dropout=0.0, **changes):
+    """A model to train and the rounding to train it with, or None."""
+    shape = Fresh(
+        vocabulary=VOCABULARY, hidden_size=64, intermediate_size=96, layers=2, heads=2
+    )
+    config = fresh.configuration(shape) | {"tie_word_embeddings": tied} | changes
+    mx.random.seed(3)
+    model = build(config)
+    model.update(tree_map(lambda v: 1.5 * v, model.parameters()))
+    if "lora" in way:
+        attach(model, dropout=dropout, merged="qat" in way)
+    if way == "frozen":
+        model.freeze()
+        model.layers[1].unfreeze()
+    if "qat" not in way:
+        return model, None
+    grid = Quantization(bits=4, group_size=32)
+    return model, FakeQuant(model, select(model, grid).specs, mx.float32)
+
+
+def attach(model, *, dropout, merged):
+    lora.attach(model, Adapter(rank=4, dropout=dropout), seed=0, merged=merged)
+    for layer in lora.adapted(model).values():
+        layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
+
+
+def tokens_of(rows=3, length=11, *, seed=0) -> Batch:
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, VOCABULARY, (rows, length + 1)).astype(np.int32)
+    mask = generator.random((rows, length)) < 0.6
+    return Batch(mx.array(tokens), mx.array(mask), ("rows.jsonl:1",))

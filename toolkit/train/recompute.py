@@ -1,0 +1,92 @@
+"""Gradient checkpointing (arXiv 1604.06174): blocks run again in the backward pass."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from .blocks import Blocks, StandIn, swapped
+
+
+@contextmanager
+def recomputed(blocks: Blocks) -> Iterator[None]:
+    """Of every block only inputs and outputs are kept while the context is open.
+
+    The model is as before when it closes. Backward passes may come later.
+    """
+    stand_ins = [
+        block if isinstance(block, StandIn) else StandIn(block, _recompute(block))
+        for block in blocks.trunk[blocks.name]
+    ]
+    with swapped(blocks.trunk, blocks.name, stand_ins):
+        yield
+
+
+def _recompute(block: nn.Module):
+    def call(*arguments, **settings):
+        leaves = [leaf for _, leaf in tree_flatten([arguments, settings])]
+        arrays = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
+        # Dropout must draw the second time what it drew the first.
+        draws = _draws(block)
+
+        def run(parameters, arrays):
+            given = iter(arrays)
+            args, kwargs = tree_map(
+                lambda leaf: next(given) if isinstance(leaf, mx.array) else leaf,
+                (arguments, settings),
+            )
+            with _parameters(block, parameters), _all_swapped(draws):
+                return block(*args, **kwargs)
+
+        # Gradients come only to what is handed in: trained parameters and arrays.
+        return mx.checkpoint(run)(block.trainable_parameters(), arrays)
+
+    return call
+
+
+@contextmanager
+def _parameters(block: nn.Module, parameters: dict) -> Iterator[None]:
+    # A block may be called twice, and the second call needs the real ones.
+    before = block.trainable_parameters()
+    block.update(parameters)
+    try:
+        yield
+    finally:
+        block.update(before)
+
+
+class _Drawn:
+    """Dropout with a random state of its own instead of the global one."""
+
+    def __init__(self, keep: float, key: mx.array):
+        self._keep = keep
+        self._key = key
+
+    def __call__(self, x: mx.array) -> mx.array:
+        mask = mx.random.bernoulli(self._keep, x.shape, self._key)
+        return (mask * x) * (1 / self._keep)
+
+
+def _draws(block: nn.Module) -> list[tuple[nn.Module, str, _Drawn]]:
+    """Owner, name and stand-in of every dropout that is at work in a block."""
+    found = [
+        (owner, name, child._p_1)
+        for _, owner in block.named_modules()
+        for name, child in owner.items()
+        if isinstance(child, nn.Dropout) and child.training and child._p_1 < 1
+    ]
+    if not found:
+        return []
+    keys = mx.random.randint(0, 1 << 31, (len(found), 2), dtype=mx.uint32)
+    pairs = zip(found, keys, strict=True)
+    return [(owner, name, _Drawn(keep, key)) for (owner, name, keep), key in pairs]
+
+
+@contextmanager
+def _all_swapped(draws) -> Iterator[None]:
+    with ExitStack() as stack:
+        for owner, name, drawn in draws:
+            stack.enter_context(swapped(owner, name, drawn))
+        yield
