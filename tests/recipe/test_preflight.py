@@ -223,9 +223,9 @@ def test_what_costs_time_and_what_saves_memory():
 
 def test_chunks_by_themselves_where_logits_are_many():
     config = Config(steps=1, batch_size=8)
-    assert config.chunk(vocabulary=32768, tokens=2048) == 512
-    assert config.chunk(vocabulary=32768, tokens=2047) is None
-    assert config.chunk(vocabulary=1 << 20, tokens=2048) == 64
+    assert config.chunk(vocabulary=32768, tokens=4096) == 512
+    assert config.chunk(vocabulary=32768, tokens=4095) is None
+    assert config.chunk(vocabulary=1 << 20, tokens=4096) == 64
     given = Config(steps=1, batch_size=8, loss_chunk=7)
     assert given.chunk(vocabulary=8, tokens=8) == 7
     never = Config(steps=1, batch_size=8, loss_chunk=None)

@@ -38,7 +38,8 @@ def llama(way="full", *, tied=True, dropout=0.0, **changes):
 
 
 def attach(model, *, dropout, merged):
-    lora.attach(model, Adapter(rank=4, dropout=dropout), seed=0, merged=merged)
+    adapter = Adapter(rank=4, dropout=dropout, layers=["*"])
+    lora.attach(model, adapter, seed=0, merged=merged)
     for layer in lora.adapted(model).values():
         layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
 

@@ -21,7 +21,7 @@ OWN_KEYS = {
     "sgd": {"momentum"},
 }
 # Logits of a batch from where on they are made by chunks, and those of such a chunk.
-MANY_LOGITS, CHUNK_LOGITS = 1 << 26, 1 << 24
+MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -47,8 +47,8 @@ class Config(Section):
     """Keep only what goes in and out of every block and compute the rest twice: far
     less memory, about a third more time."""
     loss_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
-    """Tokens whose logits exist at once; auto = few once a batch has 64 million logits,
-    as 2048 tokens have with a vocabulary of 32768; null = all."""
+    """Tokens whose logits exist at once; auto = few once a batch has 128 million,
+    as 4096 tokens have with a vocabulary of 32768; null = all."""
     optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
     """What makes steps of gradients; muon has the matrices of the blocks and leaves the
     rest to adamw, at the same learning rate."""
