@@ -20,6 +20,7 @@ SMALL = [
     "stages.validate.questions=21",
     "stages.validate.speed_tokens=8",
 ]
+SMALL_BENCHMARK = "--hidden 64 --layers 1 --batch 2 --length 32 --steps 3 --rounds 1"
 
 
 def commands() -> list[str]:
@@ -41,7 +42,9 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     program, *arguments = shlex.split(command)
     if program == "lmx-train" and not any(a.startswith("--") for a in arguments):
         arguments += [a for a in SMALL if a.partition("=")[0] not in command]
-    arguments = [re.sub("^recipes/", f"{ROOT}/recipes/", a) for a in arguments]
+    if program == "python":
+        arguments += shlex.split(SMALL_BENCHMARK)
+    arguments = [re.sub(r"^(?=recipes/|benchmarks/)", f"{ROOT}/", a) for a in arguments]
     return subprocess.run(
         [BIN / program, *arguments],
         cwd=folder,
