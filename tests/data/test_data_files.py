@@ -15,17 +15,6 @@ USER, ANSWER = (
 CHAT = {"messages": [USER, ANSWER]}
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(rows, name="rows.jsonl"):
-        text = rows if isinstance(rows, str) else "\n".join(map(json.dumps, rows))
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8", newline="")
-        return str(path)
-
-    return write
-
-
 def test_a_json_list_and_a_gzipped_file(write, tmp_path):
     path = write(json.dumps([CHAT, CHAT]), "rows.json")
     assert [row.where for row in formats.read(path).rows] == [

@@ -1,7 +1,5 @@
 """Rows of every format and of the Hub, and the message of every fault."""
 
-import json
-
 import pytest
 
 from toolkit.data import formats
@@ -12,17 +10,6 @@ USER, ANSWER = (
     {"role": "assistant", "content": "Hello"},
 )
 CHAT = {"messages": [USER, ANSWER]}
-
-
-@pytest.fixture
-def write(tmp_path):
-    def write(rows, name="rows.jsonl"):
-        text = rows if isinstance(rows, str) else "\n".join(map(json.dumps, rows))
-        path = tmp_path / name
-        path.write_text(text, encoding="utf-8", newline="")
-        return str(path)
-
-    return write
 
 
 @pytest.mark.parametrize(

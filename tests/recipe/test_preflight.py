@@ -21,6 +21,7 @@ from toolkit.recipe import needs, room
 from toolkit.recipe.estimate import Anatomy, Batch, disk, quantized_bytes, training
 from toolkit.recipe.loader import load
 from toolkit.recipe.plan import plan
+from toolkit.run.files import free_bytes
 from toolkit.stages.train import Config
 from toolkit.train.chunked import ChunkedLoss
 from toolkit.train.step import Step
@@ -117,7 +118,7 @@ def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what
     if what == "memory":
         monkeypatch.setattr(needs, "memory_limit", lambda: 1000)
     else:
-        monkeypatch.setattr(needs, "disk_free", lambda folder: 1000)
+        monkeypatch.setattr(needs, "free_bytes", lambda folder: 1000)
     assert cli.train(["recipe.yaml", "--check"]) == 3
     error = capsys.readouterr().err
     assert what in error
@@ -268,6 +269,6 @@ def test_disk_holds_artefacts_and_checkpoints(here):
 
 
 def test_free_disk_is_that_of_the_nearest_folder_there_is(tmp_path):
-    assert room.disk_free(tmp_path / "not" / "yet") == room.disk_free(tmp_path) > 0
+    assert free_bytes(tmp_path / "not" / "yet") == free_bytes(tmp_path) > 0
     assert room.memory_limit() > 1 << 20
     assert room.training_speed(mx.float32) > 1e8

@@ -8,11 +8,12 @@ import mlx.core as mx
 from ..data.batches import ladder
 from ..errors import WILL_NOT_FIT, UserError
 from ..model.folder import check_weights, read_config
+from ..run.files import free_bytes
 from ..section import Section
 from .estimate import Anatomy, Batch, Load, disk, training
 from .loader import Loaded
 from .plan import Plan, Step
-from .room import OVERHEAD, disk_free, memory_limit, training_speed
+from .room import OVERHEAD, memory_limit, training_speed
 
 
 def require_room(loaded: Loaded, plan: Plan) -> None:
@@ -59,7 +60,7 @@ class Needs:
         }
         stages = [step.config for step in plan.steps]
         self.disk = disk(anatomy, stages, self.loads)
-        self.free = disk_free(plan.output)
+        self.free = free_bytes(plan.output)
         self.limit = memory_limit()
 
     def lines(self) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """What this machine has: memory, disk, speed."""
 
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -29,12 +28,6 @@ def memory_limit() -> int:
         return min(physical, int(CONTAINER_LIMIT.read_text()))
     except (OSError, ValueError):  # no container, or "max"
         return physical
-
-
-def disk_free(folder: Path) -> int:
-    """Bytes free where `folder` is or will be."""
-    there = next(p for p in (folder, *folder.resolve().parents) if p.exists())
-    return shutil.disk_usage(there).free
 
 
 def training_speed(dtype: mx.Dtype) -> float:

@@ -162,13 +162,19 @@ class Progress:
 
     def _open_bar(self) -> None:
         from rich import progress as rich
+        from rich.table import Column
 
+        # The figures are what gives way on a narrow terminal.
         bar = rich.Progress(
             rich.TextColumn("{task.description}"),
-            rich.BarColumn(),
+            rich.BarColumn(bar_width=20),
             rich.MofNCompleteColumn(),
             rich.TimeRemainingColumn(),
-            rich.TextColumn("{task.fields[figures]}"),
+            rich.TextColumn(
+                "{task.fields[figures]}",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            expand=True,
             # Updates of slow training are minutes apart.
             speed_estimate_period=600,
         )

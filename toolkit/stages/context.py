@@ -5,10 +5,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
+import mlx.core as mx
+
 from ..data.formats import Row
 from ..data.sources import Data
+from ..export import mlx as checkpoints
 from ..model.load import Loaded, load, resolve
 from ..model.source import Model
+from ..quant.layers import Selection
+from ..run.files import atomic_folder
 from ..run.report import Report
 
 PATHS = ("model", "reference", "adapters")
@@ -50,6 +55,34 @@ class Artefact:
         """What `to_json` recorded."""
         paths = {name: record[name] and output / record[name] for name in PATHS}
         return cls(**paths, facts=record["facts"])
+
+
+def write_checkpoint(
+    folder: Path,
+    loaded: Loaded,
+    weights: dict[str, mx.array],
+    selection: Selection | None = None,
+    packed: dict[str, mx.array] | None = None,
+) -> None:
+    """Write a checkpoint like `loaded`, whole or not at all.
+
+    Args:
+        weights: of all layers, dense.
+        selection: what is quantized; None = nothing.
+        packed: codes, scales and biases that take the place of the weights selected.
+    """
+    specs = selection.specs if selection else {}
+    rounded = {f"{path}.weight" for path in specs}
+    kept = {name: value for name, value in weights.items() if name not in rounded}
+    with atomic_folder(folder) as partial:
+        checkpoints.write(
+            partial,
+            kept | (packed or {}),
+            loaded.config,
+            companions=loaded.path,
+            specs=specs,
+            kept=list(selection.kept) if selection else [],
+        )
 
 
 @dataclass(frozen=True)

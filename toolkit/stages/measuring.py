@@ -55,7 +55,7 @@ class Measuring:
         return folders
 
     def run(self) -> None:
-        """Fill `figures`, show them as a table and write report.json."""
+        """Fill `figures` and show them as a table."""
         reference = None
         for name, folder in self.folders.items():
             self.context.report.say(f"measuring {name}: {folder}")
@@ -63,10 +63,9 @@ class Measuring:
             self.figures[name] = self._measure(loaded, reference)
             reference = loaded
         self._show()
-        self._write([])
 
     def check(self) -> None:
-        """Judge the last model by the gates; see `validate.run`."""
+        """Judge the last model by the gates and write report.json."""
         last = list(self.figures)[-1]
         gates = [
             self._gate(name, limit, self.figures[last].get(GATES[name][0]))

@@ -2,11 +2,9 @@
 
 from mlx.utils import tree_flatten
 
-from ..export import mlx as checkpoints
 from ..quant.layers import select
 from ..registry import entries
-from ..run.files import atomic_folder
-from .context import Artefact, Context
+from .context import Artefact, Context, write_checkpoint
 
 
 def run(config, context: Context) -> Artefact:
@@ -22,18 +20,8 @@ def run(config, context: Context) -> Artefact:
         context.report.say(f"{path} is kept: {reason}")
     method = entries("toolkit.quant", "Config")[config.method]
     tensors = method.quantize(loaded.model, selection.specs, loaded.dtype)
-    rounded = {f"{path}.weight" for path in selection.specs}
     weights = dict(tree_flatten(loaded.model.parameters()))
-    kept = {name: value for name, value in weights.items() if name not in rounded}
     target = context.folder / "model"
-    with atomic_folder(target) as partial:
-        checkpoints.write(
-            partial,
-            kept | tensors,
-            loaded.config,
-            companions=loaded.path,
-            specs=selection.specs,
-            kept=list(selection.kept),
-        )
+    write_checkpoint(target, loaded, weights, selection, tensors)
     facts = context.current.facts | {"method": config.method, "kept": selection.kept}
     return Artefact(target, reference, context.current.adapters, facts)

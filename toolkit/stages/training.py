@@ -25,7 +25,7 @@ from ..train.chunked import CannotSplit, ChunkedLoss
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.step import Step
-from .context import Artefact, Context
+from .context import Artefact, Context, write_checkpoint
 from .train import Config
 
 SAMPLE_TOKENS = 48
@@ -58,13 +58,11 @@ class Training:
         loaded = self.loaded
         dense = lora.fused(loaded.model, self.base, parameters, loaded.dtype)
         reference = model = folder / "dense"
-        self._checkpoint(reference, dense, Selection({}, {}))
+        write_checkpoint(reference, loaded, dense)
         if self.step.fake_quant:
             model = folder / "model"
             stored = self.step.fake_quant.stored(parameters)
-            rounded = {f"{path}.weight" for path in self.selection.specs}
-            kept = {k: v for k, v in dense.items() if k not in rounded}
-            self._checkpoint(model, kept | stored, self.selection)
+            write_checkpoint(model, loaded, dense, self.selection, stored)
         adapters = self._write_adapters() if self.config.adapter else None
         return Artefact(model, reference, adapters, self._facts(model))
 
@@ -200,19 +198,6 @@ class Training:
             answer = generator.ask(prompt, max_tokens=SAMPLE_TOKENS).text
             self.context.report.sample(
                 {"step": done, "prompt": prompt, "answer": answer}
-            )
-
-    def _checkpoint(
-        self, folder: Path, weights: dict[str, mx.array], selection: Selection
-    ) -> None:
-        with atomic_folder(folder) as partial:
-            checkpoints.write(
-                partial,
-                weights,
-                self.loaded.config,
-                companions=self.loaded.path,
-                specs=selection.specs,
-                kept=list(selection.kept),
             )
 
     def _write_adapters(self) -> Path:
