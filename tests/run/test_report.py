@@ -16,11 +16,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def open_terminal(monkeypatch):
+def open_terminal(monkeypatch, *, columns=200):
     """Let the standard output be a terminal from here on, and return its screen."""
     screen = Terminal()
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stdout", screen)
     return screen
 
@@ -163,6 +163,15 @@ def test_a_table_is_aligned(report, capsys):
         "size           1      -",
     ]
     assert lines[2] in logged(report)
+
+
+def test_count_and_time_left_keep_their_place_on_a_narrow_terminal(report, monkeypatch):
+    terminal = open_terminal(monkeypatch, columns=80)
+    numbers = {"loss": 2.5, "learning_rate": 2e-4, "gradient_norm": 0.3}
+    with report.progress(4000, "training") as bar:
+        bar.update(10, **numbers, tokens_per_second=1234.5, peak_memory_gb=0.4)
+    screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    assert re.search(r"training \S+ +10/4000 -?[-:0-9]+ loss 2\.5", screen)
 
 
 def test_a_table_on_a_terminal_is_drawn(report, monkeypatch):
