@@ -98,7 +98,9 @@ class Walk:
             self._walk_block(number, solve)
         self._finish(solve)
         files = sorted(self.folder.glob(f"*/{TENSORS}"))
-        return {name: value for file in files for name, value in mx.load(str(file)).items()}
+        return {
+            name: value for file in files for name, value in mx.load(str(file)).items()
+        }
 
     def _begin(self) -> None:
         """Make the streams in front of the first block, unless that is done."""
@@ -242,7 +244,8 @@ class Walk:
 
     def _replaced(self, calls: list):
         stand_ins = [
-            StandIn(block, call) for block, call in zip(self._blocks, calls, strict=True)
+            StandIn(block, call)
+            for block, call in zip(self._blocks, calls, strict=True)
         ]
         return swapped(self._trunk, self._name, stand_ins)
 

@@ -179,7 +179,9 @@ def rounded(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> Grid:
     return Grid(codes, scales, biases)
 
 
-def fitted(target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype) -> Grid:
+def fitted(
+    target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype
+) -> Grid:
     """For every group by itself the grid that loses least, and nearest codes."""
     costs = mx.diagonal(hessian.matrix)
     found = []
@@ -194,7 +196,9 @@ def fitted(target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dty
     return Grid(mx.concatenate(codes, axis=1), *stacked)
 
 
-def gptq(target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype) -> Grid:
+def gptq(
+    target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype
+) -> Grid:
     """Column by column, each error made up for by the columns that follow.
 
     In the Hessian's order; the grid of a group is fitted when its turn comes, to
@@ -263,7 +267,7 @@ def _in_turn(take: Callable, rows: mx.array, matrix: mx.array, *others: mx.array
 @mx.compile
 def _gptq_strip(rows, factor, scale, bias, levels):
     codes, errors = [], []
-    for column in range(STRIP):
+    for column in range(len(rows)):
         code = nearest(rows[column], scale, bias, levels)
         error = (rows[column] - (code * scale + bias)) / factor[column, column]
         rows = rows - factor[column][:, None] * error
@@ -275,7 +279,7 @@ def _gptq_strip(rows, factor, scale, bias, levels):
 @mx.compile
 def _descent_strip(pull, matrix, weight, scale, bias, levels):
     codes, moves = [], []
-    for column in range(STRIP):
+    for column in range(len(pull)):
         wanted = weight[column] + pull[column] / matrix[column, column]
         code = nearest(wanted, scale, bias, levels)
         move = code * scale + bias - weight[column]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -77,9 +78,9 @@ class _Watched(StandIn):
 
     def _note(self, x: mx.array, experts: mx.array | None = None) -> None:
         seen, path = self._seen, self._path
-        if isinstance(self._module, nn.Embedding) and x.dtype != mx.float32:
-            if not mx.issubdtype(x.dtype, mx.floating):
-                return
+        if not mx.issubdtype(x.dtype, mx.floating):
+            # Tokens that are looked up.
+            return
         seen.objects[path] = x
         if experts is not None:
             # [..., 1, K] for each of the experts, or for all of them alike.
@@ -125,7 +126,7 @@ class Moments:
         bounds = mx.arange(first, first + count + 1)[:, None]
         ends = (sorted_experts[None] < bounds).sum(axis=1).tolist()
         parts = []
-        for start, end in zip(ends[:-1], ends[1:], strict=True):
+        for start, end in pairwise(ends):
             rows = x[start:end]
             parts.append(rows.T @ rows)
         self.squares = self.squares + mx.stack(parts)
