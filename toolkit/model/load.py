@@ -149,7 +149,7 @@ def model_class(config: dict, *, place: str | None = None):
     with _mlx_lm() as zoo:
         try:
             return zoo._get_classes(config)
-        # Some of its modules are no models, one ends the process if a package is missing.
+        # Some of its modules are no models; one exits if a package is missing.
         except (ValueError, AttributeError, SystemExit) as error:
             raise UserError(
                 f"mlx-lm has no model type {config['model_type']!r}",

@@ -61,9 +61,10 @@ def _choose(model: nn.Module, adapter: Adapter, kinds) -> list[tuple[Place, int]
     for pattern, rank in ranks:
         if not any(_means(pattern, place, rank) for place in places):
             names = sorted({place.key for place in places})
+            smaller = "a lower rank, or by name: " if pattern == AUTO else "there are: "
             raise UserError(
                 f"no layer that {adapter.type} adapts here matches {pattern!r}",
-                hint=f"there are: {', '.join(names)}",
+                hint=smaller + ", ".join(names),
             )
     chosen = []
     for place in places:

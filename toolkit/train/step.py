@@ -110,10 +110,10 @@ class Step:
         mx.random.seed(seed)
         self.model.train()
         window = [batch] if isinstance(batch, Batch) else batch
-        with _explained():
-            if len(window) == 1:
-                return self._train(window[0].tokens, window[0].mask, mx.array(rate))
+        if len(window) > 1:
             return self._accumulate(window, mx.array(rate))
+        with _explained():
+            return self._train(window[0].tokens, window[0].mask, mx.array(rate))
 
     def evaluate(self, batches) -> tuple[float, int]:
         """Summed loss and trained tokens over batches, dropout off."""
@@ -161,7 +161,8 @@ class Step:
         self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
         loss = trained = mx.array(0.0)
         for batch in window:
-            loss = loss + self._add(batch.tokens, batch.mask)
+            with _explained():
+                loss = loss + self._add(batch.tokens, batch.mask)
             trained = trained + batch.mask.sum()
             # Not waited for; without it all batches might be in memory at once.
             mx.async_eval(loss, trained, self._sums)
@@ -193,7 +194,7 @@ class Step:
 
 @contextmanager
 def _explained() -> Iterator[None]:
-    """What goes wrong while a step is traced, nothing being computed, is the model's."""
+    """Nothing is computed yet: what goes wrong in a trace is the model's fault."""
     try:
         yield
     except (RuntimeError, ValueError, AttributeError) as error:
