@@ -33,7 +33,7 @@ def _recompute(block: nn.Module):
         leaves = [leaf for _, leaf in tree_flatten([arguments, settings])]
         arrays = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
         # What a block writes to a cache has no gradient when the block runs again.
-        if any(hasattr(leaf, "update_and_fetch") for leaf in leaves):
+        if any(hasattr(type(leaf), "state") for leaf in leaves):
             raise UserError(
                 "the blocks of this architecture share keys through a cache",
                 hint="gradient_checkpointing: false",
