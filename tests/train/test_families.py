@@ -14,7 +14,10 @@ from toolkit.data.batches import Batch
 from toolkit.errors import UserError
 from toolkit.model import lora
 from toolkit.model.adapters.settings import Adapter
+from toolkit.model.fake_quant import FakeQuant
 from toolkit.model.load import build
+from toolkit.quant.layers import select
+from toolkit.quant.spec import Quantization
 from toolkit.train.blocks import find_blocks
 from toolkit.train.chunked import ChunkedLoss
 from toolkit.train.step import Step
@@ -81,6 +84,30 @@ def test_adapters_train_and_fuse(family, batch):
     plain = build(config(family))
     weights = lora.fused(model, base, step.parameters, mx.float32)
     plain.load_weights(list(weights.items()))
+    assert Step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
+
+
+@pytest.mark.parametrize("way", ["full", "adapters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_towards_its_codes(family, way, batch):
+    """Of quantization-aware training, the exported codes have the loss of the last."""
+    model = member(family)
+    base = dict(tree_flatten(model.parameters()))
+    specs = select(model, Quantization(bits=4, group_size=32)).specs
+    if way == "adapters":
+        lora.attach(model, Adapter(rank=2), seed=0, merged=True)
+    step = Step(model, fake_quant=FakeQuant(model, specs, mx.float32))
+    losses = train(step, batch, rate=3e-3 if way == "full" else 1e-2)
+    assert losses[-1] < losses[0] - 0.05
+    codes = step.fake_quant.stored(step.parameters)
+    weights = lora.fused(model, base, step.parameters, mx.float32)
+    for path, spec in specs.items():
+        tensors = (codes[f"{path}.{name}"] for name in ("weight", "scales", "biases"))
+        grid = (spec.group_size, spec.bits)
+        weights[f"{path}.weight"] = mx.dequantize(*tensors, *grid)
+    plain = build(config(family))
+    plain.load_weights(list(weights.items()))
+    trained = step.evaluate([batch])[0]
     assert Step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
 
 
