@@ -41,6 +41,9 @@ class Config(Section):
     """Rows per step; or give batch_tokens."""
     batch_tokens: int | None = Field(None, ge=1)
     """Tokens per step, padding included: short rows go in larger batches."""
+    packing: bool = False
+    """Put several training examples into one row of max_length tokens; none sees
+    another, and hardly any token is padding."""
     accumulate: int = Field(1, ge=1)
     """Batches per step, in the memory of one; every trained token weighs the same."""
     gradient_checkpointing: bool = False
