@@ -32,9 +32,9 @@ def size() -> int:
 
 
 def key_of(facts: object) -> str:
-    """Sha256 of what JSON can hold, hexadecimal."""
+    """A name for what JSON can hold: 32 digits of its sha256."""
     text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
 from ..train.chunked import CannotSplit, ChunkedLoss
+from ..train.documents import CannotPack, DocumentCaches
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.step import Step
@@ -107,7 +108,19 @@ class Training:
         if config.adapter:
             step.rates = lora.rates(step.parameters, config.adapter)
         set_compute_dtype(loaded.model, step.compute)
+        if config.packing:
+            step.caches = self._caches()
         return step
+
+    def _caches(self) -> DocumentCaches:
+        try:
+            return DocumentCaches(self.loaded.model)
+        except CannotPack as reason:
+            raise UserError(
+                f"this model cannot be trained on packed rows: {reason}",
+                place=str(self.start),
+                hint="leave out packing; batch_tokens wastes little padding, too",
+            ) from None
 
     def _chunked(self) -> ChunkedLoss | None:
         config, longest = self.config, self.context.data.max_length
