@@ -21,8 +21,8 @@ HEAD = """\
 Rows of one short question and its answer, by the chat template of a fresh model; one
 in twenty is held out, at most 2,000. Batches of {batch} rows. Seconds are of everything
 before the first step: reading, hashing, holding out, tokenising{packing}. A cached
-start is a new process with the same rows. MB are what the rows and {steps} batches of them
-added to the most memory the process had; what is mapped from disk counts. batch =
+start is a new process with the same rows. MB are what the rows and {steps} batches of
+them added to the most memory the process had; what is mapped from disk counts. batch =
 making one; tokens/s = trained in {steps} steps of a model of one layer.
 """
 

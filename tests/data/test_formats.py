@@ -1,5 +1,9 @@
 """Rows of every format and of the Hub, and the message of every fault."""
 
+import gzip
+import json
+import tracemalloc
+
 import pytest
 
 from toolkit.data import formats
@@ -150,6 +154,29 @@ def test_limit_and_find_and_builtin(write, tmp_path):
     rows = list(formats.Rows("builtin:stdlib", split="valid", limit=2))
     assert rows[0].where.startswith("builtin:stdlib/")
     assert formats.has_split("builtin:stdlib", "valid")
+
+
+def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    with gzip.open(path, "wt", compresslevel=1) as stream:
+        for number in range(50_000):
+            stream.write(json.dumps({"text": f"{number} " * 40}) + "\n")
+    tracemalloc.start()
+    found = formats.Rows(str(path))
+    count = sum(1 for _ in found)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == found.tally.rows == 50_000
+    # All of them are 11 MB of text alone.
+    assert peak < 1_000_000
+
+
+def test_rows_can_be_read_again_and_in_part(write):
+    found = formats.Rows(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
+    next(iter(found))
+    assert found.tally is None
+    assert list(found) == list(found)
+    assert (found.tally.rows, found.tally.bad) == (5, 1)
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,10 @@ def test_else_a_share_is_set_aside(tmp_path):
     said = []
     rows, held = split(said, train=[first, second])
     assert 1 <= len(held) <= 12
-    assert said == [f"valid: {len(held)} rows set aside from train"]
+    assert said == [
+        *(f"valid: setting rows of {path} aside" for path in (first, second)),
+        f"valid: {len(held)} rows set aside from train",
+    ]
     assert sorted(places(rows) + places(held)) == sorted(
         f"{path}:{line}"
         for path, n in ((first, 60), (second, 40))

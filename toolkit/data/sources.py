@@ -159,6 +159,7 @@ class Splits:
         return held_out.read(kept)
 
     def _choose(self, source: str) -> HeldOut:
+        self.say(f"valid: setting rows of {source} aside")
         return held_out.choose(self._read(source, "train"), self.seed, self._most)
 
     def _read(self, source: str, split: str) -> Rows:

@@ -21,7 +21,7 @@ def training_batches(
         examples,
         packed(examples, longest + 1, context.report.warn),
         max_length=longest,
-        rows=config.batch_size or max(1, config.batch_tokens // longest),
+        rows=config.packed_rows(longest),
         seed=context.seed,
     )
     context.report.say(

@@ -132,6 +132,10 @@ class Config(Section):
             return self.steps * self.accumulate
         return max(1, round(self.epochs * per_epoch))
 
+    def packed_rows(self, max_length: int) -> int:
+        """Packed rows of `max_length` tokens per batch."""
+        return self.batch_size or max(1, self.batch_tokens // max_length)
+
     def chunk(self, *, vocabulary: int, tokens: int) -> int | None:
         """Tokens whose logits exist at once, in batches of `tokens`; None = all."""
         if self.loss_chunk != "auto":
