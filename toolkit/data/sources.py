@@ -122,7 +122,7 @@ class Splits:
     @cached_property
     def fingerprint(self) -> list:
         """What changes when the training rows do."""
-        sources = [fingerprint(s, "train", find=self.find) for s in self.data.train]
+        sources = [self._contents[source] for source in self.data.train]
         held = [] if self._valid_sources else [self.seed, SHARE, self._most]
         return [sources, self.data.columns, self.data.limit, held]
 
@@ -133,9 +133,15 @@ class Splits:
 
     @cached_property
     def _valid_sources(self) -> list[str]:
+        if self.data.valid:
+            return self.data.valid
         train = dict.fromkeys(self.data.train)
-        own = [s for s in train if has_split(s, "valid", find=self.find)]
-        return self.data.valid or own
+        return [s for s in train if has_split(s, "valid", find=self.find)]
+
+    @cached_property
+    def _contents(self) -> dict[str, list]:
+        sources = dict.fromkeys(self.data.train)
+        return {s: fingerprint(s, "train", find=self.find) for s in sources}
 
     @property
     def _most(self) -> int:
@@ -144,15 +150,13 @@ class Splits:
 
     @cached_property
     def _held(self) -> dict[str, HeldOut]:
-        sources = dict.fromkeys(self.data.train)
-        return {source: self._held_out_of(source) for source in sources}
+        return {source: self._held_out_of(source) for source in self._contents}
 
     def _held_out_of(self, source: str) -> HeldOut:
-        content = fingerprint(source, "train", find=self.find)
         settings = [self.data.columns, self.data.limit, self.seed, SHARE, self._most]
         kept = cache.kept(
             "held-out",
-            cache.key_of([content, settings, keys.code()]),
+            cache.key_of([self._contents[source], settings, keys.code()]),
             lambda folder: held_out.write(folder, self._choose(source)),
             warn=self.warn,
         )
