@@ -1,13 +1,19 @@
 """Packed rows: every example once, none too full, as few as best fit decreasing has."""
 
 from bisect import insort
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from test_batches import examples
 
-from toolkit.data.batches import Listed
+from toolkit.data.batches import Batches, Listed
 from toolkit.data.packing import PackedBatches, pack, packed
+from toolkit.model import fresh
+from toolkit.model.load import build
+from toolkit.model.source import Fresh
+from toolkit.train.documents import DocumentCaches
+from toolkit.train.step import Step
 
 LONGEST = 100
 
@@ -143,3 +149,32 @@ def test_the_plan_is_made_once(cache_folder, monkeypatch):
         packed(made, LONGEST + 2, print)
     with pytest.raises(TypeError):
         packed(Listed(examples(seed=1)), LONGEST + 1, print)
+
+
+def test_packed_rows_have_the_loss_of_their_examples():
+    """Through a model that sees no other document; one that does has another loss."""
+    settings = Fresh(
+        vocabulary=320,
+        hidden_size=64,
+        intermediate_size=64,
+        layers=2,
+        heads=2,
+        dtype="float32",
+    )
+    config = fresh.configuration(settings)
+    model = build(config)
+    model.load_weights(list(fresh.initial_weights(config, 0).items()))
+    made = Listed(
+        replace(example, tokens=example.tokens % 319 + 1)
+        for example in examples(60, longest=40)
+    )
+    _, cut = batches(made, rows=4)
+    step = Step(model, caches=DocumentCaches(model))
+    packed_rows = [cut(number) for number in range(cut.per_epoch)]
+    alone = Batches(made, max_length=LONGEST, rows=8).in_order()
+    loss, tokens = step.evaluate(alone)
+    together, as_many = step.evaluate(packed_rows)
+    assert as_many == tokens
+    assert together == pytest.approx(loss, rel=1e-5)
+    mixed, _ = step.evaluate([replace(b, documents=None) for b in packed_rows])
+    assert mixed != pytest.approx(loss, rel=1e-5)
