@@ -2,11 +2,10 @@
 
 import importlib
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from .. import __version__, blas
-from ..data.sources import read_splits
+from ..data.sources import Splits
 from ..errors import Interrupted, UserError
 from ..run.folder import RunFolder
 from ..run.report import Report
@@ -87,17 +86,13 @@ def _run_stages(loaded: Loaded, plan: Plan, folder: RunFolder, report: Report) -
 
 def _context(loaded: Loaded, folder: RunFolder, report: Report) -> Context:
     recipe = loaded.recipe
-
-    @cache
-    def read():
-        return read_splits(
-            recipe.data,
-            find=lambda name: loaded.find(name) or Path(name),
-            seed=recipe.seed,
-            say=report.say,
-            warn=report.warn,
-        )
-
+    rows = Splits(
+        recipe.data,
+        find=lambda name: loaded.find(name) or Path(name),
+        seed=recipe.seed,
+        say=report.say,
+        warn=report.warn,
+    )
     return Context(
         folder=folder.path,
         output=folder.path,
@@ -108,7 +103,7 @@ def _context(loaded: Loaded, folder: RunFolder, report: Report) -> Context:
         current=None,
         report=report,
         find=loaded.find,
-        read=read,
+        rows=rows,
     )
 
 

@@ -41,6 +41,9 @@ class Config(Section):
     """Rows per step; or give batch_tokens."""
     batch_tokens: int | None = Field(None, ge=1)
     """Tokens per step, padding included: short rows go in larger batches."""
+    packing: bool = False
+    """Put several training examples into one row of max_length tokens; none sees
+    another, and hardly any token is padding."""
     accumulate: int = Field(1, ge=1)
     """Batches per step, in the memory of one; every trained token weighs the same."""
     gradient_checkpointing: bool = False
@@ -128,6 +131,10 @@ class Config(Section):
         if self.steps:
             return self.steps * self.accumulate
         return max(1, round(self.epochs * per_epoch))
+
+    def packed_rows(self, max_length: int) -> int:
+        """Packed rows of `max_length` tokens per batch."""
+        return self.batch_size or max(1, self.batch_tokens // max_length)
 
     def chunk(self, *, vocabulary: int, tokens: int) -> int | None:
         """Tokens whose logits exist at once, in batches of `tokens`; None = all."""
