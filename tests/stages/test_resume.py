@@ -11,21 +11,9 @@ LORA = {"type": "lora", "rank": 4}
 GRID = {"bits": 4, "group_size": 32}
 KINDS = {
     "full": {},
-    "lora": {"adapter": LORA | {"dropout": 0.2}},
     "dora+": {"adapter": LORA | {"type": "dora", "b_rate_ratio": 4.0}},
     "lora-qat": {"adapter": LORA, "quantization": GRID},
     "qat": {"quantization": GRID},
-    # 13 batches: the last step has one.
-    "lean": {
-        "steps": None,
-        "epochs": 2.6,
-        "adapter": LORA | {"dropout": 0.2},
-        "optimizer": "muon",
-        "schedule": "warmup-stable-decay",
-        "accumulate": 3,
-        "gradient_checkpointing": True,
-        "loss_chunk": 16,
-    },
 }
 
 
@@ -55,12 +43,9 @@ def expected(tmp_path_factory, base):
     [
         ("full", "step", 2),
         ("full", "save", 4),
-        ("lora", "step", 8),
         ("dora+", "step", 5),
         ("lora-qat", "save", 3),
         ("qat", "step", 10),
-        ("lean", "step", 4),
-        ("lean", "save", 2),
     ],
 )
 def test_killed(tmp_path, base, expected, kind, where, turn):
