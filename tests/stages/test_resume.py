@@ -126,3 +126,19 @@ def test_another_seed_is_another_model(tmp_path, base, expected):
     run = make_run(tmp_path, "full", base)
     assert run("seed=1") == 0
     assert run.outcome()[0] != expected("full")[0]
+
+
+def test_a_stopped_run_has_curves_and_a_resumed_one_all_of_them(tmp_path, base):
+    run = make_run(tmp_path / "stopped", "full", base)
+    assert run.attacked("SIGINT", "step", 7).returncode == 130
+    curves = run.output / "stages/1-train/curves.svg"
+    first = curves.read_bytes()
+    assert run() == 0
+    calm = make_run(tmp_path / "calm", "full", base)
+    assert calm() == 0
+    assert f"curves: {curves}" in run.log
+    assert b"validation loss" in first
+    assert curves.read_bytes() != first
+    assert (
+        curves.read_bytes() == (calm.output / "stages/1-train/curves.svg").read_bytes()
+    )

@@ -150,5 +150,17 @@ def run(config: Config, context: "Context") -> "Artefact":
     from .training import Training
 
     training = Training(config, context)
-    training.run()
+    try:
+        training.run()
+    finally:
+        # Also of what was stopped, or went wrong.
+        _draw(context)
     return training.write()
+
+
+def _draw(context: "Context") -> None:
+    from ..run.curves import draw_curves
+
+    target = context.folder / "curves.svg"
+    if draw_curves(context.output, context.folder.name, target):
+        context.report.say(f"curves: {target}")
