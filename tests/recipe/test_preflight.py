@@ -286,6 +286,9 @@ def test_disk_holds_artefacts_and_checkpoints(here):
     stages = [step.config for step in steps]
     # The trained model, its published copy, and three states of three tensors each.
     assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 36 * told.trained
+    more = {"keep_checkpoints": 5, "keep": "best"}
+    stages[0] = stages[0].model_copy(update=more)
+    assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 84 * told.trained
 
 
 def test_free_disk_is_that_of_the_nearest_folder_there_is(tmp_path):

@@ -12,6 +12,7 @@ from ..run.report import Report
 from ..stages.context import Artefact, Context
 from .loader import Loaded
 from .plan import Plan, difference
+from .tracked import tracked
 
 
 def run(
@@ -46,7 +47,8 @@ def run(
         if folder.died:
             report.warn(folder.died)
         try:
-            _run_stages(loaded, plan, folder, report)
+            with tracked(loaded, report):
+                _run_stages(loaded, plan, folder, report)
         except (Interrupted, KeyboardInterrupt):
             folder.set_status("interrupted")
             report.warn(f"interrupted; to go on: {command}")

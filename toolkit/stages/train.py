@@ -84,7 +84,14 @@ class Config(Section):
     evaluate_batches: int = Field(25, ge=1)
     """Validation batches per validation."""
     checkpoint_every: int = Field(200, ge=1)
-    """Steps between checkpoints; two are kept."""
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that are kept to go on from."""
+    keep: Literal["last", "best"] = "last"
+    """Weights the stage leaves; best = those of the validation with the lowest loss,
+    the one before the first step included, for which one more checkpoint is kept."""
+    early_stopping: int | None = Field(None, ge=1)
+    """Validations in a row without a lower loss that end the training; null = none."""
     report_every: int = Field(10, ge=1)
     """Steps between lines of the report."""
     samples: list[str] = Field([])
@@ -150,5 +157,17 @@ def run(config: Config, context: "Context") -> "Artefact":
     from .training import Training
 
     training = Training(config, context)
-    training.run()
+    try:
+        training.run()
+    finally:
+        # Also of what was stopped, or went wrong.
+        _draw(context)
     return training.write()
+
+
+def _draw(context: "Context") -> None:
+    from ..run.curves import draw_curves
+
+    target = context.folder / "curves.svg"
+    if draw_curves(context.output, context.folder.name, target):
+        context.report.say(f"curves: {target}")

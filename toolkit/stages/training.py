@@ -20,6 +20,7 @@ from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
 from ..train.chunked import CannotSplit, ChunkedLoss
 from ..train.documents import CannotPack, DocumentCaches
+from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.step import Step
@@ -171,6 +172,9 @@ class Training:
             ),
             report=context.report,
             seed=context.seed,
+            keep=Keep(
+                config.keep_checkpoints, config.keep == "best", config.early_stopping
+            ),
             on_evaluate=self._sample,
         )
 
@@ -207,7 +211,9 @@ class Training:
 
     def _facts(self, model: Path) -> dict:
         return {
-            "steps": self.loop.steps,
+            "steps": self.loop.progress.step,
+            "best_step": self.loop.progress.best_step,
+            "left_step": self.loop.left,
             "trained_tokens": self.loop.progress.trained_tokens,
             "trained_parameters": sum(v.size for v in self.step.parameters.values()),
             "seconds": self.loop.progress.seconds,
