@@ -37,7 +37,7 @@ class Training:
     def __init__(self, config: Config, context: Context):
         self.config = config
         self.context = context
-        self.start = context.current.model if context.current else begin(context)
+        self.start = context.visible(start(context))
         self.loaded = context.load(self.start, compute="stored")
         self._refuse_codes()
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
@@ -105,6 +105,7 @@ class Training:
             gradient_clip=config.gradient_clip,
             gradient_checkpointing=config.gradient_checkpointing,
             chunked=self._chunked(),
+            ranks=self.context.ranks,
         )
         if config.adapter:
             step.rates = lora.rates(step.parameters, config.adapter)
@@ -248,11 +249,16 @@ class Training:
         return measure_perplexity(model, self.loop.valid).loss
 
 
-def begin(context: Context) -> Path:
-    """A fresh model's checkpoint: tokenizer trained on the data, random weights."""
-    target = context.folder / "fresh"
-    if target.is_dir():
-        return target
+def start(context: Context) -> Path:
+    """The checkpoint that is trained, which `begin` has made of a fresh model."""
+    return context.current.model if context.current else context.folder / "fresh"
+
+
+def begin(context: Context) -> None:
+    """Make a fresh model: tokenizer trained on the data, random weights."""
+    target = start(context)
+    if context.current or target.is_dir():
+        return
     settings = context.source.fresh
     config = fresh.configuration(settings)
     weights = fresh.initial_weights(config, context.seed)
@@ -261,7 +267,6 @@ def begin(context: Context) -> Path:
         texts = (row.as_text() for row in context.rows[0])
         fresh.train_tokenizer(texts, settings.vocabulary, Path(scratch))
         checkpoints.write(partial, weights, config, companions=Path(scratch))
-    return target
 
 
 def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:

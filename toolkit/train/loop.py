@@ -13,6 +13,7 @@ import numpy as np
 from ..data.batches import Batch, Batches
 from ..errors import FAILED, Interrupted, UserError
 from ..run.files import write_atomic
+from ..run.ranks import Ranks
 from ..run.report import Report
 from ..run.signals import stop_requested
 from . import checkpoint
@@ -68,6 +69,8 @@ class Loop:
         self.seed = seed
         self.on_evaluate = on_evaluate
         self.progress = Progress()
+        # Of the last step that is done, whether one of several processes would stop.
+        self._told = False
         self._pending: tuple | None = None
         self._clock = 0.0
 
@@ -85,19 +88,33 @@ class Loop:
         with (
             stop_requested() as stopping,
             self.report.progress(self.steps, "training") as bar,
+            self.ranks.linked(),
         ):
             self._clock = time.perf_counter()
             for number in range(self.progress.step, self.steps):
-                self._launch(number, bar)
-                if self._is_pause(number + 1) or stopping():
+                self._launch(number, bar, stopping())
+                if self._is_pause(number + 1) or self._is_told(stopping):
                     self._settle(bar)
-                    self._pause(number + 1, stopping())
+                    self._pause(number + 1, self._is_told(stopping))
         return self.progress.valid_loss
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together."""
+        return self.step.ranks
+
+    def _is_told(self, stopping: Callable[[], bool]) -> bool:
+        # Several must stop after the same step, so they go by what they sent there.
+        return stopping() if self.ranks.size == 1 else self._told
 
     def _resume(self) -> None:
         folder = self.cadence.folder
-        self.progress = checkpoint.restore(folder, self.step, self.report.warn)
+        with self.ranks.agreed():
+            if self.ranks.is_first:
+                self.progress = checkpoint.restore(folder, self.step, self.report.warn)
+        self.progress = checkpoint.equalize(self.step, self.progress, self.ranks)
         examples = self.batches.digest
+        self._compare(examples)
         if self.progress.step:
             if self.progress.examples != examples:
                 raise UserError(
@@ -113,11 +130,22 @@ class Loop:
             self.report.truncate(-1)
             self._evaluate()
 
-    def _launch(self, number: int, bar) -> None:
+    def _compare(self, examples: str) -> None:
+        firsts = self.ranks.shared(examples)
+        with self.ranks.agreed():
+            if examples != firsts:
+                raise UserError(
+                    f"process {self.ranks.rank} reads other rows than the first one",
+                    hint="give all machines the same data and the same tokenizer",
+                )
+
+    def _launch(self, number: int, bar, stop: bool) -> None:
         """Start a step; while it runs, read the numbers of the one before it."""
         window, rate = self._window(number), self.rate(number)
-        draw = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
-        outputs = self.step(window, rate, int(draw))
+        # Processes draw alike only in what they draw alone.
+        source = [self.seed, number, *([self.ranks.rank] * (not self.ranks.is_first))]
+        draw = np.random.SeedSequence(source).generate_state(1)[0]
+        outputs = self.step(window, rate, int(draw), stop)
         mx.async_eval(outputs, self.step.parameters, self.step.optimizer.state)
         self._settle(bar)
         self._pending = (number, window, rate, outputs)
@@ -133,9 +161,12 @@ class Loop:
             return
         number, window, rate, outputs = self._pending
         self._pending = None
-        loss, tokens, norm = (output.item() for output in outputs)
+        loss, tokens, norm, *told = (output.item() for output in outputs)
+        self._told = any(told)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._stop_at_nan(number, window)
+            with self.ranks.agreed():
+                if self.ranks.is_first:
+                    self._stop_at_nan(number, window)
         now = time.perf_counter()
         progress = self.progress
         progress.step = number + 1
@@ -178,18 +209,31 @@ class Loop:
         if done % self.cadence.evaluate == 0 or done == self.steps:
             self._evaluate()
         if stopping or done % self.cadence.checkpoint == 0:
-            saved = checkpoint.save(self.cadence.folder, self.step, self.progress)
+            self._save()
         if stopping:
-            raise Interrupted(f"stopped after step {done}; saved {saved}")
+            raise Interrupted(self._farewell(done))
         self._clock = time.perf_counter()
+
+    def _save(self) -> None:
+        with self.ranks.agreed():
+            if self.ranks.is_first:
+                checkpoint.save(self.cadence.folder, self.step, self.progress)
+
+    def _farewell(self, done: int) -> str:
+        if not self.ranks.is_first:
+            return ""
+        saved = checkpoint.numbered(self.cadence.folder)[-1]
+        return f"stopped after step {done}; saved {saved}"
 
     def _evaluate(self) -> None:
         done = self.progress.step
         loss, tokens = self.step.evaluate(self.valid)
         self.progress.valid_loss = loss = loss / tokens
-        self.report.metrics({"kind": "valid", "step": done, "loss": loss})
-        self.report.say(f"step {done}: validation loss {loss:.4f}")
-        self.on_evaluate(done)
+        with self.ranks.agreed():
+            self.report.metrics({"kind": "valid", "step": done, "loss": loss})
+            self.report.say(f"step {done}: validation loss {loss:.4f}")
+            if self.ranks.is_first:
+                self.on_evaluate(done)
 
     def _stop_at_nan(self, number: int, window: list[Batch]) -> None:
         path = self.cadence.folder.parent / "not-a-number.json"
