@@ -1,0 +1,64 @@
+"""Starts a program in several processes connected in a ring, as mlx.launch does."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+SECONDS = 60
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def hostfile(folder: Path, count: int = 2) -> Path:
+    hosts = [[f"127.0.0.1:{port}"] for port in free_ports(count)]
+    path = folder / "hosts.json"
+    path.write_text(json.dumps(hosts))
+    return path
+
+
+def in_ring(
+    program: str, *arguments: str, folder: Path, count: int = 2
+) -> list[subprocess.CompletedProcess]:
+    """What became of a Python program in every process, by rank."""
+    hosts = hostfile(folder, count)
+    paths = [str(TESTS / part) for part in ("", "train", "stages")]
+    if before := os.environ.get("PYTHONPATH"):
+        paths.append(before)
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            env=os.environ
+            | {
+                "MLX_RANK": str(rank),
+                "MLX_HOSTFILE": str(hosts),
+                "PYTHONPATH": os.pathsep.join(paths),
+                "PYTHONWARNINGS": "ignore",
+            },
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(count)
+    ]
+    ended = []
+    try:
+        for process in started:
+            told = process.communicate(timeout=SECONDS)
+            ended.append(
+                subprocess.CompletedProcess(program, process.returncode, *told)
+            )
+    finally:
+        for process in started:
+            process.kill()
+    return ended
