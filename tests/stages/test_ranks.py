@@ -29,7 +29,7 @@ sys.argv[1:] = arguments
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
 TWICE = (
     {"train": TRAIN},
-    {"train": TRAIN | {"adapter": LORA, "accumulate": 2, "batch_size": 3}},
+    {"train": TRAIN | {"adapter": LORA, "accumulate": 2, "batch_size": 3, "steps": 6}},
 )
 
 
@@ -60,15 +60,22 @@ def test_only_the_first_one_tells(expected):
     assert steps.count(1) == steps.count(0) == 1
 
 
+def assert_close(found: list[dict], expected: list[dict]) -> None:
+    for rows in (found, expected):
+        assert [row["step"] for row in rows] == [row["step"] for row in expected]
+    figures = [[v for v in row.values() if isinstance(v, float)] for row in expected]
+    for row, numbers in zip(found, figures, strict=True):
+        mine = [value for value in row.values() if isinstance(value, float)]
+        assert mine == pytest.approx(numbers, rel=1e-4)
+
+
 def test_the_training_is_that_of_one_process(tmp_path, expected):
     run, _ = expected
     # Dropout draws by process.
     plain = make_run(tmp_path, TWICE[0])
     assert plain() == 0
     rows = [row for row in run.rows() if row["stage"] == "1-train"]
-    assert len(rows) == len(plain.rows())
-    for found, row in zip(rows, plain.rows(), strict=True):
-        assert found == pytest.approx(row, rel=1e-4)
+    assert_close(rows, plain.rows())
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, "SIGTERM"), (1, "SIGINT")])
@@ -96,8 +103,7 @@ def test_one_process_goes_on_where_two_stopped(tmp_path, expected):
     assert [done.returncode for done in stopped] == [130, 130]
     assert run() == 0
     rows = [row for row in expected[0].rows() if row["stage"] == "1-train"]
-    for found, row in zip(run.rows(), rows, strict=True):
-        assert found == pytest.approx(row, rel=1e-4)
+    assert_close(run.rows(), rows)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -154,19 +160,62 @@ if os.environ["MLX_RANK"] == "1":
     assert not Path(f"{run.output}-elsewhere").exists()
 
 
-def test_all_must_read_the_same_rows(tmp_path):
-    run = make_run(tmp_path, {"train": TRAIN})
-    other = (
-        """
+FEWER_ROWS = """
+import os
+from toolkit.recipe import run
+read = run.read_splits
+if os.environ["MLX_RANK"] == "1":
+    run.read_splits = lambda *a, **k: tuple(rows[1:] for rows in read(*a, **k))
+"""
+OTHER_RECIPE = """
 import os, sys
 if os.environ["MLX_RANK"] == "1":
-    sys.argv.append("data.max_length=12")
+    sys.argv.append("seed=1")
 """
-        + MAIN
-    )
-    first, second = in_ring(other, *run.arguments(), folder=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("difference", "told"),
+    [(FEWER_ROWS, "reads other rows than"), (OTHER_RECIPE, "runs another recipe than")],
+)
+def test_all_must_do_the_same(tmp_path, difference, told):
+    run = make_run(tmp_path, {"train": TRAIN})
+    first, second = in_ring(difference + MAIN, *run.arguments(), folder=tmp_path)
     assert (first.returncode, second.returncode) == (2, 2)
-    assert "process 1 reads other rows than the first one" in second.stderr
+    assert f"process 1 {told} the first one" in second.stderr
+
+
+# The second one hangs, and the first one is told to end while it waits for it.
+HANG = """
+import os, signal, threading
+from toolkit.train import loop
+from toolkit.train.step import Step
+
+loop.PATIENCE = 0.5
+rank, call, calls = os.environ["MLX_RANK"], Step.__call__, []
+
+def hang(*arguments):
+    calls.append(1)
+    if len(calls) == 7:
+        if rank == "1":
+            # Until the first one has left.
+            signal.pause()
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    return call(*arguments)
+
+Step.__call__ = hang
+"""
+
+
+def test_who_waits_for_a_hanging_one_can_be_ended(tmp_path):
+    run = make_run(tmp_path, {"train": TRAIN})
+    wake = "signal.signal(signal.SIGALRM, lambda *_: os._exit(5)); signal.alarm(20)\n"
+    program = HANG + wake + MAIN
+    first, second = in_ring(program, *run.arguments(), folder=tmp_path)
+    assert first.returncode == 130
+    assert second.returncode == 5
+    assert run() == 0
+    assert "resuming after step 6" in run.log
 
 
 def test_under_mlx_launch(tmp_path, expected):

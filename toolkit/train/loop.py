@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +16,13 @@ from ..errors import FAILED, Interrupted, UserError
 from ..run.files import write_atomic
 from ..run.ranks import Ranks
 from ..run.report import Report
-from ..run.signals import stop_requested
+from ..run.signals import ended_when_stuck, stop_requested
 from . import checkpoint
 from .checkpoint import Progress
 from .step import Step
+
+# Seconds that a step and a checkpoint may take after SIGTERM, of several processes.
+PATIENCE = 300
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Loop:
             stop_requested() as stopping,
             self.report.progress(self.steps, "training") as bar,
             self.ranks.linked(),
+            ended_when_stuck(PATIENCE) if self.ranks.size > 1 else nullcontext(),
         ):
             self._clock = time.perf_counter()
             for number in range(self.progress.step, self.steps):
