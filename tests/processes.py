@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -35,22 +36,23 @@ def in_ring(
     paths = [str(TESTS / part) for part in ("", "train", "stages")]
     if before := os.environ.get("PYTHONPATH"):
         paths.append(before)
-    started = [
-        subprocess.Popen(
+    settings = os.environ | {
+        "MLX_HOSTFILE": str(hosts),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "ignore",
+    }
+    started = []
+    for rank in range(count):
+        process = subprocess.Popen(
             [sys.executable, "-c", program, *arguments],
-            env=os.environ
-            | {
-                "MLX_RANK": str(rank),
-                "MLX_HOSTFILE": str(hosts),
-                "PYTHONPATH": os.pathsep.join(paths),
-                "PYTHONWARNINGS": "ignore",
-            },
+            env=settings | {"MLX_RANK": str(rank)},
             text=True,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         )
-        for rank in range(count)
-    ]
+        started.append(process)
+        # Who finds the one before it listening need not try again a second later.
+        time.sleep(0.3)
     ended = []
     try:
         for process in started:

@@ -107,13 +107,19 @@ def test_one_process_goes_on_where_two_stopped(tmp_path, expected):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_death_of_one_ends_the_other(tmp_path, expected, rank):
-    run = make_run(tmp_path)
+def test_the_death_of_one_ends_the_other(tmp_path, rank):
+    run = make_run(tmp_path, TWICE[0])
     attack = [str(rank), "SIGKILL", "step", "9", *run.arguments()]
     ended = in_ring(ATTACK, *attack, folder=tmp_path)
     assert ended[rank].returncode == -signal.SIGKILL
     assert ended[1 - rank].returncode == 1
     assert "another process of this run is gone" in ended[1 - rank].stderr
+    assert run.json("manifest.json")["status"] == ("running", "failed")[rank]
+
+
+def test_a_resumed_run_is_that_of_no_death(tmp_path, expected):
+    run = make_run(tmp_path)
+    in_ring(ATTACK, "0", "SIGKILL", "step", "9", *run.arguments(), folder=tmp_path)
     assert [done.returncode for done in both(run)] == [0, 0]
     assert run.outcome() == expected[0].outcome()
 
@@ -198,7 +204,9 @@ def hang(*arguments):
     calls.append(1)
     if len(calls) == 7:
         if rank == "1":
-            # Until the first one has left.
+            # The first one has left by then.
+            signal.signal(signal.SIGALRM, lambda *_: os._exit(5))
+            signal.alarm(5)
             signal.pause()
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     return call(*arguments)
@@ -209,9 +217,7 @@ Step.__call__ = hang
 
 def test_who_waits_for_a_hanging_one_can_be_ended(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN})
-    wake = "signal.signal(signal.SIGALRM, lambda *_: os._exit(5)); signal.alarm(20)\n"
-    program = HANG + wake + MAIN
-    first, second = in_ring(program, *run.arguments(), folder=tmp_path)
+    first, second = in_ring(HANG + MAIN, *run.arguments(), folder=tmp_path)
     assert first.returncode == 130
     assert second.returncode == 5
     assert run() == 0
