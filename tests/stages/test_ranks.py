@@ -173,6 +173,18 @@ read = run.read_splits
 if os.environ["MLX_RANK"] == "1":
     run.read_splits = lambda *a, **k: tuple(rows[1:] for rows in read(*a, **k))
 """
+OTHER_MODEL = """
+import os
+from toolkit.stages.training import Training
+attach = Training._attach
+
+def other(self):
+    self.base = {name: -value for name, value in self.base.items()}
+    return attach(self)
+
+if os.environ["MLX_RANK"] == "1":
+    Training._attach = other
+"""
 OTHER_RECIPE = """
 import os, sys
 if os.environ["MLX_RANK"] == "1":
@@ -182,7 +194,11 @@ if os.environ["MLX_RANK"] == "1":
 
 @pytest.mark.parametrize(
     ("difference", "told"),
-    [(FEWER_ROWS, "reads other rows than"), (OTHER_RECIPE, "runs another recipe than")],
+    [
+        (FEWER_ROWS, "reads other rows than"),
+        (OTHER_RECIPE, "runs another recipe than"),
+        (OTHER_MODEL, "begins with another model than"),
+    ],
 )
 def test_all_must_do_the_same(tmp_path, difference, told):
     run = make_run(tmp_path, {"train": TRAIN})

@@ -35,13 +35,12 @@ def run(
     ranks = join()
     blas.use()
     with ranks.linked():
-        recipe_hash = ranks.shared(plan.recipe_hash)
+        ranks.require_same(
+            plan.recipe_hash,
+            "runs another recipe",
+            hint="give all machines the same file and the same arguments",
+        )
         with ranks.agreed():
-            if recipe_hash != plan.recipe_hash:
-                raise UserError(
-                    f"process {ranks.rank} runs another recipe than the first one",
-                    hint="give all machines the same file and the same arguments",
-                )
             if not force:
                 require_room(loaded, plan)
         with ranks.agreed():

@@ -103,6 +103,19 @@ class Ranks:
         [data] = self.spread([data])
         return json.loads(bytes(data.tolist()))
 
+    def require_same(self, value: Any, what: str, *, hint: str) -> None:
+        """Raise a `UserError` in whoever has another value than the first process.
+
+        Args:
+            what: what it then does, such as "reads other rows".
+        """
+        firsts = self.shared(value)
+        with self.agreed():
+            if value != firsts:
+                raise UserError(
+                    f"process {self.rank} {what} than the first one", hint=hint
+                )
+
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """What fails in one process while this is open fails in all when it closes.

@@ -50,6 +50,7 @@ class Training:
 
     def run(self) -> None:
         """Train to the end; see `Loop.run`."""
+        self._require_one_model()
         self.valid_loss = self.loop.run()
 
     def write(self) -> Artefact:
@@ -65,6 +66,16 @@ class Training:
             write_checkpoint(model, loaded, dense, self.selection, stored)
         adapters = self._write_adapters() if self.config.adapter else None
         return Artefact(model, reference, adapters, self._facts(model))
+
+    def _require_one_model(self) -> None:
+        ranks = self.context.ranks
+        if ranks.size == 1:
+            return
+        # What is not trained comes from every machine's own copy.
+        sums = [v.reshape(-1).view(mx.uint8).sum().item() for v in self.base.values()]
+        ranks.require_same(
+            sums, "begins with another model", hint="give all machines the same model"
+        )
 
     def _refuse_codes(self) -> None:
         config = self.config

@@ -119,7 +119,11 @@ class Loop:
                 self.progress = checkpoint.restore(folder, self.step, self.report.warn)
         self.progress = checkpoint.equalize(self.step, self.progress, self.ranks)
         examples = self.batches.digest
-        self._compare(examples)
+        self.ranks.require_same(
+            examples,
+            "reads other rows",
+            hint="give all machines the same data and the same tokenizer",
+        )
         if self.progress.step:
             if self.progress.examples != examples:
                 raise UserError(
@@ -134,15 +138,6 @@ class Loop:
             # Even of a run that died before its first checkpoint there may be rows.
             self.report.truncate(-1)
             self._evaluate()
-
-    def _compare(self, examples: str) -> None:
-        firsts = self.ranks.shared(examples)
-        with self.ranks.agreed():
-            if examples != firsts:
-                raise UserError(
-                    f"process {self.ranks.rank} reads other rows than the first one",
-                    hint="give all machines the same data and the same tokenizer",
-                )
 
     def _launch(self, number: int, bar, stop: bool) -> None:
         """Start a step; while it runs, read the numbers of the one before it."""
