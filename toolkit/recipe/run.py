@@ -1,12 +1,12 @@
 """Run a plan: every stage in its folder, finished ones skipped, all of it resumable."""
 
 import importlib
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from .. import __version__, blas
-from ..data.sources import read_splits
+from ..data.sources import Splits
 from ..errors import Interrupted, UserError
 from ..run.folder import RunFolder
 from ..run.guest import GuestFolder, SilentReport
@@ -16,6 +16,7 @@ from ..run.report import Report
 from ..stages.context import Artefact, Context
 from .loader import Loaded
 from .plan import Plan, Step, difference
+from .tracked import tracked
 
 
 def run(
@@ -56,7 +57,8 @@ def run(
         if folder.died:
             report.warn(folder.died)
         try:
-            with ranks.linked():
+            tracking = tracked(loaded, report) if ranks.is_first else nullcontext()
+            with tracking, ranks.linked():
                 _run_stages(loaded, plan, folder, report, ranks)
         except (Interrupted, KeyboardInterrupt):
             folder.set_status("interrupted")
@@ -146,17 +148,13 @@ def _context(
     loaded: Loaded, folder: RunFolder | GuestFolder, report: Report, ranks: Ranks
 ) -> Context:
     recipe = loaded.recipe
-
-    @cache
-    def read():
-        return read_splits(
-            recipe.data,
-            find=lambda name: loaded.find(name) or Path(name),
-            seed=recipe.seed,
-            say=report.say,
-            warn=report.warn,
-        )
-
+    rows = Splits(
+        recipe.data,
+        find=lambda name: loaded.find(name) or Path(name),
+        seed=recipe.seed,
+        say=report.say,
+        warn=report.warn,
+    )
     return Context(
         folder=folder.path,
         output=folder.path,
@@ -167,7 +165,7 @@ def _context(
         current=None,
         report=report,
         find=loaded.find,
-        read=read,
+        rows=rows,
         ranks=ranks,
     )
 

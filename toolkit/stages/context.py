@@ -7,8 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..data.formats import Row
-from ..data.sources import Data
+from ..data.sources import Data, Splits
 from ..errors import UserError
 from ..export import mlx as checkpoints
 from ..model.load import Loaded, load, resolve
@@ -97,7 +96,7 @@ class Context:
         source: the recipe's model.
         current: the model artefact so far; None while a fresh model is untrained.
         find: the path of a file the recipe names.
-        read: training and validation rows, read once for all stages of a run.
+        rows: training and validation rows, each read when first asked for.
         ranks: the processes of the run; only the first one writes.
     """
 
@@ -110,7 +109,7 @@ class Context:
     current: Artefact | None
     report: Report
     find: Callable[[str], Path | None]
-    read: Callable[[], tuple[list[Row], list[Row]]]
+    rows: Splits
     ranks: Ranks = ALONE
 
     def load(self, path: Path, compute: str = "auto") -> Loaded:
@@ -143,8 +142,3 @@ class Context:
                 hint="put the run folder where all machines see it, with output=...",
             )
         return model
-
-    @property
-    def rows(self) -> tuple[list[Row], list[Row]]:
-        """Training and validation rows."""
-        return self.read()

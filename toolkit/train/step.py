@@ -1,7 +1,7 @@
 """One optimizer step, compiled: masters in float32, the loss per trained token."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -119,15 +119,19 @@ class Step:
         Returns:
             Summed loss, trained tokens and gradient norm, not yet computed; of several
             processes, also how many of them wish to stop.
+
+        Raises:
+            UserError: mlx-lm's code of this architecture has no gradient.
         """
         mx.random.seed(seed)
         self.model.train()
         window = [batch] if isinstance(batch, Batch) else batch
         window = [share(one, self.ranks) for one in window]
         stops = None if self.ranks.size == 1 else mx.array(float(stop))
-        if len(window) == 1:
+        if len(window) > 1:
+            return self._accumulate(window, mx.array(rate), stops)
+        with _explained():
             return self._train(*window[0].arrays, mx.array(rate), stops)
-        return self._accumulate(window, mx.array(rate), stops)
 
     def evaluate(self, batches) -> tuple[float, int]:
         """Summed loss and trained tokens over batches, dropout off."""
@@ -184,7 +188,8 @@ class Step:
         self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
         loss = trained = mx.array(0.0)
         for batch in window:
-            loss = loss + self._add(*batch.arrays)
+            with _explained():
+                loss = loss + self._add(*batch.arrays)
             trained = trained + batch.mask.sum()
             # Not waited for; without it all batches might be in memory at once.
             mx.async_eval(loss, trained, self._sums)
@@ -217,3 +222,16 @@ class Step:
             stepped[name] = old + ratio * (stepped[name] - old)
         self.parameters.update(stepped)
         return loss, trained, norm, *told
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Nothing is computed yet: what goes wrong in a trace is the model's fault."""
+    try:
+        yield
+    except (RuntimeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"this architecture cannot be trained here: {str(error).splitlines()[0]}",
+            hint="its code in mlx-lm has no gradient, or reads an adapted layer's "
+            "weight itself; adapter.layers: auto leaves such layers out",
+        ) from error

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from processes import free_ports, hostfile, in_ring
-from tiny_runs import ASSASSIN, TRAIN, VALIDATE, Run, resume_command
+from tiny_runs import ASSASSIN, TRAIN, VALIDATE, Run, resume_command, write_rows
 
 from toolkit import cli
 from toolkit.run import launcher
@@ -29,7 +29,11 @@ sys.argv[1:] = arguments
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
 TWICE = (
     {"train": TRAIN},
-    {"train": TRAIN | {"adapter": LORA, "accumulate": 2, "batch_size": 3, "steps": 6}},
+    {
+        "train": TRAIN
+        | {"adapter": LORA, "accumulate": 2, "batch_size": 3, "steps": 6}
+        | {"packing": True, "keep": "best", "samples": ["Add 1 and 1."]}
+    },
 )
 
 
@@ -166,12 +170,10 @@ if os.environ["MLX_RANK"] == "1":
     assert not Path(f"{run.output}-elsewhere").exists()
 
 
-FEWER_ROWS = """
+OTHER_ROWS = """
 import os
-from toolkit.recipe import run
-read = run.read_splits
 if os.environ["MLX_RANK"] == "1":
-    run.read_splits = lambda *a, **k: tuple(rows[1:] for rows in read(*a, **k))
+    os.chdir("elsewhere")
 """
 OTHER_MODEL = """
 import os
@@ -195,13 +197,19 @@ if os.environ["MLX_RANK"] == "1":
 @pytest.mark.parametrize(
     ("difference", "told"),
     [
-        (FEWER_ROWS, "reads other rows than"),
+        (OTHER_ROWS, "reads other rows than"),
         (OTHER_RECIPE, "runs another recipe than"),
         (OTHER_MODEL, "begins with another model than"),
     ],
 )
-def test_all_must_do_the_same(tmp_path, difference, told):
+def test_all_must_do_the_same(tmp_path, monkeypatch, difference, told):
     run = make_run(tmp_path, {"train": TRAIN})
+    # A name that means another file elsewhere.
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    write_rows(tmp_path / "elsewhere" / "train.jsonl", 1, 40)
+    run.data["train"] = ["train.jsonl"]
+    run.write()
     first, second = in_ring(difference + MAIN, *run.arguments(), folder=tmp_path)
     assert (first.returncode, second.returncode) == (2, 2)
     assert f"process 1 {told} the first one" in second.stderr
