@@ -17,13 +17,13 @@ BACKENDS = {
 
 def launched_rank() -> int | None:
     """This process's number among several, from 0; None if it was started alone."""
-    if _says("MLX_WORLD_SIZE") == "1" or _says("OMPI_COMM_WORLD_SIZE") == "1":
-        return None
+    sizes = _says("MLX_WORLD_SIZE"), _says("OMPI_COMM_WORLD_SIZE")
     # For one process mlx.launch leaves the list of hosts empty.
-    if backend() == "ring" and not _ring():
+    empty = backend() == "ring" and not _ring()
+    if backend() is None or "1" in sizes or empty:
         return None
-    found = [_says(name) for name in RANK_NAMES]
-    return next((int(rank) for rank in found if rank), None) if backend() else None
+    ranks = [int(_says(name)) for name in RANK_NAMES if _says(name)]
+    return ranks[0] if ranks else None
 
 
 def backend() -> str | None:

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -60,8 +60,8 @@ class Ranks:
             # One after the other, in the same order everywhere.
             [joined] = mx.depends([mx.concatenate(bucket)], sums[-1:])
             total = mx.distributed.all_sum(joined, group=self._group)
-            ends = [sum(v.size for v in bucket[: i + 1]) for i in range(len(bucket))]
-            sums += mx.split(total, ends[:-1])
+            ends = accumulate(value.size for value in bucket[:-1])
+            sums += mx.split(total, list(ends))
         pairs = zip(sums, values, strict=True)
         return [total.reshape(value.shape) for total, value in pairs]
 
