@@ -125,15 +125,15 @@ class Training:
             step.caches = self._caches()
         return step
 
-    def _caches(self) -> DocumentCaches:
+    def _caches(self) -> DocumentCaches | None:
         try:
             return DocumentCaches(self.loaded.model)
         except CannotPack as reason:
-            raise UserError(
-                f"this model cannot be trained on packed rows: {reason}",
-                place=str(self.start),
-                hint="leave out packing; batch_tokens wastes little padding, too",
-            ) from None
+            self.context.report.warn(
+                f"rows are padded, packing is off: this model does not keep documents "
+                f"apart: {reason}"
+            )
+            return None
 
     def _chunked(self) -> ChunkedLoss | None:
         config, longest = self.config, self.context.data.max_length
@@ -152,7 +152,8 @@ class Training:
 
     def _loop(self) -> Loop:
         config, context = self.config, self.context
-        batches = training_batches(config, context, self.loaded)
+        packing = self.step.caches is not None
+        batches = training_batches(config, context, self.loaded, packing=packing)
         valid = validation_batches(config, context, self.loaded)
         total = config.batches(batches.per_epoch)
         steps = math.ceil(total / config.accumulate)
