@@ -39,8 +39,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 class Watched(Step):
     """A step that also returns the weights its compiled forward was made with."""
 
-    def _update(self, tokens, mask, rate):
-        results = super()._update(tokens, mask, rate)
+    def _update(self, *batch_and_rate):
+        results = super()._update(*batch_and_rate)
         used = dict(tree_flatten(self.model.parameters()))
         return *results, {k: v for k, v in used.items() if "lora" not in k}
 
@@ -213,7 +213,7 @@ def test_full_gradients_pass_straight_through(make_checkpoint):
     step, one = run.step, batch(3)
 
     def loss(parameters):
-        return step._loss_of(parameters, one.tokens, one.mask)
+        return step._loss_of(parameters, *one.arrays)
 
     def plain(weights):
         step.model.update(tree_unflatten(list(weights.items())))

@@ -31,11 +31,19 @@ class Batch:
         tokens: int32 [B, L + 1]; inputs are tokens[:, :-1], targets tokens[:, 1:].
         mask: bool [B, L], True where the target is trained.
         where: the places of the rows.
+        documents: int32 [B, L], the number of every input's document in its row, if
+            rows hold several; padding is a document of its own.
     """
 
     tokens: mx.array
     mask: mx.array
     where: tuple[str, ...]
+    documents: mx.array | None = None
+
+    @property
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Tokens, mask and documents."""
+        return self.tokens, self.mask, self.documents
 
 
 class Batches:

@@ -46,14 +46,17 @@ class ChunkedLoss:
         }
         self._trained = self._used(outside)
 
-    def __call__(self, inputs: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
+    def __call__(
+        self, inputs: mx.array, targets: mx.array, mask: mx.array, **settings
+    ) -> mx.array:
         """The summed loss, in nats, ready to be differentiated.
 
         Args:
             inputs: int [B, L], as are targets.
             mask: bool [B, L], True where the target counts.
+            settings: what the model is called with besides the inputs.
         """
-        hidden = self._hidden(inputs)
+        hidden = self._hidden(inputs, **settings)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         targets, mask = targets.reshape(-1), mask.reshape(-1)
         named = dict(tree_flatten(self.model.trainable_parameters()))
@@ -68,9 +71,11 @@ class ChunkedLoss:
 
         return forward(hidden, *(named[path] for path in self._trained))[0]
 
-    def value(self, inputs: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
+    def value(
+        self, inputs: mx.array, targets: mx.array, mask: mx.array, **settings
+    ) -> mx.array:
         """The same sum without gradients."""
-        hidden = self._hidden(inputs)
+        hidden = self._hidden(inputs, **settings)
         hidden = hidden.reshape(-1, hidden.shape[-1])
         targets, mask = targets.reshape(-1), mask.reshape(-1)
         total = mx.array(0.0)
@@ -115,7 +120,7 @@ class ChunkedLoss:
         starts = range(0, tokens, self.chunk)
         return [slice(start, start + self.chunk) for start in starts]
 
-    def _hidden(self, inputs: mx.array) -> mx.array:
+    def _hidden(self, inputs: mx.array, **settings) -> mx.array:
         """What the trunk gives to the head, [B, L, width]."""
         seen = []
 
@@ -125,7 +130,7 @@ class ChunkedLoss:
 
         # The logits are part of this, but nobody asks for them.
         with swapped(self._owner, self._name, StandIn(self._trunk, call)):
-            self.model(inputs)
+            self.model(inputs, **settings)
         if len(seen) != 1 or not isinstance(seen[0], mx.array) or seen[0].ndim != 3:
             raise CannotSplit("its trunk does not give one array")
         return seen[0]

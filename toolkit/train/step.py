@@ -12,6 +12,7 @@ from ..errors import UserError
 from ..model.fake_quant import FakeQuant
 from .blocks import find_blocks
 from .chunked import ChunkedLoss
+from .documents import DocumentCaches
 from .losses import cross_entropy_sum
 from .optim import clip, decay
 from .optimizers import make_optimizer
@@ -33,6 +34,8 @@ class Step:
         gradient_clip: largest joint gradient norm, or None.
         gradient_checkpointing: keep only what goes in and out of every block.
         chunked: the loss without full logits, or None for the plain one.
+        caches: keep attention inside the documents of packed batches; None = no batch
+            is packed.
 
     Raises:
         UserError: gradient checkpointing of a model without blocks.
@@ -52,6 +55,7 @@ class Step:
         gradient_clip: float | None = None,
         gradient_checkpointing: bool = False,
         chunked: ChunkedLoss | None = None,
+        caches: DocumentCaches | None = None,
     ):
         self.model = model
         self.compute = compute
@@ -61,6 +65,7 @@ class Step:
         self.rates: dict[str, float] = {}
         self.gradient_clip = gradient_clip
         self.chunked = chunked
+        self.caches = caches
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
             raise UserError(
@@ -108,7 +113,7 @@ class Step:
         self.model.train()
         window = [batch] if isinstance(batch, Batch) else batch
         if len(window) == 1:
-            return self._train(window[0].tokens, window[0].mask, mx.array(rate))
+            return self._train(*window[0].arrays, mx.array(rate))
         return self._accumulate(window, mx.array(rate))
 
     def evaluate(self, batches) -> tuple[float, int]:
@@ -116,7 +121,7 @@ class Step:
         self.model.eval()
         loss = tokens = 0.0
         for batch in batches:
-            loss += self._evaluate(batch.tokens, batch.mask).item()
+            loss += self._evaluate(*batch.arrays).item()
             tokens += batch.mask.sum().item()
         return loss, int(tokens)
 
@@ -131,33 +136,39 @@ class Step:
             weights |= self.fake_quant.served(parameters, self.compute)
         self.model.update(tree_unflatten(list(weights.items())))
 
-    def _loss(self, tokens: mx.array, mask: mx.array) -> mx.array:
+    def _loss(self, tokens: mx.array, mask: mx.array, documents: mx.array | None):
         self._set(self.parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        within = self._within(documents)
         if self.chunked:
-            return self.chunked.value(inputs, targets, mask)
-        return cross_entropy_sum(self.model(inputs), targets, mask)
+            return self.chunked.value(inputs, targets, mask, **within)
+        return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
-    def _loss_of(self, parameters, tokens: mx.array, mask: mx.array) -> mx.array:
+    def _loss_of(self, parameters, tokens, mask, documents) -> mx.array:
         self._set(parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        within = self._within(documents)
         with recomputed(self._recomputed) if self._recomputed else nullcontext():
             if self.chunked:
-                return self.chunked(inputs, targets, mask)
-            return cross_entropy_sum(self.model(inputs), targets, mask)
+                return self.chunked(inputs, targets, mask, **within)
+            return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
-    def _gradients(self, tokens: mx.array, mask: mx.array):
-        return mx.value_and_grad(self._loss_of)(self.parameters, tokens, mask)
+    def _within(self, documents: mx.array | None) -> dict:
+        """What a packed batch's model is called with besides the tokens."""
+        return {} if documents is None else {"cache": self.caches(documents)}
 
-    def _update(self, tokens: mx.array, mask: mx.array, rate: mx.array):
-        loss, gradients = self._gradients(tokens, mask)
+    def _gradients(self, *batch: mx.array | None):
+        return mx.value_and_grad(self._loss_of)(self.parameters, *batch)
+
+    def _update(self, tokens, mask, documents, rate: mx.array):
+        loss, gradients = self._gradients(tokens, mask, documents)
         return self._apply(gradients, loss, mask.sum(), rate)
 
     def _accumulate(self, window: Sequence[Batch], rate: mx.array):
         self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
         loss = trained = mx.array(0.0)
         for batch in window:
-            loss = loss + self._add(batch.tokens, batch.mask)
+            loss = loss + self._add(*batch.arrays)
             trained = trained + batch.mask.sum()
             # Not waited for; without it all batches might be in memory at once.
             mx.async_eval(loss, trained, self._sums)
@@ -165,8 +176,8 @@ class Step:
         self._sums.clear()
         return outputs
 
-    def _sum(self, tokens: mx.array, mask: mx.array) -> mx.array:
-        loss, gradients = self._gradients(tokens, mask)
+    def _sum(self, *batch: mx.array | None) -> mx.array:
+        loss, gradients = self._gradients(*batch)
         self._sums.update({k: self._sums[k] + g for k, g in gradients.items()})
         return loss
 
