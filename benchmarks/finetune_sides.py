@@ -89,7 +89,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     from toolkit.model.adapters.settings import Adapter
     from toolkit.model.load import load
     from toolkit.stages.train import Config
-    from toolkit.train.chunked import ChunkedLoss
+    from toolkit.train.chunked import ChunkedLoss, cached
     from toolkit.train.step import Step
 
     examples = [
@@ -108,7 +108,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
         beta1=BETAS[0],
         beta2=BETAS[1],
         gradient_checkpointing=settings["checkpointing"],
-        chunked=ChunkedLoss(model, chunk) if chunk else None,
+        chunked=ChunkedLoss(model, chunk or cached(settings["vocabulary"])),
     )
     clock = Clock(batches.per_epoch, batches.per_epoch)
     waiting = None

@@ -136,21 +136,21 @@ class Step:
             weights |= self.fake_quant.served(parameters, self.compute)
         self.model.update(tree_unflatten(list(weights.items())))
 
-    def _loss(self, tokens: mx.array, mask: mx.array, documents: mx.array | None):
+    def _loss(self, tokens, mask, documents, places) -> mx.array:
         self._set(self.parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
         if self.chunked:
-            return self.chunked.value(inputs, targets, mask, **within)
+            return self.chunked.value(inputs, targets, mask, places, **within)
         return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
-    def _loss_of(self, parameters, tokens, mask, documents) -> mx.array:
+    def _loss_of(self, parameters, tokens, mask, documents, places) -> mx.array:
         self._set(parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
         with recomputed(self._recomputed) if self._recomputed else nullcontext():
             if self.chunked:
-                return self.chunked(inputs, targets, mask, **within)
+                return self.chunked(inputs, targets, mask, places, **within)
             return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
     def _within(self, documents: mx.array | None) -> dict:
@@ -160,8 +160,8 @@ class Step:
     def _gradients(self, *batch: mx.array | None):
         return mx.value_and_grad(self._loss_of)(self.parameters, *batch)
 
-    def _update(self, tokens, mask, documents, rate: mx.array):
-        loss, gradients = self._gradients(tokens, mask, documents)
+    def _update(self, tokens, mask, documents, places, rate: mx.array):
+        loss, gradients = self._gradients(tokens, mask, documents, places)
         return self._apply(gradients, loss, mask.sum(), rate)
 
     def _accumulate(self, window: Sequence[Batch], rate: mx.array):
