@@ -77,8 +77,9 @@ def _engine(blas) -> str:
 
 
 def _lmx(folder: Path, settings: dict, _: str) -> dict:
-    from toolkit import blas
+    from toolkit import allocator, blas
 
+    allocator.keep()
     used = blas.use()
     import mlx.core as mx
     import numpy as np
@@ -108,7 +109,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
         beta1=BETAS[0],
         beta2=BETAS[1],
         gradient_checkpointing=settings["checkpointing"],
-        chunked=ChunkedLoss(model, chunk or cached(settings["vocabulary"])),
+        chunked=ChunkedLoss(model, cached(settings["vocabulary"]) or chunk),
     )
     clock = Clock(batches.per_epoch, batches.per_epoch)
     waiting = None

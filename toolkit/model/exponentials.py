@@ -5,6 +5,7 @@ twenty times as exact: 2^n times a polynomial of Cephes on what is left, |r| < 0
 """
 
 import math
+from functools import partial
 
 import mlx.core as mx
 
@@ -20,6 +21,7 @@ POLYNOMIAL = (
 LOWEST = -42.9
 
 
+@partial(mx.compile, shapeless=True)
 def exp_of_negative(x: mx.array) -> mx.array:
     """e^x of float32 numbers that are not above zero, at least 2e-19; no gradient."""
     x = mx.stop_gradient(mx.maximum(x, LOWEST))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from .. import __version__, blas
+from .. import __version__, allocator, blas
 from ..data.sources import read_splits
 from ..errors import Interrupted, UserError
 from ..run.folder import RunFolder
@@ -29,6 +29,7 @@ def run(
     """
     from .needs import require_room
 
+    allocator.keep()
     blas.use()
     if not force:
         require_room(loaded, plan)

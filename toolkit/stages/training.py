@@ -117,7 +117,7 @@ class Training:
         vocabulary = setting(self.loaded.config, "vocab_size")
         chunk = config.chunk(vocabulary=vocabulary, tokens=tokens)
         try:
-            return ChunkedLoss(self.loaded.model, chunk or self._cached(vocabulary))
+            return ChunkedLoss(self.loaded.model, self._cached(vocabulary) or chunk)
         except CannotSplit as reason:
             if chunk:
                 self.context.report.warn(
