@@ -20,10 +20,10 @@ from finetune_sides import PROGRAM, RANK, SCALE, SIDES
 SKILLS = Path(__file__).parents[1] / "data" / "skills" / "train.jsonl"
 MERGES = 8192
 COLUMNS = (
-    *("side", "tokens/s", "fastest", "ratio", "s/epoch", "steps", "padding"),
+    *("side", "tokens/s", "fastest", "ratio", "s/epoch", "CPU s", "steps", "padding"),
     *("peak GB", "RSS GB", "first loss", "last loss", "threads"),
 )
-ROW = "{:8}{:>10}{:>9}{:>8}{:>9}{:>7}{:>9}{:>9}{:>8}{:>12}{:>11}  {}"
+ROW = "{:8}{:>10}{:>9}{:>8}{:>9}{:>8}{:>7}{:>9}{:>9}{:>8}{:>12}{:>11}  {}"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="runs of every side")
     parser.add_argument("--threads", type=int, help="of every side; absent = all cores")
     parser.add_argument("--hf-python", help="a Python with torch, transformers, peft")
-    parser.add_argument("--no-stock", action="store_true", help="without MLX's own BLAS")
+    parser.add_argument(
+        "--no-stock", action="store_true", help="without MLX's own BLAS"
+    )
     parser.add_argument("--case", choices=CASES, help="absent = all")
     return parser.parse_args()
 
@@ -214,6 +216,7 @@ def _print_case(case: Case, runs: dict[str, list[dict]]) -> None:
             f"{max(rates):,.0f}",
             f"{ours / median:.2f}x",
             f"{statistics.median(run['seconds'] for run in found):,.1f}",
+            f"{statistics.median(run['processor_seconds'] for run in found):,.1f}",
             f"{first['steps']}",
             f"{100 * (1 - first['filled'] / first['positions']):.1f}%",
             "".join(f"{peak:.2f}" for peak in peaks) or "-",

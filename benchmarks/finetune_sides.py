@@ -26,7 +26,7 @@ class Clock:
     def __init__(self, warm: int, timed: int):
         self.warm, self.total = warm, warm + timed
         self.positions = self.filled = 0
-        self._ends: list[float] = []
+        self._ends: list[tuple[float, float]] = []
         self._losses: list[float] = []
         self._trained: list[int] = []
 
@@ -38,15 +38,17 @@ class Clock:
 
     def step(self, mean_loss: float, trained: int) -> None:
         """A step has ended."""
-        self._ends.append(time.perf_counter())
+        self._ends.append((time.perf_counter(), time.process_time()))
         self._losses.append(mean_loss * trained)
         self._trained.append(trained)
 
     def result(self, parameters: int, engine: str, **more) -> dict:
         """What the comparison needs; losses are means over an epoch's tokens."""
         warm = self.warm
+        (start, busy), (end, last) = self._ends[warm - 1], self._ends[-1]
         return {
-            "seconds": self._ends[-1] - self._ends[warm - 1],
+            "seconds": end - start,
+            "processor_seconds": last - busy,
             "trained": sum(self._trained[warm:]),
             "steps": self.total - warm,
             "positions": self.positions,
