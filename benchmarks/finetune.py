@@ -57,8 +57,8 @@ def main() -> None:
     print(
         f"Llama of {arguments.layers} layers, hidden size {arguments.hidden}, float32; "
         f"LoRA of rank {RANK}, scale {SCALE}, on every linear layer.\n"
-        "Prompts are not trained; tokens/s counts trained tokens alone. Every run warms "
-        "up for an epoch\nand times the next; medians of "
+        "Prompts are not trained; tokens/s counts trained tokens alone. Every run "
+        "warms up for an epoch\nand times the next; medians of "
         f"{arguments.rounds} alternating runs; ratio = tokens/s of lmx / tokens/s.\n"
         "stock = mlx-lm with the BLAS of MLX's wheel, two steps of one run."
     )
@@ -77,10 +77,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--limit", type=int, help="rows trained; absent = the case's")
     parser.add_argument("--rounds", type=int, default=3, help="runs of every side")
-    parser.add_argument("--threads", type=int, help="of every side; absent = all cores")
+    parser.add_argument("--threads", type=int, help="of every side; absent = all")
     parser.add_argument("--hf-python", help="a Python with torch, transformers, peft")
     parser.add_argument(
-        "--no-stock", action="store_true", help="without MLX's own BLAS"
+        "--no-stock", action="store_true", help="not with MLX's own BLAS"
     )
     parser.add_argument("--case", choices=CASES, help="absent = all")
     return parser.parse_args()

@@ -1,6 +1,6 @@
 """Attention for training on MLX's CPU backend, by blocks of queries.
 
-MLX's own keeps all scores for the backward pass, and computes those a causal mask hides.
+MLX's own keeps all scores for the backward pass, and makes those a causal mask hides.
 Here a block's scores are made again from the logarithm of their sums (as in arXiv
 2205.14135), up to the last key that the block sees.
 """
@@ -34,7 +34,7 @@ def attention(queries, keys, values, scale: float, causal: bool) -> mx.array:
     def _(primals, cotangents, outputs):
         return _backward(*primals, cotangents[0], *outputs, scale, causal)
 
-    return forward(grouped, keys, values)[0].reshape(queries.shape[:3] + (-1,))
+    return forward(grouped, keys, values)[0].reshape((*queries.shape[:3], -1))
 
 
 def _blocks(length: int, causal: bool):

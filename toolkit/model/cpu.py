@@ -2,9 +2,9 @@
 
 Functions: MLX's exponentials are slow there, and so is all that is made of them.
 
-Quantized layers: `mx.quantized_matmul` costs there the same for every row, while expanding the weight
-costs once, and rows are nearly free in the BLAS. On a GPU MLX's own kernels do this
-choice, so nothing here is used.
+Quantized layers: `mx.quantized_matmul` costs there the same for every row, while
+expanding the weight costs once, and rows are nearly free in the BLAS. On a GPU MLX's
+own kernels are fast and do this choice, so nothing here is used.
 """
 
 from functools import cache

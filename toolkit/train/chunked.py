@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from .blocks import StandIn, find_blocks, swapped
 from .losses import cross_entropy_sum
 
-
+# What takes 16 MiB.
 CACHED_LOGITS = 1 << 22
 
 
