@@ -44,9 +44,9 @@ class Batch:
     documents: mx.array | None = None
 
     @property
-    def arrays(self) -> tuple[mx.array | None, ...]:
-        """Tokens, mask, documents and places."""
-        return self.tokens, self.mask, self.documents, self.places
+    def arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
+        """Tokens, mask and documents."""
+        return self.tokens, self.mask, self.documents
 
     @cached_property
     def places(self) -> mx.array | None:

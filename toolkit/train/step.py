@@ -113,7 +113,7 @@ class Step:
         self.model.train()
         window = [batch] if isinstance(batch, Batch) else batch
         if len(window) == 1:
-            return self._train(*window[0].arrays, mx.array(rate))
+            return self._train(*self._given(window[0]), mx.array(rate))
         return self._accumulate(window, mx.array(rate))
 
     def evaluate(self, batches) -> tuple[float, int]:
@@ -121,7 +121,7 @@ class Step:
         self.model.eval()
         loss = tokens = 0.0
         for batch in batches:
-            loss += self._evaluate(*batch.arrays).item()
+            loss += self._evaluate(*self._given(batch)).item()
             tokens += batch.mask.sum().item()
         return loss, int(tokens)
 
@@ -129,6 +129,10 @@ class Step:
         """The model with the weights of the next forward in place, dropout off."""
         self._set(self.parameters)
         return self.model.eval()
+
+    def _given(self, batch: Batch) -> tuple[mx.array | None, ...]:
+        # Every number of places is a trace of its own.
+        return *batch.arrays, batch.places if self.chunked else None
 
     def _set(self, parameters: dict[str, mx.array]) -> None:
         weights = {k: v.astype(self.compute) for k, v in parameters.items()}
@@ -144,7 +148,7 @@ class Step:
             return self.chunked.value(inputs, targets, mask, places, **within)
         return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
-    def _loss_of(self, parameters, tokens, mask, documents, places) -> mx.array:
+    def _loss_of(self, parameters, tokens, mask, documents, places=None) -> mx.array:
         self._set(parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
@@ -168,7 +172,7 @@ class Step:
         self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
         loss = trained = mx.array(0.0)
         for batch in window:
-            loss = loss + self._add(*batch.arrays)
+            loss = loss + self._add(*self._given(batch))
             trained = trained + batch.mask.sum()
             # Not waited for; without it all batches might be in memory at once.
             mx.async_eval(loss, trained, self._sums)
