@@ -1,6 +1,8 @@
-"""For all tests: no network, one BLAS thread per process, the BLAS users have."""
+"""For all tests: no network, a cache of their own, one BLAS thread per process, the
+BLAS users have."""
 
 import os
+import tempfile
 
 os.environ.setdefault("LMX_BLAS_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -9,5 +11,8 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 from toolkit import blas  # The environment comes first.
 
 blas.use()
+
+_cache = tempfile.TemporaryDirectory(prefix="lmx-cache-")
+os.environ["LMX_CACHE"] = _cache.name
 
 from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401

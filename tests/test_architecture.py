@@ -36,8 +36,11 @@ DOORS = {
     "transformers": {"model/load.py", "export/"},
     "datasets": {"data/formats.py"},
     "rich": {"run/report.py"},
-    "wandb": {"run/report.py"},
+    "wandb": {"run/trackers/wandb.py"},
+    "matplotlib": {"run/curves.py"},
 }
+# Where programs of others are called whose faults, of whatever kind, must end nothing.
+TOLERANT = {"run/tracking.py"}
 
 
 def name_of(path: Path) -> str:
@@ -99,7 +102,7 @@ def test_the_lowest_floor_stands_alone():
         if part in ("errors", "section", "registry", "linkage", "__init__"):
             assert not ours, name_of(path)
         if part == "run":
-            assert ours <= {"run", "errors"}, name_of(path)
+            assert ours <= {"run", "errors", "section"}, name_of(path)
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -130,7 +133,10 @@ def test_no_fault_is_swallowed(path):
             caught = ast.unparse(node.type) if node.type else "everything"
             broad = caught in ("everything", "Exception", "BaseException")
             raises = any(isinstance(inner, ast.Raise) for inner in node.body)
-            assert raises or not broad, f"line {node.lineno} catches {caught}"
+            tolerant = name_of(path) in TOLERANT
+            assert raises or tolerant or not broad, (
+                f"line {node.lineno} catches {caught}"
+            )
 
 
 def sections() -> list[type[Section]]:

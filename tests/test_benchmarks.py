@@ -46,3 +46,24 @@ def test_both_sides_do_the_same_work(case, trained):
     assert rows["mlx-lm"]["BLAS"] == ours["BLAS"]
     if replaced:
         assert rows["stock"]["BLAS"] == "MLX's own"
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_data_are_measured_at_every_size(packing):
+    """It asserts itself that the second start finds the rows of the first."""
+    command = [
+        sys.executable,
+        str(BENCHMARKS / "data_scaling.py"),
+        "--rows",
+        "50",
+        "90",
+    ]
+    command += ["--batch", "4", "--steps", "9"] + ["--packing"] * packing
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    *_, first, second = [line.split() for line in text.splitlines()]
+    assert (first[0], second[0]) == ("50", "90")
+    for row in (first, second):
+        numbers = [float(cell.replace(",", "")) for cell in row]
+        assert len(numbers) == 9
+        # Rows, rows a second and trained tokens a second.
+        assert min(numbers[0], numbers[3], numbers[8]) > 0

@@ -19,7 +19,8 @@ def told(monkeypatch, capsys):
     return run
 
 
-def test_everything_is_told(told, monkeypatch):
+def test_everything_is_told(told, monkeypatch, tmp_path):
+    monkeypatch.setenv("LMX_CACHE", str(tmp_path / "none"))
     slow = blas.Blas("MLX's own", reason="turned off")
     monkeypatch.setattr(blas, "use", lambda: slow)
     found = told()
@@ -33,6 +34,7 @@ def test_everything_is_told(told, monkeypatch):
     assert float(found["memory"].split()[0]) > 0
     assert "GFLOP/s" in found["matrix products"]
     assert "GB/s" in found["memory traffic"]
+    assert found["cache"] == f"{tmp_path / 'none'}, 0.0 MB"
 
 
 def test_a_fast_blas_has_a_file_and_threads(told, monkeypatch):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 
 from . import __version__, blas
+from .data import cache
 
 SIDE = 1024
 COPIED_BYTES = 1 << 28
@@ -16,7 +17,7 @@ REPEATS = 5
 
 def run() -> int:
     """Print versions, device, BLAS, measured speed and the Hub's state; returns 0."""
-    for label, value in (*_software(), *_machine(), *_speed(), *_hub()):
+    for label, value in (*_software(), *_machine(), *_speed(), *_disk(), *_hub()):
         sys.stdout.write(f"{label:<18}{value}\n")
         sys.stdout.flush()
     return 0
@@ -89,6 +90,10 @@ def _best(work: Callable[[], None]) -> float:
         work()
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def _disk() -> list[tuple[str, str]]:
+    return [("cache", f"{cache.root()}, {cache.size() / 1e6:,.1f} MB")]
 
 
 def _hub() -> list[tuple[str, str]]:

@@ -1,5 +1,9 @@
 """Rows of every format and of the Hub, and the message of every fault."""
 
+import gzip
+import json
+import tracemalloc
+
 import pytest
 
 from toolkit.data import formats
@@ -81,21 +85,21 @@ CHAT = {"messages": [USER, ANSWER]}
 )
 def test_every_format(write, record, name, fields):
     path = write([{**record, "skill": "greeting", "id": 7}])
-    found = formats.read(path)
+    found = formats.Rows(path)
     assert found.format == name
-    assert found.rows == [formats.Row(f"{path}:1", **fields, skill="greeting")]
-    assert found.bad == []
+    assert list(found) == [formats.Row(f"{path}:1", **fields, skill="greeting")]
+    assert found.tally.bad == 0
 
 
 def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
     path = write([{"text": "stray"}, *[CHAT] * 5, {"messages": [USER]}, "no object"])
-    found = formats.read(path)
-    assert (found.format, len(found.rows)) == ("chat", 5)
-    assert found.bad == [
+    found = formats.Rows(path)
+    assert (found.format, len(list(found))) == ("chat", 5)
+    assert found.tally.named == (
         (f"{path}:1", "not chat: it holds text"),
         (f"{path}:7", "no assistant turn with content"),
         (f"{path}:8", "not chat: it holds no object"),
-    ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,9 +117,9 @@ def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
     ],
 )
 def test_bad_chats(write, messages, reason):
-    found = formats.read(write([CHAT, {"messages": messages}]))
-    assert len(found.rows) == len(found.bad) == 1
-    assert found.bad[0][1].startswith(reason)
+    found = formats.Rows(write([CHAT, {"messages": messages}]))
+    assert len(list(found)) == found.tally.bad == 1
+    assert found.tally.named[0][1].startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -128,27 +132,51 @@ def test_bad_chats(write, messages, reason):
     ],
 )
 def test_bad_completions(write, record, reason):
-    found = formats.read(write([{"prompt": "a", "completion": "b"}, record]))
-    assert [why for _, why in found.bad] == [reason]
+    found = formats.Rows(write([{"prompt": "a", "completion": "b"}, record]))
+    assert len(list(found)) == 1
+    assert [why for _, why in found.tally.named] == [reason]
 
 
 def test_columns_rename(write):
     path = write([{"question": "1+1", "answer": "2", "text": "ignored", "skill": "s"}])
     columns = {"prompt": "question", "completion": "answer"}
-    found = formats.read(path, columns=columns)
+    found = formats.Rows(path, columns=columns)
     assert found.format == "completion"
-    assert found.rows[0].prompt == "1+1"
-    assert (found.rows[0].completion, found.rows[0].skill) == ("2", "s")
-    assert formats.read(path).format == "text"
+    [row] = found
+    assert (row.prompt, row.completion, row.skill) == ("1+1", "2", "s")
+    assert formats.Rows(path).format == "text"
 
 
 def test_limit_and_find_and_builtin(write, tmp_path):
     write([{"text": str(number)} for number in range(9)])
-    found = formats.read("rows.jsonl", find=lambda name: tmp_path / name, limit=4)
-    assert [row.text for row in found.rows] == ["0", "1", "2", "3"]
-    rows = formats.read("builtin:stdlib", split="valid", limit=2).rows
+    found = formats.Rows("rows.jsonl", find=lambda name: tmp_path / name, limit=4)
+    assert [row.text for row in found] == ["0", "1", "2", "3"]
+    rows = list(formats.Rows("builtin:stdlib", split="valid", limit=2))
     assert rows[0].where.startswith("builtin:stdlib/")
     assert formats.has_split("builtin:stdlib", "valid")
+
+
+def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
+    path = tmp_path / "rows.jsonl.gz"
+    with gzip.open(path, "wt", compresslevel=1) as stream:
+        for number in range(50_000):
+            stream.write(json.dumps({"text": f"{number} " * 40}) + "\n")
+    tracemalloc.start()
+    found = formats.Rows(str(path))
+    count = sum(1 for _ in found)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == found.tally.rows == 50_000
+    # All of them are 11 MB of text alone.
+    assert peak < 1_000_000
+
+
+def test_rows_can_be_read_again_and_in_part(write):
+    found = formats.Rows(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
+    next(iter(found))
+    assert found.tally is None
+    assert list(found) == list(found)
+    assert (found.tally.rows, found.tally.bad) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +193,7 @@ def test_limit_and_find_and_builtin(write, tmp_path):
 )
 def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
     with pytest.raises(UserError, match="no format fits; the keys found are") as fault:
-        formats.read(write([record]))
+        list(formats.Rows(write([record])))
     assert all(key in fault.value.message for key in record)
     assert fault.value.hint.endswith(f"data:\n  columns: {mapping}")
 
@@ -173,77 +201,30 @@ def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
 def test_columns_that_are_not_there_or_not_ours(write):
     path = write([{"q": "?", "a": "!"}])
     with pytest.raises(UserError, match="columns names question, not there"):
-        formats.read(path, columns={"prompt": "question", "completion": "a"})
+        formats.Rows(path, columns={"prompt": "question", "completion": "a"})
     with pytest.raises(UserError, match="no column 'promt'") as fault:
-        formats.read(path, columns={"promt": "q"})
+        formats.Rows(path, columns={"promt": "q"})
     assert fault.value.hint == "did you mean 'prompt'?"
 
 
-def test_splitting_off_is_whole_disjoint_and_seeded():
-    rows = [formats.Row(f"f:{n}", text=str(n)) for n in range(100)]
-    train, held = formats.split_off(rows, 0.05, 3)
-    assert len(held) == 5
-    assert sorted(train + held, key=rows.index) == rows
-    assert formats.split_off(rows, 0.05, 3) == (train, held)
-    assert formats.split_off(rows, 0.05, 4)[1] != held
-
-
-def test_splitting_off_one_document_gives_its_tail():
-    text = "".join(f"line {n}\n" for n in range(100))
-    [head], [tail] = formats.split_off([formats.Row("f:1", text=text)], 0.1, 0)
-    assert head.text + tail.text == text
-    assert tail.text.startswith("line ")
-    assert 0.05 < len(tail.text) / len(text) < 0.15
-    with pytest.raises(UserError, match="none can be held out"):
-        formats.split_off([formats.Row("f:1", prompt="a", completion="b")], 0.1, 0)
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """The Hub's client, with one small data set and no network."""
-    datasets = pytest.importorskip("datasets")
-    rows = [{"text": str(number)} for number in range(5)]
-    asked = []
-
-    class Builder:
-        class info:
-            splits = {"train": None, "validation": None}  # noqa: RUF012
-
-    def builder(source):
-        if source != "someone/rows":
-            raise FileNotFoundError(f"no data set {source}")
-        return Builder
-
-    def load(source, *, split, streaming):
-        asked.append((split, streaming))
-        return iter(rows) if streaming else rows
-
-    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(formats, "_online", lambda endpoint: True)
-    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    return asked
-
-
 def test_a_hub_data_set_by_our_names_of_splits(hub):
-    found = formats.read("someone/rows", split="valid")
-    assert [row.where for row in found.rows][:1] == ["someone/rows/validation[0]"]
-    assert len(formats.read("someone/rows", streaming=True, limit=2).rows) == 2
+    found = formats.Rows("someone/rows", split="valid")
+    assert [row.where for row in found][:1] == ["someone/rows/validation[0]"]
+    assert len(list(formats.Rows("someone/rows", streaming=True, limit=2))) == 2
     assert hub == [("validation", False), ("train", True)]
+    assert formats.fingerprint("someone/rows", "train")[2:] == ["abc", "default-1"]
     assert formats.has_split("someone/rows", "valid")
     assert not formats.has_split("someone/rows", "test")
 
 
 def test_faults_of_the_hub(hub, monkeypatch):
     with pytest.raises(UserError, match="no split for 'test'"):
-        formats.read("someone/rows", split="test")
-    with pytest.raises(UserError, match="streaming needs a limit"):
-        formats.read("someone/rows", streaming=True)
+        formats.Rows("someone/rows", split="test")
     with pytest.raises(UserError, match=r"no file or folder.*no data set someone/else"):
-        formats.read("someone/else")
+        formats.Rows("someone/else")
     monkeypatch.setattr(formats, "_online", lambda endpoint: False)
     with pytest.raises(UserError, match="the Hub cannot be reached"):
-        formats.read("someone/rows")
+        formats.Rows("someone/rows")
 
 
 def test_a_closed_port_is_offline(monkeypatch):

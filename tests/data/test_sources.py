@@ -5,7 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit.data.sources import Data, read_splits
+from toolkit.data.sources import Data, Splits
+from toolkit.errors import UserError
+
+ANSWER = {"role": "assistant", "content": "b"}
 
 
 def write(path, count, name="row"):
@@ -15,11 +18,17 @@ def write(path, count, name="row"):
     return str(path)
 
 
-def split(said=None, warned=None, seed=0, **data):
+def splits(said=None, warned=None, seed=0, **data):
     said, warned = ([] if x is None else x for x in (said, warned))
-    return read_splits(
+    return Splits(
         Data(**data), find=Path, seed=seed, say=said.append, warn=warned.append
     )
+
+
+def split(*arguments, **settings):
+    """Training rows and validation rows."""
+    found = splits(*arguments, **settings)
+    return list(found.train), found.valid
 
 
 def places(rows):
@@ -32,10 +41,7 @@ def test_named_rows_are_held_out(tmp_path):
     said = []
     rows, held = split(said, train=train, valid=valid)
     assert (len(rows), len(held)) == (20, 5)
-    assert said == [
-        f"train: {train}: 20 rows, format completion",
-        f"valid: {valid}: 5 rows, format completion",
-    ]
+    assert said == [f"valid: {valid}: 5 rows, format completion"]
 
 
 def test_else_the_sources_own_split(tmp_path):
@@ -56,8 +62,11 @@ def test_else_a_share_is_set_aside(tmp_path):
     first, second = write(tmp_path / "a.jsonl", 60), write(tmp_path / "b.jsonl", 40)
     said = []
     rows, held = split(said, train=[first, second])
-    assert len(held) == 5
-    assert "valid: 5 rows set aside from train" in said
+    assert 1 <= len(held) <= 12
+    assert said == [
+        *(f"valid: setting rows of {path} aside" for path in (first, second)),
+        f"valid: {len(held)} rows set aside from train",
+    ]
     assert sorted(places(rows) + places(held)) == sorted(
         f"{path}:{line}"
         for path, n in ((first, 60), (second, 40))
@@ -69,12 +78,9 @@ def test_else_a_share_is_set_aside(tmp_path):
 
 def test_rows_named_twice_are_held_out_from_both(tmp_path):
     path = write(tmp_path / "a.jsonl", 40)
-    said = []
-    rows, held = split(said, train=[path, path])
-    assert len(held) == 2
-    assert len(rows) == 2 * 38
+    rows, held = split(train=[path, path])
+    assert len(rows) == 2 * (40 - len(held))
     assert not set(places(rows)) & set(places(held))
-    assert len(said) == 2
 
 
 def test_a_document_gives_its_tail(tmp_path):
@@ -95,8 +101,10 @@ def test_bad_rows_are_named(tmp_path):
     with open(path, "a") as stream:
         stream.write('{"prompt": 1}\n' * 8)
     warned = []
-    rows, _ = split(warned=warned, train=path, valid=path)
-    assert len(rows) == 3
+    found = splits(warned=warned, train=path, valid=path)
+    assert len(list(found.train)) == len(found.valid) == 3
+    tally = found.train.tallies[path]
+    assert (tally.rows, tally.bad, len(tally.named)) == (3, 8, 5)
     assert warned[0].startswith(f"{path}:4: row skipped: ")
     assert warned[5] == f"{path}: 3 more rows skipped"
 
@@ -106,3 +114,43 @@ def test_limit_is_of_each_source(tmp_path, limit):
     paths = [write(tmp_path / name, 50) for name in ("a.jsonl", "b.jsonl")]
     rows, held = split(train=paths, valid=paths[0], limit=limit)
     assert (len(rows), len(held)) == (2 * limit, limit)
+
+
+def test_training_rows_are_read_only_when_asked_for(tmp_path):
+    valid = write(tmp_path / "b.jsonl", 3)
+    found = splits(train=str(tmp_path / "none.jsonl"), valid=valid)
+    assert len(found.valid) == 3
+    with pytest.raises(UserError, match="there is no such file"):
+        list(found.train)
+
+
+def test_training_rows_can_be_read_again(tmp_path):
+    rows = splits(train=write(tmp_path / "a.jsonl", 40)).train
+    assert places(rows) == places(rows)
+
+
+def test_held_out_rows_are_found_once(tmp_path, cache_folder, monkeypatch):
+    """Of content: a changed file has others, and a cached start reads nothing."""
+    path = write(tmp_path / "a.jsonl", 300)
+    chat = {"messages": [{"role": "user", "content": "a"}, ANSWER], "skill": "s"}
+    Path(path).write_text(Path(path).read_text().replace("row", "raw"))
+    other = tmp_path / "chat.jsonl"
+    other.write_text((json.dumps(chat) + "\n") * 30)
+    both = [path, str(other)]
+    held = splits(train=both).valid
+    monkeypatch.setattr("toolkit.data.held_out.choose", None)
+    assert splits(train=both).valid == held
+    with pytest.raises(TypeError):
+        assert splits(train=both, seed=1).valid
+    with open(path, "a") as stream:
+        stream.write('{"prompt": "more", "completion": "rows"}\n')
+    with pytest.raises(TypeError):
+        assert splits(train=both).valid
+
+
+def test_a_stream_of_the_hub_needs_no_limit(hub, cache_folder):
+    found = splits(train="someone/rows", streaming=True)
+    # It names a split for validation.
+    assert len(list(found.train)) == len(found.valid) == 50
+    assert hub == [("train", True), ("validation", True)]
+    assert len(list(splits(train="someone/rows", streaming=True, limit=7).train)) == 7

@@ -126,8 +126,9 @@ def test_a_broken_config(folder, text, said):
     assert fault.place == str(file)
 
 
-# `base` and `cache` are modules of the zoo that are no models.
-@pytest.mark.parametrize("model_type", ["nonesuch", "base", "cache"])
+# `base` and `cache` are modules of the zoo that are no models, `olmo` ends the process
+# where a package is missing.
+@pytest.mark.parametrize("model_type", ["nonesuch", "base", "cache", "olmo"])
 def test_an_unknown_model_type(folder, model_type):
     edit(folder / "config.json", model_type=model_type)
     fault = refusal(folder)

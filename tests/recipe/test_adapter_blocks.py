@@ -25,10 +25,11 @@ def test_the_scale(block, rank, scale):
 
 def test_ranks_by_pattern():
     assert Adapter(rank=3, layers=["a", "b"]).ranks == {"a": 3, "b": 3}
+    assert Adapter(rank=3).ranks == Adapter(rank=3, layers="auto").ranks == {"auto": 3}
     assert Adapter(rank=3, layers={"a": 1, "b": 2}).ranks == {"a": 1, "b": 2}
 
 
-@pytest.mark.parametrize("layers", [[], {}, 3, [3], {"a": 0}, {"a": "b"}])
+@pytest.mark.parametrize("layers", [[], {}, 3, [3], {"a": 0}, {"a": "b"}, "all"])
 def test_one_fault_is_told_once(layers):
     with pytest.raises(ValidationError) as caught:
         Adapter(layers=layers)

@@ -11,13 +11,14 @@ from mlx.utils import tree_flatten
 
 from toolkit import cli
 from toolkit.data.batches import Batch as Rows
+from toolkit.data.shapes import Row
 from toolkit.export import mlx as checkpoints
 from toolkit.model import fresh, lora
 from toolkit.model.load import build
 from toolkit.model.source import Fresh
 from toolkit.quant.layers import select
 from toolkit.quant.spec import Quantization, pack
-from toolkit.recipe import needs, room
+from toolkit.recipe import needs, preflight, room
 from toolkit.recipe.estimate import Anatomy, Batch, disk, quantized_bytes, training
 from toolkit.recipe.loader import load
 from toolkit.recipe.plan import plan
@@ -70,6 +71,25 @@ def here(model, tmp_path, monkeypatch) -> Path:
     rows = [CHAT] * 6 + [long, silent, {"messages": "none"}]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     return tmp_path
+
+
+@pytest.mark.parametrize("count", [1, 5, 99, 10_000])
+def test_a_sample_is_every_nth_row(count, monkeypatch):
+    monkeypatch.setattr(preflight, "SAMPLED", 600)
+    sample = preflight.Sample()
+    for number in range(count):
+        sample.add(Row(str(number), text="x" * 10))
+        assert len(sample.rows) <= 60
+    places = [int(row.where) for row in sample.rows]
+    assert sample.total == count
+    assert places == list(range(0, count, places[1] if count > 1 else 1))
+    assert len(places) >= min(count, 30)
+
+
+def test_a_row_larger_than_a_sample_is_looked_at():
+    sample = preflight.Sample()
+    sample.add(Row("f:1", text="x" * (preflight.SAMPLED + 1)))
+    assert len(sample.rows) == 1
 
 
 def test_all_is_told(here, capsys):
@@ -266,6 +286,9 @@ def test_disk_holds_artefacts_and_checkpoints(here):
     stages = [step.config for step in steps]
     # The trained model, its published copy, and three states of three tensors each.
     assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 36 * told.trained
+    more = {"keep_checkpoints": 5, "keep": "best"}
+    stages[0] = stages[0].model_copy(update=more)
+    assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 84 * told.trained
 
 
 def test_free_disk_is_that_of_the_nearest_folder_there_is(tmp_path):

@@ -11,21 +11,9 @@ LORA = {"type": "lora", "rank": 4}
 GRID = {"bits": 4, "group_size": 32}
 KINDS = {
     "full": {},
-    "lora": {"adapter": LORA | {"dropout": 0.2}},
     "dora+": {"adapter": LORA | {"type": "dora", "b_rate_ratio": 4.0}},
     "lora-qat": {"adapter": LORA, "quantization": GRID},
     "qat": {"quantization": GRID},
-    # 13 batches: the last step has one.
-    "lean": {
-        "steps": None,
-        "epochs": 2.6,
-        "adapter": LORA | {"dropout": 0.2},
-        "optimizer": "muon",
-        "schedule": "warmup-stable-decay",
-        "accumulate": 3,
-        "gradient_checkpointing": True,
-        "loss_chunk": 16,
-    },
 }
 
 
@@ -55,12 +43,9 @@ def expected(tmp_path_factory, base):
     [
         ("full", "step", 2),
         ("full", "save", 4),
-        ("lora", "step", 8),
         ("dora+", "step", 5),
         ("lora-qat", "save", 3),
         ("qat", "step", 10),
-        ("lean", "step", 4),
-        ("lean", "save", 2),
     ],
 )
 def test_killed(tmp_path, base, expected, kind, where, turn):
@@ -141,3 +126,19 @@ def test_another_seed_is_another_model(tmp_path, base, expected):
     run = make_run(tmp_path, "full", base)
     assert run("seed=1") == 0
     assert run.outcome()[0] != expected("full")[0]
+
+
+def test_a_stopped_run_has_curves_and_a_resumed_one_all_of_them(tmp_path, base):
+    run = make_run(tmp_path / "stopped", "full", base)
+    assert run.attacked("SIGINT", "step", 7).returncode == 130
+    curves = run.output / "stages/1-train/curves.svg"
+    first = curves.read_bytes()
+    assert run() == 0
+    calm = make_run(tmp_path / "calm", "full", base)
+    assert calm() == 0
+    assert f"curves: {curves}" in run.log
+    assert b"validation loss" in first
+    assert curves.read_bytes() != first
+    assert (
+        curves.read_bytes() == (calm.output / "stages/1-train/curves.svg").read_bytes()
+    )

@@ -5,12 +5,14 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from .template import Example
 
+# Of a batch's targets; the head runs on some of the parts.
 PARTS = 8
 
 
@@ -64,13 +66,45 @@ class Batch:
         return mx.array(np.sort(order[:count]).astype(np.int32))
 
 
+class Examples(Protocol):
+    """A sequence of `Example`: a `Store`, or `Listed`.
+
+    Attributes:
+        lengths: int [examples], their tokens.
+        digest: a hash of all tokens and masks, to tell whether they are still the same.
+    """
+
+    lengths: np.ndarray
+    digest: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Example: ...
+
+
+class Listed(list[Example]):
+    """Examples in memory."""
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.array([len(example.tokens) for example in self], np.int32)
+
+    @property
+    def digest(self) -> str:
+        total = hashlib.sha256()
+        for example in self:
+            total.update(example.tokens.tobytes())
+            total.update(example.mask.tobytes())
+        return total.hexdigest()
+
+
 class Batches:
     """Cuts examples into batches.
 
     An example belongs to the smallest rung that holds it. Every epoch shuffles the rows
     of each rung and the order of the batches. All batches of a rung have one size; what
     does not fill the last is filled up with rows whose mask is empty, so that no row is
-    ever left out.
+    ever left out. Needs about a dozen bytes of memory for every example.
 
     Args:
         rows: rows per batch at most, or
@@ -80,7 +114,7 @@ class Batches:
 
     def __init__(
         self,
-        examples: list[Example],
+        examples: Examples | list[Example],
         *,
         max_length: int,
         rows: int | None = None,
@@ -88,42 +122,43 @@ class Batches:
         seed: int = 0,
     ):
         assert (rows is None) != (tokens is None)
-        self.examples = examples
+        self.examples = Listed(examples) if isinstance(examples, list) else examples
         self.seed = seed
-        self._epoch: tuple[int, list] = (-1, [])
+        self._epoch, self._order, self._shuffle = -1, [], np.zeros(0)
         self.rungs: list[tuple[int, int, np.ndarray]] = []
-        lengths = np.array([len(e.tokens) - 1 for e in examples])
+        inputs = self.examples.lengths - 1
         low = 0
         for length in ladder(max_length):
-            members = np.flatnonzero((lengths > low) & (lengths <= length))
+            members = np.flatnonzero((inputs > low) & (inputs <= length))
             low = length
             if count := len(members):
                 most = rows or max(1, tokens // length)
-                # Even batches: 33 rows at most 32 at a time are 17 and 16.
-                size = math.ceil(count / math.ceil(count / most))
-                self.rungs.append((length, size, members))
+                size = even(count, most)
+                self.rungs.append((length, size, members.astype(np.int32)))
+        counts = [-(-len(members) // size) for _, size, members in self.rungs]
+        # Of every rung the number of its first batch, and of all batches.
+        self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     @property
     def digest(self) -> str:
         """A hash of the examples, to tell whether rows are still the same."""
-        total = hashlib.sha256()
-        for example in self.examples:
-            total.update(example.tokens.tobytes())
-            total.update(example.mask.tobytes())
-        return total.hexdigest()
+        return self.examples.digest
 
     @property
     def per_epoch(self) -> int:
         """Batches in one pass over the examples."""
-        return sum(-(-len(m) // size) for _, size, m in self.rungs)
+        return int(self._firsts[-1])
 
     def __call__(self, step: int) -> Batch:
         """The batch of a step, counted from 0, over as many epochs as it takes."""
         epoch, position = divmod(step, self.per_epoch)
-        if self._epoch[0] != epoch:
-            self._epoch = (epoch, self._shuffled(epoch))
-        length, size, members = self._epoch[1][position]
-        return self._collate(length, size, members)
+        if self._epoch != epoch:
+            self._begin(epoch)
+        number = self._shuffle[position]
+        rung = np.searchsorted(self._firsts, number, side="right") - 1
+        length, size, _ = self.rungs[rung]
+        start = (number - self._firsts[rung]) * size
+        return self._collate(length, size, self._order[rung][start : start + size])
 
     def in_order(self, limit: int | None = None) -> Iterator[Batch]:
         """Every batch once, unshuffled, spread over the rungs; for validation."""
@@ -135,24 +170,25 @@ class Batches:
         for _, length, size, members in sorted(plan, key=lambda p: p[:2])[:limit]:
             yield self._collate(length, size, members)
 
-    def _shuffled(self, epoch: int) -> list:
+    def _begin(self, epoch: int) -> None:
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        plan = []
-        for length, size, members in self.rungs:
-            order = generator.permutation(members)
-            plan += [
-                (length, size, order[start : start + size])
-                for start in range(0, len(order), size)
-            ]
-        return [plan[i] for i in generator.permutation(len(plan))]
+        self._order = [generator.permutation(members) for _, _, members in self.rungs]
+        self._shuffle = generator.permutation(self.per_epoch)
+        self._epoch = epoch
 
     def _collate(self, length: int, size: int, members: np.ndarray) -> Batch:
         tokens = np.zeros((size, length + 1), np.int32)
         mask = np.zeros((size, length), bool)
+        where = []
         for row, index in enumerate(members):
             example = self.examples[index]
             count = len(example.tokens)
             tokens[row, :count] = example.tokens
             mask[row, : count - 1] = example.mask[1:]
-        where = tuple(self.examples[i].where for i in members)
-        return Batch(mx.array(tokens), mx.array(mask), where)
+            where.append(example.where)
+        return Batch(mx.array(tokens), mx.array(mask), tuple(where))
+
+
+def even(count: int, most: int) -> int:
+    """Rows of even batches: 33 rows, at most 32 at a time, are 17 and 16."""
+    return math.ceil(count / math.ceil(count / most))

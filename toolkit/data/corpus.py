@@ -4,7 +4,8 @@ import hashlib
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from pathlib import Path
 
 from ..errors import UserError
@@ -62,13 +63,16 @@ def _split(where: str) -> str:
     return "valid" if share < VALID_SHARE else "train"
 
 
-def _stdlib() -> Iterator[tuple[str, str]]:
-    root = Path(sysconfig.get_paths()["stdlib"])
+def _stdlib() -> tuple[tuple[str, str], ...]:
+    return _below(Path(sysconfig.get_paths()["stdlib"]))
+
+
+# A run asks for every split more than once, and looking at all texts takes a second.
+@cache
+def _below(root: Path) -> tuple[tuple[str, str], ...]:
     paths = {path.relative_to(root).as_posix(): path for path in _sources(root)}
-    for where, path in sorted(paths.items()):
-        text = _text(path)
-        if text and is_prose(text):
-            yield where, text
+    texts = ((where, _text(path)) for where, path in sorted(paths.items()))
+    return tuple((where, text) for where, text in texts if text and is_prose(text))
 
 
 def _sources(root: Path) -> Iterator[Path]:
@@ -91,4 +95,4 @@ def is_prose(text: str) -> bool:
     return 0 < len(text) <= MAX_CHARACTERS and tables <= MAX_TABLE_SHARE * lines
 
 
-BUILTINS: dict[str, Callable[[], Iterator[tuple[str, str]]]] = {"stdlib": _stdlib}
+BUILTINS: dict[str, Callable[[], Iterable[tuple[str, str]]]] = {"stdlib": _stdlib}

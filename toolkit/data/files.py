@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..errors import UserError
+from . import cache
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 SPLITS = {
@@ -28,6 +29,8 @@ def chosen(path: Path, split: str) -> list[Path]:
     files with other names hold whatever is asked for where none is named after it.
     """
     if not path.is_dir():
+        if not path.exists():
+            raise _fault(path, "there is no such file")
         return [path]
     files = sorted(file for file in path.iterdir() if suffix(file) in SUFFIXES)
     named = [file for file in files if _split(file) == split]
@@ -75,11 +78,21 @@ def records(path: Path) -> Iterator[Placed]:
         )
     try:
         yield from reader(path)
-    except FileNotFoundError:
-        raise _fault(path, "there is no such file") from None
     except UnicodeDecodeError as error:
         raise _fault(path, f"is not UTF-8 text: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
+        raise _fault(path, f"cannot be read: {error}") from None
+
+
+def content_hash(path: Path) -> str:
+    """Sha256 of a file, remembered as long as the file is not written again.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return cache.file_hash(path)
+    except OSError as error:
         raise _fault(path, f"cannot be read: {error}") from None
 
 

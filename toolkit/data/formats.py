@@ -1,13 +1,15 @@
 """Rows out of any source, their format found from many of them, bad ones named."""
 
-import random
+import hashlib
+import json
 import socket
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -16,66 +18,99 @@ from . import corpus, files, shapes
 from .shapes import Row
 
 LOOKED_AT = 200
+NAMED = 5
 BUILTIN = "builtin:"
 # Where a relative path of the recipe lies; None = nowhere here.
 Find = Callable[[str], Path | None]
 _NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
-__all__ = ["Row", "Rows", "has_split", "read", "split_off"]
+__all__ = ["Row", "Rows", "Tally", "fingerprint", "has_split", "size"]
 
 
 @dataclass(frozen=True)
-class Rows:
-    """What one source gave.
+class Tally:
+    """What one pass over a source gave.
 
     Attributes:
         format: chat, preference, completion, instruction or text.
-        bad: (where, reason) of every row that was skipped.
+        rows: how many could be used.
+        bad: how many were skipped.
+        named: (where, reason) of the first few of those.
     """
 
     source: str
     format: str
-    rows: list[Row]
-    bad: list[tuple[str, str]]
+    rows: int
+    bad: int
+    named: tuple[tuple[str, str], ...]
 
 
-def read(
-    source: str,
-    *,
-    split: str = "train",
-    find: Find = Path,
-    columns: Mapping[str, str] = _NO_COLUMNS,
-    streaming: bool = False,
-    limit: int | None = None,
-) -> Rows:
-    """Read one source.
+class Rows:
+    """The rows of one source, read anew record by record by every iteration.
 
     Args:
         source: builtin:<name>, a file or folder, or the id of a Hub data set.
         split: train, valid or test.
         find: where a relative path of the recipe lies.
         columns: our name of a column -> theirs.
-        streaming: read a Hub data set without downloading it whole; needs `limit`.
-        limit: rows to read at most.
+        streaming: read a Hub data set without downloading it whole.
+        limit: records to read at most.
+
+    Attributes:
+        format: of most of the first records; records of another are skipped as bad.
+        tally: what the last whole iteration gave; None before it.
 
     Raises:
-        UserError: the source is missing, damaged (with its line), empty, or holds no
-            row that can be used.
+        UserError: the source is missing, damaged (with its line), empty, or its format
+            is unknown; from an iteration, also that no row can be used.
     """
-    shapes.check_columns(dict(columns))
-    placed = list(islice(_records(source, split, find, streaming, limit), limit))
-    if not placed:
-        raise UserError("there are no rows here; the source is empty", place=source)
-    records = [(where, shapes.renamed(record, columns)) for where, record in placed]
-    found = Counter(shapes.format_of(record) for _, record in records[:LOOKED_AT])
-    del found[None]
-    if not found:
-        raise _no_format(source, placed[0][1], columns)
-    name = found.most_common(1)[0][0]
-    rows, bad = _parsed(records, name)
-    if not rows:
-        raise _all_bad(source, name, placed[0][1], bad)
-    return Rows(source, name, rows, bad)
+
+    def __init__(
+        self,
+        source: str,
+        *,
+        split: str = "train",
+        find: Find = Path,
+        columns: Mapping[str, str] = _NO_COLUMNS,
+        streaming: bool = False,
+        limit: int | None = None,
+    ):
+        shapes.check_columns(dict(columns))
+        self.source = source
+        self.tally: Tally | None = None
+        self._columns = dict(columns)
+        self._limit = limit
+        self._open = _opened(source, split, find, streaming)
+        first = [record for _, record in islice(self._records(), LOOKED_AT)]
+        if not first:
+            raise UserError("there are no rows here; the source is empty", place=source)
+        found = Counter(map(shapes.format_of, first))
+        del found[None]
+        if not found:
+            raise _no_format(source, first[0], self._columns)
+        self.format = found.most_common(1)[0][0]
+
+    def __iter__(self) -> Iterator[Row]:
+        good, bad, named, keys = 0, 0, [], "none"
+        for where, record in self._records():
+            try:
+                row = _row(where, record, self.format)
+            except shapes.BadRow as error:
+                bad += 1
+                if bad <= NAMED:
+                    named.append((where, str(error)))
+                if bad == 1 and isinstance(record, dict):
+                    keys = ", ".join(record)
+                continue
+            good += 1
+            yield row
+        if not good:
+            raise _all_bad(self.source, self.format, bad, named[0], keys)
+        self.tally = Tally(self.source, self.format, good, bad, tuple(named))
+
+    def _records(self) -> Iterator[files.Placed]:
+        for where, record in islice(self._open(), self._limit):
+            yield where, shapes.renamed(record, self._columns)
 
 
 def has_split(source: str, split: str, *, find: Find = Path) -> bool:
@@ -85,58 +120,43 @@ def has_split(source: str, split: str, *, find: Find = Path) -> bool:
     path = find(source) or Path(source)
     if path.exists() or not _is_hub_id(source):
         return files.has_split(path, split)
-    return _hub_split(source, split) is not None
+    return _hub(source, split)[1] is not None
 
 
-def split_off(rows: list[Row], share: float, seed: int) -> tuple[list[Row], list[Row]]:
-    """Training rows and held-out rows, the same ones for the same seed.
+def fingerprint(source: str, split: str, *, find: Find = Path) -> list:
+    """What changes when the content of `source` does, without parsing it.
 
-    A single document gives its tail.
+    Raises:
+        UserError: the source is missing or cannot be read.
     """
-    assert 0 < share < 1
-    if len(rows) == 1:
-        return _tail_off(rows[0], share)
-    count = min(max(1, round(share * len(rows))), len(rows) - 1)
-    held = set(random.Random(seed).sample(range(len(rows)), count))
-    parts: tuple[list[Row], list[Row]] = ([], [])
-    for index, row in enumerate(rows):
-        parts[index in held].append(row)
-    return parts
+    if source.startswith(BUILTIN):
+        text = json.dumps(corpus.read(source.removeprefix(BUILTIN), split))
+        return [source, hashlib.sha256(text.encode()).hexdigest()]
+    path = find(source) or Path(source)
+    if path.exists() or not _is_hub_id(source):
+        return [[str(p), files.content_hash(p)] for p in files.chosen(path, split)]
+    builder, name = _hub(source, split)
+    return [source, name, builder.hash, builder.config_id]
 
 
-def _tail_off(row: Row, share: float) -> tuple[list[Row], list[Row]]:
-    text = row.text or ""
-    cut = text.rfind("\n", 0, round(len(text) * (1 - share))) + 1
-    if not text[:cut].strip() or not text[cut:].strip():
-        raise UserError(
-            "there is one row, so none can be held out for validation",
-            hint="name other rows in data.valid",
-            place=row.where,
-        )
-    return [replace(row, text=text[:cut])], [replace(row, text=text[cut:])]
+def size(source: str, split: str, *, find: Find = Path) -> int:
+    """Bytes of the files of a local source; 0 for others, whose size is not known."""
+    path = find(source) or Path(source)
+    if source.startswith(BUILTIN) or not path.exists():
+        return 0
+    return sum(file.stat().st_size for file in files.chosen(path, split))
 
 
-def _records(source, split, find, streaming, limit) -> Iterator[files.Placed]:
+def _opened(source: str, split: str, find: Find, streaming: bool):
+    """A function that reads the source from its beginning whenever it is called."""
     if source.startswith(BUILTIN):
         documents = corpus.read(source.removeprefix(BUILTIN), split)
-        return ((f"{source}/{where}", {"text": text}) for where, text in documents)
+        return lambda: ((f"{source}/{where}", {"text": t}) for where, t in documents)
     path = find(source) or Path(source)
     if path.exists() or not _is_hub_id(source):
         found = files.chosen(path, split)
-        return (placed for file in found for placed in files.records(file))
-    if streaming and limit is None:
-        raise UserError("streaming needs a limit", hint="data.limit: 10000")
-    return _hub_records(source, split, streaming)
-
-
-def _parsed(records: list, name: str) -> tuple[list[Row], list[tuple[str, str]]]:
-    rows, bad = [], []
-    for where, record in records:
-        try:
-            rows.append(_row(where, record, name))
-        except shapes.BadRow as error:
-            bad.append((where, str(error)))
-    return rows, bad
+        return lambda: (placed for file in found for placed in files.records(file))
+    return _hub_opened(source, split, streaming)
 
 
 def _row(where: str, record: object, name: str) -> Row:
@@ -168,11 +188,10 @@ def _no_format(source: str, record: object, columns: Mapping[str, str]) -> UserE
     )
 
 
-def _all_bad(source: str, name: str, record: dict, bad: list) -> UserError:
-    where, reason = bad[0]
-    keys = ", ".join(record) if isinstance(record, dict) else "none"
+def _all_bad(source: str, name: str, bad: int, first, keys: str) -> UserError:
+    where, reason = first
     return UserError(
-        f"no row can be used; all {len(bad)} are bad as {name}, the first because "
+        f"no row can be used; all {bad} are bad as {name}, the first because "
         f"{reason} ({where}); keys found: {keys}",
         hint=f"a {name} row needs {' and '.join(shapes.FORMATS[name].keys)}",
         place=source,
@@ -188,8 +207,8 @@ def _is_hub_id(source: str) -> bool:
     )
 
 
-def _hub_split(source: str, split: str) -> str | None:
-    """The data set's own name of `split`."""
+def _hub(source: str, split: str) -> tuple[Any, str | None]:
+    """The data set's builder, and its own name of `split`."""
     import datasets
 
     if not datasets.config.HF_HUB_OFFLINE and not _online(datasets.config.HF_ENDPOINT):
@@ -199,21 +218,29 @@ def _hub_split(source: str, split: str) -> str | None:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _unreachable(source, error) from None
     names = builder.info.splits or {"train": None}
-    return next((name for name in files.SPLITS[split] if name in names), None)
+    return builder, next((n for n in files.SPLITS[split] if n in names), None)
 
 
-def _hub_records(source: str, split: str, streaming: bool) -> Iterator[files.Placed]:
+def _hub_opened(source: str, split: str, streaming: bool):
     import datasets
 
-    name = _hub_split(source, split)
+    _, name = _hub(source, split)
     if name is None:
         raise UserError(f"this data set has no split for {split!r}", place=source)
+    faults = (OSError, ValueError, datasets.exceptions.DatasetsError)
     try:
         rows = datasets.load_dataset(source, split=name, streaming=streaming)
-        for index, row in enumerate(rows):
-            yield f"{source}/{name}[{index}]", row
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+    except faults as error:
         raise _unreachable(source, error) from None
+
+    def records() -> Iterator[files.Placed]:
+        try:
+            for index, row in enumerate(rows):
+                yield f"{source}/{name}[{index}]", row
+        except faults as error:
+            raise _unreachable(source, error) from None
+
+    return records
 
 
 def _online(endpoint: str) -> bool:

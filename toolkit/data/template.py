@@ -50,7 +50,8 @@ def encode(
     row: Row, tokenizer, *, max_length: int, train_on: TrainOn = "answers"
 ) -> list[Example]:
     """The examples of one row: several windows of a long text, none if untrainable."""
-    return _encoded([row], tokenizer, max_length, train_on).examples
+    settings = {"max_length": max_length, "train_on": train_on}
+    return encode_block([row], tokenizer, **settings).examples
 
 
 def encode_all(
@@ -67,28 +68,28 @@ def encode_all(
         UserError: no row has a token to train, or chat rows meet a tokenizer without
             a chat template.
     """
-    encoded = _encoded(rows, tokenizer, max_length, train_on)
+    settings = {"max_length": max_length, "train_on": train_on}
+    encoded = encode_block(rows, tokenizer, **settings)
     if not encoded.examples:
-        where, reason = encoded.dropped[0] if encoded.dropped else ("", "no rows")
-        raise UserError(
-            f"nothing to train on: all {len(rows)} rows were dropped, the first "
-            f"because {reason}",
-            hint="raise data.max_length" if "max_length" in reason else None,
-            place=where or None,
-        )
+        raise nothing_left(len(rows), encoded.dropped)
     return encoded
 
 
-def show(example: Example, tokenizer) -> list[tuple[str, bool]]:
-    """The example as spans of (text, trained)."""
-    pairs = zip(example.tokens.tolist(), example.mask.tolist(), strict=True)
-    return [
-        (tokenizer.decode([token for token, _ in span]), trained)
-        for trained, span in groupby(pairs, key=lambda pair: pair[1])
-    ]
+def nothing_left(rows: int, dropped: Sequence[tuple[str, str]]) -> UserError:
+    """The error to raise when no row has a token to train."""
+    where, reason = dropped[0] if dropped else ("", "no rows")
+    return UserError(
+        f"nothing to train on: all {rows} rows were dropped, the first "
+        f"because {reason}",
+        hint="raise data.max_length" if "max_length" in reason else None,
+        place=where or None,
+    )
 
 
-def _encoded(rows, tokenizer, max_length: int, train_on: TrainOn) -> Encoded:
+def encode_block(
+    rows: Iterable[Row], tokenizer, *, max_length: int, train_on: TrainOn
+) -> Encoded:
+    """`encode_all` for a part of the rows, of which none may have a token to train."""
     encoded = Encoded()
     plans, everything = [], train_on == "everything"
     for row in rows:
@@ -110,6 +111,15 @@ def _encoded(rows, tokenizer, max_length: int, train_on: TrainOn) -> Encoded:
             mask = [True] * len(tokens)
         _add(encoded, plan, tokens, mask, max_length)
     return encoded
+
+
+def show(example: Example, tokenizer) -> list[tuple[str, bool]]:
+    """The example as spans of (text, trained)."""
+    pairs = zip(example.tokens.tolist(), example.mask.tolist(), strict=True)
+    return [
+        (tokenizer.decode([token for token, _ in span]), trained)
+        for trained, span in groupby(pairs, key=lambda pair: pair[1])
+    ]
 
 
 def _tokens(plans: Iterable[turns.Plan], tokenizer) -> dict[str, list[int]]:

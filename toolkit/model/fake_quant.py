@@ -29,6 +29,9 @@ class FakeQuant:
     def __init__(self, model: nn.Module, specs: dict[str, QuantSpec], dtype: mx.Dtype):
         self.dtype = dtype
         self._adapted = adapted(model)
+        # A layer that is kept from rounding adds its adapter itself.
+        for path, layer in self._adapted.items():
+            layer.merged = path in specs
         self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         modules = dict(model.named_modules())
         frozen = {

@@ -60,7 +60,7 @@ def load(
             model, config = zoo.load_model(
                 path, lazy=True, trust_remote_code=trust_remote_code
             )
-            mx.eval(model.parameters())
+            mx.eval(_complete(model).parameters())
         except FAULTS as error:
             raise _explained(path, error) from error
     # mlx-lm keeps only what generation_config.json names.
@@ -150,8 +150,8 @@ def model_class(config: dict, *, place: str | None = None):
     with _mlx_lm() as zoo:
         try:
             return zoo._get_classes(config)
-        # Some of its modules are no models.
-        except (ValueError, AttributeError) as error:
+        # Some of its modules are no models; one exits if a package is missing.
+        except (ValueError, AttributeError, SystemExit) as error:
             raise UserError(
                 f"mlx-lm has no model type {config['model_type']!r}",
                 place=place,
@@ -161,8 +161,15 @@ def model_class(config: dict, *, place: str | None = None):
 
 def build(config: dict) -> nn.Module:
     """A model of this config with mlx-lm's random initial weights, float32."""
-    model, arguments = model_class(config)
-    return model(arguments.from_dict(config))
+    make, arguments = model_class(config)
+    return _complete(make(arguments.from_dict(config)))
+
+
+def _complete(model: nn.Module) -> nn.Module:
+    # mlx-lm's recurrent_gemma does not begin as a module does, and could not be frozen.
+    if not hasattr(model, "_no_grad"):
+        nn.Module.__init__(model)
+    return model
 
 
 def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:

@@ -1,7 +1,6 @@
 """Low-rank adapters of a model: where they go, and the weights they leave."""
 
 from fnmatch import fnmatchcase
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,31 +11,16 @@ from .adapters import weights
 from .adapters.embedding import DoRAEmbedding, LoRAEmbedding
 from .adapters.experts import LoRAExperts
 from .adapters.linear import DoRALinear, LoRALinear
+from .adapters.places import EMBEDDING, EXPERTS, LINEAR, Place, find_places
 from .adapters.settings import Adapter
 
-# The router of a mixture of experts decides who computes; adapting it unbalances them.
-ROUTERS = ("gate", "router", "shared_expert_gate")
-EVERYTHING = "*"
-LINEAR, EMBEDDING, EXPERTS = "linear", "embedding", "experts"
+# Patterns that mean more than they spell.
+AUTO, EVERYTHING = "auto", "*"
 KINDS = {
     "lora": {LINEAR: LoRALinear, EMBEDDING: LoRAEmbedding, EXPERTS: LoRAExperts},
     "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
 }
 ADAPTED = tuple({kind for kinds in KINDS.values() for kind in kinds.values()})
-
-
-class Place(NamedTuple):
-    """A layer that can be adapted.
-
-    `key` is its path within its block, or the whole path outside the blocks;
-    `unasked` says whether the pattern `*` means it too.
-    """
-
-    path: str
-    key: str
-    layer: nn.Module
-    kind: str
-    unasked: bool
 
 
 def attach(
@@ -72,57 +56,30 @@ def attach(
 
 def _choose(model: nn.Module, adapter: Adapter, kinds) -> list[tuple[Place, int]]:
     """The layers that a pattern means, each with its rank."""
-    places = [p for p in _places(model, adapter.last_layers) if p.kind in kinds]
-    for pattern in adapter.ranks:
-        if not any(_means(pattern, place) for place in places):
+    places = [p for p in find_places(model, adapter.last_layers) if p.kind in kinds]
+    ranks = adapter.ranks.items()
+    for pattern, rank in ranks:
+        if not any(_means(pattern, place, rank) for place in places):
             names = sorted({place.key for place in places})
+            smaller = "a lower rank, or by name: " if pattern == AUTO else "there are: "
             raise UserError(
                 f"no layer that {adapter.type} adapts here matches {pattern!r}",
-                hint=f"there are: {', '.join(names)}",
+                hint=smaller + ", ".join(names),
             )
     chosen = []
     for place in places:
-        ranks = (r for pattern, r in adapter.ranks.items() if _means(pattern, place))
-        if rank := next(ranks, None):
+        meant = (rank for pattern, rank in ranks if _means(pattern, place, rank))
+        if rank := next(meant, None):
             chosen.append((place, rank))
     return chosen
 
 
-def _means(pattern: str, place: Place) -> bool:
-    if pattern == EVERYTHING and not place.unasked:
-        return False
+def _means(pattern: str, place: Place, rank: int) -> bool:
+    if pattern == AUTO:
+        return place.in_block and place.pays(rank)
+    if pattern == EVERYTHING:
+        return place.in_block
     return fnmatchcase(place.key, pattern)
-
-
-def _places(model: nn.Module, last: int | None) -> list[Place]:
-    blocks = list(model.layers)
-    if last and last > len(blocks):
-        raise UserError(
-            f"last_layers is {last}, but this model has {len(blocks)} blocks"
-        )
-    keys = {id(m): key for block in blocks for key, m in block.named_modules()}
-    meant = {id(m) for block in blocks[-(last or 0) :] for m in block.modules()}
-    places = []
-    for path, module in model.named_modules():
-        kind, inside = _kind(module), id(module) in keys
-        key = keys.get(id(module), path)
-        if kind is None or key.rpartition(".")[2] in ROUTERS:
-            continue
-        if not inside or id(module) in meant:
-            unasked = inside and kind != EMBEDDING
-            places.append(Place(path, key, module, kind, unasked))
-    return places
-
-
-def _kind(module: nn.Module) -> str | None:
-    # By name, for only the loader may import mlx-lm.
-    if type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear"):
-        return EXPERTS
-    if type(module) is nn.Linear or isinstance(module, nn.QuantizedLinear):
-        return LINEAR
-    if type(module) is nn.Embedding or isinstance(module, nn.QuantizedEmbedding):
-        return EMBEDDING
-    return None
 
 
 def adapted(model: nn.Module) -> dict[str, nn.Module]:

@@ -114,9 +114,6 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
         if kind == "validate" and not (block.get("valid") or block.get("train")):
             hint = "name rows in data.valid or data.train"
             yield Complaint(where, "nothing to measure on", hint, of="key")
-    if block.get("streaming") is True and block.get("limit") is None:
-        hint = "add data.limit, the number of rows to read of each source"
-        yield Complaint(("data", "streaming"), "a stream has no end", hint)
 
 
 def _order(data: dict, stages: list, quantized: bool) -> Iterator[Complaint]:

@@ -40,7 +40,6 @@ from ..section import Section
 MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
 # Buffers of the chunks of the loss that a device has in work at once.
 CHUNKS_AT_ONCE = 3
-CHECKPOINTS = 3  # two are kept while a third is written
 
 
 @dataclass(frozen=True)
@@ -160,7 +159,9 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
             if "quantization" in anatomy.config:
                 # An adapter is fused into expanded weights, of 16 bits as a rule.
                 size = 2 * load.parameters
-            needed += max(size, anatomy.bytes) + CHECKPOINTS * 12 * load.trained
+            # One more is written while all others are kept.
+            checkpoints = 1 + stage.keep_checkpoints + (stage.keep == "best")
+            needed += max(size, anatomy.bytes) + checkpoints * 12 * load.trained
         if hasattr(stage, "method"):
             quantization = stage
         if quantization:

@@ -107,6 +107,9 @@ class Needs:
     def _batch(self, config: Section) -> Batch:
         longest = max(self.lengths)
         mean = sum(self.lengths) / len(self.lengths)
+        if config.packing:
+            tokens = config.packed_rows(self.longest) * self.longest
+            return Batch(self.longest, tokens, tokens)
         if config.batch_tokens:
             tokens = max(config.batch_tokens, longest)
             return Batch(longest, tokens, tokens)

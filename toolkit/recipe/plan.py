@@ -12,6 +12,8 @@ from . import places
 from .loader import Loaded
 
 RUNS = Path("exports")
+# Keys that say where results go, and are no part of what is tried.
+BESIDE = ("output", "tracker")
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,10 @@ def plan(loaded: Loaded) -> Plan:
 
 
 def recipe_hash(resolved: str) -> str:
-    """Sha256 of a resolved recipe; where it is written to is no part of it."""
+    """Sha256 of a resolved recipe; where its results go is no part of it."""
     data = places.read(resolved).data
-    data.pop("output", None)
+    for key in BESIDE:
+        data.pop(key, None)
     canonical = json.dumps(data, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -104,7 +107,7 @@ def _flat(value: Any, key: str = "") -> dict[str, Any]:
     elif isinstance(value, list) and any(isinstance(v, dict | list) for v in value):
         inner = enumerate(value, 1)
     else:
-        return {} if key == "output" else {key: value}
+        return {} if key.split(".")[0] in BESIDE else {key: value}
     found: dict[str, Any] = {}
     for name, part in inner:
         found |= _flat(part, f"{key}.{name}" if key else str(name))

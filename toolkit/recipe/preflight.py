@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..data.formats import BUILTIN, Row, read
+from ..data.formats import BUILTIN, Row, Rows
 from ..data.template import Encoded, Example, encode_all, show
 from ..section import Section
 from .estimate import Anatomy
@@ -22,6 +22,27 @@ MARKS = ", trained tokens between ⟦ and ⟧"
 Line = tuple[str, str]
 
 
+class Sample:
+    """Every n-th of many rows, so many that they hold about `SAMPLED` characters."""
+
+    def __init__(self):
+        self.rows: list[Row] = []
+        self.total = 0
+        self._every = 1
+        self._characters = 0
+
+    def add(self, row: Row) -> None:
+        """Count a row, and hold it if it is its turn."""
+        if self.total % self._every == 0:
+            self.rows.append(row)
+            self._characters += len(row.as_text())
+        self.total += 1
+        while self._characters > SAMPLED and len(self.rows) > 1:
+            self._every *= 2
+            self.rows = self.rows[::2]
+            self._characters = sum(len(held.as_text()) for held in self.rows)
+
+
 def check(loaded: Loaded, plan: Plan, *, force: bool) -> int:
     """Print what a run would read, need and leave; returns the exit code.
 
@@ -31,16 +52,16 @@ def check(loaded: Loaded, plan: Plan, *, force: bool) -> int:
     """
     anatomy, tokenizer, lines = _model(loaded)
     _print(lines)
-    rows = []
+    sample = Sample()
     for split in ("valid", "train"):
-        rows, lines = _rows(loaded, split, rows)
+        sample, lines = _rows(loaded, split, sample)
         _print(lines)
-    sample = rows[:: 1 + sum(len(row.as_text()) for row in rows) // SAMPLED]
-    lengths, lines = _tokens(loaded, sample, len(rows), tokenizer)
+    lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
     _print(lines)
     _print(_steps(plan))
     if anatomy:
-        needs = Needs(loaded, plan, anatomy, lengths, len(rows) / max(1, len(sample)))
+        share = sample.total / max(1, len(sample.rows))
+        needs = Needs(loaded, plan, anatomy, lengths, share)
         _print(needs.lines())
         needs.require(force=force)
     return 0
@@ -89,31 +110,31 @@ def _kept(anatomy: Anatomy, config: Section) -> Iterator[Line]:
             yield "model", f"kept, as {reason}: {', '.join(paths[:NAMED])}{more}"
 
 
-def _rows(
-    loaded: Loaded, split: str, instead: list[Row]
-) -> tuple[list[Row], list[Line]]:
-    """All local rows of a split, or those `instead`, and what to say of them."""
+def _rows(loaded: Loaded, split: str, instead: Sample) -> tuple[Sample, list[Line]]:
+    """A sample of all local rows of a split, or `instead`, and what to say of them."""
     data = loaded.recipe.data
-    rows: list[Row] = []
+    sample = Sample()
     lines = []
     for source in getattr(data, split):
         if not source.startswith(BUILTIN) and loaded.find(source) is None:
             lines.append((split, f"{source}: on the Hub, not read by this check"))
             continue
-        found = read(
+        rows = Rows(
             source,
             split=split,
             find=lambda name: loaded.find(name) or Path(name),
             columns=data.columns,
             limit=data.limit,
         )
-        text = f"{source}: {len(found.rows):,} rows, format {found.format}"
+        for row in rows:
+            sample.add(row)
+        found = rows.tally
+        text = f"{source}: {found.rows:,} rows, format {found.format}"
         lines.append((split, text))
-        lines += [(split, f"skipped: {w}: {why}") for w, why in found.bad[:NAMED]]
-        if len(found.bad) > NAMED:
-            lines.append((split, f"{len(found.bad):,} rows skipped in all"))
-        rows += found.rows
-    return rows or instead, lines
+        lines += [(split, f"skipped: {where}: {why}") for where, why in found.named]
+        if found.bad > len(found.named):
+            lines.append((split, f"{found.bad:,} rows skipped in all"))
+    return (sample if sample.total else instead), lines
 
 
 def _tokens(

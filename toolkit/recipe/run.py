@@ -2,17 +2,17 @@
 
 import importlib
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 from .. import __version__, allocator, blas
-from ..data.sources import read_splits
+from ..data.sources import Splits
 from ..errors import Interrupted, UserError
 from ..run.folder import RunFolder
 from ..run.report import Report
 from ..stages.context import Artefact, Context
 from .loader import Loaded
 from .plan import Plan, difference
+from .tracked import tracked
 
 
 def run(
@@ -48,7 +48,8 @@ def run(
         if folder.died:
             report.warn(folder.died)
         try:
-            _run_stages(loaded, plan, folder, report)
+            with tracked(loaded, report):
+                _run_stages(loaded, plan, folder, report)
         except (Interrupted, KeyboardInterrupt):
             folder.set_status("interrupted")
             report.warn(f"interrupted; to go on: {command}")
@@ -88,17 +89,13 @@ def _run_stages(loaded: Loaded, plan: Plan, folder: RunFolder, report: Report) -
 
 def _context(loaded: Loaded, folder: RunFolder, report: Report) -> Context:
     recipe = loaded.recipe
-
-    @cache
-    def read():
-        return read_splits(
-            recipe.data,
-            find=lambda name: loaded.find(name) or Path(name),
-            seed=recipe.seed,
-            say=report.say,
-            warn=report.warn,
-        )
-
+    rows = Splits(
+        recipe.data,
+        find=lambda name: loaded.find(name) or Path(name),
+        seed=recipe.seed,
+        say=report.say,
+        warn=report.warn,
+    )
     return Context(
         folder=folder.path,
         output=folder.path,
@@ -109,7 +106,7 @@ def _context(loaded: Loaded, folder: RunFolder, report: Report) -> Context:
         current=None,
         report=report,
         find=loaded.find,
-        read=read,
+        rows=rows,
     )
 
 

@@ -1,5 +1,6 @@
 """The recipe's schema: every key, its type, its default and its meaning."""
 
+from types import ModuleType
 from typing import Annotated, Union
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -13,6 +14,7 @@ from ..stages.train import Config as Train
 from ..stages.validate import Config as Validate
 
 METHODS = entries("toolkit.quant", "Config")
+TRACKERS = entries("toolkit.run.trackers", "Config")
 
 
 def _with_method(value):
@@ -20,14 +22,17 @@ def _with_method(value):
     return {"method": "rtn", **value} if isinstance(value, dict) else value
 
 
-# A union of one would be its only member, which pydantic refuses to discriminate.
-_METHOD_CONFIGS = tuple(module.Config for module in METHODS.values())
-Quantize = Annotated[
-    Annotated[Union[_METHOD_CONFIGS], Field(discriminator="method")]  # noqa: UP007
-    if len(_METHOD_CONFIGS) > 1
-    else _METHOD_CONFIGS[0],
-    BeforeValidator(_with_method),
-]
+def _one_of(modules: dict[str, ModuleType], key: str):
+    """A block that is the Config of the module which `key` names."""
+    configs = tuple(module.Config for module in modules.values())
+    # A union of one is its only member, which pydantic refuses to discriminate.
+    if len(configs) == 1:
+        return configs[0]
+    return Annotated[Union[configs], Field(discriminator=key)]  # noqa: UP007
+
+
+Quantize = Annotated[_one_of(METHODS, "method"), BeforeValidator(_with_method)]
+Tracker = _one_of(TRACKERS, "type")
 
 
 class Stage(Section):
@@ -85,5 +90,7 @@ class Recipe(Section):
     """Seed of everything random."""
     output: str | None = None
     """The run folder; absent = exports/<recipe name>."""
+    tracker: Tracker | None = None
+    """Where the figures go besides the run folder; absent = nowhere."""
     stages: list[Stage] = Field(min_length=1)
     """What to do, in order."""

@@ -38,9 +38,9 @@ def locate(name: str) -> Path:
 
 
 def listing() -> str:
-    """The shipped recipes with their first comment, stage kinds, methods, formats."""
+    """The shipped recipes with their first comment, and all that has a name."""
     from .messages import fields
-    from .schema import METHODS, Stage
+    from .schema import METHODS, TRACKERS, Stage
 
     formats = entries("toolkit.export", "FORMAT")
     stages = {kind: info.description for kind, info in fields(Stage).items()}
@@ -50,6 +50,7 @@ def listing() -> str:
             _table("stages", stages),
             _table("quantization methods", _summaries(METHODS)),
             _table("export formats", _summaries(formats)),
+            _table("trackers", _summaries(TRACKERS)),
         ]
     )
 

@@ -4,11 +4,11 @@ import json
 import os
 import platform
 import time
-from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import UserError
+from .rows import rows_of
 
 NAME = "manifest.json"
 PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm", "numpy")
@@ -71,18 +71,8 @@ def last_words(path: Path, manifest: dict | None) -> str | None:
     if stage is None:
         return f"{text}, before its first stage"
     text += f" in stage {stage}"
-    trained = [row for row in _metrics(path, stage) if "peak_memory_gb" in row]
+    trained = [row for row in rows_of(path, stage) if "peak_memory_gb" in row]
     if not trained:
         return text
     row = trained[-1]
     return f"{text}, after step {row['step']}, peak {row['peak_memory_gb']:.2f} GB"
-
-
-def _metrics(path: Path, stage: str) -> list[dict]:
-    file = path / "metrics.jsonl"
-    rows = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        # The last line of a run that was killed may be half a row.
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if row["stage"] == stage]

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .files import explained, write_atomic
+from .tracking import Tracking
 
 # What a terminal would obey: escape sequences, and control characters but tab and line.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -30,6 +31,7 @@ class Report:
         self.folder = folder
         self.quiet = quiet
         self.stage = ""
+        self.tracking: Tracking | None = None
         self._bar = None
 
     def say(self, text: str) -> None:
@@ -61,7 +63,9 @@ class Report:
 
     def metrics(self, row: dict) -> None:
         """One row of metrics.jsonl; what is not a finite number becomes null."""
-        self._append_row("metrics.jsonl", row)
+        row = self._append_row("metrics.jsonl", row)
+        if self.tracking:
+            self.tracking.log(row)
 
     def sample(self, row: dict) -> None:
         """One row of samples.jsonl."""
@@ -93,9 +97,10 @@ class Report:
             return False
         return row["stage"] != self.stage or row.get("step", 0) <= step
 
-    def _append_row(self, name: str, row: dict) -> None:
+    def _append_row(self, name: str, row: dict) -> dict:
         row = {"stage": self.stage} | {key: _finite(row[key]) for key in row}
         self._append(name, json.dumps(row, ensure_ascii=False) + "\n")
+        return row
 
     def _append(self, name: str, text: str) -> None:
         if self.folder is None:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..data.formats import Row
-from ..data.sources import Data
+from ..data.sources import Data, Splits
 from ..export import mlx as checkpoints
 from ..model.load import Loaded, load, resolve
 from ..model.source import Model
@@ -95,7 +94,7 @@ class Context:
         source: the recipe's model.
         current: the model artefact so far; None while a fresh model is untrained.
         find: the path of a file the recipe names.
-        read: training and validation rows, read once for all stages of a run.
+        rows: training and validation rows, each read when first asked for.
     """
 
     folder: Path
@@ -107,7 +106,7 @@ class Context:
     current: Artefact | None
     report: Report
     find: Callable[[str], Path | None]
-    read: Callable[[], tuple[list[Row], list[Row]]]
+    rows: Splits
 
     def load(self, path: Path, compute: str = "auto") -> Loaded:
         """Load a checkpoint with the permissions the recipe gives."""
@@ -125,8 +124,3 @@ class Context:
             revision=self.source.revision,
             trust_remote_code=self.source.trust_remote_code,
         )
-
-    @property
-    def rows(self) -> tuple[list[Row], list[Row]]:
-        """Training and validation rows."""
-        return self.read()

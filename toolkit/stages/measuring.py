@@ -39,7 +39,7 @@ class Measuring:
     def __init__(self, config: Config, context: Context):
         self.config = config
         self.context = context
-        self.rows = context.rows[1]
+        self.rows = context.rows.valid
         self.figures: dict[str, dict] = {}
         self._batches: list[Batch] | None = None
 

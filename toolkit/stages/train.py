@@ -41,6 +41,9 @@ class Config(Section):
     """Rows per step; or give batch_tokens."""
     batch_tokens: int | None = Field(None, ge=1)
     """Tokens per step, padding included: short rows go in larger batches."""
+    packing: bool = False
+    """Put several training examples into one row of max_length tokens; none sees
+    another, and hardly any token is padding."""
     accumulate: int = Field(1, ge=1)
     """Batches per step, in the memory of one; every trained token weighs the same."""
     gradient_checkpointing: bool = False
@@ -81,7 +84,14 @@ class Config(Section):
     evaluate_batches: int = Field(25, ge=1)
     """Validation batches per validation."""
     checkpoint_every: int = Field(200, ge=1)
-    """Steps between checkpoints; two are kept."""
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that are kept to go on from."""
+    keep: Literal["last", "best"] = "last"
+    """Weights the stage leaves; best = those of the validation with the lowest loss,
+    the one before the first step included, for which one more checkpoint is kept."""
+    early_stopping: int | None = Field(None, ge=1)
+    """Validations in a row without a lower loss that end the training; null = none."""
     report_every: int = Field(10, ge=1)
     """Steps between lines of the report."""
     samples: list[str] = Field([])
@@ -129,6 +139,10 @@ class Config(Section):
             return self.steps * self.accumulate
         return max(1, round(self.epochs * per_epoch))
 
+    def packed_rows(self, max_length: int) -> int:
+        """Packed rows of `max_length` tokens per batch."""
+        return self.batch_size or max(1, self.batch_tokens // max_length)
+
     def chunk(self, *, vocabulary: int, tokens: int) -> int | None:
         """Tokens whose logits exist at once, in batches of `tokens`; None = all."""
         if self.loss_chunk != "auto":
@@ -143,5 +157,17 @@ def run(config: Config, context: "Context") -> "Artefact":
     from .training import Training
 
     training = Training(config, context)
-    training.run()
+    try:
+        training.run()
+    finally:
+        # Also of what was stopped, or went wrong.
+        _draw(context)
     return training.write()
+
+
+def _draw(context: "Context") -> None:
+    from ..run.curves import draw_curves
+
+    target = context.folder / "curves.svg"
+    if draw_curves(context.output, context.folder.name, target):
+        context.report.say(f"curves: {target}")

@@ -7,9 +7,6 @@ from tempfile import TemporaryDirectory
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..data.batches import Batches
-from ..data.formats import Row
-from ..data.template import Encoded, encode_all
 from ..errors import UserError
 from ..export import mlx as checkpoints
 from ..generate.engine import Generator
@@ -22,9 +19,12 @@ from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
 from ..train.chunked import CannotSplit, ChunkedLoss, cached
+from ..train.documents import CannotPack, DocumentCaches
+from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.step import Step
+from .batching import training_batches, validation_batches
 from .context import Artefact, Context, write_checkpoint
 from .train import Config
 
@@ -109,7 +109,19 @@ class Training:
         if config.adapter:
             step.rates = lora.rates(step.parameters, config.adapter)
         set_compute_dtype(loaded.model, step.compute)
+        if config.packing:
+            step.caches = self._caches()
         return step
+
+    def _caches(self) -> DocumentCaches:
+        try:
+            return DocumentCaches(self.loaded.model)
+        except CannotPack as reason:
+            raise UserError(
+                f"this model cannot be trained on packed rows: {reason}",
+                place=str(self.start),
+                hint="leave out packing; batch_tokens wastes little padding, too",
+            ) from None
 
     def _chunked(self) -> ChunkedLoss | None:
         config, longest = self.config, self.context.data.max_length
@@ -131,9 +143,8 @@ class Training:
 
     def _loop(self) -> Loop:
         config, context = self.config, self.context
-        train_rows, valid_rows = context.rows
-        batches = self._batches(self._encode("train", train_rows))
-        valid = self._batches(self._encode("valid", valid_rows))
+        batches = training_batches(config, context, self.loaded)
+        valid = validation_batches(config, context, self.loaded)
         total = config.batches(batches.per_epoch)
         steps = math.ceil(total / config.accumulate)
         context.report.say(
@@ -164,33 +175,10 @@ class Training:
             ),
             report=context.report,
             seed=context.seed,
+            keep=Keep(
+                config.keep_checkpoints, config.keep == "best", config.early_stopping
+            ),
             on_evaluate=self._sample,
-        )
-
-    def _encode(self, split: str, rows: list[Row]) -> Encoded:
-        data, say = self.context.data, self.context.report.say
-        encoded = encode_all(
-            rows,
-            self.loaded.tokenizer,
-            max_length=data.max_length,
-            train_on=data.train_on,
-        )
-        if encoded.truncated:
-            say(f"{split}: {encoded.truncated:,} rows cut at {data.max_length} tokens")
-        for where, reason in encoded.dropped[:5]:
-            self.context.report.warn(f"{where}: row dropped: {reason}")
-        if len(encoded.dropped) > 5:
-            say(f"{split}: {len(encoded.dropped):,} rows dropped in all")
-        return encoded
-
-    def _batches(self, encoded: Encoded) -> Batches:
-        config = self.config
-        return Batches(
-            encoded.examples,
-            max_length=self.context.data.max_length,
-            rows=None if config.batch_tokens else config.batch_size,
-            tokens=config.batch_tokens,
-            seed=self.context.seed,
         )
 
     def _sample(self, done: int) -> None:
@@ -226,7 +214,9 @@ class Training:
 
     def _facts(self, model: Path) -> dict:
         return {
-            "steps": self.loop.steps,
+            "steps": self.loop.progress.step,
+            "best_step": self.loop.progress.best_step,
+            "left_step": self.loop.left,
             "trained_tokens": self.loop.progress.trained_tokens,
             "trained_parameters": sum(v.size for v in self.step.parameters.values()),
             "seconds": self.loop.progress.seconds,
@@ -261,7 +251,7 @@ def begin(context: Context) -> Path:
     weights = fresh.initial_weights(config, context.seed)
     context.report.say("training the tokenizer")
     with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
-        texts = (row.as_text() for row in context.rows[0])
+        texts = (row.as_text() for row in context.rows.train)
         fresh.train_tokenizer(texts, settings.vocabulary, Path(scratch))
         checkpoints.write(partial, weights, config, companions=Path(scratch))
     return target

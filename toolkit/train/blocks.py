@@ -40,7 +40,7 @@ def find_blocks(model: nn.Module) -> Blocks | None:
 
 
 class StandIn:
-    """Is called in a module's place; all else is the module's."""
+    """Is called in a module's place; all else is the module's, even its class."""
 
     def __init__(self, module: nn.Module, call):
         self._module = module
@@ -51,6 +51,11 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
+
+    # Some models ask by `isinstance` what a block is, to give it its mask.
+    @property
+    def __class__(self) -> type:
+        return type(self._module)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
-"""Checkpoints of a training in progress: whole or absent, two kept, exact to resume."""
+"""Checkpoints of a training in progress: whole or absent, exact to resume."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from mlx.utils import tree_flatten
 from ..run.files import atomic_folder, hash_file, need_space
 from .step import Step
 
-KEPT = 2
 WEIGHTS = "state.safetensors"
 # Room for the new checkpoint beside the old ones, and some for the reports.
 SLACK = 16 << 20
@@ -35,15 +35,39 @@ class Progress:
     seconds_since: float = 0.0
     # Of the last validation.
     valid_loss: float = 0.0
+    # Of the lowest one, and how many came after it.
+    best_step: int = 0
+    best_loss: float = math.inf
+    validations_since: int = 0
     # A hash of the training examples.
     examples: str = ""
 
+    def judge(self, loss: float) -> None:
+        """Take in a validation of the step as it is now."""
+        self.valid_loss = loss
+        self.validations_since += 1
+        if loss < self.best_loss:
+            self.best_step, self.best_loss = self.step, loss
+            self.validations_since = 0
 
-def save(folder: Path, step: Step, progress: Progress) -> Path:
-    """Write `folder/<step>`, whole or not at all, and drop all but the newest two."""
+
+def save(
+    folder: Path,
+    step: Step,
+    progress: Progress,
+    *,
+    newest: int = 2,
+    spared: int | None = None,
+) -> Path:
+    """Write `folder/<step>`, whole or not at all, and drop what is not kept.
+
+    Args:
+        newest: checkpoints kept, this one included.
+        spared: the step of one more that is kept, however old.
+    """
     tensors = _tensors(step)
     need_space(folder, sum(v.nbytes for v in tensors.values()) + SLACK)
-    target = folder / f"{progress.step:07d}"
+    target = _place(folder, progress.step)
     with atomic_folder(target) as partial:
         weights = partial / WEIGHTS
         # In the same file, under the same hash.
@@ -52,7 +76,9 @@ def save(folder: Path, step: Step, progress: Progress) -> Path:
         state = {"bytes": weights.stat().st_size, "sha256": hash_file(weights)}
         (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     # Newer ones are those that were passed over as damaged.
-    kept = [p for p in numbered(folder) if p.name <= target.name][-KEPT:]
+    kept = [p for p in numbered(folder) if p.name <= target.name][-newest:]
+    if spared is not None:
+        kept.append(_place(folder, spared))
     for other in set(numbered(folder)) - set(kept):
         shutil.rmtree(other)
     return target
@@ -75,11 +101,28 @@ def restore(folder: Path, step: Step, warn: Callable[[str], None]) -> Progress:
     return Progress()
 
 
+def recall(folder: Path, step: Step, number: int) -> bool:
+    """Put the parameters after `number` steps into `step`, if that checkpoint is whole.
+
+    The optimizer is left as it is: nothing goes on from here.
+    """
+    checkpoint = _place(folder, number)
+    if not _is_whole(checkpoint):
+        return False
+    _fill_parameters(step, mx.load(str(checkpoint / WEIGHTS)))
+    mx.eval(step.parameters)
+    return True
+
+
 def numbered(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if p.name.isdigit())
+
+
+def _place(folder: Path, number: int) -> Path:
+    return folder / f"{number:07d}"
 
 
 def _is_whole(checkpoint: Path) -> bool:
@@ -103,9 +146,13 @@ def _tensors(step: Step) -> dict[str, mx.array]:
 
 
 def _fill(step: Step, tensors: dict[str, mx.array]) -> None:
-    step.parameters.update({k: tensors[f"parameters:{k}"] for k in step.parameters})
+    _fill_parameters(step, tensors)
     _replace(step.optimizer.state, tensors, "optimizer:")
     mx.eval(step.parameters, step.optimizer.state)
+
+
+def _fill_parameters(step: Step, tensors: dict[str, mx.array]) -> None:
+    step.parameters.update({k: tensors[f"parameters:{k}"] for k in step.parameters})
 
 
 def _replace(state: dict, tensors: dict[str, mx.array], path: str) -> None:

@@ -17,6 +17,7 @@ from ..run.report import Report
 from ..run.signals import stop_requested
 from . import checkpoint
 from .checkpoint import Progress
+from .keep import Keep
 from .step import Step
 
 
@@ -38,6 +39,7 @@ class Loop:
         total: batches in all, if the last step has fewer.
         rate: the learning rate of a step, counted from 0.
         valid: validation batches, a list used again and again.
+        keep: which weights are left and when to stop; None = the last, at the end.
         on_evaluate: called with the step after every validation, for samples.
     """
 
@@ -54,6 +56,7 @@ class Loop:
         seed: int,
         accumulate: int = 1,
         total: int | None = None,
+        keep: Keep | None = None,
         on_evaluate: Callable[[int], None] = lambda step: None,
     ):
         self.step = step
@@ -66,16 +69,19 @@ class Loop:
         self.cadence = cadence
         self.report = report
         self.seed = seed
+        self.keep = keep or Keep()
         self.on_evaluate = on_evaluate
         self.progress = Progress()
+        # The steps that the weights have seen which `run` leaves.
+        self.left = 0
         self._pending: tuple | None = None
         self._clock = 0.0
 
     def run(self) -> float:
-        """Train to the last step, from the newest checkpoint if there is one.
+        """Train to the end, from the newest checkpoint if there is one.
 
         Returns:
-            The validation loss at the end, nats per trained token.
+            The validation loss of the weights left, nats per trained token.
 
         Raises:
             Interrupted: stopped by a signal, after saving.
@@ -88,11 +94,14 @@ class Loop:
         ):
             self._clock = time.perf_counter()
             for number in range(self.progress.step, self.steps):
+                if self.keep.is_over(self.progress):
+                    self._stop_early()
+                    break
                 self._launch(number, bar)
                 if self._is_pause(number + 1) or stopping():
                     self._settle(bar)
                     self._pause(number + 1, stopping())
-        return self.progress.valid_loss
+        return self._leave()
 
     def _resume(self) -> None:
         folder = self.cadence.folder
@@ -108,10 +117,13 @@ class Loop:
             self.report.say(f"resuming after step {self.progress.step}")
             self.report.truncate(self.progress.step)
         else:
-            self.progress.examples = examples
+            # A checkpoint of step 0 may know of a validation that comes again.
+            self.progress = Progress(examples=examples)
             # Even of a run that died before its first checkpoint there may be rows.
             self.report.truncate(-1)
             self._evaluate()
+            if self.keep.wants(self.progress):
+                self._save()
 
     def _launch(self, number: int, bar) -> None:
         """Start a step; while it runs, read the numbers of the one before it."""
@@ -148,8 +160,6 @@ class Loop:
 
     def _report(self, rate: float, norm: float, bar) -> None:
         progress = self.progress
-        progress.trained_tokens += progress.tokens_since
-        progress.seconds += progress.seconds_since
         numbers = {
             "loss": progress.loss_since / progress.tokens_since,
             "learning_rate": rate,
@@ -157,13 +167,19 @@ class Loop:
             "tokens_per_second": progress.tokens_since / progress.seconds_since,
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
         }
-        progress.loss_since, progress.tokens_since, progress.seconds_since = 0.0, 0, 0.0
+        self._count()
         bar.update(progress.step, **numbers)
         totals = {
             "trained_tokens": progress.trained_tokens,
             "seconds": progress.seconds,
         }
         self.report.metrics({"kind": "train", "step": progress.step} | numbers | totals)
+
+    def _count(self) -> None:
+        progress = self.progress
+        progress.trained_tokens += progress.tokens_since
+        progress.seconds += progress.seconds_since
+        progress.loss_since, progress.tokens_since, progress.seconds_since = 0.0, 0, 0.0
 
     def _is_pause(self, done: int) -> bool:
         every = (self.cadence.evaluate, self.cadence.checkpoint, self.steps)
@@ -177,8 +193,9 @@ class Loop:
         """
         if done % self.cadence.evaluate == 0 or done == self.steps:
             self._evaluate()
-        if stopping or done % self.cadence.checkpoint == 0:
-            saved = checkpoint.save(self.cadence.folder, self.step, self.progress)
+        is_time = done % self.cadence.checkpoint == 0
+        if stopping or is_time or self.keep.wants(self.progress):
+            saved = self._save()
         if stopping:
             raise Interrupted(f"stopped after step {done}; saved {saved}")
         self._clock = time.perf_counter()
@@ -186,10 +203,28 @@ class Loop:
     def _evaluate(self) -> None:
         done = self.progress.step
         loss, tokens = self.step.evaluate(self.valid)
-        self.progress.valid_loss = loss = loss / tokens
+        loss /= tokens
+        self.progress.judge(loss)
         self.report.metrics({"kind": "valid", "step": done, "loss": loss})
         self.report.say(f"step {done}: validation loss {loss:.4f}")
         self.on_evaluate(done)
+
+    def _save(self) -> Path:
+        return self.keep.save(self.cadence.folder, self.step, self.progress)
+
+    def _stop_early(self) -> None:
+        progress = self.progress
+        self._count()
+        self.report.say(
+            f"stopping at step {progress.step} of {self.steps}: no validation since "
+            f"step {progress.best_step} had a lower loss"
+        )
+
+    def _leave(self) -> float:
+        progress, folder = self.progress, self.cadence.folder
+        self.left = self.keep.leave(folder, self.step, progress, self.report)
+        is_last = self.left == progress.step
+        return progress.valid_loss if is_last else progress.best_loss
 
     def _stop_at_nan(self, number: int, window: list[Batch]) -> None:
         path = self.cadence.folder.parent / "not-a-number.json"

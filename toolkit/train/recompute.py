@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
+from ..errors import UserError
 from .blocks import Blocks, StandIn, swapped
 
 
@@ -15,6 +16,9 @@ def recomputed(blocks: Blocks) -> Iterator[None]:
     """Of every block only inputs and outputs are kept while the context is open.
 
     The model is as before when it closes. Backward passes may come later.
+
+    Raises:
+        UserError: in the forward pass, where blocks are given a cache.
     """
     stand_ins = [
         block if isinstance(block, StandIn) else StandIn(block, _recompute(block))
@@ -28,6 +32,12 @@ def _recompute(block: nn.Module):
     def call(*arguments, **settings):
         leaves = [leaf for _, leaf in tree_flatten([arguments, settings])]
         arrays = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
+        # What a block writes to a cache has no gradient when the block runs again.
+        if any(hasattr(type(leaf), "state") for leaf in leaves):
+            raise UserError(
+                "the blocks of this architecture share keys through a cache",
+                hint="gradient_checkpointing: false",
+            )
         # Dropout must draw the second time what it drew the first.
         draws = _draws(block)
 

@@ -1,7 +1,7 @@
 """One optimizer step, compiled: masters in float32, the loss per trained token."""
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -108,13 +108,17 @@ class Step:
 
         Returns:
             Summed loss, trained tokens and gradient norm, not yet computed.
+
+        Raises:
+            UserError: mlx-lm's code of this architecture has no gradient.
         """
         mx.random.seed(seed)
         self.model.train()
         window = [batch] if isinstance(batch, Batch) else batch
-        if len(window) == 1:
+        if len(window) > 1:
+            return self._accumulate(window, mx.array(rate))
+        with _explained():
             return self._train(*self._given(window[0]), mx.array(rate))
-        return self._accumulate(window, mx.array(rate))
 
     def evaluate(self, batches) -> tuple[float, int]:
         """Summed loss and trained tokens over batches, dropout off."""
@@ -172,7 +176,8 @@ class Step:
         self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
         loss = trained = mx.array(0.0)
         for batch in window:
-            loss = loss + self._add(*self._given(batch))
+            with _explained():
+                loss = loss + self._add(*self._given(batch))
             trained = trained + batch.mask.sum()
             # Not waited for; without it all batches might be in memory at once.
             mx.async_eval(loss, trained, self._sums)
@@ -200,3 +205,16 @@ class Step:
             stepped[name] = old + ratio * (stepped[name] - old)
         self.parameters.update(stepped)
         return loss, trained, norm
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Nothing is computed yet: what goes wrong in a trace is the model's fault."""
+    try:
+        yield
+    except (RuntimeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"this architecture cannot be trained here: {str(error).splitlines()[0]}",
+            hint="its code in mlx-lm has no gradient, or reads an adapted layer's "
+            "weight itself; adapter.layers: auto leaves such layers out",
+        ) from error

@@ -9,9 +9,10 @@ from ...section import Section
 Rank = Annotated[int, Field(ge=1)]
 # Told apart by their type, for a fault in one is not to be told as two.
 Layers = Annotated[
-    Annotated[list[str], Field(min_length=1), Tag("list")]
-    | Annotated[dict[str, Rank], Field(min_length=1), Tag("mapping")],
-    Discriminator(lambda value: "mapping" if isinstance(value, dict) else "list"),
+    Annotated[Literal["auto"], Tag("str")]
+    | Annotated[list[str], Field(min_length=1), Tag("list")]
+    | Annotated[dict[str, Rank], Field(min_length=1), Tag("dict")],
+    Discriminator(lambda v: type(v).__name__ if isinstance(v, str | dict) else "list"),
 ]
 
 
@@ -31,12 +32,14 @@ class Adapter(Section):
     """Learning rate of B as a multiple of A's (LoRA+, arXiv 2402.12354)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input; not with quantization, which needs the merge."""
-    layers: Layers = Field(["*"])
-    """Which layers, as shell patterns of a path in its block, or of the whole path
-    outside the blocks; or a mapping of patterns to ranks, the first match counting.
-    `*` is every linear and expert layer of the blocks; embeddings and what is outside
-    the blocks (`model.embed_tokens`, `lm_head`) need a pattern of their own. With
-    quantization only linear layers can be adapted."""
+    layers: Layers = "auto"
+    """Which layers: auto, or a list of shell patterns of a path in its block, or of the
+    whole path outside the blocks; or a mapping of patterns to ranks, the first match
+    counting. `auto`, also as a pattern, is every linear and expert layer of the blocks
+    that is larger than its adapter would be, without what only chooses tokens by their
+    order, for no gradient comes there; `*` is these too. Embeddings and what is outside
+    the blocks (`model.embed_tokens`, `lm_head`) need a pattern of their own; routers of
+    experts are always left alone. With quantization only linear layers are adapted."""
     last_layers: int | None = Field(None, ge=1)
     """Adapt only this many of the last blocks; absent = all."""
 
@@ -45,7 +48,8 @@ class Adapter(Section):
         """Rank by pattern."""
         if isinstance(self.layers, dict):
             return self.layers
-        return dict.fromkeys(self.layers, self.rank)
+        patterns = [self.layers] if self.layers == "auto" else self.layers
+        return dict.fromkeys(patterns, self.rank)
 
     def scale(self, rank: int) -> float:
         """What the product of two matrices of this rank is multiplied by."""

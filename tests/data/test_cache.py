@@ -1,0 +1,163 @@
+"""What is kept is whole, made once, and made again when its source changes."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+
+from toolkit.data import cache, keys
+from toolkit.errors import UserError
+
+# Fills a folder slowly, says so, and is killed in between if asked to.
+WORKER = """
+import os, sys, time
+from toolkit.data import cache
+
+def fill(folder):
+    print("filling", flush=True)
+    (folder / "half").write_text("a")
+    time.sleep(float(sys.argv[1]))
+    if sys.argv[2] == "die":
+        os.kill(os.getpid(), 9)
+    (folder / "whole").write_text("b")
+    return {"by": os.getpid()}
+
+kept = cache.kept("test", "key", fill, warn=print)
+print(kept.facts["by"], sorted(os.listdir(kept.folder)))
+"""
+
+
+def worker(seconds, end="live"):
+    command = [sys.executable, "-c", WORKER, str(seconds), end]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def fill(folder):
+    (folder / "rows").write_text("content")
+    return {"pair": (1, 2)}
+
+
+def test_where_it_lies(monkeypatch, tmp_path):
+    monkeypatch.delenv("LMX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache.root() == tmp_path / "lmx"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert cache.root().parts[-2:] == (".cache", "lmx")
+    monkeypatch.setenv("LMX_CACHE", "~/other")
+    assert cache.root().name == "other"
+    assert cache.root().is_absolute()
+
+
+def test_made_once(cache_folder):
+    assert cache.size() == 0
+    first = cache.kept("test", "key", fill, warn=print)
+    again = cache.kept("test", "key", None, warn=print)
+    assert (first.made, again.made) == (True, False)
+    assert first.folder == again.folder
+    # The same facts, whether from memory or from the disk.
+    assert first.facts == again.facts == {"pair": [1, 2]}
+    assert cache.size() > len("content")
+    assert cache.kept("test", "other", fill, warn=print).made
+
+
+@pytest.mark.parametrize("damage", ["shorten", "remove", "spoil"])
+def test_what_is_damaged_is_made_again_aloud(cache_folder, damage):
+    folder = cache.kept("test", "key", fill, warn=print).folder
+    if damage == "shorten":
+        (folder / "rows").write_text("cont")
+    elif damage == "remove":
+        (folder / "rows").unlink()
+    else:
+        (folder / cache.INDEX).write_text('{"sizes"')
+    said = []
+    assert cache.kept("test", "key", fill, warn=said.append).made
+    assert said == [f"{folder}: damaged, made again"]
+    assert (folder / "rows").read_text() == "content"
+
+
+def test_a_fault_leaves_nothing(cache_folder):
+    def fail(folder):
+        fill(folder)
+        raise UserError("bad row")
+
+    with pytest.raises(UserError, match="bad row"):
+        cache.kept("test", "key", fail, warn=print)
+    assert [p.name for p in cache_folder.rglob("*") if p.is_file()] == ["lock"]
+    assert cache.kept("test", "key", fill, warn=print).made
+
+
+def test_a_killed_process_leaves_nothing_that_counts(cache_folder):
+    dead = worker(0, "die")
+    assert dead.wait(30) == -9
+    dead.stdout.close()
+    assert [*cache_folder.rglob("half")]
+    kept = cache.kept("test", "key", fill, warn=pytest.fail)
+    assert kept.made
+    assert not [*cache_folder.rglob("half")]
+
+
+def test_two_processes_make_it_once(cache_folder):
+    processes = [worker(1.0), worker(1.0)]
+    lines = [p.communicate(timeout=30)[0].splitlines() for p in processes]
+    assert sorted(map(len, lines)) == [1, 2]
+    assert lines[0][-1] == lines[1][-1]
+    assert lines[0][-1].endswith("['half', 'index.json', 'whole']")
+
+
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("LMX_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="cannot write") as fault:
+        cache.kept("test", "key", fill, warn=print)
+    assert "LMX_CACHE" in fault.value.hint
+
+
+def test_too_little_space(cache_folder):
+    with pytest.raises(UserError, match="MB are needed here") as fault:
+        cache.kept("test", "key", fill, warn=print, space=10**18)
+    assert "LMX_CACHE" in fault.value.hint
+
+
+def test_a_file_is_hashed_when_it_changes(cache_folder, tmp_path, monkeypatch):
+    """Size and time decide; a time so young that a change might keep it does not."""
+    hashed = []
+    real = cache.files.hash_file
+    monkeypatch.setattr(
+        cache.files, "hash_file", lambda path: hashed.append(path) or real(path)
+    )
+    path = tmp_path / "rows.jsonl"
+    path.write_text("first")
+    young = cache.file_hash(path)
+    assert cache.file_hash(path) == young == real(path)
+    assert len(hashed) == 2
+    hour_ago = time.time_ns() - 3600 * 10**9
+    os.utime(path, ns=(hour_ago, hour_ago))
+    assert cache.file_hash(path) == cache.file_hash(path) == young
+    assert len(hashed) == 3
+    path.write_text("other")
+    os.utime(path, ns=(hour_ago + 1, hour_ago + 1))
+    assert cache.file_hash(path) == real(path) != young
+
+
+def test_keys_change_with_the_tokenizer(tokenizer_folder, tmp_path):
+    before = keys.tokenizer(tokenizer_folder)
+    for name, old in (
+        ("tokenizer.json", '"Ġthe"'),
+        ("tokenizer_config.json", "im_start"),
+        ("generation_config.json", "2"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file in tokenizer_folder.iterdir():
+            (folder / file.name).write_bytes(file.read_bytes())
+        assert keys.tokenizer(folder) == before
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, "7"))
+        assert keys.tokenizer(folder) != before
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    assert "chat_template.jinja" in str(keys.tokenizer(folder))
+    (folder / "model.safetensors.index.json").write_text("{}")
+    assert "safetensors" not in str(keys.tokenizer(folder))

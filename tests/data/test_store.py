@@ -1,0 +1,135 @@
+"""Tokens on disk: those of the rows, written in blocks, read one by one."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+
+from toolkit.data import cache, store, template
+from toolkit.data.batches import Batches
+from toolkit.data.shapes import Row
+from toolkit.errors import UserError
+from toolkit.model.load import load_tokenizer
+
+SETTINGS = {"max_length": 24, "train_on": "answers"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    return load_tokenizer(tokenizer_folder)
+
+
+def rows(count=60):
+    """Texts of several windows, chats, and rows whose prompt is too long."""
+    made = []
+    for number in range(count):
+        where = f"Straße.jsonl:{number + 1}"
+        if number % 3 == 0:
+            made.append(Row(where, text=f"text {number} " * 9))
+        else:
+            prompt = "long " * 30 if number % 10 == 7 else f"say {number}"
+            made.append(Row(where, prompt=prompt, completion=f"{number} is said"))
+    return made
+
+
+def stored(rows, tokenizer, key="key", say=print, **settings):
+    def fill(folder):
+        return store.write(folder, rows, tokenizer, **SETTINGS | settings, say=say)
+
+    return cache.kept("tokens", key, fill, warn=print)
+
+
+def test_examples_are_those_of_the_rows(cache_folder, tokenizer, monkeypatch):
+    expected = template.encode_all(rows(), tokenizer, **SETTINGS)
+    digests = set()
+    for size in (1, 7, 1_000):
+        monkeypatch.setattr(store, "BLOCK_ROWS", size)
+        kept = stored(iter(rows()), tokenizer, str(size))
+        found = store.Store(kept)
+        assert len(found) == len(expected.examples) > 60
+        assert found.lengths.tolist() == [len(e.tokens) for e in expected.examples]
+        for index, example in enumerate(expected.examples):
+            assert found[index].tokens.dtype == np.int32
+            assert found[index].tokens.tolist() == example.tokens.tolist()
+            assert found[index].mask.tolist() == example.mask.tolist()
+            assert found[index].where == example.where
+        facts = kept.facts
+        assert facts["rows"] == 60
+        assert facts["tokens"] == found.lengths.sum()
+        assert facts["truncated"] == expected.truncated
+        assert facts["dropped"] == len(expected.dropped) > 0
+        assert [*map(tuple, facts["named"])] == expected.dropped[:5]
+        digests.add(found.digest)
+    # How the rows were cut into blocks leaves no trace.
+    assert len(digests) == 1
+
+
+def test_digests_tell_tokens_masks_and_their_borders_apart(cache_folder, tokenizer):
+    digests = set()
+    for number, settings in enumerate(
+        ({}, {"train_on": "everything"}, {"max_length": 25})
+    ):
+        digests.add(stored(rows(), tokenizer, str(number), **settings).facts["digest"])
+    assert len(digests) == 3
+
+
+def test_batches_from_disk_are_those_from_memory(cache_folder, tokenizer):
+    listed = template.encode_all(rows(), tokenizer, **SETTINGS).examples
+    settings = {"max_length": 24, "rows": 4, "seed": 3}
+    ours = Batches(store.Store(stored(rows(), tokenizer)), **settings)
+    theirs = Batches(listed, **settings)
+    assert ours.per_epoch == theirs.per_epoch
+    for step in range(2 * ours.per_epoch):
+        assert np.array_equal(ours(step).tokens, theirs(step).tokens)
+        assert np.array_equal(ours(step).mask, theirs(step).mask)
+        assert ours(step).where == theirs(step).where
+
+
+def test_nothing_to_train_on(cache_folder, tokenizer):
+    long = [Row(f"f:{n}", prompt="word " * 90, completion="x") for n in range(3)]
+    with pytest.raises(UserError, match="nothing to train on: all 3 rows") as fault:
+        stored(long, tokenizer)
+    assert fault.value.hint == "raise data.max_length"
+    assert fault.value.place == "f:0"
+    assert not [*cache_folder.rglob("*.values")]
+
+
+def test_few_characters_are_encoded_at_once(monkeypatch):
+    monkeypatch.setattr(store, "BLOCK_CHARACTERS", 100)
+    made = [Row(f"f:{n}", text="x" * 60) for n in range(5)]
+    assert [len(block) for block in store._blocks(made)] == [2, 2, 1]
+
+
+def test_progress_is_told(cache_folder, tokenizer, monkeypatch):
+    monkeypatch.setattr(store, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(store, "BLOCK_ROWS", 30)
+    said = []
+    stored(rows(), tokenizer, say=said.append)
+    assert [line.split(",")[0] for line in said] == [
+        "tokenising: 30 rows",
+        "tokenising: 60 rows",
+    ]
+
+
+def test_rows_are_not_kept_in_memory(cache_folder, tokenizer, monkeypatch):
+    """Python's and NumPy's memory; a plain encoder, so that it is soon done."""
+    count = 200_000
+
+    def encode(block, _, **settings):
+        tokens, mask = np.arange(50, dtype=np.int32), np.arange(50) > 20
+        return template.Encoded(
+            [template.Example(tokens, mask, row.where) for row in block]
+        )
+
+    monkeypatch.setattr(store, "encode_block", encode)
+    tracemalloc.start()
+    kept = stored((Row(f"f:{n}", text="x" * 100) for n in range(count)), tokenizer)
+    found = store.Store(kept)
+    batches = Batches(found, max_length=64, rows=32)
+    for step in range(40):
+        batches(step)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(found) == count
+    # The tokens alone are 40 MB; lengths and the order of an epoch are 4 bytes each.
+    assert peak < 16_000_000

@@ -1,0 +1,87 @@
+"""A tracker gets every row in order, and harms nothing whatever it does."""
+
+import threading
+import time
+
+import pytest
+
+from toolkit.run import tracking
+from toolkit.run.report import Report
+from toolkit.run.tracking import Tracking
+
+ROWS = [{"kind": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
+
+
+class Recorder:
+    """Fails at one of its calls, if told to."""
+
+    def __init__(self, fails_at="", error=OSError):
+        self.calls = []
+        self.fails_at, self.error = fails_at, error
+        self._note("start")
+
+    def _note(self, name, *values):
+        self.calls.append((name, *values))
+        if name == self.fails_at:
+            raise self.error("no such host\nand a trace")
+
+    def log(self, row):
+        self._note("log", row)
+
+    def finish(self, summary, code):
+        self._note("finish", summary, code)
+
+
+def reported(folder, start):
+    """Report three rows to a tracker."""
+    report = Report(folder, quiet=True)
+    report.stage = "1-train"
+    report.tracking = Tracking(start, report.warn)
+    for row in ROWS:
+        report.metrics(row | {"norm": float("nan")})
+    report.tracking.finish({"base/loss": 2.0}, 0)
+    return [x for x in (folder / "log.txt").read_text().splitlines() if "tracker" in x]
+
+
+def test_every_row_arrives_as_it_is_written(tmp_path):
+    recorder = Recorder()
+    (tmp_path / "log.txt").touch()
+    assert reported(tmp_path, lambda: recorder) == []
+    rows = [{"stage": "1-train"} | row | {"norm": None} for row in ROWS]
+    logged = [("log", row) for row in rows]
+    assert recorder.calls == [("start",), *logged, ("finish", {"base/loss": 2.0}, 0)]
+
+
+@pytest.mark.parametrize("error", [OSError, ImportError, SystemExit])
+@pytest.mark.parametrize("place", ["start", "log", "finish"])
+def test_a_fault_is_told_once(tmp_path, capsys, place, error):
+    [line] = reported(tmp_path, lambda: Recorder(place, error))
+    reason = f"{error.__name__}: no such host"
+    assert line.endswith(f"the tracker has failed, going on without it: {reason}")
+    assert capsys.readouterr().err.count("tracker") == 1
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == len(ROWS)
+
+
+def test_what_the_environment_keeps_secret_is_not_told(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
+
+    def start():
+        raise ValueError("bad key 0123456789abcdef")
+
+    [line] = reported(tmp_path, start)
+    assert line.endswith("ValueError: bad key ***")
+
+
+def test_a_tracker_that_hangs_is_left_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking, "PATIENCE", 0.05)
+    release = threading.Event()
+
+    def start():
+        release.wait()
+        return Recorder()
+
+    begun = time.monotonic()
+    [line] = reported(tmp_path, start)
+    release.set()
+    assert "it has not finished within 0.05 s" in line
+    assert time.monotonic() - begun < 30

@@ -1,0 +1,191 @@
+"""Every architecture family of mlx-lm: trained in full and by adapters, and leaner.
+
+Compiling the kernels of all these models would take minutes, so what is computed here
+is not compiled; that a step can be, a trace shows.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from tiny_families import FAMILIES, VOCABULARY, WINDOW, config, member
+
+from toolkit.data.batches import Batch
+from toolkit.errors import UserError
+from toolkit.model import lora
+from toolkit.model.adapters.settings import Adapter
+from toolkit.model.fake_quant import FakeQuant
+from toolkit.model.load import build
+from toolkit.quant.layers import select
+from toolkit.quant.spec import Quantization
+from toolkit.train.blocks import find_blocks
+from toolkit.train.chunked import ChunkedLoss
+from toolkit.train.step import Step
+
+LENGTH = 21
+# No gradient comes through the choice of experts or tokens, nor to a constant.
+CHOOSING = ("indexer.", "correction_bias", "expert_bias")
+CONSTANT = {
+    "apertus": ("act_fn.eps",),
+    # Its gate's one surviving score is a softmax over itself.
+    "phimoe": ("block_sparse_moe.gate.weight",),
+}
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    assert LENGTH > 2 * WINDOW
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, VOCABULARY, (3, LENGTH + 1)).astype(np.int32)
+    mask = generator.random((3, LENGTH)) < 0.7
+    return Batch(mx.array(tokens), mx.array(mask), ("rows.jsonl:1",) * 3)
+
+
+def train(step, batch, *, rate):
+    """Losses per token of a few steps, of which every norm is a number."""
+    losses = []
+    for seed in range(5):
+        loss, tokens, norm = (v.item() for v in step(batch, rate, seed))
+        assert 0 < norm < np.inf
+        losses.append(loss / tokens)
+    return losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_in_full(family, batch):
+    step = Step(member(family))
+    before = dict(step.parameters)
+    assert before.keys() == dict(tree_flatten(step.model.parameters())).keys()
+    losses = train(step, batch, rate=3e-3)
+    assert losses[-1] < losses[0] - 0.1
+    exempt = CHOOSING + CONSTANT.get(family, ())
+    still = [k for k, v in step.parameters.items() if mx.array_equal(v, before[k])]
+    assert [k for k in still if not any(part in k for part in exempt)] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_train_and_fuse(family, batch):
+    model = member(family)
+    base = dict(tree_flatten(model.parameters()))
+    lora.attach(model, Adapter(rank=2), seed=0)
+    step = Step(model)
+    losses = train(step, batch, rate=1e-2)
+    assert losses[-1] < losses[0] - 0.1
+    idle = [k for k, v in step.parameters.items() if not mx.any(v != 0).item()]
+    assert idle == []
+    trained, _ = step.evaluate([batch])
+    plain = build(config(family))
+    weights = lora.fused(model, base, step.parameters, mx.float32)
+    plain.load_weights(list(weights.items()))
+    assert Step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
+
+
+@pytest.mark.parametrize("way", ["full", "adapters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_towards_its_codes(family, way, batch):
+    """Of quantization-aware training, the exported codes have the loss of the last."""
+    model = member(family)
+    base = dict(tree_flatten(model.parameters()))
+    specs = select(model, Quantization(bits=4, group_size=32)).specs
+    if way == "adapters":
+        lora.attach(model, Adapter(rank=2), seed=0, merged=True)
+    step = Step(model, fake_quant=FakeQuant(model, specs, mx.float32))
+    losses = train(step, batch, rate=3e-3 if way == "full" else 1e-2)
+    assert losses[-1] < losses[0] - 0.05
+    codes = step.fake_quant.stored(step.parameters)
+    weights = lora.fused(model, base, step.parameters, mx.float32)
+    for path, spec in specs.items():
+        tensors = (codes[f"{path}.{name}"] for name in ("weight", "scales", "biases"))
+        grid = (spec.group_size, spec.bits)
+        weights[f"{path}.weight"] = mx.dequantize(*tensors, *grid)
+    plain = build(config(family))
+    plain.load_weights(list(weights.items()))
+    trained = step.evaluate([batch])[0]
+    assert Step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
+
+
+def outputs(family, batch, *, chunk=None, **settings):
+    """Loss and gradients: momentum's first value is the gradient."""
+    model = member(family)
+    chunked = ChunkedLoss(model, chunk) if chunk else None
+    step = Step(model, optimizer="sgd", chunked=chunked, **settings)
+    loss = step(batch, 0.0, 0)[0].item()
+    return loss, {k: step.optimizer.state[k]["v"] for k in step.parameters}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lean_ways_have_the_same_gradients(family, batch, monkeypatch):
+    loss, expected = outputs(family, batch)
+    largest = max(mx.abs(g).max().item() for g in expected.values())
+    blocks, checkpoint = [], mx.checkpoint
+
+    def counting(function):
+        blocks.append(function)
+        return checkpoint(function)
+
+    monkeypatch.setattr(mx, "checkpoint", counting)
+    for lean in ({"gradient_checkpointing": True}, {"chunk": 7}):
+        again, found = outputs(family, batch, **lean)
+        assert again == pytest.approx(loss, rel=1e-5), lean
+        for path, gradient in expected.items():
+            assert mx.allclose(found[path], gradient, rtol=1e-4, atol=1e-5 * largest), (
+                lean,
+                path,
+            )
+    found = find_blocks(member(family))
+    assert len(blocks) >= len(found.trunk[found.name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_can_be_compiled(family, batch):
+    """Traced, and not computed: code that needs a value meanwhile would raise."""
+    mx.enable_compile()
+    step = Step(member(family), gradient_checkpointing=True)
+    assert step(batch, 1e-3, 0)[0].shape == ()
+
+
+SLIDING = [f for f in FAMILIES if config(f) != config(f, window=LENGTH)]
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_the_window_is_in_force_while_training(family, batch):
+    """Or the tests above would not have seen the masks of sliding layers."""
+    narrow, wide = (Step(member(family, window=w)) for w in (WINDOW, LENGTH))
+    losses = [step(batch, 0.0, 0)[0].item() for step in (narrow, wide)]
+    assert abs(losses[0] / losses[1] - 1) > 1e-5
+
+
+def test_keys_shared_through_a_cache_are_refused_aloud(batch):
+    """AFM's last blocks read the cache of one before, past what runs twice."""
+    train(Step(member("afm7")), batch, rate=3e-3)
+    with pytest.raises(UserError, match="share keys through a cache"):
+        Step(member("afm7"), gradient_checkpointing=True)(batch, 1e-3, 0)
+
+
+def test_what_computes_outside_of_mlx_is_refused_aloud(batch):
+    """DBRX picks its experts with NumPy while it trains, which no trace can follow."""
+    mx.enable_compile()
+    with pytest.raises(UserError, match=r"cannot be trained here.*eval"):
+        Step(member("dbrx"))(batch, 1e-3, 0)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there the kernel runs, forward")
+def test_a_kernel_that_only_metal_has_is_refused_aloud(batch):
+    with pytest.raises(UserError, match=r"cannot be trained here.*No Metal"):
+        Step(member("bitnet"))(batch, 1e-3, 0)
+
+
+def test_a_layer_whose_weight_the_model_reads_is_refused_aloud(batch):
+    """Gemma 3n clips the weights of its mixing layers in every forward."""
+    model = member("gemma3n")
+    lora.attach(model, Adapter(rank=2, layers=["altup.prediction_coefs"]), seed=0)
+    with pytest.raises(UserError, match="no attribute 'weight'") as caught:
+        Step(model)(batch, 1e-3, 0)
+    assert "adapter.layers: auto" in caught.value.hint

@@ -1,0 +1,93 @@
+"""What a train stage is fed: its rows as tokens, cut into batches."""
+
+from ..data import cache, keys, store
+from ..data.batches import Batches
+from ..data.packing import PackedBatches, packed
+from ..data.sources import Tally, tell
+from ..data.template import encode_all
+from ..model.load import Loaded
+from .context import Context
+from .train import Config
+
+
+def training_batches(
+    config: Config, context: Context, loaded: Loaded
+) -> Batches | PackedBatches:
+    """Batches of the training rows, which are tokenised once and kept in the cache."""
+    examples, longest = _tokenised(context, loaded), context.data.max_length
+    if not config.packing:
+        return Batches(examples, **_sizes(config, context))
+    batches = PackedBatches(
+        examples,
+        packed(examples, longest + 1, context.report.warn),
+        max_length=longest,
+        rows=config.packed_rows(longest),
+        seed=context.seed,
+    )
+    context.report.say(
+        f"{len(examples):,} examples packed into {batches.rows:,} rows, "
+        f"{batches.filled:.1%} filled"
+    )
+    return batches
+
+
+def validation_batches(config: Config, context: Context, loaded: Loaded) -> Batches:
+    """Batches of the validation rows, all in memory."""
+    data = context.data
+    encoded = encode_all(
+        context.rows.valid,
+        loaded.tokenizer,
+        max_length=data.max_length,
+        train_on=data.train_on,
+    )
+    dropped = encoded.dropped
+    _tell(context, "valid", encoded.truncated, len(dropped), dropped[: store.NAMED])
+    return Batches(encoded.examples, **_sizes(config, context))
+
+
+def _tokenised(context: Context, loaded: Loaded) -> store.Store:
+    data, rows, report = context.data, context.rows, context.report
+    settings = {"max_length": data.max_length, "train_on": data.train_on}
+
+    def fill(folder):
+        report.say("tokenising the training rows")
+        facts = store.write(
+            folder, rows.train, loaded.tokenizer, **settings, say=report.say
+        )
+        return facts | {"sources": [vars(t) for t in rows.train.tallies.values()]}
+
+    tokenizer = [keys.tokenizer(loaded.path), keys.versions(), keys.code()]
+    kept = cache.kept(
+        "tokens",
+        cache.key_of([rows.fingerprint, tokenizer, settings]),
+        fill,
+        warn=report.warn,
+        # A token of four bytes stands for about as many characters.
+        space=rows.size,
+    )
+    facts = kept.facts
+    for tally in facts["sources"]:
+        tell("train", Tally(**tally), report.say, report.warn)
+    _tell(context, "train", facts["truncated"], facts["dropped"], facts["named"])
+    how = f"tokenised into {kept.folder}" if kept.made else "tokenised before"
+    report.say(f"train: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {how}")
+    return store.Store(kept)
+
+
+def _tell(context: Context, split: str, truncated: int, dropped: int, named) -> None:
+    say, longest = context.report.say, context.data.max_length
+    if truncated:
+        say(f"{split}: {truncated:,} rows cut at {longest} tokens")
+    for where, reason in named:
+        context.report.warn(f"{where}: row dropped: {reason}")
+    if dropped > len(named):
+        say(f"{split}: {dropped:,} rows dropped in all")
+
+
+def _sizes(config: Config, context: Context) -> dict:
+    return {
+        "max_length": context.data.max_length,
+        "rows": None if config.batch_tokens else config.batch_size,
+        "tokens": config.batch_tokens,
+        "seed": context.seed,
+    }
