@@ -96,7 +96,7 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     from toolkit.model.source import Fresh
 
     path = arguments.rows or _made_up(folder / "made-up.jsonl")
-    found = formats.read(str(path)).rows
+    found = list(formats.Rows(str(path)))
     config = fresh.configuration(
         Fresh(
             vocabulary=case.vocabulary,
@@ -117,7 +117,7 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     rows = _chats(found, count, 16 if case.joined else 1)
     text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
     (folder / "train.jsonl").write_text(text)
-    rows = formats.read(str(folder / "train.jsonl")).rows
+    rows = list(formats.Rows(str(folder / "train.jsonl")))
     encoded = encode_all(rows, load(model).tokenizer, max_length=case.length)
     assert len(encoded.examples) == count, "a row was dropped"
     tokens = [[e.tokens.tolist(), e.mask.tolist()] for e in encoded.examples]
