@@ -129,11 +129,14 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
 
 
 def _as_many_steps(make, examples, length: int, steps: int):
-    """Batches of the fewest tokens of which an epoch has no more than `steps`."""
+    """Batches of the fewest tokens of which an epoch has no more than `steps`.
+
+    Very few rows of many lengths take more steps, one for each length of the ladder.
+    """
     tokens = length
     while True:
         found = make(examples, max_length=length, tokens=tokens)
-        if found.per_epoch <= steps:
+        if found.per_epoch <= max(steps, len(found.rungs)):
             return found
         tokens += 16
 
