@@ -128,3 +128,15 @@ def test_packed_rows_train(tmp_path, base, size):
     assert losses[-1] < losses[0]
     [line] = lines_of(run, "packed into")
     assert "40 examples packed into" in line
+
+
+def test_models_that_cannot_pack_pad_and_say_so(tmp_path, make_checkpoint):
+    sizes = {"n_ctx": 128, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 128}
+    gpt2 = {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 320}
+    model = make_checkpoint(gpt2 | sizes | {"eos_token_id": [2, 0]}, dtype="float32")
+    run = Run(tmp_path, {"train": SHORT | {"packing": True}}, model=model)
+    run.data["max_length"] = 100
+    run.write()
+    assert run() == 0
+    assert "rows are padded, packing is off" in run.log
+    assert "packed into" not in run.log

@@ -11,11 +11,16 @@ from .train import Config
 
 
 def training_batches(
-    config: Config, context: Context, loaded: Loaded
+    config: Config, context: Context, loaded: Loaded, *, packing: bool
 ) -> Batches | PackedBatches:
-    """Batches of the training rows, which are tokenised once and kept in the cache."""
+    """Batches of the training rows, which are tokenised once and kept in the cache.
+
+    Args:
+        packing: fill rows with several examples. Where the recipe asks for that and the
+            model cannot, batches have as many tokens, padding included.
+    """
     examples, longest = _tokenised(context, loaded), context.data.max_length
-    if not config.packing:
+    if not packing:
         return Batches(examples, **_sizes(config, context))
     batches = PackedBatches(
         examples,
@@ -85,9 +90,12 @@ def _tell(context: Context, split: str, truncated: int, dropped: int, named) -> 
 
 
 def _sizes(config: Config, context: Context) -> dict:
+    longest, tokens = context.data.max_length, config.batch_tokens
+    if config.packing:
+        tokens = config.packed_rows(longest) * longest
     return {
-        "max_length": context.data.max_length,
-        "rows": None if config.batch_tokens else config.batch_size,
-        "tokens": config.batch_tokens,
+        "max_length": longest,
+        "rows": None if tokens else config.batch_size,
+        "tokens": tokens,
         "seed": context.seed,
     }
