@@ -33,8 +33,8 @@ def run(
     """
     from .needs import require_room
 
-    ranks = join()
     allocator.keep()
+    ranks = join()
     blas.use()
     with ranks.linked():
         ranks.require_same(
