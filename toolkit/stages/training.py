@@ -18,7 +18,7 @@ from ..model.folder import setting
 from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
-from ..train.chunked import CannotSplit, ChunkedLoss
+from ..train.chunked import CannotSplit, ChunkedLoss, cached
 from ..train.documents import CannotPack, DocumentCaches
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
@@ -140,15 +140,18 @@ class Training:
         tokens = max(config.batch_tokens or config.batch_size * longest, longest)
         vocabulary = setting(self.loaded.config, "vocab_size")
         chunk = config.chunk(vocabulary=vocabulary, tokens=tokens)
-        if chunk is None:
-            return None
         try:
-            return ChunkedLoss(self.loaded.model, chunk)
+            return ChunkedLoss(self.loaded.model, self._cached(vocabulary) or chunk)
         except CannotSplit as reason:
-            self.context.report.warn(
-                f"the loss is made of all logits at once, loss_chunk is off: {reason}"
-            )
+            if chunk:
+                self.context.report.warn(
+                    "the loss is made of all logits at once, loss_chunk is off: "
+                    f"{reason}"
+                )
             return None
+
+    def _cached(self, vocabulary: int) -> int | None:
+        return cached(vocabulary) if self.config.loss_chunk == "auto" else None
 
     def _loop(self) -> Loop:
         config, context = self.config, self.context
