@@ -22,10 +22,7 @@ def _cross_entropy(logits: mx.array, targets: mx.array, mask: mx.array):
     logits = logits.astype(mx.float32)
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)
     largest = logits.max(axis=-1, keepdims=True)
-    # Apart from the exponentials: fused with a row's number they are no vectors.
-    shifted = mx.contiguous(logits - largest)
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    exponentials = exp_of_negative(shifted) if on_cpu else mx.exp(shifted)
+    exponentials = _exponentials(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
     losses = (mx.log(total) + largest - chosen).squeeze(-1)
     return mx.where(mask, losses, 0.0).sum(), exponentials, total
@@ -36,8 +33,22 @@ def _(primals, cotangents, outputs):
     logits, targets, mask = primals
     _, exponentials, total = outputs
     weight = mx.where(mask, cotangents[0], 0.0)[..., None]
-    gradient = mx.contiguous(exponentials * (weight / total))
+    gradient = exponentials * (weight / total)
+    if _on_cpu():
+        # Apart from what is made of it, as below.
+        gradient = mx.contiguous(gradient)
     targets = targets[..., None]
     at_target = mx.take_along_axis(gradient, targets, axis=-1) - weight
     gradient = mx.put_along_axis(gradient, targets, at_target, axis=-1)
     return gradient.astype(logits.dtype), mx.zeros_like(targets), mx.zeros_like(mask)
+
+
+def _exponentials(x: mx.array) -> mx.array:
+    if not _on_cpu():
+        return mx.exp(x)
+    # Apart from what `x` is made of: fused with a row's number they are no vectors.
+    return exp_of_negative(mx.contiguous(x))
+
+
+def _on_cpu() -> bool:
+    return mx.default_device() == mx.Device(mx.cpu)
