@@ -142,3 +142,17 @@ def test_a_container_limits_the_threads(monkeypatch):
 def test_elsewhere_nothing_is_done(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert blas.use.__wrapped__() == blas.Blas("Accelerate")
+
+
+def test_processes_of_a_machine_share_its_processors(monkeypatch):
+    for name in ("LMX_BLAS_THREADS", "OPENBLAS_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(blas, "_quota", lambda: 8)
+    monkeypatch.setattr(
+        blas.os, "sched_getaffinity", lambda _: range(16), raising=False
+    )
+    for neighbours, threads in [(1, 8), (2, 4), (3, 2), (20, 1)]:
+        monkeypatch.setattr(blas.launcher, "neighbours", lambda n=neighbours: n)
+        assert blas._threads() == threads
+    monkeypatch.setenv("LMX_BLAS_THREADS", "5")
+    assert blas._threads() == 5

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from . import linkage
+from .run import launcher
 
 # Fedora's threaded one, the usual name, and that of a Conda environment.
 SYSTEM = (
@@ -50,7 +51,8 @@ def use() -> Blas:
     """Give MLX the fastest BLAS there is; the first call decides, at any time.
 
     Never raises: on any fault MLX keeps its own, with a warning. LMX_BLAS=off turns it
-    off; LMX_BLAS_THREADS, else OPENBLAS_NUM_THREADS, sets the threads.
+    off; LMX_BLAS_THREADS, else OPENBLAS_NUM_THREADS, sets the threads. The processes of
+    a run on one machine share its processors.
     """
     if sys.platform == "darwin":
         return Blas("Accelerate")
@@ -139,7 +141,8 @@ def _threads() -> int:
             raise ValueError(f"{name}={value} is not a number of threads")
         if value:
             return int(value)
-    return min(len(os.sched_getaffinity(0)), _quota())
+    threads = min(len(os.sched_getaffinity(0)), _quota())
+    return max(1, threads // launcher.neighbours())
 
 
 def _quota() -> int:

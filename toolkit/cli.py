@@ -72,7 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from .recipe import shipped
+    from .run.launcher import launched_rank
 
+    if launched_rank() and (arguments.list or arguments.check):
+        # The first of several processes tells it.
+        return 0
     if arguments.list:
         sys.stdout.write(shipped.listing() + "\n")
         return 0
@@ -132,7 +136,7 @@ def _guarded(command: Callable[[], int], *, debug: bool) -> int:
     except UserError as error:
         if debug:
             traceback.print_exc()
-        else:
+        elif str(error):
             sys.stderr.write(f"{error}\n")
         return error.code
     except (KeyboardInterrupt, Interrupted) as stop:

@@ -101,9 +101,9 @@ def test_a_step_of_several_batches_counts_once(tmp_path):
     seen = []
 
     class Watched(Step):
-        def __call__(self, window, rate, seed):
+        def __call__(self, window, *settings):
             seen.append([batch.where for batch in window])
-            return super().__call__(window, rate, seed)
+            return super().__call__(window, *settings)
 
     loop = Loop(
         Watched(Tiny()),

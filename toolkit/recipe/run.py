@@ -1,17 +1,21 @@
 """Run a plan: every stage in its folder, finished ones skipped, all of it resumable."""
 
 import importlib
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from .. import __version__, blas
+from .. import __version__, allocator, blas
 from ..data.sources import Splits
 from ..errors import Interrupted, UserError
 from ..run.folder import RunFolder
+from ..run.guest import GuestFolder, SilentReport
+from ..run.launcher import backend
+from ..run.ranks import Ranks, join
 from ..run.report import Report
 from ..stages.context import Artefact, Context
 from .loader import Loaded
-from .plan import Plan, difference
+from .plan import Plan, Step, difference
 from .tracked import tracked
 
 
@@ -29,26 +33,34 @@ def run(
     """
     from .needs import require_room
 
+    allocator.keep()
+    ranks = join()
     blas.use()
-    if not force:
-        require_room(loaded, plan)
-    opened = RunFolder.open(
-        plan.output,
-        name=loaded.name,
-        recipe_text=loaded.text,
-        resolved=loaded.resolved,
-        recipe_hash=plan.recipe_hash,
-        difference=difference,
-        fresh=fresh,
-    )
+    with ranks.linked():
+        ranks.require_same(
+            plan.recipe_hash,
+            "runs another recipe",
+            hint="give all machines the same file and the same arguments",
+        )
+        with ranks.agreed():
+            if not force:
+                require_room(loaded, plan)
+        with ranks.agreed():
+            opened = _open(loaded, plan, fresh, ranks)
     with opened as folder:
-        report = Report(folder.path, quiet=quiet)
+        report = Report(folder.path, quiet=quiet) if ranks.is_first else SilentReport()
         report.say(f"lmx {__version__}: {loaded.name} -> {folder.path}")
+        if ranks.size > 1:
+            report.say(
+                f"{ranks.size} processes over {backend()}; every batch is cut in "
+                f"{ranks.size}"
+            )
         if folder.died:
             report.warn(folder.died)
         try:
-            with tracked(loaded, report):
-                _run_stages(loaded, plan, folder, report)
+            tracking = tracked(loaded, report) if ranks.is_first else nullcontext()
+            with tracking, ranks.linked():
+                _run_stages(loaded, plan, folder, report, ranks)
         except (Interrupted, KeyboardInterrupt):
             folder.set_status("interrupted")
             report.warn(f"interrupted; to go on: {command}")
@@ -62,31 +74,80 @@ def run(
     return 0
 
 
-def _run_stages(loaded: Loaded, plan: Plan, folder: RunFolder, report: Report) -> None:
+def _open(
+    loaded: Loaded, plan: Plan, fresh: bool, ranks: Ranks
+) -> RunFolder | GuestFolder:
+    if not ranks.is_first:
+        return GuestFolder(plan.output)
+    return RunFolder.open(
+        plan.output,
+        name=loaded.name,
+        recipe_text=loaded.text,
+        resolved=loaded.resolved,
+        recipe_hash=plan.recipe_hash,
+        difference=difference,
+        fresh=fresh,
+    )
+
+
+def _run_stages(
+    loaded: Loaded,
+    plan: Plan,
+    folder: RunFolder | GuestFolder,
+    report: Report,
+    ranks: Ranks,
+) -> None:
     artefact: Artefact | None = None
-    context = _context(loaded, folder, report)
+    context = _context(loaded, folder, report, ranks)
     for position, step in enumerate(plan.steps):
-        facts = folder.finished(step.name, report.warn)
+        with ranks.agreed():
+            facts = folder.finished(step.name, report.warn)
+            if facts is None:
+                folder.forget([later.name for later in plan.steps[position + 1 :]])
+                folder.enter(step.name)
+        facts = ranks.shared(facts)
         if facts is not None:
             report.say(f"stage {step.name}: done before")
-            artefact = Artefact.from_json(facts, folder.path)
-            continue
-        folder.forget([later.name for later in plan.steps[position + 1 :]])
-        folder.enter(step.name)
-        report.stage = step.name
-        report.say(f"stage {step.name}")
-        if artefact is None and context.base is not None:
-            artefact = Artefact(context.base, context.base)
-        stage = importlib.import_module(f"toolkit.stages.{step.kind}")
+        else:
+            report.stage = step.name
+            report.say(f"stage {step.name}")
+            facts = _run_stage(step, replace(context, current=artefact), folder)
+        artefact = _here(facts, context)
+
+
+def _run_stage(step: Step, context: Context, folder: RunFolder | GuestFolder) -> dict:
+    """Run a stage, in all processes or the first one alone; what it leaves, as JSON."""
+    stage = importlib.import_module(f"toolkit.stages.{step.kind}")
+    ranks = context.ranks
+    with ranks.agreed():
+        current = context.current
+        if current is None and context.base is not None:
+            current = Artefact(context.base, context.base)
         place = folder.stage_folder(step.name)
-        artefact = stage.run(
-            step.config, replace(context, folder=place, current=artefact)
-        )
-        facts = artefact.to_json(folder.path)
-        folder.finish(step.name, facts, _own(artefact, folder.path))
+        context = replace(context, folder=place, current=current)
+    if hasattr(stage, "TOGETHER"):
+        artefact = stage.run(step.config, context)
+    else:
+        with ranks.agreed():
+            artefact = stage.run(step.config, context) if ranks.is_first else None
+    with ranks.agreed():
+        if ranks.is_first:
+            facts = artefact.to_json(folder.path)
+            folder.finish(step.name, facts, _own(artefact, folder.path))
+    return ranks.shared(facts if ranks.is_first else None)
 
 
-def _context(loaded: Loaded, folder: RunFolder, report: Report) -> Context:
+def _here(facts: dict, context: Context) -> Artefact:
+    """An artefact of the first process; the recipe's model has its own place here."""
+    artefact = Artefact.from_json(facts, context.output)
+    if context.ranks.is_first or artefact.model.is_relative_to(context.output):
+        return artefact
+    return Artefact(context.base, context.base, facts=artefact.facts)
+
+
+def _context(
+    loaded: Loaded, folder: RunFolder | GuestFolder, report: Report, ranks: Ranks
+) -> Context:
     recipe = loaded.recipe
     rows = Splits(
         recipe.data,
@@ -106,6 +167,7 @@ def _context(loaded: Loaded, folder: RunFolder, report: Report) -> Context:
         report=report,
         find=loaded.find,
         rows=rows,
+        ranks=ranks,
     )
 
 

@@ -8,11 +8,13 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..data.sources import Data, Splits
+from ..errors import UserError
 from ..export import mlx as checkpoints
 from ..model.load import Loaded, load, resolve
 from ..model.source import Model
 from ..quant.layers import Selection
 from ..run.files import atomic_folder
+from ..run.ranks import ALONE, Ranks
 from ..run.report import Report
 
 PATHS = ("model", "reference", "adapters")
@@ -95,6 +97,7 @@ class Context:
         current: the model artefact so far; None while a fresh model is untrained.
         find: the path of a file the recipe names.
         rows: training and validation rows, each read when first asked for.
+        ranks: the processes of the run; only the first one writes.
     """
 
     folder: Path
@@ -107,6 +110,7 @@ class Context:
     report: Report
     find: Callable[[str], Path | None]
     rows: Splits
+    ranks: Ranks = ALONE
 
     def load(self, path: Path, compute: str = "auto") -> Loaded:
         """Load a checkpoint with the permissions the recipe gives."""
@@ -124,3 +128,17 @@ class Context:
             revision=self.source.revision,
             trust_remote_code=self.source.trust_remote_code,
         )
+
+    def visible(self, model: Path) -> Path:
+        """The folder of a model that the first process left, if it is seen from here.
+
+        Raises:
+            UserError: this process is on another machine, without that folder.
+        """
+        if not self.ranks.is_first and not model.exists():
+            raise UserError(
+                "the first process left a model here that this machine does not see",
+                place=str(model),
+                hint="put the run folder where all machines see it, with output=...",
+            )
+        return model

@@ -23,6 +23,9 @@ OWN_KEYS = {
 # Logits of a batch from where on they are made by chunks, and those of such a chunk.
 MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
 
+# All processes of a run take part.
+TOGETHER = True
+
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -154,15 +157,22 @@ class Config(Section):
 
 def run(config: Config, context: "Context") -> "Artefact":
     """Train the current model; leave it as a checkpoint, rounded if so trained."""
-    from .training import Training
+    from .training import Training, begin
 
-    training = Training(config, context)
+    ranks = context.ranks
+    with ranks.agreed():
+        if ranks.is_first:
+            begin(context)
+    with ranks.agreed():
+        training = Training(config, context)
     try:
         training.run()
     finally:
         # Also of what was stopped, or went wrong.
-        _draw(context)
-    return training.write()
+        if ranks.is_first:
+            _draw(context)
+    with ranks.agreed():
+        return training.write() if ranks.is_first else context.current
 
 
 def _draw(context: "Context") -> None:

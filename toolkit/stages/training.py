@@ -18,7 +18,7 @@ from ..model.folder import setting
 from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
-from ..train.chunked import CannotSplit, ChunkedLoss
+from ..train.chunked import CannotSplit, ChunkedLoss, cached
 from ..train.documents import CannotPack, DocumentCaches
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
@@ -37,7 +37,7 @@ class Training:
     def __init__(self, config: Config, context: Context):
         self.config = config
         self.context = context
-        self.start = context.current.model if context.current else begin(context)
+        self.start = context.visible(start(context))
         self.loaded = context.load(self.start, compute="stored")
         self._refuse_codes()
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
@@ -50,6 +50,7 @@ class Training:
 
     def run(self) -> None:
         """Train to the end; see `Loop.run`."""
+        self._require_one_model()
         self.valid_loss = self.loop.run()
 
     def write(self) -> Artefact:
@@ -65,6 +66,16 @@ class Training:
             write_checkpoint(model, loaded, dense, self.selection, stored)
         adapters = self._write_adapters() if self.config.adapter else None
         return Artefact(model, reference, adapters, self._facts(model))
+
+    def _require_one_model(self) -> None:
+        ranks = self.context.ranks
+        if ranks.size == 1:
+            return
+        # What is not trained comes from every machine's own copy.
+        sums = [v.reshape(-1).view(mx.uint8).sum().item() for v in self.base.values()]
+        ranks.require_same(
+            sums, "begins with another model", hint="give all machines the same model"
+        )
 
     def _refuse_codes(self) -> None:
         config = self.config
@@ -105,6 +116,7 @@ class Training:
             gradient_clip=config.gradient_clip,
             gradient_checkpointing=config.gradient_checkpointing,
             chunked=self._chunked(),
+            ranks=self.context.ranks,
         )
         if config.adapter:
             step.rates = lora.rates(step.parameters, config.adapter)
@@ -128,15 +140,18 @@ class Training:
         tokens = max(config.batch_tokens or config.batch_size * longest, longest)
         vocabulary = setting(self.loaded.config, "vocab_size")
         chunk = config.chunk(vocabulary=vocabulary, tokens=tokens)
-        if chunk is None:
-            return None
         try:
-            return ChunkedLoss(self.loaded.model, chunk)
+            return ChunkedLoss(self.loaded.model, self._cached(vocabulary) or chunk)
         except CannotSplit as reason:
-            self.context.report.warn(
-                f"the loss is made of all logits at once, loss_chunk is off: {reason}"
-            )
+            if chunk:
+                self.context.report.warn(
+                    "the loss is made of all logits at once, loss_chunk is off: "
+                    f"{reason}"
+                )
             return None
+
+    def _cached(self, vocabulary: int) -> int | None:
+        return cached(vocabulary) if self.config.loss_chunk == "auto" else None
 
     def _loop(self) -> Loop:
         config, context = self.config, self.context
@@ -239,11 +254,16 @@ class Training:
         return measure_perplexity(model, self.loop.valid).loss
 
 
-def begin(context: Context) -> Path:
-    """A fresh model's checkpoint: tokenizer trained on the data, random weights."""
-    target = context.folder / "fresh"
-    if target.is_dir():
-        return target
+def start(context: Context) -> Path:
+    """The checkpoint that is trained, which `begin` has made of a fresh model."""
+    return context.current.model if context.current else context.folder / "fresh"
+
+
+def begin(context: Context) -> None:
+    """Make a fresh model: tokenizer trained on the data, random weights."""
+    target = start(context)
+    if context.current or target.is_dir():
+        return
     settings = context.source.fresh
     config = fresh.configuration(settings)
     weights = fresh.initial_weights(config, context.seed)
@@ -252,7 +272,6 @@ def begin(context: Context) -> Path:
         texts = (row.as_text() for row in context.rows.train)
         fresh.train_tokenizer(texts, settings.vocabulary, Path(scratch))
         checkpoints.write(partial, weights, config, companions=Path(scratch))
-    return target
 
 
 def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:

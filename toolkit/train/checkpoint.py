@@ -11,6 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..run.files import atomic_folder, hash_file, need_space
+from ..run.ranks import Ranks
 from .step import Step
 
 WEIGHTS = "state.safetensors"
@@ -99,6 +100,17 @@ def restore(folder: Path, step: Step, warn: Callable[[str], None]) -> Progress:
         _fill(step, tensors)
         return Progress(**json.loads(metadata["progress"]))
     return Progress()
+
+
+def equalize(step: Step, progress: Progress, ranks: Ranks) -> Progress:
+    """Give all processes the first one's parameters, moments and progress."""
+    if ranks.size == 1:
+        return progress
+    tensors = _tensors(step)
+    names = sorted(tensors)
+    values = ranks.spread([tensors[name] for name in names])
+    _fill(step, dict(zip(names, values, strict=True)))
+    return Progress(**ranks.shared(vars(progress)))
 
 
 def recall(folder: Path, step: Step, number: int) -> bool:

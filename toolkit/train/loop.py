@@ -4,6 +4,7 @@ import json
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +14,16 @@ import numpy as np
 from ..data.batches import Batch, Batches
 from ..errors import FAILED, Interrupted, UserError
 from ..run.files import write_atomic
+from ..run.ranks import Ranks
 from ..run.report import Report
-from ..run.signals import stop_requested
+from ..run.signals import ended_when_stuck, stop_requested
 from . import checkpoint
 from .checkpoint import Progress
 from .keep import Keep
 from .step import Step
+
+# Seconds that a step and a checkpoint may take after SIGTERM, of several processes.
+PATIENCE = 300
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,8 @@ class Loop:
         self.keep = keep or Keep()
         self.on_evaluate = on_evaluate
         self.progress = Progress()
+        # Of the last step that is done, whether one of several processes would stop.
+        self._told = False
         # The steps that the weights have seen which `run` leaves.
         self.left = 0
         self._pending: tuple | None = None
@@ -91,22 +98,41 @@ class Loop:
         with (
             stop_requested() as stopping,
             self.report.progress(self.steps, "training") as bar,
+            self.ranks.linked(),
+            ended_when_stuck(PATIENCE) if self.ranks.size > 1 else nullcontext(),
         ):
             self._clock = time.perf_counter()
             for number in range(self.progress.step, self.steps):
                 if self.keep.is_over(self.progress):
                     self._stop_early()
                     break
-                self._launch(number, bar)
-                if self._is_pause(number + 1) or stopping():
+                self._launch(number, bar, stopping())
+                if self._is_pause(number + 1) or self._is_told(stopping):
                     self._settle(bar)
-                    self._pause(number + 1, stopping())
+                    self._pause(number + 1, self._is_told(stopping))
         return self._leave()
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together."""
+        return self.step.ranks
+
+    def _is_told(self, stopping: Callable[[], bool]) -> bool:
+        # Several must stop after the same step, so they go by what they sent there.
+        return stopping() if self.ranks.size == 1 else self._told
 
     def _resume(self) -> None:
         folder = self.cadence.folder
-        self.progress = checkpoint.restore(folder, self.step, self.report.warn)
+        with self.ranks.agreed():
+            if self.ranks.is_first:
+                self.progress = checkpoint.restore(folder, self.step, self.report.warn)
+        self.progress = checkpoint.equalize(self.step, self.progress, self.ranks)
         examples = self.batches.digest
+        self.ranks.require_same(
+            examples,
+            "reads other rows",
+            hint="give all machines the same data and the same tokenizer",
+        )
         if self.progress.step:
             if self.progress.examples != examples:
                 raise UserError(
@@ -125,11 +151,13 @@ class Loop:
             if self.keep.wants(self.progress):
                 self._save()
 
-    def _launch(self, number: int, bar) -> None:
+    def _launch(self, number: int, bar, stop: bool) -> None:
         """Start a step; while it runs, read the numbers of the one before it."""
         window, rate = self._window(number), self.rate(number)
-        draw = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
-        outputs = self.step(window, rate, int(draw))
+        # Processes draw alike only in what they draw alone.
+        source = [self.seed, number, *([self.ranks.rank] * (not self.ranks.is_first))]
+        draw = np.random.SeedSequence(source).generate_state(1)[0]
+        outputs = self.step(window, rate, int(draw), stop)
         mx.async_eval(outputs, self.step.parameters, self.step.optimizer.state)
         self._settle(bar)
         self._pending = (number, window, rate, outputs)
@@ -145,9 +173,12 @@ class Loop:
             return
         number, window, rate, outputs = self._pending
         self._pending = None
-        loss, tokens, norm = (output.item() for output in outputs)
+        loss, tokens, norm, *told = (output.item() for output in outputs)
+        self._told = any(told)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self._stop_at_nan(number, window)
+            with self.ranks.agreed():
+                if self.ranks.is_first:
+                    self._stop_at_nan(number, window)
         now = time.perf_counter()
         progress = self.progress
         progress.step = number + 1
@@ -197,7 +228,8 @@ class Loop:
         if stopping or is_time or self.keep.wants(self.progress):
             saved = self._save()
         if stopping:
-            raise Interrupted(f"stopped after step {done}; saved {saved}")
+            told = f"stopped after step {done}; saved {saved}"
+            raise Interrupted(told if self.ranks.is_first else "")
         self._clock = time.perf_counter()
 
     def _evaluate(self) -> None:
@@ -205,12 +237,18 @@ class Loop:
         loss, tokens = self.step.evaluate(self.valid)
         loss /= tokens
         self.progress.judge(loss)
-        self.report.metrics({"kind": "valid", "step": done, "loss": loss})
-        self.report.say(f"step {done}: validation loss {loss:.4f}")
-        self.on_evaluate(done)
+        with self.ranks.agreed():
+            self.report.metrics({"kind": "valid", "step": done, "loss": loss})
+            self.report.say(f"step {done}: validation loss {loss:.4f}")
+            if self.ranks.is_first:
+                self.on_evaluate(done)
 
-    def _save(self) -> Path:
-        return self.keep.save(self.cadence.folder, self.step, self.progress)
+    def _save(self) -> Path | None:
+        """Where the checkpoint is, if this process is the one that writes it."""
+        with self.ranks.agreed():
+            if self.ranks.is_first:
+                return self.keep.save(self.cadence.folder, self.step, self.progress)
+        return None
 
     def _stop_early(self) -> None:
         progress = self.progress
@@ -222,7 +260,9 @@ class Loop:
 
     def _leave(self) -> float:
         progress, folder = self.progress, self.cadence.folder
-        self.left = self.keep.leave(folder, self.step, progress, self.report)
+        with self.ranks.agreed():
+            if self.ranks.is_first:
+                self.left = self.keep.leave(folder, self.step, progress, self.report)
         is_last = self.left == progress.step
         return progress.valid_loss if is_last else progress.best_loss
 

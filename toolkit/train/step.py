@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..data.batches import Batch
 from ..errors import UserError
 from ..model.fake_quant import FakeQuant
+from ..run.ranks import ALONE, Ranks
 from .blocks import find_blocks
 from .chunked import ChunkedLoss
 from .documents import DocumentCaches
@@ -17,6 +18,7 @@ from .losses import cross_entropy_sum
 from .optim import clip, decay
 from .optimizers import make_optimizer
 from .recompute import recomputed
+from .share import share
 
 
 class Step:
@@ -36,6 +38,7 @@ class Step:
         chunked: the loss without full logits, or None for the plain one.
         caches: keep attention inside the documents of packed batches; None = no batch
             is packed.
+        ranks: the processes that train this model, each on its rows of every batch.
 
     Raises:
         UserError: gradient checkpointing of a model without blocks.
@@ -56,6 +59,7 @@ class Step:
         gradient_checkpointing: bool = False,
         chunked: ChunkedLoss | None = None,
         caches: DocumentCaches | None = None,
+        ranks: Ranks = ALONE,
     ):
         self.model = model
         self.compute = compute
@@ -66,6 +70,7 @@ class Step:
         self.gradient_clip = gradient_clip
         self.chunked = chunked
         self.caches = caches
+        self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
             raise UserError(
@@ -98,16 +103,22 @@ class Step:
         self._evaluate = mx.compile(self._loss, inputs=state)
 
     def __call__(
-        self, batch: Batch | Sequence[Batch], rate: float, seed: int
+        self,
+        batch: Batch | Sequence[Batch],
+        rate: float,
+        seed: int,
+        stop: bool = False,
     ) -> tuple[mx.array, ...]:
         """Train on a batch, or on several as if they were one.
 
         Args:
             rate: the learning rate.
             seed: of everything random in this step, so that a resumed run draws alike.
+            stop: tells the other processes, if there are some, of a wish to stop.
 
         Returns:
-            Summed loss, trained tokens and gradient norm, not yet computed.
+            Summed loss, trained tokens and gradient norm, not yet computed; of several
+            processes, also how many of them wish to stop.
 
         Raises:
             UserError: mlx-lm's code of this architecture has no gradient.
@@ -115,18 +126,21 @@ class Step:
         mx.random.seed(seed)
         self.model.train()
         window = [batch] if isinstance(batch, Batch) else batch
+        window = [share(one, self.ranks) for one in window]
+        stops = None if self.ranks.size == 1 else mx.array(float(stop))
         if len(window) > 1:
-            return self._accumulate(window, mx.array(rate))
+            return self._accumulate(window, mx.array(rate), stops)
         with _explained():
-            return self._train(*window[0].arrays, mx.array(rate))
+            return self._train(*self._given(window[0]), mx.array(rate), stops)
 
     def evaluate(self, batches) -> tuple[float, int]:
         """Summed loss and trained tokens over batches, dropout off."""
         self.model.eval()
         loss = tokens = 0.0
-        for batch in batches:
-            loss += self._evaluate(*batch.arrays).item()
+        for batch in self.ranks.own(batches):
+            loss += self._evaluate(*self._given(batch)).item()
             tokens += batch.mask.sum().item()
+        loss, tokens = self.ranks.totals(loss, tokens)
         return loss, int(tokens)
 
     def serve(self) -> nn.Module:
@@ -134,27 +148,31 @@ class Step:
         self._set(self.parameters)
         return self.model.eval()
 
+    def _given(self, batch: Batch) -> tuple[mx.array | None, ...]:
+        # Every number of places is a trace of its own.
+        return *batch.arrays, batch.places if self.chunked else None
+
     def _set(self, parameters: dict[str, mx.array]) -> None:
         weights = {k: v.astype(self.compute) for k, v in parameters.items()}
         if self.fake_quant:
             weights |= self.fake_quant.served(parameters, self.compute)
         self.model.update(tree_unflatten(list(weights.items())))
 
-    def _loss(self, tokens: mx.array, mask: mx.array, documents: mx.array | None):
+    def _loss(self, tokens, mask, documents, places) -> mx.array:
         self._set(self.parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
         if self.chunked:
-            return self.chunked.value(inputs, targets, mask, **within)
+            return self.chunked.value(inputs, targets, mask, places, **within)
         return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
-    def _loss_of(self, parameters, tokens, mask, documents) -> mx.array:
+    def _loss_of(self, parameters, tokens, mask, documents, places=None) -> mx.array:
         self._set(parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
         with recomputed(self._recomputed) if self._recomputed else nullcontext():
             if self.chunked:
-                return self.chunked(inputs, targets, mask, **within)
+                return self.chunked(inputs, targets, mask, places, **within)
             return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
     def _within(self, documents: mx.array | None) -> dict:
@@ -164,20 +182,22 @@ class Step:
     def _gradients(self, *batch: mx.array | None):
         return mx.value_and_grad(self._loss_of)(self.parameters, *batch)
 
-    def _update(self, tokens, mask, documents, rate: mx.array):
-        loss, gradients = self._gradients(tokens, mask, documents)
-        return self._apply(gradients, loss, mask.sum(), rate)
+    def _update(self, tokens, mask, documents, places, rate, stops):
+        loss, gradients = self._gradients(tokens, mask, documents, places)
+        return self._apply(gradients, loss, mask.sum(), rate, stops)
 
-    def _accumulate(self, window: Sequence[Batch], rate: mx.array):
+    def _accumulate(
+        self, window: Sequence[Batch], rate: mx.array, stops: mx.array | None
+    ):
         self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
         loss = trained = mx.array(0.0)
         for batch in window:
             with _explained():
-                loss = loss + self._add(*batch.arrays)
+                loss = loss + self._add(*self._given(batch))
             trained = trained + batch.mask.sum()
             # Not waited for; without it all batches might be in memory at once.
             mx.async_eval(loss, trained, self._sums)
-        outputs = self._finish(loss, trained, rate)
+        outputs = self._finish(loss, trained, rate, stops)
         self._sums.clear()
         return outputs
 
@@ -186,10 +206,15 @@ class Step:
         self._sums.update({k: self._sums[k] + g for k, g in gradients.items()})
         return loss
 
-    def _improve(self, loss: mx.array, trained: mx.array, rate: mx.array):
-        return self._apply(self._sums, loss, trained, rate)
+    def _improve(self, loss: mx.array, trained: mx.array, rate: mx.array, stops):
+        return self._apply(self._sums, loss, trained, rate, stops)
 
-    def _apply(self, gradients, loss: mx.array, trained: mx.array, rate: mx.array):
+    def _apply(self, gradients, loss: mx.array, trained: mx.array, rate, stops):
+        told = [] if stops is None else [stops]
+        names, values = gradients.keys(), gradients.values()
+        sums = self.ranks.all_sum([loss, trained, *told, *values])
+        loss, trained, *told = sums[: 2 + len(told)]
+        gradients = dict(zip(names, sums[-len(names) :], strict=True))
         trained = mx.maximum(trained, 1)
         gradients = {k: g / trained for k, g in gradients.items()}
         gradients, norm = clip(gradients, self.gradient_clip)
@@ -200,7 +225,7 @@ class Step:
             old = self.parameters[name]
             stepped[name] = old + ratio * (stepped[name] - old)
         self.parameters.update(stepped)
-        return loss, trained, norm
+        return loss, trained, norm, *told
 
 
 @contextmanager

@@ -1,0 +1,66 @@
+"""Starts a program in several processes connected in a ring, as mlx.launch does."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+SECONDS = 60
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def hostfile(folder: Path, count: int = 2) -> Path:
+    hosts = [[f"127.0.0.1:{port}"] for port in free_ports(count)]
+    path = folder / "hosts.json"
+    path.write_text(json.dumps(hosts))
+    return path
+
+
+def in_ring(
+    program: str, *arguments: str, folder: Path, count: int = 2
+) -> list[subprocess.CompletedProcess]:
+    """What became of a Python program in every process, by rank."""
+    hosts = hostfile(folder, count)
+    paths = [str(TESTS / part) for part in ("", "train", "stages")]
+    if before := os.environ.get("PYTHONPATH"):
+        paths.append(before)
+    settings = os.environ | {
+        "MLX_HOSTFILE": str(hosts),
+        "PYTHONPATH": os.pathsep.join(paths),
+        "PYTHONWARNINGS": "ignore",
+    }
+    started = []
+    for rank in range(count):
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, *arguments],
+            env=settings | {"MLX_RANK": str(rank)},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        started.append(process)
+        # Who finds the one before it listening need not try again a second later.
+        time.sleep(0.3)
+    ended = []
+    try:
+        for process in started:
+            told = process.communicate(timeout=SECONDS)
+            ended.append(
+                subprocess.CompletedProcess(program, process.returncode, *told)
+            )
+    finally:
+        for process in started:
+            process.kill()
+    return ended
