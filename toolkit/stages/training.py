@@ -51,11 +51,17 @@ class Training:
     def run(self) -> None:
         """Train to the end; see `Loop.run`."""
         self._require_one_model()
+        if self.step.shards:
+            self._release()
         self.valid_loss = self.loop.run()
+        self.parameters = self.step.parameters
+        if self.step.shards:
+            types = {path: value.dtype for path, value in self.base.items()}
+            self.parameters = self.step.whole(types)
 
     def write(self) -> Artefact:
         """Write the trained checkpoint, its unquantized twin, and the adapter."""
-        folder, parameters = self.context.folder, self.step.parameters
+        folder, parameters = self.context.folder, self.parameters
         loaded = self.loaded
         dense = lora.fused(loaded.model, self.base, parameters, loaded.dtype)
         reference = model = folder / "dense"
@@ -66,6 +72,13 @@ class Training:
             write_checkpoint(model, loaded, dense, self.selection, stored)
         adapters = self._write_adapters() if self.config.adapter else None
         return Artefact(model, reference, adapters, self._facts(model))
+
+    def _release(self) -> None:
+        """Let go of all whole weights."""
+        cut = self.step.shards.cut
+        self.base = {path: cut(path, value) for path, value in self.base.items()}
+        mx.eval(self.base)
+        self.step.release()
 
     def _require_one_model(self) -> None:
         ranks = self.context.ranks
@@ -117,6 +130,7 @@ class Training:
             gradient_checkpointing=config.gradient_checkpointing,
             chunked=self._chunked(),
             ranks=self.context.ranks,
+            shard=config.shard,
         )
         if config.adapter:
             step.rates = lora.rates(step.parameters, config.adapter)
@@ -194,7 +208,13 @@ class Training:
     def _sample(self, done: int) -> None:
         if not self.config.samples:
             return
-        generator = Generator(self.step.serve(), self.loaded.tokenizer)
+        ranks, model = self.context.ranks, self.step.serve()
+        with ranks.agreed():
+            if ranks.is_first:
+                self._answer(Generator(model, self.loaded.tokenizer), done)
+        self.step.release()
+
+    def _answer(self, generator: Generator, done: int) -> None:
         for prompt in self.config.samples:
             answer = generator.ask(prompt, max_tokens=SAMPLE_TOKENS).text
             self.context.report.sample(
@@ -214,7 +234,7 @@ class Training:
         with atomic_folder(target) as partial:
             adapter_files.save(
                 partial,
-                self.step.parameters,
+                self.parameters,
                 layers=layers,
                 adapter=adapter,
                 keys=self.adapted_keys,
@@ -228,7 +248,7 @@ class Training:
             "best_step": self.loop.progress.best_step,
             "left_step": self.loop.left,
             "trained_tokens": self.loop.progress.trained_tokens,
-            "trained_parameters": sum(v.size for v in self.step.parameters.values()),
+            "trained_parameters": sum(v.size for v in self.parameters.values()),
             "seconds": self.loop.progress.seconds,
             "kept": self.selection.kept,
             "gain": self._gain(model),
