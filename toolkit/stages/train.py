@@ -133,7 +133,10 @@ class Config(Section):
                 "quantization"
             )
         if self.optimizer not in ELEMENTWISE:
-            raise ValueError(f"shard goes with {', '.join(ELEMENTWISE)} alone")
+            raise ValueError(
+                f"{self.optimizer} needs whole matrices: shard goes with adamw, lion "
+                "and sgd"
+            )
 
     def _no_idle_keys(self):
         idle = (BETAS | {"momentum"}) - OWN_KEYS[self.optimizer]
