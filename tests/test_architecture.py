@@ -23,7 +23,7 @@ LINES, FUNCTION_LINES = 300, 60
 # Parts of the same rank in the middle may use each other.
 BASE, MIDDLE, STAGES, RECIPE, TOP = range(5)
 FLOORS = {
-    BASE: "errors section registry linkage blas run __init__",
+    BASE: "allocator errors section registry linkage blas run __init__",
     MIDDLE: "data model train quant draft generate measure export doctor",
     STAGES: "stages",
     RECIPE: "recipe",

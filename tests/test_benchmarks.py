@@ -18,11 +18,16 @@ def table(case: str) -> tuple[str, dict[str, dict[str, str]]]:
     command = [sys.executable, str(BENCHMARKS / "train_step.py"), *TINY.split()]
     command += ["--rounds", "1", "--threads", "1", "--case", case]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return text, columns(text)
+
+
+def columns(text: str) -> dict[str, dict[str, str]]:
+    """The rows of a table by side and column."""
     split = re.compile(r" {2,}").split
     lines = text.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("side "))
     names, *rows = (split(line) for line in lines[start:] if line)
-    return text, {row[0]: dict(zip(names, row, strict=True)) for row in rows}
+    return {row[0]: dict(zip(names, row, strict=True)) for row in rows}
 
 
 def milliseconds(row: dict[str, str]) -> float:
@@ -67,3 +72,22 @@ def test_data_are_measured_at_every_size(packing):
         assert len(numbers) == 9
         # Rows, rows a second and trained tokens a second.
         assert min(numbers[0], numbers[3], numbers[8]) > 0
+
+
+def test_fine_tuning_of_the_same_rows_in_as_many_steps():
+    command = [sys.executable, str(BENCHMARKS / "finetune.py"), "--case", "chat"]
+    command += ["--hidden", "64", "--layers", "1", "--limit", "16"]
+    command += ["--rounds", "1", "--threads", "1"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "No --hf-python" in text
+    assert "20,480 parameters trained" in text
+    rows = columns(text)
+    replaced = blas.use().path is not None
+    assert list(rows) == ["lmx", "mlx-lm"] + ["stock"] * replaced
+    ours, theirs = rows["lmx"], rows["mlx-lm"]
+    assert int(theirs["steps"]) == 2
+    for row in (ours, theirs):
+        assert float(row["last loss"]) < float(row["first loss"])
+    # Both have the whole epoch behind them, in batches of their own.
+    gap = float(ours["last loss"]) - float(theirs["last loss"])
+    assert abs(gap) < 0.05 * float(ours["last loss"])

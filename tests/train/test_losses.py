@@ -34,3 +34,22 @@ def test_what_is_not_trained_may_be_anything():
     targets = mx.array([[0, 0]])
     loss = cross_entropy_sum(logits, targets, mx.array([[True, False]]))
     assert loss.item() == pytest.approx(np.log(1 + np.e), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_gradient_is_softmax_less_the_target(dtype):
+    generator = np.random.default_rng(1)
+    logits = mx.array(generator.normal(size=(3, 5, 50)) * 10).astype(dtype)
+    targets = generator.integers(0, 50, (3, 5))
+    mask = generator.random((3, 5)) < 0.5
+
+    def loss(logits):
+        return 3 * cross_entropy_sum(logits, mx.array(targets), mx.array(mask))
+
+    found = mx.grad(loss)(logits)
+    exact = np.exp(np.array(logits.astype(mx.float32), np.float64))
+    softmax = exact / exact.sum(-1, keepdims=True)
+    expected = 3 * (softmax - np.eye(50)[targets]) * mask[..., None]
+    assert found.dtype == dtype
+    allowed = 1e-6 if dtype == mx.float32 else 2e-2
+    np.testing.assert_allclose(found.astype(mx.float32), expected, atol=allowed)

@@ -4,12 +4,16 @@ import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
 
 from .template import Example
+
+# Of a batch's targets; the head runs on some of the parts.
+PARTS = 8
 
 
 def ladder(max_length: int) -> list[int]:
@@ -45,6 +49,21 @@ class Batch:
     def arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
         """Tokens, mask and documents."""
         return self.tokens, self.mask, self.documents
+
+    @cached_property
+    def places(self) -> mx.array | None:
+        """Where the head is needed: int32 [T] into the B * L targets, or None = at all.
+
+        The trained ones, and as many others as make T a multiple of an eighth of B * L:
+        few shapes mean few compiled traces.
+        """
+        mask = np.array(self.mask).reshape(-1)
+        part = -(-mask.size // PARTS)
+        count = part * max(1, -(-int(mask.sum()) // part))
+        if count >= mask.size:
+            return None
+        order = np.argsort(~mask, kind="stable")
+        return mx.array(np.sort(order[:count]).astype(np.int32))
 
 
 class Examples(Protocol):

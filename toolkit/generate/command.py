@@ -65,8 +65,9 @@ def _prompt(args: argparse.Namespace) -> str:
 
 
 def _generate(args: argparse.Namespace, text: str) -> int:
-    from .. import blas
+    from .. import allocator, blas
 
+    allocator.keep()
     blas.use()
     import mlx.core as mx
 

@@ -1,17 +1,50 @@
-"""What quantized layers need to be fast on MLX's CPU backend.
+"""What models need to be fast on MLX's CPU backend.
 
-`mx.quantized_matmul` costs there the same for every row, while expanding the weight
-costs once, and rows are nearly free in the BLAS. On a GPU MLX's own kernels do this
-choice, so nothing here is used.
+Functions: MLX's exponentials are slow there, and so is all that is made of them.
+
+Quantized layers: `mx.quantized_matmul` costs there the same for every row, while
+expanding the weight costs once, and rows are nearly free in the BLAS. On a GPU MLX's
+own kernels are fast and do this choice, so nothing here is used.
 """
+
+from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
+
+from .attention import attention
+from .exponentials import gelu_approx, silu
 
 # Rows from which expanding is faster. Measured on one core with OpenBLAS, layers of
 # 256 to 2048: the same for all widths, but expanding costs what the codes make it cost.
 AFFINE_ROWS = {2: 3, 3: 6, 4: 2, 5: 8, 6: 10, 8: 2}
 FLOATING_ROWS = {"mxfp4": 24, "nvfp4": 24, "mxfp8": 2}
+
+
+# Queries from which attention by blocks is faster.
+MANY_QUERIES = 64
+
+
+@cache
+def replace_slow_functions() -> None:
+    """Put faster ones in MLX's place, for all models of this process."""
+    nn.silu, nn.gelu_approx = silu, gelu_approx
+    own = mx.fast.scaled_dot_product_attention
+
+    def attend(queries, keys, values, *, scale, mask=None, sinks=None, **more):
+        length = queries.shape[2]
+        plain = sinks is None and (mask is None or isinstance(mask, str))
+        if (
+            plain
+            and not more
+            and MANY_QUERIES <= length == keys.shape[2]
+            and queries.dtype == keys.dtype == values.dtype == mx.float32
+        ):
+            return attention(queries, keys, values, scale, causal=mask is not None)
+        more |= {"scale": scale, "mask": mask, "sinks": sinks}
+        return own(queries, keys, values, **more)
+
+    mx.fast.scaled_dot_product_attention = attend
 
 
 def expand_many_rows(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
-from .cpu import expand_many_rows
+from .cpu import expand_many_rows, replace_slow_functions
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -71,6 +71,7 @@ def load(
     if compute != "stored":
         set_compute_dtype(model, compute_dtype(compute, dtype))
     if mx.default_device() == mx.Device(mx.cpu):
+        replace_slow_functions()
         expand_many_rows(model)
     return Loaded(model, tokenizer, config, path, dtype)
 

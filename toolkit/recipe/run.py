@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from .. import __version__, blas
+from .. import __version__, allocator, blas
 from ..data.sources import Splits
 from ..errors import Interrupted, UserError
 from ..run.folder import RunFolder
@@ -34,6 +34,7 @@ def run(
     """
     from .needs import require_room
 
+    allocator.keep()
     ranks = join()
     blas.use()
     with ranks.linked():

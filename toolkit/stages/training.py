@@ -18,7 +18,7 @@ from ..model.folder import setting
 from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
-from ..train.chunked import CannotSplit, ChunkedLoss
+from ..train.chunked import CannotSplit, ChunkedLoss, cached
 from ..train.documents import CannotPack, DocumentCaches
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
@@ -26,9 +26,8 @@ from ..train.optim import learning_rate
 from ..train.step import Step
 from .batching import training_batches, validation_batches
 from .context import Artefact, Context, write_checkpoint
+from .samples import write_samples
 from .train import Config
-
-SAMPLE_TOKENS = 48
 
 
 class Training:
@@ -154,15 +153,18 @@ class Training:
         tokens = max(config.batch_tokens or config.batch_size * longest, longest)
         vocabulary = setting(self.loaded.config, "vocab_size")
         chunk = config.chunk(vocabulary=vocabulary, tokens=tokens)
-        if chunk is None:
-            return None
         try:
-            return ChunkedLoss(self.loaded.model, chunk)
+            return ChunkedLoss(self.loaded.model, self._cached(vocabulary) or chunk)
         except CannotSplit as reason:
-            self.context.report.warn(
-                f"the loss is made of all logits at once, loss_chunk is off: {reason}"
-            )
+            if chunk:
+                self.context.report.warn(
+                    "the loss is made of all logits at once, loss_chunk is off: "
+                    f"{reason}"
+                )
             return None
+
+    def _cached(self, vocabulary: int) -> int | None:
+        return cached(vocabulary) if self.config.loss_chunk == "auto" else None
 
     def _loop(self) -> Loop:
         config, context = self.config, self.context
@@ -211,15 +213,10 @@ class Training:
         ranks, model = self.context.ranks, self.step.serve()
         with ranks.agreed():
             if ranks.is_first:
-                self._answer(Generator(model, self.loaded.tokenizer), done)
+                generator = Generator(model, self.loaded.tokenizer)
+                report = self.context.report
+                write_samples(generator, self.config.samples, report, step=done)
         self.step.release()
-
-    def _answer(self, generator: Generator, done: int) -> None:
-        for prompt in self.config.samples:
-            answer = generator.ask(prompt, max_tokens=SAMPLE_TOKENS).text
-            self.context.report.sample(
-                {"step": done, "prompt": prompt, "answer": answer}
-            )
 
     def _write_adapters(self) -> Path:
         adapter = self.config.adapter

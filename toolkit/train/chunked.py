@@ -1,4 +1,4 @@
-"""The loss by chunks of tokens: logits of a whole batch never exist.
+"""The loss by chunks of trained tokens: logits of a whole batch never exist.
 
 The gradients of a chunk are made while its logits are there (as in arXiv 2410.10989),
 so nothing is computed twice.
@@ -11,9 +11,19 @@ from mlx.utils import tree_flatten, tree_unflatten
 from .blocks import StandIn, find_blocks, swapped
 from .losses import cross_entropy_sum
 
+# What takes 16 MiB.
+CACHED_LOGITS = 1 << 22
+
 
 class CannotSplit(Exception):
     """The model's head does not work on chunks of its trunk's output; says why."""
+
+
+def cached(vocabulary: int) -> int | None:
+    """Tokens whose logits a CPU's caches hold, where that is faster; None on a GPU."""
+    if mx.default_device() != mx.Device(mx.cpu):
+        return None
+    return max(64, CACHED_LOGITS // vocabulary)
 
 
 class ChunkedLoss:
@@ -23,13 +33,13 @@ class ChunkedLoss:
     passes, once it is given in the trunk's place. So logit scales and soft-caps stay.
 
     Args:
-        chunk: tokens whose logits exist at once.
+        chunk: tokens whose logits exist at once; None = all.
 
     Raises:
         CannotSplit: on random tokens, logits by chunks are not the model's own.
     """
 
-    def __init__(self, model: nn.Module, chunk: int):
+    def __init__(self, model: nn.Module, chunk: int | None):
         self.model = model
         self.chunk = chunk
         blocks = find_blocks(model)
@@ -47,18 +57,23 @@ class ChunkedLoss:
         self._trained = self._used(outside)
 
     def __call__(
-        self, inputs: mx.array, targets: mx.array, mask: mx.array, **settings
+        self,
+        inputs: mx.array,
+        targets: mx.array,
+        mask: mx.array,
+        places: mx.array | None = None,
+        **settings,
     ) -> mx.array:
         """The summed loss, in nats, ready to be differentiated.
 
         Args:
             inputs: int [B, L], as are targets.
             mask: bool [B, L], True where the target counts.
+            places: int [T], which of the B * L the head is for; None = all.
             settings: what the model is called with besides the inputs.
         """
         hidden = self._hidden(inputs, **settings)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        targets, mask = targets.reshape(-1), mask.reshape(-1)
+        hidden, targets, mask = _chosen(places, hidden, targets, mask)
         named = dict(tree_flatten(self.model.trainable_parameters()))
 
         @mx.custom_function
@@ -72,12 +87,16 @@ class ChunkedLoss:
         return forward(hidden, *(named[path] for path in self._trained))[0]
 
     def value(
-        self, inputs: mx.array, targets: mx.array, mask: mx.array, **settings
+        self,
+        inputs: mx.array,
+        targets: mx.array,
+        mask: mx.array,
+        places: mx.array | None = None,
+        **settings,
     ) -> mx.array:
         """The same sum without gradients."""
         hidden = self._hidden(inputs, **settings)
-        hidden = hidden.reshape(-1, hidden.shape[-1])
-        targets, mask = targets.reshape(-1), mask.reshape(-1)
+        hidden, targets, mask = _chosen(places, hidden, targets, mask)
         total = mx.array(0.0)
         for part in self._parts(len(hidden)):
             [chunk] = mx.depends([hidden[part]], [total])
@@ -117,8 +136,8 @@ class ChunkedLoss:
             self.model.update(tree_unflatten(pairs))
 
     def _parts(self, tokens: int) -> list[slice]:
-        starts = range(0, tokens, self.chunk)
-        return [slice(start, start + self.chunk) for start in starts]
+        chunk = self.chunk or tokens
+        return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
 
     def _hidden(self, inputs: mx.array, **settings) -> mx.array:
         """What the trunk gives to the head, [B, L, width]."""
@@ -179,3 +198,9 @@ class ChunkedLoss:
         found = mx.grad(total)(random)
         self.model.update(tree_unflatten(list(weights.items())))
         return [k for k, g in zip(names, found, strict=True) if mx.any(g != 0).item()]
+
+
+def _chosen(places: mx.array | None, hidden: mx.array, *labels: mx.array):
+    """Of [B, L, width] and all [B, L], the rows at `places` of the B * L."""
+    flat = [hidden.reshape(-1, hidden.shape[-1]), *(x.reshape(-1) for x in labels)]
+    return flat if places is None else [x[places] for x in flat]

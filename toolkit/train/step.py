@@ -139,7 +139,7 @@ class Step:
         if len(window) > 1:
             return self._accumulate(window, mx.array(rate), stops)
         with _explained():
-            return self._train(*window[0].arrays, mx.array(rate), stops)
+            return self._train(*self._given(window[0]), mx.array(rate), stops)
 
     def evaluate(self, batches) -> tuple[float, int]:
         """Summed loss and trained tokens over batches, dropout off."""
@@ -151,7 +151,7 @@ class Step:
         else:
             own = self.ranks.own(batches)
         for batch in own:
-            loss += self._evaluate(*batch.arrays).item()
+            loss += self._evaluate(*self._given(batch)).item()
             tokens += batch.mask.sum().item()
         loss, tokens = self.ranks.totals(loss, tokens)
         return loss, int(tokens)
@@ -186,28 +186,32 @@ class Step:
                 found[path] = value
         return found
 
+    def _given(self, batch: Batch) -> tuple[mx.array | None, ...]:
+        # Every number of places is a trace of its own.
+        return *batch.arrays, batch.places if self.chunked else None
+
     def _set(self, parameters: dict[str, mx.array]) -> None:
         weights = self.shards.placed(parameters)
         if self.fake_quant:
             weights |= self.fake_quant.served(parameters, self.compute)
         self.model.update(tree_unflatten(list(weights.items())))
 
-    def _loss(self, tokens: mx.array, mask: mx.array, documents: mx.array | None):
+    def _loss(self, tokens, mask, documents, places) -> mx.array:
         self._set(self.parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
         with self.shards.gathering():
             if self.chunked:
-                return self.chunked.value(inputs, targets, mask, **within)
+                return self.chunked.value(inputs, targets, mask, places, **within)
             return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
-    def _loss_of(self, parameters, tokens, mask, documents) -> mx.array:
+    def _loss_of(self, parameters, tokens, mask, documents, places=None) -> mx.array:
         self._set(parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
         with self._running():
             if self.chunked:
-                return self.chunked(inputs, targets, mask, **within)
+                return self.chunked(inputs, targets, mask, places, **within)
             return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
     def _running(self) -> AbstractContextManager:
@@ -222,8 +226,8 @@ class Step:
     def _gradients(self, *batch: mx.array | None):
         return mx.value_and_grad(self._loss_of)(self.parameters, *batch)
 
-    def _update(self, tokens, mask, documents, rate: mx.array, stops: mx.array | None):
-        loss, gradients = self._gradients(tokens, mask, documents)
+    def _update(self, tokens, mask, documents, places, rate, stops):
+        loss, gradients = self._gradients(tokens, mask, documents, places)
         return self._apply(gradients, loss, mask.sum(), rate, stops)
 
     def _accumulate(
@@ -233,7 +237,7 @@ class Step:
         loss = trained = mx.array(0.0)
         for batch in window:
             with _explained():
-                loss = loss + self._add(*batch.arrays)
+                loss = loss + self._add(*self._given(batch))
             trained = trained + batch.mask.sum()
             # Not waited for; without it all batches might be in memory at once.
             mx.async_eval(loss, trained, self._sums)

@@ -1,0 +1,264 @@
+"""One run of one side of `finetune.py`: `finetune_sides.py SIDE FOLDER` prints JSON."""
+
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+PROGRAM = Path(__file__)
+SIDES = ("lmx", "mlx-lm", "hf", "stock")
+RANK, SCALE, RATE, BETAS = 16, 2.0, 1e-3, (0.9, 0.95)
+# mlx-lm with MLX's own BLAS takes many seconds a step: warm-up steps, timed steps.
+STOCK = (1, 2)
+
+
+def main() -> None:
+    side, folder = sys.argv[1], Path(sys.argv[2])
+    settings = json.loads((folder / "settings.json").read_text())
+    run = {"lmx": _lmx, "hf": _hf}.get(side, _mlx_lm)
+    print(json.dumps(run(folder, settings, side)))
+
+
+class Clock:
+    """What a run measures: an epoch to warm up, then the one that counts."""
+
+    def __init__(self, warm: int, timed: int):
+        self.warm, self.total = warm, warm + timed
+        self.positions = self.filled = 0
+        self._ends: list[tuple[float, float]] = []
+        self._losses: list[float] = []
+        self._trained: list[int] = []
+
+    def batch(self, number: int, positions: int, filled: int) -> None:
+        """Count the positions of a step's batch and those that hold a token."""
+        if number >= self.warm:
+            self.positions += positions
+            self.filled += filled
+
+    def step(self, mean_loss: float, trained: int) -> None:
+        """A step has ended."""
+        self._ends.append((time.perf_counter(), time.process_time()))
+        self._losses.append(mean_loss * trained)
+        self._trained.append(trained)
+
+    def result(self, parameters: int, engine: str, **more) -> dict:
+        """What the comparison needs; losses are means over an epoch's tokens."""
+        warm = self.warm
+        (start, busy), (end, last) = self._ends[warm - 1], self._ends[-1]
+        return {
+            "seconds": end - start,
+            "processor_seconds": last - busy,
+            "trained": sum(self._trained[warm:]),
+            "steps": self.total - warm,
+            "positions": self.positions,
+            "filled": self.filled,
+            "first_loss": sum(self._losses[:warm]) / sum(self._trained[:warm]),
+            "last_loss": sum(self._losses[warm:]) / sum(self._trained[warm:]),
+            "rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+            "parameters": parameters,
+            "engine": engine,
+            "peak": None,
+            "replaced": False,
+            **more,
+        }
+
+
+def _tokens(folder: Path) -> list[tuple[list[int], list[bool]]]:
+    return json.loads((folder / "tokens.json").read_text())
+
+
+def _of_mlx(blas) -> dict:
+    import mlx.core as mx
+
+    return {"peak": mx.get_peak_memory(), "replaced": blas.path is not None}
+
+
+def _engine(blas) -> str:
+    return f"{blas.threads or ''} {blas.name}".strip()
+
+
+def _lmx(folder: Path, settings: dict, _: str) -> dict:
+    from toolkit import allocator, blas
+
+    allocator.keep()
+    used = blas.use()
+    import mlx.core as mx
+    import numpy as np
+
+    from toolkit.data.batches import Batches
+    from toolkit.data.template import Example
+    from toolkit.model import lora
+    from toolkit.model.adapters.settings import Adapter
+    from toolkit.model.load import load
+    from toolkit.stages.train import Config
+    from toolkit.train.chunked import ChunkedLoss, cached
+    from toolkit.train.step import Step
+
+    examples = [
+        Example(np.array(tokens, np.int32), np.array(mask), "")
+        for tokens, mask in _tokens(folder)
+    ]
+    length, steps = settings["length"], len(examples) // settings["batch"]
+    batches = _as_many_steps(Batches, examples, length, steps)
+    model = load(folder / "model").model
+    lora.attach(model, Adapter(rank=RANK, alpha=RANK * SCALE), seed=0)
+    widest = max(size * rung for rung, size, _ in batches.rungs)
+    config = Config(steps=1, batch_size=1)
+    chunk = config.chunk(vocabulary=settings["vocabulary"], tokens=widest)
+    step = Step(
+        model,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        gradient_checkpointing=settings["checkpointing"],
+        chunked=ChunkedLoss(model, cached(settings["vocabulary"]) or chunk),
+    )
+    clock = Clock(batches.per_epoch, batches.per_epoch)
+    waiting = None
+    for number in range(clock.total):
+        batch = batches(number)
+        clock.batch(number, batch.mask.size, _filled(batch.tokens))
+        outputs = step(batch, RATE, number)
+        mx.async_eval(outputs, step.parameters, step.optimizer.state)
+        # As the training loop: while a step runs, the numbers of the one before.
+        _settle(clock, waiting)
+        waiting = outputs
+    _settle(clock, waiting)
+    size = sum(value.size for value in step.parameters.values())
+    return clock.result(size, _engine(used), **_of_mlx(used))
+
+
+def _as_many_steps(make, examples, length: int, steps: int):
+    """Batches of the fewest tokens of which an epoch has no more than `steps`.
+
+    Very few rows of many lengths take more steps, one for each length of the ladder.
+    """
+    tokens = length
+    while True:
+        found = make(examples, max_length=length, tokens=tokens)
+        if found.per_epoch <= max(steps, len(found.rungs)):
+            return found
+        tokens += 16
+
+
+def _filled(tokens) -> int:
+    # No row holds token 0 but as padding.
+    return (tokens[:, :-1] != 0).sum().item()
+
+
+def _settle(clock: Clock, outputs) -> None:
+    if outputs:
+        loss, count, _ = (output.item() for output in outputs)
+        clock.step(loss / count, int(count))
+
+
+def _mlx_lm(folder: Path, settings: dict, side: str) -> dict:
+    from toolkit import blas
+
+    used = blas.use()
+    from types import SimpleNamespace
+
+    import mlx.optimizers as optimizers
+    from mlx.utils import tree_flatten
+    from mlx_lm import load
+    from mlx_lm.tuner import trainer
+    from mlx_lm.tuner.callbacks import TrainingCallback
+    from mlx_lm.tuner.datasets import CacheDataset, load_dataset
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    class Record(TrainingCallback):
+        before = 0
+
+        def on_train_loss_report(self, info):
+            clock.step(info["train_loss"], info["trained_tokens"] - self.before)
+            self.before = info["trained_tokens"]
+
+    def iterate(*arguments, **more):
+        batches = trainer.iterate_batches(*arguments, **more)
+        for number, (tokens, spans) in enumerate(batches):
+            clock.batch(number, tokens[:, :-1].size, _filled(tokens))
+            yield tokens, spans
+
+    model, tokenizer = load(str(folder / "model"))
+    model.freeze()
+    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
+    linear_to_lora_layers(model, settings["layers"], lora)
+    wanted = {"data": str(folder), "train": True, "test": False}
+    wanted = SimpleNamespace(**wanted, mask_prompt=True)
+    rows, *_ = load_dataset(wanted, tokenizer)
+    steps = len(rows) // settings["batch"]
+    clock = Clock(*(STOCK if side == "stock" else (steps, steps)))
+    options = trainer.TrainingArgs(
+        batch_size=settings["batch"],
+        iters=clock.total,
+        steps_per_report=1,
+        steps_per_save=clock.total + 1,
+        max_seq_length=settings["length"],
+        adapter_file=str(folder / "adapters.safetensors"),
+        grad_checkpoint=settings["checkpointing"],
+    )
+    optimizer = optimizers.Adam(RATE, betas=list(BETAS), bias_correction=True)
+    trainer.train(
+        model,
+        optimizer,
+        CacheDataset(rows),
+        args=options,
+        iterate_batches=iterate,
+        training_callback=Record(),
+    )
+    size = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
+    return clock.result(size, _engine(used), **_of_mlx(used))
+
+
+def _hf(folder: Path, settings: dict, _: str) -> dict:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+    from transformers.trainer_pt_utils import LengthGroupedSampler
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    model.config.use_cache = False
+    if settings["checkpointing"]:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    lora = LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules="all-linear")
+    model = get_peft_model(model, lora).train()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=BETAS, weight_decay=0.0)
+    rows, size = _tokens(folder), settings["batch"]
+    clock = Clock(len(rows) // size, len(rows) // size)
+    lengths = [len(tokens) for tokens, _ in rows]
+    for number in range(clock.total):
+        if number % clock.warm == 0:
+            order = list(LengthGroupedSampler(size, lengths=lengths))
+        start = number % clock.warm * size
+        batch = _padded([rows[i] for i in order[start : start + size]])
+        mask = batch["attention_mask"]
+        clock.batch(number, mask.numel(), int(mask.sum()))
+        optimizer.zero_grad()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        clock.step(loss.item(), int((batch["labels"][:, 1:] >= 0).sum()))
+    size = sum(value.numel() for value in trained)
+    threads = torch.get_num_threads()
+    return clock.result(size, f"{threads} torch {torch.__version__}")
+
+
+def _padded(rows) -> dict:
+    """Rows filled up to the longest, as transformers' collators do."""
+    import torch
+
+    shape = len(rows), max(len(tokens) for tokens, _ in rows)
+    inputs, filled = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).long()
+    labels = torch.full(shape, -100)
+    for row, (tokens, mask) in enumerate(rows):
+        ids, trained = torch.tensor(tokens), torch.tensor(mask)
+        inputs[row, : len(ids)] = ids
+        filled[row, : len(ids)] = 1
+        labels[row, : len(ids)] = torch.where(trained, ids, -100)
+    return {"input_ids": inputs, "attention_mask": filled, "labels": labels}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""Kept memory: pages are not asked of the kernel again for every array."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import resource, sys
+from toolkit import allocator
+if sys.argv[1] == "keep":
+    assert allocator.keep()
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+x = mx.zeros((4 << 20,))
+for number in range(12):
+    if number == 4:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    mx.eval(mx.exp(x) + mx.square(x) + mx.sin(x))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
+def test_arrays_of_16_mib_take_pages_that_are_there():
+    def faults(how: str) -> int:
+        command = [sys.executable, "-c", PROGRAM, how]
+        return int(subprocess.run(command, capture_output=True, check=True).stdout)
+
+    assert faults("keep") < faults("as it was") / 10
