@@ -176,7 +176,8 @@ class Config(Section):
 
 def run(config: Config, context: "Context") -> "Artefact":
     """Train the current model; leave it as a checkpoint, rounded if so trained."""
-    from .training import Training, begin
+    from .beginning import begin
+    from .training import Training
 
     ranks = context.ranks
     with ranks.agreed():

@@ -2,16 +2,14 @@
 
 import math
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..export import mlx as checkpoints
 from ..generate.engine import Generator
 from ..measure.perplexity import measure_perplexity
-from ..model import fresh, lora
+from ..model import lora
 from ..model.adapters import files as adapter_files
 from ..model.fake_quant import FakeQuant
 from ..model.folder import setting
@@ -25,6 +23,7 @@ from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.step import Step
 from .batching import training_batches, validation_batches
+from .beginning import start
 from .context import Artefact, Context, write_checkpoint
 from .samples import write_samples
 from .train import Config
@@ -214,8 +213,8 @@ class Training:
         with ranks.agreed():
             if ranks.is_first:
                 generator = Generator(model, self.loaded.tokenizer)
-                report = self.context.report
-                write_samples(generator, self.config.samples, report, step=done)
+                prompts, report = self.config.samples, self.context.report
+                write_samples(generator, prompts, report, step=done)
         self.step.release()
 
     def _write_adapters(self) -> Path:
@@ -266,26 +265,6 @@ class Training:
     def _loss_of(self, folder: Path) -> float:
         model = self.context.load(folder).model
         return measure_perplexity(model, self.loop.valid).loss
-
-
-def start(context: Context) -> Path:
-    """The checkpoint that is trained, which `begin` has made of a fresh model."""
-    return context.current.model if context.current else context.folder / "fresh"
-
-
-def begin(context: Context) -> None:
-    """Make a fresh model: tokenizer trained on the data, random weights."""
-    target = start(context)
-    if context.current or target.is_dir():
-        return
-    settings = context.source.fresh
-    config = fresh.configuration(settings)
-    weights = fresh.initial_weights(config, context.seed)
-    context.report.say("training the tokenizer")
-    with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
-        texts = (row.as_text() for row in context.rows.train)
-        fresh.train_tokenizer(texts, settings.vocabulary, Path(scratch))
-        checkpoints.write(partial, weights, config, companions=Path(scratch))
 
 
 def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:

@@ -101,6 +101,9 @@ class Step:
         # Of the micro-batches of a step so far; empty between steps.
         self._sums: dict[str, mx.array] = {}
         mx.eval(self.parameters, self.optimizer.state)
+        self._compile()
+
+    def _compile(self) -> None:
         state = [self.parameters, self.optimizer.state, mx.random.state]
         summing = [self._sums, mx.random.state]
         self._train = mx.compile(self._update, inputs=state, outputs=state)
