@@ -33,6 +33,7 @@ def expected(tmp_path_factory):
     ended = both(run)
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr
     assert ended[1].stdout == ended[1].stderr == ""
+    assert "every process keeps 50% of the trained weights" in ended[0].stdout
     return run
 
 

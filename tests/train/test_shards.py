@@ -10,9 +10,12 @@ from mlx.utils import tree_flatten
 from processes import SCATTER, in_ring
 from test_checkpoint import bits
 from test_ranks import SGD, assert_same_training, windows
+from tiny_families import VOCABULARY as FAMILY_VOCABULARY
+from tiny_families import member
 from tiny_llamas import llama, tokens_of
 from tiny_steps import Tiny, random_batch
 
+from toolkit.data.batches import Batch
 from toolkit.errors import UserError
 from toolkit.run.ranks import ALONE
 from toolkit.train import checkpoint
@@ -302,6 +305,48 @@ def test_blocks_are_gathered_when_they_run_and_again_when_they_run_again(tmp_pat
     assert first["False"] == ["gathered"] * 3 + ["scattered"] * 3
     again = ["gathered", "scattered"] * 2
     assert first["True"] == ["gathered"] * 3 + again + ["scattered"]
+
+
+# Tied and not, with experts, shared keys, states, convolutions, and parts per head.
+UNLIKE = (
+    "gemma3n",
+    "qwen3_next",
+    "gpt_oss",
+    "deepseek_v3",
+    "gpt2",
+    "falcon_h1",
+    "jamba",
+    "rwkv7",
+    "longcat_flash",
+)
+
+
+def train_families(ranks, folder) -> None:
+    mx.disable_compile()
+    found = {}
+    for family in UNLIKE:
+        step = Step(member(family), ranks=ranks, shard=True, **SGD)
+        for key, value in outcome(step, [[family_batch()]] * 2).items():
+            found[f"{family}|{key}"] = value
+    np.savez(folder / f"{ranks.rank}.npz", **found)
+
+
+def family_batch() -> Batch:
+    batch = tokens_of(4, 20)
+    return Batch(batch.tokens % FAMILY_VOCABULARY, batch.mask, batch.where)
+
+
+def test_families_train_with_shares(tmp_path):
+    in_two("train_families", tmp_path)
+    told = dict(np.load(tmp_path / "0.npz"))
+    mx.disable_compile()
+    try:
+        for family in UNLIKE:
+            expected = outcome(Step(member(family), **SGD), [[family_batch()]] * 2)
+            found = {key: told[f"{family}|{key}"] for key in expected}
+            assert_same_training(found, expected, 1e-4)
+    finally:
+        mx.enable_compile()
 
 
 def fail_in_the_middle(ranks, folder) -> None:

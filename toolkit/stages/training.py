@@ -49,7 +49,7 @@ class Training:
     def run(self) -> None:
         """Train to the end; see `Loop.run`."""
         self._require_one_model()
-        if self.step.shards:
+        if self.config.shard:
             self._release()
         self.valid_loss = self.loop.run()
         self.parameters = self.step.parameters
@@ -77,6 +77,12 @@ class Training:
         self.base = {path: cut(path, value) for path, value in self.base.items()}
         mx.eval(self.base)
         self.step.release()
+        own = self.step.parameters.items()
+        kept = sum(value.size for _, value in own)
+        whole = sum(math.prod(self.step.shards.shape(k, v)) for k, v in own)
+        self.context.report.say(
+            f"every process keeps {kept / whole:.0%} of the trained weights"
+        )
 
     def _require_one_model(self) -> None:
         ranks = self.context.ranks
