@@ -196,8 +196,9 @@ def _result(seconds: list[float], losses: list[float], blas, count: int) -> dict
 
 
 def _lmx(arguments: argparse.Namespace) -> dict:
-    from toolkit import blas
+    from toolkit import allocator, blas
 
+    allocator.keep()
     used = blas.use()
     import mlx.core as mx
     import numpy as np
@@ -205,8 +206,12 @@ def _lmx(arguments: argparse.Namespace) -> dict:
     from toolkit.data.batches import Batch
     from toolkit.model import lora
     from toolkit.model.adapters.settings import Adapter
+    from toolkit.model.cpu import replace_slow_functions
     from toolkit.train.step import Step
 
+    # As loading a checkpoint does; here the model is made without one.
+    if mx.default_device() == mx.Device(mx.cpu):
+        replace_slow_functions()
     model = _model(arguments)
     if arguments.case == "lora":
         lora.attach(model, Adapter(rank=RANK, alpha=RANK * SCALE), seed=0)
