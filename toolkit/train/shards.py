@@ -92,11 +92,13 @@ class Shards:
     def norm(self, gradients: dict[str, mx.array]) -> mx.array:
         """The joint norm of gradients, those of shares over all processes."""
         squares = {path: mx.square(value).sum() for path, value in gradients.items()}
-        whole = sum(v for path, v in squares.items() if path not in self)
+        rest = [value for path, value in squares.items() if path not in self]
         if not self:
-            return mx.sqrt(whole)
-        cut = sum(v for path, v in squares.items() if path in self)
-        return mx.sqrt(whole + self._ranks.all_sum([cut])[0])
+            return mx.sqrt(sum(rest))
+        own = sum(value for path, value in squares.items() if path in self)
+        # After the sums of the rest: one message after the other.
+        [own] = self._ranks.all_sum(mx.depends([own], rest))
+        return mx.sqrt(own + sum(rest))
 
     def placed(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
         """What to put into the model: all that is in no block whole, in its type.
