@@ -242,6 +242,22 @@ def test_what_costs_time_and_what_saves_memory():
     assert told(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
 
 
+def test_processes_with_shares_divide_what_they_keep(monkeypatch):
+    def told(shard):
+        config = Config(steps=1, batch_size=8, shard=shard)
+        return training(anatomy(SHAPE), config, Batch(64, 512, 512), 2)
+
+    plain, alone = told(False), told(True)
+    assert alone.memory == plain.memory
+    monkeypatch.setattr("toolkit.recipe.estimate.processes", lambda: 4)
+    assert told(False).memory == plain.memory
+    shares = told(True).memory
+    assert shares["optimizer"] == plain.memory["optimizer"] // 4
+    stored = anatomy(SHAPE).bytes + 4 * plain.trained
+    spared = plain.memory["weights"] - shares["weights"]
+    assert spared == pytest.approx(0.75 * stored, abs=1)
+
+
 def test_chunks_by_themselves_where_logits_are_many():
     config = Config(steps=1, batch_size=8)
     assert config.chunk(vocabulary=32768, tokens=4096) == 512

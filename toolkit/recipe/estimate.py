@@ -18,6 +18,9 @@ tokens in the largest batch:
                  and 12 length width per attention layer; 2 P more with checkpointed
                  blocks; all that for every batch of a step
 
+What processes keep a share of is divided by their number, where that is known: the
+checkpoint, masters, gradients and moments.
+
 Measured on Llama shapes of 3 to 11 million parameters, full, LoRA and with rounding,
 the measured peak is 0.9 to 1.15 times this sum.
 """
@@ -35,6 +38,7 @@ from ..model.load import build
 from ..model.sizes import checkpoint_sizes
 from ..quant.layers import Selection, select
 from ..quant.spec import QuantSpec
+from ..run.launcher import processes
 from ..section import Section
 
 MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
@@ -111,15 +115,16 @@ def training(anatomy: Anatomy, stage: Section, batch: Batch, compute: int) -> Lo
         specs = select(model, stage.quantization).specs
         rounded = sum(prod(matrices[f"{path}.weight"]) for path in specs)
     trained = _trained(model, stage)
-    masters_are_weights = stage.adapter is None and compute == 4
+    masters_are_weights = stage.adapter is None and compute == 4 and not stage.shard
     masters = 0 if masters_are_weights else 4 * trained
     backward = _activations(anatomy, matrices, batch, compute, stage)
     backward += _loss(anatomy, batch, stage) + (4 + compute) * rounded
     sums = 1 + MOMENTS[stage.optimizer] + (stage.accumulate > 1)
+    parts = processes() if stage.shard else 1
     memory = {
-        "weights": anatomy.bytes + compute * total + masters,
-        "optimizer": 4 * sums * trained,
-        "step": max(backward, 8 * trained),
+        "weights": (anatomy.bytes + masters) // parts + compute * total,
+        "optimizer": 4 * sums * trained // parts,
+        "step": max(backward, 8 * trained // parts),
     }
     seen = sum(prod(s) * share for s, share in _used(anatomy, matrices))
     width = anatomy.setting("num_hidden_layers") * anatomy.setting("hidden_size")

@@ -20,6 +20,8 @@ OWN_KEYS = {
     "muon": {*BETAS, "momentum"},
     "sgd": {"momentum"},
 }
+# What makes every number's step of that number's gradient, so a share is enough.
+ELEMENTWISE = ("adamw", "lion", "sgd")
 # Logits of a batch from where on they are made by chunks, and those of such a chunk.
 MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
 
@@ -52,6 +54,9 @@ class Config(Section):
     gradient_checkpointing: bool = False
     """Keep only what goes in and out of every block and compute the rest twice: far
     less memory, about a third more time."""
+    shard: bool = False
+    """Keep only a share of the trained weights, their gradients and moments in every
+    process, gathered when they are used; needs several processes over NCCL or JACCL."""
     loss_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     """Tokens whose logits exist at once; auto = few once a batch has 128 million,
     as 4096 tokens have with a vocabulary of 32768; null = all."""
@@ -117,7 +122,21 @@ class Config(Section):
                 "or train first and quantize afterwards"
             )
         self._no_idle_keys()
+        if self.shard:
+            self._can_shard()
         return self
+
+    def _can_shard(self):
+        if self.adapter or self.quantization:
+            raise ValueError(
+                "shard is for full fine-tuning: it goes with neither adapter nor "
+                "quantization"
+            )
+        if self.optimizer not in ELEMENTWISE:
+            raise ValueError(
+                f"{self.optimizer} needs whole matrices: shard goes with adamw, lion "
+                "and sgd"
+            )
 
     def _no_idle_keys(self):
         idle = (BETAS | {"momentum"}) - OWN_KEYS[self.optimizer]
@@ -157,7 +176,8 @@ class Config(Section):
 
 def run(config: Config, context: "Context") -> "Artefact":
     """Train the current model; leave it as a checkpoint, rounded if so trained."""
-    from .training import Training, begin
+    from .beginning import begin
+    from .training import Training
 
     ranks = context.ranks
     with ranks.agreed():
