@@ -121,9 +121,13 @@ class Training:
         fake_quant = None
         if self.selection.specs:
             fake_quant = FakeQuant(loaded.model, self.selection.specs, loaded.dtype)
+        compute = training_dtype(config.compute_dtype, loaded.dtype)
+        if compute == mx.float32:
+            # Loses nothing, and the loss is tried out in the type it is made in.
+            set_compute_dtype(loaded.model, compute)
         step = Step(
             loaded.model,
-            compute=training_dtype(config.compute_dtype, loaded.dtype),
+            compute=compute,
             fake_quant=fake_quant,
             optimizer=config.optimizer,
             beta1=config.beta1,
