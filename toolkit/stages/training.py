@@ -11,12 +11,13 @@ from ..generate.engine import Generator
 from ..measure.perplexity import measure_perplexity
 from ..model import lora
 from ..model.adapters import files as adapter_files
+from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
 from ..model.folder import setting
 from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
-from ..train.chunked import CannotSplit, ChunkedLoss, cached
+from ..train.chunked import CannotSplit, ChunkedLoss
 from ..train.documents import CannotPack, DocumentCaches
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
@@ -161,19 +162,19 @@ class Training:
         config, longest = self.config, self.context.data.max_length
         tokens = max(config.batch_tokens or config.batch_size * longest, longest)
         vocabulary = setting(self.loaded.config, "vocab_size")
-        chunk = config.chunk(vocabulary=vocabulary, tokens=tokens)
+        sizes = {"vocabulary": vocabulary, "tokens": tokens}
         try:
-            return ChunkedLoss(self.loaded.model, self._cached(vocabulary) or chunk)
+            return ChunkedLoss(
+                self.loaded.model, config.chunk(**sizes, on_cpu=on_cpu())
+            )
         except CannotSplit as reason:
-            if chunk:
+            # Else it is but a little slower.
+            if config.chunk(**sizes, on_cpu=False):
                 self.context.report.warn(
                     "the loss is made of all logits at once, loss_chunk is off: "
                     f"{reason}"
                 )
             return None
-
-    def _cached(self, vocabulary: int) -> int | None:
-        return cached(vocabulary) if self.config.loss_chunk == "auto" else None
 
     def _loop(self) -> Loop:
         config, context = self.config, self.context
@@ -286,5 +287,4 @@ def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """
     if name != "auto":
         return getattr(mx, name)
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return mx.bfloat16 if stored == mx.bfloat16 and not on_cpu else mx.float32
+    return mx.bfloat16 if stored == mx.bfloat16 and not on_cpu() else mx.float32
