@@ -132,7 +132,7 @@ def _start(arguments: argparse.Namespace) -> dict:
     loaded = context.load(context.base)
     made = not (cache.root() / "tokens").exists()
     before, begun = _peak_memory(), time.perf_counter()
-    batches = training_batches(config, context, loaded)
+    batches = training_batches(config, context, loaded, packing=config.packing)
     assert context.rows.valid
     seconds = time.perf_counter() - begun
     making = _making(batches, arguments.steps)

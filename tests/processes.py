@@ -11,6 +11,17 @@ from pathlib import Path
 
 TESTS = Path(__file__).parent
 SECONDS = 60
+# A ring cannot sum into shares, so here that is done the long way.
+SCATTER = """
+import mlx.core as mx
+
+def scatter(values, *, group=None):
+    rows = len(values) // group.size()
+    first = group.rank() * rows
+    return mx.distributed.all_sum(values, group=group)[first : first + rows]
+
+mx.distributed.sum_scatter = scatter
+"""
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,6 +14,7 @@ from toolkit.data.batches import Batch as Rows
 from toolkit.data.shapes import Row
 from toolkit.export import mlx as checkpoints
 from toolkit.model import fresh, lora
+from toolkit.model.cpu import replace_slow_functions
 from toolkit.model.load import build
 from toolkit.model.source import Fresh
 from toolkit.quant.layers import select
@@ -196,6 +197,8 @@ LEAN = {"gradient_checkpointing": True, "loss_chunk": 64}
     ids=str,
 )
 def test_memory_is_near_the_measured_peak(adapter, settings):
+    # As every model has them that was loaded.
+    replace_slow_functions()
     shape = Fresh(vocabulary=2048, hidden_size=128, intermediate_size=256, layers=4)
     config = Config(adapter=adapter, steps=1, batch_size=8, **settings)
     told = training(anatomy(shape), config, Batch(128, 1024, 1024), 4)
@@ -242,15 +245,33 @@ def test_what_costs_time_and_what_saves_memory():
     assert told(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
 
 
+def test_processes_with_shares_divide_what_they_keep(monkeypatch):
+    def told(shard):
+        config = Config(steps=1, batch_size=8, shard=shard)
+        return training(anatomy(SHAPE), config, Batch(64, 512, 512), 2)
+
+    plain, alone = told(False), told(True)
+    assert alone.memory == plain.memory
+    monkeypatch.setattr("toolkit.recipe.estimate.processes", lambda: 4)
+    assert told(False).memory == plain.memory
+    shares = told(True).memory
+    assert shares["optimizer"] == plain.memory["optimizer"] // 4
+    stored = anatomy(SHAPE).bytes + 4 * plain.trained
+    spared = plain.memory["weights"] - shares["weights"]
+    assert spared == pytest.approx(0.75 * stored, abs=1)
+
+
 def test_chunks_by_themselves_where_logits_are_many():
     config = Config(steps=1, batch_size=8)
-    assert config.chunk(vocabulary=32768, tokens=4096) == 512
-    assert config.chunk(vocabulary=32768, tokens=4095) is None
-    assert config.chunk(vocabulary=1 << 20, tokens=4096) == 64
+    assert config.chunk(vocabulary=32768, tokens=4096, on_cpu=False) == 512
+    assert config.chunk(vocabulary=32768, tokens=4095, on_cpu=False) is None
+    assert config.chunk(vocabulary=1 << 20, tokens=4096, on_cpu=False) == 64
     given = Config(steps=1, batch_size=8, loss_chunk=7)
-    assert given.chunk(vocabulary=8, tokens=8) == 7
+    assert given.chunk(vocabulary=8, tokens=8, on_cpu=False) == 7
     never = Config(steps=1, batch_size=8, loss_chunk=None)
-    assert never.chunk(vocabulary=1 << 20, tokens=1 << 20) is None
+    assert never.chunk(vocabulary=1 << 20, tokens=1 << 20, on_cpu=False) is None
+    # Few at a time stay in the CPU's caches.
+    assert config.chunk(vocabulary=32768, tokens=64, on_cpu=True) == 128
 
 
 def test_operations_of_full_training_are_six_per_parameter_and_token():

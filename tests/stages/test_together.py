@@ -292,10 +292,16 @@ class TestLauncher:
         assert (launcher.launched_rank(), launcher.neighbours()) == (None, 1)
 
     @pytest.mark.parametrize(
-        ("said", "rank", "backend", "neighbours"),
+        ("said", "rank", "backend", "neighbours", "processes"),
         [
-            ({"MLX_RANK": "1"} | {"NCCL_HOST_IP": "10.0.0.1"}, 1, "nccl", 1),
-            ({"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "a:1"}, 0, "jaccl", 1),
+            (
+                {"MLX_RANK": "1", "NCCL_HOST_IP": "10.0.0.1", "MLX_WORLD_SIZE": "4"},
+                1,
+                "nccl",
+                1,
+                4,
+            ),
+            ({"MLX_RANK": "0", "MLX_JACCL_COORDINATOR": "a:1"}, 0, "jaccl", 1, 1),
             (
                 {
                     "OMPI_COMM_WORLD_RANK": "3",
@@ -305,15 +311,26 @@ class TestLauncher:
                 3,
                 "mpi",
                 2,
+                4,
             ),
         ],
     )
-    def test_ways_of_connecting(self, monkeypatch, said, rank, backend, neighbours):
+    def test_ways_of_connecting(
+        self, monkeypatch, said, rank, backend, neighbours, processes
+    ):
         for name, value in said.items():
             monkeypatch.setenv(name, value)
         assert launcher.launched_rank() == rank
         assert launcher.backend() == backend
         assert launcher.neighbours() == neighbours
+        assert launcher.processes() == processes
+
+    def test_jaccl_lists_the_devices_of_all(self, tmp_path, monkeypatch):
+        (tmp_path / "devices").write_text('[[null, "rdma_a"], ["rdma_b", null]]')
+        monkeypatch.setenv("MLX_RANK", "0")
+        monkeypatch.setenv("MLX_JACCL_COORDINATOR", "a:1")
+        monkeypatch.setenv("MLX_IBV_DEVICES", str(tmp_path / "devices"))
+        assert launcher.processes() == 2
 
     def test_neighbours_share_a_machine(self, tmp_path, monkeypatch):
         hosts = tmp_path / "hosts"
@@ -322,3 +339,4 @@ class TestLauncher:
         for rank, count in enumerate([1, 2, 2]):
             monkeypatch.setenv("MLX_RANK", str(rank))
             assert launcher.neighbours() == count
+            assert launcher.processes() == 3

@@ -85,8 +85,7 @@ def test_only_matrices_decay():
 
 def test_clips_the_joint_norm():
     gradients = {"a": mx.array([[3.0]]), "b": mx.array([4.0])}
-    clipped, norm = clip(gradients, 1.0)
-    assert norm.item() == pytest.approx(5.0)
+    clipped = clip(gradients, mx.array(5.0), 1.0)
     assert clipped["a"].item() == pytest.approx(0.6, rel=1e-5)
     assert clipped["b"].item() == pytest.approx(0.8, rel=1e-5)
 
@@ -94,6 +93,5 @@ def test_clips_the_joint_norm():
 @pytest.mark.parametrize("limit", [None, 5.1])
 def test_leaves_small_gradients(limit):
     gradients = {"a": mx.array([[3.0]]), "b": mx.array([4.0])}
-    clipped, norm = clip(gradients, limit)
-    assert norm.item() == pytest.approx(5.0)
+    clipped = clip(gradients, mx.array(5.0), limit)
     assert [clipped["a"].item(), clipped["b"].item()] == [3.0, 4.0]

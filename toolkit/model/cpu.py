@@ -25,6 +25,11 @@ FLOATING_ROWS = {"mxfp4": 24, "nvfp4": 24, "mxfp8": 2}
 MANY_QUERIES = 64
 
 
+def on_cpu() -> bool:
+    """Whether models run on the CPU here."""
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
 @cache
 def replace_slow_functions() -> None:
     """Put faster ones in MLX's place, for all models of this process."""

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
-from .cpu import expand_many_rows, replace_slow_functions
+from .cpu import expand_many_rows, on_cpu, replace_slow_functions
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -70,7 +70,7 @@ def load(
     dtype = stored_dtype(model)
     if compute != "stored":
         set_compute_dtype(model, compute_dtype(compute, dtype))
-    if mx.default_device() == mx.Device(mx.cpu):
+    if on_cpu():
         replace_slow_functions()
         expand_many_rows(model)
     return Loaded(model, tokenizer, config, path, dtype)
@@ -212,8 +212,7 @@ def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """The type to compute in: see `load`."""
     if name in DTYPES:
         return DTYPES[name]
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return mx.float32 if name == "auto" and on_cpu else stored
+    return mx.float32 if name == "auto" and on_cpu() else stored
 
 
 def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:

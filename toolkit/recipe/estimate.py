@@ -9,14 +9,17 @@ tokens in the largest batch:
                  batches are added up
     step         the larger of the backward pass and the update (8 T);
                  the backward pass keeps c n (in + out) over all matrices,
-                 2 c n heads length per attention layer, 12 n vocabulary for the
+                 2 c n heads length per attention layer, 16 n vocabulary for the
                  loss, and (4 + c) for every weight that is rounded in training;
                  with checkpointed blocks, of these n width c per block and the rest of
-                 one block alone; with the loss by chunks, the 12 n vocabulary of
+                 one block alone; with the loss by chunks, the 16 n vocabulary of
                  several chunks alone, and 8 for every trained number of the head
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
                  and 12 length width per attention layer; 2 P more with checkpointed
                  blocks; all that for every batch of a step
+
+What processes keep a share of is divided by their number, where that is known: the
+checkpoint, masters, gradients and moments.
 
 Measured on Llama shapes of 3 to 11 million parameters, full, LoRA and with rounding,
 the measured peak is 0.9 to 1.15 times this sum.
@@ -30,16 +33,21 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..model import lora
+from ..model.cpu import on_cpu
 from ..model.folder import setting
 from ..model.load import build
 from ..model.sizes import checkpoint_sizes
 from ..quant.layers import Selection, select
 from ..quant.spec import QuantSpec
+from ..run.launcher import processes
 from ..section import Section
 
 MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
 # Buffers of the chunks of the loss that a device has in work at once.
 CHUNKS_AT_ONCE = 3
+# Per logit, with its exponential and its gradient: on a GPU, and on the CPU, where
+# every step of making them leaves an array.
+LOGIT_BYTES = (16, 28)
 
 
 @dataclass(frozen=True)
@@ -111,15 +119,16 @@ def training(anatomy: Anatomy, stage: Section, batch: Batch, compute: int) -> Lo
         specs = select(model, stage.quantization).specs
         rounded = sum(prod(matrices[f"{path}.weight"]) for path in specs)
     trained = _trained(model, stage)
-    masters_are_weights = stage.adapter is None and compute == 4
+    masters_are_weights = stage.adapter is None and compute == 4 and not stage.shard
     masters = 0 if masters_are_weights else 4 * trained
     backward = _activations(anatomy, matrices, batch, compute, stage)
     backward += _loss(anatomy, batch, stage) + (4 + compute) * rounded
     sums = 1 + MOMENTS[stage.optimizer] + (stage.accumulate > 1)
+    parts = processes() if stage.shard else 1
     memory = {
-        "weights": anatomy.bytes + compute * total + masters,
-        "optimizer": 4 * sums * trained,
-        "step": max(backward, 8 * trained),
+        "weights": (anatomy.bytes + masters) // parts + compute * total,
+        "optimizer": 4 * sums * trained // parts,
+        "step": max(backward, 8 * trained // parts),
     }
     seen = sum(prod(s) * share for s, share in _used(anatomy, matrices))
     width = anatomy.setting("num_hidden_layers") * anatomy.setting("hidden_size")
@@ -219,8 +228,9 @@ def _activations(
 def _loss(anatomy: Anatomy, batch: Batch, stage: Section) -> int:
     """Bytes of the logits, their exponentials and their gradients."""
     vocabulary = anatomy.setting("vocab_size")
-    chunk = stage.chunk(vocabulary=vocabulary, tokens=batch.tokens)
+    of_token = LOGIT_BYTES[on_cpu()] * vocabulary
+    chunk = stage.chunk(vocabulary=vocabulary, tokens=batch.tokens, on_cpu=on_cpu())
     if chunk is None or CHUNKS_AT_ONCE * chunk >= batch.tokens:
-        return 12 * vocabulary * batch.tokens
+        return of_token * batch.tokens
     head = 0 if stage.adapter else vocabulary * anatomy.setting("hidden_size")
-    return 12 * vocabulary * CHUNKS_AT_ONCE * chunk + 8 * head
+    return of_token * CHUNKS_AT_ONCE * chunk + 8 * head

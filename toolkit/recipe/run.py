@@ -14,6 +14,7 @@ from ..run.launcher import backend
 from ..run.ranks import Ranks, join
 from ..run.report import Report
 from ..stages.context import Artefact, Context
+from ..train import shards
 from .loader import Loaded
 from .plan import Plan, Step, difference
 from .tracked import tracked
@@ -42,6 +43,8 @@ def run(
             "runs another recipe",
             hint="give all machines the same file and the same arguments",
         )
+        if any(getattr(step.config, "shard", False) for step in plan.steps):
+            shards.require(ranks)
         with ranks.agreed():
             if not force:
                 require_room(loaded, plan)

@@ -42,10 +42,22 @@ def neighbours() -> int:
     return int(_says("OMPI_COMM_WORLD_LOCAL_SIZE") or 1)
 
 
+def processes() -> int:
+    """Processes of this run, as far as known."""
+    if launched_rank() is None:
+        return 1
+    listed = len(_ring() or _listed("MLX_IBV_DEVICES"))
+    return listed or int(_says("MLX_WORLD_SIZE") or _says("OMPI_COMM_WORLD_SIZE") or 1)
+
+
 def _ring() -> list[list[str]]:
     """The addresses of every process, as `mlx.launch` lists them for a ring."""
+    return _listed("MLX_HOSTFILE")
+
+
+def _listed(name: str) -> list:
     try:
-        text = Path(_says("MLX_HOSTFILE")).read_text()
+        text = Path(_says(name)).read_text()
         return json.loads(text) if text.strip() else []
     except (OSError, ValueError):
         return []

@@ -65,6 +65,17 @@ class Ranks:
         pairs = zip(sums, values, strict=True)
         return [total.reshape(value.shape) for total, value in pairs]
 
+    def gathered(self, value: mx.array) -> mx.array:
+        """The rows of all processes below each other, not yet computed."""
+        return mx.distributed.all_gather(value, group=self._group)
+
+    def scattered(self, value: mx.array) -> mx.array:
+        """This process's share of the rows of a sum over all, not yet computed.
+
+        Only NCCL and JACCL can; others raise a RuntimeError.
+        """
+        return mx.distributed.sum_scatter(value, group=self._group)
+
     def totals(self, *numbers: float) -> list[float]:
         """The sums of numbers over all processes, computed."""
         if self.size == 1:

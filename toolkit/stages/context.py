@@ -44,9 +44,10 @@ class Artefact:
         """A record for the manifest; paths in the run folder are relative to it."""
 
         def relative(path: Path | None) -> str | None:
-            if path and path.is_relative_to(output):
-                path = path.relative_to(output)
-            return path and str(path)
+            if path is None:
+                return None
+            inside = path.is_relative_to(output)
+            return str(path.relative_to(output) if inside else path.absolute())
 
         paths = {name: relative(getattr(self, name)) for name in PATHS}
         return paths | {"facts": self.facts}

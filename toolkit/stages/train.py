@@ -20,8 +20,12 @@ OWN_KEYS = {
     "muon": {*BETAS, "momentum"},
     "sgd": {"momentum"},
 }
+# What makes every number's step of that number's gradient, so a share is enough.
+ELEMENTWISE = ("adamw", "lion", "sgd")
 # Logits of a batch from where on they are made by chunks, and those of such a chunk.
 MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
+# Those that a CPU's caches hold, 16 MiB: there, chunks of so many are faster.
+CACHED_LOGITS = 1 << 22
 
 # All processes of a run take part.
 TOGETHER = True
@@ -52,9 +56,12 @@ class Config(Section):
     gradient_checkpointing: bool = False
     """Keep only what goes in and out of every block and compute the rest twice: far
     less memory, about a third more time."""
+    shard: bool = False
+    """Keep only a share of the trained weights, their gradients and moments in every
+    process, gathered when they are used; needs several processes over NCCL or JACCL."""
     loss_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     """Tokens whose logits exist at once; auto = few once a batch has 128 million,
-    as 4096 tokens have with a vocabulary of 32768; null = all."""
+    as 4096 tokens have with a vocabulary of 32768, on the CPU always; null = all."""
     optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
     """What makes steps of gradients; muon has the matrices of the blocks and leaves the
     rest to adamw, at the same learning rate."""
@@ -117,7 +124,21 @@ class Config(Section):
                 "or train first and quantize afterwards"
             )
         self._no_idle_keys()
+        if self.shard:
+            self._can_shard()
         return self
+
+    def _can_shard(self):
+        if self.adapter or self.quantization:
+            raise ValueError(
+                "shard is for full fine-tuning: it goes with neither adapter nor "
+                "quantization"
+            )
+        if self.optimizer not in ELEMENTWISE:
+            raise ValueError(
+                f"{self.optimizer} needs whole matrices: shard goes with adamw, lion "
+                "and sgd"
+            )
 
     def _no_idle_keys(self):
         idle = (BETAS | {"momentum"}) - OWN_KEYS[self.optimizer]
@@ -146,10 +167,12 @@ class Config(Section):
         """Packed rows of `max_length` tokens per batch."""
         return self.batch_size or max(1, self.batch_tokens // max_length)
 
-    def chunk(self, *, vocabulary: int, tokens: int) -> int | None:
+    def chunk(self, *, vocabulary: int, tokens: int, on_cpu: bool) -> int | None:
         """Tokens whose logits exist at once, in batches of `tokens`; None = all."""
         if self.loss_chunk != "auto":
             return self.loss_chunk
+        if on_cpu:
+            return max(64, CACHED_LOGITS // vocabulary)
         if vocabulary * tokens < MANY_LOGITS:
             return None
         return max(64, CHUNK_LOGITS // vocabulary)
@@ -157,7 +180,8 @@ class Config(Section):
 
 def run(config: Config, context: "Context") -> "Artefact":
     """Train the current model; leave it as a checkpoint, rounded if so trained."""
-    from .training import Training, begin
+    from .beginning import begin
+    from .training import Training
 
     ranks = context.ranks
     with ranks.agreed():

@@ -2,33 +2,32 @@
 
 import math
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..errors import UserError
-from ..export import mlx as checkpoints
 from ..generate.engine import Generator
 from ..measure.perplexity import measure_perplexity
-from ..model import fresh, lora
+from ..model import lora
 from ..model.adapters import files as adapter_files
+from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
 from ..model.folder import setting
 from ..model.load import set_compute_dtype
 from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
-from ..train.chunked import CannotSplit, ChunkedLoss, cached
+from ..train.chunked import CannotSplit, ChunkedLoss
 from ..train.documents import CannotPack, DocumentCaches
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.step import Step
 from .batching import training_batches, validation_batches
+from .beginning import start
 from .context import Artefact, Context, write_checkpoint
+from .samples import write_samples
 from .train import Config
-
-SAMPLE_TOKENS = 48
 
 
 class Training:
@@ -51,11 +50,17 @@ class Training:
     def run(self) -> None:
         """Train to the end; see `Loop.run`."""
         self._require_one_model()
+        if self.config.shard:
+            self._release()
         self.valid_loss = self.loop.run()
+        self.parameters = self.step.parameters
+        if self.step.shards:
+            types = {path: value.dtype for path, value in self.base.items()}
+            self.parameters = self.step.whole(types)
 
     def write(self) -> Artefact:
         """Write the trained checkpoint, its unquantized twin, and the adapter."""
-        folder, parameters = self.context.folder, self.step.parameters
+        folder, parameters = self.context.folder, self.parameters
         loaded = self.loaded
         dense = lora.fused(loaded.model, self.base, parameters, loaded.dtype)
         reference = model = folder / "dense"
@@ -66,6 +71,19 @@ class Training:
             write_checkpoint(model, loaded, dense, self.selection, stored)
         adapters = self._write_adapters() if self.config.adapter else None
         return Artefact(model, reference, adapters, self._facts(model))
+
+    def _release(self) -> None:
+        """Let go of all whole weights."""
+        cut = self.step.shards.cut
+        self.base = {path: cut(path, value) for path, value in self.base.items()}
+        mx.eval(self.base)
+        self.step.release()
+        own = self.step.parameters.items()
+        kept = sum(value.size for _, value in own)
+        whole = sum(math.prod(self.step.shards.shape(k, v)) for k, v in own)
+        self.context.report.say(
+            f"every process keeps {kept / whole:.0%} of the trained weights"
+        )
 
     def _require_one_model(self) -> None:
         ranks = self.context.ranks
@@ -104,9 +122,13 @@ class Training:
         fake_quant = None
         if self.selection.specs:
             fake_quant = FakeQuant(loaded.model, self.selection.specs, loaded.dtype)
+        compute = training_dtype(config.compute_dtype, loaded.dtype)
+        if compute == mx.float32:
+            # Loses nothing, and the loss is tried out in the type it is made in.
+            set_compute_dtype(loaded.model, compute)
         step = Step(
             loaded.model,
-            compute=training_dtype(config.compute_dtype, loaded.dtype),
+            compute=compute,
             fake_quant=fake_quant,
             optimizer=config.optimizer,
             beta1=config.beta1,
@@ -117,6 +139,7 @@ class Training:
             gradient_checkpointing=config.gradient_checkpointing,
             chunked=self._chunked(),
             ranks=self.context.ranks,
+            shard=config.shard,
         )
         if config.adapter:
             step.rates = lora.rates(step.parameters, config.adapter)
@@ -139,19 +162,19 @@ class Training:
         config, longest = self.config, self.context.data.max_length
         tokens = max(config.batch_tokens or config.batch_size * longest, longest)
         vocabulary = setting(self.loaded.config, "vocab_size")
-        chunk = config.chunk(vocabulary=vocabulary, tokens=tokens)
+        sizes = {"vocabulary": vocabulary, "tokens": tokens}
         try:
-            return ChunkedLoss(self.loaded.model, self._cached(vocabulary) or chunk)
+            return ChunkedLoss(
+                self.loaded.model, config.chunk(**sizes, on_cpu=on_cpu())
+            )
         except CannotSplit as reason:
-            if chunk:
+            # Else it is but a little slower.
+            if config.chunk(**sizes, on_cpu=False):
                 self.context.report.warn(
                     "the loss is made of all logits at once, loss_chunk is off: "
                     f"{reason}"
                 )
             return None
-
-    def _cached(self, vocabulary: int) -> int | None:
-        return cached(vocabulary) if self.config.loss_chunk == "auto" else None
 
     def _loop(self) -> Loop:
         config, context = self.config, self.context
@@ -197,12 +220,13 @@ class Training:
     def _sample(self, done: int) -> None:
         if not self.config.samples:
             return
-        generator = Generator(self.step.serve(), self.loaded.tokenizer)
-        for prompt in self.config.samples:
-            answer = generator.ask(prompt, max_tokens=SAMPLE_TOKENS).text
-            self.context.report.sample(
-                {"step": done, "prompt": prompt, "answer": answer}
-            )
+        ranks, model = self.context.ranks, self.step.serve()
+        with ranks.agreed():
+            if ranks.is_first:
+                generator = Generator(model, self.loaded.tokenizer)
+                prompts, report = self.config.samples, self.context.report
+                write_samples(generator, prompts, report, step=done)
+        self.step.release()
 
     def _write_adapters(self) -> Path:
         adapter = self.config.adapter
@@ -217,7 +241,7 @@ class Training:
         with atomic_folder(target) as partial:
             adapter_files.save(
                 partial,
-                self.step.parameters,
+                self.parameters,
                 layers=layers,
                 adapter=adapter,
                 keys=self.adapted_keys,
@@ -231,7 +255,7 @@ class Training:
             "best_step": self.loop.progress.best_step,
             "left_step": self.loop.left,
             "trained_tokens": self.loop.progress.trained_tokens,
-            "trained_parameters": sum(v.size for v in self.step.parameters.values()),
+            "trained_parameters": sum(v.size for v in self.parameters.values()),
             "seconds": self.loop.progress.seconds,
             "kept": self.selection.kept,
             "gain": self._gain(model),
@@ -254,26 +278,6 @@ class Training:
         return measure_perplexity(model, self.loop.valid).loss
 
 
-def start(context: Context) -> Path:
-    """The checkpoint that is trained, which `begin` has made of a fresh model."""
-    return context.current.model if context.current else context.folder / "fresh"
-
-
-def begin(context: Context) -> None:
-    """Make a fresh model: tokenizer trained on the data, random weights."""
-    target = start(context)
-    if context.current or target.is_dir():
-        return
-    settings = context.source.fresh
-    config = fresh.configuration(settings)
-    weights = fresh.initial_weights(config, context.seed)
-    context.report.say("training the tokenizer")
-    with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
-        texts = (row.as_text() for row in context.rows.train)
-        fresh.train_tokenizer(texts, settings.vocabulary, Path(scratch))
-        checkpoints.write(partial, weights, config, companions=Path(scratch))
-
-
 def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """The type to compute in.
 
@@ -283,5 +287,4 @@ def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """
     if name != "auto":
         return getattr(mx, name)
-    on_cpu = mx.default_device() == mx.Device(mx.cpu)
-    return mx.bfloat16 if stored == mx.bfloat16 and not on_cpu else mx.float32
+    return mx.bfloat16 if stored == mx.bfloat16 and not on_cpu() else mx.float32

@@ -3,7 +3,7 @@
 import json
 import math
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,8 +11,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..run.files import atomic_folder, hash_file, need_space
-from ..run.ranks import Ranks
 from .step import Step
+from .stream import write_tensors
 
 WEIGHTS = "state.safetensors"
 # Room for the new checkpoint beside the old ones, and some for the reports.
@@ -59,70 +59,60 @@ def save(
     *,
     newest: int = 2,
     spared: int | None = None,
-) -> Path:
+) -> Path | None:
     """Write `folder/<step>`, whole or not at all, and drop what is not kept.
+
+    All processes call this; the first one writes, and gets the path.
 
     Args:
         newest: checkpoints kept, this one included.
         spared: the step of one more that is kept, however old.
     """
-    tensors = _tensors(step)
-    need_space(folder, sum(v.nbytes for v in tensors.values()) + SLACK)
-    target = _place(folder, progress.step)
-    with atomic_folder(target) as partial:
-        weights = partial / WEIGHTS
-        # In the same file, under the same hash.
-        metadata = {"progress": json.dumps(vars(progress))}
-        mx.save_safetensors(str(weights), tensors, metadata=metadata)
-        state = {"bytes": weights.stat().st_size, "sha256": hash_file(weights)}
-        (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n")
-    # Newer ones are those that were passed over as damaged.
-    kept = [p for p in numbered(folder) if p.name <= target.name][-newest:]
-    if spared is not None:
-        kept.append(_place(folder, spared))
-    for other in set(numbered(folder)) - set(kept):
-        shutil.rmtree(other)
-    return target
+    whole = (step.shards.whole(_owner(k), v) for k, v in _tensors(step).items())
+    with step.ranks.agreed():
+        try:
+            if not step.ranks.is_first:
+                return None
+            target = _write(folder, step, progress, whole)
+            _drop(folder, target, newest, spared)
+            return target
+        finally:
+            # The others wait for every tensor, though the disk may have refused one.
+            for _ in whole:
+                pass
 
 
 def restore(folder: Path, step: Step, warn: Callable[[str], None]) -> Progress:
     """Put the newest whole checkpoint into `step`; from the start when there is none.
 
+    All processes call this; the first one reads, and all have what it has.
+
     Args:
         warn: told about every damaged checkpoint that is passed over.
     """
-    for checkpoint in reversed(numbered(folder)):
-        if not _is_whole(checkpoint):
-            warn(f"checkpoint {checkpoint} is damaged; using what was before it")
-            continue
-        path = str(checkpoint / WEIGHTS)
-        tensors, metadata = mx.load(path, return_metadata=True)
-        _fill(step, tensors)
-        return Progress(**json.loads(metadata["progress"]))
-    return Progress()
-
-
-def equalize(step: Step, progress: Progress, ranks: Ranks) -> Progress:
-    """Give all processes the first one's parameters, moments and progress."""
-    if ranks.size == 1:
-        return progress
-    tensors = _tensors(step)
-    names = sorted(tensors)
-    values = ranks.spread([tensors[name] for name in names])
-    _fill(step, dict(zip(names, values, strict=True)))
-    return Progress(**ranks.shared(vars(progress)))
+    tensors, progress = None, Progress()
+    with step.ranks.agreed():
+        if step.ranks.is_first:
+            tensors, progress = _newest(folder, warn)
+    is_found = step.ranks.shared(tensors is not None)
+    if is_found or not step.shards:
+        _fill(step, _tensors(step) if tensors is None else tensors)
+    return Progress(**step.ranks.shared(vars(progress)))
 
 
 def recall(folder: Path, step: Step, number: int) -> bool:
     """Put the parameters after `number` steps into `step`, if that checkpoint is whole.
 
-    The optimizer is left as it is: nothing goes on from here.
+    The optimizer is left as it is: nothing goes on from here. All processes call this.
     """
-    checkpoint = _place(folder, number)
-    if not _is_whole(checkpoint):
+    tensors = None
+    with step.ranks.agreed():
+        checkpoint = _place(folder, number)
+        if step.ranks.is_first and _is_whole(checkpoint):
+            tensors = mx.load(str(checkpoint / WEIGHTS))
+    if not step.ranks.shared(tensors is not None):
         return False
-    _fill_parameters(step, mx.load(str(checkpoint / WEIGHTS)))
-    mx.eval(step.parameters)
+    _fill_parameters(step, tensors or {})
     return True
 
 
@@ -150,28 +140,95 @@ def _is_whole(checkpoint: Path) -> bool:
         return False
 
 
+def _write(
+    folder: Path, step: Step, progress: Progress, whole: Iterator[mx.array]
+) -> Path:
+    layout = {
+        name: (value.dtype, step.shards.shape(_owner(name), value))
+        for name, value in _tensors(step).items()
+    }
+    size = sum(dtype.size * math.prod(shape) for dtype, shape in layout.values())
+    need_space(folder, size + SLACK)
+    target = _place(folder, progress.step)
+    with atomic_folder(target) as partial:
+        weights = partial / WEIGHTS
+        # In the same file, under the same hash.
+        metadata = {"progress": json.dumps(vars(progress))}
+        if step.shards:
+            write_tensors(weights, layout, whole, metadata)
+        else:
+            mx.save_safetensors(str(weights), _tensors(step), metadata=metadata)
+        state = {"bytes": weights.stat().st_size, "sha256": hash_file(weights)}
+        (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+    return target
+
+
+def _drop(folder: Path, target: Path, newest: int, spared: int | None) -> None:
+    # Newer ones are those that were passed over as damaged.
+    kept = [p for p in numbered(folder) if p.name <= target.name][-newest:]
+    if spared is not None:
+        kept.append(_place(folder, spared))
+    for other in set(numbered(folder)) - set(kept):
+        shutil.rmtree(other)
+
+
+def _newest(
+    folder: Path, warn: Callable[[str], None]
+) -> tuple[dict[str, mx.array] | None, Progress]:
+    for checkpoint in reversed(numbered(folder)):
+        if not _is_whole(checkpoint):
+            warn(f"checkpoint {checkpoint} is damaged; using what was before it")
+            continue
+        path = str(checkpoint / WEIGHTS)
+        tensors, metadata = mx.load(path, return_metadata=True)
+        return tensors, Progress(**json.loads(metadata["progress"]))
+    return None, Progress()
+
+
 def _tensors(step: Step) -> dict[str, mx.array]:
+    """What a step is made of, by its names in files; of shares, this process's."""
     state = dict(tree_flatten(step.optimizer.state))
     return {f"parameters:{k}": v for k, v in step.parameters.items()} | {
         f"optimizer:{k}": v for k, v in state.items()
     }
 
 
+def _owner(name: str) -> str:
+    """The parameter that a tensor in a file is, or is a moment of."""
+    kind, _, path = name.partition(":")
+    return path if kind == "parameters" else path.rpartition(".")[0]
+
+
 def _fill(step: Step, tensors: dict[str, mx.array]) -> None:
     _fill_parameters(step, tensors)
-    _replace(step.optimizer.state, tensors, "optimizer:")
-    mx.eval(step.parameters, step.optimizer.state)
+    _replace(step, step.optimizer.state, tensors, "optimizer:")
 
 
 def _fill_parameters(step: Step, tensors: dict[str, mx.array]) -> None:
-    step.parameters.update({k: tensors[f"parameters:{k}"] for k in step.parameters})
+    _replace(step, step.parameters, tensors, "parameters:")
 
 
-def _replace(state: dict, tensors: dict[str, mx.array], path: str) -> None:
+def _replace(step: Step, state: dict, tensors: dict[str, mx.array], path: str) -> None:
     # In place: optimizers and the compiled step hold on to these very dictionaries. By
     # the paths they have now, because a parameter's name is one key, dots and all.
     for name, value in state.items():
         if isinstance(value, dict):
-            _replace(value, tensors, f"{path}{name}.")
+            _replace(step, value, tensors, f"{path}{name}.")
         else:
-            state[name] = tensors[f"{path}{name}"]
+            state[name] = _received(step, f"{path}{name}", value, tensors)
+
+
+def _received(
+    step: Step, name: str, value: mx.array, tensors: dict[str, mx.array]
+) -> mx.array:
+    """The first process's tensor, in all processes, or this one's share of it."""
+    owner = _owner(name)
+    if step.ranks.is_first:
+        # Let go of when it is sent: read from a file, it may be one of too many.
+        whole = tensors.pop(name)
+    else:
+        whole = mx.zeros(step.shards.shape(owner, value), value.dtype)
+    [whole] = step.ranks.spread([whole])
+    own = step.shards.cut(owner, whole)
+    mx.eval(own)
+    return own

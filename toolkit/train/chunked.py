@@ -11,19 +11,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 from .blocks import StandIn, find_blocks, swapped
 from .losses import cross_entropy_sum
 
-# What takes 16 MiB.
-CACHED_LOGITS = 1 << 22
-
 
 class CannotSplit(Exception):
     """The model's head does not work on chunks of its trunk's output; says why."""
-
-
-def cached(vocabulary: int) -> int | None:
-    """Tokens whose logits a CPU's caches hold, where that is faster; None on a GPU."""
-    if mx.default_device() != mx.Device(mx.cpu):
-        return None
-    return max(64, CACHED_LOGITS // vocabulary)
 
 
 class ChunkedLoss:

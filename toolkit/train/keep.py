@@ -34,7 +34,7 @@ class Keep:
         waited = progress.validations_since
         return self.patience is not None and waited >= self.patience
 
-    def save(self, folder: Path, step: Step, progress: Progress) -> Path:
+    def save(self, folder: Path, step: Step, progress: Progress) -> Path | None:
         """Write a checkpoint and drop what is not kept; see `checkpoint.save`."""
         spared = progress.best_step if self.best else None
         return checkpoint.save(
@@ -46,6 +46,7 @@ class Keep:
     ) -> int:
         """Put the weights to be left into `step`; the number of steps they have seen.
 
+        All processes call this.
         A best checkpoint that is damaged is told of, and the last weights are left.
         """
         last, best = progress.step, progress.best_step

@@ -45,7 +45,8 @@ class Loop:
         rate: the learning rate of a step, counted from 0.
         valid: validation batches, a list used again and again.
         keep: which weights are left and when to stop; None = the last, at the end.
-        on_evaluate: called with the step after every validation, for samples.
+        on_evaluate: called with the step after every validation, for samples, in all
+            processes.
     """
 
     def __init__(
@@ -123,10 +124,7 @@ class Loop:
 
     def _resume(self) -> None:
         folder = self.cadence.folder
-        with self.ranks.agreed():
-            if self.ranks.is_first:
-                self.progress = checkpoint.restore(folder, self.step, self.report.warn)
-        self.progress = checkpoint.equalize(self.step, self.progress, self.ranks)
+        self.progress = checkpoint.restore(folder, self.step, self.report.warn)
         examples = self.batches.digest
         self.ranks.require_same(
             examples,
@@ -240,15 +238,11 @@ class Loop:
         with self.ranks.agreed():
             self.report.metrics({"kind": "valid", "step": done, "loss": loss})
             self.report.say(f"step {done}: validation loss {loss:.4f}")
-            if self.ranks.is_first:
-                self.on_evaluate(done)
+        self.on_evaluate(done)
 
     def _save(self) -> Path | None:
         """Where the checkpoint is, if this process is the one that writes it."""
-        with self.ranks.agreed():
-            if self.ranks.is_first:
-                return self.keep.save(self.cadence.folder, self.step, self.progress)
-        return None
+        return self.keep.save(self.cadence.folder, self.step, self.progress)
 
     def _stop_early(self) -> None:
         progress = self.progress
@@ -260,9 +254,7 @@ class Loop:
 
     def _leave(self) -> float:
         progress, folder = self.progress, self.cadence.folder
-        with self.ranks.agreed():
-            if self.ranks.is_first:
-                self.left = self.keep.leave(folder, self.step, progress, self.report)
+        self.left = self.keep.leave(folder, self.step, progress, self.report)
         is_last = self.left == progress.step
         return progress.valid_loss if is_last else progress.best_loss
 

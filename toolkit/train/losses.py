@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 
+from ..model.cpu import on_cpu
 from ..model.exponentials import exp_of_negative
 
 
@@ -34,7 +35,7 @@ def _(primals, cotangents, outputs):
     _, exponentials, total = outputs
     weight = mx.where(mask, cotangents[0], 0.0)[..., None]
     gradient = exponentials * (weight / total)
-    if _on_cpu():
+    if on_cpu():
         # Apart from what is made of it, as below.
         gradient = mx.contiguous(gradient)
     targets = targets[..., None]
@@ -44,11 +45,7 @@ def _(primals, cotangents, outputs):
 
 
 def _exponentials(x: mx.array) -> mx.array:
-    if not _on_cpu():
+    if not on_cpu():
         return mx.exp(x)
     # Apart from what `x` is made of: fused with a row's number they are no vectors.
     return exp_of_negative(mx.contiguous(x))
-
-
-def _on_cpu() -> bool:
-    return mx.default_device() == mx.Device(mx.cpu)

@@ -50,11 +50,10 @@ def decay(
 
 
 def clip(
-    gradients: dict[str, mx.array], limit: float | None
-) -> tuple[dict[str, mx.array], mx.array]:
-    """Scale all gradients down to a joint norm of `limit`; also returns the norm."""
-    norm = mx.sqrt(sum(mx.square(g).sum() for g in gradients.values()))
+    gradients: dict[str, mx.array], norm: mx.array, limit: float | None
+) -> dict[str, mx.array]:
+    """Scale all gradients, of a joint norm, down to one of `limit`."""
     if limit is None:
-        return gradients, norm
+        return gradients
     scale = mx.minimum(1.0, limit / (norm + 1e-6))
-    return {k: g * scale for k, g in gradients.items()}, norm
+    return {k: g * scale for k, g in gradients.items()}

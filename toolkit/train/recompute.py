@@ -1,6 +1,6 @@
 """Gradient checkpointing (arXiv 1604.06174): blocks run again in the backward pass."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 
 import mlx.core as mx
@@ -12,23 +12,30 @@ from .blocks import Blocks, StandIn, swapped
 
 
 @contextmanager
-def recomputed(blocks: Blocks) -> Iterator[None]:
+def recomputed(
+    blocks: Blocks, forward: Callable = lambda number, block: block
+) -> Iterator[None]:
     """Of every block only inputs and outputs are kept while the context is open.
 
     The model is as before when it closes. Backward passes may come later.
+
+    Args:
+        forward: what to call for a block, both times, by its number and the block.
 
     Raises:
         UserError: in the forward pass, where blocks are given a cache.
     """
     stand_ins = [
-        block if isinstance(block, StandIn) else StandIn(block, _recompute(block))
-        for block in blocks.trunk[blocks.name]
+        block
+        if isinstance(block, StandIn)
+        else StandIn(block, _recompute(block, forward(number, block)))
+        for number, block in enumerate(blocks.trunk[blocks.name])
     ]
     with swapped(blocks.trunk, blocks.name, stand_ins):
         yield
 
 
-def _recompute(block: nn.Module):
+def _recompute(block: nn.Module, forward: Callable):
     def call(*arguments, **settings):
         leaves = [leaf for _, leaf in tree_flatten([arguments, settings])]
         arrays = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
@@ -48,7 +55,7 @@ def _recompute(block: nn.Module):
                 (arguments, settings),
             )
             with _parameters(block, parameters), _all_swapped(draws):
-                return block(*args, **kwargs)
+                return forward(*args, **kwargs)
 
         # Gradients come only to what is handed in: trained parameters and arrays.
         return mx.checkpoint(run)(block.trainable_parameters(), arrays)

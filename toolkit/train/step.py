@@ -1,7 +1,7 @@
 """One optimizer step, compiled: masters in float32, the loss per trained token."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +18,7 @@ from .losses import cross_entropy_sum
 from .optim import clip, decay
 from .optimizers import make_optimizer
 from .recompute import recomputed
+from .shards import Shards
 from .share import share
 
 
@@ -39,6 +40,8 @@ class Step:
         caches: keep attention inside the documents of packed batches; None = no batch
             is packed.
         ranks: the processes that train this model, each on its rows of every batch.
+        shard: every process keeps its share alone of parameters, gradients and moments;
+            not with a rounding, nor with "adafactor" or "muon".
 
     Raises:
         UserError: gradient checkpointing of a model without blocks.
@@ -60,6 +63,7 @@ class Step:
         chunked: ChunkedLoss | None = None,
         caches: DocumentCaches | None = None,
         ranks: Ranks = ALONE,
+        shard: bool = False,
     ):
         self.model = model
         self.compute = compute
@@ -78,9 +82,13 @@ class Step:
                 hint="gradient_checkpointing: false",
             )
         self._recomputed = blocks if gradient_checkpointing else None
+        named = dict(tree_flatten(model.trainable_parameters()))
+        self.shards = Shards(
+            named if shard else {}, ranks, compute=compute, blocks=blocks
+        )
         self.parameters = {
-            path: value.astype(mx.float32)
-            for path, value in tree_flatten(model.trainable_parameters())
+            path: self.shards.cut(path, value).astype(mx.float32)
+            for path, value in named.items()
         }
         self.optimizer = make_optimizer(
             optimizer,
@@ -93,6 +101,9 @@ class Step:
         # Of the micro-batches of a step so far; empty between steps.
         self._sums: dict[str, mx.array] = {}
         mx.eval(self.parameters, self.optimizer.state)
+        self._compile()
+
+    def _compile(self) -> None:
         state = [self.parameters, self.optimizer.state, mx.random.state]
         summing = [self._sums, mx.random.state]
         self._train = mx.compile(self._update, inputs=state, outputs=state)
@@ -137,23 +148,53 @@ class Step:
         """Summed loss and trained tokens over batches, dropout off."""
         self.model.eval()
         loss = tokens = 0.0
-        for batch in self.ranks.own(batches):
+        # Who keeps a share is needed for every batch.
+        if self.shards:
+            own = (share(batch, self.ranks) for batch in batches)
+        else:
+            own = self.ranks.own(batches)
+        for batch in own:
             loss += self._evaluate(*self._given(batch)).item()
             tokens += batch.mask.sum().item()
         loss, tokens = self.ranks.totals(loss, tokens)
         return loss, int(tokens)
 
     def serve(self) -> nn.Module:
-        """The model with the weights of the next forward in place, dropout off."""
-        self._set(self.parameters)
+        """The model with the weights of the next forward in place, dropout off.
+
+        Of shares, the first process alone has it; all must call this, and `release`.
+        """
+        if self.shards:
+            weights = self.whole(dict.fromkeys(self.parameters, self.compute))
+            self.model.update(tree_unflatten(list(weights.items())))
+        else:
+            self._set(self.parameters)
         return self.model.eval()
+
+    def release(self) -> None:
+        """Leave the model no more than this process's share of the weights."""
+        if self.shards:
+            self.model.update(tree_unflatten(list(self.parameters.items())))
+
+    def whole(self, types: dict[str, mx.Dtype]) -> dict[str, mx.array]:
+        """The trained parameters, gathered one by one; of other processes none.
+
+        Args:
+            types: of the results, by path.
+        """
+        found = {}
+        for path, value in self.parameters.items():
+            value = self.shards.whole(path, value.astype(types[path]))
+            if self.ranks.is_first:
+                found[path] = value
+        return found
 
     def _given(self, batch: Batch) -> tuple[mx.array | None, ...]:
         # Every number of places is a trace of its own.
         return *batch.arrays, batch.places if self.chunked else None
 
     def _set(self, parameters: dict[str, mx.array]) -> None:
-        weights = {k: v.astype(self.compute) for k, v in parameters.items()}
+        weights = self.shards.placed(parameters)
         if self.fake_quant:
             weights |= self.fake_quant.served(parameters, self.compute)
         self.model.update(tree_unflatten(list(weights.items())))
@@ -162,18 +203,24 @@ class Step:
         self._set(self.parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
-        if self.chunked:
-            return self.chunked.value(inputs, targets, mask, places, **within)
-        return cross_entropy_sum(self.model(inputs, **within), targets, mask)
+        with self.shards.gathering():
+            if self.chunked:
+                return self.chunked.value(inputs, targets, mask, places, **within)
+            return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
     def _loss_of(self, parameters, tokens, mask, documents, places=None) -> mx.array:
         self._set(parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
-        with recomputed(self._recomputed) if self._recomputed else nullcontext():
+        with self._running():
             if self.chunked:
                 return self.chunked(inputs, targets, mask, places, **within)
             return cross_entropy_sum(self.model(inputs, **within), targets, mask)
+
+    def _running(self) -> AbstractContextManager:
+        if self._recomputed:
+            return recomputed(self._recomputed, self.shards.forward)
+        return self.shards.gathering()
 
     def _within(self, documents: mx.array | None) -> dict:
         """What a packed batch's model is called with besides the tokens."""
@@ -211,13 +258,12 @@ class Step:
 
     def _apply(self, gradients, loss: mx.array, trained: mx.array, rate, stops):
         told = [] if stops is None else [stops]
-        names, values = gradients.keys(), gradients.values()
-        sums = self.ranks.all_sum([loss, trained, *told, *values])
-        loss, trained, *told = sums[: 2 + len(told)]
-        gradients = dict(zip(names, sums[-len(names) :], strict=True))
+        numbers = [loss, trained, *told]
+        (loss, trained, *told), gradients = self.shards.all_sum(numbers, gradients)
         trained = mx.maximum(trained, 1)
         gradients = {k: g / trained for k, g in gradients.items()}
-        gradients, norm = clip(gradients, self.gradient_clip)
+        norm = self.shards.norm(gradients)
+        gradients = clip(gradients, norm, self.gradient_clip)
         self.optimizer.learning_rate = rate
         decayed = decay(self.parameters, rate, self.weight_decay)
         stepped = self.optimizer.apply_gradients(gradients, decayed)

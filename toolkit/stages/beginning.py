@@ -1,0 +1,29 @@
+"""The model that a train stage begins with: the current one, or a fresh one."""
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from ..export import mlx as checkpoints
+from ..model import fresh
+from ..run.files import atomic_folder
+from .context import Context
+
+
+def start(context: Context) -> Path:
+    """The checkpoint that is trained, which `begin` has made of a fresh model."""
+    return context.current.model if context.current else context.folder / "fresh"
+
+
+def begin(context: Context) -> None:
+    """Make a fresh model: tokenizer trained on the data, random weights."""
+    target = start(context)
+    if context.current or target.is_dir():
+        return
+    settings = context.source.fresh
+    config = fresh.configuration(settings)
+    weights = fresh.initial_weights(config, context.seed)
+    context.report.say("training the tokenizer")
+    with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
+        texts = (row.as_text() for row in context.rows.train)
+        fresh.train_tokenizer(texts, settings.vocabulary, Path(scratch))
+        checkpoints.write(partial, weights, config, companions=Path(scratch))
