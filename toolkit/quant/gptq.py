@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from pydantic import Field, model_validator
 
+from ..model.cpu import on_cpu
 from . import closed_form
 from .calibrate import Stored, Walk
 from .closed_form import Settings, Solution
@@ -77,7 +78,6 @@ class _Method:
                 f"calibration has {tokens.size:,} tokens; a layer {widest} wide wants "
                 f"{TOKENS_PER_COLUMN * widest:,}"
             )
-        on_cpu = mx.default_device() == mx.Device(mx.cpu)
         key = hashlib.sha256(memoryview(tokens))
         key.update(config.model_dump_json().encode())
         return Walk(
@@ -86,7 +86,7 @@ class _Method:
             tokens,
             task.folder / "walk",
             key=key.hexdigest(),
-            compute=mx.float32 if on_cpu else task.dtype,
+            compute=mx.float32 if on_cpu() else task.dtype,
             rows=max(1, TOKENS_AT_ONCE // tokens.shape[1]),
             say=task.report.say,
         )
