@@ -24,6 +24,9 @@ def shortened(path: Path) -> list[str]:
         if f"- {stage}:" in text:
             arguments += [f"stages.{stage}.{setting}" for setting in settings]
     arguments += [f"stages.train.{BATCH[key]}" for key in BATCH if f"{key}:" in text]
+    if "method: gptq" in text:
+        calibration = ("tokens=2048", "length=128")
+        arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
     if "steps:" in text:
         arguments.append("stages.train.steps=2")
     if "fresh:" in text:

@@ -1,6 +1,8 @@
 """What every quantization method promises, whichever it is."""
 
 import hashlib
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import mlx_lm
@@ -13,7 +15,9 @@ from toolkit.export import mlx as checkpoints
 from toolkit.model.load import load
 from toolkit.quant.layers import select
 from toolkit.quant.spec import QuantSpec, expand
+from toolkit.quant.task import Task
 from toolkit.registry import entries
+from toolkit.run.report import Report
 
 METHODS = entries("toolkit.quant", "Config")
 GRIDS = [
@@ -27,6 +31,7 @@ GRIDS = [
     {"mode": "nvfp4"},
     {"mode": "mxfp8"},
 ]
+WINDOWS = mx.random.randint(0, 320, (64, 24), key=mx.random.key(1))
 TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
 
 pytestmark = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
@@ -45,9 +50,20 @@ def folder(make_checkpoint):
 
 def quantize(method, source, target, **settings):
     loaded = load(source, compute="stored")
-    selection = select(loaded.model, method.Config(**settings))
-    tensors = method.quantize(loaded.model, selection.specs, loaded.dtype)
+    config = method.Config(**settings)
+    selection = select(loaded.model, config)
     dense = dict(tree_flatten(loaded.model.parameters()))
+    with TemporaryDirectory() as folder:
+        task = Task(
+            loaded.model,
+            selection.specs,
+            loaded.dtype,
+            lambda calibration, tokens: WINDOWS,
+            Path(folder),
+            Report(None, quiet=True),
+        )
+        tensors = method.quantize(config, task)
+        mx.eval(tensors)
     kept = {
         k: v for k, v in dense.items() if k[: -len(".weight")] not in selection.specs
     }
@@ -78,8 +94,19 @@ def test_settings(method):
         method.Config(method="another")
 
 
+def require(method, grid):
+    """Skip grids that a method says it is not for, which only modes may be."""
+    try:
+        method.Config(**grid)
+    except ValidationError:
+        if "mode" not in grid:
+            raise
+        pytest.skip("not for this mode")
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda g: "-".join(map(str, g.values())))
-def test_never_worse_than_rounding_and_stored_as_asked(method, folder, tmp_path, grid):
+def test_near_the_weights_and_stored_as_asked(method, folder, tmp_path, grid):
+    require(method, grid)
     selection, tensors, dense = quantize(method, folder, tmp_path / "q", **grid)
     assert len(selection.specs) > 2
     for path, spec in selection.specs.items():
@@ -101,14 +128,15 @@ def test_never_worse_than_rounding_and_stored_as_asked(method, folder, tmp_path,
             *mx.quantize(weight, **options), **options, dtype=mx.float32
         )
         error = relative_error(expand(packed, spec, mx.float32), weight)
-        assert error <= relative_error(plain, weight) * (1 + 1e-6)
-        assert error < 0.5
+        # What is nearest for the layers' inputs may be further in the weights.
+        assert error < min(0.7, 2 * relative_error(plain, weight))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda g: "-".join(map(str, g.values())))
 def test_what_is_saved_is_what_stock_mlx_lm_runs(
     method, make_checkpoint, tmp_path, grid
 ):
+    require(method, grid)
     folder = make_checkpoint(dtype="float32", num_hidden_layers=2)
     quantize(method, folder, tmp_path / "q", **grid)
     stock, _ = mlx_lm.load(str(tmp_path / "q"))
@@ -131,7 +159,7 @@ def test_awkward_widths_are_kept_as_they_were(method, folder, tmp_path):
 def test_a_mixture_of_experts(method, make_checkpoint, tmp_path):
     """Experts in three dimensions, and a router of its own bits."""
     source = make_checkpoint(QWEN3_MOE, dtype="float32")
-    selection, tensors, _ = quantize(method, source, tmp_path / "q", mode="mxfp4")
+    selection, tensors, _ = quantize(method, source, tmp_path / "q", bits=4)
     assert selection.specs["model.layers.0.mlp.gate"].bits == 8
     assert tensors["model.layers.0.mlp.switch_mlp.up_proj.weight"].ndim == 3
     stock, _ = mlx_lm.load(str(tmp_path / "q"))

@@ -3,9 +3,9 @@
 from typing import Literal
 
 import mlx.core as mx
-import mlx.nn as nn
 
-from .spec import Quantization, QuantSpec, pack
+from .spec import Quantization, pack
+from .task import Task
 
 
 class Config(Quantization):
@@ -15,18 +15,12 @@ class Config(Quantization):
     """The method's name."""
 
 
-def quantize(
-    model: nn.Module, specs: dict[str, QuantSpec], dtype: mx.Dtype
-) -> dict[str, mx.array]:
-    """Codes, scales and biases of the layers in `specs`, as a checkpoint stores them.
-
-    Args:
-        dtype: the type the checkpoint stores.
-    """
-    modules = dict(model.named_modules())
+def quantize(config: Config, task: Task) -> dict[str, mx.array]:
+    """Codes, scales and biases of the layers in `task.specs`, as they are stored."""
+    modules = dict(task.model.named_modules())
     tensors = {}
-    for path, spec in specs.items():
-        packed = pack(modules[path].weight, spec, dtype)
+    for path, spec in task.specs.items():
+        packed = pack(modules[path].weight, spec, task.dtype)
         mx.eval(packed)
         tensors |= {f"{path}.{name}": value for name, value in packed.items()}
     return tensors

@@ -1,10 +1,17 @@
 """The quantize stage: one post-training method over the current model."""
 
+import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..data.sources import Splits
+from ..data.windows import windows
+from ..model.load import Loaded
 from ..quant.layers import select
+from ..quant.task import Calibration, Task
 from ..registry import entries
 from .context import Artefact, Context, write_checkpoint
+
+WITHOUT_ROWS = "builtin:stdlib"
 
 
 def run(config, context: Context) -> Artefact:
@@ -18,10 +25,44 @@ def run(config, context: Context) -> Artefact:
     selection = select(loaded.model, config)
     for path, reason in sorted(selection.kept.items()):
         context.report.say(f"{path} is kept: {reason}")
-    method = entries("toolkit.quant", "Config")[config.method]
-    tensors = method.quantize(loaded.model, selection.specs, loaded.dtype)
     weights = dict(tree_flatten(loaded.model.parameters()))
+    method = entries("toolkit.quant", "Config")[config.method]
+    task = Task(
+        loaded.model,
+        selection.specs,
+        loaded.dtype,
+        lambda calibration, tokens: _windows(calibration, tokens, context, loaded),
+        context.folder,
+        context.report,
+    )
+    tensors = method.quantize(config, task)
     target = context.folder / "model"
     write_checkpoint(target, loaded, weights, selection, tensors)
     facts = context.current.facts | {"method": config.method, "kept": selection.kept}
     return Artefact(target, reference, context.current.adapters, facts)
+
+
+def _windows(
+    calibration: Calibration, tokens: int, context: Context, loaded: Loaded
+) -> mx.array:
+    source = calibration.source
+    if source is None and not context.data.train:
+        source = WITHOUT_ROWS
+    rows = context.rows if source is None else _splits(source, context)
+    found = windows(
+        rows.train,
+        loaded.tokenizer,
+        length=calibration.length,
+        tokens=tokens,
+        seed=context.seed,
+    )
+    name = source or ", ".join(context.data.train)
+    context.report.say(f"calibrating on {found.size:,} tokens of {name}")
+    return mx.array(found)
+
+
+def _splits(source: str, context: Context) -> Splits:
+    rows = context.rows
+    # What is held out of a training source by itself is not held out of this one.
+    data = rows.data.model_copy(update={"train": [source], "valid": [source]})
+    return Splits(data, find=rows.find, seed=rows.seed, say=rows.say, warn=rows.warn)

@@ -1,0 +1,177 @@
+"""The walk: what layers see, in which order, and where it goes on after a kill."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+from toolkit.errors import UserError
+from toolkit.model.load import build
+from toolkit.quant.calibrate import Stored, Walk
+from toolkit.quant.layers import select
+from toolkit.quant.spec import Quantization, expand, pack
+
+TOKENS = mx.random.randint(0, 320, (6, 24), key=mx.random.key(0))
+GRID = Quantization(bits=3, group_size=32)
+SIZES = {"num_hidden_layers": 3, "vocab_size": 320, "tie_word_embeddings": False}
+
+
+def model_of(config=LLAMA, **changes):
+    mx.random.seed(5)
+    model = build(config | SIZES | changes)
+    model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
+    return model.eval()
+
+
+def walk(model, folder, *, key="a", rows=4) -> Walk:
+    return Walk(
+        model,
+        list(select(model, GRID).specs),
+        TOKENS,
+        folder / "walk",
+        key=key,
+        compute=mx.float32,
+        rows=rows,
+        say=lambda _: None,
+    )
+
+
+class Rounding:
+    """Rounds to nearest and notes what it was given."""
+
+    def __init__(self, stop_at: str | None = None):
+        self.stop_at = stop_at
+        self.moments = {}
+
+    def __call__(self, weights, moments):
+        if self.stop_at in weights:
+            raise KeyboardInterrupt
+        found = {}
+        for path, weight in weights.items():
+            self.moments[path] = moments
+            tensors = pack(weight, GRID, mx.float32)
+            found[path] = Stored(tensors, expand(tensors, GRID, mx.float32))
+        return found
+
+
+class Seeing(nn.Module):
+    """A layer that keeps what it is called with."""
+
+    def __init__(self, layer, seen):
+        super().__init__()
+        self.layer, self.seen = layer, seen
+
+    def __call__(self, x, *rest, **more):
+        self.seen.append((x, *rest))
+        return self.layer(x, *rest, **more)
+
+
+def inputs_of(model, path, rounded=()):
+    """What goes into a layer of a model some of whose layers are rounded."""
+    modules = dict(model.named_modules())
+    for name in rounded:
+        layer = modules[name]
+        layer.weight = expand(pack(layer.weight, GRID, mx.float32), GRID, mx.float32)
+    parent, _, name = path.rpartition(".")
+    seen = []
+    modules[parent][name] = Seeing(modules[path], seen)
+    model(TOKENS)
+    return seen[0]
+
+
+def rows_of(model, path, rounded=()):
+    x = inputs_of(model, path, rounded)[0]
+    return np.array(x, np.float64).reshape(-1, x.shape[-1])
+
+
+def test_layers_come_in_the_order_of_their_inputs(tmp_path):
+    rounding = Rounding()
+    walk(model_of(), tmp_path).run(rounding)
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    parts += ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    blocks = [f"model.layers.{number}.{part}" for number in range(3) for part in parts]
+    assert sorted(rounding.moments) == sorted([*blocks, "lm_head"])
+    order, last = [], None
+    for path, moments in rounding.moments.items():
+        if moments is not last:
+            order.append(path.rpartition(".")[2])
+        last = moments
+    assert order == ["q_proj", "o_proj", "gate_proj", "down_proj"] * 3 + ["lm_head"]
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["model.layers.1.self_attn.o_proj", "model.layers.2.mlp.down_proj", "lm_head"],
+)
+def test_moments_are_those_of_the_model_quantized_so_far(tmp_path, path):
+    rounding = Rounding()
+    walk(model_of(), tmp_path).run(rounding)
+    before = list(rounding.moments)[: list(rounding.moments).index(path)]
+    mine = rounding.moments[path]
+    before = [name for name in before if rounding.moments[name] is not mine]
+    x, y = rows_of(model_of(), path, before), rows_of(model_of(), path)
+    assert mine.counts.item() == TOKENS.size
+    largest = np.abs(x.T @ x).max()
+    np.testing.assert_allclose(mine.squares, x.T @ x, atol=1e-4 * largest)
+    np.testing.assert_allclose(mine.cross, x.T @ (y - x), atol=1e-4 * largest)
+    assert np.abs(x.T @ (y - x)).max() > 1e-2 * largest
+
+
+def test_every_expert_has_its_own_rows(tmp_path):
+    rounding = Rounding()
+    model = model_of(QWEN3_MOE)
+    walk(model, tmp_path).run(rounding)
+    path = "model.layers.0.mlp.switch_mlp.down_proj"
+    before = list(rounding.moments)[: list(rounding.moments).index(path)]
+    x, experts, *_ = inputs_of(model_of(QWEN3_MOE), path, before)
+    x = np.array(mx.broadcast_to(x.squeeze(-2), (*experts.shape, x.shape[-1])))
+    x, experts = x.reshape(-1, x.shape[-1]).astype(np.float64), np.array(experts)
+    moments = rounding.moments[path]
+    assert moments.cross is None
+    assert moments.counts.sum().item() == experts.size
+    for number, squares in enumerate(moments.squares):
+        rows = x[experts.reshape(-1) == number]
+        assert moments.counts[number].item() == len(rows)
+        np.testing.assert_allclose(squares, rows.T @ rows, atol=1e-4)
+
+
+def test_a_walk_goes_on_where_it_was_stopped(tmp_path):
+    whole = walk(model_of(), tmp_path / "whole").run(Rounding())
+    with pytest.raises(KeyboardInterrupt):
+        walk(model_of(), tmp_path).run(Rounding("model.layers.2.mlp.up_proj"))
+    second = Rounding()
+    found = walk(model_of(), tmp_path).run(second)
+    assert all(
+        path.startswith(("model.layers.2", "lm_head")) for path in second.moments
+    )
+    assert found.keys() == whole.keys()
+    assert all(mx.array_equal(found[name], whole[name]) for name in whole)
+    third = Rounding()
+    walk(model_of(), tmp_path).run(third)
+    assert not third.moments
+    walk(model_of(), tmp_path, key="other").run(third)
+    assert len(third.moments) == 22
+
+
+def test_weights_of_blocks_are_let_go(tmp_path):
+    model = model_of()
+    walk(model, tmp_path).run(Rounding())
+    assert sum(v.size for _, v in tree_flatten(model.layers[0].parameters())) == 0
+    names = {p.name for p in (tmp_path / "walk").rglob("streams-*")}
+    assert names == {f"streams-{part:04d}.safetensors" for part in range(2)}
+
+
+def test_a_model_that_is_no_plain_sequence_is_refused(tmp_path):
+    model = model_of()
+
+    class Skipping(type(model.model)):
+        def __call__(self, inputs, cache=None, **more):
+            first = super().__call__(inputs, cache, **more)
+            return first + 0.1 * super().__call__(inputs, cache, **more)
+
+    model.model.__class__ = Skipping
+    model.model.layers = model.model.layers[:1] * 2 + model.model.layers[1:]
+    with pytest.raises(UserError, match="one by one"):
+        walk(model, tmp_path).run(Rounding())

@@ -1,0 +1,112 @@
+"""The method as a whole: closer to the model than rounding, and what it tells."""
+
+from types import SimpleNamespace
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+from toolkit.model.load import build
+from toolkit.quant import gptq, rtn
+from toolkit.quant.layers import select
+from toolkit.quant.spec import expand
+from toolkit.quant.task import Task
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192}
+
+
+def model_of(config=LLAMA, **changes):
+    """Attention and logits sharp enough to tell tokens apart."""
+    mx.random.seed(5)
+    model = build(config | changes)
+    weights = {
+        k: 2 * v if v.ndim > 1 else v for k, v in tree_flatten(model.parameters())
+    }
+    model.update(tree_unflatten(list(weights.items())))
+    return model.eval()
+
+
+def tokens_of(seed, count=96):
+    """Some tokens far more often than others, as in text."""
+    share = mx.random.uniform(shape=(count, 32), key=mx.random.key(seed))
+    return (320 * share**3).astype(mx.int32)
+
+
+class Report(SimpleNamespace):
+    def __init__(self):
+        super().__init__(lines=[])
+        self.say = self.warn = self.log = self.lines.append
+
+
+def quantized(method, model, folder, *, tokens=None, report=None, **settings):
+    """Tensors, and the model with the weights they stand for."""
+    config = method.Config(**settings)
+    specs = select(model, config).specs
+    dense = dict(tree_flatten(model.parameters()))
+    windows = tokens_of(1) if tokens is None else tokens
+    task = Task(
+        model, specs, mx.float32, lambda *_: windows, folder, report or Report()
+    )
+    tensors = method.quantize(config, task)
+    for path, spec in specs.items():
+        names = ("weight", "scales", "biases")
+        packed = {name: tensors[f"{path}.{name}"] for name in names}
+        dense[f"{path}.weight"] = expand(packed, spec, mx.float32)
+    model.update(tree_unflatten(list(dense.items())))
+    return tensors, model
+
+
+def divergence(model, other):
+    """Mean KL on tokens that were not calibrated on."""
+    tokens = tokens_of(2)
+    p, q = (m(tokens).astype(mx.float32) for m in (model, other))
+    p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (p, q))
+    return (mx.exp(p) * (p - q)).sum(axis=-1).mean().item()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_closer_than_rounding_on_other_tokens(tmp_path, bits, tied):
+    changes = SIZES | {"tie_word_embeddings": tied}
+    model = model_of(**changes)
+    found = {}
+    for method in (rtn, gptq):
+        folder = tmp_path / method.__name__
+        _, other = quantized(method, model_of(**changes), folder, bits=bits)
+        found[method] = divergence(model, other)
+    assert 0 < found[gptq] < 0.8 * found[rtn]
+
+
+def test_every_part_helps(tmp_path):
+    model = model_of(**SIZES)
+
+    def loss(name, **settings):
+        _, other = quantized(
+            gptq, model_of(**SIZES), tmp_path / name, bits=3, **settings
+        )
+        return divergence(model, other)
+
+    whole = loss("whole")
+    assert whole < loss("plain", rounds=0, asymmetry=0)
+
+
+def test_experts_that_saw_little_are_named(tmp_path):
+    report = Report()
+    tokens = tokens_of(1, count=2)
+    quantized(gptq, model_of(QWEN3_MOE), tmp_path, tokens=tokens, report=report)
+    assert any("experts saw fewer than" in line for line in report.lines)
+    assert any("calibration has 64 tokens" in line for line in report.lines)
+
+
+def test_what_is_lost_is_in_the_log(tmp_path):
+    report = Report()
+    quantized(gptq, model_of(**SIZES), tmp_path, report=report)
+    lines = [line for line in report.lines if "output lost" in line]
+    assert len(lines) == 2 * 7 + 1
+    assert all("round to nearest" in line and "kept" in line for line in lines)
+
+
+def test_only_affine_grids():
+    with pytest.raises(ValueError, match="affine"):
+        gptq.Config(mode="mxfp4")

@@ -1,0 +1,134 @@
+"""What goes into the layers of a block, looked at as it passes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..train.blocks import StandIn
+
+# Numbers of the second moments of a mixture's experts that are summed up at once.
+MOMENTS_AT_ONCE = 1 << 27
+
+
+@dataclass
+class Seen:
+    """Inputs of layers by path, in the order in which they were called.
+
+    Attributes:
+        rows: [T, K].
+        experts: int [T], which expert of a mixture each row went to.
+    """
+
+    rows: dict[str, mx.array] = field(default_factory=dict)
+    experts: dict[str, mx.array] = field(default_factory=dict)
+    # The very objects, by which layers with the same input are known.
+    objects: dict[str, mx.array] = field(default_factory=dict)
+
+    def groups(self) -> list[list[str]]:
+        """Paths of layers that share their input, in the order of the calls."""
+        found: dict[int, list[str]] = {}
+        for path, value in self.objects.items():
+            found.setdefault(id(value), []).append(path)
+        return list(found.values())
+
+
+@contextmanager
+def watched(root: nn.Module, paths: list[str]) -> Iterator[Seen]:
+    """Note what the layers at `paths` in `root` are called with."""
+    seen = Seen()
+    with ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(_replaced(root, path, seen))
+        yield seen
+
+
+@contextmanager
+def _replaced(root: nn.Module, path: str, seen: Seen) -> Iterator[None]:
+    owner = root
+    *way, name = path.split(".")
+    for part in way:
+        owner = owner[int(part)] if isinstance(owner, list) else owner[part]
+    key = int(name) if isinstance(owner, list) else name
+    layer = owner[key]
+    owner[key] = _Watched(layer, path, seen)
+    try:
+        yield
+    finally:
+        owner[key] = layer
+
+
+class _Watched(StandIn):
+    def __init__(self, layer: nn.Module, path: str, seen: Seen):
+        super().__init__(layer, lambda *inputs, **more: self._look(layer, inputs, more))
+        self._path = path
+        self._seen = seen
+
+    def _look(self, layer: nn.Module, inputs: tuple, more: dict) -> mx.array:
+        self._note(*inputs[:2])
+        return layer(*inputs, **more)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """An embedding used as the head."""
+        self._note(x)
+        return self._module.as_linear(x)
+
+    def _note(self, x: mx.array, experts: mx.array | None = None) -> None:
+        seen, path = self._seen, self._path
+        if not mx.issubdtype(x.dtype, mx.floating):
+            # Tokens that are looked up.
+            return
+        seen.objects[path] = x
+        if experts is not None:
+            # [..., 1, K] for each of the experts, or for all of them alike.
+            x = mx.broadcast_to(x.squeeze(-2), (*experts.shape, x.shape[-1]))
+            seen.experts[path] = experts.reshape(-1)
+        seen.rows[path] = x.reshape(-1, x.shape[-1])
+
+
+@dataclass
+class Moments:
+    """Sums over inputs X of the quantized model and Y of the full-precision one.
+
+    Attributes:
+        squares: X'X, float32 [K, K]; of a mixture [E, K, K].
+        cross: X'(Y - X), float32 [K, K], if there is a Y.
+        counts: rows summed up; of a mixture [E].
+    """
+
+    squares: mx.array
+    cross: mx.array | None
+    counts: mx.array
+
+    @classmethod
+    def empty(cls, width: int, *, experts: int | None, with_cross: bool) -> "Moments":
+        shape = (width, width) if experts is None else (experts, width, width)
+        cross = mx.zeros(shape) if with_cross else None
+        return cls(mx.zeros(shape), cross, mx.zeros(shape[:-2], mx.int32))
+
+    def add(self, x: mx.array, y: mx.array | None = None) -> None:
+        """Rows [T, K] of both models."""
+        x = x.astype(mx.float32)
+        self.squares = self.squares + x.T @ x
+        self.counts = self.counts + len(x)
+        if y is not None:
+            self.cross = self.cross + x.T @ (y.astype(mx.float32) - x)
+        mx.eval(self.squares, self.counts, self.cross if y is not None else [])
+
+    def add_routed(self, x: mx.array, experts: mx.array, first: int) -> None:
+        """Rows [T, K] and where each went; `first` is the expert of the first sum."""
+        order = mx.argsort(experts)
+        x, sorted_experts = x.astype(mx.float32)[order], experts[order]
+        count = len(self.squares)
+        bounds = mx.arange(first, first + count + 1)[:, None]
+        ends = (sorted_experts[None] < bounds).sum(axis=1).tolist()
+        parts = []
+        for start, end in pairwise(ends):
+            rows = x[start:end]
+            parts.append(rows.T @ rows)
+        self.squares = self.squares + mx.stack(parts)
+        self.counts = self.counts + mx.array(ends[1:]) - mx.array(ends[:-1])
+        mx.eval(self.squares, self.counts)
