@@ -20,7 +20,10 @@ SMALL = [
     "stages.validate.questions=21",
     "stages.validate.speed_tokens=8",
 ]
-SMALL_BENCHMARK = "--hidden 64 --layers 1 --batch 2 --length 32 --steps 3 --rounds 1"
+SMALL_BENCHMARKS = {
+    "train_step": "--hidden 64 --layers 1 --batch 2 --length 32 --steps 3 --rounds 1",
+    "finetune": "--hidden 64 --layers 1 --limit 8 --rounds 1 --no-stock",
+}
 
 
 def commands() -> list[str]:
@@ -43,7 +46,7 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     if program == "lmx-train" and not any(a.startswith("--") for a in arguments):
         arguments += [a for a in SMALL if a.partition("=")[0] not in command]
     if program == "python":
-        arguments += shlex.split(SMALL_BENCHMARK)
+        arguments += shlex.split(SMALL_BENCHMARKS[Path(arguments[0]).stem])
     arguments = [re.sub(r"^(?=recipes/|benchmarks/)", f"{ROOT}/", a) for a in arguments]
     return subprocess.run(
         [BIN / program, *arguments],
