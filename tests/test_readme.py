@@ -22,7 +22,7 @@ SMALL = [
 ]
 SMALL_BENCHMARKS = {
     "train_step": "--hidden 64 --layers 1 --batch 2 --length 32 --steps 3 --rounds 1",
-    "finetune": "--hidden 64 --layers 1 --limit 8 --rounds 1 --no-stock",
+    "finetune": "--hidden 64 --layers 1 --limit 16 --rounds 1 --no-stock",
 }
 
 
