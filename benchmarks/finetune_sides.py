@@ -90,9 +90,10 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     from toolkit.data.template import Example
     from toolkit.model import lora
     from toolkit.model.adapters.settings import Adapter
+    from toolkit.model.cpu import on_cpu
     from toolkit.model.load import load
     from toolkit.stages.train import Config
-    from toolkit.train.chunked import ChunkedLoss, cached
+    from toolkit.train.chunked import ChunkedLoss
     from toolkit.train.step import Step
 
     examples = [
@@ -105,13 +106,14 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     lora.attach(model, Adapter(rank=RANK, alpha=RANK * SCALE), seed=0)
     widest = max(size * rung for rung, size, _ in batches.rungs)
     config = Config(steps=1, batch_size=1)
-    chunk = config.chunk(vocabulary=settings["vocabulary"], tokens=widest)
+    sizes = {"vocabulary": settings["vocabulary"], "tokens": widest}
+    chunk = config.chunk(**sizes, on_cpu=on_cpu())
     step = Step(
         model,
         beta1=BETAS[0],
         beta2=BETAS[1],
         gradient_checkpointing=settings["checkpointing"],
-        chunked=ChunkedLoss(model, cached(settings["vocabulary"]) or chunk),
+        chunked=ChunkedLoss(model, chunk),
     )
     clock = Clock(batches.per_epoch, batches.per_epoch)
     waiting = None

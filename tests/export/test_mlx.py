@@ -15,8 +15,7 @@ from toolkit.export import mlx as checkpoints
 from toolkit.model.load import load
 from toolkit.model.sizes import checkpoint_sizes, read_header
 from toolkit.quant.layers import Selection, select
-from toolkit.quant.rtn import quantize
-from toolkit.quant.spec import Quantization, QuantSpec
+from toolkit.quant.spec import Quantization, QuantSpec, pack
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 SMALL = QuantSpec(bits=3, group_size=32)
@@ -28,7 +27,11 @@ def export(source, target, selection=None):
     """Write a checkpoint, rounded where a selection says so."""
     loaded = load(source, compute="stored")
     selection = selection or Selection({}, {})
-    tensors = quantize(loaded.model, selection.specs, loaded.dtype)
+    modules = dict(loaded.model.named_modules())
+    tensors = {}
+    for path, spec in selection.specs.items():
+        packed = pack(modules[path].weight, spec, loaded.dtype)
+        tensors |= {f"{path}.{name}": value for name, value in packed.items()}
     weights = dict(tree_flatten(loaded.model.parameters()))
     rounded = {f"{path}.weight" for path in selection.specs}
     weights = {k: v for k, v in weights.items() if k not in rounded} | tensors

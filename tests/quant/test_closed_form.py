@@ -120,8 +120,8 @@ def test_the_size_of_the_inputs_is_of_no_account(hessian, power):
 def test_rows_are_independent(hessian, monkeypatch):
     spec = QuantSpec(bits=3, group_size=GROUP)
     whole = solve(weights(), hessian, spec, mx.float16)
-    monkeypatch.setattr(closed_form, "WEIGHTS_AT_ONCE", 5 * WIDTH)
-    monkeypatch.setattr(closed_form, "REFIT_AT_ONCE", 3 * WIDTH * WIDTH // GROUP)
+    monkeypatch.setattr(closed_form, "AT_ONCE", 5 * WIDTH)
+    monkeypatch.setattr("toolkit.quant.refit.AT_ONCE", 3 * WIDTH * WIDTH // GROUP)
     parts = solve(weights(), hessian, spec, mx.float16)
     same = [mx.abs(expand(s.tensors, spec, mx.float16)[:5]) for s in (whole, parts)]
     assert mx.allclose(*same, atol=2e-2)

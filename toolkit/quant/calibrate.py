@@ -19,9 +19,10 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from ..errors import UserError
 from ..run.files import atomic_folder, need_space
 from ..train.blocks import StandIn, find_blocks, swapped
+from . import streams
 from .inputs import Moments, Seen, watched
 
-TENSORS, STREAMS = "tensors.safetensors", "streams"
+TENSORS = "tensors.safetensors"
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,14 @@ class Walk:
                 hidden = self._arguments(0, tokens)[0][0]
                 if number == 0:
                     need_space(self.folder, 4 * len(self.tokens) * hidden.nbytes)
-                _save_streams(place, number, hidden, hidden)
+                streams.save(place, number, hidden, hidden)
         state.write_text(json.dumps(self.key))
 
     def _done(self) -> int:
         """How many blocks are behind the newest streams on disk."""
-        found = sorted(self.folder.glob(f"*/{STREAMS}-0000.safetensors"))
+        found = sorted(self.folder.glob(f"*/{streams.NAME}-0000.safetensors"))
         for older in found[:-1]:
-            _drop_streams(older.parent)
+            streams.drop(older.parent)
         return int(found[-1].parent.name)
 
     def _walk_block(self, number: int, solve: Solve) -> None:
@@ -143,11 +144,11 @@ class Walk:
                 tensors |= {f"{path}.{k}": v for k, v in stored.tensors.items()}
         with atomic_folder(self.folder / f"{number + 1:04d}") as after:
             for part in range(len(self.tokens)):
-                streams = _load_streams(here, part)
-                outputs = self._forward(number, part, streams, full, rounded)
-                _save_streams(after, part, *outputs)
+                hidden = streams.load(here, part)
+                outputs = self._forward(number, part, hidden, full, rounded)
+                streams.save(after, part, *outputs)
             mx.save_safetensors(str(after / TENSORS), tensors)
-        _drop_streams(here)
+        streams.drop(here)
         # Lets the weights go.
         block.update(tree_map(lambda value: mx.zeros(0, value.dtype), full))
         mx.clear_cache()
@@ -164,7 +165,7 @@ class Walk:
         for group in self._outside_groups(here):
             moments = None
             for part, tokens in enumerate(self.tokens):
-                full, rounded = _load_streams(here, part)
+                full, rounded = streams.load(here, part)
                 y = self._seen_outside(group[:1], full, tokens).rows[group[0]]
                 x = self._seen_outside(group[:1], rounded, tokens).rows[group[0]]
                 moments = moments or Moments.empty(
@@ -179,7 +180,7 @@ class Walk:
 
     def _groups(self, number: int, paths: list[str]) -> list[list[str]]:
         """The block's layers that share an input, in the order of their calls."""
-        full, _ = _load_streams(self.folder / f"{number:04d}", 0)
+        full, _ = streams.load(self.folder / f"{number:04d}", 0)
         with watched(self._blocks[number], paths) as seen:
             self._run(number, self.tokens[0][:1], full[:1])
         return seen.groups()
@@ -193,9 +194,9 @@ class Walk:
             weight.shape[-1], experts=experts, with_cross=experts is None
         )
         for part, tokens in enumerate(self.tokens):
-            streams = _load_streams(here, part)
+            both = streams.load(here, part)
             seen: list[Seen] = []
-            for hidden, weights in zip(streams, (full, rounded), strict=True):
+            for hidden, weights in zip(both, (full, rounded), strict=True):
                 self._put(block, weights)
                 with watched(block, [first]) as look:
                     self._run(number, tokens, hidden)
@@ -207,10 +208,10 @@ class Walk:
                 found.add_routed(x, seen[1].experts[first], 0)
         return found
 
-    def _forward(self, number: int, part: int, streams, full, rounded):
+    def _forward(self, number: int, part: int, both, full, rounded):
         block, tokens = self._blocks[number], self.tokens[part]
         outputs = []
-        for hidden, weights in zip(streams, (full, rounded), strict=True):
+        for hidden, weights in zip(both, (full, rounded), strict=True):
             self._put(block, weights)
             outputs.append(self._run(number, tokens, hidden))
         mx.eval(outputs)
@@ -250,7 +251,7 @@ class Walk:
         return swapped(self._trunk, self._name, stand_ins)
 
     def _outside_groups(self, here: Path) -> list[list[str]]:
-        full, _ = _load_streams(here, 0)
+        full, _ = streams.load(here, 0)
         seen = self._seen_outside(self.outside, full[:1], self.tokens[0][:1])
         return seen.groups()
 
@@ -289,18 +290,3 @@ class Walk:
     def _cast(self, value: mx.array) -> mx.array:
         is_float = mx.issubdtype(value.dtype, mx.floating)
         return value.astype(self.compute) if is_float else value
-
-
-def _save_streams(folder: Path, part: int, full: mx.array, rounded: mx.array) -> None:
-    path = str(folder / f"{STREAMS}-{part:04d}.safetensors")
-    mx.save_safetensors(path, {"full": full, "rounded": rounded})
-
-
-def _load_streams(folder: Path, part: int) -> tuple[mx.array, mx.array]:
-    found = mx.load(str(folder / f"{STREAMS}-{part:04d}.safetensors"))
-    return found["full"], found["rounded"]
-
-
-def _drop_streams(folder: Path) -> None:
-    for file in folder.glob(f"{STREAMS}-*"):
-        file.unlink()

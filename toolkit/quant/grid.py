@@ -1,10 +1,39 @@
-"""The grid of a group: scale and bias that lose least, weighted by importance."""
+"""Grids: codes, scales and biases, and those of a group that lose least."""
+
+from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
 # How far the ends of the weights' range are drawn in, as a share of it.
 SHRINKS = (0.96, 0.92, 0.88, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38)
 ROUNDS = 5
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Codes [N, K], scales and biases [N, G]: float32, of values that can be stored."""
+
+    codes: mx.array
+    scales: mx.array
+    biases: mx.array
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scales.shape[1]
+
+    def weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """What the codes stand for [N, K], by arithmetic in `dtype`."""
+        shape = (*self.scales.shape, self.group)
+        codes = self.codes.reshape(shape).astype(dtype)
+        scales, biases = (
+            v[..., None].astype(dtype) for v in (self.scales, self.biases)
+        )
+        return (codes * scales + biases).reshape(self.codes.shape).astype(mx.float32)
+
+    def over(self, other: "Grid", rows: mx.array) -> "Grid":
+        """This in the rows that are True, the other elsewhere."""
+        pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
+        return Grid(*(mx.where(rows[:, None], a, b) for a, b in pairs))
 
 
 def nearest(

@@ -1,0 +1,122 @@
+"""Codes found column by column: by groups alone, by GPTQ, and by coordinate descent."""
+
+from collections.abc import Callable
+from functools import partial
+
+import mlx.core as mx
+
+from .grid import Grid, fit_grid, nearest
+from .hessian import Hessian
+
+# Columns whose errors spread one by one; beyond them by one product.
+STRIP = 8
+
+
+def fitted(
+    target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype
+) -> Grid:
+    """For every group by itself the grid that loses least, and nearest codes."""
+    costs = mx.diagonal(hessian.matrix)
+    found = []
+    for start in range(0, target.shape[1], group):
+        here = slice(start, start + group)
+        scale, bias = fit_grid(target[:, here], costs[here], levels, dtype)
+        codes = nearest(target[:, here], scale[:, None], bias[:, None], levels)
+        found.append((codes, scale, bias))
+        mx.async_eval(found[-1])
+    codes, scales, biases = zip(*found, strict=True)
+    stacked = (mx.stack(v, axis=1) for v in (scales, biases))
+    return Grid(mx.concatenate(codes, axis=1), *stacked)
+
+
+def gptq(
+    target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype
+) -> Grid:
+    """Column by column, each error made up for by the columns that follow.
+
+    In the Hessian's order; the grid of a group is fitted when its turn comes, to
+    weights that have taken up the errors so far.
+    """
+    factor, order = hessian.factor, hessian.order
+    left = target[:, order].T
+    found = []
+    for start in range(0, len(factor), group):
+        here = slice(start, start + group)
+        block = factor[here, here]
+        costs = 1 / mx.diagonal(block) ** 2
+        scale, bias = fit_grid(left[:group].T, costs, levels, dtype)
+        take = partial(_gptq_strip, scale=scale, bias=bias, levels=levels)
+        codes, errors = _in_turn(take, left[:group], block)
+        left = left[group:] - factor[here, start + group :].T @ errors
+        found.append((codes, scale, bias))
+        mx.async_eval(left, found[-1])
+    codes, scales, biases = zip(*found, strict=True)
+    groups = mx.argsort(order[::group])
+    stacked = (mx.stack(v, axis=1)[:, groups] for v in (scales, biases))
+    return Grid(mx.concatenate(codes).T[:, mx.argsort(order)], *stacked)
+
+
+def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: mx.array) -> Grid:
+    """One sweep over all codes: each goes where it loses least, the others fixed."""
+    weight = grid.weight().T
+    # Half the error's slope with its sign turned: where every weight wants to go.
+    pull = matrix @ (target.T - weight)
+    found = []
+    for number, start in enumerate(range(0, len(weight), grid.group)):
+        here = slice(start, start + grid.group)
+        take = partial(
+            _descent_strip,
+            scale=grid.scales[:, number],
+            bias=grid.biases[:, number],
+            levels=levels,
+        )
+        codes, moved = _in_turn(take, pull[here], matrix[here, here], weight[here])
+        pull = pull - matrix[:, here] @ moved
+        found.append(codes)
+        mx.async_eval(pull, codes)
+    return Grid(mx.concatenate(found).T, grid.scales, grid.biases)
+
+
+def _in_turn(take: Callable, rows: mx.array, matrix: mx.array, *others: mx.array):
+    """Take rows by strips; what a strip spreads is taken off all rows after it.
+
+    Args:
+        take: gives codes and spread, [STRIP, N] both, of rows, their part of the matrix
+            and their part of the others.
+        rows: [g, N], a column of the weight each.
+        matrix: [g, g]; row k says how much of row k's spread the others lose.
+    """
+    codes, spreads = [], []
+    for start in range(0, len(matrix), STRIP):
+        here, after = slice(start, start + STRIP), slice(start + STRIP, None)
+        parts = (other[here] for other in others)
+        code, spread = take(rows[:STRIP], matrix[here, here], *parts)
+        rows = rows[STRIP:] - matrix[here, after].T @ spread
+        codes.append(code)
+        spreads.append(spread)
+    return mx.concatenate(codes), mx.concatenate(spreads)
+
+
+@mx.compile
+def _gptq_strip(rows, factor, scale, bias, levels):
+    codes, errors = [], []
+    for column in range(len(rows)):
+        code = nearest(rows[column], scale, bias, levels)
+        error = (rows[column] - (code * scale + bias)) / factor[column, column]
+        rows = rows - factor[column][:, None] * error
+        codes.append(code)
+        errors.append(error)
+    return mx.stack(codes), mx.stack(errors)
+
+
+@mx.compile
+def _descent_strip(pull, matrix, weight, scale, bias, levels):
+    codes, moves = [], []
+    for column in range(len(pull)):
+        wanted = weight[column] + pull[column] / matrix[column, column]
+        code = nearest(wanted, scale, bias, levels)
+        move = code * scale + bias - weight[column]
+        pull = pull - matrix[column][:, None] * move
+        codes.append(code)
+        moves.append(move)
+    return mx.stack(codes), mx.stack(moves)
