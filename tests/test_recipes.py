@@ -27,6 +27,7 @@ def shortened(path: Path) -> list[str]:
     if "method: gptq" in text:
         calibration = ("tokens=2048", "length=128")
         arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
+        arguments.append("stages.validate.require.perplexity_ratio=1.5")
     if "steps:" in text:
         arguments.append("stages.train.steps=2")
     if "fresh:" in text:
@@ -40,6 +41,10 @@ def test_a_shipped_recipe_runs(path, tmp_path, capsys):
     arguments = [*shortened(path), f"output={tmp_path / 'run'}"]
     assert train([str(path), *arguments]) == 0, capsys.readouterr().err
     report = json.loads((tmp_path / "run/report.json").read_text())
+    names = {"base", "tuned", "quantized"} - (
+        {"tuned"} if "ptq" in path.stem else set()
+    )
+    assert report["models"].keys() <= names
     assert report["models"]
     assert all(gate["passed"] for gate in report["gates"])
     assert (tmp_path / "run/model/config.json").is_file()

@@ -124,11 +124,13 @@ class Context:
         if self.source.path is None:
             return None
         local = self.find(self.source.path)
-        return resolve(
+        folder = resolve(
             local or self.source.path,
             revision=self.source.revision,
             trust_remote_code=self.source.trust_remote_code,
         )
+        # As the manifest has it, or a stage would take it for another model.
+        return folder.absolute()
 
     def visible(self, model: Path) -> Path:
         """The folder of a model that the first process left, if it is seen from here.
