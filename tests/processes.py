@@ -9,6 +9,8 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
+
 TESTS = Path(__file__).parent
 SECONDS = 60
 # A ring cannot sum into shares, so here that is done the long way.
@@ -75,3 +77,12 @@ def in_ring(
         for process in started:
             process.kill()
     return ended
+
+
+def cases_of(path: Path) -> dict[str, dict[str, np.ndarray]]:
+    """What a process saved as `case|key`, by case and key."""
+    cases: dict[str, dict[str, np.ndarray]] = {}
+    for name, value in np.load(path).items():
+        case, _, key = name.partition("|")
+        cases.setdefault(case, {})[key] = value
+    return cases

@@ -1,10 +1,8 @@
 """The best weights are left and a vain training ends, whatever happens on the way."""
 
-import itertools
-
 import mlx.core as mx
 import pytest
-from test_loop import Killed, make_loop, make_loop_batches, outcome, rows
+from test_loop import killed_at, make_loop, make_loop_batches, outcome, rows
 
 from toolkit.run.files import sweep
 from toolkit.run.report import Report
@@ -130,18 +128,8 @@ def expected(tmp_path_factory):
 def test_a_kill_changes_neither_the_best_nor_the_end(
     tmp_path, monkeypatch, expected, moment
 ):
-    owner, name, turn = MOMENTS[moment]
-    real, calls = getattr(owner, name), itertools.count(1)
-
-    def deadly(*arguments, **settings):
-        if next(calls) == turn:
-            raise Killed
-        return real(*arguments, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, deadly)
-        with pytest.raises(Killed):
-            make(tmp_path, BOTH).run()
+    with killed_at(MOMENTS[moment], monkeypatch):
+        make(tmp_path, BOTH).run()
     sweep(tmp_path)
     loop = make(tmp_path, BOTH)
     assert (outcome(tmp_path, loop, loop.run()), loop.left, names(tmp_path)) == expected

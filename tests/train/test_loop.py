@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import signal
+from contextlib import contextmanager
 
 import mlx.core as mx
 import pytest
@@ -19,6 +20,24 @@ from toolkit.train.step import Step
 
 STEPS = 9
 TIMES = ("seconds", "tokens_per_second", "peak_memory_gb")
+
+
+@contextmanager
+def killed_at(moment, monkeypatch):
+    """Let a function, of an owner and by name, raise `Killed` when its turn comes."""
+    owner, name, turn = moment
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def deadly(*arguments, **settings):
+        if next(calls) == turn:
+            raise Killed
+        return real(*arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, deadly)
+        # The body is the one statement that dies.
+        with pytest.raises(Killed):
+            yield
 
 
 class Killed(BaseException):
@@ -164,18 +183,8 @@ MOMENTS = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_kill_changes_nothing(tmp_path, monkeypatch, expected, moment):
-    owner, name, turn = MOMENTS[moment]
-    real, calls = getattr(owner, name), itertools.count(1)
-
-    def deadly(*arguments, **settings):
-        if next(calls) == turn:
-            raise Killed
-        return real(*arguments, **settings)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, deadly)
-        with pytest.raises(Killed):
-            make_loop(tmp_path).run()
+    with killed_at(MOMENTS[moment], monkeypatch):
+        make_loop(tmp_path).run()
     sweep(tmp_path)
     loop = make_loop(tmp_path)
     assert outcome(tmp_path, loop, loop.run()) == expected

@@ -5,7 +5,7 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from processes import in_ring
+from processes import cases_of, in_ring
 from test_accumulate import ragged
 from test_documents import documents_of, packed
 from tiny_llamas import llama, tokens_of
@@ -107,14 +107,7 @@ def pair(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pair")
     ended = in_ring(PROGRAM.format(name="train_everything"), str(folder), folder=folder)
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr
-    found = []
-    for rank in range(2):
-        cases = {}
-        for name, value in np.load(folder / f"{rank}.npz").items():
-            case, _, key = name.partition("|")
-            cases.setdefault(case, {})[key] = value
-        found.append(cases)
-    return found
+    return [cases_of(folder / f"{rank}.npz") for rank in range(2)]
 
 
 def assert_same_training(found, expected, allowed=1e-5):

@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from processes import SCATTER, in_ring
+from processes import SCATTER, cases_of, in_ring
 from test_checkpoint import bits
 from test_ranks import SGD, assert_same_training, windows
 from tiny_families import VOCABULARY as FAMILY_VOCABULARY
@@ -113,14 +113,7 @@ def pair(tmp_path_factory):
     """What two processes with shares made of every case."""
     folder = tmp_path_factory.mktemp("pair")
     in_two("train_everything", folder)
-    found = []
-    for rank in range(2):
-        cases = {}
-        for name, value in np.load(folder / f"{rank}.npz").items():
-            case, _, key = name.partition("|")
-            cases.setdefault(case, {})[key] = value
-        found.append(cases)
-    return found
+    return [cases_of(folder / f"{rank}.npz") for rank in range(2)]
 
 
 @pytest.mark.parametrize("case", CASES)

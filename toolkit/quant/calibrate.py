@@ -14,7 +14,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
 from ..run.files import atomic_folder, need_space
@@ -129,18 +129,17 @@ class Walk:
     def _walk_block(self, number: int, solve: Solve) -> None:
         block, paths = self._blocks[number], self._inside[number]
         here = self.folder / f"{number:04d}"
-        full = tree_map(self._cast, block.parameters())
-        block.update(full)
-        rounded = dict(tree_flatten(full))
+        prefix = f"{self._prefix}{number}."
+        full = {k: self._cast(v) for k, v in tree_flatten(block.parameters())}
+        _put(block, full)
+        rounded = dict(full)
         tensors: dict[str, mx.array] = {}
         for group in self._groups(number, paths):
             moments = self._moments(number, group, full, rounded)
-            weights = {path: rounded[f"{path}.weight"] for path in group}
-            for path, stored in solve(
-                {self._full_path(number, p): w for p, w in weights.items()}, moments
-            ).items():
-                inner = path.removeprefix(f"{self._prefix}{number}.")
-                rounded[f"{inner}.weight"] = stored.weight.astype(self.compute)
+            weights = {prefix + path: rounded[f"{path}.weight"] for path in group}
+            for path, stored in solve(weights, moments).items():
+                name = f"{path.removeprefix(prefix)}.weight"
+                rounded[name] = stored.weight.astype(self.compute)
                 tensors |= {f"{path}.{k}": v for k, v in stored.tensors.items()}
         with atomic_folder(self.folder / f"{number + 1:04d}") as after:
             for part in range(len(self.tokens)):
@@ -150,7 +149,7 @@ class Walk:
             mx.save_safetensors(str(after / TENSORS), tensors)
         streams.drop(here)
         # Lets the weights go.
-        block.update(tree_map(lambda value: mx.zeros(0, value.dtype), full))
+        _put(block, {name: mx.zeros(0, value.dtype) for name, value in full.items()})
         mx.clear_cache()
         self.say(f"block {number + 1} of {len(self._blocks)} is quantized")
 
@@ -197,7 +196,7 @@ class Walk:
             both = streams.load(here, part)
             seen: list[Seen] = []
             for hidden, weights in zip(both, (full, rounded), strict=True):
-                self._put(block, weights)
+                _put(block, weights)
                 with watched(block, [first]) as look:
                     self._run(number, tokens, hidden)
                 seen.append(look)
@@ -205,14 +204,14 @@ class Walk:
             if experts is None:
                 found.add(x, y)
             else:
-                found.add_routed(x, seen[1].experts[first], 0)
+                found.add_routed(x, seen[1].experts[first])
         return found
 
     def _forward(self, number: int, part: int, both, full, rounded):
         block, tokens = self._blocks[number], self.tokens[part]
         outputs = []
         for hidden, weights in zip(both, (full, rounded), strict=True):
-            self._put(block, weights)
+            _put(block, weights)
             outputs.append(self._run(number, tokens, hidden))
         mx.eval(outputs)
         return outputs
@@ -279,14 +278,10 @@ class Walk:
             hint="method: rtn",
         )
 
-    def _put(self, block: nn.Module, weights) -> None:
-        if isinstance(weights, dict) and all("." in name for name in weights):
-            weights = tree_unflatten(list(weights.items()))
-        block.update(weights)
-
-    def _full_path(self, number: int, path: str) -> str:
-        return f"{self._prefix}{number}.{path}"
-
     def _cast(self, value: mx.array) -> mx.array:
         is_float = mx.issubdtype(value.dtype, mx.floating)
         return value.astype(self.compute) if is_float else value
+
+
+def _put(block: nn.Module, weights: dict[str, mx.array]) -> None:
+    block.update(tree_unflatten(list(weights.items())))

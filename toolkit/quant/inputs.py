@@ -10,9 +10,6 @@ import mlx.nn as nn
 
 from ..train.blocks import StandIn
 
-# Numbers of the second moments of a mixture's experts that are summed up at once.
-MOMENTS_AT_ONCE = 1 << 27
-
 
 @dataclass
 class Seen:
@@ -118,12 +115,11 @@ class Moments:
             self.cross = self.cross + x.T @ (y.astype(mx.float32) - x)
         mx.eval(self.squares, self.counts, self.cross if y is not None else [])
 
-    def add_routed(self, x: mx.array, experts: mx.array, first: int) -> None:
-        """Rows [T, K] and where each went; `first` is the expert of the first sum."""
+    def add_routed(self, x: mx.array, experts: mx.array) -> None:
+        """Rows [T, K], and the expert each went to, int [T]."""
         order = mx.argsort(experts)
         x, sorted_experts = x.astype(mx.float32)[order], experts[order]
-        count = len(self.squares)
-        bounds = mx.arange(first, first + count + 1)[:, None]
+        bounds = mx.arange(len(self.squares) + 1)[:, None]
         ends = (sorted_experts[None] < bounds).sum(axis=1).tolist()
         parts = []
         for start, end in pairwise(ends):
