@@ -17,8 +17,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
+from ..model.blocks import StandIn, find_blocks, swapped
 from ..run.files import atomic_folder, need_space
-from ..train.blocks import StandIn, find_blocks, swapped
 from . import streams
 from .inputs import Moments, Seen, watched
 

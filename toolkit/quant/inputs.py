@@ -8,7 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..train.blocks import StandIn
+from ..model.blocks import StandIn
 
 
 @dataclass
