@@ -113,10 +113,10 @@ class Context:
     rows: Splits
     ranks: Ranks = ALONE
 
-    def load(self, path: Path, compute: str = "auto") -> Loaded:
+    def load(self, path: Path, compute: str = "auto", *, lazy: bool = False) -> Loaded:
         """Load a checkpoint with the permissions the recipe gives."""
         trust = self.source.trust_remote_code
-        return load(path, trust_remote_code=trust, compute=compute)
+        return load(path, trust_remote_code=trust, compute=compute, lazy=lazy)
 
     @cached_property
     def base(self) -> Path | None:

@@ -21,11 +21,10 @@ def run(config, context: Context) -> Artefact:
         config: the `Config` of a method in toolkit.quant.
     """
     reference = context.current.model
-    loaded = context.load(reference, compute="stored")
+    loaded = context.load(reference, compute="stored", lazy=True)
     selection = select(loaded.model, config)
     for path, reason in sorted(selection.kept.items()):
         context.report.say(f"{path} is kept: {reason}")
-    weights = dict(tree_flatten(loaded.model.parameters()))
     method = entries("toolkit.quant", "Config")[config.method]
     task = Task(
         loaded.model,
@@ -34,8 +33,11 @@ def run(config, context: Context) -> Artefact:
         lambda calibration, tokens: _windows(calibration, tokens, context, loaded),
         context.folder,
         context.report,
+        loaded.reread,
     )
     tensors = method.quantize(config, task)
+    # Unread, and in no other place, so that each is let go once it is written.
+    weights = dict(tree_flatten(loaded.reread().parameters()))
     target = context.folder / "model"
     write_checkpoint(target, loaded, weights, selection, tensors)
     facts = context.current.facts | {"method": config.method, "kept": selection.kept}
