@@ -35,7 +35,8 @@ class Task:
         dtype: the type the checkpoint stores.
         windows: calibration tokens, int32 [n, length], at least as many as asked for
             if the source has them.
-        folder: where a method may keep what it has done so far.
+        folder: where a method may keep what it has done so far; deleted when the
+            checkpoint is written.
         reread: the model again, its weights unread; None = they stay in memory.
     """
 
