@@ -5,9 +5,12 @@ import json
 import mlx.core as mx
 import pytest
 from test_session import LONG, close, some_tokens, tiny
+from tiny_generators import MODELS, byte_tokenizer
+from tiny_generators import tiny as random_model
 
 from toolkit.errors import UserError
 from toolkit.generate import saved
+from toolkit.generate.engine import Generator
 from toolkit.generate.prefixes import Prefixes
 from toolkit.generate.session import Session
 
@@ -86,8 +89,8 @@ def test_a_second_turn_is_that_of_a_fresh_session(family):
         if same == LONG:
             assert length == LONG
         rest = mx.array([second[length:]])
-        fresh = Session(model)
-        close(resumed.read(rest)[:, -1], read_in_parts(fresh, mx.array([second]))[:, -1])
+        whole = read_in_parts(Session(model), mx.array([second]))
+        close(resumed.read(rest)[:, -1], whole[:, -1])
 
 
 def test_attention_reuses_all_it_shares_and_a_window_what_it_still_holds():
@@ -108,6 +111,52 @@ def test_the_last_token_is_always_left_to_read():
     session.read(tokens)
     prefixes.keep(ids(tokens), session)
     assert prefixes.resume(ids(tokens), lambda: Session(model))[1] == 8
+
+
+def ends_by_length(generator, prompt):
+    return generator.generate(prompt, max_tokens=9, stop_tokens=()).tokens
+
+
+def ends_by_token(generator, prompt):
+    ninth = ends_by_length(Generator(generator.model, generator.tokenizer), prompt)[8]
+    return generator.generate(prompt, max_tokens=20, stop_tokens=(ninth,)).tokens
+
+
+def ends_by_text(generator, prompt):
+    plain = Generator(generator.model, generator.tokenizer)
+    text = plain.generate(prompt, max_tokens=9, stop_tokens=()).text
+    stop = {"stop": [text[4:6]], "stop_tokens": ()}
+    answer = generator.generate(prompt, max_tokens=20, **stop)
+    assert answer.finish_reason == "stop"
+    return answer.tokens
+
+
+def left_early(generator, prompt):
+    stream = generator.stream(prompt, max_tokens=20, stop_tokens=())
+    tokens = [next(stream).token for _ in range(4)]
+    stream.close()
+    return tokens
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "first_turn", [ends_by_length, ends_by_token, ends_by_text, left_early]
+)
+def test_the_next_turn_is_that_without_reuse(model, first_turn):
+    plain = Generator(random_model(model), byte_tokenizer(), prefill_step=8)
+    prefixes = Prefixes(1 << 30)
+    reusing = Generator(plain.model, plain.tokenizer, prefixes=prefixes, prefill_step=8)
+    for seed in range(3):
+        prompt = [*range(seed, 60 + seed, 2)]
+        said = first_turn(reusing, prompt)
+        session, length = prefixes.resume(
+            [*prompt, *said, 0], lambda: Session(plain.model)
+        )
+        assert length == session.length >= len(prompt) + len(said) - 1
+        second = [*prompt, *said, *range(5)]
+        options = {"max_tokens": 20, "stop_tokens": ()}
+        again = reusing.generate(second, **options)
+        assert again.tokens == plain.generate(second, **options).tokens
 
 
 def test_memory_is_bounded_and_the_oldest_goes_first():

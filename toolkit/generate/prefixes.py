@@ -57,5 +57,5 @@ class Prefixes:
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    pairs = zip(one, other, strict=False)
-    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+    length = min(len(one), len(other))
+    return next((i for i in range(length) if one[i] != other[i]), length)

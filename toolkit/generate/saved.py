@@ -43,15 +43,16 @@ def load(session: Session, folder: Path, *, digest: str) -> list[int]:
     Raises:
         UserError: there is none, it is damaged or another model's.
     """
+    place = str(folder)
     try:
         facts = json.loads((folder / FACTS).read_bytes())
         damaged = hash_file(folder / ARRAYS) != facts["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"this is no saved session: {error}", place=str(folder)) from None
+        raise UserError(f"this is no saved session: {error}", place=place) from None
     if damaged:
-        raise UserError("this saved session is damaged", place=str(folder))
+        raise UserError("this saved session is damaged", place=place)
     if facts["digest"] != digest:
-        raise UserError("this saved session is another model's", place=str(folder))
+        raise UserError("this saved session is another model's", place=place)
     arrays = mx.load(str(folder / ARRAYS))
     states = tree_unflatten([*arrays.items(), *facts["plain"].items()])
     state = list(zip(facts["kinds"], states, strict=True))
