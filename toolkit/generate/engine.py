@@ -7,11 +7,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import UserError
+from .controller import Controller
 from .prefixes import Prefixes
+from .proposal import Proposer
 from .sampling import Sampling
 from .session import Session
+from .speculate import Speculation, Speculator
 from .steps import Chooser, decode
 from .stops import Stops
+from .verify import Rule
 
 GREEDY = Sampling()
 ROWS = 32
@@ -58,7 +62,14 @@ class Generator:
         prefill_step: tokens of the prompt per forward pass.
         prefixes: what earlier answers have read, to begin from; None = keep nothing
             between calls.
+        propose: makes a proposer for every answer, to decode speculatively; answers
+            with log-probabilities are decoded plainly.
+        controller: how many tokens to guess; it learns from answer to answer.
+        rule: how guesses are judged when sampling; see `verify`.
         cache_options: those of `Session`.
+
+    Attributes:
+        speculation: how it went with the last answer, if there was a proposer.
     """
 
     def __init__(
@@ -68,12 +79,19 @@ class Generator:
         *,
         prefill_step: int = 512,
         prefixes: Prefixes | None = None,
+        propose: Callable[[], Proposer] | None = None,
+        controller: Controller | None = None,
+        rule: Rule = "rejection",
         **cache_options,
     ):
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_step = prefill_step
         self.prefixes = prefixes
+        self.propose = propose
+        self.controller = controller or Controller()
+        self.rule = rule
+        self.speculation: Speculation | None = None
         self._cache_options = cache_options
         arguments = getattr(model, "args", None)
         self.positions = getattr(arguments, "max_position_embeddings", None)
@@ -100,14 +118,10 @@ class Generator:
         """
         count = self._allowed(prompt, max_tokens)
         session = self._session(prompt)
-        steps = decode(
-            session,
-            [prompt],
-            count,
-            Chooser(sampling, [prompt]),
-            prefill_step=self.prefill_step,
-            logprobs=logprobs,
-        )
+        if self.propose and not logprobs:
+            steps = self._speculative(session, prompt, count, sampling)
+        else:
+            steps = self._plain(session, prompt, count, sampling, logprobs)
         pieces = self._pieces(steps, count, self._stops(stop_tokens), Stops(stop))
         return self._remembered(pieces, prompt, session)
 
@@ -227,6 +241,31 @@ class Generator:
 
         return self.prefixes.resume(prompt, fresh)[0] if self.prefixes else fresh()
 
+    def _plain(self, session: Session, prompt, count: int, sampling, logprobs: bool):
+        steps = decode(
+            session,
+            [prompt],
+            count,
+            Chooser(sampling, [prompt]),
+            prefill_step=self.prefill_step,
+            logprobs=logprobs,
+        )
+        for token, score in steps:
+            yield token.item(), None if score is None else score.item()
+
+    def _speculative(self, session: Session, prompt, count: int, sampling: Sampling):
+        speculator = Speculator(
+            session,
+            self.propose(),
+            controller=self.controller,
+            sampling=sampling,
+            rule=self.rule,
+            prefill_step=self.prefill_step,
+        )
+        self.speculation = speculator.report
+        for token in speculator.decode(prompt, count):
+            yield token, None
+
     def _remembered(self, pieces, prompt: Sequence[int], session: Session):
         """The pieces; when they end, however they do, what was read is kept."""
         tokens = list(prompt)
@@ -237,14 +276,15 @@ class Generator:
         finally:
             pieces.close()
             if self.prefixes and session.length:
+                # Guesses may have stood that nobody wanted any more.
+                session.rollback(max(0, session.length - len(tokens)))
                 self.prefixes.keep(tokens[: session.length], session)
 
     def _pieces(
         self, steps, count: int, end_tokens: frozenset[int], stops: Stops
     ) -> Iterator[Piece]:
         detokenizer = self.tokenizer.detokenizer
-        for number, (tokens, logprobs) in enumerate(steps, 1):
-            token = tokens.item()
+        for number, (token, logprob) in enumerate(steps, 1):
             ends = token in end_tokens
             if not ends:
                 detokenizer.add_token(token)
@@ -255,7 +295,6 @@ class Generator:
             if last:
                 text += stops.rest()
             reason = "stop" if ends or stops.hit else "length" if last else None
-            logprob = None if logprobs is None else logprobs.item()
             yield Piece(text, token, logprob, reason)
             if reason:
                 return

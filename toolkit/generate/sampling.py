@@ -50,6 +50,11 @@ class Sampling:
     """The same seed draws the same tokens."""
 
     @property
+    def is_greedy(self) -> bool:
+        """Whether always the most likely token is chosen."""
+        return self.temperature < COLDEST
+
+    @property
     def penalises(self) -> bool:
         """Whether what was said matters."""
         neutral = self.presence_penalty == self.frequency_penalty == 0
@@ -79,7 +84,7 @@ def make_sampler(sampling: Sampling) -> Sampler:
     It counts its calls: the n-th draw depends on the seed and n alone, never on MLX's
     global random state. Make a new one for every generation.
     """
-    if sampling.temperature < COLDEST:
+    if sampling.is_greedy:
         return lambda logits: mx.argmax(logits, axis=-1)
     key = mx.random.key(sampling.seed)
     step = _compiled(replace(sampling, seed=0))
