@@ -3,10 +3,11 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import UserError
+from .answers import Generation, Piece
+from .chat import Messages, encode, encode_text
 from .controller import Controller
 from .prefixes import Prefixes
 from .proposal import Proposer
@@ -20,37 +21,6 @@ from .verify import Rule
 GREEDY = Sampling()
 ROWS = 32
 """Prompts decoded together by `Generator.complete`."""
-
-FinishReason = Literal["stop", "length"]
-Messages = list[dict[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token as it comes; its text is empty while a character is incomplete."""
-
-    text: str
-    token: int
-    logprob: float | None = None
-    """Log-probability under the model, before any filter; when asked for."""
-    finish_reason: FinishReason | None = None
-    """Set on the last piece only."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished answer and how fast it came; None where no token could be timed."""
-
-    text: str
-    tokens: list[int]
-    """Those chosen, without the stop token."""
-    prompt_tokens: int
-    finish_reason: FinishReason
-    ttft_ms: float | None
-    """From the call to the first token."""
-    prefill_tokens_per_second: float | None
-    decode_tokens_per_second: float | None
-    """Every token after the first, the stop token included."""
 
 
 class Generator:
@@ -181,39 +151,12 @@ class Generator:
         return [texts[index] for index in range(len(prompts))]
 
     def encode(self, prompt: str | Messages, *, thinking: bool = True) -> list[int]:
-        """The tokens of a chat up to where the answer begins.
-
-        Without a chat template, the bare text.
-
-        Args:
-            thinking: let a template that offers the choice open a chain of thought.
-
-        Raises:
-            UserError: the template refuses these messages.
-        """
-        if not self.tokenizer.has_chat_template:
-            text = prompt if isinstance(prompt, str) else _contents(prompt)
-            return self.encode_text(text)
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        from jinja2 import TemplateError
-
-        try:
-            return self.tokenizer.apply_chat_template(
-                prompt,
-                add_generation_prompt=True,
-                enable_thinking=thinking and self.tokenizer.has_thinking,
-            )
-        except TemplateError as error:
-            raise UserError(
-                f"the model's chat template refuses these messages: {error}"
-            ) from error
+        """The tokens of a chat up to where the answer begins; see `chat.encode`."""
+        return encode(self.tokenizer, prompt, thinking=thinking)
 
     def encode_text(self, text: str) -> list[int]:
-        """The tokens of bare text; text that opens with BOS gets no second one."""
-        bos = self.tokenizer.bos_token
-        has_bos = bos is not None and text.startswith(bos)
-        return self.tokenizer.encode(text, add_special_tokens=not has_bos)
+        """The tokens of bare text; see `chat.encode_text`."""
+        return encode_text(self.tokenizer, text)
 
     def _allowed(self, prompt: Sequence[int], max_tokens: int) -> int:
         """How many tokens may be generated: the last one needs no position."""
@@ -325,10 +268,6 @@ class Generator:
             detokenizer.add_token(token)
         detokenizer.finalize()
         return detokenizer.text
-
-
-def _contents(messages: Messages) -> str:
-    return "\n".join(message["content"] for message in messages)
 
 
 def _rate(tokens: int, seconds: float) -> float | None:
