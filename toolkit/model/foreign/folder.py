@@ -37,7 +37,7 @@ def read(path: Path) -> tuple[dict, dict[str, mx.array]]:
     module, settings = format_of(config), _settings(config)
     dense = _tensors(path)
     layers = {}
-    for mark in [name for name in dense if name.endswith(f".{module.MARK}")]:
+    for mark in sorted(name for name in dense if name.endswith(f".{module.MARK}")):
         name = mark.removesuffix(f".{module.MARK}")
         present = [leaf for leaf in module.LEAVES if f"{name}.{leaf}" in dense]
         parts = {leaf: dense.pop(f"{name}.{leaf}") for leaf in present}
