@@ -1,6 +1,7 @@
 """GGUF files, made by llama.cpp's own writer: weights, config and tokenizer."""
 
 import json
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx_lm
@@ -9,8 +10,9 @@ import pytest
 from mlx.utils import tree_flatten
 from safetensors.numpy import load_file
 
+from toolkit import cli
 from toolkit.errors import UserError
-from toolkit.model.foreign import gguf_file
+from toolkit.model.foreign import gguf_file, gguf_tokenizer
 from toolkit.model.foreign.convert import convert
 from toolkit.model.load import load, load_tokenizer, resolve
 
@@ -264,3 +266,86 @@ def test_a_tokenizer_beside_the_file_goes_first(make, tokenizer_folder):
         (path.parent / name).write_bytes((tokenizer_folder / name).read_bytes())
     own = load_tokenizer(resolve(path))
     assert own.encode(TEXT) == load_tokenizer(tokenizer_folder).encode(TEXT)
+
+
+def sentencepiece_file(path):
+    """A vocabulary of words with spaces in them, every token with a score."""
+    words = ["▁th", "▁the", "he", "the", "▁t", "re", "her", "▁there", "ere", "er"]
+    letters = sorted(set("▁abcdefghijklmnopqrstuvwxyz"))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(words + letters)]
+    rng = np.random.default_rng(1)
+    scores = [0.0] * len(tokens) + list(-rng.permutation(len(words)) - 1.0)
+    scores += list(-100.0 - np.arange(len(letters)))
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens + words + letters,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    gguf_tokenizer.write(metadata, path, beside=path)
+    return dict(zip(metadata["tokenizer.ggml.tokens"], scores, strict=True))
+
+
+def by_score(text, scores):
+    """Sentencepiece's rule: of all neighbours, join the pair of the highest score."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [a + b for a, b in pairwise(pieces)]
+        known = [pair for pair in pairs if pair in scores]
+        if not known:
+            return pieces
+        at = pairs.index(max(known, key=scores.get))
+        pieces[at : at + 2] = [pairs[at]]
+
+
+def test_a_sentencepiece_vocabulary_cuts_by_its_scores(tmp_path):
+    from tokenizers import Tokenizer
+
+    scores = sentencepiece_file(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("there the here", "the other  weather", "tethered"):
+        wanted = by_score(text, scores)
+        assert tokenizer.encode(text).tokens == ["<s>", *wanted]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    # Bytes for what has no token.
+    assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("é 東").ids) == "é 東"
+
+
+@pytest.mark.parametrize(
+    ("words", "digits"),
+    [("llama-bpe", ["123", "45"]), ("qwen2", ["1", "2", "3", "4", "5"])],
+)
+def test_words_are_cut_as_the_file_says(tmp_path, words, digits):
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": words,
+        "tokenizer.ggml.tokens": sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "tokenizer.ggml.merges": [],
+    }
+    gguf_tokenizer.write(metadata, tmp_path, beside=tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "It's 12345 (really)!\n\n  ok"
+    cut = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    rest = [" (", "really", ")!\n\n", " ", " ok"]
+    assert [text[a:b] for _, (a, b) in cut] == ["It", "'s", " ", *digits, *rest]
+
+
+def test_a_recipe_knows_whether_a_file_is_quantized(make, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    codes = {}
+    for kind in ("Q8_0", "F16"):
+        path, _, _ = make(kind)
+        recipe.write_text(
+            f"model: {path}\ndata: {{train: builtin:stdlib}}\n"
+            "stages: [{quantize: {bits: 4}}]\n"
+        )
+        codes[kind] = cli.train([str(recipe), "--check"])
+    assert codes == {"Q8_0": 2, "F16": 0}
+    assert "the model is already quantized here" in capsys.readouterr().err

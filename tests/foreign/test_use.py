@@ -89,7 +89,7 @@ def recipe(tmp_path, model, *stages):
 
 def test_an_adapter_is_trained_on_top(foreign, tmp_path, capsys):
     train = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "adapter": {"rank": 4}}
-    validate = {"tokens": 300, "questions": 2, "speed_tokens": 4}
+    validate = {"tokens": 300, "questions": 2, "speed_tokens": 8}
     stages = {"train": train}, {"validate": validate}
     path = recipe(tmp_path, foreign.folder, *stages)
     assert cli.train([path, "--check"]) == 0

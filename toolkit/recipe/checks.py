@@ -153,7 +153,12 @@ def _order(data: dict, stages: list, quantized: bool) -> Iterator[Complaint]:
 
 def _is_quantized(data: dict, find: Find) -> bool:
     _, source = model_path(data)
-    config = read_config(find(source)) if source else {}
+    found = find(source) if source else None
+    if found and found.suffix == GGUF and found.is_file():
+        from ..model.foreign.gguf import is_quantized
+
+        return is_quantized(found)
+    config = read_config(found)
     return "quantization" in config or "quantization_config" in config
 
 

@@ -40,13 +40,13 @@ def imported(source: Path) -> Path:
     Raises:
         UserError: it cannot be imported, or the cache cannot be written.
     """
+    from ..load import PATTERNS
     from .convert import convert
 
-    inputs = [source]
-    if source.is_dir():
-        inputs = sorted(f for f in source.iterdir() if f.is_file())
-    else:
-        inputs += [f for f in sorted(source.parent.glob("tokenizer*.json"))]
+    # A card or a picture beside them does not make another model.
+    names = PATTERNS if source.is_dir() else [source.name, "tokenizer*.json"]
+    folder = source if source.is_dir() else source.parent
+    inputs = sorted({file for name in names for file in folder.glob(name)})
     facts = {file.name: cache.file_hash(file) for file in inputs}
     size = sum(file.stat().st_size for file in inputs)
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import UserError
-from .groups import Groups, from_zeros, pack, part, require_shape, unpack
+from .groups import Groups, from_zeros, part, require_shape, unpack
 
 MARK = "qweight"
 LEAVES = ("qweight", "qzeros", "scales")
@@ -34,22 +34,30 @@ def layer(parts: dict[str, mx.array], settings: dict, name: str) -> Groups:
     _require_layout(settings)
     qweight = parts[MARK]
     inputs, packed = qweight.shape
+    require_shape(qweight, (inputs // PER_WORD * PER_WORD, packed), f"{name}.{MARK}")
     size = settings["group_size"] if settings["group_size"] > 0 else inputs
     groups = math.ceil(inputs / size)
     scales, qzeros = part(parts, name, "scales"), part(parts, name, "qzeros")
     require_shape(scales, (groups, packed * PER_WORD), f"{name}.scales")
     require_shape(qzeros, (groups, packed), f"{name}.qzeros")
-    zeros = _ordered(qzeros).astype(mx.int32)
-    words = pack(_ordered(qweight).T, BITS)
+    octets = unpack(qzeros, BITS).reshape(groups, packed, PER_WORD)
+    zeros = octets[..., mx.array(PLACES)].reshape(scales.shape).astype(mx.int32)
     owners = np.arange(inputs) // size
+    words = _turned(qweight)
+    # One layer at a time, or what lies between would be there for all of them.
+    mx.eval(words)
     return Groups(words, *from_zeros(scales.T, zeros.T), owners, BITS)
 
 
-def _ordered(words: mx.array) -> mx.array:
-    """The codes [..., N] of words [..., N / 8] in the order of the outputs."""
-    codes = unpack(words, BITS)
-    octets = codes.reshape(*codes.shape[:-1], -1, PER_WORD)
-    return octets[..., mx.array(PLACES)].reshape(codes.shape)
+def _turned(qweight: mx.array) -> mx.array:
+    """Words [K, N / 8] of eight outputs each as words [N, K / 8] of eight inputs."""
+    rows = qweight.view(mx.uint32).reshape(-1, PER_WORD, qweight.shape[-1])
+    shifts = mx.arange(0, 32, BITS, dtype=mx.uint32)[:, None]
+    outputs = [
+        (((rows >> (BITS * place)) & 15) << shifts).sum(axis=1) for place in PLACES
+    ]
+    words = mx.stack(outputs, axis=-1).reshape(len(rows), -1)
+    return mx.contiguous(words.T).astype(mx.uint32)
 
 
 def _require_layout(settings: dict) -> None:

@@ -55,6 +55,16 @@ def read(path: Path, companions: Path) -> tuple[dict, dict[str, mx.array]]:
         raise UserError(error.message, place=str(path), hint=error.hint) from error
 
 
+def is_quantized(path: Path) -> bool:
+    """Whether a file has tensors that become groups of codes.
+
+    Raises:
+        UserError: a damaged file, or a type not known here.
+    """
+    _, tensors = gguf_file.read(path)
+    return any(tensor.kind in gguf_blocks.GROUPED for tensor in tensors.values())
+
+
 def _config(metadata: dict[str, Any], tensors: dict[str, Tensor]) -> dict:
     kind = metadata["general.architecture"]
     if kind not in ARCHITECTURES or metadata.get(f"{kind}.expert_count"):

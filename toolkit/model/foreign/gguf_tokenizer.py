@@ -9,7 +9,7 @@ from ...errors import UserError
 
 KEY = "tokenizer.ggml."
 # ggml's kinds of tokens.
-UNKNOWN, CONTROL, USER_DEFINED = 2, 3, 4
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 BOUNDARY = "▁"  # what sentencepiece has for a space
 FILES = ("tokenizer.json", "tokenizer_config.json")
 # How a text is cut into words before it is encoded, by llama.cpp's name for it.
@@ -83,7 +83,7 @@ def _by_scores(metadata: dict[str, Any]) -> Any:
     unknown = tokens[kinds.index(UNKNOWN)] if UNKNOWN in kinds else None
     model = models.BPE(
         vocabulary,
-        _merges(vocabulary, metadata[f"{KEY}scores"]),
+        _merges(vocabulary, metadata[f"{KEY}scores"], kinds),
         unk_token=unknown,
         fuse_unk=True,
         byte_fallback=True,
@@ -99,11 +99,14 @@ def _by_scores(metadata: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def _merges(vocabulary: dict[str, int], scores: list[float]) -> list[tuple[str, str]]:
+def _merges(
+    vocabulary: dict[str, int], scores: list[float], kinds: list[int]
+) -> list[tuple[str, str]]:
     """Every way to make a token of two, the tokens of the highest score first."""
     found = []
     for text, index in vocabulary.items():
-        for cut in range(1, len(text)):
+        cuts = range(1, len(text)) if kinds[index] == NORMAL else ()
+        for cut in cuts:
             left, right = text[:cut], text[cut:]
             if left in vocabulary and right in vocabulary:
                 pair = vocabulary[left], vocabulary[right]
@@ -131,7 +134,6 @@ def _add_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
             pair=[first, "$A", first, "$B"],
             special_tokens=[(first, begin)],
         )
-        # Byte-level words need no trimming here: nothing asks for offsets.
         tokenizer.post_processor = template
 
 

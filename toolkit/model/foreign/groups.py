@@ -77,6 +77,12 @@ def exact(scales: mx.array, biases: mx.array) -> tuple[mx.array, mx.array]:
 
 def pack(codes: mx.array, bits: int) -> mx.array:
     """Codes [..., K] as uint32 [..., K * bits / 32], the lowest bits first."""
+    if 8 % bits == 0:
+        shares = codes.astype(mx.uint8).reshape(*codes.shape[:-1], -1, 8 // bits)
+        whole = shares[..., 0]
+        for index in range(1, 8 // bits):
+            whole = whole | (shares[..., index] << (bits * index))
+        return mx.contiguous(whole).view(mx.uint32)
     runs = codes.astype(mx.uint32).reshape(*codes.shape[:-1], -1, RUN)
     words = [mx.zeros(runs.shape[:-1], mx.uint32) for _ in range(bits)]
     for index in range(RUN):
@@ -89,7 +95,7 @@ def pack(codes: mx.array, bits: int) -> mx.array:
 
 def unpack(words: mx.array, bits: int) -> mx.array:
     """The codes [..., K] of 32-bit words [..., K * bits / 32], uint32."""
-    if bits in (2, 4, 8):
+    if 8 % bits == 0:
         shifts = mx.arange(0, 32, bits, dtype=mx.uint32)
         codes = (words.view(mx.uint32)[..., None] >> shifts) & (2**bits - 1)
         return codes.reshape(*words.shape[:-1], -1)
