@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..errors import UserError
-from .sampling import Sampling, make_sampler
-from .steps import decode
+from .prefixes import Prefixes
+from .sampling import Sampling
+from .session import Session
+from .steps import Chooser, decode
+from .stops import Stops
 
 GREEDY = Sampling()
 ROWS = 32
@@ -36,7 +39,7 @@ class Generation:
 
     text: str
     tokens: list[int]
-    """The tokens of the text, without the stop token."""
+    """Those chosen, without the stop token."""
     prompt_tokens: int
     finish_reason: FinishReason
     ttft_ms: float | None
@@ -47,18 +50,31 @@ class Generation:
 
 
 class Generator:
-    """Generates with a model of mlx-lm and its cache; keeps no state between calls.
+    """Generates with a model of mlx-lm and its cache.
 
     Args:
         model: maps tokens [B, L] and a cache to logits [B, L, V].
         tokenizer: mlx-lm's TokenizerWrapper.
         prefill_step: tokens of the prompt per forward pass.
+        prefixes: what earlier answers have read, to begin from; None = keep nothing
+            between calls.
+        cache_options: those of `Session`.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, prefill_step: int = 512):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        prefill_step: int = 512,
+        prefixes: Prefixes | None = None,
+        **cache_options,
+    ):
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_step = prefill_step
+        self.prefixes = prefixes
+        self._cache_options = cache_options
         arguments = getattr(model, "args", None)
         self.positions = getattr(arguments, "max_position_embeddings", None)
 
@@ -69,6 +85,7 @@ class Generator:
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
         stop_tokens: Collection[int] | None = None,
+        stop: Sequence[str] = (),
         logprobs: bool = False,
     ) -> Iterator[Piece]:
         """Yield the answer token by token.
@@ -76,20 +93,23 @@ class Generator:
         Args:
             stop_tokens: ids that end the answer; None = every end-of-sequence id of
                 the tokenizer. The one that is hit comes last and has no text.
+            stop: texts that end the answer and are no part of it.
 
         Raises:
             UserError: an empty prompt, or one longer than the model's positions.
         """
         count = self._allowed(prompt, max_tokens)
+        session = self._session(prompt)
         steps = decode(
-            self.model,
+            session,
             [prompt],
             count,
-            make_sampler(sampling),
+            Chooser(sampling, [prompt]),
             prefill_step=self.prefill_step,
             logprobs=logprobs,
         )
-        return self._pieces(steps, count, self._stops(stop_tokens))
+        pieces = self._pieces(steps, count, self._stops(stop_tokens), Stops(stop))
+        return self._remembered(pieces, prompt, session)
 
     def generate(
         self,
@@ -108,9 +128,10 @@ class Generator:
             on_piece(piece)
         reason = pieces[-1].finish_reason if pieces else "length"
         tokens = [piece.token for piece in pieces]
+        ended = tokens and tokens[-1] in self._stops(options.get("stop_tokens"))
         return Generation(
             text="".join(piece.text for piece in pieces),
-            tokens=tokens[:-1] if reason == "stop" else tokens,
+            tokens=tokens[:-1] if ended else tokens,
             prompt_tokens=len(prompt),
             finish_reason=reason,
             ttft_ms=1000 * (first - start) if pieces else None,
@@ -200,17 +221,42 @@ class Generator:
             self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         )
 
-    def _pieces(self, steps, count: int, stops: frozenset[int]) -> Iterator[Piece]:
+    def _session(self, prompt: Sequence[int]) -> Session:
+        def fresh() -> Session:
+            return Session(self.model, **self._cache_options)
+
+        return self.prefixes.resume(prompt, fresh)[0] if self.prefixes else fresh()
+
+    def _remembered(self, pieces, prompt: Sequence[int], session: Session):
+        """The pieces; when they end, however they do, what was read is kept."""
+        tokens = list(prompt)
+        try:
+            for piece in pieces:
+                tokens.append(piece.token)
+                yield piece
+        finally:
+            pieces.close()
+            if self.prefixes and session.length:
+                self.prefixes.keep(tokens[: session.length], session)
+
+    def _pieces(
+        self, steps, count: int, end_tokens: frozenset[int], stops: Stops
+    ) -> Iterator[Piece]:
         detokenizer = self.tokenizer.detokenizer
         for number, (tokens, logprobs) in enumerate(steps, 1):
             token = tokens.item()
-            reason = "stop" if token in stops else "length" if number == count else None
-            if reason != "stop":
+            ends = token in end_tokens
+            if not ends:
                 detokenizer.add_token(token)
-            if reason:
+            last = ends or number == count
+            if last:
                 detokenizer.finalize()
+            text = stops.push(detokenizer.last_segment)
+            if last:
+                text += stops.rest()
+            reason = "stop" if ends or stops.hit else "length" if last else None
             logprob = None if logprobs is None else logprobs.item()
-            yield Piece(detokenizer.last_segment, token, logprob, reason)
+            yield Piece(text, token, logprob, reason)
             if reason:
                 return
 
@@ -218,10 +264,10 @@ class Generator:
         answers = [[] for _ in prompts]
         unfinished = set(range(len(prompts)))
         steps = decode(
-            self.model,
+            Session(self.model, **self._cache_options),
             prompts,
             count,
-            make_sampler(GREEDY),
+            Chooser(GREEDY, prompts),
             prefill_step=self.prefill_step,
         )
         for tokens, _ in steps:
