@@ -103,13 +103,21 @@ def write(base: Path, folder: Path, draw, packed, settings: dict) -> Foreign:
     expanded = dict(tensors)
     for name, value in tree_flatten(build(config).parameters()):
         path = name.removesuffix(".weight")
-        if path.endswith(LAYERS):
-            codes = draw(path, *value.shape)
-            del tensors[name]
+        if not path.endswith(LAYERS):
+            continue
+        del tensors[name]
+        paths = [path]
+        if value.ndim == 3:
+            paths = [
+                path.replace("switch_mlp", f"experts.{n}") for n in range(len(value))
+            ]
+        for single in paths:
+            codes = draw(single, *value.shape[-2:])
             for leaf, tensor in packed(codes).items():
-                tensors[f"{path}.{leaf}"] = np.ascontiguousarray(tensor)
-            expanded[name] = codes.weight.astype(np.float32)
-            foreign.layers[path] = codes
+                tensors[f"{single}.{leaf}"] = np.ascontiguousarray(tensor)
+            foreign.layers[single] = codes
+        weights = [foreign.layers[single].weight for single in paths]
+        expanded[name] = np.stack(weights).reshape(value.shape).astype(np.float32)
     shutil.copytree(base, folder)
     save_file(tensors, folder / "model.safetensors")
     told = config | {"quantization_config": settings}

@@ -10,6 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from packers import awq, compressed, gptq, random_codes, write
 from safetensors.numpy import load_file, save_file
+from tiny_checkpoints import QWEN3_MOE
 
 from toolkit.errors import UserError
 from toolkit.model.foreign.convert import convert
@@ -81,7 +82,7 @@ def base(make_checkpoint):
 def make(base, tmp_path):
     """A function of a format, and what to change in a layer, to a checkpoint."""
 
-    def made(form, change=lambda name, codes, rng: codes):
+    def made(form, change=lambda name, codes, rng: codes, base=base):
         bits, size, symmetric, packed, settings = form
         rng = np.random.default_rng(0)
 
@@ -141,6 +142,18 @@ def test_logits_are_those_of_the_expanded_weights(make, name):
     assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
     # Other weights would have shown.
     assert mx.abs(twin).max().item() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
+def test_experts_are_joined(make, make_checkpoint, name):
+    foreign = make(FORMATS[name], base=make_checkpoint(QWEN3_MOE))
+    folder = resolve(foreign.folder)
+    found = expanded(folder)["model.layers.1.mlp.switch_mlp.up_proj"]
+    for number, weight in enumerate(found):
+        path = f"model.layers.1.mlp.experts.{number}.up_proj"
+        assert np.array_equal(weight, foreign.layers[path].weight)
+    own, twin = (load(f).model(TOKENS) for f in (folder, foreign.twin))
+    assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gptq symmetric", "awq", "compressed"])

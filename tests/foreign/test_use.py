@@ -40,7 +40,7 @@ def test_the_command_writes_a_folder(foreign, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("source", "target", "said"),
     [
-        ("nowhere", "target", "there is no such folder"),
+        ("no/where/at/all", "target", "there is no such folder"),
         ("twin", "target", "names no format that is imported"),
         ("foreign", "there", "the target exists"),
     ],

@@ -86,7 +86,7 @@ def resolve(
     Raises:
         UserError: neither a folder nor something the Hub has, or it cannot be imported.
     """
-    path = local(source) or _snapshot(source, revision, trust_remote_code)
+    path = local(source) or snapshot(source, revision, trust_remote_code)
     found = foreign.find(path)
     return foreign.imported(found) if found else path
 
@@ -105,9 +105,14 @@ def local(source: str | Path) -> Path | None:
     return path if path.exists() else None
 
 
-def _snapshot(
-    source: str | Path, revision: str | None, trust_remote_code: bool
+def snapshot(
+    source: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> Path:
+    """The folder that holds a Hub id's files on this disk, downloaded if need be.
+
+    Raises:
+        UserError: this cannot be a Hub id, or the Hub does not have it.
+    """
     if not HUB_ID.fullmatch(str(source)):
         raise UserError("there is no such folder", place=str(source))
     from huggingface_hub import snapshot_download

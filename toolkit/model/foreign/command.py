@@ -12,7 +12,7 @@ TYPES = ("exact", "float16", "bfloat16", "float32")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx import`."""
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="folder (GPTQ, AWQ, ...) or GGUF file")
+    add("source", metavar="SOURCE", help="folder, Hub id or GGUF file")
     add("target", metavar="TARGET", help="new folder")
     add(
         "--dtype",
@@ -30,15 +30,13 @@ def run(args: argparse.Namespace) -> int:
         UserError: there is nothing to import, it cannot be, or the target exists.
     """
     from ...run.files import atomic_folder
-    from ..load import DTYPES, local
+    from ..load import DTYPES, local, snapshot
     from ..sizes import checkpoint_sizes
     from . import find
     from .convert import convert
 
-    path, target = local(args.source), Path(args.target).expanduser()
-    if path is None:
-        raise UserError("there is no such folder or file", place=args.source)
-    source = find(path)
+    target = Path(args.target).expanduser()
+    source = find(local(args.source) or snapshot(args.source))
     if source is None:
         raise UserError(
             "this folder names no format that is imported: gptq, awq, pack-quantized "

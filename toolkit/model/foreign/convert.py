@@ -12,7 +12,7 @@ from ...export import mlx as checkpoints
 from ...quant.spec import QuantSpec
 from ..load import build
 from . import folder, gguf
-from .groups import SIZES
+from .groups import SIZES, Groups
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 
@@ -30,12 +30,12 @@ def convert(source: Path, target: Path, dtype: mx.Dtype | None = None) -> None:
     with TemporaryDirectory() as scratch:
         if source.is_dir():
             companions = source
-            config, weights = folder.read(source)
+            config, dense, layers = folder.read(source)
         else:
             companions = Path(scratch)
-            config, weights = gguf.read(source, companions)
+            config, dense, layers = gguf.read(source, companions)
         model = build(config)
-        weights = model.sanitize(weights) if hasattr(model, "sanitize") else weights
+        weights = _renamed(model, dense, layers, place=str(source))
         modules = {
             path: module
             for path, module in model.named_modules()
@@ -48,6 +48,36 @@ def convert(source: Path, target: Path, dtype: mx.Dtype | None = None) -> None:
         checkpoints.write(
             target, weights, config, companions=companions, specs=specs, kept=kept
         )
+
+
+def _renamed(
+    model: nn.Module,
+    dense: dict[str, mx.array],
+    layers: dict[str, Groups],
+    *,
+    place: str,
+) -> dict[str, mx.array]:
+    """All tensors by the names mlx-lm has for them, experts joined.
+
+    Its models rename what is called weight, and few of them scales and biases, too. So
+    these are passed in turn as if they were weights.
+    """
+    tensors = {path: layer.tensors() for path, layer in layers.items()}
+    sanitize = getattr(model, "sanitize", lambda weights: weights)
+    found: dict[str, mx.array] = {}
+    for leaf in ("weight", "scales", "biases"):
+        parts = {f"{path}.weight": own[leaf] for path, own in tensors.items()}
+        try:
+            names = sanitize(dense | parts)
+        except (ValueError, KeyError) as error:
+            raise UserError(
+                f"mlx-lm's model cannot take these tensors: {error}", place=place
+            ) from error
+        found = found or names
+        # Only words are of this type, joined or not.
+        for name in [n for n in names if found[n].dtype == mx.uint32]:
+            found[name.removesuffix("weight") + leaf] = names[name]
+    return found
 
 
 def _fitted(

@@ -10,6 +10,7 @@ from ...registry import entries
 from ..folder import read_config
 from ..sizes import read_header
 from . import order
+from .groups import Groups
 
 
 def format_of(config: dict) -> ModuleType | None:
@@ -27,8 +28,8 @@ def _settings(config: dict) -> dict:
     return {}
 
 
-def read(path: Path) -> tuple[dict, dict[str, mx.array]]:
-    """Config and tensors of a folder, in MLX's groups, by the names they have there.
+def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, Groups]]:
+    """Config, dense tensors and quantized layers of a folder, by their names there.
 
     Raises:
         UserError: damaged files, tensors that do not fit together, groups MLX lacks.
@@ -48,10 +49,7 @@ def read(path: Path) -> tuple[dict, dict[str, mx.array]]:
                 f"the tensor {module.MARK} of this layer is missing", place=name
             )
     order.settle(layers, dense)
-    for name, layer in layers.items():
-        for leaf, value in layer.tensors().items():
-            dense[f"{name}.{leaf}"] = value
-    return config, dense
+    return config, dense, layers
 
 
 def _tensors(path: Path) -> dict[str, mx.array]:

@@ -10,6 +10,7 @@ import numpy as np
 from ...errors import UserError
 from . import gguf_blocks, gguf_file, gguf_tokenizer
 from .gguf_file import Tensor
+from .groups import Groups
 
 # mlx-lm's names of the architectures, and whether llama.cpp reorders q and k in them.
 ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
@@ -35,8 +36,10 @@ FREQUENCIES = "rope_freqs.weight"
 LLAMA3_FACTORS = (8.0, 32.0)
 
 
-def read(path: Path, companions: Path) -> tuple[dict, dict[str, mx.array]]:
-    """Config and tensors of a file, in MLX's groups, by mlx-lm's names.
+def read(
+    path: Path, companions: Path
+) -> tuple[dict, dict[str, mx.array], dict[str, Groups]]:
+    """Config, dense tensors and quantized layers of a file, by mlx-lm's names.
 
     Args:
         companions: an empty folder, which gets the tokenizer.
@@ -48,7 +51,7 @@ def read(path: Path, companions: Path) -> tuple[dict, dict[str, mx.array]]:
     try:
         config = _config(metadata, tensors)
         gguf_tokenizer.write(metadata, companions, beside=path.parent)
-        return config, _weights(tensors, config)
+        return config, *_weights(tensors, config)
     except KeyError as error:
         raise UserError(f"the file has no {error}", place=str(path)) from error
     except UserError as error:
@@ -139,8 +142,10 @@ def _llama3(config: dict, factor: float) -> np.ndarray:
     return 1 / ((1 - smooth) / factor + smooth)
 
 
-def _weights(tensors: dict[str, Tensor], config: dict) -> dict[str, mx.array]:
-    weights = {}
+def _weights(
+    tensors: dict[str, Tensor], config: dict
+) -> tuple[dict[str, mx.array], dict[str, Groups]]:
+    dense, layers = {}, {}
     for name, tensor in tensors.items():
         if name == FREQUENCIES:
             continue
@@ -148,14 +153,12 @@ def _weights(tensors: dict[str, Tensor], config: dict) -> dict[str, mx.array]:
         order = _row_order(path, tensor, config)
         grouped = gguf_blocks.groups(tensor)
         if grouped:
-            parts = (grouped if order is None else grouped.rows(order)).tensors()
-            weights |= {f"{path}.{part}": value for part, value in parts.items()}
+            layers[path] = grouped if order is None else grouped.rows(order)
         else:
             value = gguf_blocks.dense(tensor)
-            weights[f"{path}.{leaf}"] = (
-                value if order is None else value[mx.array(order)]
-            )
-    return weights
+            value = value if order is None else value[mx.array(order)]
+            dense[f"{path}.{leaf}"] = value
+    return dense, layers
 
 
 def _path(name: str) -> tuple[str, str]:

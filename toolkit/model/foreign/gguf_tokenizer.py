@@ -12,14 +12,19 @@ KEY = "tokenizer.ggml."
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED = 1, 2, 3, 4
 BOUNDARY = "▁"  # what sentencepiece has for a space
 FILES = ("tokenizer.json", "tokenizer_config.json")
-# How a text is cut into words before it is encoded, by llama.cpp's name for it.
+# What cuts a text into words before it is encoded, by llama.cpp's name for it; patterns
+# follow one another.
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = "llama-bpe"
 WORDS = {
-    "llama-bpe": LETTERS + r"\p{N}{1,3}" + REST,
-    "qwen2": LETTERS + r"\p{N}" + REST,
-    "gpt-2": None,
-    "default": None,
+    LLAMA3: [LETTERS + r"\p{N}{1,3}" + REST],
+    "qwen2": [LETTERS + r"\p{N}" + REST],
+    "deepseek-r1-qwen": [LETTERS + r"\p{N}" + REST],
+    "smollm": [r"\p{N}", GPT2],
+    "gpt-2": [GPT2],
+    "default": [GPT2],
 }
 
 
@@ -36,20 +41,20 @@ def write(metadata: dict[str, Any], folder: Path, *, beside: Path) -> None:
     """Write tokenizer.json and tokenizer_config.json.
 
     Args:
-        beside: a folder whose own tokenizer.json goes before what the file carries.
+        beside: a folder that may have both, for kinds that cannot be made here.
 
     Raises:
-        UserError: a kind of tokenizer that cannot be made here, and none beside.
+        UserError: such a kind, and none beside.
     """
-    if all((beside / name).is_file() for name in FILES):
-        for name in FILES:
-            shutil.copyfile(beside / name, folder / name)
-        return
     model, words = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre", "default")
     if model == "llama":
         tokenizer = _by_scores(metadata)
     elif model == "gpt2" and words in WORDS:
-        tokenizer = _by_merges(metadata, WORDS[words], ignore=words == "llama-bpe")
+        tokenizer = _by_merges(metadata, words)
+    elif all((beside / name).is_file() for name in FILES):
+        for name in FILES:
+            shutil.copyfile(beside / name, folder / name)
+        return
     else:
         raise UserError(
             f"the tokenizer in this file ({model}, {words}) cannot be made here",
@@ -60,16 +65,17 @@ def write(metadata: dict[str, Any], folder: Path, *, beside: Path) -> None:
     (folder / FILES[1]).write_text(json.dumps(_settings(metadata), indent=2) + "\n")
 
 
-def _by_merges(metadata: dict[str, Any], words: str | None, *, ignore: bool) -> Any:
+def _by_merges(metadata: dict[str, Any], words: str) -> Any:
     """Byte-level BPE, as in GPT-2."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {text: i for i, text in enumerate(metadata[f"{KEY}tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata[f"{KEY}merges"]]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=ignore))
-    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
-    cut = [pre_tokenizers.Split(Regex(words), "isolated")] if words else []
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, bytes_])
+    whole = words == LLAMA3
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole))
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in WORDS[words]]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -126,7 +132,8 @@ def _add_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
         elif kind in (CONTROL, UNKNOWN):
             tokenizer.add_special_tokens([added])
     begin = metadata.get(f"{KEY}bos_token_id")
-    by_default = metadata.get(f"{KEY}model") == "llama"
+    kind = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
+    by_default = "llama" in kind or LLAMA3 in kind
     if begin is not None and metadata.get(f"{KEY}add_bos_token", by_default):
         first = tokens[begin]
         template = processors.TemplateProcessing(
