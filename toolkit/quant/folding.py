@@ -115,7 +115,11 @@ class _Finder:
         self.layers = [path for path, module in block.named_modules() if _reads(module)]
         self.output, self.before = self.seen_with(self.weights)
         # In the order of their calls.
-        self.layers = list(self.before.rows)
+        called = list(self.before.rows)
+        # What these tokens do not call might be fed as well: their widths are left out.
+        idle = {self._columns(path) for path in self.layers if path not in called}
+        self.layers = called
+        self.widths = {self._columns(path) for path in called} - idle
 
     def found(self) -> list[Fold]:
         folds: dict[tuple, Fold] = {}
@@ -127,15 +131,14 @@ class _Finder:
         return sorted(folds.values(), key=self._call)
 
     def _candidates(self) -> Iterator[Fold]:
-        widths = {rows.shape[-1] for rows in self.before.rows.values()}
         for path, weight in self.producers.items():
-            if weight.ndim == 1 and weight.size in widths:
+            if weight.ndim == 1 and weight.size in self.widths:
                 yield Fold(path, (), weight.size)
                 yield Fold(path, (), weight.size, offset=1)
             elif weight.ndim == 2 or path in self.before.experts:
                 outputs = weight.shape[-2]
                 experts = len(weight) if path in self.before.experts else None
-                for width in widths:
+                for width in self.widths:
                     # A layer that is several in one has the values last.
                     if outputs % width == 0:
                         yield Fold(path, (), width, outputs - width, experts=experts)
@@ -162,16 +165,18 @@ class _Finder:
         before, after = (seen.rows.get(path) for seen in (self.before, now))
         if before is None or after is None or before.shape != after.shape:
             return False
-        if before.shape[-1] != fold.width:
+        # A layer may be used transposed, too.
+        if {before.shape[-1], self._columns(path)} != {fold.width}:
             return False
         if fold.experts is not None:
-            if (
-                path not in now.experts
-                or len(self.weights[f"{path}.weight"]) != fold.experts
-            ):
+            weight = self.weights[f"{path}.weight"]
+            if path not in now.experts or len(weight) != fold.experts:
                 return False
             scale = scale[now.experts[path]]
         return _is_near(after * scale, before, mx.linalg.norm(before))
+
+    def _columns(self, path: str) -> int:
+        return self.weights[f"{path}.weight"].shape[-1]
 
     def _call(self, fold: Fold) -> int:
         """When what it feeds is called."""
