@@ -60,11 +60,11 @@ class _Method:
 
     def run(self) -> dict[str, mx.array]:
         task = self.task
-        walk = self._walk()
-        tensors = walk.run(self._solve)
+        tensors = self._walk().run(self._solve)
         for path, spec in task.specs.items():
             if f"{path}.weight" not in tensors:
-                tensors |= self._unseen(path, spec)
+                found = self._nearest(path, self.modules[path].weight, spec)
+                tensors |= {f"{path}.{k}": v for k, v in found.tensors.items()}
         return tensors
 
     def _walk(self) -> Walk:
@@ -89,9 +89,12 @@ class _Method:
             compute=mx.float32 if on_cpu() else task.dtype,
             rows=max(1, TOKENS_AT_ONCE // tokens.shape[1]),
             say=task.report.say,
+            reread=task.reread,
         )
 
-    def _solve(self, weights: dict[str, mx.array], moments: Moments):
+    def _solve(self, weights: dict[str, mx.array], moments: Moments | None):
+        if moments is None:
+            return {p: self._unseen(p, w) for p, w in weights.items()}
         if moments.counts.ndim:
             return {p: self._experts(p, w, moments) for p, w in weights.items()}
         found, hessians = {}, {}
@@ -152,13 +155,14 @@ class _Method:
         spec, dtype = self.task.specs[path], self.task.dtype
         return Stored(solution.tensors, expand(solution.tensors, spec, dtype))
 
-    def _unseen(self, path: str, spec: QuantSpec) -> dict[str, mx.array]:
+    def _unseen(self, path: str, weight: mx.array) -> Stored:
         """A layer that no hidden state goes into, such as an embedding."""
-        weight = self.modules[path].weight
-        if spec.mode != "affine" or weight.ndim > 2:
-            self.task.report.say(f"{path} is rounded to the nearest")
-            tensors = pack(weight, spec, self.task.dtype)
-        else:
-            same = damped(mx.eye(weight.shape[-1]), spec.group_size)
-            tensors = self._closed_form(path, weight, same, None).tensors
-        return {f"{path}.{name}": value for name, value in tensors.items()}
+        spec = self.task.specs[path]
+        if weight.ndim > 2:
+            return self._nearest(path, weight, spec)
+        same = damped(mx.eye(weight.shape[-1]), spec.group_size)
+        return self._stored(path, self._closed_form(path, weight, same, None))
+
+    def _nearest(self, path: str, weight: mx.array, spec: QuantSpec) -> Stored:
+        self.task.report.say(f"{path} is rounded to the nearest")
+        return self._stored(path, Solution(pack(weight, spec, self.task.dtype), {}))

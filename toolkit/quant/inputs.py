@@ -8,7 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..train.blocks import StandIn
+from ..model.blocks import StandIn
 
 
 @dataclass
@@ -109,11 +109,13 @@ class Moments:
     def add(self, x: mx.array, y: mx.array | None = None) -> None:
         """Rows [T, K] of both models."""
         x = x.astype(mx.float32)
+        # One sum after the other: only one product is in memory at a time.
         self.squares = self.squares + x.T @ x
         self.counts = self.counts + len(x)
+        mx.eval(self.squares, self.counts)
         if y is not None:
             self.cross = self.cross + x.T @ (y.astype(mx.float32) - x)
-        mx.eval(self.squares, self.counts, self.cross if y is not None else [])
+            mx.eval(self.cross)
 
     def add_routed(self, x: mx.array, experts: mx.array) -> None:
         """Rows [T, K], and the expert each went to, int [T]."""

@@ -16,11 +16,12 @@ class Config(Quantization):
 
 
 def quantize(config: Config, task: Task) -> dict[str, mx.array]:
-    """Codes, scales and biases of the layers in `task.specs`, as they are stored."""
-    modules = dict(task.model.named_modules())
+    """Codes, scales and biases of the layers in `task.specs`, computed when used."""
+    # Of another model that nobody else holds, each weight is let go once it is written.
+    model = task.reread() if task.reread else task.model
+    modules = dict(model.named_modules())
     tensors = {}
     for path, spec in task.specs.items():
         packed = pack(modules[path].weight, spec, task.dtype)
-        mx.eval(packed)
         tensors |= {f"{path}.{name}": value for name, value in packed.items()}
     return tensors

@@ -30,12 +30,14 @@ class Task:
     """A model to quantize.
 
     Attributes:
-        model: its weights may be lazy.
+        model: its weights may be unread.
         specs: grid by path of the layers to quantize.
         dtype: the type the checkpoint stores.
         windows: calibration tokens, int32 [n, length], at least as many as asked for
             if the source has them.
-        folder: where a method may keep what it has done so far.
+        folder: where a method may keep what it has done so far; deleted when the
+            checkpoint is written.
+        reread: the model again, its weights unread; None = they stay in memory.
     """
 
     model: nn.Module
@@ -44,3 +46,4 @@ class Task:
     windows: Callable[[Calibration, int], mx.array]
     folder: Path
     report: Report
+    reread: Callable[[], nn.Module] | None = None

@@ -9,6 +9,7 @@ from ..model.load import Loaded
 from ..quant.layers import select
 from ..quant.task import Calibration, Task
 from ..registry import entries
+from ..run.files import remove_folder
 from .context import Artefact, Context, write_checkpoint
 
 WITHOUT_ROWS = "builtin:stdlib"
@@ -21,23 +22,27 @@ def run(config, context: Context) -> Artefact:
         config: the `Config` of a method in toolkit.quant.
     """
     reference = context.current.model
-    loaded = context.load(reference, compute="stored")
+    loaded = context.load(reference, compute="stored", lazy=True)
     selection = select(loaded.model, config)
     for path, reason in sorted(selection.kept.items()):
         context.report.say(f"{path} is kept: {reason}")
-    weights = dict(tree_flatten(loaded.model.parameters()))
     method = entries("toolkit.quant", "Config")[config.method]
+    scratch = context.folder / "scratch"
     task = Task(
         loaded.model,
         selection.specs,
         loaded.dtype,
         lambda calibration, tokens: _windows(calibration, tokens, context, loaded),
-        context.folder,
+        scratch,
         context.report,
+        loaded.reread,
     )
     tensors = method.quantize(config, task)
+    # Unread, and in no other place, so that each is let go once it is written.
+    weights = dict(tree_flatten(loaded.reread().parameters()))
     target = context.folder / "model"
     write_checkpoint(target, loaded, weights, selection, tensors)
+    remove_folder(scratch)
     facts = context.current.facts | {"method": config.method, "kept": selection.kept}
     return Artefact(target, reference, context.current.adapters, facts)
 
