@@ -1,51 +1,29 @@
 """Folding scales into the blocks of a model, one after the other."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import mlx.core as mx
-import mlx.nn as nn
 
-from .fold_search import Folded, Rounding, Trial, fold_scales
-from .folding import Fold, Run, Weights, find_folds, holds, put
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A block that is about to be quantized.
-
-    Attributes:
-        prefix: what its paths begin with in the model.
-        weights: float32, its parameters by name in it.
-        paths: in it, of the layers to quantize.
-        run: gives what it makes of hidden states of the first rows of a part.
-        parts: hidden states [B, L, width] as the quantized model has them, and `run`
-            for them: those to search on and those held apart.
-    """
-
-    prefix: str
-    block: nn.Module
-    weights: Weights
-    paths: list[str]
-    parts: tuple[tuple[Run, mx.array], tuple[Run, mx.array]]
+from .fold_search import Folded, Trial, fold_scales
+from .folding import Fold, Weights, find_folds, holds, put
+from .opened import Opened
+from .spec import expand, pack
+from .task import Task
 
 
 class Folding:
-    """Finds the places, searches the scales, and tells what came of it.
+    """Finds the places, searches the scales, and tells what came of it."""
 
-    Args:
-        rounding: the weight a layer, by its path in the model, is left with.
-        dtype: the type the checkpoint stores.
-    """
-
-    def __init__(self, rounding: Rounding, dtype: mx.Dtype, say: Callable[[str], None]):
-        self.rounding, self.dtype, self.say = rounding, dtype, say
+    def __init__(self, task: Task):
+        self.task = task
         self.blocks = self.places = self.done = 0
         # By the names and shapes of a block's parameters.
         self._known: dict[tuple, list[Fold]] = {}
 
-    def __call__(self, opened: Opened) -> Folded:
-        """Fold what helps; the block is left with weights of a trial."""
+    def __call__(self, opened: Opened) -> Weights:
+        """The block's weights with all scales folded in that are of use."""
+        return self.folded(opened).weights
+
+    def folded(self, opened: Opened) -> Folded:
+        """The same, and how much it helps."""
         put(opened.block, opened.weights)
         folds = self._folds(opened)
         search, held = (Trial.of(opened.block, *part) for part in opened.parts)
@@ -53,20 +31,22 @@ class Folding:
             folds,
             opened.weights,
             opened.paths,
-            lambda path, weight: self.rounding(opened.prefix + path, weight),
+            lambda path, weight: self.rounded(opened.prefix + path, weight),
             search,
             held,
-            self.dtype,
+            opened.dtypes,
         )
-        self.blocks += 1
-        self.places += len(folds)
-        self.done += len(found.folds)
         self._tell(opened, folds, found)
         return found
 
+    def rounded(self, path: str, weight: mx.array) -> mx.array:
+        """What a layer's weight stands for once it is rounded to the nearest."""
+        spec, dtype = self.task.specs[path], self.task.dtype
+        return expand(pack(weight, spec, dtype), spec, dtype).astype(mx.float32)
+
     def sum_up(self) -> None:
         """One line for all blocks."""
-        self.say(
+        self.task.report.say(
             f"scales folded into {self.done} of {self.places} places of "
             f"{self.blocks} blocks"
         )
@@ -81,8 +61,11 @@ class Folding:
         return known
 
     def _tell(self, opened: Opened, folds: list[Fold], found: Folded) -> None:
+        self.blocks += 1
+        self.places += len(folds)
+        self.done += len(found.folds)
         where = ", ".join(fold.producer for fold in found.folds) or "nothing"
-        self.say(
+        self.task.report.say(
             f"{opened.prefix.rstrip('.')}: scales folded into {len(found.folds)} of "
             f"{len(folds)} places ({where}); rounding loses {found.after:.3g} of the "
             f"block's output, {found.before:.3g} without"

@@ -71,12 +71,16 @@ class Folded:
         folds: those that were done.
         before: error of the rounded block on the tokens held apart, without them.
         after: and with them.
+        search: the trial that chose scales.
+        held: the one on the tokens held apart.
     """
 
     weights: Weights
     folds: list[Fold]
     before: float
     after: float
+    search: Trial
+    held: Trial
 
 
 def fold_scales(
@@ -86,7 +90,7 @@ def fold_scales(
     rounding: Rounding,
     search: Trial,
     held: Trial,
-    dtype: mx.Dtype,
+    dtypes: dict[str, mx.Dtype],
 ) -> Folded:
     """Fold the scales that make a block lose less by rounding.
 
@@ -95,7 +99,7 @@ def fold_scales(
         paths: of the layers that will be rounded.
         search: on tokens that choose a scale.
         held: on tokens that say whether it is any use; they see all layers rounded.
-        dtype: the type the checkpoint stores.
+        dtypes: what the parameters are stored in.
     """
     before = least = held.error(rounded(weights, paths, rounding))
     done = []
@@ -103,13 +107,13 @@ def fold_scales(
         scale = _best_scale(fold, weights, paths, rounding, search)
         if scale is None:
             continue
-        scale = fold.storable(weights, scale, dtype)
+        scale = fold.storable(weights, scale, dtypes[f"{fold.producer}.weight"])
         tried = weights | fold.moved(weights, scale)
         error = held.error(rounded(tried, paths, rounding))
         if error < least:
             weights, least = tried, error
             done.append(fold)
-    return Folded(weights, done, before, least)
+    return Folded(weights, done, before, least, search, held)
 
 
 def _best_scale(fold: Fold, weights: Weights, paths, rounding, search: Trial):
