@@ -58,7 +58,9 @@ class Folding:
         known = self._known.get(shapes)
         if known is None or not holds(known, *arguments):
             known = self._known[shapes] = find_folds(*arguments)
-        return known
+        # What nobody rounds gains nothing by a scale.
+        rounded = set(opened.paths)
+        return [fold for fold in known if rounded.intersection(fold.consumers)]
 
     def _tell(self, opened: Opened, folds: list[Fold], found: Folded) -> None:
         self.blocks += 1

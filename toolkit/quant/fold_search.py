@@ -122,7 +122,7 @@ def _best_scale(fold: Fold, weights: Weights, paths, rounding, search: Trial):
     sizes = _sizes(fold, search.inputs(weights, [fold.consumers[0]]))
     least, best = search.error(rounded(weights, fed, rounding)), None
     for power in POWERS:
-        scale = _scale(sizes, power)
+        scale = scale_of(sizes, power)
         tried = weights | fold.moved(weights, scale)
         error = search.error(rounded(tried, fed, rounding))
         if error < least:
@@ -142,10 +142,10 @@ def _sizes(fold: Fold, seen: Seen) -> mx.array:
     return sums / mx.maximum(counts, 1)
 
 
-def _scale(sizes: mx.array, power: float) -> mx.array:
+def scale_of(sizes: mx.array, power: float) -> mx.array:
     """Sizes to a power, around 1; all 1 where nothing was seen."""
     largest = sizes.max(axis=-1, keepdims=True)
     sizes = mx.where(largest == 0, 1, mx.maximum(sizes, LEAST_MEAN * largest))
     scale = sizes**power
     ends = scale.max(axis=-1, keepdims=True) * scale.min(axis=-1, keepdims=True)
-    return scale * mx.rsqrt(ends)
+    return scale / mx.sqrt(ends)
