@@ -71,16 +71,27 @@ class _Method:
             return {p: self._unseen(p, w) for p, w in weights.items()}
         if moments.counts.ndim:
             return {p: self._experts(p, w, moments) for p, w in weights.items()}
-        found, hessians = {}, {}
-        mean = mx.diagonal(moments.squares).mean()
-        cross = moments.cross / mx.where(mean == 0, 1.0, mean)
+        hessians, cross = self._hessians(list(weights), moments)
+        # They are as large as all that is made of them.
+        del moments
+        found = {}
         for path, weight in weights.items():
+            hessian = hessians[self.task.specs[path].group_size]
+            solution = self._closed_form(path, weight, hessian, cross)
+            found[path] = self._stored(path, solution)
+        return found
+
+    def _hessians(self, paths: list[str], moments: Moments):
+        """Hessians by the group size of the paths, and the cross moments likewise."""
+        hessians: dict[int, Hessian] = {}
+        mean = mx.diagonal(moments.squares).mean().item() or 1.0
+        for path in paths:
             group = self.task.specs[path].group_size
             if group not in hessians:
                 hessians[group] = self._hessian(path, moments.squares, group)
-            solution = self._closed_form(path, weight, hessians[group], cross)
-            found[path] = self._stored(path, solution)
-        return found
+        moments.cross = moments.cross / mean
+        mx.eval(moments.cross)
+        return hessians, moments.cross
 
     def _experts(self, path: str, weight: mx.array, moments: Moments) -> Stored:
         """Every expert by its own inputs, and the fewer it had, by those of all."""
