@@ -14,11 +14,13 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..model.blockwise import Blockwise
 from ..run.files import atomic_folder, need_space
 from . import streams
 from .inputs import Moments, Seen, watched
+from .opened import Prepare, prepare_block
 from .streams import FULL, INPUTS, ROUNDED
 
 TENSORS = "tensors.safetensors"
@@ -49,6 +51,7 @@ class Walk:
         compute: the type to run blocks in.
         rows: windows at once.
         reread: see `Blockwise`.
+        prepare: is shown every block before it is quantized.
 
     Raises:
         UserError: the model is not a plain sequence of blocks.
@@ -66,6 +69,7 @@ class Walk:
         rows: int,
         say: Callable[[str], None],
         reread: Callable[[], nn.Module] | None = None,
+        prepare: Prepare | None = None,
     ):
         self.model = model
         self.tokens = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
@@ -73,6 +77,7 @@ class Walk:
         self.key = key
         self.compute = compute
         self.say = say
+        self.prepare = prepare
         self.blockwise = Blockwise(model, reread)
         self._inside: list[list[str]] = [[] for _ in self.blockwise.blocks]
         self._outside = []
@@ -88,7 +93,8 @@ class Walk:
         """Walk to the end.
 
         Returns:
-            Codes, scales and biases by name, unread, of all layers.
+            Codes, scales and biases by name, unread, of all layers, and the weights of
+            others that `prepare` changed.
         """
         self._begin()
         for number in range(self._done(), len(self.blockwise)):
@@ -125,10 +131,22 @@ class Walk:
 
     def _walk_block(self, number: int, solve: Solve) -> None:
         here, tensors = self.folder / f"{number:04d}", {}
+        stored = tree_flatten(self.blockwise.blocks[number].parameters())
+        dtypes = {name: value.dtype for name, value in stored}
         with (
             atomic_folder(self.folder / f"{number + 1:04d}") as after,
             self.blockwise.at_hand(number, self.compute),
         ):
+            if self.prepare is not None:
+                tensors |= prepare_block(
+                    self.prepare,
+                    self.blockwise,
+                    number,
+                    self._inside[number],
+                    self.tokens,
+                    here,
+                    dtypes,
+                )
             groups = self._groups(number)
             self._pass_full(number, [group[0] for group in groups], after)
             for group in groups:

@@ -1,24 +1,21 @@
 """GPTQ and what follows from it: every layer quantized for the inputs it will get."""
 
-import hashlib
 from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
 from pydantic import Field, model_validator
 
-from ..model.cpu import on_cpu
 from . import closed_form
-from .calibrate import Stored, Walk
+from .block_folds import Folding
+from .calibrate import Stored
+from .calibrated import quantize_watched, stored
 from .closed_form import Settings, Solution
 from .hessian import DAMPING, Hessian, damped
 from .inputs import Moments
-from .spec import Quantization, QuantSpec, expand, pack
+from .spec import Quantization, pack
 from .task import Calibration, Task
 
-TOKENS_PER_COLUMN = 8
-LEAST_TOKENS = 1 << 15
-TOKENS_AT_ONCE = 2048
 # What an error of a token's embedding costs where it is looked up, in every column, as
 # a share of what one costs on average in the head that is tied to it. Of 0.01, 0.1, 0.5
 # and 2 this lost least on data/tiny-base, at 2 bits and at 4.
@@ -38,6 +35,9 @@ class Config(Quantization):
     """How far a layer makes up for the errors of those before it."""
     damping: float = Field(DAMPING, gt=0, le=1)
     """Share of the mean of a Hessian's diagonal that is added to it, to begin with."""
+
+    fold: bool = False
+    """Fold AWQ's scales into a block first, where its rounded layers then lose less."""
 
     @model_validator(mode="after")
     def _affine(self):
@@ -59,38 +59,12 @@ class _Method:
         self.modules = dict(task.model.named_modules())
 
     def run(self) -> dict[str, mx.array]:
-        task = self.task
-        tensors = self._walk().run(self._solve)
-        for path, spec in task.specs.items():
-            if f"{path}.weight" not in tensors:
-                found = self._nearest(path, self.modules[path].weight, spec)
-                tensors |= {f"{path}.{k}": v for k, v in found.tensors.items()}
+        if not self.config.fold:
+            return quantize_watched(self.config, self.task, self._solve)
+        folding = Folding(self.task)
+        tensors = quantize_watched(self.config, self.task, self._solve, folding)
+        folding.sum_up()
         return tensors
-
-    def _walk(self) -> Walk:
-        task, config = self.task, self.config
-        affine = [path for path, spec in task.specs.items() if spec.mode == "affine"]
-        widest = max(self.modules[path].weight.shape[-1] for path in affine)
-        wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
-        tokens = task.windows(config.calibration, config.calibration.tokens or wanted)
-        if tokens.size < TOKENS_PER_COLUMN * widest:
-            task.report.warn(
-                f"calibration has {tokens.size:,} tokens; a layer {widest} wide wants "
-                f"{TOKENS_PER_COLUMN * widest:,}"
-            )
-        key = hashlib.sha256(memoryview(tokens))
-        key.update(config.model_dump_json().encode())
-        return Walk(
-            task.model,
-            affine,
-            tokens,
-            task.folder / "walk",
-            key=key.hexdigest(),
-            compute=mx.float32 if on_cpu() else task.dtype,
-            rows=max(1, TOKENS_AT_ONCE // tokens.shape[1]),
-            say=task.report.say,
-            reread=task.reread,
-        )
 
     def _solve(self, weights: dict[str, mx.array], moments: Moments | None):
         if moments is None:
@@ -163,17 +137,13 @@ class _Method:
         return solution
 
     def _stored(self, path: str, solution: Solution) -> Stored:
-        spec, dtype = self.task.specs[path], self.task.dtype
-        return Stored(solution.tensors, expand(solution.tensors, spec, dtype))
+        return stored(solution.tensors, self.task.specs[path], self.task.dtype)
 
     def _unseen(self, path: str, weight: mx.array) -> Stored:
         """A layer that no hidden state goes into, such as an embedding."""
         spec = self.task.specs[path]
         if weight.ndim > 2:
-            return self._nearest(path, weight, spec)
+            self.task.report.say(f"{path} is rounded to the nearest")
+            return stored(pack(weight, spec, self.task.dtype), spec, self.task.dtype)
         same = damped(mx.eye(weight.shape[-1]), spec.group_size)
         return self._stored(path, self._closed_form(path, weight, same, None))
-
-    def _nearest(self, path: str, weight: mx.array, spec: QuantSpec) -> Stored:
-        self.task.report.say(f"{path} is rounded to the nearest")
-        return self._stored(path, Solution(pack(weight, spec, self.task.dtype), {}))
