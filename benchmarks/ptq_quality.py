@@ -164,10 +164,10 @@ def prepare(folder: Path, arguments: argparse.Namespace, seed: int) -> None:
     import numpy as np
     from toolkit.data.formats import Rows
     from toolkit.data.windows import windows
-    from toolkit.model.load import load, resolve
+    from toolkit.model.load import load_tokenizer, resolve
 
     model = resolve(arguments.model)
-    tokenizer = load(model, lazy=True).tokenizer
+    tokenizer = load_tokenizer(model)
     length = arguments.length
 
     def tokens(source: str, split: str, count: int, seed: int):
