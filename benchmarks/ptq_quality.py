@@ -151,7 +151,8 @@ def _run_seed(folder: Path, arguments, routes: list[Route], seed: int) -> None:
             target = folder / f"{seed}-{route.name.replace(' ', '-')}-{number}"
             if route.start:
                 options = options | {"start": str(done.get(route.start))}
-            tried.append(_run(route.side, folder, target, options, arguments.threads))
+            run = call_side(route.side, folder, target, options, arguments.threads)
+            tried.append(run)
         _judge([run for run in tried if not run["failed"]], folder, arguments)
         best = min(tried, key=lambda run: run["kl"].mean() if "kl" in run else 1e9)
         route.ladder = [route.ladder[tried.index(best)]]
@@ -162,31 +163,44 @@ def _run_seed(folder: Path, arguments, routes: list[Route], seed: int) -> None:
 def prepare(folder: Path, arguments: argparse.Namespace, seed: int) -> None:
     """Write into `folder` what every side and the judge read."""
     import numpy as np
-    from toolkit.data.formats import Rows
-    from toolkit.data.windows import windows
-    from toolkit.model.load import load_tokenizer, resolve
 
-    model = resolve(arguments.model)
-    tokenizer = load_tokenizer(model)
-    length = arguments.length
+    from toolkit.model.load import resolve
 
-    def tokens(source: str, split: str, count: int, seed: int):
-        rows = Rows(source, split=split)
-        return windows(rows, tokenizer, length=length, tokens=count, seed=seed)
-
-    calibration = tokens(arguments.calibration, "train", arguments.tokens, seed)
-    np.save(folder / "calibration.npy", calibration)
-    source = arguments.held_out or arguments.calibration
-    split = "train" if arguments.held_out else "valid"
-    held_out = tokens(source, split, arguments.held_out_tokens, 0)
+    model, length = resolve(arguments.model).resolve(), arguments.length
+    source = arguments.calibration
+    write_inputs(folder, model, source, arguments.tokens, length, seed)
+    apart = (arguments.held_out, "train") if arguments.held_out else (source, "valid")
+    held_out = _tokens(model, *apart, arguments.held_out_tokens, length, seed=0)
     np.save(folder / "held-out.npy", held_out)
-    taken = {"source": arguments.calibration, "length": length}
-    settings = {"model": str(model.resolve()), "seed": seed}
-    settings |= {"windows": taken | {"tokens": calibration.size}}
+
+
+def write_inputs(
+    folder: Path, model: Path, source: str, tokens: int, length: int, seed: int
+) -> None:
+    """What every side reads: calibration tokens, and where they are from."""
+    import numpy as np
+
+    calibration = _tokens(model, source, "train", tokens, length, seed)
+    np.save(folder / "calibration.npy", calibration)
+    taken = {"source": source, "length": length, "tokens": calibration.size}
+    settings = {"model": str(model), "seed": seed, "windows": taken}
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
-def _run(side: str, folder: Path, target: Path, options: dict, threads) -> dict:
+def _tokens(model: Path, source: str, split: str, count: int, length: int, seed: int):
+    """Windows of a source, as lmx takes them: int32 [n, length]."""
+    from toolkit.data.formats import Rows
+    from toolkit.data.windows import windows
+    from toolkit.model.load import load_tokenizer
+
+    rows, tokenizer = Rows(source, split=split), load_tokenizer(model)
+    return windows(rows, tokenizer, length=length, tokens=count, seed=seed)
+
+
+def call_side(
+    side: str, folder: Path, target: Path, options: dict, threads: int | None
+) -> dict:
+    """Run one side in a process of its own; returns what it measured."""
     given = [side, str(folder), str(target), json.dumps(options)]
     output = _call([str(ptq_sides.PROGRAM), *given], threads)
     # mlx-lm writes its own report before it.

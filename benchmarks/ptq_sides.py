@@ -31,7 +31,7 @@ def run(side: str, folder: Path, target: Path, options: dict) -> dict:
     import mlx_lm  # noqa: F401
 
     settings = json.loads((folder / "settings.json").read_text())
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     try:
         SIDES[side](folder, target, settings, options)
     except FAULTS as error:
@@ -39,6 +39,7 @@ def run(side: str, folder: Path, target: Path, options: dict) -> dict:
         return {"failed": reason.splitlines()[0]}
     return {
         "seconds": time.perf_counter() - start,
+        "processor_seconds": time.process_time() - busy,
         "peak": mx.get_peak_memory(),
         "rss": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "engine": f"{used.threads or ''} {used.name}".strip(),
@@ -141,7 +142,8 @@ def _gptq(folder: Path, target: Path, settings: dict, options: dict) -> None:
 
     bits, group = options["bits"], options["group_size"]
     peer = Peer(folder, settings, group)
-    peer.compute_in_float32()
+    if not options.get("stored"):
+        peer.compute_in_float32()
     peer.model, peer.config["quantization"] = gptq_quantize(
         *(peer.model, peer.tokens, bits, group),
         # Embeddings, as wide as all else: every side has the same bits.
