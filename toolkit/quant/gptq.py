@@ -13,8 +13,8 @@ from .calibrate import Stored, Walk
 from .closed_form import Settings, Solution
 from .hessian import DAMPING, Hessian, damped
 from .inputs import Moments
-from .spec import Quantization, QuantSpec, expand, pack
-from .task import Calibration, Task
+from .spec import QuantSpec, expand, pack
+from .task import PostTraining, Task
 
 TOKENS_PER_COLUMN = 8
 LEAST_TOKENS = 1 << 15
@@ -25,13 +25,11 @@ TOKENS_AT_ONCE = 2048
 LOOK_UP = 0.5
 
 
-class Config(Quantization):
+class Config(PostTraining):
     """Fit codes and grids to what the layers see on calibration tokens."""
 
     method: Literal["gptq"] = "gptq"
     """The method's name."""
-    calibration: Calibration = Calibration()
-    """What the layers are watched on."""
     rounds: int = Field(3, ge=0)
     """Rounds of refit and coordinate descent after GPTQ itself."""
     asymmetry: float = Field(0.5, ge=0, le=1)
@@ -69,8 +67,7 @@ class _Method:
 
     def _walk(self) -> Walk:
         task, config = self.task, self.config
-        affine = [path for path, spec in task.specs.items() if spec.mode == "affine"]
-        widest = max(self.modules[path].weight.shape[-1] for path in affine)
+        widest = max(self.modules[path].weight.shape[-1] for path in task.specs)
         wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
         tokens = task.windows(config.calibration, config.calibration.tokens or wanted)
         if tokens.size < TOKENS_PER_COLUMN * widest:
@@ -80,9 +77,10 @@ class _Method:
             )
         key = hashlib.sha256(memoryview(tokens))
         key.update(config.model_dump_json().encode())
+        key.update(repr(sorted(task.specs.items())).encode())
         return Walk(
             task.model,
-            affine,
+            list(task.specs),
             tokens,
             task.folder / "walk",
             key=key.hexdigest(),
@@ -92,6 +90,21 @@ class _Method:
         )
 
     def _solve(self, weights: dict[str, mx.array], moments: Moments):
+        fixed = {p: w for p, w in weights.items() if not self._is_affine(p)}
+        affine = {p: w for p, w in weights.items() if self._is_affine(p)}
+        found = {path: self._rounded(path, weight) for path, weight in fixed.items()}
+        return found | self._fitted(affine, moments)
+
+    def _is_affine(self, path: str) -> bool:
+        return self.task.specs[path].mode == "affine"
+
+    def _rounded(self, path: str, weight: mx.array) -> Stored:
+        """A layer on a grid that cannot be fitted."""
+        self.task.report.say(f"{path} is rounded to the nearest")
+        packed = pack(weight, self.task.specs[path], self.task.dtype)
+        return self._stored(path, Solution(packed, {}))
+
+    def _fitted(self, weights: dict[str, mx.array], moments: Moments):
         if moments.counts.ndim:
             return {p: self._experts(p, w, moments) for p, w in weights.items()}
         found, hessians = {}, {}
@@ -155,9 +168,8 @@ class _Method:
     def _unseen(self, path: str, spec: QuantSpec) -> dict[str, mx.array]:
         """A layer that no hidden state goes into, such as an embedding."""
         weight = self.modules[path].weight
-        if spec.mode != "affine" or weight.ndim > 2:
-            self.task.report.say(f"{path} is rounded to the nearest")
-            tensors = pack(weight, spec, self.task.dtype)
+        if not self._is_affine(path) or weight.ndim > 2:
+            tensors = self._rounded(path, weight).tensors
         else:
             same = damped(mx.eye(weight.shape[-1]), spec.group_size)
             tensors = self._closed_form(path, weight, same, None).tensors

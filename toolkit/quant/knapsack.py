@@ -1,9 +1,9 @@
 """One option for every item, of the least cost that a budget holds.
 
-The multiple-choice knapsack, solved by going through the items with all partial choices
-that no other beats in both size and cost (Nemhauser and Ullmann 1969), without those
-that a Lagrangian bound shows to end above a choice already known (Dyer, Kayal and Walker
-1984). Exact as long as there are no more than `STATES` such partial choices.
+The multiple-choice knapsack: item by item with all partial choices that no other beats
+in both size and cost (Nemhauser and Ullmann 1969), without those that end above a known
+choice by a Lagrangian bound (Dyer, Kayal and Walker 1984). Exact as long as there are
+no more than `STATES` such partial choices.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def solve(items: Items, budget: int, *, states: int = STATES) -> list[int] | Non
     # Of what comes after each item, cost and priced size at the least.
     ahead = [(costs + price * sizes).min() for sizes, costs in items]
     ahead = np.append(np.cumsum(ahead[::-1])[::-1], 0.0)
-    room = np.cumsum([0] + [int(s.min()) for s, _ in items][::-1])[::-1]
+    room = np.cumsum([0, *(int(s.min()) for s, _ in items[::-1])])[::-1]
     size, cost = np.zeros(1, np.int64), np.zeros(1)
     trail = []
     for number, (sizes, costs) in enumerate(items, 1):

@@ -1,11 +1,14 @@
 """The quantize stage: one post-training method over the current model."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..data.sources import Splits
 from ..data.windows import windows
 from ..model.load import Loaded
+from ..quant.budget import allocate
 from ..quant.layers import select
 from ..quant.task import Calibration, Task
 from ..registry import entries
@@ -35,10 +38,14 @@ def run(config, context: Context) -> Artefact:
         context.folder,
         context.report,
     )
+    facts = context.current.facts | {"method": config.method, "kept": selection.kept}
+    if config.budget:
+        computing = context.load(reference).model
+        selection, found = allocate(config, selection, task, computing, reference)
+        task, facts = replace(task, specs=selection.specs), facts | {"budget": found}
     tensors = method.quantize(config, task)
     target = context.folder / "model"
     write_checkpoint(target, loaded, weights, selection, tensors)
-    facts = context.current.facts | {"method": config.method, "kept": selection.kept}
     return Artefact(target, reference, context.current.adapters, facts)
 
 
