@@ -130,11 +130,13 @@ def choices(
         items = [_item(group, weighing, costs, power) for group in layers]
         chosen = knapsack.solve(items, limit - weighing.fixed)
         assert chosen is not None
-        found[name] = {
+        grids = {
             path: weighing.options[path][option]
             for group, option in zip(layers, chosen, strict=True)
             for path in group
         }
+        if grids not in found.values():
+            found[name] = grids
     return found | _uniform(weighing, costs, limit)
 
 

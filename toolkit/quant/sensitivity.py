@@ -49,7 +49,7 @@ class Layer:
 
 
 def column_costs(path: str, width: int, signals: Signals) -> mx.array:
-    """Mean squares of a layer's inputs, a little added; all one for looking up alone."""
+    """Mean squares of a layer's inputs and a little; one for those that look up."""
     total, count = mx.zeros(width), 0
     sources = {signals.sources[call] for call in signals.calls(path)}
     for part in signals.parts():

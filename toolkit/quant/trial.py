@@ -13,7 +13,7 @@ class Trial:
     """Compares a model with itself on other grids, on the same windows.
 
     Args:
-        model: in the type it computes in; it is left as it was when `close` is called.
+        model: in the type it computes in; `close` leaves it as it was.
         columns: costs of an error by column, by path of the layers that are fitted;
             others are rounded to the nearest.
         tokens: int32 [n, L].
@@ -53,6 +53,7 @@ class Trial:
         """Put the model's own weights back."""
         for path, weight in self._dense.items():
             self._modules[path].weight = weight
+        self._specs.clear()
 
     def _round(self, path: str, spec: QuantSpec) -> None:
         module = self._modules[path]
