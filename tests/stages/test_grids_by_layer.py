@@ -81,6 +81,15 @@ def test_a_budget_is_kept_to_the_byte(budget, tmp_path, base):
     assert same_logits_in_stock_mlx_lm(folder)
 
 
+def test_a_wrong_key_of_a_pattern_is_told_with_the_right_one(tmp_path, base, capsys):
+    run = run_of(tmp_path, base, layers={"*.down_proj": {"bitz": 4}, "*": "leave"})
+    assert run() == 2
+    told = capsys.readouterr().err
+    assert "unknown key 'bitz'" in told
+    assert "did you mean 'bits'?" in told
+    assert "2 problems" in told
+
+
 def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
     layers = {"*.down_proj": {"mode": "mxfp4"}, "mlp.up_proj": "keep"}
     budget = {"bits_per_weight": 5.5, "bits": [2, 3, 6]}
@@ -128,7 +137,7 @@ def test_the_smallest_budget_that_is_named_is_enough(tmp_path, base, capsys):
 
 def test_sensitivities_are_measured_once(tmp_path, base):
     told = []
-    for bits in (3.0, 4.0):
+    for bits in (4.0, 4.5):
         folder = tmp_path / f"{bits}"
         folder.mkdir()
         budget = {"bits_per_weight": bits, "bits": [3, 5], "group_sizes": [32, 64]}

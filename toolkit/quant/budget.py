@@ -74,14 +74,15 @@ def allocate(
 
 def _tokens(config: PostTraining, task: Task) -> tuple[mx.array, mx.array]:
     """Windows to watch the layers on, and others to compare choices on."""
-    found = task.windows(config.calibration, WATCHED + HELD_OUT)
+    wanted = WATCHED + HELD_OUT
+    allowed = config.calibration.tokens or wanted
+    found = task.windows(config.calibration, min(allowed, wanted))
     if len(found) < 2:
         raise UserError(
             "a budget needs two windows of calibration tokens, and there is one",
             hint="give calibration a smaller length, or another source",
         )
-    # The source may have fewer than asked for, or calibration ask for few.
-    watched = max(1, len(found) * WATCHED // (WATCHED + HELD_OUT))
+    watched = max(1, len(found) * WATCHED // wanted)
     return found[:watched], found[watched:]
 
 
