@@ -17,6 +17,9 @@ from .task import Budget, Task
 # made of these powers of them, too.
 POWERS = (0.85, 1.15)
 
+# The class of a mixture's linear layers, by name: only the loader may import mlx-lm.
+EXPERTS = "SwitchLinear"
+
 # Grids by path.
 Grids = dict[str, QuantSpec]
 
@@ -43,19 +46,27 @@ class Weighing:
 
     @classmethod
     def of(cls, task: Task, selection: Selection, budget: Budget) -> "Weighing":
-        """Of a task's model; a layer that no grid of the budget fits keeps its own."""
+        """Of a task's model.
+
+        A layer that no grid of the budget fits keeps its own, and so do those whose
+        use of their weights is unknown: with three dimensions, but no experts.
+        """
         grids = [
             QuantSpec(bits=bits, group_size=group)
             for bits in sorted(set(budget.bits))
             for group in sorted(set(budget.group_sizes))
         ]
         named = dict(tree_flatten(task.model.parameters()))
+        modules = dict(task.model.named_modules())
         options, fixed = {}, 0
         for name, value in named.items():
             path = name.removesuffix(".weight")
             is_layer = name != path and path in selection.specs
-            fitting = [spec for spec in grids if spec.fits(value.shape[-1])]
-            if is_layer and fitting and path not in selection.asked:
+            width = value.shape[-1] if value.ndim else 0
+            fitting = [spec for spec in grids if spec.fits(width)]
+            is_known = value.ndim == 2 or type(modules.get(path)).__name__ == EXPERTS
+            is_free = is_layer and is_known and path not in selection.asked
+            if is_free and fitting:
                 options[path] = fitting
             elif is_layer:
                 fixed += packed_bytes(value.size, selection.specs[path], task.dtype)
@@ -117,10 +128,10 @@ def choices(
 
     Args:
         groups: layers that share their input, and so a grid.
-        costs: what every option of a layer is expected to cost; one without any is
-            not met by any token.
+        costs: what every option of a layer is expected to cost.
     """
     unmet = [[path] for path in weighing.free if path not in costs]
+    costs = _completed(weighing, costs)
     alone = [[path] for group in groups for path in group]
     tied = groups + unmet
     ways = {"predictions": (tied, 1.0), "every layer by itself": (alone + unmet, 1.0)}
@@ -144,8 +155,28 @@ def _item(group: list[str], weighing: Weighing, costs: dict, power: float):
     """Sizes and costs of the grids that layers of one width share."""
     specs = weighing.options[group[0]]
     sizes = [[weighing.size(path, spec) for spec in specs] for path in group]
-    lost = [costs.get(path, [0.0] * len(specs)) for path in group]
+    lost = [costs[path] for path in group]
     return np.array(sizes).sum(axis=0), np.array(lost).sum(axis=0) ** power
+
+
+def _completed(weighing: Weighing, costs: dict) -> dict[str, list[float]]:
+    """Costs of all free layers.
+
+    One that no slope reaches, for it only chooses who computes or no token came, is
+    taken to be as dear as the dearest layer, weight by weight.
+    """
+    reached = {path: lost for path, lost in costs.items() if any(lost)}
+    dearest: dict[QuantSpec, float] = {}
+    for path, lost in reached.items():
+        for spec, cost in zip(weighing.options[path], lost, strict=True):
+            by_weight = cost / weighing.free[path]
+            dearest[spec] = max(dearest.get(spec, 0.0), by_weight)
+    return {
+        path: reached.get(path) or [size * dearest.get(s, 0.0) for s in options]
+        for (path, size), options in zip(
+            weighing.free.items(), weighing.options.values(), strict=True
+        )
+    }
 
 
 def _uniform(weighing: Weighing, costs: dict, limit: int) -> dict[str, Grids]:
