@@ -28,6 +28,9 @@ def shortened(path: Path) -> list[str]:
         calibration = ("tokens=2048", "length=128")
         arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
         arguments.append("stages.validate.require.perplexity_ratio=1.5")
+    if "budget:" in text:
+        arguments.append("stages.quantize.budget.bits=[2, 3, 5]")
+        arguments.append("stages.quantize.budget.group_sizes=[128]")
     if "steps:" in text:
         arguments.append("stages.train.steps=2")
     if "fresh:" in text:

@@ -18,17 +18,15 @@ from .fold_search import Folded, Trial, rounded
 from .folding import Weights
 from .inputs import Moments
 from .opened import Opened
-from .spec import Quantization, expand, pack
-from .task import Calibration, Task
+from .spec import expand, pack
+from .task import PostTraining, Task
 
 
-class Config(Quantization):
+class Config(PostTraining):
     """Fold scales, clip ranges, and round to the nearest."""
 
     method: Literal["awq"] = "awq"
     """The method's name."""
-    calibration: Calibration = Calibration()
-    """What the layers are watched on."""
 
     @model_validator(mode="after")
     def _affine(self):

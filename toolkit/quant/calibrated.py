@@ -21,12 +21,12 @@ def quantize_watched(
     """Walk through the model; layers whose grid is not affine are rounded.
 
     Args:
-        config: the method's, with a `calibration`.
+        config: the method's.
 
     Returns:
         What is stored, by name: codes, scales, biases, and dense weights that changed.
     """
-    tensors = _walk(config, task, prepare).run(solve)
+    tensors = _walk(config, task, prepare).run(_affine_alone(solve, task))
     modules = dict(task.model.named_modules())
     for path, spec in task.specs.items():
         if f"{path}.scales" not in tensors:
@@ -43,10 +43,25 @@ def stored(tensors: dict[str, mx.array], spec: QuantSpec, dtype: mx.Dtype) -> St
     return Stored(tensors, expand(tensors, spec, dtype))
 
 
+def _affine_alone(solve: Solve, task: Task) -> Solve:
+    """`solve` for layers on affine grids; there is nothing to fit in the others."""
+
+    def solve_all(weights: dict[str, mx.array], moments) -> dict[str, Stored]:
+        fixed = {p: w for p, w in weights.items() if task.specs[p].mode != "affine"}
+        found = {}
+        for path, weight in fixed.items():
+            task.report.say(f"{path} is rounded to the nearest")
+            spec = task.specs[path]
+            found[path] = stored(pack(weight, spec, task.dtype), spec, task.dtype)
+        affine = {p: w for p, w in weights.items() if p not in fixed}
+        return found | solve(affine, moments) if affine else found
+
+    return solve_all
+
+
 def _walk(config, task: Task, prepare: Prepare | None) -> Walk:
     modules = dict(task.model.named_modules())
-    affine = [path for path, spec in task.specs.items() if spec.mode == "affine"]
-    widest = max(modules[path].weight.shape[-1] for path in affine)
+    widest = max(modules[path].weight.shape[-1] for path in task.specs)
     wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
     tokens = task.windows(config.calibration, config.calibration.tokens or wanted)
     if tokens.size < TOKENS_PER_COLUMN * widest:
@@ -56,9 +71,10 @@ def _walk(config, task: Task, prepare: Prepare | None) -> Walk:
         )
     key = hashlib.sha256(memoryview(tokens))
     key.update(config.model_dump_json().encode())
+    key.update(repr(sorted(task.specs.items())).encode())
     return Walk(
         task.model,
-        affine,
+        list(task.specs),
         tokens,
         task.folder / "walk",
         key=key.hexdigest(),

@@ -103,7 +103,8 @@ def _solved(weight, hessian: Hessian, spec: QuantSpec, dtype, cross, settings):
         target = weight + settings.asymmetry * missing
     judge = Judge(target, hessian.matrix, dtype)
     judge("round to nearest", plain)
-    judge("grid", fitted(target, hessian, spec.group_size, levels, dtype))
+    costs = mx.diagonal(hessian.matrix)
+    judge("grid", fitted(target, costs, spec.group_size, levels, dtype))
     grid = gptq(target, hessian, spec.group_size, levels, dtype)
     judge("gptq", grid)
     for number in range(settings.rounds):

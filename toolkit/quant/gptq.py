@@ -13,8 +13,8 @@ from .calibrated import quantize_watched, stored
 from .closed_form import Settings, Solution
 from .hessian import DAMPING, Hessian, damped
 from .inputs import Moments
-from .spec import Quantization, pack
-from .task import Calibration, Task
+from .spec import pack
+from .task import PostTraining, Task
 
 # What an error of a token's embedding costs where it is looked up, in every column, as
 # a share of what one costs on average in the head that is tied to it. Of 0.01, 0.1, 0.5
@@ -22,13 +22,11 @@ from .task import Calibration, Task
 LOOK_UP = 0.5
 
 
-class Config(Quantization):
+class Config(PostTraining):
     """Fit codes and grids to what the layers see on calibration tokens."""
 
     method: Literal["gptq"] = "gptq"
     """The method's name."""
-    calibration: Calibration = Calibration()
-    """What the layers are watched on."""
     rounds: int = Field(3, ge=0)
     """Rounds of refit and coordinate descent after GPTQ itself."""
     asymmetry: float = Field(0.5, ge=0, le=1)

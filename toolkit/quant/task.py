@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ..run.report import Report
 from ..section import Section
-from .spec import QuantSpec
+from .spec import Bits, Quantization, QuantSpec
 
 
 class Calibration(Section):
@@ -23,6 +24,47 @@ class Calibration(Section):
     """How many; absent = 8 times the width of the widest layer, at least 32768."""
     length: int = Field(512, ge=8)
     """Tokens of a window; documents are joined and cut."""
+
+
+class Budget(Section):
+    """What the model may weigh; every layer's grid is chosen for it by measurement."""
+
+    bits_per_weight: float | None = Field(None, gt=0)
+    """All bytes of the checkpoint's tensors times 8, by the weights of the model, as
+    report.json counts them; or give bytes."""
+    bytes: float | None = Field(None, gt=0)
+    """Bytes of all tensors of the checkpoint; or give bits_per_weight."""
+    bits: list[Bits] = Field([2, 3, 4, 5, 6, 8], min_length=1)
+    """Bits that a layer may get."""
+    group_sizes: list[Literal[32, 64, 128]] = Field([32, 64, 128], min_length=1)
+    """Group sizes that a layer may get."""
+
+    @model_validator(mode="after")
+    def _one_measure(self):
+        if (self.bits_per_weight is None) == (self.bytes is None):
+            raise ValueError("give either bits_per_weight or bytes")
+        return self
+
+    def limit(self, weights: int) -> int:
+        """Bytes that a model of so many weights may have."""
+        return int(self.bytes or self.bits_per_weight * weights / 8)
+
+
+class PostTraining(Quantization):
+    """What all methods have that quantize a finished model."""
+
+    calibration: Calibration = Calibration()
+    """Tokens that the model is watched on, where something needs them."""
+    budget: Budget | None = None
+    """Present = grids by layer that lose least within it; the block's own bits and
+    group size are for what it leaves open. Layers named in `layers`, and those that the
+    model itself asks a grid for, keep theirs."""
+
+    @model_validator(mode="after")
+    def _budget_is_affine(self):
+        if self.budget and self.mode != "affine":
+            raise ValueError(f"a budget chooses affine grids; the mode is {self.mode}")
+        return self
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """The quantize stage: one post-training method over the current model."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..data.sources import Splits
 from ..data.windows import windows
 from ..model.load import Loaded
+from ..quant.budget import allocate
 from ..quant.layers import select
 from ..quant.task import Calibration, Task
 from ..registry import entries
@@ -37,13 +40,18 @@ def run(config, context: Context) -> Artefact:
         context.report,
         loaded.reread,
     )
+    facts = context.current.facts | {"method": config.method, "kept": selection.kept}
+    if config.budget:
+        computing, own = context.load(reference).model, context.folder
+        here = replace(task, folder=own)
+        selection, found = allocate(config, selection, here, computing, reference)
+        task, facts = replace(task, specs=selection.specs), facts | {"budget": found}
     tensors = method.quantize(config, task)
     # Unread, and in no other place, so that each is let go once it is written.
     weights = dict(tree_flatten(loaded.reread().parameters()))
     target = context.folder / "model"
     write_checkpoint(target, loaded, weights, selection, tensors)
     remove_folder(scratch)
-    facts = context.current.facts | {"method": config.method, "kept": selection.kept}
     return Artefact(target, reference, context.current.adapters, facts)
 
 
