@@ -1,4 +1,4 @@
-"""Targets on disk: a distribution, bounded in bytes, of this teacher and these tokens."""
+"""Targets on disk: a distribution in few bytes, of this teacher and these tokens."""
 
 import mlx.core as mx
 import numpy as np
