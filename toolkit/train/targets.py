@@ -34,18 +34,25 @@ class Target(NamedTuple):
 
 
 class Targets(Sequence):
-    """What `make_targets` left in a folder, read part by part."""
+    """What `make_targets` left in a folder, read part by part.
 
-    def __init__(self, folder: Path, parts: int):
+    Attributes:
+        tokens: of the parts, int32 [B, L] each.
+        key: a hash of the tokens, the teacher and what was kept of it.
+    """
+
+    def __init__(self, folder: Path, tokens: Sequence[mx.array], key: str):
+        self.tokens = tokens
+        self.key = key
         self._folder = folder
-        self._parts = parts
 
     def __len__(self) -> int:
-        return self._parts
+        return len(self.tokens)
 
     def __getitem__(self, part: int) -> Target:
         """The target of a part, for each of its positions; it sums to one."""
-        found = mx.load(str(_place(self._folder, range(self._parts)[part]) / TENSORS))
+        place = _place(self._folder, range(len(self.tokens))[part])
+        found = mx.load(str(place / TENSORS))
         log_probs, log_rest = found["log_probs"].astype(mx.float32), found["log_rest"]
         # Half a float's rounding is not allowed to make or lose mass.
         total = mx.logaddexp(mx.logsumexp(log_probs, axis=-1), log_rest)
@@ -93,7 +100,7 @@ def make_targets(
             need_space(folder, size)
         target = compressed(logits, top_k, temperature)
         _write(_place(folder, number), target, _index_type(logits.shape[-1]))
-    return Targets(folder, len(parts))
+    return Targets(folder, parts, key)
 
 
 def bytes_per_token(top_k: int, vocabulary: int) -> int:
