@@ -9,6 +9,7 @@ one learning rate mean the same for all widths of codes.
 
 import hashlib
 import json
+from math import prod
 from pathlib import Path
 
 import mlx.core as mx
@@ -32,6 +33,7 @@ BETAS = [0.9, 0.99]
 CLIP = 1.0
 EVALUATIONS = 8
 STATE = "state.safetensors"
+KINDS = ("scales", "biases")
 
 
 class Tuning:
@@ -61,18 +63,24 @@ class Tuning:
         self.seed = seed
         self.report = report
         layers = student.affine
-        named = {
-            f"{p}.{k}": m[k] for p, m in layers.items() for k in ("scales", "biases")
+        self._shapes = {path: layer.scales.shape for path, layer in layers.items()}
+        named = {f"{p}.{k}": m[k] for p, m in layers.items() for k in KINDS}
+        # One vector for all layers: a step is a few kernels, however many there are.
+        self._start = self._joined(named)
+        means = {
+            p: mx.abs(layer.scales.astype(mx.float32)).mean()
+            for p, layer in layers.items()
         }
-        self._start = {k: v.astype(mx.float32) for k, v in named.items()}
-        self._middles = {path: (2**m.bits - 1) / 2 for path, m in layers.items()}
-        self._units = {p: mx.abs(self._start[f"{p}.scales"]).mean() for p in layers}
+        self._units = self._spread(means)
+        self._middles = self._spread(
+            {p: (2**m.bits - 1) / 2 for p, m in layers.items()}
+        )
         self._masters = dict(self._start)
         self._optimizer = optimizers.Adam(0.0, BETAS, bias_correction=True)
         self._reset()
         state = [self._masters, self._optimizer.state]
         self._compiled = mx.compile(self._step, inputs=state, outputs=state)
-        mx.eval(self._units, state)
+        mx.eval(self._units, self._middles, state)
 
     def run(self) -> dict[str, mx.array]:
         """Tune, unless that leads nowhere.
@@ -147,8 +155,9 @@ class Tuning:
             return kl_sum(logits, target, temperature=self.config.temperature)
 
         # Straight through the rounding: what the masters get is what is served gets.
-        loss, gradients = mx.value_and_grad(loss_of)(self.student.served(self._masters))
-        gradients = self._about_middles(gradients, tokens.size)
+        served = self.student.served(self._cut(self._masters))
+        loss, found = mx.value_and_grad(loss_of)(served)
+        gradients = self._about_middles(self._joined(found), tokens.size)
         norm = mx.sqrt(sum(mx.square(g).sum() for g in gradients.values()))
         self._optimizer.learning_rate = rate
         origin = {k: mx.zeros_like(v) for k, v in gradients.items()}
@@ -157,32 +166,57 @@ class Tuning:
         return loss / tokens.size
 
     def _about_middles(self, gradients: dict, count: int) -> dict[str, mx.array]:
-        """Gradients per position, by steps of one unit; see `_move`."""
-        found = {}
-        for path, middle in self._middles.items():
-            unit = self._units[path] / count
-            scales, biases = (
-                gradients[f"{path}.{k}"].astype(mx.float32)
-                for k in ("scales", "biases")
-            )
-            found[f"{path}.scales"] = (scales - middle * biases) * unit * (2 / middle)
-            found[f"{path}.biases"] = biases * unit
-        return found
+        """Gradients of the mean, by steps of one unit; see `_move`."""
+        scales, biases = (gradients[kind] * self._units / count for kind in KINDS)
+        spread = (scales - self._middles * biases) * 2 / self._middles
+        return {"scales": spread, "biases": biases}
 
     def _move(self, moves: dict[str, mx.array]) -> None:
         """Move the middle of every group by its bias, and spread it by its scale."""
-        for path, middle in self._middles.items():
-            spread = moves[f"{path}.scales"] * self._units[path] * (2 / middle)
-            shift = moves[f"{path}.biases"] * self._units[path]
-            self._masters[f"{path}.scales"] += spread
-            self._masters[f"{path}.biases"] += shift - middle * spread
+        shift, spread = moves["biases"] * self._units, moves["scales"] * self._units
+        spread = spread * 2 / self._middles
+        self._masters["scales"] += spread
+        self._masters["biases"] += shift - self._middles * spread
+
+    def _joined(self, named: dict[str, mx.array]) -> dict[str, mx.array]:
+        """All scales in one float32 vector, and all biases."""
+        return {
+            kind: mx.concatenate(
+                [
+                    named[f"{p}.{kind}"].astype(mx.float32).reshape(-1)
+                    for p in self._shapes
+                ]
+            )
+            for kind in KINDS
+        }
+
+    def _spread(self, values: dict) -> mx.array:
+        """A number of every layer, for each of its scales."""
+        return mx.concatenate(
+            [
+                mx.full(prod(shape), values[p], mx.float32)
+                for p, shape in self._shapes.items()
+            ]
+        )
+
+    def _cut(self, joined: dict[str, mx.array]) -> dict[str, mx.array]:
+        """What `_joined` made one of, by name."""
+        ends = np.cumsum([prod(shape) for shape in self._shapes.values()]).tolist()
+        return {
+            f"{path}.{kind}": part.reshape(shape)
+            for kind in KINDS
+            for part, (path, shape) in zip(
+                mx.split(joined[kind], ends[:-1]), self._shapes.items(), strict=True
+            )
+        }
 
     def _judged(self, parts: int | None = None) -> float:
         self.student.put(self._stored())
         return self.student.divergence(self.held_out, parts)
 
     def _stored(self) -> dict[str, mx.array]:
-        return {k: v.astype(self.student.dtype) for k, v in self._masters.items()}
+        named = self._cut(self._masters)
+        return {k: v.astype(self.student.dtype) for k, v in named.items()}
 
     def _reset(self) -> None:
         # In place: the compiled step holds on to these very dictionaries.
