@@ -37,7 +37,7 @@ class Tune(Section):
 
     steps: int = Field(200, ge=1)
     """Optimizer steps."""
-    batch_tokens: int = Field(2048, ge=8)
+    batch_tokens: int = Field(1024, ge=8)
     """Tokens of a step, in windows of `calibration.length`."""
     learning_rate: float | None = Field(None, gt=0)
     """Of a scale, as a share of its layer's mean; absent = found by a short probe."""

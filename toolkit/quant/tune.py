@@ -25,7 +25,7 @@ from ..train.targets import Target, Targets
 from .student import Student
 from .task import Tune
 
-LADDER = (3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
+LADDER = (3e-4, 1e-3, 3e-3, 1e-2)
 # Steps of a rung, and parts of the held-out tokens that judge it.
 PROBE_STEPS, PROBE_PARTS = 12, 2
 WARMUP = 0.05
