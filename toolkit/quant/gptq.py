@@ -14,7 +14,7 @@ from .closed_form import Settings, Solution
 from .hessian import DAMPING, Hessian, damped
 from .inputs import Moments
 from .spec import pack
-from .task import PostTraining, Task
+from .task import PostTraining, Task, Tune, Tuning
 
 # What an error of a token's embedding costs where it is looked up, in every column, as
 # a share of what one costs on average in the head that is tied to it. Of 0.01, 0.1, 0.5
@@ -27,6 +27,8 @@ class Config(PostTraining):
 
     method: Literal["gptq"] = "gptq"
     """The method's name."""
+    tune: Tuning = Tune()
+    """Tune scales and biases afterwards; false = off."""
     rounds: int = Field(3, ge=0)
     """Rounds of refit and coordinate descent after GPTQ itself."""
     asymmetry: float = Field(0.5, ge=0, le=1)
