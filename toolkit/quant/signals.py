@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..run.files import need_space
-from ..train.blocks import StandIn, swapped
+from ..model.blocks import StandIn, swapped
 
 
 @dataclass
