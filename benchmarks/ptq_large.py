@@ -1,6 +1,6 @@
 """Quantize a model that is larger than the memory it takes, and kill it in the middle.
 
-A Llama of 1.4 billion random weights is written to disk, quantized by gptq through a
+A Llama of 1.5 billion random weights is written to disk, quantized by gptq through a
 recipe, killed with SIGKILL when half of the blocks are done, and run again. Every run
 is a process of its own, whose largest resident size is printed.
 """

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten, tree_map
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 from toolkit.errors import UserError
-from toolkit.model.load import build
+from toolkit.model.load import build, load
 from toolkit.quant.calibrate import Stored, Walk
 from toolkit.quant.layers import select
 from toolkit.quant.spec import Quantization, expand, pack
@@ -27,7 +27,7 @@ def model_of(config=LLAMA, **changes):
     return model.eval()
 
 
-def walk(model, folder, *, key="a", rows=4) -> Walk:
+def walk(model, folder, *, key="a", rows=4, reread=None) -> Walk:
     return Walk(
         model,
         list(select(model, GRID).specs),
@@ -37,6 +37,7 @@ def walk(model, folder, *, key="a", rows=4) -> Walk:
         compute=mx.float32,
         rows=rows,
         say=lambda _: None,
+        reread=reread,
     )
 
 
@@ -190,3 +191,28 @@ def test_a_model_that_is_no_plain_sequence_is_refused(tmp_path):
     model.model.layers = model.model.layers[:1] * 2 + model.model.layers[1:]
     with pytest.raises(UserError, match="one by one"):
         walk(model, tmp_path).run(Rounding())
+
+
+def test_weights_of_one_block_are_in_memory_at_a_time(make_checkpoint, tmp_path):
+    source = make_checkpoint(num_hidden_layers=24, dtype="float32")
+    loaded = load(source, lazy=True)
+    size = sum(v.nbytes for _, v in tree_flatten(loaded.model.parameters()))
+
+    def peak(folder, reread):
+        model = load(source, lazy=True).model
+        rounding = Rounding()
+        rounding.moments = Forgetful()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        walk(model, folder, reread=reread).run(rounding)
+        return mx.get_peak_memory() - before
+
+    assert peak(tmp_path / "read", loaded.reread) < size / 3
+    assert peak(tmp_path / "kept", None) > size
+
+
+class Forgetful(dict):
+    """Keeps nothing."""
+
+    def __setitem__(self, key, value):
+        pass
