@@ -131,8 +131,8 @@ class Walk:
 
     def _walk_block(self, number: int, solve: Solve) -> None:
         here, tensors = self.folder / f"{number:04d}", {}
-        stored = tree_flatten(self.blockwise.blocks[number].parameters())
-        dtypes = {name: value.dtype for name, value in stored}
+        parameters = self.blockwise.blocks[number].parameters
+        dtypes = {name: value.dtype for name, value in tree_flatten(parameters())}
         with (
             atomic_folder(self.folder / f"{number + 1:04d}") as after,
             self.blockwise.at_hand(number, self.compute),
