@@ -7,7 +7,7 @@ from typing import Annotated
 
 import mlx.core as mx
 import mlx.nn as nn
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..run.report import Report
 from ..section import Section
@@ -25,7 +25,7 @@ class Calibration(Section):
     length: int = Field(512, ge=8)
     """Tokens of a window; documents are joined and cut."""
     held_out: int = Field(16384, ge=8)
-    """Tokens to judge by, of the recipe's validation rows or the end of the source."""
+    """Tokens to judge by, of the recipe's validation rows, else of the source."""
 
 
 class Tune(Section):
@@ -65,6 +65,12 @@ class PostTraining(Quantization):
     gates: bool = True
     """Undo a step that is no better on held-out tokens; false = do not compare, as for
     a model too large to be run twice."""
+
+    @model_validator(mode="after")
+    def _scaled(self):
+        if self.tune and self.mode != "affine":
+            raise ValueError(f"{self.mode} has no scales to tune; leave `tune` out")
+        return self
 
 
 @dataclass(frozen=True)
