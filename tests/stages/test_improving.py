@@ -22,7 +22,7 @@ TUNE = {"steps": 4, "batch_tokens": 64, "learning_rate": 3e-3}
 def facts_of(folder, base, **settings):
     run = Run(folder, {"quantize": QUANTIZE | settings}, model=base)
     assert run() == 0
-    return run, run.json("manifest.json")["stages"]["1-quantize"]["artefact"]["facts"]
+    return run, run.json("manifest.json")["stages"]["1-quantize"]["facts"]["facts"]
 
 
 def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
