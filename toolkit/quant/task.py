@@ -7,7 +7,7 @@ from typing import Annotated
 
 import mlx.core as mx
 import mlx.nn as nn
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from ..run.report import Report
 from ..section import Section
@@ -65,12 +65,6 @@ class PostTraining(Quantization):
     gates: bool = True
     """Undo a step that is no better on held-out tokens; false = do not compare, as for
     a model too large to be run twice."""
-
-    @model_validator(mode="after")
-    def _scaled(self):
-        if self.tune and self.mode != "affine":
-            raise ValueError(f"{self.mode} has no scales to tune; leave `tune` out")
-        return self
 
 
 @dataclass(frozen=True)
