@@ -7,7 +7,7 @@ from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 from toolkit.model.load import load
-from toolkit.quant import rtn
+from toolkit.quant import gptq, rtn
 from toolkit.quant.student import Student
 from toolkit.quant.task import Tune
 from toolkit.quant.tune import KINDS, Tuning
@@ -116,8 +116,8 @@ def test_gradients_are_those_of_finite_differences(case, tmp_path):
         return _divergence(run.student.model(tokens), target)
 
     for kind in KINDS:
-        slope = (loss(kind, 1.0) - loss(kind, -1.0)) / 2
-        assert moved[kind][place].item() == pytest.approx(slope, rel=0.1, abs=1e-7)
+        slope = (loss(kind, 0.03) - loss(kind, -0.03)) / 0.06
+        assert moved[kind][place].item() == pytest.approx(slope, rel=0.02, abs=1e-6)
 
 
 def _divergence(logits, target):
@@ -163,20 +163,23 @@ def test_a_killed_run_goes_on_exactly(case, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     second = tuning(case, tmp_path, learning_rate=None)
-    steps = []
-    monkeypatch.setattr(second, "_part", lambda s: steps.append(s) or _part(second, s))
+    assert second._restored()["step"] > 0
     found = second.run()
-    assert steps[0] > 0
     for name in whole:
         assert mx.array_equal(whole[name], again[name])
         assert mx.array_equal(whole[name], found[name])
-
-
-def _part(run, step):
-    return Tuning._part(run, step)
 
 
 def test_another_start_is_tuned_anew(case, tmp_path):
     tuning(case, tmp_path).run()
     assert tuning(case, tmp_path)._restored()["step"] == CONFIG.steps
     assert tuning(case, tmp_path, steps=13)._restored() is None
+
+
+def test_only_scales_can_be_tuned():
+    with pytest.raises(ValueError, match="no scales to tune"):
+        rtn.Config(mode="mxfp4", tune={})
+    assert rtn.Config().tune is None
+    assert rtn.Config(tune=True).tune == Tune()
+    assert gptq.Config(tune=False).tune is None
+    assert gptq.Config().tune == Tune()

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import mlx.core as mx
+from pydantic import model_validator
 
 from .spec import pack
 from .task import PostTraining, Task
@@ -13,6 +14,12 @@ class Config(PostTraining):
 
     method: Literal["rtn"] = "rtn"
     """The method's name."""
+
+    @model_validator(mode="after")
+    def _scaled(self):
+        if self.tune and self.mode != "affine":
+            raise ValueError(f"{self.mode} has no scales to tune; leave `tune` out")
+        return self
 
 
 def quantize(config: Config, task: Task) -> dict[str, mx.array]:

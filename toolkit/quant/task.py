@@ -25,7 +25,7 @@ class Calibration(Section):
     length: int = Field(512, ge=8)
     """Tokens of a window; documents are joined and cut."""
     held_out: int = Field(16384, ge=8)
-    """Tokens to judge by, of the recipe's validation rows or the end of the source."""
+    """Tokens to judge by, of the recipe's validation rows, else of the source."""
 
 
 class Tune(Section):
