@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
-from .cpu import expand_many_rows, on_cpu, replace_slow_functions
+from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -72,6 +72,7 @@ def load(
         set_compute_dtype(model, compute_dtype(compute, dtype))
     if on_cpu():
         replace_slow_functions()
+        replace_swiglu()
         expand_many_rows(model)
     return Loaded(model, tokenizer, config, path, dtype)
 
