@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
 from . import foreign
-from .cpu import expand_many_rows, on_cpu, replace_slow_functions
+from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -88,6 +88,7 @@ def _read(path: Path, trust_remote_code: bool, compute: str):
         _cast(model, compute_dtype(compute, dtype))
     if on_cpu():
         replace_slow_functions()
+        replace_swiglu()
         expand_many_rows(model)
     return model, config, dtype
 

@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from ..model.cpu import on_cpu
-from ..model.exponentials import exp_of_negative
+from ..model.exponentials import exp
 
 
 def cross_entropy_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
@@ -49,4 +49,4 @@ def exponentials_of(x: mx.array) -> mx.array:
     if not on_cpu():
         return mx.exp(x)
     # Apart from what `x` is made of: fused with a row's number they are no vectors.
-    return exp_of_negative(mx.contiguous(x))
+    return exp(mx.contiguous(x))
