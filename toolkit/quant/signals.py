@@ -13,8 +13,8 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..run.files import need_space
 from ..model.blocks import StandIn, swapped
+from ..run.files import need_space
 
 
 @dataclass
