@@ -23,6 +23,8 @@ SMALL = [
 SMALL_BENCHMARKS = {
     "train_step": "--hidden 64 --layers 1 --batch 2 --length 32 --steps 3 --rounds 1",
     "finetune": "--hidden 64 --layers 1 --limit 16 --rounds 1 --no-stock",
+    "ptq_large": "--hidden 128 --intermediate 256 --layers 3 --heads 2 "
+    "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
 }
 
 

@@ -10,8 +10,8 @@ from tiny_llamas import WAYS, llama, tokens_of
 from tiny_steps import Tiny
 
 from toolkit.errors import UserError
+from toolkit.model.blocks import StandIn, find_blocks
 from toolkit.train import recompute
-from toolkit.train.blocks import StandIn, find_blocks
 from toolkit.train.recompute import recomputed
 from toolkit.train.step import Step
 

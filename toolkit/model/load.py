@@ -3,6 +3,7 @@
 import importlib
 import re
 import resource
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
 from . import foreign
-from .cpu import expand_many_rows, on_cpu, replace_slow_functions
+from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -25,10 +26,12 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory.
+    """A model as it was loaded.
 
-    `dtype` is the type its checkpoint stores; the parameters in `model` may have been
-    cast to another for computing.
+    Attributes:
+        dtype: the type its checkpoint stores; the parameters in `model` may have been
+            cast to another for computing.
+        reread: gives the model again, its weights unread until they are used.
     """
 
     model: nn.Module
@@ -36,6 +39,7 @@ class Loaded:
     config: dict
     path: Path
     dtype: mx.Dtype
+    reread: Callable[[], nn.Module]
 
 
 def load(
@@ -44,37 +48,49 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     compute: str = "auto",
+    lazy: bool = False,
 ) -> Loaded:
     """Load a checkpoint folder or Hub id.
 
     Args:
         compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
             slower, else as stored), "stored", or the name of a type.
+        lazy: read weights when they are first used, and not here.
 
     Raises:
         UserError: no such model, not a model, an unknown architecture, damaged files.
     """
     path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
     refuse_what_cannot_load(path, trust_remote_code=trust_remote_code)
-    with _mlx_lm() as zoo:
-        try:
-            model, config = zoo.load_model(
-                path, lazy=True, trust_remote_code=trust_remote_code
-            )
-            mx.eval(_complete(model).parameters())
-        except FAULTS as error:
-            raise _explained(path, error) from error
+
+    def read() -> tuple[nn.Module, dict, mx.Dtype]:
+        return _read(path, trust_remote_code, compute)
+
+    model, config, dtype = read()
+    if not lazy:
+        with _explaining(path):
+            mx.eval(model.parameters())
     # mlx-lm keeps only what generation_config.json names.
     if ends := end_tokens(path):
         config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    dtype = stored_dtype(model)
+    return Loaded(model, tokenizer, config, path, dtype, lambda: read()[0])
+
+
+def _read(path: Path, trust_remote_code: bool, compute: str):
+    """A model whose weights are unread, its config, and the type it is stored in."""
+    with _mlx_lm() as zoo, _explaining(path):
+        model, config = zoo.load_model(
+            path, lazy=True, trust_remote_code=trust_remote_code
+        )
+    dtype = stored_dtype(_complete(model))
     if compute != "stored":
-        set_compute_dtype(model, compute_dtype(compute, dtype))
+        _cast(model, compute_dtype(compute, dtype))
     if on_cpu():
         replace_slow_functions()
+        replace_swiglu()
         expand_many_rows(model)
-    return Loaded(model, tokenizer, config, path, dtype)
+    return model, config, dtype
 
 
 def resolve(
@@ -151,6 +167,15 @@ def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> N
             place=place,
             hint="read it, then set trust_remote_code: true",
         )
+
+
+@contextmanager
+def _explaining(path: Path):
+    """What mlx-lm fails with, in our words."""
+    try:
+        yield
+    except FAULTS as error:
+        raise _explained(path, error) from error
 
 
 def _explained(path: Path, error: Exception) -> UserError:
@@ -242,6 +267,11 @@ def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
 
 def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
     """Cast the floating parameters but those the model says must keep their type."""
+    _cast(model, dtype)
+    mx.eval(model.parameters())
+
+
+def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
     may_cast = getattr(model, "cast_predicate", lambda _: True)
 
     def cast(path, value):
@@ -249,7 +279,6 @@ def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
         return value.astype(dtype) if is_float and may_cast(path) else value
 
     model.update(tree_map_with_path(cast, model.parameters()))
-    mx.eval(model.parameters())
 
 
 @contextmanager

@@ -13,10 +13,13 @@ STRIP = 8
 
 
 def fitted(
-    target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype
+    target, costs: mx.array, group: int, levels: mx.array, dtype: mx.Dtype
 ) -> Grid:
-    """For every group by itself the grid that loses least, and nearest codes."""
-    costs = mx.diagonal(hessian.matrix)
+    """For every group by itself the grid that loses least, and nearest codes.
+
+    Args:
+        costs: float32 [K], of a squared error in each column.
+    """
     found = []
     for start in range(0, target.shape[1], group):
         here = slice(start, start + group)

@@ -176,6 +176,8 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
             quantization = stage
         if quantization:
             size = quantized_bytes(anatomy, anatomy.selection(quantization).specs)
+            if budget := getattr(quantization, "budget", None):
+                size = budget.limit(anatomy.parameters)
             needed += size
         if hasattr(stage, "formats"):
             needed += size

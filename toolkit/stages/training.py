@@ -64,7 +64,7 @@ class Training:
         loaded = self.loaded
         dense = lora.fused(loaded.model, self.base, parameters, loaded.dtype)
         reference = model = folder / "dense"
-        write_checkpoint(reference, loaded, dense)
+        write_checkpoint(reference, loaded, dict(dense))
         if self.step.fake_quant:
             model = folder / "model"
             stored = self.step.fake_quant.stored(parameters)

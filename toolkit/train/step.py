@@ -9,9 +9,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..data.batches import Batch
 from ..errors import UserError
+from ..model.blocks import find_blocks
 from ..model.fake_quant import FakeQuant
 from ..run.ranks import ALONE, Ranks
-from .blocks import find_blocks
 from .chunked import ChunkedLoss
 from .documents import DocumentCaches
 from .losses import cross_entropy_sum
