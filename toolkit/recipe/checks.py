@@ -11,6 +11,7 @@ from .messages import Complaint, nearest
 Find = Callable[[str], Path | None]
 
 BUILTIN = "builtin:"
+GGUF = ".gguf"
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
 
 
@@ -48,9 +49,9 @@ def _model(data: dict, find: Find) -> Iterator[Complaint]:
     found = find(source) if source else None
     if source and found is None and looks_local(source, find):
         yield _missing(where, source, find)
-    elif found and not found.is_dir():
+    elif found and not found.is_dir() and found.suffix != GGUF:
         yield Complaint(where, f"a model is a folder; '{source}' is a file")
-    elif found and not (found / "config.json").is_file():
+    elif found and found.is_dir() and not _holds_model(found):
         yield Complaint(
             where, f"the folder '{source}' is not a model: it has no config.json"
         )
@@ -58,6 +59,10 @@ def _model(data: dict, find: Find) -> Iterator[Complaint]:
     if local and isinstance(model, dict) and model.get("revision") is not None:
         hint = "a revision belongs to a Hub id"
         yield Complaint(("model", "revision"), "this model is not on the Hub", hint)
+
+
+def _holds_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or any(folder.glob(f"*{GGUF}"))
 
 
 def _sources(data: dict, find: Find) -> Iterator[Complaint]:
@@ -148,7 +153,12 @@ def _order(data: dict, stages: list, quantized: bool) -> Iterator[Complaint]:
 
 def _is_quantized(data: dict, find: Find) -> bool:
     _, source = model_path(data)
-    config = read_config(find(source)) if source else {}
+    found = find(source) if source else None
+    if found and found.suffix == GGUF and found.is_file():
+        from ..model.foreign.gguf import is_quantized
+
+        return is_quantized(found)
+    config = read_config(found)
     return "quantization" in config or "quantization_config" in config
 
 
