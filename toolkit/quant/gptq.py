@@ -13,8 +13,8 @@ from .calibrate import Stored, Walk
 from .closed_form import Settings, Solution
 from .hessian import DAMPING, Hessian, damped
 from .inputs import Moments
-from .spec import Quantization, QuantSpec, expand, pack
-from .task import Calibration, Task
+from .spec import QuantSpec, expand, pack
+from .task import PostTraining, Task, Tune, Tuning
 
 TOKENS_PER_COLUMN = 8
 LEAST_TOKENS = 1 << 15
@@ -25,13 +25,13 @@ TOKENS_AT_ONCE = 2048
 LOOK_UP = 0.5
 
 
-class Config(Quantization):
+class Config(PostTraining):
     """Fit codes and grids to what the layers see on calibration tokens."""
 
     method: Literal["gptq"] = "gptq"
     """The method's name."""
-    calibration: Calibration = Calibration()
-    """What the layers are watched on."""
+    tune: Tuning = Tune()
+    """Tune scales and biases afterwards; false = off."""
     rounds: int = Field(3, ge=0)
     """Rounds of refit and coordinate descent after GPTQ itself."""
     asymmetry: float = Field(0.5, ge=0, le=1)

@@ -4,11 +4,11 @@ from typing import Literal
 
 import mlx.core as mx
 
-from .spec import Quantization, pack
-from .task import Task
+from .spec import pack
+from .task import PostTraining, Task
 
 
-class Config(Quantization):
+class Config(PostTraining):
     """Round every weight to the nearest point of its group's grid."""
 
     method: Literal["rtn"] = "rtn"

@@ -3,14 +3,15 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import mlx.core as mx
 import mlx.nn as nn
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from ..run.report import Report
 from ..section import Section
-from .spec import QuantSpec
+from .spec import Quantization, QuantSpec
 
 
 class Calibration(Section):
@@ -23,6 +24,53 @@ class Calibration(Section):
     """How many; absent = 8 times the width of the widest layer, at least 32768."""
     length: int = Field(512, ge=8)
     """Tokens of a window; documents are joined and cut."""
+    held_out: int = Field(16384, ge=8)
+    """Tokens to judge by, of the recipe's validation rows, else of the source."""
+
+
+class Tune(Section):
+    """Train scales and biases, codes as they are, to predict what the model predicted.
+
+    A run of Adam towards the unquantized model's predictions, which are on disk; what
+    is best on tokens held out is kept, be it the start.
+    """
+
+    steps: int = Field(200, ge=1)
+    """Optimizer steps."""
+    batch_tokens: int = Field(1024, ge=8)
+    """Tokens of a step, in windows of `calibration.length`."""
+    learning_rate: float | None = Field(None, gt=0)
+    """Of a scale, as a share of its layer's mean; absent = found by a short probe."""
+    top_k: int = Field(256, ge=1)
+    """Likeliest tokens kept of every prediction; all others count as one."""
+    temperature: float = Field(1.0, gt=0)
+    """What logits are divided by in training; above 1, unlikely tokens count more."""
+
+
+def _switched(value):
+    """`tune: false` is off, and `tune: true` all defaults."""
+    return {True: {}, False: None}[value] if isinstance(value, bool) else value
+
+
+Tuning = Annotated[Tune | None, BeforeValidator(_switched)]
+
+
+class PostTraining(Quantization):
+    """What every method does before and after its own work."""
+
+    calibration: Calibration = Calibration()
+    """What the layers are watched on, and the scales tuned on."""
+    tune: Tuning = None
+    """Tune scales and biases; false = off, {} = on, as it is by default after gptq."""
+    gates: bool = True
+    """Undo a step that is no better on held-out tokens; false = do not compare, as for
+    a model too large to be run twice."""
+
+    @model_validator(mode="after")
+    def _scaled(self):
+        if self.tune and self.mode != "affine":
+            raise ValueError(f"{self.mode} has no scales to tune; leave `tune` out")
+        return self
 
 
 @dataclass(frozen=True)

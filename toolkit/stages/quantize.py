@@ -1,17 +1,15 @@
-"""The quantize stage: one post-training method over the current model."""
+"""The quantize stage: a post-training method over the current model, and its gates."""
 
-import mlx.core as mx
+import shutil
+
 from mlx.utils import tree_flatten
 
-from ..data.sources import Splits
-from ..data.windows import windows
-from ..model.load import Loaded
 from ..quant.layers import select
-from ..quant.task import Calibration, Task
+from ..quant.task import Task
 from ..registry import entries
+from .calibrating import Calibrating
 from .context import Artefact, Context, write_checkpoint
-
-WITHOUT_ROWS = "builtin:stdlib"
+from .improving import Improving, is_judged
 
 
 def run(config, context: Context) -> Artefact:
@@ -26,43 +24,27 @@ def run(config, context: Context) -> Artefact:
     for path, reason in sorted(selection.kept.items()):
         context.report.say(f"{path} is kept: {reason}")
     weights = dict(tree_flatten(loaded.model.parameters()))
+    judging = is_judged(config)
+    calibrating = Calibrating(
+        config.calibration, context, loaded.tokenizer, judging=judging
+    )
     method = entries("toolkit.quant", "Config")[config.method]
     task = Task(
         loaded.model,
         selection.specs,
         loaded.dtype,
-        lambda calibration, tokens: _windows(calibration, tokens, context, loaded),
+        lambda _, tokens: calibrating.watched(tokens),
         context.folder,
         context.report,
     )
     tensors = method.quantize(config, task)
+    facts = context.current.facts | {"method": config.method, "kept": selection.kept}
+    if judging:
+        improving = Improving(config, context, calibrating, loaded, weights, selection)
+        tensors, measured = improving.run(tensors)
+        facts |= measured
     target = context.folder / "model"
     write_checkpoint(target, loaded, weights, selection, tensors)
-    facts = context.current.facts | {"method": config.method, "kept": selection.kept}
+    for name in ("candidate", "held-out", "training", "tuning"):
+        shutil.rmtree(context.folder / name, ignore_errors=True)
     return Artefact(target, reference, context.current.adapters, facts)
-
-
-def _windows(
-    calibration: Calibration, tokens: int, context: Context, loaded: Loaded
-) -> mx.array:
-    source = calibration.source
-    if source is None and not context.data.train:
-        source = WITHOUT_ROWS
-    rows = context.rows if source is None else _splits(source, context)
-    found = windows(
-        rows.train,
-        loaded.tokenizer,
-        length=calibration.length,
-        tokens=tokens,
-        seed=context.seed,
-    )
-    name = source or ", ".join(context.data.train)
-    context.report.say(f"calibrating on {found.size:,} tokens of {name}")
-    return mx.array(found)
-
-
-def _splits(source: str, context: Context) -> Splits:
-    rows = context.rows
-    # What is held out of a training source by itself is not held out of this one.
-    data = rows.data.model_copy(update={"train": [source], "valid": [source]})
-    return Splits(data, find=rows.find, seed=rows.seed, say=rows.say, warn=rows.warn)
