@@ -23,6 +23,8 @@ SMALL = [
 SMALL_BENCHMARKS = {
     "train_step": "--hidden 64 --layers 1 --batch 2 --length 32 --steps 3 --rounds 1",
     "finetune": "--hidden 64 --layers 1 --limit 16 --rounds 1 --no-stock",
+    "ptq_quality": "--tokens 512 --held-out-tokens 512 --length 64 --seeds 1 "
+    "--cases 4-64 --routes rtn 'mlx gptq' 'lmx closed form'",
 }
 
 
