@@ -59,7 +59,7 @@ def main() -> None:
         f"{arguments.model}: {arguments.tokens:,} calibration tokens of "
         f"{arguments.calibration}, {arguments.held_out_tokens:,} held out,\n"
         f"windows of {arguments.length}, {arguments.seeds} seeds. KL in nats a token "
-        "to the full-precision model in float32; ± is one\nstandard error over windows. "
+        "to the full-precision model in float32; ± is one\nstandard error by windows. "
         "dwq is run with its defaults, for an epoch of these tokens, and with "
         f"{arguments.steps} steps of\n{arguments.batch} windows, as lmx's tuning; its "
         "rate then, and dynamic_quant's widths, are the best of a ladder\non the "
