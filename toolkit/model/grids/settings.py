@@ -24,8 +24,9 @@ class Rounding(Quantization):
     start: Literal["minmax", "fitted"] = "fitted"
     """Where scales and biases begin: at the range of the weights, or where rounding
     loses least; after a quantize stage they begin as stored."""
-    grid_rate: float = Field(1.0, gt=0)
-    """Learning rate of scales and biases as a multiple of the weights'."""
+    grid_rate: float = Field(0.1, gt=0)
+    """Learning rate of scales and biases as a multiple of the weights'; with a frozen
+    grid of learning_rate."""
     start_step: int = Field(0, ge=0)
     """Steps in full precision before the rounding begins; layers that are not trained
     are rounded from the first step on."""
@@ -43,7 +44,7 @@ class Rounding(Quantization):
             raise ValueError(f"{self.mode} has no scales to learn: use grid: minmax")
         if self.grid in SYMMETRIC and self.bits != 2:
             raise ValueError(f"a {self.grid} grid has 2 bits: set bits: 2")
-        if self.grid == "minmax" and (self.start, self.grid_rate) != ("fitted", 1.0):
+        if self.grid == "minmax" and (self.start, self.grid_rate) != ("fitted", 0.1):
             raise ValueError("start and grid_rate are for grids that are learned")
         if self.grid == "frozen" and self.start_step:
             raise ValueError("start_step is for weights; a frozen grid has only codes")
