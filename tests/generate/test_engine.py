@@ -5,7 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_generators import MODELS, VOCABULARY, Scripted, byte_tokenizer, tiny
+from tiny_generators import MODELS, VOCABULARY, byte_tokenizer, scripted, tiny
 
 from toolkit.errors import UserError
 from toolkit.generate.engine import Generator
@@ -47,6 +47,7 @@ def test_greedy_text_is_that_of_mlx_lm(model, tokenizer):
 
 
 def test_cached_logits_equal_uncached_at_every_position(model):
+    from toolkit.generate.session import Session
     from toolkit.generate.steps import prefill
     from toolkit.model.load import make_cache
 
@@ -59,9 +60,9 @@ def test_cached_logits_equal_uncached_at_every_position(model):
             parts.append(model(tokens[:, start : start + width], cache=cache))
         error = mx.max(mx.abs(mx.concatenate(parts, axis=1) - whole)).item()
         assert error <= 1e-5 * spread, width
-        cache = make_cache(model)
-        prefill(model, tokens[:, :40], cache, width=width)
-        later = [model(tokens[:, i : i + 1], cache=cache) for i in range(40, 48)]
+        session = Session(model)
+        prefill(session, tokens[:, :40], width=width)
+        later = [session.read(tokens[:, i : i + 1]) for i in range(40, 48)]
         error = mx.max(mx.abs(mx.concatenate(later, axis=1) - whole[:, 40:])).item()
         assert error <= 1e-5 * spread, width
 
@@ -91,12 +92,6 @@ def test_more_prompts_than_a_batch_holds(llama, tokenizer):
     alone = [generator.generate(prompts[i], max_tokens=3).text for i in (0, 31, 32, 69)]
     assert [answers[i] for i in (0, 31, 32, 69)] == alone
     assert generator.complete([], max_tokens=3) == []
-
-
-def scripted(text, *, ids=(), **options):
-    tokenizer = byte_tokenizer(**options)
-    script = [*tokenizer.encode("^" + text), *ids]
-    return Generator(Scripted(script), tokenizer), tokenizer.encode("^")
 
 
 @pytest.mark.parametrize("end", [257, 258])

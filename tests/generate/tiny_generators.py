@@ -4,6 +4,8 @@ from itertools import pairwise
 
 import mlx.core as mx
 
+from toolkit.generate.engine import Generator
+
 VOCABULARY = 260  # 256 bytes, then four special tokens
 
 
@@ -119,3 +121,9 @@ class Scripted:
 
     def make_cache(self):
         return []
+
+
+def scripted(text, *, ids=(), **options):
+    tokenizer = byte_tokenizer(**options)
+    script = [*tokenizer.encode("^" + text), *ids]
+    return Generator(Scripted(script), tokenizer), tokenizer.encode("^")

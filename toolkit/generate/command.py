@@ -75,7 +75,8 @@ def _generate(args: argparse.Namespace, text: str) -> int:
     from .engine import Generator
     from .sampling import Sampling
 
-    sampling = Sampling(args.temperature, args.top_p, args.top_k, args.min_p, args.seed)
+    names = ("temperature", "top_p", "top_k", "min_p", "seed")
+    sampling = Sampling(**{name: getattr(args, name) for name in names})
     loaded = load(_model_folder(args.model), trust_remote_code=args.trust_remote_code)
     generator = Generator(loaded.model, loaded.tokenizer)
     prompt = _encode(generator, args, text)

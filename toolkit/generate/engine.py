@@ -3,62 +3,66 @@
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import UserError
-from .sampling import Sampling, make_sampler
-from .steps import decode
+from .answers import Generation, Piece
+from .chat import Messages, encode, encode_text
+from .controller import Controller
+from .prefixes import Prefixes
+from .proposal import Proposer
+from .sampling import Sampling
+from .session import Session
+from .speculate import Speculation, Speculator
+from .steps import Chooser, decode
+from .stops import Stops
+from .verify import Rule
 
 GREEDY = Sampling()
 ROWS = 32
 """Prompts decoded together by `Generator.complete`."""
 
-FinishReason = Literal["stop", "length"]
-Messages = list[dict[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One token as it comes; its text is empty while a character is incomplete."""
-
-    text: str
-    token: int
-    logprob: float | None = None
-    """Log-probability under the model, before any filter; when asked for."""
-    finish_reason: FinishReason | None = None
-    """Set on the last piece only."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished answer and how fast it came; None where no token could be timed."""
-
-    text: str
-    tokens: list[int]
-    """The tokens of the text, without the stop token."""
-    prompt_tokens: int
-    finish_reason: FinishReason
-    ttft_ms: float | None
-    """From the call to the first token."""
-    prefill_tokens_per_second: float | None
-    decode_tokens_per_second: float | None
-    """Every token after the first, the stop token included."""
-
 
 class Generator:
-    """Generates with a model of mlx-lm and its cache; keeps no state between calls.
+    """Generates with a model of mlx-lm and its cache.
 
     Args:
         model: maps tokens [B, L] and a cache to logits [B, L, V].
         tokenizer: mlx-lm's TokenizerWrapper.
         prefill_step: tokens of the prompt per forward pass.
+        prefixes: what earlier answers have read, to begin from; None = keep nothing
+            between calls.
+        propose: makes a proposer for every answer, to decode speculatively; answers
+            with log-probabilities are decoded plainly.
+        controller: how many tokens to guess; it learns from answer to answer.
+        rule: how guesses are judged when sampling; see `verify`.
+        cache_options: those of `Session`.
+
+    Attributes:
+        speculation: how it went with the last answer, if there was a proposer.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, *, prefill_step: int = 512):
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        prefill_step: int = 512,
+        prefixes: Prefixes | None = None,
+        propose: Callable[[], Proposer] | None = None,
+        controller: Controller | None = None,
+        rule: Rule = "rejection",
+        **cache_options,
+    ):
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_step = prefill_step
+        self.prefixes = prefixes
+        self.propose = propose
+        self.controller = controller or Controller()
+        self.rule = rule
+        self.speculation: Speculation | None = None
+        self._cache_options = cache_options
         arguments = getattr(model, "args", None)
         self.positions = getattr(arguments, "max_position_embeddings", None)
 
@@ -69,6 +73,7 @@ class Generator:
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
         stop_tokens: Collection[int] | None = None,
+        stop: Sequence[str] = (),
         logprobs: bool = False,
     ) -> Iterator[Piece]:
         """Yield the answer token by token.
@@ -76,20 +81,19 @@ class Generator:
         Args:
             stop_tokens: ids that end the answer; None = every end-of-sequence id of
                 the tokenizer. The one that is hit comes last and has no text.
+            stop: texts that end the answer and are no part of it.
 
         Raises:
             UserError: an empty prompt, or one longer than the model's positions.
         """
         count = self._allowed(prompt, max_tokens)
-        steps = decode(
-            self.model,
-            [prompt],
-            count,
-            make_sampler(sampling),
-            prefill_step=self.prefill_step,
-            logprobs=logprobs,
-        )
-        return self._pieces(steps, count, self._stops(stop_tokens))
+        session = self._session(prompt)
+        if self.propose and not logprobs:
+            steps = self._speculative(session, prompt, count, sampling)
+        else:
+            steps = self._plain(session, prompt, count, sampling, logprobs)
+        pieces = self._pieces(steps, count, self._stops(stop_tokens), Stops(stop))
+        return self._remembered(pieces, prompt, session)
 
     def generate(
         self,
@@ -108,9 +112,10 @@ class Generator:
             on_piece(piece)
         reason = pieces[-1].finish_reason if pieces else "length"
         tokens = [piece.token for piece in pieces]
+        ended = tokens and tokens[-1] in self._stops(options.get("stop_tokens"))
         return Generation(
             text="".join(piece.text for piece in pieces),
-            tokens=tokens[:-1] if reason == "stop" else tokens,
+            tokens=tokens[:-1] if ended else tokens,
             prompt_tokens=len(prompt),
             finish_reason=reason,
             ttft_ms=1000 * (first - start) if pieces else None,
@@ -146,39 +151,12 @@ class Generator:
         return [texts[index] for index in range(len(prompts))]
 
     def encode(self, prompt: str | Messages, *, thinking: bool = True) -> list[int]:
-        """The tokens of a chat up to where the answer begins.
-
-        Without a chat template, the bare text.
-
-        Args:
-            thinking: let a template that offers the choice open a chain of thought.
-
-        Raises:
-            UserError: the template refuses these messages.
-        """
-        if not self.tokenizer.has_chat_template:
-            text = prompt if isinstance(prompt, str) else _contents(prompt)
-            return self.encode_text(text)
-        if isinstance(prompt, str):
-            prompt = [{"role": "user", "content": prompt}]
-        from jinja2 import TemplateError
-
-        try:
-            return self.tokenizer.apply_chat_template(
-                prompt,
-                add_generation_prompt=True,
-                enable_thinking=thinking and self.tokenizer.has_thinking,
-            )
-        except TemplateError as error:
-            raise UserError(
-                f"the model's chat template refuses these messages: {error}"
-            ) from error
+        """The tokens of a chat up to where the answer begins; see `chat.encode`."""
+        return encode(self.tokenizer, prompt, thinking=thinking)
 
     def encode_text(self, text: str) -> list[int]:
-        """The tokens of bare text; text that opens with BOS gets no second one."""
-        bos = self.tokenizer.bos_token
-        has_bos = bos is not None and text.startswith(bos)
-        return self.tokenizer.encode(text, add_special_tokens=not has_bos)
+        """The tokens of bare text; see `chat.encode_text`."""
+        return encode_text(self.tokenizer, text)
 
     def _allowed(self, prompt: Sequence[int], max_tokens: int) -> int:
         """How many tokens may be generated: the last one needs no position."""
@@ -200,17 +178,67 @@ class Generator:
             self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         )
 
-    def _pieces(self, steps, count: int, stops: frozenset[int]) -> Iterator[Piece]:
+    def _session(self, prompt: Sequence[int]) -> Session:
+        def fresh() -> Session:
+            return Session(self.model, **self._cache_options)
+
+        return self.prefixes.resume(prompt, fresh)[0] if self.prefixes else fresh()
+
+    def _plain(self, session: Session, prompt, count: int, sampling, logprobs: bool):
+        steps = decode(
+            session,
+            [prompt],
+            count,
+            Chooser(sampling, [prompt]),
+            prefill_step=self.prefill_step,
+            logprobs=logprobs,
+        )
+        for token, score in steps:
+            yield token.item(), None if score is None else score.item()
+
+    def _speculative(self, session: Session, prompt, count: int, sampling: Sampling):
+        speculator = Speculator(
+            session,
+            self.propose(),
+            controller=self.controller,
+            sampling=sampling,
+            rule=self.rule,
+            prefill_step=self.prefill_step,
+        )
+        self.speculation = speculator.report
+        for token in speculator.decode(prompt, count):
+            yield token, None
+
+    def _remembered(self, pieces, prompt: Sequence[int], session: Session):
+        """The pieces; when they end, however they do, what was read is kept."""
+        tokens = list(prompt)
+        try:
+            for piece in pieces:
+                tokens.append(piece.token)
+                yield piece
+        finally:
+            pieces.close()
+            if self.prefixes and session.length:
+                # Guesses may have stood that nobody wanted any more.
+                session.rollback(max(0, session.length - len(tokens)))
+                self.prefixes.keep(tokens[: session.length], session)
+
+    def _pieces(
+        self, steps, count: int, end_tokens: frozenset[int], stops: Stops
+    ) -> Iterator[Piece]:
         detokenizer = self.tokenizer.detokenizer
-        for number, (tokens, logprobs) in enumerate(steps, 1):
-            token = tokens.item()
-            reason = "stop" if token in stops else "length" if number == count else None
-            if reason != "stop":
+        for number, (token, logprob) in enumerate(steps, 1):
+            ends = token in end_tokens
+            if not ends:
                 detokenizer.add_token(token)
-            if reason:
+            last = ends or number == count
+            if last:
                 detokenizer.finalize()
-            logprob = None if logprobs is None else logprobs.item()
-            yield Piece(detokenizer.last_segment, token, logprob, reason)
+            text = stops.push(detokenizer.last_segment)
+            if last:
+                text += stops.rest()
+            reason = "stop" if ends or stops.hit else "length" if last else None
+            yield Piece(text, token, logprob, reason)
             if reason:
                 return
 
@@ -218,10 +246,10 @@ class Generator:
         answers = [[] for _ in prompts]
         unfinished = set(range(len(prompts)))
         steps = decode(
-            self.model,
+            Session(self.model, **self._cache_options),
             prompts,
             count,
-            make_sampler(GREEDY),
+            Chooser(GREEDY, prompts),
             prefill_step=self.prefill_step,
         )
         for tokens, _ in steps:
@@ -240,10 +268,6 @@ class Generator:
             detokenizer.add_token(token)
         detokenizer.finalize()
         return detokenizer.text
-
-
-def _contents(messages: Messages) -> str:
-    return "\n".join(message["content"] for message in messages)
 
 
 def _rate(tokens: int, seconds: float) -> float | None:

@@ -36,8 +36,29 @@ class Sampling:
     """Keep so many of the most likely tokens, and those tied with the last; 0 = all."""
     min_p: float = 0.0
     """Keep tokens at least this probable, as a share of the most likely token's."""
+    repetition_penalty: float = 1.0
+    """Divides the logits of tokens already said, in the prompt too; 1 = off."""
+    presence_penalty: float = 0.0
+    """Is subtracted from the logits of tokens already said."""
+    frequency_penalty: float = 0.0
+    """Is subtracted as often as a token was said."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of a token and what is added to its logit."""
+    allowed: tuple[int, ...] | None = None
+    """The only tokens that may be chosen; None = all."""
     seed: int = 0
     """The same seed draws the same tokens."""
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether always the most likely token is chosen."""
+        return self.temperature < COLDEST
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what was said matters."""
+        neutral = self.presence_penalty == self.frequency_penalty == 0
+        return not neutral or self.repetition_penalty != 1
 
     def __post_init__(self):
         ranges = {
@@ -45,6 +66,10 @@ class Sampling:
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "top_k": (self.top_k >= 0, "0 (all tokens) or more"),
             "min_p": (0 <= self.min_p <= 1, "between 0 and 1"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0"),
+            "presence_penalty": (math.isfinite(self.presence_penalty), "a number"),
+            "frequency_penalty": (math.isfinite(self.frequency_penalty), "a number"),
+            "allowed": (self.allowed != (), "at least one token"),
             "seed": (0 <= self.seed < 2**64, "between 0 and 2^64 - 1"),
         }
         for name, (holds, allowed) in ranges.items():
@@ -59,7 +84,7 @@ def make_sampler(sampling: Sampling) -> Sampler:
     It counts its calls: the n-th draw depends on the seed and n alone, never on MLX's
     global random state. Make a new one for every generation.
     """
-    if sampling.temperature < COLDEST:
+    if sampling.is_greedy:
         return lambda logits: mx.argmax(logits, axis=-1)
     key = mx.random.key(sampling.seed)
     step = _compiled(replace(sampling, seed=0))

@@ -2,22 +2,49 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import mlx.core as mx
 
-from ..model.load import make_cache
-from .sampling import Sampler
+from .adjust import Adjuster
+from .sampling import Sampling, make_sampler
+from .session import Session
 
 CLEAR_EVERY = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
 
 
+class Chooser:
+    """Chooses the next tokens of some rows, which it remembers.
+
+    Args:
+        prompts: of the rows, whole, whatever of them a session has read already.
+    """
+
+    def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]]):
+        self._sampling, self._prompts = sampling, prompts
+        self._sample = make_sampler(sampling)
+        self._adjust: Adjuster | None = None
+        self._counts: mx.array | None = None
+
+    def __call__(self, logits: mx.array) -> mx.array:
+        """Tokens [B] by logits [B, V]."""
+        if self._counts is None:
+            self._adjust = Adjuster.needed(self._sampling, logits.shape[-1])
+            self._counts = mx.zeros(0)
+            if self._adjust:
+                self._counts = self._adjust.begin(self._prompts)
+        if not self._adjust:
+            return self._sample(logits)
+        tokens = self._sample(self._adjust(logits, self._counts))
+        self._counts = self._adjust.count(self._counts, tokens)
+        return tokens
+
+
 def decode(
-    model: Any,
+    session: Session,
     prompts: Sequence[Sequence[int]],
     count: int,
-    sampler: Sampler,
+    choose: Chooser,
     *,
     prefill_step: int,
     logprobs: bool = False,
@@ -26,39 +53,45 @@ def decode(
 
     With them come their log-probabilities [B] under the model, if asked for. When a
     step is yielded the next one already runs; the last step starts no other.
+
+    Args:
+        session: may have read all but the last token of the prompts, or less.
     """
 
     def step(tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        logits = model(tokens, cache=cache)[:, -1, :]
-        chosen = sampler(logits)
+        logits = session.read(tokens)[:, -1, :]
+        chosen = choose(logits)
         scores = _logprobs(logits, chosen) if logprobs else None
         mx.async_eval(chosen, scores)
         return chosen, scores
 
     if not count:
         return
-    with _wired_memory():
-        tokens, cache = mx.array(prompts), make_cache(model)
-        prefill(model, tokens[:, :-1], cache, width=prefill_step // len(prompts))
+    with wired_memory():
+        tokens = mx.array(prompts)
+        unread = tokens[:, session.length : -1]
+        prefill(session, unread, width=prefill_step // len(prompts))
         ahead = step(tokens[:, -1:])
         for number in range(1, count + 1):
             now = ahead
             if number < count:
+                # Nothing is ever taken back here.
+                session.checkpoint()
                 ahead = step(now[0][:, None])
             yield now
             if number % CLEAR_EVERY == 0:
                 mx.clear_cache()
 
 
-def prefill(model: Any, tokens: mx.array, cache: list, *, width: int) -> None:
-    """Fill the cache from tokens [B, L], `width` columns at a time.
+def prefill(session: Session, tokens: mx.array, *, width: int) -> None:
+    """Read tokens [B, L], `width` columns at a time.
 
     The logits are never evaluated, so the output head costs nothing here.
     """
     width = max(1, width)
     for start in range(0, tokens.shape[1], width):
-        model(tokens[:, start : start + width], cache=cache)
-        mx.eval([layer.state for layer in cache])
+        session.read(tokens[:, start : start + width])
+        session.evaluate()
         mx.clear_cache()
 
 
@@ -69,7 +102,7 @@ def _logprobs(logits: mx.array, tokens: mx.array) -> mx.array:
 
 
 @contextmanager
-def _wired_memory():
+def wired_memory() -> Iterator[None]:
     """Keep the weights resident on Apple GPUs: paged out, decoding crawls."""
     if not mx.metal.is_available():
         yield

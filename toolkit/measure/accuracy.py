@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-from ..generate.engine import Generator, Messages
+from ..generate.chat import Messages
+from ..generate.engine import Generator
 
 SHOWN = 5
 

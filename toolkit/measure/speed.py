@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from ..generate.engine import Generation, Generator
+from ..generate.answers import Generation
+from ..generate.engine import Generator
 
 PERCENTILES = (50, 90, 99)
 
