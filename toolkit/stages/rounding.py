@@ -57,6 +57,15 @@ def prepare(config: Config, loaded: Loaded, report: Report) -> Rounded:
     return Rounded(loaded, Selection({}, {}))
 
 
+def require_time(rounding: Rounding | None, steps: int) -> None:
+    """Raise UserError if the rounding would begin after the last of the steps."""
+    if rounding and rounding.start_step >= steps:
+        raise UserError(
+            f"rounding begins after {rounding.start_step} steps, and there are {steps}",
+            hint="lower start_step, or train longer",
+        )
+
+
 def _from_codes(rounding: Rounding, loaded: Loaded, report: Report) -> Rounded:
     specs = grids(loaded.model)
     _require_same(rounding, specs, loaded)

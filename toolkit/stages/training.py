@@ -24,7 +24,7 @@ from ..train.step import Step
 from .batching import training_batches, validation_batches
 from .beginning import start
 from .context import Artefact, Context, write_checkpoint
-from .rounding import prepare
+from .rounding import prepare, require_time
 from .samples import write_samples
 from .train import Config
 
@@ -186,6 +186,7 @@ class Training:
         valid = validation_batches(config, context, self.loaded)
         total = config.batches(batches.per_epoch)
         steps = math.ceil(total / config.accumulate)
+        require_time(config.quantization, steps)
         context.report.say(
             f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
             f"epoch; {steps:,} steps are {total / batches.per_epoch:.1f} epochs"
