@@ -108,9 +108,10 @@ class FakeQuant:
         it from the product, at the cost of plain LoRA.
         """
         weights = {}
-        for name in parameters.keys() - self.learned.keys():
-            store = straight_through(partial(mx.array.astype, dtype=self._types[name]))
-            weights[name] = store(parameters[name]).astype(compute)
+        for name, value in parameters.items():
+            if name not in self.learned:
+                store = partial(mx.array.astype, dtype=self._types[name])
+                weights[name] = straight_through(store)(value).astype(compute)
         for path in self._trained:
             weight = self._merged(path, parameters)
             if self.is_on:
