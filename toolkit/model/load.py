@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
+from . import foreign
 from .cpu import expand_many_rows, on_cpu, replace_slow_functions
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
@@ -79,15 +80,39 @@ def load(
 def resolve(
     source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """The folder of a checkpoint: itself, or the snapshot of a Hub id.
+    """The folder of a checkpoint: itself, the snapshot of a Hub id, or, of one that
+    another program quantized, what is imported from it.
 
     Raises:
-        UserError: neither a folder nor something the Hub has.
+        UserError: neither a folder nor something the Hub has, or it cannot be imported.
     """
-    if Path(source).expanduser().is_dir():
-        return Path(source).expanduser()
-    if Path(source).exists():
-        raise UserError("a model is a folder; this is a file", place=str(source))
+    path = local(source) or snapshot(source, revision, trust_remote_code)
+    found = foreign.find(path)
+    return foreign.imported(found) if found else path
+
+
+def local(source: str | Path) -> Path | None:
+    """The folder or GGUF file of this name; None if there is none.
+
+    Raises:
+        UserError: it is another kind of file.
+    """
+    path = Path(source).expanduser()
+    if path.is_file() and not foreign.find(path):
+        raise UserError(
+            "a model is a folder or a GGUF file; this is neither", place=str(source)
+        )
+    return path if path.exists() else None
+
+
+def snapshot(
+    source: str | Path, revision: str | None = None, trust_remote_code: bool = False
+) -> Path:
+    """The folder that holds a Hub id's files on this disk, downloaded if need be.
+
+    Raises:
+        UserError: this cannot be a Hub id, or the Hub does not have it.
+    """
     if not HUB_ID.fullmatch(str(source)):
         raise UserError("there is no such folder", place=str(source))
     from huggingface_hub import snapshot_download

@@ -15,6 +15,7 @@ from .messages import Complaint, nearest
 Find = Callable[[str], Path | None]
 
 BUILTIN = "builtin:"
+GGUF = ".gguf"
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
 
 
@@ -52,9 +53,9 @@ def _model(data: dict, find: Find) -> Iterator[Complaint]:
     found = find(source) if source else None
     if source and found is None and looks_local(source, find):
         yield _missing(where, source, find)
-    elif found and not found.is_dir():
+    elif found and not found.is_dir() and found.suffix != GGUF:
         yield Complaint(where, f"a model is a folder; '{source}' is a file")
-    elif found and not (found / "config.json").is_file():
+    elif found and found.is_dir() and not _holds_model(found):
         yield Complaint(
             where, f"the folder '{source}' is not a model: it has no config.json"
         )
@@ -62,6 +63,10 @@ def _model(data: dict, find: Find) -> Iterator[Complaint]:
     if local and isinstance(model, dict) and model.get("revision") is not None:
         hint = "a revision belongs to a Hub id"
         yield Complaint(("model", "revision"), "this model is not on the Hub", hint)
+
+
+def _holds_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or any(folder.glob(f"*{GGUF}"))
 
 
 def _sources(data: dict, find: Find) -> Iterator[Complaint]:
@@ -197,7 +202,12 @@ def _grid(block: Any, kind: type[QuantSpec] = Quantization) -> dict:
 def _quantization(data: dict, find: Find) -> dict | None:
     """What the recipe's model says of its own grid; None of a model without."""
     _, source = model_path(data)
-    config = read_config(find(source)) if source else {}
+    found = find(source) if source else None
+    if found and found.suffix == GGUF and found.is_file():
+        from ..model.foreign.gguf import is_quantized
+
+        return {} if is_quantized(found) else None
+    config = read_config(found)
     if "quantization" in config:
         return _grid(config["quantization"], QuantSpec)
     return {} if "quantization_config" in config else None

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ..data.batches import ladder
 from ..errors import WILL_NOT_FIT, UserError
+from ..model import foreign
 from ..model.folder import check_weights, read_config
 from ..run.files import free_bytes
 from ..section import Section
@@ -164,7 +165,8 @@ def anatomy_of(loaded: Loaded) -> Anatomy | None:
         size = empty.parameters * getattr(mx, model.fresh.dtype).size
         return Anatomy(config, size)
     folder = loaded.find(model.path)
-    if folder is None:
+    # What another program quantized is known when it has been imported.
+    if folder is None or foreign.find(folder):
         return None
     config = read_config(folder)
     check_weights(folder)

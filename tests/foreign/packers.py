@@ -1,0 +1,129 @@
+"""Checkpoints of GPTQ, AWQ and llm-compressor, written in NumPy from what the formats
+say, bit by bit, with the weights they stand for in float64."""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from mlx.utils import tree_flatten
+from safetensors.numpy import load_file, save_file
+
+from toolkit.model.load import build
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Codes:
+    """A matrix [N, K] of codes with scales and zeros [N, G]; `owners` [K]."""
+
+    codes: np.ndarray
+    scales: np.ndarray
+    zeros: np.ndarray
+    owners: np.ndarray
+
+    @property
+    def weight(self) -> np.ndarray:
+        steps = self.codes - self.zeros[:, self.owners].astype(np.float64)
+        return steps * self.scales.astype(np.float64)[:, self.owners]
+
+
+@dataclass
+class Foreign:
+    """A checkpoint: its folder, the numbers of its layers, and its dense twin."""
+
+    folder: Path
+    layers: dict[str, Codes] = field(default_factory=dict)
+    twin: Path | None = None
+
+
+def random_codes(rng, outputs, inputs, *, bits, size, symmetric) -> Codes:
+    owners = np.arange(inputs) // (size if size > 0 else inputs)
+    shape = (outputs, owners.max() + 1)
+    middle = np.full(shape, 2 ** (bits - 1))
+    # GPTQ's first version has no way to write a zero of 0.
+    zeros = middle if symmetric else rng.integers(1, 2**bits, shape)
+    scales = (0.1 * (1 + rng.random(shape)) / 2**bits).astype(np.float16)
+    return Codes(rng.integers(0, 2**bits, (outputs, inputs)), scales, zeros, owners)
+
+
+def stream(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes [..., K] as int32 [..., K * bits / 32], one bit after the other."""
+    single = (codes[..., None] >> np.arange(bits)) & 1
+    flat = single.reshape(*codes.shape[:-1], -1).astype(np.uint8)
+    return np.packbits(flat, axis=-1, bitorder="little").view("<i4")
+
+
+def gptq(layer: Codes, bits: int, *, offset: int = 1, order: bool = True) -> dict:
+    tensors = {
+        "qweight": stream(layer.codes, bits).T,
+        "qzeros": stream(layer.zeros.T - offset, bits),
+        "scales": layer.scales.T,
+        # AutoGPTQ gives every layer a bias.
+        "bias": np.zeros(len(layer.codes), np.float16),
+    }
+    return tensors | ({"g_idx": layer.owners.astype(np.int32)} if order else {})
+
+
+def awq(layer: Codes, bits: int) -> dict:
+    def words(codes):
+        octets = codes.reshape(*codes.shape[:-1], -1, 8)[..., AWQ_ORDER]
+        return stream(octets.reshape(codes.shape), bits)
+
+    return {
+        "qweight": words(layer.codes.T),
+        "qzeros": words(layer.zeros.T),
+        "scales": layer.scales.T,
+    }
+
+
+def compressed(layer: Codes, bits: int, *, symmetric: bool) -> dict:
+    tensors = {
+        "weight_packed": stream(layer.codes, bits),
+        "weight_scale": layer.scales,
+        "weight_shape": np.array(layer.codes.shape),
+    }
+    zeros = {"weight_zero_point": stream(layer.zeros.T, bits).T}
+    return tensors | ({} if symmetric else zeros)
+
+
+def write(base: Path, folder: Path, draw, packed, settings: dict) -> Foreign:
+    """A foreign checkpoint of the shapes of `base`, and its dense twin in float32.
+
+    Args:
+        draw: (name, outputs, inputs) to the codes of a layer.
+        packed: (codes) to the tensors of the format.
+    """
+    config = json.loads((base / "config.json").read_text())
+    tensors = load_file(base / "model.safetensors")
+    foreign = Foreign(folder)
+    expanded = dict(tensors)
+    for name, value in tree_flatten(build(config).parameters()):
+        path = name.removesuffix(".weight")
+        if not path.endswith(LAYERS):
+            continue
+        del tensors[name]
+        paths = [path]
+        if value.ndim == 3:
+            paths = [
+                path.replace("switch_mlp", f"experts.{n}") for n in range(len(value))
+            ]
+        for single in paths:
+            codes = draw(single, *value.shape[-2:])
+            for leaf, tensor in packed(codes).items():
+                tensors[f"{single}.{leaf}"] = np.ascontiguousarray(tensor)
+            foreign.layers[single] = codes
+        weights = [foreign.layers[single].weight for single in paths]
+        expanded[name] = np.stack(weights).reshape(value.shape).astype(np.float32)
+    shutil.copytree(base, folder)
+    save_file(tensors, folder / "model.safetensors")
+    told = config | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(told))
+    foreign.twin = folder.with_name(f"{folder.name}-twin")
+    shutil.copytree(base, foreign.twin)
+    floats = {name: value.astype(np.float32) for name, value in expanded.items()}
+    save_file(floats, foreign.twin / "model.safetensors")
+    return foreign

@@ -1,0 +1,351 @@
+"""GPTQ, AWQ and compressed-tensors folders: the weights they stand for, to the bit."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from packers import awq, compressed, gptq, random_codes, write
+from safetensors.numpy import load_file, save_file
+from tiny_checkpoints import QWEN3_MOE
+
+from toolkit.errors import UserError
+from toolkit.model.foreign.convert import convert
+from toolkit.model.foreign.groups import pack, unpack
+from toolkit.model.load import load, resolve, set_compute_dtype
+
+TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
+DOWN = "model.layers.0.mlp.down_proj"
+QUERY = "model.layers.0.self_attn.q_proj"
+
+
+def of_gptq(bits, size, *, symmetric=False, version="gptq", order=True):
+    settings = {
+        "quant_method": "gptq",
+        "bits": bits,
+        "group_size": size,
+        "sym": symmetric,
+        "desc_act": False,
+        "checkpoint_format": version,
+    }
+    offset = 1 if version == "gptq" else 0
+    packed = lambda c: gptq(c, bits, offset=offset, order=order)  # noqa: E731
+    return bits, size, symmetric, packed, settings
+
+
+def of_awq(size):
+    settings = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}
+    return 4, size, False, lambda c: awq(c, 4), settings
+
+
+def of_compressed(bits, size, *, symmetric=True):
+    scheme = {"num_bits": bits, "group_size": size, "symmetric": symmetric}
+    settings = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"weights": scheme}},
+    }
+    packed = lambda c: compressed(c, bits, symmetric=symmetric)  # noqa: E731
+    return bits, size, symmetric, packed, settings
+
+
+FORMATS = {
+    "gptq": of_gptq(4, 32),
+    "gptq v2": of_gptq(4, 64, version="gptq_v2"),
+    "gptq symmetric": of_gptq(4, 128, symmetric=True),
+    "gptq without order": of_gptq(4, 64, order=False),
+    "gptq of 2 bits": of_gptq(2, 64),
+    "gptq of 3 bits": of_gptq(3, 32),
+    "gptq of 8 bits": of_gptq(8, 32),
+    "gptq of whole rows": of_gptq(4, -1, symmetric=True, order=False),
+    "gptq by 256": of_gptq(8, 256, symmetric=True),
+    "gptq by 96": of_gptq(4, 96),
+    "awq": of_awq(32),
+    "awq by 128": of_awq(128),
+    "awq of whole rows": of_awq(-1),
+    "compressed": of_compressed(4, 32),
+    "compressed by 128": of_compressed(8, 128),
+    "compressed asymmetric": of_compressed(4, 64, symmetric=False),
+    "compressed of 8 bits": of_compressed(8, 32, symmetric=False),
+}
+
+
+@pytest.fixture(scope="module")
+def base(make_checkpoint):
+    return make_checkpoint(tie_word_embeddings=False)
+
+
+@pytest.fixture
+def make(base, tmp_path):
+    """A function of a format, and what to change in a layer, to a checkpoint."""
+
+    def made(form, change=lambda name, codes, rng: codes, base=base):
+        bits, size, symmetric, packed, settings = form
+        rng = np.random.default_rng(0)
+
+        def draw(name, outputs, inputs):
+            codes = random_codes(
+                rng, outputs, inputs, bits=bits, size=size, symmetric=symmetric
+            )
+            return change(name, codes, rng)
+
+        return write(base, tmp_path / "foreign", draw, packed, settings)
+
+    return made
+
+
+def expanded(folder):
+    """The weights of the quantized layers of an MLX checkpoint, float64 by path."""
+    block = json.loads((folder / "config.json").read_text())["quantization"]
+    tensors = mx.load(str(folder / "model.safetensors"))
+    found = {}
+    for path in (n.removesuffix(".scales") for n in tensors if n.endswith(".scales")):
+        grid = block.get(path, block)
+        parts = (tensors[f"{path}.{leaf}"] for leaf in ("weight", "scales", "biases"))
+        words, *rest = parts
+        weight = mx.dequantize(
+            words,
+            *(value.astype(mx.float32) for value in rest),
+            group_size=grid["group_size"],
+            bits=grid["bits"],
+        )
+        found[path] = np.array(weight).astype(np.float64)
+    return found
+
+
+def converted(foreign, dtype=None):
+    target = foreign.folder.with_name("target")
+    target.mkdir()
+    convert(foreign.folder, target, dtype)
+    return target
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_the_weights_are_the_same_to_the_last_bit(make, form):
+    foreign = make(form)
+    target = converted(foreign)
+    found = expanded(target)
+    assert found.keys() == foreign.layers.keys()
+    for path, codes in foreign.layers.items():
+        assert np.array_equal(found[path], codes.weight), path
+
+
+@pytest.mark.parametrize(
+    "name", ["gptq", "gptq of 3 bits", "awq", "compressed asymmetric"]
+)
+def test_logits_are_those_of_the_expanded_weights(make, name):
+    foreign = make(FORMATS[name])
+    own, twin = (load(f).model(TOKENS) for f in (foreign.folder, foreign.twin))
+    assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
+    # Other weights would have shown.
+    assert mx.abs(twin).max().item() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
+def test_experts_are_joined(make, make_checkpoint, name):
+    foreign = make(FORMATS[name], base=make_checkpoint(QWEN3_MOE))
+    folder = resolve(foreign.folder)
+    found = expanded(folder)["model.layers.1.mlp.switch_mlp.up_proj"]
+    for number, weight in enumerate(found):
+        path = f"model.layers.1.mlp.experts.{number}.up_proj"
+        assert np.array_equal(weight, foreign.layers[path].weight)
+    own, twin = (load(f).model(TOKENS) for f in (folder, foreign.twin))
+    assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gptq symmetric", "awq", "compressed"])
+def test_stock_mlx_lm_loads_the_same(make, name):
+    target = converted(make(FORMATS[name]))
+    stock, own = mlx_lm.load(str(target))[0], load(target, compute="stored").model
+    found = dict(tree_flatten(stock.parameters()))
+    for path, value in tree_flatten(own.parameters()):
+        assert value.dtype == found[path].dtype
+        assert mx.array_equal(value, found[path]), path
+    set_compute_dtype(stock, mx.float32)
+    own = load(target).model
+    assert mx.allclose(stock(TOKENS), own(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_symmetric_scales_stay_as_published_and_others_only_if_nothing_is_lost(make):
+    types = {}
+    for name in ("gptq symmetric", "gptq"):
+        foreign = make(FORMATS[name])
+        tensors = mx.load(str(converted(foreign) / "model.safetensors"))
+        types[name] = {
+            tensors[f"{QUERY}.{leaf}"].dtype for leaf in ("scales", "biases")
+        }
+        shutil.rmtree(foreign.folder.parent)
+    assert types == {"gptq symmetric": {mx.float16}, "gptq": {mx.float32}}
+
+
+def test_a_type_that_is_asked_for_rounds_within_its_bound(make):
+    foreign = make(FORMATS["awq"])
+    found = expanded(converted(foreign, mx.float16))
+    codes = foreign.layers[QUERY]
+    error = np.abs(found[QUERY] - codes.weight)
+    bias = (codes.zeros * codes.scales.astype(np.float64))[:, codes.owners]
+    assert error.max() > 0
+    assert (error <= 2.0**-11 * bias + 1e-7).all()
+
+
+def test_rounding_again_would_have_changed_the_codes(make):
+    """What this avoids: mx.quantize of the same weights, in the same groups."""
+    foreign = make(FORMATS["awq"])
+    codes = foreign.layers[QUERY]
+    tensors = mx.load(str(converted(foreign) / "model.safetensors"))
+    assert np.array_equal(unpack(tensors[f"{QUERY}.weight"], 4), codes.codes)
+    weight = mx.array(codes.weight.astype(np.float32))
+    again, scales, biases = mx.quantize(weight, group_size=32, bits=4)
+    assert (np.array(unpack(again, 4)) != codes.codes).mean() > 0.2
+    rounded = mx.dequantize(again, scales, biases, group_size=32, bits=4)
+    assert mx.abs(rounded - weight).max().item() > 1e-3
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
+def test_codes_are_where_mlx_has_them(bits):
+    codes = mx.random.randint(0, 2**bits, (3, 64), key=mx.random.key(bits))
+    words = pack(codes, bits)
+    scales, biases = mx.ones((3, 2)), mx.zeros((3, 2))
+    seen = mx.dequantize(words, scales, biases, group_size=32, bits=bits)
+    assert mx.array_equal(seen, codes)
+    assert mx.array_equal(unpack(words, bits), codes)
+
+
+def reordered(name, codes, rng):
+    """The columns of the down projection in groups by another order (desc_act)."""
+    if name.endswith("down_proj"):
+        codes.owners = rng.permutation(codes.owners)
+    return codes
+
+
+def test_an_order_that_the_producers_can_follow_is_undone(make):
+    foreign = make(FORMATS["gptq"], reordered)
+    found = expanded(resolve(foreign.folder))
+    order = np.argsort(foreign.layers[DOWN].owners, kind="stable")
+    assert np.array_equal(found[DOWN], foreign.layers[DOWN].weight[:, order])
+    up = DOWN.replace("down", "up")
+    assert np.array_equal(found[up], foreign.layers[up].weight[order])
+    own, twin = (load(f).model(TOKENS) for f in (foreign.folder, foreign.twin))
+    assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
+
+
+def test_an_order_of_whole_groups_needs_nothing(make):
+    def swapped(name, codes, rng):
+        codes.owners = codes.owners.max() - codes.owners
+        return codes
+
+    foreign = make(FORMATS["gptq"], swapped)
+    found = expanded(resolve(foreign.folder))
+    for path, codes in foreign.layers.items():
+        assert np.array_equal(found[path], codes.weight), path
+
+
+def test_an_order_that_others_read_too_is_refused(make):
+    def everywhere(name, codes, rng):
+        codes.owners = rng.permutation(codes.owners)
+        return codes
+
+    with pytest.raises(UserError, match="desc_act") as caught:
+        resolve(make(FORMATS["gptq"], everywhere).folder)
+    assert caught.value.place == DOWN.replace("down", "gate")
+    assert "static groups" in caught.value.hint
+
+
+def test_groups_that_mlx_lacks_are_refused(make):
+    with pytest.raises(UserError, match="groups of 16 columns do not divide"):
+        resolve(make(of_gptq(4, 16)).folder)
+
+
+def damage(foreign, change, **settings):
+    tensors = load_file(foreign.folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, foreign.folder / "model.safetensors")
+    file = foreign.folder / "config.json"
+    config = json.loads(file.read_text())
+    config["quantization_config"] |= settings
+    file.write_text(json.dumps(config))
+
+
+def cut(leaf):
+    def change(tensors):
+        tensors[f"{QUERY}.{leaf}"] = np.ascontiguousarray(
+            tensors[f"{QUERY}.{leaf}"][:, :-1]
+        )
+
+    return change
+
+
+def drop(name):
+    return lambda tensors: tensors.pop(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "place", "said"),
+    [
+        ("gptq", drop(f"{QUERY}.qzeros"), f"{QUERY}.qzeros", "missing"),
+        ("gptq", drop(f"{QUERY}.scales"), f"{QUERY}.scales", "missing"),
+        ("gptq", cut("qzeros"), f"{QUERY}.qzeros", "the shape is"),
+        ("gptq", cut("scales"), f"{QUERY}.scales", "the shape is"),
+        ("awq", drop(f"{QUERY}.qzeros"), f"{QUERY}.qzeros", "missing"),
+        ("awq", drop(f"{QUERY}.qweight"), f"{QUERY}.", "qweight of this layer"),
+        ("awq", cut("scales"), f"{QUERY}.scales", "the shape is"),
+        ("compressed", cut("weight_packed"), f"{QUERY}.weight_packed", "codes of 4"),
+        (
+            "compressed asymmetric",
+            drop(f"{QUERY}.weight_zero_point"),
+            f"{QUERY}.weight_zero_point",
+            "missing",
+        ),
+        ("awq", drop("model.norm.weight"), "foreign", "model.norm.weight is missing"),
+    ],
+)
+def test_damage_is_named(make, name, change, place, said):
+    foreign = make(FORMATS[name])
+    damage(foreign, change)
+    with pytest.raises(UserError, match=said) as caught:
+        resolve(foreign.folder)
+    assert place in caught.value.place
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("gptq", {"checkpoint_format": "marlin"}, "packed for one kernel"),
+        ("gptq", {"group_size": 64}, None),
+        ("gptq", {"bits": 8}, "do not fit to 256 inputs"),
+        ("gptq without order", {"group_size": 32}, "the shape is"),
+        ("awq", {"version": "gemv"}, "layout 'gemv'"),
+        ("awq", {"group_size": 64}, "the shape is"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(make, name, settings, said):
+    foreign = make(FORMATS[name])
+    damage(foreign, lambda tensors: None, **settings)
+    if said is None:
+        # The order that is stored says more than the config.
+        found = expanded(resolve(foreign.folder))
+        assert np.array_equal(found[QUERY], foreign.layers[QUERY].weight)
+        return
+    with pytest.raises(UserError, match=said):
+        resolve(foreign.folder)
+
+
+def test_why_they_are_not_left_to_mlx_lm(make):
+    """It takes no g_idx, which GPTQ has, reads GPTQ's words as AWQ's, and rounds the
+    biases of AWQ."""
+    foreign = make(FORMATS["gptq"])
+    with pytest.raises(ValueError, match="g_idx"):
+        mlx_lm.load(str(foreign.folder))
+    shutil.rmtree(foreign.folder.parent)
+    with pytest.raises(ValueError, match="bits"):
+        mlx_lm.load(str(make(FORMATS["gptq without order"]).folder))
+    shutil.rmtree(foreign.folder.parent)
+    foreign = make(FORMATS["awq"])
+    layer = dict(mlx_lm.load(str(foreign.folder))[0].named_modules())[QUERY]
+    parts = (layer[leaf].astype(mx.float32) for leaf in ("scales", "biases"))
+    weight = mx.dequantize(layer.weight, *parts, group_size=32, bits=4)
+    error = np.abs(np.array(weight) - foreign.layers[QUERY].weight)
+    assert 1e-5 < error.max() < 1e-3

@@ -1,0 +1,358 @@
+"""GGUF files, made by llama.cpp's own writer: weights, config and tokenizer."""
+
+import json
+from itertools import pairwise
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from safetensors.numpy import load_file
+
+from toolkit import cli
+from toolkit.errors import UserError
+from toolkit.model.foreign import gguf_file, gguf_tokenizer
+from toolkit.model.foreign.convert import convert
+from toolkit.model.load import load, load_tokenizer, resolve
+
+gguf = pytest.importorskip("gguf")
+
+TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
+TEXT = "Straße, naïve: 東京 🙂 1234\n\tdef add(left, right):  return left"
+ROUNDED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+BLOCKS = ("Q4_K", "Q5_K", "Q6_K")
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+
+def gguf_name(name):
+    path, _, leaf = name.rpartition(".")
+    parts = path.split(".")
+    if parts[:2] == ["model", "layers"]:
+        return f"blk.{parts[2]}.{NAMES['.'.join(parts[3:])]}.{leaf}"
+    return f"{NAMES[path]}.{leaf}"
+
+
+def interleaved(rows, heads):
+    """llama.cpp's order of the rows of q and k, as its converter makes it."""
+    split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def random_blocks(rng, shape, kind):
+    """Bytes of a k-quant, any but for small scales."""
+    size, count = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind], shape[-1] // 256
+    data = rng.integers(0, 256, (shape[0], count, size), dtype=np.uint8)
+    for place in [208] if kind == "Q6_K" else [0, 2]:
+        steps = (rng.random((shape[0], count, 1)) * 2e-4).astype(np.float16)
+        data[..., place : place + 2] = steps.view(np.uint8)
+    return data.reshape(shape[0], -1)
+
+
+def writer_of(path, config, architecture):
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    return writer
+
+
+def add_tokenizer(writer, folder):
+    """A byte-level BPE: tokens, kinds and merges; the special ones by kind."""
+    made = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = made["model"]["vocab"]
+    special = {token["content"] for token in made["added_tokens"]}
+    tokens = sorted(vocabulary, key=vocabulary.get)
+    tokens += [f"[PAD{n}]" for n in range(320 - len(tokens))]
+    kinds = [3 if t in special else 5 if t.startswith("[PAD") else 1 for t in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("default")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in made["model"]["merges"]])
+    writer.add_eos_token_id(vocabulary["<|im_end|>"])
+    writer.add_chat_template("{{ messages[0]['content'] }}")
+
+
+@pytest.fixture
+def make(make_checkpoint, tmp_path):
+    """A function of ggml's type to a file, and the float64 weights it stands for."""
+
+    def made(kind, *, architecture="llama", change=lambda writer: None, **settings):
+        settings = {"tie_word_embeddings": False, "hidden_size": 256, **settings}
+        settings |= {"head_dim": 128, "num_key_value_heads": 1}
+        base = make_checkpoint(model_type=architecture, dtype="float32", **settings)
+        config = json.loads((base / "config.json").read_text())
+        writer = writer_of(tmp_path / "model.gguf", config, architecture)
+        wanted, rng = {}, np.random.default_rng(0)
+        ggml = gguf.GGMLQuantizationType[kind]
+        for name, value in load_file(base / "model.safetensors").items():
+            # Where every row of the file is in Hugging Face's order.
+            heads = {"q_proj": 2, "k_proj": 1}.get(name.split(".")[-2])
+            order = np.arange(len(value))
+            if heads and architecture == "llama":
+                order = interleaved(order, heads)
+            if value.ndim < 2:
+                wanted[name] = value
+                writer.add_tensor(gguf_name(name), value[order])
+                continue
+            if kind in BLOCKS:
+                raw = random_blocks(rng, value.shape, kind)
+            else:
+                raw = gguf.quants.quantize(value[order], ggml)
+            wanted[name] = gguf.quants.dequantize(raw, ggml)[np.argsort(order)]
+            writer.add_tensor(gguf_name(name), raw, raw_dtype=ggml)
+        add_tokenizer(writer, base)
+        change(writer)
+        for finish in ("header", "kv_data", "tensors"):
+            getattr(writer, f"write_{finish}_to_file")()
+        writer.close()
+        return tmp_path / "model.gguf", wanted, base
+
+    return made
+
+
+def expanded(folder):
+    """All weights of an MLX checkpoint in float32, by name."""
+    model = load(folder, compute="float32").model
+    found = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "bits"):
+            parts = module.weight, module.scales, module.biases
+            grid = {"group_size": module.group_size, "bits": module.bits}
+            found[f"{path}.weight"] = np.array(mx.dequantize(*parts, **grid))
+        elif "weight" in module:
+            found[f"{path}.weight"] = np.array(module.weight)
+    return found
+
+
+@pytest.mark.parametrize("kind", [*ROUNDED, *BLOCKS, "F16", "F32", "BF16"])
+def test_the_weights_are_the_same(make, kind):
+    path, wanted, _ = make(kind)
+    found = expanded(resolve(path))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert np.array_equal(found[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("Q4_0", {}),
+        ("Q5_K", {"attention_bias": True, "mlp_bias": True}),
+        ("Q8_0", {"architecture": "qwen2"}),
+        ("Q4_K", {"architecture": "qwen3"}),
+    ],
+)
+def test_logits_are_those_of_the_dense_model(make, kind, settings):
+    path, wanted, base = make(kind, **settings)
+    own = load(path).model(TOKENS)
+    dense = load(base).model
+    dense.load_weights([(name, mx.array(value)) for name, value in wanted.items()])
+    assert mx.allclose(own, dense(TOKENS), rtol=1e-4, atol=1e-4)
+    assert mx.abs(own).max().item() > 0.1
+
+
+def test_stock_mlx_lm_loads_the_same(make, tmp_path):
+    path, _, _ = make("Q8_0", tie_word_embeddings=True)
+    (tmp_path / "target").mkdir()
+    convert(path, tmp_path / "target")
+    stock, tokenizer = mlx_lm.load(str(tmp_path / "target"))
+    found = dict(tree_flatten(stock.parameters()))
+    for name, value in tree_flatten(load(path, compute="stored").model.parameters()):
+        assert mx.array_equal(value, found[name]), name
+    assert "lm_head.weight" not in found
+    assert {value.dtype for value in found.values()} <= {
+        mx.uint32,
+        mx.float16,
+        mx.float32,
+    }
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+
+
+def test_config_and_tokenizer_come_from_the_file(make):
+    path, _, base = make("Q4_0")
+    folder = resolve(path)
+    config = json.loads((folder / "config.json").read_text())
+    wanted = json.loads((base / "config.json").read_text())
+    for key in ("hidden_size", "head_dim", "rope_theta", "vocab_size", "model_type"):
+        assert config[key] == wanted[key]
+    assert config["eos_token_id"] == [2]
+    assert config["quantization"]["bits"] == 4
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.eos_token == "<|im_end|>"
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    marked = tokenizer.encode("<|im_start|>")
+    assert marked == load_tokenizer(base).encode("<|im_start|>")
+    message = [{"role": "user", "content": "hello"}]
+    assert tokenizer.apply_chat_template(message, tokenize=False) == "hello"
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_positions_of_llama_3_are_found_by_what_they_come_to(make, factor):
+    scaling = {"rope_type": "llama3", "factor": factor}
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    stretched = np.array(Llama3RoPE(128, base=5e5, scaling_config=scaling)._freqs)
+    plain = 5e5 ** (np.arange(0, 128, 2) / 128)
+
+    def change(writer):
+        writer.add_tensor("rope_freqs.weight", (stretched / plain).astype(np.float32))
+
+    path, _, _ = make("Q8_0", change=change, rope_theta=5e5)
+    config = json.loads((resolve(path) / "config.json").read_text())
+    assert config["rope_scaling"] == scaling
+
+
+def test_an_unknown_stretch_is_refused(make):
+    def change(writer):
+        writer.add_tensor("rope_freqs.weight", np.linspace(1, 7, 64, dtype=np.float32))
+
+    path, _, _ = make("F16", change=change)
+    with pytest.raises(UserError, match="stretches positions"):
+        resolve(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: data[: len(data) // 2], "is not whole"),
+        (lambda data: data[:300], "cut short"),
+        (lambda data: b"GGML" + data[4:], "no GGUF file"),
+        (lambda data: b"", "no GGUF file"),
+        (lambda data: data.replace(b"blk.0.attn_q.", b"blk.0.attn_z."), "no place"),
+        (lambda data: data.replace(b"blk.0.attn_q.", b"blk.1.attn_q."), "no place"),
+        (lambda data: data.replace(b"llama", b"lamas"), "lamas models are not read"),
+        (lambda data: data.replace(b"gpt2", b"bert"), "beside it"),
+    ],
+)
+def test_damage_is_named(make, change, said):
+    path, _, _ = make("Q4_0")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UserError, match=said) as caught:
+        resolve(path)
+    assert str(path) in caught.value.place
+
+
+def test_a_type_that_is_not_read_names_the_tensor(make):
+    path, _, _ = make("Q4_0")
+    name = b"blk.0.attn_q.weight"
+    data = bytearray(path.read_bytes())
+    at = data.index(name) + len(name) + 4 + 2 * 8
+    data[at] = 10  # Q2_K
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"blk.0.attn_q.weight is of ggml's type 10"):
+        gguf_file.read(path)
+
+
+def test_a_tokenizer_beside_the_file_goes_first(make, tokenizer_folder):
+    path, _, _ = make("Q4_0")
+    path.write_bytes(path.read_bytes().replace(b"gpt2", b"bert"))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (path.parent / name).write_bytes((tokenizer_folder / name).read_bytes())
+    own = load_tokenizer(resolve(path))
+    assert own.encode(TEXT) == load_tokenizer(tokenizer_folder).encode(TEXT)
+
+
+def sentencepiece_file(path):
+    """A vocabulary of words with spaces in them, every token with a score."""
+    words = ["▁th", "▁the", "he", "the", "▁t", "re", "her", "▁there", "ere", "er"]
+    letters = sorted(set("▁abcdefghijklmnopqrstuvwxyz"))
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
+    kinds = [2, 3, 3, *[6] * 256, *[1] * len(words + letters)]
+    rng = np.random.default_rng(1)
+    scores = [0.0] * len(tokens) + list(-rng.permutation(len(words)) - 1.0)
+    scores += list(-100.0 - np.arange(len(letters)))
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens + words + letters,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    gguf_tokenizer.write(metadata, path, beside=path)
+    return dict(zip(metadata["tokenizer.ggml.tokens"], scores, strict=True))
+
+
+def by_score(text, scores):
+    """Sentencepiece's rule: of all neighbours, join the pair of the highest score."""
+    pieces = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [a + b for a, b in pairwise(pieces)]
+        known = [pair for pair in pairs if pair in scores]
+        if not known:
+            return pieces
+        at = pairs.index(max(known, key=scores.get))
+        pieces[at : at + 2] = [pairs[at]]
+
+
+def test_a_sentencepiece_vocabulary_cuts_by_its_scores(tmp_path):
+    from tokenizers import Tokenizer
+
+    scores = sentencepiece_file(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in ("there the here", "the other  weather", "tethered"):
+        wanted = by_score(text, scores)
+        assert tokenizer.encode(text).tokens == ["<s>", *wanted]
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    # Bytes for what has no token.
+    assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("é 東").ids) == "é 東"
+
+
+@pytest.mark.parametrize(
+    ("words", "digits"),
+    [("llama-bpe", ["123", "45"]), ("qwen2", ["1", "2", "3", "4", "5"])],
+)
+def test_words_are_cut_as_the_file_says(tmp_path, words, digits):
+    from tokenizers import Tokenizer, pre_tokenizers
+
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": words,
+        "tokenizer.ggml.tokens": sorted(pre_tokenizers.ByteLevel.alphabet()),
+        "tokenizer.ggml.merges": [],
+    }
+    gguf_tokenizer.write(metadata, tmp_path, beside=tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    text = "It's 12345 (really)!\n\n  ok"
+    cut = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    rest = [" (", "really", ")!\n\n", " ", " ok"]
+    assert [text[a:b] for _, (a, b) in cut] == ["It", "'s", " ", *digits, *rest]
+
+
+def test_a_recipe_knows_whether_a_file_is_quantized(make, tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    codes = {}
+    for kind in ("Q8_0", "F16"):
+        path, _, _ = make(kind)
+        recipe.write_text(
+            f"model: {path}\ndata: {{train: builtin:stdlib}}\n"
+            "stages: [{quantize: {bits: 4}}]\n"
+        )
+        codes[kind] = cli.train([str(recipe), "--check"])
+    assert codes == {"Q8_0": 2, "F16": 0}
+    assert "the model is already quantized here" in capsys.readouterr().err

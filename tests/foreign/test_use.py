@@ -1,0 +1,104 @@
+"""Imported checkpoints in use: the command, the cache, recipes, training on top."""
+
+import json
+
+import numpy as np
+import pytest
+import yaml
+from packers import gptq, random_codes, write
+
+from toolkit import cli
+from toolkit.data import cache
+from toolkit.model.load import resolve
+
+SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+
+
+@pytest.fixture
+def foreign(make_checkpoint, tmp_path):
+    rng = np.random.default_rng(0)
+
+    def draw(_, outputs, inputs):
+        return random_codes(rng, outputs, inputs, bits=4, size=32, symmetric=True)
+
+    base = make_checkpoint(tie_word_embeddings=False)
+    return write(base, tmp_path / "foreign", draw, lambda c: gptq(c, 4), SETTINGS)
+
+
+def test_the_command_writes_a_folder(foreign, tmp_path, capsys):
+    target = tmp_path / "target"
+    assert cli.main(["import", str(foreign.folder), str(target)]) == 0
+    assert "parameters" in capsys.readouterr().out
+    config = json.loads((target / "config.json").read_text())
+    assert config["quantization"]["bits"] == 4
+    assert "quant_method" not in config["quantization_config"]
+    assert (target / "tokenizer.json").is_file()
+    generate = ["generate", str(target), "--prompt", "the", "--max-tokens", "3"]
+    assert cli.main(generate) == 0
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "said"),
+    [
+        ("no/where/at/all", "target", "there is no such folder"),
+        ("twin", "target", "names no format that is imported"),
+        ("foreign", "there", "the target exists"),
+    ],
+)
+def test_what_the_command_refuses(foreign, tmp_path, capsys, source, target, said):
+    (tmp_path / "there").mkdir()
+    names = {"foreign": foreign.folder, "twin": foreign.twin}
+    argv = ["import", str(names.get(source, source)), str(tmp_path / target)]
+    assert cli.main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_nothing_is_left_of_an_import_that_failed(foreign, tmp_path, capsys):
+    foreign.folder.joinpath("model.safetensors").write_bytes(b"")
+    assert cli.main(["import", str(foreign.folder), str(tmp_path / "target")]) == 2
+    assert not (tmp_path / "target").exists()
+
+
+def test_it_is_imported_once_and_again_when_it_changed(foreign):
+    folder = resolve(foreign.folder)
+    assert folder.is_relative_to(cache.root())
+    before = (folder / "model.safetensors").stat().st_mtime_ns
+    assert resolve(foreign.folder) == folder
+    assert (folder / "model.safetensors").stat().st_mtime_ns == before
+    # What is MLX's already stays where it is.
+    assert resolve(folder) == folder
+    config = foreign.folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 9e4}))
+    assert resolve(foreign.folder) != folder
+
+
+def recipe(tmp_path, model, *stages):
+    rows = [{"prompt": f"Add {n} and 1.", "completion": str(n + 1)} for n in range(40)]
+    text = "\n".join(map(json.dumps, rows))
+    (tmp_path / "rows.jsonl").write_text(text)
+    path = tmp_path / "recipe.yaml"
+    block = {
+        "model": str(model),
+        "output": str(tmp_path / "out"),
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
+        "stages": list(stages),
+    }
+    path.write_text(yaml.safe_dump(block))
+    return str(path)
+
+
+def test_an_adapter_is_trained_on_top(foreign, tmp_path, capsys):
+    train = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "adapter": {"rank": 4}}
+    validate = {"tokens": 300, "questions": 2, "speed_tokens": 8}
+    stages = {"train": train}, {"validate": validate}
+    path = recipe(tmp_path, foreign.folder, *stages)
+    assert cli.train([path, "--check"]) == 0
+    assert cli.train([path, "--quiet"]) == 0
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert len(report["models"]) == 2
+
+
+def test_it_is_not_rounded_a_second_time(foreign, tmp_path, capsys):
+    path = recipe(tmp_path, foreign.folder, {"quantize": {"bits": 4}})
+    assert cli.train([path]) == 2
+    assert "the model is already quantized here" in capsys.readouterr().err

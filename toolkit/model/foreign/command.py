@@ -1,0 +1,55 @@
+"""`lmx import`: a checkpoint that another program quantized, as a folder of MLX's."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from ...errors import UserError
+
+TYPES = ("exact", "float16", "bfloat16", "float32")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx import`."""
+    add = parser.add_argument
+    add("source", metavar="SOURCE", help="folder, Hub id or GGUF file")
+    add("target", metavar="TARGET", help="new folder")
+    add(
+        "--dtype",
+        choices=TYPES,
+        default="exact",
+        help="type of scales and dense weights; exact (the default) = as published, "
+        "float32 where 16 bits would round",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Import; the exit code is 0.
+
+    Raises:
+        UserError: there is nothing to import, it cannot be, or the target exists.
+    """
+    from ...run.files import atomic_folder
+    from ..load import DTYPES, local, snapshot
+    from ..sizes import checkpoint_sizes
+    from . import find
+    from .convert import convert
+
+    target = Path(args.target).expanduser()
+    source = find(local(args.source) or snapshot(args.source))
+    if source is None:
+        raise UserError(
+            "this folder names no format that is imported: gptq, awq, pack-quantized "
+            "compressed-tensors, GGUF",
+            place=args.source,
+        )
+    if target.exists():
+        raise UserError("the target exists", place=args.target)
+    with atomic_folder(target) as partial:
+        convert(source, partial, DTYPES.get(args.dtype))
+    sizes = checkpoint_sizes(target)
+    sys.stdout.write(
+        f"{target}: {sizes.parameters:,} parameters, {sizes.bytes / 1e6:,.1f} MB, "
+        f"{sizes.bits_per_weight:.2f} bits per weight\n"
+    )
+    return 0
