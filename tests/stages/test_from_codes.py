@@ -61,7 +61,7 @@ def test_what_does_not_move_is_what_was_quantized(tmp_path, base, way):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_training_gains_and_the_files_have_it(tmp_path, base, way):
-    train = TRAIN | {"learning_rate": 1e-3} | WAYS[way]
+    train = TRAIN | {"learning_rate": 1e-2} | WAYS[way]
     stages = {"quantize": GRID}, {"train": train}, {"validate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
