@@ -58,8 +58,8 @@ def main() -> None:
     print(
         f"{arguments.model}: {arguments.tokens:,} calibration tokens of "
         f"{arguments.calibration}, {arguments.held_out_tokens:,} held out,\n"
-        f"windows of {arguments.length}, {arguments.seeds} seeds. KL in nats a token to "
-        "the full-precision model in float32; ± is one standard\nerror over windows. "
+        f"windows of {arguments.length}, {arguments.seeds} seeds. KL in nats a token "
+        "to the full-precision model in float32; ± is one\nstandard error by windows. "
         "dwq is run with its defaults, for an epoch of these tokens, and with "
         f"{arguments.steps} steps of\n{arguments.batch} windows, as lmx's tuning; its "
         "rate then, and dynamic_quant's widths, are the best of a ladder\non the "
@@ -86,7 +86,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--held-out-tokens", type=int, default=16384)
     parser.add_argument("--length", type=int, default=256, help="tokens of a window")
     parser.add_argument("--seeds", type=int, default=3, help="of the calibration")
-    parser.add_argument("--steps", type=int, default=150, help="of tuning and of dwq")
+    parser.add_argument("--steps", type=int, default=200, help="of tuning and of dwq")
     parser.add_argument("--batch", type=int, default=8, help="windows of a step")
     rates = [1e-5, 1e-4, 3e-4, 1e-3]
     parser.add_argument("--rates", type=float, nargs="+", default=rates, help="of dwq")
@@ -111,7 +111,7 @@ def routes_of(case: str, arguments: argparse.Namespace) -> list[Route]:
         Route("mlx dwq default", "single", "dwq", [default]),
         Route("mlx dwq", "single", "dwq", _ladder(grid, arguments)),
         Route("mlx gptq, dwq", "cascade", "dwq", _ladder(grid, arguments), "mlx gptq"),
-        Route("lmx closed form", "closed", "lmx", [ours]),
+        Route("lmx closed form", "closed", "lmx", [ours | {"tune": False}]),
         Route("lmx", "whole", "lmx", [ours | _tuning(arguments)]),
     ]
 
@@ -125,7 +125,7 @@ def _of_budget(target: float, arguments: argparse.Namespace) -> list[Route]:
     return [
         Route("mlx dynamic", "single", "dynamic", levels),
         Route("mlx dynamic, dwq", "cascade", "dwq", ladder, "mlx dynamic"),
-        Route("lmx closed form", "closed", "lmx", [ours]),
+        Route("lmx closed form", "closed", "lmx", [ours | {"tune": False}]),
         Route("lmx", "whole", "lmx", [ours | _tuning(arguments)]),
     ]
 
@@ -136,7 +136,8 @@ def _ladder(grid: dict, arguments: argparse.Namespace) -> list[dict]:
 
 
 def _tuning(arguments: argparse.Namespace) -> dict:
-    return {"tune": {"steps": arguments.steps, "batch_size": arguments.batch}}
+    tokens = arguments.batch * arguments.length
+    return {"tune": {"steps": arguments.steps, "batch_tokens": tokens}}
 
 
 def _run_seed(folder: Path, arguments, routes: list[Route], seed: int) -> None:
@@ -182,7 +183,10 @@ def write_inputs(
 
     calibration = _tokens(model, source, "train", tokens, length, seed)
     np.save(folder / "calibration.npy", calibration)
-    taken = {"source": source, "length": length, "tokens": calibration.size}
+    # What lmx judges its steps by is a part of these tokens too.
+    aside = max(1, len(calibration) // 8) * length
+    taken = {"source": source, "length": length, "held_out": aside}
+    taken["tokens"] = calibration.size - aside
     settings = {"model": str(model), "seed": seed, "windows": taken}
     (folder / "settings.json").write_text(json.dumps(settings))
 

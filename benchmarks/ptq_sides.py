@@ -49,17 +49,19 @@ def run(side: str, folder: Path, target: Path, options: dict) -> dict:
 
 def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     """A recipe by `lmx-train`, as a user has it."""
+    import numpy as np
+
     from toolkit import cli
-    from toolkit.stages import quantize
+    from toolkit.stages import calibrating
 
     made: list = []
-    make = quantize.windows
+    make = calibrating.windows
 
     def noted(*arguments, **more):
         made.append(make(*arguments, **more))
         return made[-1]
 
-    quantize.windows = noted
+    calibrating.windows = noted
     recipe = {
         "model": settings["model"],
         "seed": settings["seed"],
@@ -69,7 +71,8 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     path = target.with_suffix(".yaml")
     path.write_text(json.dumps(recipe))
     assert cli.train([str(path), "--quiet", "--force"]) == 0, "lmx-train failed"
-    assert (made[0] == _windows(folder)).all(), "unequal calibration tokens"
+    whole = _windows(folder)
+    assert any(np.array_equal(m, whole) for m in made), "unequal calibration tokens"
     (config,) = Path(recipe["output"]).glob("**/model/config.json")
     config.parent.rename(target)
 

@@ -1,4 +1,4 @@
-"""The table of `ptq_quality.py`: what every route loses, and ratios with their errors."""
+"""The table of `ptq_quality.py`: what every route loses, and ratios with errors."""
 
 import numpy as np
 
