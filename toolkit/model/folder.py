@@ -1,9 +1,11 @@
 """What a checkpoint folder says of itself, read and checked before any weight is."""
 
 import json
+from hashlib import sha256
 from pathlib import Path
 
 from ..errors import UserError
+from ..run.files import hash_file
 from .sizes import read_header
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -24,6 +26,12 @@ def read_config(path: Path) -> dict:
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))
     return config
+
+
+def weights_digest(path: Path) -> str:
+    """A hash of a checkpoint's weights and of what makes a model of them."""
+    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    return sha256("".join(map(hash_file, files)).encode()).hexdigest()
 
 
 def setting(config: dict, name: str) -> int:

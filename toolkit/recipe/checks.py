@@ -117,7 +117,7 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
     block = data.get("data")
     block = block if isinstance(block, dict) else {}
     for where, kind, _ in stages:
-        if kind == "train" and not block.get("train"):
+        if kind in ("train", "distill") and not block.get("train"):
             hint = "name rows to train on in data.train"
             yield Complaint(where, "nothing to train on", hint, of="key")
         if kind == "validate" and not (block.get("valid") or block.get("train")):
@@ -133,8 +133,14 @@ def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Complai
     """
     model = data.get("model")
     blank = isinstance(model, dict) and model.get("fresh") is not None
+    drafted = False
     for where, kind, block in stages:
-        if blank and kind in ("quantize", "validate", "export"):
+        if drafted and kind in ("train", "quantize"):
+            message = "the draft was distilled from the model before this stage"
+            hint = "distil last, from the model that will be served"
+            yield Complaint(where, message, hint, "key")
+        drafted |= kind == "distill"
+        if blank and kind in ("quantize", "distill", "validate", "export"):
             hint = "begin with a train stage"
             yield Complaint(
                 where, "a fresh model has learnt nothing yet", hint, "block"

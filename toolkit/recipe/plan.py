@@ -89,13 +89,15 @@ def _outputs(output: Path, index: int, kind: str, config: Section) -> tuple[Path
     own = output / "stages" / f"{index}-{kind}"
     if kind == "export":
         return own, output / "model"
+    if kind == "distill":
+        return own, output / "draft"
     if kind == "train" and config.adapter is not None:
         return own, output / "adapters"
     return (own,)
 
 
 def _rows(data: Section, kind: str) -> tuple[str, ...]:
-    if kind == "train":
+    if kind in ("train", "distill"):
         return (*data.train, *data.valid)
     return tuple(data.valid or data.train) if kind == "validate" else ()
 

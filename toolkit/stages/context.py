@@ -17,7 +17,7 @@ from ..run.files import atomic_folder
 from ..run.ranks import ALONE, Ranks
 from ..run.report import Report
 
-PATHS = ("model", "reference", "adapters")
+PATHS = ("model", "reference", "adapters", "draft")
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,14 @@ class Artefact:
         reference: its unquantized twin; the same folder when nothing is quantized.
         adapters: folder of the adapter that was trained, if any.
         facts: what the report and the model card tell of how it was made.
+        draft: folder of the draft model that was distilled from it, if any.
     """
 
     model: Path
     reference: Path
     adapters: Path | None = None
     facts: dict = field(default_factory=dict)
+    draft: Path | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -55,7 +57,9 @@ class Artefact:
     @classmethod
     def from_json(cls, record: dict, output: Path) -> "Artefact":
         """What `to_json` recorded."""
-        paths = {name: record[name] and output / record[name] for name in PATHS}
+        # Runs from before there were drafts name none.
+        named = {name: record.get(name) for name in PATHS}
+        paths = {name: path and output / path for name, path in named.items()}
         return cls(**paths, facts=record["facts"])
 
 
