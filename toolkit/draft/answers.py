@@ -77,7 +77,11 @@ def answered(
             said = _answer(model, asked, some, settings, frozenset(ends), seed)
             write_atomic(_place(folder, first), json.dumps(said))
             bar.update(some.stop)
-    said = [text for first in parts for text in json.loads(_place(folder, first).read_bytes())]
+    said = [
+        text
+        for first in parts
+        for text in json.loads(_place(folder, first).read_bytes())
+    ]
     return [
         _example(prompt, text) for prompt, text in zip(asked, said, strict=True) if text
     ]
@@ -101,7 +105,9 @@ def _answer(model, asked, some: range, settings: Answers, ends, seed: int):
         Request(
             asked[number].tokens,
             settings.max_tokens,
-            Sampling(temperature=temperatures[number % len(temperatures)], seed=seed + number)
+            Sampling(
+                temperature=temperatures[number % len(temperatures)], seed=seed + number
+            )
             if temperatures[number % len(temperatures)]
             else Sampling(),
             ends,

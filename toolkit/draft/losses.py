@@ -29,7 +29,9 @@ def jensen_shannon(found: Law, target: Target) -> mx.array:
     """Mean KL of both from the law halfway between them."""
     other = Law(*target[1:])
     half = mx.log(mx.array(0.5))
-    middle = Law(*(half + mx.logaddexp(a, b) for a, b in zip(found, other, strict=True)))
+    middle = Law(
+        *(half + mx.logaddexp(a, b) for a, b in zip(found, other, strict=True))
+    )
     return (_divergence(other, middle) + _divergence(found, middle)) / 2
 
 

@@ -88,9 +88,7 @@ def cut(
         number, _, rest = name.removeprefix(prefix).partition(".")
         if int(number) in shape.layers:
             if shape.intermediate_size:
-                kept = most_active(
-                    activity.inner[int(number)], shape.intermediate_size
-                )
+                kept = most_active(activity.inner[int(number)], shape.intermediate_size)
                 value = _inner(rest, value, kept)
             found[f"{prefix}{shape.layers.index(int(number))}.{rest}"] = value
     if shape.hidden_size:

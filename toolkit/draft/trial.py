@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +25,8 @@ class Column:
 
     Attributes:
         speedup: tokens per second as a multiple of plain decoding's.
+        acceptance: share of the guesses that stood, of those whose predecessors stood.
+        tokens_per_round: tokens of a step of the target, with guesses or without.
     """
 
     tokens_per_second: float
@@ -88,7 +90,6 @@ class Trial:
         stands = [
             stands_along(self.target, self.draft, prompt, text, sampling)
             for prompt, text in zip(self.prompts, texts, strict=True)
-            if len(text) > 1
         ]
         curve = [tokens_per_round(stands, k) for k in range(1, LONGEST + 1)]
         length, speedup = self.costs.best(curve)
@@ -112,13 +113,18 @@ class Trial:
             propose=propose,
             controller=Controller(longest=max(1, length), fixed=length),
         )
-        settings = {"max_tokens": self.max_tokens, "sampling": sampling}
+
+        def said(prompt: Sequence[int], number: int) -> list[int]:
+            now = replace(sampling, seed=sampling.seed + number)
+            settings = {"max_tokens": self.max_tokens, "sampling": now}
+            return [piece.token for piece in generator.stream(prompt, **settings)]
+
         # What is compiled when first used is not timed.
-        list(generator.stream(self.prompts[0], **settings))
+        said(self.prompts[0], 0)
         texts, seconds, reports = [], 0.0, []
-        for prompt in self.prompts:
+        for number, prompt in enumerate(self.prompts):
             start = time.perf_counter()
-            tokens = [piece.token for piece in generator.stream(prompt, **settings)]
+            tokens = said(prompt, number)
             seconds += time.perf_counter() - start
             texts.append(tokens)
             reports.append((generator.speculation, len(tokens)))
@@ -160,16 +166,18 @@ def stands_along(
 def _counted(rate: float, reports: list[tuple]) -> Column:
     """What the reports of all answers say together.
 
-    The last round may have gone beyond the end of an answer, whose first token is no
-    round's; what is beyond is not counted.
+    Args:
+        reports: with the tokens of each answer. Its first is no step's; the last step
+            may have gone beyond its end.
     """
-    rounds = sum(report.rounds for report, _ in reports)
+    tokens = sum(said - 1 for _, said in reports)
+    # Of plain decoding that was broken off nothing is reported.
+    left = sum(max(0, said - 1 - report.said) for report, said in reports)
+    steps = left + sum(report.rounds + report.plain for report, _ in reports)
     stood = sum(sum(report.stood) for report, _ in reports)
-    beyond = sum(max(0, report.said - said + 1) for report, said in reports)
-    tokens = stood + rounds - beyond
     tried = sum(report.tried for report, _ in reports)
     return Column(
         rate,
         acceptance=stood / tried if tried else None,
-        tokens_per_round=tokens / rounds if rounds else None,
+        tokens_per_round=tokens / steps if steps else None,
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .. import __version__
 from .economics import Costs
-from .trial import DRAFT, LOOKUP, PLAIN, Found
+from .trial import DRAFT, LOOKUP, PLAIN, Column, Found
 
 WORTH = 1.05
 """The speed-up from which on a draft is worth its memory."""
@@ -57,14 +57,18 @@ class Verdict:
 
     @property
     def speedup(self) -> float:
-        """The smallest measured."""
-        return min(found.columns[DRAFT].speedup for found in self.trials.values())
+        """The smallest measured; 0 where answers are too short for a guess."""
+        return min((column.speedup for column in self._guessed), default=0.0)
 
     @property
     def acceptance(self) -> float:
-        """The smallest measured."""
+        """The smallest measured; 0 where answers are too short for a guess."""
+        return min((column.acceptance for column in self._guessed), default=0.0)
+
+    @property
+    def _guessed(self) -> list[Column]:
         columns = [found.columns[DRAFT] for found in self.trials.values()]
-        return min(column.acceptance or 0.0 for column in columns)
+        return [column for column in columns if column.acceptance is not None]
 
     @property
     def length(self) -> int:

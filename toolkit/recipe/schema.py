@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..data.sources import Data
 from ..model.source import Model
-from ..quant.methods import METHODS, Quantize
+from ..quant.methods import Quantize
 from ..registry import entries
 from ..section import Section
 from ..stages.distill import Config as Distill
@@ -57,7 +57,9 @@ class Stage(Section):
     @model_validator(mode="after")
     def _one(self):
         if len(self.model_fields_set) != 1:
-            raise ValueError("a stage has one key: train, quantize, distill, validate or export")
+            raise ValueError(
+                "a stage has one key: train, quantize, distill, validate or export"
+            )
         return self
 
     @property

@@ -60,9 +60,7 @@ class Drafting:
         compute = training_dtype("auto", loaded.dtype)
         losses = config.model_dump(include={"loss", "eta", "cross_entropy"})
         set_compute_dtype(loaded.model, mx.float32)
-        step = Learning(
-            loaded.model, losses=losses, compute=compute, gradient_clip=1.0
-        )
+        step = Learning(loaded.model, losses=losses, compute=compute, gradient_clip=1.0)
         set_compute_dtype(loaded.model, compute)
         return step, loaded
 

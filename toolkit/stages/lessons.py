@@ -1,4 +1,4 @@
-"""What a draft is taught and examined on: answers of the target to the rows' prompts."""
+"""What a draft is taught and examined on: answers of the target to rows' prompts."""
 
 from functools import cached_property
 
