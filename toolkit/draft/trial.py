@@ -90,6 +90,8 @@ class Trial:
         stands = [
             stands_along(self.target, self.draft, prompt, text, sampling)
             for prompt, text in zip(self.prompts, texts, strict=True)
+            # The first token is no guess's.
+            if len(text) > 1
         ]
         curve = [tokens_per_round(stands, k) for k in range(1, LONGEST + 1)]
         length, speedup = self.costs.best(curve)

@@ -58,7 +58,11 @@ class Drafting:
     def _step(self, folder: Path) -> tuple[Learning, Loaded]:
         config, loaded = self.config, self.context.load(folder, compute="stored")
         compute = training_dtype("auto", loaded.dtype)
-        losses = config.model_dump(include={"loss", "eta", "cross_entropy"})
+        losses = {
+            "loss": config.loss,
+            "eta": config.eta,
+            "cross_entropy": config.cross_entropy,
+        }
         set_compute_dtype(loaded.model, mx.float32)
         step = Learning(loaded.model, losses=losses, compute=compute, gradient_clip=1.0)
         set_compute_dtype(loaded.model, compute)
