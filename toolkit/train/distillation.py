@@ -7,14 +7,14 @@ of the rest falls to the other tokens by their share of it.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from .losses import exponentials_of
 from .targets import Target
+from .teacher import Divergence
 
-Divergence = Literal["forward", "reverse", "jensen_shannon", "confidence"]
 # Log-probability of what a teacher holds for impossible: no loss becomes infinite.
 FLOOR = -100.0
 # What is added up is not less, so that it has a logarithm.
