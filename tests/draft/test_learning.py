@@ -7,6 +7,7 @@ from mlx.utils import tree_map
 
 from toolkit.data.template import Example
 from toolkit.draft.economics import Costs, tokens_per_round
+from toolkit.draft.losses import Objective
 from toolkit.draft.step import Learning, chances
 from toolkit.draft.targets import Lessons
 from toolkit.draft.trial import DRAFT, LOOKUP, Trial, stands_along
@@ -81,8 +82,8 @@ def overlap(model, held_out):
 
 def trained(loss, steps=120):
     taught, model = lessons(8), student()
-    losses = {"loss": loss, "eta": 3.0, "cross_entropy": 0.1}
-    step = Learning(model, losses=losses, gradient_clip=1.0)
+    objective = Objective(loss, cross_entropy=0.1)
+    step = Learning(model, taught=objective, gradient_clip=1.0)
     for number in range(steps):
         step(taught(number), 1e-2, number)
         mx.eval(step.parameters, step.optimizer.state)

@@ -1,101 +1,96 @@
-"""Losses that make guesses stand, each for every position of a target.
+"""What makes guesses stand: measures beside those of `train.distillation`.
 
-All are of the tokens a target names and of the rest as one outcome, so none is more
-than the same loss over the whole vocabulary.
+They too are of the tokens a target names and of the rest as one outcome, and so never
+more than over the whole vocabulary.
 """
 
-from collections.abc import Callable
 from typing import Literal
 
 import mlx.core as mx
 
+from ..train.distillation import (
+    MEASURES,
+    Measure,
+    Outcomes,
+    divergence_sum,
+    of_student,
+    of_teacher,
+)
+from ..train.losses import cross_entropy_sum
 from ..train.targets import Target
-from .law import Law, law, overlap
 
 Name = Literal["forward", "reverse", "jensen_shannon", "total_variation", "acceptance"]
 
 
-def forward(found: Law, target: Target) -> mx.array:
-    """KL(target || draft)."""
-    return _divergence(Law(*target[1:]), found)
-
-
-def reverse(found: Law, target: Target) -> mx.array:
-    """KL(draft || target)."""
-    return _divergence(found, Law(*target[1:]))
-
-
-def jensen_shannon(found: Law, target: Target) -> mx.array:
-    """Mean KL of both from the law halfway between them."""
-    other = Law(*target[1:])
-    half = mx.log(mx.array(0.5))
-    middle = Law(
-        *(half + mx.logaddexp(a, b) for a, b in zip(found, other, strict=True))
-    )
-    return (_divergence(other, middle) + _divergence(found, middle)) / 2
-
-
-def total_variation(found: Law, target: Target) -> mx.array:
+def total_variation(teacher: Outcomes, student: Outcomes) -> tuple[mx.array, mx.array]:
     """The share of guesses that fall, 1 - sum min(p, q)."""
-    return 1 - overlap(found, target)[1]
+    losses = mx.maximum(teacher.probs - student.probs, 0.0)
+    return losses, mx.where(losses > 0, -student.probs, 0.0)
 
 
-def acceptance(found: Law, target: Target, eta: float = 3.0) -> mx.array:
+def acceptance(eta: float) -> Measure:
     """Forward KL while guesses fall, total variation once they stand.
 
     lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha) (arXiv 2602.23881), where
     alpha is each position's own, so that no batch changes another position's loss.
     """
-    distance = total_variation(found, target)
-    weight = mx.stop_gradient(mx.exp(-eta * (1 - distance)))
-    return weight * forward(found, target) + (1 - weight) * distance
+
+    def measure(teacher: Outcomes, student: Outcomes) -> tuple[mx.array, mx.array]:
+        shared = mx.minimum(teacher.probs, student.probs)
+        weight = mx.exp(-eta * shared.sum(axis=-1, keepdims=True))
+        far = MEASURES["forward"](teacher, student)
+        near = total_variation(teacher, student)
+        pairs = zip(far, near, strict=True)
+        losses, slopes = (weight * f + (1 - weight) * n for f, n in pairs)
+        return losses, slopes
+
+    return measure
 
 
-LOSSES: dict[str, Callable[..., mx.array]] = {
-    "forward": forward,
-    "reverse": reverse,
-    "jensen_shannon": jensen_shannon,
-    "total_variation": total_variation,
-    "acceptance": acceptance,
-}
-
-
-def loss_sum(
-    logits: mx.array,
-    tokens: mx.array,
-    target: Target,
-    mask: mx.array,
-    *,
-    loss: Name,
-    eta: float,
-    cross_entropy: float,
-) -> mx.array:
-    """The loss summed over positions, in nats and float32.
+class Objective:
+    """A draft's loss, summed over the positions that count, for `train.step.Step`.
 
     Args:
-        logits: the draft's, [B, L, V].
-        tokens: those that came next, int [B, L].
-        target: of the same positions.
-        mask: bool [B, L], True where a position counts.
-        cross_entropy: weight of the loss on `tokens` alone; the other has the rest.
+        loss: the measure's name.
+        eta: of acceptance.
+        cross_entropy: weight of the loss on the tokens said; the measure has the rest.
     """
-    settings = {"eta": eta} if loss == "acceptance" else {}
-    losses = LOSSES[loss](law(logits, target), target, **settings)
-    if cross_entropy:
-        logits = logits.astype(mx.float32)
-        said = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
-        plain = mx.logsumexp(logits, axis=-1) - said
-        losses = (1 - cross_entropy) * losses + cross_entropy * plain
-    return mx.where(mask, losses, 0.0).sum()
+
+    def __init__(self, loss: Name, *, eta: float = 3.0, cross_entropy: float = 0.0):
+        own = {"total_variation": total_variation, "acceptance": acceptance(eta)}
+        self.measure = (own | MEASURES)[loss]
+        self.cross_entropy = cross_entropy
+
+    def labels(self, inputs, documents, target: tuple) -> tuple:
+        """What a batch brings along of its target."""
+        return target
+
+    def __call__(
+        self, logits: mx.array, tokens: mx.array, mask: mx.array, *target: mx.array
+    ) -> mx.array:
+        """The sum, in nats, of logits [..., V] and the target of the same places."""
+        target = Target(*target)
+        width = logits.shape[-1]
+        if target.indices is None:
+            width = min(width, target.log_probs.shape[-1])
+        loss = divergence_sum(
+            logits[..., :width], target, mask, divergence=self.measure
+        )
+        loss = (1 - self.cross_entropy) * loss
+        if self.cross_entropy:
+            plain = cross_entropy_sum(logits, tokens, mask)
+            loss = loss + self.cross_entropy * plain
+        return loss
 
 
-def _divergence(p: Law, q: Law) -> mx.array:
-    """KL(p || q) over named outcomes and the rest; what is impossible costs nothing."""
-    named = _weighted(p.named, q.named).sum(axis=-1)
-    return named + _weighted(p.rest, q.rest)
+def overlap(logits: mx.array, target: Target) -> tuple[mx.array, mx.array]:
+    """Bounds [...] of the share of drawn guesses that stand, sum min(p, q).
 
-
-def _weighted(p: mx.array, q: mx.array) -> mx.array:
-    possible = mx.logical_and(p > -mx.inf, q > -mx.inf)
-    p, q = (mx.where(possible, value, 0.0) for value in (p, q))
-    return mx.where(possible, mx.exp(p) * (p - q), 0.0)
+    What the target does not name overlaps by nothing at least, and by the smaller of
+    both rests at most; a target that names all tokens gives the share itself.
+    """
+    logits = logits.astype(mx.float32)
+    student, _ = of_student(logits, target.indices)
+    shared = mx.minimum(of_teacher(target).probs, student.probs)
+    most = shared.sum(axis=-1)
+    return (most if target.log_rest is None else most - shared[..., -1]), most

@@ -47,9 +47,9 @@ class Answers(Section):
     """Longest answer."""
     temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0, 0.7], min_length=1)
     """Temperatures of the answers, prompt by prompt in turn."""
-    top_k: int = Field(64, ge=1)
-    """Likeliest tokens kept of every prediction of the target; all others count as
-    one."""
+    top_k: Count | None = 64
+    """Likeliest tokens kept on disk of every prediction of the target, all others as
+    one; null = keep nothing, and run the target beside the draft in every step."""
 
 
 class Trial(Section):

@@ -8,6 +8,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ..draft.economics import LONGEST, Costs, measure, tokens_per_round
+from ..draft.losses import Objective
 from ..draft.step import Learning, chances
 from ..model.folder import weights_digest
 from ..model.load import Loaded, set_compute_dtype
@@ -58,13 +59,13 @@ class Drafting:
     def _step(self, folder: Path) -> tuple[Learning, Loaded]:
         config, loaded = self.config, self.context.load(folder, compute="stored")
         compute = training_dtype("auto", loaded.dtype)
-        losses = {
-            "loss": config.loss,
-            "eta": config.eta,
-            "cross_entropy": config.cross_entropy,
-        }
+        objective = Objective(
+            config.loss, eta=config.eta, cross_entropy=config.cross_entropy
+        )
         set_compute_dtype(loaded.model, mx.float32)
-        step = Learning(loaded.model, losses=losses, compute=compute, gradient_clip=1.0)
+        step = Learning(
+            loaded.model, taught=objective, compute=compute, gradient_clip=1.0
+        )
         set_compute_dtype(loaded.model, compute)
         return step, loaded
 

@@ -6,6 +6,7 @@ from ..draft import answers
 from ..draft.answers import Prompt
 from ..draft.targets import Lessons
 from ..errors import UserError
+from ..generate.answering import Answerer
 from ..model.load import Loaded
 from .context import Context
 from .distill import Config
@@ -52,15 +53,16 @@ class Schooling:
 
     def _lessons(self, asked: list[Prompt]) -> Lessons:
         settings, context = self.config.answers, self.context
-        examples = answers.answered(
-            self.target.model,
-            asked,
-            settings,
-            ends=list(self.target.tokenizer.eos_token_ids),
-            digest=self.digest,
-            seed=context.seed,
-            report=context.report,
+        report = context.report
+        answerer = Answerer(
+            lambda: self.target.model,
+            self.digest,
+            frozenset(self.target.tokenizer.eos_token_ids),
+            report.say,
+            report.warn,
         )
+        report.say(f"{len(asked):,} prompts for the target to answer")
+        examples = answers.answered(asked, settings, answerer, seed=context.seed)
         return Lessons(
             examples,
             self.target.model,
@@ -69,5 +71,5 @@ class Schooling:
             tokens=self.config.batch_tokens,
             top_k=settings.top_k,
             seed=context.seed,
-            report=context.report,
+            report=report,
         )
