@@ -80,7 +80,7 @@ def overlap(model, held_out):
     return np.mean(found, axis=0)
 
 
-def trained(loss, steps=120):
+def trained(loss, steps=80):
     taught, model = lessons(8), student()
     objective = Objective(loss, cross_entropy=0.1)
     step = Learning(model, taught=objective, gradient_clip=1.0)
@@ -158,7 +158,7 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature):
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
     prompts = [[5, 9, 11, number] for number in range(8)]
-    trial = Trial(target, draft, Wordless(), prompts, costs=FREE, max_tokens=90)
+    trial = Trial(target, draft, Wordless(), prompts, costs=FREE, max_tokens=70)
     sampling = Sampling(temperature=temperature, seed=4)
     found = trial.run(sampling)
     column = found.columns[DRAFT]

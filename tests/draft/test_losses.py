@@ -1,4 +1,4 @@
-"""Losses and bounds of draft models, against NumPy in float64 and finite differences."""
+"""Losses and bounds of drafts, against NumPy in float64 and finite differences."""
 
 import mlx.core as mx
 import numpy as np

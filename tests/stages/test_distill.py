@@ -156,9 +156,10 @@ def test_mlx_lms_server_says_the_same_with_the_draft(distilled, tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     models = ["--model", distilled.model, "--draft-model", distilled.output / "draft"]
+    place = ["--host", "127.0.0.1", "--port", port, "--num-draft-tokens", 3]
+    command = [sys.executable, "-m", "mlx_lm", "server", *models, *place]
     server = subprocess.Popen(
-        [sys.executable, "-m", "mlx_lm", "server", *map(str, models)]
-        + ["--host", "127.0.0.1", "--port", str(port), "--num-draft-tokens", "3"],
+        [*map(str, command)],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )

@@ -23,8 +23,8 @@ tags:
 
 # {name}: draft model
 
-**{verdict}** on {machine}. Made with lmx {version} for one target alone, the model whose
-files have the digest `{digest}`.
+**{verdict}** on {machine}. Made with lmx {version} for one target alone, the model
+whose files have the digest `{digest}`.
 
 {table}
 

@@ -4,8 +4,8 @@ import json
 from hashlib import sha256
 from pathlib import Path
 
+from ..data.cache import file_hash
 from ..errors import UserError
-from ..run.files import hash_file
 from .sizes import read_header
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -31,7 +31,7 @@ def read_config(path: Path) -> dict:
 def weights_digest(path: Path) -> str:
     """A hash of a checkpoint's weights and of what makes a model of them."""
     files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-    return sha256("".join(map(hash_file, files)).encode()).hexdigest()
+    return sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
 def setting(config: dict, name: str) -> int:
