@@ -56,7 +56,7 @@ def sums(name, logits, target):
             logits[:, n : n + 1],
             tokens[:, n : n + 1],
             mask[:, n : n + 1],
-            *(None if part is None else part[:, n : n + 1] for part in target),
+            *(part[:, n : n + 1] for part in target if part is not None),
         ).item()
         for n in range(logits.shape[1])
     ]

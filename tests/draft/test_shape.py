@@ -147,7 +147,7 @@ class Tokens:
 def test_tokens_must_be_the_targets_one_by_one_and_not_in_number_alone():
     target = Tokens({"a": 0, "b": 1}, [1])
     require_same_tokens(Tokens({"b": 1, "a": 0}, [1]), target, place="here")
-    with pytest.raises(UserError, match="'b' with number 0"):
+    with pytest.raises(UserError, match="2 have another number, as 'a'"):
         require_same_tokens(Tokens({"b": 0, "a": 1}, [1]), target, place="here")
     with pytest.raises(UserError, match="special"):
         require_same_tokens(Tokens({"a": 0, "b": 1}, [0]), target, place="here")

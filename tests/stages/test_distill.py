@@ -15,6 +15,7 @@ from toolkit.draft.verdict import WORTH
 from toolkit.generate.engine import Generator
 from toolkit.model.folder import weights_digest
 from toolkit.model.load import load
+from toolkit.run.files import hash_file
 
 ANSWERS = {
     "prompts": 24,
@@ -85,6 +86,7 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
     before = answers_kept()
     other = {
         **DISTILL,
+        "student": {"from": str(distilled.model), "layers": [1]},
         "loss": "reverse",
         "quantization": {"bits": 8, "group_size": 32},
     }
@@ -99,7 +101,8 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
 
 
 def test_a_missed_gate_publishes_nothing_and_ends_with_1(distilled, tmp_path):
-    gates = {**DISTILL, "steps": 1, "require": {"acceptance": 1.0}}
+    fresh = {"fresh": True, "layers": 1}
+    gates = {**DISTILL, "student": fresh, "steps": 1, "require": {"acceptance": 1.0}}
     run = Run(tmp_path, {"distill": gates}, "export", model=distilled.model)
     assert run() == 1
     assert "acceptance" in run.log
@@ -111,6 +114,8 @@ def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
     auto = {
         **DISTILL,
         "student": {"layers": "auto", "intermediate_size": 32},
+        # The target runs beside the draft.
+        "answers": {**ANSWERS, "top_k": None},
         "steps": 2,
     }
     run = Run(tmp_path, {"distill": auto}, model=distilled.model)
@@ -118,6 +123,18 @@ def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
     config = json.loads((run.output / "draft/config.json").read_text())
     assert config["num_hidden_layers"] in (1, 2)
     assert config["intermediate_size"] == 32
+    assert "MB on disk" not in run.log
+    last = [row for row in run.rows() if row["kind"] == "draft"][-1]
+    assert last["acceptance_at_least"] == last["acceptance_at_most"]
+
+
+def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_path):
+    run = Run(tmp_path, {"distill": DISTILL}, model=distilled.model)
+    assert run.attacked("SIGTERM", "step", 7).returncode == 130
+    assert run() == 0
+    assert "resuming after step 7" in run.log
+    file = "draft/model.safetensors"
+    assert hash_file(run.output / file) == hash_file(distilled.output / file)
 
 
 def test_a_model_is_not_changed_after_its_draft(distilled, tmp_path, capsys):

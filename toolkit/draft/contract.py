@@ -21,10 +21,11 @@ def require_same_tokens(draft: Any, target: Any, *, place: str) -> None:
     """
     ours, theirs = draft.get_vocab(), target.get_vocab()
     if ours != theirs:
-        other = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda e: e[1])
+        words = ours.keys() | theirs.keys()
+        other = sorted(word for word in words if ours.get(word) != theirs.get(word))
         raise UserError(
-            f"a draft needs the target's tokens; here others are {len(other):,}, as "
-            f"{other[0][0]!r} with number {other[0][1]}",
+            f"a draft needs the target's tokens; {len(other):,} have another number, "
+            f"as {other[0]!r}, or are not in both",
             place=place,
             hint="cut the draft from the target, or from a sibling of its family",
         )

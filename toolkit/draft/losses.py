@@ -62,14 +62,14 @@ class Objective:
         self.cross_entropy = cross_entropy
 
     def labels(self, inputs, documents, target: tuple) -> tuple:
-        """What a batch brings along of its target."""
-        return target
+        """What a batch brings along of its target: three parts, or all log-probs."""
+        return tuple(part for part in target if part is not None)
 
     def __call__(
         self, logits: mx.array, tokens: mx.array, mask: mx.array, *target: mx.array
     ) -> mx.array:
         """The sum, in nats, of logits [..., V] and the target of the same places."""
-        target = Target(*target)
+        target = Target(*target) if len(target) > 1 else Target(None, *target, None)
         width = logits.shape[-1]
         if target.indices is None:
             width = min(width, target.log_probs.shape[-1])

@@ -10,17 +10,21 @@ from mlx.utils import tree_flatten
 from ..draft.economics import LONGEST, Costs, measure, tokens_per_round
 from ..draft.losses import Objective
 from ..draft.step import Learning, chances
-from ..model.folder import weights_digest
+from ..model.cpu import on_cpu
+from ..model.folder import setting, weights_digest
 from ..model.load import Loaded, set_compute_dtype
+from ..train.chunked import ChunkedLoss
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
+from ..train.split import CannotSplit
 from . import quantize
 from .context import Artefact, Context, write_checkpoint
 from .distill import Config
 from .judging import Judging
 from .lessons import Schooling
 from .students import Students
+from .train import CACHED_LOGITS, CHUNK_LOGITS
 from .training import training_dtype
 
 WARMUP, FINAL = 0.05, 0.1
@@ -62,9 +66,12 @@ class Drafting:
         objective = Objective(
             config.loss, eta=config.eta, cross_entropy=config.cross_entropy
         )
-        set_compute_dtype(loaded.model, mx.float32)
         step = Learning(
-            loaded.model, taught=objective, compute=compute, gradient_clip=1.0
+            loaded.model,
+            taught=objective,
+            compute=compute,
+            gradient_clip=1.0,
+            chunked=_chunked(loaded),
         )
         set_compute_dtype(loaded.model, compute)
         return step, loaded
@@ -124,7 +131,6 @@ class Drafting:
                 f"{found['predicted_speedup']:.2f}x predicted with "
                 f"{found['draft_length']} guesses"
             )
-            self._last = found
 
         loop = self._loop(step, tell)
         loss = loop.run()
@@ -138,7 +144,7 @@ class Drafting:
             "steps": loop.left,
             "trained_tokens": loop.progress.trained_tokens,
             "validation_loss": loss,
-            "expected": self._last,
+            "expected": self._expected(step.serve(), costs),
         }
 
     def _loop(self, step: Learning, tell) -> Loop:
@@ -169,3 +175,13 @@ class Drafting:
         place.mkdir(exist_ok=True)
         context = replace(self.context, folder=place, current=Artefact(dense, dense))
         return quantize.run(self.config.quantization, context).model
+
+
+def _chunked(loaded: Loaded) -> ChunkedLoss | None:
+    """The loss of answers alone, by chunks; None where the model does not split."""
+    logits = CACHED_LOGITS if on_cpu() else CHUNK_LOGITS
+    try:
+        chunk = max(64, logits // setting(loaded.config, "vocab_size"))
+        return ChunkedLoss(loaded.model, chunk)
+    except CannotSplit:
+        return None

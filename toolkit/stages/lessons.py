@@ -7,6 +7,7 @@ from ..draft.answers import Prompt
 from ..draft.targets import Lessons
 from ..errors import UserError
 from ..generate.answering import Answerer
+from ..model.folder import setting
 from ..model.load import Loaded
 from .context import Context
 from .distill import Config
@@ -42,12 +43,14 @@ class Schooling:
 
     def _asked(self, rows, count: int) -> list[Prompt]:
         longest = self.context.data.max_length
+        if positions := setting(self.target.config, "max_position_embeddings"):
+            longest = min(longest, positions - self.config.answers.max_tokens)
         tokenizer = self.target.tokenizer
         asked = answers.prompts(rows, tokenizer, count=count, longest=longest)
         if not asked:
             raise UserError(
                 f"no row has a prompt of at most {longest} tokens to answer",
-                hint="raise data.max_length, or give rows with prompts",
+                hint="raise data.max_length, or lower answers.max_tokens",
             )
         return asked
 
