@@ -44,15 +44,18 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     compute: str = "auto",
+    adapter: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint folder or Hub id.
 
     Args:
+        adapter: folder of a LoRA or DoRA adapter in mlx-lm's format, to put on it.
         compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
             slower, else as stored), "stored", or the name of a type.
 
     Raises:
-        UserError: no such model, not a model, an unknown architecture, damaged files.
+        UserError: no such model, not a model, an unknown architecture, damaged files,
+            an adapter of another model.
     """
     path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
     refuse_what_cannot_load(path, trust_remote_code=trust_remote_code)
@@ -64,6 +67,8 @@ def load(
             mx.eval(_complete(model).parameters())
         except FAULTS as error:
             raise _explained(path, error) from error
+    if adapter:
+        _adapt(model, Path(adapter).expanduser())
     # mlx-lm keeps only what generation_config.json names.
     if ends := end_tokens(path):
         config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
@@ -151,6 +156,22 @@ def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> N
             place=place,
             hint="read it, then set trust_remote_code: true",
         )
+
+
+def _adapt(model: nn.Module, folder: Path) -> None:
+    with _mlx_lm():
+        from mlx_lm.tuner.utils import load_adapters
+    try:
+        load_adapters(model, str(folder))
+        mx.eval(model.parameters())
+    except FAULTS as error:
+        raise UserError(
+            f"the adapter does not load: {str(error).splitlines()[0]}",
+            place=str(folder),
+            hint="is it of this model, with adapter_config.json beside it?",
+        ) from error
+    # Dropout is for training.
+    model.eval()
 
 
 def _explained(path: Path, error: Exception) -> UserError:
