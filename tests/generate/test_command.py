@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from tiny_generators import byte_tokenizer, tiny
 
 from toolkit.errors import UserError
-from toolkit.generate import command
+from toolkit.generate import command, talk
 from toolkit.generate.engine import Generator
 from toolkit.generate.sampling import Sampling
 
@@ -104,7 +104,7 @@ def test_interrupted_ends_the_line(run_folder, capsys, monkeypatch):
     def interrupt(piece):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_write", interrupt)
+    monkeypatch.setattr(talk, "write", interrupt)
     assert lmx(run_folder, "--prompt", "hello") == 130
     assert capsys.readouterr() == ("\n", "")
 
@@ -113,7 +113,7 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
     def closed(piece):
         raise BrokenPipeError
 
-    monkeypatch.setattr(command, "_write", closed)
+    monkeypatch.setattr(talk, "write", closed)
     assert lmx(run_folder, "--prompt", "hello") == 0
     assert capfd.readouterr() == ("", "")
 

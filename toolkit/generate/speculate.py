@@ -233,11 +233,11 @@ class Speculator:
             if number < count:
                 ahead = self._step(now)
             self._context.append(now.item())
+            self.report.plain += 1
             # The time of who reads the tokens is not ours.
             seconds += time.perf_counter() - start
             if number == count:
                 # Who reads the tokens may leave with the last one.
-                self.report.plain += count
                 self.report.said += count
                 self.controller.learn_plain(count, seconds)
                 self._sum_up(seconds)
