@@ -193,11 +193,11 @@ class Ladder:
         """Read for a token: its share of the weights, and its own cache."""
         session = Session(self.model, kv_bits=kv_bits)
         length = len(self.prompts[0]) + self.tokens // 2
-        mx.eval(session.read(mx.zeros((1, 1), mx.int32)))
-        one = mx.zeros((1, length - 1), mx.int32)
-        session.read(one)
+        session.read(mx.zeros((1, length), mx.int32))
         session.evaluate()
-        return weight_bytes(self.model, self.loaded.config) / rows + session.nbytes
+        states = tree_flatten([leaf.state for leaf in session.leaves])
+        held = sum(part.nbytes for _, part in states if isinstance(part, mx.array))
+        return weight_bytes(self.model, self.loaded.config) / rows + held
 
 
 def weight_bytes(model: Any, config: dict) -> int:
