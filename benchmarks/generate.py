@@ -35,10 +35,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         prepare(arguments)
-        if "times" in arguments.parts:
-            _print_times(compare("times", arguments), arguments)
-        if "speculation" in arguments.parts:
-            _print_speculation(compare("speculation", arguments), arguments)
+        runs = compare(arguments)
+        _print_times(runs, arguments)
+        if arguments.sampled:
+            found = (runs[side][0]["speculation"] for side in SIDES)
+            _print_speculation(*found, arguments)
 
 
 def _arguments() -> argparse.Namespace:
@@ -51,12 +52,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=96, help="decoded of a prompt")
     parser.add_argument("--rows", type=int, default=16, help="of the batch")
     parser.add_argument("--noise", type=float, default=0.2, help="of the draft")
-    parser.add_argument("--sampled", type=int, default=600, help="speculative tokens")
+    parser.add_argument(
+        "--sampled", type=int, default=600, help="with a draft; 0 = none"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="runs of every side")
     parser.add_argument("--threads", type=int, help="of the BLAS; absent = all cores")
-    parser.add_argument("--parts", nargs="*", default=["times", "speculation"])
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
-    parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -108,19 +109,21 @@ def prepare(arguments: argparse.Namespace) -> None:
         config.pop("quantization", None)
 
 
-def compare(part: str, arguments: argparse.Namespace) -> dict[str, list[dict]]:
+def compare(arguments: argparse.Namespace) -> dict[str, list[dict]]:
     """What every run of every side measured."""
     runs: dict[str, list[dict]] = {side: [] for side in SIDES}
-    for number in range(arguments.rounds if part == "times" else 1):
+    for number in range(arguments.rounds):
         # Who goes first alternates, so that a machine that warms up favours nobody.
         for side in list(SIDES)[:: -1 if number % 2 else 1]:
-            runs[side].append(_run(side, part, arguments))
+            # Counts are the same every time.
+            sampled = 0 if number else arguments.sampled
+            runs[side].append(_run(side, sampled, arguments))
     return runs
 
 
-def _run(side: str, part: str, arguments: argparse.Namespace) -> dict:
-    command = [sys.executable, __file__, "--side", side, "--part", part]
-    for name in ("folder", "vocabulary", "prompt", "tokens", "rows", "sampled"):
+def _run(side: str, sampled: int, arguments: argparse.Namespace) -> dict:
+    command = [sys.executable, __file__, "--side", side, "--sampled", str(sampled)]
+    for name in ("folder", "vocabulary", "prompt", "tokens", "rows"):
         command += [f"--{name}", str(getattr(arguments, name))]
     environment = dict(os.environ)
     environment.pop("LMX_BLAS", None)
@@ -138,9 +141,6 @@ def measure(kind: type, arguments: argparse.Namespace) -> dict:
     def prompt(length: int) -> list[int]:
         return [draw.randrange(3, arguments.vocabulary) for _ in range(length)]
 
-    if arguments.part == "speculation":
-        text = prompt(16)
-        return {str(k): side.speculate(text, arguments.sampled, k) for k in GUESSES}
     alone = prompt(arguments.prompt)
     rows = [prompt(draw.randrange(16, 129)) for _ in range(arguments.rows)]
     side.alone(alone, arguments.tokens)
@@ -153,6 +153,10 @@ def measure(kind: type, arguments: argparse.Namespace) -> dict:
         "batch": arguments.rows * arguments.tokens / seconds,
         "said": [said, *answers],
         "blas": side.blas,
+        "speculation": {
+            str(guesses): side.speculate(alone[:16], arguments.sampled, guesses)
+            for guesses in (GUESSES if arguments.sampled else [])
+        },
     }
 
 
@@ -179,8 +183,7 @@ def _print_times(runs: dict[str, list[dict]], arguments: argparse.Namespace) -> 
     print(" / ".join(sorted({run["blas"] for f in runs.values() for run in f})))
 
 
-def _print_speculation(found: dict[str, list[dict]], arguments) -> None:
-    ours, theirs = (found[side][0] for side in SIDES)
+def _print_speculation(ours: dict, theirs: dict, arguments) -> None:
     print(
         f"\nTokens for every forward pass of the model at temperature 1 "
         f"({arguments.sampled} tokens); the draft is the model\nwith noise of "

@@ -54,7 +54,7 @@ class Plan:
 
 def sample_text() -> str:
     """Text of no model in particular: our own source code."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    files = sorted((Path(__file__).parents[1] / "generate").glob("*.py"))
     return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 

@@ -195,8 +195,7 @@ class Ladder:
         length = len(self.prompts[0]) + self.tokens // 2
         session.read(mx.zeros((1, length), mx.int32))
         session.evaluate()
-        states = tree_flatten([leaf.state for leaf in session.leaves])
-        held = sum(part.nbytes for _, part in states if isinstance(part, mx.array))
+        held = sum(map(_read, session.leaves))
         return weight_bytes(self.model, self.loaded.config) / rows + held
 
 
@@ -215,6 +214,16 @@ def weight_bytes(model: Any, config: dict) -> int:
         is_expert = active and experts and value.ndim == 3 and len(value) == experts
         total += value.nbytes * active // experts if is_expert else value.nbytes
     return total
+
+
+def _read(cache: Any) -> float:
+    """Bytes of a cache that the next token reads; buffers have room for more."""
+    keys = getattr(cache, "keys", None)
+    if keys is None:
+        return cache.nbytes
+    room = (keys if isinstance(keys, mx.array) else keys[0]).shape[-2]
+    positions = min(cache.offset, getattr(cache, "max_size", cache.offset))
+    return cache.nbytes * positions / room
 
 
 def _experts(config: dict) -> int | None:
