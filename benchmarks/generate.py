@@ -72,6 +72,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     from toolkit.model import fresh
     from toolkit.model.load import build
     from toolkit.model.source import Fresh
+    from toolkit.quant.spec import QuantSpec
 
     config = fresh.configuration(
         Fresh(
@@ -96,17 +97,23 @@ def prepare(arguments: argparse.Namespace) -> None:
         noise = mx.random.normal(value.shape, key=now) * mx.std(value)
         noisy[path] = value + arguments.noise * noise if value.ndim > 1 else value
     for name, parameters in (("model", weights), ("draft", noisy)):
+        specs = None
         if arguments.bits:
             model = build(config)
             model.update(tree_unflatten(list(parameters.items())))
             nn.quantize(model, 64, arguments.bits)
             parameters = dict(tree_flatten(model.parameters()))
-            config["quantization"] = {"group_size": 64, "bits": arguments.bits}
+            spec = QuantSpec(bits=arguments.bits)
+            names = (k.removesuffix(".scales") for k in parameters if "scales" in k)
+            specs = dict.fromkeys(names, spec)
         (arguments.folder / name).mkdir()
         checkpoints.write(
-            arguments.folder / name, parameters, config, companions=tokenizer
+            arguments.folder / name,
+            parameters,
+            config,
+            companions=tokenizer,
+            specs=specs,
         )
-        config.pop("quantization", None)
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, list[dict]]:

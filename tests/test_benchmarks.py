@@ -97,7 +97,7 @@ def test_generating_the_same_tokens():
     command = [sys.executable, str(BENCHMARKS / "generate.py"), "--hidden", "64"]
     command += ["--layers", "1", "--vocabulary", "512", "--prompt", "32"]
     command += ["--tokens", "8", "--rows", "3", "--rounds", "1", "--threads", "1"]
-    command += ["--sampled", "400"]
+    command += ["--sampled", "250"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     cells = [line.split() for line in text.splitlines()]
     for case in ("prefill", "decode", "batch"):
@@ -108,5 +108,5 @@ def test_generating_the_same_tokens():
         (row,) = [r for r in cells if r[:1] == [str(guesses)] and len(r) == 8]
         ours, theirs, _, more, ours_expected, less, theirs_expected = row[1:]
         assert float(more) > 2 * float(less)
-        assert float(ours) == pytest.approx(float(ours_expected), rel=0.15)
-        assert float(theirs) == pytest.approx(float(theirs_expected), rel=0.15)
+        assert float(ours) == pytest.approx(float(ours_expected), rel=0.2)
+        assert float(theirs) == pytest.approx(float(theirs_expected), rel=0.2)

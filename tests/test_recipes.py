@@ -25,9 +25,14 @@ def shortened(path: Path) -> list[str]:
             arguments += [f"stages.{stage}.{setting}" for setting in settings]
     arguments += [f"stages.train.{BATCH[key]}" for key in BATCH if f"{key}:" in text]
     if "method: gptq" in text:
-        calibration = ("tokens=2048", "length=128")
+        calibration = ("tokens=2048", "length=128", "held_out=256")
+        tune = ("steps=2", "batch_tokens=256", "learning_rate=1e-3")
         arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
+        arguments += [f"stages.quantize.tune.{value}" for value in tune]
         arguments.append("stages.validate.require.perplexity_ratio=1.5")
+    if "budget:" in text:
+        arguments.append("stages.quantize.budget.bits=[2, 3, 5]")
+        arguments.append("stages.quantize.budget.group_sizes=[128]")
     if "steps:" in text:
         arguments.append("stages.train.steps=2")
     if "fresh:" in text:

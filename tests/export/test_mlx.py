@@ -38,7 +38,7 @@ def export(source, target, selection=None):
     target.mkdir()
     checkpoints.write(
         target,
-        weights,
+        dict(weights),
         loaded.config,
         companions=loaded.path,
         specs=selection.specs,

@@ -12,8 +12,11 @@ from toolkit.data.batches import Batch
 from toolkit.export import mlx as checkpoints
 from toolkit.model import lora
 from toolkit.model.adapters.settings import Adapter
+from toolkit.model.cast import set_compute_dtype
 from toolkit.model.fake_quant import FakeQuant
-from toolkit.model.load import load, set_compute_dtype
+from toolkit.model.grids.learned import Grid
+from toolkit.model.grids.settings import Rounding
+from toolkit.model.load import load
 from toolkit.quant.layers import Selection, select
 from toolkit.quant.spec import Quantization, QuantSpec, expand, pack
 from toolkit.train.losses import cross_entropy_sum
@@ -48,7 +51,9 @@ class Watched(Step):
 class Run:
     """Quantization-aware training put together as the train stage does it."""
 
-    def __init__(self, folder, quantization, *, adapted, patterns=LAYERS):
+    def __init__(
+        self, folder, quantization, *, adapted, patterns=LAYERS, rounding=None
+    ):
         self.loaded = load(folder, compute="stored")
         model = self.loaded.model
         self.base = dict(tree_flatten(model.parameters()))
@@ -57,12 +62,16 @@ class Run:
         self.selection = quantization
         if adapted:
             lora.attach(model, Adapter(rank=4, layers=patterns), seed=1, merged=True)
-        rounding = FakeQuant(model, self.selection.specs, self.loaded.dtype)
-        self.step = Watched(model, fake_quant=rounding, weight_decay=0.01)
+        specs = self.selection.specs
+        if rounding and rounding.grid == "frozen":
+            model.freeze()
+        fake_quant = FakeQuant(model, specs, self.loaded.dtype, rounding)
+        self.step = Watched(model, fake_quant=fake_quant, weight_decay=0.01)
         set_compute_dtype(model, mx.float32)
 
     def train(self, steps=1):
         for seed in range(steps):
+            self.step.reach(seed)
             results = self.step(batch(seed), 0.01, seed)
             mx.eval(results, self.step.parameters)
         return results
@@ -137,6 +146,76 @@ def test_exported_weights_are_the_trained_ones(
     assert_served_is_trained(run, tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("grid", "adapted"),
+    [
+        ("learned", False),
+        ("learned", True),
+        ("frozen", False),
+        ("balanced", False),
+        ("ternary", True),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exported_weights_are_the_trained_ones_on_learned_grids(
+    make_checkpoint, tmp_path, dtype, grid, adapted
+):
+    """Where a layer's mode or bits do not go with the grid, another takes its place."""
+    folder = make_checkpoint(dtype=dtype, num_hidden_layers=3)
+    chosen = [g for g in GRIDS if g.bits in (2, 3, 8) or g.mode != "affine"]
+    specs = dict(zip(LINEAR, itertools.cycle(chosen), strict=False))
+    rounding = Rounding(bits=2, group_size=32, grid=grid)
+    run = Run(folder, Selection(specs, {}), adapted=adapted, rounding=rounding)
+    first = dict(run.step.parameters)
+    run.train(2)
+    moved = {k for k, v in run.step.parameters.items() if mx.any(v != first[k]).item()}
+    affine = [path for path, spec in specs.items() if spec.mode == "affine"]
+    assert len(affine) > 9
+    assert all(f"{path}.scales" in moved for path in affine)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+def test_a_frozen_grid_keeps_every_code_and_all_else(make_checkpoint, tmp_path):
+    rounding = Rounding(bits=3, group_size=32, grid="frozen")
+    run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
+    names = {f"{p}.{n}" for p in run.selection.specs for n in ("scales", "biases")}
+    assert run.step.parameters.keys() == names
+    before = run.step.fake_quant.stored(run.step.parameters)
+    run.train(2)
+    after = run.step.fake_quant.stored(run.step.parameters)
+    for name, value in before.items():
+        is_code = name.endswith(".weight")
+        assert mx.array_equal(value, after[name]) == is_code, name
+    stored = reloaded(run.export(tmp_path / "out"), run.selection, mx.float16)
+    assert mx.array_equal(stored["model.norm.weight"], run.base["model.norm.weight"])
+
+
+@pytest.mark.parametrize("grid", ["minmax", "learned"])
+def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
+    rounding = Rounding(bits=2, group_size=32, grid=grid, start_step=2)
+    folder = make_checkpoint(dtype="float32")
+    run = Run(folder, rounding, adapted=False, rounding=rounding)
+    plain = Watched(load(folder, compute="stored").model, weight_decay=0.01)
+    for seed in range(2):
+        run.step.reach(seed)
+        rounded, whole = (s(batch(seed), 0.01, seed) for s in (run.step, plain))
+        assert rounded[0].item() == pytest.approx(whole[0].item(), rel=1e-6)
+        mx.eval(run.step.parameters, plain.parameters)
+    run.step.reach(2)
+    fake_quant, parameters = run.step.fake_quant, run.step.parameters
+    path = "model.layers.0.mlp.up_proj"
+    if grid == "learned":
+        # Of the weights as they are now.
+        begun = Grid(run.selection.specs[path], mx.float32, "fitted").begin(
+            parameters[f"{path}.weight"]
+        )
+        assert mx.array_equal(parameters[f"{path}.scales"], begun["scales"])
+        assert not mx.array_equal(fake_quant.learned[f"{path}.scales"], begun["scales"])
+    rounded, whole = (s(batch(2), 0.01, 2) for s in (run.step, plain))
+    assert rounded[0].item() != pytest.approx(whole[0].item(), rel=0.01)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
@@ -154,12 +233,27 @@ def test_embeddings_and_head_by_choice(
     assert_served_is_trained(run, tmp_path / "out")
 
 
-@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-def test_stock_mlx_lm_has_the_loss_of_training(make_checkpoint, tmp_path, adapted):
+@pytest.mark.parametrize(
+    ("grid", "adapted"),
+    [
+        ("minmax", False),
+        ("minmax", True),
+        ("learned", False),
+        ("learned", True),
+        ("frozen", False),
+        ("balanced", True),
+        ("ternary", False),
+    ],
+)
+def test_stock_mlx_lm_has_the_loss_of_training(
+    make_checkpoint, tmp_path, adapted, grid
+):
     import mlx_lm
     from mlx_lm.utils import dequantize_model
 
-    run = Run(make_checkpoint(num_hidden_layers=2), Quantization(), adapted=adapted)
+    rounding = Rounding(bits=2, grid=grid)
+    folder = make_checkpoint(num_hidden_layers=2)
+    run = Run(folder, rounding, adapted=adapted, rounding=rounding)
     run.train(3)
     model, _ = mlx_lm.load(str(run.export(tmp_path / "out")))
     model = dequantize_model(model)

@@ -1,5 +1,7 @@
 """The walk: what layers see, in which order, and where it goes on after a kill."""
 
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -8,7 +10,7 @@ from mlx.utils import tree_flatten, tree_map
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 from toolkit.errors import UserError
-from toolkit.model.load import build
+from toolkit.model.load import build, load
 from toolkit.quant.calibrate import Stored, Walk
 from toolkit.quant.layers import select
 from toolkit.quant.spec import Quantization, expand, pack
@@ -25,7 +27,7 @@ def model_of(config=LLAMA, **changes):
     return model.eval()
 
 
-def walk(model, folder, *, key="a", rows=4) -> Walk:
+def walk(model, folder, *, key="a", rows=4, reread=None) -> Walk:
     return Walk(
         model,
         list(select(model, GRID).specs),
@@ -35,6 +37,7 @@ def walk(model, folder, *, key="a", rows=4) -> Walk:
         compute=mx.float32,
         rows=rows,
         say=lambda _: None,
+        reread=reread,
     )
 
 
@@ -92,13 +95,16 @@ def test_layers_come_in_the_order_of_their_inputs(tmp_path):
     parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     parts += ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     blocks = [f"model.layers.{number}.{part}" for number in range(3) for part in parts]
-    assert sorted(rounding.moments) == sorted([*blocks, "lm_head"])
+    outside = ["lm_head", "model.embed_tokens"]
+    assert sorted(rounding.moments) == sorted([*blocks, *outside])
+    assert rounding.moments["model.embed_tokens"] is None
     order, last = [], None
     for path, moments in rounding.moments.items():
         if moments is not last:
             order.append(path.rpartition(".")[2])
         last = moments
-    assert order == ["q_proj", "o_proj", "gate_proj", "down_proj"] * 3 + ["lm_head"]
+    inside = ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    assert order == [*inside * 3, "lm_head", "embed_tokens"]
 
 
 @pytest.mark.parametrize(
@@ -143,24 +149,34 @@ def test_a_walk_goes_on_where_it_was_stopped(tmp_path):
         walk(model_of(), tmp_path).run(Rounding("model.layers.2.mlp.up_proj"))
     second = Rounding()
     found = walk(model_of(), tmp_path).run(second)
-    assert all(
-        path.startswith(("model.layers.2", "lm_head")) for path in second.moments
-    )
+    last = ("model.layers.2", "lm_head", "model.embed_tokens")
+    assert all(path.startswith(last) for path in second.moments)
     assert found.keys() == whole.keys()
     assert all(mx.array_equal(found[name], whole[name]) for name in whole)
     third = Rounding()
     walk(model_of(), tmp_path).run(third)
     assert not third.moments
     walk(model_of(), tmp_path, key="other").run(third)
-    assert len(third.moments) == 22
+    assert len(third.moments) == 23
 
 
-def test_weights_of_blocks_are_let_go(tmp_path):
-    model = model_of()
+def test_the_model_is_as_it_was_and_old_streams_are_gone(tmp_path):
+    model, same = model_of(), model_of()
     walk(model, tmp_path).run(Rounding())
-    assert sum(v.size for _, v in tree_flatten(model.layers[0].parameters())) == 0
-    names = {p.name for p in (tmp_path / "walk").rglob("streams-*")}
-    assert names == {f"streams-{part:04d}.safetensors" for part in range(2)}
+    assert all(
+        mx.array_equal(value, other)
+        for (_, value), (_, other) in zip(
+            tree_flatten(model.parameters()),
+            tree_flatten(same.parameters()),
+            strict=True,
+        )
+    )
+    names = {p.relative_to(tmp_path / "walk") for p in tmp_path.rglob("stream-*")}
+    assert names == {
+        Path(f"0003/stream-{name}-{part:04d}.safetensors")
+        for name in ("full", "rounded")
+        for part in range(2)
+    }
 
 
 def test_a_model_that_is_no_plain_sequence_is_refused(tmp_path):
@@ -175,3 +191,28 @@ def test_a_model_that_is_no_plain_sequence_is_refused(tmp_path):
     model.model.layers = model.model.layers[:1] * 2 + model.model.layers[1:]
     with pytest.raises(UserError, match="one by one"):
         walk(model, tmp_path).run(Rounding())
+
+
+def test_weights_of_one_block_are_in_memory_at_a_time(make_checkpoint, tmp_path):
+    source = make_checkpoint(num_hidden_layers=24, dtype="float32")
+    loaded = load(source, lazy=True)
+    size = sum(v.nbytes for _, v in tree_flatten(loaded.model.parameters()))
+
+    def peak(folder, reread):
+        model = load(source, lazy=True).model
+        rounding = Rounding()
+        rounding.moments = Forgetful()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        walk(model, folder, reread=reread).run(rounding)
+        return mx.get_peak_memory() - before
+
+    assert peak(tmp_path / "read", loaded.reread) < size / 3
+    assert peak(tmp_path / "kept", None) > size
+
+
+class Forgetful(dict):
+    """Keeps nothing."""
+
+    def __setitem__(self, key, value):
+        pass

@@ -24,8 +24,7 @@ def test_packing_is_mlxs(bits):
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_a_code_has_the_bits_from_its_place_on(bits, monkeypatch):
-    monkeypatch.setattr(codes, "AT_ONCE", 96)  # several parts
+def test_a_code_has_the_bits_from_its_place_on(bits):
     wanted = np.random.default_rng(0).integers(0, 2**bits, (7, 96))
     packed = np.array(codes.pack_codes(mx.array(wanted), bits))
     for row, words in zip(wanted, packed, strict=True):

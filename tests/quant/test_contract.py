@@ -104,6 +104,14 @@ def require(method, grid):
         pytest.skip("not for this mode")
 
 
+def without_folds(found, weight):
+    """Without the factors that whole columns and whole rows may have been given."""
+    for axis in (0, 1):
+        factor = (found * weight).sum(axis=axis) / mx.square(weight).sum(axis=axis)
+        found = found / mx.expand_dims(factor, axis)
+    return found
+
+
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda g: "-".join(map(str, g.values())))
 def test_near_the_weights_and_stored_as_asked(method, folder, tmp_path, grid):
     require(method, grid)
@@ -127,7 +135,9 @@ def test_near_the_weights_and_stored_as_asked(method, folder, tmp_path, grid):
         plain = mx.dequantize(
             *mx.quantize(weight, **options), **options, dtype=mx.float32
         )
-        error = relative_error(expand(packed, spec, mx.float32), weight)
+        error = relative_error(
+            without_folds(expand(packed, spec, mx.float32), weight), weight
+        )
         # What is nearest for the layers' inputs may be further in the weights.
         assert error < min(0.7, 2 * relative_error(plain, weight))
 

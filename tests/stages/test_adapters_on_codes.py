@@ -74,7 +74,7 @@ def test_experts_and_the_embedding(tmp_path, make_checkpoint):
         ({}, "of a quantized model only an adapter can be trained"),
         (
             {"adapter": {"rank": 4}, "quantization": GRID},
-            "of a quantized model only an adapter can be trained",
+            "the model is quantized here, and minmax would round it again",
         ),
         (
             {"adapter": {"type": "dora"}, "quantization": GRID},

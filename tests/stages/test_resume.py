@@ -14,6 +14,8 @@ KINDS = {
     "dora+": {"adapter": LORA | {"type": "dora", "b_rate_ratio": 4.0}},
     "lora-qat": {"adapter": LORA, "quantization": GRID},
     "qat": {"quantization": GRID},
+    "grids": {"adapter": LORA, "quantization": GRID | {"grid": "learned"}},
+    "late-grids": {"quantization": GRID | {"grid": "learned", "start_step": 6}},
 }
 
 
@@ -46,6 +48,10 @@ def expected(tmp_path_factory, base):
         ("dora+", "step", 5),
         ("lora-qat", "save", 3),
         ("qat", "step", 10),
+        ("grids", "step", 8),
+        ("late-grids", "step", 6),
+        ("late-grids", "step", 7),
+        ("late-grids", "step", 10),
     ],
 )
 def test_killed(tmp_path, base, expected, kind, where, turn):

@@ -32,8 +32,8 @@ from toolkit.data.template import Example
 from toolkit.model import lora
 from toolkit.model.adapters.linear import DoRALinear
 from toolkit.model.adapters.settings import Adapter
+from toolkit.model.blocks import find_blocks
 from toolkit.model.load import load_tokenizer
-from toolkit.train.blocks import find_blocks
 from toolkit.train.recompute import recomputed
 from toolkit.train.step import Step
 

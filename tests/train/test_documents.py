@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from test_chunked import COMMON, FAMILIES, GEMMA3
-from tiny_llamas import VOCABULARY, WAYS, llama
+from tiny_llamas import GRID_WAYS, VOCABULARY, WAYS, llama
 
 from toolkit.data.batches import Batch
 from toolkit.model.load import build
@@ -70,7 +70,7 @@ def assert_packing_is_exact(model, **settings):
         assert mx.abs(gradient - expected).max().item() <= allowed, name
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS + GRID_WAYS)
 def test_loss_and_gradients_are_those_of_the_documents_alone(way):
     model, fake_quant = llama(way)
     assert_packing_is_exact(model, fake_quant=fake_quant)

@@ -14,11 +14,11 @@ from toolkit.data.batches import Batch
 from toolkit.errors import UserError
 from toolkit.model import lora
 from toolkit.model.adapters.settings import Adapter
+from toolkit.model.blocks import find_blocks
 from toolkit.model.fake_quant import FakeQuant
 from toolkit.model.load import build
 from toolkit.quant.layers import select
 from toolkit.quant.spec import Quantization
-from toolkit.train.blocks import find_blocks
 from toolkit.train.chunked import ChunkedLoss
 from toolkit.train.step import Step
 

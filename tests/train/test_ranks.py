@@ -48,6 +48,7 @@ CASES = {
     "full": ("full", SGD),
     "lora": ("lora", SGD),
     "qat": ("lora-qat", SGD),
+    "learned": ("learned-lora-qat", SGD),
     "adamw": ("full", {"weight_decay": 0.1}),
 }
 

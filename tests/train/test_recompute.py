@@ -6,12 +6,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from tiny_llamas import WAYS, llama, tokens_of
+from tiny_llamas import GRID_WAYS, WAYS, llama, tokens_of
 from tiny_steps import Tiny
 
 from toolkit.errors import UserError
+from toolkit.model.blocks import StandIn, find_blocks
 from toolkit.train import recompute
-from toolkit.train.blocks import StandIn, find_blocks
 from toolkit.train.recompute import recomputed
 from toolkit.train.step import Step
 
@@ -24,7 +24,7 @@ def outputs(way, *, dropout=0.0, **settings):
     return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", WAYS + GRID_WAYS)
 def test_same_loss_and_gradients(way):
     loss, expected = outputs(way)
     again, found = outputs(way, gradient_checkpointing=True)

@@ -8,13 +8,15 @@ from toolkit.data.batches import Batch
 from toolkit.model import fresh, lora
 from toolkit.model.adapters.settings import Adapter
 from toolkit.model.fake_quant import FakeQuant
+from toolkit.model.grids.settings import Rounding
 from toolkit.model.load import build
 from toolkit.model.source import Fresh
 from toolkit.quant.layers import select
-from toolkit.quant.spec import Quantization
 
 VOCABULARY = 320
 WAYS = ("full", "lora", "qat", "lora-qat", "frozen")
+# Of these the grids are trained too, of the last nothing else.
+GRID_WAYS = ("learned-qat", "learned-lora-qat", "codes-qat")
 
 
 def llama(way="full", *, tied=True, dropout=0.0, **changes):
@@ -33,8 +35,12 @@ def llama(way="full", *, tied=True, dropout=0.0, **changes):
         model.layers[1].unfreeze()
     if "qat" not in way:
         return model, None
-    grid = Quantization(bits=4, group_size=32)
-    return model, FakeQuant(model, select(model, grid).specs, mx.float32)
+    grid = {"learned": "learned", "codes": "frozen"}.get(way.split("-")[0], "minmax")
+    if grid == "frozen":
+        model.freeze()
+    rounding = Rounding(bits=4, group_size=32, grid=grid)
+    specs = select(model, rounding).specs
+    return model, FakeQuant(model, specs, mx.float32, rounding)
 
 
 def attach(model, *, dropout, merged):

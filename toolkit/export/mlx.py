@@ -8,6 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..quant.spec import QuantSpec
+from . import safetensors
 
 FORMAT = "mlx"
 SHARD_BYTES = 5 << 30
@@ -45,7 +46,8 @@ def write(
     Args:
         weights: tensors by mlx-lm's module paths; quantized layers as they were
             produced: `path.weight` (codes), `path.scales` and, if affine,
-            `path.biases`.
+            `path.biases`. Emptied on the way: what is unread is read, written and let
+            go, one after the other.
         config: the model's config; its quantization block is replaced.
         companions: the folder whose tokenizer and template files go along.
         specs: grid of every quantized layer, by path.
@@ -111,29 +113,34 @@ def _copy_companions(source: Path, folder: Path, *, with_code: bool) -> None:
 def _write_weights(
     folder: Path, weights: dict[str, mx.array], specs: dict[str, QuantSpec]
 ) -> None:
-    shards: list[dict[str, mx.array]] = [{}]
-    size = 0
-    for name, value in weights.items():
-        if shards[-1] and size + value.nbytes > SHARD_BYTES:
-            shards.append({})
-            size = 0
-        shards[-1][name] = value
-        size += value.nbytes
+    total = sum(value.nbytes for value in weights.values())
+    parameters = count_parameters(weights, specs)
+    shards = _shards(weights)
     places = {}
-    for number, shard in enumerate(shards, 1):
-        name = "model.safetensors"
+    for number, names in enumerate(shards, 1):
+        file = "model.safetensors"
         if len(shards) > 1:
-            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        mx.save_safetensors(str(folder / name), shard, metadata={"format": "mlx"})
-        places |= dict.fromkeys(shard, name)
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        safetensors.write(folder / file, {name: weights.pop(name) for name in names})
+        places |= dict.fromkeys(names, file)
     index = {
-        "metadata": {
-            "total_size": sum(value.nbytes for value in weights.values()),
-            "total_parameters": count_parameters(weights, specs),
-        },
+        "metadata": {"total_size": total, "total_parameters": parameters},
         "weight_map": dict(sorted(places.items())),
     }
     _write_json(folder / "model.safetensors.index.json", index)
+
+
+def _shards(weights: dict[str, mx.array]) -> list[list[str]]:
+    """Names by file, in their order."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, value in weights.items():
+        if shards[-1] and size + value.nbytes > SHARD_BYTES:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += value.nbytes
+    return shards
 
 
 def count_parameters(weights: dict[str, mx.array], specs: dict[str, QuantSpec]) -> int:

@@ -154,8 +154,13 @@ def _ways(args: argparse.Namespace, loaded: "Loaded", tokens: list[int]) -> "Way
 
 
 def _bench(args: argparse.Namespace, loaded: "Loaded") -> list[dict]:
+    from ..generate.batching import Batcher
     from ..generate.talk import flips
     from .bench import Plan, bench
+
+    if max(args.batch_sizes) > 1:
+        # Refuses, before anything is measured, a model that cannot.
+        Batcher(loaded.model)
 
     tokens = _text(args, loaded)
     ways = _ways(args, loaded, tokens)

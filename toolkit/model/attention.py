@@ -7,7 +7,7 @@ Here a block's scores are made again from the logarithm of their sums (as in arX
 
 import mlx.core as mx
 
-from .exponentials import exp_of_negative
+from .exponentials import exp
 
 BLOCK = 128
 HIDDEN = -1e30
@@ -24,7 +24,8 @@ def attention(queries, keys, values, scale: float, causal: bool) -> mx.array:
     batch, heads, length, size = queries.shape
     groups = keys.shape[1]
     grouped = queries.reshape(batch, groups, heads // groups, length, size)
-    keys, values = keys[:, :, None], values[:, :, None]
+    # Every product would copy what is only seen as if its heads came first.
+    keys, values = (mx.contiguous(x[:, :, None]) for x in (keys, values))
 
     @mx.custom_function
     def forward(queries, keys, values):
@@ -62,7 +63,7 @@ def _forward(queries, keys, values, scale, causal):
             [block] = mx.depends([block], outputs[-1:])
         scores = _scores(block, keys[..., :seen, :], scale, start, causal)
         largest = scores.max(axis=-1, keepdims=True)
-        weights = exp_of_negative(mx.contiguous(scores - largest))
+        weights = exp(mx.contiguous(scores - largest))
         total = weights.sum(axis=-1, keepdims=True)
         outputs.append((weights @ values[..., :seen, :]) / total)
         logarithms.append(mx.log(total) + largest)
@@ -72,28 +73,33 @@ def _forward(queries, keys, values, scale, causal):
 def _backward(queries, keys, values, cotangent, output, logarithms, scale, causal):
     """The gradients by queries, keys and values."""
     length = queries.shape[-2]
-    by_queries, by_keys, by_values = [], mx.zeros_like(keys), mx.zeros_like(values)
+    cotangent = mx.contiguous(cotangent)
+    by_queries, by_keys, by_values = [], None, None
     weighted = (cotangent * output).sum(axis=-1, keepdims=True)
-    for start, end, seen in _blocks(length, causal):
+    # The last block sees all keys.
+    for start, end, seen in reversed(list(_blocks(length, causal))):
         rows = slice(start, end)
         block = queries[..., rows, :]
         if by_queries:
             [block] = mx.depends([block], [by_queries[-1], by_keys, by_values])
         given, own = keys[..., :seen, :], cotangent[..., rows, :]
         scores = _scores(block, given, scale, start, causal)
-        # Rounding may leave a score a little above the logarithm of the sum.
-        shifted = mx.minimum(scores - logarithms[..., rows, :], 0.0)
-        weights = exp_of_negative(mx.contiguous(shifted))
+        weights = exp(mx.contiguous(scores - logarithms[..., rows, :]))
         errors = own @ values[..., :seen, :].swapaxes(-1, -2)
         errors = scale * weights * (errors - weighted[..., rows, :])
         by_queries.append(errors @ given)
-        by_keys = _added(by_keys, errors, block, length)
-        by_values = _added(by_values, weights, own, length)
-    return mx.concatenate(by_queries, axis=-2), by_keys, by_values
+        by_keys = _added(by_keys, errors, block)
+        by_values = _added(by_values, weights, own)
+    return mx.concatenate(by_queries[::-1], axis=-2), by_keys, by_values
 
 
-def _added(total, left, right, length: int) -> mx.array:
+def _added(total: mx.array | None, left, right) -> mx.array:
     """`total` plus left^T right in its first rows, summed over the queries' heads."""
-    found = (left.swapaxes(-1, -2) @ right).sum(axis=2, keepdims=True)
-    missing = length - found.shape[-2]
-    return total + mx.pad(found, [(0, 0)] * 3 + [(0, missing), (0, 0)])
+    found = left.swapaxes(-1, -2) @ right
+    if found.shape[2] > 1:
+        found = found.sum(axis=2, keepdims=True)
+    if total is None:
+        return found
+    rows = found.shape[-2]
+    first, rest = total[..., :rows, :] + found, total[..., rows:, :]
+    return mx.concatenate([first, rest], axis=-2) if rest.size else first

@@ -7,13 +7,14 @@ expanding the weight costs once, and rows are nearly free in the BLAS. On a GPU 
 own kernels are fast and do this choice, so nothing here is used.
 """
 
+import sys
 from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from .attention import attention
-from .exponentials import gelu_approx, silu
+from .exponentials import gelu_approx, silu, swiglu
 
 # Rows from which expanding is faster. Measured on one core with OpenBLAS, layers of
 # 256 to 2048: the same for all widths, but expanding costs what the codes make it cost.
@@ -21,8 +22,10 @@ AFFINE_ROWS = {2: 3, 3: 6, 4: 2, 5: 8, 6: 10, 8: 2}
 FLOATING_ROWS = {"mxfp4": 24, "nvfp4": 24, "mxfp8": 2}
 
 
-# Queries from which attention by blocks is faster.
-MANY_QUERIES = 64
+# Queries from which attention by blocks is faster, and numbers from which `swiglu` is.
+MANY_QUERIES, MANY_GATES = 64, 1 << 14
+ZOO = "mlx_lm.models."
+ACTIVATIONS = f"{ZOO}activations"
 
 
 def on_cpu() -> bool:
@@ -50,6 +53,23 @@ def replace_slow_functions() -> None:
         return own(queries, keys, values, **more)
 
     mx.fast.scaled_dot_product_attention = attend
+
+
+def replace_swiglu() -> None:
+    """Put a faster one in the place of mlx-lm's, for all its models of this process.
+
+    Those loaded have it by name; others will take it from where it was.
+    """
+    own = getattr(sys.modules.get(ACTIVATIONS), "swiglu", None)
+    if own is None or own.__module__ == __name__:
+        return
+
+    def gated(gate, x):
+        return (swiglu if gate.size >= MANY_GATES else own)(gate, x)
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith(ZOO) and getattr(module, "swiglu", None) is own:
+            module.swiglu = gated
 
 
 def expand_many_rows(model: nn.Module) -> None:

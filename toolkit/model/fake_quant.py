@@ -10,7 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..quant.spec import QuantSpec, expand, pack
+from ..quant.spec import QuantSpec, expand
+from ..registry import entries
+from .grids.settings import SYMMETRIC, Rounding
+from .grids.through import straight_through
 from .lora import adapted
 
 
@@ -24,87 +27,159 @@ class FakeQuant:
             adapters.
         specs: the grid of every rounded layer, by path.
         dtype: the type the export stores scales in.
+        rounding: what is learned of the grids.
+        packed: codes, scales and biases by path and name that the layers begin with;
+            then the model's weights are what these stand for, in float32.
+
+    Attributes:
+        learned: the first scales and biases, float32 vectors, by path and name.
+        made: paths of weights in the model that are made of the learned, and of
+            adapters; the model says that they are trained, for gradients pass through.
+        is_on: whether weights are rounded yet.
     """
 
-    def __init__(self, model: nn.Module, specs: dict[str, QuantSpec], dtype: mx.Dtype):
+    def __init__(
+        self,
+        model: nn.Module,
+        specs: dict[str, QuantSpec],
+        dtype: mx.Dtype,
+        rounding: Rounding | None = None,
+        packed: dict[str, dict[str, mx.array]] | None = None,
+    ):
         self.dtype = dtype
+        self.rounding = rounding or Rounding()
+        self.is_on = self.rounding.start_step == 0
         self._adapted = adapted(model)
-        # A layer that is kept from rounding adds its adapter itself.
-        for path, layer in self._adapted.items():
-            layer.merged = path in specs
         self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
+        self._specs = specs
+        self._grids = {path: self._grid(spec) for path, spec in specs.items()}
         modules = dict(model.named_modules())
-        frozen = {
-            path
-            for path in specs.keys() - self._adapted.keys()
-            if "weight" not in modules[path].trainable_parameters()
-        }
-        self._trained = {p: spec for p, spec in specs.items() if p not in frozen}
-        self._frozen = {}
-        for path in sorted(frozen):
-            packed = pack(modules[path].weight, specs[path], dtype)
-            modules[path].weight = expand(packed, specs[path], dtype)
-            self._frozen |= _named(path, packed)
-        mx.eval(self._frozen, model.parameters())
+        still = {path for path in specs if not self._is_trained(path, modules[path])}
+        self._trained = [path for path in specs if path not in still]
+        self.learned, self._still = {}, {}
+        for path in specs:
+            self._begin(path, modules[path], packed and packed[path])
+        self.made = self._let_through(modules)
+
+    def _begin(self, path: str, layer: nn.Module, packed: dict | None) -> None:
+        grid, is_adapted = self._grids[path], path in self._adapted
+        if path in self._trained:
+            weight = layer.loaded if is_adapted else layer.weight
+            learned = grid.resume(packed) if packed else grid.begin(weight)
+            self.learned |= _named(path, learned)
+            mx.eval(self.learned)
+            return
+        tensors = packed or grid.packed(layer.weight, grid.begin(layer.weight))
+        layer.weight = expand(tensors, self._specs[path], self.dtype)
+        self._still |= _named(path, tensors)
+        mx.eval(self._still, layer.weight)
+
+    def rates(self) -> dict[str, float]:
+        """What the learning rate is multiplied by, by name, where it is not 1."""
+        if self.rounding.grid_rate == 1:
+            return {}
+        return dict.fromkeys(self.learned, self.rounding.grid_rate)
+
+    def reach(self, step: int, parameters: dict[str, mx.array]) -> bool:
+        """Be ready for a step, counted from 0; grids begin where the weights are then.
+
+        Args:
+            parameters: get the first scales and biases, if this is the step.
+
+        Returns:
+            Whether the forward is another one now.
+        """
+        if self.is_on or step < self.rounding.start_step:
+            return False
+        self.is_on = True
+        if step == self.rounding.start_step:
+            for path in self._trained:
+                weight = self._merged(path, parameters)
+                parameters |= _named(path, self._grids[path].begin(weight))
+        return True
 
     def served(
         self, parameters: dict[str, mx.array], compute: mx.Dtype
     ) -> dict[str, mx.array]:
         """Trained weights as served, by path, straight-through to the masters.
 
-        Every one passes through the type it has in the model. An adapter's gradient
-        does not come through here: `LoRALinear` takes it from the product, at the cost
-        of plain LoRA.
+        Every one passes through the type it has in the model. Where nothing of a grid
+        is learned, an adapter's gradient does not come through here: `LoRALinear` takes
+        it from the product, at the cost of plain LoRA.
         """
         weights = {}
         for name, value in parameters.items():
-            store = _straight_through(partial(mx.array.astype, dtype=self._types[name]))
-            weights[name] = store(value).astype(compute)
-        for path, spec in self._trained.items():
+            if name not in self.learned:
+                store = partial(mx.array.astype, dtype=self._types[name])
+                weights[name] = straight_through(store)(value).astype(compute)
+        for path in self._trained:
+            weight = self._merged(path, parameters)
+            if self.is_on:
+                learned = self._learned(path, parameters)
+                weight = self._grids[path].rounded(weight, learned)
             inner = ".linear" if path in self._adapted else ""
-            name = f"{path}{inner}.weight"
-            rounded = self._rounding(spec)(self._merged(path, parameters))
-            weights[name] = rounded.astype(compute)
+            weights[f"{path}{inner}.weight"] = weight.astype(compute)
         return weights
 
     def stored(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
         """Codes, scales and biases of every rounded layer, as they are exported."""
-        tensors = dict(self._frozen)
-        for path, spec in self._trained.items():
-            packed = pack(self._merged(path, parameters), spec, self.dtype)
-            tensors |= _named(path, packed)
+        tensors = dict(self._still)
+        for path in self._trained:
+            weight, learned = (
+                self._merged(path, parameters),
+                self._learned(path, parameters),
+            )
+            tensors |= _named(path, self._grids[path].packed(weight, learned))
         return tensors
 
-    def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
+    def _grid(self, spec: QuantSpec):
+        name = self.rounding.grid
+        # A model may ask for other bits in some layers, or for another mode.
+        if name in SYMMETRIC and spec.bits != 2:
+            name = "learned"
+        if spec.mode != "affine":
+            name = "minmax"
+        kinds = entries("toolkit.model.grids", "Grid")
+        return kinds[name].Grid(spec, self.dtype, self.rounding.start)
+
+    def _is_trained(self, path: str, module: nn.Module) -> bool:
+        if self.rounding.grid == "frozen":
+            return self._specs[path].mode == "affine"
+        return path in self._adapted or "weight" in module.trainable_parameters()
+
+    def _let_through(self, modules: dict[str, nn.Module]) -> set[str]:
+        """Let gradients come to the weights that learned grids are behind."""
+        made = set()
+        # A layer that is kept from rounding adds its adapter itself.
+        for path, layer in self._adapted.items():
+            layer.merged = path in self._specs
+        learning = {name.rpartition(".")[0] for name in self.learned}
+        for path in learning:
+            layer, inner = modules[path], ""
+            if path in self._adapted:
+                layer.is_whole, layer, inner = True, layer.linear, ".linear"
+            if "weight" not in layer.trainable_parameters():
+                layer.unfreeze(keys=["weight"], recurse=False)
+                made.add(f"{path}{inner}.weight")
+        return made
+
+    def _learned(
+        self, path: str, parameters: dict[str, mx.array]
+    ) -> dict[str, mx.array]:
+        names = ("scales", "biases")
+        paths = {name: f"{path}.{name}" for name in names}
+        return {k: parameters[v] for k, v in paths.items() if v in self.learned}
+
+    def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array | None:
+        """The weight before rounding; None of codes that stay."""
         if path not in self._adapted:
-            return parameters[f"{path}.weight"]
+            return parameters.get(f"{path}.weight")
         layer = self._adapted[path]
-        names = {name: f"{path}.{name}" for name in layer.TRAINED}
-        trained = {k: mx.stop_gradient(parameters[v]) for k, v in names.items()}
+        trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINED}
+        if not layer.is_whole:
+            trained = {k: mx.stop_gradient(v) for k, v in trained.items()}
         return layer.merge(layer.loaded, trained)
 
-    def _rounding(self, spec: QuantSpec):
-        return _straight_through(
-            lambda weight: expand(pack(weight, spec, self.dtype), spec, self.dtype)
-        )
 
-
-def _named(path: str, packed: dict[str, mx.array]) -> dict[str, mx.array]:
-    return {f"{path}.{name}": value for name, value in packed.items()}
-
-
-def _straight_through(function):
-    """`function` with the identity as its gradient (arXiv 1308.3432).
-
-    A custom gradient, because w + stop_gradient(f(w) - w) is not f(w) in 16 bits.
-    """
-
-    @mx.custom_function
-    def forward(weight: mx.array) -> mx.array:
-        return function(weight).astype(weight.dtype)
-
-    @forward.vjp
-    def _(_, cotangent, __):
-        return cotangent
-
-    return forward
+def _named(path: str, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    return {f"{path}.{name}": value for name, value in tensors.items()}

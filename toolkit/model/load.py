@@ -3,6 +3,7 @@
 import importlib
 import re
 import resource
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
 from . import foreign
-from .cpu import expand_many_rows, on_cpu, replace_slow_functions
+from .cast import cast, stored_dtype
+from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -25,10 +26,12 @@ DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory.
+    """A model as it was loaded.
 
-    `dtype` is the type its checkpoint stores; the parameters in `model` may have been
-    cast to another for computing.
+    Attributes:
+        dtype: the type its checkpoint stores; the parameters in `model` may have been
+            cast to another for computing.
+        reread: gives the model again, its weights unread until they are used.
     """
 
     model: nn.Module
@@ -36,6 +39,7 @@ class Loaded:
     config: dict
     path: Path
     dtype: mx.Dtype
+    reread: Callable[[], nn.Module]
 
 
 def load(
@@ -44,6 +48,7 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
     compute: str = "auto",
+    lazy: bool = False,
     adapter: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint folder or Hub id.
@@ -52,6 +57,7 @@ def load(
         adapter: folder of a LoRA or DoRA adapter in mlx-lm's format, to put on it.
         compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
             slower, else as stored), "stored", or the name of a type.
+        lazy: read weights when they are first used, and not here.
 
     Raises:
         UserError: no such model, not a model, an unknown architecture, damaged files,
@@ -59,27 +65,37 @@ def load(
     """
     path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
     refuse_what_cannot_load(path, trust_remote_code=trust_remote_code)
-    with _mlx_lm() as zoo:
-        try:
-            model, config = zoo.load_model(
-                path, lazy=True, trust_remote_code=trust_remote_code
-            )
-            mx.eval(_complete(model).parameters())
-        except FAULTS as error:
-            raise _explained(path, error) from error
-    if adapter:
-        _adapt(model, Path(adapter).expanduser())
+
+    def read() -> tuple[nn.Module, dict, mx.Dtype]:
+        return _read(path, trust_remote_code, compute, adapter)
+
+    model, config, dtype = read()
+    if not lazy:
+        with _explaining(path):
+            mx.eval(model.parameters())
     # mlx-lm keeps only what generation_config.json names.
     if ends := end_tokens(path):
         config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
-    dtype = stored_dtype(model)
+    return Loaded(model, tokenizer, config, path, dtype, lambda: read()[0])
+
+
+def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
+    """A model whose weights are unread, its config, and the type it is stored in."""
+    with _mlx_lm() as zoo, _explaining(path):
+        model, config = zoo.load_model(
+            path, lazy=True, trust_remote_code=trust_remote_code
+        )
+    dtype = stored_dtype(_complete(model))
+    if adapter:
+        _adapt(model, Path(adapter).expanduser())
     if compute != "stored":
-        set_compute_dtype(model, compute_dtype(compute, dtype))
+        cast(model, compute_dtype(compute, dtype))
     if on_cpu():
         replace_slow_functions()
+        replace_swiglu()
         expand_many_rows(model)
-    return Loaded(model, tokenizer, config, path, dtype)
+    return model, config, dtype
 
 
 def resolve(
@@ -174,6 +190,15 @@ def _adapt(model: nn.Module, folder: Path) -> None:
     model.eval()
 
 
+@contextmanager
+def _explaining(path: Path):
+    """What mlx-lm fails with, in our words."""
+    try:
+        yield
+    except FAULTS as error:
+        raise _explained(path, error) from error
+
+
 def _explained(path: Path, error: Exception) -> UserError:
     first, *more = str(error).split("\n")
     details = " ".join([first.strip(), *more[:3]]) + " ..." * (len(more) > 3)
@@ -245,32 +270,11 @@ def make_cache(model: nn.Module) -> list:
     return make_prompt_cache(model)
 
 
-def stored_dtype(model: nn.Module) -> mx.Dtype:
-    """The floating type that most of the parameters (or their scales) have."""
-    sizes: dict[mx.Dtype, int] = {}
-    for _, value in tree_flatten(model.parameters()):
-        if mx.issubdtype(value.dtype, mx.floating):
-            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
-    return max(sizes, key=sizes.get)
-
-
 def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """The type to compute in: see `load`."""
     if name in DTYPES:
         return DTYPES[name]
     return mx.float32 if name == "auto" and on_cpu() else stored
-
-
-def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast the floating parameters but those the model says must keep their type."""
-    may_cast = getattr(model, "cast_predicate", lambda _: True)
-
-    def cast(path, value):
-        is_float = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(dtype) if is_float and may_cast(path) else value
-
-    model.update(tree_map_with_path(cast, model.parameters()))
-    mx.eval(model.parameters())
 
 
 @contextmanager

@@ -14,13 +14,14 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_flatten
 
-from ..errors import UserError
+from ..model.blockwise import Blockwise
 from ..run.files import atomic_folder, need_space
-from ..train.blocks import StandIn, find_blocks, swapped
 from . import streams
 from .inputs import Moments, Seen, watched
+from .opened import Prepare, prepare_block
+from .streams import FULL, INPUTS, ROUNDED
 
 TENSORS = "tensors.safetensors"
 
@@ -33,21 +34,24 @@ class Stored:
     weight: mx.array
 
 
-# Quantizes layers that share an input: weights by path, what is known of that input.
-Solve = Callable[[dict[str, mx.array], Moments], dict[str, Stored]]
+# Quantizes layers that share an input: weights by path, what is known of that input,
+# None when no hidden state goes into them.
+Solve = Callable[[dict[str, mx.array], Moments | None], dict[str, Stored]]
 
 
 class Walk:
     """Leads a method through the blocks of a model.
 
     Args:
-        model: its weights may be lazy; those of a block are let go once it is done.
+        model: its weights may be unread.
         paths: of the layers to quantize.
         tokens: int32 [n, L], calibration windows.
         folder: where the walk keeps its state.
         key: what the walk depends on besides; another key begins anew.
         compute: the type to run blocks in.
         rows: windows at once.
+        reread: see `Blockwise`.
+        prepare: is shown every block before it is quantized.
 
     Raises:
         UserError: the model is not a plain sequence of blocks.
@@ -64,6 +68,8 @@ class Walk:
         compute: mx.Dtype,
         rows: int,
         say: Callable[[str], None],
+        reread: Callable[[], nn.Module] | None = None,
+        prepare: Prepare | None = None,
     ):
         self.model = model
         self.tokens = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
@@ -71,31 +77,27 @@ class Walk:
         self.key = key
         self.compute = compute
         self.say = say
-        blocks = find_blocks(model)
-        if blocks is None:
-            raise UserError(
-                "this model has no list of blocks to walk through", hint="method: rtn"
-            )
-        self._trunk, self._name = blocks.trunk, blocks.name
-        self._blocks = list(blocks.trunk[blocks.name])
-        self._prefix = blocks.prefix
-        self._inside: list[list[str]] = [[] for _ in self._blocks]
-        self.outside = []
+        self.prepare = prepare
+        self.blockwise = Blockwise(model, reread)
+        self._inside: list[list[str]] = [[] for _ in self.blockwise.blocks]
+        self._outside = []
         for path in paths:
-            if path.startswith(self._prefix):
-                number, _, rest = path.removeprefix(self._prefix).partition(".")
+            if path.startswith(self.blockwise.prefix):
+                name = path.removeprefix(self.blockwise.prefix)
+                number, _, rest = name.partition(".")
                 self._inside[int(number)].append(rest)
             else:
-                self.outside.append(path)
+                self._outside.append(path)
 
     def run(self, solve: Solve) -> dict[str, mx.array]:
         """Walk to the end.
 
         Returns:
-            Codes, scales and biases by name, lazy, of all layers met on the way.
+            Codes, scales and biases by name, unread, of all layers, and the weights of
+            others that `prepare` changed.
         """
         self._begin()
-        for number in range(self._done(), len(self._blocks)):
+        for number in range(self._done(), len(self.blockwise)):
             self._walk_block(number, solve)
         self._finish(solve)
         files = sorted(self.folder.glob(f"*/{TENSORS}"))
@@ -110,178 +112,167 @@ class Walk:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self._check_sequence()
+        self.blockwise.check(self.tokens[0][:1, :8])
         with atomic_folder(self.folder / "0000") as place:
-            for number, tokens in enumerate(self.tokens):
-                hidden = self._arguments(0, tokens)[0][0]
-                if number == 0:
-                    need_space(self.folder, 4 * len(self.tokens) * hidden.nbytes)
-                streams.save(place, number, hidden, hidden)
+            for part, tokens in enumerate(self.tokens):
+                hidden = {"hidden": self.blockwise.first(tokens)}
+                streams.save(place, FULL, part, hidden)
+                streams.save(place, ROUNDED, part, hidden)
+        self.blockwise.let_go()
         state.write_text(json.dumps(self.key))
 
     def _done(self) -> int:
         """How many blocks are behind the newest streams on disk."""
-        found = sorted(self.folder.glob(f"*/{streams.NAME}-0000.safetensors"))
-        for older in found[:-1]:
-            streams.drop(older.parent)
-        return int(found[-1].parent.name)
+        newest = streams.newest(self.folder)
+        for older in self.folder.iterdir():
+            if older != newest:
+                streams.drop(older)
+        return int(newest.name)
 
     def _walk_block(self, number: int, solve: Solve) -> None:
-        block, paths = self._blocks[number], self._inside[number]
-        here = self.folder / f"{number:04d}"
-        prefix = f"{self._prefix}{number}."
-        full = {k: self._cast(v) for k, v in tree_flatten(block.parameters())}
-        _put(block, full)
-        rounded = dict(full)
-        tensors: dict[str, mx.array] = {}
-        for group in self._groups(number, paths):
-            moments = self._moments(number, group, full, rounded)
-            weights = {prefix + path: rounded[f"{path}.weight"] for path in group}
-            for path, stored in solve(weights, moments).items():
-                name = f"{path.removeprefix(prefix)}.weight"
-                rounded[name] = stored.weight.astype(self.compute)
-                tensors |= {f"{path}.{k}": v for k, v in stored.tensors.items()}
-        with atomic_folder(self.folder / f"{number + 1:04d}") as after:
-            for part in range(len(self.tokens)):
-                hidden = streams.load(here, part)
-                outputs = self._forward(number, part, hidden, full, rounded)
-                streams.save(after, part, *outputs)
+        here, tensors = self.folder / f"{number:04d}", {}
+        parameters = self.blockwise.blocks[number].parameters
+        dtypes = {name: value.dtype for name, value in tree_flatten(parameters())}
+        with (
+            atomic_folder(self.folder / f"{number + 1:04d}") as after,
+            self.blockwise.at_hand(number, self.compute),
+        ):
+            if self.prepare is not None:
+                tensors |= prepare_block(
+                    self.prepare,
+                    self.blockwise,
+                    number,
+                    self._inside[number],
+                    self.tokens,
+                    here,
+                    dtypes,
+                )
+            groups = self._groups(number)
+            self._pass_full(number, [group[0] for group in groups], after)
+            for group in groups:
+                tensors |= self._quantize(number, group, after, solve)
+            seen = {path for group in groups for path in group}
+            for path in self._inside[number]:
+                if path not in seen:
+                    tensors |= self._quantize(number, [path], None, solve)
+            streams.drop(after, INPUTS)
+            for part, tokens in enumerate(self.tokens):
+                hidden = streams.load(here, ROUNDED, part)["hidden"]
+                outputs = self.blockwise.run(number, tokens, hidden)
+                streams.save(after, ROUNDED, part, {"hidden": outputs})
             mx.save_safetensors(str(after / TENSORS), tensors)
         streams.drop(here)
-        # Lets the weights go.
-        _put(block, {name: mx.zeros(0, value.dtype) for name, value in full.items()})
-        mx.clear_cache()
-        self.say(f"block {number + 1} of {len(self._blocks)} is quantized")
+        self.say(f"block {number + 1} of {len(self.blockwise)} is quantized")
 
-    def _finish(self, solve: Solve) -> None:
-        """The layers outside the blocks that the last hidden states go into."""
-        target = self.folder / "outside"
-        if target.is_dir():
-            return
-        here = self.folder / f"{len(self._blocks):04d}"
-        tensors: dict[str, mx.array] = {}
-        modules = dict(self.model.named_modules())
-        for group in self._outside_groups(here):
-            moments = None
-            for part, tokens in enumerate(self.tokens):
-                full, rounded = streams.load(here, part)
-                y = self._seen_outside(group[:1], full, tokens).rows[group[0]]
-                x = self._seen_outside(group[:1], rounded, tokens).rows[group[0]]
-                moments = moments or Moments.empty(
-                    x.shape[-1], experts=None, with_cross=True
-                )
-                moments.add(x, y)
-            weights = {path: self._cast(modules[path].weight) for path in group}
-            for path, stored in solve(weights, moments).items():
-                tensors |= {f"{path}.{k}": v for k, v in stored.tensors.items()}
-        with atomic_folder(target) as place:
-            mx.save_safetensors(str(place / TENSORS), tensors)
-
-    def _groups(self, number: int, paths: list[str]) -> list[list[str]]:
+    def _groups(self, number: int) -> list[list[str]]:
         """The block's layers that share an input, in the order of their calls."""
-        full, _ = streams.load(self.folder / f"{number:04d}", 0)
-        with watched(self._blocks[number], paths) as seen:
-            self._run(number, self.tokens[0][:1], full[:1])
+        hidden = streams.load(self.folder / f"{number:04d}", FULL, 0)["hidden"]
+        block = self.blockwise.blocks[number]
+        with watched(block, self._inside[number]) as seen:
+            self.blockwise.run(number, self.tokens[0][:1], hidden[:1])
         return seen.groups()
 
-    def _moments(self, number: int, group: list[str], full, rounded) -> Moments:
-        block, first = self._blocks[number], group[0]
-        here = self.folder / f"{number:04d}"
-        weight = rounded[f"{first}.weight"]
+    def _pass_full(self, number: int, paths: list[str], after: Path) -> None:
+        """The full-precision stream through a block, and what went into its layers.
+
+        That of a mixture's experts is not compared and so not kept.
+        """
+        here, block = self.folder / f"{number:04d}", self.blockwise.blocks[number]
+        modules = dict(block.named_modules())
+        paths = [path for path in paths if modules[path].weight.ndim == 2]
+        for part, tokens in enumerate(self.tokens):
+            hidden = streams.load(here, FULL, part)["hidden"]
+            with watched(block, paths) as seen:
+                outputs = self.blockwise.run(number, tokens, hidden)
+            mx.eval(outputs, seen.rows)
+            if part == 0:
+                inputs = sum(rows.nbytes for rows in seen.rows.values())
+                need = len(self.tokens) * (2 * outputs.nbytes + inputs)
+                need_space(self.folder, need)
+            streams.save(after, FULL, part, {"hidden": outputs})
+            streams.save(after, INPUTS, part, seen.rows)
+
+    def _quantize(
+        self, number: int, group: list[str], after: Path | None, solve: Solve
+    ) -> dict[str, mx.array]:
+        """Layers of a block that share an input; without one if there is no `after`."""
+        prefix = f"{self.blockwise.prefix}{number}."
+        modules = dict(self.blockwise.blocks[number].named_modules())
+        weights = {prefix + path: modules[path].weight for path in group}
+        # Nobody but the solver holds the moments, so that it can let them go.
+        found = solve(weights, after and self._moments(number, group[0], after))
+        for path, stored in found.items():
+            dense = stored.weight.astype(self.compute)
+            modules[path.removeprefix(prefix)].weight = dense
+        return _named(found)
+
+    def _moments(self, number: int, path: str, after: Path) -> Moments:
+        here, block = self.folder / f"{number:04d}", self.blockwise.blocks[number]
+        weight = dict(block.named_modules())[path].weight
         experts = weight.shape[0] if weight.ndim == 3 else None
         found = Moments.empty(
             weight.shape[-1], experts=experts, with_cross=experts is None
         )
         for part, tokens in enumerate(self.tokens):
-            both = streams.load(here, part)
-            seen: list[Seen] = []
-            for hidden, weights in zip(both, (full, rounded), strict=True):
-                _put(block, weights)
-                with watched(block, [first]) as look:
-                    self._run(number, tokens, hidden)
-                seen.append(look)
-            y, x = (look.rows[first] for look in seen)
+            hidden = streams.load(here, ROUNDED, part)["hidden"]
+            with watched(block, [path]) as seen:
+                self.blockwise.run(number, tokens, hidden)
             if experts is None:
-                found.add(x, y)
+                found.add(seen.rows[path], streams.load(after, INPUTS, part)[path])
             else:
-                found.add_routed(x, seen[1].experts[first])
+                found.add_routed(seen.rows[path], seen.experts[path])
         return found
 
-    def _forward(self, number: int, part: int, both, full, rounded):
-        block, tokens = self._blocks[number], self.tokens[part]
-        outputs = []
-        for hidden, weights in zip(both, (full, rounded), strict=True):
-            _put(block, weights)
-            outputs.append(self._run(number, tokens, hidden))
-        mx.eval(outputs)
-        return outputs
+    def _finish(self, solve: Solve) -> None:
+        """The layers outside the blocks."""
+        target = self.folder / "outside"
+        if target.is_dir():
+            return
+        modules = dict(self.model.named_modules())
+        groups = self._groups_outside()
+        seen = {path for group in groups for path in group}
+        tensors: dict[str, mx.array] = {}
+        for group in groups:
+            weights = {path: modules[path].weight for path in group}
+            tensors |= _named(solve(weights, self._moments_outside(group[0])))
+        for path in self._outside:
+            if path not in seen:
+                tensors |= _named(solve({path: modules[path].weight}, None))
+        with atomic_folder(target) as place:
+            mx.save_safetensors(str(place / TENSORS), tensors)
+        self.blockwise.let_go()
 
-    def _run(self, number: int, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """What a block makes of hidden states [B, L, width]."""
-        arguments, settings = self._arguments(number, tokens)
-        return self._blocks[number](hidden, *arguments[1:], **settings)
+    def _groups_outside(self) -> list[list[str]]:
+        hidden = streams.load(self._end, FULL, 0)["hidden"]
+        tokens = self.tokens[0][:1]
+        return self._seen_outside(self._outside, tokens, hidden[:1]).groups()
 
-    def _arguments(self, number: int, tokens: mx.array) -> tuple[tuple, dict]:
-        """What the model calls a block with, were all before it the identity."""
-        calls: dict[int, tuple] = {}
+    def _moments_outside(self, path: str) -> Moments:
+        width = dict(self.model.named_modules())[path].weight.shape[-1]
+        found = Moments.empty(width, experts=None, with_cross=True)
+        for part, tokens in enumerate(self.tokens):
+            x, y = (
+                self._seen_outside(
+                    [path], tokens, streams.load(self._end, stream, part)["hidden"]
+                ).rows[path]
+                for stream in (ROUNDED, FULL)
+            )
+            found.add(x, y)
+        return found
 
-        def passing(index: int):
-            def call(*arguments, **settings):
-                calls[index] = (arguments, settings)
-                return arguments[0]
-
-            return call
-
-        with self._replaced([passing(i) for i in range(len(self._blocks))]):
-            self.model(tokens)
-        return calls[number]
-
-    def _logits(self, hidden: mx.array, tokens: mx.array) -> mx.array:
-        """What comes after the blocks, of the last one's output."""
-        blocks = [lambda *_, **__: hidden] + [lambda x, *_, **__: x] * len(self._blocks)
-        with self._replaced(blocks[: len(self._blocks)]):
-            return self.model(tokens)
-
-    def _replaced(self, calls: list):
-        stand_ins = [
-            StandIn(block, call)
-            for block, call in zip(self._blocks, calls, strict=True)
-        ]
-        return swapped(self._trunk, self._name, stand_ins)
-
-    def _outside_groups(self, here: Path) -> list[list[str]]:
-        full, _ = streams.load(here, 0)
-        seen = self._seen_outside(self.outside, full[:1], self.tokens[0][:1])
-        return seen.groups()
-
-    def _seen_outside(self, paths: list[str], hidden, tokens: mx.array) -> Seen:
+    def _seen_outside(self, paths: list[str], tokens: mx.array, hidden) -> Seen:
         with watched(self.model, paths) as seen:
-            self._logits(hidden, tokens)
+            self.blockwise.last(tokens, hidden)
         return seen
 
-    def _check_sequence(self) -> None:
-        """That block after block makes what the model makes."""
-        tokens = self.tokens[0][:1, :8]
-        try:
-            hidden = self._arguments(0, tokens)[0][0]
-            for number in range(len(self._blocks)):
-                hidden = self._run(number, tokens, hidden)
-            off = mx.abs(self._logits(hidden, tokens) - self.model(tokens))
-        except (AttributeError, TypeError, KeyError, ValueError) as error:
-            raise self._no_sequence(error) from error
-        if not (off.max() <= 1e-3 * mx.abs(self.model(tokens)).max()).item():
-            raise self._no_sequence("other logits come out")
-
-    def _no_sequence(self, reason) -> UserError:
-        return UserError(
-            f"the blocks of this model cannot be run one by one: {reason}",
-            hint="method: rtn",
-        )
-
-    def _cast(self, value: mx.array) -> mx.array:
-        is_float = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(self.compute) if is_float else value
+    @property
+    def _end(self) -> Path:
+        return self.folder / f"{len(self.blockwise):04d}"
 
 
-def _put(block: nn.Module, weights: dict[str, mx.array]) -> None:
-    block.update(tree_unflatten(list(weights.items())))
+def _named(layers: dict[str, Stored]) -> dict[str, mx.array]:
+    return {
+        f"{path}.{name}": value
+        for path, stored in layers.items()
+        for name, value in stored.tensors.items()
+    }

@@ -7,7 +7,7 @@ Hessian, and codes by coordinate descent (arXiv 2309.01885). Rows are independen
 each other, so each keeps the best it has met, plain rounding among them.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -18,8 +18,8 @@ from .hessian import Hessian
 from .refit import refit
 from .spec import QuantSpec, pack
 
-# Numbers of a weight solved at once.
-AT_ONCE = 1 << 24
+# Numbers of a weight solved at once; about ten float32 arrays of them are in memory.
+AT_ONCE = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -67,25 +67,29 @@ def solve(
             model's Y, on the scale of the Hessian's moments.
     """
     rows = max(1, AT_ONCE // weight.shape[1])
-    parts: list[Grid] = []
+    parts: list[dict[str, mx.array]] = []
     lost: dict[str, float] = {}
     output = 0.0
     for start in range(0, len(weight), rows):
         part = weight[start : start + rows]
         grid, errors, whole = _solved(part, hessian, spec, dtype, cross, settings)
-        parts.append(grid)
+        parts.append(_packed(grid, spec, dtype))
         output += whole
         lost = {way: lost.get(way, 0.0) + error for way, error in errors.items()}
-    codes, scales, biases = (
-        mx.concatenate([getattr(part, f.name) for part in parts]) for f in fields(Grid)
-    )
-    tensors = {
-        "weight": pack_codes(codes, spec.bits),
-        "scales": scales.astype(dtype),
-        "biases": biases.astype(dtype),
-    }
+    tensors = {k: mx.concatenate([part[k] for part in parts]) for k in parts[0]}
     mx.eval(tensors)
     return Solution(tensors, {way: e / (output or 1.0) for way, e in lost.items()})
+
+
+def _packed(grid: Grid, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.array]:
+    """A grid as it is stored; of the codes nothing else is left in memory."""
+    tensors = {
+        "weight": pack_codes(grid.codes, spec.bits),
+        "scales": grid.scales.astype(dtype),
+        "biases": grid.biases.astype(dtype),
+    }
+    mx.eval(tensors)
+    return tensors
 
 
 def _solved(weight, hessian: Hessian, spec: QuantSpec, dtype, cross, settings):
@@ -99,7 +103,8 @@ def _solved(weight, hessian: Hessian, spec: QuantSpec, dtype, cross, settings):
         target = weight + settings.asymmetry * missing
     judge = Judge(target, hessian.matrix, dtype)
     judge("round to nearest", plain)
-    judge("grid", fitted(target, hessian, spec.group_size, levels, dtype))
+    costs = mx.diagonal(hessian.matrix)
+    judge("grid", fitted(target, costs, spec.group_size, levels, dtype))
     grid = gptq(target, hessian, spec.group_size, levels, dtype)
     judge("gptq", grid)
     for number in range(settings.rounds):

@@ -2,21 +2,22 @@
 
 import mlx.core as mx
 
-# Codes packed at once; every one of them is 4 bytes per bit on the way.
-AT_ONCE = 1 << 22
+# Codes whose bits are whole bytes, for every width.
+TOGETHER = 8
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:
-    """Codes [N, K] of any integer type as uint32 [N, K * bits / 32].
+    """Codes [..., K] of any type as uint32 [..., K * bits / 32].
 
     Code i of a row has the bits from i * bits on, for every width.
     """
-    rows = max(1, AT_ONCE // codes.shape[-1])
-    parts = []
-    for start in range(0, len(codes), rows):
-        parts.append(_packed(codes[start : start + rows], bits))
-        mx.eval(parts)
-    return mx.concatenate(parts)
+    *rows, width = codes.shape
+    words = mx.zeros((*rows, width // TOGETHER), mx.uint64)
+    for place in range(TOGETHER):
+        words = words | (codes[..., place::TOGETHER].astype(mx.uint64) << place * bits)
+    # A word's first bytes are its lowest bits.
+    stream = words[..., None].view(mx.uint8)[..., :bits]
+    return stream.reshape(*rows, width * bits // TOGETHER).view(mx.uint32)
 
 
 def unpack_codes(packed: mx.array, bits: int) -> mx.array:
@@ -24,9 +25,3 @@ def unpack_codes(packed: mx.array, bits: int) -> mx.array:
     stream = (packed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
     single = stream.reshape(len(packed), -1, bits)
     return (single << mx.arange(bits, dtype=mx.uint32)).sum(axis=-1)
-
-
-def _packed(codes: mx.array, bits: int) -> mx.array:
-    single = codes.astype(mx.uint32)[..., None] >> mx.arange(bits, dtype=mx.uint32)
-    words = (single & 1).reshape(len(codes), -1, 32)
-    return (words << mx.arange(32, dtype=mx.uint32)).sum(axis=-1)

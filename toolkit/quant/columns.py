@@ -13,10 +13,13 @@ STRIP = 8
 
 
 def fitted(
-    target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype
+    target, costs: mx.array, group: int, levels: mx.array, dtype: mx.Dtype
 ) -> Grid:
-    """For every group by itself the grid that loses least, and nearest codes."""
-    costs = mx.diagonal(hessian.matrix)
+    """For every group by itself the grid that loses least, and nearest codes.
+
+    Args:
+        costs: float32 [K], of a squared error in each column.
+    """
     found = []
     for start in range(0, target.shape[1], group):
         here = slice(start, start + group)
@@ -38,7 +41,7 @@ def gptq(
     weights that have taken up the errors so far.
     """
     factor, order = hessian.factor, hessian.order
-    left = target[:, order].T
+    left = mx.contiguous(target[:, order].T)
     found = []
     for start in range(0, len(factor), group):
         here = slice(start, start + group)
@@ -58,7 +61,10 @@ def gptq(
 
 def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: mx.array) -> Grid:
     """One sweep over all codes: each goes where it loses least, the others fixed."""
-    weight = grid.weight().T
+    # Rows that lie side by side: a strip of others takes twice as long on a CPU.
+    weight, scales, biases = (
+        mx.contiguous(v.T) for v in (grid.weight(), grid.scales, grid.biases)
+    )
     # Half the error's slope with its sign turned: where every weight wants to go.
     pull = matrix @ (target.T - weight)
     found = []
@@ -66,8 +72,8 @@ def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: mx.array) ->
         here = slice(start, start + grid.group)
         take = partial(
             _descent_strip,
-            scale=grid.scales[:, number],
-            bias=grid.biases[:, number],
+            scale=scales[number],
+            bias=biases[number],
             levels=levels,
         )
         codes, moved = _in_turn(take, pull[here], matrix[here, here], weight[here])

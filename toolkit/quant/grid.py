@@ -4,6 +4,9 @@ from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
+from ..model.cpu import on_cpu
+from ..model.exponentials import ROUNDER
+
 # How far the ends of the weights' range are drawn in, as a share of it.
 SHRINKS = (0.96, 0.92, 0.88, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38)
 ROUNDS = 5
@@ -41,7 +44,9 @@ def nearest(
 ) -> mx.array:
     """Codes 0 ... levels - 1, as floats, of the nearest points scale * code + bias."""
     inverse = mx.where(scale == 0, 0.0, 1 / scale)
-    return mx.clip(mx.round((weight - bias) * inverse), 0, levels - 1)
+    codes = mx.clip((weight - bias) * inverse, 0, levels - 1)
+    # Clipped, they are small enough for what is five times faster than MLX's rounding.
+    return (codes + ROUNDER) - ROUNDER if on_cpu() else mx.round(codes)
 
 
 def fit_grid(
@@ -62,6 +67,8 @@ def fit_grid(
     Returns:
         Both float32 [N], of values that `dtype` has.
     """
+    # Of a slice or a transpose, what follows would take twice as long on a CPU.
+    weight = mx.contiguous(weight)
     low, high = weight.min(axis=-1), weight.max(axis=-1)
     scale = (high - low) / (levels - 1)
     scale, bias = _storable(scale, low, dtype)
@@ -83,7 +90,7 @@ def _storable(scale: mx.array, bias: mx.array, dtype: mx.Dtype):
 def _error(weight, cost, scale, bias, levels):
     codes = nearest(weight, scale[:, None], bias[:, None], levels)
     off = codes * scale[:, None] + bias[:, None] - weight
-    return (off * off * cost).sum(axis=-1)
+    return (off * off) @ cost
 
 
 @mx.compile

@@ -39,14 +39,14 @@ def damped(moments: mx.array, group: int, damping: float = DAMPING) -> Hessian:
         group: columns that share a grid.
         damping: the share of the mean of the diagonal to begin with.
     """
-    mean = mx.diagonal(moments).mean().item() or 1.0
-    moments, identity = moments / mean, mx.eye(len(moments))
-    order = _order(mx.diagonal(moments), group)
+    diagonal = mx.diagonal(moments)
+    mean = diagonal.mean().item() or 1.0
+    order = _order(diagonal / mean, group)
+    places = mx.arange(len(moments))
     while True:
-        matrix = moments + damping * identity
-        ordered = matrix[order][:, order]
-        factor = _factor(ordered)
-        if _inverts(ordered, factor):
+        matrix = (moments / mean).at[places, places].add(damping)
+        factor = _factor(matrix, order)
+        if _inverts(matrix, order, factor):
             return Hessian(matrix, order, factor, damping)
         damping *= 10
 
@@ -58,17 +58,29 @@ def _order(costs: mx.array, group: int) -> mx.array:
     return (groups[:, None] * group + inside[groups]).reshape(-1)
 
 
-def _factor(matrix: mx.array) -> mx.array:
+def _factor(matrix: mx.array, order: mx.array) -> mx.array:
     # With the order of the columns reversed, L L' becomes R R' with R upper triangular,
     # whose inverse is the factor: one decomposition and no full inverse.
+    back = order[::-1]
     with mx.stream(mx.cpu):
-        lower = mx.linalg.cholesky(matrix[::-1, ::-1])
-        return mx.linalg.tri_inv(lower[::-1, ::-1], upper=True)
+        # Each as large as the matrix: one is let go before the one after the next.
+        rows = matrix[back]
+        mx.eval(rows)
+        ordered = rows[:, back]
+        mx.eval(ordered)
+        del rows
+        lower = mx.linalg.cholesky(ordered)
+        mx.eval(lower)
+        del ordered
+        factor = mx.linalg.tri_inv(lower[::-1, ::-1], upper=True)
+        mx.eval(factor)
+    return factor
 
 
-def _inverts(matrix: mx.array, factor: mx.array) -> bool:
+def _inverts(matrix: mx.array, order: mx.array, factor: mx.array) -> bool:
     """Whether the factor is one; a failed decomposition is silent in MLX."""
     probe = mx.random.normal((len(matrix), 1), key=mx.random.key(0))
-    back = matrix @ (factor.T @ (factor @ probe))
+    solved = factor.T @ (factor @ probe)
+    back = (matrix @ solved[mx.argsort(order)])[order]
     off = mx.linalg.norm(back - probe) / mx.linalg.norm(probe)
     return bool((off < 1e-2).item() and (mx.diagonal(factor) > 0).all().item())

@@ -3,12 +3,13 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..train.blocks import StandIn
+from ..model.blocks import StandIn
 
 
 @dataclass
@@ -59,31 +60,33 @@ def _replaced(root: nn.Module, path: str, seen: Seen) -> Iterator[None]:
 
 
 class _Watched(StandIn):
+    # Nothing in it leads back to it: what was seen is to be let go without a search.
     def __init__(self, layer: nn.Module, path: str, seen: Seen):
-        super().__init__(layer, lambda *inputs, **more: self._look(layer, inputs, more))
+        super().__init__(layer, partial(_look, layer, path, seen))
         self._path = path
         self._seen = seen
 
-    def _look(self, layer: nn.Module, inputs: tuple, more: dict) -> mx.array:
-        self._note(*inputs[:2])
-        return layer(*inputs, **more)
-
     def as_linear(self, x: mx.array) -> mx.array:
         """An embedding used as the head."""
-        self._note(x)
+        _note(self._path, self._seen, x)
         return self._module.as_linear(x)
 
-    def _note(self, x: mx.array, experts: mx.array | None = None) -> None:
-        seen, path = self._seen, self._path
-        if not mx.issubdtype(x.dtype, mx.floating):
-            # Tokens that are looked up.
-            return
-        seen.objects[path] = x
-        if experts is not None:
-            # [..., 1, K] for each of the experts, or for all of them alike.
-            x = mx.broadcast_to(x.squeeze(-2), (*experts.shape, x.shape[-1]))
-            seen.experts[path] = experts.reshape(-1)
-        seen.rows[path] = x.reshape(-1, x.shape[-1])
+
+def _look(layer: nn.Module, path: str, seen: Seen, *inputs, **more) -> mx.array:
+    _note(path, seen, *inputs[:2])
+    return layer(*inputs, **more)
+
+
+def _note(path: str, seen: Seen, x: mx.array, experts: mx.array | None = None) -> None:
+    if not mx.issubdtype(x.dtype, mx.floating):
+        # Tokens that are looked up.
+        return
+    seen.objects[path] = x
+    if experts is not None:
+        # [..., 1, K] for each of the experts, or for all of them alike.
+        x = mx.broadcast_to(x.squeeze(-2), (*experts.shape, x.shape[-1]))
+        seen.experts[path] = experts.reshape(-1)
+    seen.rows[path] = x.reshape(-1, x.shape[-1])
 
 
 @dataclass
@@ -109,11 +112,13 @@ class Moments:
     def add(self, x: mx.array, y: mx.array | None = None) -> None:
         """Rows [T, K] of both models."""
         x = x.astype(mx.float32)
+        # One sum after the other: only one product is in memory at a time.
         self.squares = self.squares + x.T @ x
         self.counts = self.counts + len(x)
+        mx.eval(self.squares, self.counts)
         if y is not None:
             self.cross = self.cross + x.T @ (y.astype(mx.float32) - x)
-        mx.eval(self.squares, self.counts, self.cross if y is not None else [])
+            mx.eval(self.cross)
 
     def add_routed(self, x: mx.array, experts: mx.array) -> None:
         """Rows [T, K], and the expert each went to, int [T]."""

@@ -1,54 +1,96 @@
 """Which layers of a model are quantized, on which grid, and which are kept."""
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
 import mlx.nn as nn
 
 from ..errors import UserError
-from .spec import Quantization, QuantSpec
+from .spec import KEEP, Quantization, QuantSpec
+
+# What comes before the path of a layer within its block.
+BLOCK = re.compile(r"^.*?\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Grids by path of the layers to quantize; reasons by path of those kept."""
+    """Grids by path of the layers to quantize; reasons by path of those kept.
+
+    Attributes:
+        asked: paths whose grid the recipe names or the model asks for.
+    """
 
     specs: dict[str, QuantSpec]
     kept: dict[str, str]
+    asked: set[str] = field(default_factory=set)
 
 
 def select(model: nn.Module, quantization: Quantization) -> Selection:
     """Choose a grid for every layer that can be quantized.
 
-    The model's own `quant_predicate` may keep a layer or ask other bits for it. A
-    layer whose width no group divides is kept.
+    The recipe's patterns come first; then what the model's own `quant_predicate` asks
+    for, which may be other bits or none; then the default. A layer whose width no
+    group divides is kept.
 
     Raises:
-        UserError: nothing is left to quantize.
+        UserError: nothing is left to quantize, or a pattern matches no layer.
     """
-    predicate = getattr(model, "quant_predicate", None)
     modules = dict(model.named_modules())
+    layers = {p: m for p, m in modules.items() if hasattr(m, "to_quantized")}
+    named = _named(layers, quantization)
     heads = _heads(modules)
-    specs, kept = {}, {}
-    for path, module in modules.items():
-        if not hasattr(module, "to_quantized"):
-            continue
-        asked = True if predicate is None else predicate(path, module)
-        wanted = _asked(asked, quantization)
-        if isinstance(module, nn.Embedding) and not quantization.embeddings:
-            kept[path] = "embeddings are kept by choice"
+    predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
+    specs, kept, asked = {}, {}, set(named)
+    for path, module in layers.items():
+        answer = True if path in named else predicate(path, module)
+        wanted = named.get(path) or _asked(answer, quantization)
+        if path in named:
+            reason = "the recipe says so" if named[path] is None else None
+        elif isinstance(module, nn.Embedding) and not quantization.embeddings:
+            reason = "embeddings are kept by choice"
         elif path in heads and not quantization.head:
-            kept[path] = "the head is kept by choice"
-        elif wanted is None:
-            kept[path] = "the model asks to keep it"
-        elif not wanted.fits(module.weight.shape[-1]):
-            width, group = module.weight.shape[-1], wanted.group_size
-            kept[path] = f"its width {width} is no multiple of {group}"
+            reason = "the head is kept by choice"
         else:
-            specs[path] = wanted
+            reason = "the model asks to keep it" if wanted is None else None
+        if reason is None and not wanted.fits(width := module.weight.shape[-1]):
+            reason = f"its width {width} is no multiple of {wanted.group_size}"
+        if reason:
+            kept[path] = reason
+            continue
+        specs[path] = wanted
+        if isinstance(answer, dict):
+            asked.add(path)
     if not specs:
         reasons = "; ".join(sorted(set(kept.values()))) or "it has no linear layer"
         raise UserError(f"nothing of this model can be quantized: {reasons}")
-    return Selection(specs, kept)
+    return Selection(specs, kept, asked & specs.keys())
+
+
+def _named(
+    layers: dict[str, nn.Module], quantization: Quantization
+) -> dict[str, QuantSpec | None]:
+    """Grids of the layers that a pattern of the recipe means; None = keep.
+
+    Raises:
+        UserError: a pattern matches no layer.
+    """
+    inside = {path: BLOCK.sub("", path) for path in layers}
+    found: dict[str, QuantSpec | None] = {}
+    for pattern, choice in quantization.layers.items():
+        means = [
+            path
+            for path, key in inside.items()
+            if fnmatchcase(path, pattern) or fnmatchcase(key, pattern)
+        ]
+        if not means:
+            raise UserError(
+                f"no layer of this model matches {pattern!r}",
+                hint="there are: " + ", ".join(sorted(set(inside.values()))),
+            )
+        grid = None if choice == KEEP else choice.completed(quantization)
+        found |= {path: grid for path in means if path not in found}
+    return found
 
 
 def _heads(modules: dict[str, nn.Module]) -> set[str]:

@@ -5,7 +5,7 @@ import mlx.core as mx
 from .grid import Grid
 
 # Numbers of the largest array.
-AT_ONCE = 1 << 26
+AT_ONCE = 1 << 24
 RIDGE = 1e-4
 
 

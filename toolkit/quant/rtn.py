@@ -3,24 +3,32 @@
 from typing import Literal
 
 import mlx.core as mx
+from pydantic import model_validator
 
-from .spec import Quantization, pack
-from .task import Task
+from .spec import pack
+from .task import PostTraining, Task
 
 
-class Config(Quantization):
+class Config(PostTraining):
     """Round every weight to the nearest point of its group's grid."""
 
     method: Literal["rtn"] = "rtn"
     """The method's name."""
 
+    @model_validator(mode="after")
+    def _scaled(self):
+        if self.tune and self.mode != "affine":
+            raise ValueError(f"{self.mode} has no scales to tune; leave `tune` out")
+        return self
+
 
 def quantize(config: Config, task: Task) -> dict[str, mx.array]:
-    """Codes, scales and biases of the layers in `task.specs`, as they are stored."""
-    modules = dict(task.model.named_modules())
+    """Codes, scales and biases of the layers in `task.specs`, computed when used."""
+    # Of another model that nobody else holds, each weight is let go once it is written.
+    model = task.reread() if task.reread else task.model
+    modules = dict(model.named_modules())
     tensors = {}
     for path, spec in task.specs.items():
         packed = pack(modules[path].weight, spec, task.dtype)
-        mx.eval(packed)
         tensors |= {f"{path}.{name}": value for name, value in packed.items()}
     return tensors

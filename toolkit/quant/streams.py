@@ -1,25 +1,36 @@
-"""Hidden states on disk: of the full-precision model and of the quantized one."""
+"""What passes through a model, on disk by parts of the tokens.
+
+Hidden states of the full-precision model and of the quantized one, and what goes into
+the layers of the block at work.
+"""
 
 from pathlib import Path
 
 import mlx.core as mx
 
-NAME = "streams"
+FULL, ROUNDED, INPUTS = "full", "rounded", "inputs"
 
 
-def save(folder: Path, part: int, full: mx.array, rounded: mx.array) -> None:
-    """Write both states [B, L, width] of one part of the tokens."""
-    path = str(folder / f"{NAME}-{part:04d}.safetensors")
-    mx.save_safetensors(path, {"full": full, "rounded": rounded})
+def save(folder: Path, stream: str, part: int, arrays: dict[str, mx.array]) -> None:
+    """Write what one part of the tokens is in a stream."""
+    mx.save_safetensors(str(_file(folder, stream, part)), arrays)
 
 
-def load(folder: Path, part: int) -> tuple[mx.array, mx.array]:
-    """What `save` wrote, lazy."""
-    found = mx.load(str(folder / f"{NAME}-{part:04d}.safetensors"))
-    return found["full"], found["rounded"]
+def load(folder: Path, stream: str, part: int) -> dict[str, mx.array]:
+    """What `save` wrote, unread."""
+    return mx.load(str(_file(folder, stream, part)))
 
 
-def drop(folder: Path) -> None:
-    """Delete the states of all parts."""
-    for file in folder.glob(f"{NAME}-*"):
+def drop(folder: Path, stream: str = "*") -> None:
+    """Delete a stream, or all of them."""
+    for file in folder.glob(f"stream-{stream}-*"):
         file.unlink()
+
+
+def newest(folder: Path) -> Path:
+    """Of the folders in this one that hold streams, the last by name."""
+    return max(file.parent for file in folder.glob(f"*/stream-{ROUNDED}-0000.*"))
+
+
+def _file(folder: Path, stream: str, part: int) -> Path:
+    return folder / f"stream-{stream}-{part:04d}.safetensors"

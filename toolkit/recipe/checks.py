@@ -5,6 +5,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
+from ..model.grids.settings import FROM_CODES
+from ..quant.spec import Quantization, QuantSpec
 from .faults import Keys
 from .messages import Complaint, nearest
 
@@ -22,7 +26,7 @@ def complaints(data: dict, find: Find) -> list[Complaint]:
         *_model(data, find),
         *_sources(data, find),
         *_rows(data, stages),
-        *_order(data, stages, _is_quantized(data, find)),
+        *_order(data, stages, _quantization(data, find)),
     ]
 
 
@@ -121,8 +125,12 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
             yield Complaint(where, "nothing to measure on", hint, of="key")
 
 
-def _order(data: dict, stages: list, quantized: bool) -> Iterator[Complaint]:
-    """Stages that cannot follow what came before them."""
+def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Complaint]:
+    """Stages that cannot follow what came before them.
+
+    Args:
+        quantized: what was asked when the model was quantized; None = it is not.
+    """
     model = data.get("model")
     blank = isinstance(model, dict) and model.get("fresh") is not None
     for where, kind, block in stages:
@@ -135,31 +143,74 @@ def _order(data: dict, stages: list, quantized: bool) -> Iterator[Complaint]:
             hint = "leave adapter out: a fresh model is trained in full"
             path = (*where, "adapter")
             yield Complaint(path, "an adapter needs a trained model", hint, "key")
-        if quantized and kind == "quantize":
+        if quantized is not None and kind == "quantize":
             hint = "rounding twice adds error; keep one quantization"
             yield Complaint(where, "the model is already quantized here", hint, "key")
-        rounds = block.get("quantization") is not None
+        rounding = block.get("quantization")
+        rounds = rounding is not None
         adapts = block.get("adapter") is not None and not rounds
-        if quantized and kind == "train" and not adapts:
+        if quantized is not None and kind == "train" and rounds:
+            yield from _rounding((*where, "quantization"), rounding, quantized)
+        elif quantized is not None and kind == "train" and not adapts:
             message = "of a quantized model only an adapter can be trained"
-            hint = "add `adapter:`, without `quantization:`; or train first"
+            hint = (
+                "add `adapter:`, or `quantization:` with grid: learned or frozen; "
+                "or train first"
+            )
             yield Complaint(where, message, hint, "key")
         blank = False
         if kind == "train":
             # An adapter is fused into expanded weights.
-            quantized = rounds or (quantized and not adapts)
-        quantized = quantized or kind == "quantize"
+            quantized = None if adapts else quantized
+            quantized = _grid(rounding) if rounds else quantized
+        quantized = _grid(block) if kind == "quantize" else quantized
 
 
-def _is_quantized(data: dict, find: Find) -> bool:
+def _rounding(where: Keys, asked: Any, before: dict) -> Iterator[Complaint]:
+    """What of a quantization of a quantized model does not go on from its codes."""
+    asked = asked if isinstance(asked, dict) else {}
+    grid = asked.get("grid", "minmax")
+    if grid not in FROM_CODES:
+        hint = f"grid: {' or '.join(FROM_CODES)} goes on from the codes"
+        message = f"the model is quantized here, and {grid} would round it again"
+        yield Complaint(where, message, hint, "key")
+    if asked.get("start_step"):
+        message = "the model is quantized here, there are no weights before its codes"
+        path = (*where, "start_step")
+        yield Complaint(path, message, "leave start_step out", "key")
+    new = _grid(asked)
+    names = [key for key in before if key in new and before[key] != new[key]]
+    if names:
+        had, wants = (
+            ", ".join(f"{key}: {g[key]}" for key in names) for g in (before, new)
+        )
+        message = f"the model is quantized here with {had}; this asks for {wants}"
+        hint = "ask for the same: training goes on from the codes"
+        yield Complaint(where, message, hint, "key")
+
+
+def _grid(block: Any, kind: type[QuantSpec] = Quantization) -> dict:
+    """What a block asks of the quantized layers; empty if it is no right one."""
+    block = block if isinstance(block, dict) else {}
+    try:
+        asked = {k: v for k, v in block.items() if k in kind.model_fields}
+        return kind(**asked).model_dump()
+    except ValidationError:
+        return {}
+
+
+def _quantization(data: dict, find: Find) -> dict | None:
+    """What the recipe's model says of its own grid; None of a model without."""
     _, source = model_path(data)
     found = find(source) if source else None
     if found and found.suffix == GGUF and found.is_file():
         from ..model.foreign.gguf import is_quantized
 
-        return is_quantized(found)
+        return {} if is_quantized(found) else None
     config = read_config(found)
-    return "quantization" in config or "quantization_config" in config
+    if "quantization" in config:
+        return _grid(config["quantization"], QuantSpec)
+    return {} if "quantization_config" in config else None
 
 
 def read_config(folder: Path | None) -> dict:

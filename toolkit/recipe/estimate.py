@@ -115,11 +115,13 @@ def training(anatomy: Anatomy, stage: Section, batch: Batch, compute: int) -> Lo
     model = anatomy.model()
     total = _count(model.parameters())
     matrices = _matrices(model)
-    rounded = 0
+    rounded = grids = 0
     if stage.quantization:
-        specs = select(model, stage.quantization).specs
-        rounded = sum(prod(matrices[f"{path}.weight"]) for path in specs)
-    trained = _trained(model, stage)
+        for path, spec in select(model, stage.quantization).specs.items():
+            size = prod(matrices[f"{path}.weight"])
+            rounded += size
+            grids += stage.quantization.learned * size // spec.group_size
+    trained = _trained(model, stage) + grids
     masters_are_weights = stage.adapter is None and compute == 4 and not stage.shard
     masters = 0 if masters_are_weights else 4 * trained
     backward = _activations(anatomy, matrices, batch, compute, stage)
@@ -176,6 +178,8 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
             quantization = stage
         if quantization:
             size = quantized_bytes(anatomy, anatomy.selection(quantization).specs)
+            if budget := getattr(quantization, "budget", None):
+                size = budget.limit(anatomy.parameters)
             needed += size
         if hasattr(stage, "formats"):
             needed += size
@@ -183,7 +187,9 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
 
 
 def _trained(model: nn.Module, stage: Section) -> int:
-    """Parameters a train stage trains; puts its adapter on the model."""
+    """Weights a train stage trains; puts its adapter on the model."""
+    if stage.quantization and stage.quantization.grid == "frozen":
+        return 0
     if stage.adapter:
         merged = stage.quantization is not None
         lora.attach(model, stage.adapter, seed=0, merged=merged)

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -108,13 +108,21 @@ def sections(annotation: Any) -> list[type[Section]]:
 def section_at(path: Keys, data: Any) -> type[Section] | None:
     """The section that rules the block at `path` of `data`."""
     section: type[Section] | None = Recipe
+    inner: list[type[Section]] = []
     for step in path:
         data = data[step]
         if isinstance(step, int):
             continue
+        if inner:
+            # A key of the user's own: what it names is of the sections after it.
+            section, inner = _choice(inner, data), []
+            continue
         info = fields(section).get(step) if section else None
         choices = sections(info.annotation) if info else []
-        section = _choice(choices, data) if choices else None
+        if info and get_origin(info.annotation) is dict:
+            section, inner = None, choices
+        else:
+            section = _choice(choices, data) if choices else None
     return section
 
 

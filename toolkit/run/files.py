@@ -91,6 +91,14 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         _sync(path.parent)
 
 
+def remove_folder(path: Path) -> None:
+    """Delete a folder, if it is there, so that no reader sees a part of it."""
+    if path.exists():
+        aside = _beside(path)
+        os.rename(path, aside)
+        shutil.rmtree(aside)
+
+
 def sweep(path: Path) -> None:
     """Remove what writers that were killed left half-written below a folder of ours."""
     for partial in sorted(path.rglob(f".*{PARTIAL}"), reverse=True):

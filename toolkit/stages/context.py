@@ -71,15 +71,20 @@ def write_checkpoint(
     Args:
         weights: of all layers, dense.
         selection: what is quantized; None = nothing.
-        packed: codes, scales and biases that take the place of the weights selected.
+        packed: codes, scales and biases that take the place of the weights selected,
+            and what else takes the place of a weight. Both are emptied on the way, so
+            that what is unread and in no other place is let go once it is written.
     """
     specs = selection.specs if selection else {}
-    rounded = {f"{path}.weight" for path in specs}
-    kept = {name: value for name, value in weights.items() if name not in rounded}
+    for path in specs:
+        weights.pop(f"{path}.weight")
+    if packed:
+        weights |= packed
+        packed.clear()
     with atomic_folder(folder) as partial:
         checkpoints.write(
             partial,
-            kept | (packed or {}),
+            weights,
             loaded.config,
             companions=loaded.path,
             specs=specs,
@@ -113,10 +118,10 @@ class Context:
     rows: Splits
     ranks: Ranks = ALONE
 
-    def load(self, path: Path, compute: str = "auto") -> Loaded:
+    def load(self, path: Path, compute: str = "auto", *, lazy: bool = False) -> Loaded:
         """Load a checkpoint with the permissions the recipe gives."""
         trust = self.source.trust_remote_code
-        return load(path, trust_remote_code=trust, compute=compute)
+        return load(path, trust_remote_code=trust, compute=compute, lazy=lazy)
 
     @cached_property
     def base(self) -> Path | None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 
 from ..model.adapters.settings import Adapter
-from ..quant.spec import Quantization
+from ..model.grids.settings import Rounding
 from ..section import Section
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Config(Section):
 
     adapter: Adapter | None = None
     """Absent = full fine-tuning of every parameter."""
-    quantization: Quantization | None = None
+    quantization: Rounding | None = None
     """Present = quantization-aware training with straight-through rounding."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; or give epochs."""
@@ -123,10 +123,25 @@ class Config(Section):
                 "a dora adapter does not go with quantization: use type lora, "
                 "or train first and quantize afterwards"
             )
+        if self.quantization:
+            self._can_round(self.quantization)
         self._no_idle_keys()
         if self.shard:
             self._can_shard()
         return self
+
+    def _can_round(self, rounding: Rounding):
+        if rounding.grid == "frozen" and self.adapter:
+            raise ValueError("a frozen grid trains no weights: leave adapter out")
+        if not rounding.start_step:
+            return
+        if self.keep == "best" or self.early_stopping:
+            raise ValueError(
+                "start_step does not go with keep: best or early_stopping: the "
+                "validations before it are of another model, which is not rounded"
+            )
+        if self.steps and self.steps <= rounding.start_step:
+            raise ValueError("start_step must be below steps")
 
     def _can_shard(self):
         if self.adapter or self.quantization:

@@ -6,16 +6,14 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..errors import UserError
 from ..generate.engine import Generator
 from ..measure.perplexity import measure_perplexity
 from ..model import lora
 from ..model.adapters import files as adapter_files
+from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
 from ..model.folder import setting
-from ..model.load import set_compute_dtype
-from ..quant.layers import Selection, select
 from ..run.files import atomic_folder
 from ..train.chunked import CannotSplit, ChunkedLoss
 from ..train.documents import CannotPack, DocumentCaches
@@ -26,6 +24,7 @@ from ..train.step import Step
 from .batching import training_batches, validation_batches
 from .beginning import start
 from .context import Artefact, Context, write_checkpoint
+from .rounding import prepare, require_time
 from .samples import write_samples
 from .train import Config
 
@@ -37,12 +36,10 @@ class Training:
         self.config = config
         self.context = context
         self.start = context.visible(start(context))
-        self.loaded = context.load(self.start, compute="stored")
-        self._refuse_codes()
+        loaded = context.load(self.start, compute="stored")
+        self.rounded = prepare(config, loaded, context.report)
+        self.loaded, self.selection = self.rounded.loaded, self.rounded.selection
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
-        self.selection = Selection({}, {})
-        if config.quantization:
-            self.selection = select(self.loaded.model, config.quantization)
         self.adapted_keys = self._attach()
         self.step = self._step()
         self.loop = self._loop()
@@ -63,14 +60,24 @@ class Training:
         folder, parameters = self.context.folder, self.parameters
         loaded = self.loaded
         dense = lora.fused(loaded.model, self.base, parameters, loaded.dtype)
-        reference = model = folder / "dense"
-        write_checkpoint(reference, loaded, dense)
+        reference = model = self._write_dense(dict(dense))
         if self.step.fake_quant:
             model = folder / "model"
             stored = self.step.fake_quant.stored(parameters)
             write_checkpoint(model, loaded, dense, self.selection, stored)
         adapters = self._write_adapters() if self.config.adapter else None
         return Artefact(model, reference, adapters, self._facts(model))
+
+    def _write_dense(self, weights: dict[str, mx.array]) -> Path:
+        """Write the unquantized twin; that of codes is their origin, if known."""
+        current, loaded = self.context.current, self.loaded
+        if self.rounded.packed and current.is_quantized:
+            return current.reference
+        for path in self.rounded.packed or {}:
+            weights[f"{path}.weight"] = weights[f"{path}.weight"].astype(loaded.dtype)
+        target = self.context.folder / "dense"
+        write_checkpoint(target, loaded, weights)
+        return target
 
     def _release(self) -> None:
         """Let go of all whole weights."""
@@ -95,25 +102,13 @@ class Training:
             sums, "begins with another model", hint="give all machines the same model"
         )
 
-    def _refuse_codes(self) -> None:
-        config = self.config
-        if "quantization" not in self.loaded.config:
-            return
-        if config.quantization or not config.adapter:
-            raise UserError(
-                "this model is already quantized, and training would round it again",
-                place=str(self.start),
-                hint="start from the unquantized model, or train only an adapter",
-            )
-        self.context.report.say(
-            "the model is quantized: the adapter will be fused into its expanded "
-            "weights, for rounding them again would lose part of the gain"
-        )
-
     def _attach(self) -> list[str]:
+        rounding = self.config.quantization
+        if rounding and rounding.grid == "frozen":
+            self.loaded.model.freeze()
         if not (adapter := self.config.adapter):
             return []
-        merged = self.config.quantization is not None
+        merged = rounding is not None
         seed = self.context.seed
         return lora.attach(self.loaded.model, adapter, seed=seed, merged=merged)
 
@@ -121,7 +116,13 @@ class Training:
         config, loaded = self.config, self.loaded
         fake_quant = None
         if self.selection.specs:
-            fake_quant = FakeQuant(loaded.model, self.selection.specs, loaded.dtype)
+            fake_quant = FakeQuant(
+                loaded.model,
+                self.selection.specs,
+                loaded.dtype,
+                config.quantization,
+                self.rounded.packed,
+            )
         compute = training_dtype(config.compute_dtype, loaded.dtype)
         if compute == mx.float32:
             # Loses nothing, and the loss is tried out in the type it is made in.
@@ -142,7 +143,9 @@ class Training:
             shard=config.shard,
         )
         if config.adapter:
-            step.rates = lora.rates(step.parameters, config.adapter)
+            step.rates |= lora.rates(step.parameters, config.adapter)
+        if fake_quant:
+            step.rates |= fake_quant.rates()
         set_compute_dtype(loaded.model, step.compute)
         if config.packing:
             step.caches = self._caches()
@@ -183,6 +186,7 @@ class Training:
         valid = validation_batches(config, context, self.loaded)
         total = config.batches(batches.per_epoch)
         steps = math.ceil(total / config.accumulate)
+        require_time(config.quantization, steps)
         context.report.say(
             f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
             f"epoch; {steps:,} steps are {total / batches.per_epoch:.1f} epochs"

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from .blocks import StandIn, find_blocks, swapped
+from ..model.blocks import StandIn, find_blocks, swapped
 from .losses import cross_entropy_sum
 
 

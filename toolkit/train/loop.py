@@ -155,6 +155,7 @@ class Loop:
         # Processes draw alike only in what they draw alone.
         source = [self.seed, number, *([self.ranks.rank] * (not self.ranks.is_first))]
         draw = np.random.SeedSequence(source).generate_state(1)[0]
+        self.step.reach(number)
         outputs = self.step(window, rate, int(draw), stop)
         mx.async_eval(outputs, self.step.parameters, self.step.optimizer.state)
         self._settle(bar)

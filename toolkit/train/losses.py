@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 from ..model.cpu import on_cpu
-from ..model.exponentials import exp_of_negative
+from ..model.exponentials import exp
 
 
 def cross_entropy_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
@@ -23,7 +23,7 @@ def _cross_entropy(logits: mx.array, targets: mx.array, mask: mx.array):
     logits = logits.astype(mx.float32)
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)
     largest = logits.max(axis=-1, keepdims=True)
-    exponentials = _exponentials(logits - largest)
+    exponentials = exponentials_of(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
     losses = (mx.log(total) + largest - chosen).squeeze(-1)
     return mx.where(mask, losses, 0.0).sum(), exponentials, total
@@ -44,8 +44,9 @@ def _(primals, cotangents, outputs):
     return gradient.astype(logits.dtype), mx.zeros_like(targets), mx.zeros_like(mask)
 
 
-def _exponentials(x: mx.array) -> mx.array:
+def exponentials_of(x: mx.array) -> mx.array:
+    """e^x of float32 numbers that are not above zero, fast; no gradient on the CPU."""
     if not on_cpu():
         return mx.exp(x)
     # Apart from what `x` is made of: fused with a row's number they are no vectors.
-    return exp_of_negative(mx.contiguous(x))
+    return exp(mx.contiguous(x))

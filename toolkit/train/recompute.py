@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map
 
 from ..errors import UserError
-from .blocks import Blocks, StandIn, swapped
+from ..model.blocks import Blocks, StandIn, swapped
 
 
 @contextmanager

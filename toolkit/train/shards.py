@@ -13,9 +13,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
+from ..model.blocks import Blocks, StandIn, swapped
 from ..run.launcher import backend
 from ..run.ranks import Ranks
-from .blocks import Blocks, StandIn, swapped
 
 
 class Shards:

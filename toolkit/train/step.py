@@ -9,9 +9,9 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..data.batches import Batch
 from ..errors import UserError
+from ..model.blocks import find_blocks
 from ..model.fake_quant import FakeQuant
 from ..run.ranks import ALONE, Ranks
-from .blocks import find_blocks
 from .chunked import ChunkedLoss
 from .documents import DocumentCaches
 from .losses import cross_entropy_sum
@@ -83,6 +83,10 @@ class Step:
             )
         self._recomputed = blocks if gradient_checkpointing else None
         named = dict(tree_flatten(model.trainable_parameters()))
+        if fake_quant:
+            # Weights that are made of others are no masters; those others are.
+            named = {k: v for k, v in named.items() if k not in fake_quant.made}
+            named |= fake_quant.learned
         self.shards = Shards(
             named if shard else {}, ranks, compute=compute, blocks=blocks
         )
@@ -144,6 +148,11 @@ class Step:
         with _explained():
             return self._train(*self._given(window[0]), mx.array(rate), stops)
 
+    def reach(self, number: int) -> None:
+        """Be ready for a step, counted from 0: rounding may begin with it."""
+        if self.fake_quant and self.fake_quant.reach(number, self.parameters):
+            self._compile()
+
     def evaluate(self, batches) -> tuple[float, int]:
         """Summed loss and trained tokens over batches, dropout off."""
         self.model.eval()
@@ -194,9 +203,10 @@ class Step:
         return *batch.arrays, batch.places if self.chunked else None
 
     def _set(self, parameters: dict[str, mx.array]) -> None:
-        weights = self.shards.placed(parameters)
         if self.fake_quant:
-            weights |= self.fake_quant.served(parameters, self.compute)
+            weights = self.fake_quant.served(parameters, self.compute)
+        else:
+            weights = self.shards.placed(parameters)
         self.model.update(tree_unflatten(list(weights.items())))
 
     def _loss(self, tokens, mask, documents, places) -> mx.array:

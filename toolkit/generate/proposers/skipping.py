@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import UserError
+from ...model.blocks import Blocks, find_blocks
 from ...model.load import make_cache
-from ...train.blocks import Blocks, find_blocks
 from ..controller import Controller
 from ..session import Session
 from .draft import Draft

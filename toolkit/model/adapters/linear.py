@@ -13,6 +13,7 @@ class LoRALinear(nn.Module):
 
     With `merged` set, `linear.weight` already holds the (rounded) sum of both; then the
     forward is that one product, while A and B get the gradients the sum would give.
+    With `is_whole` set too, they get them through the sum and its own whole gradient.
     """
 
     TRAINED = ("lora_a", "lora_b")
@@ -30,7 +31,7 @@ class LoRALinear(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.lora_a = weights.start(inputs, rank, key)
         self.lora_b = mx.zeros((rank, outputs))
-        self.merged = False
+        self.merged = self.is_whole = False
 
     @property
     def frozen(self) -> nn.Module:
@@ -43,6 +44,8 @@ class LoRALinear(nn.Module):
         return self._weight
 
     def __call__(self, x: mx.array) -> mx.array:
+        if self.merged and self.is_whole:
+            return self.linear(x)
         if self.merged:
             y = _merged_product(
                 x, self.linear.weight, self.lora_a, self.scale * self.lora_b

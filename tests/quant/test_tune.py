@@ -1,0 +1,185 @@
+"""Scale tuning: what is trained is what is stored, and never worse than its start."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+from toolkit.model.load import load
+from toolkit.quant import gptq, rtn
+from toolkit.quant.student import Student
+from toolkit.quant.task import Tune
+from toolkit.quant.tune import KINDS, Tuning
+from toolkit.run.report import Report
+from toolkit.train.targets import make_targets
+
+CONFIG = Tune(steps=12, batch_tokens=64, learning_rate=1e-2, top_k=320)
+
+
+def parts_of(seed, count):
+    """Some tokens far more often than others, as in text."""
+    share = mx.random.uniform(shape=(count, 2, 32), key=mx.random.key(seed))
+    return list((320 * share**3).astype(mx.int32))
+
+
+@pytest.fixture(scope="module", params=["llama", "experts"])
+def case(request, make_checkpoint, tmp_path_factory):
+    """Folders of a model and of the same one rounded, and the predictions of it."""
+    from test_contract import quantize
+
+    base = LLAMA if request.param == "llama" else QWEN3_MOE
+    source = make_checkpoint(base)
+    folder = tmp_path_factory.mktemp("tune")
+    quantize(rtn, source, folder / "q", bits=3)
+    teacher = load(source).model
+    settings = {"digest": "a", "top_k": 320, "say": lambda _: None}
+    training = make_targets(folder / "t", parts_of(1, 6), teacher, **settings)
+    held_out = make_targets(folder / "h", parts_of(2, 3), teacher, **settings)
+    return folder / "q", training, held_out
+
+
+def tuning(case, folder, config=CONFIG, report=None, **changes):
+    path, training, held_out = case
+    student = Student(load(path).model, mx.float16)
+    return Tuning(
+        config.model_copy(update=changes),
+        student,
+        training,
+        held_out,
+        folder=folder / "state",
+        seed=3,
+        report=report or Report(None, quiet=True),
+    )
+
+
+def test_it_comes_closer_and_the_codes_stay(case, tmp_path):
+    path, _, held_out = case
+    before = dict(tree_flatten(load(path).model.parameters()))
+    run = tuning(case, tmp_path)
+    start = run.student.divergence(held_out)
+    found = run.run()
+    assert run.student.divergence(held_out) < 0.95 * start
+    after = dict(tree_flatten(run.student.model.parameters()))
+    assert found.keys() == {k for k in before if k.endswith(KINDS)}
+    for name, value in before.items():
+        assert mx.array_equal(value, after[name]) == (name not in found)
+
+
+def test_what_is_stored_is_what_was_judged(case, tmp_path):
+    """Written into a checkpoint and loaded anew, it predicts the same, bit for bit."""
+    path, _, held_out = case
+    run = tuning(case, tmp_path)
+    found = run.run()
+    assert all(value.dtype == mx.float16 for value in found.values())
+    stored = mx.load(str(path / "model.safetensors")) | found
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), stored)
+    tokens = held_out.tokens[0]
+    served = load(tmp_path).model(tokens)
+    assert mx.array_equal(served, run.student.model(tokens))
+    # The forward of training takes them so too.
+    run._masters.update(run._joined(found))
+    masters = run.student.served(run._cut(run._masters))
+    assert all(mx.array_equal(masters[k].astype(mx.float16), found[k]) for k in found)
+
+
+def test_gradients_are_those_of_finite_differences(case, tmp_path):
+    """Of scales about the middle of their codes, and of biases."""
+    run = tuning(case, tmp_path)
+    run.student.dtype = mx.float32
+    _, training, _ = case
+    tokens, target = training.tokens[0], training[0]
+    start = dict(run._masters)
+    moved = {}
+    run._optimizer.apply_gradients = lambda gradients, origin: (
+        moved.update(gradients) or origin
+    )
+    run._step(tokens, *target, mx.array(0.0))
+    norm = np.sqrt(sum(np.square(np.array(g)).sum() for g in moved.values()))
+    assert norm < 1, "clipped gradients are no gradients"
+    # The number of the first layer that matters most.
+    size = np.prod(next(iter(run._shapes.values())))
+    place = int(mx.argmax(mx.abs(moved["biases"][: int(size)])).item())
+    middle, unit = 3.5, run._units[place].item()
+
+    def loss(kind, step):
+        values = {k: np.array(v, np.float64) for k, v in start.items()}
+        if kind == "biases":
+            values["biases"][place] += step * unit
+        else:
+            values["scales"][place] += step * unit * 2 / middle
+            values["biases"][place] -= step * unit * 2
+        masters = {k: mx.array(v, mx.float32) for k, v in values.items()}
+        run.student.put(run._cut(masters))
+        return _divergence(run.student.model(tokens), target)
+
+    for kind in KINDS:
+        slope = (loss(kind, 0.03) - loss(kind, -0.03)) / 0.06
+        assert moved[kind][place].item() == pytest.approx(slope, rel=0.02, abs=1e-6)
+
+
+def _divergence(logits, target):
+    """In float64, of targets that hold the whole vocabulary."""
+    x = np.array(logits.astype(mx.float32), np.float64)
+    x = x - x.max(axis=-1, keepdims=True)
+    q = x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
+    q = np.take_along_axis(q, np.array(target.indices), axis=-1)
+    p = np.array(target.log_probs, np.float64)
+    return (np.exp(p) * (p - q)).sum(axis=-1).mean()
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e30])
+def test_what_only_harms_leaves_the_start(case, tmp_path, rate, capsys):
+    run = tuning(case, tmp_path, learning_rate=rate, report=Report(None))
+    start = run._stored()
+    found = run.run()
+    assert all(mx.array_equal(found[k], start[k]) for k in start)
+    assert "the start, which is kept" in capsys.readouterr().out
+
+
+def test_the_rate_is_found_by_trying(case, tmp_path, capsys):
+    run = tuning(case, tmp_path, learning_rate=None, steps=1, report=Report(None))
+    run.run()
+    assert "taking 0.0" in capsys.readouterr().out
+    assert run._optimizer.state["step"].item() == 1
+
+
+def test_a_killed_run_goes_on_exactly(case, tmp_path, monkeypatch):
+    whole = tuning(case, tmp_path / "whole", learning_rate=None).run()
+    again = tuning(case, tmp_path / "again", learning_rate=None).run()
+    killed = tuning(case, tmp_path, learning_rate=None)
+    judged, calls = killed._judged, []
+
+    def dying(*parts):
+        calls.append(parts)
+        # Of the start, of four rates, then of steps.
+        if len(calls) == 5 + 7:
+            raise KeyboardInterrupt
+        return judged(*parts)
+
+    monkeypatch.setattr(killed, "_judged", dying)
+    with pytest.raises(KeyboardInterrupt):
+        killed.run()
+    second = tuning(case, tmp_path, learning_rate=None)
+    assert second._restored()["step"] > 0
+    found = second.run()
+    for name in whole:
+        assert mx.array_equal(whole[name], again[name])
+        assert mx.array_equal(whole[name], found[name])
+
+
+def test_another_start_is_tuned_anew(case, tmp_path):
+    tuning(case, tmp_path).run()
+    assert tuning(case, tmp_path)._restored()["step"] == CONFIG.steps
+    assert tuning(case, tmp_path, steps=13)._restored() is None
+
+
+def test_only_scales_can_be_tuned():
+    with pytest.raises(ValueError, match="no scales to tune"):
+        rtn.Config(mode="mxfp4", tune={})
+    assert rtn.Config().tune is None
+    assert rtn.Config(tune=True).tune == Tune()
+    assert gptq.Config(tune=False).tune is None
+    assert gptq.Config().tune == Tune()

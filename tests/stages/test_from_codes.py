@@ -1,0 +1,119 @@
+"""Training from the codes of a quantized model on, through the command line."""
+
+import mlx.core as mx
+import pytest
+from tiny_checkpoints import QWEN3_MOE
+from tiny_runs import TRAIN, VALIDATE, Run
+
+from toolkit.model.load import load
+
+GRID = {"bits": 2, "group_size": 32}
+GPTQ = GRID | {"method": "gptq", "calibration": {"source": "builtin:stdlib"}}
+STILL = TRAIN | {"steps": 1, "learning_rate": 1e-30, "weight_decay": 0.0}
+WAYS = {
+    "learned": {"quantization": GRID | {"grid": "learned"}},
+    "lora": {"quantization": GRID | {"grid": "learned"}, "adapter": {"rank": 4}},
+    "frozen": {"quantization": GRID | {"grid": "frozen"}},
+}
+TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
+
+
+def quantized(run):
+    return run.output / "stages" / "1-quantize" / "model"
+
+
+def trained(run, name="model"):
+    return run.output / "stages" / "2-train" / name
+
+
+def tensors(folder):
+    return mx.load(str(folder / "model.safetensors"))
+
+
+def stock(folder):
+    """Logits by mlx-lm alone."""
+    import mlx_lm
+
+    return mlx_lm.load(str(folder))[0](TOKENS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_does_not_move_is_what_was_quantized(tmp_path, base, way):
+    """Tensors and logits, bit for bit."""
+    calibration = GPTQ["calibration"] | {"tokens": 512, "length": 64}
+    stages = (
+        {"quantize": GPTQ | {"calibration": calibration}},
+        {"train": STILL | WAYS[way]},
+    )
+    run = Run(tmp_path, *stages, model=base)
+    assert run() == 0
+    before, after = tensors(quantized(run)), tensors(trained(run))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype, name
+        assert mx.array_equal(value, after[name]), name
+    assert mx.array_equal(stock(quantized(run)), stock(trained(run)))
+    # The unquantized twin is what the codes were made of.
+    assert not trained(run, "dense").exists()
+    reference = run.json("manifest.json")["stages"]["2-train"]["facts"]["reference"]
+    assert reference == str(base)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_gains_and_the_files_have_it(tmp_path, base, way):
+    train = TRAIN | {"learning_rate": 1e-2} | WAYS[way]
+    stages = {"quantize": GRID}, {"train": train}, {"validate": VALIDATE}
+    run = Run(tmp_path, *stages, model=base)
+    assert run() == 0
+    assert "training goes on from the codes of 15 layers" in run.log
+    gain = run.json("report.json")["training"]["gain"]
+    assert gain["before_export"] > 0.01
+    assert gain["after_export"] == pytest.approx(gain["before_export"], abs=2e-3)
+    own = load(trained(run), compute="float32").model(TOKENS)
+    assert mx.abs(own - stock(trained(run)).astype(mx.float32)).max().item() < 0.05
+    before, after = tensors(quantized(run)), tensors(trained(run))
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert mx.array_equal(before[name], after[name]) == (way == "frozen")
+
+
+def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
+    """Experts too; without the weights it was made of, its twin is what codes mean."""
+    first = Run(tmp_path, {"quantize": GRID}, model=make_checkpoint(QWEN3_MOE))
+    assert first() == 0
+    folder = quantized(first)
+    (tmp_path / "on").mkdir()
+    train = STILL | WAYS["learned"]
+    run = Run(tmp_path / "on", {"train": train}, model=folder)
+    assert run() == 0
+    place = run.output / "stages" / "1-train"
+    before, after = tensors(folder), tensors(place / "model")
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(v, after[k]) for k, v in before.items())
+    twin, codes = (
+        load(f, compute="float32").model(TOKENS) for f in (place / "dense", folder)
+    )
+    assert mx.abs(twin - codes).max().item() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"bits": 3, "group_size": 64, "grid": "learned"},
+            "quantized here with bits: 2, group_size: 32; this asks for bits: 3, "
+            "group_size: 64",
+        ),
+        (GRID | {"grid": "frozen", "head": False}, "with head: True; this asks for"),
+        (GRID, "minmax would round it again"),
+        (GRID | {"grid": "balanced"}, "balanced would round it again"),
+        (GRID | {"grid": "learned", "start_step": 3}, "leave start_step out"),
+    ],
+)
+def test_a_contradiction_is_refused_before_any_work(
+    tmp_path, base, capsys, asked, said
+):
+    stages = {"quantize": GRID}, {"train": TRAIN | {"quantization": asked}}
+    run = Run(tmp_path, *stages, model=base)
+    assert run() == 2
+    assert said in capsys.readouterr().err
+    assert not run.output.exists()

@@ -1,0 +1,85 @@
+"""What follows a method in a quantize stage: gates, tuning, and rows kept apart."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from tiny_runs import Run
+
+from toolkit.data.shapes import Row
+from toolkit.errors import UserError
+from toolkit.quant.task import Calibration
+from toolkit.stages.calibrating import Calibrating
+
+QUANTIZE = {
+    "bits": 2,
+    "group_size": 32,
+    "calibration": {"tokens": 512, "length": 32, "held_out": 128},
+}
+TUNE = {"steps": 4, "batch_tokens": 64, "learning_rate": 3e-3}
+
+
+def facts_of(folder, base, **settings):
+    run = Run(folder, {"quantize": QUANTIZE | settings}, model=base)
+    assert run() == 0
+    return run, run.json("manifest.json")["stages"]["1-quantize"]["facts"]["facts"]
+
+
+def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
+    run, facts = facts_of(tmp_path, base, method="gptq", tune=TUNE)
+    found = facts["held_out_kl"]
+    assert list(found) == ["rounding", "gptq", "tuned"]
+    assert found[facts["step_kept"]] == min(found.values())
+    assert "gptq: held-out KL" in run.log
+    left = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
+    assert left <= {"model", "walk"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "judged"),
+    [
+        ({"method": "rtn"}, None),
+        ({"method": "rtn", "tune": TUNE}, ["rtn", "tuned"]),
+        ({"method": "gptq", "tune": False}, ["rounding", "gptq"]),
+        ({"method": "gptq", "tune": False, "gates": False}, None),
+    ],
+)
+def test_only_what_is_asked_for_is_judged(tmp_path, base, settings, judged):
+    _, facts = facts_of(tmp_path, base, **settings)
+    assert judged == (list(facts["held_out_kl"]) if judged else None)
+    assert ("held_out_kl" in facts) == bool(judged)
+
+
+def calibrating(monkeypatch, train, valid):
+    """Windows of one token each, the number of a row."""
+
+    def windows(rows, tokenizer, *, length, tokens, seed):
+        numbers = [int(row.text) for row in rows][:tokens]
+        if not numbers:
+            raise UserError("too few")
+        return np.array(numbers, np.int32)[:, None]
+
+    monkeypatch.setattr("toolkit.stages.calibrating.windows", windows)
+    rows = {
+        split: [Row(str(n), text=str(n)) for n in numbers]
+        for split, numbers in (("train", train), ("valid", valid))
+    }
+    context = SimpleNamespace(
+        rows=SimpleNamespace(**rows),
+        data=SimpleNamespace(train=["a"], valid=["b"] if valid else []),
+        report=SimpleNamespace(say=lambda _: None),
+        seed=0,
+    )
+    calibration = Calibration.model_construct(source=None, length=1, held_out=3)
+    return Calibrating(calibration, context, None, judging=True)
+
+
+@pytest.mark.parametrize("valid", [[], [100, 101], [2, 3, 4]])
+def test_nothing_is_watched_that_is_judged_by(monkeypatch, valid):
+    found = calibrating(monkeypatch, range(20), valid)
+    watched = set(found.watched(8).flatten().tolist())
+    assert len(watched) == 8
+    held_out = set(found.held_out.flatten().tolist())
+    assert held_out
+    assert not watched & held_out
+    assert held_out == set(valid) if valid else held_out == {0, 1, 2}

@@ -1,0 +1,118 @@
+"""What a train stage refuses of a rounding, before and after it has seen the model."""
+
+import mlx.core as mx
+import pytest
+from pydantic import ValidationError
+
+from toolkit.errors import UserError
+from toolkit.model.adapters.settings import Adapter
+from toolkit.model.grids.settings import Rounding
+from toolkit.model.load import load
+from toolkit.quant.layers import Selection
+from toolkit.quant.spec import QuantSpec, expand, pack
+from toolkit.run.guest import SilentReport
+from toolkit.stages.context import write_checkpoint
+from toolkit.stages.rounding import prepare, require_time
+from toolkit.stages.train import Config
+
+UP, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
+COMMON = {"steps": 10, "batch_size": 1}
+
+
+def config(adapter=None, **rounding) -> Config:
+    return Config(**COMMON, adapter=adapter, quantization=Rounding(**rounding))
+
+
+@pytest.fixture
+def mixed(make_checkpoint, tmp_path):
+    """A checkpoint with layers of 3 and 4 bits, most of them dense."""
+    loaded = load(make_checkpoint(), compute="stored")
+    weights = {k: v for k, v in mx.load(str(loaded.path / "model.safetensors")).items()}
+    specs = {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
+    packed = {
+        f"{path}.{name}": value
+        for path, spec in specs.items()
+        for name, value in pack(weights[f"{path}.weight"], spec, loaded.dtype).items()
+    }
+    target = tmp_path / "mixed"
+    write_checkpoint(target, loaded, weights, Selection(specs, {}), packed)
+    return load(target, compute="stored")
+
+
+def test_layers_keep_the_grids_they_have(mixed):
+    found = prepare(config(bits=3, grid="learned"), mixed, SilentReport())
+    assert found.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
+    assert "model.embed_tokens" in found.selection.kept
+    assert not found.selection.specs.keys() & found.selection.kept
+    for path, spec in found.selection.specs.items():
+        weight = dict(found.loaded.model.named_modules())[path].weight
+        served = expand(found.packed[path], spec, mixed.dtype)
+        assert weight.dtype == mx.float32
+        assert mx.abs(weight - served).max().item() < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("rounding", "said"),
+    [
+        (
+            {"bits": 8, "grid": "learned"},
+            "quantized to [34] bits .*; .* asks for 8 bits",
+        ),
+        (
+            {"bits": 4, "group_size": 32, "grid": "frozen"},
+            "asks for 4 bits in groups of",
+        ),
+        ({"bits": 4}, "training would round it again"),
+        ({"bits": 4, "grid": "learned", "start_step": 2}, "would round it again"),
+    ],
+)
+def test_a_model_in_codes_is_never_rounded_anew(mixed, rounding, said):
+    with pytest.raises(UserError, match=said):
+        prepare(config(**rounding), mixed, SilentReport())
+
+
+def test_full_training_of_codes_needs_a_grid(mixed):
+    with pytest.raises(UserError, match="full training needs its weights"):
+        prepare(Config(**COMMON), mixed, SilentReport())
+
+
+def test_floating_point_grids_stay(make_checkpoint, tmp_path):
+    loaded = load(make_checkpoint(), compute="stored")
+    weights = dict(mx.load(str(loaded.path / "model.safetensors")))
+    spec = QuantSpec(mode="mxfp4")
+    packed = pack(weights[f"{UP}.weight"], spec, loaded.dtype)
+    packed = {f"{UP}.{name}": value for name, value in packed.items()}
+    write_checkpoint(
+        tmp_path / "mx", loaded, weights, Selection({UP: spec}, {}), packed
+    )
+    with pytest.raises(UserError, match="only affine grids can be trained"):
+        prepare(
+            config(grid="learned"),
+            load(tmp_path / "mx", compute="stored"),
+            SilentReport(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"keep": "best"}, "start_step does not go with keep: best"),
+        ({"early_stopping": 2}, "start_step does not go with keep: best"),
+        ({"steps": 5}, "start_step must be below steps"),
+        (
+            {"quantization": Rounding(grid="frozen"), "adapter": Adapter()},
+            "a frozen grid trains no weights",
+        ),
+    ],
+)
+def test_settings_that_contradict(change, said):
+    late = {"quantization": Rounding(start_step=5)}
+    with pytest.raises(ValidationError, match=said):
+        Config(**COMMON | late | change)
+
+
+def test_rounding_begins_before_the_end():
+    require_time(Rounding(start_step=5), 6)
+    require_time(None, 1)
+    with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):
+        require_time(Rounding(start_step=5), 5)

@@ -1,0 +1,54 @@
+"""A quantized model as a dense one, with the codes it had beside it."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..errors import UserError
+from ..quant.spec import QuantSpec
+from .adapters import weights
+from .load import Loaded, build
+
+Packed = dict[str, dict[str, mx.array]]
+
+
+def grids(model: nn.Module) -> dict[str, QuantSpec]:
+    """The grids of a model's quantized layers, by path."""
+    return {
+        path: QuantSpec(bits=m.bits, group_size=m.group_size, mode=m.mode)
+        for path, m in model.named_modules()
+        if weights.is_quantized(m)
+    }
+
+
+def expanded(loaded: Loaded, dtype: mx.Dtype) -> tuple[Loaded, Packed]:
+    """The same model of dense layers, and codes, scales and biases by path and name.
+
+    Args:
+        dtype: of the weights that were codes; float32 loses nothing, so that every
+            weight is nearest to its own code.
+
+    Raises:
+        UserError: the model brings code of its own.
+    """
+    if "model_file" in loaded.config:
+        raise UserError(
+            "a quantized model with code of its own cannot be made dense",
+            place=str(loaded.path),
+            hint="start from the unquantized model",
+        )
+    tensors = dict(tree_flatten(loaded.model.parameters()))
+    packed = {}
+    for path, module in loaded.model.named_modules():
+        if weights.is_quantized(module):
+            names = [n for n in ("weight", "scales", "biases") if n in module]
+            packed[path] = {name: tensors.pop(f"{path}.{name}") for name in names}
+            dense = weights.expand(module, packed[path])
+            tensors[f"{path}.weight"] = dense.astype(dtype)
+    config = {k: v for k, v in loaded.config.items() if "quantization" not in k}
+    model = build(config)
+    model.load_weights(list(tensors.items()))
+    mx.eval(model.parameters())
+    return replace(loaded, model=model), packed

@@ -1,0 +1,36 @@
+"""Scales and biases that are trained with the weights: LSQ with an offset."""
+
+import mlx.core as mx
+
+from ...quant.spec import QuantSpec
+from .affine import Affine
+
+
+class Grid:
+    """A scale and a bias of every group, as masters in float32."""
+
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, start: str):
+        self._affine = Affine(spec, dtype, top=2**spec.bits - 1)
+        self._start = start
+
+    def begin(self, weight: mx.array) -> dict[str, mx.array]:
+        """The first scales and biases of a weight [..., K]."""
+        scales, biases = self._affine.begin(weight, self._start)
+        return {"scales": scales, "biases": biases}
+
+    def resume(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The scales and biases that a checkpoint stores."""
+        return {
+            name: packed[name].astype(mx.float32).reshape(-1)
+            for name in ("scales", "biases")
+        }
+
+    def rounded(self, weight: mx.array, learned: dict[str, mx.array]) -> mx.array:
+        """The weight [..., K] as served, float32; see `Affine.rounded`."""
+        return self._affine.rounded(weight, **learned)
+
+    def packed(
+        self, weight: mx.array, learned: dict[str, mx.array]
+    ) -> dict[str, mx.array]:
+        """What a checkpoint stores of it."""
+        return self._affine.packed(weight, **learned)

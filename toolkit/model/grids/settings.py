@@ -1,0 +1,51 @@
+"""What a recipe says of rounding in training: the grid, and how it is learned."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from ...quant.spec import Quantization
+
+# Grids of three or four levels around zero.
+SYMMETRIC = ("balanced", "ternary")
+# Grids that can go on from the codes of a quantized model.
+FROM_CODES = ("learned", "frozen")
+
+
+class Rounding(Quantization):
+    """A grid to train with, rounded as the export rounds; gradients pass through."""
+
+    grid: Literal["minmax", "learned", "frozen", "balanced", "ternary"] = "minmax"
+    """minmax = every step MLX's own grid of the weights; learned = scales and biases
+    are trained with the weights (LSQ, arXiv 1902.08153), also after a quantize stage;
+    frozen = codes stay and only scales and biases are trained (arXiv 2407.11062), also
+    after a quantize stage; at 2 bits balanced = learned levels of -3, -1, 1, 3
+    (arXiv 2502.02631) and ternary = of -1, 0, 1."""
+    start: Literal["minmax", "fitted"] = "fitted"
+    """Where scales and biases begin: at the range of the weights, or where rounding
+    loses least; after a quantize stage they begin as stored."""
+    grid_rate: float = Field(0.1, gt=0)
+    """Learning rate of scales and biases as a multiple of the weights'; with a frozen
+    grid of learning_rate."""
+    start_step: int = Field(0, ge=0)
+    """Steps in full precision before the rounding begins; layers that are not trained
+    are rounded from the first step on."""
+
+    @property
+    def learned(self) -> int:
+        """Numbers that are learned of a group's grid."""
+        if self.grid == "minmax":
+            return 0
+        return 1 if self.grid in SYMMETRIC else 2
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if self.grid != "minmax" and self.mode != "affine":
+            raise ValueError(f"{self.mode} has no scales to learn: use grid: minmax")
+        if self.grid in SYMMETRIC and self.bits != 2:
+            raise ValueError(f"a {self.grid} grid has 2 bits: set bits: 2")
+        if self.grid == "minmax" and (self.start, self.grid_rate) != ("fitted", 0.1):
+            raise ValueError("start and grid_rate are for grids that are learned")
+        if self.grid == "frozen" and self.start_step:
+            raise ValueError("start_step is for weights; a frozen grid has only codes")
+        return self

@@ -1,0 +1,117 @@
+"""What follows a quantization method: gates between its steps, and scale tuning."""
+
+from hashlib import sha256
+
+import mlx.core as mx
+
+from ..model.load import Loaded
+from ..quant.gates import Gates
+from ..quant.layers import Selection
+from ..quant.spec import pack
+from ..quant.student import Student
+from ..quant.task import PostTraining, Tune
+from ..quant.tune import Tuning
+from ..run.files import hash_file
+from ..train.targets import Targets, make_targets
+from .calibrating import Calibrating
+from .context import Context, write_checkpoint
+
+# Tokens at once where nothing is trained.
+AT_ONCE = 2048
+
+
+def is_judged(config: PostTraining) -> bool:
+    """Whether anything of this quantization is compared on tokens held out."""
+    return bool(config.tune or (config.gates and config.method != "rtn"))
+
+
+class Improving:
+    """The unquantized model's predictions, and candidates measured against them.
+
+    Args:
+        loaded: the unquantized model; its weights may have been let go.
+        weights: of that model, dense, by name.
+    """
+
+    def __init__(
+        self,
+        config: PostTraining,
+        context: Context,
+        calibrating: Calibrating,
+        loaded: Loaded,
+        weights: dict[str, mx.array],
+        selection: Selection,
+    ):
+        self.config = config
+        self.context = context
+        self.calibrating = calibrating
+        self.loaded = loaded
+        self.weights = weights
+        self.selection = selection
+        self.tune = config.tune or Tune()
+
+    def run(self, tensors: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict]:
+        """The best there is from a method's tensors on, and what was measured."""
+        held_out, training = self._targets()
+        candidate = self.context.folder / "candidate"
+        weights = dict(self.weights)
+        write_checkpoint(candidate, self.loaded, weights, self.selection, dict(tensors))
+        student = Student(self.context.load(candidate).model, self.loaded.dtype)
+        gates = Gates(student, held_out, self.context.report.say)
+        if self.config.gates and self.config.method != "rtn":
+            gates.judge("rounding", self._rounded(tensors))
+        gates.judge(self.config.method, tensors)
+        if self.config.tune:
+            tuning = Tuning(
+                self.config.tune,
+                student,
+                training,
+                held_out,
+                folder=self.context.folder / "tuning",
+                seed=self.context.seed,
+                report=self.context.report,
+            )
+            gates.judge("tuned", gates.tensors | tuning.run())
+        return gates.tensors, {
+            "held_out_kl": gates.divergences,
+            "step_kept": gates.kept,
+        }
+
+    def _targets(self) -> tuple[Targets, Targets | None]:
+        """What the unquantized model predicts where it is judged, and where trained."""
+        reference = self.context.load(self.loaded.path)
+        digest = _digest(reference)
+
+        def predicted(name: str, tokens: mx.array, at_once: int, temperature: float):
+            rows = max(1, at_once // tokens.shape[1])
+            return make_targets(
+                self.context.folder / name,
+                [tokens[i : i + rows] for i in range(0, len(tokens), rows)],
+                reference.model,
+                digest=digest,
+                top_k=self.tune.top_k,
+                temperature=temperature,
+                say=self.context.report.say,
+            )
+
+        held_out = predicted("held-out", self.calibrating.held_out, AT_ONCE, 1.0)
+        if not self.config.tune:
+            return held_out, None
+        size = self.tune.batch_tokens
+        most = self.config.calibration.tokens or self.tune.steps * size
+        tokens = self.calibrating.watched(min(most, self.tune.steps * size))
+        return held_out, predicted("training", tokens, size, self.tune.temperature)
+
+    def _rounded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The model rounded to nearest, in place of all that the method left."""
+        rounded = {k: self.weights[k] for k in tensors if k in self.weights}
+        for path, spec in self.selection.specs.items():
+            packed = pack(self.weights[f"{path}.weight"], spec, self.loaded.dtype)
+            rounded |= {f"{path}.{name}": value for name, value in packed.items()}
+        return rounded
+
+
+def _digest(loaded: Loaded) -> str:
+    """A hash of a checkpoint's weights and of what makes a model of them."""
+    files = [loaded.path / "config.json", *sorted(loaded.path.glob("*.safetensors"))]
+    return sha256("".join(map(hash_file, files)).encode()).hexdigest()
