@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -289,3 +290,60 @@ def test_an_adapter_changes_the_answer_and_the_session(
     assert found["text"] == expected.text != plain["text"]
     with pytest.raises(UserError, match="another model's"):
         lmx(*words, "--adapter", tmp_path, "--load-session", tmp_path / "session")
+
+
+def test_guesses_can_be_verified_one_by_one(folder, draft, answered, monkeypatch):
+    """No pass of the target has two tokens then, but those of the prompt."""
+    from toolkit.generate.session import Session
+
+    widths, own = [], Session.read
+
+    def read(self, tokens):
+        if self.model is not drafted[0]:
+            widths.append(tokens.shape[1])
+        return own(self, tokens)
+
+    drafted, make = [], drafting.Draft
+    monkeypatch.setattr(
+        drafting, "Draft", lambda model: drafted.append(model) or make(model)
+    )
+    words = [folder, "--json", "--prompt", "x", "--max-tokens", 20, "--draft", draft]
+    words += ["--draft-tokens", 3]
+    (plain,) = answered(*words)
+    monkeypatch.setattr(Session, "read", read)
+    drafted.clear()
+    (found,) = answered(*words, "--one-by-one")
+    assert found["tokens"] == plain["tokens"]
+    assert found["speculation"]["rounds"] > 2
+    assert set(widths[1:]) == {1}
+    widths.clear()
+    drafted.clear()
+    answered(*words)
+    assert 4 in widths
+
+
+def test_keys_and_values_can_be_kept_quantized(answered):
+    from toolkit.model.load import load
+
+    folder = Path(__file__).parents[2] / "data/tiny-base"
+    words = [folder, "--raw", "--json", "--prompt", "the quick", "--max-tokens", 40]
+    words += ["--temperature", 1]
+    (plain,) = answered(*words)
+    (found,) = answered(*words, "--kv-bits", 4, "--kv-start", 12)
+    loaded = load(folder)
+    options = {"kv_bits": 4, "kv_start": 12}
+    expected = Generator(loaded.model, loaded.tokenizer, **options)
+    prompt = expected.encode_text("the quick")
+    asked = {"max_tokens": 40, "sampling": Sampling(1.0)}
+    assert found["tokens"] == expected.generate(prompt, **asked).tokens
+    assert found["tokens"] != plain["tokens"]
+
+
+def test_a_terminal_is_asked(folder, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("one\n/exit\n"))
+    assert lmx(folder, "--chat", "--max-tokens", 2) == 0
+    assert capsys.readouterr().err == "> > "
