@@ -5,7 +5,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from toolkit.draft.activity import most_active, watch
-from toolkit.draft.contract import require_same_tokens, require_servable
+from toolkit.draft.contract import require_servable
 from toolkit.draft.shape import Shape, configured, cut, most_missed
 from toolkit.errors import UserError
 from toolkit.generate.proposers.skipping import without
@@ -132,22 +132,3 @@ def test_a_sliding_window_is_refused():
     }
     with pytest.raises(UserError, match="full attention"):
         require_servable(window, CONFIG, 50, place="here")
-
-
-class Tokens:
-    """A tokenizer as far as it is compared."""
-
-    def __init__(self, words, special=()):
-        self.words, self.all_special_ids = words, list(special)
-
-    def get_vocab(self):
-        return self.words
-
-
-def test_tokens_must_be_the_targets_one_by_one_and_not_in_number_alone():
-    target = Tokens({"a": 0, "b": 1}, [1])
-    require_same_tokens(Tokens({"b": 1, "a": 0}, [1]), target, place="here")
-    with pytest.raises(UserError, match="2 have another number, as 'a'"):
-        require_same_tokens(Tokens({"b": 0, "a": 1}, [1]), target, place="here")
-    with pytest.raises(UserError, match="special"):
-        require_same_tokens(Tokens({"a": 0, "b": 1}, [0]), target, place="here")

@@ -1,36 +1,14 @@
 """What every engine asks of a draft, checked before anything is published.
 
-mlx-lm and LM Studio only compare sizes of vocabularies, so what is wrong here would be
-served without a word and guess badly.
+mlx-lm and LM Studio compare sizes of vocabularies alone, so what is wrong here would be
+served without a word and guess badly; tokens are compared by `generate.drafting`.
 """
-
-from typing import Any
 
 from ..errors import UserError
 from ..model.folder import setting
 from ..model.load import build, make_cache
 
 PLAIN = "KVCache"
-
-
-def require_same_tokens(draft: Any, target: Any, *, place: str) -> None:
-    """That two tokenizers of mlx-lm name the same tokens, special ones too.
-
-    Raises:
-        UserError: they do not.
-    """
-    ours, theirs = draft.get_vocab(), target.get_vocab()
-    if ours != theirs:
-        words = ours.keys() | theirs.keys()
-        other = sorted(word for word in words if ours.get(word) != theirs.get(word))
-        raise UserError(
-            f"a draft needs the target's tokens; {len(other):,} have another number, "
-            f"as {other[0]!r}, or are not in both",
-            place=place,
-            hint="cut the draft from the target, or from a sibling of its family",
-        )
-    if sorted(draft.all_special_ids) != sorted(target.all_special_ids):
-        raise UserError("a draft needs the target's special tokens", place=place)
 
 
 def require_servable(config: dict, target: dict, tokens: int, *, place: str) -> None:

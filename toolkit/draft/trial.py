@@ -173,9 +173,7 @@ def _counted(rate: float, reports: list[tuple]) -> Column:
             may have gone beyond its end.
     """
     tokens = sum(said - 1 for _, said in reports)
-    # Of plain decoding that was broken off nothing is reported.
-    left = sum(max(0, said - 1 - report.said) for report, said in reports)
-    steps = left + sum(report.rounds + report.plain for report, _ in reports)
+    steps = sum(report.rounds + report.plain for report, _ in reports)
     stood = sum(sum(report.stood) for report, _ in reports)
     tried = sum(report.tried for report, _ in reports)
     return Column(

@@ -1,12 +1,15 @@
 """What a checkpoint folder says of itself, read and checked before any weight is."""
 
+import hashlib
 import json
-from hashlib import sha256
 from pathlib import Path
 
 from ..data.cache import file_hash
 from ..errors import UserError
 from .sizes import read_header
+
+SAMPLE = 1 << 20
+"""Bytes at the end of a weight file that tell it from others of the same shapes."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -31,7 +34,7 @@ def read_config(path: Path) -> dict:
 def weights_digest(path: Path) -> str:
     """A hash of a checkpoint's weights and of what makes a model of them."""
     files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-    return sha256("".join(map(file_hash, files)).encode()).hexdigest()
+    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
 def setting(config: dict, name: str) -> int:
@@ -73,6 +76,30 @@ def check_weights(path: Path) -> None:
             hint="convert the weights to safetensors",
         )
     raise UserError("no model*.safetensors here", place=str(path))
+
+
+def digest(path: Path, adapter: Path | None = None) -> str:
+    """What tells a checkpoint, with its adapter, from others, without reading it all.
+
+    Sha256 of its configuration and, of every weight file, name, size, header and end.
+    """
+    total = hashlib.sha256()
+    for folder in filter(None, [path, adapter]):
+        files = sorted(folder.glob("*.safetensors"))
+        for file in [*sorted(folder.glob("*config.json")), *files]:
+            total.update(f"{file.name} {file.stat().st_size} ".encode())
+            total.update(_telling(file))
+    return total.hexdigest()
+
+
+def _telling(file: Path) -> bytes:
+    if file.suffix == ".json":
+        return file.read_bytes()
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        header = stream.read(min(int.from_bytes(length, "little"), 100 << 20))
+        stream.seek(max(0, file.stat().st_size - SAMPLE))
+        return length + header + stream.read()
 
 
 def missing_shards(path: Path) -> list[str]:

@@ -10,9 +10,10 @@ from mlx.utils import tree_flatten
 from ..draft.economics import LONGEST, Costs, measure, tokens_per_round
 from ..draft.losses import Objective
 from ..draft.step import Learning, chances
+from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.folder import setting, weights_digest
-from ..model.load import Loaded, set_compute_dtype
+from ..model.load import Loaded
 from ..train.chunked import ChunkedLoss
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop

@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ..data import cache, keys
 from ..draft import verdict
-from ..draft.contract import require_same_tokens, require_servable
+from ..draft.contract import require_servable
 from ..draft.economics import measure
 from ..draft.trial import Trial
 from ..draft.verdict import Verdict
 from ..errors import FAILED, UserError
+from ..generate.drafting import check_tokens
 from ..generate.sampling import Sampling
 from ..model.load import Loaded
 from ..model.sizes import checkpoint_sizes
@@ -70,7 +71,7 @@ class Judging:
 
     def _require_servable(self, draft: Loaded) -> None:
         ours, theirs, place = draft.tokenizer, self.target.tokenizer, str(draft.path)
-        require_same_tokens(ours, theirs, place=place)
+        check_tokens(theirs, ours, place=place)
         if ours.chat_template != theirs.chat_template:
             raise UserError("the draft has another chat template", place=place)
         tokens = len(theirs.get_vocab())

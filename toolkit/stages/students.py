@@ -9,13 +9,15 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..draft.activity import watch
-from ..draft.contract import require_same_tokens, require_servable
+from ..draft.contract import require_servable
 from ..draft.settings import Student
 from ..draft.shape import Shape, configured, cut, most_missed
+from ..generate.drafting import check_tokens
 from ..generate.proposers.skipping import ranked
+from ..model.cast import set_compute_dtype
 from ..model.expanded import expanded
 from ..model.fresh import initial_weights
-from ..model.load import Loaded, compute_dtype, resolve, set_compute_dtype
+from ..model.load import Loaded, compute_dtype, resolve
 from ..run.files import remove_folder
 from .context import Context, write_checkpoint
 
@@ -81,7 +83,7 @@ class Students:
             path = resolve(context.find(name) or name, trust_remote_code=trust)
         loaded = context.load(path, compute="stored")
         place = str(name or path)
-        require_same_tokens(loaded.tokenizer, self.target.tokenizer, place=place)
+        check_tokens(self.target.tokenizer, loaded.tokenizer, place=place)
         if "quantization" in loaded.config:
             loaded, _ = expanded(loaded, loaded.dtype)
         return loaded
