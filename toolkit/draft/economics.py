@@ -1,5 +1,6 @@
 """What guessing costs on this machine, and what it brings at a rate of acceptance."""
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from ..generate.session import Session
 
 LONGEST = 8
 """Guesses of a round, at most."""
-REPEATS = 5
+REPEATS = 7
 # Tokens that the caches hold when a step is timed.
 CONTEXT = 32
 
@@ -53,21 +54,36 @@ class Costs:
 
 
 def measure(target: Any, draft: Any) -> Costs:
-    """Time both models: steps of the target by rows, a guess of the draft."""
-    plain = seconds(target, 1)
-    rows = [seconds(target, count) / plain for count in range(2, LONGEST + 2)]
-    return Costs((1.0, *rows), seconds(draft, 1) / plain)
+    """Time both models: steps of the target by rows, a guess of the draft.
+
+    All in turn, the shortest of some each, so that what else the machine does at a
+    time is not taken for what one of them costs.
+    """
+    steps = [_Step(target, rows) for rows in range(1, LONGEST + 2)]
+    steps.append(_Step(draft, 1))
+    for _ in range(REPEATS):
+        for step in steps:
+            step.run()
+    plain = steps[0].seconds
+    *verify, guess = (step.seconds / plain for step in steps)
+    return Costs(tuple(verify), guess)
 
 
-def seconds(model: Any, rows: int) -> float:
-    """Of a step of so many rows, the shortest of some."""
-    session, times = Session(model), []
-    mx.eval(session.read(mx.zeros((1, CONTEXT), mx.int32)))
-    for _ in range(REPEATS + 1):
+class _Step:
+    """A step of so many rows, and the shortest it took."""
+
+    def __init__(self, model: Any, rows: int):
+        self.seconds = math.inf
+        self._session = Session(model)
+        self._tokens = mx.zeros((1, rows), mx.int32)
+        # What is compiled when first used is not timed.
+        mx.eval(self._session.read(mx.zeros((1, CONTEXT), mx.int32)))
+        mx.eval(self._session.read(self._tokens))
+
+    def run(self) -> None:
         start = time.perf_counter()
-        mx.eval(session.read(mx.zeros((1, rows), mx.int32)))
-        times.append(time.perf_counter() - start)
-    return min(times[1:])
+        mx.eval(self._session.read(self._tokens))
+        self.seconds = min(self.seconds, time.perf_counter() - start)
 
 
 def tokens_per_round(texts: Sequence[np.ndarray], guesses: int) -> float:

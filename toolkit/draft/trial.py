@@ -14,6 +14,7 @@ from ..generate.proposal import Proposer
 from ..generate.proposers.draft import Draft
 from ..generate.proposers.lookup import Lookup
 from ..generate.sampling import Sampling, filtered
+from ..generate.speculate import Speculation
 from .economics import LONGEST, Costs, tokens_per_round
 
 PLAIN, LOOKUP, DRAFT = "plain", "lookup", "draft"
@@ -123,17 +124,18 @@ class Trial:
 
         # What is compiled when first used is not timed.
         said(self.prompts[0], 0)
-        texts, seconds, reports = [], 0.0, []
+        texts, seconds, total = [], 0.0, Speculation()
         for number, prompt in enumerate(self.prompts):
             start = time.perf_counter()
-            tokens = said(prompt, number)
+            texts.append(said(prompt, number))
             seconds += time.perf_counter() - start
-            texts.append(tokens)
-            reports.append((generator.speculation, len(tokens)))
+            if propose:
+                total.include(generator.speculation)
         rate = sum(map(len, texts)) / seconds
-        if not propose:
-            return Column(rate), texts
-        return _counted(rate, reports), texts
+        # The first token of an answer is no step's of these.
+        tokens, steps = sum(len(text) - 1 for text in texts), total.rounds + total.plain
+        rounds = tokens / steps if steps else None
+        return Column(rate, 1.0, total.acceptance, rounds), texts
 
 
 def stands_along(
@@ -163,21 +165,3 @@ def stands_along(
         score = mx.take_along_axis(logits, said[:, None], axis=-1)[:, 0]
         chosen.append(score - mx.logsumexp(logits, axis=-1))
     return np.array(mx.minimum(1.0, mx.exp(chosen[1] - chosen[0]))).astype(float)
-
-
-def _counted(rate: float, reports: list[tuple]) -> Column:
-    """What the reports of all answers say together.
-
-    Args:
-        reports: with the tokens of each answer. Its first is no step's; the last step
-            may have gone beyond its end.
-    """
-    tokens = sum(said - 1 for _, said in reports)
-    steps = sum(report.rounds + report.plain for report, _ in reports)
-    stood = sum(sum(report.stood) for report, _ in reports)
-    tried = sum(report.tried for report, _ in reports)
-    return Column(
-        rate,
-        acceptance=stood / tried if tried else None,
-        tokens_per_round=tokens / steps if steps else None,
-    )

@@ -47,12 +47,8 @@ class Speculation:
     @property
     def acceptance(self) -> float | None:
         """Share of the guesses that stood, of those whose predecessors stood."""
-        return sum(self.stood) / self.tried if self.tried else None
-
-    @property
-    def tried(self) -> int:
-        """Guesses whose predecessors all stood."""
-        return sum(self._tried())
+        tried = self._tried()
+        return sum(self.stood) / sum(tried) if sum(tried) else None
 
     @property
     def by_position(self) -> list[float]:

@@ -15,6 +15,8 @@ from .messages import Complaint, nearest
 Find = Callable[[str], Path | None]
 
 BUILTIN = "builtin:"
+# Keys of a stage's other model.
+OTHERS = {"train": ("teacher", "model"), "distill": ("student", "from")}
 GGUF = ".gguf"
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
 
@@ -26,7 +28,7 @@ def complaints(data: dict, find: Find) -> list[Complaint]:
         *_model(data, find),
         *_sources(data, find),
         *_rows(data, stages),
-        *_teachers(stages, find),
+        *_others(stages, find),
         *_order(data, stages, _quantization(data, find)),
     ]
 
@@ -126,14 +128,18 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
             yield Complaint(where, "nothing to measure on", hint, of="key")
 
 
-def _teachers(stages: list, find: Find) -> Iterator[Complaint]:
+def _others(stages: list, find: Find) -> Iterator[Complaint]:
+    """Models that stages name beside the one they work on."""
     for where, kind, block in stages:
-        teacher = block.get("teacher")
-        source = teacher.get("model") if isinstance(teacher, dict) else None
-        if kind != "train" or not isinstance(source, str):
+        if kind not in OTHERS:
+            continue
+        key, name = OTHERS[kind]
+        inner = block.get(key)
+        source = inner.get(name) if isinstance(inner, dict) else None
+        if not isinstance(source, str):
             continue
         if looks_local(source, find) and find(source) is None:
-            yield _missing((*where, "teacher", "model"), source, find)
+            yield _missing((*where, key, name), source, find)
 
 
 def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Complaint]:
