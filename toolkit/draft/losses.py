@@ -4,8 +4,6 @@ They too are of the tokens a target names and of the rest as one outcome, and so
 more than over the whole vocabulary.
 """
 
-from typing import Literal
-
 import mlx.core as mx
 
 from ..train.distillation import (
@@ -18,8 +16,7 @@ from ..train.distillation import (
 )
 from ..train.losses import cross_entropy_sum
 from ..train.targets import Target
-
-Name = Literal["forward", "reverse", "jensen_shannon", "total_variation", "acceptance"]
+from .settings import Loss
 
 
 def total_variation(teacher: Outcomes, student: Outcomes) -> tuple[mx.array, mx.array]:
@@ -56,7 +53,7 @@ class Objective:
         cross_entropy: weight of the loss on the tokens said; the measure has the rest.
     """
 
-    def __init__(self, loss: Name, *, eta: float = 3.0, cross_entropy: float = 0.0):
+    def __init__(self, loss: Loss, *, eta: float = 3.0, cross_entropy: float = 0.0):
         own = {"total_variation": total_variation, "acceptance": acceptance(eta)}
         self.measure = (own | MEASURES)[loss]
         self.cross_entropy = cross_entropy

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from ..section import Section
 
 Count = Annotated[int, Field(ge=1)]
+Loss = Literal["forward", "reverse", "jensen_shannon", "total_variation", "acceptance"]
 
 
 class Student(Section):

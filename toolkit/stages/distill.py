@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ..draft.losses import Name
-from ..draft.settings import Answers, Gates, Student, Trial
+from ..draft.settings import Answers, Gates, Loss, Student, Trial
 from ..quant.methods import Quantize
 from ..section import Section
 
@@ -22,7 +21,7 @@ class Config(Section):
     """The draft's shape and what it begins with."""
     answers: Answers = Answers()
     """What the target says to the prompts of the rows, for the draft to learn."""
-    loss: Name = "acceptance"
+    loss: Loss = "acceptance"
     """forward, reverse or jensen_shannon divergence, total_variation, or acceptance:
     forward KL while guesses fall, total variation once they stand."""
     eta: float = Field(3.0, gt=0)
