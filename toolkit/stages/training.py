@@ -10,9 +10,9 @@ from ..generate.engine import Generator
 from ..measure.perplexity import measure_perplexity
 from ..model import lora
 from ..model.adapters import files as adapter_files
+from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
-from ..model.load import set_compute_dtype
 from ..run.files import atomic_folder
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
