@@ -78,8 +78,7 @@ class Step:
         self.rates: dict[str, float] = {}
         self.gradient_clip = gradient_clip
         self.chunked = chunked
-        self.caches = caches
-        self.taught = taught
+        self.caches, self.taught = caches, taught
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
