@@ -15,4 +15,5 @@ blas.use()
 _cache = tempfile.TemporaryDirectory(prefix="lmx-cache-")
 os.environ["LMX_CACHE"] = _cache.name
 
+from hub_stand_in import stand_in  # noqa: E402, F401
 from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401

@@ -54,6 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": ("run a recipe (the same as lmx-train)", train),
         "generate": ("continue a prompt with a model", _generate),
         "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
+        "push": ("publish a model on the Hugging Face Hub", _push),
         "doctor": ("what this machine computes with, and how fast", _doctor),
     }
     parser = argparse.ArgumentParser(
@@ -120,6 +121,16 @@ def _import(argv: Sequence[str]) -> int:
     from .model.foreign import command
 
     parser = argparse.ArgumentParser(prog="lmx import", allow_abbrev=False)
+    command.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    arguments = parser.parse_args(argv)
+    return _guarded(lambda: command.run(arguments), debug=arguments.debug)
+
+
+def _push(argv: Sequence[str]) -> int:
+    from .export import command
+
+    parser = argparse.ArgumentParser(prog="lmx push", allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args(argv)

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, default=0, metavar="N", help="default 0")
     add("--raw", action="store_true", help="continue the text: no chat template")
     add("--json", action="store_true", help="print one JSON object at the end instead")
+    add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
 
 
@@ -71,13 +72,18 @@ def _generate(args: argparse.Namespace, text: str) -> int:
     blas.use()
     import mlx.core as mx
 
+    from ..model.folder import served
     from ..model.load import load
     from .engine import Generator
     from .sampling import Sampling
 
     names = ("temperature", "top_p", "top_k", "min_p", "seed")
     sampling = Sampling(**{name: getattr(args, name) for name in names})
-    loaded = load(_model_folder(args.model), trust_remote_code=args.trust_remote_code)
+    loaded = load(
+        served(args.model),
+        revision=args.revision,
+        trust_remote_code=args.trust_remote_code,
+    )
     generator = Generator(loaded.model, loaded.tokenizer)
     prompt = _encode(generator, args, text)
     options = {} if args.json else {"on_piece": _write}
@@ -86,15 +92,6 @@ def _generate(args: argparse.Namespace, text: str) -> int:
     )
     _report(generation, mx.get_peak_memory() / 1e9, as_json=args.json)
     return 0
-
-
-def _model_folder(model: str) -> str:
-    """A run folder holds the served checkpoint in model/."""
-    folder = Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return model
-    served = folder / "model"
-    return str(served) if (served / "config.json").is_file() else model
 
 
 def _encode(generator, args: argparse.Namespace, text: str) -> list[int]:

@@ -9,6 +9,14 @@ from .sizes import read_header
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
+def served(model: str) -> str:
+    """What the user named, or the checkpoint in model/ where that is a run folder."""
+    folder = Path(model).expanduser()
+    is_run = not (folder / "config.json").is_file()
+    inner = folder / "model"
+    return str(inner) if is_run and (inner / "config.json").is_file() else model
+
+
 def read_config(path: Path) -> dict:
     """The config.json of a checkpoint folder.
 

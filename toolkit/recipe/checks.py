@@ -32,9 +32,10 @@ def complaints(data: dict, find: Find) -> list[Complaint]:
 
 def looks_local(source: str, find: Find) -> bool:
     """Whether a model or data source must be on this disk, rather than on the Hub."""
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+    name = source.partition("@")[0]
+    if source.startswith((".", "/", "~")) or name.count("/") > 1:
         return True
-    owner, slash, _ = source.partition("/")
+    owner, slash, _ = name.partition("/")
     here = find(owner) if slash else None
     return source.endswith(FILE_SUFFIXES) or (here is not None and here.is_dir())
 

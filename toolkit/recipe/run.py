@@ -8,6 +8,7 @@ from pathlib import Path
 from .. import __version__, allocator, blas
 from ..data.sources import Splits
 from ..errors import Interrupted, UserError
+from ..export import hub
 from ..run.folder import RunFolder
 from ..run.guest import GuestFolder, SilentReport
 from ..run.launcher import backend
@@ -48,6 +49,8 @@ def run(
         with ranks.agreed():
             if not force:
                 require_room(loaded, plan)
+            if ranks.is_first:
+                _require_rights(plan)
         with ranks.agreed():
             opened = _open(loaded, plan, fresh, ranks)
     with opened as folder:
@@ -75,6 +78,13 @@ def run(
         folder.set_status("done")
         report.say(f"done: {folder.path}")
     return 0
+
+
+def _require_rights(plan: Plan) -> None:
+    """Refuse a run whose model the Hub would refuse at its end."""
+    for step in plan.steps:
+        if name := getattr(step.config, "push_to", None):
+            hub.require_right(name, private=step.config.private)
 
 
 def _open(
