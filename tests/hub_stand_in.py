@@ -78,6 +78,7 @@ class Hub:
         stored: large files by sha256, as they arrived.
         sent: sha256 of every large file that arrived whole, in order.
         asked: method and path of every request.
+        chunks: folder where the client itself keeps what it uploads in chunks.
         breaks: method, path -> whether to drop this connection without an answer.
     """
 
@@ -86,6 +87,7 @@ class Hub:
         self.stored = {}
         self.sent = []
         self.asked = []
+        self.chunks = None
         self.breaks = lambda method, path: False
         self.lock = threading.Lock()
 
@@ -96,6 +98,8 @@ def is_large(name):
 
 def oid(name, content):
     """What the Hub calls a file's content: sha256 of large ones, else git's sha1."""
+    if isinstance(content, tuple):
+        return content[0]
     if is_large(name):
         return hashlib.sha256(content).hexdigest()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
@@ -232,12 +236,18 @@ class Handler(BaseHTTPRequestHandler):
             if entry["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
-                files[value["path"]] = self.hub.stored[value["oid"]]
-                assert len(files[value["path"]]) == value["size"]
+                content = self.hub.stored.get(value["oid"])
+                # What came in chunks is known here by sum and size only.
+                assert self.hub.chunks or len(content) == value["size"]
+                files[value["path"]] = content or (value["oid"], value["size"])
         repository.commits.append(files)
         sha = repository.sha(len(repository.commits) - 1)
         url = f"https://huggingface.co/{name}/commit/{sha}"
         self.answer({"success": True, "commitOid": sha, "commitUrl": url})
+
+    def chunk_store(self, body, kind, name, revision):
+        place = f"local://{self.hub.chunks}"
+        self.answer({"accessToken": "key", "exp": 4102444800, "casUrl": place})
 
     def info(self, body, kind, name, revision="main"):
         if (repository := self.opened(kind, name)) is None:
@@ -286,6 +296,7 @@ ROUTES = {
     rf"{API}/tree/(?P<revision>[^/]+)/?": "tree",
     rf"{API}/paths-info/(?P<revision>[^/]+)": "paths",
     rf"{API}/revision/(?P<revision>.+)": "info",
+    rf"{API}/xet-write-token/(?P<revision>.+)": "chunk_store",
     API: "info",
     rf"/{NAME}\.git/info/lfs/objects/batch": "batch",
     r"/storage/(?P<oid>[0-9a-f]+)": "store",
@@ -320,7 +331,6 @@ def stand_in(monkeypatch, tmp_path):
         template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
         monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        # The protocol of its store of chunks is more than could be stood in for.
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))

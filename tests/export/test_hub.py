@@ -101,6 +101,31 @@ def test_a_dropped_connection_is_tried_again(stand_in, folder):
     assert stand_in.repositories["models/alice/tiny"].files == contents(folder)
 
 
+def test_a_broken_push_in_chunks_goes_on(stand_in, folder, tmp_path, monkeypatch):
+    """The way of a usual installation, with hf-xet's own store on this disk."""
+    pytest.importorskip("hf_xet")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    stand_in.chunks = tmp_path / "chunks"
+    stand_in.breaks = lambda method, path: path.endswith("/commit/main")
+    assert push(folder, "alice/tiny") == 1
+    stored = {p: p.stat().st_mtime_ns for p in stand_in.chunks.rglob("xorbs/default*")}
+    size = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    assert sum(p.stat().st_size for p in stored) > 0.9 * size
+    stand_in.breaks = lambda method, path: False
+    assert push(folder, "alice/tiny") == 0
+    again = {p: p.stat().st_mtime_ns for p in stand_in.chunks.rglob("xorbs/default*")}
+    assert again == stored
+    known = {
+        name: (hashlib.sha256(content).hexdigest(), len(content))
+        if name.endswith(".safetensors")
+        else content
+        for name, content in contents(folder).items()
+    }
+    assert stand_in.repositories["models/alice/tiny"].files == known
+
+
 @pytest.mark.parametrize(
     ("token", "name", "said"),
     [

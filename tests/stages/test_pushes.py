@@ -89,6 +89,9 @@ def test_a_broken_push_is_resumed_by_the_same_command(
 def test_model_and_rows_of_a_revision_and_what_the_card_says_of_them(
     with_data, make_checkpoint, tmp_path, monkeypatch
 ):
+    import datasets
+    from huggingface_hub import constants
+
     files = {p.name: p.read_bytes() for p in make_checkpoint().iterdir()}
     files["README.md"] = CARD.encode()
     models = Repository(files, {"config.json": b"{}"}, tags={"v1": 0})
@@ -105,7 +108,7 @@ def test_model_and_rows_of_a_revision_and_what_the_card_says_of_them(
     run.data["train"] = ["lab/rows@v1", run.data["train"][0]]
     run.write()
     assert run() == 0
-    repository = with_data.repositories["models/alice/small"]
+    repository = with_data.repositories.pop("models/alice/small")
     assert not repository.private
     assert metadata(repository) == {
         "library_name": "mlx",
@@ -116,3 +119,12 @@ def test_model_and_rows_of_a_revision_and_what_the_card_says_of_them(
         "license": "apache-2.0",
         "datasets": ["lab/rows"],
     }
+    # Offline, all of it is here; but nothing can be pushed.
+    run.stages = [TRAIN, {"export": None}]
+    run.write()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    asked = len(with_data.asked)
+    assert run("--fresh") == 0
+    assert len(with_data.asked) == asked
+    assert "apache-2.0" in (run.output / "model" / "README.md").read_text()
