@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
-from . import foreign
+from . import foreign, published
 from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
@@ -81,7 +81,10 @@ def _read(path: Path, trust_remote_code: bool, compute: str):
     """A model whose weights are unread, its config, and the type it is stored in."""
     with _mlx_lm() as zoo, _explaining(path):
         model, config = zoo.load_model(
-            path, lazy=True, trust_remote_code=trust_remote_code
+            path,
+            lazy=True,
+            trust_remote_code=trust_remote_code,
+            **published.options(path, zoo._get_classes),
         )
     dtype = stored_dtype(_complete(model))
     if compute != "stored":
