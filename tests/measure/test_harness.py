@@ -12,7 +12,9 @@ from toolkit import cli
 from toolkit.errors import UserError
 from toolkit.measure import harness
 from toolkit.model.load import load
+from toolkit.recipe.run import _require_elsewhere
 from toolkit.stages.summary import table
+from toolkit.stages.validate import Config
 
 TASK = {
     "task": "colours",
@@ -125,6 +127,14 @@ def test_without_the_extra_or_the_file_nothing_begins(tmp_path, monkeypatch, cap
     assert "r.yaml:3:22: lm-evaluation-harness is not installed" in said
     assert "pip install 'lmx-toolkit[eval]'" in said
     assert "no such file or folder: 'mine.yaml'" in said
+
+
+def test_several_processes_do_not_measure_them(monkeypatch):
+    monkeypatch.setattr(harness, "require", lambda tasks: None)
+    plan = SimpleNamespace(steps=[SimpleNamespace(config=Config(tasks=["a.yaml"]))])
+    _require_elsewhere(plan, SimpleNamespace(size=1))
+    with pytest.raises(UserError, match="measured by one process"):
+        _require_elsewhere(plan, SimpleNamespace(size=2))
 
 
 def test_rows_of_tasks_in_the_table():

@@ -47,6 +47,7 @@ def test_a_revision_is_what_runs_and_stays_for_offline(
 def test_only_what_a_model_needs_is_fetched(stand_in, files):
     more = files | {
         "pytorch_model.bin": b"\x80\x04",
+        "consolidated.safetensors": b"all of it again",
         "own.py": b"1/0",
         "onnx/model.onnx": b"x",
     }

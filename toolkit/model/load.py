@@ -19,6 +19,8 @@ from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swigl
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+# Some repositories hold all weights twice, once as their authors' program has them.
+TWICE = ["consolidated*.safetensors"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FAULTS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -138,10 +140,9 @@ def snapshot(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     patterns = PATTERNS + (["*.py"] if trust_remote_code else [])
+    chosen = {"allow_patterns": patterns, "ignore_patterns": TWICE}
     try:
-        return Path(
-            snapshot_download(str(source), revision=revision, allow_patterns=patterns)
-        )
+        return Path(snapshot_download(str(source), revision=revision, **chosen))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
