@@ -1,10 +1,14 @@
 """What a checkpoint folder says of itself, read and checked before any weight is."""
 
+import hashlib
 import json
 from pathlib import Path
 
 from ..errors import UserError
 from .sizes import read_header
+
+SAMPLE = 1 << 20
+"""Bytes at the end of a weight file that tell it from others of the same shapes."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 WAY_OUT = (
@@ -89,7 +93,7 @@ def tensor_places(path: Path) -> dict[str, Path]:
         UserError: a file is damaged, or files of several models lie here.
     """
     files = sorted(path.glob("model*.safetensors"))
-    held = {file: set(read_header(file)) for file in files}
+    held = {file: read_header(file) for file in files}
     listed = {name: path / file for name, file in _weight_map(path).items()}
     if listed and all(name in held.get(file, ()) for name, file in listed.items()):
         files = [file for file in files if file in set(listed.values())]
@@ -97,15 +101,38 @@ def tensor_places(path: Path) -> dict[str, Path]:
         listed = {}
     places = dict(listed)
     for file in files:
-        for name in held[file] - set(listed):
-            if name in places:
+        for name in held[file]:
+            if places.setdefault(name, file) != file and name not in listed:
                 raise UserError(
                     f"{name} is in {places[name].name} too: the files of two models?",
                     place=str(file),
                     hint="remove one model's files, or give the index of the other's",
                 )
-            places[name] = file
     return places
+
+
+def digest(path: Path, adapter: Path | None = None) -> str:
+    """What tells a checkpoint, with its adapter, from others, without reading it all.
+
+    Sha256 of its configuration and, of every weight file, name, size, header and end.
+    """
+    total = hashlib.sha256()
+    for folder in filter(None, [path, adapter]):
+        files = sorted(folder.glob("*.safetensors"))
+        for file in [*sorted(folder.glob("*config.json")), *files]:
+            total.update(f"{file.name} {file.stat().st_size} ".encode())
+            total.update(_telling(file))
+    return total.hexdigest()
+
+
+def _telling(file: Path) -> bytes:
+    if file.suffix == ".json":
+        return file.read_bytes()
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        header = stream.read(min(int.from_bytes(length, "little"), 100 << 20))
+        stream.seek(max(0, file.stat().st_size - SAMPLE))
+        return length + header + stream.read()
 
 
 def missing_shards(path: Path) -> list[str]:
