@@ -90,8 +90,11 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
         "loss": "reverse",
         "quantization": {"bits": 8, "group_size": 32},
     }
-    run = Run(tmp_path, {"distill": other}, model=distilled.model)
+    run = Run(tmp_path, {"distill": other}, "export", model=distilled.model)
     assert run() == 0
+    assert run.json("draft/draft.json")["target"] == weights_digest(
+        run.output / "model"
+    )
     assert answers_kept() == before
     assert "answered 24 of 24" in distilled.log
     assert "answered 24 of 24" not in run.log

@@ -102,7 +102,8 @@ class Judging:
         """Add to report.json, which a validate stage may have begun."""
         path = self.context.output / "report.json"
         before = json.loads(path.read_text()) if path.exists() else {}
-        report = {"name": self.context.name} | before | record
+        empty = {"name": self.context.name, "models": {}, "gates": []}
+        report = empty | before | record
         write_atomic(path, json.dumps(report, indent=2) + "\n")
 
     def _require(self, found: Verdict) -> None:
