@@ -21,12 +21,12 @@ FORMAT = "dense"
 FOLDER = "dense"
 
 # Model types whose files were loaded in transformers and gave the same logits.
-FAMILIES = frozenset(
-    "llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 glm4 cohere cohere2 "
-    "olmo2 starcoder2 stablelm granite smollm3 exaone4 ernie4_5 nemotron "
-    "hunyuan_v1_dense qwen3_moe qwen2_moe mixtral phimoe olmoe glm4_moe mamba mamba2 "
-    "lfm2".split()
-)
+FAMILIES = """
+    llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 glm4 cohere cohere2
+    olmo2 starcoder2 stablelm granite smollm3 exaone4 ernie4_5 nemotron
+    hunyuan_v1_dense qwen3_moe qwen2_moe mixtral phimoe olmoe glm4_moe mamba mamba2
+    lfm2
+"""
 EXPERTS = re.compile(r"(.*)\.switch_mlp\.(\w+)\.weight")
 # Mixtral's names, and those of its kin: known by the block they are in.
 NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
@@ -69,11 +69,12 @@ def require_family(config: dict) -> None:
     Raises:
         UserError: it is none of `FAMILIES`.
     """
-    if config["model_type"] not in FAMILIES or "model_file" in config:
+    known = FAMILIES.split()
+    if config["model_type"] not in known or "model_file" in config:
         raise UserError(
             f"Hugging Face's names for {config['model_type']} models are not known "
             "here",
-            hint=f"families that are: {', '.join(sorted(FAMILIES))}",
+            hint=f"families that are: {', '.join(sorted(known))}",
             code=FAILED,
         )
 
@@ -94,7 +95,7 @@ def expanded(model: nn.Module, dtype: mx.Dtype) -> dict[str, mx.array]:
 
 
 def renamed(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """By Hugging Face's names: an expert a tensor, convolutions [channels, 1, width]."""
+    """By Hugging Face's names: experts apart, convolutions [channels, 1, width]."""
     found = {}
     for name, value in tensors.items():
         if experts := EXPERTS.fullmatch(name):

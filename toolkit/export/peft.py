@@ -6,10 +6,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..errors import FAILED, UserError
-from ..model.foreign import peft as format
+from ..model.foreign import peft as foreign
+from . import safetensors
 from .dense import require_family
 from .published import Published
-from . import safetensors
 
 FORMAT = "peft"
 FOLDER = "peft"
@@ -27,7 +27,7 @@ def publish(folder: Path, published: Published) -> None:
             hint="train with `adapter:`, or leave peft out of formats",
         )
     require_family(published.load(published.model).config)
-    config = json.loads((published.adapters / format.CONFIG).read_text())
+    config = json.loads((published.adapters / foreign.CONFIG).read_text())
     tensors = mx.load(str(published.adapters / "adapters.safetensors"))
     write(folder, dict(tensors), config)
     prove(folder, tensors, config)
@@ -43,7 +43,7 @@ def write(folder: Path, tensors: dict[str, mx.array], config: dict) -> None:
     Raises:
         UserError: a layer whose adapter peft does not have.
     """
-    leaves = {own: (leaf, turned) for leaf, (own, turned) in format.LEAVES.items()}
+    leaves = {own: (leaf, turned) for leaf, (own, turned) in foreign.LEAVES.items()}
     named = {}
     for name, value in tensors.items():
         path, _, own = name.rpartition(".")
@@ -55,11 +55,11 @@ def write(folder: Path, tensors: dict[str, mx.array], config: dict) -> None:
                 code=FAILED,
             )
         leaf, turned = leaves[own]
-        named[f"{format.PREFIX}{path}.{leaf}"] = value.T if turned else value
+        named[f"{foreign.PREFIX}{path}.{leaf}"] = value.T if turned else value
     paths = sorted({name.rpartition(".")[0] for name in tensors})
-    safetensors.write(folder / format.WEIGHTS, named)
+    safetensors.write(folder / foreign.WEIGHTS, named)
     text = json.dumps(settings(config, paths), indent=2) + "\n"
-    (folder / format.CONFIG).write_text(text)
+    (folder / foreign.CONFIG).write_text(text)
 
 
 def settings(config: dict, paths: list[str]) -> dict:
@@ -89,7 +89,7 @@ def prove(folder: Path, wanted: dict[str, mx.array], config: dict) -> None:
     Raises:
         UserError: another adapter came back.
     """
-    found, back = format.read(folder)
+    found, back = foreign.read(folder)
     same = found.keys() == wanted.keys() and all(
         mx.array_equal(found[name], value) for name, value in wanted.items()
     )

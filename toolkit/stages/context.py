@@ -141,6 +141,10 @@ class Context:
         # As the manifest has it, or a stage would take it for another model.
         return folder.absolute()
 
+    def called(self, model: Path) -> str:
+        """The folder of a model; of the recipe's own what the recipe calls it."""
+        return self.source.path if model == self.base else str(model)
+
     def visible(self, model: Path) -> Path:
         """The folder of a model that the first process left, if it is seen from here.
 

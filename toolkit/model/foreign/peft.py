@@ -8,6 +8,7 @@ import json
 import math
 import re
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 
 import mlx.core as mx
@@ -16,6 +17,8 @@ from ...data import cache
 from ...errors import UserError
 from ..sizes import read_header
 
+# Other numbers from the same adapter: another version.
+VERSION = 1
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 # mlx-lm's name of a tensor and whether it is turned, by peft's name.
@@ -25,13 +28,13 @@ LEAVES = {
     "lora_magnitude_vector": ("m", False),
 }
 # Settings that change nothing of what a trained adapter computes, or that are read.
-KNOWN = frozenset(
-    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision "
-    "inference_mode r target_modules exclude_modules lora_alpha lora_dropout bias "
-    "use_rslora init_lora_weights layers_to_transform layers_pattern rank_pattern "
-    "alpha_pattern megatron_core use_dora qalora_group_size eva_config "
-    "ensure_weight_tying runtime_config".split()
-)
+KNOWN = """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision
+    inference_mode r target_modules exclude_modules lora_alpha lora_dropout bias
+    use_rslora init_lora_weights layers_to_transform layers_pattern rank_pattern
+    alpha_pattern megatron_core use_dora qalora_group_size eva_config
+    ensure_weight_tying runtime_config
+"""
 # Beginnings that leave the base weights as they are; others subtract from them.
 STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
@@ -107,16 +110,17 @@ def resolve(source: str | Path) -> Path:
     """
     folder = Path(source).expanduser()
     if not (folder / CONFIG).is_file():
-        raise UserError("this folder is no adapter: no adapter_config.json", place=str(source))
+        raise UserError(f"no adapter is here: no {CONFIG}", place=str(source))
     if not is_adapter(folder):
         return folder
     files = [folder / name for name in (CONFIG, WEIGHTS) if (folder / name).is_file()]
-    key = cache.key_of(["peft", 1, {file.name: cache.file_hash(file) for file in files}])
+    facts = {file.name: cache.file_hash(file) for file in files}
 
     def fill(target: Path) -> dict:
         convert(folder, target)
         return {"source": folder.name}
 
+    key = cache.key_of(["peft", VERSION, facts])
     size = sum(file.stat().st_size for file in files)
     return cache.kept("imports", key, fill, warn=warnings.warn, space=2 * size).folder
 
@@ -134,8 +138,8 @@ def convert(source: Path, target: Path) -> None:
 
 
 def _require_known(config: dict, place: str) -> None:
-    kind = config.get("peft_type")
-    strange = [key for key, value in config.items() if value and key not in KNOWN]
+    kind, known = config.get("peft_type"), KNOWN.split()
+    strange = [key for key, value in config.items() if value and key not in known]
     if config.get("bias", "none") != "none":
         strange.append("bias")
     if config.get("init_lora_weights", True) not in STARTS:
@@ -166,9 +170,9 @@ def _scale(path: str, own: dict[str, mx.array], config: dict) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _blocks(layers: dict) -> int:
-    numbers = [int(n) for path in layers for n in re.findall(r"\.layers\.(\d+)\.", path)]
-    return max(numbers, default=0) + 1
+def _blocks(paths: Iterable[str]) -> int:
+    found = (re.search(r"\.layers\.(\d+)\.", path) for path in paths)
+    return 1 + max((int(number[1]) for number in found if number), default=0)
 
 
 def _json(file: Path) -> dict:
