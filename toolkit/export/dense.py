@@ -41,7 +41,7 @@ def publish(folder: Path, published: Published) -> None:
             weights from what was written.
     """
     loaded = published.load(published.model)
-    require_family(loaded.config)
+    require(loaded.config)
     dense = expanded(loaded.model, loaded.dtype)
     write(folder, dense, loaded.config, companions=loaded.path)
     # Unread once more, so that of what is large little is in memory.
@@ -63,7 +63,7 @@ def write(
     checkpoints.write(folder, named, config, companions=companions)
 
 
-def require_family(config: dict) -> None:
+def require(config: dict) -> None:
     """Refuse a model whose names Hugging Face may have otherwise.
 
     Raises:

@@ -8,7 +8,7 @@ import mlx.core as mx
 from ..errors import FAILED, UserError
 from ..model.foreign import peft as foreign
 from . import safetensors
-from .dense import require_family
+from .dense import require
 from .published import Published
 
 FORMAT = "peft"
@@ -26,7 +26,7 @@ def publish(folder: Path, published: Published) -> None:
             "no adapter was trained, so there is none to export as peft",
             hint="train with `adapter:`, or leave peft out of formats",
         )
-    require_family(published.load(published.model).config)
+    require(published.load(published.model).config)
     config = json.loads((published.adapters / foreign.CONFIG).read_text())
     tensors = mx.load(str(published.adapters / "adapters.safetensors"))
     write(folder, dict(tensors), config)

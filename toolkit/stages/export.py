@@ -31,7 +31,7 @@ class Config(Section):
         if len(set(self.formats)) < len(self.formats):
             raise ValueError("a format is named twice")
         if "gguf" in self.formats and not find_spec("gguf"):
-            raise ValueError('the format gguf needs its package: pip install "gguf"')
+            raise ValueError("the format gguf needs its package: pip install gguf")
         return self
 
 

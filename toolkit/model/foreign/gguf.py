@@ -125,12 +125,12 @@ def _rope(
         return {}
     stored = np.array(gguf_blocks.dense(tensors[FREQUENCIES]).astype(mx.float32))
     for factor in LLAMA3_FACTORS:
-        if np.allclose(stored, _llama3(config, factor), rtol=1e-4):
+        if np.allclose(stored, llama3(config, factor), rtol=1e-4):
             return {"rope_scaling": {"rope_type": "llama3", "factor": factor}}
     raise UserError(f"{FREQUENCIES} stretches positions in a way not known here")
 
 
-def _llama3(config: dict, factor: float) -> np.ndarray:
+def llama3(config: dict, factor: float) -> np.ndarray:
     """What wavelengths are divided by: 1 if short, `factor` if long, between else.
 
     Llama 3.1's rule with its bounds, which mlx-lm takes when a config names none:
