@@ -10,12 +10,6 @@ from ..model.load import model_class
 
 # llama.cpp's names of the architectures, by mlx-lm's.
 ARCHITECTURES = {"mistral": "llama"} | {name: name for name in foreign.ARCHITECTURES}
-# Llama 3.1's bounds, the only ones for which the frequencies are known here.
-LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
 
 
 def metadata(config: dict) -> dict[str, Any]:
@@ -82,8 +76,8 @@ def _rope(scaling: dict | None) -> tuple[str, float]:
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     factor = float(scaling.get("factor", 1.0))
     if kind == "llama3":
-        bounds = {key: scaling.get(key, value) for key, value in LLAMA3.items()}
-        if bounds != LLAMA3 or factor not in foreign.LLAMA3_FACTORS:
+        bounds = {key: scaling.get(key, v) for key, v in foreign.LLAMA3.items()}
+        if bounds != foreign.LLAMA3 or factor not in foreign.LLAMA3_FACTORS:
             raise _refused(f"positions stretched by {scaling}")
     elif kind not in ("default", "linear"):
         raise _refused(f"positions stretched by {kind!r}")

@@ -34,6 +34,11 @@ TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 FREQUENCIES = "rope_freqs.weight"
 # The stretchings of Llama 3.1 and 3.2, of which a file holds only what they come to.
 LLAMA3_FACTORS = (8.0, 32.0)
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def read(
@@ -126,7 +131,8 @@ def _rope(
     stored = np.array(gguf_blocks.dense(tensors[FREQUENCIES]).astype(mx.float32))
     for factor in LLAMA3_FACTORS:
         if np.allclose(stored, llama3(config, factor), rtol=1e-4):
-            return {"rope_scaling": {"rope_type": "llama3", "factor": factor}}
+            scaling = {"rope_type": "llama3", "factor": factor}
+            return {"rope_scaling": scaling | LLAMA3}
     raise UserError(f"{FREQUENCIES} stretches positions in a way not known here")
 
 
