@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 from tiny_runs import TRAIN, VALIDATE, Run
 
+from toolkit import cli
 from toolkit.export import dense
 from toolkit.model.load import load
 
@@ -66,6 +67,16 @@ def test_a_training_goes_on_from_an_adapter(published, tmp_path, base):
         [first, *_] = [r["loss"] for r in run.rows() if r["kind"] == "valid"]
         assert first == pytest.approx(before[-1], rel=1e-3)
         assert first < before[0] - 0.01
+
+
+def test_generating_takes_the_adapter_in_both_formats(published, base, capsys):
+    said = []
+    for form in (None, "adapters", "peft"):
+        adapter = ["--adapter", str(published.output / form)] if form else []
+        prompt = ["--prompt", "Add 3 and 4.", "--max-tokens", "12"]
+        assert cli.main(["generate", str(base), *adapter, *prompt]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[1] == said[2] != said[0]
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def resolve(source: str | Path) -> Path:
     """
     folder = Path(source).expanduser()
     if not (folder / CONFIG).is_file():
-        raise UserError(f"no adapter is here: no {CONFIG}", place=str(source))
+        raise UserError(f"the adapter does not load: no {CONFIG}", place=str(source))
     if not is_adapter(folder):
         return folder
     files = [folder / name for name in (CONFIG, WEIGHTS) if (folder / name).is_file()]
