@@ -98,6 +98,7 @@ def test_codes_are_written_as_they_are(
         np.testing.assert_allclose(
             numbers(tensors[name]), wanted, rtol=tolerance, atol=tolerance
         )
+    assert ("2 of 2 quantized matrices are expanded" in said[-1]) == (kind == "F16")
     assert f"2 {kind}" in said[0] or kind == "F16"
 
 

@@ -6,6 +6,7 @@ their scales; every other matrix is written expanded.
 
 from pathlib import Path
 
+from ..model.adapters.weights import is_quantized
 from .published import Published
 
 FORMAT = "gguf"
@@ -38,3 +39,11 @@ def publish(folder: Path, published: Published) -> None:
     prove(file, loaded)
     told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
     published.say(f"matrices of {file.name}: {told}")
+    modules = [module for _, module in loaded.model.named_modules()]
+    quantized = sum(map(is_quantized, modules))
+    expanded = quantized - sum(kind.startswith("Q") for kind in kinds)
+    if expanded:
+        published.say(
+            f"{expanded} of {quantized} quantized matrices are expanded there: ggml has "
+            "no such codes, or float16 does not hold their scales"
+        )
