@@ -44,6 +44,6 @@ def publish(folder: Path, published: Published) -> None:
     expanded = quantized - sum(kind.startswith("Q") for kind in kinds)
     if expanded:
         published.say(
-            f"{expanded} of {quantized} quantized matrices are expanded there: ggml has "
-            "no such codes, or float16 does not hold their scales"
+            f"{expanded} of {quantized} quantized matrices are expanded there: ggml "
+            "has no such codes, or float16 does not hold their scales"
         )
