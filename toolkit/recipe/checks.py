@@ -227,7 +227,8 @@ def _formats(data: dict, stages: list, find: Find) -> Iterator[Complaint]:
     config = read_config(find(source) if source else None)
     adapted = False
     for where, kind, block in stages:
-        adapted |= kind == "train" and block.get("adapter") is not None
+        if kind == "train":
+            adapted = block.get("adapter") is not None
         named = block.get("formats") if kind == "export" else None
         for index, name in enumerate(named if isinstance(named, list) else []):
             at = (*where, "formats", index)
