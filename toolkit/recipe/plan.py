@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..section import Section
+from ..stages.export import FORMATS
 from . import places
 from .loader import Loaded
 
@@ -88,7 +89,7 @@ def difference(old: str, new: str) -> str:
 def _outputs(output: Path, index: int, kind: str, config: Section) -> tuple[Path, ...]:
     own = output / "stages" / f"{index}-{kind}"
     if kind == "export":
-        return own, output / "model"
+        return own, *(output / FORMATS[name].FOLDER for name in config.formats)
     if kind == "train" and config.adapter is not None:
         return own, output / "adapters"
     return (own,)
