@@ -11,6 +11,7 @@ from ..errors import Interrupted, UserError
 from ..run.folder import RunFolder
 from ..run.guest import GuestFolder, SilentReport
 from ..run.launcher import backend
+from ..run.page.write import NAME as REPORT
 from ..run.ranks import Ranks, join
 from ..run.report import Report
 from ..stages.context import Artefact, Context
@@ -65,15 +66,15 @@ def run(
             with tracking, ranks.linked():
                 _run_stages(loaded, plan, folder, report, ranks)
         except (Interrupted, KeyboardInterrupt):
-            folder.set_status("interrupted")
             report.warn(f"interrupted; to go on: {command}")
+            folder.set_status("interrupted")
             raise
         except UserError as error:
-            folder.set_status("failed")
             report.log(str(error))
+            folder.set_status("failed")
             raise
         folder.set_status("done")
-        report.say(f"done: {folder.path}")
+        report.say(f"done: {folder.path / REPORT}")
     return 0
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import UserError
 from . import manifest
 from .files import explained, hash_file, hash_folder, sweep, write_atomic
+from .page.write import write_page
 
 RECIPE, RESOLVED = "recipe.yaml", "resolved.yaml"
 
@@ -82,10 +83,11 @@ class RunFolder:
         os.close(self._lock)
 
     def set_status(self, status: str) -> None:
-        """Record running, done, failed or interrupted."""
+        """Record running, done, failed or interrupted; tell it in report.html."""
         self._manifest["status"] = status
         self._manifest["ended"] = None if status == "running" else manifest.now()
         self._save()
+        write_page(self.path)
 
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage, made when missing."""
@@ -110,6 +112,7 @@ class RunFolder:
         assert all(hashes.values()), f"stage {stage} left an empty folder"
         self._manifest["stages"][stage] = {"facts": facts, "artefacts": hashes}
         self._save()
+        write_page(self.path)
 
     def finished(self, stage: str, warn: Callable[[str], None]) -> dict | None:
         """The facts of a stage that is done and whose artefacts are as it left them."""
