@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "train": ("run a recipe (the same as lmx-train)", train),
         "generate": ("continue a prompt with a model", _generate),
         "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
+        "report": ("make the page of a run again", _report),
+        "compare": ("runs side by side", _compare),
         "doctor": ("what this machine computes with, and how fast", _doctor),
     }
     parser = argparse.ArgumentParser(
@@ -109,17 +111,30 @@ def _train(arguments: argparse.Namespace) -> int:
 def _generate(argv: Sequence[str]) -> int:
     from .generate import command
 
-    parser = argparse.ArgumentParser(prog="lmx generate", allow_abbrev=False)
-    command.add_arguments(parser)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    arguments = parser.parse_args(argv)
-    return _guarded(lambda: command.run(arguments), debug=arguments.debug)
+    return _verb("generate", command, argv)
 
 
 def _import(argv: Sequence[str]) -> int:
     from .model.foreign import command
 
-    parser = argparse.ArgumentParser(prog="lmx import", allow_abbrev=False)
+    return _verb("import", command, argv)
+
+
+def _report(argv: Sequence[str]) -> int:
+    from .run.commands import report
+
+    return _verb("report", report, argv)
+
+
+def _compare(argv: Sequence[str]) -> int:
+    from .run.commands import compare
+
+    return _verb("compare", compare, argv)
+
+
+def _verb(name: str, command, argv: Sequence[str]) -> int:
+    """Run a verb whose module declares its arguments."""
+    parser = argparse.ArgumentParser(prog=f"lmx {name}", allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args(argv)

@@ -11,7 +11,7 @@ from ..data.batches import Batch
 from .perplexity import mean_over_rows
 
 # The same for all runs, so that histograms can be laid over each other.
-KL_EDGES = tuple(10.0**half for half in np.arange(-6, 1.5, 0.5).tolist())
+KL_EDGES = tuple(10.0**power for power in np.arange(-6, 1.25, 0.25).tolist())
 CONFIDENCE_EDGES = tuple(tenth / 10 for tenth in range(11))
 
 

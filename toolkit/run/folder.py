@@ -87,7 +87,7 @@ class RunFolder:
         self._manifest["status"] = status
         self._manifest["ended"] = None if status == "running" else manifest.now()
         self._save()
-        write_page(self.path)
+        self._tell()
 
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage, made when missing."""
@@ -112,7 +112,7 @@ class RunFolder:
         assert all(hashes.values()), f"stage {stage} left an empty folder"
         self._manifest["stages"][stage] = {"facts": facts, "artefacts": hashes}
         self._save()
-        write_page(self.path)
+        self._tell()
 
     def finished(self, stage: str, warn: Callable[[str], None]) -> dict | None:
         """The facts of a stage that is done and whose artefacts are as it left them."""
@@ -131,6 +131,11 @@ class RunFolder:
             self._manifest["stages"].pop(stage, None)
             shutil.rmtree(self.path / "stages" / stage, ignore_errors=True)
         self._save()
+
+    def _tell(self) -> None:
+        # `lmx report` can make it again; a run must not end for it.
+        with suppress(UserError):
+            write_page(self.path)
 
     def _save(self) -> None:
         text = json.dumps(self._manifest, indent=2) + "\n"

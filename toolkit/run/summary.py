@@ -36,7 +36,7 @@ class Figure:
 
 FIGURES = (
     Figure("perplexity", "perplexity", "{:.3f}", "perplexity_stderr"),
-    Figure("KL to the column before", "kl_mean", "{:.4f}", "kl_stderr"),
+    Figure("KL to the model before", "kl_mean", "{:.4f}", "kl_stderr"),
     Figure("KL, 99th percentile", "kl_p99", "{:.3f}"),
     Figure("top-1 agreement", "top1_agreement", "{:.1%}"),
     Figure("skill accuracy", "accuracy", "{:.1%}", "accuracy_stderr"),

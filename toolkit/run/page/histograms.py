@@ -21,7 +21,7 @@ def _kl(name: str, figures: dict) -> Chart | None:
         "positions",
         [(f"{low:.2g} to {high:.2g}", n) for low, high, n in _bins(edges, counts)],
         across="nats, the scale is logarithmic",
-        labels=[(i, f"{edge:g}") for i, edge in enumerate(edges) if i % 4 == 0],
+        labels=[(i, f"{edge:g}") for i, edge in enumerate(edges) if i % 8 == 0],
     )
 
 

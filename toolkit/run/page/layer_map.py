@@ -10,8 +10,8 @@ SHADES = 6
 LEAST_DECIBELS = 30
 BITS = "After the slash, weights of a group. The stronger the colour, the more bits."
 ERROR = (
-    "Squared distance from the unquantized weights, in % of their squares. The stronger "
-    "the colour, the more is lost."
+    "Squared distance from the unquantized weights, in % of their squares. "
+    "The stronger the colour, the more is lost."
 )
 
 

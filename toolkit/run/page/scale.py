@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ..report import format_number
 
-TICKS = 4
+TICKS = 5
 
 
 @dataclass(frozen=True)
