@@ -1,5 +1,6 @@
 """Put the page together."""
 
+from functools import cache
 from pathlib import Path
 
 from ..files import write_atomic
@@ -21,24 +22,32 @@ def write_page(folder: Path) -> Path:
     Raises:
         UserError: this is no run folder, a file is damaged, or the disk refuses.
     """
-    record = Record.read(folder)
     target = folder / NAME
-    write_atomic(target, render("report.html", **_values(record)))
+    write_atomic(target, page(folder))
     return target
+
+
+def page(folder: Path) -> str:
+    """The page of a run folder; see `write_page`."""
+    return render("report.html", **_values(Record.read(folder)))
 
 
 def render(template: str, **values) -> str:
     """Fill a template; whatever goes into it is escaped."""
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment():
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
+    return Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(template).render(**values)
 
 
 def _values(record: Record) -> dict:
