@@ -13,6 +13,7 @@ from .task import Task
 TOKENS_PER_COLUMN = 8
 LEAST_TOKENS = 1 << 15
 TOKENS_AT_ONCE = 2048
+KEPT_BYTES = 1 << 27
 
 
 def quantize_watched(
@@ -26,7 +27,13 @@ def quantize_watched(
     Returns:
         What is stored, by name: codes, scales, biases, and dense weights that changed.
     """
-    tensors = _walk(config, task, prepare).run(_affine_alone(solve, task))
+    walk = _walk(config, task, prepare)
+    # What MLX keeps of freed memory counts, too, where a model hardly fits.
+    before = mx.set_cache_limit(KEPT_BYTES)
+    try:
+        tensors = walk.run(_affine_alone(solve, task))
+    finally:
+        mx.set_cache_limit(before)
     modules = dict(task.model.named_modules())
     for path, spec in task.specs.items():
         if f"{path}.scales" not in tensors:
