@@ -53,6 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "train": ("run a recipe (the same as lmx-train)", train),
         "generate": ("continue a prompt with a model", _generate),
+        "bench": ("how fast a model generates, and what would speed it up", _bench),
         "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
         "report": ("make the page of a run again", _report),
         "compare": ("runs side by side", _compare),
@@ -112,6 +113,12 @@ def _generate(argv: Sequence[str]) -> int:
     from .generate import command
 
     return _verb("generate", command, argv)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from .measure import command
+
+    return _verb("bench", command, argv)
 
 
 def _import(argv: Sequence[str]) -> int:

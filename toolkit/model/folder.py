@@ -1,10 +1,14 @@
 """What a checkpoint folder says of itself, read and checked before any weight is."""
 
+import hashlib
 import json
 from pathlib import Path
 
 from ..errors import UserError
 from .sizes import read_header
+
+SAMPLE = 1 << 20
+"""Bytes at the end of a weight file that tell it from others of the same shapes."""
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -65,6 +69,30 @@ def check_weights(path: Path) -> None:
             hint="convert the weights to safetensors",
         )
     raise UserError("no model*.safetensors here", place=str(path))
+
+
+def digest(path: Path, adapter: Path | None = None) -> str:
+    """What tells a checkpoint, with its adapter, from others, without reading it all.
+
+    Sha256 of its configuration and, of every weight file, name, size, header and end.
+    """
+    total = hashlib.sha256()
+    for folder in filter(None, [path, adapter]):
+        files = sorted(folder.glob("*.safetensors"))
+        for file in [*sorted(folder.glob("*config.json")), *files]:
+            total.update(f"{file.name} {file.stat().st_size} ".encode())
+            total.update(_telling(file))
+    return total.hexdigest()
+
+
+def _telling(file: Path) -> bytes:
+    if file.suffix == ".json":
+        return file.read_bytes()
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        header = stream.read(min(int.from_bytes(length, "little"), 100 << 20))
+        stream.seek(max(0, file.stat().st_size - SAMPLE))
+        return length + header + stream.read()
 
 
 def missing_shards(path: Path) -> list[str]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
 from . import foreign
+from .cast import cast, stored_dtype
 from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
@@ -49,22 +49,25 @@ def load(
     trust_remote_code: bool = False,
     compute: str = "auto",
     lazy: bool = False,
+    adapter: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint folder or Hub id.
 
     Args:
+        adapter: folder of a LoRA or DoRA adapter in mlx-lm's format, to put on it.
         compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
             slower, else as stored), "stored", or the name of a type.
         lazy: read weights when they are first used, and not here.
 
     Raises:
-        UserError: no such model, not a model, an unknown architecture, damaged files.
+        UserError: no such model, not a model, an unknown architecture, damaged files,
+            an adapter of another model.
     """
     path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
     refuse_what_cannot_load(path, trust_remote_code=trust_remote_code)
 
     def read() -> tuple[nn.Module, dict, mx.Dtype]:
-        return _read(path, trust_remote_code, compute)
+        return _read(path, trust_remote_code, compute, adapter)
 
     model, config, dtype = read()
     if not lazy:
@@ -77,15 +80,17 @@ def load(
     return Loaded(model, tokenizer, config, path, dtype, lambda: read()[0])
 
 
-def _read(path: Path, trust_remote_code: bool, compute: str):
+def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
     """A model whose weights are unread, its config, and the type it is stored in."""
     with _mlx_lm() as zoo, _explaining(path):
         model, config = zoo.load_model(
             path, lazy=True, trust_remote_code=trust_remote_code
         )
     dtype = stored_dtype(_complete(model))
+    if adapter:
+        _adapt(model, Path(adapter).expanduser())
     if compute != "stored":
-        _cast(model, compute_dtype(compute, dtype))
+        cast(model, compute_dtype(compute, dtype))
     if on_cpu():
         replace_slow_functions()
         replace_swiglu()
@@ -169,6 +174,22 @@ def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> N
         )
 
 
+def _adapt(model: nn.Module, folder: Path) -> None:
+    with _mlx_lm():
+        from mlx_lm.tuner.utils import load_adapters
+    try:
+        load_adapters(model, str(folder))
+        mx.eval(model.parameters())
+    except FAULTS as error:
+        raise UserError(
+            f"the adapter does not load: {str(error).splitlines()[0]}",
+            place=str(folder),
+            hint="is it of this model, with adapter_config.json beside it?",
+        ) from error
+    # Dropout is for training.
+    model.eval()
+
+
 @contextmanager
 def _explaining(path: Path):
     """What mlx-lm fails with, in our words."""
@@ -249,36 +270,11 @@ def make_cache(model: nn.Module) -> list:
     return make_prompt_cache(model)
 
 
-def stored_dtype(model: nn.Module) -> mx.Dtype:
-    """The floating type that most of the parameters (or their scales) have."""
-    sizes: dict[mx.Dtype, int] = {}
-    for _, value in tree_flatten(model.parameters()):
-        if mx.issubdtype(value.dtype, mx.floating):
-            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
-    return max(sizes, key=sizes.get)
-
-
 def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """The type to compute in: see `load`."""
     if name in DTYPES:
         return DTYPES[name]
     return mx.float32 if name == "auto" and on_cpu() else stored
-
-
-def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast the floating parameters but those the model says must keep their type."""
-    _cast(model, dtype)
-    mx.eval(model.parameters())
-
-
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    may_cast = getattr(model, "cast_predicate", lambda _: True)
-
-    def cast(path, value):
-        is_float = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(dtype) if is_float and may_cast(path) else value
-
-    model.update(tree_map_with_path(cast, model.parameters()))
 
 
 @contextmanager
