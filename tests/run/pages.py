@@ -56,6 +56,7 @@ REPORT = {
 }
 MANIFEST = {
     "name": "try",
+    "command": "lmx-train try.yaml seed=1",
     "status": "done",
     "recipe_hash": "ab" * 32,
     "versions": {"python": "3.11", "mlx": "0.32.4", "numpy": None},

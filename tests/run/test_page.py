@@ -6,7 +6,7 @@ import re
 from itertools import pairwise
 
 import pytest
-from pages import MANIFEST, REPORT, ROWS, SHIFT, Page, make_run
+from pages import MANIFEST, REPORT, RESOLVED, ROWS, SHIFT, Page, make_run
 
 from toolkit.errors import UserError
 from toolkit.run.page.layer_map import layer_maps
@@ -64,7 +64,8 @@ def test_figures_are_those_of_the_run(whole):
     assert "4/64" in cells
     assert "cd" * 32 in cells
     assert "lmx generate exports/try/model" in whole.text["pre"]
-    assert "lmx-train exports/try/resolved.yaml" in whole.text["pre"]
+    assert "lmx-train try.yaml seed=1 --fresh" in whole.text["pre"]
+    assert RESOLVED in whole.text["pre"]
 
 
 def test_tables_are_named_and_have_headings(whole):
@@ -153,11 +154,19 @@ def test_models_of_no_curve_or_one_value(tmp_path):
     assert not {"1-train-loss-title", "quantized-kl-title"} & ids
 
 
-@pytest.mark.parametrize("text", ["[1]", "{", '{"models": 3}'])
-def test_what_is_no_report_is_refused(tmp_path, text):
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("report.json", "[1]"),
+        ("report.json", "{"),
+        ("report.json", '{"models": 3}'),
+        ("resolved.yaml", "{"),
+    ],
+)
+def test_what_is_damaged_is_named(tmp_path, name, text):
     folder = make_run(tmp_path / "try")
-    (folder / "report.json").write_text(text)
-    with pytest.raises(UserError, match="no report"):
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=name):
         write_page(folder)
 
 

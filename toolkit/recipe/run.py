@@ -50,7 +50,7 @@ def run(
             if not force:
                 require_room(loaded, plan)
         with ranks.agreed():
-            opened = _open(loaded, plan, fresh, ranks)
+            opened = _open(loaded, plan, command, fresh, ranks)
     with opened as folder:
         report = Report(folder.path, quiet=quiet) if ranks.is_first else SilentReport()
         report.say(f"lmx {__version__}: {loaded.name} -> {folder.path}")
@@ -79,13 +79,14 @@ def run(
 
 
 def _open(
-    loaded: Loaded, plan: Plan, fresh: bool, ranks: Ranks
+    loaded: Loaded, plan: Plan, command: str, fresh: bool, ranks: Ranks
 ) -> RunFolder | GuestFolder:
     if not ranks.is_first:
         return GuestFolder(plan.output)
     return RunFolder.open(
         plan.output,
         name=loaded.name,
+        command=command,
         recipe_text=loaded.text,
         resolved=loaded.resolved,
         recipe_hash=plan.recipe_hash,

@@ -36,6 +36,7 @@ class RunFolder:
         path: Path,
         *,
         name: str,
+        command: str,
         recipe_text: str,
         resolved: str,
         recipe_hash: str,
@@ -45,6 +46,7 @@ class RunFolder:
         """Create or reopen a run folder.
 
         Args:
+            command: what the user typed.
             difference: a readable diff of two resolved recipes.
             fresh: set an earlier run aside, as `<path>.old-N`, and start over.
 
@@ -64,7 +66,7 @@ class RunFolder:
             elif old["recipe_hash"] != recipe_hash:
                 _refuse_changed(path, resolved, difference)
             sweep(path)
-            new = manifest.new(name, recipe_hash, old["stages"] if old else {})
+            new = manifest.new(name, command, recipe_hash, old["stages"] if old else {})
             folder = cls(path, lock, new, manifest.last_words(path, old))
             write_atomic(path / RECIPE, recipe_text)
             write_atomic(path / RESOLVED, resolved)

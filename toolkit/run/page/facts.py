@@ -73,12 +73,10 @@ def uses(record: Record) -> list[str]:
 
 
 def reproduces(record: Record) -> list[str]:
-    """Commands that make the run, or this page, again."""
-    folder = record.output
-    return [
-        f"lmx-train {folder}/resolved.yaml output={folder}-again",
-        f"lmx report {folder}",
-    ]
+    """Commands that make the run, setting this one aside, or this page again."""
+    command = record.manifest.get("command")
+    again = [f"{command} --fresh"] if command else []
+    return [*again, f"lmx report {record.output}"]
 
 
 def _duration(facts: dict) -> str | None:

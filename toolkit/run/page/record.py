@@ -20,7 +20,7 @@ class Record:
 
     Attributes:
         report: empty when nothing has been measured yet.
-        resolved: every value of the recipe.
+        resolved: every value of the recipe, defaults and arguments among them.
         log: the last lines.
         folders: which of the published folders are there.
     """
@@ -31,6 +31,7 @@ class Record:
     metrics: list[dict]
     samples: list[dict]
     recipe: str
+    resolved_text: str
     resolved: dict
     log: list[str]
     folders: tuple[str, ...]
@@ -49,6 +50,7 @@ class Record:
                 place=str(path),
                 hint="name a folder that lmx-train has left, as exports/<recipe>",
             )
+        resolved = _text(path / "resolved.yaml")
         return cls(
             path=path,
             manifest=facts,
@@ -56,7 +58,8 @@ class Record:
             metrics=read_rows(path / "metrics.jsonl"),
             samples=read_rows(path / "samples.jsonl"),
             recipe=_text(path / "recipe.yaml"),
-            resolved=yaml.safe_load(_text(path / "resolved.yaml")) or {},
+            resolved_text=resolved,
+            resolved=_resolved(path, resolved),
             log=_text(path / "log.txt").splitlines()[-LAST_LINES:],
             folders=tuple(
                 name
@@ -89,6 +92,14 @@ def read_report(file: Path) -> dict:
     if not isinstance(report, dict) or not isinstance(report.get("models", {}), dict):
         raise UserError("this is no report of lmx", place=str(file))
     return report
+
+
+def _resolved(path: Path, text: str) -> dict:
+    try:
+        return yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        place = str(path / "resolved.yaml")
+        raise UserError("this is no recipe of a run", place=place) from error
 
 
 def _text(file: Path) -> str:

@@ -69,6 +69,7 @@ def _values(record: Record) -> dict:
         "uses": facts.uses(record),
         "reproduces": facts.reproduces(record),
         "recipe": record.recipe,
+        "resolved": record.resolved_text,
         "versions": facts.versions(record),
         "hashes": facts.hashes(record),
     }
