@@ -57,6 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
         "report": ("make the page of a run again", _report),
         "compare": ("runs side by side", _compare),
+        "push": ("publish a model on the Hugging Face Hub", _push),
         "doctor": ("what this machine computes with, and how fast", _doctor),
     }
     parser = argparse.ArgumentParser(
@@ -137,6 +138,12 @@ def _compare(argv: Sequence[str]) -> int:
     from .run.commands import compare
 
     return _verb("compare", compare, argv)
+
+
+def _push(argv: Sequence[str]) -> int:
+    from .export import command
+
+    return _verb("push", command, argv)
 
 
 def _verb(name: str, command, argv: Sequence[str]) -> int:

@@ -16,6 +16,7 @@ REPORT = {
             "perplexity": 3.3,
             "perplexity_stderr": 0.1,
             "kl_mean": 0.02,
+            "tasks": {"arc": {"acc,none": 0.5, "acc_stderr,none": 0.01}},
             "kl_stderr": 0.001,
             "bytes": 3_000_000,
             "generation": {"ttft_ms": {"p50": 12.5, "p90": 13.0, "p99": 14.0}},

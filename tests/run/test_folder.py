@@ -17,7 +17,8 @@ from pathlib import Path
 from toolkit.run.folder import RunFolder
 with RunFolder.open(
     Path(sys.argv[1]), name="try", command="lmx-train try",
-    recipe_text="seed: 1", resolved="seed: 1", recipe_hash="one", difference=lambda old, new: "",
+    recipe_text="seed: 1", resolved="seed: 1", recipe_hash="one",
+    difference=lambda old, new: "",
 ) as run:
     run.enter("1-train")
     (run.path / "metrics.jsonl").write_text(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from .page.record import Record, read_report
-from .summary import FIGURES, Figure
+from .summary import Figure, figures_of
 from .values import one_line, recipe_values
 
 ABSENT = "-"
@@ -50,7 +50,7 @@ def figures_table(sides: list[Side]) -> tuple[list[str], list[list[str]]]:
         ["status", *(side.status or ABSENT for side in sides)],
         ["gates passed", *map(_passed, sides)],
     ]
-    for figure in FIGURES:
+    for figure in figures_of([side.figures for side in sides]):
         if any(figure.value(side.figures) is not None for side in sides):
             rows.append([figure.label, *(_cell(figure, s, sides[0]) for s in sides)])
     return ["", *(side.name for side in sides)], rows
