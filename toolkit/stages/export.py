@@ -76,7 +76,7 @@ def run(config: Config, context: "Context") -> "Artefact":
 def _write_card(folder: Path, config: Config, context: "Context") -> None:
     from ..data.formats import hub_id
     from ..export.card import write_card
-    from .summary import table
+    from ..run.summary import table
 
     measured = context.output / "report.json"
     report = json.loads(measured.read_text()) if measured.exists() else {}
