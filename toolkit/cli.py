@@ -55,6 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": ("continue a prompt with a model", _generate),
         "bench": ("how fast a model generates, and what would speed it up", _bench),
         "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
+        "push": ("publish a model on the Hugging Face Hub", _push),
         "doctor": ("what this machine computes with, and how fast", _doctor),
     }
     parser = argparse.ArgumentParser(
@@ -128,6 +129,16 @@ def _import(argv: Sequence[str]) -> int:
 def _verb(name: str, command, argv: Sequence[str]) -> int:
     """Run a verb whose module declares its arguments."""
     parser = argparse.ArgumentParser(prog=f"lmx {name}", allow_abbrev=False)
+    command.add_arguments(parser)
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    arguments = parser.parse_args(argv)
+    return _guarded(lambda: command.run(arguments), debug=arguments.debug)
+
+
+def _push(argv: Sequence[str]) -> int:
+    from .export import command
+
+    parser = argparse.ArgumentParser(prog="lmx push", allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args(argv)

@@ -49,6 +49,7 @@ def _run(args: argparse.Namespace, text: str) -> int:
 
     allocator.keep()
     blas.use()
+    from ..model.folder import served
     from ..model.load import load
     from . import rows
     from .talk import Talk, print_json
@@ -56,7 +57,8 @@ def _run(args: argparse.Namespace, text: str) -> int:
     sampling = options.sampling(args)
     parsed = rows.parse(text, place=args.batch_file) if args.batch_file else []
     loaded = load(
-        options.model_folder(args.model),
+        served(args.model),
+        revision=args.revision,
         trust_remote_code=args.trust_remote_code,
         adapter=args.adapter,
     )

@@ -1,7 +1,6 @@
 """The options of `lmx generate`, and the generator they ask for."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
@@ -54,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-session", metavar="FOLDER", help="keep what was read, for another day")
     add("--load-session", metavar="FOLDER", help="go on from there")
     add("--json", action="store_true", help="print one JSON object at the end instead")
+    add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
 
 
@@ -138,15 +138,6 @@ def sampling(args: argparse.Namespace) -> "Sampling":
 
     names = (name.replace("-", "_") for name in SAMPLING)
     return Sampling(**{name: getattr(args, name) for name in names})
-
-
-def model_folder(model: str) -> str:
-    """A run folder holds the served checkpoint in model/."""
-    folder = Path(model).expanduser()
-    if (folder / "config.json").is_file():
-        return model
-    served = folder / "model"
-    return str(served) if (served / "config.json").is_file() else model
 
 
 def open_generator(args: argparse.Namespace, loaded: "Loaded") -> "Generator":

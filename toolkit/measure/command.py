@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from ..generate.options import add_draft, draft_faults, model_folder
+from ..generate.options import add_draft, draft_faults
+from ..model.folder import served
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
     found = {}
     for name in filter(None, [args.model, args.against]):
-        loaded = load(model_folder(name), trust_remote_code=args.trust_remote_code)
+        loaded = load(served(name), trust_remote_code=args.trust_remote_code)
         measure = _ladder if args.ladder else _bench
         if not args.json:
             sys.stdout.write(f"{name}\n")

@@ -13,12 +13,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from . import foreign
+from . import foreign, published
 from .cast import cast, stored_dtype
 from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+# Some repositories hold all weights twice, once as their authors' program has them.
+TWICE = ["consolidated*.safetensors"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FAULTS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -84,7 +86,10 @@ def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
     """A model whose weights are unread, its config, and the type it is stored in."""
     with _mlx_lm() as zoo, _explaining(path):
         model, config = zoo.load_model(
-            path, lazy=True, trust_remote_code=trust_remote_code
+            path,
+            lazy=True,
+            trust_remote_code=trust_remote_code,
+            **published.options(path, zoo._get_classes),
         )
     dtype = stored_dtype(_complete(model))
     if adapter:
@@ -140,10 +145,9 @@ def snapshot(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     patterns = PATTERNS + (["*.py"] if trust_remote_code else [])
+    chosen = {"allow_patterns": patterns, "ignore_patterns": TWICE}
     try:
-        return Path(
-            snapshot_download(str(source), revision=revision, allow_patterns=patterns)
-        )
+        return Path(snapshot_download(str(source), revision=revision, **chosen))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(

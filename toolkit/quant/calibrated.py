@@ -4,6 +4,7 @@ import hashlib
 
 import mlx.core as mx
 
+from .. import allocator
 from ..model.cpu import on_cpu
 from .calibrate import Solve, Stored, Walk
 from .opened import Prepare
@@ -31,7 +32,8 @@ def quantize_watched(
     # What MLX keeps of freed memory counts, too, where a model hardly fits.
     before = mx.set_cache_limit(KEPT_BYTES)
     try:
-        tensors = walk.run(_affine_alone(solve, task))
+        with allocator.lean():
+            tensors = walk.run(_affine_alone(solve, task))
     finally:
         mx.set_cache_limit(before)
     modules = dict(task.model.named_modules())

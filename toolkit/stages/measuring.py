@@ -13,6 +13,7 @@ from ..generate.engine import Generator
 from ..generate.proposers.lookup import Lookup
 from ..measure.accuracy import Question, measure_accuracy
 from ..measure.divergence import measure_divergence
+from ..measure.harness import is_file, measure_tasks
 from ..measure.perplexity import measure_perplexity, tokens_at_once
 from ..measure.speed import measure_speculation, measure_speed
 from ..model.load import Loaded
@@ -123,6 +124,10 @@ class Measuring:
                 "accuracy_stderr": accuracy.stderr,
                 "accuracy_by_skill": accuracy.by_skill,
             }
+        if self.config.tasks:
+            figures["tasks"] = measure_tasks(
+                loaded, self._tasks, documents=self.config.documents
+            )
         prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
         return figures | self._speed(loaded, generator, prompts[-SPEED_PROMPTS:])
 
@@ -138,6 +143,12 @@ class Measuring:
                 guessing, prompts, plain=plain, **length
             )
         return {"generation": speed, "speculation": speculation}
+
+    @property
+    def _tasks(self) -> list[str | Path]:
+        """The names of the tasks, and the places of those that are files."""
+        tasks = self.config.tasks
+        return [self.context.find(t) or t if is_file(t) else t for t in tasks]
 
     def _encoded(self, loaded: Loaded) -> list[Batch]:
         """The batches every model is measured on, made with the first one's tokenizer.
