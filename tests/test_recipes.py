@@ -11,6 +11,12 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 SMALL = {
     "train": ["evaluate_batches=1", "learning_rate=1e-5"],
+    "distill": [
+        "answers={prompts: 20, held_out: 4, max_tokens: 12}",
+        "steps=2",
+        "batch_tokens=512",
+        "trial={prompts: 2, max_tokens: 12}",
+    ],
     "validate": ["tokens=200", "questions=21", "speed_tokens=8"],
 }
 BATCH = {"batch_size": "batch_size=4", "batch_tokens": "batch_tokens=256"}
@@ -23,8 +29,9 @@ def shortened(path: Path) -> list[str]:
     for stage, settings in SMALL.items():
         if f"- {stage}:" in text:
             arguments += [f"stages.{stage}.{setting}" for setting in settings]
-    arguments += [f"stages.train.{BATCH[key]}" for key in BATCH if f"{key}:" in text]
-    if "method: gptq" in text:
+    if "- train:" in text:
+        arguments += [f"stages.train.{v}" for k, v in BATCH.items() if f"{k}:" in text]
+    if "- quantize:" in text and "method: gptq" in text:
         calibration = ("tokens=2048", "length=128", "held_out=256")
         tune = ("steps=2", "batch_tokens=256", "learning_rate=1e-3")
         arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
@@ -35,7 +42,7 @@ def shortened(path: Path) -> list[str]:
     if "budget:" in text:
         arguments.append("stages.quantize.budget.bits=[2, 3, 5]")
         arguments.append("stages.quantize.budget.group_sizes=[128]")
-    if "steps:" in text:
+    if "- train:" in text and "steps:" in text:
         arguments.append("stages.train.steps=2")
     if "fresh:" in text:
         arguments += ["model.fresh.layers=1", "model.fresh.vocabulary=512"]

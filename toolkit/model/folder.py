@@ -4,6 +4,7 @@ import hashlib
 import json
 from pathlib import Path
 
+from ..data.cache import file_hash
 from ..errors import UserError
 from .sizes import read_header
 
@@ -40,6 +41,12 @@ def read_config(path: Path) -> dict:
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))
     return config
+
+
+def weights_digest(path: Path) -> str:
+    """A hash of a checkpoint's weights and of what makes a model of them."""
+    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
 def setting(config: dict, name: str) -> int:

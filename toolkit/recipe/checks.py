@@ -17,6 +17,8 @@ from .messages import Complaint, nearest
 Find = Callable[[str], Path | None]
 
 BUILTIN = "builtin:"
+# Keys of a stage's other model.
+OTHERS = {"train": ("teacher", "model"), "distill": ("student", "from")}
 GGUF = ".gguf"
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
 
@@ -28,7 +30,7 @@ def complaints(data: dict, find: Find) -> list[Complaint]:
         *_model(data, find),
         *_sources(data, find),
         *_rows(data, stages),
-        *_teachers(stages, find),
+        *_others(stages, find),
         *_tasks(stages, find),
         *_order(data, stages, _quantization(data, find)),
         *_formats(data, stages, find),
@@ -123,7 +125,7 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
     block = data.get("data")
     block = block if isinstance(block, dict) else {}
     for where, kind, _ in stages:
-        if kind == "train" and not block.get("train"):
+        if kind in ("train", "distill") and not block.get("train"):
             hint = "name rows to train on in data.train"
             yield Complaint(where, "nothing to train on", hint, of="key")
         if kind == "validate" and not (block.get("valid") or block.get("train")):
@@ -131,14 +133,18 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
             yield Complaint(where, "nothing to measure on", hint, of="key")
 
 
-def _teachers(stages: list, find: Find) -> Iterator[Complaint]:
+def _others(stages: list, find: Find) -> Iterator[Complaint]:
+    """Models that stages name beside the one they work on."""
     for where, kind, block in stages:
-        teacher = block.get("teacher")
-        source = teacher.get("model") if isinstance(teacher, dict) else None
-        if kind != "train" or not isinstance(source, str):
+        if kind not in OTHERS:
+            continue
+        key, name = OTHERS[kind]
+        inner = block.get(key)
+        source = inner.get(name) if isinstance(inner, dict) else None
+        if not isinstance(source, str):
             continue
         if looks_local(source, find) and find(source) is None:
-            yield _missing((*where, "teacher", "model"), source, find)
+            yield _missing((*where, key, name), source, find)
 
 
 def _tasks(stages: list, find: Find) -> Iterator[Complaint]:
@@ -166,8 +172,14 @@ def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Complai
     """
     model = data.get("model")
     blank = isinstance(model, dict) and model.get("fresh") is not None
+    drafted = False
     for where, kind, block in stages:
-        if blank and kind in ("quantize", "validate", "export"):
+        if drafted and kind in ("train", "quantize"):
+            message = "the draft was distilled from the model before this stage"
+            hint = "distil last, from the model that will be served"
+            yield Complaint(where, message, hint, "key")
+        drafted |= kind == "distill"
+        if blank and kind in ("quantize", "distill", "validate", "export"):
             hint = "begin with a train stage"
             yield Complaint(
                 where, "a fresh model has learnt nothing yet", hint, "block"

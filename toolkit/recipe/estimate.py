@@ -172,6 +172,9 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
     """
     size, needed = anatomy.bytes, 0
     for index, stage in enumerate(stages):
+        # A draft is small beside the model it is distilled from.
+        if hasattr(stage, "student"):
+            continue
         quantization = getattr(stage, "quantization", None)
         if load := loads.get(index):
             if "quantization" in anatomy.config:

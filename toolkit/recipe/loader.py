@@ -150,5 +150,7 @@ def _place(
 
 def _plain(recipe: Recipe) -> dict:
     data = recipe.model_dump(mode="json", exclude={"stages"})
-    stages = [{s.kind: s.config.model_dump(mode="json")} for s in recipe.stages]
+    stages = [
+        {s.kind: s.config.model_dump(mode="json", by_alias=True)} for s in recipe.stages
+    ]
     return {**data, "stages": stages}

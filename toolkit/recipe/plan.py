@@ -21,8 +21,8 @@ class Step:
 
     Attributes:
         index: position in the recipe, from 1.
-        inputs: the model artefact read (a folder, a Hub id or "fresh"), a teacher of
-            another name, then the data.
+        inputs: the model artefact read (a folder, a Hub id or "fresh"), a teacher or
+            sibling of another name, then the data.
         outputs: folders left behind; the first one is the stage's own.
     """
 
@@ -55,8 +55,8 @@ def plan(loaded: Loaded) -> Plan:
     steps = []
     for index, stage in enumerate(recipe.stages, 1):
         outputs = _outputs(output, index, stage.kind, stage.config)
-        rows, teacher = _rows(recipe.data, stage.kind), _teacher(stage.config)
-        inputs = tuple(dict.fromkeys((artefact, *teacher, *rows)))
+        rows, others = _rows(recipe.data, stage.kind), _others(stage.config)
+        inputs = tuple(dict.fromkeys((artefact, *others, *rows)))
         steps.append(Step(index, stage.kind, inputs, outputs, stage.config))
         if stage.kind in ("train", "quantize"):
             artefact = str(outputs[0])
@@ -90,17 +90,21 @@ def _outputs(output: Path, index: int, kind: str, config: Section) -> tuple[Path
     own = output / "stages" / f"{index}-{kind}"
     if kind == "export":
         return own, *(output / FORMATS[name].FOLDER for name in config.formats)
+    if kind == "distill":
+        return own, output / "draft"
     if kind == "train" and config.adapter is not None:
         return own, output / "adapters"
     return (own,)
 
 
 def _rows(data: Section, kind: str) -> tuple[str, ...]:
-    if kind == "train":
+    if kind in ("train", "distill"):
         return (*data.train, *data.valid)
     return tuple(data.valid or data.train) if kind == "validate" else ()
 
 
-def _teacher(config: Section) -> tuple[str, ...]:
+def _others(config: Section) -> tuple[str, ...]:
     teacher = getattr(config, "teacher", None)
-    return (teacher.model,) if teacher and teacher.model else ()
+    student = getattr(config, "student", None)
+    named = (teacher and teacher.model, student and student.source)
+    return tuple(filter(None, named))

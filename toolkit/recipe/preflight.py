@@ -87,7 +87,9 @@ def _model(loaded: Loaded) -> tuple[Anatomy | None, Any, list[Line]]:
         )
     ]
     for stage in loaded.recipe.stages:
-        lines += _kept(anatomy, stage.config)
+        # What is quantized in distilling is another model.
+        if stage.kind != "distill":
+            lines += _kept(anatomy, stage.config)
     if model.fresh:
         lines.append(("model", "its tokenizer is trained at the start of the run"))
         return anatomy, None, lines

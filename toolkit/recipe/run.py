@@ -196,6 +196,6 @@ def _context(
 
 def _own(artefact: Artefact, output: Path) -> list[Path]:
     """The artefact's folders that lie in the run folder, and so are ours to check."""
-    folders = {artefact.model, artefact.reference, artefact.adapters} - {None}
-    folders |= {*artefact.published}
+    folders = {artefact.model, artefact.reference, artefact.adapters, artefact.draft}
+    folders = {*folders, *artefact.published} - {None}
     return sorted(path for path in folders if path.is_relative_to(output))

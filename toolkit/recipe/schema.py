@@ -7,19 +7,15 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..data.sources import Data
 from ..model.source import Model
+from ..quant.methods import Quantize
 from ..registry import entries
 from ..section import Section
+from ..stages.distill import Config as Distill
 from ..stages.export import Config as Export
 from ..stages.train import Config as Train
 from ..stages.validate import Config as Validate
 
-METHODS = entries("toolkit.quant", "Config")
 TRACKERS = entries("toolkit.run.trackers", "Config")
-
-
-def _with_method(value):
-    """A quantize block that names no method rounds to nearest."""
-    return {"method": "rtn", **value} if isinstance(value, dict) else value
 
 
 def _one_of(modules: dict[str, ModuleType], key: str):
@@ -31,7 +27,6 @@ def _one_of(modules: dict[str, ModuleType], key: str):
     return Annotated[Union[configs], Field(discriminator=key)]  # noqa: UP007
 
 
-Quantize = Annotated[_one_of(METHODS, "method"), BeforeValidator(_with_method)]
 Tracker = _one_of(TRACKERS, "type")
 
 
@@ -44,6 +39,8 @@ class Stage(Section):
     """Train or fine-tune."""
     quantize: Quantize | None = None
     """Quantize after training."""
+    distill: Distill | None = None
+    """Distil a draft model for speculative decoding."""
     check: Validate | None = Field(None, alias="validate")
     """Measure from disk and check the gates."""
     export: Export | None = None
@@ -60,12 +57,14 @@ class Stage(Section):
     @model_validator(mode="after")
     def _one(self):
         if len(self.model_fields_set) != 1:
-            raise ValueError("a stage has one key: train, quantize, validate or export")
+            raise ValueError(
+                "a stage has one key: train, quantize, distill, validate or export"
+            )
         return self
 
     @property
     def kind(self) -> str:
-        """train, quantize, validate or export."""
+        """train, quantize, distill, validate or export."""
         field = next(iter(self.model_fields_set))
         return type(self).model_fields[field].alias or field
 

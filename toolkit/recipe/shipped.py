@@ -39,8 +39,9 @@ def locate(name: str) -> Path:
 
 def listing() -> str:
     """The shipped recipes with their first comment, and all that has a name."""
+    from ..quant.methods import METHODS
     from .messages import fields
-    from .schema import METHODS, TRACKERS, Stage
+    from .schema import TRACKERS, Stage
 
     formats = entries("toolkit.export", "FORMAT")
     stages = {kind: info.description for kind, info in fields(Stage).items()}

@@ -17,7 +17,7 @@ from ..run.files import atomic_folder
 from ..run.ranks import ALONE, Ranks
 from ..run.report import Report
 
-PATHS = ("model", "reference", "adapters")
+PATHS = ("model", "reference", "adapters", "draft")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class Artefact:
         reference: its unquantized twin; the same folder when nothing is quantized.
         adapters: folder of the adapter that was trained, if any.
         facts: what the report and the model card tell of how it was made.
+        draft: folder of the draft model that was distilled from it, if any.
         published: folders that an export left beside the model.
     """
 
@@ -36,6 +37,7 @@ class Artefact:
     reference: Path
     adapters: Path | None = None
     facts: dict = field(default_factory=dict)
+    draft: Path | None = None
     published: tuple[Path, ...] = ()
 
     @property

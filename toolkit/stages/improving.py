@@ -1,9 +1,8 @@
 """What follows a quantization method: gates between its steps, and scale tuning."""
 
-from hashlib import sha256
-
 import mlx.core as mx
 
+from ..model.folder import weights_digest
 from ..model.load import Loaded
 from ..quant.gates import Gates
 from ..quant.layers import Selection
@@ -11,7 +10,6 @@ from ..quant.spec import pack
 from ..quant.student import Student
 from ..quant.task import PostTraining, Tune
 from ..quant.tune import Tuning
-from ..run.files import hash_file
 from ..train.targets import Targets, make_targets
 from .calibrating import Calibrating
 from .context import Context, write_checkpoint
@@ -80,7 +78,7 @@ class Improving:
     def _targets(self) -> tuple[Targets, Targets | None]:
         """What the unquantized model predicts where it is judged, and where trained."""
         reference = self.context.load(self.loaded.path)
-        digest = _digest(reference)
+        digest = weights_digest(reference.path)
 
         def predicted(name: str, tokens: mx.array, at_once: int, temperature: float):
             rows = max(1, at_once // tokens.shape[1])
@@ -109,9 +107,3 @@ class Improving:
             packed = pack(self.weights[f"{path}.weight"], spec, self.loaded.dtype)
             rounded |= {f"{path}.{name}": value for name, value in packed.items()}
         return rounded
-
-
-def _digest(loaded: Loaded) -> str:
-    """A hash of a checkpoint's weights and of what makes a model of them."""
-    files = [loaded.path / "config.json", *sorted(loaded.path.glob("*.safetensors"))]
-    return sha256("".join(map(hash_file, files)).encode()).hexdigest()

@@ -26,6 +26,8 @@ from .samples import shown_rows
 from .validate import Config
 
 SPEED_PROMPTS = 2
+# Facts of a draft, which have entries of their own in the report.
+DRAFT = ("draft", "speculation")
 PROPOSERS = {"lookup": Lookup}
 
 # Gate: the path of its value among a model's figures, and whether more is better.
@@ -182,13 +184,14 @@ class Measuring:
         self.context.report.table(self.context.name, *table(self.figures))
 
     def _write(self, gates: list[dict]) -> None:
+        facts = self.context.current.facts
         report = {
             "name": self.context.name,
             "models": self.figures,
-            "training": self.context.current.facts,
+            "training": {k: v for k, v in facts.items() if k not in DRAFT},
             "samples": [row.to_json() for row in self.shown],
             "gates": gates,
-        }
+        } | {key: facts[key] for key in DRAFT if key in facts}
         path = self.context.output / "report.json"
         write_atomic(path, json.dumps(report, indent=2) + "\n")
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from ..data.batches import Batch, Batches, Examples
-from ..data.cache import file_hash
 from ..data.packing import PackedBatches
 from ..errors import UserError
 from ..generate.answering import Answerer, answered
-from ..model.folder import read_config, setting
+from ..model.folder import read_config, setting, weights_digest
 from ..model.load import Loaded, load_tokenizer, resolve
 from ..train.documents import DocumentCaches
 from ..train.predictions import KeptTargets, Source, confidence, keep_targets
@@ -46,8 +45,7 @@ class Teaching:
     @cached_property
     def digest(self) -> str:
         """A hash of the teacher's weights and of what makes a model of them."""
-        files = [self.folder / "config.json", *self.folder.glob("*.safetensors")]
-        return sha256("".join(map(file_hash, sorted(files))).encode()).hexdigest()
+        return weights_digest(self.folder)
 
     @cached_property
     def live(self) -> LiveTeacher:

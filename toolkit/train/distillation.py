@@ -37,7 +37,7 @@ def divergence_sum(
     target: Target,
     mask: mx.array | None = None,
     *,
-    divergence: Divergence = "forward",
+    divergence: Divergence | Measure = "forward",
     confidence: mx.array | float = 0.0,
     temperature: float = 1.0,
 ) -> mx.array:
@@ -50,12 +50,15 @@ def divergence_sum(
         target: of the same positions, at the same temperature.
         mask: bool [...], True where a position counts; None = everywhere.
         divergence: KL(teacher || student), KL(student || teacher), the mean of both
-            from the middle between the two, or, by confidence, a mix of both.
+            from the middle between the two, or, by confidence, a mix of both; or a
+            measure of one's own.
         confidence: share of KL(student || teacher) in that mix; the mean probability
             that the teacher gives the true tokens (CAKLD, arXiv 2402.10631).
         temperature: what the logits are divided by.
     """
-    measure = MEASURES.get(divergence) or _by_confidence(confidence)
+    measure = divergence
+    if not callable(measure):
+        measure = MEASURES.get(divergence) or _by_confidence(confidence)
     logits = logits.astype(mx.float32) / temperature
     if mask is None:
         mask = mx.ones(logits.shape[:-1], mx.bool_)
@@ -74,12 +77,12 @@ def kl_sum(
 
 
 def _sum(logits: mx.array, target: Target, mask: mx.array, measure: Measure):
-    teacher, indices = _teacher(target), target.indices
+    teacher, indices = of_teacher(target), target.indices
 
     @mx.custom_function
     def total(logits):
         """The sum, and what its gradient needs."""
-        student, parts = _student(logits, indices)
+        student, parts = of_student(logits, indices)
         losses, slopes = measure(teacher, student)
         found = mx.where(mask, losses.sum(axis=-1), 0.0).sum()
         return found, slopes, student.probs, *parts
@@ -99,7 +102,8 @@ def _sum(logits: mx.array, target: Target, mask: mx.array, measure: Measure):
     return total(logits)[0]
 
 
-def _teacher(target: Target) -> Outcomes:
+def of_teacher(target: Target) -> Outcomes:
+    """What a target names, and the rest if it has one."""
     logs = target.log_probs
     if target.log_rest is not None:
         logs = mx.concatenate([logs, target.log_rest[..., None]], axis=-1)
@@ -107,7 +111,7 @@ def _teacher(target: Target) -> Outcomes:
     return Outcomes(logs, exponentials_of(logs))
 
 
-def _student(
+def of_student(
     logits: mx.array, indices: mx.array | None
 ) -> tuple[Outcomes, tuple[mx.array, ...]]:
     """Its outcomes; with a rest also exponentials of what is no named token, and sums.

@@ -71,10 +71,8 @@ def choose(model: Any, tokens: mx.array) -> list[int]:
     Raises:
         UserError: the model has no list of blocks.
     """
-    count = len(_blocks(model).trunk[_blocks(model).name])
-    target = _probabilities(model, tokens)
-    overlaps = {n: _overlap(target, without(model, [n]), tokens) for n in range(count)}
-    order = sorted(overlaps, key=overlaps.get, reverse=True)
+    order, target = ranked(model, tokens), _probabilities(model, tokens)
+    count = len(order)
     plain, rows = _seconds(model, 1), {k: _seconds(model, k + 1) for k in (1, 2, 4)}
     best, chosen = 1.0, []
     for skipped in sorted({max(1, round(share * count)) for share in SHARES}):
@@ -88,6 +86,20 @@ def choose(model: Any, tokens: mx.array) -> list[int]:
             if speedup > best:
                 best, chosen = speedup, sorted(order[:skipped])
     return chosen
+
+
+def ranked(model: Any, tokens: mx.array) -> list[int]:
+    """Numbers of the blocks, the one whose lack changes least on tokens [1, L] first.
+
+    Raises:
+        UserError: the model has no list of blocks, or does not run with fewer.
+    """
+    blocks, target = _blocks(model), _probabilities(model, tokens)
+    overlaps = {
+        number: _overlap(target, without(model, [number]), tokens)
+        for number in range(len(blocks.trunk[blocks.name]))
+    }
+    return sorted(overlaps, key=overlaps.get, reverse=True)
 
 
 def _blocks(model: Any) -> Blocks:

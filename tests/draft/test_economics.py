@@ -1,0 +1,41 @@
+"""What guessing brings, against closed forms and a simulation."""
+
+import numpy as np
+import pytest
+
+from toolkit.draft.economics import Costs, tokens_per_round
+
+
+@pytest.mark.parametrize("guesses", [1, 3, 8])
+@pytest.mark.parametrize("rate", [0.0, 0.4, 0.9, 1.0])
+def test_equal_chances_give_the_geometric_series(rate, guesses):
+    found = tokens_per_round([np.full(20_000, rate)], guesses)
+    assert found == pytest.approx(sum(rate**i for i in range(guesses + 1)), rel=1e-3)
+
+
+def test_rounds_begin_where_the_ones_before_them_end():
+    """Chances that depend on the place: rounds drawn by hand are as long."""
+    random = np.random.default_rng(0)
+    stands = np.tile([0.95, 0.1, 0.5, 0.9, 0.9, 0.2], 20)
+    place = rounds = 0
+    while rounds < 40_000:
+        tries = 0
+        where = place % len(stands)
+        while tries < 3 and where + tries < len(stands):
+            if random.random() >= stands[where + tries]:
+                break
+            tries += 1
+        place += min(tries + 1, len(stands) - where)
+        rounds += 1
+    assert tokens_per_round([stands], 3) == pytest.approx(place / rounds, rel=0.01)
+
+
+def test_the_textbook_case_and_rows_that_cost():
+    flat = Costs((1.0,) * 9, 0.08)
+    tokens = [sum(0.8**i for i in range(k + 1)) for k in range(1, 9)]
+    length, speedup = flat.best(tokens)
+    # Leviathan et al., theorem 3.8.
+    assert (length, round(speedup, 2)) == (6, 2.67)
+    steep = Costs(tuple(1 + 0.9 * i for i in range(9)), 0.08)
+    assert steep.best(tokens)[0] == 1
+    assert steep.best(tokens)[1] < 1

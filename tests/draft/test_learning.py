@@ -1,0 +1,181 @@
+"""A draft learns the law of its target, and what is predicted of it comes true."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+
+from toolkit.data.template import Example
+from toolkit.draft.economics import Costs, tokens_per_round
+from toolkit.draft.losses import Objective
+from toolkit.draft.step import Learning, chances
+from toolkit.draft.targets import Lessons
+from toolkit.draft.trial import DRAFT, LOOKUP, Trial, stands_along
+from toolkit.generate.sampling import Sampling
+from toolkit.model.load import build
+from toolkit.run.report import Report
+
+VOCABULARY = 24
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+}
+FREE = Costs((1.0,) * 9, 0.05)
+
+
+def law_of():
+    """Logits of what follows a token, by token: [V, V]."""
+    random = np.random.default_rng(0)
+    return mx.array(3.0 * random.normal(size=(VOCABULARY, VOCABULARY)))
+
+
+def lessons(top_k, *, texts=48, seed=0):
+    """Texts drawn from the law, and its predictions."""
+    law, random = law_of(), np.random.default_rng(seed)
+    shares = np.array(mx.softmax(law, axis=-1)).astype(float)
+    examples = []
+    for number in range(texts):
+        tokens = [int(random.integers(VOCABULARY))]
+        for _ in range(16):
+            now = shares[tokens[-1]]
+            tokens.append(int(random.choice(VOCABULARY, p=now / now.sum())))
+        mask = np.arange(17) > 3
+        examples.append(Example(np.array(tokens, np.int32), mask, f"text {number}"))
+    return Lessons(
+        examples,
+        lambda tokens: law[tokens],
+        key=f"law {seed}",
+        max_length=32,
+        tokens=512,
+        top_k=top_k,
+        seed=0,
+        report=Report(None, quiet=True),
+    )
+
+
+def student():
+    mx.random.seed(1)
+    model = build(LLAMA)
+    mx.eval(model.parameters())
+    return model
+
+
+def overlap(model, held_out):
+    """Bounds of the mean overlap, and the overlap over the whole vocabulary."""
+    found = []
+    for lesson in held_out:
+        p = mx.softmax(law_of()[lesson.tokens[:, :-1]].astype(mx.float32), axis=-1)
+        q = mx.softmax(model(lesson.tokens[:, :-1]), axis=-1)
+        exact = mx.minimum(p, q).sum(axis=-1)
+        mask = np.array(lesson.mask)
+        bounds = (*chances(model, lesson), exact)
+        found.append([np.array(value)[mask].mean() for value in bounds])
+    return np.mean(found, axis=0)
+
+
+def trained(loss, steps=80):
+    taught, model = lessons(8), student()
+    objective = Objective(loss, cross_entropy=0.1)
+    step = Learning(model, taught=objective, gradient_clip=1.0)
+    for number in range(steps):
+        step(taught(number), 1e-2, number)
+        mx.eval(step.parameters, step.optimizer.state)
+    return step.serve()
+
+
+def test_learning_raises_the_share_of_guesses_that_stand():
+    held_out = lessons(8, seed=1)
+    *_, before = overlap(student(), held_out)
+    shares = {
+        loss: overlap(trained(loss), held_out) for loss in ("forward", "acceptance")
+    }
+    for low, high, exact in shares.values():
+        assert exact > before + 0.2
+        assert low - 1e-4 <= exact <= high + 1e-4
+    assert shares["acceptance"][2] >= shares["forward"][2] - 0.01
+
+
+def test_what_is_asked_again_is_read_from_the_cache():
+    calls, law = [], law_of()
+
+    def counted(tokens):
+        calls.append(tokens.shape)
+        return law[tokens]
+
+    examples = [Example(np.arange(9, dtype=np.int32), np.arange(9) > 2, "here")]
+    settings = {"max_length": 32, "tokens": 64, "top_k": 4, "seed": 0}
+    report = Report(None, quiet=True)
+    for _ in range(2):
+        Lessons(examples, counted, key="counted", report=report, **settings)
+    assert len(calls) == 1
+    Lessons(examples, counted, key="another target", report=report, **settings)
+    assert len(calls) == 2
+
+
+class Wordless:
+    """A tokenizer whose tokens have no text and end nothing."""
+
+    eos_token_ids = ()
+    last_segment = ""
+
+    @property
+    def detokenizer(self):
+        return self
+
+    def add_token(self, token):
+        pass
+
+    def finalize(self):
+        pass
+
+
+def noisy(model, amount):
+    mx.random.seed(5)
+    twin = build(model_config())
+    twin.update(
+        tree_map(lambda w: w + amount * mx.random.normal(w.shape), model.parameters())
+    )
+    mx.eval(twin.parameters())
+    return twin
+
+
+def model_config():
+    sizes = {"vocab_size": 260, "max_position_embeddings": 400}
+    return LLAMA | sizes | {"tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_of_a_round_are_as_many_as_predicted(temperature):
+    mx.random.seed(3)
+    target = build(model_config())
+    target.lm_head.weight *= 25
+    draft = noisy(target, 0.01)
+    prompts = [[5, 9, 11, number] for number in range(8)]
+    trial = Trial(target, draft, Wordless(), prompts, costs=FREE, max_tokens=70)
+    sampling = Sampling(temperature=temperature, seed=4)
+    found = trial.run(sampling)
+    column = found.columns[DRAFT]
+    assert 0.3 < column.acceptance < 0.99
+    assert 1 < column.tokens_per_round < found.length + 1
+    assert column.tokens_per_round == pytest.approx(
+        found.predicted_tokens, rel=0.05 if temperature else 1e-9
+    )
+    assert found.columns[LOOKUP].speedup > 0
+    assert found.predicted_speedup == FREE.speedup(found.predicted_tokens, found.length)
+
+
+def test_a_model_that_drafts_for_itself_always_stands():
+    mx.random.seed(3)
+    target = build(model_config())
+    text = [7, 250, 3, 9, 9]
+    for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
+        stands = stands_along(target, target, [1, 2], text, sampling)
+        assert np.allclose(stands, 1, atol=1e-5)
+        assert tokens_per_round([stands], 3) == pytest.approx(4, rel=1e-3)

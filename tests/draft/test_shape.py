@@ -1,0 +1,134 @@
+"""Students cut from a larger model: what is left computes what it did before."""
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from toolkit.draft.activity import most_active, watch
+from toolkit.draft.contract import require_servable
+from toolkit.draft.shape import Shape, configured, cut, most_missed
+from toolkit.errors import UserError
+from toolkit.generate.proposers.skipping import without
+from toolkit.model.load import build
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 50,
+    "max_position_embeddings": 128,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "layer_types": ["full_attention"] * 4,
+}
+TOKENS = mx.array([[1, 7, 3, 3, 9, 40, 22, 5]])
+
+
+def model_of(config):
+    mx.random.seed(0)
+    model = build(config)
+    mx.eval(model.parameters())
+    return model
+
+
+def student_of(model, shape, activity=None):
+    weights = dict(tree_flatten(model.parameters()))
+    config = configured(CONFIG, shape)
+    student = build(config)
+    student.load_weights(list(cut(model, weights, shape, activity).items()))
+    return student, config
+
+
+def test_fewer_blocks_are_the_model_without_the_others():
+    model = model_of(CONFIG)
+    student, config = student_of(model, Shape((0, 3)))
+    assert mx.allclose(student(TOKENS), without(model, [1, 2])(TOKENS), atol=1e-6)
+    assert config["num_hidden_layers"] == len(config["layer_types"]) == 2
+
+
+def test_channels_of_the_inner_layer_that_do_nothing_can_go():
+    model = model_of(CONFIG)
+    idle = mx.arange(48) % 3 == 0
+    for layer in model.layers:
+        for name in ("gate_proj", "up_proj"):
+            weight = layer.mlp[name].weight
+            layer.mlp[name].weight = mx.where(idle[:, None], 0.0, weight)
+    activity = watch(model, TOKENS)
+    shape = Shape((0, 1, 2, 3), intermediate_size=32)
+    student, _ = student_of(model, shape, activity)
+    assert mx.allclose(student(TOKENS), model(TOKENS), atol=1e-5)
+
+
+def test_a_narrower_stream_keeps_its_most_active_channels():
+    model = model_of(CONFIG)
+    silent = mx.arange(32) % 4 == 1
+    model.model.embed_tokens.weight *= mx.where(silent, 0.0, 1.0)
+    for layer in model.layers:
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.weight *= mx.where(silent, 0.0, 1.0)[:, None]
+    activity = watch(model, TOKENS)
+    assert not silent[most_active(activity.hidden, 24)].any()
+    shape = Shape((0, 1, 2, 3), hidden_size=24)
+    student, config = student_of(model, shape, activity)
+    assert config["head_dim"] == 16
+    # The mean square of a norm is now of fewer channels; only that differs.
+    for layer in student.layers:
+        for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+            norm.weight *= (32 / 24) ** 0.5
+            norm.eps *= 32 / 24
+    student.model.norm.weight *= (32 / 24) ** 0.5
+    student.model.norm.eps *= 32 / 24
+    assert mx.allclose(student(TOKENS), model(TOKENS), atol=1e-4)
+
+
+def test_the_blocks_kept_are_those_most_missed():
+    assert most_missed([2, 0, 3, 1], 2) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("shape", "what"),
+    [
+        (Shape((0, 4)), "no block 4"),
+        (Shape((0,), hidden_size=64), "64 cannot be left"),
+    ],
+)
+def test_what_is_not_there_cannot_be_left(shape, what):
+    with pytest.raises(UserError, match=what):
+        configured(CONFIG, shape)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"max_position_embeddings": 64}, "positions"),
+        ({"vocab_size": 49}, "49 rows"),
+        ({"model_file": "own.py"}, "code of its own"),
+    ],
+)
+def test_what_no_engine_could_serve_is_refused(changes, what):
+    require_servable(CONFIG, CONFIG, 50, place="here")
+    with pytest.raises(UserError, match=what):
+        require_servable(CONFIG | changes, CONFIG, 50, place="here")
+
+
+def test_a_sliding_window_is_refused():
+    window = {
+        "model_type": "gemma3_text",
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "vocab_size": 50,
+        "sliding_window": 16,
+        "sliding_window_pattern": 3,
+        "max_position_embeddings": 128,
+    }
+    with pytest.raises(UserError, match="full attention"):
+        require_servable(window, CONFIG, 50, place="here")

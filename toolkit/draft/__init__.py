@@ -1,0 +1,1 @@
+"""Draft models: small ones that guess what a large one will say."""

@@ -1,0 +1,188 @@
+"""How a distill stage is put together: lessons, student, training, rounding."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ..draft.economics import LONGEST, Costs, measure, tokens_per_round
+from ..draft.losses import Objective
+from ..draft.step import Learning, chances
+from ..model.cast import set_compute_dtype
+from ..model.cpu import on_cpu
+from ..model.folder import setting, weights_digest
+from ..model.load import Loaded
+from ..train.chunked import ChunkedLoss
+from ..train.keep import Keep
+from ..train.loop import Cadence, Loop
+from ..train.optim import learning_rate
+from ..train.split import CannotSplit
+from . import quantize
+from .context import Artefact, Context, write_checkpoint
+from .distill import Config
+from .judging import Judging
+from .lessons import Schooling
+from .students import Students
+from .train import CACHED_LOGITS, CHUNK_LOGITS
+from .training import training_dtype
+
+WARMUP, FINAL = 0.05, 0.1
+# Steps that a student of each shape is given before shapes are compared.
+TRIED_STEPS = 40
+# Tokens on which the blocks are compared.
+RANKED = 256
+
+
+class Drafting:
+    """One distill stage."""
+
+    def __init__(self, config: Config, context: Context):
+        self.config = config
+        self.context = context
+        self.target = context.load(context.current.model)
+        self.digest = weights_digest(self.target.path)
+        self.schooling = Schooling(config, context, self.target, self.digest)
+
+    def run(self) -> Artefact:
+        """Leave the draft in draft/ and its figures in report.json."""
+        context = self.context
+        students = Students(self.config.student, context, self.target, self._sample())
+        student = students.begin(self._predicted)
+        del students
+        dense, facts = self._trained(student)
+        draft = self._quantized(dense)
+        judging = Judging(self.config, context, self.target, self.digest)
+        return judging.run(draft, facts)
+
+    def _sample(self) -> mx.array:
+        """Tokens [1, L] of answers, to look at the source with."""
+        rows = [lesson.tokens.reshape(-1) for lesson in self.schooling.held_out]
+        return mx.concatenate(rows)[None, :RANKED]
+
+    def _step(self, folder: Path) -> tuple[Learning, Loaded]:
+        config, loaded = self.config, self.context.load(folder, compute="stored")
+        compute = training_dtype("auto", loaded.dtype)
+        objective = Objective(
+            config.loss, eta=config.eta, cross_entropy=config.cross_entropy
+        )
+        step = Learning(
+            loaded.model,
+            taught=objective,
+            compute=compute,
+            gradient_clip=1.0,
+            chunked=_chunked(loaded),
+        )
+        set_compute_dtype(loaded.model, compute)
+        return step, loaded
+
+    def _predicted(self, folder: Path) -> float:
+        """The speed-up to expect of a student after a few steps."""
+        step, loaded = self._step(folder)
+        costs = measure(self.target.model, loaded.model)
+        steps = min(TRIED_STEPS, self.config.steps)
+        for number in range(steps):
+            step(self.schooling.lessons(number), self._rate(number, steps), number)
+            mx.eval(step.parameters, step.optimizer.state)
+        return self._expected(step.serve(), costs)["predicted_speedup"]
+
+    def _rate(self, number: int, steps: int) -> float:
+        return learning_rate(
+            number,
+            steps,
+            peak=self.config.learning_rate,
+            schedule="cosine",
+            warmup=WARMUP,
+            final=FINAL,
+        )
+
+    def _expected(self, model, costs: Costs) -> dict:
+        """Acceptance on answers held out, and what it would bring."""
+        low = high = count = 0.0
+        texts = []
+        for lesson in self.schooling.held_out:
+            mask = np.array(lesson.mask)
+            least, most = map(np.array, chances(model, lesson))
+            low, high = low + least[mask].sum(), high + most[mask].sum()
+            count += mask.sum()
+            # The first token of an answer is no guess's.
+            texts += [row[kept][1:] for row, kept in zip(least, mask, strict=True)]
+        curve = [tokens_per_round(texts, k) for k in range(1, LONGEST + 1)]
+        length, speedup = costs.best(curve)
+        return {
+            "acceptance_at_least": float(low / count),
+            "acceptance_at_most": float(high / count),
+            "tokens_per_round": curve,
+            "draft_length": length,
+            "predicted_speedup": speedup,
+        }
+
+    def _trained(self, student: Path) -> tuple[Path, dict]:
+        """The folder of the trained draft, and how it was made."""
+        step, loaded = self._step(student)
+        costs, report = measure(self.target.model, loaded.model), self.context.report
+
+        def tell(done: int) -> None:
+            found = self._expected(step.serve(), costs)
+            report.metrics({"kind": "draft", "step": done} | found)
+            report.say(
+                f"step {done}: between {found['acceptance_at_least']:.1%} and "
+                f"{found['acceptance_at_most']:.1%} of drawn guesses stand; "
+                f"{found['predicted_speedup']:.2f}x predicted with "
+                f"{found['draft_length']} guesses"
+            )
+
+        loop = self._loop(step, tell)
+        loss = loop.run()
+        dense = self.context.folder / "dense"
+        weights = dict(tree_flatten(step.serve().parameters()))
+        weights = {k: v.astype(loaded.dtype) for k, v in weights.items()}
+        parameters = sum(value.size for value in weights.values())
+        write_checkpoint(dense, loaded, weights)
+        return dense, {
+            "parameters": parameters,
+            "steps": loop.left,
+            "trained_tokens": loop.progress.trained_tokens,
+            "validation_loss": loss,
+            "expected": self._expected(step.serve(), costs),
+        }
+
+    def _loop(self, step: Learning, tell) -> Loop:
+        config = self.config
+        return Loop(
+            step,
+            self.schooling.lessons,
+            steps=config.steps,
+            rate=lambda number: self._rate(number, config.steps),
+            valid=list(self.schooling.held_out),
+            cadence=Cadence(
+                config.report_every,
+                config.evaluate_every,
+                config.checkpoint_every,
+                self.context.folder / "checkpoints",
+            ),
+            report=self.context.report,
+            seed=self.context.seed,
+            keep=Keep(best=True),
+            on_evaluate=tell,
+        )
+
+    def _quantized(self, dense: Path) -> Path:
+        """The folder of the draft as it will be served."""
+        if not self.config.quantization:
+            return dense
+        place = self.context.folder / "quantization"
+        place.mkdir(exist_ok=True)
+        context = replace(self.context, folder=place, current=Artefact(dense, dense))
+        return quantize.run(self.config.quantization, context).model
+
+
+def _chunked(loaded: Loaded) -> ChunkedLoss | None:
+    """The loss of answers alone, by chunks; None where the model does not split."""
+    logits = CACHED_LOGITS if on_cpu() else CHUNK_LOGITS
+    try:
+        chunk = max(64, logits // setting(loaded.config, "vocab_size"))
+        return ChunkedLoss(loaded.model, chunk)
+    except CannotSplit:
+        return None

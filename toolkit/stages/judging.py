@@ -1,0 +1,129 @@
+"""The end of a distill stage: the draft on trial, its figures, gates and folder."""
+
+import json
+import platform
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ..data import cache, keys
+from ..draft import verdict
+from ..draft.contract import require_servable
+from ..draft.economics import measure
+from ..draft.trial import Trial
+from ..draft.verdict import Verdict
+from ..errors import FAILED, UserError
+from ..generate.drafting import check_tokens
+from ..generate.sampling import Sampling
+from ..model.load import Loaded
+from ..model.sizes import checkpoint_sizes
+from ..run.files import atomic_folder, write_atomic
+from .context import Artefact, Context
+from .distill import Config
+from .lessons import Schooling
+
+SHIPPED = "draft"
+
+
+class Judging:
+    """Measures a finished draft, as it will be served, beside its target.
+
+    Args:
+        digest: of the target's files.
+    """
+
+    def __init__(self, config: Config, context: Context, target: Loaded, digest: str):
+        self.config = config
+        self.context = context
+        self.target = target
+        self.digest = digest
+
+    def run(self, folder: Path, facts: dict) -> Artefact:
+        """Judge the draft in a folder and publish it.
+
+        Args:
+            facts: how it was made.
+
+        Raises:
+            UserError: a gate is missed, or no engine could serve the draft.
+        """
+        context = self.context
+        draft = context.load(folder)
+        self._require_servable(draft)
+        found = self._tried(draft)
+        context.report.table("draft", *found.table())
+        context.report.say(
+            f"verdict: {found.text}, {found.speedup:.2f}x measured on this machine, "
+            f"{found.length} guesses a round"
+        )
+        facts |= {"bytes": checkpoint_sizes(folder).bytes}
+        record = {"draft": found.to_json() | {"made": facts}}
+        record["speculation"] = {
+            how: {name: vars(column) for name, column in trial.columns.items()}
+            for how, trial in found.trials.items()
+        }
+        self._report(record)
+        self._require(found)
+        target = self._publish(folder, found, facts)
+        return replace(
+            context.current, draft=target, facts=context.current.facts | record
+        )
+
+    def _require_servable(self, draft: Loaded) -> None:
+        ours, theirs, place = draft.tokenizer, self.target.tokenizer, str(draft.path)
+        check_tokens(theirs, ours, place=place)
+        if ours.chat_template != theirs.chat_template:
+            raise UserError("the draft has another chat template", place=place)
+        tokens = len(theirs.get_vocab())
+        require_servable(draft.config, self.target.config, tokens, place=place)
+
+    def _tried(self, draft: Loaded) -> Verdict:
+        config, context, target = self.config.trial, self.context, self.target
+        schooling = Schooling(self.config, context, target, self.digest)
+        asked = schooling.held_out_prompts(config.prompts)
+        costs = measure(target.model, draft.model)
+        trial = Trial(
+            target.model,
+            draft.model,
+            target.tokenizer,
+            [prompt.tokens for prompt in asked],
+            costs=costs,
+            max_tokens=config.max_tokens,
+        )
+        drawn = Sampling(temperature=config.temperature, seed=context.seed)
+        trials = {
+            "greedy": trial.run(Sampling()),
+            f"temperature {config.temperature:g}": trial.run(drawn),
+        }
+        tokenizer = cache.key_of(keys.tokenizer(target.path))
+        return Verdict(self.digest, tokenizer, costs, trials, platform.platform())
+
+    def _report(self, record: dict) -> None:
+        """Add to report.json, which a validate stage may have begun."""
+        path = self.context.output / "report.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        empty = {"name": self.context.name, "models": {}, "gates": []}
+        report = empty | before | record
+        write_atomic(path, json.dumps(report, indent=2) + "\n")
+
+    def _require(self, found: Verdict) -> None:
+        missed = [
+            f"{name} is {value:.3g}, limit {limit:g}"
+            for name, limit in self.config.require.model_dump().items()
+            if limit is not None and (value := getattr(found, name)) < limit
+        ]
+        if missed:
+            raise UserError(
+                f"the draft misses its gates: {'; '.join(missed)}; none is published",
+                place=str(self.context.folder),
+                hint="train longer, on more prompts, or keep more blocks",
+                code=FAILED,
+            )
+
+    def _publish(self, source: Path, found: Verdict, facts: dict) -> Path:
+        target = self.context.output / SHIPPED
+        with atomic_folder(target) as partial:
+            shutil.copytree(source, partial, dirs_exist_ok=True)
+            verdict.write(partial, found, name=self.context.name, facts=facts)
+        self.context.report.say(f"draft: {target}")
+        return target
