@@ -9,7 +9,7 @@ import pytest
 from mlx.optimizers import Adam
 from pydantic import ValidationError
 
-from toolkit.model.grids import balanced, frozen, learned, minmax, ternary
+from toolkit.model.grids import balanced, frozen, kept, learned, minmax, ternary
 from toolkit.model.grids.settings import Rounding
 from toolkit.quant.spec import QuantSpec, expand, pack
 from toolkit.registry import entries
@@ -21,7 +21,7 @@ SPECS = [
 ]
 TWO = QuantSpec(bits=2, group_size=32)
 KINDS = [
-    *itertools.product((minmax, learned, frozen), SPECS),
+    *itertools.product((minmax, learned, frozen, kept), SPECS),
     *itertools.product((balanced, ternary), SPECS[:3]),
 ]
 

@@ -14,6 +14,18 @@ WAYS = {
     "learned": {"quantization": GRID | {"grid": "learned"}},
     "lora": {"quantization": GRID | {"grid": "learned"}, "adapter": {"rank": 4}},
     "frozen": {"quantization": GRID | {"grid": "frozen"}},
+    "kept": {"quantization": GRID | {"grid": "kept"}},
+    "kept by lora": {"quantization": GRID, "adapter": {"rank": 4}},
+    "qa_lora": {"adapter": {"type": "qa_lora", "rank": 4}},
+}
+# What a way leaves as it was.
+LEFT = {
+    "learned": set(),
+    "lora": set(),
+    "frozen": {"weight"},
+    "kept": {"scales", "biases"},
+    "kept by lora": {"scales", "biases"},
+    "qa_lora": {"weight", "scales"},
 }
 TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
 
@@ -65,15 +77,21 @@ def test_training_gains_and_the_files_have_it(tmp_path, base, way):
     stages = {"quantize": GRID}, {"train": train}, {"validate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
-    assert "training goes on from the codes of 15 layers" in run.log
+    said = "training goes on from the codes of 15 layers" in run.log
+    assert said == (way != "qa_lora")
     gain = run.json("report.json")["training"]["gain"]
     assert gain["before_export"] > 0.01
     assert gain["after_export"] == pytest.approx(gain["before_export"], abs=2e-3)
     own = load(trained(run), compute="float32").model(TOKENS)
     assert mx.abs(own - stock(trained(run)).astype(mx.float32)).max().item() < 0.05
     before, after = tensors(quantized(run)), tensors(trained(run))
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert mx.array_equal(before[name], after[name]) == (way == "frozen")
+    assert {k: v.dtype for k, v in before.items()} == {
+        k: v.dtype for k, v in after.items()
+    }
+    path = "model.layers.0.mlp.up_proj"
+    for name in ("weight", "scales", "biases"):
+        same = mx.array_equal(before[f"{path}.{name}"], after[f"{path}.{name}"])
+        assert same == (name in LEFT[way]), name
 
 
 def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):

@@ -13,6 +13,7 @@ from ..model.adapters import files as adapter_files
 from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
 from ..model.folder import setting
+from ..model.group_biases import GroupBiases
 from ..model.load import set_compute_dtype
 from ..run.files import atomic_folder
 from ..train.chunked import CannotSplit, ChunkedLoss
@@ -114,15 +115,7 @@ class Training:
 
     def _step(self) -> Step:
         config, loaded = self.config, self.loaded
-        fake_quant = None
-        if self.selection.specs:
-            fake_quant = FakeQuant(
-                loaded.model,
-                self.selection.specs,
-                loaded.dtype,
-                config.quantization,
-                self.rounded.packed,
-            )
+        fake_quant = self._fake_quant() if self.selection.specs else None
         compute = training_dtype(config.compute_dtype, loaded.dtype)
         if compute == mx.float32:
             # Loses nothing, and the loss is tried out in the type it is made in.
@@ -150,6 +143,13 @@ class Training:
         if config.packing:
             step.caches = self._caches()
         return step
+
+    def _fake_quant(self) -> FakeQuant | GroupBiases:
+        model, rounded = self.loaded.model, self.rounded
+        if self.config.keeps_codes:
+            return GroupBiases(model, rounded.packed)
+        specs, dtype = self.selection.specs, self.loaded.dtype
+        return FakeQuant(model, specs, dtype, rounded.rounding, rounded.packed)
 
     def _caches(self) -> DocumentCaches | None:
         try:
