@@ -5,7 +5,7 @@ import hashlib
 import mlx.core as mx
 
 from ..model.cpu import on_cpu
-from .calibrate import Solve, Stored, Walk
+from .calibrate import Improve, Solve, Stored, Walk
 from .opened import Prepare
 from .spec import QuantSpec, expand, pack
 from .task import Task
@@ -16,7 +16,11 @@ TOKENS_AT_ONCE = 2048
 
 
 def quantize_watched(
-    config, task: Task, solve: Solve, prepare: Prepare | None = None
+    config,
+    task: Task,
+    solve: Solve,
+    prepare: Prepare | None = None,
+    improve: Improve | None = None,
 ) -> dict[str, mx.array]:
     """Walk through the model; layers whose grid is not affine are rounded.
 
@@ -26,7 +30,8 @@ def quantize_watched(
     Returns:
         What is stored, by name: codes, scales, biases, and dense weights that changed.
     """
-    tensors = _walk(config, task, prepare).run(_affine_alone(solve, task))
+    walk = _walk(config, task, prepare, improve)
+    tensors = walk.run(_affine_alone(solve, task))
     modules = dict(task.model.named_modules())
     for path, spec in task.specs.items():
         if f"{path}.scales" not in tensors:
@@ -59,7 +64,7 @@ def _affine_alone(solve: Solve, task: Task) -> Solve:
     return solve_all
 
 
-def _walk(config, task: Task, prepare: Prepare | None) -> Walk:
+def _walk(config, task: Task, prepare: Prepare | None, improve: Improve | None) -> Walk:
     modules = dict(task.model.named_modules())
     widest = max(modules[path].weight.shape[-1] for path in task.specs)
     wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
@@ -83,4 +88,5 @@ def _walk(config, task: Task, prepare: Prepare | None) -> Walk:
         say=task.report.say,
         reread=task.reread,
         prepare=prepare,
+        improve=improve,
     )
