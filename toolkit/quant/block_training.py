@@ -38,11 +38,11 @@ HELD_OUT = 8
 class TrainBlocks(Section):
     """Train every block's weights and grids towards its full-precision output."""
 
-    steps: int = Field(200, ge=1)
+    steps: int = Field(100, ge=1)
     """Optimizer steps for every block, on about 2048 tokens each."""
-    learning_rate: float = Field(0.01, gt=0)
+    learning_rate: float = Field(0.003, gt=0)
     """Of a weight, in steps of its grid."""
-    grid_rate: float = Field(0.1, gt=0)
+    grid_rate: float = Field(3.0, gt=0)
     """Learning rate of scales and biases as a multiple of the weights'."""
 
 
