@@ -44,6 +44,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=32000)
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--calibration", type=int, default=8192, help="tokens")
+    parser.add_argument("--rounds", type=int, default=3, help="of refit and descent")
     parser.add_argument("--threads", type=int, help="of the BLAS; absent = all cores")
     parser.add_argument("--folder", help="where to work; absent = temporary files")
     parser.add_argument(
@@ -62,7 +63,6 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
     from toolkit.model import fresh
     from toolkit.model.load import build
     from toolkit.model.source import Fresh
-    from toolkit.quant import gptq
 
     shape = Fresh(
         vocabulary=arguments.vocabulary,
@@ -90,8 +90,8 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
     )
     calibration = {"source": "builtin:stdlib", "tokens": arguments.calibration}
     stage = {"method": "gptq", "bits": arguments.bits, "calibration": calibration}
-    if "tune" in gptq.Config.model_fields:
-        stage["tune"] = False
+    # Both run the whole model, which has no room here.
+    stage |= {"tune": False, "gates": False, "rounds": arguments.rounds}
     recipe = {"model": str(folder / "model"), "stages": [{"quantize": stage}]}
     # JSON is YAML.
     (folder / "recipe.yaml").write_text(json.dumps(recipe))

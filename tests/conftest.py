@@ -1,4 +1,4 @@
-"""For all tests: no network, a cache of their own, one BLAS thread per process, the
+"""For all tests: no network, caches of their own, one BLAS thread per process, the
 BLAS users have."""
 
 import os
@@ -14,5 +14,8 @@ blas.use()
 
 _cache = tempfile.TemporaryDirectory(prefix="lmx-cache-")
 os.environ["LMX_CACHE"] = _cache.name
+# Nor the user's token or downloads.
+os.environ["HF_HOME"] = _cache.name
 
+from hub_stand_in import stand_in  # noqa: E402, F401
 from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401

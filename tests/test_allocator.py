@@ -29,3 +29,33 @@ def test_arrays_of_16_mib_take_pages_that_are_there():
         return int(subprocess.run(command, capture_output=True, check=True).stdout)
 
     assert faults("keep") < faults("as it was") / 10
+
+
+LEAN = """
+import resource, sys
+from contextlib import nullcontext
+from toolkit import allocator
+allocator.keep()
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+mx.set_cache_limit(0)
+with allocator.lean() if sys.argv[1] == "lean" else nullcontext():
+    for _ in range(3):
+        parts = [mx.ones((5 << 20,)) + number for number in range(12)]
+        mx.eval(parts)
+        del parts
+    allocator.trim() if sys.argv[1] == "lean" else None
+status = open("/proc/self/status").read()
+print(status.split("VmRSS:")[1].split()[0])
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
+def test_where_memory_is_short_little_is_kept():
+    def resident(how: str) -> int:
+        command = [sys.executable, "-c", LEAN, how]
+        return 1024 * int(
+            subprocess.run(command, capture_output=True, check=True).stdout
+        )
+
+    assert resident("lean") < resident("as ever") - 100e6

@@ -32,7 +32,8 @@ FLOORS = {
 RANKS = {part: rank for rank, parts in FLOORS.items() for part in parts.split()}
 # Who may import what; everything here is slow to import, and imported inside functions.
 DOORS = {
-    "mlx_lm": {"model/load.py", "export/"},
+    "mlx_lm": {"model/load.py", "measure/harness.py", "export/"},
+    "lm_eval": {"measure/harness.py"},
     "transformers": {"model/load.py", "export/"},
     "datasets": {"data/formats.py"},
     "rich": {"run/report.py"},

@@ -91,3 +91,22 @@ def test_fine_tuning_of_the_same_rows_in_as_many_steps():
     # Both have the whole epoch behind them, in batches of their own.
     gap = float(ours["last loss"]) - float(theirs["last loss"])
     assert abs(gap) < 0.05 * float(ours["last loss"])
+
+
+def test_generating_the_same_tokens():
+    command = [sys.executable, str(BENCHMARKS / "generate.py"), "--hidden", "64"]
+    command += ["--layers", "1", "--vocabulary", "512", "--prompt", "32"]
+    command += ["--tokens", "8", "--rows", "3", "--rounds", "1", "--threads", "1"]
+    command += ["--sampled", "250"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    cells = [line.split() for line in text.splitlines()]
+    for case in ("prefill", "decode", "batch"):
+        ours, theirs = (row for row in cells if row[:1] == [case] and "of" not in row)
+        assert (ours[1], theirs[1], ours[4]) == ("lmx", "mlx-lm", "1.00x")
+    assert "4 of 4 answers are the same" in text
+    for guesses in (1, 2, 4):
+        (row,) = [r for r in cells if r[:1] == [str(guesses)] and len(r) == 8]
+        ours, theirs, _, more, ours_expected, less, theirs_expected = row[1:]
+        assert float(more) > 2 * float(less)
+        assert float(ours) == pytest.approx(float(ours_expected), rel=0.2)
+        assert float(theirs) == pytest.approx(float(theirs_expected), rel=0.2)

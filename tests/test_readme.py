@@ -27,7 +27,10 @@ SMALL_BENCHMARKS = {
     "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
     "ptq_quality": "--tokens 512 --held-out-tokens 512 --length 64 --seeds 1 "
     "--cases 4-64 --routes rtn 'mlx gptq' 'lmx closed form'",
+    "generate": "--hidden 64 --layers 1 --vocabulary 512 --prompt 32 --tokens 8 "
+    "--rows 3 --sampled 0 --rounds 1",
 }
+SMALL_BENCH = ["--tokens=8", "--repeats=1", "--prompt-lengths=16"]
 
 
 def commands() -> list[str]:
@@ -46,15 +49,20 @@ def workplace(tmp_path_factory) -> Path:
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    said, _, command = command.rpartition(" | ")
     program, *arguments = shlex.split(command)
     if program == "lmx-train" and not any(a.startswith("--") for a in arguments):
         arguments += [a for a in SMALL if a.partition("=")[0] not in command]
+    if arguments[0] == "bench":
+        arguments += SMALL_BENCH
     if program == "python":
         arguments += shlex.split(SMALL_BENCHMARKS[Path(arguments[0]).stem])
-    arguments = [re.sub(r"^(?=recipes/|benchmarks/)", f"{ROOT}/", a) for a in arguments]
+    ours = re.compile(r"(?:^|(?<=\+))(?=recipes/|benchmarks/|data/)")
+    arguments = [ours.sub(f"{ROOT}/", argument) for argument in arguments]
     return subprocess.run(
         [BIN / program, *arguments],
         cwd=folder,
+        input=said and shlex.split(said)[1],
         capture_output=True,
         text=True,
         timeout=240,

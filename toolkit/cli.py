@@ -53,7 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbs: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "train": ("run a recipe (the same as lmx-train)", train),
         "generate": ("continue a prompt with a model", _generate),
+        "bench": ("how fast a model generates, and what would speed it up", _bench),
         "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
+        "push": ("publish a model on the Hugging Face Hub", _push),
         "doctor": ("what this machine computes with, and how fast", _doctor),
     }
     parser = argparse.ArgumentParser(
@@ -109,17 +111,34 @@ def _train(arguments: argparse.Namespace) -> int:
 def _generate(argv: Sequence[str]) -> int:
     from .generate import command
 
-    parser = argparse.ArgumentParser(prog="lmx generate", allow_abbrev=False)
+    return _verb("generate", command, argv)
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from .measure import command
+
+    return _verb("bench", command, argv)
+
+
+def _import(argv: Sequence[str]) -> int:
+    from .model.foreign import command
+
+    return _verb("import", command, argv)
+
+
+def _verb(name: str, command, argv: Sequence[str]) -> int:
+    """Run a verb whose module declares its arguments."""
+    parser = argparse.ArgumentParser(prog=f"lmx {name}", allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args(argv)
     return _guarded(lambda: command.run(arguments), debug=arguments.debug)
 
 
-def _import(argv: Sequence[str]) -> int:
-    from .model.foreign import command
+def _push(argv: Sequence[str]) -> int:
+    from .export import command
 
-    parser = argparse.ArgumentParser(prog="lmx import", allow_abbrev=False)
+    parser = argparse.ArgumentParser(prog="lmx push", allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args(argv)

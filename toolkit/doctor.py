@@ -71,15 +71,23 @@ def _speed() -> list[tuple[str, str]]:
     import mlx.core as mx
 
     square = mx.sin(mx.arange(SIDE * SIDE, dtype=mx.float32)).reshape(SIDE, SIDE)
-    long = mx.zeros(COPIED_BYTES // 4)
-    mx.eval(square, long)
+    mx.eval(square)
     products = 2 * SIDE**3 / _best(lambda: mx.eval(square @ square))
-    # Every byte is read once and written once.
-    moved = 2 * COPIED_BYTES / _best(lambda: mx.eval(-long))
+    moved = memory_traffic()
     return [
         ("matrix products", f"{products / 1e9:,.0f} GFLOP/s (float32, {SIDE} wide)"),
         ("memory traffic", f"{moved / 1e9:,.1f} GB/s (MLX, one array)"),
     ]
+
+
+def memory_traffic() -> float:
+    """Bytes per second that MLX reads and writes."""
+    import mlx.core as mx
+
+    long = mx.zeros(COPIED_BYTES // 4)
+    mx.eval(long)
+    # Every byte is read once and written once.
+    return 2 * COPIED_BYTES / _best(lambda: mx.eval(-long))
 
 
 def _best(work: Callable[[], None]) -> float:

@@ -51,12 +51,12 @@ def hub(monkeypatch):
         class info:
             splits = {"train": None, "validation": None}  # noqa: RUF012
 
-    def builder(source):
+    def builder(source, *, revision):
         if source != "someone/rows":
             raise FileNotFoundError(f"no data set {source}")
         return Builder
 
-    def load(source, *, split, streaming):
+    def load(source, *, split, streaming, revision):
         asked.append((split, streaming))
         return Streamed(rows) if streaming else rows
 

@@ -24,6 +24,8 @@ def card(folder, **changes):
         "recipe": "model: data/tiny-base\n",
         "base": None,
         "origin": "`data/tiny-base`",
+        "terms": {},
+        "datasets": [],
         "is_quantized": True,
         "report": REPORT,
         "table": TABLE,
@@ -59,6 +61,17 @@ def test_a_base_of_the_hub_is_linked(tmp_path):
     assert metadata["base_model_relation"] == "finetune"
     assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B)" in body
     assert card(tmp_path, base="a/b")[0]["base_model_relation"] == "quantized"
+
+
+def test_metadata_as_the_hub_reads_it(tmp_path):
+    from huggingface_hub import ModelCard
+
+    terms = {"license": "other", "license_name": "own"}
+    written, _ = card(tmp_path, base="a/b", terms=terms, datasets=["c/d", "e"])
+    read = ModelCard.load(tmp_path / "README.md").data
+    assert read.to_dict() == written
+    assert (read.base_model, read.license) == ("a/b", "other")
+    assert read.datasets == ["c/d", "e"]
 
 
 def test_nothing_measured_says_nothing_of_figures(tmp_path):

@@ -13,9 +13,10 @@ from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import QWEN3_MOE
 
 from toolkit.errors import UserError
+from toolkit.model.cast import set_compute_dtype
 from toolkit.model.foreign.convert import convert
 from toolkit.model.foreign.groups import pack, unpack
-from toolkit.model.load import load, resolve, set_compute_dtype
+from toolkit.model.load import load, resolve
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 DOWN = "model.layers.0.mlp.down_proj"

@@ -3,15 +3,12 @@
 import argparse
 import io
 import json
-from dataclasses import asdict
 
-import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
-from tiny_generators import byte_tokenizer, tiny
+from tiny_generators import byte_tokenizer, tiny, write_folder
 
 from toolkit.errors import UserError
-from toolkit.generate import command
+from toolkit.generate import command, talk
 from toolkit.generate.engine import Generator
 from toolkit.generate.sampling import Sampling
 
@@ -31,12 +28,7 @@ def run_folder(generator, tmp_path_factory):
     """A run folder whose model/ is the generator's model."""
     run = tmp_path_factory.mktemp("run")
     folder = run / "model"
-    generator.tokenizer.eos_token = "<|im_end|>"
-    generator.tokenizer.save_pretrained(folder)
-    config = json.dumps(asdict(generator.model.args))
-    (folder / "config.json").write_text(config)
-    weights = dict(tree_flatten(generator.model.parameters()))
-    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    write_folder(generator, folder)
     return run
 
 
@@ -104,7 +96,7 @@ def test_interrupted_ends_the_line(run_folder, capsys, monkeypatch):
     def interrupt(piece):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_write", interrupt)
+    monkeypatch.setattr(talk, "write", interrupt)
     assert lmx(run_folder, "--prompt", "hello") == 130
     assert capsys.readouterr() == ("\n", "")
 
@@ -113,7 +105,7 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
     def closed(piece):
         raise BrokenPipeError
 
-    monkeypatch.setattr(command, "_write", closed)
+    monkeypatch.setattr(talk, "write", closed)
     assert lmx(run_folder, "--prompt", "hello") == 0
     assert capfd.readouterr() == ("", "")
 
@@ -126,6 +118,26 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
         (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens is -1"),
         (["--prompt", "x", "--top-p", "7"], r"top_p is 7\.0"),
         (["--prompt", "", "--raw"], "prompt is empty"),
+        (["--prompt", "x", "--stop", ""], "--stop is empty"),
+        (["--prompt", "x", "--kv-start", "3"], "--kv-start needs --kv-bits"),
+        (["--prompt", "x", "--kv-bits", "4"], "no group of 32 fits their width, 8"),
+        (["--prompt", "x", "--exact-verify"], "need --draft"),
+        (["--prompt", "x", "--draft", "lookup", "--draft-tokens", "0"], "1 or more"),
+        (
+            [
+                "--prompt",
+                "x",
+                "--draft",
+                "lookup",
+                "--exact-verify",
+                "--temperature",
+                "1",
+            ],
+            "no --temperature",
+        ),
+        (["--batch-file", "x", "--draft", "lookup"], "no --draft, --kv-bits"),
+        (["--prompt", "x", "--adapter", "no-such"], "the adapter does not load"),
+        (["--prompt", "x", "--load-session", "no-such"], "no saved session"),
     ],
 )
 def test_faults_are_named(run_folder, options, says):

@@ -1,8 +1,11 @@
 """Tiny random models of three attention kinds, and a byte-level tokenizer."""
 
+import json
+from dataclasses import asdict
 from itertools import pairwise
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from toolkit.generate.engine import Generator
 
@@ -105,6 +108,16 @@ def tiny(name):
     )
     mx.eval(model.parameters())
     return model
+
+
+def write_folder(generator, folder):
+    """The generator's model as a checkpoint."""
+    generator.tokenizer.eos_token = "<|im_end|>"
+    generator.tokenizer.save_pretrained(folder)
+    config = json.dumps(asdict(generator.model.args))
+    (folder / "config.json").write_text(config)
+    weights = dict(tree_flatten(generator.model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
 
 
 class Scripted:

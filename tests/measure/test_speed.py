@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from toolkit.measure.speed import measure_speed
+from toolkit.generate.speculate import Speculation
+from toolkit.measure.speed import measure_speculation, measure_speed
 
 
 class Clocked:
@@ -34,3 +35,24 @@ def test_percentiles_without_the_warm_up():
     # For a rate the tail is the slow end: 99% of the runs reach p99.
     assert decode == pytest.approx({"p50": 505.0, "p90": 109.0, "p99": 19.9})
     assert speed["prefill_tokens_per_second"]["p50"] == pytest.approx(5050)
+
+
+def test_speculation_is_counted_over_all_prompts_but_the_warm_up():
+    class Guessing(Clocked):
+        """Of each answer's two rounds of two guesses, n stand in all."""
+
+        def generate(self, prompt, **options):
+            done = super().generate(prompt, **options)
+            self.speculation = Speculation()
+            n = len(self.asked) - 1
+            for stood in (min(n, 2), max(0, n - 2)):
+                self.speculation.add(2, stood)
+            return done
+
+    generator = Guessing()
+    found = measure_speculation(generator, [[1], [2], [3]], max_tokens=9, plain=8.0)
+    assert [asked[0] for asked in generator.asked] == [[1], [1], [2], [3]]
+    # 1, 2 and 3 stood in six rounds; tried was what came behind a guess that stood.
+    assert found["tokens_per_round"] == pytest.approx((6 + 6) / 6)
+    assert found["acceptance"] == pytest.approx(6 / (6 + 4))
+    assert found["speedup"] == pytest.approx(20 / 8)

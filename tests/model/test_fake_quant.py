@@ -12,10 +12,11 @@ from toolkit.data.batches import Batch
 from toolkit.export import mlx as checkpoints
 from toolkit.model import lora
 from toolkit.model.adapters.settings import Adapter
+from toolkit.model.cast import set_compute_dtype
 from toolkit.model.fake_quant import FakeQuant
 from toolkit.model.grids.learned import Grid
 from toolkit.model.grids.settings import Rounding
-from toolkit.model.load import load, set_compute_dtype
+from toolkit.model.load import load
 from toolkit.quant.layers import Selection, select
 from toolkit.quant.spec import Quantization, QuantSpec, expand, pack
 from toolkit.train.losses import cross_entropy_sum

@@ -13,9 +13,10 @@ from toolkit.errors import UserError
 from toolkit.model import lora
 from toolkit.model.adapters import files
 from toolkit.model.adapters.settings import Adapter
+from toolkit.model.cast import set_compute_dtype
 from toolkit.model.expanded import coded, grids
 from toolkit.model.group_biases import GroupBiases
-from toolkit.model.load import load, set_compute_dtype
+from toolkit.model.load import load
 from toolkit.quant.layers import Selection
 from toolkit.quant.spec import QuantSpec, pack
 from toolkit.stages.context import write_checkpoint

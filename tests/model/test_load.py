@@ -11,8 +11,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 from toolkit.errors import UserError
+from toolkit.model.cast import set_compute_dtype
 from toolkit.model.cpu import ExpandingLinear
-from toolkit.model.load import load, load_tokenizer, resolve, set_compute_dtype
+from toolkit.model.load import load, load_tokenizer, resolve
 
 
 @pytest.fixture

@@ -57,6 +57,10 @@ def check_report(report, names):
         assert figures["generation"].keys() == SPEEDS
         for tail in figures["generation"].values():
             assert tail.keys() == {"p50", "p90", "p99"}
+        assert figures["speculation"].keys() == {"lookup"}
+        guessing = figures["speculation"]["lookup"]
+        assert guessing.keys() == {"acceptance", "tokens_per_round", "speedup"}
+        assert guessing["speedup"] > 0
         numbers = [v for v in figures.values() if isinstance(v, float)]
         assert all(map(math.isfinite, numbers))
 

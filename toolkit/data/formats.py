@@ -49,7 +49,8 @@ class Rows:
     """The rows of one source, read anew record by record by every iteration.
 
     Args:
-        source: builtin:<name>, a file or folder, or the id of a Hub data set.
+        source: builtin:<name>, a file or folder, or a Hub data set (see
+            `hub_id`).
         split: train, valid or test.
         find: where a relative path of the recipe lies.
         columns: our name of a column -> theirs.
@@ -117,10 +118,21 @@ def has_split(source: str, split: str, *, find: Find = Path) -> bool:
     """Whether `source` itself names rows of `split`; a single file names none."""
     if source.startswith(BUILTIN):
         return split in corpus.SPLITS
+    if hub_id(source, find):
+        return _hub(source, split)[1] is not None
+    return files.has_split(find(source) or Path(source), split)
+
+
+def hub_id(source: str, find: Find = Path) -> tuple[str, str | None] | None:
+    """Name and revision of a data set of the Hub; None of a source of another kind.
+
+    It is `name`, `owner/name` or `owner/name@revision`, and nothing here is called so.
+    """
+    name, _, revision = source.partition("@")
     path = find(source) or Path(source)
-    if path.exists() or not _is_hub_id(source):
-        return files.has_split(path, split)
-    return _hub(source, split)[1] is not None
+    if source.startswith(BUILTIN) or path.exists() or not _is_hub_name(name):
+        return None
+    return name, revision or None
 
 
 def fingerprint(source: str, split: str, *, find: Find = Path) -> list:
@@ -132,11 +144,11 @@ def fingerprint(source: str, split: str, *, find: Find = Path) -> list:
     if source.startswith(BUILTIN):
         text = json.dumps(corpus.read(source.removeprefix(BUILTIN), split))
         return [source, hashlib.sha256(text.encode()).hexdigest()]
+    if hub_id(source, find):
+        builder, name = _hub(source, split)
+        return [source, name, builder.hash, builder.config_id]
     path = find(source) or Path(source)
-    if path.exists() or not _is_hub_id(source):
-        return [[str(p), files.content_hash(p)] for p in files.chosen(path, split)]
-    builder, name = _hub(source, split)
-    return [source, name, builder.hash, builder.config_id]
+    return [[str(p), files.content_hash(p)] for p in files.chosen(path, split)]
 
 
 def size(source: str, split: str, *, find: Find = Path) -> int:
@@ -152,11 +164,10 @@ def _opened(source: str, split: str, find: Find, streaming: bool):
     if source.startswith(BUILTIN):
         documents = corpus.read(source.removeprefix(BUILTIN), split)
         return lambda: ((f"{source}/{where}", {"text": t}) for where, t in documents)
-    path = find(source) or Path(source)
-    if path.exists() or not _is_hub_id(source):
-        found = files.chosen(path, split)
-        return lambda: (placed for file in found for placed in files.records(file))
-    return _hub_opened(source, split, streaming)
+    if hub_id(source, find):
+        return _hub_opened(source, split, streaming)
+    found = files.chosen(find(source) or Path(source), split)
+    return lambda: (placed for file in found for placed in files.records(file))
 
 
 def _row(where: str, record: object, name: str) -> Row:
@@ -198,13 +209,11 @@ def _all_bad(source: str, name: str, bad: int, first, keys: str) -> UserError:
     )
 
 
-def _is_hub_id(source: str) -> bool:
+def _is_hub_name(name: str) -> bool:
     """name or owner/name; what ends as a file does is a file, there or not."""
-    parts = source.split("/")
+    parts = name.split("/")
     plain = all(part and part.strip(".~") and "\\" not in part for part in parts)
-    return (
-        plain and len(parts) <= 2 and files.suffix(Path(source)) not in files.SUFFIXES
-    )
+    return plain and len(parts) <= 2 and files.suffix(Path(name)) not in files.SUFFIXES
 
 
 def _hub(source: str, split: str) -> tuple[Any, str | None]:
@@ -214,7 +223,8 @@ def _hub(source: str, split: str) -> tuple[Any, str | None]:
     if not datasets.config.HF_HUB_OFFLINE and not _online(datasets.config.HF_ENDPOINT):
         raise _unreachable(source, "the Hub cannot be reached")
     try:
-        builder = datasets.load_dataset_builder(source)
+        name, _, revision = source.partition("@")
+        builder = datasets.load_dataset_builder(name, revision=revision or None)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise _unreachable(source, error) from None
     names = builder.info.splits or {"train": None}
@@ -229,7 +239,10 @@ def _hub_opened(source: str, split: str, streaming: bool):
         raise UserError(f"this data set has no split for {split!r}", place=source)
     faults = (OSError, ValueError, datasets.exceptions.DatasetsError)
     try:
-        rows = datasets.load_dataset(source, split=name, streaming=streaming)
+        place, _, revision = source.partition("@")
+        rows = datasets.load_dataset(
+            place, split=name, streaming=streaming, revision=revision or None
+        )
     except faults as error:
         raise _unreachable(source, error) from None
 

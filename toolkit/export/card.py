@@ -48,6 +48,8 @@ def write_card(
     recipe: str,
     base: str | None,
     origin: str,
+    terms: dict[str, str],
+    datasets: list[str],
     is_quantized: bool,
     report: dict,
     table: tuple[list[str], list[list[str]]],
@@ -57,6 +59,8 @@ def write_card(
     Args:
         base: the Hub id the model comes from, if it does.
         origin: where it comes from, in words, otherwise.
+        terms: the card's entries of the license.
+        datasets: Hub ids of the data it was trained on.
         report: the run's report; empty when nothing was measured.
         table: column names and rows of the measured models.
     """
@@ -70,6 +74,9 @@ def write_card(
     if base:
         relation = "quantized" if is_quantized else "finetune"
         metadata |= {"base_model": base, "base_model_relation": relation}
+    metadata |= terms
+    if datasets:
+        metadata["datasets"] = datasets
     columns, rows = table
     last = report.get("models", {}).get(columns[-1], {}) if columns else {}
     by_skill = last.get("accuracy_by_skill", {})

@@ -14,8 +14,8 @@ from .proposal import Proposer
 from .sampling import Sampling
 from .session import Session
 from .speculate import Speculation, Speculator
+from .spoken import Spoken
 from .steps import Chooser, decode
-from .stops import Stops
 from .verify import Rule
 
 GREEDY = Sampling()
@@ -36,6 +36,7 @@ class Generator:
             with log-probabilities are decoded plainly.
         controller: how many tokens to guess; it learns from answer to answer.
         rule: how guesses are judged when sampling; see `verify`.
+        one_by_one: verify guesses one at a time; see `Speculator`.
         cache_options: those of `Session`.
 
     Attributes:
@@ -52,6 +53,7 @@ class Generator:
         propose: Callable[[], Proposer] | None = None,
         controller: Controller | None = None,
         rule: Rule = "rejection",
+        one_by_one: bool = False,
         **cache_options,
     ):
         self.model = model
@@ -61,6 +63,7 @@ class Generator:
         self.propose = propose
         self.controller = controller or Controller()
         self.rule = rule
+        self.one_by_one = one_by_one
         self.speculation: Speculation | None = None
         self._cache_options = cache_options
         arguments = getattr(model, "args", None)
@@ -86,13 +89,13 @@ class Generator:
         Raises:
             UserError: an empty prompt, or one longer than the model's positions.
         """
-        count = self._allowed(prompt, max_tokens)
+        count = self.allowed(prompt, max_tokens)
         session = self._session(prompt)
         if self.propose and not logprobs:
             steps = self._speculative(session, prompt, count, sampling)
         else:
             steps = self._plain(session, prompt, count, sampling, logprobs)
-        pieces = self._pieces(steps, count, self._stops(stop_tokens), Stops(stop))
+        pieces = self._pieces(steps, count, self.end_tokens(stop_tokens), stop)
         return self._remembered(pieces, prompt, session)
 
     def generate(
@@ -112,7 +115,7 @@ class Generator:
             on_piece(piece)
         reason = pieces[-1].finish_reason if pieces else "length"
         tokens = [piece.token for piece in pieces]
-        ended = tokens and tokens[-1] in self._stops(options.get("stop_tokens"))
+        ended = tokens and tokens[-1] in self.end_tokens(options.get("stop_tokens"))
         return Generation(
             text="".join(piece.text for piece in pieces),
             tokens=tokens[:-1] if ended else tokens,
@@ -141,8 +144,8 @@ class Generator:
         """
         alike = defaultdict(list)
         for index, prompt in enumerate(prompts):
-            alike[len(prompt), self._allowed(prompt, max_tokens)].append(index)
-        stops, texts = self._stops(stop_tokens), {}
+            alike[len(prompt), self.allowed(prompt, max_tokens)].append(index)
+        stops, texts = self.end_tokens(stop_tokens), {}
         for (_, count), indices in alike.items():
             for start in range(0, len(indices), ROWS):
                 batch = indices[start : start + ROWS]
@@ -158,8 +161,12 @@ class Generator:
         """The tokens of bare text; see `chat.encode_text`."""
         return encode_text(self.tokenizer, text)
 
-    def _allowed(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """How many tokens may be generated: the last one needs no position."""
+    def allowed(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """How many tokens may be generated: the last one needs no position.
+
+        Raises:
+            UserError: an empty prompt, or one longer than the model's positions.
+        """
         if not len(prompt):
             raise UserError("the prompt is empty", hint="give at least one token")
         room = max_tokens
@@ -173,16 +180,20 @@ class Generator:
             )
         return min(max_tokens, room)
 
-    def _stops(self, stop_tokens: Collection[int] | None) -> frozenset[int]:
+    def end_tokens(self, stop_tokens: Collection[int] | None) -> frozenset[int]:
+        """Those that end an answer: the given ones, else the tokenizer's."""
         return frozenset(
             self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         )
 
-    def _session(self, prompt: Sequence[int]) -> Session:
-        def fresh() -> Session:
-            return Session(self.model, **self._cache_options)
+    def fresh_session(self) -> Session:
+        """A session that has read nothing."""
+        return Session(self.model, **self._cache_options)
 
-        return self.prefixes.resume(prompt, fresh)[0] if self.prefixes else fresh()
+    def _session(self, prompt: Sequence[int]) -> Session:
+        if not self.prefixes:
+            return self.fresh_session()
+        return self.prefixes.resume(prompt, self.fresh_session)[0]
 
     def _plain(self, session: Session, prompt, count: int, sampling, logprobs: bool):
         steps = decode(
@@ -203,6 +214,7 @@ class Generator:
             controller=self.controller,
             sampling=sampling,
             rule=self.rule,
+            one_by_one=self.one_by_one,
             prefill_step=self.prefill_step,
         )
         self.speculation = speculator.report
@@ -224,20 +236,11 @@ class Generator:
                 self.prefixes.keep(tokens[: session.length], session)
 
     def _pieces(
-        self, steps, count: int, end_tokens: frozenset[int], stops: Stops
+        self, steps, count: int, end_tokens: frozenset[int], stops: Sequence[str]
     ) -> Iterator[Piece]:
-        detokenizer = self.tokenizer.detokenizer
+        spoken = Spoken(self.tokenizer, end_tokens, stops)
         for number, (token, logprob) in enumerate(steps, 1):
-            ends = token in end_tokens
-            if not ends:
-                detokenizer.add_token(token)
-            last = ends or number == count
-            if last:
-                detokenizer.finalize()
-            text = stops.push(detokenizer.last_segment)
-            if last:
-                text += stops.rest()
-            reason = "stop" if ends or stops.hit else "length" if last else None
+            text, reason = spoken.add(token, last=number == count)
             yield Piece(text, token, logprob, reason)
             if reason:
                 return
@@ -246,7 +249,7 @@ class Generator:
         answers = [[] for _ in prompts]
         unfinished = set(range(len(prompts)))
         steps = decode(
-            Session(self.model, **self._cache_options),
+            self.fresh_session(),
             prompts,
             count,
             Chooser(GREEDY, prompts),

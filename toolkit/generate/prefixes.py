@@ -55,6 +55,15 @@ class Prefixes:
                 return session, length
         return fresh(), 0
 
+    def newest(self, fresh: Callable[[], Session]) -> tuple[Session, list[int]] | None:
+        """The session kept last and the tokens it has read; None = nothing is kept."""
+        if not self._kept:
+            return None
+        key = next(reversed(self._kept))
+        session = fresh()
+        session.restore(self._kept[key][0], len(key))
+        return session, list(key)
+
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:
     length = min(len(one), len(other))

@@ -9,16 +9,25 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import UserError
 from ..run.files import atomic_folder, hash_file
+from .chat import Messages
 from .session import Session
 
 ARRAYS, FACTS = "cache.safetensors", "session.json"
 
 
-def save(session: Session, folder: Path, *, digest: str, tokens: Sequence[int]) -> None:
+def save(
+    session: Session,
+    folder: Path,
+    *,
+    digest: str,
+    tokens: Sequence[int],
+    messages: Messages = (),
+) -> None:
     """Write a session and the tokens it has read, whole or not at all.
 
     Args:
         digest: of the model; no other may go on from here.
+        messages: of the chat that was read, to go on with it; see `messages`.
     """
     assert len(tokens) == session.length
     kinds, states = zip(*session.state, strict=True)
@@ -33,6 +42,7 @@ def save(session: Session, folder: Path, *, digest: str, tokens: Sequence[int]) 
             "kinds": kinds,
             "plain": plain,
             "tokens": [int(token) for token in tokens],
+            "messages": list(messages),
         }
         (partial / FACTS).write_text(json.dumps(facts))
 
@@ -58,3 +68,8 @@ def load(session: Session, folder: Path, *, digest: str) -> list[int]:
     state = list(zip(facts["kinds"], states, strict=True))
     session.restore(state, len(facts["tokens"]))
     return facts["tokens"]
+
+
+def messages(folder: Path) -> Messages:
+    """The chat of a session that `load` found to be whole; none if it was no chat."""
+    return json.loads((folder / FACTS).read_bytes())["messages"]

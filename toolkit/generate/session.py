@@ -71,8 +71,12 @@ class Session:
         self._states = [_copied(leaf.state) for leaf in self._recurrent()]
         self._since, self._checkpoint = [], self.length
 
-    def rollback(self, count: int) -> None:
-        """Take back the last tokens, all of them read since the checkpoint."""
+    def rollback(self, count: int, *, one_by_one: bool = False) -> None:
+        """Take back the last tokens, all of them read since the checkpoint.
+
+        Args:
+            one_by_one: what must be read again is read in passes of one token.
+        """
         since = self.length - self._checkpoint
         assert 0 <= count <= since, f"{count} tokens back, {since} since the checkpoint"
         if not count:
@@ -89,7 +93,9 @@ class Session:
         self.length -= back
         self._since = [stay] if not recurrent and stay.size else []
         if recurrent and stay.size:
-            self.read(stay)
+            width = 1 if one_by_one else stay.shape[1]
+            for start in range(0, stay.shape[1], width):
+                self.read(stay[:, start : start + width])
         self._check()
 
     def forget(self, count: int) -> bool:

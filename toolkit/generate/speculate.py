@@ -70,6 +70,16 @@ class Speculation:
             for place in range(number):
                 counts[place] += 1
 
+    def include(self, other: "Speculation") -> None:
+        """Count the rounds of another answer, too; times are not summed up."""
+        self.rounds += other.rounds
+        self.plain += other.plain
+        self.said += other.said
+        for mine, its in ((self.guessed, other.guessed), (self.stood, other.stood)):
+            mine.extend([0] * (len(its) - len(mine)))
+            for place, number in enumerate(its):
+                mine[place] += number
+
     def to_json(self) -> dict:
         """For reports."""
         return {
@@ -101,6 +111,8 @@ class Speculator:
         controller: may have learnt from earlier requests.
         rule: how guesses are judged when sampling; greedy text is compared token by
             token.
+        one_by_one: verify in forward passes of one token, so that rounding, too, is
+            that of plain decoding. Guesses then save no time.
     """
 
     def __init__(
@@ -112,6 +124,7 @@ class Speculator:
         sampling: Sampling,
         rule: verify.Rule = "rejection",
         prefill_step: int = 512,
+        one_by_one: bool = False,
     ):
         self.session = session
         self.proposer = proposer
@@ -119,6 +132,7 @@ class Speculator:
         self.sampling = sampling
         self.rule = rule
         self.prefill_step = prefill_step
+        self.one_by_one = one_by_one
         self.report = Speculation()
         self._key = mx.random.key(sampling.seed)
         self._parts: list[tuple[float, float]] = []
@@ -174,7 +188,7 @@ class Speculator:
         mx.eval(stood, token, proposal.tokens)
         checked = time.perf_counter()
         stood = stood.item()
-        self.session.rollback(len(proposal) - stood)
+        self.session.rollback(len(proposal) - stood, one_by_one=self.one_by_one)
         tokens = [*proposal.tokens[:stood].tolist(), token.item()]
         choice = self._choice
         choice.counts = choice.after(choice.counts, mx.array(tokens, mx.int32))
@@ -196,12 +210,19 @@ class Speculator:
         last = mx.array(self._context[-1:], mx.int32)
         self.session.checkpoint()
         rows = mx.concatenate([last, proposal.tokens])
-        logits = self.session.read(rows[None])[0]
+        logits = self._read(rows)
         logits = choice.logits(logits, choice.along(proposal.tokens))
         if choice.is_greedy:
             return verify.greedy(logits, proposal)
         self._key, now = mx.random.split(self._key)
         return getattr(verify, self.rule)(logits, proposal, now)
+
+    def _read(self, tokens: mx.array) -> mx.array:
+        """Logits [k, V] behind tokens [k]."""
+        if not self.one_by_one:
+            return self.session.read(tokens[None])[0]
+        rows = [self.session.read(token[None, None])[0] for token in tokens]
+        return mx.concatenate(rows)
 
     def _plain(self, count: int) -> Iterator[int]:
         """Decode without guesses, one step always in flight."""
@@ -212,11 +233,11 @@ class Speculator:
             if number < count:
                 ahead = self._step(now)
             self._context.append(now.item())
+            self.report.plain += 1
             # The time of who reads the tokens is not ours.
             seconds += time.perf_counter() - start
             if number == count:
                 # Who reads the tokens may leave with the last one.
-                self.report.plain += count
                 self.report.said += count
                 self.controller.learn_plain(count, seconds)
                 self._sum_up(seconds)

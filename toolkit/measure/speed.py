@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from ..generate.answers import Generation
 from ..generate.engine import Generator
+from ..generate.speculate import Speculation
 
 PERCENTILES = (50, 90, 99)
 
@@ -30,20 +31,52 @@ def measure_speed(
     run(prompts[0])
     runs = [run(prompt) for _ in range(repeats) for prompt in prompts]
     return {
-        "ttft_ms": _tail([r.ttft_ms for r in runs]),
-        "prefill_tokens_per_second": _tail(
+        "ttft_ms": percentiles([r.ttft_ms for r in runs]),
+        "prefill_tokens_per_second": percentiles(
             [r.prefill_tokens_per_second for r in runs], more_is_better=True
         ),
-        "decode_tokens_per_second": _tail(
+        "decode_tokens_per_second": percentiles(
             [r.decode_tokens_per_second for r in runs], more_is_better=True
         ),
     }
 
 
-def _tail(values: list[float], *, more_is_better: bool = False) -> dict[str, float]:
+def percentiles(
+    values: Sequence[float], *, more_is_better: bool = False
+) -> dict[str, float]:
+    """{p50, p90, p99}: the value that so many percent are no worse than."""
     import numpy as np
 
     return {
         f"p{p}": float(np.percentile(values, 100 - p if more_is_better else p))
         for p in PERCENTILES
+    }
+
+
+def measure_speculation(
+    generator: Generator,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int = 64,
+    plain: float,
+) -> dict[str, float | None]:
+    """How much a generator's proposer gains, after one warm-up that does not count.
+
+    Args:
+        plain: tokens per second decoded without it.
+
+    Returns:
+        `acceptance` (share of the guesses that stood), `tokens_per_round` (both None
+        where nothing was guessed) and `speedup`.
+    """
+    total, rates = Speculation(), []
+    for number, prompt in enumerate([prompts[0], *prompts]):
+        run = generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
+        if number:
+            rates.append(run.decode_tokens_per_second)
+            total.include(generator.speculation)
+    return {
+        "acceptance": total.acceptance,
+        "tokens_per_round": total.tokens_per_round,
+        "speedup": percentiles(rates)["p50"] / plain,
     }

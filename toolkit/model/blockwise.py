@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_map
 
+from .. import allocator
 from ..errors import UserError
 from .blocks import StandIn, find_blocks, swapped
 
@@ -106,6 +107,7 @@ class Blockwise:
         finally:
             block.update(before or self._take_unread(number).parameters())
             mx.clear_cache()
+            allocator.trim()
 
     def let_go(self) -> None:
         """Let go of all weights that were read, those outside the blocks too."""

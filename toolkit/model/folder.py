@@ -1,12 +1,28 @@
 """What a checkpoint folder says of itself, read and checked before any weight is."""
 
+import hashlib
 import json
 from pathlib import Path
 
 from ..errors import UserError
 from .sizes import read_header
 
+SAMPLE = 1 << 20
+"""Bytes at the end of a weight file that tell it from others of the same shapes."""
+
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+WAY_OUT = (
+    "if you trust them, load them with transformers and save_pretrained() them; of "
+    "models of the Hub, huggingface.co/spaces/safetensors/convert makes a revision"
+)
+
+
+def served(model: str) -> str:
+    """What the user named, or the checkpoint in model/ where that is a run folder."""
+    folder = Path(model).expanduser()
+    is_run = not (folder / "config.json").is_file()
+    inner = folder / "model"
+    return str(inner) if is_run and (inner / "config.json").is_file() else model
 
 
 def read_config(path: Path) -> dict:
@@ -51,27 +67,88 @@ def check_weights(path: Path) -> None:
     Raises:
         UserError: naming the file.
     """
-    files = sorted(path.glob("model*.safetensors"))
-    for file in files:
-        read_header(file)
-    if files:
+    if tensor_places(path):
         return
-    pickles = sorted(f.name for f in path.iterdir() if f.suffix in PICKLES)
+    files = [file.name for file in path.iterdir()]
+    pickles = sorted(name for name in files if Path(name).suffix in PICKLES)
+    # Of a pickled model of the Hub, the index alone is downloaded.
+    pickles += [name for name in files if name.endswith(".bin.index.json")]
     if pickles:
         raise UserError(
             f"no model*.safetensors here, only pickles ({pickles[0]}), "
-            "which are never loaded",
+            "which can run any program and are never loaded",
             place=str(path),
-            hint="convert the weights to safetensors",
+            hint=WAY_OUT,
         )
     raise UserError("no model*.safetensors here", place=str(path))
 
 
+def tensor_places(path: Path) -> dict[str, Path]:
+    """The file of every tensor.
+
+    An index that is right decides which files are of the model; a wrong one is as good
+    as none.
+
+    Raises:
+        UserError: a file is damaged, or files of several models lie here.
+    """
+    files = sorted(path.glob("model*.safetensors"))
+    held = {file: read_header(file) for file in files}
+    listed = {name: path / file for name, file in _weight_map(path).items()}
+    if listed and all(name in held.get(file, ()) for name, file in listed.items()):
+        files = [file for file in files if file in set(listed.values())]
+    else:
+        listed = {}
+    places = dict(listed)
+    for file in files:
+        for name in held[file]:
+            if places.setdefault(name, file) != file and name not in listed:
+                raise UserError(
+                    f"{name} is in {places[name].name} too: the files of two models?",
+                    place=str(file),
+                    hint="remove one model's files, or give the index of the other's",
+                )
+    return places
+
+
+def digest(path: Path, adapter: Path | None = None) -> str:
+    """What tells a checkpoint, with its adapter, from others, without reading it all.
+
+    Sha256 of its configuration and, of every weight file, name, size, header and end.
+    """
+    total = hashlib.sha256()
+    for folder in filter(None, [path, adapter]):
+        files = sorted(folder.glob("*.safetensors"))
+        for file in [*sorted(folder.glob("*config.json")), *files]:
+            total.update(f"{file.name} {file.stat().st_size} ".encode())
+            total.update(_telling(file))
+    return total.hexdigest()
+
+
+def _telling(file: Path) -> bytes:
+    if file.suffix == ".json":
+        return file.read_bytes()
+    with file.open("rb") as stream:
+        length = stream.read(8)
+        header = stream.read(min(int.from_bytes(length, "little"), 100 << 20))
+        stream.seek(max(0, file.stat().st_size - SAMPLE))
+        return length + header + stream.read()
+
+
 def missing_shards(path: Path) -> list[str]:
     """Files the index names that are not here."""
-    file = path / "model.safetensors.index.json"
-    places = _read_json(file).get("weight_map", {}) if file.is_file() else {}
-    return sorted(name for name in set(places.values()) if not (path / name).is_file())
+    names = set(_weight_map(path).values())
+    return sorted(name for name in names if not (path / name).is_file())
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """Names of files by tensor, as the index says; empty of one that says nothing."""
+    try:
+        places = _read_json(path / "model.safetensors.index.json").get("weight_map")
+    except (OSError, UserError):
+        return {}
+    places = places if isinstance(places, dict) else {}
+    return places if all(isinstance(file, str) for file in places.values()) else {}
 
 
 def _read_json(file: Path) -> dict:

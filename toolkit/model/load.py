@@ -11,14 +11,16 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
 
 from ..errors import UserError
-from . import foreign
+from . import foreign, published
+from .cast import cast, stored_dtype
 from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+# Some repositories hold all weights twice, once as their authors' program has them.
+TWICE = ["consolidated*.safetensors"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 FAULTS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
@@ -49,22 +51,25 @@ def load(
     trust_remote_code: bool = False,
     compute: str = "auto",
     lazy: bool = False,
+    adapter: str | Path | None = None,
 ) -> Loaded:
     """Load a checkpoint folder or Hub id.
 
     Args:
+        adapter: folder of a LoRA or DoRA adapter in mlx-lm's format, to put on it.
         compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
             slower, else as stored), "stored", or the name of a type.
         lazy: read weights when they are first used, and not here.
 
     Raises:
-        UserError: no such model, not a model, an unknown architecture, damaged files.
+        UserError: no such model, not a model, an unknown architecture, damaged files,
+            an adapter of another model.
     """
     path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
     refuse_what_cannot_load(path, trust_remote_code=trust_remote_code)
 
     def read() -> tuple[nn.Module, dict, mx.Dtype]:
-        return _read(path, trust_remote_code, compute)
+        return _read(path, trust_remote_code, compute, adapter)
 
     model, config, dtype = read()
     if not lazy:
@@ -77,15 +82,20 @@ def load(
     return Loaded(model, tokenizer, config, path, dtype, lambda: read()[0])
 
 
-def _read(path: Path, trust_remote_code: bool, compute: str):
+def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
     """A model whose weights are unread, its config, and the type it is stored in."""
     with _mlx_lm() as zoo, _explaining(path):
         model, config = zoo.load_model(
-            path, lazy=True, trust_remote_code=trust_remote_code
+            path,
+            lazy=True,
+            trust_remote_code=trust_remote_code,
+            **published.options(path, zoo._get_classes),
         )
     dtype = stored_dtype(_complete(model))
+    if adapter:
+        _adapt(model, Path(adapter).expanduser())
     if compute != "stored":
-        _cast(model, compute_dtype(compute, dtype))
+        cast(model, compute_dtype(compute, dtype))
     if on_cpu():
         replace_slow_functions()
         replace_swiglu()
@@ -135,10 +145,9 @@ def snapshot(
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     patterns = PATTERNS + (["*.py"] if trust_remote_code else [])
+    chosen = {"allow_patterns": patterns, "ignore_patterns": TWICE}
     try:
-        return Path(
-            snapshot_download(str(source), revision=revision, allow_patterns=patterns)
-        )
+        return Path(snapshot_download(str(source), revision=revision, **chosen))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
@@ -167,6 +176,22 @@ def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> N
             place=place,
             hint="read it, then set trust_remote_code: true",
         )
+
+
+def _adapt(model: nn.Module, folder: Path) -> None:
+    with _mlx_lm():
+        from mlx_lm.tuner.utils import load_adapters
+    try:
+        load_adapters(model, str(folder))
+        mx.eval(model.parameters())
+    except FAULTS as error:
+        raise UserError(
+            f"the adapter does not load: {str(error).splitlines()[0]}",
+            place=str(folder),
+            hint="is it of this model, with adapter_config.json beside it?",
+        ) from error
+    # Dropout is for training.
+    model.eval()
 
 
 @contextmanager
@@ -249,36 +274,11 @@ def make_cache(model: nn.Module) -> list:
     return make_prompt_cache(model)
 
 
-def stored_dtype(model: nn.Module) -> mx.Dtype:
-    """The floating type that most of the parameters (or their scales) have."""
-    sizes: dict[mx.Dtype, int] = {}
-    for _, value in tree_flatten(model.parameters()):
-        if mx.issubdtype(value.dtype, mx.floating):
-            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
-    return max(sizes, key=sizes.get)
-
-
 def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """The type to compute in: see `load`."""
     if name in DTYPES:
         return DTYPES[name]
     return mx.float32 if name == "auto" and on_cpu() else stored
-
-
-def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
-    """Cast the floating parameters but those the model says must keep their type."""
-    _cast(model, dtype)
-    mx.eval(model.parameters())
-
-
-def _cast(model: nn.Module, dtype: mx.Dtype) -> None:
-    may_cast = getattr(model, "cast_predicate", lambda _: True)
-
-    def cast(path, value):
-        is_float = mx.issubdtype(value.dtype, mx.floating)
-        return value.astype(dtype) if is_float and may_cast(path) else value
-
-    model.update(tree_map_with_path(cast, model.parameters()))
 
 
 @contextmanager

@@ -7,6 +7,12 @@ from pathlib import Path
 
 from ..errors import UserError
 
+# Bytes of a number of each type a safetensors file may name; of others, MLX's to say.
+WIDTHS = dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1)
+WIDTHS |= dict.fromkeys(("U16", "I16", "F16", "BF16"), 2)
+WIDTHS |= dict.fromkeys(("U32", "I32", "F32"), 4)
+WIDTHS |= dict.fromkeys(("U64", "I64", "F64", "C64"), 8)
+
 
 @dataclass(frozen=True)
 class Sizes:
@@ -59,6 +65,7 @@ def read_header(file: Path) -> dict[str, dict]:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, 100 << 20)))
         header.pop("__metadata__", None)
+        broken = [name for name, tensor in header.items() if not _is_sound(tensor)]
         ends = [tensor["data_offsets"][1] for tensor in header.values()]
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -70,4 +77,18 @@ def read_header(file: Path) -> dict[str, dict]:
             f"the file is cut short: {file.stat().st_size:,} of {end:,} bytes",
             place=str(file),
         )
+    if broken:
+        raise UserError(
+            f"the file is damaged: {broken[0]} has a shape of other bytes than its own",
+            place=str(file),
+        )
     return header
+
+
+def _is_sound(tensor: dict) -> bool:
+    """Whether a tensor's place in the file is as long as its type and shape say."""
+    start, end = tensor["data_offsets"]
+    width = WIDTHS.get(tensor["dtype"])
+    size = math.prod(tensor["shape"])
+    is_known = 0 <= start <= end and min(tensor["shape"], default=0) >= 0
+    return is_known and (width is None or end - start == size * width)

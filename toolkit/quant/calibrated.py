@@ -4,6 +4,7 @@ import hashlib
 
 import mlx.core as mx
 
+from .. import allocator
 from ..model.cpu import on_cpu
 from .calibrate import Improve, Solve, Stored, Walk
 from .opened import Prepare
@@ -13,6 +14,7 @@ from .task import Task
 TOKENS_PER_COLUMN = 8
 LEAST_TOKENS = 1 << 15
 TOKENS_AT_ONCE = 2048
+KEPT_BYTES = 1 << 27
 
 
 def quantize_watched(
@@ -31,7 +33,13 @@ def quantize_watched(
         What is stored, by name: codes, scales, biases, and dense weights that changed.
     """
     walk = _walk(config, task, prepare, improve)
-    tensors = walk.run(_affine_alone(solve, task))
+    # What MLX keeps of freed memory counts, too, where a model hardly fits.
+    before = mx.set_cache_limit(KEPT_BYTES)
+    try:
+        with allocator.lean():
+            tensors = walk.run(_affine_alone(solve, task))
+    finally:
+        mx.set_cache_limit(before)
     modules = dict(task.model.named_modules())
     for path, spec in task.specs.items():
         if f"{path}.scales" not in tensors:

@@ -19,7 +19,7 @@ from .refit import refit
 from .spec import QuantSpec, pack
 
 # Numbers of a weight solved at once; about ten float32 arrays of them are in memory.
-AT_ONCE = 1 << 23
+AT_ONCE = 1 << 21
 
 
 @dataclass(frozen=True)

@@ -27,15 +27,17 @@ def complaints(data: dict, find: Find) -> list[Complaint]:
         *_model(data, find),
         *_sources(data, find),
         *_rows(data, stages),
+        *_tasks(stages, find),
         *_order(data, stages, _quantization(data, find)),
     ]
 
 
 def looks_local(source: str, find: Find) -> bool:
     """Whether a model or data source must be on this disk, rather than on the Hub."""
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+    name = source.partition("@")[0]
+    if source.startswith((".", "/", "~")) or name.count("/") > 1:
         return True
-    owner, slash, _ = source.partition("/")
+    owner, slash, _ = name.partition("/")
     here = find(owner) if slash else None
     return source.endswith(FILE_SUFFIXES) or (here is not None and here.is_dir())
 
@@ -124,6 +126,23 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
         if kind == "validate" and not (block.get("valid") or block.get("train")):
             hint = "name rows in data.valid or data.train"
             yield Complaint(where, "nothing to measure on", hint, of="key")
+
+
+def _tasks(stages: list, find: Find) -> Iterator[Complaint]:
+    """Tasks of the harness that cannot be measured here."""
+    for where, kind, block in stages:
+        tasks = block.get("tasks") if kind == "validate" else None
+        if not isinstance(tasks, list) or not tasks:
+            continue
+        from ..measure.harness import is_file, is_installed
+
+        if not is_installed():
+            hint = "pip install 'lmx-toolkit[eval]'"
+            message = "lm-evaluation-harness is not installed"
+            yield Complaint((*where, "tasks"), message, hint, "key")
+        for index, task in enumerate(tasks):
+            if isinstance(task, str) and is_file(task) and find(task) is None:
+                yield _missing((*where, "tasks", index), task, find)
 
 
 def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Complaint]:

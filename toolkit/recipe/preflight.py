@@ -7,6 +7,7 @@ from typing import Any
 
 from ..data.formats import BUILTIN, Row, Rows
 from ..data.template import Encoded, Example, encode_all, show
+from ..export import hub
 from ..section import Section
 from .estimate import Anatomy
 from .loader import Loaded
@@ -185,10 +186,15 @@ def _example(row: Row | Example, text: str, marks: str) -> Iterator[Line]:
 
 
 def _steps(plan: Plan) -> Iterator[Line]:
+    """The plan; whether a token may write on the Hub is asked when the run starts."""
     yield "output", f"{plan.output}, recipe {plan.recipe_hash[:12]}"
     for step in plan.steps:
         outputs = ", ".join(map(str, step.outputs))
         yield "plan", f"{step.name}: {', '.join(step.inputs)} -> {outputs}"
+        if name := getattr(step.config, "push_to", None):
+            hub.require_token(name)
+            seen = "private" if step.config.private else "public"
+            yield "plan", f"{step.name}: pushed to {name} on the Hub, {seen}"
 
 
 def _print(lines: Iterable[Line]) -> None:

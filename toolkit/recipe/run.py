@@ -8,6 +8,8 @@ from pathlib import Path
 from .. import __version__, allocator, blas
 from ..data.sources import Splits
 from ..errors import Interrupted, UserError
+from ..export import hub
+from ..measure import harness
 from ..run.folder import RunFolder
 from ..run.guest import GuestFolder, SilentReport
 from ..run.launcher import backend
@@ -48,6 +50,8 @@ def run(
         with ranks.agreed():
             if not force:
                 require_room(loaded, plan)
+            if ranks.is_first:
+                _require_elsewhere(plan, ranks)
         with ranks.agreed():
             opened = _open(loaded, plan, fresh, ranks)
     with opened as folder:
@@ -75,6 +79,20 @@ def run(
         folder.set_status("done")
         report.say(f"done: {folder.path}")
     return 0
+
+
+def _require_elsewhere(plan: Plan, ranks: Ranks) -> None:
+    """Refuse a run that the Hub or the harness would refuse at its end."""
+    for step in plan.steps:
+        if name := getattr(step.config, "push_to", None):
+            hub.require_right(name, private=step.config.private)
+        if tasks := getattr(step.config, "tasks", None):
+            harness.require(tasks)
+            if ranks.size > 1:
+                raise UserError(
+                    "tasks are measured by one process, and this run has several",
+                    hint="leave `tasks` out, and validate the model in a second run",
+                )
 
 
 def _open(

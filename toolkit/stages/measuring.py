@@ -10,10 +10,12 @@ from ..data.formats import Row
 from ..data.template import encode_all
 from ..errors import FAILED, UserError
 from ..generate.engine import Generator
+from ..generate.proposers.lookup import Lookup
 from ..measure.accuracy import Question, measure_accuracy
 from ..measure.divergence import measure_divergence
+from ..measure.harness import is_file, measure_tasks
 from ..measure.perplexity import measure_perplexity, tokens_at_once
-from ..measure.speed import measure_speed
+from ..measure.speed import measure_speculation, measure_speed
 from ..model.load import Loaded
 from ..model.sizes import checkpoint_sizes
 from ..run.files import write_atomic
@@ -22,6 +24,7 @@ from .summary import table
 from .validate import Config
 
 SPEED_PROMPTS = 2
+PROPOSERS = {"lookup": Lookup}
 
 # Gate: the path of its value among a model's figures, and whether more is better.
 GATES = {
@@ -121,11 +124,31 @@ class Measuring:
                 "accuracy_stderr": accuracy.stderr,
                 "accuracy_by_skill": accuracy.by_skill,
             }
+        if self.config.tasks:
+            figures["tasks"] = measure_tasks(
+                loaded, self._tasks, documents=self.config.documents
+            )
         prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
-        figures["generation"] = measure_speed(
-            generator, prompts[-SPEED_PROMPTS:], max_tokens=self.config.speed_tokens
-        )
-        return figures
+        return figures | self._speed(loaded, generator, prompts[-SPEED_PROMPTS:])
+
+    def _speed(self, loaded: Loaded, generator: Generator, prompts) -> dict:
+        """Of plain decoding, and what every proposer that needs no model gains."""
+        length = {"max_tokens": self.config.speed_tokens}
+        speed = measure_speed(generator, prompts, **length)
+        plain = speed["decode_tokens_per_second"]["p50"]
+        speculation = {}
+        for name, propose in PROPOSERS.items():
+            guessing = Generator(loaded.model, loaded.tokenizer, propose=propose)
+            speculation[name] = measure_speculation(
+                guessing, prompts, plain=plain, **length
+            )
+        return {"generation": speed, "speculation": speculation}
+
+    @property
+    def _tasks(self) -> list[str | Path]:
+        """The names of the tasks, and the places of those that are files."""
+        tasks = self.config.tasks
+        return [self.context.find(t) or t if is_file(t) else t for t in tasks]
 
     def _encoded(self, loaded: Loaded) -> list[Batch]:
         """The batches every model is measured on, made with the first one's tokenizer.

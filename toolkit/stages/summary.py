@@ -5,9 +5,35 @@ def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
     """Column names and rows of what was measured, one column a model."""
     rows = [
         [label, *(show(figures) for figures in models.values())]
-        for label, show in ROWS.items()
+        for label, show in (ROWS | _tasks(models)).items()
     ]
     return ["", *models], rows
+
+
+def _tasks(models: dict[str, dict]) -> dict:
+    """A row for every metric of the tasks that were measured."""
+    measured = [figures.get("tasks", {}) for figures in models.values()]
+    names = {
+        (task, metric): None
+        for tasks in measured
+        for task, scores in tasks.items()
+        for metric in scores
+        if "_stderr" not in metric
+    }
+    return {f"{task}: {metric}": _score(task, metric) for task, metric in names}
+
+
+def _score(task: str, metric: str):
+    def show(figures: dict) -> str:
+        scores = figures.get("tasks", {}).get(task, {})
+        if metric not in scores:
+            return "-"
+        name, comma, answers = metric.partition(",")
+        error = scores.get(f"{name}_stderr{comma}{answers}")
+        text = f"{scores[metric]:.3f}"
+        return text if error is None else f"{text} ± {error:.3f}"
+
+    return show
 
 
 def _figure(key: str, form: str, error: str | None = None):

@@ -10,11 +10,11 @@ from ..generate.engine import Generator
 from ..measure.perplexity import measure_perplexity
 from ..model import lora
 from ..model.adapters import files as adapter_files
+from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
 from ..model.folder import setting
 from ..model.group_biases import GroupBiases
-from ..model.load import set_compute_dtype
 from ..run.files import atomic_folder
 from ..train.chunked import CannotSplit, ChunkedLoss
 from ..train.documents import CannotPack, DocumentCaches

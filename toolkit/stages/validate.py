@@ -39,6 +39,11 @@ class Config(Section):
     """Rows with one exact answer to ask, at most, spread over their kinds."""
     speed_tokens: int = Field(64, ge=8)
     """Tokens to generate when measuring the speed."""
+    tasks: list[str] = Field([])
+    """Tasks of lm-evaluation-harness: its names, or .yaml files; pip install its extra,
+    lmx-toolkit[eval]."""
+    documents: int | None = Field(None, ge=1)
+    """Documents of each of those tasks, at most."""
 
 
 def run(config: Config, context: "Context") -> "Artefact":

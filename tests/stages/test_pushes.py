@@ -1,0 +1,130 @@
+"""Recipes that read from the Hub and push to it: refused early, resumed, described."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from hub_stand_in import READER, TOKEN, Repository
+from tiny_runs import Run
+
+CARD = "---\nlicense: apache-2.0\nbase_model: lab/older\n---\n# Base\n"
+TRAIN = {"train": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3}}
+
+
+def export(**changes):
+    return {"export": {"push_to": "alice/small", **changes}}
+
+
+def everything_said(run, capfd):
+    files = [p for p in run.output.rglob("*") if p.suffix not in (".safetensors", "")]
+    said = "".join(capfd.readouterr())
+    return said + "".join(p.read_bytes().decode("latin-1") for p in files)
+
+
+def metadata(repository):
+    return yaml.safe_load(repository.files["README.md"].decode().split("---\n")[1])
+
+
+@pytest.fixture
+def with_data(stand_in, monkeypatch, tmp_path):
+    """The stand-in, for the client of data sets too."""
+    import datasets
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(datasets.config, "HF_ENDPOINT", constants.ENDPOINT)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "rows")
+    return stand_in
+
+
+@pytest.mark.parametrize("token", [None, READER])
+@pytest.mark.parametrize("flag", [[], ["--check"]])
+def test_without_the_right_to_write_nothing_is_trained(
+    stand_in, make_checkpoint, tmp_path, monkeypatch, capfd, token, flag
+):
+    run = Run(tmp_path, TRAIN, export(), model=make_checkpoint())
+    monkeypatch.delenv("HF_TOKEN")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    code = run(*flag)
+    said = capfd.readouterr()
+    if flag and token:
+        # What only the Hub knows is asked when the run starts.
+        assert code == 0
+        assert "pushed to alice/small on the Hub, private" in said.out
+        assert stand_in.asked == []
+    else:
+        assert code == 2
+        wrong = "may not write here" if token else "there is no token here"
+        assert f"alice/small: {wrong}" in said.err.replace("the token of 'alice' ", "")
+    assert not run.output.exists()
+
+
+def test_a_broken_push_is_resumed_by_the_same_command(
+    stand_in, make_checkpoint, tmp_path, capfd
+):
+    run = Run(tmp_path, TRAIN, export(license="mit"), model=make_checkpoint())
+    stand_in.breaks = lambda method, path: path.endswith("/commit/main")
+    assert run() == 1
+    stand_in.breaks = lambda method, path: False
+    [sent] = stand_in.sent
+    assert run() == 0
+    assert stand_in.sent == [sent]
+    repository = stand_in.repositories["models/alice/small"]
+    assert repository.private
+    model = run.output / "model"
+    assert repository.files == {p.name: p.read_bytes() for p in model.iterdir()}
+    assert metadata(repository) == {
+        "library_name": "mlx",
+        "pipeline_tag": "text-generation",
+        "tags": ["mlx", "lmx"],
+        "license": "mit",
+    }
+    said = everything_said(run, capfd)
+    assert "stage 1-train: done before" in said
+    assert "pushed: https://huggingface.co/alice/small/commit/" in said
+    assert TOKEN not in said
+
+
+def test_model_and_rows_of_a_revision_and_what_the_card_says_of_them(
+    with_data, make_checkpoint, tmp_path, monkeypatch
+):
+    import datasets
+    from huggingface_hub import constants
+
+    files = {p.name: p.read_bytes() for p in make_checkpoint().iterdir()}
+    files["README.md"] = CARD.encode()
+    models = Repository(files, {"config.json": b"{}"}, tags={"v1": 0})
+    run = Run(tmp_path, TRAIN, export(private=False), model="lab/base")
+    rows = Path(run.data["train"][0]).read_bytes()
+    wrong = b'{"nothing": "to use"}\n'
+    with_data.repositories = {
+        "models/lab/base": models,
+        "datasets/lab/rows": Repository(
+            {"train.jsonl": rows}, {"train.jsonl": wrong}, tags={"v1": 0}
+        ),
+    }
+    run.model = {"path": "lab/base", "revision": "v1"}
+    run.data["train"] = ["lab/rows@v1", run.data["train"][0]]
+    run.write()
+    assert run() == 0
+    repository = with_data.repositories.pop("models/alice/small")
+    assert not repository.private
+    assert metadata(repository) == {
+        "library_name": "mlx",
+        "pipeline_tag": "text-generation",
+        "tags": ["mlx", "lmx"],
+        "base_model": "lab/base",
+        "base_model_relation": "finetune",
+        "license": "apache-2.0",
+        "datasets": ["lab/rows"],
+    }
+    # Offline, all of it is here; but nothing can be pushed.
+    run.stages = [TRAIN, {"export": None}]
+    run.write()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    asked = len(with_data.asked)
+    assert run("--fresh") == 0
+    assert len(with_data.asked) == asked
+    assert "apache-2.0" in (run.output / "model" / "README.md").read_text()

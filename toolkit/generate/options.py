@@ -1,0 +1,156 @@
+"""The options of `lmx generate`, and the generator they ask for."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from ..model.load import Loaded
+    from .engine import Generator
+    from .sampling import Sampling
+
+KEPT = 4 << 30
+"""Bytes of earlier turns of a chat that are kept, to go on from them."""
+SAMPLING = {
+    "temperature": (float, 0.0, "0 = greedy (the default)"),
+    "top-p": (float, 1.0, "nucleus; 1 = off"),
+    "top-k": (int, 0, "0 = off"),
+    "min-p": (float, 0.0, "0 = off"),
+    "repetition-penalty": (float, 1.0, "divides logits of what was said; 1 = off"),
+    "presence-penalty": (float, 0.0, "is subtracted from them; 0 = off"),
+    "frequency-penalty": (float, 0.0, "the same, as often as it was said; 0 = off"),
+    "seed": (int, 0, "default 0"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx generate`."""
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="model folder, run folder or Hub id")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", metavar="TEXT", help="what to answer")
+    asked.add_argument("--prompt-file", metavar="FILE", help="- = standard input")
+    asked.add_argument(
+        "--chat", action="store_true", help="a turn for every line of standard input"
+    )
+    asked.add_argument(
+        "--batch-file",
+        metavar="FILE",
+        help='JSONL rows {"prompt": ...} or {"messages": ...}, answered together; '
+        "max_tokens, temperature and seed may stand in a row",
+    )
+    add("--system", metavar="TEXT", help="system message of the chat")
+    add("--max-tokens", type=int, default=256, metavar="N", help="default 256")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer")
+    for name, (kind, default, about) in SAMPLING.items():
+        add(f"--{name}", type=kind, default=default, metavar="X", help=about)
+    add("--raw", action="store_true", help="continue the text: no chat template")
+    add("--adapter", metavar="FOLDER", help="LoRA or DoRA adapter in mlx-lm's format")
+    add_draft(parser)
+    add("--kv-bits", type=int, choices=(4, 8), help="keep keys and values quantized")
+    add("--kv-start", type=int, default=0, metavar="N", help="from N tokens on")
+    add("--save-session", metavar="FOLDER", help="keep what was read, for another day")
+    add("--load-session", metavar="FOLDER", help="go on from there")
+    add("--json", action="store_true", help="print one JSON object at the end instead")
+    add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
+    add("--trust-remote-code", action="store_true", help="run the model's own Python")
+
+
+def add_draft(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of speculative decoding."""
+    add = parser.add_argument
+    add(
+        "--draft",
+        metavar="DRAFT",
+        help="guess ahead and verify, which changes no text: lookup (what followed "
+        "the same words before), self (fewer blocks of the model), a model folder or "
+        "Hub id, or lookup+ one of these",
+    )
+    add(
+        "--draft-tokens",
+        type=int,
+        metavar="N",
+        help="always guess N tokens; absent = as many as pay, by measurement",
+    )
+    add(
+        "--exact-verify",
+        action="store_true",
+        help="decode plainly along the answer and tell which tokens rounding flipped",
+    )
+    add(
+        "--one-by-one",
+        action="store_true",
+        help="verify guesses in passes of one token: no flips, and no speed-up",
+    )
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what does not go together.
+
+    Raises:
+        UserError: naming the options.
+    """
+    sessions = args.save_session or args.load_session
+    greedy = args.temperature == 0
+    faults = {
+        "--raw has no chat, so --system has no place in it": args.raw
+        and args.system is not None,
+        "--raw has no chat, so --chat has no place beside it": args.raw and args.chat,
+        f"--max-tokens is {args.max_tokens}, but must be 0 or more": args.max_tokens
+        < 0,
+        "--stop is empty": not all(args.stop),
+        f"--kv-start is {args.kv_start}, but must be 0 or more": args.kv_start < 0,
+        "--kv-start needs --kv-bits": args.kv_start and not args.kv_bits,
+        "--batch-file decodes many rows at once: no --draft, --kv-bits or session "
+        "with it": args.batch_file and (args.draft or args.kv_bits or sessions),
+        "--exact-verify compares greedy text: no --temperature with it": (
+            args.exact_verify and not greedy
+        ),
+        **draft_faults(args),
+    }
+    for fault, holds in faults.items():
+        if holds:
+            raise UserError(fault)
+
+
+def draft_faults(args: argparse.Namespace) -> dict[str, bool]:
+    """What is wrong with the arguments of `add_draft`, and whether it is."""
+    number = args.draft_tokens
+    alone = number is not None or args.exact_verify or args.one_by_one
+    return {
+        "--draft-tokens, --exact-verify and --one-by-one need --draft": (
+            alone and not args.draft
+        ),
+        f"--draft-tokens is {number}, but must be 1 or more": (
+            number is not None and number < 1
+        ),
+    }
+
+
+def sampling(args: argparse.Namespace) -> "Sampling":
+    """How tokens are chosen.
+
+    Raises:
+        UserError: an impossible setting.
+    """
+    from .sampling import Sampling
+
+    names = (name.replace("-", "_") for name in SAMPLING)
+    return Sampling(**{name: getattr(args, name) for name in names})
+
+
+def open_generator(args: argparse.Namespace, loaded: "Loaded") -> "Generator":
+    """The generator, which keeps what it reads where a later turn may want it."""
+    from .engine import Generator
+    from .prefixes import Prefixes
+
+    keeps = args.chat or args.save_session or args.load_session
+    return Generator(
+        loaded.model,
+        loaded.tokenizer,
+        prefixes=Prefixes(KEPT) if keeps else None,
+        one_by_one=args.one_by_one,
+        kv_bits=args.kv_bits,
+        kv_start=args.kv_start,
+    )
