@@ -55,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "generate": ("continue a prompt with a model", _generate),
         "bench": ("how fast a model generates, and what would speed it up", _bench),
         "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
+        "report": ("make the page of a run again", _report),
+        "compare": ("runs side by side", _compare),
         "push": ("publish a model on the Hugging Face Hub", _push),
         "doctor": ("what this machine computes with, and how fast", _doctor),
     }
@@ -126,19 +128,27 @@ def _import(argv: Sequence[str]) -> int:
     return _verb("import", command, argv)
 
 
-def _verb(name: str, command, argv: Sequence[str]) -> int:
-    """Run a verb whose module declares its arguments."""
-    parser = argparse.ArgumentParser(prog=f"lmx {name}", allow_abbrev=False)
-    command.add_arguments(parser)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    arguments = parser.parse_args(argv)
-    return _guarded(lambda: command.run(arguments), debug=arguments.debug)
+def _report(argv: Sequence[str]) -> int:
+    from .run.commands import report
+
+    return _verb("report", report, argv)
+
+
+def _compare(argv: Sequence[str]) -> int:
+    from .run.commands import compare
+
+    return _verb("compare", compare, argv)
 
 
 def _push(argv: Sequence[str]) -> int:
     from .export import command
 
-    parser = argparse.ArgumentParser(prog="lmx push", allow_abbrev=False)
+    return _verb("push", command, argv)
+
+
+def _verb(name: str, command, argv: Sequence[str]) -> int:
+    """Run a verb whose module declares its arguments."""
+    parser = argparse.ArgumentParser(prog=f"lmx {name}", allow_abbrev=False)
     command.add_arguments(parser)
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
     arguments = parser.parse_args(argv)

@@ -211,7 +211,13 @@ def test_config_and_tokenizer_come_from_the_file(make):
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_positions_of_llama_3_are_found_by_what_they_come_to(make, factor):
-    scaling = {"rope_type": "llama3", "factor": factor}
+    scaling = {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
     from mlx_lm.models.rope_utils import Llama3RoPE
 
     stretched = np.array(Llama3RoPE(128, base=5e5, scaling_config=scaling)._freqs)
@@ -223,6 +229,7 @@ def test_positions_of_llama_3_are_found_by_what_they_come_to(make, factor):
     path, _, _ = make("Q8_0", change=change, rope_theta=5e5)
     config = json.loads((resolve(path) / "config.json").read_text())
     assert config["rope_scaling"] == scaling
+    assert load(path).tokenizer.encode(TEXT)
 
 
 def test_an_unknown_stretch_is_refused(make):

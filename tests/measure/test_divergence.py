@@ -8,6 +8,13 @@ from test_perplexity import BATCHES, Table, make_batch
 from toolkit.data.batches import Batch
 from toolkit.measure.divergence import measure_divergence
 
+HISTOGRAMS = ("kl_histogram", "agreement_by_confidence")
+
+
+def softmax(table):
+    table = np.exp(np.array(table, np.float64))
+    return table / table.sum(-1, keepdims=True)
+
 
 def numpy_rows(reference, model, batches):
     """(KL, agreement) of the trained positions, row by row."""
@@ -51,13 +58,40 @@ def test_error_is_that_of_clusters():
 
 
 def test_a_model_does_not_diverge_from_itself():
-    found = measure_divergence(Table(0), Table(0), BATCHES)
-    assert vars(found) == {
+    found = vars(measure_divergence(Table(0), Table(0), BATCHES))
+    histogram, by_confidence = (found.pop(name) for name in HISTOGRAMS)
+    assert found == {
         "kl_mean": 0.0,
         "kl_stderr": 0.0,
         "kl_p99": 0.0,
         "top1_agreement": 1.0,
     }
+    count = sum(int(batch.mask.sum()) for batch in BATCHES)
+    assert histogram["positions"] == [count, *[0] * (len(histogram["edges"]) - 2)]
+    assert by_confidence["agreed"] == by_confidence["positions"]
+
+
+def test_histograms_equal_numpy():
+    reference, model = Table(0), Table(1)
+    model.table = model.table + reference.table
+    found = measure_divergence(reference, model, BATCHES)
+    rows = numpy_rows(reference, model, BATCHES)
+    kl, agrees = (np.concatenate(part) for part in zip(*rows, strict=True))
+    edges, counts = found.kl_histogram.values()
+    assert len(set(np.digitize(kl, edges))) > 2
+    assert counts == np.histogram(np.clip(kl, edges[0], edges[-1]), edges)[0].tolist()
+    confidence = np.concatenate(
+        [
+            softmax(np.array(reference.table)[tokens]).max(-1)[mask]
+            for tokens, mask in (
+                (np.array(b.tokens)[:, :-1], np.array(b.mask)) for b in BATCHES
+            )
+        ]
+    )
+    edges, positions, agreed = found.agreement_by_confidence.values()
+    assert positions == np.histogram(confidence, edges)[0].tolist()
+    assert agreed == np.histogram(confidence[agrees], edges)[0].tolist()
+    assert 0 < sum(agreed) < sum(positions) == len(kl)
 
 
 def test_the_reference_weighs():
@@ -92,4 +126,7 @@ def test_what_is_not_trained_does_not_count():
     mask = mx.pad(batch.mask, [(0, 3), (0, 5)])
     padded = measure_divergence(Table(0), Table(1), [Batch(tokens, mask, ())])
     plain = measure_divergence(Table(0), Table(1), [batch])
-    assert vars(padded) == pytest.approx(vars(plain), rel=1e-6)
+    padded, plain = vars(padded), vars(plain)
+    for name in HISTOGRAMS:
+        assert padded.pop(name) == plain.pop(name)
+    assert padded == pytest.approx(plain, rel=1e-6)

@@ -13,7 +13,7 @@ from toolkit.errors import UserError
 from toolkit.measure import harness
 from toolkit.model.load import load
 from toolkit.recipe.run import _require_elsewhere
-from toolkit.stages.summary import table
+from toolkit.run.summary import table
 from toolkit.stages.validate import Config
 
 TASK = {

@@ -56,3 +56,5 @@ def test_speculation_is_counted_over_all_prompts_but_the_warm_up():
     assert found["tokens_per_round"] == pytest.approx((6 + 6) / 6)
     assert found["acceptance"] == pytest.approx(6 / (6 + 4))
     assert found["speedup"] == pytest.approx(20 / 8)
+    # The first guess stood in four of six rounds, and behind it the second in two.
+    assert found["acceptance_by_position"] == pytest.approx([4 / 6, 2 / 4])

@@ -16,8 +16,9 @@ import sys, time
 from pathlib import Path
 from toolkit.run.folder import RunFolder
 with RunFolder.open(
-    Path(sys.argv[1]), name="try", recipe_text="seed: 1", resolved="seed: 1",
-    recipe_hash="one", difference=lambda old, new: "",
+    Path(sys.argv[1]), name="try", command="lmx-train try",
+    recipe_text="seed: 1", resolved="seed: 1", recipe_hash="one",
+    difference=lambda old, new: "",
 ) as run:
     run.enter("1-train")
     (run.path / "metrics.jsonl").write_text(
@@ -35,6 +36,7 @@ def start(path, recipe_hash="one", *, fresh=False, resolved="seed: 1"):
     return RunFolder.open(
         path,
         name="try",
+        command="lmx-train try",
         recipe_text="seed: 1 # text",
         resolved=resolved,
         recipe_hash=recipe_hash,

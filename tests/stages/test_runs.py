@@ -18,6 +18,7 @@ LORA = {"type": "lora", "rank": 8}
 GRID = {"bits": 4, "group_size": 32}
 ALWAYS = {"perplexity", "perplexity_stderr", "bits_per_weight", "bytes", "accuracy"}
 COMPARED = {"kl_mean", "kl_p99", "top1_agreement"}
+GUESSED = {"acceptance", "acceptance_by_position", "tokens_per_round", "speedup"}
 SPEEDS = {"ttft_ms", "prefill_tokens_per_second", "decode_tokens_per_second"}
 
 
@@ -59,7 +60,7 @@ def check_report(report, names):
             assert tail.keys() == {"p50", "p90", "p99"}
         assert figures["speculation"].keys() == {"lookup"}
         guessing = figures["speculation"]["lookup"]
-        assert guessing.keys() == {"acceptance", "tokens_per_round", "speedup"}
+        assert guessing.keys() == GUESSED
         assert guessing["speedup"] > 0
         numbers = [v for v in figures.values() if isinstance(v, float)]
         assert all(map(math.isfinite, numbers))

@@ -7,10 +7,14 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from ..errors import FAILED, UserError
 from ..quant.spec import QuantSpec
+from ..run.files import hash_folder
 from . import safetensors
+from .published import Published
 
 FORMAT = "mlx"
+FOLDER = "model"
 SHARD_BYTES = 5 << 30
 
 # What a config says of another checkpoint or machine.
@@ -30,6 +34,21 @@ COMPANIONS = (
     "generation_config.json",
     "preprocessor_config.json",
 )
+
+
+def publish(folder: Path, published: Published) -> None:
+    """Copy the checkpoint into an empty folder, byte for byte as it was measured.
+
+    Raises:
+        UserError: the copy differs.
+    """
+    shutil.copytree(published.model, folder, dirs_exist_ok=True)
+    if hash_folder(folder) != hash_folder(published.model):
+        raise UserError(
+            "the copy differs from what was measured; is the disk sound?",
+            place=str(folder),
+            code=FAILED,
+        )
 
 
 def write(

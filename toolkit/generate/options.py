@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name, (kind, default, about) in SAMPLING.items():
         add(f"--{name}", type=kind, default=default, metavar="X", help=about)
     add("--raw", action="store_true", help="continue the text: no chat template")
-    add("--adapter", metavar="FOLDER", help="LoRA or DoRA adapter in mlx-lm's format")
+    add("--adapter", metavar="FOLDER", help="LoRA or DoRA adapter, mlx-lm's or peft's")
     add_draft(parser)
     add("--kv-bits", type=int, choices=(4, 8), help="keep keys and values quantized")
     add("--kv-start", type=int, default=0, metavar="N", help="from N tokens on")

@@ -59,7 +59,7 @@ def measure_speculation(
     *,
     max_tokens: int = 64,
     plain: float,
-) -> dict[str, float | None]:
+) -> dict[str, float | list[float] | None]:
     """How much a generator's proposer gains, after one warm-up that does not count.
 
     Args:
@@ -67,7 +67,7 @@ def measure_speculation(
 
     Returns:
         `acceptance` (share of the guesses that stood), `tokens_per_round` (both None
-        where nothing was guessed) and `speedup`.
+        where nothing was guessed), `acceptance_by_position`, a list, and `speedup`.
     """
     total, rates = Speculation(), []
     for number, prompt in enumerate([prompts[0], *prompts]):
@@ -77,6 +77,7 @@ def measure_speculation(
             total.include(generator.speculation)
     return {
         "acceptance": total.acceptance,
+        "acceptance_by_position": total.by_position,
         "tokens_per_round": total.tokens_per_round,
         "speedup": percentiles(rates)["p50"] / plain,
     }

@@ -17,6 +17,7 @@ from . import foreign, published
 from .cast import cast, stored_dtype
 from .cpu import expand_many_rows, on_cpu, replace_slow_functions, replace_swiglu
 from .folder import check_weights, end_tokens, missing_shards, read_config
+from .foreign import peft as foreign_adapters
 
 PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 # Some repositories hold all weights twice, once as their authors' program has them.
@@ -56,7 +57,7 @@ def load(
     """Load a checkpoint folder or Hub id.
 
     Args:
-        adapter: folder of a LoRA or DoRA adapter in mlx-lm's format, to put on it.
+        adapter: folder of a LoRA or DoRA adapter, mlx-lm's or peft's, to put on it.
         compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
             slower, else as stored), "stored", or the name of a type.
         lazy: read weights when they are first used, and not here.
@@ -179,6 +180,7 @@ def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> N
 
 
 def _adapt(model: nn.Module, folder: Path) -> None:
+    folder = foreign_adapters.resolve(folder)
     with _mlx_lm():
         from mlx_lm.tuner.utils import load_adapters
     try:

@@ -7,8 +7,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from ..errors import UserError
 from ..model.grids.settings import FROM_CODES
 from ..quant.spec import Quantization, QuantSpec
+from ..stages.export import FORMATS
 from .faults import Keys
 from .messages import Complaint, nearest
 
@@ -29,6 +31,7 @@ def complaints(data: dict, find: Find) -> list[Complaint]:
         *_rows(data, stages),
         *_tasks(stages, find),
         *_order(data, stages, _quantization(data, find)),
+        *_formats(data, stages, find),
     ]
 
 
@@ -226,6 +229,30 @@ def _grid(block: Any, kind: type[QuantSpec] = Quantization) -> dict:
         return kind(**asked).model_dump()
     except ValidationError:
         return {}
+
+
+def _formats(data: dict, stages: list, find: Find) -> Iterator[Complaint]:
+    """Formats that this model does not have, said before it is trained."""
+    _, source = model_path(data)
+    config = read_config(find(source) if source else None)
+    adapted = False
+    for where, kind, block in stages:
+        if kind == "train":
+            adapted = block.get("adapter") is not None
+        named = block.get("formats") if kind == "export" else None
+        for index, name in enumerate(named if isinstance(named, list) else []):
+            at = (*where, "formats", index)
+            if name == "peft" and not adapted:
+                hint = "train with `adapter:`, or leave peft out"
+                yield Complaint(
+                    at, "no adapter is trained that could be exported", hint
+                )
+            require = getattr(FORMATS.get(str(name)), "require", None)
+            if require and "model_type" in config:
+                try:
+                    require(config)
+                except UserError as error:
+                    yield Complaint(at, error.message, error.hint)
 
 
 def _quantization(data: dict, find: Find) -> dict | None:

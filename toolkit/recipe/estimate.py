@@ -182,7 +182,9 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
                 size = budget.limit(anatomy.parameters)
             needed += size
         if hasattr(stage, "formats"):
-            needed += size
+            # All but model/ may hold every weight in 16 bits.
+            others = {"dense", "gguf"} & set(stage.formats)
+            needed += size + len(others) * 2 * anatomy.parameters
     return needed
 
 

@@ -5,15 +5,14 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from ..run.values import BESIDE, one_line, recipe_values
 from ..section import Section
+from ..stages.export import FORMATS
 from . import places
 from .loader import Loaded
 
 RUNS = Path("exports")
-# Keys that say where results go, and are no part of what is tried.
-BESIDE = ("output", "tracker")
 
 
 @dataclass(frozen=True)
@@ -73,22 +72,22 @@ def recipe_hash(resolved: str) -> str:
 
 def difference(old: str, new: str) -> str:
     """The values in which two resolved recipes differ, one line each, as arguments."""
-    before, after = (_flat(places.read(text).data) for text in (old, new))
+    before, after = (recipe_values(places.read(text).data) for text in (old, new))
     lines = []
     for key in [*before, *(k for k in after if k not in before)]:
         if key not in after:
-            lines.append(f"{key}: {_one_line(before[key])} -> (gone)")
+            lines.append(f"{key}: {one_line(before[key])} -> (gone)")
         elif key not in before:
-            lines.append(f"{key}: (new) -> {_one_line(after[key])}")
+            lines.append(f"{key}: (new) -> {one_line(after[key])}")
         elif before[key] != after[key]:
-            lines.append(f"{key}: {_one_line(before[key])} -> {_one_line(after[key])}")
+            lines.append(f"{key}: {one_line(before[key])} -> {one_line(after[key])}")
     return "\n".join(lines)
 
 
 def _outputs(output: Path, index: int, kind: str, config: Section) -> tuple[Path, ...]:
     own = output / "stages" / f"{index}-{kind}"
     if kind == "export":
-        return own, output / "model"
+        return own, *(output / FORMATS[name].FOLDER for name in config.formats)
     if kind == "train" and config.adapter is not None:
         return own, output / "adapters"
     return (own,)
@@ -98,21 +97,3 @@ def _rows(data: Section, kind: str) -> tuple[str, ...]:
     if kind == "train":
         return (*data.train, *data.valid)
     return tuple(data.valid or data.train) if kind == "validate" else ()
-
-
-def _flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Values by dotted key, lists counted from 1, empty blocks kept."""
-    if isinstance(value, dict) and value:
-        inner = value.items()
-    elif isinstance(value, list) and any(isinstance(v, dict | list) for v in value):
-        inner = enumerate(value, 1)
-    else:
-        return {} if key.split(".")[0] in BESIDE else {key: value}
-    found: dict[str, Any] = {}
-    for name, part in inner:
-        found |= _flat(part, f"{key}.{name}" if key else str(name))
-    return found
-
-
-def _one_line(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -13,6 +13,7 @@ from ..measure import harness
 from ..run.folder import RunFolder
 from ..run.guest import GuestFolder, SilentReport
 from ..run.launcher import backend
+from ..run.page.write import NAME as REPORT
 from ..run.ranks import Ranks, join
 from ..run.report import Report
 from ..stages.context import Artefact, Context
@@ -53,7 +54,7 @@ def run(
             if ranks.is_first:
                 _require_elsewhere(plan, ranks)
         with ranks.agreed():
-            opened = _open(loaded, plan, fresh, ranks)
+            opened = _open(loaded, plan, command, fresh, ranks)
     with opened as folder:
         report = Report(folder.path, quiet=quiet) if ranks.is_first else SilentReport()
         report.say(f"lmx {__version__}: {loaded.name} -> {folder.path}")
@@ -69,15 +70,15 @@ def run(
             with tracking, ranks.linked():
                 _run_stages(loaded, plan, folder, report, ranks)
         except (Interrupted, KeyboardInterrupt):
-            folder.set_status("interrupted")
             report.warn(f"interrupted; to go on: {command}")
+            folder.set_status("interrupted")
             raise
         except UserError as error:
-            folder.set_status("failed")
             report.log(str(error))
+            folder.set_status("failed")
             raise
         folder.set_status("done")
-        report.say(f"done: {folder.path}")
+        report.say(f"done: {folder.path / REPORT}")
     return 0
 
 
@@ -96,13 +97,14 @@ def _require_elsewhere(plan: Plan, ranks: Ranks) -> None:
 
 
 def _open(
-    loaded: Loaded, plan: Plan, fresh: bool, ranks: Ranks
+    loaded: Loaded, plan: Plan, command: str, fresh: bool, ranks: Ranks
 ) -> RunFolder | GuestFolder:
     if not ranks.is_first:
         return GuestFolder(plan.output)
     return RunFolder.open(
         plan.output,
         name=loaded.name,
+        command=command,
         recipe_text=loaded.text,
         resolved=loaded.resolved,
         recipe_hash=plan.recipe_hash,
@@ -195,4 +197,5 @@ def _context(
 def _own(artefact: Artefact, output: Path) -> list[Path]:
     """The artefact's folders that lie in the run folder, and so are ours to check."""
     folders = {artefact.model, artefact.reference, artefact.adapters} - {None}
+    folders |= {*artefact.published}
     return sorted(path for path in folders if path.is_relative_to(output))

@@ -11,6 +11,7 @@ from pathlib import Path
 from ..errors import UserError
 from . import manifest
 from .files import explained, hash_file, hash_folder, sweep, write_atomic
+from .page.write import write_page
 
 RECIPE, RESOLVED = "recipe.yaml", "resolved.yaml"
 
@@ -35,6 +36,7 @@ class RunFolder:
         path: Path,
         *,
         name: str,
+        command: str,
         recipe_text: str,
         resolved: str,
         recipe_hash: str,
@@ -44,6 +46,7 @@ class RunFolder:
         """Create or reopen a run folder.
 
         Args:
+            command: what the user typed.
             difference: a readable diff of two resolved recipes.
             fresh: set an earlier run aside, as `<path>.old-N`, and start over.
 
@@ -63,7 +66,7 @@ class RunFolder:
             elif old["recipe_hash"] != recipe_hash:
                 _refuse_changed(path, resolved, difference)
             sweep(path)
-            new = manifest.new(name, recipe_hash, old["stages"] if old else {})
+            new = manifest.new(name, command, recipe_hash, old["stages"] if old else {})
             folder = cls(path, lock, new, manifest.last_words(path, old))
             write_atomic(path / RECIPE, recipe_text)
             write_atomic(path / RESOLVED, resolved)
@@ -82,10 +85,11 @@ class RunFolder:
         os.close(self._lock)
 
     def set_status(self, status: str) -> None:
-        """Record running, done, failed or interrupted."""
+        """Record running, done, failed or interrupted; tell it in report.html."""
         self._manifest["status"] = status
         self._manifest["ended"] = None if status == "running" else manifest.now()
         self._save()
+        self._tell()
 
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage, made when missing."""
@@ -110,6 +114,7 @@ class RunFolder:
         assert all(hashes.values()), f"stage {stage} left an empty folder"
         self._manifest["stages"][stage] = {"facts": facts, "artefacts": hashes}
         self._save()
+        self._tell()
 
     def finished(self, stage: str, warn: Callable[[str], None]) -> dict | None:
         """The facts of a stage that is done and whose artefacts are as it left them."""
@@ -128,6 +133,11 @@ class RunFolder:
             self._manifest["stages"].pop(stage, None)
             shutil.rmtree(self.path / "stages" / stage, ignore_errors=True)
         self._save()
+
+    def _tell(self) -> None:
+        # `lmx report` can make it again; a run must not end for it.
+        with suppress(UserError):
+            write_page(self.path)
 
     def _save(self) -> None:
         text = json.dumps(self._manifest, indent=2) + "\n"

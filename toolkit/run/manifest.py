@@ -30,10 +30,11 @@ def read(path: Path) -> dict | None:
     return manifest if "recipe_hash" in manifest else None
 
 
-def new(name: str, recipe_hash: str, stages: dict) -> dict:
+def new(name: str, command: str, recipe_hash: str, stages: dict) -> dict:
     """The manifest of a run that starts now, with the stages done before."""
     return {
         "name": name,
+        "command": command,
         "status": "running",
         "recipe_hash": recipe_hash,
         "versions": {"python": platform.python_version()}

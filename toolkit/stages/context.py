@@ -29,12 +29,14 @@ class Artefact:
         reference: its unquantized twin; the same folder when nothing is quantized.
         adapters: folder of the adapter that was trained, if any.
         facts: what the report and the model card tell of how it was made.
+        published: folders that an export left beside the model.
     """
 
     model: Path
     reference: Path
     adapters: Path | None = None
     facts: dict = field(default_factory=dict)
+    published: tuple[Path, ...] = ()
 
     @property
     def is_quantized(self) -> bool:
@@ -50,13 +52,15 @@ class Artefact:
             return str(path.relative_to(output) if inside else path.absolute())
 
         paths = {name: relative(getattr(self, name)) for name in PATHS}
-        return paths | {"facts": self.facts}
+        published = [relative(path) for path in self.published]
+        return paths | {"facts": self.facts, "published": published}
 
     @classmethod
     def from_json(cls, record: dict, output: Path) -> "Artefact":
         """What `to_json` recorded."""
         paths = {name: record[name] and output / record[name] for name in PATHS}
-        return cls(**paths, facts=record["facts"])
+        published = tuple(output / path for path in record["published"])
+        return cls(**paths, facts=record["facts"], published=published)
 
 
 def write_checkpoint(
@@ -136,6 +140,10 @@ class Context:
         )
         # As the manifest has it, or a stage would take it for another model.
         return folder.absolute()
+
+    def called(self, model: Path) -> str:
+        """The folder of a model; of the recipe's own what the recipe calls it."""
+        return self.source.path if model == self.base else str(model)
 
     def visible(self, model: Path) -> Path:
         """The folder of a model that the first process left, if it is seen from here.

@@ -14,13 +14,15 @@ from ..generate.proposers.lookup import Lookup
 from ..measure.accuracy import Question, measure_accuracy
 from ..measure.divergence import measure_divergence
 from ..measure.harness import is_file, measure_tasks
+from ..measure.layers import measure_layers
 from ..measure.perplexity import measure_perplexity, tokens_at_once
 from ..measure.speed import measure_speculation, measure_speed
 from ..model.load import Loaded
 from ..model.sizes import checkpoint_sizes
 from ..run.files import write_atomic
+from ..run.summary import table
 from .context import Context
-from .summary import table
+from .samples import shown_rows
 from .validate import Config
 
 SPEED_PROMPTS = 2
@@ -44,6 +46,7 @@ class Measuring:
         self.context = context
         self.rows = context.rows.valid
         self.figures: dict[str, dict] = {}
+        self.shown = shown_rows(self.rows, config.samples)
         self._batches: list[Batch] | None = None
 
     @property
@@ -64,6 +67,10 @@ class Measuring:
             self.context.report.say(f"measuring {name}: {folder}")
             loaded = self.context.load(folder)
             self.figures[name] = self._measure(loaded, reference)
+            if name == "quantized" and reference:
+                self.figures[name]["layers"] = measure_layers(reference, loaded)
+            for row in self.shown:
+                row.ask(name, Generator(loaded.model, loaded.tokenizer))
             reference = loaded
         self._show()
 
@@ -179,6 +186,7 @@ class Measuring:
             "name": self.context.name,
             "models": self.figures,
             "training": self.context.current.facts,
+            "samples": [row.to_json() for row in self.shown],
             "gates": gates,
         }
         path = self.context.output / "report.json"

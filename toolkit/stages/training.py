@@ -10,6 +10,7 @@ from ..generate.engine import Generator
 from ..measure.perplexity import measure_perplexity
 from ..model import lora
 from ..model.adapters import files as adapter_files
+from ..model.adapters.begin import begin
 from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
@@ -111,7 +112,11 @@ class Training:
             return []
         merged = rounding is not None
         seed = self.context.seed
-        return lora.attach(self.loaded.model, adapter, seed=seed, merged=merged)
+        keys = lora.attach(self.loaded.model, adapter, seed=seed, merged=merged)
+        if adapter.start:
+            folder = self.context.find(adapter.start) or Path(adapter.start)
+            begin(lora.adapted(self.loaded.model), folder)
+        return keys
 
     def _step(self) -> Step:
         config, loaded = self.config, self.loaded
@@ -250,6 +255,7 @@ class Training:
                 adapter=adapter,
                 keys=self.adapted_keys,
                 num_layers=adapter.last_layers or len(self.loaded.model.layers),
+                base=self.context.called(self.start),
             )
         return target
 

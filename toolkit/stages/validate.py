@@ -37,6 +37,8 @@ class Config(Section):
     """Trained tokens to measure on, at least, if the rows have as many."""
     questions: int = Field(240, ge=0)
     """Rows with one exact answer to ask, at most, spread over their kinds."""
+    samples: int = Field(4, ge=0)
+    """Rows to show every model's answer to, of several kinds."""
     speed_tokens: int = Field(64, ge=8)
     """Tokens to generate when measuring the speed."""
     tasks: list[str] = Field([])

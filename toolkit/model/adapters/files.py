@@ -21,6 +21,7 @@ def save(
     adapter: Adapter,
     keys: list[str],
     num_layers: int,
+    base: str | None = None,
 ) -> None:
     """Write adapters.safetensors and adapter_config.json as mlx-lm loads them.
 
@@ -34,6 +35,7 @@ def save(
         layers: the adapted layers by path, as `adapted` gives them.
         keys: the adapted paths within a block, or whole ones outside the blocks.
         num_layers: the real number of adapted blocks: mlx-swift cannot read -1.
+        base: the name of the model that is adapted.
     """
     rank = max(_rank(layer) for layer in layers.values())
     scales = {layer.scale for layer in layers.values()}
@@ -49,6 +51,7 @@ def save(
             tensors[f"{path}.{name}"] = _widened(value, layer.RANK_AXIS.get(name), rank)
     mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
     config = {
+        "model": base,
         "fine_tune_type": "dora" if adapter.type == "dora" else "lora",
         "num_layers": num_layers,
         "lora_parameters": {

@@ -44,6 +44,9 @@ class Adapter(Section):
     order, for no gradient comes there; `*` is these too. Embeddings and what is outside
     the blocks (`model.embed_tokens`, `lm_head`) need a pattern of their own; routers of
     experts are always left alone. With quantization only linear layers are adapted."""
+    start: str | None = None
+    """Folder of a trained adapter to go on from, in mlx-lm's or peft's format, of the
+    same layers and no higher rank; absent = a new one."""
     last_layers: int | None = Field(None, ge=1)
     """Adapt only this many of the last blocks; absent = all."""
 

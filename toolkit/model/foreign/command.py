@@ -1,4 +1,4 @@
-"""`lmx import`: a checkpoint that another program quantized, as a folder of MLX's."""
+"""`lmx import`: what another program quantized or adapted, as a folder of MLX's."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ TYPES = ("exact", "float16", "bfloat16", "float32")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx import`."""
     add = parser.add_argument
-    add("source", metavar="SOURCE", help="folder, Hub id or GGUF file")
+    add("source", metavar="SOURCE", help="folder, Hub id, GGUF file or peft adapter")
     add("target", metavar="TARGET", help="new folder")
     add(
         "--dtype",
@@ -32,19 +32,21 @@ def run(args: argparse.Namespace) -> int:
     from ...run.files import atomic_folder
     from ..load import DTYPES, local, snapshot
     from ..sizes import checkpoint_sizes
-    from . import find
+    from . import find, peft
     from .convert import convert
 
     target = Path(args.target).expanduser()
-    source = find(local(args.source) or snapshot(args.source))
+    path = local(args.source) or snapshot(args.source)
+    if peft.is_adapter(path):
+        return _adapter(path, target)
+    source = find(path)
     if source is None:
         raise UserError(
             "this folder names no format that is imported: gptq, awq, pack-quantized "
             "compressed-tensors, GGUF",
             place=args.source,
         )
-    if target.exists():
-        raise UserError("the target exists", place=args.target)
+    _require_new(target)
     with atomic_folder(target) as partial:
         convert(source, partial, DTYPES.get(args.dtype))
     sizes = checkpoint_sizes(target)
@@ -53,3 +55,19 @@ def run(args: argparse.Namespace) -> int:
         f"{sizes.bits_per_weight:.2f} bits per weight\n"
     )
     return 0
+
+
+def _adapter(source: Path, target: Path) -> int:
+    from ...run.files import atomic_folder
+    from . import peft
+
+    _require_new(target)
+    with atomic_folder(target) as partial:
+        peft.convert(source, partial)
+    sys.stdout.write(f"{target}: an adapter as mlx-lm's --adapter-path takes it\n")
+    return 0
+
+
+def _require_new(target: Path) -> None:
+    if target.exists():
+        raise UserError("the target exists", place=str(target))

@@ -34,6 +34,11 @@ TENSOR = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 FREQUENCIES = "rope_freqs.weight"
 # The stretchings of Llama 3.1 and 3.2, of which a file holds only what they come to.
 LLAMA3_FACTORS = (8.0, 32.0)
+LLAMA3 = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def read(
@@ -125,12 +130,13 @@ def _rope(
         return {}
     stored = np.array(gguf_blocks.dense(tensors[FREQUENCIES]).astype(mx.float32))
     for factor in LLAMA3_FACTORS:
-        if np.allclose(stored, _llama3(config, factor), rtol=1e-4):
-            return {"rope_scaling": {"rope_type": "llama3", "factor": factor}}
+        if np.allclose(stored, llama3(config, factor), rtol=1e-4):
+            scaling = {"rope_type": "llama3", "factor": factor}
+            return {"rope_scaling": scaling | LLAMA3}
     raise UserError(f"{FREQUENCIES} stretches positions in a way not known here")
 
 
-def _llama3(config: dict, factor: float) -> np.ndarray:
+def llama3(config: dict, factor: float) -> np.ndarray:
     """What wavelengths are divided by: 1 if short, `factor` if long, between else.
 
     Llama 3.1's rule with its bounds, which mlx-lm takes when a config names none:

@@ -67,17 +67,24 @@ def write(metadata: dict[str, Any], folder: Path, *, beside: Path) -> None:
 
 def _by_merges(metadata: dict[str, Any], words: str) -> Any:
     """Byte-level BPE, as in GPT-2."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models
 
     vocabulary = {text: i for i, text in enumerate(metadata[f"{KEY}tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata[f"{KEY}merges"]]
     whole = words == LLAMA3
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=whole))
-    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in WORDS[words]]
-    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cuts, letters])
+    tokenizer.pre_tokenizer = cutter(words)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def cutter(words: str) -> Any:
+    """What cuts a text as llama.cpp does by this name, one of `WORDS`."""
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts = [pre_tokenizers.Split(Regex(cut), "isolated") for cut in WORDS[words]]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*cuts, letters])
 
 
 def _by_scores(metadata: dict[str, Any]) -> Any:

@@ -1,0 +1,40 @@
+"""One run whose exports other programs are given, and the model it began with."""
+
+import json
+
+import pytest
+import yaml
+
+from toolkit import cli
+
+STAGES = [
+    {
+        "train": {
+            "adapter": {"type": "dora", "rank": 4, "layers": {"mlp.*": 2, "*": 4}},
+            "steps": 3,
+            "batch_size": 4,
+            "learning_rate": 0.05,
+        }
+    },
+    {"quantize": {"bits": 4, "group_size": 32}},
+    {"export": {"formats": ["mlx", "dense", "peft", "gguf"]}},
+]
+
+
+@pytest.fixture(scope="session")
+def base(make_checkpoint):
+    return make_checkpoint(num_hidden_layers=2, num_key_value_heads=1)
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory, base):
+    """The run folder: a DoRA adapter, fused, rounded to 4 bits, in every format."""
+    folder = tmp_path_factory.mktemp("clients")
+    rows = [{"prompt": f"Count to {n}.", "completion": "1 2 3"} for n in range(20)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = {"train": str(folder / "rows.jsonl"), "max_length": 64}
+    recipe = {"model": str(base), "data": data, "stages": STAGES}
+    (folder / "all.yaml").write_text(yaml.safe_dump(recipe))
+    output = folder / "out"
+    assert cli.train([str(folder / "all.yaml"), f"output={output}", "--quiet"]) == 0
+    return output

@@ -1,0 +1,197 @@
+"""transformers and peft, on what is exported: the same logits in float32."""
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from tiny_families import EXPERTS, SHAPE
+
+from toolkit.export import dense
+from toolkit.model.load import build
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+VOCABULARY = SHAPE["vocab_size"]
+TOKENS = np.random.default_rng(0).integers(3, VOCABULARY, (2, 12))
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+TIED = {"tie_word_embeddings": True}
+ALTERNATING = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+MIXTURE = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+MAMBA = {"state_size": 8, "conv_kernel": 3, "use_conv_bias": True, "time_step_rank": 4}
+# What a family needs in both libraries to be built so small.
+FAMILIES = {
+    "llama": {"attention_bias": True},
+    "mistral": ALTERNATING,
+    "qwen2": {},
+    "qwen3": {},
+    "gemma": TIED,
+    "gemma2": TIED | {"query_pre_attn_scalar": 16, "final_logit_softcapping": 2.0},
+    "gemma3_text": ALTERNATING
+    | {
+        "query_pre_attn_scalar": 16,
+        "rope_local_base_freq": 1e4,
+        "sliding_window_pattern": 2,
+    },
+    "phi": {},
+    "phi3": {"partial_rotary_factor": 1.0},
+    "glm4": {},
+    "cohere": TIED | {"logit_scale": 1.0},
+    "cohere2": TIED | ALTERNATING | {"logit_scale": 1.0, "sliding_window_pattern": 2},
+    "olmo2": {},
+    "starcoder2": {"use_bias": True},
+    "stablelm": {"use_qkv_bias": True},
+    "granite": {
+        "logits_scaling": 2.0,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 1.5,
+        "residual_multiplier": 0.5,
+    },
+    "smollm3": {},
+    "exaone4": ALTERNATING | {"rope_scaling": None, "sliding_window_pattern": "LG"},
+    "ernie4_5": {},
+    "nemotron": {"hidden_act": "relu2"},
+    "hunyuan_v1_dense": {},
+    "qwen3_moe": MIXTURE,
+    "qwen2_moe": MIXTURE
+    | {"shared_expert_intermediate_size": 16, "norm_topk_prob": False},
+    "mixtral": {"num_local_experts": 4},
+    "phimoe": {
+        "num_local_experts": 4,
+        "attention_bias": True,
+        "lm_head_bias": True,
+    },
+    "olmoe": EXPERTS,
+    "glm4_moe": {
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "use_qk_norm": True,
+        "rope_scaling": None,
+    },
+    "mamba": MAMBA,
+    "mamba2": MAMBA
+    | {
+        "ssm_state_size": 8,
+        "n_groups": 1,
+        "time_step_limit": [0.001, 100.0],
+        "num_heads": 4,
+    },
+    "lfm2": TIED
+    | {
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 32,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "block_ff_dim": 48,
+        "full_attn_idxs": [1],
+        "layer_types": ["conv", "full_attention"],
+    },
+}
+
+
+def test_every_known_family_is_here():
+    assert FAMILIES.keys() == set(dense.FAMILIES.split())
+
+
+def logits(model, tokens=TOKENS):
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+def opened(folder):
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True
+    )
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_dense_export_has_the_same_logits(tmp_path, family):
+    config = SHAPE | ENDS | FAMILIES[family]
+    config |= {"model_type": family, "torch_dtype": "float32"}
+    mx.random.seed(1)
+    model = build(config)
+    keys = iter(mx.random.split(mx.random.key(2), 4096))
+
+    def off(value):
+        return value + 0.05 * mx.random.normal(value.shape, key=next(keys))
+
+    model.update(tree_map(off, model.parameters()))
+    weights = dense.expanded(model, mx.float32)
+    dense.write(tmp_path, weights, config, companions=tmp_path)
+    dense.prove(tmp_path, dense.expanded(model, mx.float32), config)
+    wanted = np.array(model(mx.array(TOKENS)))
+    np.testing.assert_allclose(logits(opened(tmp_path)), wanted, rtol=1e-3, atol=1e-3)
+    assert np.abs(wanted).max() > 0.5
+
+
+def ours(folder, **settings):
+    model, _ = mlx_lm.load(str(folder), **settings)
+    model.set_dtype(mx.float32)
+    return np.array(model(mx.array(TOKENS)))
+
+
+def test_the_dense_export_of_a_run(run):
+    found = logits(opened(run / "dense"))
+    np.testing.assert_allclose(found, ours(run / "dense"), atol=1e-3)
+    # Its weights are the expanded codes, in the sixteen bits of the model.
+    np.testing.assert_allclose(found, ours(run / "model"), atol=2e-2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "dense")
+    assert tokenizer.decode(tokenizer.encode("Count to 3.")) == "Count to 3."
+
+
+def test_peft_loads_the_adapter_of_a_run(run, base):
+    peft = pytest.importorskip("peft")
+    model = opened(base)
+    plain = logits(model)
+    adapted = peft.PeftModel.from_pretrained(model, run / "peft")
+    wanted = ours(base, adapter_path=str(run / "adapters"))
+    np.testing.assert_allclose(logits(adapted), wanted, atol=1e-3)
+    assert np.abs(plain - wanted).max() > 0.05
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"use_rslora": True},
+        {"use_dora": True},
+        {"rank_pattern": {"mlp.up_proj": 2}, "alpha_pattern": {"q_proj": 7}},
+        {"layers_to_transform": [1], "init_lora_weights": "gaussian"},
+    ],
+    ids=["lora", "rslora", "dora", "patterns", "layers"],
+)
+def test_an_adapter_of_peft_s_is_the_same_here(base, tmp_path, settings):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(
+        r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "up_proj"], **settings
+    )
+    model = peft.get_peft_model(opened(base), config)
+    for name, value in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(value, std=0.1)
+        if "magnitude" in name:
+            value.data *= 1 + 0.1 * torch.rand_like(value)
+    model.save_pretrained(tmp_path)
+    from toolkit.model.foreign.peft import resolve
+
+    found = ours(base, adapter_path=str(resolve(tmp_path)))
+    np.testing.assert_allclose(found, logits(model), atol=1e-3)
+    assert np.abs(found - ours(base)).max() > 0.05

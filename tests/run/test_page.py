@@ -1,0 +1,254 @@
+"""report.html: whole, escaped, alone, readable by machines; its text is the run's."""
+
+import copy
+import json
+import re
+from itertools import pairwise
+
+import pytest
+from pages import MANIFEST, REPORT, RESOLVED, ROWS, SHIFT, Page, make_run
+
+from toolkit.errors import UserError
+from toolkit.run.page.layer_map import layer_maps
+from toolkit.run.page.scale import Scale, around
+from toolkit.run.page.write import TEMPLATES, page, write_page
+
+SECTIONS = [
+    *("gates", "models", "curves", "divergence", "layers", "speculation", "samples"),
+    *("commands", "recipe", "versions"),
+]
+
+
+def page_of(folder):
+    return Page(page(folder))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return page_of(make_run(tmp_path_factory.mktemp("pages") / "try"))
+
+
+def test_every_section_is_there_and_linked(whole):
+    ids = [a["id"] for _, a in whole.tags if "id" in a]
+    assert len(set(ids)) == len(ids)
+    assert [name for name in SECTIONS if name in ids] == SECTIONS
+    links = {a["href"].removeprefix("#") for a in whole.all("a")}
+    assert links == {*SECTIONS, "main"}
+
+
+def test_what_is_open_is_closed(whole):
+    assert whole.faults == []
+
+
+def test_nothing_is_fetched_and_nothing_runs(whole):
+    """No script, no address of another file, and a policy that would forbid both."""
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in whole.tags}
+    html = whole.html
+    assert not re.search(r"https?:|url\(|@import|\ssrc=|\son\w+=", html)
+    policy = [a["content"] for a in whole.all("meta") if "http-equiv" in a]
+    assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
+
+
+def test_what_users_write_is_text(whole):
+    assert SHIFT not in whole.html
+    for tag in ("dd", "td", "pre"):
+        assert SHIFT in whole.text[tag]
+
+
+def test_figures_are_those_of_the_run(whole):
+    cells = whole.text["td"]
+    for text in ("3.300 ± 0.100", "0.0200 ± 0.0010", "12.5", "not measured", "2 min"):
+        assert text in cells
+    assert "arc: acc,none" in whole.text["th"]
+    assert "0.500 ± 0.010" in cells
+    assert "missed" in cells
+    assert "0.41" in cells
+    assert "4/64" in cells
+    assert "cd" * 32 in cells
+    assert "lmx generate exports/try/model" in whole.text["pre"]
+    assert "lmx-train try.yaml seed=1 --fresh" in whole.text["pre"]
+    assert RESOLVED in whole.text["pre"]
+
+
+def test_tables_are_named_and_have_headings(whole):
+    tables = re.findall(r"<table.*?</table>", whole.html, re.DOTALL)
+    assert len(tables) > 10
+    for table in tables:
+        assert "<caption>" in table
+        for row in re.findall(r"<tr>.*?</tr>", table, re.DOTALL):
+            assert '<th scope="' in row
+        assert table.count("<th ") == table.count('<th scope="')
+
+
+def test_pictures_are_named_told_and_reached_by_keyboard(whole):
+    pictures = [a for a in whole.all("svg") if "aria-hidden" not in a]
+    texts = dict(re.findall(r'id="([^"]+)">([^<]*)</(?:title|desc)>', whole.html))
+    # Loss, learning rate, speed, memory; two histograms; speculation. No norm is known.
+    assert len(pictures) == 7
+    for picture in pictures:
+        assert (picture["role"], picture["tabindex"]) == ("img", "0")
+        title, words = picture["aria-labelledby"].split()
+        assert texts[title]
+        assert texts[words]
+    words = texts["1-train-loss-words"]
+    assert "training: 2 at step 1, 1 at step 2" in words
+    assert "validation: 3 at step 0" in words
+
+
+def test_what_scrolls_is_named_and_reached_by_keyboard(whole):
+    regions = [a for a in whole.all("div") if a.get("class") == "scroll"]
+    assert regions
+    for region in regions:
+        assert (region["role"], region["tabindex"]) == ("region", "0")
+        assert region["aria-label"]
+
+
+def test_headings_skip_no_level(whole):
+    levels = [int(tag[1]) for tag, _ in whole.tags if re.fullmatch("h[1-6]", tag)]
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(b - a <= 1 for a, b in pairwise(levels))
+
+
+def test_the_same_run_is_the_same_page(tmp_path):
+    folder = make_run(tmp_path / "try")
+    assert write_page(folder).read_bytes() == write_page(folder).read_bytes()
+
+
+@pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
+def test_a_run_that_has_only_begun(tmp_path, status):
+    manifest = MANIFEST | {"status": status, "ended": None, "stages": {}}
+    folder = make_run(tmp_path / "try", report=None, manifest=manifest, rows=None)
+    (folder / "model").rmdir()
+    found = page_of(folder)
+    assert status in found.text["td"]
+    assert ("the last word" in found.text["pre"]) == (status != "running")
+    assert "lmx generate" not in found.text["pre"]
+    assert {"models", "curves", "gates"}.isdisjoint(a.get("id") for _, a in found.tags)
+
+
+def without(values, path=()):
+    """Copies of nested dicts, each without one of the keys, with the key's path."""
+    for key in values:
+        yield (*path, key), {k: v for k, v in values.items() if k != key}
+        if isinstance(values[key], dict):
+            for below, rest in without(values[key], (*path, key)):
+                yield below, values | {key: rest}
+
+
+def test_any_figure_may_be_missing(tmp_path):
+    """Other versions wrote other figures, and stages may leave some out."""
+    folder = make_run(tmp_path / "try")
+    cases = [*without(REPORT)]
+    assert len(cases) > 40
+    for _, report in cases:
+        (folder / "report.json").write_text(json.dumps(report))
+        assert page_of(folder).faults == []
+
+
+def test_models_of_no_curve_or_one_value(tmp_path):
+    rows = [row | {"loss": None, "tokens_per_second": 0.0} for row in ROWS[1:]]
+    report = copy.deepcopy(REPORT)
+    report["models"]["quantized"]["kl_histogram"]["positions"] = [0, 0]
+    found = page_of(make_run(tmp_path / "try", report=report, rows=rows))
+    ids = {a["id"] for _, a in found.tags if "id" in a}
+    assert "1-train-tokens_per_second-title" in ids
+    assert not {"1-train-loss-title", "quantized-kl-title"} & ids
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("report.json", "[1]"),
+        ("report.json", "{"),
+        ("report.json", '{"models": 3}'),
+        ("resolved.yaml", "{"),
+    ],
+)
+def test_what_is_damaged_is_named(tmp_path, name, text):
+    folder = make_run(tmp_path / "try")
+    (folder / name).write_text(text)
+    with pytest.raises(UserError, match=name):
+        write_page(folder)
+
+
+def test_no_run_no_page(tmp_path):
+    with pytest.raises(UserError, match="no run folder"):
+        write_page(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_long_curves_are_short_on_paper(tmp_path):
+    rows = [ROWS[1] | {"step": n, "loss": 2 + n % 2} for n in range(1, 5001)]
+    html = page(make_run(tmp_path / "try", rows=rows))
+    assert len(html) < 100_000
+    # Neighbours are averaged: a zigzag of 2 and 3 is about 2.5 throughout.
+    [line] = re.findall(r'class="line line-1" d="(M[^"]{999,})"/>', html)[:1]
+    heights = [float(y) for y in re.findall(r" ([\d.]+)(?=L|$| L)", line)]
+    assert 200 < len(heights) <= 240
+    assert max(heights) - min(heights) < 20
+
+
+def colours(css):
+    return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css))
+
+
+def luminance(colour):
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [
+        c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts
+    ]
+    return sum(w * c for w, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one, other):
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_contrast_is_that_of_wcag_aa(dark):
+    """4.5 of text and 3 of lines, against all they may lie on."""
+    light, _, rest = (TEMPLATES / "style.css").read_text().partition("@media (prefers")
+    found = colours(rest if dark else light)
+    assert contrast("#000000", "#ffffff") == 21
+    for back in ("back", "panel"):
+        for text in ("text", "muted", "link", "good", "bad"):
+            assert contrast(found[text], found[back]) >= 4.5, (text, back)
+        for number in range(1, 7):
+            assert contrast(found[f"line-{number}"], found[back]) >= 3, (number, back)
+    for number in range(6):
+        assert contrast(found["shade-text"], found[f"shade-{number}"]) >= 4.5, number
+    assert colours(light).keys() == colours(rest).keys()
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (-3, 7), (0.59, 0.6), (1e-6, 2e-3), (5, 123456)]
+)
+def test_ticks_are_round_and_within(low, high):
+    scale = Scale(low, high, 0, 100)
+    places = [place for place, _ in scale.ticks]
+    assert 2 <= len(places) <= 6
+    assert places == sorted(places)
+    assert 0 <= places[0] <= places[-1] <= 100
+    for place, label in scale.ticks:
+        value = float(label.replace(",", ""))
+        assert scale(value) == pytest.approx(place, abs=0.6)
+
+
+def test_one_value_alone_has_a_scale():
+    for value in (0.0, 5.0, -2.0):
+        assert around([value], 0, 100, zero=False)(value) == 50
+
+
+def test_the_map_has_a_place_for_every_layer():
+    bits, error = layer_maps(REPORT["models"])["quantized"]
+    assert bits.kinds == ["mlp.up_proj", "router"]
+    first, second = (cells for _, cells in bits.blocks)
+    assert (first[0].text, first[1]) == ("4/64", None)
+    assert (second[0].text, second[1].text) == ("2/64", "4/64")
+    assert second[0].shade < first[0].shade
+    assert [cell.text for cell in bits.outside] == ["16"]
+    first, second = (cells for _, cells in error.blocks)
+    assert (first[0].text, second[0].text, second[1].text) == ("0.8", "11", "-")
+    assert first[0].shade < second[0].shade

@@ -1,0 +1,109 @@
+"""The page in a browser: it fits a phone, and is drawn in the colours of the system.
+
+Skips where neither Chromium nor Chrome is installed.
+"""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from pages import make_run
+
+from toolkit.run.page.write import TEMPLATES, page
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
+FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"),
+    *("--hide-scrollbars", "--no-first-run", "--disable-background-networking"),
+]
+PHONE, DESK, HEIGHT = 360, 1200, 5000
+# Tells the page around it how wide it is, and how many things the Tab key reaches.
+TELLER = """<script>
+const stops = [...document.querySelectorAll('a, summary, [tabindex="0"]')]
+const told = [document.documentElement.scrollWidth, innerWidth,
+  stops.every(stop => stop.tabIndex === 0), document.title]
+parent.postMessage(told.join(), '*')
+</script>"""
+STYLE = "<style>body {margin: 0; width: 9999px} iframe {border: 0; float: left}</style>"
+LISTENER = """<script>
+addEventListener('message', told => document.body.append(`[${told.data}]`))
+</script>"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    found = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if found is None and not MAC.exists():
+        pytest.skip("no Chromium here")
+    return found or str(MAC)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The page of a run, and the same with something in it that is too wide."""
+    folder = tmp_path_factory.mktemp("screens")
+    html = page(make_run(folder / "try"))
+    html = re.sub(r"<meta http-equiv[^>]*>", "", html)
+    (folder / "report.html").write_text(html + TELLER)
+    wide = '<div style="width: 999px">too wide</div>'
+    (folder / "wide.html").write_text(html + wide + TELLER)
+    return folder
+
+
+def run(browser, folder, frames, *flags):
+    """What the browser prints about pages beside each other, of (name, width)."""
+    inner = "".join(
+        f'<iframe src="{name}.html" width={width} height={HEIGHT}></iframe>'
+        for name, width in frames
+    )
+    outer = folder / "frames.html"
+    outer.write_text(f"{STYLE}<body>{LISTENER}{inner}")
+    width = sum(width for _, width in frames)
+    return subprocess.run(
+        [
+            *(browser, *FLAGS, f"--user-data-dir={folder / 'profile'}"),
+            *(f"--window-size={width},{HEIGHT}", *flags, outer.as_uri()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+
+
+def test_nothing_is_wider_than_the_screen(browser, folder):
+    frames = [("report", PHONE), ("report", DESK), ("wide", PHONE)]
+    html = run(browser, folder, frames, "--dump-dom")
+    told = re.findall(r"\[(\d+),(\d+),(\w+),try: done\]", html)
+    fits = [(str(width), str(width), "true") for width in (PHONE, DESK)]
+    assert set(fits) < set(told)
+    # What is too wide would be told.
+    [wide] = set(told) - set(fits)
+    assert int(wide[0]) >= 999
+
+
+@pytest.mark.parametrize(("scheme", "width"), [("light", DESK), ("dark", PHONE)])
+def test_it_is_drawn_in_the_colours_of_the_system(browser, folder, scheme, width):
+    from PIL import Image
+
+    picture = folder / f"{scheme}.png"
+    dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
+    run(browser, folder, [("report", width)], f"--screenshot={picture}", *dark)
+    # A browser's window cannot be as narrow as a phone.
+    image = Image.open(picture).convert("RGB").crop((0, 0, width, HEIGHT))
+    colours = expected(scheme)
+    assert image.getpixel((2, 2)) == colours["back"]
+    seen = {colour: count for count, colour in image.getcolors(1 << 24)}
+    for name, least in {"panel": 5000, "line-1": 300, "shade-2": 300}.items():
+        assert seen.get(colours[name], 0) > least, name
+    # Nothing else covers the page.
+    assert seen[colours["back"]] + seen[colours["panel"]] > 0.7 * width * HEIGHT
+
+
+def expected(scheme):
+    light, _, rest = (TEMPLATES / "style.css").read_text().partition("@media (prefers")
+    pairs = re.findall(r"--([\w-]+): #(\w{6})", rest if scheme == "dark" else light)
+    return {name: tuple(bytes.fromhex(colour)) for name, colour in pairs}

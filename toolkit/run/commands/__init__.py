@@ -1,0 +1,1 @@
+"""The verbs of `lmx` that read run folders."""

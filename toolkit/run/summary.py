@@ -1,0 +1,83 @@
+"""The figures of a run's models as people read them: console, card and page."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One thing measured of a model.
+
+    Attributes:
+        path: the keys to its value in a model's entry of report.json.
+        form: how a value is written.
+        error: those to its standard error, if it has one.
+    """
+
+    label: str
+    path: tuple[str, ...]
+    form: str
+    error: tuple[str, ...] = ()
+    scale: float = 1.0
+
+    def value(self, figures: dict) -> float | None:
+        """The value in its unit; None where it was not measured."""
+        found = _look_up(figures, self.path)
+        return None if found is None else found * self.scale
+
+    def show(self, figures: dict) -> str:
+        """The value as text, with its standard error."""
+        value = self.value(figures)
+        if value is None:
+            return "-"
+        error = _look_up(figures, self.error) if self.error else None
+        text = self.form.format(value)
+        return text if error is None else f"{text} ± {self.form.format(error)}"
+
+
+FIGURES = (
+    Figure("perplexity", ("perplexity",), "{:.3f}", ("perplexity_stderr",)),
+    Figure("KL to the model before", ("kl_mean",), "{:.4f}", ("kl_stderr",)),
+    Figure("KL, 99th percentile", ("kl_p99",), "{:.3f}"),
+    Figure("top-1 agreement", ("top1_agreement",), "{:.1%}"),
+    Figure("skill accuracy", ("accuracy",), "{:.1%}", ("accuracy_stderr",)),
+    Figure("bits per weight", ("bits_per_weight",), "{:.2f}"),
+    Figure("size, MB", ("bytes",), "{:.2f}", scale=1e-6),
+    Figure("first token, ms", ("generation", "ttft_ms", "p50"), "{:.1f}"),
+    Figure(
+        "decode, tokens/s", ("generation", "decode_tokens_per_second", "p50"), "{:.0f}"
+    ),
+)
+
+
+def figures_of(models: list[dict]) -> list[Figure]:
+    """What can be said of these models, and every metric of the tasks measured."""
+    measured = [figures.get("tasks", {}) for figures in models]
+    names = {
+        (task, metric): None
+        for tasks in measured
+        for task, scores in tasks.items()
+        for metric in scores
+        if "_stderr" not in metric
+    }
+    return [*FIGURES, *(_score(task, metric) for task, metric in names)]
+
+
+def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
+    """Column names and rows of what was measured, one column a model."""
+    rows = [
+        [figure.label, *(figure.show(figures) for figures in models.values())]
+        for figure in figures_of([*models.values()])
+    ]
+    return ["", *models], rows
+
+
+def _score(task: str, metric: str) -> Figure:
+    name, comma, answers = metric.partition(",")
+    error = ("tasks", task, f"{name}_stderr{comma}{answers}")
+    return Figure(f"{task}: {metric}", ("tasks", task, metric), "{:.3f}", error)
+
+
+def _look_up(values: dict, path: tuple[str, ...]) -> float | None:
+    for key in path:
+        values = values.get(key) if isinstance(values, dict) else None
+    return values
