@@ -84,6 +84,10 @@ def test_experts_and_the_embedding(tmp_path, make_checkpoint):
             {"adapter": {"type": "qa_lora"}, "quantization": GRID},
             "a qa_lora adapter leaves the model in the codes it has",
         ),
+        (
+            {"adapter": {"type": "qa_lora", "start": "adapters"}},
+            "a qa_lora adapter is saved as plain LoRA's",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, coded, capsys, change, said):

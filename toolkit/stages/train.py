@@ -133,6 +133,11 @@ class Config(Section):
                 "a dora adapter does not go with quantization: use type lora, "
                 "or train first and quantize afterwards"
             )
+        if adapter.start and self.keeps_codes:
+            raise ValueError(
+                "a qa_lora adapter is saved as plain LoRA's, not to be gone on from: "
+                "name the model that it left as the recipe's model"
+            )
         if self.quantization and self.keeps_codes:
             raise ValueError(
                 "a qa_lora adapter leaves the model in the codes it has: leave "
