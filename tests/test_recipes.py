@@ -30,7 +30,9 @@ def shortened(path: Path) -> list[str]:
         arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
         if "tune: false" not in text:
             arguments += [f"stages.quantize.tune.{value}" for value in tune]
-        arguments.append("stages.validate.require.perplexity_ratio=1.5")
+        # Of two bits, two steps make nothing good.
+        ratio = 30 if "bits: 2" in text else 1.5
+        arguments.append(f"stages.validate.require.perplexity_ratio={ratio}")
     if "budget:" in text:
         arguments.append("stages.quantize.budget.bits=[2, 3, 5]")
         arguments.append("stages.quantize.budget.group_sizes=[128]")

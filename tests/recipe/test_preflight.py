@@ -27,6 +27,7 @@ from toolkit.run.files import free_bytes
 from toolkit.stages.train import Config
 from toolkit.train.chunked import ChunkedLoss
 from toolkit.train.step import Step
+from toolkit.train.teacher import Teacher
 
 SHAPE = Fresh(vocabulary=320, hidden_size=64, intermediate_size=96, layers=2)
 CHAT = {
@@ -243,6 +244,10 @@ def test_what_costs_time_and_what_saves_memory():
     added = sum(many.memory.values()) - sum(plain.memory.values())
     assert added == 4 * plain.trained
     assert told(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
+    beside, kept = told(teacher=Teacher()), told(teacher=Teacher(cached=True))
+    assert beside.memory == plain.memory | {"teacher": 4 * plain.parameters}
+    assert 1.25 < beside.operations / plain.operations < 1.4
+    assert kept == plain
 
 
 def test_processes_with_shares_divide_what_they_keep(monkeypatch):

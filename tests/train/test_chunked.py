@@ -11,8 +11,9 @@ from tiny_llamas import GRID_WAYS, WAYS, llama, tokens_of
 from tiny_steps import Tiny
 
 from toolkit.model.load import build
-from toolkit.train.chunked import CannotSplit, ChunkedLoss
+from toolkit.train.chunked import ChunkedLoss
 from toolkit.train.losses import cross_entropy_sum
+from toolkit.train.split import CannotSplit
 from toolkit.train.step import Step
 
 COMMON = {

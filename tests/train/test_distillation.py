@@ -6,8 +6,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from toolkit.train.distillation import kl_sum
-from toolkit.train.targets import Target, compressed
+from toolkit.train.distillation import divergence_sum, kl_sum
+from toolkit.train.targets import Target, compressed, whole
 
 VOCABULARY = 50
 
@@ -112,3 +112,92 @@ def test_it_takes_what_a_disk_gives_back():
     value, gradient = mx.value_and_grad(kl_sum)(student, impossible)
     assert value.item() == pytest.approx(np.log(2))
     assert gradient.tolist() == [[[-0.5, 0.5]]]
+
+
+SHARE = 0.3
+
+
+def forward(p, q):
+    return (p * np.log(p / q)).sum(axis=-1)
+
+
+def jensen_shannon(p, q):
+    middle = (p + q) / 2
+    return (forward(p, middle) + forward(q, middle)) / 2
+
+
+REFERENCES = {
+    "forward": forward,
+    "reverse": lambda p, q: forward(q, p),
+    "jensen_shannon": jensen_shannon,
+    "confidence": lambda p, q: SHARE * forward(q, p) + (1 - SHARE) * forward(p, q),
+}
+
+
+def outcomes(x, indices, temperature):
+    """Float64 probabilities of the tokens named, and of the rest if there is one."""
+    probs = softmax(x, temperature)
+    if indices is None:
+        return probs
+    named = np.take_along_axis(probs, np.array(indices), axis=-1)
+    rest = 1 - named.sum(axis=-1, keepdims=True)
+    return np.concatenate([named, rest], -1) if named.shape != probs.shape else named
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("top_k", [None, 1, 2, 3])
+@pytest.mark.parametrize("divergence", REFERENCES)
+def test_every_loss_and_its_gradient_against_float64(divergence, top_k, temperature):
+    """On three tokens: the value by its definition, the gradient by differences."""
+    teacher, student = (logits(seed, 2, 3, 3, size=2.0) for seed in (3, 4))
+    mask = mx.array([[True, False, True], [True, True, False]])
+    target = whole(teacher, temperature)
+    if top_k:
+        target = compressed(teacher, top_k, temperature)
+    p = outcomes(teacher, target.indices, temperature)
+
+    def wanted(x):
+        losses = REFERENCES[divergence](p, outcomes(x, target.indices, temperature))
+        return (losses * np.array(mask)).sum()
+
+    def loss(x):
+        settings = {"divergence": divergence, "confidence": SHARE}
+        return divergence_sum(x, target, mask, temperature=temperature, **settings)
+
+    value, gradient = mx.value_and_grad(loss)(student)
+    x = np.array(student, np.float64)
+    assert value.item() == pytest.approx(wanted(x), rel=1e-5, abs=1e-6)
+    for place in np.ndindex(x.shape):
+        step = np.zeros_like(x)
+        step[place] = 1e-5
+        slope = (wanted(x + step) - wanted(x - step)) / 2e-5
+        assert gradient[place].item() == pytest.approx(slope, abs=2e-6), place
+
+
+@pytest.mark.parametrize("divergence", REFERENCES)
+def test_all_named_is_the_whole_vocabulary(divergence):
+    teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
+    settings = {"divergence": divergence, "confidence": SHARE}
+
+    def loss(target):
+        return mx.value_and_grad(lambda x: divergence_sum(x, target, **settings))(
+            student
+        )
+
+    named, every = loss(compressed(teacher, VOCABULARY)), loss(whole(teacher))
+    assert named[0].item() == pytest.approx(every[0].item(), rel=1e-6)
+    assert mx.abs(named[1] - every[1]).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("divergence", REFERENCES)
+def test_no_loss_has_an_edge(divergence):
+    """What a teacher or a student holds for impossible costs much, but not all."""
+    sure = mx.array([[60.0, 0.0, -60.0, -mx.inf]])
+    other = mx.array([[-60.0, 0.0, 60.0, 200.0]])
+    for target in (whole(sure), *(compressed(sure, k) for k in (1, 2, 4))):
+        value, gradient = mx.value_and_grad(divergence_sum)(
+            other, target, divergence=divergence, confidence=SHARE
+        )
+        assert np.isfinite(value.item())
+        assert value.item() > 0.5
+        assert np.isfinite(np.array(gradient)).all()

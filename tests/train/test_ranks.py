@@ -1,6 +1,7 @@
 """Two processes train as one does, and what they tell each other arrives as it was."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -15,6 +16,7 @@ from toolkit.run.ranks import ALONE
 from toolkit.train.documents import DocumentCaches
 from toolkit.train.share import share
 from toolkit.train.step import Step
+from toolkit.train.targets import compressed
 
 # A process's part of what is compared here.
 PROGRAM = """
@@ -165,6 +167,19 @@ def test_every_row_has_one_process(size):
             assert mx.array_equal(mine, batch.arrays[kind][row])
     masks = sum(one.mask.sum().item() for one in shares)
     assert masks == batch.mask.sum().item()
+
+
+def test_a_row_brings_what_its_teacher_predicts():
+    batch = tokens_of(5)
+    target = compressed(mx.random.normal((5, 11, 320)), 3)
+    shares = [share(replace(batch, target=tuple(target)), Rank(n, 2)) for n in (0, 1)]
+    for row in range(5):
+        own = shares[row % 2].target
+        assert all(
+            mx.array_equal(mine[row // 2], value[row])
+            for mine, value in zip(own, target, strict=True)
+        )
+    assert {len(value) for one in shares for value in one.target} == {3}
 
 
 def test_who_is_alone_gets_the_batch_itself():

@@ -38,12 +38,16 @@ class Batch:
         where: the places of the rows.
         documents: int32 [B, L], the number of every input's document in its row, if
             rows hold several; padding is a document of its own.
+        members: the numbers of the examples, in the order in which the rows hold them.
+        target: what a teacher predicts, [B, L, ...] each, if that was kept.
     """
 
     tokens: mx.array
     mask: mx.array
     where: tuple[str, ...]
     documents: mx.array | None = None
+    members: tuple[int, ...] = ()
+    target: tuple[mx.array, ...] | None = None
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
@@ -186,7 +190,12 @@ class Batches:
             tokens[row, :count] = example.tokens
             mask[row, : count - 1] = example.mask[1:]
             where.append(example.where)
-        return Batch(mx.array(tokens), mx.array(mask), tuple(where))
+        return Batch(
+            mx.array(tokens),
+            mx.array(mask),
+            tuple(where),
+            members=tuple(members.tolist()),
+        )
 
 
 def even(count: int, most: int) -> int:

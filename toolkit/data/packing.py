@@ -161,9 +161,10 @@ class PackedBatches:
         shape = (self._size, self._length + 1)
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
         documents = np.zeros(shape, np.int32)
-        where = []
+        where, found = [], []
         for row, number in enumerate(numbers):
             members = self._order[self._starts[number] : self._starts[number + 1]]
+            found += members.tolist()
             end = 0
             for document, index in enumerate(members):
                 example = self.examples[index]
@@ -178,4 +179,5 @@ class PackedBatches:
             mx.array(mask[:, 1:]),
             tuple(where),
             mx.array(documents[:, :-1]),
+            tuple(found),
         )

@@ -29,6 +29,7 @@ def complaints(data: dict, find: Find) -> list[Complaint]:
         *_model(data, find),
         *_sources(data, find),
         *_rows(data, stages),
+        *_teachers(stages, find),
         *_tasks(stages, find),
         *_order(data, stages, _quantization(data, find)),
         *_formats(data, stages, find),
@@ -129,6 +130,16 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
         if kind == "validate" and not (block.get("valid") or block.get("train")):
             hint = "name rows in data.valid or data.train"
             yield Complaint(where, "nothing to measure on", hint, of="key")
+
+
+def _teachers(stages: list, find: Find) -> Iterator[Complaint]:
+    for where, kind, block in stages:
+        teacher = block.get("teacher")
+        source = teacher.get("model") if isinstance(teacher, dict) else None
+        if kind != "train" or not isinstance(source, str):
+            continue
+        if looks_local(source, find) and find(source) is None:
+            yield _missing((*where, "teacher", "model"), source, find)
 
 
 def _tasks(stages: list, find: Find) -> Iterator[Complaint]:

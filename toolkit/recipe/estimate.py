@@ -18,6 +18,9 @@ tokens in the largest batch:
                  and 12 length width per attention layer; 2 P more with checkpointed
                  blocks; all that for every batch of a step
 
+A teacher that runs beside its student is taken to be as large: c P more, and 2 P more
+operations per token.
+
 What processes keep a share of is divided by their number, where that is known: the
 checkpoint, masters, gradients and moments.
 
@@ -133,11 +136,14 @@ def training(anatomy: Anatomy, stage: Section, batch: Batch, compute: int) -> Lo
         "optimizer": 4 * sums * trained // parts,
         "step": max(backward, 8 * trained // parts),
     }
+    live = stage.teacher is not None and not stage.teacher.cached
+    if live:
+        memory["teacher"] = compute * total
     seen = sum(prod(s) * share for s, share in _used(anatomy, matrices))
     width = anatomy.setting("num_hidden_layers") * anatomy.setting("hidden_size")
     to_weights = trained if stage.adapter else seen
     per_token = (4 + 2 * stage.gradient_checkpointing) * seen + 2 * to_weights
-    per_token += 12 * batch.length * width
+    per_token += 12 * batch.length * width + 2 * live * seen
     tokens = batch.mean_tokens * stage.accumulate
     return Load(total, trained, memory, per_token * tokens)
 

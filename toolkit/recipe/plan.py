@@ -21,7 +21,8 @@ class Step:
 
     Attributes:
         index: position in the recipe, from 1.
-        inputs: the model artefact read (a folder, a Hub id or "fresh"), then the data.
+        inputs: the model artefact read (a folder, a Hub id or "fresh"), a teacher of
+            another name, then the data.
         outputs: folders left behind; the first one is the stage's own.
     """
 
@@ -54,7 +55,8 @@ def plan(loaded: Loaded) -> Plan:
     steps = []
     for index, stage in enumerate(recipe.stages, 1):
         outputs = _outputs(output, index, stage.kind, stage.config)
-        inputs = tuple(dict.fromkeys((artefact, *_rows(recipe.data, stage.kind))))
+        rows, teacher = _rows(recipe.data, stage.kind), _teacher(stage.config)
+        inputs = tuple(dict.fromkeys((artefact, *teacher, *rows)))
         steps.append(Step(index, stage.kind, inputs, outputs, stage.config))
         if stage.kind in ("train", "quantize"):
             artefact = str(outputs[0])
@@ -97,3 +99,8 @@ def _rows(data: Section, kind: str) -> tuple[str, ...]:
     if kind == "train":
         return (*data.train, *data.valid)
     return tuple(data.valid or data.train) if kind == "validate" else ()
+
+
+def _teacher(config: Section) -> tuple[str, ...]:
+    teacher = getattr(config, "teacher", None)
+    return (teacher.model,) if teacher and teacher.model else ()

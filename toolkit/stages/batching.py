@@ -1,7 +1,9 @@
 """What a train stage is fed: its rows as tokens, cut into batches."""
 
+from collections.abc import Callable
+
 from ..data import cache, keys, store
-from ..data.batches import Batches
+from ..data.batches import Batches, Examples
 from ..data.packing import PackedBatches, packed
 from ..data.sources import Tally, tell
 from ..data.template import encode_all
@@ -11,15 +13,22 @@ from .train import Config
 
 
 def training_batches(
-    config: Config, context: Context, loaded: Loaded, *, packing: bool
+    config: Config,
+    context: Context,
+    loaded: Loaded,
+    *,
+    packing: bool,
+    answered: Callable[[Examples], Examples] = lambda examples: examples,
 ) -> Batches | PackedBatches:
     """Batches of the training rows, which are tokenised once and kept in the cache.
 
     Args:
         packing: fill rows with several examples. Where the recipe asks for that and the
             model cannot, batches have as many tokens, padding included.
+        answered: gives the rows other answers.
     """
-    examples, longest = _tokenised(context, loaded), context.data.max_length
+    longest = context.data.max_length
+    examples = answered(_tokenised(context, loaded))
     if not packing:
         return Batches(examples, **_sizes(config, context))
     batches = PackedBatches(

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 from ..model.adapters.settings import Adapter
 from ..model.grids.settings import Rounding
 from ..section import Section
+from ..train.teacher import Teacher
 
 if TYPE_CHECKING:
     from .context import Artefact, Context
@@ -40,6 +41,8 @@ class Config(Section):
     """Absent = full fine-tuning of every parameter."""
     quantization: Rounding | None = None
     """Present = quantization-aware training with straight-through rounding."""
+    teacher: Teacher | None = None
+    """Present = what a teacher predicts is learned, beside or in place of the rows."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps; or give epochs."""
     epochs: float | None = Field(None, gt=0)
@@ -158,10 +161,10 @@ class Config(Section):
             raise ValueError("start_step must be below steps")
 
     def _can_shard(self):
-        if self.adapter or self.quantization:
+        if self.adapter or self.quantization or self.teacher:
             raise ValueError(
-                "shard is for full fine-tuning: it goes with neither adapter nor "
-                "quantization"
+                "shard is for full fine-tuning: it goes with no adapter, quantization "
+                "or teacher"
             )
         if self.optimizer not in ELEMENTWISE:
             raise ValueError(

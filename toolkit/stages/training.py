@@ -14,11 +14,8 @@ from ..model.adapters.begin import begin
 from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
-from ..model.folder import setting
 from ..model.group_biases import GroupBiases
 from ..run.files import atomic_folder
-from ..train.chunked import CannotSplit, ChunkedLoss
-from ..train.documents import CannotPack, DocumentCaches
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
@@ -28,6 +25,8 @@ from .beginning import start
 from .context import Artefact, Context, write_checkpoint
 from .rounding import prepare, require_time
 from .samples import write_samples
+from .splitting import chunked_loss, document_caches
+from .teaching import Teaching
 from .train import Config
 
 
@@ -43,6 +42,7 @@ class Training:
         self.loaded, self.selection = self.rounded.loaded, self.rounded.selection
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
         self.adapted_keys = self._attach()
+        self.teaching = self._teaching()
         self.step = self._step()
         self.loop = self._loop()
 
@@ -118,6 +118,12 @@ class Training:
             begin(lora.adapted(self.loaded.model), folder)
         return keys
 
+    def _teaching(self) -> Teaching | None:
+        if not (teacher := self.config.teacher):
+            return None
+        moves = self.config.quantization is not None
+        return Teaching(teacher, self.context, self.loaded, moves=moves)
+
     def _step(self) -> Step:
         config, loaded = self.config, self.loaded
         fake_quant = self._fake_quant() if self.selection.specs else None
@@ -136,7 +142,7 @@ class Training:
             weight_decay=config.weight_decay,
             gradient_clip=config.gradient_clip,
             gradient_checkpointing=config.gradient_checkpointing,
-            chunked=self._chunked(),
+            chunked=chunked_loss(config, self.context, loaded),
             ranks=self.context.ranks,
             shard=config.shard,
         )
@@ -146,7 +152,7 @@ class Training:
             step.rates |= fake_quant.rates()
         set_compute_dtype(loaded.model, step.compute)
         if config.packing:
-            step.caches = self._caches()
+            step.caches = document_caches(loaded, self.context, self.teaching)
         return step
 
     def _fake_quant(self) -> FakeQuant | GroupBiases:
@@ -156,38 +162,12 @@ class Training:
         specs, dtype = self.selection.specs, self.loaded.dtype
         return FakeQuant(model, specs, dtype, rounded.rounding, rounded.packed)
 
-    def _caches(self) -> DocumentCaches | None:
-        try:
-            return DocumentCaches(self.loaded.model)
-        except CannotPack as reason:
-            self.context.report.warn(
-                f"rows are padded, packing is off: this model does not keep documents "
-                f"apart: {reason}"
-            )
-            return None
-
-    def _chunked(self) -> ChunkedLoss | None:
-        config, longest = self.config, self.context.data.max_length
-        tokens = max(config.batch_tokens or config.batch_size * longest, longest)
-        vocabulary = setting(self.loaded.config, "vocab_size")
-        sizes = {"vocabulary": vocabulary, "tokens": tokens}
-        try:
-            return ChunkedLoss(
-                self.loaded.model, config.chunk(**sizes, on_cpu=on_cpu())
-            )
-        except CannotSplit as reason:
-            # Else it is but a little slower.
-            if config.chunk(**sizes, on_cpu=False):
-                self.context.report.warn(
-                    "the loss is made of all logits at once, loss_chunk is off: "
-                    f"{reason}"
-                )
-            return None
-
     def _loop(self) -> Loop:
         config, context = self.config, self.context
-        packing = self.step.caches is not None
-        batches = training_batches(config, context, self.loaded, packing=packing)
+        settings = {"packing": self.step.caches is not None}
+        if self.teaching:
+            settings["answered"] = self.teaching.answered
+        batches = training_batches(config, context, self.loaded, **settings)
         valid = validation_batches(config, context, self.loaded)
         total = config.batches(batches.per_epoch)
         steps = math.ceil(total / config.accumulate)
@@ -196,6 +176,8 @@ class Training:
             f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
             f"epoch; {steps:,} steps are {total / batches.per_epoch:.1f} epochs"
         )
+        if self.teaching:
+            self.step.taught, batches = self.teaching.prepare(batches, total)
         return Loop(
             self.step,
             batches,

@@ -15,10 +15,11 @@ def share(batch: Batch, ranks: Ranks) -> Batch:
         return batch
     arrays = [value if value is None else _rows(value, ranks) for value in batch.arrays]
     where = tuple(ranks.own(batch.where))
-    return Batch(arrays[0], arrays[1], where, arrays[2])
+    target = batch.target and tuple(_rows(value, ranks) for value in batch.target)
+    return Batch(arrays[0], arrays[1], where, arrays[2], target=target)
 
 
 def _rows(values: mx.array, ranks: Ranks) -> mx.array:
     rows = values[ranks.rank :: ranks.size]
     missing = -(-len(values) // ranks.size) - len(rows)
-    return mx.pad(rows, [(0, missing), (0, 0)])
+    return mx.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)])

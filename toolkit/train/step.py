@@ -1,7 +1,7 @@
 """One optimizer step, compiled: masters in float32, the loss per trained token."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +20,8 @@ from .optimizers import make_optimizer
 from .recompute import recomputed
 from .shards import Shards
 from .share import share
+from .teaching import Taught
+from .untrainable import explained
 
 
 class Step:
@@ -39,6 +41,8 @@ class Step:
         chunked: the loss without full logits, or None for the plain one.
         caches: keep attention inside the documents of packed batches; None = no batch
             is packed.
+        taught: the loss against a teacher, or None for that of the tokens alone, which
+            is also what `evaluate` measures.
         ranks: the processes that train this model, each on its rows of every batch.
         shard: every process keeps its share alone of parameters, gradients and moments;
             not with a rounding, nor with "adafactor" or "muon".
@@ -62,6 +66,7 @@ class Step:
         gradient_checkpointing: bool = False,
         chunked: ChunkedLoss | None = None,
         caches: DocumentCaches | None = None,
+        taught: Taught | None = None,
         ranks: Ranks = ALONE,
         shard: bool = False,
     ):
@@ -73,7 +78,7 @@ class Step:
         self.rates: dict[str, float] = {}
         self.gradient_clip = gradient_clip
         self.chunked = chunked
-        self.caches = caches
+        self.caches, self.taught = caches, taught
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
@@ -145,7 +150,7 @@ class Step:
         stops = None if self.ranks.size == 1 else mx.array(float(stop))
         if len(window) > 1:
             return self._accumulate(window, mx.array(rate), stops)
-        with _explained():
+        with explained():
             return self._train(*self._given(window[0]), mx.array(rate), stops)
 
     def reach(self, number: int) -> None:
@@ -198,9 +203,10 @@ class Step:
                 found[path] = value
         return found
 
-    def _given(self, batch: Batch) -> tuple[mx.array | None, ...]:
+    def _given(self, batch: Batch) -> tuple:
         # Every number of places is a trace of its own.
-        return *batch.arrays, batch.places if self.chunked else None
+        places = batch.places if self.chunked else None
+        return *batch.arrays, places, batch.target
 
     def _set(self, parameters: dict[str, mx.array]) -> None:
         if self.fake_quant:
@@ -209,23 +215,28 @@ class Step:
             weights = self.shards.placed(parameters)
         self.model.update(tree_unflatten(list(weights.items())))
 
-    def _loss(self, tokens, mask, documents, places) -> mx.array:
+    def _loss(self, tokens, mask, documents, places, target=None) -> mx.array:
         self._set(self.parameters)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         within = self._within(documents)
         with self.shards.gathering():
             if self.chunked:
-                return self.chunked.value(inputs, targets, mask, places, **within)
+                return self.chunked.value(inputs, (targets, mask), places, **within)
             return cross_entropy_sum(self.model(inputs, **within), targets, mask)
 
-    def _loss_of(self, parameters, tokens, mask, documents, places=None) -> mx.array:
+    def _loss_of(
+        self, parameters, tokens, mask, documents, places=None, target=None
+    ) -> mx.array:
         self._set(parameters)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs, labels = tokens[:, :-1], (tokens[:, 1:], mask)
         within = self._within(documents)
+        if self.taught:
+            labels += self.taught.labels(inputs, documents, target)
+        loss = self.taught or cross_entropy_sum
         with self._running():
             if self.chunked:
-                return self.chunked(inputs, targets, mask, places, **within)
-            return cross_entropy_sum(self.model(inputs, **within), targets, mask)
+                return self.chunked(inputs, labels, places, loss=loss, **within)
+            return loss(self.model(inputs, **within), *labels)
 
     def _running(self) -> AbstractContextManager:
         if self._recomputed:
@@ -236,11 +247,11 @@ class Step:
         """What a packed batch's model is called with besides the tokens."""
         return {} if documents is None else {"cache": self.caches(documents)}
 
-    def _gradients(self, *batch: mx.array | None):
+    def _gradients(self, *batch):
         return mx.value_and_grad(self._loss_of)(self.parameters, *batch)
 
-    def _update(self, tokens, mask, documents, places, rate, stops):
-        loss, gradients = self._gradients(tokens, mask, documents, places)
+    def _update(self, tokens, mask, documents, places, target, rate, stops):
+        loss, gradients = self._gradients(tokens, mask, documents, places, target)
         return self._apply(gradients, loss, mask.sum(), rate, stops)
 
     def _accumulate(
@@ -249,7 +260,7 @@ class Step:
         self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
         loss = trained = mx.array(0.0)
         for batch in window:
-            with _explained():
+            with explained():
                 loss = loss + self._add(*self._given(batch))
             trained = trained + batch.mask.sum()
             # Not waited for; without it all batches might be in memory at once.
@@ -258,7 +269,7 @@ class Step:
         self._sums.clear()
         return outputs
 
-    def _sum(self, *batch: mx.array | None) -> mx.array:
+    def _sum(self, *batch) -> mx.array:
         loss, gradients = self._gradients(*batch)
         self._sums.update({k: self._sums[k] + g for k, g in gradients.items()})
         return loss
@@ -282,16 +293,3 @@ class Step:
             stepped[name] = old + ratio * (stepped[name] - old)
         self.parameters.update(stepped)
         return loss, trained, norm, *told
-
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    """Nothing is computed yet: what goes wrong in a trace is the model's fault."""
-    try:
-        yield
-    except (RuntimeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"this architecture cannot be trained here: {str(error).splitlines()[0]}",
-            hint="its code in mlx-lm has no gradient, or reads an adapted layer's "
-            "weight itself; adapter.layers: auto leaves such layers out",
-        ) from error

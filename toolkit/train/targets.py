@@ -23,14 +23,15 @@ class Target(NamedTuple):
     """A distribution at every position over k tokens and the rest.
 
     Attributes:
-        indices: the tokens, int [..., k].
+        indices: the tokens, int [..., k]; None = the whole vocabulary, in its order.
         log_probs: float32 [..., k].
-        log_rest: of all other tokens together, float32 [...]; -inf if there are none.
+        log_rest: of all other tokens together, float32 [...]; -inf if there are none;
+            None with the whole vocabulary.
     """
 
-    indices: mx.array
+    indices: mx.array | None
     log_probs: mx.array
-    log_rest: mx.array
+    log_rest: mx.array | None
 
 
 class Targets(Sequence):
@@ -53,11 +54,7 @@ class Targets(Sequence):
         """The target of a part, for each of its positions; it sums to one."""
         place = _place(self._folder, range(len(self.tokens))[part])
         found = mx.load(str(place / TENSORS))
-        log_probs, log_rest = found["log_probs"].astype(mx.float32), found["log_rest"]
-        # Half a float's rounding is not allowed to make or lose mass.
-        total = mx.logaddexp(mx.logsumexp(log_probs, axis=-1), log_rest)
-        indices = found["indices"].astype(mx.int32)
-        return Target(indices, log_probs - total[..., None], log_rest - total)
+        return restored(found["indices"], found["log_probs"], found["log_rest"])
 
 
 def make_targets(
@@ -106,6 +103,21 @@ def make_targets(
 def bytes_per_token(top_k: int, vocabulary: int) -> int:
     """What a position takes on disk."""
     return min(top_k, vocabulary) * (2 + _index_type(vocabulary).size) + 4
+
+
+def whole(logits: mx.array, temperature: float = 1.0) -> Target:
+    """The target of logits [..., V] that names all tokens, in their order."""
+    logits = logits.astype(mx.float32) / temperature
+    return Target(None, logits - mx.logsumexp(logits, axis=-1, keepdims=True), None)
+
+
+def restored(indices: mx.array, log_probs: mx.array, log_rest: mx.array) -> Target:
+    """What was `compressed` and kept in small types; it sums to one."""
+    log_probs = log_probs.astype(mx.float32)
+    # Half a float's rounding is not allowed to make or lose mass.
+    total = mx.logaddexp(mx.logsumexp(log_probs, axis=-1), log_rest)
+    indices = indices.astype(mx.int32)
+    return Target(indices, log_probs - total[..., None], log_rest - total)
 
 
 def compressed(logits: mx.array, top_k: int, temperature: float = 1.0) -> Target:

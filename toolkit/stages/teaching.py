@@ -1,0 +1,199 @@
+"""The teacher of a train stage: which model it is, and what its student gets of it."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+
+import numpy as np
+
+from ..data.batches import Batch, Batches, Examples
+from ..data.cache import file_hash
+from ..data.packing import PackedBatches
+from ..errors import UserError
+from ..generate.answering import Answerer, answered
+from ..model.folder import read_config, setting
+from ..model.load import Loaded, load_tokenizer, resolve
+from ..train.documents import DocumentCaches
+from ..train.predictions import KeptTargets, Source, confidence, keep_targets
+from ..train.teacher import Teacher
+from ..train.teaching import LiveTeacher, Taught
+from .beginning import start
+from .context import Context
+
+
+class Teaching:
+    """The teacher that a train stage names, loaded when it is first needed.
+
+    Args:
+        student: the model that is trained.
+        moves: whether the student differs from the model it starts from.
+
+    Raises:
+        UserError: there is no such teacher, it has another tokenizer, or nothing to
+            teach.
+    """
+
+    def __init__(
+        self, teacher: Teacher, context: Context, student: Loaded, *, moves: bool
+    ):
+        self.teacher = teacher
+        self.context = context
+        self.student = student
+        self.folder = self._folder(moves)
+        self._require_tokenizer()
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the teacher's weights and of what makes a model of them."""
+        files = [self.folder / "config.json", *self.folder.glob("*.safetensors")]
+        return sha256("".join(map(file_hash, sorted(files))).encode()).hexdigest()
+
+    @cached_property
+    def live(self) -> LiveTeacher:
+        """The teacher in memory."""
+        self.context.report.say(f"the teacher: {self.folder}")
+        return LiveTeacher(self.context.load(self.folder).model)
+
+    @cached_property
+    def source(self) -> Source:
+        """What is asked for predictions that are kept."""
+        report = self.context.report
+        configs = (read_config(self.folder), self.student.config)
+        known = filter(None, (setting(config, "vocab_size") for config in configs))
+        vocabulary = min(known, default=len(self.student.tokenizer.get_vocab()))
+        return Source(
+            lambda: self.live, self.digest, vocabulary, report.say, report.warn
+        )
+
+    def answered(self, examples: Examples) -> Examples:
+        """The examples, or the teacher's own answers to them if that is asked for."""
+        settings, context = self.teacher.generate, self.context
+        if settings is None:
+            return examples
+        answerer = Answerer(
+            lambda: self.live.model,
+            self.digest,
+            frozenset(self.student.tokenizer.eos_token_ids),
+            context.report.say,
+            context.report.warn,
+        )
+        return answered(
+            examples,
+            answerer,
+            temperatures=settings.temperatures,
+            max_tokens=settings.max_tokens,
+            max_length=context.data.max_length,
+            seed=context.seed,
+        )
+
+    def keep_apart(self) -> None:
+        """Be ready for rows of several documents.
+
+        Raises:
+            CannotPack: the teacher does not keep them apart.
+        """
+        if not self.teacher.cached:
+            self.live.caches = DocumentCaches(self.live.model)
+
+    def prepare(
+        self, batches: Batches | PackedBatches, total: int
+    ) -> tuple[Taught, "Guided"]:
+        """The loss, and the batches that it wants.
+
+        Args:
+            total: batches that will be trained on.
+
+        Raises:
+            UserError: the disk is too small for what is to be kept.
+        """
+        teacher, share = self.teacher, 0.0
+        wanted = _wanted(batches, total)
+        if teacher.loss == "confidence":
+            share = confidence(batches.examples, wanted, self.source)
+            self.context.report.say(f"confidence of the teacher: {share:.3f}")
+        if teacher.cached:
+            targets = keep_targets(
+                batches.examples,
+                wanted,
+                self.source,
+                top_k=teacher.top_k,
+                temperature=teacher.temperature,
+            )
+            taught = Taught(teacher, confidence=share)
+            return taught, Guided(batches, self.digest, targets)
+        return Taught(teacher, self.live, share), Guided(batches, self.digest)
+
+    def _folder(self, moves: bool) -> Path:
+        named, context = self.teacher.model, self.context
+        if named is not None:
+            trust = context.source.trust_remote_code
+            local = context.find(named)
+            return resolve(local or named, trust_remote_code=trust).absolute()
+        if context.current is None:
+            raise UserError(
+                "a fresh model has nothing to teach itself",
+                hint="name another one in teacher.model",
+            )
+        folder = context.visible(context.current.reference)
+        if "quantization" in read_config(folder):
+            raise UserError(
+                "this model came quantized, so its full-precision base is not known",
+                place=str(folder),
+                hint="name it in teacher.model",
+            )
+        if folder == start(context) and not moves and not self.teacher.cross_entropy:
+            raise UserError(
+                "student and teacher are the same model, so there is nothing to learn",
+                hint="name another one in teacher.model, or add quantization:",
+            )
+        return folder
+
+    def _require_tokenizer(self) -> None:
+        trust = self.context.source.trust_remote_code
+        other = load_tokenizer(self.folder, trust_remote_code=trust)
+        own = self.student.tokenizer
+        if other.get_vocab() != own.get_vocab():
+            raise UserError(
+                "the teacher has another tokenizer, so its predictions are about other "
+                "tokens",
+                place=str(self.folder),
+                hint="use a teacher of the same family",
+            )
+
+
+@dataclass(frozen=True)
+class Guided:
+    """Batches of a teacher, and what it predicts for them if that was kept."""
+
+    batches: Batches | PackedBatches
+    teacher: str
+    targets: KeptTargets | None = None
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of a step, counted from 0."""
+        batch = self.batches(step)
+        return self.targets(batch) if self.targets else batch
+
+    @property
+    def examples(self) -> Examples:
+        """What is trained on."""
+        return self.batches.examples
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches in one pass over the examples."""
+        return self.batches.per_epoch
+
+    @property
+    def digest(self) -> str:
+        """A hash of the examples and the teacher, to tell whether they have changed."""
+        return sha256(f"{self.batches.digest} {self.teacher}".encode()).hexdigest()
+
+
+def _wanted(batches: Batches | PackedBatches, total: int) -> np.ndarray:
+    """The numbers of the examples in the first batches, that many."""
+    if total >= batches.per_epoch:
+        return np.arange(len(batches.examples))
+    found = {member for n in range(total) for member in batches(n).members}
+    return np.array(sorted(found))
