@@ -35,7 +35,8 @@ def shortened(path: Path) -> list[str]:
         calibration = ("tokens=2048", "length=128", "held_out=256")
         tune = ("steps=2", "batch_tokens=256", "learning_rate=1e-3")
         arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
-        arguments += [f"stages.quantize.tune.{value}" for value in tune]
+        if "tune: false" not in text:
+            arguments += [f"stages.quantize.tune.{value}" for value in tune]
         # Of two bits, two steps make nothing good.
         ratio = 30 if "bits: 2" in text else 1.5
         arguments.append(f"stages.validate.require.perplexity_ratio={ratio}")

@@ -152,6 +152,8 @@ def test_exported_weights_are_the_trained_ones(
         ("learned", False),
         ("learned", True),
         ("frozen", False),
+        ("kept", False),
+        ("kept", True),
         ("balanced", False),
         ("ternary", True),
     ],
@@ -171,7 +173,8 @@ def test_exported_weights_are_the_trained_ones_on_learned_grids(
     moved = {k for k, v in run.step.parameters.items() if mx.any(v != first[k]).item()}
     affine = [path for path, spec in specs.items() if spec.mode == "affine"]
     assert len(affine) > 9
-    assert all(f"{path}.scales" in moved for path in affine)
+    learned = [f"{path}.scales" in moved for path in affine]
+    assert all(learned) if grid != "kept" else not any(learned)
     assert_served_is_trained(run, tmp_path / "out")
 
 
@@ -241,6 +244,7 @@ def test_embeddings_and_head_by_choice(
         ("learned", False),
         ("learned", True),
         ("frozen", False),
+        ("kept", True),
         ("balanced", True),
         ("ternary", False),
     ],

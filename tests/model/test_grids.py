@@ -9,7 +9,7 @@ import pytest
 from mlx.optimizers import Adam
 from pydantic import ValidationError
 
-from toolkit.model.grids import balanced, frozen, learned, minmax, ternary
+from toolkit.model.grids import balanced, frozen, kept, learned, minmax, ternary
 from toolkit.model.grids.settings import Rounding
 from toolkit.quant.spec import QuantSpec, expand, pack
 from toolkit.registry import entries
@@ -21,7 +21,7 @@ SPECS = [
 ]
 TWO = QuantSpec(bits=2, group_size=32)
 KINDS = [
-    *itertools.product((minmax, learned, frozen), SPECS),
+    *itertools.product((minmax, learned, frozen, kept), SPECS),
     *itertools.product((balanced, ternary), SPECS[:3]),
 ]
 
@@ -127,6 +127,53 @@ def test_learned_gradients_are_finite_differences_of_the_clipped_line():
     by_bias = surrogate(w, s, b + step) - surrogate(w, s, b - step)
     close(found["scales"], factor * np.array([by_scale]) / (2 * step))
     close(found["biases"], factor * np.array([by_bias]) / (2 * step))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_kept_grid_has_the_very_codes_it_began_with(spec, dtype):
+    """Those of a method too, which are not the nearest to the weights they are of."""
+    packed = pack(normal(6, 256), spec, dtype)
+    packed["weight"] = mx.random.randint(
+        0, 2**31, packed["weight"].shape, key=mx.random.key(3)
+    ).astype(mx.uint32)
+    grid = kept.Grid(spec, dtype, "fitted")
+    assert grid.resume(packed) == {}
+    weight = expand(exact := widened(packed), spec, mx.float32)
+    again = grid.packed(weight, {})
+    assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
+    assert all(again[name].dtype == value.dtype for name, value in packed.items())
+    # Every weight moves from there, those on outermost points too.
+    slope = mx.grad(lambda w: grid.rounded(w, {}).sum())(weight)
+    assert mx.all(slope == 1).item()
+    moved = weight + 0.6 * mx.repeat(exact["scales"], spec.group_size, axis=-1)
+    assert not mx.array_equal(grid.packed(moved, {})["weight"], packed["weight"])
+
+
+def widened(packed):
+    """Scales and biases in float32, which loses nothing."""
+    pair = {name: packed[name].astype(mx.float32) for name in ("scales", "biases")}
+    return packed | pair
+
+
+def test_kept_gradients_are_finite_differences_of_the_clipped_line():
+    """Over every point's cell, the outermost's too, and flat beyond."""
+    weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
+    grid = kept.Grid(TWO, mx.float32, "fitted")
+    grid.begin(0.8 * weight)
+    packed = grid.packed(weight, {})
+    w, s, b, g = doubles(weight[0], packed["scales"][0], packed["biases"][0], seen[0])
+    t = (w - b) / s
+    off = np.clip(np.rint(t), 0, 3) - np.clip(t, -0.5, 3.5)
+
+    def surrogate(w):
+        return ((np.clip((w - b) / s, -0.5, 3.5) + off) * s + b) @ g
+
+    found = mx.grad(lambda w: (grid.rounded(w, {}) * seen).sum())(weight)
+    moves = 1e-7 * np.eye(32)
+    slopes = [surrogate(w + m) - surrogate(w - m) for m in moves]
+    assert 0 < np.mean(np.abs(t - 1.5) > 2) < 0.5
+    close(found[0], np.array(slopes) / 2e-7)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -73,12 +73,20 @@ def test_experts_and_the_embedding(tmp_path, make_checkpoint):
     [
         ({}, "of a quantized model only an adapter can be trained"),
         (
-            {"adapter": {"rank": 4}, "quantization": GRID},
-            "the model is quantized here, and minmax would round it again",
+            {"adapter": {"rank": 4}, "quantization": GRID | {"grid": "balanced"}},
+            "the model is quantized here, and balanced would round it again",
         ),
         (
             {"adapter": {"type": "dora"}, "quantization": GRID},
             "a dora adapter does not go with quantization",
+        ),
+        (
+            {"adapter": {"type": "qa_lora"}, "quantization": GRID},
+            "a qa_lora adapter leaves the model in the codes it has",
+        ),
+        (
+            {"adapter": {"type": "qa_lora", "start": "adapters"}},
+            "a qa_lora adapter is saved as plain LoRA's",
         ),
     ],
 )

@@ -1,5 +1,7 @@
 """Training from the codes of a quantized model on, through the command line."""
 
+import signal
+
 import mlx.core as mx
 import pytest
 from tiny_checkpoints import QWEN3_MOE
@@ -8,12 +10,30 @@ from tiny_runs import TRAIN, VALIDATE, Run
 from toolkit.model.load import load
 
 GRID = {"bits": 2, "group_size": 32}
-GPTQ = GRID | {"method": "gptq", "calibration": {"source": "builtin:stdlib"}}
+GPTQ = GRID | {
+    "method": "gptq",
+    "calibration": {"source": "builtin:stdlib", "tokens": 512, "length": 64}
+    | {"held_out": 64},
+    "tune": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3},
+    "gates": False,
+}
 STILL = TRAIN | {"steps": 1, "learning_rate": 1e-30, "weight_decay": 0.0}
 WAYS = {
     "learned": {"quantization": GRID | {"grid": "learned"}},
     "lora": {"quantization": GRID | {"grid": "learned"}, "adapter": {"rank": 4}},
     "frozen": {"quantization": GRID | {"grid": "frozen"}},
+    "kept": {"quantization": GRID | {"grid": "kept"}},
+    "kept by lora": {"quantization": GRID, "adapter": {"rank": 4}},
+    "qa_lora": {"adapter": {"type": "qa_lora", "rank": 4}},
+}
+# What a way leaves as it was.
+LEFT = {
+    "learned": set(),
+    "lora": set(),
+    "frozen": {"weight"},
+    "kept": {"scales", "biases"},
+    "kept by lora": {"scales", "biases"},
+    "qa_lora": {"weight", "scales"},
 }
 TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
 
@@ -40,11 +60,7 @@ def stock(folder):
 @pytest.mark.parametrize("way", WAYS)
 def test_what_does_not_move_is_what_was_quantized(tmp_path, base, way):
     """Tensors and logits, bit for bit."""
-    calibration = GPTQ["calibration"] | {"tokens": 512, "length": 64}
-    stages = (
-        {"quantize": GPTQ | {"calibration": calibration}},
-        {"train": STILL | WAYS[way]},
-    )
+    stages = {"quantize": GPTQ}, {"train": STILL | WAYS[way]}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
     before, after = tensors(quantized(run)), tensors(trained(run))
@@ -65,15 +81,59 @@ def test_training_gains_and_the_files_have_it(tmp_path, base, way):
     stages = {"quantize": GRID}, {"train": train}, {"validate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
-    assert "training goes on from the codes of 15 layers" in run.log
+    said = "training goes on from the codes of 15 layers" in run.log
+    assert said == (way != "qa_lora")
     gain = run.json("report.json")["training"]["gain"]
     assert gain["before_export"] > 0.01
     assert gain["after_export"] == pytest.approx(gain["before_export"], abs=2e-3)
     own = load(trained(run), compute="float32").model(TOKENS)
     assert mx.abs(own - stock(trained(run)).astype(mx.float32)).max().item() < 0.05
     before, after = tensors(quantized(run)), tensors(trained(run))
-    name = "model.layers.0.mlp.up_proj.weight"
-    assert mx.array_equal(before[name], after[name]) == (way == "frozen")
+    assert {k: v.dtype for k, v in before.items()} == {
+        k: v.dtype for k, v in after.items()
+    }
+    path = "model.layers.0.mlp.up_proj"
+    for name in ("weight", "scales", "biases"):
+        same = mx.array_equal(before[f"{path}.{name}"], after[f"{path}.{name}"])
+        assert same == (name in LEFT[way]), name
+
+
+@pytest.mark.parametrize("way", ["kept by lora", "qa_lora"])
+def test_killed_and_resumed(tmp_path, base, way):
+    stages = {"quantize": GRID}, {"train": TRAIN | WAYS[way]}
+    (tmp_path / "whole").mkdir()
+    whole, run = (Run(f, *stages, model=base) for f in (tmp_path / "whole", tmp_path))
+    assert whole() == 0
+    assert run.attacked("SIGKILL", "step", 8).returncode == -signal.SIGKILL
+    assert run() == 0
+    assert "resuming after step 6" in run.log
+    assert run.outcome() == whole.outcome()
+
+
+def test_biases_take_up_an_adapter_of_a_model_quantized_elsewhere(tmp_path, base):
+    """Validated, exported and adapted twice over, it has the size of the base."""
+    first = Run(tmp_path, {"quantize": GRID}, model=base)
+    assert first() == 0
+    (tmp_path / "on").mkdir()
+    train = {"train": TRAIN | WAYS["qa_lora"]}
+    stages = train, train, {"validate": VALIDATE}, "export"
+    run = Run(tmp_path / "on", *stages, model=quantized(first))
+    assert run() == 0
+    names = ["1-train", "2-train"]
+    places = [run.output / "stages" / name / "model" for name in names]
+    sizes = [(f / "model.safetensors").stat().st_size for f in places]
+    assert sizes == [(quantized(first) / "model.safetensors").stat().st_size] * 2
+    assert (run.output / "adapters/adapters.safetensors").is_file()
+    base_loss, *_, last = run.json("report.json")["models"].values()
+    assert base_loss["loss"] - last["loss"] > 0.01
+    assert last["bits_per_weight"] < 4
+
+
+def test_qa_lora_of_a_model_without_codes_is_refused(tmp_path, base, capsys):
+    run = Run(tmp_path, {"train": TRAIN | WAYS["qa_lora"]}, model=base)
+    assert run() == 2
+    assert "a qa_lora adapter is for a quantized model" in capsys.readouterr().err
+    assert not run.output.exists()
 
 
 def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):

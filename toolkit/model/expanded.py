@@ -23,6 +23,15 @@ def grids(model: nn.Module) -> dict[str, QuantSpec]:
     }
 
 
+def coded(model: nn.Module) -> Packed:
+    """Codes, scales and biases of a model's quantized layers, by path and name."""
+    return {
+        path: {n: module[n] for n in ("weight", "scales", "biases") if n in module}
+        for path, module in model.named_modules()
+        if weights.is_quantized(module)
+    }
+
+
 def expanded(loaded: Loaded, dtype: mx.Dtype) -> tuple[Loaded, Packed]:
     """The same model of dense layers, and codes, scales and biases by path and name.
 
@@ -40,13 +49,12 @@ def expanded(loaded: Loaded, dtype: mx.Dtype) -> tuple[Loaded, Packed]:
             hint="start from the unquantized model",
         )
     tensors = dict(tree_flatten(loaded.model.parameters()))
-    packed = {}
-    for path, module in loaded.model.named_modules():
-        if weights.is_quantized(module):
-            names = [n for n in ("weight", "scales", "biases") if n in module]
-            packed[path] = {name: tensors.pop(f"{path}.{name}") for name in names}
-            dense = weights.expand(module, packed[path])
-            tensors[f"{path}.weight"] = dense.astype(dtype)
+    packed, modules = coded(loaded.model), dict(loaded.model.named_modules())
+    for path, stored in packed.items():
+        for name in stored:
+            del tensors[f"{path}.{name}"]
+        dense = weights.expand(modules[path], stored)
+        tensors[f"{path}.weight"] = dense.astype(dtype)
     config = {k: v for k, v in loaded.config.items() if "quantization" not in k}
     model = build(config)
     model.load_weights(list(tensors.items()))

@@ -33,8 +33,8 @@ class FakeQuant:
 
     Attributes:
         learned: the first scales and biases, float32 vectors, by path and name.
-        made: paths of weights in the model that are made of the learned, and of
-            adapters; the model says that they are trained, for gradients pass through.
+        made: paths of weights in the model that are made of others, which get their
+            gradients through the grid; the model says that these weights are trained.
         is_on: whether weights are rounded yet.
     """
 
@@ -103,8 +103,8 @@ class FakeQuant:
     ) -> dict[str, mx.array]:
         """Trained weights as served, by path, straight-through to the masters.
 
-        Every one passes through the type it has in the model. Where nothing of a grid
-        is learned, an adapter's gradient does not come through here: `LoRALinear` takes
+        Every one passes through the type it has in the model. Where a grid is
+        straight, an adapter's gradient does not come through here: `LoRALinear` takes
         it from the product, at the cost of plain LoRA.
         """
         weights = {}
@@ -148,13 +148,14 @@ class FakeQuant:
         return path in self._adapted or "weight" in module.trainable_parameters()
 
     def _let_through(self, modules: dict[str, nn.Module]) -> set[str]:
-        """Let gradients come to the weights that learned grids are behind."""
+        """Let gradients come to the weights of grids that change them."""
         made = set()
         # A layer that is kept from rounding adds its adapter itself.
         for path, layer in self._adapted.items():
             layer.merged = path in self._specs
-        learning = {name.rpartition(".")[0] for name in self.learned}
-        for path in learning:
+        for path in self._trained:
+            if self._grids[path].IS_STRAIGHT:
+                continue
             layer, inner = modules[path], ""
             if path in self._adapted:
                 layer.is_whole, layer, inner = True, layer.linear, ".linear"

@@ -10,6 +10,7 @@ from ..errors import UserError
 from .adapters import weights
 from .adapters.embedding import DoRAEmbedding, LoRAEmbedding
 from .adapters.experts import LoRAExperts
+from .adapters.grouped import GroupLoRALinear
 from .adapters.linear import DoRALinear, LoRALinear
 from .adapters.places import EMBEDDING, EXPERTS, LINEAR, Place, find_places
 from .adapters.settings import Adapter
@@ -19,6 +20,7 @@ AUTO, EVERYTHING = "auto", "*"
 KINDS = {
     "lora": {LINEAR: LoRALinear, EMBEDDING: LoRAEmbedding, EXPERTS: LoRAExperts},
     "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
+    "qa_lora": {LINEAR: GroupLoRALinear},
 }
 ADAPTED = tuple({kind for kinds in KINDS.values() for kind in kinds.values()})
 
@@ -57,6 +59,8 @@ def attach(
 def _choose(model: nn.Module, adapter: Adapter, kinds) -> list[tuple[Place, int]]:
     """The layers that a pattern means, each with its rank."""
     places = [p for p in find_places(model, adapter.last_layers) if p.kind in kinds]
+    if adapter.type == "qa_lora":
+        places = [place for place in places if weights.has_biases(place.layer)]
     ranks = adapter.ranks.items()
     for pattern, rank in ranks:
         if not any(_means(pattern, place, rank) for place in places):

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from ..model.blockwise import Blockwise
 from ..run.files import atomic_folder, need_space
 from . import streams
+from .closed import Closed, close_block
 from .inputs import Moments, Seen, watched
 from .opened import Prepare, prepare_block
 from .streams import FULL, INPUTS, ROUNDED
@@ -37,6 +38,8 @@ class Stored:
 # Quantizes layers that share an input: weights by path, what is known of that input,
 # None when no hidden state goes into them.
 Solve = Callable[[dict[str, mx.array], Moments | None], dict[str, Stored]]
+# Gives layers of a block something better, once it is quantized; by path.
+Improve = Callable[[Closed], dict[str, Stored]]
 
 
 class Walk:
@@ -52,6 +55,7 @@ class Walk:
         rows: windows at once.
         reread: see `Blockwise`.
         prepare: is shown every block before it is quantized.
+        improve: is shown every block afterwards.
 
     Raises:
         UserError: the model is not a plain sequence of blocks.
@@ -70,6 +74,7 @@ class Walk:
         say: Callable[[str], None],
         reread: Callable[[], nn.Module] | None = None,
         prepare: Prepare | None = None,
+        improve: Improve | None = None,
     ):
         self.model = model
         self.tokens = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
@@ -78,6 +83,7 @@ class Walk:
         self.compute = compute
         self.say = say
         self.prepare = prepare
+        self.improve = improve
         self.blockwise = Blockwise(model, reread)
         self._inside: list[list[str]] = [[] for _ in self.blockwise.blocks]
         self._outside = []
@@ -156,6 +162,11 @@ class Walk:
                 if path not in seen:
                     tensors |= self._quantize(number, [path], None, solve)
             streams.drop(after, INPUTS)
+            if self.improve is not None:
+                closed = close_block(
+                    self.blockwise, number, tensors, self.tokens, here, after
+                )
+                tensors |= self._put(number, self.improve(closed))
             for part, tokens in enumerate(self.tokens):
                 hidden = streams.load(here, ROUNDED, part)["hidden"]
                 outputs = self.blockwise.run(number, tokens, hidden)
@@ -201,6 +212,12 @@ class Walk:
         weights = {prefix + path: modules[path].weight for path in group}
         # Nobody but the solver holds the moments, so that it can let them go.
         found = solve(weights, after and self._moments(number, group[0], after))
+        return self._put(number, found)
+
+    def _put(self, number: int, found: dict[str, Stored]) -> dict[str, mx.array]:
+        """Give layers of a block the weights they stand for; what is stored of them."""
+        prefix = f"{self.blockwise.prefix}{number}."
+        modules = dict(self.blockwise.blocks[number].named_modules())
         for path, stored in found.items():
             dense = stored.weight.astype(self.compute)
             modules[path.removeprefix(prefix)].weight = dense

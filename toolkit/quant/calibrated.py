@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from .. import allocator
 from ..model.cpu import on_cpu
-from .calibrate import Solve, Stored, Walk
+from .calibrate import Improve, Solve, Stored, Walk
 from .opened import Prepare
 from .spec import QuantSpec, expand, pack
 from .task import Task
@@ -18,7 +18,11 @@ KEPT_BYTES = 1 << 27
 
 
 def quantize_watched(
-    config, task: Task, solve: Solve, prepare: Prepare | None = None
+    config,
+    task: Task,
+    solve: Solve,
+    prepare: Prepare | None = None,
+    improve: Improve | None = None,
 ) -> dict[str, mx.array]:
     """Walk through the model; layers whose grid is not affine are rounded.
 
@@ -28,7 +32,7 @@ def quantize_watched(
     Returns:
         What is stored, by name: codes, scales, biases, and dense weights that changed.
     """
-    walk = _walk(config, task, prepare)
+    walk = _walk(config, task, prepare, improve)
     # What MLX keeps of freed memory counts, too, where a model hardly fits.
     before = mx.set_cache_limit(KEPT_BYTES)
     try:
@@ -68,7 +72,7 @@ def _affine_alone(solve: Solve, task: Task) -> Solve:
     return solve_all
 
 
-def _walk(config, task: Task, prepare: Prepare | None) -> Walk:
+def _walk(config, task: Task, prepare: Prepare | None, improve: Improve | None) -> Walk:
     modules = dict(task.model.named_modules())
     widest = max(modules[path].weight.shape[-1] for path in task.specs)
     wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
@@ -92,4 +96,5 @@ def _walk(config, task: Task, prepare: Prepare | None) -> Walk:
         say=task.report.say,
         reread=task.reread,
         prepare=prepare,
+        improve=improve,
     )

@@ -19,6 +19,7 @@ Find = Callable[[str], Path | None]
 BUILTIN = "builtin:"
 # Keys of a stage's other model.
 OTHERS = {"train": ("teacher", "model"), "distill": ("student", "from")}
+GOING_ON = f"grid: {', '.join(FROM_CODES[:-1])} or {FROM_CODES[-1]}"
 GGUF = ".gguf"
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
 
@@ -188,6 +189,10 @@ def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Complai
             hint = "leave adapter out: a fresh model is trained in full"
             path = (*where, "adapter")
             yield Complaint(path, "an adapter needs a trained model", hint, "key")
+        elif kind == "train" and quantized is None and _keeps_codes(block):
+            hint = "quantize it first, or use type: lora"
+            message = "a qa_lora adapter is for a quantized model, and this is none"
+            yield Complaint((*where, "adapter"), message, hint, "key")
         if quantized is not None and kind == "quantize":
             hint = "rounding twice adds error; keep one quantization"
             yield Complaint(where, "the model is already quantized here", hint, "key")
@@ -195,28 +200,33 @@ def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Complai
         rounds = rounding is not None
         adapts = block.get("adapter") is not None and not rounds
         if quantized is not None and kind == "train" and rounds:
-            yield from _rounding((*where, "quantization"), rounding, quantized)
+            yield from _rounding(where, block, quantized)
         elif quantized is not None and kind == "train" and not adapts:
             message = "of a quantized model only an adapter can be trained"
-            hint = (
-                "add `adapter:`, or `quantization:` with grid: learned or frozen; "
-                "or train first"
-            )
+            hint = f"add `adapter:`, or `quantization:` with {GOING_ON}; or train first"
             yield Complaint(where, message, hint, "key")
         blank = False
         if kind == "train":
-            # An adapter is fused into expanded weights.
-            quantized = None if adapts else quantized
+            # An adapter is fused into expanded weights, if not into biases.
+            quantized = None if adapts and not _keeps_codes(block) else quantized
             quantized = _grid(rounding) if rounds else quantized
         quantized = _grid(block) if kind == "quantize" else quantized
 
 
-def _rounding(where: Keys, asked: Any, before: dict) -> Iterator[Complaint]:
+def _keeps_codes(block: dict) -> bool:
+    adapter = block.get("adapter")
+    return isinstance(adapter, dict) and adapter.get("type") == "qa_lora"
+
+
+def _rounding(where: Keys, block: dict, before: dict) -> Iterator[Complaint]:
     """What of a quantization of a quantized model does not go on from its codes."""
+    where, asked = (*where, "quantization"), block["quantization"]
     asked = asked if isinstance(asked, dict) else {}
     grid = asked.get("grid", "minmax")
-    if grid not in FROM_CODES:
-        hint = f"grid: {' or '.join(FROM_CODES)} goes on from the codes"
+    # An adapter keeps the grid unless it asks for another.
+    keeps = grid == "minmax" and block.get("adapter") is not None
+    if grid not in FROM_CODES and not keeps:
+        hint = f"{GOING_ON} goes on from the codes"
         message = f"the model is quantized here, and {grid} would round it again"
         yield Complaint(where, message, hint, "key")
     if asked.get("start_step"):

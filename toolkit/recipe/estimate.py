@@ -202,8 +202,12 @@ def _trained(model: nn.Module, stage: Section) -> int:
     if stage.quantization and stage.quantization.grid == "frozen":
         return 0
     if stage.adapter:
-        merged = stage.quantization is not None
-        lora.attach(model, stage.adapter, seed=0, merged=merged)
+        # Of a model that is yet to be quantized; QA-LoRA's matrices are smaller.
+        adapter = stage.adapter
+        if stage.keeps_codes:
+            adapter = adapter.model_copy(update={"type": "lora"})
+        merged = stage.quantization is not None or stage.keeps_codes
+        lora.attach(model, adapter, seed=0, merged=merged)
     return _count(model.trainable_parameters())
 
 

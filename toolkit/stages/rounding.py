@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..errors import UserError
-from ..model.expanded import Packed, expanded, grids
+from ..model.expanded import Packed, coded, expanded, grids
 from ..model.grids.settings import FROM_CODES, Rounding
 from ..model.load import Loaded
 from ..quant.layers import Selection, select
@@ -19,12 +19,14 @@ class Rounded:
     """A model to train.
 
     Attributes:
-        loaded: its layers are dense, but where only an adapter of codes is trained.
+        loaded: its layers are dense, but where only adapters of codes are trained.
+        rounding: how they are rounded; None = not at all.
         packed: the codes its rounded layers begin with; None of a model without.
     """
 
     loaded: Loaded
     selection: Selection
+    rounding: Rounding | None = None
     packed: Packed | None = None
 
 
@@ -39,11 +41,14 @@ def prepare(config: Config, loaded: Loaded, report: Report) -> Rounded:
         UserError: a quantized model, and training would round it anew.
     """
     rounding = config.quantization
+    if config.keeps_codes:
+        return _in_codes(loaded)
     if "quantization" not in loaded.config:
-        empty = Selection({}, {})
-        return Rounded(loaded, select(loaded.model, rounding) if rounding else empty)
+        chosen = select(loaded.model, rounding) if rounding else Selection({}, {})
+        return Rounded(loaded, chosen, rounding)
     if rounding:
-        return _from_codes(rounding, loaded, report)
+        adapts = config.adapter is not None
+        return _from_codes(rounding.of_codes(adapts=adapts), loaded, report)
     if not config.adapter:
         raise UserError(
             "this model is already quantized, and full training needs its weights",
@@ -55,6 +60,18 @@ def prepare(config: Config, loaded: Loaded, report: Report) -> Rounded:
         "weights, for rounding them again would lose part of the gain"
     )
     return Rounded(loaded, Selection({}, {}))
+
+
+def _in_codes(loaded: Loaded) -> Rounded:
+    """A model whose biases alone will change."""
+    specs = grids(loaded.model)
+    if not specs:
+        raise UserError(
+            "a qa_lora adapter is for a model in codes, and this one has none",
+            place=str(loaded.path),
+            hint="quantize it first, or use type lora",
+        )
+    return Rounded(loaded, Selection(specs, _kept(loaded)), None, coded(loaded.model))
 
 
 def require_time(rounding: Rounding | None, steps: int) -> None:
@@ -69,15 +86,19 @@ def require_time(rounding: Rounding | None, steps: int) -> None:
 def _from_codes(rounding: Rounding, loaded: Loaded, report: Report) -> Rounded:
     specs = grids(loaded.model)
     _require_same(rounding, specs, loaded)
-    kept = {
+    kept = _kept(loaded)
+    dtype = loaded.dtype if rounding.grid == "frozen" else mx.float32
+    dense, packed = expanded(loaded, dtype)
+    report.say(f"training goes on from the codes of {len(packed)} layers")
+    return Rounded(dense, Selection(specs, kept), rounding, packed)
+
+
+def _kept(loaded: Loaded) -> dict[str, str]:
+    return {
         path: "it is not quantized in the model that is trained"
         for path, module in loaded.model.named_modules()
         if hasattr(module, "to_quantized")
     }
-    dtype = loaded.dtype if rounding.grid == "frozen" else mx.float32
-    dense, packed = expanded(loaded, dtype)
-    report.say(f"training goes on from the codes of {len(packed)} layers")
-    return Rounded(dense, Selection(specs, kept), packed)
 
 
 def _require_same(
@@ -88,7 +109,7 @@ def _require_same(
         raise UserError(
             "this model is already quantized, and training would round it again",
             place=place,
-            hint=f"grid: {' or '.join(FROM_CODES)} goes on from its codes, without a "
+            hint=f"grid: {', '.join(FROM_CODES)} go on from its codes, without a "
             "start_step; or start from the unquantized model",
         )
     asked = QuantSpec(**rounding.model_dump(include=set(QuantSpec.model_fields)))

@@ -116,22 +116,36 @@ class Config(Section):
             raise ValueError("give either steps or epochs")
         if (self.batch_size is None) == (self.batch_tokens is None):
             raise ValueError("give either batch_size or batch_tokens")
-        if self.quantization and self.adapter and self.adapter.dropout:
-            raise ValueError(
-                "adapter dropout does not go with quantization: "
-                "the rounded weight holds the merged adapter"
-            )
-        if self.quantization and self.adapter and self.adapter.type != "lora":
-            raise ValueError(
-                "a dora adapter does not go with quantization: use type lora, "
-                "or train first and quantize afterwards"
-            )
+        if self.adapter:
+            self._can_merge(self.adapter)
         if self.quantization:
             self._can_round(self.quantization)
         self._no_idle_keys()
         if self.shard:
             self._can_shard()
         return self
+
+    def _can_merge(self, adapter: Adapter):
+        if adapter.dropout and (self.quantization or self.keeps_codes):
+            raise ValueError(
+                "adapter dropout does not go with quantization: "
+                "the rounded weight holds the merged adapter"
+            )
+        if self.quantization and adapter.type == "dora":
+            raise ValueError(
+                "a dora adapter does not go with quantization: use type lora, "
+                "or train first and quantize afterwards"
+            )
+        if adapter.start and self.keeps_codes:
+            raise ValueError(
+                "a qa_lora adapter is saved as plain LoRA's, not to be gone on from: "
+                "name the model that it left as the recipe's model"
+            )
+        if self.quantization and self.keeps_codes:
+            raise ValueError(
+                "a qa_lora adapter leaves the model in the codes it has: leave "
+                "quantization out"
+            )
 
     def _can_round(self, rounding: Rounding):
         if rounding.grid == "frozen" and self.adapter:
@@ -164,6 +178,11 @@ class Config(Section):
             raise ValueError(f"{self.optimizer} has no {found[0]}")
         if self.schedule != "warmup-stable-decay" and "decay_share" in self._changed:
             raise ValueError("decay_share is for the schedule warmup-stable-decay")
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether the model stays in codes, and their biases take up the adapter."""
+        return self.adapter is not None and self.adapter.type == "qa_lora"
 
     @property
     def _changed(self) -> set[str]:

@@ -14,6 +14,7 @@ from ..model.adapters.begin import begin
 from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
+from ..model.group_biases import GroupBiases
 from ..run.files import atomic_folder
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
@@ -125,15 +126,7 @@ class Training:
 
     def _step(self) -> Step:
         config, loaded = self.config, self.loaded
-        fake_quant = None
-        if self.selection.specs:
-            fake_quant = FakeQuant(
-                loaded.model,
-                self.selection.specs,
-                loaded.dtype,
-                config.quantization,
-                self.rounded.packed,
-            )
+        fake_quant = self._fake_quant() if self.selection.specs else None
         compute = training_dtype(config.compute_dtype, loaded.dtype)
         if compute == mx.float32:
             # Loses nothing, and the loss is tried out in the type it is made in.
@@ -161,6 +154,13 @@ class Training:
         if config.packing:
             step.caches = document_caches(loaded, self.context, self.teaching)
         return step
+
+    def _fake_quant(self) -> FakeQuant | GroupBiases:
+        model, rounded = self.loaded.model, self.rounded
+        if self.config.keeps_codes:
+            return GroupBiases(model, rounded.packed)
+        specs, dtype = self.selection.specs, self.loaded.dtype
+        return FakeQuant(model, specs, dtype, rounded.rounding, rounded.packed)
 
     def _loop(self) -> Loop:
         config, context = self.config, self.context

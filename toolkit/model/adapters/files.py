@@ -27,7 +27,8 @@ def save(
 
     The format knows one rank and one scale. Layers of a smaller rank get zeros up to
     the largest, which add nothing; where scales differ the file's is 1 and every B is
-    multiplied by its own. Stock mlx-lm loads all but those of `unreadable`.
+    multiplied by its own. QA-LoRA's are spread to plain LoRA's. Stock mlx-lm loads all
+    but those of `unreadable`.
 
     Args:
         parameters: the trained ones, by path.
@@ -41,15 +42,17 @@ def save(
     scale = scales.pop() if len(scales) == 1 else 1.0
     tensors = {}
     for path, layer in layers.items():
-        for name in layer.TRAINED:
-            value = parameters[f"{path}.{name}"]
+        trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINED}
+        if adapter.type == "qa_lora":
+            trained = layer.spread(trained)
+        for name, value in trained.items():
             if name == "lora_b" and layer.scale != scale:
                 value = (layer.scale / scale) * value
             tensors[f"{path}.{name}"] = _widened(value, layer.RANK_AXIS.get(name), rank)
     mx.save_safetensors(str(folder / "adapters.safetensors"), tensors)
     config = {
         "model": base,
-        "fine_tune_type": adapter.type,
+        "fine_tune_type": "dora" if adapter.type == "dora" else "lora",
         "num_layers": num_layers,
         "lora_parameters": {
             "rank": rank,

@@ -19,9 +19,12 @@ Layers = Annotated[
 class Adapter(Section):
     """A low-rank adapter (LoRA, arXiv 2106.09685): weight + alpha / rank * B A."""
 
-    type: Literal["lora", "dora"] = "lora"
-    """lora, or dora (arXiv 2402.09353), which also learns every row's magnitude; dora
-    leaves the experts of a mixture alone and does not go with quantization."""
+    type: Literal["lora", "dora", "qa_lora"] = "lora"
+    """lora; or dora (arXiv 2402.09353), which also learns every row's magnitude; dora
+    leaves the experts of a mixture alone and does not go with quantization; or qa_lora
+    (arXiv 2309.14717), for linear layers of a model in codes: one number for all
+    weights of a group, which its bias takes up, so that codes stay and nothing is
+    made dense."""
     rank: Rank = 16
     """Rank of the update."""
     alpha: float | None = Field(None, gt=0)
@@ -31,7 +34,8 @@ class Adapter(Section):
     b_rate_ratio: float = Field(1.0, gt=0)
     """Learning rate of B as a multiple of A's (LoRA+, arXiv 2402.12354)."""
     dropout: float = Field(0.0, ge=0, lt=1)
-    """Dropout on the adapter's input; not with quantization, which needs the merge."""
+    """Dropout on the adapter's input; not with quantization or qa_lora, which need the
+    merge."""
     layers: Layers = "auto"
     """Which layers: auto, or a list of shell patterns of a path in its block, or of the
     whole path outside the blocks; or a mapping of patterns to ranks, the first match

@@ -13,6 +13,11 @@ def is_quantized(layer: nn.Module) -> bool:
     return "scales" in layer and hasattr(layer, "group_size")
 
 
+def has_biases(layer: nn.Module) -> bool:
+    """Whether the layer stores codes on an affine grid."""
+    return is_quantized(layer) and layer.mode == "affine"
+
+
 def shape(layer: nn.Module) -> tuple[int, ...]:
     """The shape [..., out, in] of a layer's weight.
 

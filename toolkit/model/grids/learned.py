@@ -1,5 +1,7 @@
 """Scales and biases that are trained with the weights: LSQ with an offset."""
 
+from typing import ClassVar
+
 import mlx.core as mx
 
 from ...quant.spec import QuantSpec
@@ -9,8 +11,12 @@ from .affine import Affine
 class Grid:
     """A scale and a bias of every group, as masters in float32."""
 
+    IS_STRAIGHT: ClassVar = False
+    MARGIN: ClassVar = 0.0
+
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype, start: str):
-        self._affine = Affine(spec, dtype, top=2**spec.bits - 1)
+        top = 2**spec.bits - 1
+        self._affine = Affine(spec, dtype, top=top, margin=self.MARGIN)
         self._start = start
 
     def begin(self, weight: mx.array) -> dict[str, mx.array]:

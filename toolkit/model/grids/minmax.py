@@ -1,5 +1,7 @@
 """MLX's own grid, made anew of the weights in every step."""
 
+from typing import ClassVar
+
 import mlx.core as mx
 
 from ...quant.spec import QuantSpec, expand, pack
@@ -7,7 +9,14 @@ from .through import straight_through
 
 
 class Grid:
-    """Rounds as `mx.quantize` does, in every mode; has nothing to learn."""
+    """Rounds as `mx.quantize` does, in every mode; has nothing to learn.
+
+    Attributes:
+        IS_STRAIGHT: whether the slope of the rounded weight is that of the weight, all
+            over, so that whoever knows the one need not ask the grid.
+    """
+
+    IS_STRAIGHT: ClassVar = True
 
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype, start: str):
         self._spec, self._dtype = spec, dtype

@@ -9,14 +9,18 @@ from ...quant.spec import Quantization
 # Grids of three or four levels around zero.
 SYMMETRIC = ("balanced", "ternary")
 # Grids that can go on from the codes of a quantized model.
-FROM_CODES = ("learned", "frozen")
+FROM_CODES = ("learned", "frozen", "kept")
 
 
 class Rounding(Quantization):
     """A grid to train with, rounded as the export rounds; gradients pass through."""
 
-    grid: Literal["minmax", "learned", "frozen", "balanced", "ternary"] = "minmax"
-    """minmax = every step MLX's own grid of the weights; learned = scales and biases
+    grid: Literal["minmax", "learned", "frozen", "kept", "balanced", "ternary"] = (
+        "minmax"
+    )
+    """minmax = every step MLX's own grid of the weights; kept = scales and biases stay
+    and the weights move between their points, also after a quantize stage, where an
+    adapter has this grid unless it asks for another; learned = scales and biases
     are trained with the weights (LSQ, arXiv 1902.08153), also after a quantize stage;
     frozen = codes stay and only scales and biases are trained (arXiv 2407.11062), also
     after a quantize stage; at 2 bits balanced = learned levels of -3, -1, 1, 3
@@ -34,9 +38,14 @@ class Rounding(Quantization):
     @property
     def learned(self) -> int:
         """Numbers that are learned of a group's grid."""
-        if self.grid == "minmax":
+        if self.grid in ("minmax", "kept"):
             return 0
         return 1 if self.grid in SYMMETRIC else 2
+
+    def of_codes(self, *, adapts: bool) -> "Rounding":
+        """The same of a model in codes; an adapter of it keeps the grid it has."""
+        keeps = adapts and self.grid == "minmax" and not self.start_step
+        return self.model_copy(update={"grid": "kept"}) if keeps else self
 
     @model_validator(mode="after")
     def _consistent(self):
@@ -46,6 +55,12 @@ class Rounding(Quantization):
             raise ValueError(f"a {self.grid} grid has 2 bits: set bits: 2")
         if self.grid == "minmax" and (self.start, self.grid_rate) != ("fitted", 0.1):
             raise ValueError("start and grid_rate are for grids that are learned")
+        if self.grid == "kept" and self.grid_rate != 0.1:
+            raise ValueError("grid_rate is for scales and biases; a kept grid's stay")
         if self.grid == "frozen" and self.start_step:
             raise ValueError("start_step is for weights; a frozen grid has only codes")
+        if self.grid == "kept" and self.start_step:
+            raise ValueError(
+                "a kept grid is that of the beginning: leave start_step out"
+            )
         return self

@@ -25,6 +25,7 @@ class Symmetric:
             holds every level as it is.
     """
 
+    IS_STRAIGHT: ClassVar = False
     MIDDLE: ClassVar[float]
     SPARE: ClassVar[int]
 
