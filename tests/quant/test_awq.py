@@ -14,11 +14,11 @@ from tiny_checkpoints import LLAMA, QWEN3_MOE
 from toolkit.export import mlx as checkpoints
 from toolkit.model.blockwise import Blockwise
 from toolkit.model.load import build, load
-from toolkit.quant import awq, gptq, rtn
 from toolkit.quant.clipping import clipped, group_costs
 from toolkit.quant.fold_search import Trial, fold_scales, rounded
 from toolkit.quant.folding import find_folds
 from toolkit.quant.layers import select
+from toolkit.quant.methods import awq, gptq, rtn
 from toolkit.quant.spec import QuantSpec, expand, pack
 from toolkit.quant.task import Task
 

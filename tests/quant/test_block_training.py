@@ -9,7 +9,8 @@ from test_gptq import Report, model_of, quantized, tokens_of
 from tiny_checkpoints import QWEN3_MOE
 
 from toolkit.errors import UserError
-from toolkit.quant import block_training, gptq
+from toolkit.quant import block_training
+from toolkit.quant.methods import gptq
 
 PLENTY = tokens_of(1, count=128)
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}

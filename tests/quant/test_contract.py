@@ -19,7 +19,7 @@ from toolkit.quant.task import Task
 from toolkit.registry import entries
 from toolkit.run.report import Report
 
-METHODS = entries("toolkit.quant", "Config")
+METHODS = entries("toolkit.quant.methods", "Config")
 GRIDS = [
     {"bits": 2, "group_size": 32},
     {"bits": 3},

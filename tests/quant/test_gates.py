@@ -5,8 +5,8 @@ import pytest
 from test_contract import quantize
 
 from toolkit.model.load import load
-from toolkit.quant import rtn
 from toolkit.quant.gates import Gates
+from toolkit.quant.methods import rtn
 from toolkit.quant.student import Student
 from toolkit.train.targets import make_targets
 

@@ -8,8 +8,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 from toolkit.model.load import build
-from toolkit.quant import gptq, rtn
 from toolkit.quant.layers import select
+from toolkit.quant.methods import gptq, rtn
 from toolkit.quant.spec import expand
 from toolkit.quant.task import Task
 

@@ -6,8 +6,8 @@ from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 from toolkit.errors import UserError
 from toolkit.model.load import build
-from toolkit.quant import rtn
 from toolkit.quant.layers import select
+from toolkit.quant.methods import rtn
 from toolkit.quant.spec import Quantization, QuantSpec
 
 DOWN = "model.layers.0.mlp.down_proj"

@@ -7,7 +7,7 @@ from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 from toolkit.model.load import load
-from toolkit.quant import gptq, rtn
+from toolkit.quant.methods import gptq, rtn
 from toolkit.quant.student import Student
 from toolkit.quant.task import Tune
 from toolkit.quant.tune import KINDS, Tuning

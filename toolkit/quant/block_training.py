@@ -8,13 +8,13 @@ rate mean the same for all layers and widths of codes; a scale moves about the m
 its codes.
 """
 
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx.optimizers as optimizers
-import numpy as np
 from mlx.utils import tree_unflatten
 from pydantic import Field
 
@@ -148,7 +148,8 @@ class _Training:
     def _passage(self, step: int) -> Passage:
         """The part a step trains on; every turn through all has its own order."""
         turn, place = divmod(step, len(self._seen))
-        order = np.random.default_rng(turn).permutation(len(self._seen))
+        count = len(self._seen)
+        order = random.Random(turn).sample(range(count), count)
         return self._seen[order[place]]
 
     def _step(self, tokens, hidden, wanted, rate) -> mx.array:

@@ -17,7 +17,6 @@ from .messages import Complaint, nearest
 Find = Callable[[str], Path | None]
 
 BUILTIN = "builtin:"
-# Keys of a stage's other model.
 OTHERS = {"train": ("teacher", "model"), "distill": ("student", "from")}
 GOING_ON = f"grid: {', '.join(FROM_CODES[:-1])} or {FROM_CODES[-1]}"
 GGUF = ".gguf"

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ..data.sources import Data
 from ..model.source import Model
-from ..quant.methods import Quantize
+from ..quant.settings import Quantize
 from ..registry import entries
 from ..section import Section
 from ..stages.distill import Config as Distill

@@ -39,7 +39,7 @@ def locate(name: str) -> Path:
 
 def listing() -> str:
     """The shipped recipes with their first comment, and all that has a name."""
-    from ..quant.methods import METHODS
+    from ..quant.settings import METHODS
     from .messages import fields
     from .schema import TRACKERS, Stage
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from ..draft.settings import Answers, Gates, Loss, Student, Trial
-from ..quant.methods import Quantize
+from ..quant.settings import Quantize
 from ..section import Section
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ def run(config, context: Context) -> Artefact:
     calibrating = Calibrating(
         config.calibration, context, loaded.tokenizer, judging=judging
     )
-    method = entries("toolkit.quant", "Config")[config.method]
+    method = entries("toolkit.quant.methods", "Config")[config.method]
     task = Task(
         loaded.model,
         selection.specs,

@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 
 from ..registry import entries
 
-METHODS = entries("toolkit.quant", "Config")
+METHODS = entries("toolkit.quant.methods", "Config")
 
 
 def _with_method(value):

@@ -10,16 +10,16 @@ from typing import Literal
 import mlx.core as mx
 from pydantic import model_validator
 
-from .block_folds import Folding
-from .calibrate import Stored
-from .calibrated import quantize_watched, stored
-from .clipping import clipped, group_costs
-from .fold_search import Folded, Trial, rounded
-from .folding import Weights
-from .inputs import Moments
-from .opened import Opened
-from .spec import expand, pack
-from .task import PostTraining, Task
+from ..block_folds import Folding
+from ..calibrate import Stored
+from ..calibrated import quantize_watched, stored
+from ..clipping import clipped, group_costs
+from ..fold_search import Folded, Trial, rounded
+from ..folding import Weights
+from ..inputs import Moments
+from ..opened import Opened
+from ..spec import expand, pack
+from ..task import PostTraining, Task
 
 
 class Config(PostTraining):

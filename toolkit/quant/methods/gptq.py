@@ -6,16 +6,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from pydantic import Field, model_validator
 
-from . import closed_form
-from .block_folds import Folding
-from .block_training import BlockTraining, TrainBlocks
-from .calibrate import Stored
-from .calibrated import quantize_watched, stored
-from .closed_form import Settings, Solution
-from .hessian import DAMPING, Hessian, damped
-from .inputs import Moments
-from .spec import pack
-from .task import PostTraining, Task, Tune, Tuning
+from .. import closed_form
+from ..block_folds import Folding
+from ..block_training import BlockTraining, TrainBlocks
+from ..calibrate import Stored
+from ..calibrated import quantize_watched, stored
+from ..closed_form import Settings, Solution
+from ..hessian import DAMPING, Hessian, damped
+from ..inputs import Moments
+from ..spec import pack
+from ..task import PostTraining, Task, Tune, Tuning
 
 # What an error of a token's embedding costs where it is looked up, in every column, as
 # a share of what one costs on average in the head that is tied to it. Of 0.01, 0.1, 0.5

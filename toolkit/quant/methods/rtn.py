@@ -5,8 +5,8 @@ from typing import Literal
 import mlx.core as mx
 from pydantic import model_validator
 
-from .spec import pack
-from .task import PostTraining, Task
+from ..spec import pack
+from ..task import PostTraining, Task
 
 
 class Config(PostTraining):

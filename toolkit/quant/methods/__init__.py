@@ -1,0 +1,1 @@
+"""Ways to quantize a finished model: one method, one file."""
