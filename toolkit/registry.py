@@ -26,10 +26,12 @@ def entries(package: str, attribute: str) -> dict[str, ModuleType]:
 
 
 def _defines(file: Path, name: str) -> bool:
-    """Whether a class or a value of this name is made at the top of a module."""
+    """Whether something of this name is made at the top of a module."""
     for statement in ast.parse(file.read_text(encoding="utf-8")).body:
         match statement:
-            case ast.ClassDef(name=found) if found == name:
+            case ast.ClassDef(name=found) | ast.FunctionDef(name=found) if (
+                found == name
+            ):
                 return True
             case ast.Assign(targets=targets):
                 if any(isinstance(t, ast.Name) and t.id == name for t in targets):
