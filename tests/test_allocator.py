@@ -13,6 +13,7 @@ if sys.argv[1] == "keep":
     assert allocator.keep()
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
+mx.set_cache_limit(0)
 x = mx.zeros((4 << 20,))
 for number in range(12):
     if number == 4:

@@ -25,8 +25,6 @@ SMALL_BENCHMARKS = {
     "finetune": "--hidden 64 --layers 1 --limit 16 --rounds 1 --no-stock",
     "ptq_large": "--hidden 128 --intermediate 256 --layers 3 --heads 2 "
     "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
-    "ptq_quality": "--tokens 512 --held-out-tokens 512 --length 64 --seeds 1 "
-    "--cases 4-64 --routes rtn 'mlx gptq' 'lmx closed form'",
     "generate": "--hidden 64 --layers 1 --vocabulary 512 --prompt 32 --tokens 8 "
     "--rows 3 --sampled 0 --rounds 1",
 }
