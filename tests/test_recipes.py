@@ -35,7 +35,10 @@ def shortened(path: Path) -> list[str]:
         calibration = ("tokens=2048", "length=128", "held_out=256")
         tune = ("steps=2", "batch_tokens=256", "learning_rate=1e-3")
         arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
-        if "tune: false" not in text:
+        # The compiling of one tuning is enough.
+        if path.stem == "ptq_4bit":
+            arguments.append("stages.quantize.tune=false")
+        elif "tune: false" not in text:
             arguments += [f"stages.quantize.tune.{value}" for value in tune]
         # Of two bits, two steps make nothing good.
         ratio = 30 if "bits: 2" in text else 1.5
