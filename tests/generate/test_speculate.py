@@ -18,7 +18,7 @@ from toolkit.generate.prefixes import Prefixes
 from toolkit.generate.proposal import Proposal
 from toolkit.generate.proposers.chain import Chain
 from toolkit.generate.proposers.draft import Draft
-from toolkit.generate.proposers.lookup import Lookup
+from toolkit.generate.proposers.lookup import Lookup, Memory
 from toolkit.generate.sampling import Sampling
 
 FAMILIES = ["llama", "qwen3", "gemma3", "qwen3_next", "falcon_h1", "deepseek_v3"]
@@ -82,8 +82,8 @@ def test_greedy_text_is_that_of_plain_decoding(family):
         "draft": lambda: Draft(draft),
         "itself": lambda: Draft(model),
         "noisy": lambda: Noisy(PROMPT + plain),
-        "lookup": lambda: Lookup(shortest=1),
-        "chain": lambda: Chain(Lookup(shortest=2), Draft(draft)),
+        "lookup": lambda: Lookup(Memory(shortest=1)),
+        "chain": lambda: Chain(Lookup(Memory(shortest=2)), Draft(draft)),
     }
     for name, propose in proposers.items():
         for length in range(9) if name == "noisy" else (None, 3):

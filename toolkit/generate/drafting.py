@@ -1,6 +1,7 @@
 """`--draft`: who guesses, by name, and whether it speaks the model's tokens."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ from .controller import Controller
 from .proposal import Proposer
 from .proposers.chain import Chain
 from .proposers.draft import Draft
-from .proposers.lookup import Lookup
+from .proposers.lookup import Lookup, Memory
 from .proposers.skipping import choose, without
 
 LOOKUP, SELF = "lookup", "self"
@@ -32,11 +33,13 @@ def maker(
         UserError: no such model, or it has other tokens.
     """
     first, plus, rest = name.partition("+")
+    # Answers to later prompts are guessed from earlier ones, too.
+    lookup = partial(Lookup, Memory())
     if name == LOOKUP:
-        return Lookup
+        return lookup
     if first == LOOKUP and plus:
         second = maker(rest, loaded, sample, trust_remote_code=trust_remote_code)
-        return (lambda: Chain(Lookup(), second())) if second else Lookup
+        return (lambda: Chain(lookup(), second())) if second else lookup
     if name == SELF:
         skipped = choose(loaded.model, mx.array([sample[:TRIED]], mx.int32))
         twin = without(loaded.model, skipped)

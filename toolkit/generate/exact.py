@@ -78,7 +78,6 @@ def compare(
     flips, choice, before = [], None, prompt[-1]
     prefill(session, mx.array([prompt[:-1]], mx.int32), width=prefill_step)
     for place, token in enumerate(said):
-        session.checkpoint()
         logits = session.read(mx.array([[before]], mx.int32))[:, -1]
         choice = choice or Choice(sampling, prompt, logits.shape[-1])
         logits = choice.logits(logits, choice.counts)[0]

@@ -36,10 +36,10 @@ class Session:
         self._kv_bits, self._kv_start = kv_bits, kv_start
         if kv_bits:
             self._try_quantized()
-        # Recurrent states at the checkpoint, and what was read since.
+        # Recurrent states at the checkpoint, and what was read since; None = there is
+        # no checkpoint, and what is read stays.
         self._states: list[tuple] = []
-        self._since: list[mx.array] = []
-        self._checkpoint = 0
+        self._since: list[mx.array] | None = None
 
     @property
     def leaves(self) -> list:
@@ -60,7 +60,8 @@ class Session:
         """Read tokens [B, L]; their logits [B, L, V], not yet computed."""
         logits = self.model(tokens, cache=self.caches)
         self.length += tokens.shape[1]
-        self._since.append(tokens)
+        if self._since is not None:
+            self._since.append(tokens)
         if self._kv_bits and self.length > self._kv_start:
             self._quantize()
         self._check()
@@ -69,7 +70,11 @@ class Session:
     def checkpoint(self) -> None:
         """From here on what is read can be taken back."""
         self._states = [_copied(leaf.state) for leaf in self._recurrent()]
-        self._since, self._checkpoint = [], self.length
+        self._since = []
+
+    def settle(self) -> None:
+        """What is read stays, until the next checkpoint; nothing is kept to undo it."""
+        self._states, self._since = [], None
 
     def rollback(self, count: int, *, one_by_one: bool = False) -> None:
         """Take back the last tokens, all of them read since the checkpoint.
@@ -77,7 +82,7 @@ class Session:
         Args:
             one_by_one: what must be read again is read in passes of one token.
         """
-        since = self.length - self._checkpoint
+        since = sum(tokens.shape[1] for tokens in self._since or [])
         assert 0 <= count <= since, f"{count} tokens back, {since} since the checkpoint"
         if not count:
             return
@@ -109,7 +114,7 @@ class Session:
         for leaf in self.leaves if count else []:
             leaf.trim(count)
         self.length -= count
-        self.checkpoint()
+        self.settle()
         self._check()
         return True
 
@@ -136,7 +141,7 @@ class Session:
         for leaf, (_, value) in zip(self.leaves, state, strict=True):
             leaf.state = _copied(value)
         self.length = length
-        self.checkpoint()
+        self.settle()
         self._check()
 
     def _recurrent(self) -> list:

@@ -28,7 +28,8 @@ class Speculation:
     Attributes:
         rounds: verifications of at least one guess.
         plain: tokens decoded without a guess.
-        guessed, stood: guesses at every place, and those that stood.
+        tried, stood: guesses at every place of which all before them stood, and those
+            of them that stood.
         seconds: of the rounds and of plain decoding.
         draft_ms, verify_ms: of the rounds that were timed in parts, on average.
     """
@@ -36,7 +37,7 @@ class Speculation:
     rounds: int = 0
     plain: int = 0
     said: int = 0
-    guessed: list[int] = field(default_factory=list)
+    tried: list[int] = field(default_factory=list)
     stood: list[int] = field(default_factory=list)
     seconds: float = 0.0
     predicted_speedup: float | None = None
@@ -47,13 +48,12 @@ class Speculation:
     @property
     def acceptance(self) -> float | None:
         """Share of the guesses that stood, of those whose predecessors stood."""
-        tried = self._tried()
-        return sum(self.stood) / sum(tried) if sum(tried) else None
+        return sum(self.stood) / sum(self.tried) if self.tried else None
 
     @property
     def by_position(self) -> list[float]:
         """Share of guesses that stood where all before them did, place by place."""
-        pairs = zip(self.stood, self._tried(), strict=True)
+        pairs = zip(self.stood, self.tried, strict=True)
         return [stood / tried if tried else 0.0 for stood, tried in pairs]
 
     @property
@@ -65,7 +65,8 @@ class Speculation:
         """Count a verification."""
         self.rounds += 1
         self.said += stood + 1
-        for counts, number in ((self.guessed, guessed), (self.stood, stood)):
+        judged = min(stood + 1, guessed)
+        for counts, number in ((self.tried, judged), (self.stood, stood)):
             counts.extend([0] * (guessed - len(counts)))
             for place in range(number):
                 counts[place] += 1
@@ -75,7 +76,7 @@ class Speculation:
         self.rounds += other.rounds
         self.plain += other.plain
         self.said += other.said
-        for mine, its in ((self.guessed, other.guessed), (self.stood, other.stood)):
+        for mine, its in ((self.tried, other.tried), (self.stood, other.stood)):
             mine.extend([0] * (len(its) - len(mine)))
             for place, number in enumerate(its):
                 mine[place] += number
@@ -93,13 +94,6 @@ class Speculation:
             "draft_ms": self.draft_ms,
             "verify_ms": self.verify_ms,
         }
-
-    def _tried(self) -> list[int]:
-        """Guesses at every place whose predecessors all stood."""
-        if not self.guessed:
-            return []
-        before = [self.rounds, *self.stood[:-1]]
-        return [min(a, b) for a, b in zip(before, self.guessed, strict=True)]
 
 
 class Speculator:
@@ -152,7 +146,6 @@ class Speculator:
         with wired_memory():
             unread = mx.array([prompt[self.session.length : -1]], mx.int32)
             prefill(self.session, unread, width=self.prefill_step)
-            self.session.checkpoint()
             logits = self.session.read(mx.array([prompt[-1:]], mx.int32))[:, -1]
             self._choice = Choice(self.sampling, prompt, logits.shape[-1])
             self._context = [*prompt, self._drawn(logits).item()]
@@ -226,6 +219,7 @@ class Speculator:
 
     def _plain(self, count: int) -> Iterator[int]:
         """Decode without guesses, one step always in flight."""
+        self.session.settle()
         seconds, start = 0.0, time.perf_counter()
         ahead = self._step(mx.array(self._context[-1:], mx.int32))
         for number in range(1, count + 1):
@@ -245,7 +239,6 @@ class Speculator:
             start = time.perf_counter()
 
     def _step(self, token: mx.array) -> mx.array:
-        self.session.checkpoint()
         token = self._drawn(self.session.read(token[None])[:, -1])
         mx.async_eval(token)
         return token

@@ -23,21 +23,24 @@ class Chooser:
     def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]]):
         self._sampling, self._prompts = sampling, prompts
         self._sample = make_sampler(sampling)
-        self._adjust: Adjuster | None = None
-        self._counts: mx.array | None = None
+        self._begun = False
 
     def __call__(self, logits: mx.array) -> mx.array:
         """Tokens [B] by logits [B, V]."""
-        if self._counts is None:
-            self._adjust = Adjuster.needed(self._sampling, logits.shape[-1])
-            self._counts = mx.zeros(0)
-            if self._adjust:
-                self._counts = self._adjust.begin(self._prompts)
+        if not self._begun:
+            self._begin(logits.shape[-1])
         if not self._adjust:
             return self._sample(logits)
         tokens = self._sample(self._adjust(logits, self._counts))
         self._counts = self._adjust.count(self._counts, tokens)
         return tokens
+
+    def _begin(self, vocabulary: int) -> None:
+        """How many tokens there are is known with the first logits."""
+        self._begun = True
+        self._adjust = Adjuster.needed(self._sampling, vocabulary)
+        if self._adjust:
+            self._counts = self._adjust.begin(self._prompts)
 
 
 def decode(
@@ -75,8 +78,6 @@ def decode(
         for number in range(1, count + 1):
             now = ahead
             if number < count:
-                # Nothing is ever taken back here.
-                session.checkpoint()
                 ahead = step(now[0][:, None])
             yield now
             if number % CLEAR_EVERY == 0:
