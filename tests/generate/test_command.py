@@ -5,22 +5,16 @@ import io
 import json
 
 import pytest
-from tiny_generators import byte_tokenizer, tiny, write_folder
+from tiny_generators import chatting, write_folder
 
 from toolkit.errors import UserError
 from toolkit.generate import command, talk
-from toolkit.generate.engine import Generator
 from toolkit.generate.sampling import Sampling
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def generator():
-    return Generator(tiny("llama"), byte_tokenizer(template=TEMPLATE))
+    return chatting()
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,18 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_map
-from tiny_generators import byte_tokenizer, tiny, write_folder
+from tiny_generators import byte_tokenizer, chatting, tiny, write_folder
 
 from toolkit.errors import UserError
 from toolkit.generate import command, drafting
 from toolkit.generate.engine import Generator
 from toolkit.generate.sampling import Sampling
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant:{% endif %}"
-)
+from toolkit.model.tokens import require_same_tokens
 
 
 @pytest.fixture(scope="module")
 def generator():
-    return Generator(tiny("llama"), byte_tokenizer(template=TEMPLATE))
+    return chatting()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +32,7 @@ def folder(generator, tmp_path_factory):
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
     """A model that mostly agrees with the first, of the same tokens."""
-    near = Generator(tiny("llama"), byte_tokenizer(template=TEMPLATE))
+    near = chatting()
     mx.random.seed(5)
     weights = tree_map(
         lambda w: w + 0.02 * mx.random.normal(w.shape), near.model.parameters()
@@ -169,7 +165,7 @@ def test_no_draft_that_pays_is_no_draft(folder, capsys, monkeypatch):
 
 
 def test_a_draft_of_other_tokens_is_refused(folder, tmp_path):
-    other = Generator(tiny("llama"), byte_tokenizer(template=TEMPLATE))
+    other = chatting()
     write_folder(other, tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
     swapped = text.replace('"a":', '"aa":').replace('"b":', '"a":')
@@ -180,10 +176,10 @@ def test_a_draft_of_other_tokens_is_refused(folder, tmp_path):
 
 def test_special_tokens_are_compared_too():
     own, other = byte_tokenizer(), byte_tokenizer()
-    drafting.check_tokens(own, other, place="here")
+    require_same_tokens(own, other, role="draft", place="here")
     other.add_special_tokens({"additional_special_tokens": ["a"]})
     with pytest.raises(UserError, match="other special tokens"):
-        drafting.check_tokens(own, other, place="here")
+        require_same_tokens(own, other, role="draft", place="here")
 
 
 def test_rows_are_answered_in_order_as_if_alone(generator, folder, answered, tmp_path):

@@ -110,6 +110,15 @@ def tiny(name):
     return model
 
 
+def chatting():
+    """A tiny Llama and a tokenizer with a chat template."""
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    return Generator(tiny("llama"), byte_tokenizer(template=template))
+
+
 def write_folder(generator, folder):
     """The generator's model as a checkpoint."""
     generator.tokenizer.eos_token = "<|im_end|>"

@@ -14,12 +14,11 @@ from tiny_checkpoints import QWEN3_MOE
 from toolkit.export import mlx as checkpoints
 from toolkit.model.load import load
 from toolkit.quant.layers import select
+from toolkit.quant.settings import METHODS
 from toolkit.quant.spec import QuantSpec, expand
 from toolkit.quant.task import Task
-from toolkit.registry import entries
 from toolkit.run.report import Report
 
-METHODS = entries("toolkit.quant.methods", "Config")
 GRIDS = [
     {"bits": 2, "group_size": 32},
     {"bits": 3},
@@ -58,7 +57,7 @@ def quantize(method, source, target, **settings):
             loaded.model,
             selection.specs,
             loaded.dtype,
-            lambda calibration, tokens: WINDOWS,
+            lambda tokens: WINDOWS,
             Path(folder),
             Report(None, quiet=True),
         )

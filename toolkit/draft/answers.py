@@ -2,16 +2,13 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
-
-import numpy as np
 
 from ..data.shapes import Row
 from ..data.template import Example
-from ..generate.answering import Answerer, answer_all
-from ..generate.batching import Request
+from ..generate.answering import Answerer, answer_all, with_answer
 from ..generate.chat import encode, encode_text
-from ..generate.sampling import Sampling
 from .settings import Answers
 
 
@@ -45,13 +42,14 @@ def prompts(
 def answered(
     asked: Sequence[Prompt], settings: Answers, answerer: Answerer, *, seed: int
 ) -> list[Example]:
-    """Prompts with their answers, of which the answers are to be learnt."""
+    """Prompts with answers to be learnt; the temperatures take turns."""
+    turns = zip(enumerate(asked), cycle(settings.temperatures))
     requests = [
-        _request(prompt, number, settings, answerer, seed)
-        for number, prompt in enumerate(asked)
+        answerer.request(prompt.tokens, settings.max_tokens, heat, (seed, number))
+        for (number, prompt), heat in turns
     ]
     pairs = zip(asked, answer_all(requests, answerer), strict=True)
-    return [_example(prompt, answer) for prompt, answer in pairs]
+    return [with_answer(prompt.tokens, found, prompt.where) for prompt, found in pairs]
 
 
 def _asked(row: Row, tokenizer: Any) -> list[int]:
@@ -63,20 +61,3 @@ def _asked(row: Row, tokenizer: Any) -> list[int]:
     turns = [message["role"] for message in row.messages]
     last = max((n for n, role in enumerate(turns) if role == "assistant"), default=0)
     return list(encode(tokenizer, [*row.messages[:last]])) if last else []
-
-
-def _request(
-    prompt: Prompt, number: int, settings: Answers, answerer: Answerer, seed: int
-) -> Request:
-    """The temperatures take turns; every drawn answer has draws of its own."""
-    temperature = settings.temperatures[number % len(settings.temperatures)]
-    drawn = np.random.SeedSequence([seed, number]).generate_state(1)
-    sampling = Sampling(temperature, seed=int(drawn[0])) if temperature else Sampling()
-    ends = answerer.end_tokens
-    return Request(prompt.tokens, settings.max_tokens, sampling, ends)
-
-
-def _example(prompt: Prompt, answer: list[int]) -> Example:
-    tokens = np.array([*prompt.tokens, *answer], np.int32)
-    mask = np.arange(len(tokens)) >= len(prompt.tokens)
-    return Example(tokens, mask, prompt.where)

@@ -38,6 +38,18 @@ class Answerer:
     say: Callable[[str], None]
     warn: Callable[[str], None]
 
+    def request(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        temperature: float,
+        draws: Sequence[int],
+    ) -> Request:
+        """A question to this model; `draws` seed what is drawn for it alone."""
+        seed = int(np.random.SeedSequence(draws).generate_state(1)[0])
+        sampling = Sampling(temperature, seed=seed) if temperature else Sampling()
+        return Request(prompt, max_tokens, sampling, self.end_tokens)
+
 
 def answered(
     examples: Examples,
@@ -67,10 +79,8 @@ def answered(
         room = min(max_tokens, max_length - len(prompt))
         for turn, temperature in enumerate(temperatures):
             if room > 0:
-                drawn = np.random.SeedSequence([seed, number, turn]).generate_state(1)
-                sampling = Sampling(temperature, seed=int(drawn[0]))
-                ends = answerer.end_tokens
-                requests.append(Request(prompt, room, sampling, ends))
+                draws = (seed, number, turn)
+                requests.append(answerer.request(prompt, room, temperature, draws))
                 places.append(example.where)
     if not requests:
         raise UserError(
@@ -78,7 +88,9 @@ def answered(
         )
     answers = answer_all(requests, answerer)
     pairs = zip(requests, answers, places, strict=True)
-    return Listed(_joined(request, answer, where) for request, answer, where in pairs)
+    return Listed(
+        with_answer(request.prompt, answer, where) for request, answer, where in pairs
+    )
 
 
 def prompt_of(example: Example) -> list[int]:
@@ -119,7 +131,7 @@ def _fill(_: Path, *, requests: Sequence[Request], answerer: Answerer) -> dict:
     return {"answers": list(answers.values())}
 
 
-def _joined(request: Request, answer: list[int], where: str) -> Example:
-    tokens = np.array([*request.prompt, *answer], np.int32)
-    mask = np.arange(len(tokens)) >= len(request.prompt)
-    return Example(tokens, mask, where)
+def with_answer(prompt: list[int], answer: list[int], where: str) -> Example:
+    """An example of which the answer is trained."""
+    tokens = np.array([*prompt, *answer], np.int32)
+    return Example(tokens, np.arange(len(tokens)) >= len(prompt), where)

@@ -45,7 +45,7 @@ def measure_divergence(
     @mx.compile
     def compare(tokens):
         p, q = (
-            _log_softmax(m(tokens[:, :-1]).astype(mx.float32))
+            nn.log_softmax(m(tokens[:, :-1]).astype(mx.float32))
             for m in (reference, model)
         )
         kl = mx.maximum((mx.exp(p) * (p - q)).sum(axis=-1), 0.0)
@@ -78,7 +78,3 @@ def measure_divergence(
 def _counts(values: np.ndarray, edges: tuple[float, ...]) -> list[int]:
     clipped = np.clip(values, edges[0], edges[-1])
     return np.histogram(clipped, edges)[0].tolist()
-
-
-def _log_softmax(logits: mx.array) -> mx.array:
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

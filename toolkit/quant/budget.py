@@ -76,7 +76,7 @@ def _tokens(config: PostTraining, task: Task) -> tuple[mx.array, mx.array]:
     """Windows to watch the layers on, and others to compare choices on."""
     wanted = WATCHED + HELD_OUT
     allowed = config.calibration.tokens or wanted
-    found = task.windows(config.calibration, min(allowed, wanted))
+    found = task.windows(min(allowed, wanted))
     if len(found) < 2:
         raise UserError(
             "a budget needs two windows of calibration tokens, and there is one",

@@ -76,7 +76,7 @@ def _walk(config, task: Task, prepare: Prepare | None, improve: Improve | None) 
     modules = dict(task.model.named_modules())
     widest = max(modules[path].weight.shape[-1] for path in task.specs)
     wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
-    tokens = task.windows(config.calibration, config.calibration.tokens or wanted)
+    tokens = task.windows(config.calibration.tokens or wanted)
     if tokens.size < TOKENS_PER_COLUMN * widest:
         task.report.warn(
             f"calibration has {tokens.size:,} tokens; a layer {widest} wide wants "

@@ -109,8 +109,8 @@ class Task:
         model: its weights may be unread.
         specs: grid by path of the layers to quantize.
         dtype: the type the checkpoint stores.
-        windows: calibration tokens, int32 [n, length], at least as many as asked for
-            if the source has them.
+        windows: at least so many calibration tokens, int32 [n, length], if the
+            source has them.
         folder: where a method may keep what it has done so far; deleted when the
             checkpoint is written.
         reread: the model again, its weights unread; None = they stay in memory.
@@ -119,7 +119,7 @@ class Task:
     model: nn.Module
     specs: dict[str, QuantSpec]
     dtype: mx.Dtype
-    windows: Callable[[Calibration, int], mx.array]
+    windows: Callable[[int], mx.array]
     folder: Path
     report: Report
     reread: Callable[[], nn.Module] | None = None

@@ -72,5 +72,4 @@ class Trial:
 
 
 def _log_softmax(logits: mx.array) -> mx.array:
-    logits = logits.astype(mx.float32)
-    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    return nn.log_softmax(logits.astype(mx.float32))

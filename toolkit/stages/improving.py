@@ -1,6 +1,7 @@
 """What follows a quantization method: gates between its steps, and scale tuning."""
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..model.folder import weights_digest
 from ..model.load import Loaded
@@ -28,7 +29,6 @@ class Improving:
 
     Args:
         loaded: the unquantized model; its weights may have been let go.
-        weights: of that model, dense, by name.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class Improving:
         context: Context,
         calibrating: Calibrating,
         loaded: Loaded,
-        weights: dict[str, mx.array],
         selection: Selection,
     ):
         self.config = config
         self.context = context
         self.calibrating = calibrating
         self.loaded = loaded
-        self.weights = weights
+        # Unread, so that of what is large little is in memory.
+        self.weights = dict(tree_flatten(loaded.reread().parameters()))
         self.selection = selection
         self.tune = config.tune or Tune()
 

@@ -13,10 +13,10 @@ from ..draft.economics import measure
 from ..draft.trial import Trial
 from ..draft.verdict import Verdict
 from ..errors import FAILED, UserError
-from ..generate.drafting import check_tokens
 from ..generate.sampling import Sampling
 from ..model.load import Loaded
 from ..model.sizes import checkpoint_sizes
+from ..model.tokens import require_same_tokens
 from ..run.files import atomic_folder, write_atomic
 from .context import Artefact, Context
 from .distill import Config
@@ -71,7 +71,7 @@ class Judging:
 
     def _require_servable(self, draft: Loaded) -> None:
         ours, theirs, place = draft.tokenizer, self.target.tokenizer, str(draft.path)
-        check_tokens(theirs, ours, place=place)
+        require_same_tokens(theirs, ours, role="draft", place=place)
         if ours.chat_template != theirs.chat_template:
             raise UserError("the draft has another chat template", place=place)
         tokens = len(theirs.get_vocab())

@@ -6,8 +6,8 @@ from mlx.utils import tree_flatten
 
 from ..quant.budget import allocate
 from ..quant.layers import select
+from ..quant.settings import METHODS
 from ..quant.task import Task
-from ..registry import entries
 from ..run.files import remove_folder
 from .calibrating import Calibrating
 from .context import Artefact, Context, write_checkpoint
@@ -32,12 +32,12 @@ def run(config, context: Context) -> Artefact:
     calibrating = Calibrating(
         config.calibration, context, loaded.tokenizer, judging=judging
     )
-    method = entries("toolkit.quant.methods", "Config")[config.method]
+    method = METHODS[config.method]
     task = Task(
         loaded.model,
         selection.specs,
         loaded.dtype,
-        lambda _, tokens: calibrating.watched(tokens),
+        calibrating.watched,
         context.folder / "scratch",
         context.report,
         loaded.reread,
@@ -50,9 +50,7 @@ def run(config, context: Context) -> Artefact:
         task, facts = replace(task, specs=selection.specs), facts | {"budget": found}
     tensors = method.quantize(config, task)
     if judging:
-        # Unread, so that of what is large little is in memory.
-        weights = dict(tree_flatten(loaded.reread().parameters()))
-        improving = Improving(config, context, calibrating, loaded, weights, selection)
+        improving = Improving(config, context, calibrating, loaded, selection)
         tensors, measured = improving.run(tensors)
         facts |= measured
     # Unread, and in no other place, so that each is let go once it is written.

@@ -12,12 +12,12 @@ from ..draft.activity import watch
 from ..draft.contract import require_servable
 from ..draft.settings import Student
 from ..draft.shape import Shape, configured, cut, most_missed
-from ..generate.drafting import check_tokens
 from ..generate.proposers.skipping import ranked
 from ..model.cast import set_compute_dtype
 from ..model.expanded import expanded
 from ..model.fresh import initial_weights
 from ..model.load import Loaded, compute_dtype, resolve
+from ..model.tokens import require_same_tokens
 from ..run.files import remove_folder
 from .context import Context, write_checkpoint
 
@@ -83,7 +83,9 @@ class Students:
             path = resolve(context.find(name) or name, trust_remote_code=trust)
         loaded = context.load(path, compute="stored")
         place = str(name or path)
-        check_tokens(self.target.tokenizer, loaded.tokenizer, place=place)
+        require_same_tokens(
+            self.target.tokenizer, loaded.tokenizer, role="draft", place=place
+        )
         if "quantization" in loaded.config:
             loaded, _ = expanded(loaded, loaded.dtype)
         return loaded

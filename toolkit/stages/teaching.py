@@ -13,6 +13,7 @@ from ..errors import UserError
 from ..generate.answering import Answerer, answered
 from ..model.folder import read_config, setting, weights_digest
 from ..model.load import Loaded, load_tokenizer, resolve
+from ..model.tokens import require_same_tokens
 from ..train.documents import DocumentCaches
 from ..train.predictions import KeptTargets, Source, confidence, keep_targets
 from ..train.teacher import Teacher
@@ -40,7 +41,7 @@ class Teaching:
         self.context = context
         self.student = student
         self.folder = self._folder(moves)
-        self._require_tokenizer()
+        self._require_same_tokens()
 
     @cached_property
     def digest(self) -> str:
@@ -147,17 +148,11 @@ class Teaching:
             )
         return folder
 
-    def _require_tokenizer(self) -> None:
+    def _require_same_tokens(self) -> None:
         trust = self.context.source.trust_remote_code
         other = load_tokenizer(self.folder, trust_remote_code=trust)
-        own = self.student.tokenizer
-        if other.get_vocab() != own.get_vocab():
-            raise UserError(
-                "the teacher has another tokenizer, so its predictions are about other "
-                "tokens",
-                place=str(self.folder),
-                hint="use a teacher of the same family",
-            )
+        own, place = self.student.tokenizer, str(self.folder)
+        require_same_tokens(own, other, role="teacher", place=place)
 
 
 @dataclass(frozen=True)

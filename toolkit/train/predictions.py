@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from ..data import cache
@@ -139,7 +140,7 @@ def confidence(examples: Examples, wanted: np.ndarray, source: Source) -> float:
     def fill(_) -> dict:
         total = count = 0
         for _, tokens, logits in _predictions(own, source):
-            logits = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            logits = nn.log_softmax(logits)
             chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)
             total += mx.exp(chosen).sum().item()
             count += len(tokens)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..run.files import atomic_folder, need_space
 
@@ -108,7 +109,7 @@ def bytes_per_token(top_k: int, vocabulary: int) -> int:
 def whole(logits: mx.array, temperature: float = 1.0) -> Target:
     """The target of logits [..., V] that names all tokens, in their order."""
     logits = logits.astype(mx.float32) / temperature
-    return Target(None, logits - mx.logsumexp(logits, axis=-1, keepdims=True), None)
+    return Target(None, nn.log_softmax(logits), None)
 
 
 def restored(indices: mx.array, log_probs: mx.array, log_rest: mx.array) -> Target:
