@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import train
+from toolkit.model.folder import weights_digest
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -66,6 +67,9 @@ def test_a_shipped_recipe_runs(path, tmp_path, capsys):
     assert report["models"]
     assert all(gate["passed"] for gate in report["gates"])
     assert (tmp_path / "run/model/config.json").is_file()
+    if "- distill:" in path.read_text():
+        draft = json.loads((tmp_path / "run/draft/draft.json").read_text())
+        assert draft["target"] == weights_digest(tmp_path / "run/model")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

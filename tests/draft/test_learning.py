@@ -1,16 +1,20 @@
 """A draft learns the law of its target, and what is predicted of it comes true."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_map
 
 from toolkit.data.template import Example
-from toolkit.draft.economics import Costs, tokens_per_round
+from toolkit.draft.economics import Costs
+from toolkit.draft.exam import Text, all_stand, curve_of, tokens_per_round
 from toolkit.draft.losses import Objective
 from toolkit.draft.step import Learning, chances
 from toolkit.draft.targets import Lessons
-from toolkit.draft.trial import DRAFT, LOOKUP, Trial, stands_along
+from toolkit.draft.trial import DRAFT, LOOKUP, Trial
+from toolkit.generate.engine import Generator
 from toolkit.generate.sampling import Sampling
 from toolkit.model.load import build
 from toolkit.run.report import Report
@@ -27,7 +31,7 @@ LLAMA = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 128,
 }
-FREE = Costs((1.0,) * 9, 0.05)
+FREE = Costs(tuple(1 + 0.05 * guesses for guesses in range(9)))
 
 
 def law_of():
@@ -171,11 +175,52 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature):
     assert found.predicted_speedup == FREE.speedup(found.predicted_tokens, found.length)
 
 
+def test_other_answers_to_the_prompts_predict_the_rounds():
+    """As in training; the overlap of both laws without the temperature does not."""
+    mx.random.seed(3)
+    target = build(model_config())
+    target.lm_head.weight *= 25
+    draft = noisy(target, 0.01)
+    prompts = [[5, 9, 11, number] for number in range(40)]
+    said = spoken(target, prompts, Sampling(temperature=0.6, seed=400))
+    texts = [Text(target, *pair, Sampling(temperature=0.6)) for pair in said]
+    trial = Trial(target, draft, Wordless(), prompts, costs=FREE, max_tokens=70)
+    found = trial.run(Sampling(temperature=0.6, seed=4))
+    measured = found.columns[DRAFT].tokens_per_round
+    curve = curve_of(all_stand(texts, draft))
+    assert curve[found.length - 1] == pytest.approx(measured, rel=0.05)
+    shared = [shares(target, draft, *pair) for pair in said]
+    assert tokens_per_round(shared, found.length) != pytest.approx(measured, rel=0.1)
+
+
+def spoken(target, prompts, sampling):
+    """Pairs of a prompt and what the target alone says."""
+    generator = Generator(target, Wordless())
+    return [
+        (
+            prompt,
+            generator.generate(
+                prompt,
+                max_tokens=70,
+                sampling=replace(sampling, seed=sampling.seed + number),
+            ).tokens,
+        )
+        for number, prompt in enumerate(prompts)
+    ]
+
+
+def shares(target, draft, prompt, said):
+    """sum min(p, q) at every token but the first."""
+    tokens = mx.array([[*prompt, *said]])[:, :-1]
+    laws = [mx.softmax(model(tokens)[0], axis=-1) for model in (target, draft)]
+    return np.array(mx.minimum(*laws).sum(axis=-1))[len(prompt) :].astype(float)
+
+
 def test_a_model_that_drafts_for_itself_always_stands():
     mx.random.seed(3)
     target = build(model_config())
     text = [7, 250, 3, 9, 9]
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
-        stands = stands_along(target, target, [1, 2], text, sampling)
+        stands = Text(target, [1, 2], text, sampling).stands(target)
         assert np.allclose(stands, 1, atol=1e-5)
         assert tokens_per_round([stands], 3) == pytest.approx(4, rel=1e-3)

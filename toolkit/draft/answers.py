@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
 from typing import Any
 
 from ..data.shapes import Row
@@ -43,10 +42,14 @@ def answered(
     asked: Sequence[Prompt], settings: Answers, answerer: Answerer, *, seed: int
 ) -> list[Example]:
     """Prompts with answers to be learnt; the temperatures take turns."""
-    turns = zip(enumerate(asked), cycle(settings.temperatures))
     requests = [
-        answerer.request(prompt.tokens, settings.max_tokens, heat, (seed, number))
-        for (number, prompt), heat in turns
+        answerer.request(
+            prompt.tokens,
+            settings.max_tokens,
+            settings.temperature(number),
+            (seed, number),
+        )
+        for number, prompt in enumerate(asked)
     ]
     pairs = zip(asked, answer_all(requests, answerer), strict=True)
     return [with_answer(prompt.tokens, found, prompt.where) for prompt, found in pairs]

@@ -1,42 +1,48 @@
-"""What guessing costs on this machine, and what it brings at a rate of acceptance."""
+"""What guessing costs on this machine, and what it brings."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..generate.controller import Controller
+from ..generate.proposers.draft import Draft
+from ..generate.sampling import Sampling
 from ..generate.session import Session
+from ..generate.speculate import Speculator
+from ..generate.steps import Chooser, decode
 
 LONGEST = 8
 """Guesses of a round, at most."""
 REPEATS = 7
-# Tokens that the caches hold when a step is timed.
-CONTEXT = 32
+# Tokens that the caches hold when timing begins, and those to decode, more than enough.
+CONTEXT, ENDLESS = 32, 1 << 20
+# Drawn, which takes longer than choosing the likeliest.
+DRAWN = Sampling(temperature=1.0)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a target and its draft, in plain steps of the target.
+    """Of a target and its draft, in tokens of plain decoding.
 
     Attributes:
-        verify: a step of 1, 2, ... rows; the first is 1.
-        draft: one guess.
+        rounds: of a plain token, which is 1, and of rounds with 1, 2, ... guesses, all
+            that belongs to them: guessing, verifying, choosing, taking back.
     """
 
-    verify: tuple[float, ...]
-    draft: float
+    rounds: tuple[float, ...]
 
     def speedup(self, tokens: float, guesses: int) -> float:
         """Of rounds of so many guesses that give so many tokens on average.
 
-        tokens / (V(k + 1) + k c): arXiv 2211.17192, theorem 3.8, but with rows of the
-        verification that cost what they cost.
+        As arXiv 2211.17192, theorem 3.8, but with rounds that cost what they cost.
         """
-        return tokens / (self.verify[guesses] + guesses * self.draft)
+        return tokens / self.rounds[guesses]
 
     def best(self, tokens: Sequence[float]) -> tuple[int, float]:
         """The number of guesses that pays most, at least 1, and its speed-up.
@@ -50,65 +56,67 @@ class Costs:
 
     def to_json(self) -> dict:
         """For reports."""
-        return {"verify": list(self.verify), "draft": self.draft}
+        return {"rounds": list(self.rounds)}
 
 
 def measure(target: Any, draft: Any) -> Costs:
-    """Time both models: steps of the target by rows, a guess of the draft.
+    """Time decoding with a target alone, and with all numbers of guesses of a draft.
 
     All in turn, the shortest of some each, so that what else the machine does at a
     time is not taken for what one of them costs.
     """
-    steps = [_Step(target, rows) for rows in range(1, LONGEST + 2)]
-    steps.append(_Step(draft, 1))
-    for _ in range(REPEATS):
-        for step in steps:
-            step.run()
-    *verify, guess = (step.seconds for step in steps)
-    # Fewer rows take no longer; where they seem to, it was somebody else's work.
-    verify = np.minimum.accumulate(verify[::-1])[::-1]
-    return Costs(tuple((verify / verify[0]).tolist()), guess / float(verify[0]))
+    with ExitStack() as stack:
+        ways = [_plain(target)]
+        ways += [_rounds(target, draft, guesses) for guesses in range(1, LONGEST + 1)]
+        timed = [_Timed(stack.enter_context(closing(way))) for way in ways]
+        for _ in range(REPEATS):
+            for way in timed:
+                way.run()
+    seconds = np.array([way.seconds for way in timed])
+    # Fewer guesses take no longer; where they seem to, it was somebody else's work.
+    seconds = np.minimum.accumulate(seconds[::-1])[::-1]
+    return Costs(tuple((seconds / seconds[0]).tolist()))
 
 
-class _Step:
-    """A step of so many rows, and the shortest it took."""
+class _Timed:
+    """A way of decoding, and the shortest its steps took."""
 
-    def __init__(self, model: Any, rows: int):
+    def __init__(self, steps: Iterator[None]):
         self.seconds = math.inf
-        self._session = Session(model)
-        self._tokens = mx.zeros((1, rows), mx.int32)
-        # What is compiled when first used is not timed.
-        mx.eval(self._session.read(mx.zeros((1, CONTEXT), mx.int32)))
-        mx.eval(self._session.read(self._tokens))
+        self._steps = steps
+        # What is compiled when first used is not timed, nor is reading the prompt.
+        for _ in range(2):
+            next(steps)
 
     def run(self) -> None:
+        mx.synchronize()
         start = time.perf_counter()
-        mx.eval(self._session.read(self._tokens))
+        next(self._steps)
+        # What it leaves in flight for its next step is as much as it found done.
+        mx.synchronize()
         self.seconds = min(self.seconds, time.perf_counter() - start)
 
 
-def tokens_per_round(texts: Sequence[np.ndarray], guesses: int) -> float:
-    """Of rounds of so many guesses, on average, along texts of a target.
+def _plain(target: Any) -> Iterator[None]:
+    """Tokens, one by one."""
+    prompts = [[0] * CONTEXT]
+    choose = Chooser(DRAWN, prompts)
+    session = Session(target)
+    for token, _ in decode(session, prompts, ENDLESS, choose, prefill_step=CONTEXT):
+        token.item()
+        yield
 
-    Rounds begin where the ones before them end, so the chances of every place to be a
-    beginning are followed through the text; the first token of a text is no round's.
 
-    Args:
-        texts: for every token but the first of an answer, the chance that a guess
-            stands there: [L - 1] each.
-    """
-    tokens, rounds = 0, 0.0
-    for stands in texts:
-        length = len(stands)
-        begins = np.zeros(length + 1)
-        begins[0] = 1.0
-        for place in range(length):
-            chance = begins[place]
-            rounds += chance
-            # The round ends with the first guess that falls, or one token after all.
-            for end in range(place, min(place + guesses, length)):
-                begins[end + 1] += chance * (1 - stands[end])
-                chance *= stands[end]
-            begins[min(place + guesses + 1, length)] += chance
-        tokens += length
-    return tokens / rounds if rounds else 1.0
+def _rounds(target: Any, draft: Any, guesses: int) -> Iterator[None]:
+    """Rounds, one by one, each with the reading of the tokens of the one before."""
+    speculator = Speculator(
+        Session(target),
+        Draft(draft),
+        controller=Controller(longest=guesses, fixed=guesses),
+        sampling=DRAWN,
+    )
+    done = 0
+    for _ in speculator.decode([0] * CONTEXT, ENDLESS):
+        if speculator.report.rounds > done:
+            done = speculator.report.rounds
+            yield

@@ -2,11 +2,14 @@
 
 from functools import cached_property
 
+from ..data.template import Example
 from ..draft import answers
 from ..draft.answers import Prompt
+from ..draft.exam import Text
 from ..draft.targets import Lessons
 from ..errors import UserError
 from ..generate.answering import Answerer
+from ..generate.sampling import Sampling
 from ..model.folder import setting
 from ..model.load import Loaded
 from .context import Context
@@ -30,12 +33,30 @@ class Schooling:
     def lessons(self) -> Lessons:
         """Of the training rows."""
         rows = self.context.rows.train
-        return self._lessons(self._asked(rows, self.config.answers.prompts))
+        asked = self._asked(rows, self.config.answers.prompts)
+        return self._lessons(self._answered(asked))
 
     @cached_property
     def held_out(self) -> Lessons:
         """Of the validation rows."""
-        return self._lessons(self.held_out_prompts(self.config.answers.held_out))
+        return self._lessons(self._held_out_answers)
+
+    @cached_property
+    def exam(self) -> dict[float, list[Text]]:
+        """The answers to the validation rows, by temperature."""
+        settings = self.config.answers
+        texts: dict[float, list[Text]] = {}
+        for number, example in enumerate(self._held_out_answers):
+            heat = settings.temperature(number)
+            prompt, said = example.tokens[~example.mask], example.tokens[example.mask]
+            sampling = Sampling(temperature=heat)
+            text = Text(self.target.model, prompt.tolist(), said.tolist(), sampling)
+            texts.setdefault(heat, []).append(text)
+        return texts
+
+    @cached_property
+    def _held_out_answers(self) -> list[Example]:
+        return self._answered(self.held_out_prompts(self.config.answers.held_out))
 
     def held_out_prompts(self, count: int) -> list[Prompt]:
         """Prompts of the validation rows, at most so many."""
@@ -54,9 +75,8 @@ class Schooling:
             )
         return asked
 
-    def _lessons(self, asked: list[Prompt]) -> Lessons:
-        settings, context = self.config.answers, self.context
-        report = context.report
+    def _answered(self, asked: list[Prompt]) -> list[Example]:
+        context, report = self.context, self.context.report
         answerer = Answerer(
             lambda: self.target.model,
             self.digest,
@@ -65,7 +85,11 @@ class Schooling:
             report.warn,
         )
         report.say(f"{len(asked):,} prompts for the target to answer")
-        examples = answers.answered(asked, settings, answerer, seed=context.seed)
+        settings = self.config.answers
+        return answers.answered(asked, settings, answerer, seed=context.seed)
+
+    def _lessons(self, examples: list[Example]) -> Lessons:
+        settings, context = self.config.answers, self.context
         return Lessons(
             examples,
             self.target.model,
@@ -74,5 +98,5 @@ class Schooling:
             tokens=self.config.batch_tokens,
             top_k=settings.top_k,
             seed=context.seed,
-            report=report,
+            report=context.report,
         )
