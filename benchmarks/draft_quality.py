@@ -67,7 +67,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=2, help="of the draft")
     parser.add_argument("--prompts", type=int, default=1500)
     parser.add_argument("--held-out", type=int, default=64)
-    parser.add_argument("--trial-prompts", type=int, default=48)
+    parser.add_argument("--trial-prompts", type=int, default=32)
     parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch-tokens", type=int, default=1024)
