@@ -85,7 +85,7 @@ def _target(arguments: argparse.Namespace) -> Path:
     recipe = {
         "model": {"fresh": LARGE},
         "data": {"train": [CODE], "valid": [CODE], "max_length": 256},
-        "stages": [{"train": steps}, "export"],
+        "stages": [{"train": steps}, {"export": None}],
     }
     return _trained(recipe, arguments.folder / "target", arguments.threads) / "model"
 
@@ -135,7 +135,7 @@ class Seed:
 
     def _taught_by_rows(self, student: Path) -> Path:
         """As many steps of as many tokens, on the rows themselves."""
-        stages = [{"train": self._steps() | {"keep": "best"}}, "export"]
+        stages = [{"train": self._steps() | {"keep": "best"}}, {"export": None}]
         return self._run(stages, student, "cross-entropy") / "model"
 
     def _steps(self) -> dict:

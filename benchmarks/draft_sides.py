@@ -22,7 +22,7 @@ def run(settings: dict) -> dict:
 
     blas.use()
     from toolkit.data.formats import Rows
-    from toolkit.draft.answers import prompts
+    from toolkit.draft.answers import mean_length, prompts
     from toolkit.draft.economics import measure
     from toolkit.draft.trial import Trial
     from toolkit.generate.sampling import Sampling
@@ -37,7 +37,7 @@ def run(settings: dict) -> dict:
         draft.model,
         target.tokenizer,
         [prompt.tokens for prompt in asked],
-        costs=measure(target.model, draft.model),
+        costs=measure(target.model, draft.model, prompt=mean_length(asked)),
         max_tokens=settings["max_tokens"],
     )
     found = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 from ..data.shapes import Row
@@ -38,18 +39,19 @@ def prompts(
     return found
 
 
+def mean_length(asked: Sequence[Prompt]) -> int:
+    """Tokens of a prompt, on average."""
+    return round(sum(len(prompt.tokens) for prompt in asked) / len(asked))
+
+
 def answered(
     asked: Sequence[Prompt], settings: Answers, answerer: Answerer, *, seed: int
 ) -> list[Example]:
     """Prompts with answers to be learnt; the temperatures take turns."""
+    turns = zip(enumerate(asked), cycle(settings.temperatures))
     requests = [
-        answerer.request(
-            prompt.tokens,
-            settings.max_tokens,
-            settings.temperature(number),
-            (seed, number),
-        )
-        for number, prompt in enumerate(asked)
+        answerer.request(prompt.tokens, settings.max_tokens, heat, (seed, number))
+        for (number, prompt), heat in turns
     ]
     pairs = zip(asked, answer_all(requests, answerer), strict=True)
     return [with_answer(prompt.tokens, found, prompt.where) for prompt, found in pairs]

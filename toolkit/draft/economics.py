@@ -20,8 +20,8 @@ from ..generate.steps import Chooser, decode
 LONGEST = 8
 """Guesses of a round, at most."""
 REPEATS = 7
-# Tokens that the caches hold when timing begins, and those to decode, more than enough.
-CONTEXT, ENDLESS = 32, 1 << 20
+# Tokens of a prompt that are read at once, and those to decode, more than enough.
+STEP, ENDLESS = 512, 1 << 20
 # Drawn, which takes longer than choosing the likeliest.
 DRAWN = Sampling(temperature=1.0)
 
@@ -33,49 +33,64 @@ class Costs:
     Attributes:
         rounds: of a plain token, which is 1, and of rounds with 1, 2, ... guesses, all
             that belongs to them: guessing, verifying, choosing, taking back.
+        reading: of a prompt by the draft, which plain decoding does not have.
     """
 
     rounds: tuple[float, ...]
+    reading: float = 0.0
 
-    def speedup(self, tokens: float, guesses: int) -> float:
+    def speedup(self, tokens: float, guesses: int, said: float = math.inf) -> float:
         """Of rounds of so many guesses that give so many tokens on average.
 
         As arXiv 2211.17192, theorem 3.8, but with rounds that cost what they cost.
-        """
-        return tokens / self.rounds[guesses]
 
-    def best(self, tokens: Sequence[float]) -> tuple[int, float]:
+        Args:
+            said: tokens of an answer, over which the reading is spread.
+        """
+        return 1 / (self.rounds[guesses] / tokens + self.reading / said)
+
+    def best(
+        self, tokens: Sequence[float], said: float = math.inf
+    ) -> tuple[int, float]:
         """The number of guesses that pays most, at least 1, and its speed-up.
 
         Args:
             tokens: of a round, by number of guesses from 1 on.
+            said: as above.
         """
-        found = {k: self.speedup(t, k) for k, t in enumerate(tokens, 1)}
+        found = {k: self.speedup(t, k, said) for k, t in enumerate(tokens, 1)}
         length = max(found, key=found.get)
         return length, found[length]
 
     def to_json(self) -> dict:
         """For reports."""
-        return {"rounds": list(self.rounds)}
+        return {"rounds": list(self.rounds), "reading": self.reading}
 
 
-def measure(target: Any, draft: Any) -> Costs:
+def measure(target: Any, draft: Any, *, prompt: int) -> Costs:
     """Time decoding with a target alone, and with all numbers of guesses of a draft.
 
     All in turn, the shortest of some each, so that what else the machine does at a
     time is not taken for what one of them costs.
+
+    Args:
+        prompt: tokens of one.
     """
+    counts = range(1, LONGEST + 1)
     with ExitStack() as stack:
-        ways = [_plain(target)]
-        ways += [_rounds(target, draft, guesses) for guesses in range(1, LONGEST + 1)]
+        ways = [_plain(target, prompt)]
+        ways += [_rounds(target, draft, prompt, guesses) for guesses in counts]
+        ways += [_reading(draft, tokens) for tokens in (1, prompt)]
         timed = [_Timed(stack.enter_context(closing(way))) for way in ways]
         for _ in range(REPEATS):
             for way in timed:
                 way.run()
-    seconds = np.array([way.seconds for way in timed])
+    *rounds, token, whole = (way.seconds for way in timed)
     # Fewer guesses take no longer; where they seem to, it was somebody else's work.
-    seconds = np.minimum.accumulate(seconds[::-1])[::-1]
-    return Costs(tuple((seconds / seconds[0]).tolist()))
+    rounds = np.minimum.accumulate(rounds[::-1])[::-1]
+    # A round reads a token by itself.
+    reading = max(0.0, whole - token)
+    return Costs(tuple((rounds / rounds[0]).tolist()), reading / float(rounds[0]))
 
 
 class _Timed:
@@ -97,17 +112,17 @@ class _Timed:
         self.seconds = min(self.seconds, time.perf_counter() - start)
 
 
-def _plain(target: Any) -> Iterator[None]:
+def _plain(target: Any, prompt: int) -> Iterator[None]:
     """Tokens, one by one."""
-    prompts = [[0] * CONTEXT]
+    prompts = [[0] * prompt]
     choose = Chooser(DRAWN, prompts)
     session = Session(target)
-    for token, _ in decode(session, prompts, ENDLESS, choose, prefill_step=CONTEXT):
+    for token, _ in decode(session, prompts, ENDLESS, choose, prefill_step=STEP):
         token.item()
         yield
 
 
-def _rounds(target: Any, draft: Any, guesses: int) -> Iterator[None]:
+def _rounds(target: Any, draft: Any, prompt: int, guesses: int) -> Iterator[None]:
     """Rounds, one by one, each with the reading of the tokens of the one before."""
     speculator = Speculator(
         Session(target),
@@ -116,7 +131,14 @@ def _rounds(target: Any, draft: Any, guesses: int) -> Iterator[None]:
         sampling=DRAWN,
     )
     done = 0
-    for _ in speculator.decode([0] * CONTEXT, ENDLESS):
+    for _ in speculator.decode([0] * prompt, ENDLESS):
         if speculator.report.rounds > done:
             done = speculator.report.rounds
             yield
+
+
+def _reading(draft: Any, count: int) -> Iterator[None]:
+    """What a draft does when it first sees so many tokens, again and again."""
+    while True:
+        mx.eval(Session(draft).read(mx.zeros((1, count), mx.int32)))
+        yield

@@ -52,10 +52,6 @@ class Answers(Section):
     """Likeliest tokens kept on disk of every prediction of the target, all others as
     one; null = keep nothing, and run the target beside the draft in every step."""
 
-    def temperature(self, number: int) -> float:
-        """Of the answer to a prompt, numbered from 0."""
-        return self.temperatures[number % len(self.temperatures)]
-
 
 class Trial(Section):
     """How the finished draft is judged, on prompts of the validation rows."""

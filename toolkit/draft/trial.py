@@ -21,6 +21,17 @@ from .exam import Text, all_stand, curve_of
 PLAIN, LOOKUP, DRAFT = "plain", "lookup", "draft"
 
 
+def ways(temperature: float, seed: int) -> dict[str, Sampling]:
+    """How a draft is tried, by name: greedily, and drawn at a temperature."""
+    drawn = Sampling(temperature=temperature, seed=seed)
+    return {"greedy": Sampling(), f"temperature {temperature:g}": drawn}
+
+
+def numbered(sampling: Sampling, number: int) -> Sampling:
+    """Of the prompt of a number: every answer has draws of its own."""
+    return replace(sampling, seed=sampling.seed + number)
+
+
 @dataclass(frozen=True)
 class Column:
     """How one way of decoding went over all prompts.
@@ -97,7 +108,8 @@ class Trial:
         heard = [Text(self.target, prompt, said, sampling) for prompt, said in pairs]
         stands = all_stand(heard, self.draft)
         curve = curve_of(stands)
-        length, speedup = self.costs.best(curve)
+        said = float(np.mean([len(text) - 1 for text in texts])) or math.inf
+        length, speedup = self.costs.best(curve, said)
         columns = {PLAIN: plain}
         proposers = {LOOKUP: Lookup, DRAFT: self._drafting}
         for name, propose in proposers.items():
@@ -124,8 +136,10 @@ class Trial:
 
         def said(prompt: Sequence[int], number: int) -> tuple[list[int], float]:
             """An answer, and how long its tokens but the first took."""
-            now = replace(sampling, seed=sampling.seed + number)
-            settings = {"max_tokens": self.max_tokens, "sampling": now}
+            settings = {
+                "max_tokens": self.max_tokens,
+                "sampling": numbered(sampling, number),
+            }
             pieces = generator.stream(prompt, **settings)
             tokens = [next(pieces).token]
             start = time.perf_counter()

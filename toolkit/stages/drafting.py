@@ -1,5 +1,6 @@
 """How a distill stage is put together: lessons, student, training, rounding."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+from ..draft.answers import mean_length
 from ..draft.economics import Costs, measure
 from ..draft.exam import all_stand, curve_of
 from ..draft.losses import Objective
@@ -96,7 +98,9 @@ class Drafting:
 
     def _costs(self, folder: Path) -> Costs:
         """Of the target and the model in a folder, as they would be served."""
-        return measure(self.target.model, self.context.load(folder).model)
+        asked = self.schooling.held_out_prompts(self.config.trial.prompts)
+        draft = self.context.load(folder).model
+        return measure(self.target.model, draft, prompt=mean_length(asked))
 
     def _rate(self, number: int, steps: int) -> float:
         return learning_rate(
@@ -116,19 +120,21 @@ class Drafting:
             least, most = map(np.array, chances(model, lesson))
             low, high = low + least[mask].sum(), high + most[mask].sum()
             count += mask.sum()
-        curves = {
-            f"tokens_per_round_at_{heat:g}": curve_of(all_stand(texts, model))
-            for heat, texts in self.schooling.exam.items()
-        }
-        curve = np.mean(list(curves.values()), axis=0).tolist()
-        length, speedup = costs.best(curve)
+        exam = self.schooling.exam
+        curves = [curve_of(all_stand(texts, model)) for texts in exam.values()]
+        said = [len(text.said) - 1 for texts in exam.values() for text in texts]
+        curve = np.mean(curves, axis=0).tolist()
+        length, speedup = costs.best(curve, float(np.mean(said)) or math.inf)
         return {
             "acceptance_at_least": float(low / count),
             "acceptance_at_most": float(high / count),
             "tokens_per_round": curve,
             "draft_length": length,
             "predicted_speedup": speedup,
-        } | curves
+        } | {
+            f"tokens_per_round_{name.replace(' ', '_')}": found
+            for name, found in zip(exam, curves, strict=True)
+        }
 
     def _trained(self, student: Path) -> tuple[Path, dict]:
         """The folder of the trained draft, and how it was made."""

@@ -7,9 +7,10 @@ from ..draft import answers
 from ..draft.answers import Prompt
 from ..draft.exam import Text
 from ..draft.targets import Lessons
+from ..draft.trial import numbered, ways
 from ..errors import UserError
-from ..generate.answering import Answerer
-from ..generate.sampling import Sampling
+from ..generate.answering import Answerer, answer_all
+from ..generate.batching import Request
 from ..model.folder import setting
 from ..model.load import Loaded
 from .context import Context
@@ -39,24 +40,31 @@ class Schooling:
     @cached_property
     def held_out(self) -> Lessons:
         """Of the validation rows."""
-        return self._lessons(self._held_out_answers)
+        asked = self.held_out_prompts(self.config.answers.held_out)
+        return self._lessons(self._answered(asked))
 
     @cached_property
-    def exam(self) -> dict[float, list[Text]]:
-        """The answers to the validation rows, by temperature."""
-        settings = self.config.answers
-        texts: dict[float, list[Text]] = {}
-        for number, example in enumerate(self._held_out_answers):
-            heat = settings.temperature(number)
-            prompt, said = example.tokens[~example.mask], example.tokens[example.mask]
-            sampling = Sampling(temperature=heat)
-            text = Text(self.target.model, prompt.tolist(), said.tolist(), sampling)
-            texts.setdefault(heat, []).append(text)
+    def exam(self) -> dict[str, list[Text]]:
+        """What the target will say in the trial, by way of sampling."""
+        trial, answerer = self.config.trial, self._answerer
+        asked = self.held_out_prompts(trial.prompts)
+        texts = {}
+        for name, sampling in ways(trial.temperature, self.context.seed).items():
+            requests = [
+                Request(
+                    prompt.tokens,
+                    trial.max_tokens,
+                    numbered(sampling, number),
+                    answerer.end_tokens,
+                )
+                for number, prompt in enumerate(asked)
+            ]
+            pairs = zip(asked, answer_all(requests, answerer), strict=True)
+            texts[name] = [
+                Text(self.target.model, prompt.tokens, said, sampling)
+                for prompt, said in pairs
+            ]
         return texts
-
-    @cached_property
-    def _held_out_answers(self) -> list[Example]:
-        return self._answered(self.held_out_prompts(self.config.answers.held_out))
 
     def held_out_prompts(self, count: int) -> list[Prompt]:
         """Prompts of the validation rows, at most so many."""
@@ -65,7 +73,9 @@ class Schooling:
     def _asked(self, rows, count: int) -> list[Prompt]:
         longest = self.context.data.max_length
         if positions := setting(self.target.config, "max_position_embeddings"):
-            longest = min(longest, positions - self.config.answers.max_tokens)
+            config = self.config
+            answer = max(config.answers.max_tokens, config.trial.max_tokens)
+            longest = min(longest, positions - answer)
         tokenizer = self.target.tokenizer
         asked = answers.prompts(rows, tokenizer, count=count, longest=longest)
         if not asked:
@@ -75,18 +85,21 @@ class Schooling:
             )
         return asked
 
-    def _answered(self, asked: list[Prompt]) -> list[Example]:
-        context, report = self.context, self.context.report
-        answerer = Answerer(
+    @property
+    def _answerer(self) -> Answerer:
+        report = self.context.report
+        return Answerer(
             lambda: self.target.model,
             self.digest,
             frozenset(self.target.tokenizer.eos_token_ids),
             report.say,
             report.warn,
         )
-        report.say(f"{len(asked):,} prompts for the target to answer")
-        settings = self.config.answers
-        return answers.answered(asked, settings, answerer, seed=context.seed)
+
+    def _answered(self, asked: list[Prompt]) -> list[Example]:
+        context, settings = self.context, self.config.answers
+        context.report.say(f"{len(asked):,} prompts for the target to answer")
+        return answers.answered(asked, settings, self._answerer, seed=context.seed)
 
     def _lessons(self, examples: list[Example]) -> Lessons:
         settings, context = self.config.answers, self.context
