@@ -31,7 +31,8 @@ def shortened(path: Path) -> list[str]:
         if f"- {stage}:" in text:
             arguments += [f"stages.{stage}.{setting}" for setting in settings]
     if "- train:" in text:
-        arguments += [f"stages.train.{v}" for k, v in BATCH.items() if f"{k}:" in text]
+        block = text.partition("- train:")[2].partition("\n  - ")[0]
+        arguments += [f"stages.train.{v}" for k, v in BATCH.items() if f"{k}:" in block]
     if "- quantize:" in text and "method: gptq" in text:
         calibration = ("tokens=2048", "length=128", "held_out=256")
         tune = ("steps=2", "batch_tokens=256", "learning_rate=1e-3")

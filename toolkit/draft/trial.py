@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -111,7 +112,12 @@ class Trial:
         said = float(np.mean([len(text) - 1 for text in texts])) or math.inf
         length, speedup = self.costs.best(curve, said)
         columns = {PLAIN: plain}
-        proposers = {LOOKUP: Lookup, DRAFT: self._drafting}
+        # Of the same draws for every answer all would be lucky, or none.
+        draws = count()
+        proposers = {
+            LOOKUP: Lookup,
+            DRAFT: lambda: Draft(self.draft, seed=next(draws)),
+        }
         for name, propose in proposers.items():
             column, _ = self._column(propose, length, sampling)
             # Answers of one token each have no speed.
@@ -120,9 +126,6 @@ class Trial:
         places = np.concatenate([*stands, []])
         chance = float(places.mean()) if places.size else 0.0
         return Found(columns, chance, length, curve[length - 1], speedup, curve)
-
-    def _drafting(self) -> Draft:
-        return Draft(self.draft)
 
     def _column(
         self, propose: Callable[[], Proposer] | None, length: int, sampling: Sampling

@@ -23,12 +23,11 @@ from ..draft.settings import Student
 from ..draft.shape import Shape, configured
 from ..model.folder import read_config
 from ..section import Section
+from ..stages.students import SHARES
 from ..stages.train import Config as Train
 from ..train.targets import bytes_per_token
 from .estimate import Anatomy, Batch, Load, training
 
-# What `auto` tries at most.
-LARGEST_SHARE = 0.5
 QUANTIZED = ("quantization", "quantization_config")
 
 
@@ -101,7 +100,7 @@ def _draft(
         return None
     kept = student.layers
     if kept == "auto":
-        kept = math.ceil(LARGEST_SHARE * count)
+        kept = math.ceil(max(SHARES) * count)
     if student.fresh:
         config["num_hidden_layers"] = count = kept
     numbers = kept if isinstance(kept, list) else range(min(kept, count))
