@@ -171,8 +171,9 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature):
     column = found.columns[DRAFT]
     assert 0.3 < column.acceptance < 0.99
     assert 1 < column.tokens_per_round < found.length + 1
+    # Of draws so few are seen here that they vary by some percent; more are below.
     assert column.tokens_per_round == pytest.approx(
-        found.predicted_tokens, rel=0.05 if temperature else 1e-9
+        found.predicted_tokens, rel=0.12 if temperature else 1e-9
     )
     assert found.columns[LOOKUP].speedup > 0
     assert found.predicted_speedup == FREE.speedup(found.predicted_tokens, found.length)
