@@ -54,6 +54,8 @@ SMALL_BENCHMARKS = {
     "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
     "generate": "--hidden 64 --layers 1 --vocabulary 512 --prompt 32 --tokens 8 "
     "--rows 3 --sampled 0 --rounds 1",
+    "draft_quality": "--seeds 1 --prompts 8 --held-out 4 --trial-prompts 2 "
+    "--max-tokens 8 --steps 2 --batch-tokens 512 --blocks 1",
 }
 SMALL_BENCH = ["--tokens=8", "--repeats=1", "--prompt-lengths=16"]
 
