@@ -14,8 +14,8 @@ from toolkit.run.page.scale import Scale, around
 from toolkit.run.page.write import TEMPLATES, page, write_page
 
 SECTIONS = [
-    *("gates", "models", "curves", "divergence", "layers", "speculation", "samples"),
-    *("commands", "recipe", "versions"),
+    *("gates", "models", "recovered", "curves", "divergence", "layers", "speculation"),
+    *("samples", "commands", "recipe", "versions"),
 ]
 
 
@@ -57,6 +57,8 @@ def test_what_users_write_is_text(whole):
 
 def test_figures_are_those_of_the_run(whole):
     cells = whole.text["td"]
+    for text in ("0.8000 ± 0.0500", "90.0% ± 1.2%", "99.9%"):
+        assert text in cells
     for text in ("3.300 ± 0.100", "0.0200 ± 0.0010", "12.5", "not measured", "2 min"):
         assert text in cells
     assert "arc: acc,none" in whole.text["th"]
