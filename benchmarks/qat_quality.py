@@ -17,26 +17,25 @@ import qat_table
 from qat_routes import DATA, GROUP, ROUTES, Route
 
 MAX_LENGTH = 64
+HEAD = """\
+{model}: {steps} steps of {batch} rows, groups of {group}; {seeds} seeds.
+recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the held-out loss
+and of the KL to the twin, in nats a token; errors by rows in pairs of one seed, else by
+seeds. from codes: {share:.0%} of the steps in full precision, gptq, the rest from its
+codes; taught: these towards the twin's predictions. CPU s = processor time of the route
+alone, without the twin it begins with."""
 
 
 def main() -> None:
     arguments = _arguments()
-    print(
-        f"{arguments.model}: {arguments.steps} steps of {arguments.batch} rows, groups "
-        f"of {GROUP}; {arguments.seeds} seeds. recovered = (rtn of the twin - route) / "
-        "(rtn\nof the twin - twin), of the held-out loss and of the KL to the twin, "
-        "nats a token; ± by rows in pairs for one seed,\nelse by seeds. from codes: "
-        f"{arguments.share:.0%} of the steps in full precision, gptq, the rest from its "
-        "codes; taught = then towards\nthe twin's predictions. CPU s = processor time "
-        "of the route without its start."
-    )
-    for seed in range(arguments.first_seed, arguments.first_seed + arguments.seeds):
+    print(HEAD.format(**vars(arguments), group=GROUP))
+    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
+    for seed in seeds:
         for route in ROUTES:
             for bits in arguments.bits if route.bits else [None]:
                 wanted = bits is None or bits in route.bits
                 if wanted and (not arguments.routes or route.name in arguments.routes):
                     result(route, seed, bits, arguments)
-    seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for bits in arguments.bits:
         results = {
             route.name: [read(route, seed, bits, arguments) for seed in seeds]

@@ -12,6 +12,11 @@ GRIDS = {"minmax": 4, "learned": 4, "frozen": 4, "balanced": 2, "ternary": 2}
 GROUP, RANK, RATE = 64, 16, 1e-4
 # The first step traces, and the second is the first with warm caches.
 WARM = 2
+HEAD = """\
+{model}, batch {batch} x {length}, float32; medians of {steps} steps of either, in turn,
+after {warm}; groups of {group}; ratio = by the plain step; CPU ms = processor time;
+BLAS: {blas}"""
+RANDOM = "random Llama"
 COLUMNS = ("grid", "bits", "ms/step", "plain", "ratio", "CPU ms", "plain", "ratio")
 ROW = "{:10}{:>5}{:>11}{:>10}{:>8}{:>11}{:>10}{:>8}  {}"
 
@@ -22,19 +27,14 @@ def main() -> None:
     arguments = _arguments()
     allocator.keep()
     used = blas.use()
-    print(
-        f"{arguments.model or 'random Llama'}, batch {arguments.batch} x "
-        f"{arguments.length}, float32; medians of {arguments.steps} steps of either, in "
-        f"turn,\nafter {WARM}; groups of {GROUP}; ratio = by the plain step; CPU ms = "
-        f"processor time; BLAS: {used.name}"
-    )
+    print(HEAD.format(**vars(arguments), warm=WARM, group=GROUP, blas=used.name))
     for case in arguments.cases:
         _print_case(case, arguments)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a checkpoint; absent = random weights")
+    parser.add_argument("--model", default=RANDOM, help="a checkpoint")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--vocabulary", type=int, default=8192)
@@ -124,7 +124,7 @@ def _model(arguments: argparse.Namespace):
     from toolkit.model.load import build, load
     from toolkit.model.source import Fresh
 
-    if arguments.model:
+    if arguments.model != RANDOM:
         loaded = load(arguments.model, compute="stored")
         return loaded.model, loaded.dtype
     config = fresh.configuration(
