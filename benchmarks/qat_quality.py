@@ -29,6 +29,7 @@ alone, without the twin it begins with."""
 def main() -> None:
     arguments = _arguments()
     print(HEAD.format(**vars(arguments), group=GROUP))
+    _require_same(arguments)
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for seed in seeds:
         for route in ROUTES:
@@ -62,6 +63,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--routes", nargs="+", choices=[route.name for route in ROUTES])
     parser.add_argument("--folder", type=Path, default=Path("exports/qat_quality"))
     return parser.parse_args()
+
+
+def _require_same(arguments: argparse.Namespace) -> None:
+    """What is in the folder must have the settings that all of it will have."""
+    free = ("seeds", "first_seed", "bits", "routes", "folder")
+    asked = {key: v for key, v in vars(arguments).items() if key not in free}
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    file = arguments.folder / "settings.json"
+    if not file.is_file():
+        write(file, asked)
+    if (kept := json.loads(file.read_text())) != asked:
+        sys.exit(f"{arguments.folder} has results of other settings: {kept}")
 
 
 def _place(route: Route, seed: int, bits: int | None, arguments) -> Path:
@@ -111,7 +124,6 @@ def _children() -> float:
 
 def _run(place: Path, model: str, route: Route, seed: int, bits, arguments) -> dict:
     """Run the recipe of a route; what its last stage tells."""
-    place.parent.mkdir(parents=True, exist_ok=True)
     recipe = {
         "model": str(Path(model).absolute()) if Path(model).exists() else model,
         "data": {split: str(_rows(split)) for split in ("train", "valid")},

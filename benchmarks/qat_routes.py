@@ -58,14 +58,20 @@ def _post_training(arguments: Namespace, bits: int) -> Stages:
     return [_gptq(arguments, bits, tune)]
 
 
-def _aware(grid: str, **more) -> Callable[[Namespace, int], Stages]:
+def _aware(grid: str) -> Callable[..., Stages]:
     """Quantization-aware from the first step on."""
 
-    def stages(arguments: Namespace, bits: int) -> Stages:
-        rounding = _grid(bits, grid=grid)
-        return [_train(arguments, quantization=rounding, **more)]
+    def stages(arguments: Namespace, bits: int, **more) -> Stages:
+        return [_train(arguments, quantization=_grid(bits, grid=grid, **more))]
 
     return stages
+
+
+def _progressive(arguments: Namespace, bits: int) -> Stages:
+    """A fifth of the steps at 8 bits, a fifth at 4, and the rest at those wanted."""
+    steps = max(1, arguments.steps // 5)
+    down = [{"bits": wide, "steps": steps} for wide in (8, 4) if wide > bits]
+    return _aware("learned")(arguments, bits, progressive=down)
 
 
 def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
@@ -105,6 +111,7 @@ ROUTES = (
     Route("gptq of the twin", _post_training, "full"),
     Route("qat minmax", _aware("minmax")),
     Route("qat learned", _aware("learned")),
+    Route("qat progressive", _progressive),
     Route("qat ternary", _aware("ternary"), bits=(2,)),
     Route("qat from codes", _from_codes),
     Route("qat from codes, taught", _taught),
