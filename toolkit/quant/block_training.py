@@ -111,7 +111,9 @@ class _Training:
             self._start[path] = {"positions": grid.start(found)} | {
                 name: found[name].astype(mx.float32).reshape(-1) for name in names[1:]
             }
-            self._units[path] = mx.abs(self._start[path]["scales"]).mean()
+            # Whole vectors: a lone number would be built into kernels of its own.
+            scales = self._start[path]["scales"]
+            self._units[path] = mx.full_like(scales, mx.abs(scales).mean())
         self._moved = {
             f"{path}.{kind}": mx.zeros_like(value)
             for path, start in self._start.items()
