@@ -98,14 +98,15 @@ def result(route: Route, seed: int, bits: int | None, arguments) -> dict:
     needed = {r.name: r for r in (twin, start) if r and r is not route}
     for other in needed.values():
         result(other, seed, None, arguments)
-    arguments.twin = _model(_place(twin, seed, None, arguments))
+    if route is not twin:
+        arguments.twin = _model(_place(twin, seed, None, arguments))
     origin = start and _model(_place(start, seed, None, arguments))
     began, busy = time.perf_counter(), _children()
     facts = _run(place, str(origin or arguments.model), route, seed, bits, arguments)
     spent = {"seconds": time.perf_counter() - began, "cpu": _children() - busy}
     model = _fused(place) if route.fused else _model(place)
     found = {"trained_loss": facts.get("validation_loss")} | spent
-    found |= _judged(arguments.twin, model)
+    found |= _judged(model if route is twin else arguments.twin, model)
     write(place.with_suffix(".json"), found)
     return found
 

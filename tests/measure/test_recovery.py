@@ -38,7 +38,7 @@ def test_rows_are_those_of_numpy():
     divergence = (np.exp(p) * (p - q)).sum(axis=-1)
     row = 0
     for batch in batches():
-        for tokens, mask in zip(*map(np.array, batch[:2]), strict=True):
+        for tokens, mask in zip(*map(np.array, batch.arrays[:2]), strict=True):
             places = np.flatnonzero(mask)
             loss = -q[tokens[places], tokens[places + 1]].sum()
             assert found.tokens[row] == len(places)

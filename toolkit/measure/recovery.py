@@ -32,7 +32,7 @@ class RowSums:
 def measure_rows(
     reference: nn.Module, model: nn.Module, batches: Iterable[Batch]
 ) -> RowSums:
-    """Sums over the trained tokens of every row, rows in the order of the batches."""
+    """Sums over the trained tokens of every row that has some, in their order."""
 
     @mx.compile
     def sums(tokens, mask):
@@ -49,7 +49,8 @@ def measure_rows(
         [np.array(part, np.float64) for part in sums(batch.tokens, batch.mask)]
         for batch in batches
     ]
-    return RowSums(*map(np.concatenate, zip(*found, strict=True)))
+    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+    return RowSums(*(column[columns[-1] > 0] for column in columns))
 
 
 def recovered(

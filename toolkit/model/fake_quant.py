@@ -57,8 +57,8 @@ class FakeQuant:
             for least in widths
         ]
         self._grids = self._phases[-1]
-        # None = not rounded yet.
-        self._phase = None if self.rounding.start_step else 0
+        # -1 = not rounded yet.
+        self._phase = -1 if self.rounding.start_step else 0
         modules = dict(model.named_modules())
         still = {path for path in specs if not self._is_trained(path, modules[path])}
         self._trained = [path for path in specs if path not in still]
@@ -98,7 +98,7 @@ class FakeQuant:
         """
         starts = self.rounding.starts
         phase = bisect(starts, step) - 1
-        if phase < 0 or phase == self._phase:
+        if phase <= self._phase:
             return False
         self._phase = phase
         if step == starts[phase]:
@@ -123,7 +123,7 @@ class FakeQuant:
                 weights[name] = straight_through(store)(value).astype(compute)
         for path in self._trained:
             weight = self._merged(path, parameters)
-            if self._phase is not None:
+            if self._phase >= 0:
                 learned = self._learned(path, parameters)
                 weight = self._phases[self._phase][path].rounded(weight, learned)
             inner = ".linear" if path in self._adapted else ""

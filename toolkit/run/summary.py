@@ -73,7 +73,7 @@ def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
 
 def recovery_table(recovered: dict) -> tuple[list[str], list[list[str]]]:
     """What a training won back of the cost of rounding, as report.json has it."""
-    models = [recovered[name] for name in ("twin", "rounded", "trained")]
+    models = [recovered.get(name, {}) for name in ("twin", "rounded", "trained")]
     rows = []
     for label, name in (("loss", "loss"), ("KL to the twin", "kl")):
         figure = Figure(label, (name,), "{:.4f}", (f"{name}_stderr",))
