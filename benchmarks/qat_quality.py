@@ -22,8 +22,8 @@ HEAD = """\
 recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the held-out loss
 and of the KL to the twin, in nats a token; errors by rows in pairs of one seed, else by
 seeds. from codes: {share:.0%} of the steps in full precision, gptq, the rest from its
-codes; taught: these towards the twin's predictions. CPU s = processor time of the route
-alone, without the twin it begins with."""
+codes; taught: these towards what the model predicted before gptq. CPU s = processor
+time of the route alone, without the twin it begins with."""
 
 
 def main() -> None:
@@ -53,10 +53,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
     parser.add_argument("--steps", type=int, default=250, help="of every route")
     parser.add_argument("--batch", type=int, default=64, help="rows a step")
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
-    parser.add_argument("--lora-rate", type=float, default=2e-3)
-    parser.add_argument("--codes-rate", type=float, default=1e-3, help="from codes")
-    parser.add_argument("--share", type=float, default=0.6, help="of steps before gptq")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
+    parser.add_argument("--lora-rate", type=float, default=1e-3)
+    parser.add_argument("--codes-rate", type=float, default=3e-4, help="at 2 bits")
+    parser.add_argument("--share", type=float, default=0.8, help="of steps before gptq")
     parser.add_argument("--cross-entropy", type=float, default=0.0, help="when taught")
     parser.add_argument("--tune", type=int, default=200, help="steps after gptq")
     parser.add_argument("--calibration", type=int, default=32768, help="tokens of gptq")

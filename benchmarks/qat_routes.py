@@ -7,6 +7,8 @@ from pathlib import Path
 
 GROUP, RANK = 64, 32
 DATA = Path(__file__).parents[1] / "data"
+# Learning rates from codes by bits, as shares of that at 2; a tenth above 3.
+RATES = {2: 1.0, 3: 0.3}
 ADAPTER = {"type": "lora", "rank": RANK}
 Stages = list[dict]
 
@@ -77,10 +79,13 @@ def _progressive(arguments: Namespace, bits: int) -> Stages:
 
 
 def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
-    """A share in full precision, GPTQ, and the rest of the steps from its codes."""
+    """A share in full precision, GPTQ, and the rest of the steps from its codes.
+
+    The finer the grid, the less there is to mend, and the more a high rate undoes.
+    """
     share, rounding = arguments.share, _grid(bits, grid="learned")
     after = {"quantization": rounding} | more
-    after.setdefault("learning_rate", arguments.codes_rate)
+    after["learning_rate"] = arguments.codes_rate * RATES.get(bits, 0.1)
     return [
         _train(arguments, share),
         _gptq(arguments, bits, tune=False),
@@ -89,8 +94,8 @@ def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
 
 
 def _taught(arguments: Namespace, bits: int) -> Stages:
-    """As from codes, and then towards what the twin predicts."""
-    teacher = {"model": str(arguments.twin), "cross_entropy": arguments.cross_entropy}
+    """As from codes, but towards what the model predicted before it had codes."""
+    teacher = {"cross_entropy": arguments.cross_entropy}
     return _from_codes(arguments, bits, teacher=teacher)
 
 
