@@ -21,9 +21,9 @@ HEAD = """\
 {model}: {steps} steps of {batch} rows, groups of {group}; {seeds} seeds.
 recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the held-out loss
 and of the KL to the twin, in nats a token; errors by rows in pairs of one seed, else by
-seeds. from codes: {share:.0%} of the steps in full precision, gptq, the rest from its
-codes; taught: these towards what the model predicted before gptq. CPU s = processor
-time of the route alone, without the twin it begins with."""
+seeds. late: after {share:.0%} of the steps; from codes: these in full precision, gptq,
+the rest from its codes; taught: these towards what the model predicted before gptq.
+CPU s = processor time of the route alone, without the twin it begins with."""
 
 
 def main() -> None:

@@ -78,6 +78,12 @@ def _progressive(arguments: Namespace, bits: int) -> Stages:
     return _aware("learned")(arguments, bits, progressive=down)
 
 
+def _late(arguments: Namespace, bits: int) -> Stages:
+    """The twin's own way to the share of its steps, and rounding from there on."""
+    begins = round(arguments.share * arguments.steps)
+    return _aware("learned")(arguments, bits, start_step=begins)
+
+
 def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
     """A share in full precision, GPTQ, and the rest of the steps from its codes.
 
@@ -118,6 +124,7 @@ ROUTES = (
     Route("gptq of the twin", _post_training, "full"),
     Route("qat minmax", _aware("minmax")),
     Route("qat learned", _aware("learned")),
+    Route("qat late", _late),
     Route("qat progressive", _progressive),
     Route("qat ternary", _aware("ternary"), bits=(2,)),
     Route("qat from codes", _from_codes),
