@@ -52,6 +52,10 @@ SMALL_BENCHMARKS = {
     "finetune": "--hidden 64 --layers 1 --limit 16 --rounds 1 --no-stock",
     "ptq_large": "--hidden 128 --intermediate 256 --layers 3 --heads 2 "
     "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
+    "qat_step": "--hidden 64 --layers 1 --vocabulary 512 --batch 2 --length 32 "
+    "--steps 3 --grids minmax learned",
+    "qat_quality": "--seeds 1 --bits 2 --steps 2 --batch 4 --tune 1 "
+    "--calibration 1024 --routes 'rtn of the twin' 'qat minmax'",
     "generate": "--hidden 64 --layers 1 --vocabulary 512 --prompt 32 --tokens 8 "
     "--rows 3 --sampled 0 --rounds 1",
     "draft_quality": "--seeds 1 --prompts 8 --held-out 4 --trial-prompts 2 "

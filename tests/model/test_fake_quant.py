@@ -220,6 +220,70 @@ def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("grid", ["minmax", "learned"])
+def test_bits_come_down(make_checkpoint, tmp_path, grid, adapted):
+    """Every step is one of a training that has its bits from the beginning."""
+    folder = make_checkpoint(dtype="bfloat16")
+    down = [{"bits": 8, "steps": 2}, {"bits": 3, "steps": 1}]
+    # Without adapters they would be rounded at once, to the last bits.
+    common = {"group_size": 32, "grid": grid, "embeddings": False}
+    rounding = Rounding(bits=2, progressive=down, **common)
+    run = Run(folder, rounding, adapted=adapted, rounding=rounding)
+    runs = {}
+    for bits in (8, 3, 2):
+        alone = Rounding(bits=bits, **common)
+        runs[bits] = Run(folder, alone, adapted=adapted, rounding=alone)
+    for number, bits in enumerate((8, 8, 3, 2, 2)):
+        begins = run.step.reach(number)
+        assert begins == (number in (2, 3)), number
+        now = run.step.parameters
+        losses = {}
+        for width, other in runs.items():
+            other.step.parameters.update(now)
+            losses[width] = other.step(batch(number), 0.01, number)[:3]
+        found = run.step(batch(number), 0.01, number)[:3]
+        same = {
+            w
+            for w, other in losses.items()
+            if mx.allclose(mx.stack(other), mx.stack(found), rtol=1e-6, atol=0).item()
+        }
+        assert same == {bits}, number
+        mx.eval(run.step.parameters)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+def test_a_grid_that_comes_down_begins_with_the_weights_as_they_are(make_checkpoint):
+    down = [{"bits": 4, "steps": 1}]
+    rounding = Rounding(bits=2, group_size=32, grid="learned", progressive=down)
+    run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
+    run.train(1)
+    path = "model.layers.0.mlp.up_proj"
+    before = run.step.parameters[f"{path}.scales"]
+    run.step.reach(1)
+    begun = Grid(run.selection.specs[path], mx.float16, "fitted").begin(
+        run.step.parameters[f"{path}.weight"]
+    )
+    assert mx.array_equal(run.step.parameters[f"{path}.scales"], begun["scales"])
+    assert not mx.array_equal(before, begun["scales"])
+
+
+def test_a_layer_of_more_bits_keeps_them(make_checkpoint):
+    down = [{"bits": 4, "steps": 1}, {"bits": 3, "steps": 1}]
+    rounding = Rounding(bits=2, group_size=32, progressive=down)
+    specs = {LINEAR[0]: GRIDS[0], LINEAR[1]: QuantSpec(bits=6, group_size=32)}
+    folder = make_checkpoint(dtype="float32")
+    run = Run(folder, Selection(specs, {}), adapted=False, rounding=rounding)
+    for number, bits in enumerate((4, 3, 2)):
+        run.step.reach(number)
+        weights = run.step.fake_quant.served(run.step.parameters, mx.float32)
+        for path, width in ((LINEAR[0], bits), (LINEAR[1], 6)):
+            spec = QuantSpec(bits=width, group_size=32)
+            packed = pack(run.step.parameters[f"{path}.weight"], spec, mx.float32)
+            expected = expand(packed, spec, mx.float32)
+            assert mx.array_equal(weights[f"{path}.weight"], expected)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("embeddings", "head"), itertools.product([False, True], repeat=2)

@@ -331,6 +331,10 @@ def test_going_on_from_codes_begins_with_the_codes(module, dtype, spec):
         assert not mx.array_equal(short["weight"], packed["weight"])
 
 
+def down(*widths):
+    return {"progressive": [{"bits": bits, "steps": 2} for bits in widths]}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -342,6 +346,11 @@ def test_going_on_from_codes_begins_with_the_codes(module, dtype, spec):
         ({"start": "minmax"}, "are for grids that are learned"),
         ({"grid_rate": 2.0}, "are for grids that are learned"),
         ({"grid": "frozen", "start_step": 3}, "start_step is for weights"),
+        ({"grid": "kept"} | down(8), "affine grids of any width: minmax and learned"),
+        ({"bits": 2, "grid": "ternary"} | down(8), "minmax and learned"),
+        ({"mode": "mxfp4"} | down(8), "affine grids of any width"),
+        (down(8, 4), "come down to bits: 4, each fewer"),
+        ({"bits": 2} | down(4, 8), "come down to bits: 2, each fewer"),
     ],
 )
 def test_settings_that_contradict(settings, said):

@@ -42,7 +42,21 @@ REPORT = {
             },
         },
     },
-    "training": {"steps": 3, "trained_tokens": 12345, "method": "gptq"},
+    "training": {
+        "steps": 3,
+        "trained_tokens": 12345,
+        "method": "gptq",
+        "recovered": {
+            "twin": {"loss": 0.8, "loss_stderr": 0.05, "kl": 0.0, "kl_stderr": 0.0},
+            "rounded": {"loss": 0.9, "loss_stderr": 0.05, "kl": 0.1},
+            "trained": {"loss": 0.81, "loss_stderr": 0.05, "kl": 0.03},
+            "loss": 0.9,
+            "loss_stderr": 0.0123,
+            "kl": None,
+            "kl_stderr": None,
+            "gain_kept": 0.999,
+        },
+    },
     "samples": [
         {
             "prompt": SHIFT,

@@ -14,8 +14,8 @@ from toolkit.run.page.scale import Scale, around
 from toolkit.run.page.write import TEMPLATES, page, write_page
 
 SECTIONS = [
-    *("gates", "models", "curves", "divergence", "layers", "speculation", "samples"),
-    *("commands", "recipe", "versions"),
+    *("gates", "models", "recovered", "curves", "divergence", "layers", "speculation"),
+    *("samples", "commands", "recipe", "versions"),
 ]
 
 
@@ -58,6 +58,9 @@ def test_what_users_write_is_text(whole):
 def test_figures_are_those_of_the_run(whole):
     cells = whole.text["td"]
     for text in (
+        "0.8000 ±\u00a00.0500",
+        "90.0% ±\u00a01.2%",
+        "99.9%",
         "3.300 ±\u00a00.100",
         "0.0200 ±\u00a00.0010",
         "12.5",

@@ -167,6 +167,10 @@ def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
         (GRID, "minmax would round it again"),
         (GRID | {"grid": "balanced"}, "balanced would round it again"),
         (GRID | {"grid": "learned", "start_step": 3}, "leave start_step out"),
+        (
+            GRID | {"grid": "learned", "progressive": [{"bits": 8, "steps": 2}]},
+            "leave progressive out",
+        ),
     ],
 )
 def test_a_contradiction_is_refused_before_any_work(

@@ -16,6 +16,11 @@ KINDS = {
     "qat": {"quantization": GRID},
     "grids": {"adapter": LORA, "quantization": GRID | {"grid": "learned"}},
     "late-grids": {"quantization": GRID | {"grid": "learned", "start_step": 6}},
+    "down": {
+        "quantization": GRID
+        | {"grid": "learned", "start_step": 1}
+        | {"progressive": [{"bits": 8, "steps": 3}, {"bits": 6, "steps": 3}]}
+    },
 }
 
 
@@ -52,6 +57,8 @@ def expected(tmp_path_factory, base):
         ("late-grids", "step", 6),
         ("late-grids", "step", 7),
         ("late-grids", "step", 10),
+        ("down", "step", 6),
+        ("down", "step", 9),
     ],
 )
 def test_killed(tmp_path, base, expected, kind, where, turn):

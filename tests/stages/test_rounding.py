@@ -17,6 +17,8 @@ from toolkit.stages.train import Config
 
 UP, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
 COMMON = {"steps": 10, "batch_size": 1}
+PHASES = {"progressive": [{"bits": 8, "steps": 5}]}
+COMING_DOWN = {"quantization": Rounding(bits=2, **PHASES)}
 
 
 def config(adapter=None, **rounding) -> Config:
@@ -64,6 +66,7 @@ def test_layers_keep_the_grids_they_have(mixed):
         ),
         ({"bits": 4}, "training would round it again"),
         ({"bits": 4, "grid": "learned", "start_step": 2}, "would round it again"),
+        ({"bits": 4, "grid": "learned"} | PHASES, "would round it again"),
     ],
 )
 def test_a_model_in_codes_is_never_rounded_anew(mixed, rounding, said):
@@ -99,6 +102,8 @@ def test_floating_point_grids_stay(make_checkpoint, tmp_path):
         ({"keep": "best"}, "start_step does not go with keep: best"),
         ({"early_stopping": 2}, "start_step does not go with keep: best"),
         ({"steps": 5}, "start_step must be below steps"),
+        (COMING_DOWN | {"keep": "best"}, "progressive does not go with keep: best"),
+        (COMING_DOWN | {"steps": 5}, "progressive must be below steps"),
         (
             {"quantization": Rounding(grid="frozen"), "adapter": Adapter()},
             "a frozen grid trains no weights",
@@ -116,3 +121,5 @@ def test_rounding_begins_before_the_end():
     require_time(None, 1)
     with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):
         require_time(Rounding(start_step=5), 5)
+    with pytest.raises(UserError, match="2 bits begins after 5 steps, and there are 4"):
+        require_time(COMING_DOWN["quantization"], 4)

@@ -4,6 +4,7 @@ Every forward rounds with the very operations, types and adapter merge of the ex
 expanding the exported codes gives the weights of the last forward bit for bit.
 """
 
+from bisect import bisect
 from functools import partial
 
 import mlx.core as mx
@@ -35,7 +36,6 @@ class FakeQuant:
         learned: the first scales and biases, float32 vectors, by path and name.
         made: paths of weights in the model that are made of others, which get their
             gradients through the grid; the model says that these weights are trained.
-        is_on: whether weights are rounded yet.
     """
 
     def __init__(
@@ -48,11 +48,17 @@ class FakeQuant:
     ):
         self.dtype = dtype
         self.rounding = rounding or Rounding()
-        self.is_on = self.rounding.start_step == 0
         self._adapted = adapted(model)
         self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         self._specs = specs
-        self._grids = {path: self._grid(spec) for path, spec in specs.items()}
+        widths = [*(phase.bits for phase in self.rounding.progressive), 0]
+        self._phases = [
+            {path: self._grid(spec, least) for path, spec in specs.items()}
+            for least in widths
+        ]
+        self._grids = self._phases[-1]
+        # -1 = not rounded yet.
+        self._phase = -1 if self.rounding.start_step else 0
         modules = dict(model.named_modules())
         still = {path for path in specs if not self._is_trained(path, modules[path])}
         self._trained = [path for path in specs if path not in still]
@@ -65,7 +71,8 @@ class FakeQuant:
         grid, is_adapted = self._grids[path], path in self._adapted
         if path in self._trained:
             weight = layer.loaded if is_adapted else layer.weight
-            learned = grid.resume(packed) if packed else grid.begin(weight)
+            first = self._phases[0][path]
+            learned = grid.resume(packed) if packed else first.begin(weight)
             self.learned |= _named(path, learned)
             mx.eval(self.learned)
             return
@@ -84,18 +91,20 @@ class FakeQuant:
         """Be ready for a step, counted from 0; grids begin where the weights are then.
 
         Args:
-            parameters: get the first scales and biases, if this is the step.
+            parameters: get the first scales and biases of a phase, if this is its step.
 
         Returns:
             Whether the forward is another one now.
         """
-        if self.is_on or step < self.rounding.start_step:
+        starts = self.rounding.starts
+        phase = bisect(starts, step) - 1
+        if phase <= self._phase:
             return False
-        self.is_on = True
-        if step == self.rounding.start_step:
+        self._phase = phase
+        if step == starts[phase]:
             for path in self._trained:
                 weight = self._merged(path, parameters)
-                parameters |= _named(path, self._grids[path].begin(weight))
+                parameters |= _named(path, self._phases[phase][path].begin(weight))
         return True
 
     def served(
@@ -114,9 +123,9 @@ class FakeQuant:
                 weights[name] = straight_through(store)(value).astype(compute)
         for path in self._trained:
             weight = self._merged(path, parameters)
-            if self.is_on:
+            if self._phase >= 0:
                 learned = self._learned(path, parameters)
-                weight = self._grids[path].rounded(weight, learned)
+                weight = self._phases[self._phase][path].rounded(weight, learned)
             inner = ".linear" if path in self._adapted else ""
             weights[f"{path}{inner}.weight"] = weight.astype(compute)
         return weights
@@ -132,8 +141,11 @@ class FakeQuant:
             tensors |= _named(path, self._grids[path].packed(weight, learned))
         return tensors
 
-    def _grid(self, spec: QuantSpec):
+    def _grid(self, spec: QuantSpec, least: int = 0):
+        """The grid of a layer in a phase of at least so many bits."""
         name = self.rounding.grid
+        if spec.mode == "affine" and spec.bits < least:
+            spec = spec.model_copy(update={"bits": least})
         # A model may ask for other bits in some layers, or for another mode.
         if name in SYMMETRIC and spec.bits != 2:
             name = "learned"

@@ -228,10 +228,10 @@ def _rounding(where: Keys, block: dict, before: dict) -> Iterator[Complaint]:
         hint = f"{GOING_ON} goes on from the codes"
         message = f"the model is quantized here, and {grid} would round it again"
         yield Complaint(where, message, hint, "key")
-    if asked.get("start_step"):
-        message = "the model is quantized here, there are no weights before its codes"
-        path = (*where, "start_step")
-        yield Complaint(path, message, "leave start_step out", "key")
+    for key in ("start_step", "progressive"):
+        if asked.get(key):
+            message = "the model is quantized here, and training begins with its codes"
+            yield Complaint((*where, key), message, f"leave {key} out", "key")
     new = _grid(asked)
     names = [key for key in before if key in new and before[key] != new[key]]
     if names:

@@ -182,7 +182,8 @@ def disk(anatomy: Anatomy, stages: list[Section], loads: dict[int, Load]) -> int
                 size = 2 * load.parameters
             # One more is written while all others are kept.
             checkpoints = 1 + stage.keep_checkpoints + (stage.keep == "best")
-            needed += max(size, anatomy.bytes) + checkpoints * 12 * load.trained
+            own = max(size, anatomy.bytes) + checkpoints * 12 * load.trained
+            needed += own * stage.trainings
         if hasattr(stage, "method"):
             quantization = stage
         if quantization:

@@ -71,6 +71,19 @@ def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
     return ["", *models], rows
 
 
+def recovery_table(recovered: dict) -> tuple[list[str], list[list[str]]]:
+    """What a training won back of the cost of rounding, as report.json has it."""
+    models = [recovered.get(name, {}) for name in ("twin", "rounded", "trained")]
+    rows = []
+    for label, name in (("loss", "loss"), ("KL to the twin", "kl")):
+        figure = Figure(label, (name,), "{:.4f}", (f"{name}_stderr",))
+        share = Figure(label, (name,), "{:.1%}", (f"{name}_stderr",))
+        rows.append([label, *map(figure.show, models), share.show(recovered)])
+    kept = Figure("", ("gain_kept",), "{:.1%}").show(recovered)
+    rows.append(["gain kept in the files", "", "", kept, ""])
+    return ["", "twin", "twin, rounded", "trained", "recovered"], rows
+
+
 def _score(task: str, metric: str) -> Figure:
     name, comma, answers = metric.partition(",")
     error = ("tasks", task, f"{name}_stderr{comma}{answers}")

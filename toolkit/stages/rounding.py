@@ -76,10 +76,11 @@ def _in_codes(loaded: Loaded) -> Rounded:
 
 def require_time(rounding: Rounding | None, steps: int) -> None:
     """Raise UserError if the rounding would begin after the last of the steps."""
-    if rounding and rounding.start_step >= steps:
+    if rounding and rounding.starts[-1] >= steps:
         raise UserError(
-            f"rounding begins after {rounding.start_step} steps, and there are {steps}",
-            hint="lower start_step, or train longer",
+            f"rounding to {rounding.bits} bits begins after {rounding.starts[-1]} "
+            f"steps, and there are {steps}",
+            hint="lower start_step or the steps of progressive, or train longer",
         )
 
 
@@ -105,12 +106,12 @@ def _require_same(
     rounding: Rounding, specs: dict[str, QuantSpec], loaded: Loaded
 ) -> None:
     place = str(loaded.path)
-    if rounding.grid not in FROM_CODES or rounding.start_step:
+    if rounding.grid not in FROM_CODES or rounding.starts[-1]:
         raise UserError(
             "this model is already quantized, and training would round it again",
             place=place,
-            hint=f"grid: {', '.join(FROM_CODES)} go on from its codes, without a "
-            "start_step; or start from the unquantized model",
+            hint=f"grid: {', '.join(FROM_CODES)} go on from its codes, without "
+            "start_step or progressive; or start from the unquantized model",
         )
     asked = QuantSpec(**rounding.model_dump(include=set(QuantSpec.model_fields)))
     found = {_told(spec): spec for spec in specs.values()}

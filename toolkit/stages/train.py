@@ -41,6 +41,11 @@ class Config(Section):
     """Absent = full fine-tuning of every parameter."""
     quantization: Rounding | None = None
     """Present = quantization-aware training with straight-through rounding."""
+    twin: bool = False
+    """Train the same a second time without quantization, from the unquantized model,
+    and tell how much of the loss and the KL divergence that rounding this twin to
+    nearest costs is recovered: (rounded - trained) / (rounded - twin), on the
+    validation batches. The twin stays in the stage's folder."""
     teacher: Teacher | None = None
     """Present = what a teacher predicts is learned, beside or in place of the rows."""
     steps: int | None = Field(None, ge=1)
@@ -120,6 +125,8 @@ class Config(Section):
             self._can_merge(self.adapter)
         if self.quantization:
             self._can_round(self.quantization)
+        elif self.twin:
+            raise ValueError("twin is for a stage with quantization: it is without")
         self._no_idle_keys()
         if self.shard:
             self._can_shard()
@@ -150,15 +157,16 @@ class Config(Section):
     def _can_round(self, rounding: Rounding):
         if rounding.grid == "frozen" and self.adapter:
             raise ValueError("a frozen grid trains no weights: leave adapter out")
-        if not rounding.start_step:
+        if not rounding.starts[-1]:
             return
+        names = [k for k in ("start_step", "progressive") if getattr(rounding, k)]
         if self.keep == "best" or self.early_stopping:
             raise ValueError(
-                "start_step does not go with keep: best or early_stopping: the "
-                "validations before it are of another model, which is not rounded"
+                f"{names[0]} does not go with keep: best or early_stopping: the "
+                "validations before the last bits are of another model"
             )
-        if self.steps and self.steps <= rounding.start_step:
-            raise ValueError("start_step must be below steps")
+        if self.steps and self.steps <= rounding.starts[-1]:
+            raise ValueError(f"{' and '.join(names)} must be below steps")
 
     def _can_shard(self):
         if self.adapter or self.quantization or self.teacher:
@@ -178,6 +186,11 @@ class Config(Section):
             raise ValueError(f"{self.optimizer} has no {found[0]}")
         if self.schedule != "warmup-stable-decay" and "decay_share" in self._changed:
             raise ValueError("decay_share is for the schedule warmup-stable-decay")
+
+    @property
+    def trainings(self) -> int:
+        """How many models are trained, all for the same steps."""
+        return 2 if self.twin else 1
 
     @property
     def keeps_codes(self) -> bool:
@@ -219,12 +232,14 @@ def run(config: Config, context: "Context") -> "Artefact":
     """Train the current model; leave it as a checkpoint, rounded if so trained."""
     from .beginning import begin
     from .training import Training
+    from .twin import Twin
 
     ranks = context.ranks
     with ranks.agreed():
         if ranks.is_first:
             begin(context)
     with ranks.agreed():
+        twin = Twin(config, context) if config.twin else None
         training = Training(config, context)
     try:
         training.run()
@@ -233,7 +248,16 @@ def run(config: Config, context: "Context") -> "Artefact":
         if ranks.is_first:
             _draw(context)
     with ranks.agreed():
-        return training.write() if ranks.is_first else context.current
+        artefact = training.write() if ranks.is_first else context.current
+    if twin is None:
+        return artefact
+    selection, held_out = training.selection, training.loop.valid
+    # Its weights and moments make room for the twin's.
+    del training
+    twin.train()
+    with ranks.agreed():
+        is_first = ranks.is_first
+        return twin.compared(artefact, selection, held_out) if is_first else artefact
 
 
 def _draw(context: "Context") -> None:

@@ -250,6 +250,7 @@ class Training:
             "trained_parameters": sum(v.size for v in self.parameters.values()),
             "seconds": self.loop.progress.seconds,
             "kept": self.selection.kept,
+            "validation_loss": self.valid_loss,
             "gain": self._gain(model),
         }
 

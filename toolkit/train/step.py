@@ -153,10 +153,12 @@ class Step:
         with explained():
             return self._train(*self._given(window[0]), mx.array(rate), stops)
 
-    def reach(self, number: int) -> None:
-        """Be ready for a step, counted from 0: rounding may begin with it."""
-        if self.fake_quant and self.fake_quant.reach(number, self.parameters):
-            self._compile()
+    def reach(self, number: int) -> bool:
+        """Be ready for a step, counted from 0; whether rounding changes with it."""
+        if not self.fake_quant or not self.fake_quant.reach(number, self.parameters):
+            return False
+        self._compile()
+        return True
 
     def evaluate(self, batches) -> tuple[float, int]:
         """Summed loss and trained tokens over batches, dropout off."""

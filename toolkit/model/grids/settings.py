@@ -1,15 +1,28 @@
 """What a recipe says of rounding in training: the grid, and how it is learned."""
 
+from itertools import accumulate
 from typing import Literal
 
 from pydantic import Field, model_validator
 
-from ...quant.spec import Quantization
+from ...quant.spec import Bits, Quantization
+from ...section import Section
 
 # Grids of three or four levels around zero.
 SYMMETRIC = ("balanced", "ternary")
 # Grids that can go on from the codes of a quantized model.
 FROM_CODES = ("learned", "frozen", "kept")
+# Grids that learn the same of every width.
+OF_ANY_WIDTH = ("minmax", "learned")
+
+
+class Phase(Section):
+    """Steps of a training that have another width."""
+
+    bits: Bits
+    """Bits per code."""
+    steps: int = Field(ge=1)
+    """Optimizer steps with them."""
 
 
 class Rounding(Quantization):
@@ -34,6 +47,17 @@ class Rounding(Quantization):
     start_step: int = Field(0, ge=0)
     """Steps in full precision before the rounding begins; layers that are not trained
     are rounded from the first step on."""
+    progressive: list[Phase] = Field([])
+    """Wider grids to come down by, as `[{bits: 8, steps: 50}, {bits: 4, steps: 50}]`:
+    one after the other from start_step on, each narrower than the one before it, and
+    after them `bits`, which is what is exported; learned grids begin anew with each. A
+    layer of more bits than a phase has keeps them."""
+
+    @property
+    def starts(self) -> list[int]:
+        """The steps with which the phases begin, that of `bits` last."""
+        lasting = [self.start_step, *(phase.steps for phase in self.progressive)]
+        return [*accumulate(lasting)]
 
     @property
     def learned(self) -> int:
@@ -63,4 +87,18 @@ class Rounding(Quantization):
             raise ValueError(
                 "a kept grid is that of the beginning: leave start_step out"
             )
+        if self.progressive:
+            self._can_come_down()
         return self
+
+    def _can_come_down(self):
+        if self.grid not in OF_ANY_WIDTH or self.mode != "affine":
+            raise ValueError(
+                "progressive is for affine grids of any width: minmax and learned"
+            )
+        widths = [*(phase.bits for phase in self.progressive), self.bits]
+        if sorted({*widths}, reverse=True) != widths:
+            raise ValueError(
+                f"progressive bits come down to bits: {widths[-1]}, each fewer than "
+                "those before"
+            )

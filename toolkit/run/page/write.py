@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 from ..files import write_atomic
-from ..summary import table
+from ..summary import recovery_table, table
 from . import facts
 from .curves import curves
 from .histograms import histograms
@@ -52,6 +52,7 @@ def _environment():
 
 def _values(record: Record) -> dict:
     columns, rows = table(record.models)
+    recovered = record.report.get("training", {}).get("recovered")
     return {
         "name": record.manifest["name"],
         "status": record.manifest["status"],
@@ -60,6 +61,7 @@ def _values(record: Record) -> dict:
         "gates": facts.gates(record),
         "models": columns[1:],
         "figures": rows if record.models else [],
+        "recovered": recovered and recovery_table(recovered),
         "curves": curves(record.metrics),
         "histograms": histograms(record.models),
         "maps": layer_maps(record.models),

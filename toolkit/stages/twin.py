@@ -1,0 +1,109 @@
+"""What a quantization-aware stage won back, beside its twin in full precision."""
+
+from dataclasses import replace
+
+from mlx.utils import tree_flatten
+
+from ..data.batches import Batch
+from ..errors import UserError
+from ..measure.recovery import RowSums, measure_rows, recovered
+from ..model.folder import read_config
+from ..quant.layers import Selection
+from ..quant.spec import pack
+from ..run.summary import recovery_table
+from .beginning import start
+from .context import Artefact, Context, write_checkpoint
+from .train import Config
+
+NAME = "twin"
+
+
+class Twin:
+    """The same training without quantization, and what it is when simply rounded.
+
+    Everything of it lies in `twin`, in the folder of the stage: `dense` and `rounded`,
+    by the grids of the stage, are checkpoints.
+
+    Raises:
+        UserError: the stage goes on from codes, and what these were made of is gone.
+    """
+
+    def __init__(self, config: Config, context: Context):
+        self.folder = context.folder / NAME
+        self.config = config.model_copy(
+            update={"quantization": None, "twin": False, "samples": []}
+        )
+        current = context.current
+        origin = context.visible(current.reference if current else start(context))
+        if "quantization" in read_config(origin):
+            raise UserError(
+                "the twin in full precision has nothing to begin with: this model is "
+                "known in codes alone",
+                place=str(origin),
+                hint="leave twin out, or begin with the unquantized model",
+            )
+        self.context = replace(
+            context,
+            folder=self.folder,
+            output=self.folder,
+            current=Artefact(origin, origin),
+        )
+
+    def train(self) -> None:
+        """Train it, if that is not done yet; a run that was stopped goes on."""
+        from .training import Training
+
+        ranks, report = self.context.ranks, self.context.report
+        if ranks.shared((self.folder / "dense").is_dir()):
+            return
+        stage, report.stage = report.stage, f"{report.stage}, {NAME}"
+        try:
+            report.say("the same training in full precision, to compare with")
+            with ranks.agreed():
+                training = Training(self.config, self.context)
+            training.run()
+            with ranks.agreed():
+                if ranks.is_first:
+                    training.write()
+        finally:
+            report.stage = stage
+
+    def compared(
+        self, trained: Artefact, selection: Selection, held_out: list[Batch]
+    ) -> Artefact:
+        """What was trained, with `recovered` among its facts, which is also shown.
+
+        Args:
+            selection: the grids to round the twin to, and what is kept.
+            held_out: of validation rows.
+        """
+        self._round(selection)
+        load, dense = self.context.load, self.folder / "dense"
+        full = load(dense).model
+        folders = (dense, self.folder / "rounded", trained.model)
+        sums = [measure_rows(full, load(path).model, held_out) for path in folders]
+        gain = trained.facts["gain"]
+        is_gain = gain["before_export"] > 0
+        kept = gain["after_export"] / gain["before_export"] if is_gain else None
+        found = _shares(*sums) | {"gain_kept": kept}
+        report = self.context.report
+        report.table(f"{report.stage}: recovered", *recovery_table(found))
+        return replace(trained, facts=trained.facts | {"recovered": found})
+
+    def _round(self, selection: Selection) -> None:
+        loaded = self.context.load(self.folder / "dense", compute="stored")
+        weights, packed = dict(tree_flatten(loaded.model.parameters())), {}
+        for path, spec in selection.specs.items():
+            tensors = pack(weights[f"{path}.weight"], spec, loaded.dtype)
+            packed |= {f"{path}.{name}": value for name, value in tensors.items()}
+        write_checkpoint(self.folder / "rounded", loaded, weights, selection, packed)
+
+
+def _shares(full: RowSums, rounded: RowSums, trained: RowSums) -> dict:
+    """As report.json has it: what was measured, and what was won back of it."""
+    found = {"twin": full.means, "rounded": rounded.means, "trained": trained.means}
+    for name in ("loss", "kl"):
+        sums = (getattr(each, name) for each in (full, rounded, trained))
+        share, error = recovered(*sums) or (None, None)
+        found |= {name: share, f"{name}_stderr": error}
+    return found
