@@ -76,8 +76,9 @@ def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: mx.array) ->
             bias=biases[number],
             levels=levels,
         )
-        codes, moved = _in_turn(take, pull[here], matrix[here, here], weight[here])
-        pull = pull - matrix[:, here] @ moved
+        own, rest = pull[: grid.group], pull[grid.group :]
+        codes, moved = _in_turn(take, own, matrix[here, here], weight[here])
+        pull = rest - matrix[start + grid.group :, here] @ moved
         found.append(codes)
         mx.async_eval(pull, codes)
     return Grid(mx.concatenate(found).T, grid.scales, grid.biases)
