@@ -199,17 +199,28 @@ def prepare(folder: Path, arguments: argparse.Namespace, seed: int) -> None:
 
 
 def write_inputs(
-    folder: Path, model: Path, source: str, tokens: int, length: int, seed: int
+    folder: Path,
+    model: Path,
+    source: str,
+    tokens: int,
+    length: int,
+    seed: int,
+    *,
+    judged: bool = True,
 ) -> None:
-    """What every side reads: calibration tokens, and where they are from."""
+    """What every side reads: calibration tokens, and where they are from.
+
+    Args:
+        judged: lmx sets a part of these tokens aside, to judge its steps by.
+    """
     import numpy as np
 
     calibration = _tokens(model, source, "train", tokens, length, seed)
     np.save(folder / "calibration.npy", calibration)
-    # What lmx judges its steps by is a part of these tokens too.
-    aside = max(1, len(calibration) // 8) * length
-    taken = {"source": source, "length": length, "held_out": aside}
-    taken["tokens"] = calibration.size - aside
+    taken = {"source": source, "length": length, "tokens": calibration.size}
+    if judged:
+        taken["held_out"] = max(1, len(calibration) // 8) * length
+        taken["tokens"] -= taken["held_out"]
     settings = {"model": str(model), "seed": seed, "windows": taken}
     (folder / SETTINGS).write_text(json.dumps(settings))
 
