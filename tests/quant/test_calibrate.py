@@ -127,6 +127,31 @@ def test_moments_are_those_of_the_model_quantized_so_far(tmp_path, path):
     assert np.abs(x.T @ (y - x)).max() > 1e-2 * largest
 
 
+def test_a_tied_embedding_comes_first_and_the_blocks_know(tmp_path):
+    rounding, path = Rounding(), "model.embed_tokens"
+    found = walk(model_of(tie_word_embeddings=True), tmp_path).run(rounding)
+    assert next(iter(rounding.moments)) == path
+    assert f"{path}.scales" in found
+    x = rows_of_head(model_of(tie_word_embeddings=True))
+    squares = rounding.moments[path].squares
+    np.testing.assert_allclose(squares, x.T @ x, atol=1e-4 * np.abs(x.T @ x).max())
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
+        before = list(rounding.moments)[: list(rounding.moments).index(name)]
+        mine = rounding.moments[name]
+        before = [other for other in before if rounding.moments[other] is not mine]
+        x = rows_of(model_of(tie_word_embeddings=True), name, before)
+        y = rows_of(model_of(tie_word_embeddings=True), name)
+        largest = np.abs(x.T @ x).max()
+        np.testing.assert_allclose(mine.squares, x.T @ x, atol=1e-4 * largest)
+        np.testing.assert_allclose(mine.cross, x.T @ (y - x), atol=1e-4 * largest)
+
+
+def rows_of_head(model):
+    """What comes out of a model's last norm."""
+    x = model.model(TOKENS)
+    return np.array(x, np.float64).reshape(-1, x.shape[-1])
+
+
 def test_without_a_full_stream_there_is_nothing_to_compare(tmp_path):
     rounding, alone = Rounding(), Rounding()
     walk(model_of(), tmp_path / "both").run(rounding)

@@ -25,8 +25,10 @@ from .crossing import Crossing
 from .inputs import Moments, Seen, watched
 from .opened import Prepare, prepare_block
 from .streams import FULL, ROUNDED
+from .tied import given, moments_of_head, tied
 
 TENSORS = "tensors.safetensors"
+TIED = "tied"
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class Walk:
             Codes, scales and biases by name, unread, of all layers, and the weights of
             others that `prepare` changed.
         """
-        self._begin()
+        self._begin(solve)
         for number in range(self._done(), len(self.blockwise)):
             self._walk_block(number, solve)
         self._finish(solve)
@@ -117,7 +119,7 @@ class Walk:
             name: value for file in files for name, value in mx.load(str(file)).items()
         }
 
-    def _begin(self) -> None:
+    def _begin(self, solve: Solve) -> None:
         """Make the streams in front of the first block, unless that is done."""
         state = self.folder / "walk.json"
         if state.is_file() and json.loads(state.read_text()) == self.key:
@@ -125,13 +127,32 @@ class Walk:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.blockwise.check(self.tokens[0][:1, :8])
+        found = self._quantize_tied(solve)
         with atomic_folder(self.folder / "0000") as place:
-            for part, tokens in enumerate(self.tokens):
-                hidden = {"hidden": self.blockwise.first(tokens)}
-                for stream in self._streams:
-                    streams.save(place, stream, part, hidden)
+            if self.compares:
+                self._enter(place, FULL)
+            with given(self.model, {path: s.weight for path, s in found.items()}):
+                self._enter(place, ROUNDED)
         self.blockwise.let_go()
         state.write_text(json.dumps(self.key))
+
+    def _quantize_tied(self, solve: Solve) -> dict[str, Stored]:
+        """Embeddings that are the head too: the blocks are to know what they lose."""
+        found: dict[str, Stored] = {}
+        with atomic_folder(self.folder / TIED) as place:
+            for path in tied(self.blockwise, self._outside, self.tokens[0][:1]):
+                weight = dict(self.model.named_modules())[path].weight
+                parts = self.tokens, self.compute, place
+                moments = moments_of_head(self.blockwise, path, *parts)
+                found |= solve({path: weight}, moments)
+            mx.save_safetensors(str(place / TENSORS), _named(found))
+        return found
+
+    def _enter(self, place: Path, stream: str) -> None:
+        """The hidden states in front of the first block."""
+        for part, tokens in enumerate(self.tokens):
+            hidden = {"hidden": self.blockwise.first(tokens)}
+            streams.save(place, stream, part, hidden)
 
     def _done(self) -> int:
         """How many blocks are behind the newest streams on disk."""
@@ -213,6 +234,8 @@ class Walk:
         if target.is_dir():
             return
         modules = dict(self.model.named_modules())
+        done = mx.load(str(self.folder / TIED / TENSORS))
+        self._outside = [p for p in self._outside if f"{p}.weight" not in done]
         groups = self._groups_outside()
         seen = {path for group in groups for path in group}
         tensors: dict[str, mx.array] = {}
