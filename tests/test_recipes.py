@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.cli import train
+from toolkit.model.folder import weights_digest
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
@@ -30,7 +31,8 @@ def shortened(path: Path) -> list[str]:
         if f"- {stage}:" in text:
             arguments += [f"stages.{stage}.{setting}" for setting in settings]
     if "- train:" in text:
-        arguments += [f"stages.train.{v}" for k, v in BATCH.items() if f"{k}:" in text]
+        block = text.partition("- train:")[2].partition("\n  - ")[0]
+        arguments += [f"stages.train.{v}" for k, v in BATCH.items() if f"{k}:" in block]
     if "- quantize:" in text and "method: gptq" in text:
         calibration = ("tokens=2048", "length=128", "held_out=256")
         tune = ("steps=2", "batch_tokens=256", "learning_rate=1e-3")
@@ -66,6 +68,9 @@ def test_a_shipped_recipe_runs(path, tmp_path, capsys):
     assert report["models"]
     assert all(gate["passed"] for gate in report["gates"])
     assert (tmp_path / "run/model/config.json").is_file()
+    if "- distill:" in path.read_text():
+        draft = json.loads((tmp_path / "run/draft/draft.json").read_text())
+        assert draft["target"] == weights_digest(tmp_path / "run/model")
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -52,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     verbs: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "train": ("run a recipe (the same as lmx-train)", train),
+        "keys": ("what a recipe may say: keys, values, defaults", _keys),
         "generate": ("continue a prompt with a model", _generate),
         "bench": ("how fast a model generates, and what would speed it up", _bench),
         "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
@@ -108,6 +109,12 @@ def _train(arguments: argparse.Namespace) -> int:
             + ["--force"] * arguments.force,
         ),
     )
+
+
+def _keys(argv: Sequence[str]) -> int:
+    from .recipe import keys
+
+    return _verb("keys", keys, argv)
 
 
 def _generate(argv: Sequence[str]) -> int:

@@ -5,7 +5,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_map
-from tiny_families import EXPERTS, SHAPE
+from tiny_families import DEEPSEEK_EXPERTS, EXPERTS, SHAPE
 
 from toolkit.export import dense
 from toolkit.model.load import build
@@ -67,19 +67,7 @@ FAMILIES = {
         "lm_head_bias": True,
     },
     "olmoe": EXPERTS,
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 16,
-        "routed_scaling_factor": 1.0,
-        "norm_topk_prob": True,
-        "first_k_dense_replace": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "use_qk_norm": True,
-        "rope_scaling": None,
-    },
+    "glm4_moe": DEEPSEEK_EXPERTS | {"use_qk_norm": True, "rope_scaling": None},
     "mamba": MAMBA,
     "mamba2": MAMBA
     | {

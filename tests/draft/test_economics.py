@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from toolkit.draft.economics import Costs, tokens_per_round
+from toolkit.draft.economics import Costs
+from toolkit.draft.exam import tokens_per_round
 
 
 @pytest.mark.parametrize("guesses", [1, 3, 8])
@@ -31,11 +32,11 @@ def test_rounds_begin_where_the_ones_before_them_end():
 
 
 def test_the_textbook_case_and_rows_that_cost():
-    flat = Costs((1.0,) * 9, 0.08)
+    flat = Costs(tuple(1 + 0.08 * k for k in range(9)))
     tokens = [sum(0.8**i for i in range(k + 1)) for k in range(1, 9)]
     length, speedup = flat.best(tokens)
     # Leviathan et al., theorem 3.8.
     assert (length, round(speedup, 2)) == (6, 2.67)
-    steep = Costs(tuple(1 + 0.9 * i for i in range(9)), 0.08)
+    steep = Costs((1.0, *(1.98 + 0.98 * k for k in range(8))))
     assert steep.best(tokens)[0] == 1
     assert steep.best(tokens)[1] < 1

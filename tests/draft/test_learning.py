@@ -1,17 +1,24 @@
 """A draft learns the law of its target, and what is predicted of it comes true."""
 
+from itertools import count
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_map
 
 from toolkit.data.template import Example
-from toolkit.draft.economics import Costs, tokens_per_round
+from toolkit.draft.economics import Costs
+from toolkit.draft.exam import Text, all_stand, curve_of, tokens_per_round
 from toolkit.draft.losses import Objective
 from toolkit.draft.step import Learning, chances
 from toolkit.draft.targets import Lessons
-from toolkit.draft.trial import DRAFT, LOOKUP, Trial, stands_along
+from toolkit.draft.trial import DRAFT, LOOKUP, Trial
+from toolkit.generate.controller import Controller
+from toolkit.generate.engine import Generator
+from toolkit.generate.proposers.draft import Draft
 from toolkit.generate.sampling import Sampling
+from toolkit.generate.speculate import Speculation
 from toolkit.model.load import build
 from toolkit.run.report import Report
 
@@ -27,7 +34,7 @@ LLAMA = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 128,
 }
-FREE = Costs((1.0,) * 9, 0.05)
+FREE = Costs(tuple(1 + 0.05 * guesses for guesses in range(9)))
 
 
 def law_of():
@@ -164,11 +171,58 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature):
     column = found.columns[DRAFT]
     assert 0.3 < column.acceptance < 0.99
     assert 1 < column.tokens_per_round < found.length + 1
+    # Of draws so few are seen here that they vary by some percent; more are below.
     assert column.tokens_per_round == pytest.approx(
-        found.predicted_tokens, rel=0.05 if temperature else 1e-9
+        found.predicted_tokens, rel=0.12 if temperature else 1e-9
     )
     assert found.columns[LOOKUP].speedup > 0
     assert found.predicted_speedup == FREE.speedup(found.predicted_tokens, found.length)
+
+
+def test_other_answers_to_the_prompts_predict_the_rounds():
+    """As in training; the overlap of both laws without the temperature does not."""
+    mx.random.seed(3)
+    target = build(model_config())
+    target.lm_head.weight *= 25
+    draft = noisy(target, 0.01)
+    # Flatter than the target: colder, both are more alike.
+    draft.lm_head.weight *= 0.2
+    prompts = [[5, 9, 11, number] for number in range(60)]
+    cold, guesses = Sampling(temperature=0.6), 3
+    texts = [Text(target, *pair, cold) for pair in answered(prompts, target, 400)[0]]
+    curve = curve_of(all_stand(texts, draft))
+    draws = count()
+    pairs, rounds = answered(
+        prompts, target, 0, lambda: Draft(draft, seed=next(draws)), guesses
+    )
+    # The last token of an answer may be no round's.
+    said = sum(len(found) - 1 for _, found in pairs)
+    measured = said / (rounds.rounds + rounds.plain)
+    assert curve[guesses - 1] == pytest.approx(measured, rel=0.05)
+    shared = [shares(target, draft, text.prompt, text.said) for text in texts]
+    whole = tokens_per_round(shared, guesses)
+    assert whole != pytest.approx(measured, rel=0.05)
+
+
+def answered(prompts, target, seed, propose=None, guesses=1):
+    """Pairs of a prompt and what is said, and how its rounds went."""
+    controller = Controller(longest=guesses, fixed=guesses)
+    generator = Generator(target, Wordless(), propose=propose, controller=controller)
+    pairs, rounds = [], Speculation()
+    for number, prompt in enumerate(prompts):
+        sampling = Sampling(temperature=0.6, seed=seed + number)
+        found = generator.generate(prompt, max_tokens=30, sampling=sampling)
+        pairs.append((prompt, found.tokens))
+        if propose:
+            rounds.include(generator.speculation)
+    return pairs, rounds
+
+
+def shares(target, draft, prompt, said):
+    """sum min(p, q) at every token but the first."""
+    tokens = mx.array([[*prompt, *said]])[:, :-1]
+    laws = [mx.softmax(model(tokens)[0], axis=-1) for model in (target, draft)]
+    return np.array(mx.minimum(*laws).sum(axis=-1))[len(prompt) :].astype(float)
 
 
 def test_a_model_that_drafts_for_itself_always_stands():
@@ -176,6 +230,6 @@ def test_a_model_that_drafts_for_itself_always_stands():
     target = build(model_config())
     text = [7, 250, 3, 9, 9]
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
-        stands = stands_along(target, target, [1, 2], text, sampling)
+        stands = Text(target, [1, 2], text, sampling).stands(target)
         assert np.allclose(stands, 1, atol=1e-5)
         assert tokens_per_round([stands], 3) == pytest.approx(4, rel=1e-3)

@@ -62,7 +62,7 @@ def test_the_page_has_the_same_tables_and_all_curves(runs, tmp_path, capsys):
     assert capsys.readouterr().out.rstrip().endswith(str(target))
     page = Page(target.read_text())
     assert page.faults == []
-    assert "3.630 ± 0.100 (+10.0%)" in page.text["td"]
+    assert "3.630 ±\u00a00.100 (+10.0%)" in page.text["td"]
     assert "stages.1.train.steps" in page.text["th"]
     assert "one: 2 at step 1" in page.text["desc"]
     assert "two: 2 at step 1" in page.text["desc"]

@@ -57,10 +57,16 @@ def test_what_users_write_is_text(whole):
 
 def test_figures_are_those_of_the_run(whole):
     cells = whole.text["td"]
-    for text in ("3.300 ± 0.100", "0.0200 ± 0.0010", "12.5", "not measured", "2 min"):
+    for text in (
+        "3.300 ±\u00a00.100",
+        "0.0200 ±\u00a00.0010",
+        "12.5",
+        "not measured",
+        "2 min",
+    ):
         assert text in cells
     assert "arc: acc,none" in whole.text["th"]
-    assert "0.500 ± 0.010" in cells
+    assert "0.500 ±\u00a00.010" in cells
     assert "missed" in cells
     assert "0.41" in cells
     assert "4/64" in cells

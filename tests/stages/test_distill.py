@@ -57,8 +57,16 @@ def test_the_draft_says_what_it_is_and_whether_it_pays(distilled, base):
         in (distilled.output / "draft/README.md").read_text()
     )
     assert 1 <= draft["draft_length"] <= 8
-    assert len(draft["costs"]["verify"]) == 9
-    assert draft["costs"]["verify"][0] == 1
+    costs = draft["costs"]["rounds"]
+    assert len(costs) == 9
+    assert costs[0] == 1
+    assert costs == sorted(costs)
+    assert draft["costs"]["reading"] >= 0
+    # What was predicted when the training ended is what the trial began with.
+    expected = draft["made"]["expected"]
+    for name, trial in draft["trials"].items():
+        told = expected[f"tokens_per_round_{name.replace(' ', '_')}"]
+        assert told == pytest.approx(trial["predicted_curve"], rel=0.02)
     assert report["draft"]["acceptance"] == draft["acceptance"]
     assert set(report["speculation"]) == {"greedy", "temperature 0.7"}
     for columns in report["speculation"].values():

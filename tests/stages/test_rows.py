@@ -1,9 +1,12 @@
 """What a run does with its rows: tokenised once, again when anything changed."""
 
+import json
+
 import pytest
 from tiny_runs import TRAIN, Run, write_rows
 
 from toolkit.data import store
+from toolkit.data.template import LAST_ONLY
 
 SHORT = TRAIN | {"steps": 2}
 
@@ -84,6 +87,34 @@ def make_copy(tmp_path):
         return target
 
     return copy
+
+
+def test_answers_that_the_template_takes_away_are_told(
+    tmp_path, base, make_copy, capsys
+):
+    """Of a template that drops earlier thinking; beforehand, and when it trains."""
+    model = make_copy(base)
+    path = model / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    thinks = "m.content if loop.last else m.content.split('</think>')[-1]"
+    settings["chat_template"] = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        f"{{{{ {thinks} }}}}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    path.write_text(json.dumps(settings))
+    run = Run(tmp_path, {"train": SHORT}, model=model)
+    thinking = [
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "<think>two</think>2"},
+    ]
+    rows = tmp_path / "train.jsonl"
+    rows.write_text((json.dumps({"messages": 2 * thinking}) + "\n") * 8)
+    assert run("--check") == 0
+    assert f"8 {LAST_ONLY}" in capsys.readouterr().out
+    assert run() == 0
+    assert lines_of(run, f"train: 8 {LAST_ONLY}")
+    assert not [line for line in lines_of(run, "valid:") if LAST_ONLY in line]
 
 
 def test_rows_that_changed_are_refused_on_resume(tmp_path, base, capsys):

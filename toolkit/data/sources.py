@@ -24,7 +24,8 @@ class Data(Section):
     """What is read, and which of its tokens are trained."""
 
     train: Sources = Field([])
-    """Files, folders, Hub ids (owner/name, owner/name@revision) or builtin:<name>."""
+    """A file, folder, Hub id (owner/name, owner/name@revision) or builtin:<name>, or a
+    list of them."""
     valid: Sources = Field([])
     """Held-out rows; absent = a split valid or validation, else rows set aside."""
     max_length: int = Field(512, ge=8)

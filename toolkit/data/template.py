@@ -13,6 +13,9 @@ from .shapes import Row
 
 TrainOn = Literal["answers", "everything"]
 
+LAST_ONLY = "rows train their last answer alone: the template changes earlier ones"
+"""What to say of rows that `Encoded.last_only` counts."""
+
 
 @dataclass(frozen=True)
 class Example:

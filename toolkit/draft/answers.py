@@ -39,6 +39,11 @@ def prompts(
     return found
 
 
+def mean_length(asked: Sequence[Prompt]) -> int:
+    """Tokens of a prompt, on average."""
+    return round(sum(len(prompt.tokens) for prompt in asked) / len(asked))
+
+
 def answered(
     asked: Sequence[Prompt], settings: Answers, answerer: Answerer, *, seed: int
 ) -> list[Example]:

@@ -1,114 +1,144 @@
-"""What guessing costs on this machine, and what it brings at a rate of acceptance."""
+"""What guessing costs on this machine, and what it brings."""
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from ..generate.controller import Controller
+from ..generate.proposers.draft import Draft
+from ..generate.sampling import Sampling
 from ..generate.session import Session
+from ..generate.speculate import Speculator
+from ..generate.steps import Chooser, decode
 
 LONGEST = 8
 """Guesses of a round, at most."""
 REPEATS = 7
-# Tokens that the caches hold when a step is timed.
-CONTEXT = 32
+# Tokens of a prompt that are read at once, and those to decode, more than enough.
+STEP, ENDLESS = 512, 1 << 20
+# Drawn, which takes longer than choosing the likeliest.
+DRAWN = Sampling(temperature=1.0)
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of a target and its draft, in plain steps of the target.
+    """Of a target and its draft, in tokens of plain decoding.
 
     Attributes:
-        verify: a step of 1, 2, ... rows; the first is 1.
-        draft: one guess.
+        rounds: of a plain token, which is 1, and of rounds with 1, 2, ... guesses, all
+            that belongs to them: guessing, verifying, choosing, taking back.
+        reading: of a prompt by the draft, which plain decoding does not have.
     """
 
-    verify: tuple[float, ...]
-    draft: float
+    rounds: tuple[float, ...]
+    reading: float = 0.0
 
-    def speedup(self, tokens: float, guesses: int) -> float:
+    def speedup(self, tokens: float, guesses: int, said: float = math.inf) -> float:
         """Of rounds of so many guesses that give so many tokens on average.
 
-        tokens / (V(k + 1) + k c): arXiv 2211.17192, theorem 3.8, but with rows of the
-        verification that cost what they cost.
-        """
-        return tokens / (self.verify[guesses] + guesses * self.draft)
+        As arXiv 2211.17192, theorem 3.8, but with rounds that cost what they cost.
 
-    def best(self, tokens: Sequence[float]) -> tuple[int, float]:
+        Args:
+            said: tokens of an answer, over which the reading is spread.
+        """
+        return 1 / (self.rounds[guesses] / tokens + self.reading / said)
+
+    def best(
+        self, tokens: Sequence[float], said: float = math.inf
+    ) -> tuple[int, float]:
         """The number of guesses that pays most, at least 1, and its speed-up.
 
         Args:
             tokens: of a round, by number of guesses from 1 on.
+            said: as above.
         """
-        found = {k: self.speedup(t, k) for k, t in enumerate(tokens, 1)}
+        found = {k: self.speedup(t, k, said) for k, t in enumerate(tokens, 1)}
         length = max(found, key=found.get)
         return length, found[length]
 
     def to_json(self) -> dict:
         """For reports."""
-        return {"verify": list(self.verify), "draft": self.draft}
+        return {"rounds": list(self.rounds), "reading": self.reading}
 
 
-def measure(target: Any, draft: Any) -> Costs:
-    """Time both models: steps of the target by rows, a guess of the draft.
+def measure(target: Any, draft: Any, *, prompt: int) -> Costs:
+    """Time decoding with a target alone, and with all numbers of guesses of a draft.
 
     All in turn, the shortest of some each, so that what else the machine does at a
     time is not taken for what one of them costs.
+
+    Args:
+        prompt: tokens of one.
     """
-    steps = [_Step(target, rows) for rows in range(1, LONGEST + 2)]
-    steps.append(_Step(draft, 1))
-    for _ in range(REPEATS):
-        for step in steps:
-            step.run()
-    *verify, guess = (step.seconds for step in steps)
-    # Fewer rows take no longer; where they seem to, it was somebody else's work.
-    verify = np.minimum.accumulate(verify[::-1])[::-1]
-    return Costs(tuple((verify / verify[0]).tolist()), guess / float(verify[0]))
+    counts = range(1, LONGEST + 1)
+    with ExitStack() as stack:
+        ways = [_plain(target, prompt)]
+        ways += [_rounds(target, draft, prompt, guesses) for guesses in counts]
+        ways += [_reading(draft, tokens) for tokens in (1, prompt)]
+        timed = [_Timed(stack.enter_context(closing(way))) for way in ways]
+        for _ in range(REPEATS):
+            for way in timed:
+                way.run()
+    *rounds, token, whole = (way.seconds for way in timed)
+    # Fewer guesses take no longer; where they seem to, it was somebody else's work.
+    rounds = np.minimum.accumulate(rounds[::-1])[::-1]
+    # A round reads a token by itself.
+    reading = max(0.0, whole - token)
+    return Costs(tuple((rounds / rounds[0]).tolist()), reading / float(rounds[0]))
 
 
-class _Step:
-    """A step of so many rows, and the shortest it took."""
+class _Timed:
+    """A way of decoding, and the shortest its steps took."""
 
-    def __init__(self, model: Any, rows: int):
+    def __init__(self, steps: Iterator[None]):
         self.seconds = math.inf
-        self._session = Session(model)
-        self._tokens = mx.zeros((1, rows), mx.int32)
-        # What is compiled when first used is not timed.
-        mx.eval(self._session.read(mx.zeros((1, CONTEXT), mx.int32)))
-        mx.eval(self._session.read(self._tokens))
+        self._steps = steps
+        # What is compiled when first used is not timed, nor is reading the prompt.
+        for _ in range(2):
+            next(steps)
 
     def run(self) -> None:
+        mx.synchronize()
         start = time.perf_counter()
-        mx.eval(self._session.read(self._tokens))
+        next(self._steps)
+        # What it leaves in flight for its next step is as much as it found done.
+        mx.synchronize()
         self.seconds = min(self.seconds, time.perf_counter() - start)
 
 
-def tokens_per_round(texts: Sequence[np.ndarray], guesses: int) -> float:
-    """Of rounds of so many guesses, on average, along texts of a target.
+def _plain(target: Any, prompt: int) -> Iterator[None]:
+    """Tokens, one by one."""
+    prompts = [[0] * prompt]
+    choose = Chooser(DRAWN, prompts)
+    session = Session(target)
+    for token, _ in decode(session, prompts, ENDLESS, choose, prefill_step=STEP):
+        token.item()
+        yield
 
-    Rounds begin where the ones before them end, so the chances of every place to be a
-    beginning are followed through the text; the first token of a text is no round's.
 
-    Args:
-        texts: for every token but the first of an answer, the chance that a guess
-            stands there: [L - 1] each.
-    """
-    tokens, rounds = 0, 0.0
-    for stands in texts:
-        length = len(stands)
-        begins = np.zeros(length + 1)
-        begins[0] = 1.0
-        for place in range(length):
-            chance = begins[place]
-            rounds += chance
-            # The round ends with the first guess that falls, or one token after all.
-            for end in range(place, min(place + guesses, length)):
-                begins[end + 1] += chance * (1 - stands[end])
-                chance *= stands[end]
-            begins[min(place + guesses + 1, length)] += chance
-        tokens += length
-    return tokens / rounds if rounds else 1.0
+def _rounds(target: Any, draft: Any, prompt: int, guesses: int) -> Iterator[None]:
+    """Rounds, one by one, each with the reading of the tokens of the one before."""
+    speculator = Speculator(
+        Session(target),
+        Draft(draft),
+        controller=Controller(longest=guesses, fixed=guesses),
+        sampling=DRAWN,
+    )
+    done = 0
+    for _ in speculator.decode([0] * prompt, ENDLESS):
+        if speculator.report.rounds > done:
+            done = speculator.report.rounds
+            yield
+
+
+def _reading(draft: Any, count: int) -> Iterator[None]:
+    """What a draft does when it first sees so many tokens, again and again."""
+    while True:
+        mx.eval(Session(draft).read(mx.zeros((1, count), mx.int32)))
+        yield

@@ -46,7 +46,7 @@ class Model(Section):
     """Where the base model comes from."""
 
     path: str | None = None
-    """A local folder or a Hub id."""
+    """A local folder, a Hub id or a GGUF file."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     trust_remote_code: bool = False

@@ -11,6 +11,7 @@ from ..model import foreign
 from ..model.folder import check_weights, read_config
 from ..run.files import free_bytes
 from ..section import Section
+from .drafting import Lessons, drafting, lessons
 from .estimate import Anatomy, Batch, Load, disk, training
 from .loader import Loaded
 from .plan import Plan, Step
@@ -49,16 +50,11 @@ class Needs:
         self.lengths = _padded(lengths or [self.longest], self.longest)
         self.examples = len(lengths) * share
         self.stored = _stored(anatomy.config)
-        self.loads = {
-            index: training(
-                anatomy,
-                step.config,
-                self._batch(step.config),
-                _dtype(step, self.stored).size,
-            )
-            for index, step in enumerate(plan.steps)
-            if step.kind == "train"
-        }
+        self.loads: dict[int, Load] = {}
+        self.lessons: dict[int, Lessons] = {}
+        for index, step in enumerate(plan.steps):
+            if step.kind in ("train", "distill"):
+                self._estimate(index, step, anatomy, loaded.find)
         stages = [step.config for step in plan.steps]
         self.disk = disk(anatomy, stages, self.loads)
         self.free = free_bytes(plan.output)
@@ -66,6 +62,8 @@ class Needs:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Memory, time and disk, for people."""
+        for index, made in self.lessons.items():
+            yield from self._told(self.plan.steps[index], made)
         for index, load in self.loads.items():
             step = self.plan.steps[index]
             parts = ", ".join(f"{k} {readable_size(v)}" for k, v in load.memory.items())
@@ -105,6 +103,32 @@ class Needs:
                 code=WILL_NOT_FIT,
             )
 
+    def _estimate(self, index: int, step: Step, anatomy: Anatomy, find) -> None:
+        compute = _dtype(step, self.stored).size
+        if step.kind == "train":
+            batch = self._batch(step.config)
+            self.loads[index] = training(anatomy, step.config, batch, compute)
+            return
+        answer = step.config.answers.max_tokens
+        longest = max(self.lengths) + answer
+        tokens = max(step.config.batch_tokens, longest)
+        batch = Batch(longest, tokens, tokens)
+        if load := drafting(anatomy, step.config, batch, compute, find):
+            self.loads[index] = load
+        # Of a row with an answer only the prompt is read.
+        mean = sum(self.lengths) / len(self.lengths)
+        self.lessons[index] = lessons(anatomy, step.config, mean)
+
+    def _told(self, step: Step, made: Lessons) -> Iterator[tuple[str, str]]:
+        """Of what a draft learns from."""
+        kept = f"{readable_size(made.bytes)} in the cache" if made.bytes else "not kept"
+        speed = training_speed(_dtype(step, self.stored))
+        yield (
+            "answers",
+            f"{step.name}: at most {made.tokens:,} tokens, their predictions {kept}; "
+            f"about {_duration(OVERHEAD * made.operations / speed)}, roughly",
+        )
+
     def _batch(self, config: Section) -> Batch:
         longest = max(self.lengths)
         mean = sum(self.lengths) / len(self.lengths)
@@ -133,8 +157,12 @@ class Needs:
         )
 
     def _remedies(self, step: Step) -> Iterator[str]:
-        at = f"stages.{step.index}.train"
+        at = f"stages.{step.index}.{step.kind}"
         config = step.config
+        if step.kind == "distill":
+            yield f"{at}.batch_tokens={max(8, config.batch_tokens // 2)}"
+            yield f"{at}.student.layers=1"
+            return
         if not config.gradient_checkpointing:
             yield f"{at}.gradient_checkpointing=true"
         if config.loss_chunk is None:
@@ -190,7 +218,8 @@ def _stored(config: dict) -> mx.Dtype:
 def _dtype(step: Step, stored: mx.Dtype) -> mx.Dtype:
     from ..stages.training import training_dtype
 
-    return training_dtype(step.config.compute_dtype, stored)
+    # A draft is trained in what the target's type asks for.
+    return training_dtype(getattr(step.config, "compute_dtype", "auto"), stored)
 
 
 def readable_size(count: float) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.formats import BUILTIN, Row, Rows
-from ..data.template import Encoded, Example, encode_all, show
+from ..data.template import LAST_ONLY, Encoded, Example, encode_all, show
 from ..export import hub
 from ..section import Section
 from .estimate import Anatomy
@@ -177,6 +177,8 @@ def _lengths(encoded: Encoded, looked_at: int, total: int) -> Iterator[Line]:
         f"{lengths[len(lengths) // 2]}; {trained / sum(lengths):.0%} are trained",
     )
     yield "tokens", f"{encoded.truncated:,} truncated, {len(encoded.dropped):,} dropped"
+    if encoded.last_only:
+        yield "tokens", f"{encoded.last_only:,} {LAST_ONLY}"
     for where, reason in encoded.dropped[:NAMED]:
         yield "tokens", f"dropped: {where}: {reason}"
 

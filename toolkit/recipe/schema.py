@@ -38,7 +38,7 @@ class Stage(Section):
     train: Train | None = None
     """Train or fine-tune."""
     quantize: Quantize | None = None
-    """Quantize after training."""
+    """Quantize a finished model; without `method` it is rounded to the nearest."""
     distill: Distill | None = None
     """Distil a draft model for speculative decoding."""
     check: Validate | None = Field(None, alias="validate")
@@ -79,10 +79,10 @@ def _model(value):
 
 
 class Recipe(Section):
-    """A whole job."""
+    """A whole job: what to begin with, what to read, what to do."""
 
     model: Annotated[Model, BeforeValidator(_model)]
-    """A local folder, a Hub id, or {fresh: {...}}."""
+    """A local folder, a Hub id or a GGUF file, or a block."""
     data: Data = Data()
     """Rows to train and measure on."""
     seed: int = Field(0, ge=0)

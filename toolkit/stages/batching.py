@@ -6,7 +6,7 @@ from ..data import cache, keys, store
 from ..data.batches import Batches, Examples
 from ..data.packing import PackedBatches, packed
 from ..data.sources import Tally, tell
-from ..data.template import encode_all
+from ..data.template import LAST_ONLY, encode_all
 from ..model.load import Loaded
 from .context import Context
 from .train import Config
@@ -54,8 +54,8 @@ def validation_batches(config: Config, context: Context, loaded: Loaded) -> Batc
         max_length=data.max_length,
         train_on=data.train_on,
     )
-    dropped = encoded.dropped
-    _tell(context, "valid", encoded.truncated, len(dropped), dropped[: store.NAMED])
+    counts = vars(encoded) | {"dropped": len(encoded.dropped)}
+    _tell(context, "valid", counts, encoded.dropped[: store.NAMED])
     return Batches(encoded.examples, **_sizes(config, context))
 
 
@@ -82,20 +82,23 @@ def _tokenised(context: Context, loaded: Loaded) -> store.Store:
     facts = kept.facts
     for tally in facts["sources"]:
         tell("train", Tally(**tally), report.say, report.warn)
-    _tell(context, "train", facts["truncated"], facts["dropped"], facts["named"])
+    _tell(context, "train", facts, facts["named"])
     how = f"tokenised into {kept.folder}" if kept.made else "tokenised before"
     report.say(f"train: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {how}")
     return store.Store(kept)
 
 
-def _tell(context: Context, split: str, truncated: int, dropped: int, named) -> None:
+def _tell(context: Context, split: str, counts: dict, named) -> None:
+    """Say what became of the rows that are not trained whole."""
     say, longest = context.report.say, context.data.max_length
-    if truncated:
-        say(f"{split}: {truncated:,} rows cut at {longest} tokens")
+    if counts["truncated"]:
+        say(f"{split}: {counts['truncated']:,} rows cut at {longest} tokens")
+    if counts["last_only"]:
+        say(f"{split}: {counts['last_only']:,} {LAST_ONLY}")
     for where, reason in named:
         context.report.warn(f"{where}: row dropped: {reason}")
-    if dropped > len(named):
-        say(f"{split}: {dropped:,} rows dropped in all")
+    if counts["dropped"] > len(named):
+        say(f"{split}: {counts['dropped']:,} rows dropped in all")
 
 
 def _sizes(config: Config, context: Context) -> dict:

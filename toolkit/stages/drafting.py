@@ -1,5 +1,6 @@
 """How a distill stage is put together: lessons, student, training, rounding."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,7 +8,9 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ..draft.economics import LONGEST, Costs, measure, tokens_per_round
+from ..draft.answers import mean_length
+from ..draft.economics import Costs, measure
+from ..draft.exam import all_stand, curve_of
 from ..draft.losses import Objective
 from ..draft.step import Learning, chances
 from ..model.cast import set_compute_dtype
@@ -53,6 +56,12 @@ class Drafting:
         del students
         dense, facts = self._trained(student)
         draft = self._quantized(dense)
+        if draft != dense:
+            # Acceptance, too, is what the rounded draft has.
+            costs = self._costs(draft)
+            found = self._expected(context.load(draft).model, costs)
+            context.report.say(f"quantized: {_told(found)}")
+            facts |= {"before_quantizing": facts["expected"], "expected": found}
         judging = Judging(self.config, context, self.target, self.digest)
         return judging.run(draft, facts)
 
@@ -79,13 +88,19 @@ class Drafting:
 
     def _predicted(self, folder: Path) -> float:
         """The speed-up to expect of a student after a few steps."""
-        step, loaded = self._step(folder)
-        costs = measure(self.target.model, loaded.model)
+        costs = self._costs(folder)
+        step, _ = self._step(folder)
         steps = min(TRIED_STEPS, self.config.steps)
         for number in range(steps):
             step(self.schooling.lessons(number), self._rate(number, steps), number)
             mx.eval(step.parameters, step.optimizer.state)
         return self._expected(step.serve(), costs)["predicted_speedup"]
+
+    def _costs(self, folder: Path) -> Costs:
+        """Of the target and the model in a folder, as they would be served."""
+        asked = self.schooling.held_out_prompts(self.config.trial.prompts)
+        draft = self.context.load(folder).model
+        return measure(self.target.model, draft, prompt=mean_length(asked))
 
     def _rate(self, number: int, steps: int) -> float:
         return learning_rate(
@@ -100,38 +115,36 @@ class Drafting:
     def _expected(self, model, costs: Costs) -> dict:
         """Acceptance on answers held out, and what it would bring."""
         low = high = count = 0.0
-        texts = []
         for lesson in self.schooling.held_out:
             mask = np.array(lesson.mask)
             least, most = map(np.array, chances(model, lesson))
             low, high = low + least[mask].sum(), high + most[mask].sum()
             count += mask.sum()
-            # The first token of an answer is no guess's.
-            texts += [row[kept][1:] for row, kept in zip(least, mask, strict=True)]
-        curve = [tokens_per_round(texts, k) for k in range(1, LONGEST + 1)]
-        length, speedup = costs.best(curve)
+        exam = self.schooling.exam
+        curves = [curve_of(all_stand(texts, model)) for texts in exam.values()]
+        said = [len(text.said) - 1 for texts in exam.values() for text in texts]
+        curve = np.mean(curves, axis=0).tolist()
+        length, speedup = costs.best(curve, float(np.mean(said)) or math.inf)
         return {
             "acceptance_at_least": float(low / count),
             "acceptance_at_most": float(high / count),
             "tokens_per_round": curve,
             "draft_length": length,
             "predicted_speedup": speedup,
+        } | {
+            f"tokens_per_round_{name.replace(' ', '_')}": found
+            for name, found in zip(exam, curves, strict=True)
         }
 
     def _trained(self, student: Path) -> tuple[Path, dict]:
         """The folder of the trained draft, and how it was made."""
+        costs, report = self._costs(student), self.context.report
         step, loaded = self._step(student)
-        costs, report = measure(self.target.model, loaded.model), self.context.report
 
         def tell(done: int) -> None:
             found = self._expected(step.serve(), costs)
             report.metrics({"kind": "draft", "step": done} | found)
-            report.say(
-                f"step {done}: between {found['acceptance_at_least']:.1%} and "
-                f"{found['acceptance_at_most']:.1%} of drawn guesses stand; "
-                f"{found['predicted_speedup']:.2f}x predicted with "
-                f"{found['draft_length']} guesses"
-            )
+            report.say(f"step {done}: {_told(found)}")
 
         loop = self._loop(step, tell)
         loss = loop.run()
@@ -176,6 +189,16 @@ class Drafting:
         place.mkdir(exist_ok=True)
         context = replace(self.context, folder=place, current=Artefact(dense, dense))
         return quantize.run(self.config.quantization, context).model
+
+
+def _told(expected: dict) -> str:
+    length = expected["draft_length"]
+    return (
+        f"between {expected['acceptance_at_least']:.1%} and "
+        f"{expected['acceptance_at_most']:.1%} of drawn guesses stand; "
+        f"{expected['tokens_per_round'][length - 1]:.2f} tokens a round and "
+        f"{expected['predicted_speedup']:.2f}x predicted with {length} guesses"
+    )
 
 
 def _chunked(loaded: Loaded) -> ChunkedLoss | None:

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from ..data import cache, keys
 from ..draft import verdict
+from ..draft.answers import mean_length
 from ..draft.contract import require_servable
 from ..draft.economics import measure
-from ..draft.trial import Trial
+from ..draft.trial import Trial, ways
 from ..draft.verdict import Verdict
 from ..errors import FAILED, UserError
-from ..generate.sampling import Sampling
 from ..model.load import Loaded
 from ..model.sizes import checkpoint_sizes
 from ..model.tokens import require_same_tokens
@@ -81,7 +81,7 @@ class Judging:
         config, context, target = self.config.trial, self.context, self.target
         schooling = Schooling(self.config, context, target, self.digest)
         asked = schooling.held_out_prompts(config.prompts)
-        costs = measure(target.model, draft.model)
+        costs = measure(target.model, draft.model, prompt=mean_length(asked))
         trial = Trial(
             target.model,
             draft.model,
@@ -90,10 +90,9 @@ class Judging:
             costs=costs,
             max_tokens=config.max_tokens,
         )
-        drawn = Sampling(temperature=config.temperature, seed=context.seed)
         trials = {
-            "greedy": trial.run(Sampling()),
-            f"temperature {config.temperature:g}": trial.run(drawn),
+            name: trial.run(sampling)
+            for name, sampling in ways(config.temperature, context.seed).items()
         }
         tokenizer = cache.key_of(keys.tokenizer(target.path))
         return Verdict(self.digest, tokenizer, costs, trials, platform.platform())

@@ -2,11 +2,15 @@
 
 from functools import cached_property
 
+from ..data.template import Example
 from ..draft import answers
 from ..draft.answers import Prompt
+from ..draft.exam import Text
 from ..draft.targets import Lessons
+from ..draft.trial import numbered, ways
 from ..errors import UserError
-from ..generate.answering import Answerer
+from ..generate.answering import Answerer, answer_all
+from ..generate.batching import Request
 from ..model.folder import setting
 from ..model.load import Loaded
 from .context import Context
@@ -30,12 +34,37 @@ class Schooling:
     def lessons(self) -> Lessons:
         """Of the training rows."""
         rows = self.context.rows.train
-        return self._lessons(self._asked(rows, self.config.answers.prompts))
+        asked = self._asked(rows, self.config.answers.prompts)
+        return self._lessons(self._answered(asked))
 
     @cached_property
     def held_out(self) -> Lessons:
         """Of the validation rows."""
-        return self._lessons(self.held_out_prompts(self.config.answers.held_out))
+        asked = self.held_out_prompts(self.config.answers.held_out)
+        return self._lessons(self._answered(asked))
+
+    @cached_property
+    def exam(self) -> dict[str, list[Text]]:
+        """What the target will say in the trial, by way of sampling."""
+        trial, answerer = self.config.trial, self._answerer
+        asked = self.held_out_prompts(trial.prompts)
+        texts = {}
+        for name, sampling in ways(trial.temperature, self.context.seed).items():
+            requests = [
+                Request(
+                    prompt.tokens,
+                    trial.max_tokens,
+                    numbered(sampling, number),
+                    answerer.end_tokens,
+                )
+                for number, prompt in enumerate(asked)
+            ]
+            pairs = zip(asked, answer_all(requests, answerer), strict=True)
+            texts[name] = [
+                Text(self.target.model, prompt.tokens, said, sampling)
+                for prompt, said in pairs
+            ]
+        return texts
 
     def held_out_prompts(self, count: int) -> list[Prompt]:
         """Prompts of the validation rows, at most so many."""
@@ -44,7 +73,9 @@ class Schooling:
     def _asked(self, rows, count: int) -> list[Prompt]:
         longest = self.context.data.max_length
         if positions := setting(self.target.config, "max_position_embeddings"):
-            longest = min(longest, positions - self.config.answers.max_tokens)
+            config = self.config
+            answer = max(config.answers.max_tokens, config.trial.max_tokens)
+            longest = min(longest, positions - answer)
         tokenizer = self.target.tokenizer
         asked = answers.prompts(rows, tokenizer, count=count, longest=longest)
         if not asked:
@@ -54,18 +85,24 @@ class Schooling:
             )
         return asked
 
-    def _lessons(self, asked: list[Prompt]) -> Lessons:
-        settings, context = self.config.answers, self.context
-        report = context.report
-        answerer = Answerer(
+    @property
+    def _answerer(self) -> Answerer:
+        report = self.context.report
+        return Answerer(
             lambda: self.target.model,
             self.digest,
             frozenset(self.target.tokenizer.eos_token_ids),
             report.say,
             report.warn,
         )
-        report.say(f"{len(asked):,} prompts for the target to answer")
-        examples = answers.answered(asked, settings, answerer, seed=context.seed)
+
+    def _answered(self, asked: list[Prompt]) -> list[Example]:
+        context, settings = self.context, self.config.answers
+        context.report.say(f"{len(asked):,} prompts for the target to answer")
+        return answers.answered(asked, settings, self._answerer, seed=context.seed)
+
+    def _lessons(self, examples: list[Example]) -> Lessons:
+        settings, context = self.config.answers, self.context
         return Lessons(
             examples,
             self.target.model,
@@ -74,5 +111,5 @@ class Schooling:
             tokens=self.config.batch_tokens,
             top_k=settings.top_k,
             seed=context.seed,
-            report=report,
+            report=context.report,
         )

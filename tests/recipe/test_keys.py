@@ -1,0 +1,107 @@
+"""`lmx keys`: what a recipe may say, as the schema says it."""
+
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from toolkit import cli
+from toolkit.recipe import keys, reference
+from toolkit.recipe.reference import Block, Key, blocks
+from toolkit.section import Section
+
+
+class Inner(Section):
+    """A block inside."""
+
+    share: Annotated[float, Field(ge=0, le=1)] | None = 0.5
+    """A share of | the whole."""
+
+
+class One(Section):
+    """The first choice."""
+
+    kind: Literal["one"] = "one"
+    """Its name."""
+    inner: Inner = Inner()
+    """What is
+    inside."""
+
+
+class Two(Section):
+    """The second choice."""
+
+    kind: Literal["two"] = "two"
+    """Its name."""
+    inner: Inner = Inner()
+    """What is
+    inside."""
+    most: list[Annotated[int, Field(gt=0)]] | Literal["all"] = "all"
+    """How many."""
+
+
+class Whole(Section):
+    """All of it."""
+
+    choice: One | Two
+    """One or the other."""
+    named: dict[str, Inner] = Field({})
+    """By pattern."""
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    monkeypatch.setattr(reference, "Recipe", Whole)
+
+
+def printed(capsys, *arguments) -> str:
+    assert cli.main(["keys", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_schema_is_told(whole):
+    share = Key("share", "number ≥ 0, ≤ 1, or null", "0.5", "A share of | the whole.")
+    inner = Key("inner", "block", "its defaults", "What is inside.")
+    most = Key("most", "list of whole number > 0, or all", "all", "How many.")
+    assert blocks() == [
+        Block(
+            "",
+            "All of it.",
+            keys=(
+                Key("choice", "block", "required", "One or the other."),
+                Key("named", "mapping of text to block", "{}", "By pattern."),
+            ),
+        ),
+        Block("choice", "Keys that all choices below have.", keys=(inner,)),
+        Block("choice", "The first choice.", "kind: one"),
+        Block("choice", "The second choice.", "kind: two", (most,)),
+        Block("choice.inner", "A block inside.", keys=(share,)),
+        Block("named.<pattern>", "The keys of `choice.inner`."),
+    ]
+
+
+def test_a_page_escapes_what_would_end_a_cell(whole):
+    page = keys.markdown()
+    assert (
+        r"| `share` | number ≥ 0, ≤ 1, or null | 0.5 | A share of \| the whole. |"
+        in page
+    )
+    assert "## `named.<pattern>`\n\nThe keys of `choice.inner`.\n" in page
+    assert "### `choice`, `kind: two`" in page
+
+
+def test_a_block_a_key_and_all_are_shown(capsys):
+    assert printed(capsys, "stages.export").startswith("stages.export\n  Publish the")
+    rank = printed(capsys, "adapter.rank")
+    assert "  rank: whole number ≥ 1; default 16\n      Rank of the update." in rank
+    assert "alpha" not in rank
+    # A key of several blocks is shown in each.
+    assert printed(capsys, "batch_tokens").count("batch_tokens:") == 3
+    everything = printed(capsys)
+    assert "  stages.train.adapter " in everything
+    assert "  stages.quantize, method: gptq " in everything
+
+
+def test_a_name_that_nothing_has_is_an_error_with_the_nearest(capsys):
+    assert cli.main(["keys", "learning_rte"]) == 2
+    assert "did you mean 'learning_rate'?" in capsys.readouterr().err

@@ -1,0 +1,211 @@
+"""Every command that README and docs show is run, every recipe in them is one, and what
+they say of both is so.
+
+A word behind the language of a block, as in "bash network", means that its commands
+want what a test does not have: another machine, the Hub, a longer run. They are read up
+to the point where their work would begin.
+"""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from toolkit import cli
+from toolkit.recipe.keys import markdown
+from toolkit.recipe.loader import load
+from toolkit.recipe.plan import plan
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+}
+BIN = Path(sys.executable).parent
+BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.DOTALL | re.MULTILINE)
+# Run by test_recipes.py, at settings of its own.
+SHIPPED = re.compile(r"lmx-train recipes/(?!qat_4bit)\w+\.yaml")
+# Programs of others, which are shown beside ours.
+OTHERS = {"hf", "mlx_lm.generate", "mlx_lm.server", "python"}
+WORK = ("recipe.run", "generate.command", "model.foreign.command", "export.command")
+# What a recipe has that is shown by its stages alone.
+AROUND = {
+    "model": "data/tiny-base",
+    "data": {"train": "data/skills/train.jsonl", "valid": "data/skills/valid.jsonl"},
+}
+SMALL = [
+    "stages.train.steps=2",
+    "stages.train.batch_size=4",
+    "stages.train.evaluate_batches=1",
+    "stages.validate.tokens=200",
+    "stages.validate.questions=21",
+    "stages.validate.speed_tokens=8",
+]
+SMALL_BENCHMARKS = {
+    "train_step": "--hidden 64 --layers 1 --batch 2 --length 32 --steps 3 --rounds 1",
+    "finetune": "--hidden 64 --layers 1 --limit 16 --rounds 1 --no-stock",
+    "ptq_large": "--hidden 128 --intermediate 256 --layers 3 --heads 2 "
+    "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
+    "generate": "--hidden 64 --layers 1 --vocabulary 512 --prompt 32 --tokens 8 "
+    "--rows 3 --sampled 0 --rounds 1",
+    "draft_quality": "--seeds 1 --prompts 8 --held-out 4 --trial-prompts 2 "
+    "--max-tokens 8 --steps 2 --batch-tokens 512 --blocks 1",
+}
+SMALL_BENCH = ["--tokens=8", "--repeats=1", "--prompt-lengths=16"]
+
+
+def blocks(language: str) -> list[tuple[str, str, str]]:
+    """Page, mark and text of every block of a language."""
+    return [
+        (page, mark, text)
+        for page, whole in PAGES.items()
+        for found, mark, text in BLOCK.findall(whole)
+        if found == language
+    ]
+
+
+def commands(*, marked: bool) -> list[str]:
+    lines = [
+        (bool(mark), line.partition("  #")[0].strip())
+        for _, mark, text in blocks("bash")
+        for line in text.splitlines()
+        if line.strip()
+    ]
+    return [line for is_marked, line in lines if is_marked == marked]
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory) -> Path:
+    """A folder where the main job was run as the README says, but for its length."""
+    folder = tmp_path_factory.mktemp("workplace")
+    done = run("lmx-train recipes/qat_4bit.yaml", folder)
+    assert done.returncode == 0, done.stderr
+    # What --fresh would set aside.
+    runs = folder / "exports"
+    shutil.copytree(runs / "qat_4bit", runs / "qat_4bit.old-1")
+    return folder
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess:
+    said, _, command = command.rpartition(" | ")
+    program, *arguments = shlex.split(command)
+    if program == "lmx-train" and not any(a.startswith("--") for a in arguments):
+        arguments += [a for a in SMALL if a.partition("=")[0] not in command]
+    if arguments[0] == "bench":
+        arguments += SMALL_BENCH
+    if program == "python":
+        arguments += shlex.split(SMALL_BENCHMARKS[Path(arguments[0]).stem])
+    ours = re.compile(r"(?:^|(?<=\+))(?=recipes/|benchmarks/|data/)")
+    arguments = [ours.sub(f"{ROOT}/", argument) for argument in arguments]
+    return subprocess.run(
+        [BIN / program, *arguments],
+        cwd=folder,
+        input=said and shlex.split(said)[1],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def main_part(command: str) -> str:
+    """What is left of a line when the installing is done."""
+    command = command.split(" && ")[-1]
+    return re.sub(r"^(uv run (--extra test )?|\.venv/bin/)", "", command)
+
+
+TESTED = sorted({main_part(command) for command in commands(marked=False)})
+RUN = [c for c in TESTED if "pytest" not in c and not SHIPPED.fullmatch(c)]
+READ = sorted({*commands(marked=True), *filter(SHIPPED.fullmatch, TESTED)})
+
+
+@pytest.mark.parametrize("command", RUN)
+def test_a_shown_command_works(command, workplace):
+    done = run(command, workplace)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+@pytest.mark.parametrize("command", READ)
+def test_a_command_for_elsewhere_is_understood(command, monkeypatch):
+    reached = []
+    for module in WORK:
+        monkeypatch.setattr(
+            f"toolkit.{module}.run", lambda *_, **__: reached.append(1) or 0
+        )
+    program, *arguments = shlex.split(command.rpartition(" -- ")[2])
+    if program not in OTHERS:
+        verb = {"lmx": cli.main, "lmx-train": cli.train}[program]
+        assert verb(arguments) == 0
+        assert reached
+
+
+@pytest.mark.parametrize(
+    ("page", "text"), [(page, text) for page, _, text in blocks("yaml")]
+)
+def test_a_shown_recipe_is_one(page, text, tmp_path):
+    shown = yaml.safe_load(text)
+    if isinstance(shown, list):
+        text = yaml.safe_dump(AROUND | {"stages": shown})
+    recipe = tmp_path / "shown.yaml"
+    recipe.write_text(text)
+    assert plan(load(recipe, [])).steps
+
+
+def test_the_page_of_keys_is_made_of_the_schema():
+    assert PAGES["docs/recipes.md"] == markdown(), (
+        "lmx keys --markdown > docs/recipes.md"
+    )
+
+
+def test_links_lead_somewhere():
+    for page, text in PAGES.items():
+        for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+            target = (ROOT / page).parent / path if path else ROOT / page
+            assert target.exists(), f"{page}: {path}"
+            assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name in a page, as GitHub makes it of the headings."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
+
+
+def test_every_page_is_linked_from_the_readme():
+    assert all(f"]({page})" in README for page in PAGES if page != "README.md")
+
+
+def test_the_main_job_ends_with_the_table_and_a_model(workplace):
+    text = (workplace / "exports/qat_4bit/log.txt").read_text()
+    assert re.search(r"base +tuned +quantized", text)
+    assert (workplace / "exports/qat_4bit/model/model.safetensors").is_file()
+
+
+def test_ci_installs_and_tests_as_the_readme_says():
+    script = (ROOT / ".ci/run").read_text()
+    shown = [c for c in TESTED if "pytest" in c]
+    assert shown == ["python -m pytest -n 2"]
+    assert shown[0] in script
+    assert 'pip install -e ".[test]"' in README
+    assert '-e ".[test' in script
+
+
+def test_the_shown_recipe_is_the_shipped_one_with_other_words():
+    shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", README, re.DOTALL)[1])
+    shipped = yaml.safe_load((ROOT / "recipes/qat_4bit.yaml").read_text())
+    trained, shipped_trained = shown["stages"][0], shipped["stages"][0]
+    assert trained["train"].items() <= shipped_trained["train"].items()
+    assert shown["stages"][1:] == shipped["stages"][1:]
+    assert shown["data"] == shipped["data"]
+
+
+def test_every_recipe_is_named():
+    names = set(re.findall(r"`recipes/(\w+)\.yaml`", README))
+    assert names == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
