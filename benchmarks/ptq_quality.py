@@ -6,11 +6,13 @@ set it would download.
 """
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from ptq_table import print_table
 
 DATA = Path(__file__).parents[1] / "data"
 GROUP = 64
+SETTINGS = "settings.json"
 # What dynamic_quant mixes: of all pairs around a target the best is taken.
 LEVELS = {3.5: ((2, 4), (2, 5), (2, 6), (3, 4)), 4.5: ((3, 5), (3, 6), (3, 8), (4, 5))}
 UNIFORM = ("2-64", "3-64", "4-64", "2-32", "3-32", "4-32")
@@ -71,10 +74,14 @@ def main() -> None:
             for route in routes_of(case, arguments)
             if arguments.routes is None or route.name in arguments.routes
         ]
-        with tempfile.TemporaryDirectory() as folder:
+        with _folder(arguments.folder) as folder:
             for seed in range(arguments.seeds):
-                _run_seed(Path(folder), arguments, routes, seed)
+                _run_seed(Path(folder) / f"seed-{seed}", arguments, routes, seed, case)
         print_table(case, routes)
+
+
+def _folder(chosen: str | None):
+    return nullcontext(chosen) if chosen else tempfile.TemporaryDirectory()
 
 
 def _arguments() -> argparse.Namespace:
@@ -93,6 +100,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
     parser.add_argument("--routes", nargs="+", help="names in the table; absent = all")
     parser.add_argument("--threads", type=int, help="of every side; absent = all")
+    parser.add_argument(
+        "--folder", help="keeps every run; what is there is not run again"
+    )
     return parser.parse_args()
 
 
@@ -140,7 +150,10 @@ def _tuning(arguments: argparse.Namespace) -> dict:
     return {"tune": {"steps": arguments.steps, "batch_tokens": tokens}}
 
 
-def _run_seed(folder: Path, arguments, routes: list[Route], seed: int) -> None:
+def _run_seed(
+    folder: Path, arguments, routes: list[Route], seed: int, case: str
+) -> None:
+    (folder / case).mkdir(parents=True, exist_ok=True)
     prepare(folder, arguments, seed)
     done: dict[str, Path] = {}
     for route in routes:
@@ -148,17 +161,27 @@ def _run_seed(folder: Path, arguments, routes: list[Route], seed: int) -> None:
             route.runs.append(route.runs[0])
             continue
         tried = []
-        for number, options in enumerate(route.ladder):
-            target = folder / f"{seed}-{route.name.replace(' ', '-')}-{number}"
+        for options in route.ladder:
             if route.start:
                 options = options | {"start": str(done.get(route.start))}
-            run = call_side(route.side, folder, target, options, arguments.threads)
-            tried.append(run)
+            tried.append(_once(folder, case, route, options, arguments))
         _judge([run for run in tried if not run["failed"]], folder, arguments)
         best = min(tried, key=lambda run: run["kl"].mean() if "kl" in run else 1e9)
         route.ladder = [route.ladder[tried.index(best)]]
         route.runs.append(best)
         done[route.name] = Path(best["folder"])
+
+
+def _once(folder: Path, case: str, route: Route, options: dict, arguments) -> dict:
+    """A run, or what it measured when it was made before with all the same."""
+    key = (folder / SETTINGS).read_text() + json.dumps(options)
+    digest = hashlib.sha256(key.encode()).hexdigest()[:8]
+    target = folder / case / f"{route.name.replace(' ', '-')}-{digest}"
+    record = target.with_suffix(".json")
+    if not record.is_file():
+        run = call_side(route.side, folder, target, options, arguments.threads)
+        record.write_text(json.dumps(run))
+    return json.loads(record.read_text())
 
 
 def prepare(folder: Path, arguments: argparse.Namespace, seed: int) -> None:
@@ -176,19 +199,30 @@ def prepare(folder: Path, arguments: argparse.Namespace, seed: int) -> None:
 
 
 def write_inputs(
-    folder: Path, model: Path, source: str, tokens: int, length: int, seed: int
+    folder: Path,
+    model: Path,
+    source: str,
+    tokens: int,
+    length: int,
+    seed: int,
+    *,
+    judged: bool = True,
 ) -> None:
-    """What every side reads: calibration tokens, and where they are from."""
+    """What every side reads: calibration tokens, and where they are from.
+
+    Args:
+        judged: lmx sets a part of these tokens aside, to judge its steps by.
+    """
     import numpy as np
 
     calibration = _tokens(model, source, "train", tokens, length, seed)
     np.save(folder / "calibration.npy", calibration)
-    # What lmx judges its steps by is a part of these tokens too.
-    aside = max(1, len(calibration) // 8) * length
-    taken = {"source": source, "length": length, "held_out": aside}
-    taken["tokens"] = calibration.size - aside
+    taken = {"source": source, "length": length, "tokens": calibration.size}
+    if judged:
+        taken["held_out"] = max(1, len(calibration) // 8) * length
+        taken["tokens"] -= taken["held_out"]
     settings = {"model": str(model), "seed": seed, "windows": taken}
-    (folder / "settings.json").write_text(json.dumps(settings))
+    (folder / SETTINGS).write_text(json.dumps(settings))
 
 
 def _tokens(model: Path, source: str, split: str, count: int, length: int, seed: int):
@@ -214,11 +248,14 @@ def call_side(
 def _judge(runs: list[dict], folder: Path, arguments: argparse.Namespace) -> None:
     import numpy as np
 
-    model = json.loads((folder / "settings.json").read_text())["model"]
-    given = [model, str(folder / "held-out.npy"), *(run["folder"] for run in runs)]
-    _call([str(ptq_judge.PROGRAM), *given], arguments.threads)
+    model = json.loads((folder / SETTINGS).read_text())["model"]
+    judged = {run["folder"]: Path(run["folder"]) / ptq_judge.JUDGED for run in runs}
+    missing = [place for place, file in judged.items() if not file.is_file()]
+    if missing:
+        given = [model, str(folder / "held-out.npy"), *missing]
+        _call([str(ptq_judge.PROGRAM), *given], arguments.threads)
     for run in runs:
-        run |= np.load(Path(run["folder"]) / ptq_judge.JUDGED)
+        run |= np.load(judged[run["folder"]])
 
 
 def _call(command: list[str], threads: int | None) -> str:

@@ -81,9 +81,12 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> int:
     texts = (row.as_text() for row in islice(Rows(SOURCE), DOCUMENTS))
     fresh.train_tokenizer(texts, arguments.vocabulary, tokenizer)
     weights = fresh.initial_weights(config, 0)
+    # They are let go as they are written.
+    count = sum(weight.size for weight in weights.values())
     checkpoints.write(model, weights, config, companions=tokenizer)
-    write_inputs(folder, model, SOURCE, arguments.tokens, arguments.length, seed=0)
-    return sum(weight.size for weight in weights.values())
+    length = arguments.length
+    write_inputs(folder, model, SOURCE, arguments.tokens, length, 0, judged=False)
+    return count
 
 
 def _print_table(runs: dict[str, list[dict]]) -> None:

@@ -17,6 +17,7 @@ from toolkit.quant.spec import Quantization, expand, pack
 
 TOKENS = mx.random.randint(0, 320, (6, 24), key=mx.random.key(0))
 GRID = Quantization(bits=3, group_size=32)
+KINDS = ("scales", "biases")
 SIZES = {"num_hidden_layers": 3, "vocab_size": 320, "tie_word_embeddings": False}
 
 
@@ -27,7 +28,7 @@ def model_of(config=LLAMA, **changes):
     return model.eval()
 
 
-def walk(model, folder, *, key="a", rows=4, reread=None) -> Walk:
+def walk(model, folder, *, key="a", rows=4, reread=None, **more) -> Walk:
     return Walk(
         model,
         list(select(model, GRID).specs),
@@ -38,6 +39,7 @@ def walk(model, folder, *, key="a", rows=4, reread=None) -> Walk:
         rows=rows,
         say=lambda _: None,
         reread=reread,
+        **more,
     )
 
 
@@ -123,6 +125,84 @@ def test_moments_are_those_of_the_model_quantized_so_far(tmp_path, path):
     np.testing.assert_allclose(mine.squares, x.T @ x, atol=1e-4 * largest)
     np.testing.assert_allclose(mine.cross, x.T @ (y - x), atol=1e-4 * largest)
     assert np.abs(x.T @ (y - x)).max() > 1e-2 * largest
+
+
+def test_a_tied_embedding_comes_first_and_the_blocks_know(tmp_path):
+    rounding, path = Rounding(), "model.embed_tokens"
+    found = walk(model_of(tie_word_embeddings=True), tmp_path).run(rounding)
+    assert next(iter(rounding.moments)) == path
+    assert f"{path}.scales" in found
+    x = rows_of_head(model_of(tie_word_embeddings=True))
+    squares = rounding.moments[path].squares
+    np.testing.assert_allclose(squares, x.T @ x, atol=1e-4 * np.abs(x.T @ x).max())
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
+        before = list(rounding.moments)[: list(rounding.moments).index(name)]
+        mine = rounding.moments[name]
+        before = [other for other in before if rounding.moments[other] is not mine]
+        x = rows_of(model_of(tie_word_embeddings=True), name, before)
+        y = rows_of(model_of(tie_word_embeddings=True), name)
+        largest = np.abs(x.T @ x).max()
+        np.testing.assert_allclose(mine.squares, x.T @ x, atol=1e-4 * largest)
+        np.testing.assert_allclose(mine.cross, x.T @ (y - x), atol=1e-4 * largest)
+
+
+def rows_of_head(model):
+    """What comes out of a model's last norm."""
+    x = model.model(TOKENS)
+    return np.array(x, np.float64).reshape(-1, x.shape[-1])
+
+
+def test_without_a_full_stream_there_is_nothing_to_compare(tmp_path):
+    rounding, alone = Rounding(), Rounding()
+    walk(model_of(), tmp_path / "both").run(rounding)
+    walk(model_of(), tmp_path, compares=False).run(alone)
+    for path, moments in rounding.moments.items():
+        if moments is not None:
+            assert mx.array_equal(alone.moments[path].squares, moments.squares)
+            assert alone.moments[path].cross is None
+    assert not list(tmp_path.glob("walk/*/stream-full-*"))
+
+
+def test_a_layer_that_is_called_twice_gets_both_inputs(tmp_path):
+    def model_that_calls_twice():
+        model = model_of()
+        mlp = model.model.layers[1].mlp
+
+        class Twice(type(mlp)):
+            def __call__(self, x):
+                return super().__call__(x) + 0.5 * super().__call__(0.25 * x)
+
+        mlp.__class__ = Twice
+        return model
+
+    rounding = Rounding()
+    walk(model_that_calls_twice(), tmp_path).run(rounding)
+    path = "model.layers.2.self_attn.q_proj"
+    before = list(rounding.moments)[: list(rounding.moments).index(path)]
+    x = rows_of(model_that_calls_twice(), path, before)
+    squares = rounding.moments[path].squares
+    np.testing.assert_allclose(squares, x.T @ x, atol=1e-4 * np.abs(x.T @ x).max())
+
+
+def test_the_next_block_sees_what_was_improved(tmp_path):
+    path = "model.layers.1.self_attn.q_proj"
+
+    def improve(closed):
+        name = f"{closed.prefix}self_attn.q_proj"
+        codes = closed.tensors[f"{name}.weight"]
+        zeros = [mx.zeros_like(closed.tensors[f"{name}.{k}"]) for k in KINDS]
+        tensors = dict(zip(("weight", *KINDS), (codes, *zeros), strict=True))
+        return {name: Stored(tensors, expand(tensors, GRID, mx.float32))}
+
+    rounding = Rounding()
+    walk(model_of(), tmp_path, improve=improve).run(rounding)
+    before = list(rounding.moments)[: list(rounding.moments).index(path)]
+    model = model_of()
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.weight = mx.zeros_like(attention.q_proj.weight)
+    x = rows_of(model, path, [name for name in before if "0.self_attn.q" not in name])
+    squares = rounding.moments[path].squares
+    np.testing.assert_allclose(squares, x.T @ x, atol=1e-4 * np.abs(x.T @ x).max())
 
 
 def test_every_expert_has_its_own_rows(tmp_path):

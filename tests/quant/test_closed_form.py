@@ -16,7 +16,7 @@ from toolkit.quant.closed_form import (
     refit,
     solve,
 )
-from toolkit.quant.grid import fit_grid, nearest
+from toolkit.quant.grid import fit_grid, inverted, nearest
 from toolkit.quant.hessian import damped
 from toolkit.quant.spec import QuantSpec, expand, pack
 
@@ -189,7 +189,7 @@ def test_between_the_best_there_is_and_plain_rounding():
 def _plain(target):
     low, high = target.min(axis=1), target.max(axis=1)
     scale = (high - low) / 3
-    codes = nearest(target, scale[:, None], low[:, None], LEVELS)
+    codes = nearest(target, inverted(scale)[:, None], low[:, None], LEVELS)
     return codes, scale[:, None], low[:, None]
 
 
@@ -270,7 +270,7 @@ def test_a_matrix_that_cannot_be_inverted_is_damped_until_it_can():
 def test_the_grid_of_a_group_against_a_search_of_all():
     weight = weights(6, 8)
     cost = mx.array(np.exp(np.random.default_rng(3).normal(size=8)), mx.float32)
-    scale, bias = (double(v) for v in fit_grid(weight, cost, LEVELS, mx.float32))
+    scale, bias = (double(v) for v in fit_grid(weight.T, cost, LEVELS, mx.float32))
     rows, costs = double(weight), double(cost)
 
     def error(row, scale, bias):

@@ -1,7 +1,8 @@
 """One walk through a model, block by block, in two streams of hidden states.
 
 One stream has the full-precision blocks behind it, the other the quantized ones, so
-every layer is quantized for the inputs it will get. Weights and second moments of one
+every layer is quantized for the inputs it will get. A method that compares nothing with
+full precision does without the first. Weights and second moments of one
 block are in memory at a time; the streams and all that is done are on disk, and a walk
 that was killed goes on at the block where it stopped.
 """
@@ -17,14 +18,17 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..model.blockwise import Blockwise
-from ..run.files import atomic_folder, need_space
+from ..run.files import atomic_folder
 from . import streams
 from .closed import Closed, close_block
+from .crossing import Crossing
 from .inputs import Moments, Seen, watched
 from .opened import Prepare, prepare_block
-from .streams import FULL, INPUTS, ROUNDED
+from .streams import FULL, ROUNDED
+from .tied import given, moments_of_head, tied
 
 TENSORS = "tensors.safetensors"
+TIED = "tied"
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,8 @@ class Walk:
         reread: see `Blockwise`.
         prepare: is shown every block before it is quantized.
         improve: is shown every block afterwards.
+        compares: whether to run the full-precision stream too; it costs as much as the
+            other. Without one moments have no `cross`, and nothing can be improved.
 
     Raises:
         UserError: the model is not a plain sequence of blocks.
@@ -75,6 +81,7 @@ class Walk:
         reread: Callable[[], nn.Module] | None = None,
         prepare: Prepare | None = None,
         improve: Improve | None = None,
+        compares: bool = True,
     ):
         self.model = model
         self.tokens = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
@@ -84,6 +91,7 @@ class Walk:
         self.say = say
         self.prepare = prepare
         self.improve = improve
+        self.compares = compares
         self.blockwise = Blockwise(model, reread)
         self._inside: list[list[str]] = [[] for _ in self.blockwise.blocks]
         self._outside = []
@@ -102,7 +110,7 @@ class Walk:
             Codes, scales and biases by name, unread, of all layers, and the weights of
             others that `prepare` changed.
         """
-        self._begin()
+        self._begin(solve)
         for number in range(self._done(), len(self.blockwise)):
             self._walk_block(number, solve)
         self._finish(solve)
@@ -111,7 +119,7 @@ class Walk:
             name: value for file in files for name, value in mx.load(str(file)).items()
         }
 
-    def _begin(self) -> None:
+    def _begin(self, solve: Solve) -> None:
         """Make the streams in front of the first block, unless that is done."""
         state = self.folder / "walk.json"
         if state.is_file() and json.loads(state.read_text()) == self.key:
@@ -119,13 +127,32 @@ class Walk:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.blockwise.check(self.tokens[0][:1, :8])
+        found = self._quantize_tied(solve)
         with atomic_folder(self.folder / "0000") as place:
-            for part, tokens in enumerate(self.tokens):
-                hidden = {"hidden": self.blockwise.first(tokens)}
-                streams.save(place, FULL, part, hidden)
-                streams.save(place, ROUNDED, part, hidden)
+            if self.compares:
+                self._enter(place, FULL)
+            with given(self.model, {path: s.weight for path, s in found.items()}):
+                self._enter(place, ROUNDED)
         self.blockwise.let_go()
         state.write_text(json.dumps(self.key))
+
+    def _quantize_tied(self, solve: Solve) -> dict[str, Stored]:
+        """Embeddings that are the head too: the blocks are to know what they lose."""
+        found: dict[str, Stored] = {}
+        with atomic_folder(self.folder / TIED) as place:
+            for path in tied(self.blockwise, self._outside, self.tokens[0][:1]):
+                weight = dict(self.model.named_modules())[path].weight
+                parts = self.tokens, self.compute, place
+                moments = moments_of_head(self.blockwise, path, *parts)
+                found |= solve({path: weight}, moments)
+            mx.save_safetensors(str(place / TENSORS), _named(found))
+        return found
+
+    def _enter(self, place: Path, stream: str) -> None:
+        """The hidden states in front of the first block."""
+        for part, tokens in enumerate(self.tokens):
+            hidden = {"hidden": self.blockwise.first(tokens)}
+            streams.save(place, stream, part, hidden)
 
     def _done(self) -> int:
         """How many blocks are behind the newest streams on disk."""
@@ -153,65 +180,43 @@ class Walk:
                     here,
                     dtypes,
                 )
-            groups = self._groups(number)
-            self._pass_full(number, [group[0] for group in groups], after)
-            for group in groups:
-                tensors |= self._quantize(number, group, after, solve)
-            seen = {path for group in groups for path in group}
+            crossing = Crossing(
+                self.blockwise,
+                number,
+                self._inside[number],
+                self.tokens,
+                here,
+                after,
+                compares=self.compares,
+            )
+            if self.compares:
+                crossing.pass_full()
+            for group in crossing.groups:
+                tensors |= self._quantize(number, group, crossing, solve)
+            seen = {path for group in crossing.groups for path in group}
             for path in self._inside[number]:
                 if path not in seen:
                     tensors |= self._quantize(number, [path], None, solve)
-            streams.drop(after, INPUTS)
             if self.improve is not None:
                 closed = close_block(
                     self.blockwise, number, tensors, self.tokens, here, after
                 )
                 tensors |= self._put(number, self.improve(closed))
-            for part, tokens in enumerate(self.tokens):
-                hidden = streams.load(here, ROUNDED, part)["hidden"]
-                outputs = self.blockwise.run(number, tokens, hidden)
-                streams.save(after, ROUNDED, part, {"hidden": outputs})
+                crossing.forget()
+            crossing.leave()
             mx.save_safetensors(str(after / TENSORS), tensors)
         streams.drop(here)
         self.say(f"block {number + 1} of {len(self.blockwise)} is quantized")
 
-    def _groups(self, number: int) -> list[list[str]]:
-        """The block's layers that share an input, in the order of their calls."""
-        hidden = streams.load(self.folder / f"{number:04d}", FULL, 0)["hidden"]
-        block = self.blockwise.blocks[number]
-        with watched(block, self._inside[number]) as seen:
-            self.blockwise.run(number, self.tokens[0][:1], hidden[:1])
-        return seen.groups()
-
-    def _pass_full(self, number: int, paths: list[str], after: Path) -> None:
-        """The full-precision stream through a block, and what went into its layers.
-
-        That of a mixture's experts is not compared and so not kept.
-        """
-        here, block = self.folder / f"{number:04d}", self.blockwise.blocks[number]
-        modules = dict(block.named_modules())
-        paths = [path for path in paths if modules[path].weight.ndim == 2]
-        for part, tokens in enumerate(self.tokens):
-            hidden = streams.load(here, FULL, part)["hidden"]
-            with watched(block, paths) as seen:
-                outputs = self.blockwise.run(number, tokens, hidden)
-            mx.eval(outputs, seen.rows)
-            if part == 0:
-                inputs = sum(rows.nbytes for rows in seen.rows.values())
-                need = len(self.tokens) * (2 * outputs.nbytes + inputs)
-                need_space(self.folder, need)
-            streams.save(after, FULL, part, {"hidden": outputs})
-            streams.save(after, INPUTS, part, seen.rows)
-
     def _quantize(
-        self, number: int, group: list[str], after: Path | None, solve: Solve
+        self, number: int, group: list[str], crossing: Crossing | None, solve: Solve
     ) -> dict[str, mx.array]:
-        """Layers of a block that share an input; without one if there is no `after`."""
+        """Layers of a block that share an input; of no crossing, if none was seen."""
         prefix = f"{self.blockwise.prefix}{number}."
         modules = dict(self.blockwise.blocks[number].named_modules())
         weights = {prefix + path: modules[path].weight for path in group}
         # Nobody but the solver holds the moments, so that it can let them go.
-        found = solve(weights, after and self._moments(number, group[0], after))
+        found = solve(weights, crossing and crossing.moments(group))
         return self._put(number, found)
 
     def _put(self, number: int, found: dict[str, Stored]) -> dict[str, mx.array]:
@@ -223,29 +228,14 @@ class Walk:
             modules[path.removeprefix(prefix)].weight = dense
         return _named(found)
 
-    def _moments(self, number: int, path: str, after: Path) -> Moments:
-        here, block = self.folder / f"{number:04d}", self.blockwise.blocks[number]
-        weight = dict(block.named_modules())[path].weight
-        experts = weight.shape[0] if weight.ndim == 3 else None
-        found = Moments.empty(
-            weight.shape[-1], experts=experts, with_cross=experts is None
-        )
-        for part, tokens in enumerate(self.tokens):
-            hidden = streams.load(here, ROUNDED, part)["hidden"]
-            with watched(block, [path]) as seen:
-                self.blockwise.run(number, tokens, hidden)
-            if experts is None:
-                found.add(seen.rows[path], streams.load(after, INPUTS, part)[path])
-            else:
-                found.add_routed(seen.rows[path], seen.experts[path])
-        return found
-
     def _finish(self, solve: Solve) -> None:
         """The layers outside the blocks."""
         target = self.folder / "outside"
         if target.is_dir():
             return
         modules = dict(self.model.named_modules())
+        done = mx.load(str(self.folder / TIED / TENSORS))
+        self._outside = [p for p in self._outside if f"{p}.weight" not in done]
         groups = self._groups_outside()
         seen = {path for group in groups for path in group}
         tensors: dict[str, mx.array] = {}
@@ -260,27 +250,32 @@ class Walk:
         self.blockwise.let_go()
 
     def _groups_outside(self) -> list[list[str]]:
-        hidden = streams.load(self._end, FULL, 0)["hidden"]
+        hidden = streams.load(self._end, ROUNDED, 0)["hidden"]
         tokens = self.tokens[0][:1]
         return self._seen_outside(self._outside, tokens, hidden[:1]).groups()
 
     def _moments_outside(self, path: str) -> Moments:
         width = dict(self.model.named_modules())[path].weight.shape[-1]
-        found = Moments.empty(width, experts=None, with_cross=True)
+        found = Moments.empty(width, experts=None, with_cross=self.compares)
         for part, tokens in enumerate(self.tokens):
-            x, y = (
-                self._seen_outside(
-                    [path], tokens, streams.load(self._end, stream, part)["hidden"]
-                ).rows[path]
-                for stream in (ROUNDED, FULL)
+            found.add(
+                *(
+                    self._seen_outside(
+                        [path], tokens, streams.load(self._end, stream, part)["hidden"]
+                    ).rows[path]
+                    for stream in self._streams
+                )
             )
-            found.add(x, y)
         return found
 
     def _seen_outside(self, paths: list[str], tokens: mx.array, hidden) -> Seen:
         with watched(self.model, paths) as seen:
             self.blockwise.last(tokens, hidden)
         return seen
+
+    @property
+    def _streams(self) -> list[str]:
+        return [ROUNDED, FULL] if self.compares else [ROUNDED]
 
     @property
     def _end(self) -> Path:

@@ -23,16 +23,19 @@ def quantize_watched(
     solve: Solve,
     prepare: Prepare | None = None,
     improve: Improve | None = None,
+    *,
+    compares: bool,
 ) -> dict[str, mx.array]:
     """Walk through the model; layers whose grid is not affine are rounded.
 
     Args:
         config: the method's.
+        prepare, improve, compares: see `Walk`.
 
     Returns:
         What is stored, by name: codes, scales, biases, and dense weights that changed.
     """
-    walk = _walk(config, task, prepare, improve)
+    walk = _walk(config, task, prepare=prepare, improve=improve, compares=compares)
     # What MLX keeps of freed memory counts, too, where a model hardly fits.
     before = mx.set_cache_limit(KEPT_BYTES)
     try:
@@ -72,7 +75,7 @@ def _affine_alone(solve: Solve, task: Task) -> Solve:
     return solve_all
 
 
-def _walk(config, task: Task, prepare: Prepare | None, improve: Improve | None) -> Walk:
+def _walk(config, task: Task, **settings) -> Walk:
     modules = dict(task.model.named_modules())
     widest = max(modules[path].weight.shape[-1] for path in task.specs)
     wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
@@ -95,6 +98,5 @@ def _walk(config, task: Task, prepare: Prepare | None, improve: Improve | None) 
         rows=max(1, TOKENS_AT_ONCE // tokens.shape[1]),
         say=task.report.say,
         reread=task.reread,
-        prepare=prepare,
-        improve=improve,
+        **settings,
     )

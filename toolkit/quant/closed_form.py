@@ -112,8 +112,8 @@ def _solved(weight, hessian: Hessian, spec: QuantSpec, dtype, cross, settings):
         grid = descend(grid, target, hessian.matrix, levels)
         judge(f"descent {number + 1}", grid)
         grid = judge.best
-    judge("kept", judge.best)
-    return judge.best, judge.lost, judge.output
+    kept = {"kept": judge.least.sum().item()}
+    return judge.best, judge.lost | kept, judge.output
 
 
 class Judge:
@@ -121,6 +121,7 @@ class Judge:
 
     Attributes:
         best: of those met so far.
+        least: float32 [N], what every row of it loses.
         lost: by every way, its squared error on the layer's inputs.
         output: the same for no weights at all.
     """
@@ -131,19 +132,19 @@ class Judge:
         self.dtype = dtype
         self.lost: dict[str, float] = {}
         self.output = ((target @ matrix) * target).sum().item()
-        self._errors: mx.array | None = None
+        self.least: mx.array | None = None
 
     def __call__(self, way: str, grid: Grid) -> None:
         """Judge a grid as it is stored."""
         off = grid.weight(self.dtype) - self.target
         errors = ((off @ self.matrix) * off).sum(axis=1)
         self.lost[way] = errors.sum().item()
-        if self._errors is None:
-            self.best, self._errors = grid, errors
+        if self.least is None:
+            self.best, self.least = grid, errors
         else:
-            self.best = grid.over(self.best, errors < self._errors)
-            self._errors = mx.minimum(errors, self._errors)
-        mx.eval(self._errors, vars(self.best))
+            self.best = grid.over(self.best, errors < self.least)
+            self.least = mx.minimum(errors, self.least)
+        mx.eval(self.least, vars(self.best))
 
 
 def rounded(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> Grid:

@@ -5,7 +5,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from .grid import Grid, fit_grid, nearest
+from .grid import Grid, fit_grid, inverted, nearest
 from .hessian import Hessian
 
 # Columns whose errors spread one by one; beyond them by one product.
@@ -20,16 +20,17 @@ def fitted(
     Args:
         costs: float32 [K], of a squared error in each column.
     """
+    rows = mx.contiguous(target.T)
     found = []
-    for start in range(0, target.shape[1], group):
+    for start in range(0, len(rows), group):
         here = slice(start, start + group)
-        scale, bias = fit_grid(target[:, here], costs[here], levels, dtype)
-        codes = nearest(target[:, here], scale[:, None], bias[:, None], levels)
+        scale, bias = fit_grid(rows[here], costs[here], levels, dtype)
+        codes = nearest(rows[here], inverted(scale), bias, levels)
         found.append((codes, scale, bias))
         mx.async_eval(found[-1])
     codes, scales, biases = zip(*found, strict=True)
     stacked = (mx.stack(v, axis=1) for v in (scales, biases))
-    return Grid(mx.concatenate(codes, axis=1), *stacked)
+    return Grid(mx.concatenate(codes).T, *stacked)
 
 
 def gptq(
@@ -47,8 +48,9 @@ def gptq(
         here = slice(start, start + group)
         block = factor[here, here]
         costs = 1 / mx.diagonal(block) ** 2
-        scale, bias = fit_grid(left[:group].T, costs, levels, dtype)
-        take = partial(_gptq_strip, scale=scale, bias=bias, levels=levels)
+        scale, bias = fit_grid(left[:group], costs, levels, dtype)
+        points = {"scale": scale, "inverse": inverted(scale), "bias": bias}
+        take = partial(_gptq_strip, **points, levels=levels)
         codes, errors = _in_turn(take, left[:group], block)
         left = left[group:] - factor[here, start + group :].T @ errors
         found.append((codes, scale, bias))
@@ -73,11 +75,13 @@ def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: mx.array) ->
         take = partial(
             _descent_strip,
             scale=scales[number],
+            inverse=inverted(scales[number]),
             bias=biases[number],
             levels=levels,
         )
-        codes, moved = _in_turn(take, pull[here], matrix[here, here], weight[here])
-        pull = pull - matrix[:, here] @ moved
+        own, rest = pull[: grid.group], pull[grid.group :]
+        codes, moved = _in_turn(take, own, matrix[here, here], weight[here])
+        pull = rest - matrix[start + grid.group :, here] @ moved
         found.append(codes)
         mx.async_eval(pull, codes)
     return Grid(mx.concatenate(found).T, grid.scales, grid.biases)
@@ -104,10 +108,10 @@ def _in_turn(take: Callable, rows: mx.array, matrix: mx.array, *others: mx.array
 
 
 @mx.compile
-def _gptq_strip(rows, factor, scale, bias, levels):
+def _gptq_strip(rows, factor, scale, inverse, bias, levels):
     codes, errors = [], []
     for column in range(len(rows)):
-        code = nearest(rows[column], scale, bias, levels)
+        code = nearest(rows[column], inverse, bias, levels)
         error = (rows[column] - (code * scale + bias)) / factor[column, column]
         rows = rows - factor[column][:, None] * error
         codes.append(code)
@@ -116,11 +120,11 @@ def _gptq_strip(rows, factor, scale, bias, levels):
 
 
 @mx.compile
-def _descent_strip(pull, matrix, weight, scale, bias, levels):
+def _descent_strip(pull, matrix, weight, scale, inverse, bias, levels):
     codes, moves = [], []
     for column in range(len(pull)):
         wanted = weight[column] + pull[column] / matrix[column, column]
-        code = nearest(wanted, scale, bias, levels)
+        code = nearest(wanted, inverse, bias, levels)
         move = code * scale + bias - weight[column]
         pull = pull - matrix[column][:, None] * move
         codes.append(code)

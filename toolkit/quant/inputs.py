@@ -19,10 +19,12 @@ class Seen:
     Attributes:
         rows: [T, K].
         experts: int [T], which expert of a mixture each row went to.
+        again: layers that were called more than once; of the last call is all else.
     """
 
     rows: dict[str, mx.array] = field(default_factory=dict)
     experts: dict[str, mx.array] = field(default_factory=dict)
+    again: set[str] = field(default_factory=set)
     # The very objects, by which layers with the same input are known.
     objects: dict[str, mx.array] = field(default_factory=dict)
 
@@ -40,19 +42,28 @@ def watched(root: nn.Module, paths: list[str]) -> Iterator[Seen]:
     seen = Seen()
     with ExitStack() as stack:
         for path in paths:
-            stack.enter_context(_replaced(root, path, seen))
+            stack.enter_context(_replaced(root, path, _Watched, path, seen))
         yield seen
 
 
 @contextmanager
-def _replaced(root: nn.Module, path: str, seen: Seen) -> Iterator[None]:
+def resumed(root: nn.Module, inputs: dict[str, mx.array]) -> Iterator[None]:
+    """Layers by path take these inputs in the place of those they are called with."""
+    with ExitStack() as stack:
+        for path, x in inputs.items():
+            stack.enter_context(_replaced(root, path, _Resumed, x))
+        yield
+
+
+@contextmanager
+def _replaced(root: nn.Module, path: str, stand_in: type, *arguments) -> Iterator[None]:
     owner = root
     *way, name = path.split(".")
     for part in way:
         owner = owner[int(part)] if isinstance(owner, list) else owner[part]
     key = int(name) if isinstance(owner, list) else name
     layer = owner[key]
-    owner[key] = _Watched(layer, path, seen)
+    owner[key] = stand_in(layer, *arguments)
     try:
         yield
     finally:
@@ -72,6 +83,11 @@ class _Watched(StandIn):
         return self._module.as_linear(x)
 
 
+class _Resumed(StandIn):
+    def __init__(self, layer: nn.Module, x: mx.array):
+        super().__init__(layer, lambda _, *rest, **more: layer(x, *rest, **more))
+
+
 def _look(layer: nn.Module, path: str, seen: Seen, *inputs, **more) -> mx.array:
     _note(path, seen, *inputs[:2])
     return layer(*inputs, **more)
@@ -81,6 +97,8 @@ def _note(path: str, seen: Seen, x: mx.array, experts: mx.array | None = None) -
     if not mx.issubdtype(x.dtype, mx.floating):
         # Tokens that are looked up.
         return
+    if path in seen.objects:
+        seen.again.add(path)
     seen.objects[path] = x
     if experts is not None:
         # [..., 1, K] for each of the experts, or for all of them alike.

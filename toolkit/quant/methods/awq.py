@@ -39,7 +39,9 @@ def quantize(config: Config, task: Task) -> dict[str, mx.array]:
     """Codes, scales and biases of the layers in `task.specs`, as they are stored, and
     the dense weights that had a scale folded in."""
     method = _Method(task)
-    tensors = quantize_watched(config, task, method.solve, method.prepare)
+    tensors = quantize_watched(
+        config, task, method.solve, method.prepare, compares=False
+    )
     method.folding.sum_up()
     return tensors
 

@@ -68,7 +68,14 @@ class _Method:
         config, task = self.config, self.task
         folding = Folding(task) if config.fold else None
         training = BlockTraining(config.blocks, task) if config.blocks else None
-        tensors = quantize_watched(config, task, self._solve, folding, training)
+        tensors = quantize_watched(
+            config,
+            task,
+            self._solve,
+            folding,
+            training,
+            compares=bool(config.asymmetry or training),
+        )
         for part in filter(None, (folding, training)):
             part.sum_up()
         return tensors
@@ -96,8 +103,9 @@ class _Method:
             group = self.task.specs[path].group_size
             if group not in hessians:
                 hessians[group] = self._hessian(path, moments.squares, group)
-        moments.cross = moments.cross / mean
-        mx.eval(moments.cross)
+        if moments.cross is not None:
+            moments.cross = moments.cross / mean
+            mx.eval(moments.cross)
         return hessians, moments.cross
 
     def _experts(self, path: str, weight: mx.array, moments: Moments) -> Stored:
