@@ -1,7 +1,7 @@
 """An embedding that is the head too, quantized before all else.
 
-What it loses where tokens are looked up, the blocks after it can then make up for: at
-4 bits data/tiny-base came out 8% nearer to itself, at 2 bits 15%.
+What it loses where tokens are looked up, the blocks after it can then make up for: with
+one calibration of data/tiny-base, KL was 8% less at 4 bits and 14% less at 2.
 """
 
 from collections.abc import Iterator
@@ -56,6 +56,8 @@ def given(model: nn.Module, weights: dict[str, mx.array]) -> Iterator[None]:
     before = {path: modules[path].weight for path in weights}
     for path, weight in weights.items():
         modules[path].weight = weight.astype(before[path].dtype)
-    yield
-    for path, weight in before.items():
-        modules[path].weight = weight
+    try:
+        yield
+    finally:
+        for path, weight in before.items():
+            modules[path].weight = weight
