@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 import time
+from itertools import islice
 from pathlib import Path
 
 import qat_table
@@ -60,6 +61,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--cross-entropy", type=float, default=0.0, help="when taught")
     parser.add_argument("--tune", type=int, default=200, help="steps after gptq")
     parser.add_argument("--calibration", type=int, default=32768, help="tokens of gptq")
+    parser.add_argument("--limit", type=int, help="rows of each kind; absent = all")
     parser.add_argument("--routes", nargs="+", choices=[route.name for route in ROUTES])
     parser.add_argument("--folder", type=Path, default=Path("exports/qat_quality"))
     return parser.parse_args()
@@ -106,7 +108,8 @@ def result(route: Route, seed: int, bits: int | None, arguments) -> dict:
     spent = {"seconds": time.perf_counter() - began, "cpu": _children() - busy}
     model = _fused(place) if route.fused else _model(place)
     found = {"trained_loss": facts.get("validation_loss")} | spent
-    found |= _judged(model if route is twin else arguments.twin, model)
+    reference = model if route is twin else arguments.twin
+    found |= _judged(reference, model, arguments.limit)
     write(place.with_suffix(".json"), found)
     return found
 
@@ -132,7 +135,7 @@ def _run(place: Path, model: str, route: Route, seed: int, bits, arguments) -> d
         "output": str(place.absolute()),
         "stages": route.stages(arguments, bits),
     }
-    recipe["data"]["max_length"] = MAX_LENGTH
+    recipe["data"] |= {"max_length": MAX_LENGTH, "limit": arguments.limit}
     file = place.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
     _call("from toolkit.cli import train", "train", [str(file), "--quiet", "--force"])
@@ -169,7 +172,7 @@ def _rows(split: str) -> Path:
     return DATA / "skills" / f"{split}.jsonl"
 
 
-def _judged(twin: Path, model: Path) -> dict:
+def _judged(twin: Path, model: Path, limit: int | None) -> dict:
     """Sums by held-out row, and the mean loss on the validation rows."""
     from toolkit import blas
 
@@ -178,19 +181,20 @@ def _judged(twin: Path, model: Path) -> dict:
     from toolkit.model.load import load
 
     full, found = load(twin), load(model)
-    held_out, valid = (_batches(full, split) for split in ("test", "valid"))
+    held_out, valid = (_batches(full, split, limit) for split in ("test", "valid"))
     sums = measure_rows(full.model, found.model, held_out)
     others = measure_rows(full.model, found.model, valid)
     lists = {name: values.tolist() for name, values in vars(sums).items()}
     return lists | {"valid_loss": others.means["loss"]}
 
 
-def _batches(loaded, split: str) -> list:
+def _batches(loaded, split: str, limit: int | None) -> list:
     from toolkit.data.batches import Batches
     from toolkit.data.formats import Rows
     from toolkit.data.template import encode_all
 
     rows = Rows(str(_rows(split)), split="train")
+    rows = list(islice(rows, limit))
     encoded = encode_all(rows, loaded.tokenizer, max_length=MAX_LENGTH)
     batches = Batches(encoded.examples, max_length=MAX_LENGTH, tokens=4096)
     return list(batches.in_order())

@@ -29,8 +29,11 @@ PAGES = {
 }
 BIN = Path(sys.executable).parent
 BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# Run by test_recipes.py, at settings of its own.
-SHIPPED = re.compile(r"lmx-train recipes/(?!qat_4bit)\w+\.yaml")
+# Run by test_recipes.py and test_benchmarks.py, at settings of their own.
+TESTED_APART = re.compile(
+    r"lmx-train recipes/(?!qat_4bit)\w+\.yaml"
+    r"|python benchmarks/(train_step|finetune|generate)\.py.*"
+)
 # Programs of others, which are shown beside ours.
 OTHERS = {"hf", "mlx_lm.generate", "mlx_lm.server", "python"}
 WORK = ("recipe.run", "generate.command", "model.foreign.command", "export.command")
@@ -48,16 +51,12 @@ SMALL = [
     "stages.validate.speed_tokens=8",
 ]
 SMALL_BENCHMARKS = {
-    "train_step": "--hidden 64 --layers 1 --batch 2 --length 32 --steps 3 --rounds 1",
-    "finetune": "--hidden 64 --layers 1 --limit 16 --rounds 1 --no-stock",
     "ptq_large": "--hidden 128 --intermediate 256 --layers 3 --heads 2 "
     "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
     "qat_step": "--hidden 64 --layers 1 --vocabulary 512 --batch 2 --length 32 "
     "--steps 3 --grids minmax learned",
-    "qat_quality": "--seeds 1 --bits 2 --steps 2 --batch 4 --tune 1 "
+    "qat_quality": "--seeds 1 --bits 2 --steps 2 --batch 4 --tune 1 --limit 40 "
     "--calibration 1024 --routes 'rtn of the twin' 'qat minmax'",
-    "generate": "--hidden 64 --layers 1 --vocabulary 512 --prompt 32 --tokens 8 "
-    "--rows 3 --sampled 0 --rounds 1",
     "draft_quality": "--seeds 1 --prompts 8 --held-out 4 --trial-prompts 2 "
     "--max-tokens 8 --steps 2 --batch-tokens 512 --blocks 1",
 }
@@ -125,8 +124,8 @@ def main_part(command: str) -> str:
 
 
 TESTED = sorted({main_part(command) for command in commands(marked=False)})
-RUN = [c for c in TESTED if "pytest" not in c and not SHIPPED.fullmatch(c)]
-READ = sorted({*commands(marked=True), *filter(SHIPPED.fullmatch, TESTED)})
+RUN = [c for c in TESTED if "pytest" not in c and not TESTED_APART.fullmatch(c)]
+READ = sorted({*commands(marked=True), *filter(TESTED_APART.fullmatch, TESTED)})
 
 
 @pytest.mark.parametrize("command", RUN)
@@ -144,6 +143,8 @@ def test_a_command_for_elsewhere_is_understood(command, monkeypatch):
             f"toolkit.{module}.run", lambda *_, **__: reached.append(1) or 0
         )
     program, *arguments = shlex.split(command.rpartition(" -- ")[2])
+    if program == "python":
+        assert (ROOT / arguments[0]).is_file()
     if program not in OTHERS:
         verb = {"lmx": cli.main, "lmx-train": cli.train}[program]
         assert verb(arguments) == 0

@@ -150,7 +150,8 @@ class Needs:
             batches = step.config.batches(self.examples / rows)
             steps = math.ceil(batches / step.config.accumulate)
         speed = training_speed(_dtype(step, self.stored))
-        steps *= step.config.trainings
+        if step.kind == "train":
+            steps *= step.config.trainings
         seconds = OVERHEAD * load.operations * steps / speed
         return (
             f"about {_duration(seconds)} for {steps:,} steps, roughly, at the "

@@ -82,7 +82,7 @@ class Recipe(Section):
     """A whole job: what to begin with, what to read, what to do."""
 
     model: Annotated[Model, BeforeValidator(_model)]
-    """A local folder, a Hub id or a GGUF file, or a block."""
+    """A local folder, a Hub id, a GGUF file, or {fresh: {...}}."""
     data: Data = Data()
     """Rows to train and measure on."""
     seed: int = Field(0, ge=0)
