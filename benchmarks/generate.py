@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=96, help="decoded of a prompt")
     parser.add_argument("--rows", type=int, default=16, help="of the batch")
-    parser.add_argument("--noise", type=float, default=0.2, help="of the draft")
+    parser.add_argument("--noise", type=float, default=0.1, help="of the draft")
     parser.add_argument(
         "--sampled", type=int, default=600, help="with a draft; 0 = none"
     )
