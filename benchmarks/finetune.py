@@ -15,6 +15,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import random_llama
 from finetune_sides import PROGRAM, RANK, SCALE, SIDES
 
 SKILLS = Path(__file__).parents[1] / "data" / "skills" / "train.jsonl"
@@ -93,19 +94,11 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     from toolkit.export import mlx as checkpoints
     from toolkit.model import fresh
     from toolkit.model.load import load
-    from toolkit.model.source import Fresh
 
     path = arguments.rows or _made_up(folder / "made-up.jsonl")
     found = list(formats.Rows(str(path)))
-    config = fresh.configuration(
-        Fresh(
-            vocabulary=case.vocabulary,
-            hidden_size=arguments.hidden,
-            intermediate_size=3 * arguments.hidden,
-            layers=arguments.layers,
-            heads=max(1, arguments.hidden // 64),
-            dtype="float32",
-        )
+    config = random_llama.configuration(
+        arguments, vocabulary=case.vocabulary, dtype="float32"
     )
     tokenizer, model = folder / "tokenizer", folder / "model"
     tokenizer.mkdir()

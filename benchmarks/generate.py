@@ -14,6 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import random_llama
 from generate_sides import SIDES
 
 CASES = {
@@ -71,20 +72,9 @@ def prepare(arguments: argparse.Namespace) -> None:
     from toolkit.export import mlx as checkpoints
     from toolkit.model import fresh
     from toolkit.model.load import build
-    from toolkit.model.source import Fresh
     from toolkit.quant.spec import QuantSpec
 
-    config = fresh.configuration(
-        Fresh(
-            vocabulary=arguments.vocabulary,
-            hidden_size=arguments.hidden,
-            intermediate_size=3 * arguments.hidden,
-            layers=arguments.layers,
-            heads=max(1, arguments.hidden // 64),
-            tied=False,
-            dtype="float32",
-        )
-    )
+    config = random_llama.configuration(arguments, tied=False, dtype="float32")
     tokenizer = arguments.folder / "tokenizer"
     tokenizer.mkdir()
     fresh.train_tokenizer([Path(__file__).read_text()], 512, tokenizer)

@@ -10,6 +10,7 @@ import tempfile
 from itertools import islice
 from pathlib import Path
 
+import random_llama
 from ptq_quality import call_side, write_inputs
 
 SOURCE, DOCUMENTS, GROUP = "builtin:stdlib", 300, 64
@@ -64,17 +65,9 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> int:
     from toolkit.data.formats import Rows
     from toolkit.export import mlx as checkpoints
     from toolkit.model import fresh
-    from toolkit.model.source import Fresh
 
-    config = fresh.configuration(
-        Fresh(
-            vocabulary=arguments.vocabulary,
-            hidden_size=arguments.hidden,
-            intermediate_size=-(-8 * arguments.hidden // 3 // GROUP) * GROUP,
-            layers=arguments.layers,
-            heads=max(1, arguments.hidden // 64),
-        )
-    )
+    width = -(-8 * arguments.hidden // 3 // GROUP) * GROUP
+    config = random_llama.configuration(arguments, intermediate_size=width)
     tokenizer, model = folder / "tokenizer", folder / "model"
     tokenizer.mkdir()
     model.mkdir()

@@ -8,6 +8,8 @@ import argparse
 import statistics
 import time
 
+import random_llama
+
 GRIDS = {"minmax": 4, "learned": 4, "frozen": 4, "balanced": 2, "ternary": 2}
 GROUP, RANK, RATE = 64, 16, 1e-4
 # The first step traces, and the second is the first with warm caches.
@@ -117,31 +119,18 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
 
 def _model(arguments: argparse.Namespace):
     """A model as stored, and the type that its checkpoint has."""
-    import mlx.core as mx
 
-    from toolkit.model import fresh
     from toolkit.model.cpu import on_cpu, replace_slow_functions
-    from toolkit.model.load import build, load
-    from toolkit.model.source import Fresh
+    from toolkit.model.load import load
 
     if arguments.model != RANDOM:
         loaded = load(arguments.model, compute="stored")
         return loaded.model, loaded.dtype
-    config = fresh.configuration(
-        Fresh(
-            vocabulary=arguments.vocabulary,
-            hidden_size=arguments.hidden,
-            intermediate_size=3 * arguments.hidden,
-            layers=arguments.layers,
-            heads=max(1, arguments.hidden // 64),
-        )
-    )
+    config = random_llama.configuration(arguments)
     # As loading a checkpoint does.
     if on_cpu():
         replace_slow_functions()
-    model = build(config)
-    model.load_weights(list(fresh.initial_weights(config, 0).items()))
-    mx.eval(model.parameters())
+    model = random_llama.model(config)
     return model, model.layers[0].input_layernorm.weight.dtype
 
 

@@ -14,6 +14,8 @@ import sys
 import tempfile
 import time
 
+import random_llama
+
 SIDES = ("lmx", "mlx-lm", "stock")
 CASES = {"full": "full", "lora": "LoRA rank 16"}
 RANK, SCALE, RATE, BETAS = 16, 2.0, 1e-4, (0.9, 0.95)
@@ -128,27 +130,8 @@ def _seconds(runs: list[dict]) -> list[float]:
 
 def _model(arguments: argparse.Namespace):
     """The model both sides train, with weights that are a function of the sizes."""
-    import mlx.core as mx
 
-    from toolkit.model import fresh
-    from toolkit.model.load import build
-    from toolkit.model.source import Fresh
-
-    config = fresh.configuration(
-        Fresh(
-            vocabulary=arguments.vocabulary,
-            hidden_size=arguments.hidden,
-            intermediate_size=3 * arguments.hidden,
-            layers=arguments.layers,
-            heads=max(1, arguments.hidden // 64),
-            dtype="float32",
-        )
-    )
-    model = build(config)
-    model.load_weights(list(fresh.initial_weights(config, 0).items()))
-    # As after loading a checkpoint; else a compiled step would draw them every time.
-    mx.eval(model.parameters())
-    return model
+    return random_llama.model(random_llama.configuration(arguments, dtype="float32"))
 
 
 def _same_adapters(model) -> None:

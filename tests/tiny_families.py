@@ -54,6 +54,16 @@ LATENT_ATTENTION = {
     "qk_nope_head_dim": 8,
     "v_head_dim": 16,
 }
+SHORT_CONVOLUTIONS = {
+    "conv_bias": False,
+    "conv_L_cache": 3,
+    "block_dim": 32,
+    "block_multiple_of": 16,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+    "block_ff_dim": 48,
+    "full_attn_idxs": [1],
+}
 YARN = {
     "rope_scaling": {
         "type": "yarn",
@@ -221,16 +231,7 @@ FAMILIES = {
         "mamba_proj_bias": False,
         "moe_shared_expert_intermediate_size": 16,
     },
-    "lfm2": {
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 32,
-        "block_multiple_of": 16,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "block_ff_dim": 48,
-        "full_attn_idxs": [1],
-    },
+    "lfm2": SHORT_CONVOLUTIONS,
     "jamba": {
         "attn_layer_offset": 1,
         "attn_layer_period": 2,

@@ -5,7 +5,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx.utils import tree_map
-from tiny_families import DEEPSEEK_EXPERTS, EXPERTS, SHAPE
+from tiny_families import DEEPSEEK_EXPERTS, EXPERTS, SHAPE, SHORT_CONVOLUTIONS
 
 from toolkit.export import dense
 from toolkit.model.load import build
@@ -76,18 +76,7 @@ FAMILIES = {
         "time_step_limit": [0.001, 100.0],
         "num_heads": 4,
     },
-    "lfm2": TIED
-    | {
-        "conv_bias": False,
-        "conv_L_cache": 3,
-        "block_dim": 32,
-        "block_multiple_of": 16,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-        "block_ff_dim": 48,
-        "full_attn_idxs": [1],
-        "layer_types": ["conv", "full_attention"],
-    },
+    "lfm2": TIED | SHORT_CONVOLUTIONS | {"layer_types": ["conv", "full_attention"]},
 }
 
 

@@ -145,7 +145,7 @@ def training(anatomy: Anatomy, stage: Section, batch: Batch, compute: int) -> Lo
     per_token = (4 + 2 * stage.gradient_checkpointing) * seen + 2 * to_weights
     per_token += 12 * batch.length * width + 2 * live * seen
     tokens = batch.mean_tokens * stage.accumulate
-    return Load(total, trained, memory, per_token * tokens)
+    return Load(total, trained, memory, stage.trainings * per_token * tokens)
 
 
 def quantized_bytes(anatomy: Anatomy, specs: dict[str, QuantSpec]) -> int:

@@ -150,8 +150,6 @@ class Needs:
             batches = step.config.batches(self.examples / rows)
             steps = math.ceil(batches / step.config.accumulate)
         speed = training_speed(_dtype(step, self.stored))
-        if step.kind == "train":
-            steps *= step.config.trainings
         seconds = OVERHEAD * load.operations * steps / speed
         return (
             f"about {_duration(seconds)} for {steps:,} steps, roughly, at the "

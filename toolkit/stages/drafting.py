@@ -62,8 +62,7 @@ class Drafting:
             found = self._expected(context.load(draft).model, costs)
             context.report.say(f"quantized: {_told(found)}")
             facts |= {"before_quantizing": facts["expected"], "expected": found}
-        judging = Judging(self.config, context, self.target, self.digest)
-        return judging.run(draft, facts)
+        return Judging(self.schooling).run(draft, facts)
 
     def _sample(self) -> mx.array:
         """Tokens [1, L] of answers, to look at the source with."""
@@ -98,9 +97,8 @@ class Drafting:
 
     def _costs(self, folder: Path) -> Costs:
         """Of the target and the model in a folder, as they would be served."""
-        asked = self.schooling.held_out_prompts(self.config.trial.prompts)
-        draft = self.context.load(folder).model
-        return measure(self.target.model, draft, prompt=mean_length(asked))
+        draft, tried = self.context.load(folder).model, self.schooling.tried
+        return measure(self.target.model, draft, prompt=mean_length(tried))
 
     def _rate(self, number: int, steps: int) -> float:
         return learning_rate(

@@ -18,8 +18,7 @@ from ..model.load import Loaded
 from ..model.sizes import checkpoint_sizes
 from ..model.tokens import require_same_tokens
 from ..run.files import atomic_folder, write_atomic
-from .context import Artefact, Context
-from .distill import Config
+from .context import Artefact
 from .lessons import Schooling
 
 SHIPPED = "draft"
@@ -29,14 +28,14 @@ class Judging:
     """Measures a finished draft, as it will be served, beside its target.
 
     Args:
-        digest: of the target's files.
+        schooling: what it was taught with.
     """
 
-    def __init__(self, config: Config, context: Context, target: Loaded, digest: str):
-        self.config = config
-        self.context = context
-        self.target = target
-        self.digest = digest
+    def __init__(self, schooling: Schooling):
+        self.schooling = schooling
+        self.config = schooling.config
+        self.context = schooling.context
+        self.target = schooling.target
 
     def run(self, folder: Path, facts: dict) -> Artefact:
         """Judge the draft in a folder and publish it.
@@ -79,8 +78,7 @@ class Judging:
 
     def _tried(self, draft: Loaded) -> Verdict:
         config, context, target = self.config.trial, self.context, self.target
-        schooling = Schooling(self.config, context, target, self.digest)
-        asked = schooling.held_out_prompts(config.prompts)
+        asked = self.schooling.tried
         costs = measure(target.model, draft.model, prompt=mean_length(asked))
         trial = Trial(
             target.model,
@@ -95,7 +93,8 @@ class Judging:
             for name, sampling in ways(config.temperature, context.seed).items()
         }
         tokenizer = cache.key_of(keys.tokenizer(target.path))
-        return Verdict(self.digest, tokenizer, costs, trials, platform.platform())
+        digest = self.schooling.digest
+        return Verdict(digest, tokenizer, costs, trials, platform.platform())
 
     def _report(self, record: dict) -> None:
         """Add to report.json, which a validate stage may have begun."""

@@ -40,14 +40,14 @@ class Schooling:
     @cached_property
     def held_out(self) -> Lessons:
         """Of the validation rows."""
-        asked = self.held_out_prompts(self.config.answers.held_out)
+        rows = self.context.rows.valid
+        asked = self._asked(rows, self.config.answers.held_out)
         return self._lessons(self._answered(asked))
 
     @cached_property
     def exam(self) -> dict[str, list[Text]]:
         """What the target will say in the trial, by way of sampling."""
         trial, answerer = self.config.trial, self._answerer
-        asked = self.held_out_prompts(trial.prompts)
         texts = {}
         for name, sampling in ways(trial.temperature, self.context.seed).items():
             requests = [
@@ -57,18 +57,19 @@ class Schooling:
                     numbered(sampling, number),
                     answerer.end_tokens,
                 )
-                for number, prompt in enumerate(asked)
+                for number, prompt in enumerate(self.tried)
             ]
-            pairs = zip(asked, answer_all(requests, answerer), strict=True)
+            pairs = zip(self.tried, answer_all(requests, answerer), strict=True)
             texts[name] = [
                 Text(self.target.model, prompt.tokens, said, sampling)
                 for prompt, said in pairs
             ]
         return texts
 
-    def held_out_prompts(self, count: int) -> list[Prompt]:
-        """Prompts of the validation rows, at most so many."""
-        return self._asked(self.context.rows.valid, count)
+    @cached_property
+    def tried(self) -> list[Prompt]:
+        """Prompts of the trial, of the validation rows."""
+        return self._asked(self.context.rows.valid, self.config.trial.prompts)
 
     def _asked(self, rows, count: int) -> list[Prompt]:
         longest = self.context.data.max_length

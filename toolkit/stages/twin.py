@@ -78,10 +78,11 @@ class Twin:
             held_out: of validation rows.
         """
         self._round(selection)
-        load, dense = self.context.load, self.folder / "dense"
-        full = load(dense).model
-        folders = (dense, self.folder / "rounded", trained.model)
-        sums = [measure_rows(full, load(path).model, held_out) for path in folders]
+        full = self.context.load(self.folder / "dense").model
+        sums = [measure_rows(full, full, held_out)]
+        for folder in (self.folder / "rounded", trained.model):
+            found = self.context.load(folder).model
+            sums.append(measure_rows(full, found, held_out))
         gain = trained.facts["gain"]
         is_gain = gain["before_export"] > 0
         kept = gain["after_export"] / gain["before_export"] if is_gain else None

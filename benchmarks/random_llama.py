@@ -1,0 +1,38 @@
+"""Llamas of random weights, by the sizes that the benchmarks take as options."""
+
+import argparse
+from typing import Any
+
+
+def configuration(arguments: argparse.Namespace, **settings: Any) -> dict:
+    """config.json of a Llama: `hidden` wide, `layers` deep; `settings` come first.
+
+    Args:
+        settings: fields of `Fresh`.
+    """
+    from toolkit.model import fresh
+    from toolkit.model.source import Fresh
+
+    sizes = {
+        "hidden_size": arguments.hidden,
+        "intermediate_size": 3 * arguments.hidden,
+        "layers": arguments.layers,
+        "heads": max(1, arguments.hidden // 64),
+    }
+    if "vocabulary" not in settings:
+        sizes["vocabulary"] = arguments.vocabulary
+    return fresh.configuration(Fresh(**sizes | settings))
+
+
+def model(config: dict) -> Any:
+    """The model, with weights that are a function of the sizes."""
+    import mlx.core as mx
+
+    from toolkit.model import fresh
+    from toolkit.model.load import build
+
+    found = build(config)
+    found.load_weights(list(fresh.initial_weights(config, 0).items()))
+    # As after loading a checkpoint; else a compiled step would draw them every time.
+    mx.eval(found.parameters())
+    return found
