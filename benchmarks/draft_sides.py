@@ -24,7 +24,7 @@ def run(settings: dict) -> dict:
     from toolkit.data.formats import Rows
     from toolkit.draft.answers import mean_length, prompts
     from toolkit.draft.economics import measure
-    from toolkit.draft.trial import Trial
+    from toolkit.draft.trial import Rival, Trial
     from toolkit.generate.sampling import Sampling
     from toolkit.model.load import load
 
@@ -32,19 +32,19 @@ def run(settings: dict) -> dict:
     rows = Rows(settings["rows"], split="valid")
     count = settings["prompts"]
     asked = prompts(rows, target.tokenizer, count=count, longest=LONGEST_PROMPT)
+    costs = measure(target.model, draft.model, prompt=mean_length(asked))
     trial = Trial(
         target.model,
-        draft.model,
+        Rival(draft.model, costs),
         target.tokenizer,
-        [prompt.tokens for prompt in asked],
-        costs=measure(target.model, draft.model, prompt=mean_length(asked)),
+        {"held out": [prompt.tokens for prompt in asked]},
         max_tokens=settings["max_tokens"],
     )
     found = {}
     for heat in settings["temperatures"]:
         sampling = Sampling(temperature=heat, seed=settings["seed"])
         found[f"{heat:g}"] = trial.run(sampling).to_json()
-    return {"costs": trial.costs.to_json(), "found": found}
+    return {"costs": costs.to_json(), "found": found}
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def _rows(split: str) -> Path:
 
 
 def _judged(twin: Path, model: Path, limit: int | None) -> dict:
-    """Sums by held-out row, and the mean loss on the validation rows."""
+    """Sums by row of both held-out splits, and the mean loss on the validation rows."""
     from toolkit import blas
 
     blas.use()
@@ -181,8 +181,9 @@ def _judged(twin: Path, model: Path, limit: int | None) -> dict:
     from toolkit.model.load import load
 
     full, found = load(twin), load(model)
-    held_out, valid = (_batches(full, split, limit) for split in ("test", "valid"))
-    sums = measure_rows(full.model, found.model, held_out)
+    test, valid = (_batches(full, split, limit) for split in ("test", "valid"))
+    # No route chooses by the validation rows: they are held out as the others are.
+    sums = measure_rows(full.model, found.model, [*test, *valid])
     others = measure_rows(full.model, found.model, valid)
     lists = {name: values.tolist() for name, values in vars(sums).items()}
     return lists | {"valid_loss": others.means["loss"]}

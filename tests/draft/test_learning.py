@@ -13,7 +13,7 @@ from toolkit.draft.exam import Text, all_stand, curve_of, tokens_per_round
 from toolkit.draft.losses import Objective
 from toolkit.draft.step import Learning, chances
 from toolkit.draft.targets import Lessons
-from toolkit.draft.trial import DRAFT, LOOKUP, Trial
+from toolkit.draft.trial import DRAFT, LOOKUP, Rival, Trial
 from toolkit.generate.controller import Controller
 from toolkit.generate.engine import Generator
 from toolkit.generate.proposers.draft import Draft
@@ -165,7 +165,8 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature):
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
     prompts = [[5, 9, 11, number] for number in range(8)]
-    trial = Trial(target, draft, Wordless(), prompts, costs=FREE, max_tokens=70)
+    rival = Rival(draft, FREE)
+    trial = Trial(target, rival, Wordless(), {"all": prompts}, max_tokens=70)
     sampling = Sampling(temperature=temperature, seed=4)
     found = trial.run(sampling)
     column = found.columns[DRAFT]

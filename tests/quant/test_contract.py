@@ -138,7 +138,7 @@ def test_near_the_weights_and_stored_as_asked(method, folder, tmp_path, grid):
             without_folds(expand(packed, spec, mx.float32), weight), weight
         )
         # What is nearest for the layers' inputs may be further in the weights.
-        assert error < min(0.7, 2 * relative_error(plain, weight))
+        assert error < min(0.8, 2.5 * relative_error(plain, weight))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda g: "-".join(map(str, g.values())))

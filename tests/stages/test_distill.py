@@ -1,6 +1,8 @@
 """The distill stage through the command line, and its draft in stock mlx-lm."""
 
 import json
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,14 +34,25 @@ DISTILL = {
     "learning_rate": 3e-3,
     "evaluate_every": 6,
     "checkpoint_every": 4,
-    "trial": {"prompts": 3, "max_tokens": 10},
+    "trial": {"prompts": 6, "max_tokens": 10},
 }
+
+
+def run_of(folder, *stages, model):
+    """With room for what is to be copied."""
+    run = Run(folder, *stages, model=model)
+    run.data["max_length"] = 128
+    run.write()
+    return run
 
 
 @pytest.fixture(scope="module")
 def distilled(base, tmp_path_factory):
     """A run that distils a draft from the trained tiny model."""
-    run = Run(tmp_path_factory.mktemp("distil"), {"distill": DISTILL}, model=base)
+    # The model itself is the sibling: it guesses right, and nothing is won.
+    trial = DISTILL["trial"] | {"sibling": str(base)}
+    stage = {"distill": DISTILL | {"trial": trial}}
+    run = run_of(tmp_path_factory.mktemp("distil"), stage, model=base)
     assert run() == 0
     return run
 
@@ -68,14 +81,50 @@ def test_the_draft_says_what_it_is_and_whether_it_pays(distilled, base):
         told = expected[f"tokens_per_round_{name.replace(' ', '_')}"]
         assert told == pytest.approx(trial["predicted_curve"], rel=0.02)
     assert report["draft"]["acceptance"] == draft["acceptance"]
-    assert set(report["speculation"]) == {"greedy", "temperature 0.7"}
-    for columns in report["speculation"].values():
-        assert set(columns) == {"plain", "lookup", "draft"}
+    kinds = ("", ", chat", ", copying")
+    assert list(report["speculation"]) == [
+        f"{how}{kind}" for how in ("greedy", "temperature 0.7") for kind in kinds
+    ]
+    for name, columns in report["speculation"].items():
+        assert list(columns) == ["plain", "lookup", "sibling", "draft"]
         assert 0 <= columns["draft"]["acceptance"] <= 1
+        assert columns["sibling"]["acceptance"] > (0.999 if "greedy" in name else 0.9)
     greedy = draft["trials"]["greedy"]
     assert greedy["draft"]["tokens_per_round"] == pytest.approx(
         greedy["predicted_tokens_per_round"]
     )
+
+
+def test_the_card_and_the_page_tell_of_every_suite_and_of_the_sibling(distilled):
+    card = (distilled.output / "draft/README.md").read_text()
+    assert "|  | plain | lookup | sibling | draft |" in card
+    page = (distilled.output / "report.html").read_text()
+    for how in ("greedy", "temperature 0.7"):
+        for kind in ("chat", "copying"):
+            assert f"| {how}, {kind}: speed-up | 1.00x |" in card
+            assert f"Speculative decoding of {how}, {kind}:" in page
+    rows = re.findall(r"<tr><th[^>]*>(\w+)</th>(.*?)</tr>", page, re.DOTALL)
+    shown = [cells for name, cells in rows if name == "sibling"]
+    assert len(shown) == 6
+    assert not any("-" in re.sub(r"<[^>]+>", " ", cells) for cells in shown)
+
+
+def test_a_sibling_with_other_tokens_is_told_of_before_the_training(
+    distilled, tmp_path, capsys
+):
+    other = tmp_path / "other"
+    shutil.copytree(distilled.model, other)
+    words = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = words["model"]["vocab"]
+    first, second = list(vocabulary)[-2:]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(words))
+    trial = DISTILL["trial"] | {"sibling": str(other)}
+    stage = {"distill": DISTILL | {"trial": trial}}
+    run = run_of(tmp_path, stage, model=distilled.model)
+    assert run() == 2
+    assert "sibling" in capsys.readouterr().err
+    assert not (run.output / "metrics.jsonl").exists()
 
 
 def test_training_tells_bounds_rounds_and_a_prediction(distilled):
@@ -98,7 +147,7 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
         "loss": "reverse",
         "quantization": {"bits": 8, "group_size": 32},
     }
-    run = Run(tmp_path, {"distill": other}, "export", model=distilled.model)
+    run = run_of(tmp_path, {"distill": other}, "export", model=distilled.model)
     assert run() == 0
     assert run.json("draft/draft.json")["target"] == weights_digest(
         run.output / "model"
@@ -114,7 +163,7 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
 def test_a_missed_gate_publishes_nothing_and_ends_with_1(distilled, tmp_path):
     fresh = {"fresh": True, "layers": 1}
     gates = {**DISTILL, "student": fresh, "steps": 1, "require": {"acceptance": 1.0}}
-    run = Run(tmp_path, {"distill": gates}, "export", model=distilled.model)
+    run = run_of(tmp_path, {"distill": gates}, "export", model=distilled.model)
     assert run() == 1
     assert "acceptance" in run.log
     assert run.json("report.json")["draft"]["acceptance"] < 1
@@ -129,7 +178,7 @@ def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
         "answers": {**ANSWERS, "top_k": None},
         "steps": 2,
     }
-    run = Run(tmp_path, {"distill": auto}, model=distilled.model)
+    run = run_of(tmp_path, {"distill": auto}, model=distilled.model)
     assert run() == 0
     config = json.loads((run.output / "draft/config.json").read_text())
     assert config["num_hidden_layers"] in (1, 2)
@@ -140,7 +189,7 @@ def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
 
 
 def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_path):
-    run = Run(tmp_path, {"distill": DISTILL}, model=distilled.model)
+    run = run_of(tmp_path, {"distill": DISTILL}, model=distilled.model)
     assert run.attacked("SIGTERM", "step", 7).returncode == 130
     assert run() == 0
     assert "resuming after step 7" in run.log
@@ -149,7 +198,7 @@ def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_pat
 
 
 def test_a_model_is_not_changed_after_its_draft(distilled, tmp_path, capsys):
-    run = Run(
+    run = run_of(
         tmp_path, {"distill": DISTILL}, {"quantize": {"bits": 4}}, model=distilled.model
     )
     assert run() == 2
@@ -194,22 +243,30 @@ def test_mlx_lms_server_says_the_same_with_the_draft(distilled, tmp_path):
     try:
         chat = {"messages": [{"role": "user", "content": "Add 4 and 4."}]}
         body = json.dumps({**chat, "max_tokens": 12, "temperature": 0.0}).encode()
-        answer = _asked(f"http://127.0.0.1:{port}/v1/chat/completions", body)
+        address = f"http://127.0.0.1:{port}/v1/chat/completions"
+        answer = json.loads(_asked(address, body))
+        streaming = json.loads(body) | {"stream": True}
+        pieces = _asked(address, json.dumps(streaming).encode())
     finally:
         server.terminate()
         server.wait(timeout=20)
     assert answer["choices"][0]["message"]["content"] == ours.text
+    events = [line.removeprefix("data: ") for line in pieces.splitlines()]
+    events = [json.loads(event) for event in events if event.startswith("{")]
+    assert len(events) > 1
+    streamed = [event["choices"][0]["delta"].get("content") for event in events]
+    assert "".join(filter(None, streamed)) == ours.text
 
 
 def _asked(url, body):
-    """The server's answer, once it is there."""
+    """What the server answers, once it is there."""
     end = time.monotonic() + 90
     while True:
         try:
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(url, body, headers)
             with urllib.request.urlopen(request, timeout=60) as reply:
-                return json.loads(reply.read())
+                return reply.read().decode()
         except OSError:
             if time.monotonic() > end:
                 raise

@@ -1,6 +1,6 @@
 """What a target answers to the prompts of rows."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
@@ -20,18 +20,36 @@ class Prompt:
     where: str
 
 
+def question(row: Row, tokenizer: Any) -> list[int]:
+    """What a row asks, templates applied; of bare text its first half."""
+    if row.text is not None:
+        tokens = encode_text(tokenizer, row.text)
+        return list(tokens[: len(tokens) // 2])
+    if row.messages is None:
+        return list(encode(tokenizer, row.prompt))
+    turns = [message["role"] for message in row.messages]
+    last = max((n for n, role in enumerate(turns) if role == "assistant"), default=0)
+    return list(encode(tokenizer, [*row.messages[:last]])) if last else []
+
+
 def prompts(
-    rows: Iterable[Row], tokenizer: Any, *, count: int, longest: int
+    rows: Iterable[Row],
+    tokenizer: Any,
+    *,
+    count: int,
+    longest: int,
+    ask: Callable[[Row, Any], list[int]] = question,
 ) -> list[Prompt]:
-    """What the first rows ask, templates applied; of bare text its first half.
+    """What the first rows ask.
 
     Args:
         count: that many, or what the rows have.
         longest: tokens; longer prompts are left out.
+        ask: gives the tokens of a row.
     """
     found = []
     for row in rows:
-        tokens = _asked(row, tokenizer)
+        tokens = ask(row, tokenizer)
         if 0 < len(tokens) <= longest:
             found.append(Prompt(tokens, row.where))
         if len(found) == count:
@@ -55,14 +73,3 @@ def answered(
     ]
     pairs = zip(asked, answer_all(requests, answerer), strict=True)
     return [with_answer(prompt.tokens, found, prompt.where) for prompt, found in pairs]
-
-
-def _asked(row: Row, tokenizer: Any) -> list[int]:
-    if row.text is not None:
-        tokens = encode_text(tokenizer, row.text)
-        return list(tokens[: len(tokens) // 2])
-    if row.messages is None:
-        return list(encode(tokenizer, row.prompt))
-    turns = [message["role"] for message in row.messages]
-    last = max((n for n, role in enumerate(turns) if role == "assistant"), default=0)
-    return list(encode(tokenizer, [*row.messages[:last]])) if last else []

@@ -57,11 +57,14 @@ class Trial(Section):
     """How the finished draft is judged, on prompts of the validation rows."""
 
     prompts: int = Field(16, ge=1)
-    """How many, at most."""
+    """How many, at most; chats, texts and copying share them."""
     max_tokens: int = Field(64, ge=8)
     """Longest answer."""
     temperature: float = Field(0.7, gt=0)
     """Of the drawn answers; greedy ones are judged as well."""
+    sibling: str | None = None
+    """A folder or Hub id of a small model with the target's tokens, as it is to be had:
+    it guesses too, for a column of its own."""
 
 
 class Gates(Section):

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -19,7 +19,7 @@ from ..generate.speculate import Speculation
 from .economics import Costs
 from .exam import Text, all_stand, curve_of
 
-PLAIN, LOOKUP, DRAFT = "plain", "lookup", "draft"
+PLAIN, LOOKUP, SIBLING, DRAFT = "plain", "lookup", "sibling", "draft"
 
 
 def ways(temperature: float, seed: int) -> dict[str, Sampling]:
@@ -35,19 +35,25 @@ def numbered(sampling: Sampling, number: int) -> Sampling:
 
 @dataclass(frozen=True)
 class Column:
-    """How one way of decoding went over all prompts.
+    """How one way of decoding went over some prompts.
 
     Attributes:
         tokens_per_second: of all tokens but the first of every answer.
         speedup: that as a multiple of plain decoding's.
         acceptance: share of the guesses that stood, of those whose predecessors stood.
         tokens_per_round: tokens of a step of the target, with guesses or without.
+        guesses: of a round.
     """
 
     tokens_per_second: float
     speedup: float = 1.0
     acceptance: float | None = None
     tokens_per_round: float | None = None
+    guesses: int = 0
+
+
+# By way of decoding.
+Columns = dict[str, Column]
 
 
 @dataclass(frozen=True)
@@ -55,23 +61,31 @@ class Found:
     """A draft's trial with one way of sampling.
 
     Attributes:
+        columns: over all prompts.
+        suites: the same by suite.
         chance: of a guess to stand, at all places of the plain answers on average.
         length: guesses of a round, those that are predicted to pay most.
         predicted_tokens: of such a round, along the plain answers.
         curve: the same for 1, 2, ... guesses.
     """
 
-    columns: dict[str, Column]
+    columns: Columns
+    suites: dict[str, Columns]
     chance: float
     length: int
     predicted_tokens: float
     predicted_speedup: float
     curve: list[float]
 
+    def named(self, how: str) -> dict[str, Columns]:
+        """Over all prompts, by the name of the way of sampling, and by suite."""
+        own = {f"{how}, {suite}": columns for suite, columns in self.suites.items()}
+        return {how: self.columns} | own
+
     def to_json(self) -> dict:
         """For reports: by proposer, and what was predicted of the draft."""
-        proposers = {name: vars(column) for name, column in self.columns.items()}
-        return proposers | {
+        return _to_json(self.columns) | {
+            "suites": {name: _to_json(own) for name, own in self.suites.items()},
             "chance": self.chance,
             "draft_length": self.length,
             "predicted_tokens_per_round": self.predicted_tokens,
@@ -80,56 +94,101 @@ class Found:
         }
 
 
+def _to_json(columns: Columns) -> dict:
+    return {name: vars(column) for name, column in columns.items()}
+
+
+@dataclass(frozen=True)
+class Rival:
+    """A model that guesses, and what its rounds cost."""
+
+    model: Any
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class _Said:
+    """An answer, the seconds that its tokens but the first took, and its rounds."""
+
+    tokens: list[int]
+    seconds: float
+    rounds: Speculation
+
+
 class Trial:
     """Prompts answered plainly, with lookup and with a draft.
 
     Args:
-        target, draft: map tokens [B, L] and a list of caches to logits [B, L, V].
+        target: maps tokens [B, L] and a list of caches to logits [B, L, V].
+        suites: tokens of prompts, by the suite's name.
+        sibling: another draft, for a column of its own.
     """
 
     def __init__(
         self,
         target: Any,
-        draft: Any,
+        draft: Rival,
         tokenizer: Any,
-        prompts: Sequence[Sequence[int]],
+        suites: Mapping[str, Sequence[Sequence[int]]],
         *,
-        costs: Costs,
         max_tokens: int,
+        sibling: Rival | None = None,
     ):
-        self.target, self.draft, self.tokenizer = target, draft, tokenizer
-        self.prompts = prompts
-        self.costs = costs
+        self.target, self.draft, self.sibling = target, draft, sibling
+        self.tokenizer = tokenizer
+        self.places = [name for name, own in suites.items() for _ in own]
+        self.prompts = [prompt for own in suites.values() for prompt in own]
         self.max_tokens = max_tokens
 
     def run(self, sampling: Sampling) -> Found:
         """Answer all prompts in every way; the text is the target's in each."""
-        plain, texts = self._column(None, 0, sampling)
+        answers = {PLAIN: self._answered(None, 0, sampling)}
+        texts = [said.tokens for said in answers[PLAIN]]
         pairs = zip(self.prompts, texts, strict=True)
         heard = [Text(self.target, prompt, said, sampling) for prompt, said in pairs]
-        stands = all_stand(heard, self.draft)
+        stands = all_stand(heard, self.draft.model)
         curve = curve_of(stands)
-        said = float(np.mean([len(text) - 1 for text in texts])) or math.inf
-        length, speedup = self.costs.best(curve, said)
-        columns = {PLAIN: plain}
-        # Of the same draws for every answer all would be lucky, or none.
-        draws = count()
-        proposers = {
-            LOOKUP: Lookup,
-            DRAFT: lambda: Draft(self.draft, seed=next(draws)),
+        mean = float(np.mean([len(text) - 1 for text in texts])) or math.inf
+        length, speedup = self.draft.costs.best(curve, mean)
+        guesses = {PLAIN: 0, LOOKUP: length, DRAFT: length}
+        answers[LOOKUP] = self._answered(Lookup, length, sampling)
+        if other := self.sibling:
+            own = curve_of(all_stand(heard, other.model))
+            guesses[SIBLING], _ = other.costs.best(own, mean)
+            answers[SIBLING] = self._guessed(other, guesses[SIBLING], sampling)
+        answers[DRAFT] = self._guessed(self.draft, length, sampling)
+        suites = {
+            name: self._columns(answers, guesses, name)
+            for name in dict.fromkeys(self.places)
         }
-        for name, propose in proposers.items():
-            column, _ = self._column(propose, length, sampling)
-            # Answers of one token each have no speed.
-            gain = column.tokens_per_second / (plain.tokens_per_second or math.inf)
-            columns[name] = Column(**vars(column) | {"speedup": gain})
         places = np.concatenate([*stands, []])
         chance = float(places.mean()) if places.size else 0.0
-        return Found(columns, chance, length, curve[length - 1], speedup, curve)
+        columns = self._columns(answers, guesses)
+        return Found(columns, suites, chance, length, curve[length - 1], speedup, curve)
 
-    def _column(
+    def _guessed(self, rival: Rival, length: int, sampling: Sampling) -> list[_Said]:
+        # Of the same draws for every answer all would be lucky, or none.
+        draws = count()
+        propose = lambda: Draft(rival.model, seed=next(draws))  # noqa: E731
+        return self._answered(propose, length, sampling)
+
+    def _columns(
+        self,
+        answers: dict[str, list[_Said]],
+        guesses: dict[str, int],
+        suite: str | None = None,
+    ) -> Columns:
+        """Of one suite, or of all."""
+        taken = [suite in (None, place) for place in self.places]
+        found: Columns = {}
+        for name, said in answers.items():
+            own = [one for one, is_of_it in zip(said, taken, strict=True) if is_of_it]
+            found[name] = _column(own, found.get(PLAIN), guesses[name])
+        return found
+
+    def _answered(
         self, propose: Callable[[], Proposer] | None, length: int, sampling: Sampling
-    ) -> tuple[Column, list[list[int]]]:
+    ) -> list[_Said]:
         generator = Generator(
             self.target,
             self.tokenizer,
@@ -137,8 +196,7 @@ class Trial:
             controller=Controller(longest=max(1, length), fixed=length),
         )
 
-        def said(prompt: Sequence[int], number: int) -> tuple[list[int], float]:
-            """An answer, and how long its tokens but the first took."""
+        def said(prompt: Sequence[int], number: int) -> _Said:
             settings = {
                 "max_tokens": self.max_tokens,
                 "sampling": numbered(sampling, number),
@@ -147,17 +205,23 @@ class Trial:
             tokens = [next(pieces).token]
             start = time.perf_counter()
             tokens += [piece.token for piece in pieces]
-            return tokens, time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            return _Said(tokens, seconds, generator.speculation)
 
         # What is compiled when first used is not timed.
         said(self.prompts[0], 0)
-        texts, seconds, total = [], 0.0, Speculation()
-        for number, prompt in enumerate(self.prompts):
-            text, took = said(prompt, number)
-            texts.append(text)
-            seconds += took
-            if propose:
-                total.include(generator.speculation)
-        tokens, steps = sum(len(text) - 1 for text in texts), total.rounds + total.plain
-        rounds = tokens / steps if steps else None
-        return Column(tokens / seconds, 1.0, total.acceptance, rounds), texts
+        return [said(prompt, number) for number, prompt in enumerate(self.prompts)]
+
+
+def _column(said: list[_Said], plain: Column | None, guesses: int) -> Column:
+    """How answers went; `plain` is the same prompts' without guesses."""
+    total = Speculation()
+    if plain:
+        for one in said:
+            total.include(one.rounds)
+    tokens, steps = sum(len(one.tokens) - 1 for one in said), total.rounds + total.plain
+    # Answers of one token each have no speed.
+    rate = tokens / (sum(one.seconds for one in said) or math.inf)
+    gain = rate / (plain.tokens_per_second or math.inf) if plain else 1.0
+    rounds = tokens / steps if steps else None
+    return Column(rate, gain, total.acceptance, rounds, guesses)

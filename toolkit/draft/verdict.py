@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .. import __version__
 from .economics import Costs
-from .trial import DRAFT, LOOKUP, PLAIN, Column, Found
+from .trial import DRAFT, Column, Found
 
 WORTH = 1.05
 """The speed-up from which on a draft is worth its memory."""
@@ -98,24 +98,33 @@ class Verdict:
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Column names and rows, one column a way of decoding."""
-        names = [PLAIN, LOOKUP, DRAFT]
+        names = list(next(iter(self.trials.values())).columns)
         rows = []
         for how, found in self.trials.items():
             columns = [found.columns[name] for name in names]
-            rates = [f"{column.tokens_per_second:.0f}" for column in columns]
-            speedups = [f"{column.speedup:.2f}x" for column in columns]
-            accepted = [_share(column.acceptance) for column in columns]
-            rounds = [_number(column.tokens_per_round) for column in columns]
-            predicted = ["-", "-", f"{found.predicted_tokens:.2f}"]
-            gain = ["-", "-", f"{found.predicted_speedup:.2f}x"]
+            predicted = {
+                "speed-up": f"{found.predicted_speedup:.2f}x",
+                "tokens a round": f"{found.predicted_tokens:.2f}",
+            }
+            told = {
+                key: [value if name == DRAFT else "-" for name in names]
+                for key, value in predicted.items()
+            }
             rows += [
-                [f"{how}: tokens/s", *rates],
-                [f"{how}: speed-up", *speedups],
-                [f"{how}: speed-up, predicted", *gain],
-                [f"{how}: guesses that stand", *accepted],
-                [f"{how}: tokens a round", *rounds],
-                [f"{how}: tokens a round, predicted", *predicted],
+                [f"{how}: tokens/s", *(f"{c.tokens_per_second:.0f}" for c in columns)],
+                [f"{how}: speed-up", *map(_speedup, columns)],
+                [f"{how}: speed-up, predicted", *told["speed-up"]],
+                [f"{how}: guesses that stand", *map(_share, columns)],
+                [f"{how}: tokens a round", *map(_rounds, columns)],
+                [f"{how}: tokens a round, predicted", *told["tokens a round"]],
+                [f"{how}: guesses a round", *map(_guesses, columns)],
             ]
+            for suite, own in found.suites.items():
+                columns = [own[name] for name in names]
+                rows += [
+                    [f"{how}, {suite}: speed-up", *map(_speedup, columns)],
+                    [f"{how}, {suite}: tokens a round", *map(_rounds, columns)],
+                ]
         return ["", *names], rows
 
 
@@ -141,9 +150,18 @@ def write(folder: Path, verdict: Verdict, *, name: str, facts: dict) -> None:
     (folder / "README.md").write_text(card)
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1%}"
+def _speedup(column: Column) -> str:
+    return f"{column.speedup:.2f}x"
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _share(column: Column) -> str:
+    return "-" if column.acceptance is None else f"{column.acceptance:.1%}"
+
+
+def _rounds(column: Column) -> str:
+    rounds = column.tokens_per_round
+    return "-" if rounds is None else f"{rounds:.2f}"
+
+
+def _guesses(column: Column) -> str:
+    return str(column.guesses or "-")

@@ -67,3 +67,14 @@ def swapped(owner: nn.Module, name: str, other: Any) -> Iterator[None]:
         yield
     finally:
         owner[name] = before
+
+
+@contextmanager
+def differentiable(model: nn.Module) -> Iterator[None]:
+    """A model in training, in which no kernel is used that has no derivative."""
+    before = model.training
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(before)

@@ -22,13 +22,13 @@ from ..run.files import atomic_folder
 from . import streams
 from .closed import Closed, close_block
 from .crossing import Crossing
+from .embeddings import embeddings, given, moments_of_embeddings
 from .inputs import Moments, Seen, watched
 from .opened import Prepare, prepare_block
 from .streams import FULL, ROUNDED
-from .tied import given, moments_of_head, tied
 
 TENSORS = "tensors.safetensors"
-TIED = "tied"
+EMBEDDINGS = "embeddings"
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Walk:
         improve: is shown every block afterwards.
         compares: whether to run the full-precision stream too; it costs as much as the
             other. Without one moments have no `cross`, and nothing can be improved.
+        weighs_embeddings: whether the method asks what errors in embeddings cost.
 
     Raises:
         UserError: the model is not a plain sequence of blocks.
@@ -82,6 +83,7 @@ class Walk:
         prepare: Prepare | None = None,
         improve: Improve | None = None,
         compares: bool = True,
+        weighs_embeddings: bool = True,
     ):
         self.model = model
         self.tokens = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
@@ -92,6 +94,7 @@ class Walk:
         self.prepare = prepare
         self.improve = improve
         self.compares = compares
+        self.weighs_embeddings = weighs_embeddings
         self.blockwise = Blockwise(model, reread)
         self._inside: list[list[str]] = [[] for _ in self.blockwise.blocks]
         self._outside = []
@@ -127,7 +130,7 @@ class Walk:
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.blockwise.check(self.tokens[0][:1, :8])
-        found = self._quantize_tied(solve)
+        found = self._quantize_embeddings(solve)
         with atomic_folder(self.folder / "0000") as place:
             if self.compares:
                 self._enter(place, FULL)
@@ -136,15 +139,22 @@ class Walk:
         self.blockwise.let_go()
         state.write_text(json.dumps(self.key))
 
-    def _quantize_tied(self, solve: Solve) -> dict[str, Stored]:
-        """Embeddings that are the head too: the blocks are to know what they lose."""
+    def _quantize_embeddings(self, solve: Solve) -> dict[str, Stored]:
+        """Before all else: what they lose, the blocks after them can make up for."""
         found: dict[str, Stored] = {}
-        with atomic_folder(self.folder / TIED) as place:
-            for path in tied(self.blockwise, self._outside, self.tokens[0][:1]):
-                weight = dict(self.model.named_modules())[path].weight
-                parts = self.tokens, self.compute, place
-                moments = moments_of_head(self.blockwise, path, *parts)
-                found |= solve({path: weight}, moments)
+        weights = embeddings(self.model, self._outside)
+        with atomic_folder(self.folder / EMBEDDINGS) as place:
+            moments = dict.fromkeys(weights)
+            if self.weighs_embeddings:
+                moments = moments_of_embeddings(
+                    self.blockwise,
+                    list(weights),
+                    self.tokens,
+                    compute=self.compute,
+                    at=place,
+                )
+            for path, weight in weights.items():
+                found |= solve({path: weight}, moments[path])
             mx.save_safetensors(str(place / TENSORS), _named(found))
         return found
 
@@ -234,7 +244,7 @@ class Walk:
         if target.is_dir():
             return
         modules = dict(self.model.named_modules())
-        done = mx.load(str(self.folder / TIED / TENSORS))
+        done = mx.load(str(self.folder / EMBEDDINGS / TENSORS))
         self._outside = [p for p in self._outside if f"{p}.weight" not in done]
         groups = self._groups_outside()
         seen = {path for group in groups for path in group}

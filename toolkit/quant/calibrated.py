@@ -25,17 +25,25 @@ def quantize_watched(
     improve: Improve | None = None,
     *,
     compares: bool,
+    weighs_embeddings: bool = True,
 ) -> dict[str, mx.array]:
     """Walk through the model; layers whose grid is not affine are rounded.
 
     Args:
         config: the method's.
-        prepare, improve, compares: see `Walk`.
+        prepare, improve, compares, weighs_embeddings: see `Walk`.
 
     Returns:
         What is stored, by name: codes, scales, biases, and dense weights that changed.
     """
-    walk = _walk(config, task, prepare=prepare, improve=improve, compares=compares)
+    walk = _walk(
+        config,
+        task,
+        prepare=prepare,
+        improve=improve,
+        compares=compares,
+        weighs_embeddings=weighs_embeddings,
+    )
     # What MLX keeps of freed memory counts, too, where a model hardly fits.
     before = mx.set_cache_limit(KEPT_BYTES)
     try:

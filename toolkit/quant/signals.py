@@ -13,7 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..model.blocks import StandIn, swapped
+from ..model.blocks import StandIn, differentiable, swapped
 from ..run.files import need_space
 
 
@@ -137,6 +137,14 @@ def collect(
     return Signals(folder, sources, tokens.size)
 
 
+def loss_of_predictions(logits: mx.array, key: mx.array) -> mx.array:
+    """The loss, summed up, of tokens drawn from logits [..., vocabulary] themselves."""
+    logits = logits.astype(mx.float32)
+    drawn = mx.random.categorical(mx.stop_gradient(logits), key=key)
+    chosen = mx.take_along_axis(logits, drawn[..., None], axis=-1)
+    return (mx.logsumexp(logits, axis=-1) - chosen[..., 0]).sum()
+
+
 def _watch(model: nn.Module, paths: list[str], tokens: mx.array, key: mx.array):
     """Sources by call, and by name what a file has of one window."""
     first = Tap()
@@ -146,14 +154,12 @@ def _watch(model: nn.Module, paths: list[str], tokens: mx.array, key: mx.array):
     def loss(shifts):
         tap = Tap(shifts)
         with tapped(model, paths, tap):
-            logits = model(tokens).astype(mx.float32)
-        drawn = mx.random.categorical(mx.stop_gradient(logits), key=key)
-        chosen = mx.take_along_axis(logits, drawn[..., None], axis=-1)
-        lost = (mx.logsumexp(logits, axis=-1) - chosen[..., 0]).sum()
-        return lost, tap.inputs, tap.experts
+            logits = model(tokens)
+        return loss_of_predictions(logits, key), tap.inputs, tap.experts
 
     zeros = {call: mx.zeros_like(y) for call, y in first.outputs.items()}
-    (_, inputs, experts), slopes = mx.value_and_grad(loss)(zeros)
+    with differentiable(model):
+        (_, inputs, experts), slopes = mx.value_and_grad(loss)(zeros)
     found = {f"slopes.{call}": _rows(slope) for call, slope in slopes.items()}
     for call in set(first.sources.values()):
         found |= _inputs(call, inputs[call], experts.get(call))

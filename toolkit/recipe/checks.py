@@ -17,7 +17,8 @@ from .messages import Complaint, nearest
 Find = Callable[[str], Path | None]
 
 BUILTIN = "builtin:"
-OTHERS = {"train": ("teacher", "model"), "distill": ("student", "from")}
+OF_DRAFTS = ("student", "from"), ("trial", "sibling")
+OTHERS = {"train": [("teacher", "model")], "distill": OF_DRAFTS}
 GOING_ON = f"grid: {', '.join(FROM_CODES[:-1])} or {FROM_CODES[-1]}"
 GGUF = ".gguf"
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
@@ -136,15 +137,12 @@ def _rows(data: dict, stages: list) -> Iterator[Complaint]:
 def _others(stages: list, find: Find) -> Iterator[Complaint]:
     """Models that stages name beside the one they work on."""
     for where, kind, block in stages:
-        if kind not in OTHERS:
-            continue
-        key, name = OTHERS[kind]
-        inner = block.get(key)
-        source = inner.get(name) if isinstance(inner, dict) else None
-        if not isinstance(source, str):
-            continue
-        if looks_local(source, find) and find(source) is None:
-            yield _missing((*where, key, name), source, find)
+        for key, name in OTHERS.get(kind, ()):
+            inner = block.get(key)
+            source = inner.get(name) if isinstance(inner, dict) else None
+            is_local = isinstance(source, str) and looks_local(source, find)
+            if is_local and find(source) is None:
+                yield _missing((*where, key, name), source, find)
 
 
 def _tasks(stages: list, find: Find) -> Iterator[Complaint]:

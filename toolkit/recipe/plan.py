@@ -105,6 +105,10 @@ def _rows(data: Section, kind: str) -> tuple[str, ...]:
 
 def _others(config: Section) -> tuple[str, ...]:
     teacher = getattr(config, "teacher", None)
-    student = getattr(config, "student", None)
-    named = (teacher and teacher.model, student and student.source)
+    student, trial = (getattr(config, name, None) for name in ("student", "trial"))
+    named = (
+        teacher and teacher.model,
+        student and student.source,
+        trial and trial.sibling,
+    )
     return tuple(filter(None, named))

@@ -129,6 +129,11 @@ class Context:
         trust = self.source.trust_remote_code
         return load(path, trust_remote_code=trust, compute=compute, lazy=lazy)
 
+    def named(self, name: str) -> Path:
+        """The folder of another model that the recipe names, fetched if need be."""
+        trust = self.source.trust_remote_code
+        return resolve(self.find(name) or name, trust_remote_code=trust)
+
     @cached_property
     def base(self) -> Path | None:
         """The folder of the recipe's model; None for a fresh one."""

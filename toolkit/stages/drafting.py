@@ -47,6 +47,8 @@ class Drafting:
         self.target = context.load(context.current.model)
         self.digest = weights_digest(self.target.path)
         self.schooling = Schooling(config, context, self.target, self.digest)
+        # Now: a sibling that cannot be measured is told of before the training.
+        self.judging = Judging(self.schooling)
 
     def run(self) -> Artefact:
         """Leave the draft in draft/ and its figures in report.json."""
@@ -62,7 +64,7 @@ class Drafting:
             found = self._expected(context.load(draft).model, costs)
             context.report.say(f"quantized: {_told(found)}")
             facts |= {"before_quantizing": facts["expected"], "expected": found}
-        return Judging(self.schooling).run(draft, facts)
+        return self.judging.run(draft, facts)
 
     def _sample(self) -> mx.array:
         """Tokens [1, L] of answers, to look at the source with."""

@@ -11,7 +11,7 @@ from ..draft import verdict
 from ..draft.answers import mean_length
 from ..draft.contract import require_servable
 from ..draft.economics import measure
-from ..draft.trial import Trial, ways
+from ..draft.trial import Rival, Trial, ways
 from ..draft.verdict import Verdict
 from ..errors import FAILED, UserError
 from ..model.load import Loaded
@@ -29,6 +29,9 @@ class Judging:
 
     Args:
         schooling: what it was taught with.
+
+    Raises:
+        UserError: no engine could serve the sibling beside it.
     """
 
     def __init__(self, schooling: Schooling):
@@ -36,6 +39,7 @@ class Judging:
         self.config = schooling.config
         self.context = schooling.context
         self.target = schooling.target
+        self.sibling = self._sibling()
 
     def run(self, folder: Path, facts: dict) -> Artefact:
         """Judge the draft in a folder and publish it.
@@ -58,8 +62,9 @@ class Judging:
         facts |= {"bytes": checkpoint_sizes(folder).bytes}
         record = {"draft": found.to_json() | {"made": facts}}
         record["speculation"] = {
-            how: {name: vars(column) for name, column in trial.columns.items()}
+            name: {way: vars(column) for way, column in columns.items()}
             for how, trial in found.trials.items()
+            for name, columns in trial.named(how).items()
         }
         self._report(record)
         self._require(found)
@@ -67,6 +72,16 @@ class Judging:
         return replace(
             context.current, draft=target, facts=context.current.facts | record
         )
+
+    def _sibling(self) -> Loaded | None:
+        name = self.config.trial.sibling
+        if name is None:
+            return None
+        found, own = self.context.load(self.context.named(name)), self.target
+        require_same_tokens(own.tokenizer, found.tokenizer, role="sibling", place=name)
+        tokens = len(own.tokenizer.get_vocab())
+        require_servable(found.config, own.config, tokens, place=name)
+        return found
 
     def _require_servable(self, draft: Loaded) -> None:
         ours, theirs, place = draft.tokenizer, self.target.tokenizer, str(draft.path)
@@ -78,15 +93,17 @@ class Judging:
 
     def _tried(self, draft: Loaded) -> Verdict:
         config, context, target = self.config.trial, self.context, self.target
-        asked = self.schooling.tried
-        costs = measure(target.model, draft.model, prompt=mean_length(asked))
+        rival = self._rival(draft)
         trial = Trial(
             target.model,
-            draft.model,
+            rival,
             target.tokenizer,
-            [prompt.tokens for prompt in asked],
-            costs=costs,
+            {
+                name: [prompt.tokens for prompt in own]
+                for name, own in self.schooling.suites.items()
+            },
             max_tokens=config.max_tokens,
+            sibling=self.sibling and self._rival(self.sibling),
         )
         trials = {
             name: trial.run(sampling)
@@ -94,7 +111,13 @@ class Judging:
         }
         tokenizer = cache.key_of(keys.tokenizer(target.path))
         digest = self.schooling.digest
-        return Verdict(digest, tokenizer, costs, trials, platform.platform())
+        return Verdict(digest, tokenizer, rival.costs, trials, platform.platform())
+
+    def _rival(self, draft: Loaded) -> Rival:
+        prompt = mean_length(self.schooling.tried)
+        return Rival(
+            draft.model, measure(self.target.model, draft.model, prompt=prompt)
+        )
 
     def _report(self, record: dict) -> None:
         """Add to report.json, which a validate stage may have begun."""

@@ -6,6 +6,7 @@ from ..data.template import Example
 from ..draft import answers
 from ..draft.answers import Prompt
 from ..draft.exam import Text
+from ..draft.suites import Suites, suites
 from ..draft.targets import Lessons
 from ..draft.trial import numbered, ways
 from ..errors import UserError
@@ -67,24 +68,41 @@ class Schooling:
         return texts
 
     @cached_property
-    def tried(self) -> list[Prompt]:
+    def suites(self) -> Suites:
         """Prompts of the trial, of the validation rows."""
-        return self._asked(self.context.rows.valid, self.config.trial.prompts)
+        rows, count = self.context.rows.valid, self.config.trial.prompts
+        tokenizer, longest = self.target.tokenizer, self._longest
+        found = suites(rows, tokenizer, count=count, longest=longest)
+        self._require(found)
+        return found
+
+    @property
+    def tried(self) -> list[Prompt]:
+        """All of them, in their order."""
+        return [prompt for own in self.suites.values() for prompt in own]
 
     def _asked(self, rows, count: int) -> list[Prompt]:
+        tokenizer, longest = self.target.tokenizer, self._longest
+        asked = answers.prompts(rows, tokenizer, count=count, longest=longest)
+        self._require(asked)
+        return asked
+
+    def _require(self, asked) -> None:
+        if not asked:
+            raise UserError(
+                f"no row has a prompt of at most {self._longest} tokens to answer",
+                hint="raise data.max_length, or lower answers.max_tokens",
+            )
+
+    @property
+    def _longest(self) -> int:
+        """Tokens of a prompt that leaves room for its answer."""
         longest = self.context.data.max_length
         if positions := setting(self.target.config, "max_position_embeddings"):
             config = self.config
             answer = max(config.answers.max_tokens, config.trial.max_tokens)
             longest = min(longest, positions - answer)
-        tokenizer = self.target.tokenizer
-        asked = answers.prompts(rows, tokenizer, count=count, longest=longest)
-        if not asked:
-            raise UserError(
-                f"no row has a prompt of at most {longest} tokens to answer",
-                hint="raise data.max_length, or lower answers.max_tokens",
-            )
-        return asked
+        return longest
 
     @property
     def _answerer(self) -> Answerer:

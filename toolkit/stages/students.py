@@ -16,7 +16,7 @@ from ..generate.proposers.skipping import ranked
 from ..model.cast import set_compute_dtype
 from ..model.expanded import expanded
 from ..model.fresh import initial_weights
-from ..model.load import Loaded, compute_dtype, resolve
+from ..model.load import Loaded, compute_dtype
 from ..model.tokens import require_same_tokens
 from ..run.files import remove_folder
 from .context import Context, write_checkpoint
@@ -79,8 +79,7 @@ class Students:
         context, name = self.context, self.config.source
         path = context.current.reference
         if name:
-            trust = context.source.trust_remote_code
-            path = resolve(context.find(name) or name, trust_remote_code=trust)
+            path = context.named(name)
         loaded = context.load(path, compute="stored")
         place = str(name or path)
         require_same_tokens(

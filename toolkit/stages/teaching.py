@@ -12,7 +12,7 @@ from ..data.packing import PackedBatches
 from ..errors import UserError
 from ..generate.answering import Answerer, answered
 from ..model.folder import read_config, setting, weights_digest
-from ..model.load import Loaded, load_tokenizer, resolve
+from ..model.load import Loaded, load_tokenizer
 from ..model.tokens import require_same_tokens
 from ..train.documents import DocumentCaches
 from ..train.predictions import KeptTargets, Source, confidence, keep_targets
@@ -126,9 +126,7 @@ class Teaching:
     def _folder(self, moves: bool) -> Path:
         named, context = self.teacher.model, self.context
         if named is not None:
-            trust = context.source.trust_remote_code
-            local = context.find(named)
-            return resolve(local or named, trust_remote_code=trust).absolute()
+            return context.named(named).absolute()
         if context.current is None:
             raise UserError(
                 "a fresh model has nothing to teach itself",

@@ -40,7 +40,12 @@ def quantize(config: Config, task: Task) -> dict[str, mx.array]:
     the dense weights that had a scale folded in."""
     method = _Method(task)
     tensors = quantize_watched(
-        config, task, method.solve, method.prepare, compares=False
+        config,
+        task,
+        method.solve,
+        method.prepare,
+        compares=False,
+        weighs_embeddings=False,
     )
     method.folding.sum_up()
     return tensors

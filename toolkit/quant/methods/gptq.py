@@ -3,7 +3,6 @@
 from typing import Literal
 
 import mlx.core as mx
-import mlx.nn as nn
 from pydantic import Field, model_validator
 
 from .. import closed_form
@@ -16,11 +15,6 @@ from ..hessian import DAMPING, Hessian, damped
 from ..inputs import Moments
 from ..spec import pack
 from ..task import PostTraining, Task, Tune, Tuning
-
-# What an error of a token's embedding costs where it is looked up, in every column, as
-# a share of what one costs on average in the head that is tied to it. Of 0.01, 0.1, 0.5
-# and 2 this lost least on data/tiny-base, at 2 bits and at 4.
-LOOK_UP = 0.5
 
 
 class Config(PostTraining):
@@ -62,7 +56,6 @@ class _Method:
         self.config = config
         self.task = task
         self.settings = Settings(config.rounds, config.asymmetry)
-        self.modules = dict(task.model.named_modules())
 
     def run(self) -> dict[str, mx.array]:
         config, task = self.config, self.task
@@ -130,8 +123,6 @@ class _Method:
 
     def _hessian(self, path: str, squares: mx.array, group: int) -> Hessian:
         damping = self.config.damping
-        if isinstance(self.modules[path], nn.Embedding):
-            damping = max(LOOK_UP, damping)
         hessian = damped(squares, group, damping)
         if hessian.damping > damping:
             self.task.report.say(f"{path}: damped by {hessian.damping:g}")

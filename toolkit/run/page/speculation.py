@@ -10,7 +10,9 @@ def speculations(report: dict) -> list[dict]:
     """One entry a model: its name, the rows of a table, and charts by position."""
     models = report.get("models", {})
     found = {name: f.get("speculation") for name, f in models.items()}
-    found["the run"] = report.get("speculation")
+    # Of a draft on trial, by how answers were drawn and what was written.
+    trials = report.get("speculation")
+    found |= trials if isinstance(trials, dict) else {}
     return [
         {
             "model": model,

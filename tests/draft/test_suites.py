@@ -1,0 +1,65 @@
+"""What a draft is tried on: kinds of prompts, how they share, and copying."""
+
+from pathlib import Path
+
+import pytest
+
+from toolkit.data.shapes import Row
+from toolkit.draft.suites import AGAIN, suites
+from toolkit.model.load import load_tokenizer
+
+TINY_BASE = Path(__file__).parents[2] / "data/tiny-base"
+TEXT = "def add(a, b):\n    return a + b\n\n\ndef take(a, b):\n    return a - b\n"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TINY_BASE)
+
+
+def chat(number):
+    turns = ("user", f"Add {number} and 1."), ("assistant", f"It is {number + 1}!")
+    messages = tuple({"role": role, "content": said} for role, said in turns)
+    return Row(f"chats:{number}", messages=messages)
+
+
+def taken(rows, tokenizer, count=6, longest=200):
+    found = suites(rows, tokenizer, count=count, longest=longest)
+    return {k: [tokenizer.decode(p.tokens) for p in own] for k, own in found.items()}
+
+
+def test_every_kind_has_its_share_and_copying_too(tokenizer):
+    rows = [Row(f"texts:{n}", text=TEXT) for n in range(9)] + [
+        chat(n) for n in range(9)
+    ]
+    found = taken(rows, tokenizer)
+    assert {kind: len(own) for kind, own in found.items()} == {
+        "chat": 2,
+        "text": 2,
+        "copying": 2,
+    }
+    assert TEXT.startswith(found["text"][0])
+    assert "Add 1 and 1." in found["chat"][1]
+    assert "It is" not in found["chat"][1]
+    assert list(taken(rows[9:], tokenizer)) == ["chat", "copying"]
+
+
+def test_what_is_to_be_copied_stands_in_the_prompt(tokenizer):
+    (prompt,) = taken([chat(4)], tokenizer, count=2)["copying"]
+    assert prompt.index("It is 5!") < prompt.index(AGAIN)
+    row = Row("pairs:1", prompt="Name a colour.", completion="Blue.")
+    (prompt,) = taken([row], tokenizer, count=2)["copying"]
+    assert prompt.index("Name a colour.") < prompt.index("Blue.") < prompt.index(AGAIN)
+    (prompt,) = taken([Row("texts:1", text=TEXT)], tokenizer, count=2)["copying"]
+    half = TEXT[: len(TEXT) // 2]
+    # The half, and its beginning once more: what follows in it is to be said.
+    assert prompt.startswith(half)
+    assert half.startswith(prompt[len(half) :].strip("\n"))
+    assert 10 < len(prompt) - len(half) < len(half)
+
+
+def test_long_prompts_make_room_for_the_next(tokenizer):
+    rows = [Row("texts:long", text=TEXT * 9), Row("texts:short", text=TEXT)]
+    found = suites(rows, tokenizer, count=4, longest=60)
+    assert {prompt.where for own in found.values() for prompt in own} == {"texts:short"}
+    assert not suites(rows, tokenizer, count=4, longest=3)
