@@ -17,7 +17,6 @@ from pathlib import Path
 import qat_table
 from qat_routes import DATA, GROUP, ROUTES, Route
 
-MAX_LENGTH = 64
 HEAD = """\
 {model}: {steps} steps of {batch} rows, groups of {group}; {seeds} seeds.
 recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the held-out loss
@@ -49,6 +48,10 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(DATA / "tiny-base"))
+    parser.add_argument(
+        "--rows", type=Path, default=DATA / "skills", help="train, valid, test .jsonl"
+    )
+    parser.add_argument("--max-length", type=int, default=64, help="tokens of a row")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
@@ -71,6 +74,7 @@ def _require_same(arguments: argparse.Namespace) -> None:
     """What is in the folder must have the settings that all of it will have."""
     free = ("seeds", "first_seed", "bits", "routes", "folder")
     asked = {key: v for key, v in vars(arguments).items() if key not in free}
+    asked["rows"] = str(arguments.rows)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     file = arguments.folder / "settings.json"
     if not file.is_file():
@@ -109,7 +113,7 @@ def result(route: Route, seed: int, bits: int | None, arguments) -> dict:
     model = _fused(place) if route.fused else _model(place)
     found = {"trained_loss": facts.get("validation_loss")} | spent
     reference = model if route is twin else arguments.twin
-    found |= _judged(reference, model, arguments.limit)
+    found |= _judged(reference, model, arguments)
     write(place.with_suffix(".json"), found)
     return found
 
@@ -130,12 +134,12 @@ def _run(place: Path, model: str, route: Route, seed: int, bits, arguments) -> d
     """Run the recipe of a route; what its last stage tells."""
     recipe = {
         "model": str(Path(model).absolute()) if Path(model).exists() else model,
-        "data": {split: str(_rows(split)) for split in ("train", "valid")},
+        "data": {split: _file(split, arguments) for split in ("train", "valid")},
         "seed": seed,
         "output": str(place.absolute()),
         "stages": route.stages(arguments, bits),
     }
-    recipe["data"] |= {"max_length": MAX_LENGTH, "limit": arguments.limit}
+    recipe["data"] |= {"max_length": arguments.max_length, "limit": arguments.limit}
     file = place.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
     _call("from toolkit.cli import train", "train", [str(file), "--quiet", "--force"])
@@ -168,11 +172,11 @@ def _call(imports: str, name: str, arguments: list[str]) -> None:
         sys.exit(f"{' '.join(arguments)} failed:\n{done.stdout}{done.stderr}")
 
 
-def _rows(split: str) -> Path:
-    return DATA / "skills" / f"{split}.jsonl"
+def _file(split: str, arguments: argparse.Namespace) -> str:
+    return str((arguments.rows / f"{split}.jsonl").absolute())
 
 
-def _judged(twin: Path, model: Path, limit: int | None) -> dict:
+def _judged(twin: Path, model: Path, arguments: argparse.Namespace) -> dict:
     """Sums by row of both held-out splits, and the mean loss on the validation rows."""
     from toolkit import blas
 
@@ -181,7 +185,7 @@ def _judged(twin: Path, model: Path, limit: int | None) -> dict:
     from toolkit.model.load import load
 
     full, found = load(twin), load(model)
-    test, valid = (_batches(full, split, limit) for split in ("test", "valid"))
+    test, valid = (_batches(full, split, arguments) for split in ("test", "valid"))
     # No route chooses by the validation rows: they are held out as the others are.
     sums = measure_rows(full.model, found.model, [*test, *valid])
     others = measure_rows(full.model, found.model, valid)
@@ -189,15 +193,15 @@ def _judged(twin: Path, model: Path, limit: int | None) -> dict:
     return lists | {"valid_loss": others.means["loss"]}
 
 
-def _batches(loaded, split: str, limit: int | None) -> list:
+def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:
     from toolkit.data.batches import Batches
     from toolkit.data.formats import Rows
     from toolkit.data.template import encode_all
 
-    rows = Rows(str(_rows(split)), split="train")
-    rows = list(islice(rows, limit))
-    encoded = encode_all(rows, loaded.tokenizer, max_length=MAX_LENGTH)
-    batches = Batches(encoded.examples, max_length=MAX_LENGTH, tokens=4096)
+    rows, length = Rows(_file(split, arguments), split="train"), arguments.max_length
+    rows = list(islice(rows, arguments.limit))
+    encoded = encode_all(rows, loaded.tokenizer, max_length=length)
+    batches = Batches(encoded.examples, max_length=length, tokens=4096)
     return list(batches.in_order())
 
 

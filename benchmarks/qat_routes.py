@@ -48,7 +48,8 @@ def _grid(bits: int, **more) -> dict:
 
 
 def _gptq(arguments: Namespace, bits: int, tune: bool | dict) -> dict:
-    taken = {"length": 64, "held_out": 4096, "tokens": arguments.calibration}
+    taken = {"length": arguments.max_length, "held_out": 4096}
+    taken["tokens"] = arguments.calibration
     block = {"method": "gptq", "calibration": taken, "tune": tune}
     return {"quantize": block | _grid(bits)}
 
