@@ -60,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--lora-rate", type=float, default=1e-3)
     parser.add_argument("--codes-rate", type=float, default=3e-4, help="at 2 bits")
-    parser.add_argument("--share", type=float, default=0.8, help="of steps before gptq")
+    parser.add_argument("--share", type=float, default=0.9, help="of steps before gptq")
     parser.add_argument("--cross-entropy", type=float, default=0.0, help="when taught")
     parser.add_argument("--tune", type=int, default=200, help="steps after gptq")
     parser.add_argument("--calibration", type=int, default=32768, help="tokens of gptq")

@@ -95,7 +95,7 @@ def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
     after["learning_rate"] = arguments.codes_rate * RATES.get(bits, 0.1)
     return [
         _train(arguments, share),
-        _gptq(arguments, bits, tune=False),
+        *_post_training(arguments, bits),
         _train(arguments, 1 - share, **after),
     ]
 
