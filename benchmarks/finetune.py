@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import random_llama
@@ -67,8 +67,11 @@ def main() -> None:
         print("No --hf-python: transformers with peft is left out.")
     for name in [arguments.case] if arguments.case else CASES:
         with tempfile.TemporaryDirectory() as folder:
-            prepare(CASES[name], arguments, Path(folder))
-            _print_case(CASES[name], compare(Path(folder), arguments))
+            case = CASES[name]
+            if arguments.vocabulary:
+                case = replace(case, vocabulary=arguments.vocabulary)
+            prepare(case, arguments, Path(folder))
+            _print_case(case, compare(Path(folder), arguments))
 
 
 def _arguments() -> argparse.Namespace:
@@ -76,6 +79,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rows", type=Path, help="JSONL; absent = made-up chat rows")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocabulary", type=int, help="absent = the case's")
     parser.add_argument("--limit", type=int, help="rows trained; absent = the case's")
     parser.add_argument("--rounds", type=int, default=3, help="runs of every side")
     parser.add_argument("--threads", type=int, help="of every side; absent = all")
@@ -103,7 +107,8 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     tokenizer, model = folder / "tokenizer", folder / "model"
     tokenizer.mkdir()
     model.mkdir()
-    fresh.train_tokenizer((row.as_text() for row in found), MERGES, tokenizer)
+    texts, most = (row.as_text() for row in found), min(MERGES, case.vocabulary)
+    fresh.train_tokenizer(texts, most, tokenizer)
     weights = fresh.initial_weights(config, 0)
     checkpoints.write(model, weights, config, companions=tokenizer)
     count = arguments.limit or case.rows

@@ -77,6 +77,7 @@ def test_data_are_measured_at_every_size(packing):
 def test_fine_tuning_of_the_same_rows_in_as_many_steps():
     command = [sys.executable, str(BENCHMARKS / "finetune.py"), "--case", "chat"]
     command += ["--hidden", "64", "--layers", "1", "--limit", "16"]
+    command += ["--vocabulary", "1024"]
     command += ["--rounds", "1", "--threads", "1"]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert "No --hf-python" in text
