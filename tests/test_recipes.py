@@ -18,7 +18,7 @@ SMALL = {
         "batch_tokens=512",
         "trial={prompts: 2, max_tokens: 12}",
     ],
-    "validate": ["tokens=200", "questions=21", "speed_tokens=8"],
+    "validate": ["tokens=200", "questions=9", "speed_tokens=8"],
 }
 BATCH = {"batch_size": "batch_size=4", "batch_tokens": "batch_tokens=256"}
 
@@ -34,9 +34,10 @@ def shortened(path: Path) -> list[str]:
         block = text.partition("- train:")[2].partition("\n  - ")[0]
         arguments += [f"stages.train.{v}" for k, v in BATCH.items() if f"{k}:" in block]
     if "- quantize:" in text and "method: gptq" in text:
-        calibration = ("tokens=2048", "length=128", "held_out=256")
+        calibration = ("tokens=1024", "length=128", "held_out=256")
         tune = ("steps=2", "batch_tokens=256", "learning_rate=1e-3")
         arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
+        arguments.append("stages.quantize.rounds=1")
         # The compiling of one tuning is enough.
         if path.stem == "ptq_4bit":
             arguments.append("stages.quantize.tune=false")
