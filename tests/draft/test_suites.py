@@ -58,6 +58,14 @@ def test_what_is_to_be_copied_stands_in_the_prompt(tokenizer):
     assert 10 < len(prompt) - len(half) < len(half)
 
 
+def test_a_call_of_a_tool_is_not_said_again(tokenizer):
+    turns = ({"role": "user", "content": "Add."}, {"role": "assistant", "content": ""})
+    turns[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
+    assert "copying" not in suites(
+        [Row("tools:1", messages=turns)], tokenizer, count=2, longest=200
+    )
+
+
 def test_long_prompts_make_room_for_the_next(tokenizer):
     rows = [Row("texts:long", text=TEXT * 9), Row("texts:short", text=TEXT)]
     found = suites(rows, tokenizer, count=4, longest=60)

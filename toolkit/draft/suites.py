@@ -47,7 +47,9 @@ def _copied(row: Row, tokenizer: Any) -> list[int]:
         {"role": "user", "content": row.prompt},
         {"role": "assistant", "content": row.completion},
     )
-    turns = [turn for turn in turns if turn["content"]]
-    last = max(n for n, turn in enumerate(turns) if turn["role"] == "assistant")
+    said = [n for n, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if not turns[said[-1]]["content"]:
+        # It calls a tool, and there is nothing to say again.
+        return []
     again = {"role": "user", "content": AGAIN}
-    return encode(tokenizer, [*turns[: last + 1], again])
+    return encode(tokenizer, [*turns[: said[-1] + 1], again])

@@ -169,8 +169,9 @@ class Trial:
     def _guessed(self, rival: Rival, length: int, sampling: Sampling) -> list[_Said]:
         # Of the same draws for every answer all would be lucky, or none.
         draws = count()
-        propose = lambda: Draft(rival.model, seed=next(draws))  # noqa: E731
-        return self._answered(propose, length, sampling)
+        return self._answered(
+            lambda: Draft(rival.model, seed=next(draws)), length, sampling
+        )
 
     def _columns(
         self,
