@@ -43,11 +43,12 @@ AROUND = {
     "data": {"train": "data/skills/train.jsonl", "valid": "data/skills/valid.jsonl"},
 }
 SMALL = [
+    "data.limit=200",
     "stages.train.steps=2",
     "stages.train.batch_size=4",
     "stages.train.evaluate_batches=1",
     "stages.validate.tokens=200",
-    "stages.validate.questions=21",
+    "stages.validate.questions=9",
     "stages.validate.speed_tokens=8",
 ]
 SMALL_BENCHMARKS = {
