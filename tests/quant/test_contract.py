@@ -137,10 +137,9 @@ def test_near_the_weights_and_stored_as_asked(method, folder, tmp_path, grid):
         error = relative_error(
             without_folds(expand(packed, spec, mx.float32), weight), weight
         )
-        # What is nearest for the layers' inputs may be further in the weights, and
-        # further still in an embedding, some directions of which hardly count.
-        far, most = (2.5, 0.8) if "embed" in path else (2, 0.7)
-        assert error < min(most, far * relative_error(plain, weight))
+        # What is nearest for the layers' inputs may be further in the weights, and so is
+        # what makes up for the errors of a random model's embedding.
+        assert error < min(0.8, 2.5 * relative_error(plain, weight))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=lambda g: "-".join(map(str, g.values())))
