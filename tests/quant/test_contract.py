@@ -137,8 +137,8 @@ def test_near_the_weights_and_stored_as_asked(method, folder, tmp_path, grid):
         error = relative_error(
             without_folds(expand(packed, spec, mx.float32), weight), weight
         )
-        # What is nearest for the layers' inputs may be further in the weights, and so is
-        # what makes up for the errors of a random model's embedding.
+        # What is nearest for the layers' inputs may be further in the weights, and so
+        # is what makes up for the errors of a random model's embedding.
         assert error < min(0.8, 2.5 * relative_error(plain, weight))
 
 
