@@ -102,21 +102,20 @@ class Verdict:
         rows = []
         for how, found in self.trials.items():
             columns = [found.columns[name] for name in names]
-            predicted = {
-                "speed-up": f"{found.predicted_speedup:.2f}x",
-                "tokens a round": f"{found.predicted_tokens:.2f}",
-            }
-            told = {
-                key: [value if name == DRAFT else "-" for name in names]
-                for key, value in predicted.items()
-            }
+            predicted = (
+                f"{found.predicted_speedup:.2f}x",
+                f"{found.predicted_tokens:.2f}",
+            )
+            gain, rounds = (
+                [v if n == DRAFT else "-" for n in names] for v in predicted
+            )
             rows += [
                 [f"{how}: tokens/s", *(f"{c.tokens_per_second:.0f}" for c in columns)],
                 [f"{how}: speed-up", *map(_speedup, columns)],
-                [f"{how}: speed-up, predicted", *told["speed-up"]],
+                [f"{how}: speed-up, predicted", *gain],
                 [f"{how}: guesses that stand", *map(_share, columns)],
                 [f"{how}: tokens a round", *map(_rounds, columns)],
-                [f"{how}: tokens a round, predicted", *told["tokens a round"]],
+                [f"{how}: tokens a round, predicted", *rounds],
                 [f"{how}: guesses a round", *map(_guesses, columns)],
             ]
             for suite, own in found.suites.items():

@@ -24,7 +24,7 @@ from ..model.blocks import differentiable
 from ..model.blockwise import Blockwise
 from ..run.files import need_space
 from . import streams
-from .inputs import Moments
+from .inputs import Moments, watched
 from .signals import Tap, loss_of_predictions, path_of, tapped
 
 # Tokens whose slopes are taken, for each column; with four, KL was 1% less.
@@ -102,11 +102,11 @@ class _Way:
 
     def _heads(self) -> list[str]:
         """Those into which hidden states go as well."""
-        tap, tokens = Tap(), self.parts[0][:1]
+        tokens = self.parts[0][:1]
         hidden = self.blockwise.first(tokens)
-        with tapped(self.blockwise.model, self.paths, tap):
+        with watched(self.blockwise.model, self.paths) as seen:
             self.blockwise.last(tokens, hidden)
-        return [path_of(call) for call, x in tap.inputs.items() if _is_hidden(x)]
+        return list(seen.rows)
 
     def _forward(self, compute: mx.Dtype) -> None:
         for part, tokens in enumerate(self.parts):
@@ -180,15 +180,12 @@ class _Way:
 
     def _of_look_ups(self) -> dict[str, mx.array]:
         """The Fisher information of what every embedding is looked up for."""
-        weights = embeddings(self.blockwise.model, self.paths)
-        widths = {path: weight.shape[-1] for path, weight in weights.items()}
-        found = {path: mx.zeros((width, width)) for path, width in widths.items()}
+        found = {path: self._none_yet(path) for path in self.paths}
         for part, tokens in enumerate(self.parts[: self.back]):
             for path, rows in self._slopes_of_look_ups(part, tokens):
-                found[path] = found[path] + rows.T @ rows
-            mx.eval(found)
+                found[path].add(rows)
         number = sum(part.size for part in self.parts[: self.back])
-        return {path: _shrunk(value / number) for path, value in found.items()}
+        return {path: _shrunk(own.squares / number) for path, own in found.items()}
 
     def _slopes_of_look_ups(self, part: int, tokens: mx.array):
         """Paths, and slopes [T, K] by what they gave."""
@@ -204,20 +201,20 @@ class _Way:
         shifts = [mx.zeros_like(first.outputs[call]) for call in calls]
         _, slopes = mx.vjp(run, shifts, [self._slopes(part)])
         for call, slope in zip(calls, slopes, strict=True):
-            yield path_of(call), slope.reshape(-1, slope.shape[-1]).astype(mx.float32)
+            yield path_of(call), slope.reshape(-1, slope.shape[-1])
 
     def _of_head(self, path: str) -> mx.array:
         """Second moments of what goes into a head, mean over tokens."""
-        total, number = mx.array(0.0), 0
+        found = self._none_yet(path)
         for part, tokens in enumerate(self.parts):
-            tap = Tap()
-            with tapped(self.blockwise.model, [path], tap):
+            with watched(self.blockwise.model, [path]) as seen:
                 self.blockwise.last(tokens, self._hidden(len(self.blockwise), part))
-            for x in filter(_is_hidden, tap.inputs.values()):
-                rows = x.reshape(-1, x.shape[-1]).astype(mx.float32)
-                total, number = total + rows.T @ rows, number + len(rows)
-            mx.eval(total)
-        return total / number
+            found.add(seen.rows[path])
+        return found.squares / found.counts
+
+    def _none_yet(self, path: str) -> Moments:
+        width = embeddings(self.blockwise.model, [path])[path].shape[-1]
+        return Moments.empty(width, experts=None, with_cross=False)
 
     def _save(self, place: int | str, part: int, value: mx.array) -> None:
         mx.eval(value)
