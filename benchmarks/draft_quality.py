@@ -73,6 +73,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--loss", default="acceptance")
+    parser.add_argument(
+        "--on-policy", type=float, metavar="FRACTION", help="of steps, one draft more"
+    )
     parser.add_argument("--threads", type=int, help="absent = all")
     return parser.parse_args()
 
@@ -107,16 +110,21 @@ class Seed:
             SPLITS, (self.arguments.prompts, held_out), strict=True
         ):
             self._write_rows(split, count)
-        distilled = self._distilled()
+        distilled = self._distilled("distilled")
         student = next((distilled / "stages").glob("*-distill/student"))
         drafts = {
             "untrained cut": lambda: student,
             "cross-entropy": lambda: self._taught_by_rows(student),
             "distilled": lambda: distilled / "draft",
         }
+        if fraction := self.arguments.on_policy:
+            replayed = {"on_policy": {"fraction": fraction}}
+            drafts["on-policy"] = lambda: (
+                self._distilled("on-policy", replayed) / "draft"
+            )
         return {name: self._judged(name, draft) for name, draft in drafts.items()}
 
-    def _distilled(self) -> Path:
+    def _distilled(self, name: str, settings: dict | None = None) -> Path:
         given = self.arguments
         answers = {
             "prompts": given.prompts,
@@ -130,8 +138,8 @@ class Seed:
             "loss": given.loss,
             "trial": {"prompts": 2, "max_tokens": 8},
         }
-        stages = [{"distill": stage | self._steps()}]
-        return self._run(stages, self.target, "distilled")
+        stages = [{"distill": stage | self._steps() | (settings or {})}]
+        return self._run(stages, self.target, name)
 
     def _taught_by_rows(self, student: Path) -> Path:
         """As many steps of as many tokens, on the rows themselves."""

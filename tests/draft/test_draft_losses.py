@@ -51,6 +51,7 @@ def sums(name, logits, target):
     mask = mx.ones(logits.shape[:2], mx.bool_)
     tokens = mx.zeros(logits.shape[:2], mx.int32)
     objective = Objective(name)
+    target = (*target, mask)
     return [
         objective(
             logits[:, n : n + 1],
@@ -99,7 +100,7 @@ def test_gradients_are_those_of_finite_differences(name):
     tokens, mask = mx.zeros((1, 2), mx.int32), mx.ones((1, 2), mx.bool_)
 
     def loss(logits):
-        return Objective(name)(logits, tokens, mask, *target)
+        return Objective(name)(logits, tokens, mask, *target, mask)
 
     gradient = np.array(mx.grad(loss)(mx.array(draft)))
     for place in np.ndindex(draft.shape):
@@ -126,7 +127,7 @@ def test_only_positions_that_count_are_summed_and_mixed_with_the_tokens_said():
     tokens = mx.array([[0, 1, 2, 3, 4]])
     mask = mx.array([[False, True, True, False, False]])
     objective = Objective("forward", cross_entropy=0.25)
-    found = objective(mx.array(draft), tokens, mask, *target)
+    found = objective(mx.array(draft), tokens, mask, *target, mask)
     p, q = softmax(teacher)[0], softmax(draft)[0]
     expected = sum(0.75 * kl(p[i], q[i]) - 0.25 * np.log(q[i, i]) for i in (1, 2))
     assert found.item() == pytest.approx(expected, abs=1e-5)

@@ -197,6 +197,25 @@ def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_pat
     assert hash_file(run.output / file) == hash_file(distilled.output / file)
 
 
+def test_replays_of_a_stopped_training_leave_the_same_draft(
+    distilled, tmp_path_factory
+):
+    replayed = {"on_policy": {"fraction": 0.5, "guesses": 3, "refresh": 2}}
+    stage = {"distill": DISTILL | replayed | {"steps": 8}}
+    files = []
+    for name, stop in (("whole", None), ("stopped", 5)):
+        folder = tmp_path_factory.mktemp(name)
+        run = run_of(folder, stage, model=distilled.model)
+        if stop:
+            assert run.attacked("SIGTERM", "step", stop).returncode == 130
+        assert run() == 0
+        files.append(run.output / "draft/model.safetensors")
+        assert re.search(r"step 4: \d+ guesses that fell are replayed", run.log)
+        assert len(list(run.output.glob("stages/*/replays/*.json"))) == 2
+    assert f"resuming after step {stop}" in run.log
+    assert hash_file(files[0]) == hash_file(files[1])
+
+
 def test_a_model_is_not_changed_after_its_draft(distilled, tmp_path, capsys):
     run = run_of(
         tmp_path, {"distill": DISTILL}, {"quantize": {"bits": 4}}, model=distilled.model

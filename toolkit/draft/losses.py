@@ -50,7 +50,8 @@ class Objective:
     Args:
         loss: the measure's name.
         eta: of acceptance.
-        cross_entropy: weight of the loss on the tokens said; the measure has the rest.
+        cross_entropy: weight of the loss on the tokens that the target said; the
+            measure has the rest.
     """
 
     def __init__(self, loss: Loss, *, eta: float = 3.0, cross_entropy: float = 0.0):
@@ -59,14 +60,16 @@ class Objective:
         self.cross_entropy = cross_entropy
 
     def labels(self, inputs, documents, target: tuple) -> tuple:
-        """What a batch brings along of its target: three parts, or all log-probs."""
+        """What a batch brings along: a target's three parts, or all log-probs; then
+        whether a token is the target's own."""
         return tuple(part for part in target if part is not None)
 
     def __call__(
-        self, logits: mx.array, tokens: mx.array, mask: mx.array, *target: mx.array
+        self, logits: mx.array, tokens: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
-        """The sum, in nats, of logits [..., V] and the target of the same places."""
-        target = Target(*target) if len(target) > 1 else Target(None, *target, None)
+        """The sum, in nats, of logits [..., V] and the `labels` of the same places."""
+        *parts, own = labels
+        target = Target(*parts) if len(parts) > 1 else Target(None, *parts, None)
         width = logits.shape[-1]
         if target.indices is None:
             width = min(width, target.log_probs.shape[-1])
@@ -75,7 +78,7 @@ class Objective:
         )
         loss = (1 - self.cross_entropy) * loss
         if self.cross_entropy:
-            plain = cross_entropy_sum(logits, tokens, mask)
+            plain = cross_entropy_sum(logits, tokens, mask & own)
             loss = loss + self.cross_entropy * plain
         return loss
 

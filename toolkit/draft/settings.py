@@ -53,6 +53,18 @@ class Answers(Section):
     one; null = keep nothing, and run the target beside the draft in every step."""
 
 
+class OnPolicy(Section):
+    """Lessons of the last steps: the draft writes on where its own guesses fell, and
+    the target tells what it would have said instead (arXiv 2605.29343)."""
+
+    fraction: float = Field(0.5, gt=0, le=1)
+    """Of the steps, the last ones."""
+    guesses: int = Field(8, ge=1)
+    """Tokens that the draft writes from every such place, at most."""
+    refresh: int = Field(100, ge=1)
+    """Steps that learn from what was written at once, by the draft as it was then."""
+
+
 class Trial(Section):
     """How the finished draft is judged, on prompts of the validation rows."""
 

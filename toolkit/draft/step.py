@@ -18,4 +18,5 @@ class Learning(Step):
 
 def chances(model: nn.Module, lesson: Batch) -> tuple[mx.array, mx.array]:
     """Bounds [B, L] of the chance that a drawn guess stands, place by place."""
-    return overlap(model(lesson.tokens[:, :-1]), Target(*lesson.target))
+    *target, _ = lesson.target
+    return overlap(model(lesson.tokens[:, :-1]), Target(*target))

@@ -120,7 +120,12 @@ def answer_all(requests: Sequence[Request], answerer: Answerer) -> list[list[int
 
 
 def _fill(_: Path, *, requests: Sequence[Request], answerer: Answerer) -> dict:
-    batcher = Batcher(answerer.model(), rows=len(requests))
+    return {"answers": say_all(answerer.model(), requests)}
+
+
+def say_all(model: Any, requests: Sequence[Request]) -> list[list[int]]:
+    """What a model answers to requests, `BLOCK` of them decoded together."""
+    batcher = Batcher(model, rows=BLOCK)
     for request in requests:
         batcher.submit(request)
     answers: dict[Request, list[int]] = {request: [] for request in requests}
@@ -128,7 +133,7 @@ def _fill(_: Path, *, requests: Sequence[Request], answerer: Answerer) -> dict:
         for request, token, _ in batcher.step():
             answers[request].append(token)
     mx.clear_cache()
-    return {"answers": list(answers.values())}
+    return list(answers.values())
 
 
 def with_answer(prompt: list[int], answer: list[int], where: str) -> Example:

@@ -8,6 +8,8 @@ at most, there are besides:
     lessons      operations 2 P for every token of N that is said, and as many for its
                  prediction; on disk k (2 + index) + 4 bytes a token of N
     live         without predictions on disk, 2 P for every token of every step
+    on-policy    2 P and 4 D besides for every token of its steps, with D parameters of
+                 the draft, which guesses along a lesson and reads it to write on
 
 Of a sibling that is not on this disk nothing is known, nor of its draft.
 """
@@ -66,9 +68,12 @@ def drafting(
         return None
     alone = Train(steps=stage.steps, batch_tokens=stage.batch_tokens)
     load, total = training(draft, alone, batch, compute), anatomy.parameters
-    live = 2 * total * batch.mean_tokens * (stage.answers.top_k is None)
+    live = 2 * total * (stage.answers.top_k is None)
+    if stage.on_policy:
+        live += stage.on_policy.fraction * (2 * total + 4 * draft.parameters)
     memory = {"target": compute * total} | load.memory
-    return replace(load, memory=memory, operations=load.operations + live)
+    operations = load.operations + live * batch.mean_tokens
+    return replace(load, memory=memory, operations=operations)
 
 
 def lessons(anatomy: Anatomy, stage: Section, prompt: float) -> Lessons:

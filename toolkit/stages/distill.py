@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
-from ..draft.settings import Answers, Gates, Loss, Student, Trial
+from ..draft.settings import Answers, Gates, Loss, OnPolicy, Student, Trial
 from ..quant.settings import Quantize
 from ..section import Section
 
@@ -28,6 +28,8 @@ class Config(Section):
     """How soon the loss acceptance turns to total variation."""
     cross_entropy: Fraction = 0.1
     """Weight of the loss on the tokens themselves; the other has the rest."""
+    on_policy: OnPolicy | None = None
+    """Present = the last steps learn where the draft's own guesses fell."""
     steps: int = Field(1000, ge=1)
     """Optimizer steps."""
     batch_tokens: int = Field(2048, ge=8)

@@ -12,7 +12,9 @@ from ..draft.answers import mean_length
 from ..draft.economics import Costs, measure
 from ..draft.exam import all_stand, curve_of
 from ..draft.losses import Objective
+from ..draft.on_policy import Replays
 from ..draft.step import Learning, chances
+from ..draft.targets import Lessons
 from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.folder import setting, weights_digest
@@ -165,7 +167,7 @@ class Drafting:
         config = self.config
         return Loop(
             step,
-            self.schooling.lessons,
+            self._lessons(step),
             steps=config.steps,
             rate=lambda number: self._rate(number, config.steps),
             valid=list(self.schooling.held_out),
@@ -179,6 +181,21 @@ class Drafting:
             seed=self.context.seed,
             keep=Keep(best=True),
             on_evaluate=tell,
+        )
+
+    def _lessons(self, step: Learning) -> Lessons | Replays:
+        """What the steps learn, of which some may ask the draft itself."""
+        config, lessons = self.config, self.schooling.lessons
+        if config.on_policy is None:
+            return lessons
+        return Replays(
+            lessons,
+            config.on_policy,
+            begin=config.steps - round(config.on_policy.fraction * config.steps),
+            folder=self.context.folder / "replays",
+            draft=step.serve,
+            end_tokens=self.schooling.end_tokens,
+            say=self.context.report.say,
         )
 
     def _quantized(self, dense: Path) -> Path:

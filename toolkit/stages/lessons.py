@@ -105,12 +105,17 @@ class Schooling:
         return longest
 
     @property
+    def end_tokens(self) -> frozenset[int]:
+        """Those that end an answer."""
+        return frozenset(self.target.tokenizer.eos_token_ids)
+
+    @property
     def _answerer(self) -> Answerer:
         report = self.context.report
         return Answerer(
             lambda: self.target.model,
             self.digest,
-            frozenset(self.target.tokenizer.eos_token_ids),
+            self.end_tokens,
             report.say,
             report.warn,
         )
