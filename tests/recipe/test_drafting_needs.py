@@ -68,6 +68,15 @@ def test_a_live_target_costs_time_and_no_disk():
     assert (none.bytes, none.operations) == (0, disk.operations / 2)
 
 
+def test_replays_cost_the_target_and_twice_the_draft_besides():
+    student = {"layers": 2}
+    plain, replayed = (
+        told(student, on_policy=settings) for settings in (None, {"fraction": 0.25})
+    )
+    besides = 2 * target().parameters + 4 * plain.parameters
+    assert replayed.operations - plain.operations == 0.25 * besides * 1024
+
+
 def test_of_a_sibling_that_is_elsewhere_nothing_is_known(tmp_path):
     assert told({"from": "some/sibling"}) is None
     sizes = [SHAPE.model_copy(update={"layers": count}) for count in (3, 2)]

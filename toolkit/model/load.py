@@ -98,8 +98,6 @@ def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
     if compute != "stored":
         cast(model, compute_dtype(compute, dtype))
     if on_cpu():
-        replace_slow_functions()
-        replace_swiglu()
         expand_many_rows(model)
     return model, config, dtype
 
@@ -246,6 +244,11 @@ def _complete(model: nn.Module) -> nn.Module:
     # mlx-lm's recurrent_gemma does not begin as a module does, and could not be frozen.
     if not hasattr(model, "_no_grad"):
         nn.Module.__init__(model)
+    # Before anything runs: what mlx-lm has compiled keeps the functions it was made of,
+    # and the same model would then round in another way from run to run.
+    if on_cpu():
+        replace_slow_functions()
+        replace_swiglu()
     return model
 
 
