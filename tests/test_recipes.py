@@ -1,8 +1,10 @@
 """Every shipped recipe runs, at settings that take seconds."""
 
 import json
+import shutil
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from toolkit.cli import train
@@ -14,12 +16,14 @@ SMALL = {
     "train": ["evaluate_batches=1", "learning_rate=1e-5"],
     "distill": [
         "answers={prompts: 20, held_out: 4, max_tokens: 12}",
+        "student.layers=1",
         "steps=2",
         "batch_tokens=512",
         "trial={prompts: 2, max_tokens: 12}",
     ],
     "validate": ["tokens=200", "questions=9", "speed_tokens=8"],
 }
+BASE, BLOCKS = ROOT / "data/tiny-base", 2
 BATCH = {"batch_size": "batch_size=4", "batch_tokens": "batch_tokens=256"}
 
 
@@ -57,9 +61,26 @@ def shortened(path: Path) -> list[str]:
     return arguments
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory):
+    """The first blocks of the model that comes along."""
+    folder = tmp_path_factory.mktemp("shallow") / "model"
+    shutil.copytree(BASE, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = BLOCKS
+    (folder / "config.json").write_text(json.dumps(config))
+    deeper = tuple(f"model.layers.{number}." for number in range(BLOCKS, 6))
+    weights = mx.load(str(BASE / "model.safetensors"))
+    weights = {k: v for k, v in weights.items() if not k.startswith(deeper)}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    return folder
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_shipped_recipe_runs(path, tmp_path, capsys):
+def test_a_shipped_recipe_runs(path, shallow, tmp_path, capsys):
     arguments = [*shortened(path), f"output={tmp_path / 'run'}"]
+    if "fresh:" not in path.read_text():
+        arguments.append(f"model={shallow}")
     assert train([str(path), *arguments]) == 0, capsys.readouterr().err
     report = json.loads((tmp_path / "run/report.json").read_text())
     names = {"base", "tuned", "quantized"} - (
