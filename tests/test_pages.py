@@ -54,6 +54,7 @@ SMALL = [
 SMALL_BENCHMARKS = {
     "ptq_large": "--hidden 128 --intermediate 256 --layers 3 --heads 2 "
     "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
+    "ptq_time": "--hidden 64 --layers 1 --vocabulary 320 --tokens 256 --length 64",
     "qat_step": "--hidden 64 --layers 1 --vocabulary 512 --batch 2 --length 32 "
     "--steps 3 --grids minmax learned",
     "qat_quality": "--seeds 1 --bits 2 --steps 2 --batch 4 --tune 1 --limit 40 "
