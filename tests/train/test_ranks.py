@@ -122,9 +122,7 @@ def assert_same_training(found, expected, allowed=1e-5):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         atol = allowed if key.startswith("weight") else 1e-5
-        # Losses and norms of later steps are of weights that much apart.
-        rtol = max(1e-5, allowed / 10)
-        np.testing.assert_allclose(found[key], value, rtol=rtol, atol=atol, err_msg=key)
+        np.testing.assert_allclose(found[key], value, rtol=1e-5, atol=atol, err_msg=key)
 
 
 @pytest.mark.parametrize("case", CASES)
