@@ -16,10 +16,11 @@ from ptq_quality import call_side, write_inputs
 SOURCE, DOCUMENTS, GROUP = "builtin:stdlib", 300, 64
 GRID = {"bits": 4, "group_size": GROUP}
 OURS = GRID | {"method": "gptq", "tune": False, "gates": False}
+PLAIN = {"rounds": 0, "asymmetry": 0, "outputs": False}
 SIDES = {
     "mlx-lm": ("gptq", GRID | {"stored": True}),
     "mlx-lm, float32": ("gptq", GRID),
-    "lmx, plain pass": ("lmx", OURS | {"rounds": 0, "asymmetry": 0}),
+    "lmx, plain pass": ("lmx", OURS | PLAIN),
     "lmx": ("lmx", OURS),
 }
 COLUMNS = ("side", "seconds", "ratio", "CPU s", "ratio", "peak GB", "ratio", "RSS GB")

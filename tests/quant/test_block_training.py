@@ -31,6 +31,9 @@ def run(folder, *, model=None, tokens=PLENTY, report=None, **settings):
         bits=2,
         group_size=32,
         rounds=0,
+        # What is left to gain: plain GPTQ makes up for nothing but its own columns.
+        outputs=False,
+        asymmetry=0.0,
         **settings,
     )
     found = filter(None, map(LINE.search, report.lines))

@@ -150,6 +150,20 @@ def test_a_method_need_not_ask_what_embeddings_cost(tmp_path):
     assert (path, moments) == ("model.embed_tokens", None)
 
 
+def test_layers_come_with_what_errors_in_their_outputs_cost(tmp_path):
+    asked, plain = Rounding(), Rounding()
+    walk(model_of(), tmp_path, weighs_outputs=True).run(asked)
+    walk(model_of(), tmp_path / "plain").run(plain)
+    modules = dict(model_of().named_modules())
+    for path, moments in asked.moments.items():
+        if ".layers." in path:
+            size = modules[path].weight.shape[0]
+            assert moments.answers[path].shape == (size, size)
+            assert not plain.moments[path].answers
+    # On disk as long as their block is not done.
+    assert not list(tmp_path.glob("walk/*/answers-*"))
+
+
 def test_without_a_full_stream_there_is_nothing_to_compare(tmp_path):
     rounding, alone = Rounding(), Rounding()
     walk(model_of(), tmp_path / "both").run(rounding)

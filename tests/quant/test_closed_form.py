@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from toolkit.quant import closed_form
+from toolkit.quant import arrays, closed_form
 from toolkit.quant.closed_form import (
     Grid,
     Settings,
@@ -21,7 +21,7 @@ from toolkit.quant.hessian import damped
 from toolkit.quant.spec import QuantSpec, expand, pack
 
 GROUP, WIDTH, ROWS = 32, 128, 24
-LEVELS = mx.array(4.0)
+LEVELS = 4.0
 
 
 def inputs(width=WIDTH, count=2048, seed=0) -> np.ndarray:
@@ -99,6 +99,27 @@ def test_gptqs_codes_are_those_of_the_naive_way(hessian):
     expected = naive_gptq(target, hessian, grid)
     # A weight in the middle of two codes may fall on either side.
     assert (double(grid.codes) == expected).mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+def test_both_libraries_find_the_same(hessian, dtype, monkeypatch):
+    """NumPy, as on a CPU, and MLX, as on a GPU."""
+    target, costs = weights(), mx.diagonal(hessian.matrix)
+
+    def grids():
+        first = fitted(target, costs, GROUP, LEVELS, dtype)
+        second = gptq(target, hessian, GROUP, LEVELS, dtype)
+        return first, second, descend(first, target, hessian.matrix, LEVELS)
+
+    ours = grids()
+    seen = []
+    monkeypatch.setattr(arrays, "on_cpu", lambda: seen.append(1) or False)
+    for one, other in zip(ours, grids(), strict=True):
+        # A weight in the middle of two codes may fall on either side.
+        assert (double(one.codes) == double(other.codes)).mean() > 0.999
+        apart = np.abs(double(one.weight()) - double(other.weight()))
+        assert np.quantile(apart, 0.999) < 1e-6
+    assert seen
 
 
 def test_without_correlations_gptq_rounds_to_the_fitted_grid():
@@ -288,3 +309,13 @@ def test_the_grid_of_a_group_against_a_search_of_all():
             for b in np.linspace(low, low + 0.6 * (high - low), 120)
         )
         assert found <= 1.6 * best
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
+def test_both_libraries_store_alike(dtype):
+    values = np.random.default_rng(0).normal(size=4096).astype(np.float32)
+    # Halfway between two that bfloat16 has, and nothing.
+    values[:4] = 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0
+    expected = mx.array(values).astype(dtype).astype(mx.float32)
+    assert np.array_equal(arrays.storable(values, dtype), np.array(expected))
+    assert mx.array_equal(arrays.storable(mx.array(values), dtype), expected)

@@ -89,6 +89,7 @@ def test_every_part_helps(tmp_path):
 
     whole = loss("whole")
     assert whole < loss("plain", rounds=0, asymmetry=0)
+    assert whole < 0.97 * loss("rows alone", outputs=False)
 
 
 def test_experts_that_saw_little_are_named(tmp_path):
@@ -103,7 +104,9 @@ def test_what_is_lost_is_in_the_log(tmp_path):
     report = Report()
     quantized(gptq, model_of(**SIZES), tmp_path, report=report)
     lines = [line for line in report.lines if "output lost" in line]
-    assert len(lines) == 2 * 7 + 1
+    clusters = [line for line in lines if "embed_tokens, cluster" in line]
+    assert len(clusters) > 1
+    assert len(lines) == 2 * 7 + len(clusters)
     assert all("round to nearest" in line and "kept" in line for line in lines)
 
 

@@ -20,10 +20,12 @@ from mlx.utils import tree_flatten
 from ..model.blockwise import Blockwise
 from ..run.files import atomic_folder
 from . import streams
+from .behind import Behind
 from .closed import Closed, close_block
+from .costs import answers, drop_answers, look_ahead
 from .crossing import Crossing
-from .embeddings import embeddings, given, moments_of_embeddings
-from .inputs import Moments, Seen, watched
+from .embeddings import embeddings, given
+from .inputs import Moments
 from .opened import Prepare, prepare_block
 from .streams import FULL, ROUNDED
 
@@ -63,6 +65,7 @@ class Walk:
         compares: whether to run the full-precision stream too; it costs as much as the
             other. Without one moments have no `cross`, and nothing can be improved.
         weighs_embeddings: whether the method asks what errors in embeddings cost.
+        weighs_outputs: whether it asks what errors in the outputs of layers cost.
 
     Raises:
         UserError: the model is not a plain sequence of blocks.
@@ -84,6 +87,7 @@ class Walk:
         improve: Improve | None = None,
         compares: bool = True,
         weighs_embeddings: bool = True,
+        weighs_outputs: bool = False,
     ):
         self.model = model
         self.tokens = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
@@ -95,6 +99,7 @@ class Walk:
         self.improve = improve
         self.compares = compares
         self.weighs_embeddings = weighs_embeddings
+        self.weighs_outputs = weighs_outputs
         self.blockwise = Blockwise(model, reread)
         self._inside: list[list[str]] = [[] for _ in self.blockwise.blocks]
         self._outside = []
@@ -144,17 +149,16 @@ class Walk:
         found: dict[str, Stored] = {}
         weights = embeddings(self.model, self._outside)
         with atomic_folder(self.folder / EMBEDDINGS) as place:
-            moments = dict.fromkeys(weights)
-            if self.weighs_embeddings:
-                moments = moments_of_embeddings(
-                    self.blockwise,
-                    list(weights),
-                    self.tokens,
-                    compute=self.compute,
-                    at=place,
-                )
+            moments = look_ahead(
+                self.blockwise,
+                list(weights) if self.weighs_embeddings else [],
+                self._inside if self.weighs_outputs else [[]] * len(self._inside),
+                self.tokens,
+                compute=self.compute,
+                folder=place,
+            )
             for path, weight in weights.items():
-                found |= solve({path: weight}, moments[path])
+                found |= solve({path: weight}, moments.get(path))
             mx.save_safetensors(str(place / TENSORS), _named(found))
         return found
 
@@ -216,6 +220,7 @@ class Walk:
             crossing.leave()
             mx.save_safetensors(str(after / TENSORS), tensors)
         streams.drop(here)
+        drop_answers(self.folder / EMBEDDINGS, number)
         self.say(f"block {number + 1} of {len(self.blockwise)} is quantized")
 
     def _quantize(
@@ -226,8 +231,14 @@ class Walk:
         modules = dict(self.blockwise.blocks[number].named_modules())
         weights = {prefix + path: modules[path].weight for path in group}
         # Nobody but the solver holds the moments, so that it can let them go.
-        found = solve(weights, crossing and crossing.moments(group))
+        found = solve(weights, crossing and self._moments(number, group, crossing))
         return self._put(number, found)
+
+    def _moments(self, number: int, group: list[str], crossing: Crossing) -> Moments:
+        found, prefix = crossing.moments(group), f"{self.blockwise.prefix}{number}."
+        known = answers(self.folder / EMBEDDINGS, number)
+        found.answers = {prefix + path: known[path] for path in group if path in known}
+        return found
 
     def _put(self, number: int, found: dict[str, Stored]) -> dict[str, mx.array]:
         """Give layers of a block the weights they stand for; what is stored of them."""
@@ -245,51 +256,21 @@ class Walk:
             return
         modules = dict(self.model.named_modules())
         done = mx.load(str(self.folder / EMBEDDINGS / TENSORS))
-        self._outside = [p for p in self._outside if f"{p}.weight" not in done]
-        groups = self._groups_outside()
+        left = [path for path in self._outside if f"{path}.weight" not in done]
+        end = self.folder / f"{len(self.blockwise):04d}"
+        behind = Behind(self.blockwise, left, self.tokens, end, compares=self.compares)
+        groups = behind.groups()
         seen = {path for group in groups for path in group}
         tensors: dict[str, mx.array] = {}
         for group in groups:
             weights = {path: modules[path].weight for path in group}
-            tensors |= _named(solve(weights, self._moments_outside(group[0])))
-        for path in self._outside:
+            tensors |= _named(solve(weights, behind.moments(group[0])))
+        for path in left:
             if path not in seen:
                 tensors |= _named(solve({path: modules[path].weight}, None))
         with atomic_folder(target) as place:
             mx.save_safetensors(str(place / TENSORS), tensors)
         self.blockwise.let_go()
-
-    def _groups_outside(self) -> list[list[str]]:
-        hidden = streams.load(self._end, ROUNDED, 0)["hidden"]
-        tokens = self.tokens[0][:1]
-        return self._seen_outside(self._outside, tokens, hidden[:1]).groups()
-
-    def _moments_outside(self, path: str) -> Moments:
-        width = dict(self.model.named_modules())[path].weight.shape[-1]
-        found = Moments.empty(width, experts=None, with_cross=self.compares)
-        for part, tokens in enumerate(self.tokens):
-            found.add(
-                *(
-                    self._seen_outside(
-                        [path], tokens, streams.load(self._end, stream, part)["hidden"]
-                    ).rows[path]
-                    for stream in self._streams
-                )
-            )
-        return found
-
-    def _seen_outside(self, paths: list[str], tokens: mx.array, hidden) -> Seen:
-        with watched(self.model, paths) as seen:
-            self.blockwise.last(tokens, hidden)
-        return seen
-
-    @property
-    def _streams(self) -> list[str]:
-        return [ROUNDED, FULL] if self.compares else [ROUNDED]
-
-    @property
-    def _end(self) -> Path:
-        return self.folder / f"{len(self.blockwise):04d}"
 
 
 def _named(layers: dict[str, Stored]) -> dict[str, mx.array]:

@@ -26,12 +26,13 @@ def quantize_watched(
     *,
     compares: bool,
     weighs_embeddings: bool = True,
+    weighs_outputs: bool = False,
 ) -> dict[str, mx.array]:
     """Walk through the model; layers whose grid is not affine are rounded.
 
     Args:
         config: the method's.
-        prepare, improve, compares, weighs_embeddings: see `Walk`.
+        prepare, improve, compares, weighs_embeddings, weighs_outputs: see `Walk`.
 
     Returns:
         What is stored, by name: codes, scales, biases, and dense weights that changed.
@@ -43,6 +44,7 @@ def quantize_watched(
         improve=improve,
         compares=compares,
         weighs_embeddings=weighs_embeddings,
+        weighs_outputs=weighs_outputs,
     )
     # What MLX keeps of freed memory counts, too, where a model hardly fits.
     before = mx.set_cache_limit(KEPT_BYTES)

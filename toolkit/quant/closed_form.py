@@ -3,16 +3,19 @@
 GPTQ (arXiv 2210.17323) with grids fitted on the way and the costliest columns first,
 towards a target that makes up for earlier layers' errors (arXiv 2504.02692,
 2505.11695); then, in turns, all scales and biases by least squares with the full
-Hessian, and codes by coordinate descent (arXiv 2309.01885). Rows are independent of
-each other, so each keeps the best it has met, plain rounding among them.
+Hessian, and codes by coordinate descent (arXiv 2309.01885). Every row keeps the best it
+has met, plain rounding among them. Where it is known how the loss answers to the
+outputs, rows then make up for each other's errors (`coupled`).
 """
 
 from dataclasses import dataclass
+from math import ceil
 
 import mlx.core as mx
 
 from .codes import pack_codes, unpack_codes
 from .columns import descend, fitted, gptq
+from .coupled import LEAST_ROWS, SETS, Coupling, coupling
 from .grid import Grid
 from .hessian import Hessian
 from .refit import refit
@@ -55,6 +58,7 @@ def solve(
     dtype: mx.Dtype,
     *,
     cross: mx.array | None = None,
+    answers: mx.array | None = None,
     settings: Settings = Settings(),
 ) -> Solution:
     """Quantize one weight.
@@ -65,20 +69,92 @@ def solve(
         dtype: the type scales and biases are stored in.
         cross: float32 [K, K], X'(Y - X) of those inputs X and the full-precision
             model's Y, on the scale of the Hessian's moments.
+        answers: float32 [N, N], the Fisher information of the layer's outputs; None =
+            rows are independent of each other.
     """
-    rows = max(1, AT_ONCE // weight.shape[1])
-    parts: list[dict[str, mx.array]] = []
-    lost: dict[str, float] = {}
-    output = 0.0
-    for start in range(0, len(weight), rows):
-        part = weight[start : start + rows]
-        grid, errors, whole = _solved(part, hessian, spec, dtype, cross, settings)
-        parts.append(_packed(grid, spec, dtype))
-        output += whole
-        lost = {way: lost.get(way, 0.0) + error for way, error in errors.items()}
-    tensors = {k: mx.concatenate([part[k] for part in parts]) for k in parts[0]}
-    mx.eval(tensors)
-    return Solution(tensors, {way: e / (output or 1.0) for way, e in lost.items()})
+    layer = _Layer(hessian, spec, dtype, cross, settings)
+    sets = min(SETS, ceil(len(weight) / LEAST_ROWS))
+    sets = max(sets, ceil(weight.size / AT_ONCE))
+    rows = None if answers is None else coupling(answers, sets)
+    if rows is None:
+        at_once = max(1, AT_ONCE // weight.shape[1])
+        for start in range(0, len(weight), at_once):
+            part = weight[start : start + at_once]
+            layer.solve(part, layer.target(part))
+        return layer.solution()
+    _solve_coupled(layer, weight[rows.order], rows)
+    return layer.solution(mx.argsort(rows.order))
+
+
+def _solve_coupled(layer: "_Layer", weight: mx.array, rows: Coupling) -> None:
+    """Set by set; to every one the later ones are free to make up for its errors."""
+    shifts = [mx.array(0.0)] * len(rows.sets)
+    for number, here in enumerate(rows.sets):
+        target = layer.target(weight[here]) + shifts[number]
+        errors = layer.solve(weight[here], target).weight(layer.dtype) - target
+        for later, more in enumerate(rows.passed_on(number, errors), number + 1):
+            shifts[later] = shifts[later] + more
+        mx.eval(shifts)
+
+
+class _Layer:
+    """A layer that is solved part by part.
+
+    Attributes:
+        parts: what is stored of every part.
+        lost: by way what all parts lose, their squared error on the layer's inputs.
+    """
+
+    def __init__(self, hessian: Hessian, spec: QuantSpec, dtype, cross, settings):
+        self.hessian = hessian
+        self.spec = spec
+        self.dtype = dtype
+        self.cross = cross
+        self.settings = settings
+        self.parts: list[dict[str, mx.array]] = []
+        self.lost: dict[str, float] = {}
+        self._levels = 2.0**spec.bits
+        self._output = 0.0
+
+    def target(self, weight: mx.array) -> mx.array:
+        """What rows [n, K] are to stand for."""
+        weight = weight.astype(mx.float32)
+        if self.cross is None or not self.settings.asymmetry:
+            return weight
+        missing = self.hessian.solve(weight @ self.cross.T)
+        return weight + self.settings.asymmetry * missing
+
+    def solve(self, weight: mx.array, target: mx.array) -> Grid:
+        """The next part, in every way; every row keeps its best."""
+        hessian, group, dtype = self.hessian, self.spec.group_size, self.dtype
+        judge = Judge(target, hessian.matrix, dtype)
+        judge("round to nearest", rounded(weight, self.spec, dtype))
+        costs = mx.diagonal(hessian.matrix)
+        judge("grid", fitted(target, costs, group, self._levels, dtype))
+        grid = gptq(target, hessian, group, self._levels, dtype)
+        judge("gptq", grid)
+        for number in range(self.settings.rounds):
+            grid = refit(grid, target, hessian.matrix, dtype)
+            grid = descend(grid, target, hessian.matrix, self._levels)
+            judge(f"descent {number + 1}", grid)
+            grid = judge.best
+        for way, error in (judge.lost | {"kept": judge.least.sum().item()}).items():
+            self.lost[way] = self.lost.get(way, 0.0) + error
+        self._output += judge.output
+        self.parts.append(_packed(judge.best, self.spec, dtype))
+        return judge.best
+
+    def solution(self, order: mx.array | None = None) -> Solution:
+        """All parts together, their rows in another order if one is given."""
+        tensors = {
+            name: mx.concatenate([part[name] for part in self.parts])
+            for name in self.parts[0]
+        }
+        if order is not None:
+            tensors = {name: value[order] for name, value in tensors.items()}
+        mx.eval(tensors)
+        output = self._output or 1.0
+        return Solution(tensors, {way: e / output for way, e in self.lost.items()})
 
 
 def _packed(grid: Grid, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.array]:
@@ -90,30 +166,6 @@ def _packed(grid: Grid, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.array]
     }
     mx.eval(tensors)
     return tensors
-
-
-def _solved(weight, hessian: Hessian, spec: QuantSpec, dtype, cross, settings):
-    """The best grid of some rows, what every way loses, and the rows' whole output."""
-    levels = mx.array(2.0**spec.bits)
-    plain = rounded(weight, spec, dtype)
-    weight = weight.astype(mx.float32)
-    target = weight
-    if cross is not None and settings.asymmetry:
-        missing = hessian.solve(weight @ cross.T)
-        target = weight + settings.asymmetry * missing
-    judge = Judge(target, hessian.matrix, dtype)
-    judge("round to nearest", plain)
-    costs = mx.diagonal(hessian.matrix)
-    judge("grid", fitted(target, costs, spec.group_size, levels, dtype))
-    grid = gptq(target, hessian, spec.group_size, levels, dtype)
-    judge("gptq", grid)
-    for number in range(settings.rounds):
-        grid = refit(grid, target, hessian.matrix, dtype)
-        grid = descend(grid, target, hessian.matrix, levels)
-        judge(f"descent {number + 1}", grid)
-        grid = judge.best
-    kept = {"kept": judge.least.sum().item()}
-    return judge.best, judge.lost | kept, judge.output
 
 
 class Judge:

@@ -5,6 +5,7 @@ from functools import partial
 
 import mlx.core as mx
 
+from .arrays import at_home, compiled, library
 from .grid import Grid, fit_grid, inverted, nearest
 from .hessian import Hessian
 
@@ -13,62 +14,58 @@ STRIP = 8
 
 
 def fitted(
-    target, costs: mx.array, group: int, levels: mx.array, dtype: mx.Dtype
+    target: mx.array, costs: mx.array, group: int, levels: float, dtype: mx.Dtype
 ) -> Grid:
     """For every group by itself the grid that loses least, and nearest codes.
 
     Args:
         costs: float32 [K], of a squared error in each column.
     """
-    rows = mx.contiguous(target.T)
+    rows, costs = at_home(target.T), at_home(costs)
     found = []
     for start in range(0, len(rows), group):
         here = slice(start, start + group)
         scale, bias = fit_grid(rows[here], costs[here], levels, dtype)
         codes = nearest(rows[here], inverted(scale), bias, levels)
         found.append((codes, scale, bias))
-        mx.async_eval(found[-1])
-    codes, scales, biases = zip(*found, strict=True)
-    stacked = (mx.stack(v, axis=1) for v in (scales, biases))
-    return Grid(mx.concatenate(codes).T, *stacked)
+        _begin(found[-1])
+    return _grid(found)
 
 
 def gptq(
-    target, hessian: Hessian, group: int, levels: mx.array, dtype: mx.Dtype
+    target: mx.array, hessian: Hessian, group: int, levels: float, dtype: mx.Dtype
 ) -> Grid:
     """Column by column, each error made up for by the columns that follow.
 
     In the Hessian's order; the grid of a group is fitted when its turn comes, to
     weights that have taken up the errors so far.
     """
-    factor, order = hessian.factor, hessian.order
-    left = mx.contiguous(target[:, order].T)
+    factor, order = at_home(hessian.factor), hessian.order
+    left = at_home(target[:, order].T)
     found = []
     for start in range(0, len(factor), group):
         here = slice(start, start + group)
         block = factor[here, here]
-        costs = 1 / mx.diagonal(block) ** 2
+        costs = 1 / library(block).diagonal(block) ** 2
         scale, bias = fit_grid(left[:group], costs, levels, dtype)
         points = {"scale": scale, "inverse": inverted(scale), "bias": bias}
         take = partial(_gptq_strip, **points, levels=levels)
         codes, errors = _in_turn(take, left[:group], block)
         left = left[group:] - factor[here, start + group :].T @ errors
         found.append((codes, scale, bias))
-        mx.async_eval(left, found[-1])
-    codes, scales, biases = zip(*found, strict=True)
+        _begin((left, *found[-1]))
+    grid, back = _grid(found), mx.argsort(order)
     groups = mx.argsort(order[::group])
-    stacked = (mx.stack(v, axis=1)[:, groups] for v in (scales, biases))
-    return Grid(mx.concatenate(codes).T[:, mx.argsort(order)], *stacked)
+    return Grid(grid.codes[:, back], grid.scales[:, groups], grid.biases[:, groups])
 
 
-def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: mx.array) -> Grid:
+def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: float) -> Grid:
     """One sweep over all codes: each goes where it loses least, the others fixed."""
-    # Rows that lie side by side: a strip of others takes twice as long on a CPU.
-    weight, scales, biases = (
-        mx.contiguous(v.T) for v in (grid.weight(), grid.scales, grid.biases)
-    )
     # Half the error's slope with its sign turned: where every weight wants to go.
-    pull = matrix @ (target.T - weight)
+    before = grid.weight()
+    pull = at_home(matrix @ (target - before).T)
+    weight, matrix = at_home(before.T), at_home(matrix)
+    scales, biases = at_home(grid.scales.T), at_home(grid.biases.T)
     found = []
     for number, start in enumerate(range(0, len(weight), grid.group)):
         here = slice(start, start + grid.group)
@@ -82,12 +79,12 @@ def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: mx.array) ->
         own, rest = pull[: grid.group], pull[grid.group :]
         codes, moved = _in_turn(take, own, matrix[here, here], weight[here])
         pull = rest - matrix[start + grid.group :, here] @ moved
-        found.append(codes)
-        mx.async_eval(pull, codes)
-    return Grid(mx.concatenate(found).T, grid.scales, grid.biases)
+        found.append((codes, scales[number], biases[number]))
+        _begin((pull, codes))
+    return _grid(found)
 
 
-def _in_turn(take: Callable, rows: mx.array, matrix: mx.array, *others: mx.array):
+def _in_turn(take: Callable, rows, matrix, *others):
     """Take rows by strips; what a strip spreads is taken off all rows after it.
 
     Args:
@@ -104,29 +101,42 @@ def _in_turn(take: Callable, rows: mx.array, matrix: mx.array, *others: mx.array
         rows = rows[STRIP:] - matrix[here, after].T @ spread
         codes.append(code)
         spreads.append(spread)
-    return mx.concatenate(codes), mx.concatenate(spreads)
+    joined = library(rows).concatenate
+    return joined(codes), joined(spreads)
 
 
-@mx.compile
+@compiled
 def _gptq_strip(rows, factor, scale, inverse, bias, levels):
     codes, errors = [], []
-    for column in range(len(rows)):
-        code = nearest(rows[column], inverse, bias, levels)
-        error = (rows[column] - (code * scale + bias)) / factor[column, column]
-        rows = rows - factor[column][:, None] * error
+    for column in range(len(factor)):
+        code = nearest(rows[0], inverse, bias, levels)
+        error = (rows[0] - (code * scale + bias)) / factor[column, column]
+        rows = rows[1:] - factor[column, column + 1 :, None] * error
         codes.append(code)
         errors.append(error)
-    return mx.stack(codes), mx.stack(errors)
+    return library(rows).stack(codes), library(rows).stack(errors)
 
 
-@mx.compile
+@compiled
 def _descent_strip(pull, matrix, weight, scale, inverse, bias, levels):
     codes, moves = [], []
-    for column in range(len(pull)):
-        wanted = weight[column] + pull[column] / matrix[column, column]
+    for column in range(len(weight)):
+        wanted = weight[column] + pull[0] / matrix[column, column]
         code = nearest(wanted, inverse, bias, levels)
         move = code * scale + bias - weight[column]
-        pull = pull - matrix[column][:, None] * move
+        pull = pull[1:] - matrix[column, column + 1 :, None] * move
         codes.append(code)
         moves.append(move)
-    return mx.stack(codes), mx.stack(moves)
+    return library(pull).stack(codes), library(pull).stack(moves)
+
+
+def _begin(arrays: tuple) -> None:
+    """Let MLX begin what is to be done; NumPy has done it."""
+    mx.async_eval([array for array in arrays if library(array) is mx])
+
+
+def _grid(groups: list[tuple]) -> Grid:
+    """Codes [g, N], scales [N] and biases [N] of every group as a grid."""
+    codes, scales, biases = (list(map(mx.array, v)) for v in zip(*groups, strict=True))
+    stacked = (mx.stack(v, axis=1) for v in (scales, biases))
+    return Grid(mx.concatenate(codes).T, *stacked)

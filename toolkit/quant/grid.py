@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from ..model.cpu import on_cpu
 from ..model.exponentials import ROUNDER
+from .arrays import compiled, library, storable
 
 # How far the ends of the weights' range are drawn in, as a share of it.
 SHRINKS = (0.96, 0.92, 0.88, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38)
@@ -39,23 +40,23 @@ class Grid:
         return Grid(*(mx.where(rows[:, None], a, b) for a, b in pairs))
 
 
-def inverted(scale: mx.array) -> mx.array:
+def inverted(scale):
     """What to multiply by in place of dividing by a scale; 0 where that is 0."""
-    return mx.where(scale == 0, 0.0, 1 / scale)
+    where = library(scale).where
+    return where(scale == 0, 0.0, 1 / where(scale == 0, 1.0, scale))
 
 
-def nearest(
-    weight: mx.array, inverse: mx.array, bias: mx.array, levels: mx.array
-) -> mx.array:
+def nearest(weight, inverse, bias, levels):
     """Codes 0 ... levels - 1, as floats, of the nearest points scale * code + bias."""
-    codes = mx.clip((weight - bias) * inverse, 0, levels - 1)
-    # Clipped, they are small enough for what is five times faster than MLX's rounding.
-    return (codes + ROUNDER) - ROUNDER if on_cpu() else mx.round(codes)
+    its = library(weight)
+    codes = its.minimum(its.maximum((weight - bias) * inverse, 0), levels - 1)
+    if its is mx and not on_cpu():
+        return mx.round(codes)
+    # They are small enough for what is five times faster than rounding.
+    return (codes + ROUNDER) - ROUNDER
 
 
-def fit_grid(
-    weight: mx.array, cost: mx.array, levels: mx.array, dtype: mx.Dtype
-) -> tuple[mx.array, mx.array]:
+def fit_grid(weight, cost, levels: float, dtype: mx.Dtype):
     """Scales and biases of groups, a column of an array each.
 
     The best of many starts, the range from the smallest to the largest weight among
@@ -63,46 +64,41 @@ def fit_grid(
     Every grid is judged as it will be stored, so none is worse than the plain range.
 
     Args:
-        weight: float32 [g, N]: numbers of N grids side by side are several times as
-            fast on a CPU as those of one.
+        weight: float32 [g, N], of MLX or NumPy: numbers of N grids side by side are
+            several times as fast on a CPU as those of one.
         cost: float32 [g], of a squared error in each row.
-        levels: float32 [], codes of the grid.
+        levels: codes of the grid.
         dtype: the type scales and biases are stored in.
 
     Returns:
         Both float32 [N], of values that `dtype` has.
     """
-    # Of a slice or a transpose, what follows would take twice as long on a CPU.
-    weight = mx.contiguous(weight)
     low, high = weight.min(axis=0), weight.max(axis=0)
     scale = (high - low) / (levels - 1)
-    scale, bias = _storable(scale, low, dtype)
+    scale, bias = storable(scale, dtype), storable(low, dtype)
     best = _error(weight, cost, scale, bias, levels), scale, bias
     for shrink in SHRINKS:
-        tried = _storable(shrink * scale, shrink * low, dtype)
+        tried = storable(shrink * scale, dtype), storable(shrink * low, dtype)
         best = _better(weight, cost, levels, *best, *tried)
     for _ in range(ROUNDS):
-        tried = _storable(*_least_squares(weight, cost, levels, *best[1:]), dtype)
+        scale, bias = _least_squares(weight, cost, levels, *best[1:])
+        tried = storable(scale, dtype), storable(bias, dtype)
         best = _better(weight, cost, levels, *best, *tried)
     return best[1:]
 
 
-def _storable(scale: mx.array, bias: mx.array, dtype: mx.Dtype):
-    return tuple(v.astype(dtype).astype(mx.float32) for v in (scale, bias))
-
-
 def _better(weight, cost, levels, least, scale, bias, other_scale, other_bias):
     error = _error(weight, cost, other_scale, other_bias, levels)
-    is_better = error < least
+    where, is_better = library(weight).where, error < least
     pairs = ((error, least), (other_scale, scale), (other_bias, bias))
-    return tuple(mx.where(is_better, new, old) for new, old in pairs)
+    return tuple(where(is_better, new, old) for new, old in pairs)
 
 
 def _error(weight, cost, scale, bias, levels):
     return cost @ _squares(weight, scale, inverted(scale), bias, levels)
 
 
-@mx.compile
+@compiled
 def _squares(weight, scale, inverse, bias, levels):
     off = nearest(weight, inverse, bias, levels) * scale + bias - weight
     return off * off
@@ -110,6 +106,7 @@ def _squares(weight, scale, inverse, bias, levels):
 
 def _least_squares(weight, cost, levels, scale, bias):
     """The best grid for the codes that a grid gives."""
+    where = library(weight).where
     share = cost / cost.sum()
     codes = _nearest(weight, inverted(scale), bias, levels)
     mean_code, mean = share @ codes, share @ weight
@@ -117,14 +114,14 @@ def _least_squares(weight, cost, levels, scale, bias):
     spread, together = share @ squares, share @ products
     # Where all codes are one, the scale is free and the bias alone decides.
     is_flat = spread == 0
-    fitted = mx.where(is_flat, scale, together / mx.where(is_flat, 1.0, spread))
+    fitted = where(is_flat, scale, together / where(is_flat, 1.0, spread))
     return fitted, mean - fitted * mean_code
 
 
-_nearest = mx.compile(nearest)
+_nearest = compiled(nearest)
 
 
-@mx.compile
+@compiled
 def _products(weight, codes, mean_code, mean):
     codes = codes - mean_code
     return codes * codes, codes * (weight - mean)

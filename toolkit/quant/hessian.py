@@ -45,7 +45,7 @@ def damped(moments: mx.array, group: int, damping: float = DAMPING) -> Hessian:
     places = mx.arange(len(moments))
     while True:
         matrix = (moments / mean).at[places, places].add(damping)
-        factor = _factor(matrix, order)
+        factor = inverse_factor(matrix, order)
         if _inverts(matrix, order, factor):
             return Hessian(matrix, order, factor, damping)
         damping *= 10
@@ -58,7 +58,8 @@ def _order(costs: mx.array, group: int) -> mx.array:
     return (groups[:, None] * group + inside[groups]).reshape(-1)
 
 
-def _factor(matrix: mx.array, order: mx.array) -> mx.array:
+def inverse_factor(matrix: mx.array, order: mx.array) -> mx.array:
+    """Upper triangular U, U'U the inverse of a positive definite matrix in an order."""
     # With the order of the columns reversed, L L' becomes R R' with R upper triangular,
     # whose inverse is the factor: one decomposition and no full inverse.
     back = order[::-1]

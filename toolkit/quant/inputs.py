@@ -115,11 +115,17 @@ class Moments:
         squares: X'X, float32 [K, K]; of a mixture [E, K, K].
         cross: X'(Y - X), float32 [K, K], if there is a Y.
         counts: rows summed up; of a mixture [E].
+        answers: of layers by path the Fisher information of what comes out of them,
+            float32 [N, N], as far as it is known.
+        clusters: int [N], which of squares [C, K, K] each row of the weight has; None =
+            all have the same, [K, K].
     """
 
     squares: mx.array
     cross: mx.array | None
     counts: mx.array
+    answers: dict[str, mx.array] = field(default_factory=dict)
+    clusters: mx.array | None = None
 
     @classmethod
     def empty(cls, width: int, *, experts: int | None, with_cross: bool) -> "Moments":

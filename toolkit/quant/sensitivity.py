@@ -39,7 +39,7 @@ class Layer:
         """The weight on grids fitted group by group, in its own type."""
         flat = self.weight.reshape(-1, self.weight.shape[-1])
         rows = max(1, AT_ONCE // flat.shape[-1])
-        levels, dtype = mx.array(2.0**spec.bits), flat.dtype
+        levels, dtype = 2.0**spec.bits, flat.dtype
         parts = []
         for start in range(0, len(flat), rows):
             part = flat[start : start + rows].astype(mx.float32)

@@ -72,8 +72,8 @@ class Affine:
             pair = packed["scales"], packed["biases"]
         else:
             groups = weight.astype(mx.float32).reshape(-1, self.spec.group_size)
-            costs, top = mx.ones(self.spec.group_size), mx.array(self.top + 1.0)
-            pair = fit_grid(groups.T, costs, top, self.dtype)
+            costs, groups = mx.ones(self.spec.group_size), mx.contiguous(groups.T)
+            pair = fit_grid(groups, costs, self.top + 1.0, self.dtype)
         return tuple(v.astype(mx.float32).reshape(-1) for v in pair)
 
     def _steps(self, weight, scales, biases) -> mx.array:

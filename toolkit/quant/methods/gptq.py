@@ -3,6 +3,7 @@
 from typing import Literal
 
 import mlx.core as mx
+import numpy as np
 from pydantic import Field, model_validator
 
 from .. import closed_form
@@ -28,6 +29,10 @@ class Config(PostTraining):
     """Rounds of refit and coordinate descent after GPTQ itself."""
     asymmetry: float = Field(0.5, ge=0, le=1)
     """How far a layer makes up for the errors of those before it."""
+    outputs: bool = True
+    """Rows make up for each other's errors, by how the loss answers to what comes out:
+    before it all begins, tokens go through the model and the slopes of their loss back.
+    Not with `fold`, which changes what comes out."""
     damping: float = Field(DAMPING, gt=0, le=1)
     """Share of the mean of a Hessian's diagonal that is added to it, to begin with."""
 
@@ -68,6 +73,7 @@ class _Method:
             folding,
             training,
             compares=bool(config.asymmetry or training),
+            weighs_outputs=config.outputs and not config.fold,
         )
         for part in filter(None, (folding, training)):
             part.sum_up()
@@ -76,15 +82,19 @@ class _Method:
     def _solve(self, weights: dict[str, mx.array], moments: Moments | None):
         if moments is None:
             return {p: self._unseen(p, w) for p, w in weights.items()}
+        if moments.clusters is not None:
+            return {p: self._clusters(p, w, moments) for p, w in weights.items()}
         if moments.counts.ndim:
             return {p: self._experts(p, w, moments) for p, w in weights.items()}
         hessians, cross = self._hessians(list(weights), moments)
+        answers = moments.answers
         # They are as large as all that is made of them.
         del moments
         found = {}
         for path, weight in weights.items():
             hessian = hessians[self.task.specs[path].group_size]
-            solution = self._closed_form(path, weight, hessian, cross)
+            rows = answers.pop(path, None)
+            solution = self._closed_form(path, weight, hessian, cross, rows)
             found[path] = self._stored(path, solution)
         return found
 
@@ -101,6 +111,23 @@ class _Method:
             mx.eval(moments.cross)
         return hessians, moments.cross
 
+    def _clusters(self, path: str, weight: mx.array, moments: Moments) -> Stored:
+        """Every cluster of rows by what errors in them cost."""
+        group, parts, rows = self.task.specs[path].group_size, [], []
+        kinds = np.array(moments.clusters)
+        for number, squares in enumerate(moments.squares):
+            own = mx.array(np.flatnonzero(kinds == number))
+            hessian = self._hessian(path, squares, group)
+            name = f"{path}, cluster {number + 1}"
+            solution = self._closed_form(path, weight[own], hessian, name=name)
+            parts.append(solution.tensors)
+            rows.append(own)
+        back = mx.argsort(mx.concatenate(rows))
+        tensors = {
+            k: mx.concatenate([part[k] for part in parts])[back] for k in parts[0]
+        }
+        return self._stored(path, Solution(tensors, {}))
+
     def _experts(self, path: str, weight: mx.array, moments: Moments) -> Stored:
         """Every expert by its own inputs, and the fewer it had, by those of all."""
         counts, width = moments.counts.tolist(), weight.shape[-1]
@@ -109,7 +136,7 @@ class _Method:
         for own, squares, count in zip(weight, moments.squares, counts, strict=True):
             blended = (squares + width * total) / (count + width)
             hessian = self._hessian(path, blended, self.task.specs[path].group_size)
-            parts.append(self._closed_form(path, own, hessian, None))
+            parts.append(self._closed_form(path, own, hessian))
         rare = [number for number, count in enumerate(counts) if count < width]
         if rare:
             self.task.report.say(
@@ -128,7 +155,15 @@ class _Method:
             self.task.report.say(f"{path}: damped by {hessian.damping:g}")
         return hessian
 
-    def _closed_form(self, path: str, weight, hessian: Hessian, cross) -> Solution:
+    def _closed_form(
+        self,
+        path: str,
+        weight: mx.array,
+        hessian: Hessian,
+        cross: mx.array | None = None,
+        answers: mx.array | None = None,
+        name: str | None = None,
+    ) -> Solution:
         task = self.task
         solution = closed_form.solve(
             weight.astype(task.dtype),
@@ -136,10 +171,11 @@ class _Method:
             task.specs[path],
             task.dtype,
             cross=cross,
+            answers=answers,
             settings=self.settings,
         )
         errors = ", ".join(f"{way} {e:.3g}" for way, e in solution.errors.items())
-        task.report.log(f"{path}: output lost: {errors}")
+        task.report.log(f"{name or path}: output lost: {errors}")
         return solution
 
     def _stored(self, path: str, solution: Solution) -> Stored:
@@ -152,4 +188,4 @@ class _Method:
             self.task.report.say(f"{path} is rounded to the nearest")
             return stored(pack(weight, spec, self.task.dtype), spec, self.task.dtype)
         same = damped(mx.eye(weight.shape[-1]), spec.group_size)
-        return self._stored(path, self._closed_form(path, weight, same, None))
+        return self._stored(path, self._closed_form(path, weight, same))

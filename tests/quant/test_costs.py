@@ -1,0 +1,91 @@
+"""How the loss answers to the outputs of layers, against the whole model's slopes."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+from toolkit.model.blockwise import Blockwise
+from toolkit.model.load import build
+from toolkit.quant import costs
+from toolkit.quant.costs import answers, look_ahead
+from toolkit.quant.signals import Tap, loss_of_predictions, tapped
+
+TOKENS = mx.random.randint(0, 320, (5, 24), key=mx.random.key(0))
+INSIDE = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"]
+
+
+def model_of(config=LLAMA):
+    mx.random.seed(5)
+    model = build(config | {"vocab_size": 320, "num_hidden_layers": 2})
+    model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
+    return model.eval()
+
+
+def looked(model, folder, inside, rows=2):
+    parts = [TOKENS[start : start + rows] for start in range(0, len(TOKENS), rows)]
+    model = Blockwise(model)
+    given = {"compute": mx.float32, "folder": folder}
+    look_ahead(model, [], [inside] * len(model), parts, **given)
+    return [answers(folder, number) for number in range(len(model))]
+
+
+def information(model, path, rows):
+    """Second moments of the slopes by what comes out of a layer, of the whole model."""
+    call, total, number = f"{path}:0", 0.0, 0
+    first = Tap()
+    with tapped(model, [path], first):
+        model(rows[:1])
+    for key, row in enumerate(rows):
+
+        def loss(shift, row=row, key=key):
+            with tapped(model, [path], Tap({call: shift})):
+                return loss_of_predictions(model(row[None]), mx.random.key(key))
+
+        slopes = mx.grad(loss)(mx.zeros_like(first.outputs[call]))
+        slopes = np.array(slopes, np.float64).reshape(-1, slopes.shape[-1])
+        total, number = total + slopes.T @ slopes, number + len(slopes)
+    return total / number
+
+
+def test_block_by_block_comes_what_the_whole_model_gives(tmp_path):
+    model = model_of()
+    found = looked(model, tmp_path, INSIDE)
+    assert [set(own) for own in found] == [set(INSIDE)] * len(found)
+    for number, own in enumerate(found):
+        for path, value in own.items():
+            expected = information(model, f"model.layers.{number}.{path}", TOKENS)
+            largest = np.abs(expected).max()
+            np.testing.assert_allclose(value, expected, atol=2e-4 * largest)
+    assert not model.training
+
+
+# 128 outputs want 38 tokens: the first part of two windows of 24.
+@pytest.mark.parametrize("limit", [("TOKENS_PER_OUTPUT", 0.3), ("MOST_TOKENS", 38)])
+def test_few_tokens_are_enough(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(costs, *limit)
+    model = model_of()
+    path = "self_attn.o_proj"
+    value = looked(model, tmp_path, [path])[0][path]
+    expected = information(model, f"model.layers.0.{path}", TOKENS[:2])
+    np.testing.assert_allclose(value, expected, atol=2e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("limit", [("MOST_OUTPUTS", 128), ("MOST_TIMES", 1)])
+def test_wide_layers_and_experts_are_left_out(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(costs, *limit)
+    paths = ["self_attn.o_proj", "mlp.up_proj"]
+    assert [set(own) for own in looked(model_of(), tmp_path, paths)] == [{paths[0]}] * 2
+    paths = ["self_attn.o_proj", "mlp.switch_mlp.up_proj"]
+    (tmp_path / "experts").mkdir()
+    found = looked(model_of(QWEN3_MOE), tmp_path / "experts", paths)
+    assert [set(own) for own in found] == [{paths[0]}] * len(found)
+
+
+@pytest.mark.parametrize("inside", [[], ["mlp.up_proj"]])
+def test_nothing_asked_is_nothing_run(tmp_path, monkeypatch, inside):
+    monkeypatch.setattr(costs, "MOST_OUTPUTS", 1)
+    monkeypatch.setattr(costs, "ThereAndBack", None)
+    assert looked(model_of(), tmp_path, inside) == [{}, {}]
+    assert not list(tmp_path.iterdir())

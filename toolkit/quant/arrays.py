@@ -1,0 +1,55 @@
+"""One arithmetic for two libraries: NumPy on a CPU, MLX on a GPU.
+
+What goes column by column is thousands of small operations. On a CPU NumPy starts one
+in a tenth of the time that MLX takes.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+
+import mlx.core as mx
+import numpy as np
+
+from ..model.cpu import on_cpu
+
+
+def library(array) -> ModuleType:
+    """The one whose array this is."""
+    return np if type(array) is np.ndarray else mx
+
+
+def at_home(array: mx.array):
+    """A float32 array for the library that is faster here, its rows side by side.
+
+    It may share its memory: it is only read.
+    """
+    array = mx.contiguous(array)
+    return np.asarray(array) if on_cpu() else array
+
+
+def compiled(function: Callable) -> Callable:
+    """Let MLX compile what is called with its arrays."""
+    fused = mx.compile(function)
+
+    @wraps(function)
+    def call(*arrays, **named):
+        chosen = fused if library(arrays[0]) is mx else function
+        return chosen(*arrays, **named)
+
+    return call
+
+
+def storable(array, dtype: mx.Dtype):
+    """The nearest values that a type has, in float32."""
+    if dtype == mx.float32:
+        return array
+    if library(array) is mx:
+        return array.astype(dtype).astype(mx.float32)
+    if dtype == mx.float16:
+        return array.astype(np.float16).astype(np.float32)
+    assert dtype == mx.bfloat16, dtype
+    # The upper half of the bits, rounded to the nearest, to even ones between two.
+    bits = array.view(np.uint32)
+    bits = bits + 0x7FFF + (bits >> 16 & 1)
+    return (bits & np.uint32(0xFFFF0000)).view(np.float32)

@@ -1,0 +1,162 @@
+"""How the loss answers to what comes out of every layer, block by block.
+
+The loss is that of tokens drawn from the model's own predictions, so the second moments
+of its slopes are the Fisher information: what an error costs in nats. Hidden states go
+forward and slopes back with the weights of one block in memory at a time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..model.blockwise import Blockwise
+from ..run.files import need_space
+from . import streams
+from .signals import Tap, loss_of_predictions, path_of, tapped
+
+# Positions whose logits exist at once.
+LOGITS_AT_ONCE = 128
+# Hidden states that no way back is taken from are kept in front of one block alone.
+PASSING = "passing"
+
+
+@dataclass
+class ThereAndBack:
+    """The way of tokens through a model and, of some parts, of slopes back.
+
+    Attributes:
+        parts: tokens, int32 [B, L] each.
+        back: how many parts, the first ones, go back.
+        compute: the type to run blocks in.
+        folder: for hidden states and slopes.
+    """
+
+    blockwise: Blockwise
+    parts: list[mx.array]
+    back: int
+    compute: mx.Dtype
+    folder: Path
+
+    def forward(self, *, besides: int = 0) -> None:
+        """Every part to the end of the last block.
+
+        Args:
+            besides: bytes on disk that will be wanted later.
+
+        Raises:
+            UserError: the disk has no room for the hidden states.
+        """
+        for part, tokens in enumerate(self.parts):
+            hidden = self.blockwise.first(tokens)
+            if part == 0:
+                kept = len(self.parts) + self.back * len(self.blockwise)
+                states = kept * tokens.size * hidden.shape[-1] * 4
+                need_space(self.folder, states + besides)
+            self._save(0, part, hidden)
+        for number in range(len(self.blockwise)):
+            with self.blockwise.at_hand(number, self.compute):
+                for part, tokens in enumerate(self.parts):
+                    hidden = self.hidden(number, part)
+                    hidden = self.blockwise.run(number, tokens, hidden)
+                    self._save(number + 1, part, hidden)
+
+    def turn(self) -> None:
+        """Begin the way back: slopes by what comes out of the last block."""
+        keys = map(mx.random.key, count())
+
+        def loss(hidden, tokens, key):
+            return loss_of_predictions(self.blockwise.last(tokens, hidden), key)
+
+        for part, tokens in enumerate(self.parts[: self.back]):
+            hidden = self.hidden(len(self.blockwise), part)
+            rows = mx.zeros_like(hidden)
+            for here in pieces(tokens):
+                rows[here] = mx.grad(loss)(hidden[here], tokens[here], next(keys))
+                mx.eval(rows)
+            self._save("slopes", part, rows)
+
+    def backward(
+        self, inside: list[list[str]]
+    ) -> Iterator[tuple[int, dict[str, mx.array]]]:
+        """From the end to the front of the first block, a window at a time.
+
+        Args:
+            inside: paths of linear layers in every block.
+
+        Yields:
+            A block's number, and by path the Fisher information of what comes out of
+            its layers, float32 [N, N], mean over the tokens.
+        """
+        for number in reversed(range(len(self.blockwise))):
+            found: dict[str, mx.array] = {}
+            with self.blockwise.at_hand(number, self.compute):
+                for part, tokens in enumerate(self.parts[: self.back]):
+                    hidden, slopes = self.hidden(number, part), self.slopes(part)
+                    before = []
+                    for row in range(len(tokens)):
+                        here = slice(row, row + 1)
+                        given = tokens[here], hidden[here], slopes[here]
+                        slope, own = self._through(number, inside[number], *given)
+                        for call, rows in own.items():
+                            path, rows = path_of(call), rows.astype(mx.float32)
+                            rows = rows.reshape(-1, rows.shape[-1])
+                            squares = rows.T @ rows / self.tokens_back
+                            found[path] = found.get(path, 0.0) + squares
+                        mx.eval(slope, found)
+                        before.append(slope)
+                    self._save("slopes", part, mx.concatenate(before))
+            yield number, found
+
+    @property
+    def tokens_back(self) -> int:
+        """How many tokens go back."""
+        return sum(part.size for part in self.parts[: self.back])
+
+    def hidden(self, number: int, part: int) -> mx.array:
+        """Hidden states [B, L, width] in front of a block, unread."""
+        return streams.load(self.folder, self._stream(number, part), part)["x"]
+
+    def slopes(self, part: int) -> mx.array:
+        """The loss's derivatives [B, L, width] where the way back is now, unread."""
+        return streams.load(self.folder, "slopes", part)["x"]
+
+    def _through(
+        self, number: int, paths: list[str], tokens: mx.array, hidden, slopes
+    ) -> tuple[mx.array, dict[str, mx.array]]:
+        """Slopes in front of a block, and by call at what comes out of its layers."""
+        block: nn.Module = self.blockwise.blocks[number]
+        first = Tap()
+        with tapped(block, paths, first):
+            self.blockwise.run(number, tokens, hidden)
+        calls = list(first.outputs)
+
+        def run(hidden, *shifts):
+            with tapped(block, paths, Tap(dict(zip(calls, shifts, strict=True)))):
+                return self.blockwise.run(number, tokens, hidden)
+
+        shifts = [mx.zeros_like(first.outputs[call]) for call in calls]
+        _, (before, *own) = mx.vjp(run, [hidden, *shifts], [slopes])
+        return before, dict(zip(calls, own, strict=True))
+
+    def _save(self, place: int | str, part: int, value: mx.array) -> None:
+        mx.eval(value)
+        streams.save(self.folder, self._stream(place, part), part, {"x": value})
+
+    def _stream(self, place: int | str, part: int) -> str:
+        return str(place) if part < self.back else PASSING
+
+
+def is_hidden(x: mx.array) -> bool:
+    """Whether it is hidden states rather than tokens."""
+    return mx.issubdtype(x.dtype, mx.floating)
+
+
+def pieces(tokens: mx.array) -> Iterator[tuple[slice, slice]]:
+    """Parts of tokens [B, L] that are short enough for their logits."""
+    for row in range(len(tokens)):
+        for start in range(0, tokens.shape[1], LOGITS_AT_ONCE):
+            yield slice(row, row + 1), slice(start, start + LOGITS_AT_ONCE)
