@@ -16,7 +16,7 @@ from toolkit.quant.closed_form import (
     refit,
     solve,
 )
-from toolkit.quant.grid import fit_grid, inverted, nearest
+from toolkit.quant.grid import fit_grid, nearest
 from toolkit.quant.hessian import damped
 from toolkit.quant.spec import QuantSpec, expand, pack
 
@@ -210,8 +210,8 @@ def test_between_the_best_there_is_and_plain_rounding():
 def _plain(target):
     low, high = target.min(axis=1), target.max(axis=1)
     scale = (high - low) / 3
-    codes = nearest(target, inverted(scale)[:, None], low[:, None], LEVELS)
-    return codes, scale[:, None], low[:, None]
+    scale, low = scale[:, None], low[:, None]
+    return nearest((target - low) / scale, LEVELS - 1), scale, low
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])

@@ -80,16 +80,18 @@ def test_closer_than_rounding_on_other_tokens(tmp_path, bits, tied):
 
 def test_every_part_helps(tmp_path):
     model = model_of(**SIZES)
+    # Its errors, which are larger, say nothing of how the blocks' layers are solved.
+    settings = {"bits": 3, "layers": {"model.embed_tokens": "keep"}}
 
-    def loss(name, **settings):
+    def loss(name, **changes):
         _, other = quantized(
-            gptq, model_of(**SIZES), tmp_path / name, bits=3, **settings
+            gptq, model_of(**SIZES), tmp_path / name, **settings, **changes
         )
         return divergence(model, other)
 
     whole = loss("whole")
     assert whole < loss("plain", rounds=0, asymmetry=0)
-    assert whole < 0.97 * loss("rows alone", outputs=False)
+    assert whole < 0.95 * loss("rows alone", outputs=False)
 
 
 def test_experts_that_saw_little_are_named(tmp_path):

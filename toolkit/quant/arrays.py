@@ -9,14 +9,20 @@ from functools import wraps
 from types import ModuleType
 
 import mlx.core as mx
-import numpy as np
 
 from ..model.cpu import on_cpu
 
 
 def library(array) -> ModuleType:
     """The one whose array this is."""
-    return np if type(array) is np.ndarray else mx
+    return mx if isinstance(array, mx.array) else _numpy()
+
+
+def _numpy() -> ModuleType:
+    # What reads recipes comes by here, and is to begin at once.
+    import numpy
+
+    return numpy
 
 
 def at_home(array: mx.array):
@@ -25,7 +31,7 @@ def at_home(array: mx.array):
     It may share its memory: it is only read.
     """
     array = mx.contiguous(array)
-    return np.asarray(array) if on_cpu() else array
+    return _numpy().asarray(array) if on_cpu() else array
 
 
 def compiled(function: Callable) -> Callable:
@@ -44,12 +50,13 @@ def storable(array, dtype: mx.Dtype):
     """The nearest values that a type has, in float32."""
     if dtype == mx.float32:
         return array
-    if library(array) is mx:
+    its = library(array)
+    if its is mx:
         return array.astype(dtype).astype(mx.float32)
     if dtype == mx.float16:
-        return array.astype(np.float16).astype(np.float32)
+        return array.astype(its.float16).astype(its.float32)
     assert dtype == mx.bfloat16, dtype
     # The upper half of the bits, rounded to the nearest, to even ones between two.
-    bits = array.view(np.uint32)
+    bits = array.view(its.uint32)
     bits = bits + 0x7FFF + (bits >> 16 & 1)
-    return (bits & np.uint32(0xFFFF0000)).view(np.float32)
+    return (bits & its.uint32(0xFFFF0000)).view(its.float32)

@@ -6,7 +6,7 @@ from functools import partial
 import mlx.core as mx
 
 from .arrays import at_home, compiled, library
-from .grid import Grid, fit_grid, inverted, nearest
+from .grid import Grid, fit_grid, nearest, units
 from .hessian import Hessian
 
 # Columns whose errors spread one by one; beyond them by one product.
@@ -26,7 +26,8 @@ def fitted(
     for start in range(0, len(rows), group):
         here = slice(start, start + group)
         scale, bias = fit_grid(rows[here], costs[here], levels, dtype)
-        codes = nearest(rows[here], inverted(scale), bias, levels)
+        unit, top = units(scale, levels)
+        codes = nearest((rows[here] - bias) / unit, top)
         found.append((codes, scale, bias))
         _begin(found[-1])
     return _grid(found)
@@ -48,8 +49,8 @@ def gptq(
         block = factor[here, here]
         costs = 1 / library(block).diagonal(block) ** 2
         scale, bias = fit_grid(left[:group], costs, levels, dtype)
-        points = {"scale": scale, "inverse": inverted(scale), "bias": bias}
-        take = partial(_gptq_strip, **points, levels=levels)
+        unit, top = units(scale, levels)
+        take = partial(_gptq_strip, unit=unit, bias=bias, top=top)
         codes, errors = _in_turn(take, left[:group], block)
         left = left[group:] - factor[here, start + group :].T @ errors
         found.append((codes, scale, bias))
@@ -62,22 +63,16 @@ def gptq(
 def descend(grid: Grid, target: mx.array, matrix: mx.array, levels: float) -> Grid:
     """One sweep over all codes: each goes where it loses least, the others fixed."""
     # Half the error's slope with its sign turned: where every weight wants to go.
-    before = grid.weight()
-    pull = at_home(matrix @ (target - before).T)
-    weight, matrix = at_home(before.T), at_home(matrix)
+    pull = at_home(matrix @ (target - grid.weight()).T)
+    before, matrix = at_home(grid.codes.T), at_home(matrix)
     scales, biases = at_home(grid.scales.T), at_home(grid.biases.T)
     found = []
-    for number, start in enumerate(range(0, len(weight), grid.group)):
+    for number, start in enumerate(range(0, len(before), grid.group)):
         here = slice(start, start + grid.group)
-        take = partial(
-            _descent_strip,
-            scale=scales[number],
-            inverse=inverted(scales[number]),
-            bias=biases[number],
-            levels=levels,
-        )
+        unit, top = units(scales[number], levels)
+        take = partial(_descent_strip, scale=scales[number], unit=unit, top=top)
         own, rest = pull[: grid.group], pull[grid.group :]
-        codes, moved = _in_turn(take, own, matrix[here, here], weight[here])
+        codes, moved = _in_turn(take, own, matrix[here, here], before[here])
         pull = rest - matrix[start + grid.group :, here] @ moved
         found.append((codes, scales[number], biases[number]))
         _begin((pull, codes))
@@ -106,28 +101,33 @@ def _in_turn(take: Callable, rows, matrix, *others):
 
 
 @compiled
-def _gptq_strip(rows, factor, scale, inverse, bias, levels):
+def _gptq_strip(rows, factor, unit, bias, top):
+    its = library(rows)
+    diagonal = its.diagonal(factor)[:, None]
+    # In units of the scale, a column takes half as many operations.
+    steps, spread = (rows - bias) / unit, (factor / diagonal)[..., None]
     codes, errors = [], []
     for column in range(len(factor)):
-        code = nearest(rows[0], inverse, bias, levels)
-        error = (rows[0] - (code * scale + bias)) / factor[column, column]
-        rows = rows[1:] - factor[column, column + 1 :, None] * error
+        code = nearest(steps[0], top)
+        error = steps[0] - code
+        steps = steps[1:] - spread[column, column + 1 :] * error
         codes.append(code)
         errors.append(error)
-    return library(rows).stack(codes), library(rows).stack(errors)
+    return its.stack(codes), its.stack(errors) * unit / diagonal
 
 
 @compiled
-def _descent_strip(pull, matrix, weight, scale, inverse, bias, levels):
-    codes, moves = [], []
-    for column in range(len(weight)):
-        wanted = weight[column] + pull[0] / matrix[column, column]
-        code = nearest(wanted, inverse, bias, levels)
-        move = code * scale + bias - weight[column]
-        pull = pull[1:] - matrix[column, column + 1 :, None] * move
+def _descent_strip(pull, matrix, before, scale, unit, top):
+    its = library(pull)
+    diagonal = its.diagonal(matrix)
+    steps, spread = pull / unit / diagonal[:, None], (matrix / diagonal)[..., None]
+    codes = []
+    for column in range(len(matrix)):
+        code = nearest(before[column] + steps[0], top)
+        steps = steps[1:] - spread[column, column + 1 :] * (code - before[column])
         codes.append(code)
-        moves.append(move)
-    return library(pull).stack(codes), library(pull).stack(moves)
+    codes = its.stack(codes)
+    return codes, (codes - before) * scale
 
 
 def _begin(arrays: tuple) -> None:

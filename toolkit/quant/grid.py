@@ -40,20 +40,20 @@ class Grid:
         return Grid(*(mx.where(rows[:, None], a, b) for a, b in pairs))
 
 
-def inverted(scale):
-    """What to multiply by in place of dividing by a scale; 0 where that is 0."""
+def units(scale, levels: float):
+    """Scales to divide by, and the highest codes; where one is 0 they are 1 and 0."""
     where = library(scale).where
-    return where(scale == 0, 0.0, 1 / where(scale == 0, 1.0, scale))
+    return where(scale == 0, 1.0, scale), where(scale == 0, scale, levels - 1)
 
 
-def nearest(weight, inverse, bias, levels):
-    """Codes 0 ... levels - 1, as floats, of the nearest points scale * code + bias."""
-    its = library(weight)
-    codes = its.minimum(its.maximum((weight - bias) * inverse, 0), levels - 1)
-    if its is mx and not on_cpu():
-        return mx.round(codes)
-    # They are small enough for what is five times faster than rounding.
-    return (codes + ROUNDER) - ROUNDER
+def nearest(steps, top):
+    """The whole numbers 0 ... top, as floats, nearest to some."""
+    its = library(steps)
+    codes = its.minimum(its.maximum(steps, 0), top)
+    if its is not mx:
+        return its.rint(codes)
+    # They are small enough for what is five times faster than rounding on a CPU.
+    return (codes + ROUNDER) - ROUNDER if on_cpu() else mx.round(codes)
 
 
 def fit_grid(weight, cost, levels: float, dtype: mx.Dtype):
@@ -95,12 +95,14 @@ def _better(weight, cost, levels, least, scale, bias, other_scale, other_bias):
 
 
 def _error(weight, cost, scale, bias, levels):
-    return cost @ _squares(weight, scale, inverted(scale), bias, levels)
+    unit, top = units(scale, levels)
+    return cost @ _squares(weight, 1 / unit, bias, top) * (unit * unit)
 
 
 @compiled
-def _squares(weight, scale, inverse, bias, levels):
-    off = nearest(weight, inverse, bias, levels) * scale + bias - weight
+def _squares(weight, inverse, bias, top):
+    steps = (weight - bias) * inverse
+    off = steps - nearest(steps, top)
     return off * off
 
 
@@ -108,7 +110,8 @@ def _least_squares(weight, cost, levels, scale, bias):
     """The best grid for the codes that a grid gives."""
     where = library(weight).where
     share = cost / cost.sum()
-    codes = _nearest(weight, inverted(scale), bias, levels)
+    unit, top = units(scale, levels)
+    codes = _codes(weight, 1 / unit, bias, top)
     mean_code, mean = share @ codes, share @ weight
     squares, products = _products(weight, codes, mean_code, mean)
     spread, together = share @ squares, share @ products
@@ -118,7 +121,9 @@ def _least_squares(weight, cost, levels, scale, bias):
     return fitted, mean - fitted * mean_code
 
 
-_nearest = compiled(nearest)
+@compiled
+def _codes(weight, inverse, bias, top):
+    return nearest((weight - bias) * inverse, top)
 
 
 @compiled

@@ -1,9 +1,9 @@
 """Tokens whose rows in an embedding are alike, put together."""
 
 import mlx.core as mx
-import numpy as np
 
-CLUSTERS = 64
+# So many clusters, if each then has so many rows on average.
+CLUSTERS, LEAST_ROWS = 64, 64
 ROUNDS = 10
 # Second moments in memory, of all clusters together: as a share of the embedding, and
 # numbers.
@@ -24,29 +24,37 @@ def clusters(weight: mx.array, counts: mx.array) -> mx.array:
             of their own.
 
     Returns:
-        int [V], of `CLUSTERS`, or fewer where matrices of that width would be large.
+        int [V], of `CLUSTERS`, or fewer: of few rows, or where matrices of that width
+        would be large.
     """
     size, width = weight.shape
     most = min(MOST_SHARE * size * width, MOST_NUMBERS)
-    number = max(1, min(CLUSTERS, most // width**2))
-    counts = np.array(counts, np.float32) + UNSEEN
-    # Of those seen most often.
-    chosen = np.argsort(-counts, kind="stable")[:DECIDING]
-    rows, counts = _directions(weight[mx.array(chosen)]), counts[chosen]
-    draw, chances = np.random.default_rng(0), counts / counts.sum()
-    centers = rows[draw.choice(len(rows), number, replace=False, p=chances)]
+    number = max(1, min(CLUSTERS, size // LEAST_ROWS, most // width**2))
+    # Those seen most often decide.
+    chosen = mx.argsort(-counts.astype(mx.float32))[:DECIDING]
+    rows, counts = _directions(weight[chosen]), counts[chosen] + UNSEEN
+    # Drawn by how often they were seen, none twice.
+    luck = mx.log(counts) + mx.random.gumbel(counts.shape, key=mx.random.key(0))
+    centers = rows[mx.argsort(-luck)[:number]]
     for _ in range(ROUNDS):
-        nearest = (rows @ centers.T).argmax(axis=1)
-        members = (nearest == np.arange(number)[:, None]) * counts
-        sums = members @ rows
-        lengths = np.linalg.norm(sums, axis=1, keepdims=True)
-        centers = np.where(lengths > 0, sums / np.maximum(lengths, LEAST), centers)
+        members = (_nearest(rows, centers) == mx.arange(number)[:, None]) * counts
+        means = _directions(members @ rows)
+        centers = mx.where(members.any(axis=1, keepdims=True), means, centers)
+        mx.eval(centers)
     parts = (weight[start : start + AT_ONCE] for start in range(0, size, AT_ONCE))
-    nearest = [(_directions(part) @ centers.T).argmax(axis=1) for part in parts]
-    return mx.array(np.unique(np.concatenate(nearest), return_inverse=True)[1])
+    kinds = mx.concatenate([_nearest(_directions(part), centers) for part in parts])
+    # Only clusters with members are numbered.
+    members = mx.zeros(number, mx.int32).at[kinds].add(1) > 0
+    return (mx.cumsum(members) - 1)[kinds]
 
 
-def _directions(rows: mx.array) -> np.ndarray:
+def _nearest(rows: mx.array, centers: mx.array) -> mx.array:
+    nearest = (rows @ centers.T).argmax(axis=1)
+    mx.eval(nearest)
+    return nearest
+
+
+def _directions(rows: mx.array) -> mx.array:
     """Rows of length one."""
-    rows = np.array(rows.astype(mx.float32))
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), LEAST)
+    rows = rows.astype(mx.float32)
+    return rows / mx.maximum(mx.linalg.norm(rows, axis=1, keepdims=True), LEAST)

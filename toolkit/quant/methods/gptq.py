@@ -3,7 +3,6 @@
 from typing import Literal
 
 import mlx.core as mx
-import numpy as np
 from pydantic import Field, model_validator
 
 from .. import closed_form
@@ -114,9 +113,10 @@ class _Method:
     def _clusters(self, path: str, weight: mx.array, moments: Moments) -> Stored:
         """Every cluster of rows by what errors in them cost."""
         group, parts, rows = self.task.specs[path].group_size, [], []
-        kinds = np.array(moments.clusters)
+        order = mx.argsort(moments.clusters)
         for number, squares in enumerate(moments.squares):
-            own = mx.array(np.flatnonzero(kinds == number))
+            size = (moments.clusters == number).sum().item()
+            own, order = order[:size], order[size:]
             hessian = self._hessian(path, squares, group)
             name = f"{path}, cluster {number + 1}"
             solution = self._closed_form(path, weight[own], hessian, name=name)
