@@ -3,7 +3,7 @@
 import mlx.core as mx
 
 # So many clusters, if each then has so many rows on average.
-CLUSTERS, LEAST_ROWS = 64, 64
+CLUSTERS, LEAST_ROWS = 64, 32
 ROUNDS = 10
 # Second moments in memory, of all clusters together: as a share of the embedding, and
 # numbers.
