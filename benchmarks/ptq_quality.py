@@ -160,16 +160,20 @@ def _run_seed(
         if seed and not route.seeded:
             route.runs.append(route.runs[0])
             continue
+        if route.start and route.start not in done:
+            route.runs.append({"failed": f"there is no {route.start} to begin with"})
+            continue
         tried = []
         for options in route.ladder:
             if route.start:
-                options = options | {"start": str(done.get(route.start))}
+                options = options | {"start": str(done[route.start])}
             tried.append(_once(folder, case, route, options, arguments))
         _judge([run for run in tried if not run["failed"]], folder, arguments)
         best = min(tried, key=lambda run: run["kl"].mean() if "kl" in run else 1e9)
         route.ladder = [route.ladder[tried.index(best)]]
         route.runs.append(best)
-        done[route.name] = Path(best["folder"])
+        if not best["failed"]:
+            done[route.name] = Path(best["folder"])
 
 
 def _once(folder: Path, case: str, route: Route, options: dict, arguments) -> dict:

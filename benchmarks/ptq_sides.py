@@ -118,6 +118,7 @@ class Peer:
             if hasattr(module, "to_quantized") and module.weight.shape[-1] % group_size
         ]
         self.model.update_modules(tree_unflatten(kept))
+        self.kept = [path for path, _ in kept]
         self.tokens = mx.array(_windows(folder))
 
     def compute_in_float32(self) -> None:
@@ -165,6 +166,8 @@ def _awq(folder: Path, target: Path, settings: dict, options: dict) -> None:
     kind = peer.config["model_type"]
     if kind not in awq.AWQ_MODEL_CONFIGS:
         raise NotImplementedError(f"no AWQ for {kind} models")
+    if peer.kept:
+        raise NotImplementedError(f"its scales want groups of {group} in {peer.kept[0]}")
     awq.awq_quantize(
         *(peer.model, peer.tokens, awq.AWQ_MODEL_CONFIGS[kind]),
         bits=bits,
