@@ -167,7 +167,9 @@ def _awq(folder: Path, target: Path, settings: dict, options: dict) -> None:
     if kind not in awq.AWQ_MODEL_CONFIGS:
         raise NotImplementedError(f"no AWQ for {kind} models")
     if peer.kept:
-        raise NotImplementedError(f"its scales want groups of {group} in {peer.kept[0]}")
+        raise NotImplementedError(
+            f"its scales want groups of {group} in {peer.kept[0]}"
+        )
     awq.awq_quantize(
         *(peer.model, peer.tokens, awq.AWQ_MODEL_CONFIGS[kind]),
         bits=bits,
