@@ -91,7 +91,8 @@ def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
     The finer the grid, the less there is to mend, and the more a high rate undoes.
     """
     share, rounding = arguments.share, _grid(bits, grid="learned")
-    after = {"quantization": rounding} | more
+    # The best validation, that of the codes themselves among them.
+    after = {"quantization": rounding, "keep": "best"} | more
     after["learning_rate"] = arguments.codes_rate * RATES.get(bits, 0.1)
     return [
         _train(arguments, share),
