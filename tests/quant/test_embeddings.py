@@ -12,7 +12,7 @@ from toolkit.quant import costs, embeddings
 from toolkit.quant.costs import look_ahead
 from toolkit.quant.fisher import ThereAndBack
 from toolkit.quant.signals import Tap, loss_of_predictions, tapped
-from toolkit.quant.vocabulary import clusters
+from toolkit.quant.vocabulary import LEAST_ROWS, clusters
 
 PATH = "model.embed_tokens"
 TOKENS = mx.random.randint(0, 320, (6, 24), key=mx.random.key(0))
@@ -147,11 +147,11 @@ def test_few_tokens_go_back_and_all_count_for_the_head(tmp_path, monkeypatch):
 def test_rows_of_one_direction_are_one_cluster():
     draw = np.random.default_rng(0)
     centers = draw.normal(size=(3, 64))
-    kinds = draw.integers(0, 3, 300)
-    sizes = np.exp(draw.normal(size=(300, 1)))
-    rows = sizes * (centers[kinds] + 0.1 * draw.normal(size=(300, 64)))
+    kinds = draw.integers(0, 3, 600)
+    sizes = np.exp(draw.normal(size=(600, 1)))
+    rows = sizes * (centers[kinds] + 0.1 * draw.normal(size=(600, 64)))
     found = np.array(clusters(mx.array(rows, mx.float32), mx.array(kinds == 1)))
-    assert len(set(found)) <= 4 * 300 // 64
+    assert len(set(found)) <= 600 // LEAST_ROWS
     for kind in set(found):
         assert len(set(kinds[found == kind])) == 1
     # Those that are seen are told apart more finely.
