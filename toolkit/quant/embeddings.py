@@ -16,9 +16,9 @@ from contextlib import contextmanager
 import mlx.core as mx
 import mlx.nn as nn
 
-from .fisher import ThereAndBack, is_hidden, pieces
+from .fisher import ThereAndBack, pieces
 from .inputs import Moments, watched
-from .signals import Tap, tapped
+from .signals import Tap, is_hidden, tapped
 from .vocabulary import clusters
 
 # Of few tokens, the share of the information that counts as alike in all directions.

@@ -150,11 +150,6 @@ class ThereAndBack:
         return str(place) if part < self.back else PASSING
 
 
-def is_hidden(x: mx.array) -> bool:
-    """Whether it is hidden states rather than tokens."""
-    return mx.issubdtype(x.dtype, mx.floating)
-
-
 def pieces(tokens: mx.array) -> Iterator[tuple[slice, slice]]:
     """Parts of tokens [B, L] that are short enough for their logits."""
     for row in range(len(tokens)):

@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..model.blocks import StandIn
+from .signals import is_hidden
 
 
 @dataclass
@@ -94,7 +95,7 @@ def _look(layer: nn.Module, path: str, seen: Seen, *inputs, **more) -> mx.array:
 
 
 def _note(path: str, seen: Seen, x: mx.array, experts: mx.array | None = None) -> None:
-    if not mx.issubdtype(x.dtype, mx.floating):
+    if not is_hidden(x):
         # Tokens that are looked up.
         return
     if path in seen.objects:

@@ -64,6 +64,11 @@ def path_of(call: str) -> str:
     return call.rpartition(":")[0]
 
 
+def is_hidden(x: mx.array) -> bool:
+    """Whether it is hidden states rather than tokens."""
+    return mx.issubdtype(x.dtype, mx.floating)
+
+
 @contextmanager
 def tapped(model: nn.Module, paths: list[str], tap: Tap) -> Iterator[None]:
     """Let the layers at `paths` tell the tap of their calls while this is open."""
@@ -167,7 +172,7 @@ def _watch(model: nn.Module, paths: list[str], tokens: mx.array, key: mx.array):
 
 
 def _inputs(call: str, x: mx.array, experts: mx.array | None) -> dict[str, mx.array]:
-    if not mx.issubdtype(x.dtype, mx.floating):
+    if not is_hidden(x):
         return {f"inputs.{call}": x.reshape(-1)}
     if experts is None:
         return {f"inputs.{call}": _rows(x)}
