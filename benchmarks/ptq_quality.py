@@ -232,11 +232,11 @@ def write_inputs(
 def _tokens(model: Path, source: str, split: str, count: int, length: int, seed: int):
     """Windows of a source, as lmx takes them: int32 [n, length]."""
     from toolkit.data.formats import Rows
-    from toolkit.data.windows import windows
+    from toolkit.data.windows import joined
     from toolkit.model.load import load_tokenizer
 
     rows, tokenizer = Rows(source, split=split), load_tokenizer(model)
-    return windows(rows, tokenizer, length=length, tokens=count, seed=seed)
+    return joined(rows, tokenizer, length=length, tokens=count, seed=seed).tokens
 
 
 def call_side(

@@ -55,13 +55,14 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     from toolkit.stages import calibrating
 
     made: list = []
-    make = calibrating.windows
+    make = calibrating.joined
 
     def noted(*arguments, **more):
-        made.append(make(*arguments, **more))
-        return made[-1]
+        found = make(*arguments, **more)
+        made.append(found.tokens)
+        return found
 
-    calibrating.windows = noted
+    calibrating.joined = noted
     recipe = {
         "model": settings["model"],
         "seed": settings["seed"],

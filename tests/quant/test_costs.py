@@ -9,7 +9,7 @@ from tiny_checkpoints import LLAMA, QWEN3_MOE
 from toolkit.model.blockwise import Blockwise
 from toolkit.model.load import build
 from toolkit.quant import costs
-from toolkit.quant.costs import answers, look_ahead
+from toolkit.quant.costs import answers, look_ahead, squares
 from toolkit.quant.signals import Tap, loss_of_predictions, tapped
 
 TOKENS = mx.random.randint(0, 320, (5, 24), key=mx.random.key(0))
@@ -23,30 +23,39 @@ def model_of(config=LLAMA):
     return model.eval()
 
 
-def looked(model, folder, inside, rows=2):
-    parts = [TOKENS[start : start + rows] for start in range(0, len(TOKENS), rows)]
+def looked(model, folder, inside, rows=2, counted=None):
+    counted = mx.ones(TOKENS.shape, mx.bool_) if counted is None else counted
+    starts = range(0, len(TOKENS), rows)
+    parts = [TOKENS[start : start + rows] for start in starts]
+    counted = [counted[start : start + rows] for start in starts]
     model = Blockwise(model)
     given = {"compute": mx.float32, "folder": folder}
-    look_ahead(model, [], [inside] * len(model), parts, **given)
+    look_ahead(model, [], [inside] * len(model), parts, counted, **given)
     return [answers(folder, number) for number in range(len(model))]
 
 
-def information(model, path, rows):
-    """Second moments of the slopes by what comes out of a layer, of the whole model."""
-    call, total, number = f"{path}:0", 0.0, 0
+def slopes_of(model, path, rows, counted=None):
+    """The slopes of every row by what comes out of a layer, of the whole model."""
+    call, found = f"{path}:0", []
     first = Tap()
     with tapped(model, [path], first):
         model(rows[:1])
     for key, row in enumerate(rows):
 
         def loss(shift, row=row, key=key):
+            own = None if counted is None else counted[key][None]
             with tapped(model, [path], Tap({call: shift})):
-                return loss_of_predictions(model(row[None]), mx.random.key(key))
+                return loss_of_predictions(model(row[None]), mx.random.key(key), own)
 
         slopes = mx.grad(loss)(mx.zeros_like(first.outputs[call]))
-        slopes = np.array(slopes, np.float64).reshape(-1, slopes.shape[-1])
-        total, number = total + slopes.T @ slopes, number + len(slopes)
-    return total / number
+        found.append(np.array(slopes, np.float64).reshape(-1, slopes.shape[-1]))
+    return np.concatenate(found)
+
+
+def information(model, path, rows):
+    """Second moments of the slopes."""
+    slopes = slopes_of(model, path, rows)
+    return slopes.T @ slopes / len(slopes)
 
 
 def test_block_by_block_comes_what_the_whole_model_gives(tmp_path):
@@ -89,3 +98,31 @@ def test_nothing_asked_is_nothing_run(tmp_path, monkeypatch, inside):
     monkeypatch.setattr(costs, "ThereAndBack", None)
     assert looked(model_of(), tmp_path, inside) == [{}, {}]
     assert not list(tmp_path.iterdir())
+
+
+def test_only_what_counts_sends_slopes_back(tmp_path, monkeypatch):
+    """Also of layers that are too wide to be looked at together."""
+    monkeypatch.setattr(costs, "MOST_TIMES", 1)
+    counted = mx.random.bernoulli(0.4, TOKENS.shape, key=mx.random.key(1))
+    model, paths = model_of(), ["self_attn.o_proj", "mlp.up_proj"]
+    found = looked(model, tmp_path, paths, counted=counted)
+    for number, own in enumerate(found):
+        assert set(own) == {paths[0]}
+        lengths = squares(tmp_path, number)
+        assert set(lengths) == set(paths)
+        for path in paths:
+            whole = f"model.layers.{number}.{path}"
+            slopes = slopes_of(model, whole, TOKENS, counted)
+            expected = np.square(slopes).sum(axis=1)
+            np.testing.assert_allclose(
+                lengths[path], expected, atol=2e-4 * expected.max()
+            )
+            if path in own:
+                expected = slopes.T @ slopes / counted.sum().item()
+                largest = np.abs(expected).max()
+                np.testing.assert_allclose(own[path], expected, atol=2e-4 * largest)
+
+
+def test_where_all_tokens_count_nothing_is_kept_of_each(tmp_path):
+    looked(model_of(), tmp_path, INSIDE)
+    assert squares(tmp_path, 0) == {}

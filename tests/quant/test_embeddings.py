@@ -30,7 +30,9 @@ def moments(model, folder, tokens=TOKENS, rows=4):
     parts = [tokens[start : start + rows] for start in range(0, len(tokens), rows)]
     model = Blockwise(model)
     given = {"compute": mx.float32, "folder": folder}
-    return look_ahead(model, [PATH], [[]] * len(model), parts, **given)[PATH]
+    counted = [mx.ones(part.shape, mx.bool_) for part in parts]
+    found = look_ahead(model, [PATH], [[]] * len(model), parts, counted, **given)
+    return found[PATH]
 
 
 def slopes_of(model, row, key):

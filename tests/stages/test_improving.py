@@ -7,6 +7,7 @@ import pytest
 from tiny_runs import Run
 
 from toolkit.data.shapes import Row
+from toolkit.data.windows import Windows
 from toolkit.errors import UserError
 from toolkit.quant.task import Calibration
 from toolkit.stages.calibrating import Calibrating
@@ -57,9 +58,10 @@ def calibrating(monkeypatch, train, valid):
         numbers = [int(row.text) for row in rows][:tokens]
         if not numbers:
             raise UserError("too few")
-        return np.array(numbers, np.int32)[:, None]
+        tokens = np.array(numbers, np.int32)[:, None]
+        return Windows(tokens, np.ones(tokens.shape, bool))
 
-    monkeypatch.setattr("toolkit.stages.calibrating.windows", windows)
+    monkeypatch.setattr("toolkit.stages.calibrating.joined", windows)
     rows = {
         split: [Row(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))
@@ -77,9 +79,9 @@ def calibrating(monkeypatch, train, valid):
 @pytest.mark.parametrize("valid", [[], [100, 101], [2, 3, 4]])
 def test_nothing_is_watched_that_is_judged_by(monkeypatch, valid):
     found = calibrating(monkeypatch, range(20), valid)
-    watched = set(found.watched(8).flatten().tolist())
+    watched = set(found.watched(8).tokens.flatten().tolist())
     assert len(watched) == 8
-    held_out = set(found.held_out.flatten().tolist())
+    held_out = set(found.held_out.tokens.flatten().tolist())
     assert held_out
     assert not watched & held_out
     assert held_out == set(valid) if valid else held_out == {0, 1, 2}

@@ -16,6 +16,7 @@ class Behind:
     Args:
         paths: of layers outside the blocks.
         tokens: int32 [B, L], in parts.
+        counted: bool [B, L], in parts: the rows that are summed up.
         end: the folder of the hidden states.
         compares: whether there is a full-precision stream too.
     """
@@ -25,6 +26,7 @@ class Behind:
         blockwise: Blockwise,
         paths: list[str],
         tokens: list[mx.array],
+        counted: list[mx.array],
         end: Path,
         *,
         compares: bool,
@@ -32,6 +34,7 @@ class Behind:
         self.blockwise = blockwise
         self.paths = paths
         self.tokens = tokens
+        self.counted = counted
         self.end = end
         self.streams = [ROUNDED, FULL] if compares else [ROUNDED]
 
@@ -47,7 +50,9 @@ class Behind:
         found = Moments.empty(width, experts=None, with_cross=compares)
         for part, tokens in enumerate(self.tokens):
             hidden = [self._hidden(stream, part) for stream in self.streams]
-            found.add(*(self._seen([path], tokens, h).rows[path] for h in hidden))
+            rows = [self._seen([path], tokens, h).rows[path] for h in hidden]
+            weights = self.counted[part].reshape(-1).astype(mx.float32)
+            found.add(*rows, weights=weights)
         return found
 
     def _hidden(self, stream: str, part: int) -> mx.array:

@@ -83,7 +83,8 @@ def _tokens(config: PostTraining, task: Task) -> tuple[mx.array, mx.array]:
             hint="give calibration a smaller length, or another source",
         )
     watched = max(1, len(found) * WATCHED // wanted)
-    return found[:watched], found[watched:]
+    parts = found[:watched], found[watched:]
+    return tuple(mx.array(part.tokens) for part in parts)
 
 
 def _measured(

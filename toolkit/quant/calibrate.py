@@ -17,17 +17,19 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..data.windows import Windows
 from ..model.blockwise import Blockwise
 from ..run.files import atomic_folder
 from . import streams
 from .behind import Behind
 from .closed import Closed, close_block
-from .costs import answers, drop_answers, look_ahead
+from .costs import answers, drop_found, look_ahead, squares
 from .crossing import Crossing
 from .embeddings import embeddings, given
 from .inputs import Moments
 from .opened import Prepare, prepare_block
 from .streams import FULL, ROUNDED
+from .token_weights import token_weights
 
 TENSORS = "tensors.safetensors"
 EMBEDDINGS = "embeddings"
@@ -54,11 +56,11 @@ class Walk:
     Args:
         model: its weights may be unread.
         paths: of the layers to quantize.
-        tokens: int32 [n, L], calibration windows.
+        windows: of calibration tokens.
         folder: where the walk keeps its state.
         key: what the walk depends on besides; another key begins anew.
         compute: the type to run blocks in.
-        rows: windows at once.
+        at_once: tokens that go through a block together, in whole windows.
         reread: see `Blockwise`.
         prepare: is shown every block before it is quantized.
         improve: is shown every block afterwards.
@@ -75,12 +77,12 @@ class Walk:
         self,
         model: nn.Module,
         paths: list[str],
-        tokens: mx.array,
+        windows: Windows,
         folder: Path,
         *,
         key: str,
         compute: mx.Dtype,
-        rows: int,
+        at_once: int,
         say: Callable[[str], None],
         reread: Callable[[], nn.Module] | None = None,
         prepare: Prepare | None = None,
@@ -90,7 +92,9 @@ class Walk:
         weighs_outputs: bool = False,
     ):
         self.model = model
-        self.tokens = [tokens[i : i + rows] for i in range(0, len(tokens), rows)]
+        parts = windows.parts(at_once)
+        self.tokens = [mx.array(part.tokens) for part in parts]
+        self.counted = [mx.array(part.counted) for part in parts]
         self.folder = folder
         self.key = key
         self.compute = compute
@@ -154,6 +158,7 @@ class Walk:
                 list(weights) if self.weighs_embeddings else [],
                 self._inside if self.weighs_outputs else [[]] * len(self._inside),
                 self.tokens,
+                self.counted,
                 compute=self.compute,
                 folder=place,
             )
@@ -220,7 +225,7 @@ class Walk:
             crossing.leave()
             mx.save_safetensors(str(after / TENSORS), tensors)
         streams.drop(here)
-        drop_answers(self.folder / EMBEDDINGS, number)
+        drop_found(self.folder / EMBEDDINGS, number)
         self.say(f"block {number + 1} of {len(self.blockwise)} is quantized")
 
     def _quantize(
@@ -235,8 +240,12 @@ class Walk:
         return self._put(number, found)
 
     def _moments(self, number: int, group: list[str], crossing: Crossing) -> Moments:
-        found, prefix = crossing.moments(group), f"{self.blockwise.prefix}{number}."
-        known = answers(self.folder / EMBEDDINGS, number)
+        prefix, place = f"{self.blockwise.prefix}{number}.", self.folder / EMBEDDINGS
+        known = squares(place, number)
+        own = [known[path] for path in group if path in known]
+        weights = token_weights(sum(own) if own else None, self.counted)
+        found = crossing.moments(group, weights)
+        known = answers(place, number)
         found.answers = {prefix + path: known[path] for path in group if path in known}
         return found
 
@@ -258,7 +267,14 @@ class Walk:
         done = mx.load(str(self.folder / EMBEDDINGS / TENSORS))
         left = [path for path in self._outside if f"{path}.weight" not in done]
         end = self.folder / f"{len(self.blockwise):04d}"
-        behind = Behind(self.blockwise, left, self.tokens, end, compares=self.compares)
+        behind = Behind(
+            self.blockwise,
+            left,
+            self.tokens,
+            self.counted,
+            end,
+            compares=self.compares,
+        )
         groups = behind.groups()
         seen = {path for group in groups for path in group}
         tensors: dict[str, mx.array] = {}

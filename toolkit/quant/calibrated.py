@@ -89,23 +89,23 @@ def _walk(config, task: Task, **settings) -> Walk:
     modules = dict(task.model.named_modules())
     widest = max(modules[path].weight.shape[-1] for path in task.specs)
     wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
-    tokens = task.windows(config.calibration.tokens or wanted)
-    if tokens.size < TOKENS_PER_COLUMN * widest:
+    windows = task.windows(config.calibration.tokens or wanted)
+    if windows.size < TOKENS_PER_COLUMN * widest:
         task.report.warn(
-            f"calibration has {tokens.size:,} tokens; a layer {widest} wide wants "
+            f"calibration has {windows.size:,} tokens; a layer {widest} wide wants "
             f"{TOKENS_PER_COLUMN * widest:,}"
         )
-    key = hashlib.sha256(memoryview(tokens))
+    key = hashlib.sha256(windows.tokens.tobytes() + windows.counted.tobytes())
     key.update(config.model_dump_json().encode())
     key.update(repr(sorted(task.specs.items())).encode())
     return Walk(
         task.model,
         list(task.specs),
-        tokens,
+        windows,
         task.folder / "walk",
         key=key.hexdigest(),
         compute=mx.float32 if on_cpu() else task.dtype,
-        rows=max(1, TOKENS_AT_ONCE // tokens.shape[1]),
+        at_once=TOKENS_AT_ONCE,
         say=task.report.say,
         reread=task.reread,
         **settings,

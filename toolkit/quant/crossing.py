@@ -5,6 +5,7 @@ there, for MLX computes nothing whose result is not used, and so no layer of the
 quantized stream multiplies much more than once.
 """
 
+from math import ceil
 from pathlib import Path
 
 import mlx.core as mx
@@ -68,8 +69,15 @@ class Crossing:
             streams.save(self.after, FULL, part, {"hidden": outputs})
             streams.save(self.after, OF_FULL, part, seen.rows)
 
-    def moments(self, group: list[str]) -> Moments:
-        """Of what goes into layers, those of earlier groups being quantized."""
+    def moments(
+        self, group: list[str], weights: list[mx.array] | None = None
+    ) -> Moments:
+        """Of what goes into layers, those of earlier groups being quantized.
+
+        Args:
+            weights: of the tokens, float32 [B * L] by part; None = all count alike. Of
+                those that go to experts it counts only whether they are 0.
+        """
         path = group[0]
         width = dict(self._block.named_modules())[path].weight.shape[-1]
         experts = self._experts(path)
@@ -80,13 +88,15 @@ class Crossing:
                 self._run_on(part)
             kept = {"x": seen.objects[path]}
             streams.save(self.after, f"{INPUTS}-{path}", part, kept)
-            rows = seen.rows[path]
+            rows, own = seen.rows[path], weights and weights[part]
             if experts is not None:
-                found.add_routed(rows, seen.experts[path])
+                is_in = None if own is None else own > 0
+                found.add_routed(rows, seen.experts[path], is_in)
             elif compares:
-                found.add(rows, streams.load(self.after, OF_FULL, part)[path])
+                full = streams.load(self.after, OF_FULL, part)[path]
+                found.add(rows, full, own)
             else:
-                found.add(rows)
+                found.add(rows, weights=own)
         self._known.append(group)
         return found
 
@@ -115,9 +125,9 @@ class Crossing:
         with watched(self._block, paths) as seen:
             self.blockwise.run(self.number, self.tokens[0][:1], hidden)
         inputs = {id(value): value.nbytes for value in seen.objects.values()}
-        windows = sum(len(part) for part in self.tokens)
+        windows = sum(part.size for part in self.tokens) / hidden.shape[1]
         each = hidden.nbytes + sum(inputs.values())
-        need_space(self.after.parent, windows * each * (1 + self.compares))
+        need_space(self.after.parent, ceil(windows * each * (1 + self.compares)))
         return seen
 
     def _run(self, part: int, stream: str) -> mx.array:

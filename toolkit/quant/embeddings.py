@@ -19,6 +19,7 @@ import mlx.nn as nn
 from .fisher import ThereAndBack, pieces
 from .inputs import Moments, watched
 from .signals import Tap, is_hidden, tapped
+from .token_weights import seen_of
 from .vocabulary import clusters
 
 # Of few tokens, the share of the information that counts as alike in all directions.
@@ -68,9 +69,10 @@ def moments_of_embeddings(
 def _counts(way: ThereAndBack, path: str, size: int) -> mx.array:
     """How often the rows of an embedding are looked up, float32 [V]."""
     total = mx.zeros(size)
-    for tokens in way.parts:
+    for tokens, counted in zip(way.parts, way.counted, strict=True):
+        seen = seen_of(counted).reshape(-1).astype(mx.float32)
         for rows in _look_ups(way, path, tokens).inputs.values():
-            total = total.at[rows.reshape(-1)].add(1.0)
+            total = total.at[rows.reshape(-1)].add(seen)
     return total
 
 
@@ -91,8 +93,9 @@ def _of_look_ups(
     width = embeddings(way.blockwise.model, [path])[path].shape[-1]
     found = Moments.empty(width, experts=len(sizes), with_cross=False)
     for part, tokens in enumerate(way.parts[: way.back]):
+        seen = seen_of(way.counted[part]).reshape(-1)
         for rows, slopes in _slopes_of_look_ups(way, path, part, tokens):
-            found.add_routed(slopes, kinds[rows])
+            found.add_routed(slopes, kinds[rows], seen)
     own = _shrunk(found.squares / way.tokens_back)
     chances = found.counts + UNSEEN_LOOK_UPS * sizes
     mean = own.sum(axis=0) * (chances / chances.sum())[:, None, None]
@@ -114,14 +117,14 @@ def _of_head(way: ThereAndBack, path: str, kinds: mx.array) -> mx.array:
             with watched(way.blockwise.model, [path]) as seen:
                 logits = way.blockwise.last(tokens[here], hidden[here])
             chances = mx.softmax(logits.astype(mx.float32), axis=-1)
+            chances = chances * way.counted[part][here][..., None]
             weights = (chances * (1 - chances)).reshape(-1, len(kinds)) @ members
             rows = seen.rows[path].astype(mx.float32)
             total = total + (rows.T * weights.T[:, None]) @ rows
             counts = counts + weights.sum(axis=0)
             mx.eval(total, counts)
-    tokens = sum(part.size for part in way.parts)
     mean = total.sum(axis=0) / counts.sum() * counts[:, None, None]
-    return _blended(total, mean, counts, PREDICTIONS) / tokens
+    return _blended(total, mean, counts, PREDICTIONS) / way.tokens_counted
 
 
 def _blended(own: mx.array, mean: mx.array, counts: mx.array, enough: float):

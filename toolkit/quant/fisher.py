@@ -6,7 +6,7 @@ forward and slopes back with the weights of one block in memory at a time.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
@@ -20,8 +20,36 @@ from .signals import Tap, loss_of_predictions, path_of, tapped
 
 # Positions whose logits exist at once.
 LOGITS_AT_ONCE = 128
+# Tokens that go back through a block at once, in whole windows.
+BACK_AT_ONCE = 512
 # Hidden states that no way back is taken from are kept in front of one block alone.
 PASSING = "passing"
+
+
+@dataclass
+class Slopes:
+    """How a loss answers to what comes out of the layers of a block.
+
+    Attributes:
+        information: by path its second moments, the Fisher information, float32 [N, N],
+            mean over the tokens that count, where it was asked for.
+        squares: by path its squared length for every token, float32 [T], in windows.
+    """
+
+    information: dict[str, mx.array] = field(default_factory=dict)
+    squares: dict[str, list[mx.array]] = field(default_factory=dict)
+
+    def add(self, path: str, rows: mx.array, tokens: int) -> None:
+        """What some windows add: slopes [B, L, N].
+
+        Args:
+            tokens: how many the information is a mean over; 0 = it is not asked for.
+        """
+        rows = rows.reshape(-1, rows.shape[-1]).astype(mx.float32)
+        if tokens:
+            known = self.information.get(path, 0.0)
+            self.information[path] = known + rows.T @ rows / tokens
+        self.squares.setdefault(path, []).append(mx.square(rows).sum(axis=1))
 
 
 @dataclass
@@ -30,6 +58,7 @@ class ThereAndBack:
 
     Attributes:
         parts: tokens, int32 [B, L] each.
+        counted: bool [B, L] each, where what is predicted counts.
         back: how many parts, the first ones, go back.
         compute: the type to run blocks in.
         folder: for hidden states and slopes.
@@ -37,6 +66,7 @@ class ThereAndBack:
 
     blockwise: Blockwise
     parts: list[mx.array]
+    counted: list[mx.array]
     back: int
     compute: mx.Dtype
     folder: Path
@@ -53,8 +83,9 @@ class ThereAndBack:
         for part, tokens in enumerate(self.parts):
             hidden = self.blockwise.first(tokens)
             if part == 0:
-                kept = len(self.parts) + self.back * len(self.blockwise)
-                states = kept * tokens.size * hidden.shape[-1] * 4
+                sizes = [part.size for part in self.parts]
+                kept = sum(sizes) + sum(sizes[: self.back]) * len(self.blockwise)
+                states = kept * hidden.shape[-1] * 4
                 need_space(self.folder, states + besides)
             self._save(0, part, hidden)
         for number in range(len(self.blockwise)):
@@ -68,53 +99,57 @@ class ThereAndBack:
         """Begin the way back: slopes by what comes out of the last block."""
         keys = map(mx.random.key, count())
 
-        def loss(hidden, tokens, key):
-            return loss_of_predictions(self.blockwise.last(tokens, hidden), key)
+        def loss(hidden, tokens, counted, key):
+            logits = self.blockwise.last(tokens, hidden)
+            return loss_of_predictions(logits, key, counted)
 
         for part, tokens in enumerate(self.parts[: self.back]):
-            hidden = self.hidden(len(self.blockwise), part)
+            hidden, counted = self.hidden(len(self.blockwise), part), self.counted[part]
             rows = mx.zeros_like(hidden)
             for here in pieces(tokens):
-                rows[here] = mx.grad(loss)(hidden[here], tokens[here], next(keys))
+                given = hidden[here], tokens[here], counted[here]
+                rows[here] = mx.grad(loss)(*given, next(keys))
                 mx.eval(rows)
             self._save("slopes", part, rows)
 
-    def backward(
-        self, inside: list[list[str]]
-    ) -> Iterator[tuple[int, dict[str, mx.array]]]:
-        """From the end to the front of the first block, a window at a time.
+    def backward(self, inside: list[dict[str, bool]]) -> Iterator[tuple[int, Slopes]]:
+        """From the end to the front of the first block, some windows at a time.
 
         Args:
-            inside: paths of linear layers in every block.
+            inside: paths of linear layers in every block, and whether the information
+                is asked of what comes out of them.
 
         Yields:
-            A block's number, and by path the Fisher information of what comes out of
-            its layers, float32 [N, N], mean over the tokens.
+            A block's number, and the slopes by what comes out of its layers.
         """
         for number in reversed(range(len(self.blockwise))):
-            found: dict[str, mx.array] = {}
+            found = Slopes()
             with self.blockwise.at_hand(number, self.compute):
                 for part, tokens in enumerate(self.parts[: self.back]):
                     hidden, slopes = self.hidden(number, part), self.slopes(part)
-                    before = []
-                    for row in range(len(tokens)):
-                        here = slice(row, row + 1)
+                    before, paths = [], inside[number]
+                    at_once = max(1, BACK_AT_ONCE // tokens.shape[1])
+                    for row in range(0, len(tokens), at_once):
+                        here = slice(row, row + at_once)
                         given = tokens[here], hidden[here], slopes[here]
-                        slope, own = self._through(number, inside[number], *given)
+                        slope, own = self._through(number, list(paths), *given)
                         for call, rows in own.items():
-                            path, rows = path_of(call), rows.astype(mx.float32)
-                            rows = rows.reshape(-1, rows.shape[-1])
-                            squares = rows.T @ rows / self.tokens_back
-                            found[path] = found.get(path, 0.0) + squares
-                        mx.eval(slope, found)
+                            path = path_of(call)
+                            found.add(path, rows, self.tokens_back * paths[path])
+                        mx.eval(slope, vars(found))
                         before.append(slope)
                     self._save("slopes", part, mx.concatenate(before))
             yield number, found
 
     @property
     def tokens_back(self) -> int:
-        """How many tokens go back."""
-        return sum(part.size for part in self.parts[: self.back])
+        """How many tokens that count go back."""
+        return sum(part.sum().item() for part in self.counted[: self.back])
+
+    @property
+    def tokens_counted(self) -> int:
+        """How many tokens count."""
+        return sum(part.sum().item() for part in self.counted)
 
     def hidden(self, number: int, part: int) -> mx.array:
         """Hidden states [B, L, width] in front of a block, unread."""

@@ -134,19 +134,36 @@ class Moments:
         cross = mx.zeros(shape) if with_cross else None
         return cls(mx.zeros(shape), cross, mx.zeros(shape[:-2], mx.int32))
 
-    def add(self, x: mx.array, y: mx.array | None = None) -> None:
-        """Rows [T, K] of both models."""
+    def add(
+        self,
+        x: mx.array,
+        y: mx.array | None = None,
+        weights: mx.array | None = None,
+    ) -> None:
+        """Rows [T, K] of both models, and how much they count, [T]; None = all alike."""
         x = x.astype(mx.float32)
+        left = (x if weights is None else x * weights[:, None]).T
         # One sum after the other: only one product is in memory at a time.
-        self.squares = self.squares + x.T @ x
+        self.squares = self.squares + left @ x
         self.counts = self.counts + len(x)
         mx.eval(self.squares, self.counts)
         if y is not None:
-            self.cross = self.cross + x.T @ (y.astype(mx.float32) - x)
+            self.cross = self.cross + left @ (y.astype(mx.float32) - x)
             mx.eval(self.cross)
 
-    def add_routed(self, x: mx.array, experts: mx.array) -> None:
-        """Rows [T, K], and the expert each went to, int [T]."""
+    def add_routed(
+        self, x: mx.array, experts: mx.array, seen: mx.array | None = None
+    ) -> None:
+        """Rows [T, K], and the expert each went to, int [T].
+
+        Args:
+            seen: bool [T], or of fewer tokens that have several rows each; False = left
+                out; None = all are in.
+        """
+        if seen is not None and not seen.all().item():
+            seen = mx.repeat(seen, len(x) // len(seen))
+            # As of an expert more, so that no shape depends on a value.
+            experts = mx.where(seen, experts, len(self.squares))
         order = mx.argsort(experts)
         x, sorted_experts = x.astype(mx.float32)[order], experts[order]
         bounds = mx.arange(len(self.squares) + 1)[:, None]

@@ -142,12 +142,19 @@ def collect(
     return Signals(folder, sources, tokens.size)
 
 
-def loss_of_predictions(logits: mx.array, key: mx.array) -> mx.array:
-    """The loss, summed up, of tokens drawn from logits [..., vocabulary] themselves."""
+def loss_of_predictions(
+    logits: mx.array, key: mx.array, counted: mx.array | None = None
+) -> mx.array:
+    """The loss, summed up, of tokens drawn from logits [..., vocabulary] themselves.
+
+    Args:
+        counted: bool [...], True where a position counts; None = everywhere.
+    """
     logits = logits.astype(mx.float32)
     drawn = mx.random.categorical(mx.stop_gradient(logits), key=key)
     chosen = mx.take_along_axis(logits, drawn[..., None], axis=-1)
-    return (mx.logsumexp(logits, axis=-1) - chosen[..., 0]).sum()
+    losses = mx.logsumexp(logits, axis=-1) - chosen[..., 0]
+    return (losses if counted is None else mx.where(counted, losses, 0.0)).sum()
 
 
 def _watch(model: nn.Module, paths: list[str], tokens: mx.array, key: mx.array):

@@ -44,13 +44,14 @@ class Student:
         }
 
     def divergence(self, targets: Targets, parts: int | None = None) -> float:
-        """KL(teacher || this model as it is), in nats, mean over all positions.
+        """KL(teacher || this model as it is), in nats, mean over what counts.
 
         Args:
             parts: the first ones alone, that many; None = all.
         """
         total = count = 0
-        for tokens, target in islice(zip(targets.tokens, targets, strict=True), parts):
-            total += kl_sum(self.model(tokens), target).item()
-            count += tokens.size
+        shown = zip(targets.tokens, targets.counted, targets, strict=True)
+        for tokens, counted, target in islice(shown, parts):
+            total += kl_sum(self.model(tokens), target, counted).item()
+            count += counted.sum().item()
         return total / count

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +12,9 @@ from pydantic import BeforeValidator, Field, model_validator
 from ..run.report import Report
 from ..section import Section
 from .spec import Bits, Quantization, QuantSpec
+
+if TYPE_CHECKING:
+    from ..data.windows import Windows
 
 
 class Calibration(Section):
@@ -23,7 +26,12 @@ class Calibration(Section):
     tokens: int | None = Field(None, ge=1)
     """How many; absent = 8 times the width of the widest layer, at least 32768."""
     length: int = Field(512, ge=8)
-    """Tokens of a window; documents are joined and cut."""
+    """Tokens of a window."""
+    count: Literal["everything", "answers"] = "everything"
+    """everything = documents are joined and cut, and every token counts; answers = rows
+    are watched one by one, as training sees them, and what it trains on counts (see
+    data.train_on): for a model of one task. With rtn and gptq, the latter without fold,
+    blocks and budget."""
     held_out: int = Field(16384, ge=8)
     """Tokens to judge by, of the recipe's validation rows, else of the source."""
 
@@ -100,6 +108,18 @@ class PostTraining(Quantization):
             raise ValueError(f"a budget chooses affine grids; the mode is {self.mode}")
         return self
 
+    @model_validator(mode="after")
+    def _counts_answers(self):
+        if self.calibration.count == "answers":
+            watching = ("fold", "blocks", "budget")
+            found = [key for key in watching if getattr(self, key, None)]
+            if self.method == "awq" or found:
+                name = " and ".join(found) or "awq"
+                raise ValueError(
+                    f"{name} takes all tokens alike: leave calibration.count out"
+                )
+        return self
+
 
 @dataclass(frozen=True)
 class Task:
@@ -109,8 +129,7 @@ class Task:
         model: its weights may be unread.
         specs: grid by path of the layers to quantize.
         dtype: the type the checkpoint stores.
-        windows: at least so many calibration tokens, int32 [n, length], if the
-            source has them.
+        windows: at least so many calibration tokens, if the source has them.
         folder: where a method may keep what it has done so far; deleted when the
             checkpoint is written.
         reread: the model again, its weights unread; None = they stay in memory.
@@ -119,7 +138,7 @@ class Task:
     model: nn.Module
     specs: dict[str, QuantSpec]
     dtype: mx.Dtype
-    windows: Callable[[int], mx.array]
+    windows: Callable[[int], "Windows"]
     folder: Path
     report: Report
     reread: Callable[[], nn.Module] | None = None

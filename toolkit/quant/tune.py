@@ -135,8 +135,9 @@ class Tuning:
         now = learning_rate(
             step, steps, peak=rate, schedule="cosine", warmup=WARMUP, final=0.0
         )
-        tokens, target = self.training.tokens[part], self.training[part]
-        loss = self._compiled(tokens, *target, mx.array(now))
+        tokens, counted = self.training.tokens[part], self.training.counted[part]
+        target = self.training[part]
+        loss = self._compiled(tokens, counted, *target, mx.array(now))
         mx.async_eval(loss, self._masters, self._optimizer.state)
         return loss
 
@@ -146,26 +147,28 @@ class Tuning:
         random = np.random.default_rng([self.seed, turn])
         return int(random.permutation(len(self.training))[place])
 
-    def _step(self, tokens, indices, log_probs, log_rest, rate) -> mx.array:
+    def _step(self, tokens, counted, indices, log_probs, log_rest, rate) -> mx.array:
         target = Target(indices, log_probs, log_rest)
 
         def loss_of(served):
             self.student.model.update(tree_unflatten(list(served.items())))
             logits = self.student.model(tokens)
-            return kl_sum(logits, target, temperature=self.config.temperature)
+            temperature = self.config.temperature
+            return kl_sum(logits, target, counted, temperature=temperature)
 
         # Straight through the rounding: what the masters get is what is served gets.
         served = self.student.served(self._cut(self._masters))
         loss, found = mx.value_and_grad(loss_of)(served)
-        gradients = self._about_middles(self._joined(found), tokens.size)
+        count = counted.sum()
+        gradients = self._about_middles(self._joined(found), count)
         norm = mx.sqrt(sum(mx.square(g).sum() for g in gradients.values()))
         self._optimizer.learning_rate = rate
         origin = {k: mx.zeros_like(v) for k, v in gradients.items()}
         moves = self._optimizer.apply_gradients(clip(gradients, norm, CLIP), origin)
         self._move(moves)
-        return loss / tokens.size
+        return loss / count
 
-    def _about_middles(self, gradients: dict, count: int) -> dict[str, mx.array]:
+    def _about_middles(self, gradients: dict, count: mx.array) -> dict[str, mx.array]:
         """Gradients of the mean, by steps of one unit; see `_move`."""
         scales, biases = (gradients[kind] * self._units / count for kind in KINDS)
         spread = (scales - self._middles * biases) * 2 / self._middles

@@ -3,12 +3,9 @@
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
-import mlx.core as mx
-import numpy as np
-
 from ..data.shapes import Row
 from ..data.sources import Splits
-from ..data.windows import windows
+from ..data.windows import Windows, joined, one_by_one
 from ..errors import UserError
 from ..quant.task import Calibration
 from .context import Context
@@ -36,8 +33,8 @@ class Calibrating:
         self._rows = context.rows if source is None else _splits(source, context)
         self._name = source or ", ".join(context.data.train)
 
-    def watched(self, tokens: int) -> mx.array:
-        """Int32 [n, length]: as many tokens as asked for, if the source has them.
+    def watched(self, tokens: int) -> Windows:
+        """As many tokens as asked for, if the source has them.
 
         Raises:
             UserError: it does not fill one window.
@@ -46,11 +43,11 @@ class Calibrating:
         found = self._windows(self._others(), tokens + aside * self.calibration.length)
         found = found[aside:]
         self.context.report.say(f"calibrating on {found.size:,} tokens of {self._name}")
-        return mx.array(found)
+        return found
 
     @cached_property
-    def held_out(self) -> mx.array:
-        """Int32 [n, length], of the validation rows, or else of the source.
+    def held_out(self) -> Windows:
+        """Of the validation rows, or else of the source.
 
         Raises:
             UserError: there is too little for a window.
@@ -61,7 +58,7 @@ class Calibrating:
             found = self._windows(self._others(), self.calibration.held_out)
             found = found[: self._aside]
         self.context.report.say(f"judging by {found.size:,} tokens held out")
-        return mx.array(found)
+        return found
 
     @cached_property
     def _validation(self) -> list[Row]:
@@ -75,10 +72,11 @@ class Calibrating:
             self._windows(self._validation, self.calibration.length)
         except UserError:
             wanted = self.calibration.held_out
-            found = len(self._windows(self._others(), 4 * wanted))
-            if found < 2:
+            found = self._windows(self._others(), 4 * wanted)
+            if len(found) < 2:
                 raise
-            return max(1, min(wanted // self.calibration.length, found // 4))
+            enough = wanted * len(found) // found.size
+            return max(1, min(enough, len(found) // 4))
         return 0
 
     def _others(self) -> Iterator[Row]:
@@ -86,9 +84,12 @@ class Calibrating:
         held = {row.as_text() for row in self._validation} if self.judging else set()
         return (row for row in self._rows.train if row.as_text() not in held)
 
-    def _windows(self, rows: Iterable[Row], tokens: int) -> np.ndarray:
-        length, seed = self.calibration.length, self.context.seed
-        return windows(rows, self.tokenizer, length=length, tokens=tokens, seed=seed)
+    def _windows(self, rows: Iterable[Row], tokens: int) -> Windows:
+        settings = {"length": self.calibration.length, "seed": self.context.seed}
+        if self.calibration.count == "answers":
+            settings["train_on"] = self.context.data.train_on
+            return one_by_one(rows, self.tokenizer, tokens=tokens, **settings)
+        return joined(rows, self.tokenizer, tokens=tokens, **settings)
 
 
 def _splits(source: str, context: Context) -> Splits:

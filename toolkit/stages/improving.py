@@ -3,6 +3,7 @@
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from ..data.windows import Windows
 from ..model.folder import weights_digest
 from ..model.load import Loaded
 from ..quant.gates import Gates
@@ -80,12 +81,13 @@ class Improving:
         reference = self.context.load(self.loaded.path)
         digest = weights_digest(reference.path)
 
-        def predicted(name: str, tokens: mx.array, at_once: int, temperature: float):
-            rows = max(1, at_once // tokens.shape[1])
+        def predicted(name: str, windows: Windows, at_once: int, temperature: float):
+            parts = windows.parts(at_once)
             return make_targets(
                 self.context.folder / name,
-                [tokens[i : i + rows] for i in range(0, len(tokens), rows)],
+                [mx.array(part.tokens) for part in parts],
                 reference.model,
+                counted=[mx.array(part.counted) for part in parts],
                 digest=digest,
                 top_k=self.tune.top_k,
                 temperature=temperature,
@@ -97,8 +99,8 @@ class Improving:
             return held_out, None
         size = self.tune.batch_tokens
         most = self.config.calibration.tokens or self.tune.steps * size
-        tokens = self.calibrating.watched(min(most, self.tune.steps * size))
-        return held_out, predicted("training", tokens, size, self.tune.temperature)
+        windows = self.calibrating.watched(min(most, self.tune.steps * size))
+        return held_out, predicted("training", windows, size, self.tune.temperature)
 
     def _rounded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
         """The model rounded to nearest, in place of all that the method left."""

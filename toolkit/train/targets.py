@@ -40,11 +40,19 @@ class Targets(Sequence):
 
     Attributes:
         tokens: of the parts, int32 [B, L] each.
-        key: a hash of the tokens, the teacher and what was kept of it.
+        counted: bool [B, L] each, True where a position counts.
+        key: a hash of the tokens, of those that count, the teacher and what was kept.
     """
 
-    def __init__(self, folder: Path, tokens: Sequence[mx.array], key: str):
+    def __init__(
+        self,
+        folder: Path,
+        tokens: Sequence[mx.array],
+        counted: Sequence[mx.array],
+        key: str,
+    ):
         self.tokens = tokens
+        self.counted = counted
         self.key = key
         self._folder = folder
 
@@ -63,6 +71,7 @@ def make_targets(
     parts: Sequence[mx.array],
     teacher: Callable[[mx.array], mx.array],
     *,
+    counted: Sequence[mx.array] | None = None,
     digest: str,
     top_k: int,
     temperature: float = 1.0,
@@ -74,6 +83,7 @@ def make_targets(
         folder: of these targets alone; what it has of others is deleted.
         parts: int32 [B, L] each, of any B and L.
         teacher: logits [B, L, V] of such tokens.
+        counted: bool [B, L] each; None = every position counts.
         digest: a hash of what the teacher is.
         top_k: tokens kept of a position; all, if the vocabulary is smaller.
         temperature: what the logits are divided by.
@@ -82,7 +92,9 @@ def make_targets(
     Raises:
         UserError: the disk is too small.
     """
-    key = _key(parts, digest, top_k, temperature)
+    if counted is None:
+        counted = [mx.ones(part.shape, mx.bool_) for part in parts]
+    key = _key(parts, counted, digest, top_k, temperature)
     state = folder / "targets.json"
     if not (state.is_file() and json.loads(state.read_text()) == key):
         shutil.rmtree(folder, ignore_errors=True)
@@ -98,7 +110,7 @@ def make_targets(
             need_space(folder, size)
         target = compressed(logits, top_k, temperature)
         _write(_place(folder, number), target, _index_type(logits.shape[-1]))
-    return Targets(folder, parts, key)
+    return Targets(folder, parts, counted, key)
 
 
 def bytes_per_token(top_k: int, vocabulary: int) -> int:
@@ -154,9 +166,10 @@ def _place(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}"
 
 
-def _key(parts, digest: str, top_k: int, temperature: float) -> str:
+def _key(parts, counted, digest: str, top_k: int, temperature: float) -> str:
     key = hashlib.sha256(json.dumps([digest, top_k, temperature]).encode())
-    for part in parts:
+    for part, counts in zip(parts, counted, strict=True):
         key.update(json.dumps(part.shape).encode())
         key.update(memoryview(part.astype(mx.int32)))
+        key.update(memoryview(counts))
     return key.hexdigest()

@@ -1,0 +1,120 @@
+"""Windows of calibration tokens: joined, or row by row with what counts in them."""
+
+import numpy as np
+import pytest
+
+from toolkit.data.shapes import Row
+from toolkit.data.template import encode_all
+from toolkit.data.windows import Windows, joined, one_by_one
+from toolkit.errors import UserError
+from toolkit.model.load import load_tokenizer
+
+SETTINGS = {"length": 64, "seed": 3}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tokenizer_folder):
+    return load_tokenizer(tokenizer_folder)
+
+
+def chats(count):
+    return [
+        Row(f"rows:{n}", prompt=f"question {n} " * (1 + n % 3), completion=f"answer {n}")
+        for n in range(count)
+    ]
+
+
+def test_joined_windows_are_full_and_every_position_counts(tokenizer):
+    found = joined(chats(40), tokenizer, tokens=200, length=32, seed=3)
+    assert found.tokens.shape == (6, 32)
+    assert found.counted.all()
+    assert found.seen.all()
+    assert found.size == 6 * 32
+
+
+def test_rows_are_as_training_has_them(tokenizer):
+    rows = chats(8)
+    settings = SETTINGS | {"train_on": "answers"}
+    found = one_by_one(rows, tokenizer, tokens=10_000, **settings)
+    examples = encode_all(rows, tokenizer, max_length=64).examples
+    assert len(found) == len(examples)
+    expected = {tuple(e.tokens.tolist()): e.mask.tolist() for e in examples}
+    for tokens, counted in zip(found.tokens, found.counted, strict=True):
+        (own,) = [k for k in expected if tuple(tokens[: len(k)].tolist()) == k]
+        # A token's own prediction is where the one before it stands.
+        assert [False, *counted[: len(own) - 1].tolist()] == expected[own]
+        assert not counted[len(own) - 1 :].any()
+        assert counted.any()
+        assert not counted.all()
+
+
+def test_everything_may_be_trained_on(tokenizer):
+    rows = chats(5)
+    settings = SETTINGS | {"train_on": "everything"}
+    found = one_by_one(rows, tokenizer, tokens=10_000, **settings)
+    lengths = [
+        len(e.tokens)
+        for e in encode_all(
+            rows, tokenizer, max_length=64, train_on="everything"
+        ).examples
+    ]
+    assert sorted(found.counted.sum(axis=1).tolist()) == sorted(n - 1 for n in lengths)
+
+
+def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
+    settings = SETTINGS | {"train_on": "answers"}
+    all_rows = one_by_one(chats(30), tokenizer, tokens=10_000, **settings)
+    few = one_by_one(chats(30), tokenizer, tokens=100, **settings)
+    assert len(all_rows) == 30
+    assert 1 < len(few) < 30
+    assert few.size + len(few) >= 100
+    assert few[:-1].size + len(few) - 1 < 100
+    other = one_by_one(chats(30), tokenizer, tokens=100, **settings | {"seed": 4})
+    assert not np.array_equal(few.tokens[0], other.tokens[0])
+
+
+def test_rows_without_an_answer_are_an_error(tokenizer):
+    rows = [Row("rows:1", prompt="long " * 80, completion="never seen")]
+    with pytest.raises(UserError, match="no row has an answer"):
+        one_by_one(
+            rows, tokenizer, tokens=100, **SETTINGS | {"train_on": "answers"}
+        )
+
+
+def test_nothing_is_seen_behind_what_counts():
+    counted = np.array([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
+    found = Windows(np.zeros((3, 5), np.int32), counted)
+    assert found.seen.tolist() == [
+        [True, True, True, True, False],
+        [True] + [False] * 4,
+        [False] * 5,
+    ]
+    assert found.size == 5
+
+
+def test_parts_of_one_length_keep_the_order():
+    tokens = np.arange(7 * 4, dtype=np.int32).reshape(7, 4)
+    windows = Windows(tokens, np.ones(tokens.shape, bool))
+    parts = windows.parts(9)
+    assert [len(part) for part in parts] == [2, 2, 2, 1]
+    assert np.array_equal(np.concatenate([p.tokens for p in parts]), tokens)
+
+
+def test_parts_of_many_lengths_have_little_filling():
+    draw = np.random.default_rng(0)
+    lengths = draw.integers(1, 30, 50)
+    tokens = draw.integers(1, 1000, (50, 40)).astype(np.int32)
+    counted = np.arange(40) == lengths[:, None] - 1
+    parts = Windows(tokens, counted).parts(100)
+    assert sum(part.size for part in parts) == lengths.sum()
+    assert sum(part.tokens.size for part in parts) < 1.2 * lengths.sum()
+    assert all(part.tokens.size <= 100 for part in parts)
+    found = [
+        tuple(row[seen].tolist())
+        for part in parts
+        for row, seen in zip(part.tokens, part.seen, strict=True)
+    ]
+    expected = [tuple(row[:n].tolist()) for row, n in zip(tokens, lengths, strict=True)]
+    assert sorted(found) == sorted(expected)
+    widths = [part.tokens.shape[1] for part in parts]
+    assert widths not in (sorted(widths), sorted(widths)[::-1])
