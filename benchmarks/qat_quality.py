@@ -1,8 +1,9 @@
 """What quantization-aware training wins back of the loss that rounding costs.
 
 Every route trains on as many tokens as its twin in full precision, of the same rows,
-and is judged on the same held-out rows. A result is kept, and so is every run, so that
-the same command goes on after it was stopped.
+and is judged on the same test rows, by which nothing was chosen. A result is kept, and so
+is every run, so that the same command goes on after it was stopped. `python
+data/make_skills.py FOLDER --test 116` makes rows with four times as many to judge by.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from qat_routes import DATA, GROUP, ROUTES, Route
 
 HEAD = """\
 {model}: {steps} steps of {batch} rows, groups of {group}; {seeds} seeds.
-recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the held-out loss
+recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the loss on test rows
 and of the KL to the twin, in nats a token; errors by rows in pairs of one seed, else by
 seeds. late: after {share:.0%} of the steps; from codes: these in full precision, gptq,
 the rest from its codes; taught: these towards what the model predicted before gptq.
@@ -63,7 +64,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=0.9, help="of steps before gptq")
     parser.add_argument("--cross-entropy", type=float, default=0.0, help="when taught")
     parser.add_argument("--tune", type=int, default=200, help="steps after gptq")
-    parser.add_argument("--calibration", type=int, default=32768, help="tokens of gptq")
+    parser.add_argument("--calibration", type=int, default=65536, help="tokens of gptq")
     parser.add_argument("--limit", type=int, help="rows of each kind; absent = all")
     parser.add_argument("--routes", nargs="+", choices=[route.name for route in ROUTES])
     parser.add_argument("--folder", type=Path, default=Path("exports/qat_quality"))
@@ -177,7 +178,7 @@ def _file(split: str, arguments: argparse.Namespace) -> str:
 
 
 def _judged(twin: Path, model: Path, arguments: argparse.Namespace) -> dict:
-    """Sums by row of both held-out splits, and the mean loss on the validation rows."""
+    """Sums by test row, and the mean loss on the validation rows."""
     from toolkit import blas
 
     blas.use()
@@ -186,8 +187,7 @@ def _judged(twin: Path, model: Path, arguments: argparse.Namespace) -> dict:
 
     full, found = load(twin), load(model)
     test, valid = (_batches(full, split, arguments) for split in ("test", "valid"))
-    # No route chooses by the validation rows: they are held out as the others are.
-    sums = measure_rows(full.model, found.model, [*test, *valid])
+    sums = measure_rows(full.model, found.model, test)
     others = measure_rows(full.model, found.model, valid)
     lists = {name: values.tolist() for name, values in vars(sums).items()}
     return lists | {"valid_loss": others.means["loss"]}

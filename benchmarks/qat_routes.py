@@ -48,9 +48,12 @@ def _grid(bits: int, **more) -> dict:
 
 
 def _gptq(arguments: Namespace, bits: int, tune: bool | dict) -> dict:
-    taken = {"length": arguments.max_length, "held_out": 4096}
+    # As the training before it: row by row, and its answers alone count.
+    taken = {"length": arguments.max_length, "count": "answers", "held_out": 16384}
     taken["tokens"] = arguments.calibration
+    # On one task layers make up for all errors before them, and their inputs are known.
     block = {"method": "gptq", "calibration": taken, "tune": tune}
+    block |= {"asymmetry": 1.0, "damping": 0.003}
     return {"quantize": block | _grid(bits)}
 
 

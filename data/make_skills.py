@@ -1,12 +1,13 @@
 """Write data/skills/: chat questions with one exact answer each, from a fixed seed.
 
-    python data/make_skills.py [FOLDER]
+    python data/make_skills.py [FOLDER] [--test N]
 
-No task (a kind with its numbers and words, however phrased) is in two of the files.
+With more test rows of every kind those of the other files stay as they are. No task (a kind with its numbers and words, however phrased) is in two of the files.
 """
 
 # ruff: noqa: SIM905 (a paragraph of words reads better than 250 quoted ones)
 
+import argparse
 import datetime
 import json
 import random
@@ -16,6 +17,8 @@ from pathlib import Path
 
 SEED = 20240229
 PER_KIND = {"train": 525, "valid": 29, "test": 29}
+# Times as many as tasks are wanted; kinds of few tasks repeat themselves.
+TRIES = 20
 WORDS = """
 able acid aged alarm apple april arm army atom aunt baby back bag ball band bank
 basket beach bean bear bed bell belt bird black blue board boat body bone book bottle
@@ -264,31 +267,38 @@ def tasks(kind: Callable[[random.Random], Task], count: int) -> list[dict]:
     # A generator per kind, so that a change of one kind leaves the others' rows alone.
     r = random.Random(f"{SEED} {kind.__name__}")
     rows: dict[str, dict] = {}
-    while len(rows) < count:
+    for _ in range(TRIES * count):
+        if len(rows) == count:
+            return list(rows.values())
         asked, answer = kind(r)
         question = r.choice(asked)
         turns = [("user", question), ("assistant", answer)]
         messages = [{"role": role, "content": content} for role, content in turns]
         rows.setdefault(asked[0], {"messages": messages, "skill": kind.__name__})
-    return list(rows.values())
+    sys.exit(f"{kind.__name__} has no {count} tasks; ask for fewer")
 
 
-def make() -> dict[str, list[dict]]:
-    """All rows by split, each split in a random order."""
-    splits: dict[str, list[dict]] = {split: [] for split in PER_KIND}
+def make(test: int = PER_KIND["test"]) -> dict[str, list[dict]]:
+    """All rows by split, each split in a random order.
+
+    Args:
+        test: rows of every kind in that split.
+    """
+    counts = PER_KIND | {"test": test}
+    splits: dict[str, list[dict]] = {split: [] for split in counts}
     for kind in KINDS:
-        rows = iter(tasks(kind, sum(PER_KIND.values())))
-        for split, count in PER_KIND.items():
+        rows = iter(tasks(kind, sum(counts.values())))
+        for split, count in counts.items():
             splits[split] += [next(rows) for _ in range(count)]
     for split, rows in splits.items():
         random.Random(f"{SEED} {split}").shuffle(rows)
     return splits
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, test: int = PER_KIND["test"]) -> None:
     """Write one JSONL file per split."""
     folder.mkdir(parents=True, exist_ok=True)
-    for split, rows in make().items():
+    for split, rows in make(test).items():
         lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
         path = folder / f"{split}.jsonl"
         path.write_text("".join(lines), encoding="utf-8", newline="\n")
@@ -297,4 +307,7 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     here = Path(__file__).parent / "skills"
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else here)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=here)
+    parser.add_argument("--test", type=int, default=PER_KIND["test"])
+    main(**vars(parser.parse_args()))

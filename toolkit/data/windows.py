@@ -57,7 +57,8 @@ class Windows:
             width = int(lengths[left[0]])
             count = max(1, tokens // max(1, width))
             part, left = self[left[:count]], left[count:]
-            found.append(Windows(part.tokens[:, :width], part.counted[:, :width]))
+            cut = (values[:, :width].copy() for values in (part.tokens, part.counted))
+            found.append(Windows(*cut))
         if lengths.min() < lengths.max():
             random.Random(len(found)).shuffle(found)
         return found
