@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
+from tiny_windows import windows_of
 
 from toolkit.export import mlx as checkpoints
 from toolkit.model.blockwise import Blockwise
@@ -58,7 +59,7 @@ def quantized(method, folder, config=LLAMA, **settings):
     specs = select(model, settings).specs
     dense = dict(tree_flatten(model.parameters()))
     report = Report()
-    windows = tokens_of(1)
+    windows = windows_of(tokens_of(1))
     task = Task(model, specs, mx.float32, lambda *_: windows, folder, report)
     tensors = method.quantize(settings, task)
     found = dense | {k: v for k, v in tensors.items() if k in dense}
@@ -115,7 +116,7 @@ def test_mixed_bits_and_what_stock_mlx_lm_makes_of_it(make_checkpoint, tmp_path)
     assert wide
     specs = selection.specs | wide
     dense = dict(tree_flatten(loaded.model.parameters()))
-    windows = tokens_of(1)
+    windows = windows_of(tokens_of(1))
     task = Task(loaded.model, specs, mx.float32, lambda *_: windows, tmp_path, Report())
     tensors = awq.quantize(config, task)
     kept = {k: v for k, v in dense.items() if k.removesuffix(".weight") not in specs}

@@ -7,7 +7,9 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from test_costs import slopes_of
 from tiny_checkpoints import LLAMA, QWEN3_MOE
+from tiny_windows import windows_of
 
 from toolkit.errors import UserError
 from toolkit.model.load import build, load
@@ -28,15 +30,17 @@ def model_of(config=LLAMA, **changes):
     return model.eval()
 
 
-def walk(model, folder, *, key="a", rows=4, reread=None, **more) -> Walk:
+def walk(
+    model, folder, *, key="a", rows=4, reread=None, grid=GRID, counted=None, **more
+) -> Walk:
     return Walk(
         model,
-        list(select(model, GRID).specs),
-        TOKENS,
+        list(select(model, grid).specs),
+        windows_of(TOKENS, counted),
         folder / "walk",
         key=key,
         compute=mx.float32,
-        rows=rows,
+        at_once=rows * TOKENS.shape[1],
         say=lambda _: None,
         reread=reread,
         **more,
@@ -308,3 +312,32 @@ class Forgetful(dict):
 
     def __setitem__(self, key, value):
         pass
+
+
+def test_tokens_count_by_what_the_loss_makes_of_them(tmp_path):
+    """Of the layers in front of which nothing is rounded, against the whole model."""
+    counted = np.array(mx.random.bernoulli(0.3, TOKENS.shape, key=mx.random.key(2)))
+    counted[:, -1] = True
+    model, rounding = model_of(), Rounding()
+    grid = GRID.model_copy(update={"embeddings": False})
+    walk(
+        model, tmp_path, rows=1, grid=grid, counted=counted, weighs_outputs=True
+    ).run(rounding)
+    model = model_of()
+    group = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    squares = sum(
+        np.square(slopes_of(model, path, TOKENS, mx.array(counted))).sum(axis=1)
+        for path in group
+    )
+    counts, squares = counted.reshape(-1), squares.reshape(-1)
+    means = np.where(counts, squares[counts].mean(), squares[~counts].mean())
+    weights = (squares + means) / 2
+    weights /= weights.mean()
+    x = model.layers[0].input_layernorm(model.model.embed_tokens(TOKENS))
+    x = np.array(x, np.float64).reshape(-1, x.shape[-1])
+    expected = x.T @ np.diag(weights) @ x
+    found = rounding.moments[group[0]].squares
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(found, expected, atol=1e-3 * largest)
+    # What is not told apart is something else.
+    assert np.abs(x.T @ x - expected).max() > 0.05 * largest

@@ -10,6 +10,7 @@ import pytest
 from mlx.utils import tree_flatten
 from pydantic import ValidationError
 from tiny_checkpoints import QWEN3_MOE
+from tiny_windows import windows_of
 
 from toolkit.export import mlx as checkpoints
 from toolkit.model.load import load
@@ -30,7 +31,7 @@ GRIDS = [
     {"mode": "nvfp4"},
     {"mode": "mxfp8"},
 ]
-WINDOWS = mx.random.randint(0, 320, (64, 24), key=mx.random.key(1))
+WINDOWS = windows_of(mx.random.randint(0, 320, (64, 24), key=mx.random.key(1)))
 TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
 
 pytestmark = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())

@@ -3,13 +3,15 @@
 from types import SimpleNamespace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
+from tiny_windows import windows_of
 
 from toolkit.model.load import build
 from toolkit.quant.layers import select
-from toolkit.quant.methods import gptq, rtn
+from toolkit.quant.methods import awq, gptq, rtn
 from toolkit.quant.spec import expand
 from toolkit.quant.task import Task
 
@@ -39,12 +41,14 @@ class Report(SimpleNamespace):
         self.say = self.warn = self.log = self.lines.append
 
 
-def quantized(method, model, folder, *, tokens=None, report=None, **settings):
+def quantized(
+    method, model, folder, *, tokens=None, counted=None, report=None, **settings
+):
     """Tensors, and the model with the weights they stand for."""
     config = method.Config(**settings)
     specs = select(model, config).specs
     dense = dict(tree_flatten(model.parameters()))
-    windows = tokens_of(1) if tokens is None else tokens
+    windows = windows_of(tokens_of(1) if tokens is None else tokens, counted)
     task = Task(
         model, specs, mx.float32, lambda *_: windows, folder, report or Report()
     )
@@ -94,6 +98,23 @@ def test_every_part_helps(tmp_path):
     assert whole < 0.95 * loss("rows alone", outputs=False)
 
 
+def test_filling_changes_nothing(tmp_path):
+    """Windows of many lengths are as good as alone, whatever is behind them."""
+    draw, tokens = np.random.default_rng(0), np.array(tokens_of(1))
+    counted = np.zeros(tokens.shape, bool)
+    ends = draw.integers(8, 31, len(tokens))
+    for row, end in zip(counted, ends, strict=True):
+        row[end - 4 : end] = True
+    found = []
+    for number in range(2):
+        behind = np.arange(32) >= ends[:, None]
+        filled = np.where(behind, draw.integers(0, 320, tokens.shape), tokens)
+        given = {"tokens": mx.array(filled), "counted": counted, "bits": 3}
+        folder = tmp_path / str(number)
+        found.append(quantized(gptq, model_of(**SIZES), folder, **given)[0])
+    assert all(mx.array_equal(found[0][k], found[1][k]).item() for k in found[0])
+
+
 def test_experts_that_saw_little_are_named(tmp_path):
     report = Report()
     tokens = tokens_of(1, count=2)
@@ -110,6 +131,16 @@ def test_what_is_lost_is_in_the_log(tmp_path):
     assert len(clusters) > 1
     assert len(lines) == 2 * 7 + len(clusters)
     assert all("round to nearest" in line and "kept" in line for line in lines)
+
+
+@pytest.mark.parametrize("more", [{"fold": True}, {"blocks": {}}])
+def test_what_takes_all_tokens_alike_is_refused_with_answers(more):
+    calibration = {"count": "answers"}
+    gptq.Config(calibration=calibration)
+    with pytest.raises(ValueError, match=f"{next(iter(more))} takes all tokens alike"):
+        gptq.Config(calibration=calibration, **more)
+    with pytest.raises(ValueError, match="awq takes all tokens alike"):
+        awq.Config(calibration=calibration)
 
 
 def test_only_affine_grids():
