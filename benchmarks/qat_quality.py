@@ -1,9 +1,9 @@
 """What quantization-aware training wins back of the loss that rounding costs.
 
 Every route trains on as many tokens as its twin in full precision, of the same rows,
-and is judged on the same test rows, by which nothing was chosen. A result is kept, and so
-is every run, so that the same command goes on after it was stopped. `python
-data/make_skills.py FOLDER --test 116` makes rows with four times as many to judge by.
+and is judged on the same test rows, by which nothing was chosen. A result is kept, and
+so is every run, so that the same command goes on after it was stopped. For `--rows`,
+`python data/make_skills.py FOLDER --test 116` makes four times as many to judge by.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from qat_routes import DATA, GROUP, ROUTES, Route
 
 HEAD = """\
 {model}: {steps} steps of {batch} rows, groups of {group}; {seeds} seeds.
-recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the loss on test rows
-and of the KL to the twin, in nats a token; errors by rows in pairs of one seed, else by
-seeds. late: after {share:.0%} of the steps; from codes: these in full precision, gptq,
-the rest from its codes; taught: these towards what the model predicted before gptq.
-CPU s = processor time of the route alone, without the twin it begins with."""
+recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the loss and of the
+KL to the twin on test rows, in nats a token; errors by rows in pairs of one seed, else
+by seeds. late: after {share:.0%} of the steps; from codes: these in full precision,
+gptq, the rest from its codes; taught: these towards what the model predicted before
+gptq. CPU s = processor time of the route alone, without the twin it begins with."""
 
 
 def main() -> None:

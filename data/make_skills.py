@@ -2,7 +2,8 @@
 
     python data/make_skills.py [FOLDER] [--test N]
 
-With more test rows of every kind those of the other files stay as they are. No task (a kind with its numbers and words, however phrased) is in two of the files.
+With more test rows of every kind those of the other files stay as they are. No task (a
+kind with its numbers and words, however phrased) is in two of the files.
 """
 
 # ruff: noqa: SIM905 (a paragraph of words reads better than 250 quoted ones)

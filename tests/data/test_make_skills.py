@@ -41,6 +41,17 @@ def test_the_script_writes_the_files_again_byte_for_byte(script, tmp_path, capsy
         assert (tmp_path / f"{split}.jsonl").read_bytes() == shipped
 
 
+def test_more_to_judge_by_leaves_the_other_rows_alone(script, splits):
+    made = script.make(test=40)
+    assert made["train"] == splits["train"]
+    assert made["valid"] == splits["valid"]
+    shipped = {json.dumps(row) for row in splits["test"]}
+    assert len(made["test"]) == 21 * 40
+    assert shipped < {json.dumps(row) for row in made["test"]}
+    with pytest.raises(SystemExit, match="roman has no 1354 tasks; ask for fewer"):
+        script.tasks(script.roman, 525 + 29 + 800)
+
+
 def test_kinds_are_many_and_balanced(splits):
     for rows in splits.values():
         counts = Counter(row["skill"] for row in rows)

@@ -19,7 +19,9 @@ def tokenizer(tokenizer_folder):
 
 def chats(count):
     return [
-        Row(f"rows:{n}", prompt=f"question {n} " * (1 + n % 3), completion=f"answer {n}")
+        Row(
+            f"rows:{n}", prompt=f"question {n} " * (1 + n % 3), completion=f"answer {n}"
+        )
         for n in range(count)
     ]
 
@@ -76,9 +78,7 @@ def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
 def test_rows_without_an_answer_are_an_error(tokenizer):
     rows = [Row("rows:1", prompt="long " * 80, completion="never seen")]
     with pytest.raises(UserError, match="no row has an answer"):
-        one_by_one(
-            rows, tokenizer, tokens=100, **SETTINGS | {"train_on": "answers"}
-        )
+        one_by_one(rows, tokenizer, tokens=100, **SETTINGS | {"train_on": "answers"})
 
 
 def test_nothing_is_seen_behind_what_counts():

@@ -320,9 +320,9 @@ def test_tokens_count_by_what_the_loss_makes_of_them(tmp_path):
     counted[:, -1] = True
     model, rounding = model_of(), Rounding()
     grid = GRID.model_copy(update={"embeddings": False})
-    walk(
-        model, tmp_path, rows=1, grid=grid, counted=counted, weighs_outputs=True
-    ).run(rounding)
+    walk(model, tmp_path, rows=1, grid=grid, counted=counted, weighs_outputs=True).run(
+        rounding
+    )
     model = model_of()
     group = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
     squares = sum(

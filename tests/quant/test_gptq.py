@@ -133,7 +133,9 @@ def test_what_is_lost_is_in_the_log(tmp_path):
     assert all("round to nearest" in line and "kept" in line for line in lines)
 
 
-@pytest.mark.parametrize("more", [{"fold": True}, {"blocks": {}}])
+@pytest.mark.parametrize(
+    "more", [{"fold": True}, {"blocks": {}}, {"budget": {"bits_per_weight": 3}}]
+)
 def test_what_takes_all_tokens_alike_is_refused_with_answers(more):
     calibration = {"count": "answers"}
     gptq.Config(calibration=calibration)

@@ -6,9 +6,14 @@ import numpy as np
 import pytest
 from tiny_runs import Run
 
+from toolkit.data.batches import Batches
+from toolkit.data.formats import Rows
 from toolkit.data.shapes import Row
+from toolkit.data.template import encode_all
 from toolkit.data.windows import Windows
 from toolkit.errors import UserError
+from toolkit.measure.recovery import measure_rows
+from toolkit.model.load import load
 from toolkit.quant.task import Calibration
 from toolkit.stages.calibrating import Calibrating
 
@@ -34,6 +39,21 @@ def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
     assert "gptq: held-out KL" in run.log
     left = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
     assert left <= {"model", "walk"}
+
+
+def test_answers_alone_are_judged(tmp_path, base):
+    """Where they alone count, against the whole answers of the validation rows."""
+    calibration = QUANTIZE["calibration"] | {"count": "answers", "held_out": 10_000}
+    tune = TUNE | {"top_k": 10_000}
+    given = {"method": "gptq", "calibration": calibration, "tune": tune}
+    run, facts = facts_of(tmp_path, base, **given)
+    found = load(run.output / "stages/1-quantize/model")
+    rows = [*Rows(str(tmp_path / "valid.jsonl"), split="train")]
+    examples = encode_all(rows, found.tokenizer, max_length=32).examples
+    batches = Batches(examples, max_length=32, tokens=1024).in_order()
+    sums = measure_rows(load(base).model, found.model, list(batches))
+    expected = sums.kl.sum() / sums.tokens.sum()
+    assert facts["held_out_kl"][facts["step_kept"]] == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ class Moments:
         y: mx.array | None = None,
         weights: mx.array | None = None,
     ) -> None:
-        """Rows [T, K] of both models, and how much they count, [T]; None = all alike."""
+        """Rows [T, K] of both models, and what they count, [T]; None = all alike."""
         x = x.astype(mx.float32)
         left = (x if weights is None else x * weights[:, None]).T
         # One sum after the other: only one product is in memory at a time.
