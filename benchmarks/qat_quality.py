@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 
 import qat_table
-from qat_routes import DATA, GROUP, ROUTES, Route
+from qat_routes import AFTER, DATA, GROUP, ROUTES, Route
 
 HEAD = """\
 {model}: {steps} steps of {batch} rows, groups of {group}; {seeds} seeds.
@@ -24,12 +24,13 @@ recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the loss an
 KL to the twin on test rows, in nats a token; errors by rows in pairs of one seed, else
 by seeds. late: after {share:.0%} of the steps; from codes: these in full precision,
 gptq, the rest from its codes; taught: these towards what the model predicted before
-gptq. CPU s = processor time of the route alone, without the twin it begins with."""
+gptq; after gptq: {after:.0%} more steps, without labels. CPU s = processor time of the
+route alone, without what it begins with."""
 
 
 def main() -> None:
     arguments = _arguments()
-    print(HEAD.format(**vars(arguments), group=GROUP))
+    print(HEAD.format(**vars(arguments), group=GROUP, after=AFTER))
     _require_same(arguments)
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for seed in seeds:
@@ -104,10 +105,10 @@ def result(route: Route, seed: int, bits: int | None, arguments) -> dict:
     start = next((r for r in ROUTES if r.name == route.start), None)
     needed = {r.name: r for r in (twin, start) if r and r is not route}
     for other in needed.values():
-        result(other, seed, None, arguments)
+        result(other, seed, bits if other.bits else None, arguments)
     if route is not twin:
         arguments.twin = _model(_place(twin, seed, None, arguments))
-    origin = start and _model(_place(start, seed, None, arguments))
+    origin = start and _model(_place(start, seed, bits, arguments))
     began, busy = time.perf_counter(), _children()
     facts = _run(place, str(origin or arguments.model), route, seed, bits, arguments)
     spent = {"seconds": time.perf_counter() - began, "cpu": _children() - busy}

@@ -9,6 +9,8 @@ GROUP, RANK = 64, 32
 DATA = Path(__file__).parents[1] / "data"
 # Learning rates from codes by bits, as shares of that at 2; a tenth above 3.
 RATES = {2: 1.0, 3: 0.3}
+# The share of the steps that a training after everything has besides.
+AFTER = 0.2
 ADAPTER = {"type": "lora", "rank": RANK}
 Stages = list[dict]
 
@@ -19,7 +21,7 @@ class Route:
 
     Attributes:
         stages: the recipe's, for (arguments, bits).
-        start: the route whose unquantized model it begins with; None = the base.
+        start: the route whose model, of its bits, it begins with; None = the base.
         twin: the route it is compared with.
         bits: widths it is for; empty = it rounds nothing and is run once.
         fused: whether mlx_lm puts its adapter into the codes.
@@ -110,6 +112,15 @@ def _taught(arguments: Namespace, bits: int) -> Stages:
     return _from_codes(arguments, bits, teacher=teacher)
 
 
+def _after(arguments: Namespace, bits: int) -> Stages:
+    """From the codes of a model towards its twin, which has learned all there is."""
+    more = {"quantization": _grid(bits, grid="learned"), "keep": "best"}
+    more["learning_rate"] = arguments.codes_rate * RATES.get(bits, 0.1)
+    stage = _train(arguments, AFTER, teacher={"model": str(arguments.twin)}, **more)
+    stage["train"]["evaluate_every"] = max(1, stage["train"]["steps"] // 5)
+    return [stage]
+
+
 def _lora(arguments: Namespace, _: int) -> Stages:
     return [_train(arguments, adapter=ADAPTER, learning_rate=arguments.lora_rate)]
 
@@ -134,6 +145,7 @@ ROUTES = (
     Route("qat ternary", _aware("ternary"), bits=(2,)),
     Route("qat from codes", _from_codes),
     Route("qat from codes, taught", _taught),
+    Route("qat after gptq, taught", _after, "gptq of the twin"),
     Route("lora", _lora, twin="lora", bits=()),
     Route("rtn of lora", _rounded, "lora", "lora"),
     Route("rtn of the base", _rounded, None, "lora"),
