@@ -24,7 +24,7 @@ TOKENS_PER_OUTPUT = 8
 # And no more in all: their hidden states are on disk in front of every block.
 MOST_TOKENS = 1 << 13
 # Where tokens do not count alike, the first ones of which each is looked at.
-MOST_TOKENS_WEIGHED = 1 << 15
+MOST_TOKENS_WEIGHED = 1 << 16
 # A layer with more, or so many times as many as inputs, is solved row by row: a matrix
 # that wide is large, and the layers that widen a block gain least by it.
 MOST_OUTPUTS, MOST_TIMES = 4096, 2

@@ -22,8 +22,9 @@ from .signals import Tap, is_hidden, tapped
 from .token_weights import seen_of
 from .vocabulary import clusters
 
-# Of few tokens, the share of the information that counts as alike in all directions.
-SHRINKAGE = 0.5
+# The share of the information that counts as alike in all directions, if it is of few
+# tokens; if of more than these, it is in inverse proportion to them.
+SHRINKAGE, FEW_TOKENS = 0.5, 1 << 13
 # Look-ups and expected predictions of a cluster's tokens at which its own count half.
 LOOK_UPS, PREDICTIONS = 300, 10
 # How often every token counts as looked up besides.
@@ -96,7 +97,8 @@ def _of_look_ups(
         seen = seen_of(way.counted[part]).reshape(-1)
         for rows, slopes in _slopes_of_look_ups(way, path, part, tokens):
             found.add_routed(slopes, kinds[rows], seen)
-    own = _shrunk(found.squares / way.tokens_back)
+    share = SHRINKAGE * min(1.0, FEW_TOKENS / max(1, found.counts.sum().item()))
+    own = _shrunk(found.squares / way.tokens_back, share)
     chances = found.counts + UNSEEN_LOOK_UPS * sizes
     mean = own.sum(axis=0) * (chances / chances.sum())[:, None, None]
     return _blended(own, mean, found.counts, LOOK_UPS)
@@ -176,8 +178,8 @@ def given(model: nn.Module, weights: dict[str, mx.array]) -> Iterator[None]:
             modules[path].weight = weight
 
 
-def _shrunk(information: mx.array) -> mx.array:
-    """[C, K, K], each nearer to what is alike in all directions."""
+def _shrunk(information: mx.array, share: float) -> mx.array:
+    """[C, K, K], each nearer by a share to what is alike in all directions."""
     mean = mx.diagonal(information, axis1=1, axis2=2).mean(axis=1)
     same = mean[:, None, None] * mx.eye(information.shape[-1])
-    return (1 - SHRINKAGE) * information + SHRINKAGE * same
+    return (1 - share) * information + share * same
