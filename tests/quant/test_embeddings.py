@@ -65,8 +65,13 @@ def blended(own, mean, count, enough):
     return share * own + (1 - share) * mean
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_block_by_block_comes_what_the_whole_model_gives(tmp_path, tied):
+@pytest.mark.parametrize(
+    ("tied", "few"), [(True, 1 << 13), (False, 1 << 13), (True, 50)]
+)
+def test_block_by_block_comes_what_the_whole_model_gives(
+    tmp_path, monkeypatch, tied, few
+):
+    monkeypatch.setattr(embeddings, "FEW_TOKENS", few)
     model = model_of(tied=tied)
     found = moments(model, tmp_path)
     kinds = np.array(found.clusters)
@@ -79,7 +84,7 @@ def test_block_by_block_comes_what_the_whole_model_gives(tmp_path, tied):
     for kind in range(number):
         rows = slopes[seen == kind]
         own = rows.T @ rows / TOKENS.size
-        share = embeddings.SHRINKAGE
+        share = embeddings.SHRINKAGE * min(1, embeddings.FEW_TOKENS / TOKENS.size)
         squares.append((1 - share) * own + share * np.trace(own) * same)
     counts = np.bincount(seen, minlength=number)
     chances = counts + embeddings.UNSEEN_LOOK_UPS * np.bincount(kinds)
