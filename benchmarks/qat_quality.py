@@ -3,7 +3,7 @@
 Every route trains on as many tokens as its twin in full precision, of the same rows,
 and is judged on the same test rows, by which nothing was chosen. A result is kept, and
 so is every run, so that the same command goes on after it was stopped. For `--rows`,
-`python data/make_skills.py FOLDER --test 116` makes four times as many to judge by.
+`python data/make_skills.py FOLDER 116` makes four times as many to judge by.
 """
 
 import argparse

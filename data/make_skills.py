@@ -1,14 +1,12 @@
 """Write data/skills/: chat questions with one exact answer each, from a fixed seed.
 
-    python data/make_skills.py [FOLDER] [--test N]
+    python data/make_skills.py [FOLDER [TEST_ROWS_OF_EVERY_KIND]]
 
-With more test rows of every kind those of the other files stay as they are. No task (a
-kind with its numbers and words, however phrased) is in two of the files.
+No task (a kind with its numbers and words, however phrased) is in two of the files.
 """
 
 # ruff: noqa: SIM905 (a paragraph of words reads better than 250 quoted ones)
 
-import argparse
 import datetime
 import json
 import random
@@ -18,8 +16,6 @@ from pathlib import Path
 
 SEED = 20240229
 PER_KIND = {"train": 525, "valid": 29, "test": 29}
-# Times as many as tasks are wanted; kinds of few tasks repeat themselves.
-TRIES = 20
 WORDS = """
 able acid aged alarm apple april arm army atom aunt baby back bag ball band bank
 basket beach bean bear bed bell belt bird black blue board boat body bone book bottle
@@ -268,7 +264,7 @@ def tasks(kind: Callable[[random.Random], Task], count: int) -> list[dict]:
     # A generator per kind, so that a change of one kind leaves the others' rows alone.
     r = random.Random(f"{SEED} {kind.__name__}")
     rows: dict[str, dict] = {}
-    for _ in range(TRIES * count):
+    for _ in range(20 * count):  # A kind of few tasks repeats itself.
         if len(rows) == count:
             return list(rows.values())
         asked, answer = kind(r)
@@ -280,11 +276,7 @@ def tasks(kind: Callable[[random.Random], Task], count: int) -> list[dict]:
 
 
 def make(test: int = PER_KIND["test"]) -> dict[str, list[dict]]:
-    """All rows by split, each split in a random order.
-
-    Args:
-        test: rows of every kind in that split.
-    """
+    """All rows by split, in a random order; so many test rows of every kind."""
     counts = PER_KIND | {"test": test}
     splits: dict[str, list[dict]] = {split: [] for split in counts}
     for kind in KINDS:
@@ -307,8 +299,5 @@ def main(folder: Path, test: int = PER_KIND["test"]) -> None:
 
 
 if __name__ == "__main__":
-    here = Path(__file__).parent / "skills"
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", nargs="?", type=Path, default=here)
-    parser.add_argument("--test", type=int, default=PER_KIND["test"])
-    main(**vars(parser.parse_args()))
+    folder, *test = sys.argv[1:] or [Path(__file__).parent / "skills"]
+    main(Path(folder), *map(int, test))
