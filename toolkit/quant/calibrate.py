@@ -12,12 +12,12 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..data.windows import Windows
 from ..model.blockwise import Blockwise
 from ..run.files import atomic_folder
 from . import streams
@@ -30,6 +30,9 @@ from .inputs import Moments
 from .opened import Prepare, prepare_block
 from .streams import FULL, ROUNDED
 from .token_weights import token_weights
+
+if TYPE_CHECKING:
+    from ..data.windows import Windows
 
 TENSORS = "tensors.safetensors"
 EMBEDDINGS = "embeddings"
@@ -77,7 +80,7 @@ class Walk:
         self,
         model: nn.Module,
         paths: list[str],
-        windows: Windows,
+        windows: "Windows",
         folder: Path,
         *,
         key: str,
