@@ -110,15 +110,17 @@ class PostTraining(Quantization):
 
     @model_validator(mode="after")
     def _counts_answers(self):
-        if self.calibration.count == "answers":
-            watching = ("fold", "blocks", "budget")
-            found = [key for key in watching if getattr(self, key, None)]
-            if self.method == "awq" or found:
-                name = " and ".join(found) or "awq"
-                raise ValueError(
-                    f"{name} takes all tokens alike: leave calibration.count out"
-                )
+        alike = " and ".join(self.takes_all_alike)
+        if self.calibration.count == "answers" and alike:
+            raise ValueError(
+                f"{alike} takes all tokens alike: leave calibration.count out"
+            )
         return self
+
+    @property
+    def takes_all_alike(self) -> list[str]:
+        """What of it does not tell tokens that count from others."""
+        return ["budget"] if self.budget else []
 
 
 @dataclass(frozen=True)

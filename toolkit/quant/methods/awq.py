@@ -34,6 +34,11 @@ class Config(PostTraining):
             raise ValueError(f"awq is for affine grids; {self.mode} is rounded by rtn")
         return self
 
+    @property
+    def takes_all_alike(self) -> list[str]:
+        """The method as a whole."""
+        return ["awq"]
+
 
 def quantize(config: Config, task: Task) -> dict[str, mx.array]:
     """Codes, scales and biases of the layers in `task.specs`, as they are stored, and

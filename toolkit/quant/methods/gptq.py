@@ -49,6 +49,12 @@ class Config(PostTraining):
             raise ValueError(f"gptq is for affine grids; {self.mode} is rounded by rtn")
         return self
 
+    @property
+    def takes_all_alike(self) -> list[str]:
+        """What of it does not tell tokens that count from others."""
+        own = [key for key in ("fold", "blocks") if getattr(self, key)]
+        return own + super().takes_all_alike
+
 
 def quantize(config: Config, task: Task) -> dict[str, mx.array]:
     """Codes, scales and biases of the layers in `task.specs`, as they are stored."""
