@@ -122,6 +122,7 @@ class ThereAndBack:
         Yields:
             A block's number, and the slopes by what comes out of its layers.
         """
+        tokens_back = self.tokens_back
         for number in reversed(range(len(self.blockwise))):
             found = Slopes()
             with self.blockwise.at_hand(number, self.compute):
@@ -135,7 +136,7 @@ class ThereAndBack:
                         slope, own = self._through(number, list(paths), *given)
                         for call, rows in own.items():
                             path = path_of(call)
-                            found.add(path, rows, self.tokens_back * paths[path])
+                            found.add(path, rows, tokens_back * paths[path])
                         mx.eval(slope, vars(found))
                         before.append(slope)
                     self._save("slopes", part, mx.concatenate(before))
