@@ -10,8 +10,7 @@ from mlx.utils import tree_map
 from toolkit.data.template import Example
 from toolkit.draft.economics import Costs
 from toolkit.draft.exam import Text, all_stand, curve_of, tokens_per_round
-from toolkit.draft.losses import Objective
-from toolkit.draft.step import Learning, chances
+from toolkit.draft.losses import Objective, chances
 from toolkit.draft.targets import Lessons
 from toolkit.draft.trial import DRAFT, LOOKUP, Rival, Trial
 from toolkit.generate.controller import Controller
@@ -21,6 +20,7 @@ from toolkit.generate.sampling import Sampling
 from toolkit.generate.speculate import Speculation
 from toolkit.model.load import build
 from toolkit.run.report import Report
+from toolkit.train.step import Step
 
 VOCABULARY = 24
 LLAMA = {
@@ -90,7 +90,7 @@ def overlap(model, held_out):
 def trained(loss, steps=80):
     taught, model = lessons(8), student()
     objective = Objective(loss, cross_entropy=0.1)
-    step = Learning(model, taught=objective, gradient_clip=1.0)
+    step = Step(model, taught=objective, gradient_clip=1.0)
     for number in range(steps):
         step(taught(number), 1e-2, number)
         mx.eval(step.parameters, step.optimizer.state)

@@ -375,7 +375,7 @@ def test_full_gradients_pass_straight_through(make_checkpoint):
     step, one = run.step, batch(3)
 
     def loss(parameters):
-        return step._loss_of(parameters, *one.arrays)
+        return step._loss_of(parameters, *one.arrays, None, None)
 
     def plain(weights):
         step.model.update(tree_unflatten(list(weights.items())))

@@ -21,24 +21,29 @@ def student(**teacher):
     return LEARNED | {"teacher": teacher}
 
 
-def losses(run):
-    return [row["loss"] for row in run.rows() if row["kind"] == "train"]
+def losses(run, kind="train"):
+    return [row["loss"] for row in run.rows() if row["kind"] == kind]
 
 
 def test_what_was_quantized_comes_back_to_its_base(tmp_path, base):
     """The teacher is the unquantized model; cached, it is another way to the same."""
     (tmp_path / "cached").mkdir()
-    longer = {"steps": 30, "learning_rate": 1e-3}
+    longer = {"steps": 30, "learning_rate": 1e-3, "keep": "best"}
     live = Run(tmp_path, QUANTIZED, {"train": student() | longer}, model=base)
     assert live() == 0
     assert f"the teacher: {base}" in live.log
     # The loss is the divergence from it.
     assert losses(live)[-1] < 0.5 * losses(live)[0]
+    # So is that of the validations, by which the best is kept.
+    first, *_, last = losses(live, "valid")
+    assert 0.5 < first / losses(live)[0] < 2
+    assert last < 0.5 * first
     train = student(cached=True, top_k=320) | longer
     cached = Run(tmp_path / "cached", QUANTIZED, {"train": train}, model=base)
     assert cached() == 0
     assert losses(cached)[0] == pytest.approx(losses(live)[0], abs=2e-5)
-    assert losses(cached) == pytest.approx(losses(live), abs=5e-4)
+    for kind in ("train", "valid"):
+        assert losses(cached, kind) == pytest.approx(losses(live, kind), abs=5e-4)
     assert "MB in" in cached.log
 
 

@@ -117,9 +117,23 @@ def test_the_mix_is_by_shares():
     ).item()
     mixed = gradients(taught(teacher, cross_entropy=0.25), batch)[0]
     assert mixed == pytest.approx(0.75 * pure + 0.25 * plain, rel=1e-5)
-    # What is validated is the loss of the tokens alone.
-    step = Step(llama()[0], taught=taught(teacher))
-    assert step.evaluate([batch])[0] == pytest.approx(plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_validated_is_what_is_trained(chunk, kept):
+    batch, teacher = tokens_of(), another()
+    loss = taught(teacher, temperature=2.0, cross_entropy=0.25)
+    expected = gradients(loss, batch)[0]
+    if kept:
+        logits = teacher(batch.tokens[:, :-1])
+        target = compressed(logits, VOCABULARY, temperature=2.0)
+        batch, loss.live = replace(batch, target=tuple(target)), None
+    model, _ = llama()
+    step = Step(model, taught=loss, chunked=chunk and ChunkedLoss(model, chunk))
+    total, tokens = step.evaluate([batch, batch])
+    assert total == pytest.approx(2 * expected, rel=1e-5)
+    assert tokens == 2 * batch.mask.sum().item()
 
 
 def test_a_teacher_whose_vocabulary_is_filled_up_further():

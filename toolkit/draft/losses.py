@@ -5,7 +5,9 @@ more than over the whole vocabulary.
 """
 
 import mlx.core as mx
+import mlx.nn as nn
 
+from ..data.batches import Batch
 from ..train.distillation import (
     MEASURES,
     Measure,
@@ -94,3 +96,9 @@ def overlap(logits: mx.array, target: Target) -> tuple[mx.array, mx.array]:
     shared = mx.minimum(of_teacher(target).probs, student.probs)
     most = shared.sum(axis=-1)
     return (most if target.log_rest is None else most - shared[..., -1]), most
+
+
+def chances(model: nn.Module, lesson: Batch) -> tuple[mx.array, mx.array]:
+    """Bounds [B, L] of the chance that a drawn guess stands, place by place."""
+    *target, _ = lesson.target
+    return overlap(model(lesson.tokens[:, :-1]), Target(*target))

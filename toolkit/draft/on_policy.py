@@ -21,8 +21,8 @@ from ..generate.answering import say_all
 from ..generate.batching import Request
 from ..generate.sampling import Sampling
 from ..run.files import write_atomic
+from .losses import chances
 from .settings import OnPolicy
-from .step import chances
 from .targets import Lessons
 
 

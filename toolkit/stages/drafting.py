@@ -11,9 +11,8 @@ from mlx.utils import tree_flatten
 from ..draft.answers import mean_length
 from ..draft.economics import Costs, measure
 from ..draft.exam import all_stand, curve_of
-from ..draft.losses import Objective
+from ..draft.losses import Objective, chances
 from ..draft.on_policy import Replays
-from ..draft.step import Learning, chances
 from ..draft.targets import Lessons
 from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
@@ -24,6 +23,7 @@ from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.split import CannotSplit
+from ..train.step import Step
 from . import quantize
 from .context import Artefact, Context, write_checkpoint
 from .distill import Config
@@ -73,13 +73,13 @@ class Drafting:
         rows = [lesson.tokens.reshape(-1) for lesson in self.schooling.held_out]
         return mx.concatenate(rows)[None, :RANKED]
 
-    def _step(self, folder: Path) -> tuple[Learning, Loaded]:
+    def _step(self, folder: Path) -> tuple[Step, Loaded]:
         config, loaded = self.config, self.context.load(folder, compute="stored")
         compute = training_dtype("auto", loaded.dtype)
         objective = Objective(
             config.loss, eta=config.eta, cross_entropy=config.cross_entropy
         )
-        step = Learning(
+        step = Step(
             loaded.model,
             taught=objective,
             compute=compute,
@@ -163,7 +163,7 @@ class Drafting:
             "expected": self._expected(step.serve(), costs),
         }
 
-    def _loop(self, step: Learning, tell) -> Loop:
+    def _loop(self, step: Step, tell) -> Loop:
         config = self.config
         return Loop(
             step,
@@ -183,7 +183,7 @@ class Drafting:
             on_evaluate=tell,
         )
 
-    def _lessons(self, step: Learning) -> Lessons | Replays:
+    def _lessons(self, step: Step) -> Lessons | Replays:
         """What the steps learn, of which some may ask the draft itself."""
         config, lessons = self.config, self.schooling.lessons
         if config.on_policy is None:

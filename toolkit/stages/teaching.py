@@ -1,5 +1,6 @@
 """The teacher of a train stage: which model it is, and what its student gets of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
@@ -20,6 +21,9 @@ from ..train.teacher import Teacher
 from ..train.teaching import LiveTeacher, Taught
 from .beginning import start
 from .context import Context
+
+# What its kept predictions depend on.
+KEPT = ("top_k", "temperature")
 
 
 class Teaching:
@@ -112,16 +116,25 @@ class Teaching:
             share = confidence(batches.examples, wanted, self.source)
             self.context.report.say(f"confidence of the teacher: {share:.3f}")
         if teacher.cached:
-            targets = keep_targets(
-                batches.examples,
-                wanted,
-                self.source,
-                top_k=teacher.top_k,
-                temperature=teacher.temperature,
-            )
+            targets = self._kept(batches.examples, wanted)
             taught = Taught(teacher, confidence=share)
             return taught, Guided(batches, self.digest, targets)
         return Taught(teacher, self.live, share), Guided(batches, self.digest)
+
+    def held_out(self, examples: Examples, batches: list[Batch]) -> Sequence[Batch]:
+        """Batches of examples that are not trained on, as the loss wants them.
+
+        Raises:
+            UserError: the disk is too small for what is to be kept.
+        """
+        if not self.teacher.cached:
+            return batches
+        wanted = {member for batch in batches for member in batch.members}
+        return HeldOut(batches, self._kept(examples, np.array(sorted(wanted))))
+
+    def _kept(self, examples: Examples, wanted: np.ndarray) -> KeptTargets:
+        settings = {name: getattr(self.teacher, name) for name in KEPT}
+        return keep_targets(examples, wanted, self.source, **settings)
 
     def _folder(self, moves: bool) -> Path:
         named, context = self.teacher.model, self.context
@@ -180,6 +193,20 @@ class Guided:
     def digest(self) -> str:
         """A hash of the examples and the teacher, to tell whether they have changed."""
         return sha256(f"{self.batches.digest} {self.teacher}".encode()).hexdigest()
+
+
+class HeldOut(Sequence):
+    """Batches, each with what a teacher predicts for it once it is asked for."""
+
+    def __init__(self, batches: list[Batch], targets: KeptTargets):
+        self.batches = batches
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, number: int) -> Batch:
+        return self.targets(self.batches[number])
 
 
 def _wanted(batches: Batches | PackedBatches, total: int) -> np.ndarray:

@@ -107,7 +107,8 @@ class Config(Section):
     """Newest checkpoints that are kept to go on from."""
     keep: Literal["last", "best"] = "last"
     """Weights the stage leaves; best = those of the validation with the lowest loss,
-    the one before the first step included, for which one more checkpoint is kept."""
+    with a teacher the lowest divergence from it, the one before the first step
+    included, for which one more checkpoint is kept."""
     early_stopping: int | None = Field(None, ge=1)
     """Validations in a row without a lower loss that end the training; null = none."""
     report_every: int = Field(10, ge=1)

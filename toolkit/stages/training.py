@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..generate.engine import Generator
@@ -51,7 +52,9 @@ class Training:
         self._require_one_model()
         if self.config.shard:
             self._release()
-        self.valid_loss = self.loop.run()
+        loss = self.loop.run()
+        # That against a teacher is another one than that of the rows' own tokens.
+        self.valid_loss = self._loss_of(self.step.serve()) if self.teaching else loss
         self.parameters = self.step.parameters
         if self.step.shards:
             types = {path: value.dtype for path, value in self.base.items()}
@@ -169,6 +172,7 @@ class Training:
             settings["answered"] = self.teaching.answered
         batches = training_batches(config, context, self.loaded, **settings)
         valid = validation_batches(config, context, self.loaded)
+        held_out = list(valid.in_order(config.evaluate_batches))
         total = config.batches(batches.per_epoch)
         steps = math.ceil(total / config.accumulate)
         require_time(config.quantization, steps)
@@ -178,6 +182,7 @@ class Training:
         )
         if self.teaching:
             self.step.taught, batches = self.teaching.prepare(batches, total)
+            held_out = self.teaching.held_out(valid.examples, held_out)
         return Loop(
             self.step,
             batches,
@@ -193,7 +198,7 @@ class Training:
                 final=config.final_learning_rate,
                 decay_share=config.decay_share,
             ),
-            valid=list(valid.in_order(config.evaluate_batches)),
+            valid=held_out,
             cadence=Cadence(
                 config.report_every,
                 config.evaluate_every,
@@ -256,7 +261,10 @@ class Training:
 
     def _gain(self, model: Path) -> dict:
         """How much the validation loss fell, in training and in the files it left."""
-        base, exported = self._loss_of(self.start), self._loss_of(model)
+        base, exported = (
+            self._loss_of(self.context.load(folder).model)
+            for folder in (self.start, model)
+        )
         self.context.report.say(
             f"validation loss {base:.4f} before, {self.valid_loss:.4f} in training, "
             f"{exported:.4f} reloaded from disk"
@@ -266,8 +274,7 @@ class Training:
             "after_export": base - exported,
         }
 
-    def _loss_of(self, folder: Path) -> float:
-        model = self.context.load(folder).model
+    def _loss_of(self, model: nn.Module) -> float:
         return measure_perplexity(model, self.loop.valid).loss
 
 

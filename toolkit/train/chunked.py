@@ -76,15 +76,17 @@ class ChunkedLoss:
         inputs: mx.array,
         labels: Sequence[mx.array],
         places: mx.array | None = None,
+        *,
+        loss: Loss = cross_entropy_sum,
         **settings,
     ) -> mx.array:
-        """The summed cross-entropy without gradients."""
+        """The summed loss alone, without gradients."""
         hidden = self._split.hidden(inputs, **settings)
         flat = _chosen(places, hidden, *labels)
         total = mx.array(0.0)
         for part in self._parts(len(flat[0])):
             chunk, *own = mx.depends([x[part] for x in flat], [total])
-            total = total + cross_entropy_sum(self._split.logits(chunk), *own)
+            total = total + loss(self._split.logits(chunk), *own)
         return total
 
     def _with_gradients(self, hidden, weights, labels, loss) -> tuple[mx.array, ...]:

@@ -3,7 +3,7 @@
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +43,7 @@ class Loop:
         accumulate: batches per step.
         total: batches in all, if the last step has fewer.
         rate: the learning rate of a step, counted from 0.
-        valid: validation batches, a list used again and again.
+        valid: validation batches, used again and again.
         keep: which weights are left and when to stop; None = the last, at the end.
         on_evaluate: called with the step after every validation, for samples, in all
             processes.
@@ -56,7 +56,7 @@ class Loop:
         *,
         steps: int,
         rate: Callable[[int], float],
-        valid: list[Batch],
+        valid: Sequence[Batch],
         cadence: Cadence,
         report: Report,
         seed: int,
@@ -89,7 +89,7 @@ class Loop:
         """Train to the end, from the newest checkpoint if there is one.
 
         Returns:
-            The validation loss of the weights left, nats per trained token.
+            The validation loss of the weights left, per trained token.
 
         Raises:
             Interrupted: stopped by a signal, after saving.

@@ -41,8 +41,7 @@ class Step:
         chunked: the loss without full logits, or None for the plain one.
         caches: keep attention inside the documents of packed batches; None = no batch
             is packed.
-        taught: the loss against a teacher, or None for that of the tokens alone, which
-            is also what `evaluate` measures.
+        taught: the loss against a teacher, or None for that of the tokens alone.
         ranks: the processes that train this model, each on its rows of every batch.
         shard: every process keeps its share alone of parameters, gradients and moments;
             not with a rounding, nor with "adafactor" or "muon".
@@ -76,8 +75,7 @@ class Step:
         self.weight_decay = weight_decay
         # What a parameter's learning rate is multiplied by, where it is not 1.
         self.rates: dict[str, float] = {}
-        self.gradient_clip = gradient_clip
-        self.chunked = chunked
+        self.gradient_clip, self.chunked = gradient_clip, chunked
         self.caches, self.taught = caches, taught
         self.ranks = ranks
         blocks = find_blocks(model)
@@ -161,7 +159,7 @@ class Step:
         return True
 
     def evaluate(self, batches) -> tuple[float, int]:
-        """Summed loss and trained tokens over batches, dropout off."""
+        """Summed loss, as it is trained, and trained tokens; dropout off."""
         self.model.eval()
         loss = tokens = 0.0
         # Who keeps a share is needed for every batch.
@@ -217,27 +215,27 @@ class Step:
             weights = self.shards.placed(parameters)
         self.model.update(tree_unflatten(list(weights.items())))
 
-    def _loss(self, tokens, mask, documents, places, target=None) -> mx.array:
-        self._set(self.parameters)
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        within = self._within(documents)
-        with self.shards.gathering():
-            if self.chunked:
-                return self.chunked.value(inputs, (targets, mask), places, **within)
-            return cross_entropy_sum(self.model(inputs, **within), targets, mask)
+    def _loss(self, *batch) -> mx.array:
+        value = self.chunked and self.chunked.value
+        return self._summed(self.parameters, batch, self.shards.gathering(), value)
 
-    def _loss_of(
-        self, parameters, tokens, mask, documents, places=None, target=None
+    def _loss_of(self, parameters: dict[str, mx.array], *batch) -> mx.array:
+        """The same, to be differentiated by the parameters."""
+        return self._summed(parameters, batch, self._running(), self.chunked)
+
+    def _summed(
+        self, parameters, batch, running: AbstractContextManager, chunked
     ) -> mx.array:
+        tokens, mask, documents, places, target = batch
         self._set(parameters)
         inputs, labels = tokens[:, :-1], (tokens[:, 1:], mask)
         within = self._within(documents)
         if self.taught:
             labels += self.taught.labels(inputs, documents, target)
         loss = self.taught or cross_entropy_sum
-        with self._running():
-            if self.chunked:
-                return self.chunked(inputs, labels, places, loss=loss, **within)
+        with running:
+            if chunked:
+                return chunked(inputs, labels, places, loss=loss, **within)
             return loss(self.model(inputs, **within), *labels)
 
     def _running(self) -> AbstractContextManager:
