@@ -46,8 +46,8 @@ def test_the_best_weights_are_left(tmp_path, capsys):
     assert loss == losses[BEST] == min(losses.values())
     assert (loop.left, loop.progress.step) == (BEST, 12)
     assert names(tmp_path / "best") == [BEST, 12]
-    told = f"keeping step 4 of 12: validation loss {loss:.4f}, the last had "
-    assert told + f"{losses[12]:.4f}" in (tmp_path / "best/log.txt").read_text()
+    told = f"keeping step 4 of 12: validation loss {loss:#.4g}, the last had "
+    assert told + f"{losses[12]:#.4g}" in (tmp_path / "best/log.txt").read_text()
     short = make(tmp_path / "short", Keep(), steps=BEST)
     assert short.run() == loss
     assert weights(loop) == weights(short)

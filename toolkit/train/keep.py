@@ -59,7 +59,7 @@ class Keep:
             )
             return last
         report.say(
-            f"keeping step {best} of {last}: validation loss {progress.best_loss:.4f}, "
-            f"the last had {progress.valid_loss:.4f}"
+            f"keeping step {best} of {last}: validation loss "
+            f"{progress.best_loss:#.4g}, the last had {progress.valid_loss:#.4g}"
         )
         return best

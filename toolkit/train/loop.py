@@ -238,7 +238,7 @@ class Loop:
         self.progress.judge(loss)
         with self.ranks.agreed():
             self.report.metrics({"kind": "valid", "step": done, "loss": loss})
-            self.report.say(f"step {done}: validation loss {loss:.4f}")
+            self.report.say(f"step {done}: validation loss {loss:#.4g}")
         self.on_evaluate(done)
 
     def _save(self) -> Path | None:
