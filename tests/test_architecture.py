@@ -38,7 +38,6 @@ DOORS = {
     "datasets": {"data/formats.py"},
     "rich": {"run/report.py"},
     "wandb": {"run/trackers/wandb.py"},
-    "matplotlib": {"run/curves.py"},
 }
 # Where programs of others are called whose faults, of whatever kind, must end nothing.
 TOLERANT = {"run/tracking.py"}
