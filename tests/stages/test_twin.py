@@ -104,6 +104,25 @@ def test_from_codes_the_twin_begins_with_what_they_were_made_of(tmp_path, base):
     assert found["twin"]["loss"] < start
 
 
+def test_who_is_taught_by_what_it_was_has_that_for_its_twin(tmp_path, base):
+    """Nothing is trained a second time, for there is nothing the twin could learn."""
+    grid = {"quantization": GRID | {"grid": "learned"}, "teacher": {}}
+    taught = {"train": AWARE | grid | {"keep": "best"}}
+    stages = {"train": TRAIN}, {"quantize": GRID}, taught, {"validate": VALIDATE}
+    run = Run(tmp_path, *stages, model=base)
+    assert run() == 0
+    found, models = recovered(run), run.json("report.json")["models"]
+    assert found["twin"]["loss"] == pytest.approx(models["tuned"]["loss"], rel=1e-3)
+    assert found["trained"]["kl"] == pytest.approx(
+        models["quantized"]["kl_mean"], rel=1e-2
+    )
+    assert 0.2 < found["kl"] < 1
+    assert [path.name for path in run.output.glob("stages/3-train/twin/*")] == [
+        "rounded"
+    ]
+    assert not [row for row in run.rows() if "twin" in row["stage"]]
+
+
 def test_codes_alone_have_no_twin(tmp_path, base, capsys):
     first = Run(tmp_path, {"quantize": GRID}, model=base)
     assert first() == 0

@@ -45,7 +45,8 @@ class Config(Section):
     """Train the same a second time without quantization, from the unquantized model,
     and tell how much of the loss and the KL divergence that rounding this twin to
     nearest costs is recovered: (rounded - trained) / (rounded - twin), on the
-    validation batches. The twin stays in the stage's folder."""
+    validation batches. The twin stays in the stage's folder. Where the unquantized
+    model is the teacher it is the twin, and nothing more is trained."""
     teacher: Teacher | None = None
     """Present = what a teacher predicts is learned, beside or in place of the rows."""
     steps: int | None = Field(None, ge=1)
@@ -191,7 +192,13 @@ class Config(Section):
     @property
     def trainings(self) -> int:
         """How many models are trained, all for the same steps."""
-        return 2 if self.twin else 1
+        return 2 if self.twin and not self.is_of_itself else 1
+
+    @property
+    def is_of_itself(self) -> bool:
+        """Whether all that is learned is what the model predicts when unquantized."""
+        teacher = self.teacher
+        return bool(teacher and not teacher.model and not teacher.cross_entropy)
 
     @property
     def keeps_codes(self) -> bool:

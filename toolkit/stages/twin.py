@@ -22,7 +22,8 @@ class Twin:
     """The same training without quantization, and what it is when simply rounded.
 
     Everything of it lies in `twin`, in the folder of the stage: `dense` and `rounded`,
-    by the grids of the stage, are checkpoints.
+    by the grids of the stage, are checkpoints. Where the unquantized model itself is
+    the teacher it has nothing to learn, and is the twin as it is.
 
     Raises:
         UserError: the stage goes on from codes, and what these were made of is gone.
@@ -42,6 +43,7 @@ class Twin:
                 place=str(origin),
                 hint="leave twin out, or begin with the unquantized model",
             )
+        self.dense = origin if config.is_of_itself else self.folder / "dense"
         self.context = replace(
             context,
             folder=self.folder,
@@ -54,7 +56,7 @@ class Twin:
         from .training import Training
 
         ranks, report = self.context.ranks, self.context.report
-        if ranks.shared((self.folder / "dense").is_dir()):
+        if ranks.shared(self.dense.is_dir()):
             return
         stage, report.stage = report.stage, f"{report.stage}, {NAME}"
         try:
@@ -78,7 +80,7 @@ class Twin:
             held_out: of validation rows.
         """
         self._round(selection)
-        full = self.context.load(self.folder / "dense").model
+        full = self.context.load(self.dense).model
         sums = [measure_rows(full, full, held_out)]
         for folder in (self.folder / "rounded", trained.model):
             found = self.context.load(folder).model
@@ -92,7 +94,7 @@ class Twin:
         return replace(trained, facts=trained.facts | {"recovered": found})
 
     def _round(self, selection: Selection) -> None:
-        loaded = self.context.load(self.folder / "dense", compute="stored")
+        loaded = self.context.load(self.dense, compute="stored")
         weights, packed = dict(tree_flatten(loaded.model.parameters())), {}
         for path, spec in selection.specs.items():
             tensors = pack(weights[f"{path}.weight"], spec, loaded.dtype)
