@@ -6,6 +6,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+import yaml
 
 from toolkit.cli import train
 from toolkit.model.folder import weights_digest
@@ -23,41 +24,39 @@ SMALL = {
     ],
     "validate": ["tokens=200", "questions=9", "speed_tokens=8"],
 }
+GPTQ = [f"calibration.{v}" for v in ("tokens=1024", "length=128", "held_out=256")]
+GPTQ.append("rounds=1")
+TUNE = ["tune.steps=2", "tune.batch_tokens=256", "tune.learning_rate=1e-3"]
 BASE, BLOCKS = ROOT / "data/tiny-base", 2
 BATCH = {"batch_size": "batch_size=4", "batch_tokens": "batch_tokens=256"}
 
 
 def shortened(path: Path) -> list[str]:
     """Arguments that make a recipe small, by the keys it has."""
-    text = path.read_text()
+    recipe = yaml.safe_load(path.read_text())
     arguments = ["data.limit=40"]
-    for stage, settings in SMALL.items():
-        if f"- {stage}:" in text:
-            arguments += [f"stages.{stage}.{setting}" for setting in settings]
-    if "- train:" in text:
-        block = text.partition("- train:")[2].partition("\n  - ")[0]
-        arguments += [f"stages.train.{v}" for k, v in BATCH.items() if f"{k}:" in block]
-    if "- quantize:" in text and "method: gptq" in text:
-        calibration = ("tokens=1024", "length=128", "held_out=256")
-        tune = ("steps=2", "batch_tokens=256", "learning_rate=1e-3")
-        arguments += [f"stages.quantize.calibration.{value}" for value in calibration]
-        arguments.append("stages.quantize.rounds=1")
-        # The compiling of one tuning is enough.
-        if path.stem == "ptq_4bit":
-            arguments.append("stages.quantize.tune=false")
-        elif "tune: false" not in text:
-            arguments += [f"stages.quantize.tune.{value}" for value in tune]
-        # Of two bits, two steps make nothing good.
-        ratio = 30 if "bits: 2" in text else 1.5
-        arguments.append(f"stages.validate.require.perplexity_ratio={ratio}")
-    if "budget:" in text:
-        arguments.append("stages.quantize.budget.bits=[2, 3, 5]")
-        arguments.append("stages.quantize.budget.group_sizes=[128]")
-    if "- train:" in text and "steps:" in text:
-        arguments.append("stages.train.steps=2")
-    if "fresh:" in text:
+    stages, bits = [next(iter(stage.items())) for stage in recipe["stages"]], None
+    for number, (kind, block) in enumerate(stages, 1):
+        settings = [*SMALL.get(kind, [])]
+        if kind == "train":
+            settings += [value for key, value in BATCH.items() if key in block]
+            settings += ["steps=2"] if "steps" in block else ["epochs=0.01"]
+        if kind == "quantize" and block["method"] == "gptq":
+            settings, bits = settings + GPTQ, block.get("bits", 4)
+            # The compiling of one tuning is enough.
+            if path.stem == "ptq_4bit":
+                settings.append("tune=false")
+            elif block.get("tune") is not False:
+                settings += TUNE
+        if "budget" in (block or {}):
+            settings += ["budget.bits=[2, 3, 5]", "budget.group_sizes=[128]"]
+        if kind == "validate" and bits:
+            # Of two bits, two steps make nothing good.
+            settings.append(f"require.perplexity_ratio={30 if bits == 2 else 1.5}")
+        arguments += [f"stages.{number}.{kind}.{setting}" for setting in settings]
+    if "fresh" in recipe["model"]:
         arguments += ["model.fresh.layers=1", "model.fresh.vocabulary=512"]
-        arguments += ["stages.train.epochs=0.01", "data.max_length=64"]
+        arguments.append("data.max_length=64")
     return arguments
 
 
