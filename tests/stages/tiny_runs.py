@@ -28,6 +28,8 @@ TRAIN = {
     "checkpoint_every": 2,
 }
 VALIDATE = {"tokens": 500, "questions": 4, "speed_tokens": 8}
+# Measures, and asks the models nothing.
+MEASURE = VALIDATE | {"questions": 0, "samples": 0}
 TIMES = ("seconds", "tokens_per_second", "peak_memory_gb")
 
 # A process that dies, or is sent a signal, in the n-th call of a function.
