@@ -158,13 +158,14 @@ def model_config():
     return LLAMA | sizes | {"tie_word_embeddings": False}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_tokens_of_a_round_are_as_many_as_predicted(temperature):
+# What is greedy is exact, and needs no many draws.
+@pytest.mark.parametrize(("temperature", "count"), [(0.0, 3), (0.8, 8)])
+def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
     mx.random.seed(3)
     target = build(model_config())
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
-    prompts = [[5, 9, 11, number] for number in range(8)]
+    prompts = [[5, 9, 11, number] for number in range(count)]
     rival = Rival(draft, FREE)
     trial = Trial(target, rival, Wordless(), {"all": prompts}, max_tokens=70)
     sampling = Sampling(temperature=temperature, seed=4)

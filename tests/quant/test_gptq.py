@@ -1,5 +1,6 @@
 """The method as a whole: closer to the model than rounding, and what it tells."""
 
+from functools import cache
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -69,16 +70,27 @@ def divergence(model, other):
     return (mx.exp(p) * (p - q)).sum(axis=-1).mean().item()
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_closer_than_rounding_on_other_tokens(tmp_path, bits, tied):
+@pytest.fixture(scope="module")
+def found_by_gptq(tmp_path_factory):
+    """A function of bits and ties to the quantized model and the report, made once."""
+
+    @cache
+    def of(bits, tied):
+        report, folder = Report(), tmp_path_factory.mktemp("gptq")
+        model = model_of(**SIZES, tie_word_embeddings=tied)
+        return quantized(gptq, model, folder, bits=bits, report=report)[1], report
+
+    return of
+
+
+# Where an embedding is used says nothing of its bits.
+@pytest.mark.parametrize(("bits", "tied"), [(2, True), (3, False), (4, True)])
+def test_closer_than_rounding_on_other_tokens(tmp_path, found_by_gptq, bits, tied):
     changes = SIZES | {"tie_word_embeddings": tied}
     model = model_of(**changes)
-    found = {}
-    for method in (rtn, gptq):
-        folder = tmp_path / method.__name__
-        _, other = quantized(method, model_of(**changes), folder, bits=bits)
-        found[method] = divergence(model, other)
+    _, plain = quantized(rtn, model_of(**changes), tmp_path, bits=bits)
+    others = {rtn: plain, gptq: found_by_gptq(bits, tied)[0]}
+    found = {method: divergence(model, other) for method, other in others.items()}
     assert 0 < found[gptq] < 0.8 * found[rtn]
 
 
@@ -109,7 +121,8 @@ def test_filling_changes_nothing(tmp_path):
     for number in range(2):
         behind = np.arange(32) >= ends[:, None]
         filled = np.where(behind, draw.integers(0, 320, tokens.shape), tokens)
-        given = {"tokens": mx.array(filled), "counted": counted, "bits": 3}
+        given = {"tokens": mx.array(filled), "counted": counted}
+        given |= {"bits": 3, "rounds": 1}
         folder = tmp_path / str(number)
         found.append(quantized(gptq, model_of(**SIZES), folder, **given)[0])
     assert all(mx.array_equal(found[0][k], found[1][k]).item() for k in found[0])
@@ -123,9 +136,8 @@ def test_experts_that_saw_little_are_named(tmp_path):
     assert any("calibration has 64 tokens" in line for line in report.lines)
 
 
-def test_what_is_lost_is_in_the_log(tmp_path):
-    report = Report()
-    quantized(gptq, model_of(**SIZES), tmp_path, report=report)
+def test_what_is_lost_is_in_the_log(found_by_gptq):
+    _, report = found_by_gptq(4, True)
     lines = [line for line in report.lines if "output lost" in line]
     clusters = [line for line in lines if "embed_tokens, cluster" in line]
     assert len(clusters) > 1

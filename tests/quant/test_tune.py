@@ -29,7 +29,7 @@ def case(request, make_checkpoint, tmp_path_factory):
     from test_contract import quantize
 
     base = LLAMA if request.param == "llama" else QWEN3_MOE
-    source = make_checkpoint(base)
+    source = make_checkpoint(base, num_hidden_layers=1)
     folder = tmp_path_factory.mktemp("tune")
     quantize(rtn, source, folder / "q", bits=3)
     teacher = load(source).model
@@ -53,12 +53,19 @@ def tuning(case, folder, config=CONFIG, report=None, **changes):
     )
 
 
-def test_it_comes_closer_and_the_codes_stay(case, tmp_path):
+@pytest.fixture(scope="module")
+def tuned(case, tmp_path_factory):
+    """A run that is done, its folder, how far off it began, and what it found."""
+    folder = tmp_path_factory.mktemp("tuned")
+    run = tuning(case, folder)
+    start = run.student.divergence(case[2])
+    return run, folder, start, run.run()
+
+
+def test_it_comes_closer_and_the_codes_stay(case, tuned):
     path, _, held_out = case
     before = dict(tree_flatten(load(path).model.parameters()))
-    run = tuning(case, tmp_path)
-    start = run.student.divergence(held_out)
-    found = run.run()
+    run, _, start, found = tuned
     assert run.student.divergence(held_out) < 0.95 * start
     after = dict(tree_flatten(run.student.model.parameters()))
     assert found.keys() == {k for k in before if k.endswith(KINDS)}
@@ -66,11 +73,10 @@ def test_it_comes_closer_and_the_codes_stay(case, tmp_path):
         assert mx.array_equal(value, after[name]) == (name not in found)
 
 
-def test_what_is_stored_is_what_was_judged(case, tmp_path):
+def test_what_is_stored_is_what_was_judged(case, tuned, tmp_path):
     """Written into a checkpoint and loaded anew, it predicts the same, bit for bit."""
     path, _, held_out = case
-    run = tuning(case, tmp_path)
-    found = run.run()
+    run, *_, found = tuned
     assert all(value.dtype == mx.float16 for value in found.values())
     stored = mx.load(str(path / "model.safetensors")) | found
     for file in path.iterdir():
@@ -148,7 +154,6 @@ def test_the_rate_is_found_by_trying(case, tmp_path, capsys):
 
 def test_a_killed_run_goes_on_exactly(case, tmp_path, monkeypatch):
     whole = tuning(case, tmp_path / "whole", learning_rate=None).run()
-    again = tuning(case, tmp_path / "again", learning_rate=None).run()
     killed = tuning(case, tmp_path, learning_rate=None)
     judged, calls = killed._judged, []
 
@@ -166,14 +171,13 @@ def test_a_killed_run_goes_on_exactly(case, tmp_path, monkeypatch):
     assert second._restored()["step"] > 0
     found = second.run()
     for name in whole:
-        assert mx.array_equal(whole[name], again[name])
         assert mx.array_equal(whole[name], found[name])
 
 
-def test_another_start_is_tuned_anew(case, tmp_path):
-    tuning(case, tmp_path).run()
-    assert tuning(case, tmp_path)._restored()["step"] == CONFIG.steps
-    assert tuning(case, tmp_path, steps=13)._restored() is None
+def test_another_start_is_tuned_anew(case, tuned):
+    folder = tuned[1]
+    assert tuning(case, folder)._restored()["step"] == CONFIG.steps
+    assert tuning(case, folder, steps=13)._restored() is None
 
 
 def test_only_scales_can_be_tuned():

@@ -17,6 +17,10 @@ MIXED = {
     "mlp.gate_proj": "keep",
 }
 CALIBRATION = {"tokens": 1024, "length": 32}
+METHODS = {
+    "rtn": {},
+    "gptq": {"tune": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3}},
+}
 
 
 def run_of(folder, model, **settings):
@@ -36,13 +40,14 @@ def same_logits_in_stock_mlx_lm(folder) -> bool:
     return bool(exact.item() and close.item())
 
 
-@pytest.mark.parametrize("kind", ["rtn", "gptq", "train"])
+@pytest.mark.parametrize("kind", [*METHODS, "train"])
 def test_mixed_grids_load_in_mlx_lm(kind, tmp_path, base):
     settings = {"bits": 4, "group_size": 64, "layers": MIXED}
     if kind == "train":
         stage = {"train": TRAIN | {"quantization": settings}}
     else:
-        stage = {"quantize": settings | {"method": kind, "calibration": CALIBRATION}}
+        method = {"method": kind, "calibration": CALIBRATION} | METHODS[kind]
+        stage = {"quantize": settings | method}
     run = Run(tmp_path, stage, model=base)
     assert run() == 0
     folder = next((run.output / "stages").glob("1-*")) / "model"

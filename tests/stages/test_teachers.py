@@ -49,7 +49,8 @@ def test_what_was_quantized_comes_back_to_its_base(tmp_path, base):
 
 @pytest.mark.parametrize("teacher", [{}, ANSWERED], ids=["live", "answered"])
 def test_killed_it_ends_with_the_same_bits(tmp_path, base, teacher):
-    train = {"train": student(**teacher) | {"packing": True, "batch_size": 2}}
+    brief = {"packing": True, "batch_size": 2, "steps": 8}
+    train = {"train": student(**teacher) | brief}
     outcomes = []
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()

@@ -22,7 +22,7 @@ from toolkit.quant.spec import Quantization
 from toolkit.train.chunked import ChunkedLoss
 from toolkit.train.step import Step
 
-LENGTH = 21
+LENGTH = 17
 # No gradient comes through the choice of experts or tokens, nor to a constant.
 CHOOSING = ("indexer.", "correction_bias", "expert_bias")
 CONSTANT = {
@@ -48,10 +48,10 @@ def batch():
     return Batch(mx.array(tokens), mx.array(mask), ("rows.jsonl:1",) * 3)
 
 
-def train(step, batch, *, rate):
+def train(step, batch, *, rate, steps=4):
     """Losses per token of a few steps, of which every norm is a number."""
     losses = []
-    for seed in range(5):
+    for seed in range(steps):
         loss, tokens, norm = (v.item() for v in step(batch, rate, seed))
         assert 0 < norm < np.inf
         losses.append(loss / tokens)
@@ -63,7 +63,7 @@ def test_trains_in_full(family, batch):
     step = Step(member(family))
     before = dict(step.parameters)
     assert before.keys() == dict(tree_flatten(step.model.parameters())).keys()
-    losses = train(step, batch, rate=3e-3)
+    losses = train(step, batch, rate=4e-3)
     assert losses[-1] < losses[0] - 0.1
     exempt = CHOOSING + CONSTANT.get(family, ())
     still = [k for k, v in step.parameters.items() if mx.array_equal(v, before[k])]
@@ -76,7 +76,7 @@ def test_adapters_train_and_fuse(family, batch):
     base = dict(tree_flatten(model.parameters()))
     lora.attach(model, Adapter(rank=2), seed=0)
     step = Step(model)
-    losses = train(step, batch, rate=1e-2)
+    losses = train(step, batch, rate=1.5e-2)
     assert losses[-1] < losses[0] - 0.1
     idle = [k for k, v in step.parameters.items() if not mx.any(v != 0).item()]
     assert idle == []
@@ -97,7 +97,7 @@ def test_trains_towards_its_codes(family, way, batch):
     if way == "adapters":
         lora.attach(model, Adapter(rank=2), seed=0, merged=True)
     step = Step(model, fake_quant=FakeQuant(model, specs, mx.float32))
-    losses = train(step, batch, rate=3e-3 if way == "full" else 1e-2)
+    losses = train(step, batch, rate=5e-3 if way == "full" else 2e-2, steps=3)
     assert losses[-1] < losses[0] - 0.05
     codes = step.fake_quant.stored(step.parameters)
     weights = lora.fused(model, base, step.parameters, mx.float32)
@@ -131,14 +131,11 @@ def test_lean_ways_have_the_same_gradients(family, batch, monkeypatch):
         return checkpoint(function)
 
     monkeypatch.setattr(mx, "checkpoint", counting)
-    for lean in ({"gradient_checkpointing": True}, {"chunk": 7}):
-        again, found = outputs(family, batch, **lean)
-        assert again == pytest.approx(loss, rel=1e-5), lean
-        for path, gradient in expected.items():
-            assert mx.allclose(found[path], gradient, rtol=1e-4, atol=1e-5 * largest), (
-                lean,
-                path,
-            )
+    again, found = outputs(family, batch, gradient_checkpointing=True, chunk=7)
+    assert again == pytest.approx(loss, rel=1e-5)
+    for path, gradient in expected.items():
+        allowed = {"rtol": 1e-4, "atol": 1e-5 * largest}
+        assert mx.allclose(found[path], gradient, **allowed), path
     found = find_blocks(member(family))
     assert len(blocks) >= len(found.trunk[found.name])
 
@@ -147,7 +144,9 @@ def test_lean_ways_have_the_same_gradients(family, batch, monkeypatch):
 def test_a_step_can_be_compiled(family, batch):
     """Traced, and not computed: code that needs a value meanwhile would raise."""
     mx.enable_compile()
-    step = Step(member(family), gradient_checkpointing=True)
+    model = member(family)
+    chunked = ChunkedLoss(model, 7)
+    step = Step(model, gradient_checkpointing=True, chunked=chunked)
     assert step(batch, 1e-3, 0)[0].shape == ()
 
 
