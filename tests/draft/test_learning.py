@@ -189,7 +189,7 @@ def test_other_answers_to_the_prompts_predict_the_rounds():
     draft = noisy(target, 0.01)
     # Flatter than the target: colder, both are more alike.
     draft.lm_head.weight *= 0.2
-    prompts = [[5, 9, 11, number] for number in range(60)]
+    prompts = [[5, 9, 11, number] for number in range(45)]
     cold, guesses = Sampling(temperature=0.6), 3
     texts = [Text(target, *pair, cold) for pair in answered(prompts, target, 400)[0]]
     curve = curve_of(all_stand(texts, draft))

@@ -21,7 +21,7 @@ GPTQ = GRID | {
     "gates": False,
 }
 MOVING = TRAIN | {"learning_rate": 1e-2}
-STILL = TRAIN | {"steps": 1, "learning_rate": 1e-30, "weight_decay": 0.0}
+STILL = TRAIN | {"steps": 1, "learning_rate": 1e-30}
 WAYS = {
     "learned": {"quantization": GRID | {"grid": "learned"}},
     "lora": {"quantization": GRID | {"grid": "learned"}, "adapter": {"rank": 4}},
