@@ -4,14 +4,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
+from warm import Process
 
-TESTS = Path(__file__).parent
 SECONDS = 60
 # A ring cannot sum into shares, so here that is done the long way.
 SCATTER = """
@@ -46,37 +45,18 @@ def in_ring(
 ) -> list[subprocess.CompletedProcess]:
     """What became of a Python program in every process, by rank."""
     hosts = hostfile(folder, count)
-    paths = [str(TESTS / part) for part in ("", "train", "stages")]
-    if before := os.environ.get("PYTHONPATH"):
-        paths.append(before)
-    settings = os.environ | {
-        "MLX_HOSTFILE": str(hosts),
-        "PYTHONPATH": os.pathsep.join(paths),
-        "PYTHONWARNINGS": "ignore",
-    }
+    settings = os.environ | {"MLX_HOSTFILE": str(hosts)}
     started = []
     for rank in range(count):
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, *arguments],
-            env=settings | {"MLX_RANK": str(rank)},
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        started.append(process)
+        environment = settings | {"MLX_RANK": str(rank)}
+        started.append(Process(program, *arguments, env=environment))
         # Who finds the one before it listening need not try again a second later.
         time.sleep(0.3)
-    ended = []
     try:
-        for process in started:
-            told = process.communicate(timeout=SECONDS)
-            ended.append(
-                subprocess.CompletedProcess(program, process.returncode, *told)
-            )
+        return [process.ended(SECONDS) for process in started]
     finally:
         for process in started:
             process.kill()
-    return ended
 
 
 def cases_of(path: Path) -> dict[str, dict[str, np.ndarray]]:

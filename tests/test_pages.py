@@ -14,7 +14,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
+from small_base import write_small_base
 
 from toolkit import cli
 from toolkit.recipe.keys import markdown
@@ -36,6 +38,17 @@ TESTED_APART = re.compile(
 )
 # Programs of others, which are shown beside ours.
 OTHERS = {"hf", "mlx_lm.generate", "mlx_lm.server", "python"}
+# Ours, and what they call.
+PROGRAMS = {"lmx": "main", "lmx-train": "train"}
+CALL = "import sys; from toolkit import cli; sys.exit(cli.{}())"
+# Started as they were installed; who needs no imports of its own costs a fourth.
+INSTALLED = {
+    "lmx-train recipes/qat_4bit.yaml",
+    "lmx-train --list",
+    "lmx keys adapter",
+    "lmx doctor",
+    'lmx generate exports/qat_4bit --prompt "Sort: 31, 7, 12"',
+}
 WORK = ("recipe.run", "generate.command", "model.foreign.command", "export.command")
 # What a recipe has that is shown by its stages alone.
 AROUND = {
@@ -48,19 +61,21 @@ SMALL = [
     "stages.train.batch_size=4",
     "stages.train.evaluate_batches=1",
     "stages.validate.tokens=200",
-    "stages.validate.questions=9",
+    "stages.validate.questions=2",
+    "stages.validate.samples=1",
     "stages.validate.speed_tokens=8",
 ]
 SMALL_BENCHMARKS = {
-    "ptq_large": "--hidden 128 --intermediate 256 --layers 3 --heads 2 "
-    "--key-value-heads 2 --vocabulary 512 --calibration 1024 --whole",
+    # Wide enough to be killed between two blocks.
+    "ptq_large": "--hidden 128 --intermediate 128 --layers 3 --heads 2 "
+    "--key-value-heads 2 --vocabulary 320 --calibration 1024 --rounds 1 --whole",
     "ptq_time": "--hidden 64 --layers 1 --vocabulary 320 --tokens 256 --length 64",
     "qat_step": "--hidden 64 --layers 1 --vocabulary 512 --batch 2 --length 32 "
     "--steps 3 --grids minmax learned",
-    "qat_quality": "--seeds 1 --bits 2 --steps 2 --batch 4 --tune 1 --limit 40 "
-    "--calibration 1024 --routes 'rtn of the twin' 'qat minmax'",
-    "draft_quality": "--seeds 1 --prompts 8 --held-out 4 --trial-prompts 2 "
-    "--max-tokens 8 --steps 2 --batch-tokens 512 --blocks 1",
+    "qat_quality": "--model small-base --seeds 1 --bits 2 --steps 2 --batch 4 "
+    "--tune 1 --limit 40 --calibration 1024 --routes 'rtn of the twin' 'qat minmax'",
+    "draft_quality": "--model small-base --seeds 1 --prompts 8 --held-out 4 "
+    "--trial-prompts 2 --max-tokens 8 --steps 2 --batch-tokens 512 --blocks 1",
 }
 SMALL_BENCH = ["--tokens=8", "--repeats=1", "--prompt-lengths=16"]
 
@@ -91,14 +106,16 @@ def workplace(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("workplace")
     done = run("lmx-train recipes/qat_4bit.yaml", folder)
     assert done.returncode == 0, done.stderr
+    # For benchmarks, which compare what is made of one model.
+    write_small_base(folder / "small-base")
     # What --fresh would set aside.
     runs = folder / "exports"
     shutil.copytree(runs / "qat_4bit", runs / "qat_4bit.old-1")
     return folder
 
 
-def run(command: str, folder: Path) -> subprocess.CompletedProcess:
-    said, _, command = command.rpartition(" | ")
+def run(shown: str, folder: Path) -> subprocess.CompletedProcess:
+    said, _, command = shown.rpartition(" | ")
     program, *arguments = shlex.split(command)
     if program == "lmx-train" and not any(a.startswith("--") for a in arguments):
         arguments += [a for a in SMALL if a.partition("=")[0] not in command]
@@ -108,10 +125,14 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
         arguments += shlex.split(SMALL_BENCHMARKS[Path(arguments[0]).stem])
     ours = re.compile(r"(?:^|(?<=\+))(?=recipes/|benchmarks/|data/)")
     arguments = [ours.sub(f"{ROOT}/", argument) for argument in arguments]
+    said = said and shlex.split(said)[1]
+    if program in PROGRAMS and shown not in INSTALLED:
+        called = CALL.format(PROGRAMS[program])
+        return warm.run(called, *arguments, cwd=folder, said=said, timeout=240)
     return subprocess.run(
         [BIN / program, *arguments],
         cwd=folder,
-        input=said and shlex.split(said)[1],
+        input=said,
         capture_output=True,
         text=True,
         timeout=240,
@@ -193,6 +214,10 @@ def test_the_main_job_ends_with_the_table_and_a_model(workplace):
     text = (workplace / "exports/qat_4bit/log.txt").read_text()
     assert re.search(r"base +tuned +quantized", text)
     assert (workplace / "exports/qat_4bit/model/model.safetensors").is_file()
+
+
+def test_programs_are_run_as_they_were_installed():
+    assert set(RUN) >= INSTALLED
 
 
 def test_ci_installs_and_tests_as_the_readme_says():

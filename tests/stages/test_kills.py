@@ -3,12 +3,11 @@ that was left alone."""
 
 import os
 import random
-import subprocess
-import sys
 import time
 
 import pytest
 from tiny_runs import TRAIN, Run
+from warm import Process
 
 PROGRAM = "import sys; from toolkit import cli; sys.exit(cli.train(sys.argv[1:]))"
 KILLS, HITS = 5, 2
@@ -71,12 +70,7 @@ def wait_for_rows(process, run, draw):
 
 def kill_once(run, wait, draw):
     """Run and kill; whether it was alive until then, and in the middle of a write."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, *run.arguments()],
-        env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    process = Process(PROGRAM, *run.arguments())
     wait(process, run, draw)
     process.kill()
     return process.wait() < 0, bool(writes(run))

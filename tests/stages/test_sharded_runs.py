@@ -28,7 +28,16 @@ def both(run, program=SCATTER + MAIN, *more):
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
+def plain(tmp_path_factory):
+    """One process without shares; the others find what it has compiled."""
+    train = {k: v for k, v in STAGES[0]["train"].items() if k != "shard"}
+    run = make_run(tmp_path_factory.mktemp("plain"), {"train": train}, STAGES[1])
+    assert run() == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, plain):
     run = make_run(tmp_path_factory.mktemp("undisturbed"))
     ended = both(run)
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr
@@ -41,10 +50,7 @@ def weights(run) -> dict[str, mx.array]:
     return mx.load(str(run.output / "stages/1-train/dense/model.safetensors"))
 
 
-def test_shares_leave_what_one_process_leaves(tmp_path, expected):
-    train = {k: v for k, v in STAGES[0]["train"].items() if k != "shard"}
-    plain = make_run(tmp_path, {"train": train}, STAGES[1])
-    assert plain() == 0
+def test_shares_leave_what_one_process_leaves(plain, expected):
     found = [[r for r in run.rows() if "loss" in r] for run in (expected, plain)]
     assert_close(*found)
     mine, others = weights(expected), weights(plain)

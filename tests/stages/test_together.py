@@ -47,8 +47,19 @@ def both(run, *more):
 
 
 @pytest.fixture(scope="module")
-def expected(tmp_path_factory):
-    """The outcome of two processes that nothing disturbs, and what they said."""
+def plain(tmp_path_factory):
+    """The same in one process."""
+    run = make_run(tmp_path_factory.mktemp("plain"))
+    assert run() == 0
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory, plain):
+    """The outcome of two processes that nothing disturbs, and what they said.
+
+    They find what the one has compiled, which else each of them would.
+    """
     run = make_run(tmp_path_factory.mktemp("undisturbed"))
     ended = both(run)
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr
@@ -73,13 +84,13 @@ def assert_close(found: list[dict], expected: list[dict]) -> None:
         assert mine == pytest.approx(numbers, rel=1e-4)
 
 
-def test_the_training_is_that_of_one_process(tmp_path, expected):
-    run, _ = expected
-    # Dropout draws by process.
-    plain = make_run(tmp_path, TWICE[0])
-    assert plain() == 0
-    rows = [row for row in run.rows() if row["stage"] == "1-train"]
-    assert_close(rows, plain.rows())
+def test_the_training_is_that_of_one_process(plain, expected):
+    # In the other stage dropout draws by process.
+    assert_close(*(of_first_stage(run) for run in (expected[0], plain)))
+
+
+def of_first_stage(run) -> list[dict]:
+    return [row for row in run.rows() if row["stage"] == "1-train"]
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, "SIGTERM"), (1, "SIGINT")])
@@ -106,8 +117,7 @@ def test_one_process_goes_on_where_two_stopped(tmp_path, expected):
     )
     assert [done.returncode for done in stopped] == [130, 130]
     assert run() == 0
-    rows = [row for row in expected[0].rows() if row["stage"] == "1-train"]
-    assert_close(run.rows(), rows)
+    assert_close(run.rows(), of_first_stage(expected[0]))
 
 
 @pytest.mark.parametrize("rank", [0, 1])

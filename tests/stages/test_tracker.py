@@ -1,11 +1,10 @@
 """A run with a tracker: what it gets, and that it changes nothing of the run."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 import yaml
 from tiny_runs import TRAIN, VALIDATE, Run
 
@@ -66,14 +65,7 @@ def expected(make):
 def launch(run, *more, **environment):
     """In a process of its own: wandb starts threads and a service."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *run.arguments(*more)],
-        env=clean | environment,
-        text=True,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
+    return warm.run(PROGRAM, *run.arguments(*more), env=clean | environment)
 
 
 def sessions(run):

@@ -1,12 +1,11 @@
 """Recipes that run in half a second, through the real command line."""
 
 import json
-import os
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
+import warm
 import yaml
 
 from toolkit import cli
@@ -100,15 +99,7 @@ class Run:
 
     def attacked(self, kind: str, where: str, turn: int) -> subprocess.CompletedProcess:
         """Run in a process that gets a signal in the n-th step or save."""
-        attack = [sys.executable, "-c", ASSASSIN, kind, where, str(turn)]
-        return subprocess.run(
-            [*attack, *self.arguments()],
-            env=os.environ | {"PYTHONWARNINGS": "ignore"},
-            text=True,
-            capture_output=True,
-            timeout=60,
-            check=False,
-        )
+        return warm.run(ASSASSIN, kind, where, str(turn), *self.arguments())
 
     def json(self, name: str):
         return json.loads((self.output / name).read_text())

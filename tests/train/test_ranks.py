@@ -105,7 +105,14 @@ def mean_of_means(ranks, values):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def alone():
+    """What one process makes of every case; two find what it has compiled."""
+    found = {case: trained(ALONE, case) for case in CASES}
+    return found | {"documents": trained_on_documents(ALONE)}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, alone):
     """What two processes made of every case."""
     folder = tmp_path_factory.mktemp("pair")
     ended = in_ring(PROGRAM.format(name="train_everything"), str(folder), folder=folder)
@@ -126,21 +133,21 @@ def assert_same_training(found, expected, allowed=1e-5):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_train_as_one(pair, case):
-    expected = trained(ALONE, case)
+def test_two_processes_train_as_one(pair, alone, case):
+    expected = alone[case]
     assert len({tokens for _, tokens, _ in expected["steps"]}) == len(windows())
     # Where a gradient is all rounding, AdamW makes a whole step of it.
     assert_same_training(pair[0][case], expected, ALLOWED.get(case, 1e-5))
 
 
-def test_two_processes_train_on_packed_rows_as_one(pair):
-    assert_same_training(pair[0]["documents"], trained_on_documents(ALONE))
+def test_two_processes_train_on_packed_rows_as_one(pair, alone):
+    assert_same_training(pair[0]["documents"], alone["documents"])
 
 
-def test_the_mean_of_means_is_another_training(pair):
+def test_the_mean_of_means_is_another_training(pair, alone):
     """Negative control: the comparison sees the fault it is there for."""
     with pytest.raises(AssertionError):
-        assert_same_training(pair[0]["mean of means"], trained(ALONE, "full"))
+        assert_same_training(pair[0]["mean of means"], alone["full"])
 
 
 @pytest.mark.parametrize("case", [*CASES, "documents"])

@@ -112,7 +112,16 @@ def in_two(name: str, folder) -> None:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
+def alone():
+    """What one process makes of every case; two find what it has compiled."""
+    return {
+        case: outcome(begun(case), steps_of(case), RATES.get(case, 1e-2))
+        for case in CASES
+    }
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, alone):
     """What two processes with shares made of every case."""
     folder = tmp_path_factory.mktemp("pair")
     in_two("train_everything", folder)
@@ -120,8 +129,8 @@ def pair(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_with_shares_train_as_one(pair, case):
-    expected = outcome(begun(case), steps_of(case), RATES.get(case, 1e-2))
+def test_two_processes_with_shares_train_as_one(pair, alone, case):
+    expected = alone[case]
     found = {key: value for key, value in pair[0][case].items() if key != "held"}
     assert_same_training(found, expected, ALLOWED.get(case, 1e-5))
     if case != "without blocks":
@@ -130,11 +139,10 @@ def test_two_processes_with_shares_train_as_one(pair, case):
     assert np.array_equal(pair[1][case]["steps"], found["steps"])
 
 
-def test_a_sum_left_out_is_another_training(pair):
+def test_a_sum_left_out_is_another_training(pair, alone):
     """Negative control: the comparison sees the fault it is there for."""
-    expected = outcome(begun("tied"), steps_of("tied"))
     with pytest.raises(AssertionError):
-        assert_same_training(pair[0]["own gradients alone"], expected)
+        assert_same_training(pair[0]["own gradients alone"], alone["tied"])
 
 
 def test_gradients_in_bfloat16_are_summed_in_float32(pair):
