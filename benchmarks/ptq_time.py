@@ -16,7 +16,7 @@ from ptq_quality import call_side, write_inputs
 SOURCE, DOCUMENTS, GROUP = "builtin:stdlib", 300, 64
 GRID = {"bits": 4, "group_size": GROUP}
 OURS = GRID | {"method": "gptq", "tune": False, "gates": False}
-PLAIN = {"rounds": 0, "asymmetry": 0, "outputs": False}
+PLAIN = {"rounds": 0, "asymmetry": False, "outputs": False}
 SIDES = {
     "mlx-lm": ("gptq", GRID | {"stored": True}),
     "mlx-lm, float32": ("gptq", GRID),

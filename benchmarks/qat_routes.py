@@ -55,7 +55,7 @@ def _gptq(arguments: Namespace, bits: int, tune: bool | dict) -> dict:
     taken["tokens"] = arguments.calibration
     # On one task layers make up for all errors before them, and their inputs are known.
     block = {"method": "gptq", "calibration": taken, "tune": tune}
-    block |= {"asymmetry": 1.0, "damping": 0.003}
+    block["damping"] = 0.003
     return {"quantize": block | _grid(bits)}
 
 

@@ -49,7 +49,8 @@ def in_ring(
     started = []
     for rank in range(count):
         environment = settings | {"MLX_RANK": str(rank)}
-        started.append(Process(program, *arguments, env=environment))
+        process = Process(program, *arguments, env=environment, server=rank)
+        started.append(process)
         # Who finds the one before it listening need not try again a second later.
         time.sleep(0.3)
     try:

@@ -50,6 +50,7 @@ class Process:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         said: str = "",
+        server: int = 0,
     ):
         self.program = program
         self.returncode: int | None = None
@@ -64,7 +65,7 @@ class Process:
             "folder": str(cwd or Path.cwd()),
         }
         self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(server())
+        self._line.connect(address_of(server))
         socket.send_fds(self._line, [b"."], [s.fileno() for s in self._streams])
         self._line.sendall(json.dumps(job).encode() + b"\n")
         self.pid = self._hear()
@@ -125,8 +126,11 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 
 
 @cache
-def server() -> str:
-    """Where the server listens; it ends with the process that started it."""
+def address_of(server: int) -> str:
+    """Where a server listens; it ends with the process that started it.
+
+    All copies of one order their sets alike; those of another do not.
+    """
     address = str(Path(tempfile.mkdtemp(prefix="lmx-warm-")) / "socket")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

@@ -33,7 +33,7 @@ def run(folder, *, model=None, tokens=PLENTY, report=None, **settings):
         rounds=0,
         # What is left to gain: plain GPTQ makes up for nothing but its own columns.
         outputs=False,
-        asymmetry=0.0,
+        asymmetry=False,
         **settings,
     )
     found = filter(None, map(LINE.search, report.lines))

@@ -9,7 +9,6 @@ import pytest
 from toolkit.quant import arrays, closed_form
 from toolkit.quant.closed_form import (
     Grid,
-    Settings,
     descend,
     fitted,
     gptq,
@@ -18,6 +17,7 @@ from toolkit.quant.closed_form import (
 )
 from toolkit.quant.grid import fit_grid, nearest
 from toolkit.quant.hessian import damped
+from toolkit.quant.making_up import Missing
 from toolkit.quant.spec import QuantSpec, expand, pack
 
 GROUP, WIDTH, ROWS = 32, 128, 24
@@ -235,29 +235,35 @@ def test_what_is_kept_is_the_best_and_what_is_stored(hessian, bits, dtype):
 
 
 def test_the_target_makes_up_for_what_is_missing(hessian):
-    """w + alpha H^-1 X'(Y - X) w, which is w where X is Y."""
+    """w + share H^-1 (X'(Y - X) w + X'd), which is w where X is Y and d nothing."""
     x = inputs()
     y = x + 0.3 * inputs(seed=5)
     mean = np.diag(x.T @ x / len(x)).mean()
     cross = mx.array(x.T @ (y - x) / len(x) / mean, mx.float32)
     spec = QuantSpec(bits=4, group_size=GROUP)
 
-    def stored(cross, asymmetry=1.0):
-        settings = Settings(asymmetry=asymmetry)
-        solution = solve(
-            weights(), hessian, spec, mx.float32, cross=cross, settings=settings
-        )
+    more = (
+        0.1 * np.random.default_rng(6).normal(size=(len(x), ROWS)) + 0.02 * x[:, :ROWS]
+    )
+    residual = mx.array(more.T @ x / len(x) / mean, mx.float32)
+
+    def stored(cross, residual, share=1.0):
+        missing = None if cross is None else Missing(cross, residual, share)
+        solution = solve(weights(), hessian, spec, mx.float32, missing=missing)
         return double(expand(solution.tensors, spec, mx.float32))
 
-    wanted = y @ double(weights()).T
+    wanted = y @ double(weights()).T + more
 
     def missed(found):
         return np.sum((x @ found.T - wanted) ** 2)
 
-    plain, half, full = stored(None), stored(cross, 0.5), stored(cross)
-    assert np.array_equal(stored(mx.zeros_like(cross)), plain)
-    assert np.array_equal(stored(cross, 0.0), plain)
+    plain, half = stored(None, None), stored(cross, residual, 0.5)
+    inputs_alone, full = stored(cross, None), stored(cross, residual)
+    nothing = mx.zeros_like(cross), mx.zeros_like(residual)
+    assert np.array_equal(stored(*nothing), plain)
+    assert np.array_equal(stored(cross, residual, 0.0), plain)
     assert missed(full) < missed(half) < missed(plain)
+    assert missed(full) < missed(inputs_alone) < missed(plain)
 
 
 @pytest.mark.parametrize(

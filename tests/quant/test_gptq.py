@@ -106,7 +106,7 @@ def test_every_part_helps(tmp_path):
         return divergence(model, other)
 
     whole = loss("whole")
-    assert whole < loss("plain", rounds=0, asymmetry=0)
+    assert whole < loss("plain", rounds=0, asymmetry=False)
     assert whole < 0.95 * loss("rows alone", outputs=False)
 
 

@@ -98,16 +98,6 @@ def member(family):
     return build(COMMON | FAMILIES[family] | {"model_type": family})
 
 
-@pytest.fixture
-def _compiled_where_it_tells(request):
-    """Kernels take long to compile; the head that is capped has them as well."""
-    if request.node.callspec.params["family"] != "gemma2":
-        mx.disable_compile()
-    yield
-    mx.enable_compile()
-
-
-@pytest.mark.usefixtures("_compiled_where_it_tells")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_with_checkpointed_blocks_too(family):
     batch = tokens_of()

@@ -135,10 +135,12 @@ def _blocks(
 ) -> Iterator[list[Example]]:
     chosen = list(islice(rows, CHOICE))
     random.Random(seed).shuffle(chosen)
-    for start in range(0, len(chosen), BLOCK):
-        yield encode_block(
-            chosen[start : start + BLOCK], tokenizer, **settings
-        ).examples
+    start, size = 0, 1
+    while start < len(chosen):
+        block = chosen[start : start + size]
+        yield encode_block(block, tokenizer, **settings).examples
+        # A few long documents may be enough.
+        start, size = start + size, min(2 * size, BLOCK)
 
 
 def _filled(examples: list[Example]) -> Windows:

@@ -1,5 +1,6 @@
 """What goes into layers behind the last block, such as a head."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import mlx.core as mx
@@ -7,6 +8,7 @@ import mlx.core as mx
 from ..model.blockwise import Blockwise
 from . import streams
 from .inputs import Moments, Seen, watched
+from .making_up import Rows, sum_up
 from .streams import FULL, ROUNDED
 
 
@@ -43,17 +45,33 @@ class Behind:
         hidden = self._hidden(ROUNDED, 0)[:1]
         return self._seen(self.paths, self.tokens[0][:1], hidden).groups()
 
-    def moments(self, path: str) -> Moments:
-        """Of what goes into a layer."""
-        width = dict(self.blockwise.model.named_modules())[path].weight.shape[-1]
+    def moments(self, group: list[str]) -> Moments:
+        """Of what goes into layers that share it."""
+        modules = dict(self.blockwise.model.named_modules())
+        weights, path = {p: modules[p].weight for p in group}, group[0]
+        width = weights[path].shape[-1]
         compares = len(self.streams) > 1
         found = Moments.empty(width, experts=None, with_cross=compares)
-        for part, tokens in enumerate(self.tokens):
-            hidden = [self._hidden(stream, part) for stream in self.streams]
-            rows = [self._seen([path], tokens, h).rows[path] for h in hidden]
-            weights = self.counted[part].reshape(-1).astype(mx.float32)
-            found.add(*rows, weights=weights)
+        if compares:
+            tokens = sum(part.size for part in self.tokens)
+            sum_up(found, self._compared(path), tokens, weights)
+        else:
+            for part in range(len(self.tokens)):
+                (x,), counted = self._rows(path, part)
+                found.add(x, weights=counted)
         return found
+
+    def _compared(self, path: str) -> Iterator[Rows]:
+        for part in range(len(self.tokens)):
+            (x, y), counted = self._rows(path, part)
+            yield Rows(x, y, None, counted)
+
+    def _rows(self, path: str, part: int) -> tuple[list[mx.array], mx.array]:
+        """What goes into a layer in every stream, and which of it counts."""
+        tokens = self.tokens[part]
+        hidden = [self._hidden(stream, part) for stream in self.streams]
+        rows = [self._seen([path], tokens, h).rows[path] for h in hidden]
+        return rows, self.counted[part].reshape(-1).astype(mx.float32)
 
     def _hidden(self, stream: str, part: int) -> mx.array:
         return streams.load(self.end, stream, part)["hidden"]

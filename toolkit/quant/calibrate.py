@@ -283,7 +283,7 @@ class Walk:
         tensors: dict[str, mx.array] = {}
         for group in groups:
             weights = {path: modules[path].weight for path in group}
-            tensors |= _named(solve(weights, behind.moments(group[0])))
+            tensors |= _named(solve(weights, behind.moments(group)))
         for path in left:
             if path not in seen:
                 tensors |= _named(solve({path: modules[path].weight}, None))

@@ -1,11 +1,11 @@
 """Codes, scales and biases of one layer that lose least on its inputs.
 
 GPTQ (arXiv 2210.17323) with grids fitted on the way and the costliest columns first,
-towards a target that makes up for earlier layers' errors (arXiv 2504.02692,
-2505.11695); then, in turns, all scales and biases by least squares with the full
-Hessian, and codes by coordinate descent (arXiv 2309.01885). Every row keeps the best it
-has met, plain rounding among them. Where it is known how the loss answers to the
-outputs, rows then make up for each other's errors (`coupled`).
+towards a target that makes up for earlier layers' errors (`making_up`); then, in turns,
+all scales and biases by least squares with the full Hessian, and codes by coordinate
+descent (arXiv 2309.01885). Every row keeps the best it has met, plain rounding among
+them. Where it is known how the loss answers to the outputs, rows then make up for each
+other's errors (`coupled`).
 """
 
 from dataclasses import dataclass
@@ -18,24 +18,12 @@ from .columns import descend, fitted, gptq
 from .coupled import LEAST_ROWS, SETS, Coupling, coupling
 from .grid import Grid
 from .hessian import Hessian
+from .making_up import Missing
 from .refit import refit
 from .spec import QuantSpec, pack
 
 # Numbers of a weight solved at once; about ten float32 arrays of them are in memory.
 AT_ONCE = 1 << 21
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Which steps are taken.
-
-    Attributes:
-        rounds: of refit and coordinate descent after GPTQ.
-        asymmetry: how far the target makes up for the errors of earlier layers, 0 to 1.
-    """
-
-    rounds: int = 3
-    asymmetry: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -57,9 +45,9 @@ def solve(
     spec: QuantSpec,
     dtype: mx.Dtype,
     *,
-    cross: mx.array | None = None,
+    missing: Missing | None = None,
     answers: mx.array | None = None,
-    settings: Settings = Settings(),
+    rounds: int = 3,
 ) -> Solution:
     """Quantize one weight.
 
@@ -67,20 +55,20 @@ def solve(
         weight: [N, K].
         hessian: of the layer's inputs as the quantized model has them.
         dtype: the type scales and biases are stored in.
-        cross: float32 [K, K], X'(Y - X) of those inputs X and the full-precision
-            model's Y, on the scale of the Hessian's moments.
+        missing: what the outputs miss on these inputs; None = nothing.
         answers: float32 [N, N], the Fisher information of the layer's outputs; None =
             rows are independent of each other.
+        rounds: of refit and coordinate descent after GPTQ.
     """
-    layer = _Layer(hessian, spec, dtype, cross, settings)
+    layer = _Layer(hessian, spec, dtype, missing, rounds)
     sets = min(SETS, ceil(len(weight) / LEAST_ROWS))
     sets = max(sets, ceil(weight.size / AT_ONCE))
     rows = None if answers is None else coupling(answers, sets)
     if rows is None:
         at_once = max(1, AT_ONCE // weight.shape[1])
         for start in range(0, len(weight), at_once):
-            part = weight[start : start + at_once]
-            layer.solve(part, layer.target(part))
+            here = slice(start, start + at_once)
+            layer.solve(weight[here], layer.target(weight[here], here))
         return layer.solution()
     _solve_coupled(layer, weight[rows.order], rows)
     return layer.solution(mx.argsort(rows.order))
@@ -90,7 +78,7 @@ def _solve_coupled(layer: "_Layer", weight: mx.array, rows: Coupling) -> None:
     """Set by set; to every one the later ones are free to make up for its errors."""
     shifts = [mx.array(0.0)] * len(rows.sets)
     for number, here in enumerate(rows.sets):
-        target = layer.target(weight[here]) + shifts[number]
+        target = layer.target(weight[here], rows.order[here]) + shifts[number]
         errors = layer.solve(weight[here], target).weight(layer.dtype) - target
         for later, more in enumerate(rows.passed_on(number, errors), number + 1):
             shifts[later] = shifts[later] + more
@@ -105,24 +93,24 @@ class _Layer:
         lost: by way what all parts lose, their squared error on the layer's inputs.
     """
 
-    def __init__(self, hessian: Hessian, spec: QuantSpec, dtype, cross, settings):
+    def __init__(self, hessian: Hessian, spec: QuantSpec, dtype, missing, rounds):
         self.hessian = hessian
         self.spec = spec
         self.dtype = dtype
-        self.cross = cross
-        self.settings = settings
+        self.missing = missing
+        self.rounds = rounds
         self.parts: list[dict[str, mx.array]] = []
         self.lost: dict[str, float] = {}
         self._levels = 2.0**spec.bits
         self._output = 0.0
 
-    def target(self, weight: mx.array) -> mx.array:
-        """What rows [n, K] are to stand for."""
+    def target(self, weight: mx.array, rows: slice | mx.array) -> mx.array:
+        """What rows [n, K] are to stand for, and which they are."""
         weight = weight.astype(mx.float32)
-        if self.cross is None or not self.settings.asymmetry:
+        if self.missing is None or not self.missing.share:
             return weight
-        missing = self.hessian.solve(weight @ self.cross.T)
-        return weight + self.settings.asymmetry * missing
+        made_up = self.hessian.solve(self.missing.of(weight, rows))
+        return weight + self.missing.share * made_up
 
     def solve(self, weight: mx.array, target: mx.array) -> Grid:
         """The next part, in every way; every row keeps its best."""
@@ -133,7 +121,7 @@ class _Layer:
         judge("grid", fitted(target, costs, group, self._levels, dtype))
         grid = gptq(target, hessian, group, self._levels, dtype)
         judge("gptq", grid)
-        for number in range(self.settings.rounds):
+        for number in range(self.rounds):
             grid = refit(grid, target, hessian.matrix, dtype)
             grid = descend(grid, target, hessian.matrix, self._levels)
             judge(f"descent {number + 1}", grid)

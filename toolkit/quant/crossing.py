@@ -5,6 +5,8 @@ there, for MLX computes nothing whose result is not used, and so no layer of the
 quantized stream multiplies much more than once.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import ceil
 from pathlib import Path
 
@@ -13,10 +15,14 @@ import mlx.core as mx
 from ..model.blockwise import Blockwise
 from ..run.files import need_space
 from . import streams
-from .inputs import Moments, Seen, resumed, watched
+from .inputs import Moments, Seen, giving, resumed, watched
+from .making_up import Rows, sum_up
 from .streams import FULL, INPUTS, ROUNDED
 
 OF_FULL = f"{INPUTS}-{FULL}"
+RESIDUAL = ".residual"
+# How far off the sum may be, as a share: as much as low precision makes of it.
+AS_IT_IS = 0.02
 
 
 class Crossing:
@@ -56,6 +62,8 @@ class Crossing:
         self.groups = seen.groups()
         self._again = seen.again
         self._known: list[list[str]] = []
+        self._adding = [g[0] for g in self.groups if compares and self._adds(g)]
+        self._check_space(seen)
 
     def pass_full(self) -> None:
         """The full-precision stream, and what goes into the layers, on disk.
@@ -67,7 +75,11 @@ class Crossing:
             with watched(self._block, paths) as seen:
                 outputs = self._run(part, FULL)
             streams.save(self.after, FULL, part, {"hidden": outputs})
-            streams.save(self.after, OF_FULL, part, seen.rows)
+            kept = dict(seen.rows)
+            for path in self._adding:
+                with self._without(path):
+                    kept[f"{path}{RESIDUAL}"] = self._run(part, FULL)
+            streams.save(self.after, OF_FULL, part, kept)
 
     def moments(
         self, group: list[str], weights: list[mx.array] | None = None
@@ -83,22 +95,44 @@ class Crossing:
         experts = self._experts(path)
         compares = self.compares and experts is None
         found = Moments.empty(width, experts=experts, with_cross=compares)
-        for part in range(len(self.tokens)):
-            with watched(self._block, [path]) as seen:
-                self._run_on(part)
-            kept = {"x": seen.objects[path]}
-            streams.save(self.after, f"{INPUTS}-{path}", part, kept)
-            rows, own = seen.rows[path], weights and weights[part]
-            if experts is not None:
-                is_in = None if own is None else own > 0
-                found.add_routed(rows, seen.experts[path], is_in)
-            elif compares:
-                full = streams.load(self.after, OF_FULL, part)[path]
-                found.add(rows, full, own)
-            else:
-                found.add(rows, weights=own)
+        if compares:
+            modules = dict(self._block.named_modules())
+            prefix = f"{self.blockwise.prefix}{self.number}."
+            dense = {f"{prefix}{name}": modules[name].weight for name in group}
+            tokens = sum(part.size for part in self.tokens)
+            sum_up(found, self._compared(group, weights), tokens, dense)
+        else:
+            for part in range(len(self.tokens)):
+                seen, own = self._goes_in(path, part), weights and weights[part]
+                if experts is None:
+                    found.add(seen.rows[path], weights=own)
+                else:
+                    is_in = None if own is None else own > 0
+                    found.add_routed(seen.rows[path], seen.experts[path], is_in)
         self._known.append(group)
         return found
+
+    def _goes_in(self, path: str, part: int) -> Seen:
+        """What goes into a layer of the quantized stream, which is kept."""
+        with watched(self._block, [path]) as seen:
+            self._run_on(part)
+        kept = {"x": seen.objects[path]}
+        streams.save(self.after, f"{INPUTS}-{path}", part, kept)
+        return seen
+
+    def _compared(
+        self, group: list[str], weights: list[mx.array] | None
+    ) -> Iterator[Rows]:
+        path = group[0]
+        for part in range(len(self.tokens)):
+            seen, own = self._goes_in(path, part), weights and weights[part]
+            full, errors = streams.load(self.after, OF_FULL, part), None
+            if path in self._adding:
+                with self._without(path):
+                    here = self._run_on(part)
+                errors = full[f"{path}{RESIDUAL}"] - here.astype(mx.float32)
+                errors = errors.reshape(-1, errors.shape[-1])
+            yield Rows(seen.rows[path], full[path], errors, own)
 
     def forget(self) -> None:
         """No input is known any more: other weights were put into the block."""
@@ -120,15 +154,50 @@ class Crossing:
         return shape[0] if len(shape) == 3 else None
 
     def _looked_at(self, paths: list[str]) -> Seen:
-        """What one window shows of the layers, which is thrown away."""
-        hidden = streams.load(self.before, ROUNDED, 0)["hidden"][:1]
+        """What one window shows of the layers."""
         with watched(self._block, paths) as seen:
-            self.blockwise.run(self.number, self.tokens[0][:1], hidden)
+            window = self._one_window()
+            self.blockwise.run(self.number, self.tokens[0][:1], window)
+        return seen
+
+    def _check_space(self, seen: Seen) -> None:
+        hidden = self._one_window()
         inputs = {id(value): value.nbytes for value in seen.objects.values()}
         windows = sum(part.size for part in self.tokens) / hidden.shape[1]
-        each = hidden.nbytes + sum(inputs.values())
-        need_space(self.after.parent, ceil(windows * each * (1 + self.compares)))
-        return seen
+        each = (hidden.nbytes + sum(inputs.values())) * (1 + self.compares)
+        each += hidden.nbytes * len(self._adding)
+        need_space(self.after.parent, ceil(windows * each))
+
+    def _adds(self, group: list[str]) -> bool:
+        """Whether what layers give is added to the residual stream as it is."""
+        path, hidden = group[0], self._one_window()
+        weight = dict(self._block.named_modules())[path].weight
+        if len(group) > 1 or path in self._again or weight.ndim > 2:
+            return False
+        if len(weight) != hidden.shape[-1]:
+            return False
+        draw = mx.random.normal(hidden.shape, hidden.dtype, key=mx.random.key(0))
+        shift, found = draw * mx.abs(hidden).max(), []
+        for given in (mx.zeros_like(shift), shift):
+            with self._without(path, given):
+                run = self.blockwise.run(self.number, self.tokens[0][:1], hidden)
+            found.append(run.astype(mx.float32))
+        off = found[1] - found[0] - shift
+        return (mx.linalg.norm(off) < AS_IT_IS * mx.linalg.norm(shift)).item()
+
+    @contextmanager
+    def _without(self, path: str, given: mx.array | float = 0.0) -> Iterator[None]:
+        """The block ends where a layer adds to the residual stream, by this alone."""
+        order = [name for group in self.groups for name in group]
+        later = order[order.index(path) + 1 :]
+        with (
+            giving(self._block, later, mx.zeros_like),
+            giving(self._block, [path], lambda y: mx.zeros_like(y) + given),
+        ):
+            yield
+
+    def _one_window(self) -> mx.array:
+        return streams.load(self.before, ROUNDED, 0)["hidden"][:1]
 
     def _run(self, part: int, stream: str) -> mx.array:
         hidden = streams.load(self.before, stream, part)["hidden"]

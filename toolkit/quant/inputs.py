@@ -1,6 +1,6 @@
 """What goes into the layers of a block, looked at as it passes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -57,6 +57,17 @@ def resumed(root: nn.Module, inputs: dict[str, mx.array]) -> Iterator[None]:
 
 
 @contextmanager
+def giving(
+    root: nn.Module, paths: list[str], made: Callable[[mx.array], mx.array]
+) -> Iterator[None]:
+    """Layers give what is made of their outputs."""
+    with ExitStack() as stack:
+        for path in paths:
+            stack.enter_context(_replaced(root, path, _Giving, made))
+        yield
+
+
+@contextmanager
 def _replaced(root: nn.Module, path: str, stand_in: type, *arguments) -> Iterator[None]:
     owner = root
     *way, name = path.split(".")
@@ -89,6 +100,11 @@ class _Resumed(StandIn):
         super().__init__(layer, lambda _, *rest, **more: layer(x, *rest, **more))
 
 
+class _Giving(StandIn):
+    def __init__(self, layer: nn.Module, made: Callable[[mx.array], mx.array]):
+        super().__init__(layer, lambda *inputs, **more: made(layer(*inputs, **more)))
+
+
 def _look(layer: nn.Module, path: str, seen: Seen, *inputs, **more) -> mx.array:
     _note(path, seen, *inputs[:2])
     return layer(*inputs, **more)
@@ -116,6 +132,10 @@ class Moments:
         squares: X'X, float32 [K, K]; of a mixture [E, K, K].
         cross: X'(Y - X), float32 [K, K], if there is a Y.
         counts: rows summed up; of a mixture [E].
+        residual: D'X, float32 [N, K], of what the residual stream has lost where the
+            layer adds to it; None = it adds to none.
+        shares: by path how far layers are to make up for what they miss; see
+            `making_up`.
         answers: of layers by path the Fisher information of what comes out of them,
             float32 [N, N], as far as it is known.
         clusters: int [N], which of squares [C, K, K] each row of the weight has; None =
@@ -125,6 +145,8 @@ class Moments:
     squares: mx.array
     cross: mx.array | None
     counts: mx.array
+    residual: mx.array | None = None
+    shares: dict[str, float] = field(default_factory=dict)
     answers: dict[str, mx.array] = field(default_factory=dict)
     clusters: mx.array | None = None
 
@@ -138,9 +160,14 @@ class Moments:
         self,
         x: mx.array,
         y: mx.array | None = None,
+        errors: mx.array | None = None,
         weights: mx.array | None = None,
     ) -> None:
-        """Rows [T, K] of both models, and what they count, [T]; None = all alike."""
+        """Rows [T, K] of both models, and what they count, [T]; None = all alike.
+
+        Args:
+            errors: [T, N], what the residual stream has lost.
+        """
         x = x.astype(mx.float32)
         left = (x if weights is None else x * weights[:, None]).T
         # One sum after the other: only one product is in memory at a time.
@@ -150,6 +177,10 @@ class Moments:
         if y is not None:
             self.cross = self.cross + left @ (y.astype(mx.float32) - x)
             mx.eval(self.cross)
+        if errors is not None:
+            lost = (left @ errors.astype(mx.float32)).T
+            self.residual = lost if self.residual is None else self.residual + lost
+            mx.eval(self.residual)
 
     def add_routed(
         self, x: mx.array, experts: mx.array, seen: mx.array | None = None

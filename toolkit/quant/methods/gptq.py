@@ -10,9 +10,10 @@ from ..block_folds import Folding
 from ..block_training import BlockTraining, TrainBlocks
 from ..calibrate import Stored
 from ..calibrated import quantize_watched, stored
-from ..closed_form import Settings, Solution
+from ..closed_form import Solution
 from ..hessian import DAMPING, Hessian, damped
 from ..inputs import Moments
+from ..making_up import Missing
 from ..spec import pack
 from ..task import PostTraining, Task, Tune, Tuning
 
@@ -26,8 +27,9 @@ class Config(PostTraining):
     """Tune scales and biases afterwards; false = off."""
     rounds: int = Field(3, ge=0)
     """Rounds of refit and coordinate descent after GPTQ itself."""
-    asymmetry: float = Field(0.5, ge=0, le=1)
-    """How far a layer makes up for the errors of those before it."""
+    asymmetry: bool = True
+    """Layers make up for the errors of those before them, and for what the residual
+    stream they add to has lost, as far as the half of the tokens says of the others."""
     outputs: bool = True
     """Rows make up for each other's errors, by how the loss answers to what comes out:
     before it all begins, tokens go through the model and the slopes of their loss back.
@@ -65,7 +67,6 @@ class _Method:
     def __init__(self, config: Config, task: Task):
         self.config = config
         self.task = task
-        self.settings = Settings(config.rounds, config.asymmetry)
 
     def run(self) -> dict[str, mx.array]:
         config, task = self.config, self.task
@@ -91,30 +92,41 @@ class _Method:
             return {p: self._clusters(p, w, moments) for p, w in weights.items()}
         if moments.counts.ndim:
             return {p: self._experts(p, w, moments) for p, w in weights.items()}
-        hessians, cross = self._hessians(list(weights), moments)
-        answers = moments.answers
+        hessians = self._hessians(list(weights), moments)
+        answers, missing = moments.answers, self._missing(moments)
         # They are as large as all that is made of them.
         del moments
         found = {}
         for path, weight in weights.items():
             hessian = hessians[self.task.specs[path].group_size]
             rows = answers.pop(path, None)
-            solution = self._closed_form(path, weight, hessian, cross, rows)
+            solution = self._closed_form(path, weight, hessian, missing.get(path), rows)
             found[path] = self._stored(path, solution)
         return found
 
-    def _hessians(self, paths: list[str], moments: Moments):
-        """Hessians by the group size of the paths, and the cross moments likewise."""
+    def _hessians(self, paths: list[str], moments: Moments) -> dict[int, Hessian]:
+        """By the group size of the paths."""
         hessians: dict[int, Hessian] = {}
-        mean = mx.diagonal(moments.squares).mean().item() or 1.0
         for path in paths:
             group = self.task.specs[path].group_size
             if group not in hessians:
                 hessians[group] = self._hessian(path, moments.squares, group)
-        if moments.cross is not None:
-            moments.cross = moments.cross / mean
-            mx.eval(moments.cross)
-        return hessians, moments.cross
+        return hessians
+
+    def _missing(self, moments: Moments) -> dict[str, Missing]:
+        """What the outputs of layers miss, by path."""
+        if not self.config.asymmetry:
+            return {}
+        mean = mx.diagonal(moments.squares).mean().item() or 1.0
+        moments.cross = moments.cross / mean
+        mx.eval(moments.cross)
+        if moments.residual is not None:
+            moments.residual = moments.residual / mean
+            mx.eval(moments.residual)
+        return {
+            path: Missing(moments.cross, moments.residual, share)
+            for path, share in moments.shares.items()
+        }
 
     def _clusters(self, path: str, weight: mx.array, moments: Moments) -> Stored:
         """Every cluster of rows by what errors in them cost."""
@@ -166,7 +178,7 @@ class _Method:
         path: str,
         weight: mx.array,
         hessian: Hessian,
-        cross: mx.array | None = None,
+        missing: Missing | None = None,
         answers: mx.array | None = None,
         name: str | None = None,
     ) -> Solution:
@@ -176,12 +188,13 @@ class _Method:
             hessian,
             task.specs[path],
             task.dtype,
-            cross=cross,
+            missing=missing,
             answers=answers,
-            settings=self.settings,
+            rounds=self.config.rounds,
         )
         errors = ", ".join(f"{way} {e:.3g}" for way, e in solution.errors.items())
-        task.report.log(f"{name or path}: output lost: {errors}")
+        share = "" if missing is None else f"; made up for {missing.share:.0%}"
+        task.report.log(f"{name or path}: output lost: {errors}{share}")
         return solution
 
     def _stored(self, path: str, solution: Solution) -> Stored:
