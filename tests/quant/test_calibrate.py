@@ -33,13 +33,13 @@ def model_of(config=LLAMA, **changes):
 def walk(
     model, folder, *, key="a", rows=4, reread=None, grid=GRID, counted=None, **more
 ) -> Walk:
+    more = {"compute": mx.float32} | more
     return Walk(
         model,
         list(select(model, grid).specs),
         windows_of(TOKENS, counted),
         folder / "walk",
         key=key,
-        compute=mx.float32,
         at_once=rows * TOKENS.shape[1],
         say=lambda _: None,
         reread=reread,
@@ -160,14 +160,23 @@ def test_what_the_residual_stream_has_lost_is_known(tmp_path, path, norm):
     }
 
 
-def test_no_residual_stream_behind_a_norm(tmp_path):
-    """Gemma's norms change what the layers add."""
-    rounding = Rounding()
-    sizes = {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0}
-    model = model_of(model_type="gemma2", attn_logit_softcapping=50.0, **sizes)
-    walk(model, tmp_path).run(rounding)
-    assert len(rounding.moments) > 7 * 3
-    assert all(m.residual is None for m in rounding.moments.values() if m is not None)
+@pytest.mark.parametrize("compute", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("behind_a_norm", [False, True])
+def test_who_adds_to_the_residual_stream_as_it_is(tmp_path, compute, behind_a_norm):
+    """Gemma's norms change what its layers add; far states stay what they are."""
+    rounding, gemma = Rounding(), {"model_type": "gemma2", "query_pre_attn_scalar": 64}
+    gemma |= {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
+    model = model_of(**gemma if behind_a_norm else {})
+    embedding = model.model.embed_tokens
+    embedding.weight = 1000 * embedding.weight
+    walk(model, tmp_path, compute=compute).run(rounding)
+    found = {
+        path for path, m in rounding.moments.items() if m and m.residual is not None
+    }
+    ends = ("o_proj", "down_proj")
+    adding = {path for path in rounding.moments if path.endswith(ends)}
+    assert len(adding) == 2 * 3
+    assert found == (set() if behind_a_norm else adding)
 
 
 def test_a_tied_embedding_is_quantized_once_and_the_blocks_know(tmp_path):
