@@ -64,8 +64,10 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--codes-rate", type=float, default=3e-4, help="at 2 bits")
     parser.add_argument("--share", type=float, default=0.9, help="of steps before gptq")
     parser.add_argument("--cross-entropy", type=float, default=0.0, help="when taught")
-    parser.add_argument("--tune", type=int, default=100, help="steps after gptq")
-    parser.add_argument("--calibration", type=int, default=65536, help="tokens of gptq")
+    parser.add_argument("--tune", type=int, default=200, help="steps after gptq")
+    parser.add_argument(
+        "--calibration", type=int, default=262144, help="tokens of gptq"
+    )
     parser.add_argument("--limit", type=int, help="rows of each kind; absent = all")
     parser.add_argument("--routes", nargs="+", choices=[route.name for route in ROUTES])
     parser.add_argument("--folder", type=Path, default=Path("exports/qat_quality"))

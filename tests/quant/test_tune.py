@@ -86,8 +86,8 @@ def test_what_is_stored_is_what_was_judged(case, tuned, tmp_path):
     served = load(tmp_path).model(tokens)
     assert mx.array_equal(served, run.student.model(tokens))
     # The forward of training takes them so too.
-    run._masters.update(run._joined(found))
-    masters = run.student.served(run._cut(run._masters))
+    run._masters.update(run._vectors.joined(found))
+    masters = run.student.served(run._vectors.cut(run._masters))
     assert all(mx.array_equal(masters[k].astype(mx.float16), found[k]) for k in found)
 
 
@@ -102,12 +102,13 @@ def test_gradients_are_those_of_finite_differences(case, tmp_path):
     run._optimizer.apply_gradients = lambda gradients, origin: (
         moved.update(gradients) or origin
     )
-    run._step(tokens, training.counted[0], *target, mx.array(0.0))
+    run._add(tokens, training.counted[0], *target)
+    run._move(mx.array(0.0))
     norm = np.sqrt(sum(np.square(np.array(g)).sum() for g in moved.values()))
     assert norm < 1, "clipped gradients are no gradients"
     # The number of the first layer that matters most.
-    size = np.prod(next(iter(run._shapes.values())))
-    place = int(mx.argmax(mx.abs(moved["biases"][: int(size)])).item())
+    first = next(iter(run.student.affine.values())).scales.size
+    place = int(mx.argmax(mx.abs(moved["biases"][:first])).item())
     middle, unit = 3.5, run._units[place].item()
 
     def loss(kind, step):
@@ -118,7 +119,7 @@ def test_gradients_are_those_of_finite_differences(case, tmp_path):
             values["scales"][place] += step * unit * 2 / middle
             values["biases"][place] -= step * unit * 2
         masters = {k: mx.array(v, mx.float32) for k, v in values.items()}
-        run.student.put(run._cut(masters))
+        run.student.put(run._vectors.cut(masters))
         return _divergence(run.student.model(tokens), target)
 
     for kind in KINDS:
@@ -152,6 +153,42 @@ def test_the_rate_is_found_by_trying(case, tmp_path, capsys):
     assert run._optimizer.state["step"].item() == 1
 
 
+def test_of_rates_none_is_tried_beyond_one_that_is_worse(
+    case, tmp_path, monkeypatch, capsys
+):
+    run = tuning(case, tmp_path, learning_rate=None, steps=1, report=Report(None))
+    found = iter([1.0, 0.5, 0.4, float("nan"), 0.3])
+    monkeypatch.setattr(run, "_judged", lambda *_: next(found))
+    run.run()
+    assert (
+        "0.0003: 0.5, 0.001: 0.4, 0.003: inf; taking 0.001" in capsys.readouterr().out
+    )
+
+
+def test_a_step_of_many_parts_is_that_of_one(case, tmp_path):
+    """Though unlike numbers of their tokens count."""
+    path, _, held_out = case
+    teacher, parts = load(path).model, parts_of(5, 2)
+    counted = [mx.arange(32) < n * mx.ones((2, 1)) for n in (30, 7)]
+    whole = [mx.concatenate(parts)], [mx.concatenate(counted)]
+    moved = []
+    for name, (tokens, count) in {"parts": (parts, counted), "whole": whole}.items():
+        settings = {"digest": "b", "top_k": 320, "say": lambda _: None}
+        folder = tmp_path / name
+        targets = make_targets(
+            folder, tokens, lambda x: 2 * teacher(x), counted=count, **settings
+        )
+        run = tuning((path, targets, held_out), folder, batch_tokens=128)
+        losses = [run._trained(step, 3, 1e-2).item() for step in range(3)]
+        moved.append((losses, run._masters, run._optimizer.state["step"].item()))
+    (losses, masters, steps), (others, expected, _) = moved
+    assert steps == 3
+    np.testing.assert_allclose(losses, others, rtol=1e-4)
+    for kind in KINDS:
+        # Where a gradient is about nothing, Adam makes much of the order of a sum.
+        assert np.isclose(masters[kind], expected[kind], atol=2e-5).mean() > 0.995
+
+
 def test_a_killed_run_goes_on_exactly(case, tmp_path, monkeypatch):
     whole = tuning(case, tmp_path / "whole", learning_rate=None).run()
     killed = tuning(case, tmp_path, learning_rate=None)
@@ -159,8 +196,8 @@ def test_a_killed_run_goes_on_exactly(case, tmp_path, monkeypatch):
 
     def dying(*parts):
         calls.append(parts)
-        # Of the start, of four rates, then of steps.
-        if len(calls) == 5 + 7:
+        # Of the start, of up to four rates, then of steps.
+        if len(calls) == 5 + 5:
             raise KeyboardInterrupt
         return judged(*parts)
 

@@ -43,10 +43,11 @@ class Tune(Section):
     is best on tokens held out is kept, be it the start.
     """
 
-    steps: int = Field(200, ge=1)
+    steps: int = Field(100, ge=1)
     """Optimizer steps."""
-    batch_tokens: int = Field(1024, ge=8)
-    """Tokens of a step, in windows of `calibration.length`."""
+    batch_tokens: int = Field(4096, ge=8)
+    """Tokens of a step, in windows of `calibration.length`; at most 1,024 of them, or
+    one window, go through the model at once."""
     learning_rate: float | None = Field(None, gt=0)
     """Of a scale, as a share of its layer's mean; absent = found by a short probe."""
     top_k: int = Field(256, ge=1)

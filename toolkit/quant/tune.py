@@ -9,7 +9,7 @@ one learning rate mean the same for all widths of codes.
 
 import hashlib
 import json
-from math import prod
+import math
 from pathlib import Path
 
 import mlx.core as mx
@@ -24,10 +24,11 @@ from ..train.optim import clip, learning_rate
 from ..train.targets import Target, Targets
 from .student import Student
 from .task import Tune
+from .vectors import Vectors
 
 LADDER = (3e-4, 1e-3, 3e-3, 1e-2)
 # Steps of a rung, and parts of the held-out tokens that judge it.
-PROBE_STEPS, PROBE_PARTS = 12, 2
+PROBE_STEPS, PROBE_PARTS = 8, 4
 WARMUP = 0.05
 BETAS = [0.9, 0.99]
 CLIP = 1.0
@@ -63,23 +64,29 @@ class Tuning:
         self.seed = seed
         self.report = report
         layers = student.affine
-        self._shapes = {path: layer.scales.shape for path, layer in layers.items()}
-        named = {f"{p}.{k}": m[k] for p, m in layers.items() for k in KINDS}
+        shapes = {path: layer.scales.shape for path, layer in layers.items()}
         # One vector for all layers: a step is a few kernels, however many there are.
-        self._start = self._joined(named)
+        self._vectors = Vectors(KINDS, shapes)
+        named = {f"{p}.{k}": m[k] for p, m in layers.items() for k in KINDS}
+        self._start = self._vectors.joined(named)
         means = {
             p: mx.abs(layer.scales.astype(mx.float32)).mean()
             for p, layer in layers.items()
         }
-        self._units = self._spread(means)
-        self._middles = self._spread(
+        self._units = self._vectors.spread(means)
+        self._middles = self._vectors.spread(
             {p: (2**m.bits - 1) / 2 for p, m in layers.items()}
         )
         self._masters = dict(self._start)
         self._optimizer = optimizers.Adam(0.0, BETAS, bias_correction=True)
         self._reset()
-        state = [self._masters, self._optimizer.state]
-        self._compiled = mx.compile(self._step, inputs=state, outputs=state)
+        self._sums = self._nothing()
+        # As many parts as fill a step, however few tokens go through the model at once.
+        largest = max(tokens.size for tokens in training.tokens)
+        self._parts_of_step = max(1, config.batch_tokens // largest)
+        state = [self._masters, self._optimizer.state, self._sums]
+        self._adding = mx.compile(self._add, inputs=state, outputs=state)
+        self._moving = mx.compile(self._move, inputs=state, outputs=state)
         mx.eval(self._units, self._middles, state)
 
     def run(self) -> dict[str, mx.array]:
@@ -116,38 +123,44 @@ class Tuning:
 
     def _probed(self) -> float:
         """The rung of the ladder that leads furthest in a few steps."""
-        found = {}
+        found: dict[float, float] = {}
         for rate in LADDER:
             for step in range(PROBE_STEPS):
                 self._trained(step, PROBE_STEPS, rate)
-            found[rate] = self._judged(PROBE_PARTS)
+            divergence = self._judged(PROBE_PARTS)
+            found[rate] = math.inf if math.isnan(divergence) else divergence
             self._reset()
+            if found[rate] > min(found.values()):
+                break  # Higher ones lead further astray.
         tried = ", ".join(f"{rate:g}: {kl:.4g}" for rate, kl in found.items())
-        # What is not a number is never less.
-        best = min(
-            found, key=lambda rate: (not found[rate] < float("inf"), found[rate])
-        )
+        best = min(found, key=found.__getitem__)
         self.report.say(f"learning rates tried, held-out KL: {tried}; taking {best:g}")
         return best
 
     def _trained(self, step: int, steps: int, rate: float) -> mx.array:
-        part = self._part(step)
         now = learning_rate(
             step, steps, peak=rate, schedule="cosine", warmup=WARMUP, final=0.0
         )
-        tokens, counted = self.training.tokens[part], self.training.counted[part]
-        target = self.training[part]
-        loss = self._compiled(tokens, counted, *target, mx.array(now))
-        mx.async_eval(loss, self._masters, self._optimizer.state)
+        for part in self._parts(step):
+            tokens, counted = self.training.tokens[part], self.training.counted[part]
+            self._adding(tokens, counted, *self.training[part])
+            mx.async_eval(self._sums)
+        loss = self._moving(mx.array(now))
+        mx.async_eval(loss, self._masters, self._optimizer.state, self._sums)
         return loss
 
-    def _part(self, step: int) -> int:
-        """Which part a step trains on; every turn through all has its own order."""
-        turn, place = divmod(step, len(self.training))
+    def _parts(self, step: int) -> list[int]:
+        """What a step trains on; every turn through all parts has its own order."""
+        first = step * self._parts_of_step
+        return [self._part(n) for n in range(first, first + self._parts_of_step)]
+
+    def _part(self, number: int) -> int:
+        turn, place = divmod(number, len(self.training))
         random = np.random.default_rng([self.seed, turn])
         return int(random.permutation(len(self.training))[place])
 
-    def _step(self, tokens, counted, indices, log_probs, log_rest, rate) -> mx.array:
+    def _add(self, tokens, counted, indices, log_probs, log_rest) -> None:
+        """Add up gradients of a part: every token of a step counts alike."""
         target = Target(indices, log_probs, log_rest)
 
         def loss_of(served):
@@ -157,68 +170,45 @@ class Tuning:
             return kl_sum(logits, target, counted, temperature=temperature)
 
         # Straight through the rounding: what the masters get is what is served gets.
-        served = self.student.served(self._cut(self._masters))
+        served = self.student.served(self._vectors.cut(self._masters))
         loss, found = mx.value_and_grad(loss_of)(served)
-        count = counted.sum()
-        gradients = self._about_middles(self._joined(found), count)
+        found = self._vectors.joined(found) | {"loss": loss, "count": counted.sum()}
+        for name, value in found.items():
+            self._sums[name] += value
+
+    def _move(self, rate: mx.array) -> mx.array:
+        """A step by what was added up; the mean loss."""
+        loss, count = self._sums["loss"], self._sums["count"]
+        gradients = self._about_middles(count)
         norm = mx.sqrt(sum(mx.square(g).sum() for g in gradients.values()))
         self._optimizer.learning_rate = rate
         origin = {k: mx.zeros_like(v) for k, v in gradients.items()}
         moves = self._optimizer.apply_gradients(clip(gradients, norm, CLIP), origin)
-        self._move(moves)
-        return loss / count
-
-    def _about_middles(self, gradients: dict, count: mx.array) -> dict[str, mx.array]:
-        """Gradients of the mean, by steps of one unit; see `_move`."""
-        scales, biases = (gradients[kind] * self._units / count for kind in KINDS)
-        spread = (scales - self._middles * biases) * 2 / self._middles
-        return {"scales": spread, "biases": biases}
-
-    def _move(self, moves: dict[str, mx.array]) -> None:
-        """Move the middle of every group by its bias, and spread it by its scale."""
+        # The middle of every group moves by its bias, and its scale spreads it.
         shift, spread = moves["biases"] * self._units, moves["scales"] * self._units
         spread = spread * 2 / self._middles
         self._masters["scales"] += spread
         self._masters["biases"] += shift - self._middles * spread
+        self._sums.update(self._nothing())
+        return loss / count
 
-    def _joined(self, named: dict[str, mx.array]) -> dict[str, mx.array]:
-        """All scales in one float32 vector, and all biases."""
-        return {
-            kind: mx.concatenate(
-                [
-                    named[f"{p}.{kind}"].astype(mx.float32).reshape(-1)
-                    for p in self._shapes
-                ]
-            )
-            for kind in KINDS
-        }
+    def _about_middles(self, count: mx.array) -> dict[str, mx.array]:
+        """Gradients of the mean, by steps of one unit."""
+        scales, biases = (self._sums[kind] * self._units / count for kind in KINDS)
+        spread = (scales - self._middles * biases) * 2 / self._middles
+        return {"scales": spread, "biases": biases}
 
-    def _spread(self, values: dict) -> mx.array:
-        """A number of every layer, for each of its scales."""
-        return mx.concatenate(
-            [
-                mx.full(prod(shape), values[p], mx.float32)
-                for p, shape in self._shapes.items()
-            ]
-        )
-
-    def _cut(self, joined: dict[str, mx.array]) -> dict[str, mx.array]:
-        """What `_joined` made one of, by name."""
-        ends = np.cumsum([prod(shape) for shape in self._shapes.values()]).tolist()
-        return {
-            f"{path}.{kind}": part.reshape(shape)
-            for kind in KINDS
-            for part, (path, shape) in zip(
-                mx.split(joined[kind], ends[:-1]), self._shapes.items(), strict=True
-            )
-        }
+    def _nothing(self) -> dict[str, mx.array]:
+        """Sums before the first part of a step."""
+        zeros = {kind: mx.zeros_like(value) for kind, value in self._start.items()}
+        return zeros | {"loss": mx.array(0.0), "count": mx.array(0)}
 
     def _judged(self, parts: int | None = None) -> float:
         self.student.put(self._stored())
         return self.student.divergence(self.held_out, parts)
 
     def _stored(self) -> dict[str, mx.array]:
-        named = self._cut(self._masters)
+        named = self._vectors.cut(self._masters)
         return {k: v.astype(self.student.dtype) for k, v in named.items()}
 
     def _reset(self) -> None:

@@ -16,8 +16,8 @@ from ..train.targets import Targets, make_targets
 from .calibrating import Calibrating
 from .context import Context, write_checkpoint
 
-# Tokens at once where nothing is trained.
-AT_ONCE = 2048
+# Tokens at once where nothing is trained, and where a step adds up gradients.
+AT_ONCE, TRAINED_AT_ONCE = 2048, 1024
 
 
 def is_judged(config: PostTraining) -> bool:
@@ -100,7 +100,8 @@ class Improving:
         size = self.tune.batch_tokens
         most = self.config.calibration.tokens or self.tune.steps * size
         windows = self.calibrating.watched(min(most, self.tune.steps * size))
-        return held_out, predicted("training", windows, size, self.tune.temperature)
+        at_once = min(size, TRAINED_AT_ONCE)
+        return held_out, predicted("training", windows, at_once, self.tune.temperature)
 
     def _rounded(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
         """The model rounded to nearest, in place of all that the method left."""
