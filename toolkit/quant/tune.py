@@ -82,8 +82,10 @@ class Tuning:
         self._reset()
         self._sums = self._nothing()
         # As many parts as fill a step, however few tokens go through the model at once.
-        largest = max(tokens.size for tokens in training.tokens)
-        self._parts_of_step = max(1, config.batch_tokens // largest)
+        parts, size = len(training), sum(tokens.size for tokens in training.tokens)
+        self._parts_of_step = min(
+            parts, max(1, round(config.batch_tokens / size * parts))
+        )
         state = [self._masters, self._optimizer.state, self._sums]
         self._adding = mx.compile(self._add, inputs=state, outputs=state)
         self._moving = mx.compile(self._move, inputs=state, outputs=state)
