@@ -8,6 +8,7 @@ so is every run, so that the same command goes on after it was stopped. For `--r
 
 import argparse
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -124,7 +125,8 @@ def result(route: Route, seed: int, bits: int | None, arguments) -> dict:
 
 def write(file: Path, value: dict) -> None:
     """Write JSON, whole or not at all."""
-    part = file.with_suffix(".part")
+    # Other seeds may be run beside this one, into the same folder.
+    part = file.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(value))
     part.replace(file)
 
