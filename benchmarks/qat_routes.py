@@ -112,9 +112,16 @@ def _taught(arguments: Namespace, bits: int) -> Stages:
     return _from_codes(arguments, bits, teacher=teacher)
 
 
+def _from_gptq(arguments: Namespace, bits: int) -> Stages:
+    """GPTQ of the base, and all steps from its codes."""
+    grid = _grid(bits, grid="learned")
+    return [*_post_training(arguments, bits), _train(arguments, quantization=grid)]
+
+
 def _after(arguments: Namespace, bits: int) -> Stages:
     """From the codes of a model towards its twin, which has learned all there is."""
-    more = {"quantization": _grid(bits, grid="learned"), "keep": "best"}
+    grid = _grid(bits, grid="learned", at_points=True)
+    more = {"quantization": grid, "keep": "best"}
     more["learning_rate"] = arguments.codes_rate * RATES.get(bits, 0.1)
     stage = _train(arguments, AFTER, teacher={"model": str(arguments.twin)}, **more)
     stage["train"]["evaluate_every"] = max(1, stage["train"]["steps"] // 5)
@@ -143,6 +150,7 @@ ROUTES = (
     Route("qat late", _late),
     Route("qat progressive", _progressive),
     Route("qat ternary", _aware("ternary"), bits=(2,)),
+    Route("qat from gptq", _from_gptq),
     Route("qat from codes", _from_codes),
     Route("qat from codes, taught", _taught),
     Route("qat after gptq, taught", _after, "gptq of the twin"),

@@ -3,6 +3,9 @@
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
 from ..export import mlx as checkpoints
 from ..model import fresh
 from ..run.files import atomic_folder
@@ -12,6 +15,17 @@ from .context import Context
 def start(context: Context) -> Path:
     """The checkpoint that is trained, which `begin` has made of a fresh model."""
     return context.current.model if context.current else context.folder / "fresh"
+
+
+def origin(context: Context) -> dict[str, mx.array] | None:
+    """Weights that the current model was quantized from, unread, if that is known."""
+    current = context.current
+    # A training after it has moved the codes away from there.
+    if not (current and current.is_quantized and "method" in current.facts):
+        return None
+    folder = context.visible(current.reference)
+    loaded = context.load(folder, compute="stored", lazy=True)
+    return dict(tree_flatten(loaded.model.parameters()))
 
 
 def begin(context: Context) -> None:

@@ -10,6 +10,7 @@ from ..model.grids.settings import FROM_CODES, Rounding
 from ..model.load import Loaded
 from ..quant.layers import Selection, select
 from ..quant.spec import QuantSpec
+from ..registry import entries
 from ..run.report import Report
 from .train import Config
 
@@ -30,12 +31,28 @@ class Rounded:
     packed: Packed | None = None
 
 
-def prepare(config: Config, loaded: Loaded, report: Report) -> Rounded:
+def prepare(
+    config: Config,
+    loaded: Loaded,
+    report: Report,
+    *,
+    origin: dict[str, mx.array] | None = None,
+    seed: int = 0,
+) -> Rounded:
     """Choose the layers to round; of a model in codes go on from these.
 
-    The weights to train are then the codes' own values, not those that were quantized:
-    a method may have left a weight another code than the nearest, and from the dense
-    weights the first step would undo all of it.
+    The weights to train then lie in the cells of their codes, each as near to the one
+    it was quantized from as its cell lets it be: a method may have left it another code
+    than the nearest, and from the dense weights the first step would undo that. At the
+    points themselves little is learned: for long no code moves, and then many at once.
+    But those that compensate for each other stay longest there, which is best where all
+    that is to be learned is what the model has been. Where the dense weights are not
+    known, weights are spread over their cells at random.
+
+    Args:
+        origin: the weights, by name, that a model in codes was quantized from, if they
+            are known; may be unread, and are taken out one by one.
+        seed: of the spreading.
 
     Raises:
         UserError: a quantized model, and training would round it anew.
@@ -44,11 +61,24 @@ def prepare(config: Config, loaded: Loaded, report: Report) -> Rounded:
     if config.keeps_codes:
         return _in_codes(loaded)
     if "quantization" not in loaded.config:
+        if rounding and rounding.at_points is not None:
+            raise UserError(
+                "at_points is for a model in codes, and this one has none",
+                place=str(loaded.path),
+                hint="leave it out, or quantize first",
+            )
         chosen = select(loaded.model, rounding) if rounding else Selection({}, {})
         return Rounded(loaded, chosen, rounding)
     if rounding:
         adapts = config.adapter is not None
-        return _from_codes(rounding.of_codes(adapts=adapts), loaded, report)
+        rounding = rounding.of_codes(adapts=adapts)
+        found = _from_codes(rounding, loaded, report)
+        at_points = rounding.at_points
+        if at_points is None:
+            at_points = rounding.grid == "frozen" or config.is_of_itself
+        if not at_points:
+            _spread(found, origin or {}, mx.random.key(seed))
+        return found
     if not config.adapter:
         raise UserError(
             "this model is already quantized, and full training needs its weights",
@@ -92,6 +122,29 @@ def _from_codes(rounding: Rounding, loaded: Loaded, report: Report) -> Rounded:
     dense, packed = expanded(loaded, dtype)
     report.say(f"training goes on from the codes of {len(packed)} layers")
     return Rounded(dense, Selection(specs, kept), rounding, packed)
+
+
+def _spread(found: Rounded, origin: dict[str, mx.array], key: mx.array) -> None:
+    """Move the weights to train from the points of their codes, which stay."""
+    modules = dict(found.loaded.model.named_modules())
+    kind = entries("toolkit.model.grids", "Grid")[found.rounding.grid].Grid
+    for path, packed in found.packed.items():
+        spec, layer = found.selection.specs[path], modules[path]
+        width = mx.abs(mx.repeat(packed["scales"], spec.group_size, axis=-1))
+        wished, points = origin.pop(f"{path}.weight", None), layer.weight
+        if wished is None or not _are_near(wished, points, width):
+            key, own = mx.random.split(key)
+            noise = mx.random.uniform(-0.5, 0.5, points.shape, key=own)
+            wished = points + noise * width
+        grid = kind(spec, found.loaded.dtype, found.rounding.start)
+        layer.weight = grid.within(packed, wished)
+        mx.eval(layer.weight)
+
+
+def _are_near(weights: mx.array, points: mx.array, width: mx.array) -> bool:
+    """Whether points stand for these weights, not for ones that were folded."""
+    distance = mx.abs(weights.astype(mx.float32) - points)
+    return (distance.mean() <= width.mean()).item()
 
 
 def _kept(loaded: Loaded) -> dict[str, str]:

@@ -16,13 +16,14 @@ from ..model.cast import set_compute_dtype
 from ..model.cpu import on_cpu
 from ..model.fake_quant import FakeQuant
 from ..model.group_biases import GroupBiases
+from ..quant.spec import expand
 from ..run.files import atomic_folder
 from ..train.keep import Keep
 from ..train.loop import Cadence, Loop
 from ..train.optim import learning_rate
 from ..train.step import Step
 from .batching import training_batches, validation_batches
-from .beginning import start
+from .beginning import origin, start
 from .context import Artefact, Context, write_checkpoint
 from .rounding import prepare, require_time
 from .samples import write_samples
@@ -39,7 +40,8 @@ class Training:
         self.context = context
         self.start = context.visible(start(context))
         loaded = context.load(self.start, compute="stored")
-        self.rounded = prepare(config, loaded, context.report)
+        known = {"origin": origin(context), "seed": context.seed}
+        self.rounded = prepare(config, loaded, context.report, **known)
         self.loaded, self.selection = self.rounded.loaded, self.rounded.selection
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
         self.adapted_keys = self._attach()
@@ -63,23 +65,28 @@ class Training:
     def write(self) -> Artefact:
         """Write the trained checkpoint, its unquantized twin, and the adapter."""
         folder, parameters = self.context.folder, self.parameters
-        loaded = self.loaded
+        loaded, fake_quant = self.loaded, self.step.fake_quant
         dense = lora.fused(loaded.model, self.base, parameters, loaded.dtype)
-        reference = model = self._write_dense(dict(dense))
-        if self.step.fake_quant:
+        stored = fake_quant.stored(parameters) if fake_quant else {}
+        reference = model = self._write_dense(dict(dense), stored)
+        if fake_quant:
             model = folder / "model"
-            stored = self.step.fake_quant.stored(parameters)
             write_checkpoint(model, loaded, dense, self.selection, stored)
         adapters = self._write_adapters() if self.config.adapter else None
         return Artefact(model, reference, adapters, self._facts(model))
 
-    def _write_dense(self, weights: dict[str, mx.array]) -> Path:
+    def _write_dense(
+        self, weights: dict[str, mx.array], stored: dict[str, mx.array]
+    ) -> Path:
         """Write the unquantized twin; that of codes is their origin, if known."""
         current, loaded = self.context.current, self.loaded
         if self.rounded.packed and current.is_quantized:
             return current.reference
         for path in self.rounded.packed or {}:
-            weights[f"{path}.weight"] = weights[f"{path}.weight"].astype(loaded.dtype)
+            # Where in their cells the weights are says nothing of what was lost.
+            own = {k: stored[f"{path}.{k}"] for k in ("weight", "scales", "biases")}
+            spec = self.selection.specs[path]
+            weights[f"{path}.weight"] = expand(own, spec, loaded.dtype)
         target = self.context.folder / "dense"
         write_checkpoint(target, loaded, weights)
         return target

@@ -9,6 +9,9 @@ from ...quant.codes import pack_codes
 from ...quant.grid import fit_grid
 from ...quant.spec import QuantSpec, expand, pack
 
+# Of a step: nearer to the end of its cell a weight might be rounded out of it.
+EDGE = 0.01
+
 
 @dataclass(frozen=True)
 class Affine:
@@ -76,6 +79,26 @@ class Affine:
             pair = fit_grid(groups, costs, self.top + 1.0, self.dtype)
         return tuple(v.astype(mx.float32).reshape(-1) for v in pair)
 
+    def within(self, packed: dict[str, mx.array], wished: mx.array) -> mx.array:
+        """Weights [..., K], float32, that are rounded to the codes of `packed`.
+
+        Each is as near to the one wished for as the cell of its code lets it be, and
+        not so far out that it has no gradient.
+        """
+        pair = (packed[k].astype(mx.float32).reshape(-1) for k in ("scales", "biases"))
+        scales, biases = pair
+        codes = numbers(packed["weight"], self.spec)
+        codes = codes.reshape(-1, self.spec.group_size)
+        steps = self._steps(wished, scales, biases)
+        most = 0.5 - EDGE
+        steps = mx.clip(steps, codes - most, codes + most)
+        steps = mx.clip(steps, EDGE - self.margin, self.top + self.margin - EDGE)
+        weight = steps * scales[:, None] + biases[:, None]
+        # Of a group whose bias hides its scale the points themselves are exact.
+        points = expand(packed, self.spec, mx.float32).reshape(weight.shape)
+        same = self._nearest(self._steps(weight, scales, biases)) == codes
+        return mx.where(same, weight, points).reshape(wished.shape)
+
     def _steps(self, weight, scales, biases) -> mx.array:
         """How many steps of its grid every weight is above the first point, [M, g]."""
         groups = weight.astype(mx.float32).reshape(-1, self.spec.group_size)
@@ -86,3 +109,11 @@ class Affine:
 
     def _nearest(self, steps: mx.array) -> mx.array:
         return mx.clip(mx.round(steps), 0, self.top)
+
+
+def numbers(codes: mx.array, spec: QuantSpec) -> mx.array:
+    """Packed codes [..., K * bits / 32] as float32 [..., K]."""
+    width = codes.shape[-1] * 32 // spec.bits
+    groups = (*codes.shape[:-1], width // spec.group_size)
+    plain = {"scales": mx.ones(groups), "biases": mx.zeros(groups)}
+    return expand({"weight": codes} | plain, spec, mx.float32)

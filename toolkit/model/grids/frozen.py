@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from ...quant.spec import QuantSpec, expand
 from . import learned as learned_grid
+from .affine import numbers
 
 
 class Grid(learned_grid.Grid):
@@ -44,7 +45,7 @@ class Grid(learned_grid.Grid):
         @forward.vjp
         def _(primals, cotangent, _):
             g = cotangent.reshape(-1, self._spec.group_size)
-            codes = self._numbers().reshape(g.shape)
+            codes = numbers(self.codes, self._spec).reshape(g.shape)
             return (g * codes).sum(axis=-1), g.sum(axis=-1)
 
         return forward(learned["scales"], learned["biases"])
@@ -54,10 +55,3 @@ class Grid(learned_grid.Grid):
         shape = (*self.codes.shape[:-1], -1)
         pair = {k: v.astype(self._dtype).reshape(shape) for k, v in learned.items()}
         return {"weight": self.codes} | pair
-
-    def _numbers(self) -> mx.array:
-        """The codes [..., K] as float32."""
-        width = self.codes.shape[-1] * 32 // self._spec.bits
-        groups = (*self.codes.shape[:-1], width // self._spec.group_size)
-        plain = {"scales": mx.ones(groups), "biases": mx.zeros(groups)}
-        return expand({"weight": self.codes} | plain, self._spec, mx.float32)

@@ -31,6 +31,10 @@ class Grid:
             for name in ("scales", "biases")
         }
 
+    def within(self, packed: dict[str, mx.array], wished: mx.array) -> mx.array:
+        """Weights that round to the stored codes, near others; see `Affine.within`."""
+        return self._affine.within(packed, wished)
+
     def rounded(self, weight: mx.array, learned: dict[str, mx.array]) -> mx.array:
         """The weight [..., K] as served, float32; see `Affine.rounded`."""
         return self._affine.rounded(weight, **learned)

@@ -41,6 +41,12 @@ class Rounding(Quantization):
     start: Literal["minmax", "fitted"] = "fitted"
     """Where scales and biases begin: at the range of the weights, or where rounding
     loses least; after a quantize stage they begin as stored."""
+    at_points: bool | None = None
+    """After a quantize stage: whether weights begin at the points that their codes
+    stand for, and none has another code before it moved half a step, or in the cells
+    about these, as near to what was quantized as each lets them; then codes move from
+    the first step on, which learns more and loses more at first. Absent = true where a
+    teacher is all there is to learn from, and is the model before it was quantized."""
     grid_rate: float = Field(0.1, gt=0)
     """Learning rate of scales and biases as a multiple of the weights'; with a frozen
     grid of learning_rate."""
@@ -81,6 +87,8 @@ class Rounding(Quantization):
             raise ValueError("start and grid_rate are for grids that are learned")
         if self.grid == "kept" and self.grid_rate != 0.1:
             raise ValueError("grid_rate is for scales and biases; a kept grid's stay")
+        if self.at_points is not None and self.grid not in (*OF_ANY_WIDTH, "kept"):
+            raise ValueError("at_points is for weights that go on from codes")
         if self.grid == "frozen" and self.start_step:
             raise ValueError("start_step is for weights; a frozen grid has only codes")
         if self.grid == "kept" and self.start_step:
