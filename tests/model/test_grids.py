@@ -345,6 +345,7 @@ def down(*widths):
         ({"grid": "ternary"}, "a ternary grid has 2 bits"),
         ({"start": "minmax"}, "are for grids that are learned"),
         ({"grid_rate": 2.0}, "are for grids that are learned"),
+        ({"grid": "frozen", "at_points": True}, "at_points is for weights that go on"),
         ({"grid": "frozen", "start_step": 3}, "start_step is for weights"),
         ({"grid": "kept"} | down(8), "affine grids of any width: minmax and learned"),
         ({"bits": 2, "grid": "ternary"} | down(8), "minmax and learned"),

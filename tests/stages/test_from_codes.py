@@ -20,7 +20,7 @@ GPTQ = GRID | {
     "tune": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3},
     "gates": False,
 }
-MOVING = TRAIN | {"learning_rate": 1e-2}
+MOVING = TRAIN | {"learning_rate": 5e-3}
 STILL = TRAIN | {"steps": 1, "learning_rate": 1e-30}
 WAYS = {
     "learned": {"quantization": GRID | {"grid": "learned"}},
