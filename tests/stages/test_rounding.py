@@ -59,7 +59,7 @@ def weights_of(found):
     return {path: modules[path].weight for path in (UP, DOWN)}
 
 
-def begun(mixed, origin=None, seed=0, teacher=None, **rounding):
+def begun(mixed, origin=dict, seed=0, teacher=None, **rounding):
     """The weights a training from codes begins with."""
     settings = COMMON | {"quantization": Rounding(bits=3, grid="learned", **rounding)}
     own = Config(**settings, teacher=teacher)
@@ -74,7 +74,7 @@ def dense(make_checkpoint):
 
 
 def test_weights_begin_near_what_was_quantized(mixed, dense):
-    found = begun(mixed, dict(dense))
+    found = begun(mixed, dense.copy)
     points = begun(mixed, at_points=True)
     for path, weight in found.items():
         wished = dense[f"{path}.weight"].astype(mx.float32)
@@ -85,7 +85,7 @@ def test_weights_begin_near_what_was_quantized(mixed, dense):
 def test_weights_of_unknown_origin_are_spread_by_the_seed(mixed, dense):
     """As are those of layers whose scales a method has folded."""
     folded = {name: 3 * value for name, value in dense.items()}
-    found, same = begun(mixed), begun(mixed, folded)
+    found, same = begun(mixed), begun(mixed, folded.copy)
     other, points = begun(mixed, seed=1), begun(mixed, at_points=True)
     for path, weight in found.items():
         assert mx.array_equal(weight, same[path])
@@ -95,8 +95,8 @@ def test_weights_of_unknown_origin_are_spread_by_the_seed(mixed, dense):
 
 def test_what_the_model_has_been_is_learned_from_the_points(mixed, dense):
     points = begun(mixed, at_points=True)
-    found = begun(mixed, dict(dense), teacher={})
-    asked = begun(mixed, dict(dense), teacher={}, at_points=False)
+    found = begun(mixed, dense.copy, teacher={})
+    asked = begun(mixed, dense.copy, teacher={}, at_points=False)
     for path, weight in points.items():
         assert mx.array_equal(found[path], weight)
         assert not mx.array_equal(asked[path], weight)

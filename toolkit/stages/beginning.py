@@ -17,12 +17,12 @@ def start(context: Context) -> Path:
     return context.current.model if context.current else context.folder / "fresh"
 
 
-def origin(context: Context) -> dict[str, mx.array] | None:
-    """Weights that the current model was quantized from, unread, if that is known."""
+def origin(context: Context) -> dict[str, mx.array]:
+    """Weights that the current model was quantized from, unread; none if not known."""
     current = context.current
     # A training after it has moved the codes away from there.
     if not (current and current.is_quantized and "method" in current.facts):
-        return None
+        return {}
     folder = context.visible(current.reference)
     loaded = context.load(folder, compute="stored", lazy=True)
     return dict(tree_flatten(loaded.model.parameters()))

@@ -1,5 +1,6 @@
 """The layers that a train stage rounds: chosen, or those of a model in codes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -36,7 +37,7 @@ def prepare(
     loaded: Loaded,
     report: Report,
     *,
-    origin: dict[str, mx.array] | None = None,
+    origin: Callable[[], dict[str, mx.array]] = dict,
     seed: int = 0,
 ) -> Rounded:
     """Choose the layers to round; of a model in codes go on from these.
@@ -50,8 +51,9 @@ def prepare(
     known, weights are spread over their cells at random.
 
     Args:
-        origin: the weights, by name, that a model in codes was quantized from, if they
-            are known; may be unread, and are taken out one by one.
+        origin: asked where it matters, for the weights, by name, that a model in codes
+            was quantized from, as far as they are known; may be unread, and are taken
+            out one by one.
         seed: of the spreading.
 
     Raises:
@@ -77,7 +79,7 @@ def prepare(
         if at_points is None:
             at_points = rounding.grid == "frozen" or config.is_of_itself
         if not at_points:
-            _spread(found, origin or {}, mx.random.key(seed))
+            _spread(found, origin(), mx.random.key(seed))
         return found
     if not config.adapter:
         raise UserError(

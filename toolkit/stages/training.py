@@ -1,6 +1,7 @@
 """How a train stage is put together from model, data and loop, and what it leaves."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -40,7 +41,7 @@ class Training:
         self.context = context
         self.start = context.visible(start(context))
         loaded = context.load(self.start, compute="stored")
-        known = {"origin": origin(context), "seed": context.seed}
+        known = {"origin": partial(origin, context), "seed": context.seed}
         self.rounded = prepare(config, loaded, context.report, **known)
         self.loaded, self.selection = self.rounded.loaded, self.rounded.selection
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
