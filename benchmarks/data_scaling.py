@@ -15,6 +15,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from lmx.models import checkpoint_writer
+
 ROW = "{:>10}{:>9}{:>10}{:>10}{:>10}{:>10}{:>10}{:>11}{:>11}"
 VOCABULARY, HIDDEN, LENGTH = 512, 64, 64
 HEAD = """\
@@ -96,12 +98,11 @@ def _write_rows(path: Path, count: int) -> None:
 
 
 def _write_model(folder: Path) -> None:
-    from toolkit.export import mlx as checkpoints
-    from toolkit.model import fresh
-    from toolkit.model.source import Fresh
+    from lmx.config.model import ScratchModelConfig
+    from lmx.models import from_scratch
 
-    config = fresh.configuration(
-        Fresh(
+    config = from_scratch.configuration(
+        ScratchModelConfig(
             vocabulary=VOCABULARY,
             hidden_size=HIDDEN,
             intermediate_size=2 * HIDDEN,
@@ -113,21 +114,23 @@ def _write_model(folder: Path) -> None:
     folder.mkdir()
     with tempfile.TemporaryDirectory() as scratch:
         texts = ["Repeat: north south river stone seven green 0123456789"] * 9
-        fresh.train_tokenizer(texts, VOCABULARY, Path(scratch))
-        weights = fresh.initial_weights(config, 0)
-        checkpoints.write(folder, weights, config, companions=Path(scratch))
+        from_scratch.train_tokenizer(texts, VOCABULARY, Path(scratch))
+        weights = from_scratch.initial_weights(config, 0)
+        checkpoint_writer.write_checkpoint(
+            folder, weights, config, companions=Path(scratch)
+        )
 
 
 def _start(arguments: argparse.Namespace) -> dict:
     """One start in the folder that `_measured` filled."""
-    from toolkit import blas
+    from lmx.cpu import blas
 
     blas.use()
-    from toolkit.data import cache
-    from toolkit.stages.batching import training_batches
-    from toolkit.stages.train import Config
+    from lmx.config.train import TrainConfig
+    from lmx.data import cache
+    from lmx.pipeline.batches import training_batches
 
-    config = Config(steps=1, batch_size=arguments.batch, packing=arguments.packing)
+    config = TrainConfig(steps=1, batch_size=arguments.batch, packing=arguments.packing)
     context = _context(arguments.start)
     loaded = context.load(context.base)
     made = not (cache.root() / "tokens").exists()
@@ -149,19 +152,20 @@ def _start(arguments: argparse.Namespace) -> dict:
 
 
 def _context(folder: Path):
-    from toolkit.data.sources import Data, Splits
-    from toolkit.model.source import Model
-    from toolkit.run.report import Report
-    from toolkit.stages.context import Context
+    from lmx.config.data import DataConfig
+    from lmx.config.model import ModelConfig
+    from lmx.data.splits import Splits
+    from lmx.pipeline.context import StageContext
+    from lmx.run.logger import RunLogger
 
-    data = Data(train=str(folder / "rows.jsonl"), max_length=LENGTH)
-    report = Report(None, quiet=True)
+    data = DataConfig(train=str(folder / "rows.jsonl"), max_length=LENGTH)
+    report = RunLogger(None, quiet=True)
     rows = Splits(data, find=Path, seed=0, say=report.say, warn=report.warn)
-    return Context(
+    return StageContext(
         folder=folder,
         output=folder,
         name="benchmark",
-        source=Model(path=str(folder / "model")),
+        source=ModelConfig(path=str(folder / "model")),
         data=data,
         seed=0,
         current=None,
@@ -186,11 +190,10 @@ def _making(batches, count: int) -> float:
 def _speed(batches, loaded, config, count: int) -> float:
     """Trained tokens a second, batches included; the first of every shape is traced."""
     import mlx.core as mx
+    from lmx.training.document_mask import DocumentCaches
+    from lmx.training.step import TrainStep
 
-    from toolkit.train.documents import DocumentCaches
-    from toolkit.train.step import Step
-
-    step = Step(loaded.model)
+    step = TrainStep(loaded.model)
     if config.packing:
         step.caches = DocumentCaches(loaded.model)
     shapes, seconds, trained = set(), 0.0, 0

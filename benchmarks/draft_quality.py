@@ -196,7 +196,7 @@ class Seed:
 
 def _code(split: str, count: int, draw: random.Random) -> list[dict]:
     """Pieces of the standard library, no two of which overlap."""
-    from toolkit.data.corpus import read
+    from lmx.data.builtin import read
 
     name = CODE.removeprefix("builtin:")
     pieces = [
@@ -211,7 +211,9 @@ def _trained(recipe: dict, output: Path, threads: int | None) -> Path:
     """Run a recipe, or go on with it; what is finished is not run again."""
     path = output.with_suffix(".yaml")
     path.write_text(json.dumps(recipe | {"output": str(output.resolve())}))
-    program = "import sys; from toolkit.cli import train; sys.exit(train(sys.argv[1:]))"
+    program = (
+        "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
+    )
     _call(["-c", program, str(path), "--quiet"], threads)
     return output
 

@@ -18,24 +18,26 @@ def main() -> None:
 
 def run(settings: dict) -> dict:
     """Measure both models here, then let the draft guess what the target answers."""
-    from toolkit import blas
+    from lmx.cpu import blas
 
     blas.use()
-    from toolkit.data.formats import Rows
-    from toolkit.draft.answers import mean_length, prompts
-    from toolkit.draft.economics import measure
-    from toolkit.draft.trial import Rival, Trial
-    from toolkit.generate.sampling import Sampling
-    from toolkit.model.load import load
+    from lmx.data.dataset import RowReader
+    from lmx.draft.benchmark import Candidate, DraftBenchmark
+    from lmx.draft.cost_model import measure_speculation_costs
+    from lmx.draft.dataset import mean_prompt_length, select_prompts
+    from lmx.generation.sampling import Sampling
+    from lmx.models.loader import load
 
     target, draft = load(settings["target"]), load(settings["draft"])
-    rows = Rows(settings["rows"], split="valid")
+    rows = RowReader(settings["rows"], split="valid")
     count = settings["prompts"]
-    asked = prompts(rows, target.tokenizer, count=count, longest=LONGEST_PROMPT)
-    costs = measure(target.model, draft.model, prompt=mean_length(asked))
-    trial = Trial(
+    asked = select_prompts(rows, target.tokenizer, count=count, longest=LONGEST_PROMPT)
+    costs = measure_speculation_costs(
+        target.model, draft.model, prompt=mean_prompt_length(asked)
+    )
+    trial = DraftBenchmark(
         target.model,
-        Rival(draft.model, costs),
+        Candidate(draft.model, costs),
         target.tokenizer,
         {"held out": [prompt.tokens for prompt in asked]},
         max_tokens=settings["max_tokens"],

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import random_llama
 from finetune_sides import PROGRAM, RANK, SCALE, SIDES
+from lmx.models import checkpoint_writer
 
 SKILLS = Path(__file__).parents[1] / "data" / "skills" / "train.jsonl"
 MERGES = 8192
@@ -93,14 +94,13 @@ def _arguments() -> argparse.Namespace:
 
 def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     """Write into `folder` what every side reads: model, rows, tokens, settings."""
-    from toolkit.data import formats
-    from toolkit.data.template import encode_all
-    from toolkit.export import mlx as checkpoints
-    from toolkit.model import fresh
-    from toolkit.model.load import load
+    from lmx.data import dataset
+    from lmx.data.tokenization import encode_all
+    from lmx.models import from_scratch
+    from lmx.models.loader import load
 
     path = arguments.rows or _made_up(folder / "made-up.jsonl")
-    found = list(formats.Rows(str(path)))
+    found = list(dataset.RowReader(str(path)))
     config = random_llama.configuration(
         arguments, vocabulary=case.vocabulary, dtype="float32"
     )
@@ -108,14 +108,14 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     tokenizer.mkdir()
     model.mkdir()
     texts, most = (row.as_text() for row in found), min(MERGES, case.vocabulary)
-    fresh.train_tokenizer(texts, most, tokenizer)
-    weights = fresh.initial_weights(config, 0)
-    checkpoints.write(model, weights, config, companions=tokenizer)
+    from_scratch.train_tokenizer(texts, most, tokenizer)
+    weights = from_scratch.initial_weights(config, 0)
+    checkpoint_writer.write_checkpoint(model, weights, config, companions=tokenizer)
     count = arguments.limit or case.rows
     rows = _chats(found, count, 16 if case.joined else 1)
     text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
     (folder / "train.jsonl").write_text(text)
-    rows = list(formats.Rows(str(folder / "train.jsonl")))
+    rows = list(dataset.RowReader(str(folder / "train.jsonl")))
     encoded = encode_all(rows, load(model).tokenizer, max_length=case.length)
     assert len(encoded.examples) == count, "a row was dropped"
     tokens = [[e.tokens.tolist(), e.mask.tolist()] for e in encoded.examples]

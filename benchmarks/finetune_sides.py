@@ -79,36 +79,35 @@ def _engine(blas) -> str:
 
 
 def _lmx(folder: Path, settings: dict, _: str) -> dict:
-    from toolkit import allocator, blas
+    from lmx.cpu import blas, malloc
 
-    allocator.keep()
+    malloc.keep()
     used = blas.use()
     import mlx.core as mx
     import numpy as np
-
-    from toolkit.data.batches import Batches
-    from toolkit.data.template import Example
-    from toolkit.model import lora
-    from toolkit.model.adapters.settings import Adapter
-    from toolkit.model.cpu import on_cpu
-    from toolkit.model.load import load
-    from toolkit.stages.train import Config
-    from toolkit.train.chunked import ChunkedLoss
-    from toolkit.train.step import Step
+    from lmx.config.lora import LoRAConfig
+    from lmx.config.train import TrainConfig
+    from lmx.cpu.patches import on_cpu
+    from lmx.data.batching import BucketBatchSampler
+    from lmx.data.tokenization import Example
+    from lmx.models.loader import load
+    from lmx.models.lora import lora_model
+    from lmx.training.chunked_loss import ChunkedLoss
+    from lmx.training.step import TrainStep
 
     examples = [
         Example(np.array(tokens, np.int32), np.array(mask), "")
         for tokens, mask in _tokens(folder)
     ]
     length, steps = settings["length"], len(examples) // settings["batch"]
-    batches = _as_many_steps(Batches, examples, length, steps)
+    batches = _as_many_steps(BucketBatchSampler, examples, length, steps)
     model = load(folder / "model").model
-    lora.attach(model, Adapter(rank=RANK, alpha=RANK * SCALE), seed=0)
+    lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
     widest = max(size * rung for rung, size, _ in batches.rungs)
-    config = Config(steps=1, batch_size=1)
+    config = TrainConfig(steps=1, batch_size=1)
     sizes = {"vocabulary": settings["vocabulary"], "tokens": widest}
     chunk = config.chunk(**sizes, on_cpu=on_cpu())
-    step = Step(
+    step = TrainStep(
         model,
         beta1=BETAS[0],
         beta2=BETAS[1],
@@ -155,7 +154,7 @@ def _settle(clock: Clock, outputs) -> None:
 
 
 def _mlx_lm(folder: Path, settings: dict, side: str) -> dict:
-    from toolkit import blas
+    from lmx.cpu import blas
 
     used = blas.use()
     from types import SimpleNamespace

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import random_llama
 from generate_sides import SIDES
+from lmx.models import checkpoint_writer
 
 CASES = {
     "prefill": "prompt tokens/s, one request",
@@ -67,18 +68,16 @@ def prepare(arguments: argparse.Namespace) -> None:
     """Write a model, and a draft: the same weights with noise added to them."""
     import mlx.core as mx
     import mlx.nn as nn
+    from lmx.config.quant_spec import QuantSpec
+    from lmx.models import from_scratch
+    from lmx.models.loader import build
     from mlx.utils import tree_flatten, tree_unflatten
-
-    from toolkit.export import mlx as checkpoints
-    from toolkit.model import fresh
-    from toolkit.model.load import build
-    from toolkit.quant.spec import QuantSpec
 
     config = random_llama.configuration(arguments, tied=False, dtype="float32")
     tokenizer = arguments.folder / "tokenizer"
     tokenizer.mkdir()
-    fresh.train_tokenizer([Path(__file__).read_text()], 512, tokenizer)
-    weights = fresh.initial_weights(config, 0)
+    from_scratch.train_tokenizer([Path(__file__).read_text()], 512, tokenizer)
+    weights = from_scratch.initial_weights(config, 0)
     weights["model.norm.weight"] *= SHARPNESS / (0.02 * arguments.hidden**0.5)
     key = mx.random.key(1)
     noisy = {}
@@ -97,7 +96,7 @@ def prepare(arguments: argparse.Namespace) -> None:
             names = (k.removesuffix(".scales") for k in parameters if "scales" in k)
             specs = dict.fromkeys(names, spec)
         (arguments.folder / name).mkdir()
-        checkpoints.write(
+        checkpoint_writer.write_checkpoint(
             arguments.folder / name,
             parameters,
             config,

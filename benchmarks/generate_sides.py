@@ -8,33 +8,35 @@ class Lmx:
     """What `lmx generate` runs."""
 
     def __init__(self, folder: Path):
-        from toolkit import allocator, blas
+        from lmx.cpu import blas, malloc
 
-        allocator.keep()
+        malloc.keep()
         self.blas = _name(blas.use())
-        from toolkit.model.load import load
+        from lmx.models.loader import load
 
         self._folder = folder
         self._model = load(folder / "model").model
 
     def alone(self, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
         """Seconds to the first token and to the last, and the tokens."""
-        from toolkit.generate.engine import GREEDY
-        from toolkit.generate.session import Session
-        from toolkit.generate.steps import Chooser, decode
+        from lmx.generation.decode_loop import BatchSampler, decode
+        from lmx.generation.engine import GREEDY
+        from lmx.generation.kv_cache import CacheState
 
         start = time.perf_counter()
-        chooser = Chooser(GREEDY, [prompt])
-        steps = decode(Session(self._model), [prompt], count, chooser, prefill_step=512)
+        chooser = BatchSampler(GREEDY, [prompt])
+        steps = decode(
+            CacheState(self._model), [prompt], count, chooser, prefill_step=512
+        )
         return _timed((tokens.item() for tokens, _ in steps), start)
 
     def batch(self, prompts: list[list[int]], count: int) -> tuple[float, list]:
         """Seconds of the whole batch, and the answers."""
-        from toolkit.generate.batching import Batcher, Request
+        from lmx.generation.batching import BatchGenerator, GenerationRequest
 
         start = time.perf_counter()
-        batcher = Batcher(self._model)
-        requests = [Request(prompt, count) for prompt in prompts]
+        batcher = BatchGenerator(self._model)
+        requests = [GenerationRequest(prompt, count) for prompt in prompts]
         answers: dict = {request: [] for request in requests}
         for request in requests:
             batcher.submit(request)
@@ -46,19 +48,18 @@ class Lmx:
     def speculate(self, prompt: list[int], count: int, guesses: int) -> dict:
         """Tokens for every forward pass of the model, and their closed forms."""
         import mlx.core as mx
-
-        from toolkit.generate.controller import Controller
-        from toolkit.generate.proposers.draft import Draft
-        from toolkit.generate.sampling import Sampling
-        from toolkit.generate.session import Session
-        from toolkit.generate.speculate import Speculator
-        from toolkit.model.load import load
+        from lmx.generation.kv_cache import CacheState
+        from lmx.generation.sampling import Sampling
+        from lmx.generation.speculative.decoder import SpeculativeDecoder
+        from lmx.generation.speculative.draft_length import DraftLengthController
+        from lmx.generation.speculative.draft_model import DraftModelProposer
+        from lmx.models.loader import load
 
         draft = load(self._folder / "draft").model
-        speculator = Speculator(
-            Session(self._model),
-            Draft(draft),
-            controller=Controller(longest=guesses, fixed=guesses),
+        speculator = SpeculativeDecoder(
+            CacheState(self._model),
+            DraftModelProposer(draft),
+            controller=DraftLengthController(longest=guesses, fixed=guesses),
             sampling=Sampling(temperature=1.0),
         )
         said = list(speculator.decode(prompt, count))
@@ -75,7 +76,7 @@ class MlxLm:
     """mlx-lm's own generators."""
 
     def __init__(self, folder: Path):
-        from toolkit import blas
+        from lmx.cpu import blas
 
         self.blas = _name(blas.use())
         from mlx_lm import load

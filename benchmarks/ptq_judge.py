@@ -17,7 +17,7 @@ AT_ONCE = 4
 
 def main() -> None:
     reference, tokens = sys.argv[1], np.load(sys.argv[2])
-    from toolkit import blas
+    from lmx.cpu import blas
 
     blas.use()
     for folder in map(Path, sys.argv[3:]):

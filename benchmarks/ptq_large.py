@@ -17,7 +17,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LMX = "import sys; from toolkit import cli; sys.exit(cli.train(sys.argv[1:]))"
+from lmx.models import checkpoint_writer
+
+LMX = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
 ROW = "{:12}{:>9}{:>10}{:>11}{:>9}"
 BLOCKS = "stages/*/scratch/walk/[0-9]*/tensors.safetensors"
 
@@ -57,14 +59,12 @@ def _arguments() -> argparse.Namespace:
 def make(folder: Path, arguments: argparse.Namespace) -> None:
     """Write model and recipe; weights are made when they are written, one by one."""
     import mlx.core as mx
+    from lmx.config.model import ScratchModelConfig
+    from lmx.models import from_scratch
+    from lmx.models.loader import build
     from mlx.utils import tree_flatten
 
-    from toolkit.export import mlx as checkpoints
-    from toolkit.model import fresh
-    from toolkit.model.load import build
-    from toolkit.model.source import Fresh
-
-    shape = Fresh(
+    shape = ScratchModelConfig(
         vocabulary=arguments.vocabulary,
         hidden_size=arguments.hidden,
         intermediate_size=arguments.intermediate,
@@ -74,7 +74,7 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
         tied=False,
         dtype="bfloat16",
     )
-    config = fresh.configuration(shape)
+    config = from_scratch.configuration(shape)
     weights, key = {}, mx.random.key(0)
     for name, value in tree_flatten(build(config).parameters()):
         if value.ndim > 1:
@@ -84,8 +84,10 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
         weights[name] = value.astype(mx.bfloat16)
     (folder / "tokenizer").mkdir()
     (folder / "model").mkdir()
-    fresh.train_tokenizer([Path(__file__).read_text()], 320, folder / "tokenizer")
-    checkpoints.write(
+    from_scratch.train_tokenizer(
+        [Path(__file__).read_text()], 320, folder / "tokenizer"
+    )
+    checkpoint_writer.write_checkpoint(
         folder / "model", weights, config, companions=folder / "tokenizer"
     )
     calibration = {"source": "builtin:stdlib", "tokens": arguments.calibration}

@@ -191,8 +191,7 @@ def _once(folder: Path, case: str, route: Route, options: dict, arguments) -> di
 def prepare(folder: Path, arguments: argparse.Namespace, seed: int) -> None:
     """Write into `folder` what every side and the judge read."""
     import numpy as np
-
-    from toolkit.model.load import resolve
+    from lmx.models.loader import resolve
 
     model, length = resolve(arguments.model).resolve(), arguments.length
     source = arguments.calibration
@@ -231,12 +230,14 @@ def write_inputs(
 
 def _tokens(model: Path, source: str, split: str, count: int, length: int, seed: int):
     """Windows of a source, as lmx takes them: int32 [n, length]."""
-    from toolkit.data.formats import Rows
-    from toolkit.data.windows import joined
-    from toolkit.model.load import load_tokenizer
+    from lmx.data.calibration import concatenated_sequences
+    from lmx.data.dataset import RowReader
+    from lmx.models.loader import load_tokenizer
 
-    rows, tokenizer = Rows(source, split=split), load_tokenizer(model)
-    return joined(rows, tokenizer, length=length, tokens=count, seed=seed).tokens
+    rows, tokenizer = RowReader(source, split=split), load_tokenizer(model)
+    return concatenated_sequences(
+        rows, tokenizer, length=length, tokens=count, seed=seed
+    ).tokens
 
 
 def call_side(

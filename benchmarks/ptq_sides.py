@@ -24,7 +24,7 @@ def main() -> None:
 
 def run(side: str, folder: Path, target: Path, options: dict) -> dict:
     """Quantize, and say what it took; the imports are not part of it."""
-    from toolkit import blas
+    from lmx.cpu import blas
 
     used = blas.use()
     import mlx.core as mx
@@ -50,19 +50,18 @@ def run(side: str, folder: Path, target: Path, options: dict) -> dict:
 def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     """A recipe by `lmx-train`, as a user has it."""
     import numpy as np
-
-    from toolkit import cli
-    from toolkit.stages import calibrating
+    from lmx.cli import main
+    from lmx.pipeline import calibration
 
     made: list = []
-    make = calibrating.joined
+    make = calibration.concatenated_sequences
 
     def noted(*arguments, **more):
         found = make(*arguments, **more)
         made.append(found.tokens)
         return found
 
-    calibrating.joined = noted
+    calibration.concatenated_sequences = noted
     recipe = {
         "model": settings["model"],
         "seed": settings["seed"],
@@ -71,7 +70,7 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     }
     path = target.with_suffix(".yaml")
     path.write_text(json.dumps(recipe))
-    assert cli.train([str(path), "--quiet", "--force"]) == 0, "lmx-train failed"
+    assert main.train([str(path), "--quiet", "--force"]) == 0, "lmx-train failed"
     whole = _windows(folder)
     assert any(np.array_equal(m, whole) for m in made), "unequal calibration tokens"
     (config,) = Path(recipe["output"]).glob("**/model/config.json")

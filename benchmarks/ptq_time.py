@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 import random_llama
+from lmx.models import checkpoint_writer
 from ptq_quality import call_side, write_inputs
 
 SOURCE, DOCUMENTS, GROUP = "builtin:stdlib", 300, 64
@@ -63,21 +64,20 @@ def _arguments() -> argparse.Namespace:
 
 def _prepare(folder: Path, arguments: argparse.Namespace) -> int:
     """Write the model and what every side reads; returns the model's parameters."""
-    from toolkit.data.formats import Rows
-    from toolkit.export import mlx as checkpoints
-    from toolkit.model import fresh
+    from lmx.data.dataset import RowReader
+    from lmx.models import from_scratch
 
     width = -(-8 * arguments.hidden // 3 // GROUP) * GROUP
     config = random_llama.configuration(arguments, intermediate_size=width)
     tokenizer, model = folder / "tokenizer", folder / "model"
     tokenizer.mkdir()
     model.mkdir()
-    texts = (row.as_text() for row in islice(Rows(SOURCE), DOCUMENTS))
-    fresh.train_tokenizer(texts, arguments.vocabulary, tokenizer)
-    weights = fresh.initial_weights(config, 0)
+    texts = (row.as_text() for row in islice(RowReader(SOURCE), DOCUMENTS))
+    from_scratch.train_tokenizer(texts, arguments.vocabulary, tokenizer)
+    weights = from_scratch.initial_weights(config, 0)
     # They are let go as they are written.
     count = sum(weight.size for weight in weights.values())
-    checkpoints.write(model, weights, config, companions=tokenizer)
+    checkpoint_writer.write_checkpoint(model, weights, config, companions=tokenizer)
     length = arguments.length
     write_inputs(folder, model, SOURCE, arguments.tokens, length, 0, judged=False)
     return count

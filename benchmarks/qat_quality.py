@@ -148,7 +148,7 @@ def _run(place: Path, model: str, route: Route, seed: int, bits, arguments) -> d
     recipe["data"] |= {"max_length": arguments.max_length, "limit": arguments.limit}
     file = place.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
-    _call("from toolkit.cli import train", "train", [str(file), "--quiet", "--force"])
+    _call("from lmx.cli.main import train", "train", [str(file), "--quiet", "--force"])
     return _last(place)["facts"]["facts"]
 
 
@@ -184,29 +184,32 @@ def _file(split: str, arguments: argparse.Namespace) -> str:
 
 def _judged(twin: Path, model: Path, arguments: argparse.Namespace) -> dict:
     """Sums by test row, and the mean loss on the validation rows."""
-    from toolkit import blas
+    from lmx.cpu import blas
 
     blas.use()
-    from toolkit.measure.recovery import measure_rows
-    from toolkit.model.load import load
+    from lmx.evaluation.gap_recovery import measure_per_sequence
+    from lmx.models.loader import load
 
     full, found = load(twin), load(model)
     test, valid = (_batches(full, split, arguments) for split in ("test", "valid"))
-    sums = measure_rows(full.model, found.model, test)
-    others = measure_rows(full.model, found.model, valid)
+    sums = measure_per_sequence(full.model, found.model, test)
+    others = measure_per_sequence(full.model, found.model, valid)
     lists = {name: values.tolist() for name, values in vars(sums).items()}
     return lists | {"valid_loss": others.means["loss"]}
 
 
 def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:
-    from toolkit.data.batches import Batches
-    from toolkit.data.formats import Rows
-    from toolkit.data.template import encode_all
+    from lmx.data.batching import BucketBatchSampler
+    from lmx.data.dataset import RowReader
+    from lmx.data.tokenization import encode_all
 
-    rows, length = Rows(_file(split, arguments), split="train"), arguments.max_length
+    rows, length = (
+        RowReader(_file(split, arguments), split="train"),
+        arguments.max_length,
+    )
     rows = list(islice(rows, arguments.limit))
     encoded = encode_all(rows, loaded.tokenizer, max_length=length)
-    batches = Batches(encoded.examples, max_length=length, tokens=4096)
+    batches = BucketBatchSampler(encoded.examples, max_length=length, tokens=4096)
     return list(batches.in_order())
 
 

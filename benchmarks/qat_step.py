@@ -24,10 +24,10 @@ ROW = "{:10}{:>5}{:>11}{:>10}{:>8}{:>11}{:>10}{:>8}  {}"
 
 
 def main() -> None:
-    from toolkit import allocator, blas
+    from lmx.cpu import blas, malloc
 
     arguments = _arguments()
-    allocator.keep()
+    malloc.keep()
     used = blas.use()
     print(HEAD.format(**vars(arguments), warm=WARM, group=GROUP, blas=used.name))
     for case in arguments.cases:
@@ -93,24 +93,23 @@ def _cells(runs: dict[str, list[tuple[float, ...]]]) -> list[str]:
 def _step(case: str, grid: str | None, arguments: argparse.Namespace):
     """A step as a train stage makes it."""
     import mlx.core as mx
-
-    from toolkit.model import lora
-    from toolkit.model.adapters.settings import Adapter
-    from toolkit.model.cast import set_compute_dtype
-    from toolkit.model.fake_quant import FakeQuant
-    from toolkit.model.grids.settings import Rounding
-    from toolkit.quant.layers import select
-    from toolkit.train.step import Step
+    from lmx.config.lora import LoRAConfig
+    from lmx.config.qat import QATConfig
+    from lmx.models.dtypes import set_compute_dtype
+    from lmx.models.lora import lora_model
+    from lmx.quantization.qat.fake_quant import FakeQuant
+    from lmx.quantization.target_layers import select_layers
+    from lmx.training.step import TrainStep
 
     model, dtype = _model(arguments)
-    rounding = grid and Rounding(bits=GRIDS[grid], group_size=GROUP, grid=grid)
-    specs = select(model, rounding).specs if rounding else {}
+    rounding = grid and QATConfig(bits=GRIDS[grid], group_size=GROUP, grid=grid)
+    specs = select_layers(model, rounding).specs if rounding else {}
     if grid == "frozen":
         model.freeze()
     if case == "lora":
-        lora.attach(model, Adapter(rank=RANK), seed=0, merged=bool(rounding))
+        lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(rounding))
     fake_quant = FakeQuant(model, specs, dtype, rounding) if rounding else None
-    step = Step(model, fake_quant=fake_quant, weight_decay=0.01, gradient_clip=1.0)
+    step = TrainStep(model, fake_quant=fake_quant, weight_decay=0.01, gradient_clip=1.0)
     if fake_quant:
         step.rates |= fake_quant.rates()
     set_compute_dtype(model, mx.float32)
@@ -120,8 +119,8 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
 def _model(arguments: argparse.Namespace):
     """A model as stored, and the type that its checkpoint has."""
 
-    from toolkit.model.cpu import on_cpu, replace_slow_functions
-    from toolkit.model.load import load
+    from lmx.cpu.patches import on_cpu, replace_slow_functions
+    from lmx.models.loader import load
 
     if arguments.model != RANDOM:
         loaded = load(arguments.model, compute="stored")
@@ -138,8 +137,7 @@ def _batch(step, arguments: argparse.Namespace):
     """Random tokens, all of them trained."""
     import mlx.core as mx
     import numpy as np
-
-    from toolkit.data.batches import Batch
+    from lmx.data.batching import Batch
 
     vocabulary = step.model.args.vocab_size
     shape = (arguments.batch, arguments.length + 1)

@@ -26,13 +26,13 @@ def print_tables(bits: int, routes, results: dict[str, list[dict | None]]) -> No
 
 
 def _cells(full: list[dict], rtn: list[dict], route: list[dict]) -> list[str]:
-    from toolkit.measure.recovery import recovered
+    from lmx.evaluation.gap_recovery import gap_recovered
 
     cells = []
     for key, digits in (("loss", 4), ("kl", 5)):
         means = [_mean(run[key], run["tokens"]) for run in route]
         shares = [
-            recovered(*(np.array(run[key]) for run in runs))
+            gap_recovered(*(np.array(run[key]) for run in runs))
             for runs in zip(full, rtn, route, strict=True)
         ]
         cells += [f"{value:.{digits}f}" for value in _over_seeds(means)]
@@ -42,7 +42,7 @@ def _cells(full: list[dict], rtn: list[dict], route: list[dict]) -> list[str]:
 
 
 def _mean(sums: list[float], tokens: list[float]) -> tuple[float, float]:
-    from toolkit.measure.perplexity import mean_over_rows
+    from lmx.evaluation.perplexity import mean_over_rows
 
     return mean_over_rows(np.array(sums), np.array(tokens))
 

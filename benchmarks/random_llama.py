@@ -10,8 +10,8 @@ def configuration(arguments: argparse.Namespace, **settings: Any) -> dict:
     Args:
         settings: fields of `Fresh`.
     """
-    from toolkit.model import fresh
-    from toolkit.model.source import Fresh
+    from lmx.config.model import ScratchModelConfig
+    from lmx.models import from_scratch
 
     sizes = {
         "hidden_size": arguments.hidden,
@@ -21,18 +21,17 @@ def configuration(arguments: argparse.Namespace, **settings: Any) -> dict:
     }
     if "vocabulary" not in settings:
         sizes["vocabulary"] = arguments.vocabulary
-    return fresh.configuration(Fresh(**sizes | settings))
+    return from_scratch.configuration(ScratchModelConfig(**sizes | settings))
 
 
 def model(config: dict) -> Any:
     """The model, with weights that are a function of the sizes."""
     import mlx.core as mx
-
-    from toolkit.model import fresh
-    from toolkit.model.load import build
+    from lmx.models import from_scratch
+    from lmx.models.loader import build
 
     found = build(config)
-    found.load_weights(list(fresh.initial_weights(config, 0).items()))
+    found.load_weights(list(from_scratch.initial_weights(config, 0).items()))
     # As after loading a checkpoint; else a compiled step would draw them every time.
     mx.eval(found.parameters())
     return found

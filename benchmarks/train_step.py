@@ -179,27 +179,26 @@ def _result(seconds: list[float], losses: list[float], blas, count: int) -> dict
 
 
 def _lmx(arguments: argparse.Namespace) -> dict:
-    from toolkit import allocator, blas
+    from lmx.cpu import blas, malloc
 
-    allocator.keep()
+    malloc.keep()
     used = blas.use()
     import mlx.core as mx
     import numpy as np
-
-    from toolkit.data.batches import Batch
-    from toolkit.model import lora
-    from toolkit.model.adapters.settings import Adapter
-    from toolkit.model.cpu import replace_slow_functions
-    from toolkit.train.step import Step
+    from lmx.config.lora import LoRAConfig
+    from lmx.cpu.patches import replace_slow_functions
+    from lmx.data.batching import Batch
+    from lmx.models.lora import lora_model
+    from lmx.training.step import TrainStep
 
     # As loading a checkpoint does; here the model is made without one.
     if mx.default_device() == mx.Device(mx.cpu):
         replace_slow_functions()
     model = _model(arguments)
     if arguments.case == "lora":
-        lora.attach(model, Adapter(rank=RANK, alpha=RANK * SCALE), seed=0)
+        lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
         _same_adapters(model)
-    step = Step(model, beta1=BETAS[0], beta2=BETAS[1])
+    step = TrainStep(model, beta1=BETAS[0], beta2=BETAS[1])
     tokens = _tokens(arguments)
     trained = np.arange(1, tokens.shape[1]) >= _offset(arguments)
     mask = np.broadcast_to(trained, (len(tokens), len(trained)))
@@ -216,7 +215,7 @@ def _lmx(arguments: argparse.Namespace) -> dict:
 
 
 def _mlx_lm(arguments: argparse.Namespace) -> dict:
-    from toolkit import blas
+    from lmx.cpu import blas
 
     used = blas.use()
     import mlx.optimizers as optimizers

@@ -8,7 +8,7 @@ os.environ.setdefault("LMX_BLAS_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from toolkit import blas  # The environment comes first.
+from lmx.cpu import blas  # The environment comes first.
 
 blas.use()
 

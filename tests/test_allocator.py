@@ -8,12 +8,12 @@ import pytest
 
 PROGRAM = """
 import ctypes, resource, sys
-from toolkit import allocator
+from lmx.cpu import malloc
 if sys.argv[1] == "keep":
-    assert allocator.keep()
+    assert malloc.keep()
 else:
     # As glibc begins; left alone it may raise this, by what is freed when.
-    assert ctypes.CDLL(None).mallopt(allocator.MMAP_THRESHOLD, 128 << 10)
+    assert ctypes.CDLL(None).mallopt(malloc.MMAP_THRESHOLD, 128 << 10)
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
 mx.set_cache_limit(0)
@@ -38,17 +38,17 @@ def test_arrays_of_16_mib_take_pages_that_are_there():
 LEAN = """
 import resource, sys
 from contextlib import nullcontext
-from toolkit import allocator
-allocator.keep()
+from lmx.cpu import malloc
+malloc.keep()
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
 mx.set_cache_limit(0)
-with allocator.lean() if sys.argv[1] == "lean" else nullcontext():
+with malloc.lean() if sys.argv[1] == "lean" else nullcontext():
     for _ in range(3):
         parts = [mx.ones((5 << 20,)) + number for number in range(12)]
         mx.eval(parts)
         del parts
-    allocator.trim() if sys.argv[1] == "lean" else None
+    malloc.trim() if sys.argv[1] == "lean" else None
 status = open("/proc/self/status").read()
 print(status.split("VmRSS:")[1].split()[0])
 """

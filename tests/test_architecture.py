@@ -1,196 +1,275 @@
-"""The house rules: arrows point down, files and functions stay small, heavy libraries
-have one door each, and every key of a recipe does something."""
+"""The structure of the code: layers, import cycles, lazy libraries, sizes, and recipe
+keys that nothing reads."""
 
 import ast
 from functools import cache
+from itertools import count
 from pathlib import Path
 
+import lmx
 import pytest
+from lmx.config import schema
+from lmx.config.base import ConfigModel
+from lmx.config.evaluate import EvaluationThresholds
+from lmx.pipeline import evaluator
 
-import toolkit
-from toolkit.recipe import schema
-from toolkit.registry import entries
-from toolkit.section import Section
-from toolkit.stages import measuring, validate
-
-ROOT = Path(toolkit.__file__).parent
-FILES = sorted(
-    p for p in ROOT.rglob("*.py") if "shipped" not in p.relative_to(ROOT).parts
-)
-LINES, FUNCTION_LINES = 300, 60
-
-# Rank of every part: an import may point to a lower rank, or stay within one part.
-# Parts of the same rank in the middle may use each other.
-BASE, MIDDLE, STAGES, RECIPE, TOP = range(5)
-FLOORS = {
-    BASE: "allocator errors section registry linkage blas run __init__",
-    MIDDLE: "data model train quant draft generate measure export doctor",
-    STAGES: "stages",
-    RECIPE: "recipe",
-    TOP: "cli",
+ROOT = Path(lmx.__file__).parent
+LINES, FUNCTION_LINES = 500, 60
+# A module imports its own layer and the layers below it. The lowest layer comes first.
+LAYERS = [
+    "errors",
+    "config",
+    "run cpu",
+    "data",
+    "models",
+    "quantization training generation",
+    "draft evaluation convert",
+    "pipeline",
+    "cli",
+]
+RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer.split()}
+# The only modules that import a slow library, and they do so inside a function.
+LAZY = {
+    "mlx_lm": {"models/loader.py", "evaluation/lm_eval.py", "convert/exporters/"},
+    "lm_eval": {"evaluation/lm_eval.py"},
+    "transformers": {"models/loader.py", "convert/"},
+    "datasets": {"data/dataset.py"},
+    "rich": {"run/logger.py"},
+    "wandb": {"run/wandb_tracker.py"},
 }
-RANKS = {part: rank for rank, parts in FLOORS.items() for part in parts.split()}
-# Who may import what; everything here is slow to import, and imported inside functions.
-DOORS = {
-    "mlx_lm": {"model/load.py", "measure/harness.py", "export/"},
-    "lm_eval": {"measure/harness.py"},
-    "transformers": {"model/load.py", "export/"},
-    "datasets": {"data/formats.py"},
-    "rich": {"run/report.py"},
-    "wandb": {"run/trackers/wandb.py"},
-}
-# Where programs of others are called whose faults, of whatever kind, must end nothing.
-TOLERANT = {"run/tracking.py"}
+# Modules that call foreign programs, whose errors must not stop a run.
+TOLERANT = {"run/trackers.py"}
 
 
-def name_of(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
+def modules(root: Path) -> dict[str, Path]:
+    """Files by dotted name below the package, e.g. "run.logger"; "" is the package."""
+    files = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        if parts[0] != "shipped":
+            files[".".join(p for p in parts if p != "__init__")] = path
+    return files
 
 
 @cache
-def tree(path: Path) -> ast.Module:
+def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> list[tuple[str, int, bool]]:
-    """Full name, line and whether it is at the top, of every import of a file."""
-    package = ["toolkit", *path.relative_to(ROOT).parts[:-1]]
-    top = set(ast.walk(ast.Module(_at_import(tree(path)), [])))
-    found = []
-    for node in ast.walk(tree(path)):
+def imported_names(name: str, path: Path) -> list[tuple[str, int]]:
+    """Full dotted name and line of every import of a file, however deep it stands."""
+    package = ["lmx", *filter(None, name.split("."))]
+    if path.name != "__init__.py":
+        package.pop()
+    names = []
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            names += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             start = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join([*start, *filter(None, [node.module])])
-            names = [f"{base}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        found += [(name, node.lineno, node in top) for name in names]
-    return found
+            names += [(f"{base}.{alias.name}", node.lineno) for alias in node.names]
+    return names
 
 
-def _at_import(module: ast.Module) -> list[ast.stmt]:
-    """The statements that run when the module is imported, classes included."""
-    found = []
-    for node in module.body:
+def import_graph(root: Path) -> dict[str, dict[str, int]]:
+    """Of every module, the modules of the package that it imports, and the line."""
+    files = modules(root)
+    graph: dict[str, dict[str, int]] = {}
+    for name, path in files.items():
+        graph[name] = {}
+        for target, line in imported_names(name, path):
+            if target != "lmx" and not target.startswith("lmx."):
+                continue
+            target = target.removeprefix("lmx").removeprefix(".")
+            # The last part may be a name inside a module.
+            target = target if target in files else target.rpartition(".")[0]
+            if target != name:
+                graph[name][target] = line
+    return graph
+
+
+def upward_imports(graph: dict[str, dict[str, int]]) -> list[str]:
+    """Imports of a higher layer; only the package itself is above them all."""
+    faults = []
+    for name, targets in graph.items():
+        rank = RANKS.get(name.split(".")[0], len(LAYERS))
+        for target, line in targets.items():
+            if target and RANKS[target.split(".")[0]] > rank:
+                faults.append(f"{name}:{line} imports {target}")
+    return faults
+
+
+def import_cycles(graph: dict[str, dict[str, int]]) -> list[list[str]]:
+    """Strongly connected modules (Tarjan's algorithm)."""
+    index, low, stack, cycles, counter = {}, {}, [], [], count()
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = next(counter)
+        stack.append(name)
+        for target in graph.get(name, ()):
+            if target not in index:
+                visit(target)
+                low[name] = min(low[name], low[target])
+            elif target in stack:
+                low[name] = min(low[name], index[target])
+        if low[name] == index[name]:
+            cycle = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(cycle) > 1:
+                cycles.append(sorted(cycle))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return cycles
+
+
+FILES = modules(ROOT)
+each_file = pytest.mark.parametrize("name", FILES, ids=lambda name: name or "lmx")
+
+
+def test_imports_point_down():
+    assert not upward_imports(import_graph(ROOT))
+
+
+def test_imports_have_no_cycle():
+    assert not import_cycles(import_graph(ROOT))
+
+
+PLANTED = [
+    "from ..pipeline import runner",
+    "def f():\n    from ..pipeline import runner",
+    "from typing import TYPE_CHECKING\n"
+    "if TYPE_CHECKING:\n    from ..pipeline import runner",
+]
+
+
+@pytest.mark.parametrize("text", PLANTED, ids=["top", "function", "type checking"])
+def test_a_planted_upward_import_and_a_planted_cycle_are_found(text, tmp_path):
+    for name, source in {
+        "models/loader.py": text,
+        "pipeline/runner.py": "from ..models import loader",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(source)
+    graph = import_graph(tmp_path)
+    line = text.count("\n") + 1
+    assert upward_imports(graph) == [f"models.loader:{line} imports pipeline.runner"]
+    assert import_cycles(graph) == [["models.loader", "pipeline.runner"]]
+
+
+def module_level(body: list[ast.stmt]) -> list[ast.stmt]:
+    """The statements that run when a module is imported, those of classes included."""
+    statements = []
+    for node in body:
         if isinstance(node, ast.ClassDef):
-            found += _at_import(node)
+            statements += module_level(node.body)
         elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found.append(node)
-    return found
+            statements.append(node)
+    return statements
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_arrows_point_down(path):
-    part = path.relative_to(ROOT).parts[0].removesuffix(".py")
-    for name, line, _ in imports(path):
-        if not name.startswith("toolkit."):
-            continue
-        target = name.split(".")[1]
-        target = target if target in RANKS else "__init__"
-        allowed = target == part or RANKS[target] < RANKS[part]
-        allowed |= RANKS[target] == RANKS[part] and RANKS[part] in (BASE, MIDDLE)
-        assert allowed, f"{name_of(path)}:{line}: {part} imports {name}"
+@each_file
+def test_slow_libraries_are_imported_lazily_and_in_one_place(name):
+    path = FILES[name]
+    eager = {
+        node.lineno
+        for statement in module_level(parse(path).body)
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+    }
+    for target, line in imported_names(name, path):
+        library = target.split(".")[0]
+        if library in LAZY:
+            file = path.relative_to(ROOT).as_posix()
+            assert file.startswith(tuple(LAZY[library])), f"{file}:{line} {target}"
+            assert line not in eager, f"{file}:{line} imports {target} at once"
 
 
-def test_the_lowest_floor_stands_alone():
-    """errors, section and registry import nothing of ours; run and blas only those."""
-    for path in FILES:
-        part = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        ours = {n.split(".")[1] for n, _, _ in imports(path) if "toolkit." in n}
-        if part in ("errors", "section", "registry", "linkage", "__init__"):
-            assert not ours, name_of(path)
-        if part == "run":
-            assert ours <= {"run", "errors", "section"}, name_of(path)
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_heavy_libraries_have_one_door_and_are_lazy(path):
-    for name, line, at_top in imports(path):
-        library = name.split(".")[0]
-        if library in DOORS:
-            here = f"{name_of(path)}:{line} imports {name}"
-            assert name_of(path).startswith(tuple(DOORS[library])), here
-            assert not at_top, f"{here} when it is imported itself"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_sizes(path):
+@each_file
+def test_files_and_functions_are_short(name):
+    path = FILES[name]
     lines = len(path.read_text().splitlines())
     assert lines <= LINES, f"{lines} lines"
-    for node in ast.walk(tree(path)):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef):
             length = node.end_lineno - node.lineno + 1
             assert length <= FUNCTION_LINES, f"{node.name}: {length} lines"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_no_fault_is_swallowed(path):
-    """Who catches everything must raise it again."""
-    for node in ast.walk(tree(path)):
+@each_file
+def test_broad_except_clauses_raise(name):
+    path = FILES[name]
+    tolerant = path.relative_to(ROOT).as_posix() in TOLERANT
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.ExceptHandler):
             caught = ast.unparse(node.type) if node.type else "everything"
             broad = caught in ("everything", "Exception", "BaseException")
             raises = any(isinstance(inner, ast.Raise) for inner in node.body)
-            tolerant = name_of(path) in TOLERANT
             assert raises or tolerant or not broad, (
                 f"line {node.lineno} catches {caught}"
             )
 
 
-def sections() -> list[type[Section]]:
-    """Every block a recipe can hold."""
-    found, waiting = [], [Section]
+def test_class_names_are_unique():
+    places: dict[str, list[str]] = {}
+    for name, path in FILES.items():
+        for node in parse(path).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(name)
+    assert {k: v for k, v in places.items() if len(v) > 1} == {}
+
+
+def config_models() -> list[type[ConfigModel]]:
+    """Every block that a recipe can have."""
+    models, waiting = [], [ConfigModel]
     while waiting:
         below = waiting.pop().__subclasses__()
         waiting += below
-        found += [c for c in below if c.__module__.startswith("toolkit.")]
-    assert schema.Recipe in found
-    return sorted(set(found), key=lambda c: (c.__module__, c.__qualname__))
+        models += [c for c in below if c.__module__.startswith("lmx.")]
+    assert schema.Recipe in models
+    return sorted(set(models), key=lambda c: (c.__module__, c.__qualname__))
 
 
 @cache
-def reads() -> set[str]:
-    """Names of the attributes that are read; to validate a value is not to use it."""
-    found = set()
-    for path in FILES:
-        nodes = list(ast.walk(tree(path)))
+def attributes_read() -> set[str]:
+    """Names of attributes that are read outside validators."""
+    names = set()
+    for path in FILES.values():
+        nodes = list(ast.walk(parse(path)))
         ignored = {
             inner
             for node in nodes
-            if isinstance(node, ast.FunctionDef) and _validates(node)
+            if isinstance(node, ast.FunctionDef) and is_validator(node)
             for inner in ast.walk(node)
         }
-        found |= {
+        names |= {
             node.attr
             for node in nodes
             if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Load)
             and node not in ignored
         }
-    return found
+    return names
 
 
-def _validates(function: ast.FunctionDef) -> bool:
+def is_validator(function: ast.FunctionDef) -> bool:
     return any("validator" in ast.unparse(d) for d in function.decorator_list)
 
 
-@pytest.mark.parametrize("section", sections(), ids=lambda c: c.__qualname__)
-def test_every_key_is_read(section):
-    keys = set(vars(section).get("__annotations__", {})) & set(section.model_fields)
-    if section is schema.Stage:
-        # Read by its one key: the stage of that name runs.
-        stages = {field.alias or key for key, field in section.model_fields.items()}
-        assert stages == set(entries("toolkit.stages", "run"))
-    elif section is validate.Gates:
-        # Read all together: each is matched with a figure and a direction.
-        assert keys == set(measuring.GATES)
-    else:
-        assert keys <= reads(), f"nobody reads {sorted(keys - reads())}"
+@pytest.mark.parametrize("model", config_models(), ids=lambda c: c.__qualname__)
+def test_every_recipe_key_is_read(model):
+    keys = set(vars(model).get("__annotations__", {})) & set(model.model_fields)
+    if model is EvaluationThresholds:
+        # Read together: each is paired with a measurement and a direction.
+        assert keys == set(evaluator.THRESHOLDS)
+    elif model is not schema.StageEntry:
+        unread = sorted(keys - attributes_read())
+        assert not unread, f"nothing reads {unread}"
 
 
-def test_every_key_is_explained():
-    for section in sections():
-        for name, field in section.model_fields.items():
-            assert field.description, f"{section.__qualname__}.{name}"
+def test_every_recipe_key_has_a_description():
+    for model in config_models():
+        for name, field in model.model_fields.items():
+            assert field.description, f"{model.__qualname__}.{name}"

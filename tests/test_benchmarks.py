@@ -6,8 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-
-from toolkit import blas
+from lmx.cpu import blas
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = "--hidden 64 --layers 1 --vocabulary 320 --batch 2 --length 32 --steps 2"

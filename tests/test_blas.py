@@ -5,8 +5,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-
-from toolkit import blas
+from lmx.cpu import blas
 
 linux = pytest.mark.skipif(
     sys.platform != "linux" or not find_spec("scipy_openblas32"),
@@ -18,12 +17,12 @@ import mlx.core as mx
 a = mx.sin(mx.arange(64 * 512, dtype=mx.float32)).reshape(64, 512)
 product = lambda: mx.contiguous(a @ a.T).tolist()
 """
-USE = "from toolkit import blas; used = blas.use()\n"
+USE = "from lmx.cpu import blas; used = blas.use()\n"
 
 
 def python(program: str, **environment: str) -> subprocess.CompletedProcess:
     # An OpenBLAS of the system would be as good; these tests are about the wheel's.
-    setup = "import sys, toolkit.blas; toolkit.blas.SYSTEM = ('no-such-library',)\n"
+    setup = "import sys, lmx.cpu.blas; lmx.cpu.blas.SYSTEM = ('no-such-library',)\n"
     setup += "assert 'mlx.core' not in sys.modules\n"
     return subprocess.run(
         [sys.executable, "-c", setup + program],
@@ -93,9 +92,9 @@ class TestOnTheCpu:
     @pytest.mark.parametrize(
         ("fault", "reason"),
         [
-            ("import toolkit.linkage as l; l.point = lambda *_: {}", "does not call"),
+            ("import lmx.cpu.elf_got as l; l.point = lambda *_: {}", "does not call"),
             ("import sys; sys.modules['scipy_openblas32'] = None", "no-such-library"),
-            ("import toolkit.linkage as l; l.MACHINES = ()", "not known how"),
+            ("import lmx.cpu.elf_got as l; l.MACHINES = ()", "not known how"),
             ("import os; os.environ['LMX_BLAS_THREADS'] = 'all'", "=all is not a"),
         ],
     )

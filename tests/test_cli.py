@@ -6,10 +6,9 @@ import time
 import types
 
 import pytest
-
-from toolkit import cli
-from toolkit.errors import Interrupted, UserError
-from toolkit.recipe import shipped
+from lmx.cli import main
+from lmx.config import bundled
+from lmx.errors import Interrupted, UserError
 
 GOOD = """\
 model: a/b
@@ -36,33 +35,33 @@ def ran(monkeypatch):
         calls.append((loaded.recipe.seed, plan.output.name, flags))
         return 0
 
-    for name, function in (("run", "run"), ("preflight", "check")):
-        module = types.ModuleType(f"toolkit.recipe.{name}")
+    for name, function in (("runner", "run"), ("dry_run", "dry_run")):
+        module = types.ModuleType(f"lmx.pipeline.{name}")
         setattr(module, function, run)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(sys.modules["toolkit.recipe"], name, module, raising=False)
+        monkeypatch.setattr(sys.modules["lmx.pipeline"], name, module, raising=False)
     return calls
 
 
 def test_a_recipe_runs_with_flags_anywhere(recipe, ran):
-    assert cli.train([recipe, "--quiet", "seed=4", "--force"]) == 0
+    assert main.train([recipe, "--quiet", "seed=4", "--force"]) == 0
     command = f"lmx-train {recipe} seed=4 --force"
     flags = {"fresh": False, "force": True, "quiet": True, "command": command}
     assert ran == [(4, "good", flags)]
 
 
 def test_check_runs_nothing(recipe, ran):
-    assert cli.train(["--check", recipe]) == 0
+    assert main.train(["--check", recipe]) == 0
     assert ran == [(0, "good", {"force": False})]
 
 
 def test_lmx_train_is_lmx_train(recipe, ran):
-    assert cli.main(["train", recipe, "seed=7"]) == 0
+    assert main.main(["train", recipe, "seed=7"]) == 0
     assert ran[0][0] == 7
 
 
 def test_faults_exit_2_on_stderr_without_traceback(recipe, ran, capsys):
-    assert cli.train([recipe, "sed=1"]) == 2
+    assert main.train([recipe, "sed=1"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err == (
@@ -74,7 +73,7 @@ def test_faults_exit_2_on_stderr_without_traceback(recipe, ran, capsys):
 
 
 def test_debug_shows_the_traceback(recipe, capsys):
-    assert cli.train([recipe, "sed=1", "--debug"]) == 2
+    assert main.train([recipe, "sed=1", "--debug"]) == 2
     assert "Traceback (most recent call last)" in capsys.readouterr().err
 
 
@@ -91,21 +90,21 @@ def test_exit_codes(recipe, ran, capsys, monkeypatch, error, code, text):
     def run(*_, **__):
         raise error
 
-    monkeypatch.setattr(sys.modules["toolkit.recipe.run"], "run", run)
-    assert cli.train([recipe]) == code
+    monkeypatch.setattr(sys.modules["lmx.pipeline.runner"], "run", run)
+    assert main.train([recipe]) == code
     assert capsys.readouterr().err.startswith(text)
 
 
 @pytest.mark.parametrize("argv", [[], ["x.yaml", "--chek"], ["--che", "x.yaml"]])
 def test_usage_exits_2(argv):
     with pytest.raises(SystemExit) as caught:
-        cli.train(argv)
+        main.train(argv)
     assert caught.value.code == 2
 
 
 def test_flags_are_exactly_these(capsys):
     with pytest.raises(SystemExit):
-        cli.train(["--help"])
+        main.train(["--help"])
     words = capsys.readouterr().out.partition("options:")[2].split()
     flags = {word for word in words if word.startswith("--")}
     expected = "--help --check --fresh --force --list --quiet --debug"
@@ -118,7 +117,7 @@ def shelf(tmp_path, monkeypatch):
     (tmp_path / "recipes" / "qat_4bit.yaml").write_text(
         f"# Learn the rounding.\n{GOOD}"
     )
-    monkeypatch.setattr(shipped, "SHIPPED", tmp_path)
+    monkeypatch.setattr(bundled, "BUNDLED", tmp_path)
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
@@ -126,21 +125,21 @@ def shelf(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qat_4bit", "recipes/qat_4bit.yaml"])
 def test_a_shipped_recipe_by_name(shelf, ran, name):
-    assert cli.train([name]) == 0
+    assert main.train([name]) == 0
     assert ran[0][1] == "qat_4bit"
 
 
 def test_an_unknown_recipe_names_the_nearest(shelf, capsys):
-    assert cli.train(["qat_4bits"]) == 2
+    assert main.train(["qat_4bits"]) == 2
     assert capsys.readouterr().err == (
         "no such recipe: 'qat_4bits'\n    hint: did you mean 'qat_4bit'?\n"
     )
-    assert cli.train(["."]) == 2
+    assert main.train(["."]) == 2
     assert "this is a folder" in capsys.readouterr().err
 
 
 def test_list(shelf, capsys):
-    assert cli.train(["--list"]) == 0
+    assert main.train(["--list"]) == 0
     printed = capsys.readouterr().out
     assert "  qat_4bit  Learn the rounding.\n" in printed
     for word in ("  rtn  ", "  mlx  ", "  quantize  "):
@@ -157,7 +156,7 @@ def imported(code: str, *arguments: str) -> list[str]:
 
 def test_a_bad_recipe_imports_nothing_heavy(recipe):
     code = (
-        "from toolkit import cli\n"
+        "from lmx.cli import main as cli\n"
         "assert cli.train([sys.argv[1], 'sed=1']) == 2, 'a fault'"
     )
     assert imported(code, recipe) == []
@@ -167,7 +166,7 @@ def test_a_bad_recipe_imports_nothing_heavy(recipe):
 
 def test_help_does_not_even_import_the_schema():
     code = (
-        "from toolkit import cli\n"
+        "from lmx.cli import main as cli\n"
         "try: cli.train(['--help'])\n"
         "except SystemExit: pass\n"
         "assert not {'pydantic', 'mlx.core', 'yaml'} & set(sys.modules)"
@@ -177,7 +176,7 @@ def test_help_does_not_even_import_the_schema():
 
 @pytest.mark.parametrize(("argument", "limit"), [("--help", 0.3), ("sed=1", 0.5)])
 def test_it_answers_at_once(recipe, argument, limit):
-    code = "import sys; from toolkit.cli import train; sys.exit(train(sys.argv[1:]))"
+    code = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -191,14 +190,14 @@ def test_it_answers_at_once(recipe, argument, limit):
 @pytest.mark.parametrize("argv", [["--help"], ["bogus"]])
 def test_lmx_lists_its_verbs(argv, capsys):
     with pytest.raises(SystemExit) as caught:
-        cli.main(argv)
+        main.main(argv)
     assert caught.value.code == (0 if argv == ["--help"] else 2)
     printed = capsys.readouterr()
     assert all(v in printed.out + printed.err for v in ("train", "generate", "doctor"))
 
 
 def test_a_reader_that_leaves_is_no_fault():
-    code = "import sys; from toolkit.cli import train; sys.exit(train(['--list']))"
+    code = "import sys; from lmx.cli.main import train; sys.exit(train(['--list']))"
     command = [sys.executable, "-c", code]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, **pipes) as process:

@@ -1,8 +1,9 @@
 """`lmx doctor` tells what it found, and never the token."""
 
 import pytest
-
-from toolkit import __version__, blas, doctor
+from lmx import __version__
+from lmx.cli import doctor
+from lmx.cpu import blas
 
 
 @pytest.fixture

@@ -16,12 +16,11 @@ from pathlib import Path
 import pytest
 import warm
 import yaml
+from lmx.cli import main
+from lmx.cli.config_reference import markdown
+from lmx.config.loader import load_recipe
+from lmx.pipeline.plan import plan
 from small_base import write_small_base
-
-from toolkit import cli
-from toolkit.recipe.keys import markdown
-from toolkit.recipe.loader import load
-from toolkit.recipe.plan import plan
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -40,7 +39,7 @@ TESTED_APART = re.compile(
 OTHERS = {"hf", "mlx_lm.generate", "mlx_lm.server", "python"}
 # Ours, and what they call.
 PROGRAMS = {"lmx": "main", "lmx-train": "train"}
-CALL = "import sys; from toolkit import cli; sys.exit(cli.{}())"
+CALL = "import sys; from lmx.cli import main as cli; sys.exit(cli.{}())"
 # Started as they were installed; who needs no imports of its own costs a fourth.
 INSTALLED = {
     "lmx-train recipes/qat_4bit.yaml",
@@ -49,7 +48,7 @@ INSTALLED = {
     "lmx doctor",
     'lmx generate exports/qat_4bit --prompt "Sort: 31, 7, 12"',
 }
-WORK = ("recipe.run", "generate.command", "model.foreign.command", "export.command")
+WORK = ("pipeline.runner", "cli.generate", "cli.convert", "cli.push")
 # What a recipe has that is shown by its stages alone.
 AROUND = {
     "model": "data/tiny-base",
@@ -163,13 +162,13 @@ def test_a_command_for_elsewhere_is_understood(command, monkeypatch):
     reached = []
     for module in WORK:
         monkeypatch.setattr(
-            f"toolkit.{module}.run", lambda *_, **__: reached.append(1) or 0
+            f"lmx.{module}.run", lambda *_, **__: reached.append(1) or 0
         )
     program, *arguments = shlex.split(command.rpartition(" -- ")[2])
     if program == "python":
         assert (ROOT / arguments[0]).is_file()
     if program not in OTHERS:
-        verb = {"lmx": cli.main, "lmx-train": cli.train}[program]
+        verb = {"lmx": main.main, "lmx-train": main.train}[program]
         assert verb(arguments) == 0
         assert reached
 
@@ -183,7 +182,7 @@ def test_a_shown_recipe_is_one(page, text, tmp_path):
         text = yaml.safe_dump(AROUND | {"stages": shown})
     recipe = tmp_path / "shown.yaml"
     recipe.write_text(text)
-    assert plan(load(recipe, [])).steps
+    assert plan(load_recipe(recipe, [])).steps
 
 
 def test_the_page_of_keys_is_made_of_the_schema():

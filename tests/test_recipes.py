@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from lmx.cli.main import train
+from lmx.models.checkpoint import weights_digest
 from small_base import write_small_base
-
-from toolkit.cli import train
-from toolkit.model.folder import weights_digest
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))

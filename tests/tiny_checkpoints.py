@@ -6,19 +6,20 @@ import shutil
 
 import mlx.core as mx
 import pytest
+from lmx.config.model import ScratchModelConfig
+from lmx.models import from_scratch
+from lmx.models.loader import build
 from mlx.utils import tree_flatten
-
-from toolkit.model import fresh
-from toolkit.model.load import build
-from toolkit.model.source import Fresh
 
 TEXTS = [
     "the quick brown fox jumps over the lazy dog 0123456789",
     "Straße, naïve, 東京, emoji 🙂 and\ttabs\n",
     "def add(left, right):\n    return left + right\n",
 ] * 4
-LLAMA = fresh.configuration(
-    Fresh(vocabulary=320, hidden_size=128, intermediate_size=256, layers=1, heads=2)
+LLAMA = from_scratch.configuration(
+    ScratchModelConfig(
+        vocabulary=320, hidden_size=128, intermediate_size=256, layers=1, heads=2
+    )
 )
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
@@ -46,7 +47,7 @@ QWEN3_MOE = {
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    fresh.train_tokenizer(TEXTS, 320, folder)
+    from_scratch.train_tokenizer(TEXTS, 320, folder)
     return folder
 
 

@@ -1,9 +1,8 @@
 """Configurations of mlx-lm's architecture families, small enough to train at once."""
 
 import mlx.core as mx
+from lmx.models.loader import build
 from mlx.utils import tree_map_with_path
-
-from toolkit.model.load import build
 
 VOCABULARY = 96
 WINDOW = 8

@@ -25,13 +25,13 @@ from typing import IO
 TESTS = Path(__file__).parent
 # In the order in which a run imports them.
 IMPORTED = (
-    "toolkit.cli",
-    "toolkit.recipe.loader",
-    "toolkit.recipe.drafting",
-    "toolkit.recipe.needs",
-    "toolkit.recipe.run",
-    "toolkit.stages.training",
-    "toolkit.generate.command",
+    "lmx.cli.main",
+    "lmx.config.loader",
+    "lmx.pipeline.draft_estimate",
+    "lmx.pipeline.resources",
+    "lmx.pipeline.runner",
+    "lmx.pipeline.train_run",
+    "lmx.cli.generate",
     "mlx_lm",
     "mlx_lm.models.llama",
     "numpy.random",

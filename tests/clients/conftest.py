@@ -4,8 +4,7 @@ import json
 
 import pytest
 import yaml
-
-from toolkit import cli
+from lmx.cli import main
 
 STAGES = [
     {
@@ -36,5 +35,5 @@ def run(tmp_path_factory, base):
     recipe = {"model": str(base), "data": data, "stages": STAGES}
     (folder / "all.yaml").write_text(yaml.safe_dump(recipe))
     output = folder / "out"
-    assert cli.train([str(folder / "all.yaml"), f"output={output}", "--quiet"]) == 0
+    assert main.train([str(folder / "all.yaml"), f"output={output}", "--quiet"]) == 0
     return output

@@ -4,11 +4,10 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from lmx.convert.exporters import hf
+from lmx.models.loader import build
 from mlx.utils import tree_map
 from tiny_families import DEEPSEEK_EXPERTS, EXPERTS, SHAPE, SHORT_CONVOLUTIONS
-
-from toolkit.export import dense
-from toolkit.model.load import build
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -81,7 +80,7 @@ FAMILIES = {
 
 
 def test_every_known_family_is_here():
-    assert FAMILIES.keys() == set(dense.FAMILIES.split())
+    assert FAMILIES.keys() == set(hf.FAMILIES.split())
 
 
 def logits(model, tokens=TOKENS):
@@ -110,9 +109,9 @@ def test_a_dense_export_has_the_same_logits(tmp_path, family):
         return value + 0.05 * mx.random.normal(value.shape, key=next(keys))
 
     model.update(tree_map(off, model.parameters()))
-    weights = dense.expanded(model, mx.float32)
-    dense.write(tmp_path, weights, config, companions=tmp_path)
-    dense.prove(tmp_path, dense.expanded(model, mx.float32), config)
+    weights = hf.dequantized(model, mx.float32)
+    hf.write(tmp_path, weights, config, companions=tmp_path)
+    hf.verify_roundtrip(tmp_path, hf.dequantized(model, mx.float32), config)
     wanted = np.array(model(mx.array(TOKENS)))
     np.testing.assert_allclose(logits(opened(tmp_path)), wanted, rtol=1e-3, atol=1e-3)
     assert np.abs(wanted).max() > 0.5
@@ -167,7 +166,7 @@ def test_an_adapter_of_peft_s_is_the_same_here(base, tmp_path, settings):
         if "magnitude" in name:
             value.data *= 1 + 0.1 * torch.rand_like(value)
     model.save_pretrained(tmp_path)
-    from toolkit.model.foreign.peft import resolve
+    from lmx.convert.importers.peft import resolve
 
     found = ours(base, adapter_path=str(resolve(tmp_path)))
     np.testing.assert_allclose(found, logits(model), atol=1e-3)

@@ -3,8 +3,7 @@
 import json
 
 import pytest
-
-from toolkit.data import formats
+from lmx.data import dataset
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def hub(monkeypatch):
         return Streamed(rows) if streaming else rows
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(formats, "_online", lambda endpoint: True)
+    monkeypatch.setattr(dataset, "_online", lambda endpoint: True)
     monkeypatch.setattr(datasets, "load_dataset_builder", builder)
     monkeypatch.setattr(datasets, "load_dataset", load)
     return asked

@@ -5,9 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-
-from toolkit.data.batches import Batches, ladder
-from toolkit.data.template import Example
+from lmx.data.batching import BucketBatchSampler, bucket_lengths
+from lmx.data.tokenization import Example
 
 LONGEST = 100
 
@@ -28,10 +27,10 @@ def examples(count=300, longest=LONGEST, *, seed=0):
 
 def batches(**settings):
     settings = {"max_length": LONGEST, "rows": 8} | settings
-    return Batches(settings.pop("examples", None) or examples(), **settings)
+    return BucketBatchSampler(settings.pop("examples", None) or examples(), **settings)
 
 
-class Former(Batches):
+class Former(BucketBatchSampler):
     """The plan of batches with a tuple for every batch, as it is easiest to read."""
 
     def __call__(self, step):
@@ -132,12 +131,12 @@ def test_one_shape_per_rung():
     cut = batches()
     shapes = {cut(step).tokens.shape for step in range(cut.per_epoch)}
     assert len(shapes) == len({length for _, length in shapes})
-    assert {length - 1 for _, length in shapes} <= set(ladder(LONGEST))
+    assert {length - 1 for _, length in shapes} <= set(bucket_lengths(LONGEST))
 
 
 @pytest.mark.parametrize("longest", [8, 15, 16, 17, 64, 100, 511, 512, 4096])
 def test_the_ladder_grows_by_half_at_most(longest):
-    rungs = ladder(longest)
+    rungs = bucket_lengths(longest)
     assert rungs[-1] == longest
     assert rungs == sorted(set(rungs))
     assert rungs[0] <= 16
@@ -205,7 +204,7 @@ def test_lengths_at_the_edges_fit():
         Example(np.arange(1, n + 1, dtype=np.int32), np.arange(n) == n - 1, f"f:{n}")
         for n in range(2, 66)
     ]
-    cut = Batches(made, max_length=65, rows=4)
+    cut = BucketBatchSampler(made, max_length=65, rows=4)
     for batch in cut.in_order():
         for tokens, mask in rows(batch):
             length = np.count_nonzero(tokens)

@@ -6,14 +6,13 @@ import sys
 import time
 
 import pytest
-
-from toolkit.data import cache, keys
-from toolkit.errors import UserError
+from lmx.data import cache, fingerprint
+from lmx.errors import UserError
 
 # Fills a folder slowly, says so, and is killed in between if asked to.
 WORKER = """
 import os, sys, time
-from toolkit.data import cache
+from lmx.data import cache
 
 def fill(folder):
     print("filling", flush=True)
@@ -52,19 +51,19 @@ def test_where_it_lies(monkeypatch, tmp_path):
 
 def test_made_once(cache_folder):
     assert cache.size() == 0
-    first = cache.kept("test", "key", fill, warn=print)
-    again = cache.kept("test", "key", None, warn=print)
+    first = cache.get_or_create("test", "key", fill, warn=print)
+    again = cache.get_or_create("test", "key", None, warn=print)
     assert (first.made, again.made) == (True, False)
     assert first.folder == again.folder
     # The same facts, whether from memory or from the disk.
     assert first.facts == again.facts == {"pair": [1, 2]}
     assert cache.size() > len("content")
-    assert cache.kept("test", "other", fill, warn=print).made
+    assert cache.get_or_create("test", "other", fill, warn=print).made
 
 
 @pytest.mark.parametrize("damage", ["shorten", "remove", "spoil"])
 def test_what_is_damaged_is_made_again_aloud(cache_folder, damage):
-    folder = cache.kept("test", "key", fill, warn=print).folder
+    folder = cache.get_or_create("test", "key", fill, warn=print).folder
     if damage == "shorten":
         (folder / "rows").write_text("cont")
     elif damage == "remove":
@@ -72,7 +71,7 @@ def test_what_is_damaged_is_made_again_aloud(cache_folder, damage):
     else:
         (folder / cache.INDEX).write_text('{"sizes"')
     said = []
-    assert cache.kept("test", "key", fill, warn=said.append).made
+    assert cache.get_or_create("test", "key", fill, warn=said.append).made
     assert said == [f"{folder}: damaged, made again"]
     assert (folder / "rows").read_text() == "content"
 
@@ -83,9 +82,9 @@ def test_a_fault_leaves_nothing(cache_folder):
         raise UserError("bad row")
 
     with pytest.raises(UserError, match="bad row"):
-        cache.kept("test", "key", fail, warn=print)
+        cache.get_or_create("test", "key", fail, warn=print)
     assert [p.name for p in cache_folder.rglob("*") if p.is_file()] == ["lock"]
-    assert cache.kept("test", "key", fill, warn=print).made
+    assert cache.get_or_create("test", "key", fill, warn=print).made
 
 
 def test_a_killed_process_leaves_nothing_that_counts(cache_folder):
@@ -93,7 +92,7 @@ def test_a_killed_process_leaves_nothing_that_counts(cache_folder):
     assert dead.wait(30) == -9
     dead.stdout.close()
     assert [*cache_folder.rglob("half")]
-    kept = cache.kept("test", "key", fill, warn=pytest.fail)
+    kept = cache.get_or_create("test", "key", fill, warn=pytest.fail)
     assert kept.made
     assert not [*cache_folder.rglob("half")]
 
@@ -110,22 +109,22 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot write") as fault:
-        cache.kept("test", "key", fill, warn=print)
+        cache.get_or_create("test", "key", fill, warn=print)
     assert "LMX_CACHE" in fault.value.hint
 
 
 def test_too_little_space(cache_folder):
     with pytest.raises(UserError, match="MB are needed here") as fault:
-        cache.kept("test", "key", fill, warn=print, space=10**18)
+        cache.get_or_create("test", "key", fill, warn=print, space=10**18)
     assert "LMX_CACHE" in fault.value.hint
 
 
 def test_a_file_is_hashed_when_it_changes(cache_folder, tmp_path, monkeypatch):
     """Size and time decide; a time so young that a change might keep it does not."""
     hashed = []
-    real = cache.files.hash_file
+    real = cache.fs.hash_file
     monkeypatch.setattr(
-        cache.files, "hash_file", lambda path: hashed.append(path) or real(path)
+        cache.fs, "hash_file", lambda path: hashed.append(path) or real(path)
     )
     path = tmp_path / "rows.jsonl"
     path.write_text("first")
@@ -142,7 +141,7 @@ def test_a_file_is_hashed_when_it_changes(cache_folder, tmp_path, monkeypatch):
 
 
 def test_keys_change_with_the_tokenizer(tokenizer_folder, tmp_path):
-    before = keys.tokenizer(tokenizer_folder)
+    before = fingerprint.tokenizer(tokenizer_folder)
     for name, old in (
         ("tokenizer.json", '"Ġthe"'),
         ("tokenizer_config.json", "im_start"),
@@ -152,12 +151,12 @@ def test_keys_change_with_the_tokenizer(tokenizer_folder, tmp_path):
         folder.mkdir()
         for file in tokenizer_folder.iterdir():
             (folder / file.name).write_bytes(file.read_bytes())
-        assert keys.tokenizer(folder) == before
+        assert fingerprint.tokenizer(folder) == before
         text = (folder / name).read_text()
         assert old in text
         (folder / name).write_text(text.replace(old, "7"))
-        assert keys.tokenizer(folder) != before
+        assert fingerprint.tokenizer(folder) != before
     (folder / "chat_template.jinja").write_text("{{ messages }}")
-    assert "chat_template.jinja" in str(keys.tokenizer(folder))
+    assert "chat_template.jinja" in str(fingerprint.tokenizer(folder))
     (folder / "model.safetensors.index.json").write_text("{}")
-    assert "safetensors" not in str(keys.tokenizer(folder))
+    assert "safetensors" not in str(fingerprint.tokenizer(folder))

@@ -5,9 +5,8 @@ import json
 import tracemalloc
 
 import pytest
-
-from toolkit.data import formats
-from toolkit.errors import UserError
+from lmx.data import dataset
+from lmx.errors import UserError
 
 USER, ANSWER = (
     {"role": "user", "content": "Hi"},
@@ -85,15 +84,15 @@ CHAT = {"messages": [USER, ANSWER]}
 )
 def test_every_format(write, record, name, fields):
     path = write([{**record, "skill": "greeting", "id": 7}])
-    found = formats.Rows(path)
+    found = dataset.RowReader(path)
     assert found.format == name
-    assert list(found) == [formats.Row(f"{path}:1", **fields, skill="greeting")]
+    assert list(found) == [dataset.Row(f"{path}:1", **fields, skill="greeting")]
     assert found.tally.bad == 0
 
 
 def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
     path = write([{"text": "stray"}, *[CHAT] * 5, {"messages": [USER]}, "no object"])
-    found = formats.Rows(path)
+    found = dataset.RowReader(path)
     assert (found.format, len(list(found))) == ("chat", 5)
     assert found.tally.named == (
         (f"{path}:1", "not chat: it holds text"),
@@ -117,7 +116,7 @@ def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
     ],
 )
 def test_bad_chats(write, messages, reason):
-    found = formats.Rows(write([CHAT, {"messages": messages}]))
+    found = dataset.RowReader(write([CHAT, {"messages": messages}]))
     assert len(list(found)) == found.tally.bad == 1
     assert found.tally.named[0][1].startswith(reason)
 
@@ -132,7 +131,7 @@ def test_bad_chats(write, messages, reason):
     ],
 )
 def test_bad_completions(write, record, reason):
-    found = formats.Rows(write([{"prompt": "a", "completion": "b"}, record]))
+    found = dataset.RowReader(write([{"prompt": "a", "completion": "b"}, record]))
     assert len(list(found)) == 1
     assert [why for _, why in found.tally.named] == [reason]
 
@@ -140,20 +139,20 @@ def test_bad_completions(write, record, reason):
 def test_columns_rename(write):
     path = write([{"question": "1+1", "answer": "2", "text": "ignored", "skill": "s"}])
     columns = {"prompt": "question", "completion": "answer"}
-    found = formats.Rows(path, columns=columns)
+    found = dataset.RowReader(path, columns=columns)
     assert found.format == "completion"
     [row] = found
     assert (row.prompt, row.completion, row.skill) == ("1+1", "2", "s")
-    assert formats.Rows(path).format == "text"
+    assert dataset.RowReader(path).format == "text"
 
 
 def test_limit_and_find_and_builtin(write, tmp_path):
     write([{"text": str(number)} for number in range(9)])
-    found = formats.Rows("rows.jsonl", find=lambda name: tmp_path / name, limit=4)
+    found = dataset.RowReader("rows.jsonl", find=lambda name: tmp_path / name, limit=4)
     assert [row.text for row in found] == ["0", "1", "2", "3"]
-    rows = list(formats.Rows("builtin:stdlib", split="valid", limit=2))
+    rows = list(dataset.RowReader("builtin:stdlib", split="valid", limit=2))
     assert rows[0].where.startswith("builtin:stdlib/")
-    assert formats.has_split("builtin:stdlib", "valid")
+    assert dataset.has_split("builtin:stdlib", "valid")
 
 
 def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
@@ -162,7 +161,7 @@ def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
         for number in range(50_000):
             stream.write(json.dumps({"text": f"{number} " * 40}) + "\n")
     tracemalloc.start()
-    found = formats.Rows(str(path))
+    found = dataset.RowReader(str(path))
     count = sum(1 for _ in found)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
@@ -172,7 +171,7 @@ def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
 
 
 def test_rows_can_be_read_again_and_in_part(write):
-    found = formats.Rows(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
+    found = dataset.RowReader(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
     next(iter(found))
     assert found.tally is None
     assert list(found) == list(found)
@@ -193,7 +192,7 @@ def test_rows_can_be_read_again_and_in_part(write):
 )
 def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
     with pytest.raises(UserError, match="no format fits; the keys found are") as fault:
-        list(formats.Rows(write([record])))
+        list(dataset.RowReader(write([record])))
     assert all(key in fault.value.message for key in record)
     assert fault.value.hint.endswith(f"data:\n  columns: {mapping}")
 
@@ -201,32 +200,35 @@ def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
 def test_columns_that_are_not_there_or_not_ours(write):
     path = write([{"q": "?", "a": "!"}])
     with pytest.raises(UserError, match="columns names question, not there"):
-        formats.Rows(path, columns={"prompt": "question", "completion": "a"})
+        dataset.RowReader(path, columns={"prompt": "question", "completion": "a"})
     with pytest.raises(UserError, match="no column 'promt'") as fault:
-        formats.Rows(path, columns={"promt": "q"})
+        dataset.RowReader(path, columns={"promt": "q"})
     assert fault.value.hint == "did you mean 'prompt'?"
 
 
 def test_a_hub_data_set_by_our_names_of_splits(hub):
-    found = formats.Rows("someone/rows", split="valid")
+    found = dataset.RowReader("someone/rows", split="valid")
     assert [row.where for row in found][:1] == ["someone/rows/validation[0]"]
-    assert len(list(formats.Rows("someone/rows", streaming=True, limit=2))) == 2
+    assert len(list(dataset.RowReader("someone/rows", streaming=True, limit=2))) == 2
     assert hub == [("validation", False), ("train", True)]
-    assert formats.fingerprint("someone/rows", "train")[2:] == ["abc", "default-1"]
-    assert formats.has_split("someone/rows", "valid")
-    assert not formats.has_split("someone/rows", "test")
+    assert dataset.source_fingerprint("someone/rows", "train")[2:] == [
+        "abc",
+        "default-1",
+    ]
+    assert dataset.has_split("someone/rows", "valid")
+    assert not dataset.has_split("someone/rows", "test")
 
 
 def test_faults_of_the_hub(hub, monkeypatch):
     with pytest.raises(UserError, match="no split for 'test'"):
-        formats.Rows("someone/rows", split="test")
+        dataset.RowReader("someone/rows", split="test")
     with pytest.raises(UserError, match=r"no file or folder.*no data set someone/else"):
-        formats.Rows("someone/else")
-    monkeypatch.setattr(formats, "_online", lambda endpoint: False)
+        dataset.RowReader("someone/else")
+    monkeypatch.setattr(dataset, "_online", lambda endpoint: False)
     with pytest.raises(UserError, match="the Hub cannot be reached"):
-        formats.Rows("someone/rows")
+        dataset.RowReader("someone/rows")
 
 
 def test_a_closed_port_is_offline(monkeypatch):
-    monkeypatch.setattr(formats, "getproxies", dict)
-    assert not formats._online("http://127.0.0.1:9")
+    monkeypatch.setattr(dataset, "getproxies", dict)
+    assert not dataset._online("http://127.0.0.1:9")

@@ -4,11 +4,10 @@ import random
 import tracemalloc
 
 import pytest
-
-from toolkit.data import cache, held_out
-from toolkit.data.held_out import SHARE, choose, draw
-from toolkit.data.shapes import Row
-from toolkit.errors import UserError
+from lmx.data import cache, splits
+from lmx.data.row_formats import Row
+from lmx.data.splits import EVAL_SHARE, choose_eval_rows, random_u64
+from lmx.errors import UserError
 
 
 def rows(count):
@@ -20,32 +19,36 @@ def rows(count):
 @pytest.mark.parametrize("count", [2, 3, 7, 50, 1_000])
 def test_every_row_is_in_one_part(count, most, seed):
     made = rows(count)
-    found = choose(made, seed, most)
+    found = choose_eval_rows(made, seed, most)
     rest = list(found.rest(made, seed))
     assert sorted(rest + found.rows, key=made.index) == made
     assert 1 <= len(found.rows) <= min(most, count - 1)
-    assert choose(iter(made), seed, most) == found
+    assert choose_eval_rows(iter(made), seed, most) == found
 
 
 @pytest.mark.parametrize("most", [3, 30, 2_000])
 def test_they_are_those_of_the_lowest_draws(most):
     """Against sorting all of them."""
     count, seed = 2_000, 5
-    order = sorted(range(count), key=lambda index: draw(seed, index))
-    below = sum(draw(seed, index) < SHARE * 2**64 for index in range(count))
+    order = sorted(range(count), key=lambda index: random_u64(seed, index))
+    below = sum(random_u64(seed, index) < EVAL_SHARE * 2**64 for index in range(count))
     expected = {f"f:{index}" for index in order[: min(most, below)]}
-    assert {row.where for row in choose(rows(count), seed, most).rows} == expected
+    assert {
+        row.where for row in choose_eval_rows(rows(count), seed, most).rows
+    } == expected
 
 
 def test_two_rows_below_the_share_are_not_both_held_out():
     low = 0.05 * 2**64
-    seed = next(s for s in range(10**6) if draw(s, 0) < low and draw(s, 1) < low)
-    assert len(choose(rows(2), seed).rows) == 1
+    seed = next(
+        s for s in range(10**6) if random_u64(s, 0) < low and random_u64(s, 1) < low
+    )
+    assert len(choose_eval_rows(rows(2), seed).rows) == 1
 
 
 def test_the_share_is_about_a_twentieth_and_depends_on_the_seed():
     made = rows(20_000)
-    first, second = (choose(made, seed).rows for seed in (0, 1))
+    first, second = (choose_eval_rows(made, seed).rows for seed in (0, 1))
     assert 900 < len(first) < 1_100
     common = {row.where for row in first} & {row.where for row in second}
     assert len(common) < 100
@@ -54,9 +57,9 @@ def test_the_share_is_about_a_twentieth_and_depends_on_the_seed():
 def test_draws_are_the_same_on_every_machine():
     """SplitMix64: seed 0 begins with this number, as its authors publish."""
     state = 0xE220A8397B1DCDAF
-    assert draw(0, 0) != draw(0, 1) != draw(1, 0)
-    assert draw(0, 0) == _mix((state + 0x9E3779B97F4A7C15) % 2**64)
-    assert len({draw(9, index) for index in range(10_000)}) == 10_000
+    assert random_u64(0, 0) != random_u64(0, 1) != random_u64(1, 0)
+    assert random_u64(0, 0) == _mix((state + 0x9E3779B97F4A7C15) % 2**64)
+    assert len({random_u64(9, index) for index in range(10_000)}) == 10_000
 
 
 def _mix(value):
@@ -68,13 +71,13 @@ def _mix(value):
 def test_one_document_gives_its_tail():
     text = "".join(f"line {n}\n" for n in range(100))
     one = [Row("f:1", text=text)]
-    found = choose(one, 0)
+    found = choose_eval_rows(one, 0)
     [head], [tail] = found.rest(one, 0), found.rows
     assert head.text + tail.text == text
     assert tail.text.startswith("line ")
     assert 0.03 < len(tail.text) / len(text) < 0.08
     with pytest.raises(UserError, match="none can be held out"):
-        choose(rows(1), 0)
+        choose_eval_rows(rows(1), 0)
 
 
 def test_rows_are_not_kept_in_memory():
@@ -83,7 +86,7 @@ def test_rows_are_not_kept_in_memory():
             yield Row(f"f:{number}", text=random.Random(number).randbytes(500).hex())
 
     tracemalloc.start()
-    found = choose(many(), 0, 100)
+    found = choose_eval_rows(many(), 0, 100)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(found.rows) == 100
@@ -93,8 +96,10 @@ def test_rows_are_not_kept_in_memory():
 
 def test_what_a_row_holds_survives_the_cache(cache_folder):
     turns = ({"role": "user", "content": "é\u2028", "tool_calls": [{"a": 1}]},)
-    held = held_out.HeldOut(
+    held = splits.EvalSplit(
         [Row("f:1", messages=turns, skill="s"), Row("f:2", text="b\n")], 2**64 - 1
     )
-    kept = cache.kept("test", "k", lambda f: held_out.write(f, held), warn=print)
-    assert held_out.read(kept) == held
+    kept = cache.get_or_create(
+        "test", "k", lambda f: splits.write_eval_split(f, held), warn=print
+    )
+    assert splits.read_eval_split(kept) == held

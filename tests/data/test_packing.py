@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from lmx.config.model import ScratchModelConfig
+from lmx.data.batching import BucketBatchSampler, InMemoryExamples
+from lmx.data.packing import PackedBatchSampler, pack, packed
+from lmx.models import from_scratch
+from lmx.models.loader import build
+from lmx.training.document_mask import DocumentCaches
+from lmx.training.step import TrainStep
 from test_batches import examples
-
-from toolkit.data.batches import Batches, Listed
-from toolkit.data.packing import PackedBatches, pack, packed
-from toolkit.model import fresh
-from toolkit.model.load import build
-from toolkit.model.source import Fresh
-from toolkit.train.documents import DocumentCaches
-from toolkit.train.step import Step
 
 LONGEST = 100
 
@@ -71,9 +70,9 @@ def test_rows_of_chats_are_almost_full():
 
 
 def batches(made=None, **settings):
-    made = Listed(made or examples(longest=40))
+    made = InMemoryExamples(made or examples(longest=40))
     settings = {"max_length": LONGEST, "rows": 8} | settings
-    return made, PackedBatches(made, pack(made.lengths, LONGEST + 1), **settings)
+    return made, PackedBatchSampler(made, pack(made.lengths, LONGEST + 1), **settings)
 
 
 def test_every_example_is_in_one_row_of_an_epoch():
@@ -140,20 +139,20 @@ def test_a_step_does_not_depend_on_the_steps_before():
 
 
 def test_the_plan_is_made_once(cache_folder, monkeypatch):
-    made = Listed(examples())
+    made = InMemoryExamples(examples())
     plan = packed(made, LONGEST + 1, print)
-    monkeypatch.setattr("toolkit.data.packing.pack", None)
+    monkeypatch.setattr("lmx.data.packing.pack", None)
     again = packed(made, LONGEST + 1, print)
     assert all(np.array_equal(a, b) for a, b in zip(plan, again, strict=True))
     with pytest.raises(TypeError):
         packed(made, LONGEST + 2, print)
     with pytest.raises(TypeError):
-        packed(Listed(examples(seed=1)), LONGEST + 1, print)
+        packed(InMemoryExamples(examples(seed=1)), LONGEST + 1, print)
 
 
 def test_packed_rows_have_the_loss_of_their_examples():
     """Through a model that sees no other document; one that does has another loss."""
-    settings = Fresh(
+    settings = ScratchModelConfig(
         vocabulary=320,
         hidden_size=64,
         intermediate_size=64,
@@ -161,17 +160,17 @@ def test_packed_rows_have_the_loss_of_their_examples():
         heads=2,
         dtype="float32",
     )
-    config = fresh.configuration(settings)
+    config = from_scratch.configuration(settings)
     model = build(config)
-    model.load_weights(list(fresh.initial_weights(config, 0).items()))
-    made = Listed(
+    model.load_weights(list(from_scratch.initial_weights(config, 0).items()))
+    made = InMemoryExamples(
         replace(example, tokens=example.tokens % 319 + 1)
         for example in examples(60, longest=40)
     )
     _, cut = batches(made, rows=4)
-    step = Step(model, caches=DocumentCaches(model))
+    step = TrainStep(model, caches=DocumentCaches(model))
     packed_rows = [cut(number) for number in range(cut.per_epoch)]
-    alone = Batches(made, max_length=LONGEST, rows=8).in_order()
+    alone = BucketBatchSampler(made, max_length=LONGEST, rows=8).in_order()
     loss, tokens = step.evaluate(alone)
     together, as_many = step.evaluate(packed_rows)
     assert as_many == tokens

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-
-from toolkit.data.sources import Data, Splits
-from toolkit.errors import UserError
+from lmx.config.data import DataConfig
+from lmx.data.splits import Splits
+from lmx.errors import UserError
 
 ANSWER = {"role": "assistant", "content": "b"}
 
@@ -21,7 +21,7 @@ def write(path, count, name="row"):
 def splits(said=None, warned=None, seed=0, **data):
     said, warned = ([] if x is None else x for x in (said, warned))
     return Splits(
-        Data(**data), find=Path, seed=seed, say=said.append, warn=warned.append
+        DataConfig(**data), find=Path, seed=seed, say=said.append, warn=warned.append
     )
 
 
@@ -138,7 +138,7 @@ def test_held_out_rows_are_found_once(tmp_path, cache_folder, monkeypatch):
     other.write_text((json.dumps(chat) + "\n") * 30)
     both = [path, str(other)]
     held = splits(train=both).valid
-    monkeypatch.setattr("toolkit.data.held_out.choose", None)
+    monkeypatch.setattr("lmx.data.splits.choose_eval_rows", None)
     assert splits(train=both).valid == held
     with pytest.raises(TypeError):
         assert splits(train=both, seed=1).valid

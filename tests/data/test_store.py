@@ -4,12 +4,11 @@ import tracemalloc
 
 import numpy as np
 import pytest
-
-from toolkit.data import cache, store, template
-from toolkit.data.batches import Batches
-from toolkit.data.shapes import Row
-from toolkit.errors import UserError
-from toolkit.model.load import load_tokenizer
+from lmx.data import cache, token_store, tokenization
+from lmx.data.batching import BucketBatchSampler
+from lmx.data.row_formats import Row
+from lmx.errors import UserError
+from lmx.models.loader import load_tokenizer
 
 SETTINGS = {"max_length": 24, "train_on": "answers"}
 
@@ -34,18 +33,20 @@ def rows(count=60):
 
 def stored(rows, tokenizer, key="key", say=print, **settings):
     def fill(folder):
-        return store.write(folder, rows, tokenizer, **SETTINGS | settings, say=say)
+        return token_store.write_token_store(
+            folder, rows, tokenizer, **SETTINGS | settings, say=say
+        )
 
-    return cache.kept("tokens", key, fill, warn=print)
+    return cache.get_or_create("tokens", key, fill, warn=print)
 
 
 def test_examples_are_those_of_the_rows(cache_folder, tokenizer, monkeypatch):
-    expected = template.encode_all(rows(), tokenizer, **SETTINGS)
+    expected = tokenization.encode_all(rows(), tokenizer, **SETTINGS)
     digests = set()
     for size in (1, 7, 1_000):
-        monkeypatch.setattr(store, "BLOCK_ROWS", size)
+        monkeypatch.setattr(token_store, "BLOCK_ROWS", size)
         kept = stored(iter(rows()), tokenizer, str(size))
-        found = store.Store(kept)
+        found = token_store.TokenStore(kept)
         assert len(found) == len(expected.examples) > 60
         assert found.lengths.tolist() == [len(e.tokens) for e in expected.examples]
         for index, example in enumerate(expected.examples):
@@ -74,10 +75,12 @@ def test_digests_tell_tokens_masks_and_their_borders_apart(cache_folder, tokeniz
 
 
 def test_batches_from_disk_are_those_from_memory(cache_folder, tokenizer):
-    listed = template.encode_all(rows(), tokenizer, **SETTINGS).examples
+    listed = tokenization.encode_all(rows(), tokenizer, **SETTINGS).examples
     settings = {"max_length": 24, "rows": 4, "seed": 3}
-    ours = Batches(store.Store(stored(rows(), tokenizer)), **settings)
-    theirs = Batches(listed, **settings)
+    ours = BucketBatchSampler(
+        token_store.TokenStore(stored(rows(), tokenizer)), **settings
+    )
+    theirs = BucketBatchSampler(listed, **settings)
     assert ours.per_epoch == theirs.per_epoch
     for step in range(2 * ours.per_epoch):
         assert np.array_equal(ours(step).tokens, theirs(step).tokens)
@@ -95,14 +98,14 @@ def test_nothing_to_train_on(cache_folder, tokenizer):
 
 
 def test_few_characters_are_encoded_at_once(monkeypatch):
-    monkeypatch.setattr(store, "BLOCK_CHARACTERS", 100)
+    monkeypatch.setattr(token_store, "BLOCK_CHARACTERS", 100)
     made = [Row(f"f:{n}", text="x" * 60) for n in range(5)]
-    assert [len(block) for block in store._blocks(made)] == [2, 2, 1]
+    assert [len(block) for block in token_store._blocks(made)] == [2, 2, 1]
 
 
 def test_progress_is_told(cache_folder, tokenizer, monkeypatch):
-    monkeypatch.setattr(store, "TOLD_EVERY", 0.0)
-    monkeypatch.setattr(store, "BLOCK_ROWS", 30)
+    monkeypatch.setattr(token_store, "TOLD_EVERY", 0.0)
+    monkeypatch.setattr(token_store, "BLOCK_ROWS", 30)
     said = []
     stored(rows(), tokenizer, say=said.append)
     assert [line.split(",")[0] for line in said] == [
@@ -117,15 +120,15 @@ def test_rows_are_not_kept_in_memory(cache_folder, tokenizer, monkeypatch):
 
     def encode(block, _, **settings):
         tokens, mask = np.arange(50, dtype=np.int32), np.arange(50) > 20
-        return template.Encoded(
-            [template.Example(tokens, mask, row.where) for row in block]
+        return tokenization.EncodeResult(
+            [tokenization.Example(tokens, mask, row.where) for row in block]
         )
 
-    monkeypatch.setattr(store, "encode_block", encode)
+    monkeypatch.setattr(token_store, "encode_block", encode)
     tracemalloc.start()
     kept = stored((Row(f"f:{n}", text="x" * 100) for n in range(count)), tokenizer)
-    found = store.Store(kept)
-    batches = Batches(found, max_length=64, rows=32)
+    found = token_store.TokenStore(kept)
+    batches = BucketBatchSampler(found, max_length=64, rows=32)
     for step in range(40):
         batches(step)
     _, peak = tracemalloc.get_traced_memory()

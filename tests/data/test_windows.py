@@ -2,12 +2,15 @@
 
 import numpy as np
 import pytest
-
-from toolkit.data.shapes import Row
-from toolkit.data.template import encode_all
-from toolkit.data.windows import Windows, joined, one_by_one
-from toolkit.errors import UserError
-from toolkit.model.load import load_tokenizer
+from lmx.data.calibration import (
+    CalibrationBatch,
+    concatenated_sequences,
+    per_example_sequences,
+)
+from lmx.data.row_formats import Row
+from lmx.data.tokenization import encode_all
+from lmx.errors import UserError
+from lmx.models.loader import load_tokenizer
 
 SETTINGS = {"length": 64, "seed": 3}
 
@@ -27,7 +30,7 @@ def chats(count):
 
 
 def test_joined_windows_are_full_and_every_position_counts(tokenizer):
-    found = joined(chats(40), tokenizer, tokens=200, length=32, seed=3)
+    found = concatenated_sequences(chats(40), tokenizer, tokens=200, length=32, seed=3)
     assert found.tokens.shape == (6, 32)
     assert found.counted.all()
     assert found.seen.all()
@@ -37,7 +40,7 @@ def test_joined_windows_are_full_and_every_position_counts(tokenizer):
 def test_rows_are_as_training_has_them(tokenizer):
     rows = chats(8)
     settings = SETTINGS | {"train_on": "answers"}
-    found = one_by_one(rows, tokenizer, tokens=10_000, **settings)
+    found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
     examples = encode_all(rows, tokenizer, max_length=64).examples
     assert len(found) == len(examples)
     expected = {tuple(e.tokens.tolist()): e.mask.tolist() for e in examples}
@@ -53,7 +56,7 @@ def test_rows_are_as_training_has_them(tokenizer):
 def test_everything_may_be_trained_on(tokenizer):
     rows = chats(5)
     settings = SETTINGS | {"train_on": "everything"}
-    found = one_by_one(rows, tokenizer, tokens=10_000, **settings)
+    found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
     lengths = [
         len(e.tokens)
         for e in encode_all(
@@ -65,25 +68,29 @@ def test_everything_may_be_trained_on(tokenizer):
 
 def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
     settings = SETTINGS | {"train_on": "answers"}
-    all_rows = one_by_one(chats(30), tokenizer, tokens=10_000, **settings)
-    few = one_by_one(chats(30), tokenizer, tokens=100, **settings)
+    all_rows = per_example_sequences(chats(30), tokenizer, tokens=10_000, **settings)
+    few = per_example_sequences(chats(30), tokenizer, tokens=100, **settings)
     assert len(all_rows) == 30
     assert 1 < len(few) < 30
     assert few.size + len(few) >= 100
     assert few[:-1].size + len(few) - 1 < 100
-    other = one_by_one(chats(30), tokenizer, tokens=100, **settings | {"seed": 4})
+    other = per_example_sequences(
+        chats(30), tokenizer, tokens=100, **settings | {"seed": 4}
+    )
     assert not np.array_equal(few.tokens[0], other.tokens[0])
 
 
 def test_rows_without_an_answer_are_an_error(tokenizer):
     rows = [Row("rows:1", prompt="long " * 80, completion="never seen")]
     with pytest.raises(UserError, match="no row has an answer"):
-        one_by_one(rows, tokenizer, tokens=100, **SETTINGS | {"train_on": "answers"})
+        per_example_sequences(
+            rows, tokenizer, tokens=100, **SETTINGS | {"train_on": "answers"}
+        )
 
 
 def test_nothing_is_seen_behind_what_counts():
     counted = np.array([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
-    found = Windows(np.zeros((3, 5), np.int32), counted)
+    found = CalibrationBatch(np.zeros((3, 5), np.int32), counted)
     assert found.seen.tolist() == [
         [True, True, True, True, False],
         [True] + [False] * 4,
@@ -94,7 +101,7 @@ def test_nothing_is_seen_behind_what_counts():
 
 def test_parts_of_one_length_keep_the_order():
     tokens = np.arange(7 * 4, dtype=np.int32).reshape(7, 4)
-    windows = Windows(tokens, np.ones(tokens.shape, bool))
+    windows = CalibrationBatch(tokens, np.ones(tokens.shape, bool))
     parts = windows.parts(9)
     assert [len(part) for part in parts] == [2, 2, 2, 1]
     assert np.array_equal(np.concatenate([p.tokens for p in parts]), tokens)
@@ -105,7 +112,7 @@ def test_parts_of_many_lengths_have_little_filling():
     lengths = draw.integers(1, 30, 50)
     tokens = draw.integers(1, 1000, (50, 40)).astype(np.int32)
     counted = np.arange(40) == lengths[:, None] - 1
-    parts = Windows(tokens, counted).parts(100)
+    parts = CalibrationBatch(tokens, counted).parts(100)
     assert sum(part.size for part in parts) == lengths.sum()
     assert sum(part.tokens.size for part in parts) < 1.2 * lengths.sum()
     assert all(part.tokens.size <= 100 for part in parts)

@@ -3,9 +3,8 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-
-from toolkit.draft.losses import Objective, overlap
-from toolkit.train.targets import compressed, whole
+from lmx.draft.losses import DraftLoss, distribution_overlap
+from lmx.training.teacher_targets import compress_targets, full_targets
 
 VOCABULARY = 7
 
@@ -50,7 +49,7 @@ def sums(name, logits, target):
     """The loss of every position by itself."""
     mask = mx.ones(logits.shape[:2], mx.bool_)
     tokens = mx.zeros(logits.shape[:2], mx.int32)
-    objective = Objective(name)
+    objective = DraftLoss(name)
     target = (*target, mask)
     return [
         objective(
@@ -67,7 +66,7 @@ def sums(name, logits, target):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_losses_are_those_of_the_named_outcomes(name, top_k):
     teacher, draft = pair()
-    target = compressed(mx.array(teacher), top_k)
+    target = compress_targets(mx.array(teacher), top_k)
     found = sums(name, mx.array(draft), target)
     kept = np.array(target.indices)
     p, q = (merged(softmax(logits), kept) for logits in (teacher, draft))
@@ -77,7 +76,7 @@ def test_losses_are_those_of_the_named_outcomes(name, top_k):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_of_a_target_that_runs_beside_they_are_exact(name):
     teacher, draft = pair(1)
-    found = sums(name, mx.array(draft), whole(mx.array(teacher)))
+    found = sums(name, mx.array(draft), full_targets(mx.array(teacher)))
     expected = EXPECTED[name](softmax(teacher), softmax(draft))
     assert np.allclose(found, expected[0], atol=1e-5)
 
@@ -85,7 +84,7 @@ def test_of_a_target_that_runs_beside_they_are_exact(name):
 @pytest.mark.parametrize("name", EXPECTED)
 def test_gradients_are_those_of_finite_differences(name):
     teacher, draft = pair(2, positions=2)
-    target = compressed(mx.array(teacher), 3)
+    target = compress_targets(mx.array(teacher), 3)
     kept = np.array(target.indices)
     p = merged(softmax(teacher), kept)
     # The weight of the mix is not differentiated.
@@ -100,7 +99,7 @@ def test_gradients_are_those_of_finite_differences(name):
     tokens, mask = mx.zeros((1, 2), mx.int32), mx.ones((1, 2), mx.bool_)
 
     def loss(logits):
-        return Objective(name)(logits, tokens, mask, *target, mask)
+        return DraftLoss(name)(logits, tokens, mask, *target, mask)
 
     gradient = np.array(mx.grad(loss)(mx.array(draft)))
     for place in np.ndindex(draft.shape):
@@ -113,8 +112,8 @@ def test_gradients_are_those_of_finite_differences(name):
 @pytest.mark.parametrize("top_k", [1, 3, 6])
 def test_bounds_hold_the_overlap_of_the_whole_vocabulary(top_k):
     teacher, draft = pair(3, positions=200)
-    target = compressed(mx.array(teacher), top_k)
-    least, most = map(np.array, overlap(mx.array(draft), target))
+    target = compress_targets(mx.array(teacher), top_k)
+    least, most = map(np.array, distribution_overlap(mx.array(draft), target))
     exact = np.minimum(softmax(teacher), softmax(draft)).sum(-1)
     assert (least <= exact + 1e-6).all()
     assert (exact <= most + 1e-6).all()
@@ -123,10 +122,10 @@ def test_bounds_hold_the_overlap_of_the_whole_vocabulary(top_k):
 
 def test_only_positions_that_count_are_summed_and_mixed_with_the_tokens_said():
     teacher, draft = pair(4)
-    target = compressed(mx.array(teacher), VOCABULARY)
+    target = compress_targets(mx.array(teacher), VOCABULARY)
     tokens = mx.array([[0, 1, 2, 3, 4]])
     mask = mx.array([[False, True, True, False, False]])
-    objective = Objective("forward", cross_entropy=0.25)
+    objective = DraftLoss("forward", cross_entropy=0.25)
     found = objective(mx.array(draft), tokens, mask, *target, mask)
     p, q = softmax(teacher)[0], softmax(draft)[0]
     expected = sum(0.75 * kl(p[i], q[i]) - 0.25 * np.log(q[i, i]) for i in (1, 2))

@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
-
-from toolkit.draft.economics import Costs
-from toolkit.draft.exam import tokens_per_round
+from lmx.draft.acceptance import accepted_length
+from lmx.draft.cost_model import SpeculationCosts
 
 
 @pytest.mark.parametrize("guesses", [1, 3, 8])
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.9, 1.0])
 def test_equal_chances_give_the_geometric_series(rate, guesses):
-    found = tokens_per_round([np.full(20_000, rate)], guesses)
+    found = accepted_length([np.full(20_000, rate)], guesses)
     assert found == pytest.approx(sum(rate**i for i in range(guesses + 1)), rel=1e-3)
 
 
@@ -28,15 +27,15 @@ def test_rounds_begin_where_the_ones_before_them_end():
             tries += 1
         place += min(tries + 1, len(stands) - where)
         rounds += 1
-    assert tokens_per_round([stands], 3) == pytest.approx(place / rounds, rel=0.01)
+    assert accepted_length([stands], 3) == pytest.approx(place / rounds, rel=0.01)
 
 
 def test_the_textbook_case_and_rows_that_cost():
-    flat = Costs(tuple(1 + 0.08 * k for k in range(9)))
+    flat = SpeculationCosts(tuple(1 + 0.08 * k for k in range(9)))
     tokens = [sum(0.8**i for i in range(k + 1)) for k in range(1, 9)]
     length, speedup = flat.best(tokens)
     # Leviathan et al., theorem 3.8.
     assert (length, round(speedup, 2)) == (6, 2.67)
-    steep = Costs((1.0, *(1.98 + 0.98 * k for k in range(8))))
+    steep = SpeculationCosts((1.0, *(1.98 + 0.98 * k for k in range(8))))
     assert steep.best(tokens)[0] == 1
     assert steep.best(tokens)[1] < 1

@@ -5,22 +5,26 @@ from itertools import count
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.data.tokenization import Example
+from lmx.draft.acceptance import (
+    ReferenceCompletion,
+    accepted_length,
+    all_acceptance_probs,
+    expected_tokens_by_length,
+)
+from lmx.draft.benchmark import DRAFT, LOOKUP, Candidate, DraftBenchmark
+from lmx.draft.cost_model import SpeculationCosts
+from lmx.draft.dataset import DistillationBatches
+from lmx.draft.losses import DraftLoss, acceptance_bounds
+from lmx.generation.engine import Generator
+from lmx.generation.sampling import Sampling
+from lmx.generation.speculative.decoder import SpeculativeStats
+from lmx.generation.speculative.draft_length import DraftLengthController
+from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.models.loader import build
+from lmx.run.logger import RunLogger
+from lmx.training.step import TrainStep
 from mlx.utils import tree_map
-
-from toolkit.data.template import Example
-from toolkit.draft.economics import Costs
-from toolkit.draft.exam import Text, all_stand, curve_of, tokens_per_round
-from toolkit.draft.losses import Objective, chances
-from toolkit.draft.targets import Lessons
-from toolkit.draft.trial import DRAFT, LOOKUP, Rival, Trial
-from toolkit.generate.controller import Controller
-from toolkit.generate.engine import Generator
-from toolkit.generate.proposers.draft import Draft
-from toolkit.generate.sampling import Sampling
-from toolkit.generate.speculate import Speculation
-from toolkit.model.load import build
-from toolkit.run.report import Report
-from toolkit.train.step import Step
 
 VOCABULARY = 24
 LLAMA = {
@@ -34,7 +38,7 @@ LLAMA = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 128,
 }
-FREE = Costs(tuple(1 + 0.05 * guesses for guesses in range(9)))
+FREE = SpeculationCosts(tuple(1 + 0.05 * guesses for guesses in range(9)))
 
 
 def law_of():
@@ -55,7 +59,7 @@ def lessons(top_k, *, texts=48, seed=0):
             tokens.append(int(random.choice(VOCABULARY, p=now / now.sum())))
         mask = np.arange(17) > 3
         examples.append(Example(np.array(tokens, np.int32), mask, f"text {number}"))
-    return Lessons(
+    return DistillationBatches(
         examples,
         lambda tokens: law[tokens],
         key=f"law {seed}",
@@ -63,7 +67,7 @@ def lessons(top_k, *, texts=48, seed=0):
         tokens=512,
         top_k=top_k,
         seed=0,
-        report=Report(None, quiet=True),
+        report=RunLogger(None, quiet=True),
     )
 
 
@@ -82,15 +86,15 @@ def overlap(model, held_out):
         q = mx.softmax(model(lesson.tokens[:, :-1]), axis=-1)
         exact = mx.minimum(p, q).sum(axis=-1)
         mask = np.array(lesson.mask)
-        bounds = (*chances(model, lesson), exact)
+        bounds = (*acceptance_bounds(model, lesson), exact)
         found.append([np.array(value)[mask].mean() for value in bounds])
     return np.mean(found, axis=0)
 
 
 def trained(loss, steps=80):
     taught, model = lessons(8), student()
-    objective = Objective(loss, cross_entropy=0.1)
-    step = Step(model, taught=objective, gradient_clip=1.0)
+    objective = DraftLoss(loss, cross_entropy=0.1)
+    step = TrainStep(model, taught=objective, gradient_clip=1.0)
     for number in range(steps):
         step(taught(number), 1e-2, number)
         mx.eval(step.parameters, step.optimizer.state)
@@ -118,11 +122,13 @@ def test_what_is_asked_again_is_read_from_the_cache():
 
     examples = [Example(np.arange(9, dtype=np.int32), np.arange(9) > 2, "here")]
     settings = {"max_length": 32, "tokens": 64, "top_k": 4, "seed": 0}
-    report = Report(None, quiet=True)
+    report = RunLogger(None, quiet=True)
     for _ in range(2):
-        Lessons(examples, counted, key="counted", report=report, **settings)
+        DistillationBatches(examples, counted, key="counted", report=report, **settings)
     assert len(calls) == 1
-    Lessons(examples, counted, key="another target", report=report, **settings)
+    DistillationBatches(
+        examples, counted, key="another target", report=report, **settings
+    )
     assert len(calls) == 2
 
 
@@ -166,8 +172,8 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
     prompts = [[5, 9, 11, number] for number in range(count)]
-    rival = Rival(draft, FREE)
-    trial = Trial(target, rival, Wordless(), {"all": prompts}, max_tokens=70)
+    rival = Candidate(draft, FREE)
+    trial = DraftBenchmark(target, rival, Wordless(), {"all": prompts}, max_tokens=70)
     sampling = Sampling(temperature=temperature, seed=4)
     found = trial.run(sampling)
     column = found.columns[DRAFT]
@@ -191,26 +197,29 @@ def test_other_answers_to_the_prompts_predict_the_rounds():
     draft.lm_head.weight *= 0.2
     prompts = [[5, 9, 11, number] for number in range(45)]
     cold, guesses = Sampling(temperature=0.6), 3
-    texts = [Text(target, *pair, cold) for pair in answered(prompts, target, 400)[0]]
-    curve = curve_of(all_stand(texts, draft))
+    texts = [
+        ReferenceCompletion(target, *pair, cold)
+        for pair in answered(prompts, target, 400)[0]
+    ]
+    curve = expected_tokens_by_length(all_acceptance_probs(texts, draft))
     draws = count()
     pairs, rounds = answered(
-        prompts, target, 0, lambda: Draft(draft, seed=next(draws)), guesses
+        prompts, target, 0, lambda: DraftModelProposer(draft, seed=next(draws)), guesses
     )
     # The last token of an answer may be no round's.
     said = sum(len(found) - 1 for _, found in pairs)
     measured = said / (rounds.rounds + rounds.plain)
     assert curve[guesses - 1] == pytest.approx(measured, rel=0.05)
     shared = [shares(target, draft, text.prompt, text.said) for text in texts]
-    whole = tokens_per_round(shared, guesses)
+    whole = accepted_length(shared, guesses)
     assert whole != pytest.approx(measured, rel=0.05)
 
 
 def answered(prompts, target, seed, propose=None, guesses=1):
     """Pairs of a prompt and what is said, and how its rounds went."""
-    controller = Controller(longest=guesses, fixed=guesses)
+    controller = DraftLengthController(longest=guesses, fixed=guesses)
     generator = Generator(target, Wordless(), propose=propose, controller=controller)
-    pairs, rounds = [], Speculation()
+    pairs, rounds = [], SpeculativeStats()
     for number, prompt in enumerate(prompts):
         sampling = Sampling(temperature=0.6, seed=seed + number)
         found = generator.generate(prompt, max_tokens=30, sampling=sampling)
@@ -232,6 +241,6 @@ def test_a_model_that_drafts_for_itself_always_stands():
     target = build(model_config())
     text = [7, 250, 3, 9, 9]
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
-        stands = Text(target, [1, 2], text, sampling).stands(target)
+        stands = ReferenceCompletion(target, [1, 2], text, sampling).stands(target)
         assert np.allclose(stands, 1, atol=1e-5)
-        assert tokens_per_round([stands], 3) == pytest.approx(4, rel=1e-3)
+        assert accepted_length([stands], 3) == pytest.approx(4, rel=1e-3)

@@ -3,13 +3,12 @@
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.config.draft import OnPolicyConfig
+from lmx.data.batching import Batch
+from lmx.draft.losses import DraftLoss
+from lmx.draft.on_policy import OnPolicyBatches, find_rejections
+from lmx.training.teacher_targets import compress_targets, full_targets
 from test_learning import VOCABULARY, law_of, lessons, student
-
-from toolkit.data.batches import Batch
-from toolkit.draft.losses import Objective
-from toolkit.draft.on_policy import Replays, cut_where_guesses_fall
-from toolkit.draft.settings import OnPolicy
-from toolkit.train.targets import compressed, whole
 
 WRONG = 5
 
@@ -35,7 +34,7 @@ def test_answers_are_cut_where_the_draft_is_wrong():
         read = np.array(lesson.tokens)[:, :-1]
         for row in range(len(lesson.where)):
             expected += (read[row, judged(lesson, row)] == WRONG).any()
-        for replay in cut_where_guesses_fall(wrong_behind(WRONG), lesson, draws):
+        for replay in find_rejections(wrong_behind(WRONG), lesson, draws):
             cut += replay.tokens[-1] == WRONG
             row = lesson.where.index(replay.where)
             assert replay.tokens == read[row, : len(replay.tokens)].tolist()
@@ -50,15 +49,13 @@ def test_places_are_drawn_by_their_chance_to_fall():
     mask = mx.array([[False, False, True, True, True, True]])
     p, q = random.normal(size=(2, 6, VOCABULARY))
     q[4] = p[4] + 0.3 * q[4]
-    target = (*whole(mx.array(p)[None]), mx.ones(mask.shape, mx.bool_))
+    target = (*full_targets(mx.array(p)[None]), mx.ones(mask.shape, mx.bool_))
     lesson = Batch(tokens, mask, ("here",), target=target)
     draws, count = np.random.default_rng(0), 1500
     cut = [
         len(replay.tokens) - 1
         for _ in range(count)
-        for replay in cut_where_guesses_fall(
-            lambda tokens: mx.array(q)[None], lesson, draws
-        )
+        for replay in find_rejections(lambda tokens: mx.array(q)[None], lesson, draws)
     ]
     p, q = (np.exp(x) / np.exp(x).sum(-1, keepdims=True) for x in (p, q))
     falls = 1 - np.minimum(p, q).sum(-1)[3:]
@@ -83,9 +80,9 @@ def replays(tmp_path):
         return draft
 
     def begun():
-        return Replays(
+        return OnPolicyBatches(
             lessons(8),
-            OnPolicy(guesses=3, refresh=2),
+            OnPolicyConfig(guesses=3, refresh=2),
             begin=4,
             folder=tmp_path / "replays",
             draft=now,
@@ -125,7 +122,7 @@ def test_the_last_steps_hold_what_the_draft_wrote_and_what_the_target_says(repla
                 logits = draft(mx.array([tokens[:-count]]))[0, -1]
                 assert mx.argmax(logits).item() == tokens[-count]
                 wrote += 1
-        expected = compressed(law_of()[batch.tokens[:, :-1]], 8)
+        expected = compress_targets(law_of()[batch.tokens[:, :-1]], 8)
         named, found = (
             np.sort(np.array(x.astype(mx.float32)), axis=-1)
             for x in (expected.log_probs, batch.target[1])
@@ -152,8 +149,8 @@ def test_words_of_the_draft_are_no_labels():
     p, q = (mx.array(random.normal(size=(1, 4, VOCABULARY))) for _ in range(2))
     tokens, mask = mx.array([[3, 1, 4, 1]]), mx.ones((1, 4), mx.bool_)
     own = mx.array([[True, True, False, False]])
-    objective = Objective("forward", cross_entropy=0.5)
-    found = objective(q, tokens, mask, *compressed(p, VOCABULARY), own).item()
+    objective = DraftLoss("forward", cross_entropy=0.5)
+    found = objective(q, tokens, mask, *compress_targets(p, VOCABULARY), own).item()
     logp, logq = (np.array(x - mx.logsumexp(x, axis=-1, keepdims=True)) for x in (p, q))
     divergence = (np.exp(logp) * (logp - logq)).sum()
     said = -logq[0, [0, 1], [3, 1]].sum()

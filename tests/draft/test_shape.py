@@ -2,14 +2,19 @@
 
 import mlx.core as mx
 import pytest
+from lmx.draft.compat import require_servable
+from lmx.draft.pruning import (
+    PrunedShape,
+    channel_importance,
+    most_important,
+    most_important_blocks,
+    prune,
+    pruned_config,
+)
+from lmx.errors import UserError
+from lmx.generation.speculative.layer_skip import without
+from lmx.models.loader import build
 from mlx.utils import tree_flatten
-
-from toolkit.draft.activity import most_active, watch
-from toolkit.draft.contract import require_servable
-from toolkit.draft.shape import Shape, configured, cut, most_missed
-from toolkit.errors import UserError
-from toolkit.generate.proposers.skipping import without
-from toolkit.model.load import build
 
 CONFIG = {
     "model_type": "qwen3",
@@ -38,15 +43,15 @@ def model_of(config):
 
 def student_of(model, shape, activity=None):
     weights = dict(tree_flatten(model.parameters()))
-    config = configured(CONFIG, shape)
+    config = pruned_config(CONFIG, shape)
     student = build(config)
-    student.load_weights(list(cut(model, weights, shape, activity).items()))
+    student.load_weights(list(prune(model, weights, shape, activity).items()))
     return student, config
 
 
 def test_fewer_blocks_are_the_model_without_the_others():
     model = model_of(CONFIG)
-    student, config = student_of(model, Shape((0, 3)))
+    student, config = student_of(model, PrunedShape((0, 3)))
     assert mx.allclose(student(TOKENS), without(model, [1, 2])(TOKENS), atol=1e-6)
     assert config["num_hidden_layers"] == len(config["layer_types"]) == 2
 
@@ -58,8 +63,8 @@ def test_channels_of_the_inner_layer_that_do_nothing_can_go():
         for name in ("gate_proj", "up_proj"):
             weight = layer.mlp[name].weight
             layer.mlp[name].weight = mx.where(idle[:, None], 0.0, weight)
-    activity = watch(model, TOKENS)
-    shape = Shape((0, 1, 2, 3), intermediate_size=32)
+    activity = channel_importance(model, TOKENS)
+    shape = PrunedShape((0, 1, 2, 3), intermediate_size=32)
     student, _ = student_of(model, shape, activity)
     assert mx.allclose(student(TOKENS), model(TOKENS), atol=1e-5)
 
@@ -71,9 +76,9 @@ def test_a_narrower_stream_keeps_its_most_active_channels():
     for layer in model.layers:
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
             part.weight *= mx.where(silent, 0.0, 1.0)[:, None]
-    activity = watch(model, TOKENS)
-    assert not silent[most_active(activity.hidden, 24)].any()
-    shape = Shape((0, 1, 2, 3), hidden_size=24)
+    activity = channel_importance(model, TOKENS)
+    assert not silent[most_important(activity.hidden, 24)].any()
+    shape = PrunedShape((0, 1, 2, 3), hidden_size=24)
     student, config = student_of(model, shape, activity)
     assert config["head_dim"] == 16
     # The mean square of a norm is now of fewer channels; only that differs.
@@ -87,19 +92,19 @@ def test_a_narrower_stream_keeps_its_most_active_channels():
 
 
 def test_the_blocks_kept_are_those_most_missed():
-    assert most_missed([2, 0, 3, 1], 2) == (1, 3)
+    assert most_important_blocks([2, 0, 3, 1], 2) == (1, 3)
 
 
 @pytest.mark.parametrize(
     ("shape", "what"),
     [
-        (Shape((0, 4)), "no block 4"),
-        (Shape((0,), hidden_size=64), "64 cannot be left"),
+        (PrunedShape((0, 4)), "no block 4"),
+        (PrunedShape((0,), hidden_size=64), "64 cannot be left"),
     ],
 )
 def test_what_is_not_there_cannot_be_left(shape, what):
     with pytest.raises(UserError, match=what):
-        configured(CONFIG, shape)
+        pruned_config(CONFIG, shape)
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,9 @@
 from pathlib import Path
 
 import pytest
-
-from toolkit.data.shapes import Row
-from toolkit.draft.suites import AGAIN, suites
-from toolkit.model.load import load_tokenizer
+from lmx.data.row_formats import Row
+from lmx.draft.prompt_sets import AGAIN, prompt_sets
+from lmx.models.loader import load_tokenizer
 
 TINY_BASE = Path(__file__).parents[2] / "data/tiny-base"
 TEXT = "def add(a, b):\n    return a + b\n\n\ndef take(a, b):\n    return a - b\n"
@@ -24,7 +23,7 @@ def chat(number):
 
 
 def taken(rows, tokenizer, count=6, longest=200):
-    found = suites(rows, tokenizer, count=count, longest=longest)
+    found = prompt_sets(rows, tokenizer, count=count, longest=longest)
     return {k: [tokenizer.decode(p.tokens) for p in own] for k, own in found.items()}
 
 
@@ -61,13 +60,13 @@ def test_what_is_to_be_copied_stands_in_the_prompt(tokenizer):
 def test_a_call_of_a_tool_is_not_said_again(tokenizer):
     turns = ({"role": "user", "content": "Add."}, {"role": "assistant", "content": ""})
     turns[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
-    assert "copying" not in suites(
+    assert "copying" not in prompt_sets(
         [Row("tools:1", messages=turns)], tokenizer, count=2, longest=200
     )
 
 
 def test_long_prompts_make_room_for_the_next(tokenizer):
     rows = [Row("texts:long", text=TEXT * 9), Row("texts:short", text=TEXT)]
-    found = suites(rows, tokenizer, count=4, longest=60)
+    found = prompt_sets(rows, tokenizer, count=4, longest=60)
     assert {prompt.where for own in found.values() for prompt in own} == {"texts:short"}
-    assert not suites(rows, tokenizer, count=4, longest=3)
+    assert not prompt_sets(rows, tokenizer, count=4, longest=3)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from lmx.models.loader import build
 from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
-
-from toolkit.model.load import build
 
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

@@ -7,16 +7,15 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from lmx.convert.importers.affine_repack import pack, unpack
+from lmx.convert.importers.convert import convert
+from lmx.errors import UserError
+from lmx.models.dtypes import set_compute_dtype
+from lmx.models.loader import load, resolve
 from mlx.utils import tree_flatten
 from packers import awq, compressed, gptq, random_codes, write
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import QWEN3_MOE
-
-from toolkit.errors import UserError
-from toolkit.model.cast import set_compute_dtype
-from toolkit.model.foreign.convert import convert
-from toolkit.model.foreign.groups import pack, unpack
-from toolkit.model.load import load, resolve
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 DOWN = "model.layers.0.mlp.down_proj"

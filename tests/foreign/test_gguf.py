@@ -7,14 +7,13 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from lmx.cli import main
+from lmx.convert.gguf import import_tokenizer, reader
+from lmx.convert.importers.convert import convert
+from lmx.errors import UserError
+from lmx.models.loader import load, load_tokenizer, resolve
 from mlx.utils import tree_flatten
 from safetensors.numpy import load_file
-
-from toolkit import cli
-from toolkit.errors import UserError
-from toolkit.model.foreign import gguf_file, gguf_tokenizer
-from toolkit.model.foreign.convert import convert
-from toolkit.model.load import load, load_tokenizer, resolve
 
 gguf = pytest.importorskip("gguf")
 
@@ -270,7 +269,7 @@ def test_a_type_that_is_not_read_names_the_tensor(make):
     data[at] = 10  # Q2_K
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"blk.0.attn_q.weight is of ggml's type 10"):
-        gguf_file.read(path)
+        reader.read(path)
 
 
 def test_a_tokenizer_beside_the_file_goes_first(make, tokenizer_folder):
@@ -300,7 +299,7 @@ def sentencepiece_file(path):
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
     }
-    gguf_tokenizer.write(metadata, path, beside=path)
+    import_tokenizer.write(metadata, path, beside=path)
     return dict(zip(metadata["tokenizer.ggml.tokens"], scores, strict=True))
 
 
@@ -343,7 +342,7 @@ def test_words_are_cut_as_the_file_says(tmp_path, words, digits):
         "tokenizer.ggml.tokens": sorted(pre_tokenizers.ByteLevel.alphabet()),
         "tokenizer.ggml.merges": [],
     }
-    gguf_tokenizer.write(metadata, tmp_path, beside=tmp_path)
+    import_tokenizer.write(metadata, tmp_path, beside=tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "It's 12345 (really)!\n\n  ok"
     cut = tokenizer.pre_tokenizer.pre_tokenize_str(text)
@@ -360,6 +359,6 @@ def test_a_recipe_knows_whether_a_file_is_quantized(make, tmp_path, capsys):
             f"model: {path}\ndata: {{train: builtin:stdlib}}\n"
             "stages: [{quantize: {bits: 4}}]\n"
         )
-        codes[kind] = cli.train([str(recipe), "--check"])
+        codes[kind] = main.train([str(recipe), "--check"])
     assert codes == {"Q8_0": 2, "F16": 0}
     assert "the model is already quantized here" in capsys.readouterr().err

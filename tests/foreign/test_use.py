@@ -5,11 +5,10 @@ import json
 import numpy as np
 import pytest
 import yaml
+from lmx.cli import main
+from lmx.data import cache
+from lmx.models.loader import resolve
 from packers import gptq, random_codes, write
-
-from toolkit import cli
-from toolkit.data import cache
-from toolkit.model.load import resolve
 
 SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 
@@ -27,14 +26,14 @@ def foreign(make_checkpoint, tmp_path):
 
 def test_the_command_writes_a_folder(foreign, tmp_path, capsys):
     target = tmp_path / "target"
-    assert cli.main(["import", str(foreign.folder), str(target)]) == 0
+    assert main.main(["import", str(foreign.folder), str(target)]) == 0
     assert "parameters" in capsys.readouterr().out
     config = json.loads((target / "config.json").read_text())
     assert config["quantization"]["bits"] == 4
     assert "quant_method" not in config["quantization_config"]
     assert (target / "tokenizer.json").is_file()
     generate = ["generate", str(target), "--prompt", "the", "--max-tokens", "3"]
-    assert cli.main(generate) == 0
+    assert main.main(generate) == 0
 
 
 @pytest.mark.parametrize(
@@ -49,13 +48,13 @@ def test_what_the_command_refuses(foreign, tmp_path, capsys, source, target, sai
     (tmp_path / "there").mkdir()
     names = {"foreign": foreign.folder, "twin": foreign.twin}
     argv = ["import", str(names.get(source, source)), str(tmp_path / target)]
-    assert cli.main(argv) == 2
+    assert main.main(argv) == 2
     assert said in capsys.readouterr().err
 
 
 def test_nothing_is_left_of_an_import_that_failed(foreign, tmp_path, capsys):
     foreign.folder.joinpath("model.safetensors").write_bytes(b"")
-    assert cli.main(["import", str(foreign.folder), str(tmp_path / "target")]) == 2
+    assert main.main(["import", str(foreign.folder), str(tmp_path / "target")]) == 2
     assert not (tmp_path / "target").exists()
 
 
@@ -92,13 +91,13 @@ def test_an_adapter_is_trained_on_top(foreign, tmp_path, capsys):
     validate = {"tokens": 300, "questions": 2, "speed_tokens": 8}
     stages = {"train": train}, {"validate": validate}
     path = recipe(tmp_path, foreign.folder, *stages)
-    assert cli.train([path, "--check"]) == 0
-    assert cli.train([path, "--quiet"]) == 0
+    assert main.train([path, "--check"]) == 0
+    assert main.train([path, "--quiet"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert len(report["models"]) == 2
 
 
 def test_it_is_not_rounded_a_second_time(foreign, tmp_path, capsys):
     path = recipe(tmp_path, foreign.folder, {"quantize": {"bits": 4}})
-    assert cli.train([path]) == 2
+    assert main.train([path]) == 2
     assert "the model is already quantized here" in capsys.readouterr().err

@@ -3,9 +3,8 @@
 import json
 
 import pytest
+from lmx.cli import main
 from pages import REPORT, Page, make_run
-
-from toolkit import cli
 
 OTHER = json.loads(json.dumps(REPORT))
 OTHER["models"]["quantized"] |= {"perplexity": 3.63, "kl_mean": None}
@@ -28,7 +27,7 @@ def row(text, label):
 
 
 def test_figures_and_recipes_stand_side_by_side(runs, capsys):
-    assert cli.main(["compare", *runs]) == 0
+    assert main.main(["compare", *runs]) == 0
     text = capsys.readouterr().out
     assert row(text, "perplexity") == "3.300 ± 0.100  3.630 ± 0.100 (+10.0%)"
     assert row(text, "size, MB").split() == ["3.00", "3.00"]
@@ -39,7 +38,7 @@ def test_figures_and_recipes_stand_side_by_side(runs, capsys):
 
 
 def test_json_has_all_figures_and_the_differences(runs, capsys):
-    assert cli.main(["compare", *runs, "--json"]) == 0
+    assert main.main(["compare", *runs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [run["name"] for run in found["runs"]] == ["one", "two"]
     assert found["runs"][1]["figures"]["perplexity"] == 3.63
@@ -50,7 +49,7 @@ def test_reports_alone_are_compared_by_their_figures(runs, tmp_path, capsys):
     copy = tmp_path / "kept.json"
     copy.write_text(json.dumps(OTHER))
     report = f"{runs[0]}/report.json"
-    assert cli.main(["compare", report, str(copy), runs[1]]) == 0
+    assert main.main(["compare", report, str(copy), runs[1]]) == 0
     text = capsys.readouterr().out
     assert row(text, "status").split() == ["-", "-", "done"]
     assert "stages.1.train" not in text
@@ -58,7 +57,7 @@ def test_reports_alone_are_compared_by_their_figures(runs, tmp_path, capsys):
 
 def test_the_page_has_the_same_tables_and_all_curves(runs, tmp_path, capsys):
     target = tmp_path / "side.html"
-    assert cli.main(["compare", *runs, "--html", str(target)]) == 0
+    assert main.main(["compare", *runs, "--html", str(target)]) == 0
     assert capsys.readouterr().out.rstrip().endswith(str(target))
     page = Page(target.read_text())
     assert page.faults == []
@@ -70,7 +69,7 @@ def test_the_page_has_the_same_tables_and_all_curves(runs, tmp_path, capsys):
 
 def test_same_names_are_told_apart(tmp_path, capsys):
     folders = [str(make_run(tmp_path / part / "try")) for part in "ab"]
-    assert cli.main(["compare", *folders]) == 0
+    assert main.main(["compare", *folders]) == 0
     text = capsys.readouterr().out
     assert "a/try" in text
     assert "b/try" in text
@@ -78,12 +77,12 @@ def test_same_names_are_told_apart(tmp_path, capsys):
 
 @pytest.mark.parametrize("name", ["", "gone", "one/recipe.yaml"])
 def test_what_is_no_run_is_refused(runs, tmp_path, name, capsys):
-    assert cli.main(["compare", runs[0], str(tmp_path / name)]) == 2
+    assert main.main(["compare", runs[0], str(tmp_path / name)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
-    assert cli.main(["compare", runs[0], runs[0]]) == 2
+    assert main.main(["compare", runs[0], runs[0]]) == 2
 
 
 def test_report_makes_the_page_again(runs, capsys):
-    assert cli.main(["report", runs[0]]) == 0
+    assert main.main(["report", runs[0]]) == 0
     assert capsys.readouterr().out == f"{runs[0]}/report.html\n"
-    assert cli.main(["report", f"{runs[0]}/model"]) == 2
+    assert main.main(["report", f"{runs[0]}/model"]) == 2

@@ -7,9 +7,8 @@ import subprocess
 import sys
 
 import pytest
-
-from toolkit.errors import UserError
-from toolkit.run import files
+from lmx.errors import UserError
+from lmx.run import fs
 
 
 def names(folder):
@@ -18,9 +17,9 @@ def names(folder):
 
 def test_text_and_bytes_are_written_and_replaced(tmp_path):
     path = tmp_path / "new" / "a.txt"
-    files.write_atomic(path, "Grüße\n")
+    fs.write_atomic(path, "Grüße\n")
     assert path.read_bytes() == "Grüße\n".encode()
-    files.write_atomic(path, b"\0\1")
+    fs.write_atomic(path, b"\0\1")
     assert path.read_bytes() == b"\0\1"
     assert names(path.parent) == ["a.txt"]
 
@@ -28,8 +27,8 @@ def test_text_and_bytes_are_written_and_replaced(tmp_path):
 def test_files_and_folders_have_the_usual_rights(tmp_path):
     before = os.umask(0o027)
     try:
-        files.write_atomic(tmp_path / "file", "")
-        with files.atomic_folder(tmp_path / "folder"):
+        fs.write_atomic(tmp_path / "file", "")
+        with fs.atomic_folder(tmp_path / "folder"):
             pass
     finally:
         os.umask(before)
@@ -49,15 +48,15 @@ def test_a_refusing_disk_leaves_the_old_file_and_nothing_else(
     tmp_path, monkeypatch, number, words
 ):
     path = tmp_path / "a.txt"
-    files.write_atomic(path, "old")
+    fs.write_atomic(path, "old")
 
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", refuse)
+        patch.setattr(fs.os, "fsync", refuse)
         with pytest.raises(UserError, match=words) as caught:
-            files.write_atomic(path, "new")
+            fs.write_atomic(path, "new")
     assert caught.value.code == 1
     assert caught.value.place == str(path)
     assert path.read_text() == "old"
@@ -65,9 +64,9 @@ def test_a_refusing_disk_leaves_the_old_file_and_nothing_else(
 
 
 def test_faults_of_the_program_pass(tmp_path):
-    with pytest.raises(FileNotFoundError), files.atomic_folder(tmp_path / "a"):
+    with pytest.raises(FileNotFoundError), fs.atomic_folder(tmp_path / "a"):
         (tmp_path / "nowhere" / "x").write_text("")
-    with pytest.raises(RuntimeError, match="shape"), files.explained(tmp_path):
+    with pytest.raises(RuntimeError, match="shape"), fs.explained(tmp_path):
         raise RuntimeError("[matmul] shape")
     assert names(tmp_path) == []
 
@@ -75,7 +74,7 @@ def test_faults_of_the_program_pass(tmp_path):
 def test_a_file_in_the_way(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(UserError, match="file"):
-        files.write_atomic(tmp_path / "a" / "b.txt", "")
+        fs.write_atomic(tmp_path / "a" / "b.txt", "")
 
 
 def test_a_really_full_disk(tmp_path):
@@ -84,8 +83,8 @@ def test_a_really_full_disk(tmp_path):
 import resource, signal, sys
 from pathlib import Path
 import mlx.core as mx
-from toolkit.errors import UserError
-from toolkit.run.files import atomic_folder, write_atomic
+from lmx.errors import UserError
+from lmx.run.fs import atomic_folder, write_atomic
 
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
@@ -116,12 +115,12 @@ write_atomic(root / "small", "x")
 
 def test_a_folder_appears_whole(tmp_path):
     target = tmp_path / "model"
-    with files.atomic_folder(target) as partial:
+    with fs.atomic_folder(target) as partial:
         (partial / "inner").mkdir()
         (partial / "inner" / "a").write_text("1")
         assert not target.exists()
     assert (target / "inner" / "a").read_text() == "1"
-    with files.atomic_folder(target) as partial:
+    with fs.atomic_folder(target) as partial:
         (partial / "b").write_text("2")
         assert (target / "inner" / "a").exists()
     assert names(target) == ["b"]
@@ -130,9 +129,9 @@ def test_a_folder_appears_whole(tmp_path):
 
 def test_a_fault_leaves_the_old_folder(tmp_path):
     target = tmp_path / "model"
-    with files.atomic_folder(target) as partial:
+    with fs.atomic_folder(target) as partial:
         (partial / "a").write_text("1")
-    with pytest.raises(ZeroDivisionError), files.atomic_folder(target) as partial:
+    with pytest.raises(ZeroDivisionError), fs.atomic_folder(target) as partial:
         (partial / "b").write_text(str(1 / 0))
     assert names(target) == ["a"]
     assert names(tmp_path) == ["model"]
@@ -142,7 +141,7 @@ def test_leftovers_of_killed_writers_are_swept(tmp_path):
     program = """
 import os, sys
 from pathlib import Path
-from toolkit.run.files import atomic_folder
+from lmx.run.fs import atomic_folder
 with atomic_folder(Path(sys.argv[1]) / "model") as partial:
     (partial / "a").write_text("1")
     os._exit(9)
@@ -150,7 +149,7 @@ with atomic_folder(Path(sys.argv[1]) / "model") as partial:
     (tmp_path / "kept.partial.txt").write_text("")
     subprocess.run([sys.executable, "-c", program, tmp_path], check=False)
     assert len(names(tmp_path)) == 2
-    files.sweep(tmp_path)
+    fs.sweep(tmp_path)
     assert names(tmp_path) == ["kept.partial.txt"]
 
 
@@ -158,7 +157,7 @@ def test_hashes_are_sha256_by_relative_name(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_bytes(b"two")
     (tmp_path / "a").write_bytes(b"one")
-    assert files.hash_folder(tmp_path) == {
+    assert fs.hash_folder(tmp_path) == {
         "a": hashlib.sha256(b"one").hexdigest(),
         "b/c": hashlib.sha256(b"two").hexdigest(),
     }
@@ -166,8 +165,8 @@ def test_hashes_are_sha256_by_relative_name(tmp_path):
 
 def test_space_is_asked_for_beforehand(tmp_path):
     there = tmp_path / "not" / "yet"
-    files.need_space(there, 1)
+    fs.need_space(there, 1)
     assert not there.exists()
     with pytest.raises(UserError, match="are free") as caught:
-        files.need_space(there, 1 << 60)
+        fs.need_space(there, 1 << 60)
     assert caught.value.code == 1

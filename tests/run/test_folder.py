@@ -7,14 +7,13 @@ import subprocess
 import sys
 
 import pytest
-
-from toolkit.errors import UserError
-from toolkit.run.folder import RunFolder
+from lmx.errors import UserError
+from lmx.run.run_dir import RunDir
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from toolkit.run.folder import RunFolder
+from lmx.run.run_dir import RunFolder
 with RunFolder.open(
     Path(sys.argv[1]), name="try", command="lmx-train try",
     recipe_text="seed: 1", resolved="seed: 1", recipe_hash="one",
@@ -33,7 +32,7 @@ with RunFolder.open(
 
 
 def start(path, recipe_hash="one", *, fresh=False, resolved="seed: 1"):
-    return RunFolder.open(
+    return RunDir.open(
         path,
         name="try",
         command="lmx-train try",

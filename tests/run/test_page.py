@@ -6,12 +6,11 @@ import re
 from itertools import pairwise
 
 import pytest
+from lmx.errors import UserError
+from lmx.run.html.charts import Scale, around
+from lmx.run.html.layer_map import layer_maps
+from lmx.run.html.page import TEMPLATES, page, write_page
 from pages import MANIFEST, REPORT, RESOLVED, ROWS, SHIFT, Page, make_run
-
-from toolkit.errors import UserError
-from toolkit.run.page.layer_map import layer_maps
-from toolkit.run.page.scale import Scale, around
-from toolkit.run.page.write import TEMPLATES, page, write_page
 
 SECTIONS = [
     *("gates", "models", "recovered", "curves", "divergence", "layers", "speculation"),

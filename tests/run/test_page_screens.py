@@ -9,9 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from lmx.run.html.page import TEMPLATES, page
 from pages import make_run
-
-from toolkit.run.page.write import TEMPLATES, page
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")

@@ -6,9 +6,8 @@ import re
 import sys
 
 import pytest
-
-from toolkit.errors import UserError
-from toolkit.run.report import Report, format_duration, format_number
+from lmx.errors import UserError
+from lmx.run.logger import RunLogger, format_duration, format_number
 
 
 class Terminal(io.StringIO):
@@ -27,7 +26,7 @@ def open_terminal(monkeypatch, *, columns=200):
 
 @pytest.fixture
 def report(tmp_path):
-    report = Report(tmp_path)
+    report = RunLogger(tmp_path)
     report.stage = "1-train"
     return report
 
@@ -52,7 +51,7 @@ def test_lines_reach_the_console_and_the_log(report, capsys):
 
 
 def test_quiet_keeps_warnings_tables_and_the_whole_log(tmp_path, capsys):
-    report = Report(tmp_path, quiet=True)
+    report = RunLogger(tmp_path, quiet=True)
     report.say("hidden")
     report.warn("seen")
     report.table("result", ["", "base"], [["perplexity", "7.2"]])
@@ -68,7 +67,7 @@ def test_quiet_keeps_warnings_tables_and_the_whole_log(tmp_path, capsys):
 
 
 def test_without_a_folder_there_is_only_the_console(capsys):
-    report = Report(None)
+    report = RunLogger(None)
     report.say("one")
     report.metrics({"loss": 1.0})
     report.truncate(0)
@@ -112,12 +111,12 @@ def test_a_resumed_stage_writes_no_row_twice(report):
 def test_a_disk_that_refuses_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file, not a folder"):
-        Report(tmp_path / "file", quiet=True).say("one")
+        RunLogger(tmp_path / "file", quiet=True).say("one")
 
 
 def test_progress_off_a_terminal_is_plain_lines(report, capsys, monkeypatch):
     clock = iter([100.0, 110.0, 130.0])
-    monkeypatch.setattr("toolkit.run.report.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("lmx.run.logger.time.monotonic", lambda: next(clock))
     with report.progress(40, "training") as bar:
         bar.update(10, loss=2.51234, learning_rate=2e-4)
         bar.update(20, loss=2.0)

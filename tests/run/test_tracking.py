@@ -4,10 +4,9 @@ import threading
 import time
 
 import pytest
-
-from toolkit.run import tracking
-from toolkit.run.report import Report
-from toolkit.run.tracking import Tracking
+from lmx.run import trackers
+from lmx.run.logger import RunLogger
+from lmx.run.trackers import TrackerThread
 
 ROWS = [{"kind": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
 
@@ -34,9 +33,9 @@ class Recorder:
 
 def reported(folder, start):
     """Report three rows to a tracker."""
-    report = Report(folder, quiet=True)
+    report = RunLogger(folder, quiet=True)
     report.stage = "1-train"
-    report.tracking = Tracking(start, report.warn)
+    report.tracking = TrackerThread(start, report.warn)
     for row in ROWS:
         report.metrics(row | {"norm": float("nan")})
     report.tracking.finish({"base/loss": 2.0}, 0)
@@ -73,7 +72,7 @@ def test_what_the_environment_keeps_secret_is_not_told(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_hangs_is_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(tracking, "PATIENCE", 0.05)
+    monkeypatch.setattr(trackers, "PATIENCE", 0.05)
     release = threading.Event()
 
     def start():

@@ -1,0 +1,46 @@
+"""Adapter blocks: what they mean, and one fault told as one."""
+
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.config.train import TrainConfig
+from pydantic import ValidationError
+
+
+@pytest.mark.parametrize(
+    ("block", "rank", "scale"),
+    [
+        ({}, 16, 2.0),
+        ({"rank": 4}, 4, 2.0),
+        ({"rank": 4, "rank_stabilized": True}, 4, 2.0),
+        ({"rank": 4, "alpha": 6.0}, 4, 1.5),
+        ({"rank": 4, "alpha": 6.0, "rank_stabilized": True}, 4, 3.0),
+        ({"rank": 4, "alpha": 6.0}, 8, 0.75),
+        ({"rank": 4}, 8, 1.0),
+    ],
+)
+def test_the_scale(block, rank, scale):
+    assert LoRAConfig(**block).scale(rank) == pytest.approx(scale)
+
+
+def test_ranks_by_pattern():
+    assert LoRAConfig(rank=3, layers=["a", "b"]).ranks == {"a": 3, "b": 3}
+    assert (
+        LoRAConfig(rank=3).ranks
+        == LoRAConfig(rank=3, layers="auto").ranks
+        == {"auto": 3}
+    )
+    assert LoRAConfig(rank=3, layers={"a": 1, "b": 2}).ranks == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("layers", [[], {}, 3, [3], {"a": 0}, {"a": "b"}, "all"])
+def test_one_fault_is_told_once(layers):
+    with pytest.raises(ValidationError) as caught:
+        LoRAConfig(layers=layers)
+    assert caught.value.error_count() == 1
+
+
+def test_dora_and_quantization():
+    size = {"steps": 1, "batch_size": 1}
+    TrainConfig(**size, adapter={"type": "lora"}, quantization={})
+    with pytest.raises(ValidationError, match="does not go with quantization"):
+        TrainConfig(**size, adapter={"type": "dora"}, quantization={})

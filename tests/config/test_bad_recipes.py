@@ -1,0 +1,93 @@
+"""Every bad recipe in bad/ gives exactly the message beside it."""
+
+from pathlib import Path
+
+import pytest
+from lmx.config.bundled import BUNDLED
+from lmx.config.errors import ConfigErrors
+from lmx.config.loader import load_recipe
+from lmx.errors import USAGE
+
+BAD = Path(__file__).parent / "bad"
+RECIPES = sorted(BAD.glob("*.yaml"))
+ARGUMENTS = "# arguments: "
+
+SAMPLE = """\
+model: Qwen/Qwen3-0.6B
+data:
+  train: builtin:stdlib
+  max_length: 512
+stages:
+  - train:
+      adapter: {type: lora, rank: 16}
+      quantization: {bits: 4, group_size: 64}
+      steps: 300
+      batch_size: 8
+  - validate:
+      require: {kl: 0.05}
+  - export: {formats: [mlx]}
+"""
+
+
+def faults(path: str, arguments=()) -> ConfigErrors:
+    with pytest.raises(ConfigErrors) as caught:
+        load_recipe(path, arguments)
+    assert caught.value.code == USAGE
+    return caught.value
+
+
+def test_there_are_enough():
+    assert len(RECIPES) >= 25
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_golden(recipe, monkeypatch):
+    monkeypatch.chdir(BAD)
+    first = recipe.read_text().partition("\n")[0]
+    given = first.removeprefix(ARGUMENTS).split() if first.startswith(ARGUMENTS) else ()
+    expected = recipe.with_suffix(".txt").read_text()
+    assert f"{faults(recipe.name, given)}\n" == expected
+
+
+def keys(data, path=()):
+    """The path of every key of plain data."""
+    items = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, value in items:
+        if isinstance(key, str):
+            yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from keys(value, (*path, key))
+
+
+def mutations():
+    """Every key of every shipped recipe and of the sample, with its text."""
+    from lmx.config.yaml_io import read
+
+    shipped = sorted((BUNDLED / "recipes").glob("*.yaml"))
+    texts = {path.stem: path.read_text() for path in shipped} | {"sample": SAMPLE}
+    for name, text in texts.items():
+        for path in keys(read(text).data):
+            # The user's own column names are no keys of the schema.
+            if path[:-1] != ("data", "columns"):
+                yield pytest.param(text, path, id=f"{name}:{'.'.join(map(str, path))}")
+
+
+@pytest.mark.parametrize(("text", "path"), mutations())
+def test_a_letter_too_many_is_told_with_the_right_key(text, path, tmp_path):
+    from lmx.config.yaml_io import read
+
+    line, column = read(text).keys[path]
+    lines = text.splitlines()
+    end = column - 1 + len(path[-1])
+    lines[line - 1] = f"{lines[line - 1][:end]}x{lines[line - 1][end:]}"
+    recipe = tmp_path / "mutated.yaml"
+    recipe.write_text("\n".join(lines))
+    message = str(faults(recipe))
+    assert f"{recipe}:{line}:{column}: unknown " in message
+    assert f"did you mean '{path[-1]}'?" in message
+
+
+def test_the_sample_itself_is_good(tmp_path):
+    recipe = tmp_path / "good.yaml"
+    recipe.write_text(SAMPLE)
+    assert load_recipe(recipe).recipe.stages[0].config.steps == 300

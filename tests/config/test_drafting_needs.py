@@ -1,0 +1,111 @@
+"""`--check` tells what a distill stage needs, and refuses what will not fit."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from lmx.cli import main
+from lmx.config.draft import DraftConfig
+from lmx.config.model import ScratchModelConfig
+from lmx.models import from_scratch
+from lmx.pipeline import resources
+from lmx.pipeline.draft_estimate import drafting, lessons
+from lmx.pipeline.estimate import BatchShape, ModelShape
+
+SHAPE = ScratchModelConfig(
+    vocabulary=2048, hidden_size=128, intermediate_size=256, layers=8
+)
+BATCH = BatchShape(96, 1024, 1024)
+RECIPE = """\
+model: data/tiny-base
+data: {train: data/skills/train.jsonl, max_length: 64, limit: 30}
+stages:
+  - distill:
+      student: {layers: 2}
+      answers: {prompts: 20, held_out: 5, max_tokens: 16, top_k: 16}
+      steps: 10
+"""
+
+
+def told(student: dict, find=lambda name: None, **settings):
+    config = DraftConfig(student=student, **settings)
+    return drafting(target(), config, BATCH, 4, find)
+
+
+def target() -> ModelShape:
+    return replace(ModelShape(from_scratch.configuration(SHAPE), 0), bytes=4_000_000)
+
+
+@pytest.mark.parametrize(
+    ("student", "like"),
+    [
+        ({"layers": 2}, {"layers": 2}),
+        ({"layers": [0, 3, 7]}, {"layers": 3}),
+        ({"layers": "auto"}, {"layers": 4}),
+        ({"layers": 12, "fresh": True}, {"layers": 12}),
+        (
+            {"layers": 1, "intermediate_size": 64},
+            {"layers": 1, "intermediate_size": 64},
+        ),
+    ],
+    ids=str,
+)
+def test_the_draft_is_trained_whole_and_the_target_stays(student, like):
+    load = told(student)
+    shape = SHAPE.model_copy(update=like)
+    expected = ModelShape(from_scratch.configuration(shape), 0).parameters
+    assert load.trained == load.parameters == expected
+    assert load.memory["target"] == 4 * target().parameters
+
+
+def test_a_live_target_costs_time_and_no_disk():
+    kept, live = (told({"layers": 2}, answers={"top_k": k}) for k in (64, None))
+    assert live.operations - kept.operations == 2 * target().parameters * 1024
+    answers = {"prompts": 90, "held_out": 10, "max_tokens": 20}
+    configs = [DraftConfig(answers=answers | {"top_k": k}) for k in (64, None)]
+    disk, none = (lessons(target(), config, 30.0) for config in configs)
+    # Two bytes for a token of 2048, two for its log-probability, four for the rest.
+    assert (disk.tokens, disk.bytes) == (5000, 5000 * (64 * 4 + 4))
+    assert (none.bytes, none.operations) == (0, disk.operations / 2)
+
+
+def test_replays_cost_the_target_and_twice_the_draft_besides():
+    student = {"layers": 2}
+    plain, replayed = (
+        told(student, on_policy=settings) for settings in (None, {"fraction": 0.25})
+    )
+    besides = 2 * target().parameters + 4 * plain.parameters
+    assert replayed.operations - plain.operations == 0.25 * besides * 1024
+
+
+def test_of_a_sibling_that_is_elsewhere_nothing_is_known(tmp_path):
+    assert told({"from": "some/sibling"}) is None
+    sizes = [SHAPE.model_copy(update={"layers": count}) for count in (3, 2)]
+    sibling, cut = map(from_scratch.configuration, sizes)
+    (tmp_path / "config.json").write_text(json.dumps(sibling))
+    load = told({"from": "some/sibling"}, lambda name: tmp_path)
+    assert load.trained == ModelShape(cut, 0).parameters
+
+
+def test_check_tells_of_answers_memory_and_time(tmp_path, capsys):
+    recipe = tmp_path / "draft.yaml"
+    recipe.write_text(RECIPE)
+    assert main.train([str(recipe), "--check"]) == 0
+    printed = capsys.readouterr().out
+    for expected in ("answers  1-distill: at most ", "(target ", "for 10 steps"):
+        assert expected in printed
+
+
+def test_what_does_not_fit_is_refused_with_what_to_do(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(resources, "memory_limit", lambda: 1_000_000)
+    recipe = tmp_path / "draft.yaml"
+    recipe.write_text(RECIPE)
+    assert main.train([str(recipe), "--check"]) == 3
+    assert "stages.1.distill.batch_tokens=1024" in capsys.readouterr().err
+
+
+def test_a_student_that_cannot_be_cut_is_refused_at_once(tmp_path, capsys):
+    recipe = tmp_path / "draft.yaml"
+    recipe.write_text(RECIPE.replace("layers: 2", "layers: [0, 9]"))
+    assert main.train([str(recipe), "--check"]) == 2
+    assert "there is no block 9" in capsys.readouterr().err

@@ -1,0 +1,107 @@
+"""`lmx keys`: what a recipe may say, as the schema says it."""
+
+from typing import Annotated, Literal
+
+import pytest
+from lmx.cli import config_reference, main
+from lmx.cli.config_reference import BlockReference, KeyReference, blocks
+from lmx.config.base import ConfigModel
+from pydantic import Field
+
+
+class Inner(ConfigModel):
+    """A block inside."""
+
+    share: Annotated[float, Field(ge=0, le=1)] | None = 0.5
+    """A share of | the whole."""
+
+
+class One(ConfigModel):
+    """The first choice."""
+
+    kind: Literal["one"] = "one"
+    """Its name."""
+    inner: Inner = Inner()
+    """What is
+    inside."""
+
+
+class Two(ConfigModel):
+    """The second choice."""
+
+    kind: Literal["two"] = "two"
+    """Its name."""
+    inner: Inner = Inner()
+    """What is
+    inside."""
+    most: list[Annotated[int, Field(gt=0)]] | Literal["all"] = "all"
+    """How many."""
+
+
+class Whole(ConfigModel):
+    """All of it."""
+
+    choice: One | Two
+    """One or the other."""
+    named: dict[str, Inner] = Field({})
+    """By pattern."""
+
+
+@pytest.fixture
+def whole(monkeypatch):
+    monkeypatch.setattr(config_reference, "Recipe", Whole)
+
+
+def printed(capsys, *arguments) -> str:
+    assert main.main(["keys", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_schema_is_told(whole):
+    share = KeyReference(
+        "share", "number ≥ 0, ≤ 1, or null", "0.5", "A share of | the whole."
+    )
+    inner = KeyReference("inner", "block", "its defaults", "What is inside.")
+    most = KeyReference("most", "list of whole number > 0, or all", "all", "How many.")
+    assert blocks() == [
+        BlockReference(
+            "",
+            "All of it.",
+            keys=(
+                KeyReference("choice", "block", "required", "One or the other."),
+                KeyReference("named", "mapping of text to block", "{}", "By pattern."),
+            ),
+        ),
+        BlockReference("choice", "Keys that all choices below have.", keys=(inner,)),
+        BlockReference("choice", "The first choice.", "kind: one"),
+        BlockReference("choice", "The second choice.", "kind: two", (most,)),
+        BlockReference("choice.inner", "A block inside.", keys=(share,)),
+        BlockReference("named.<pattern>", "The keys of `choice.inner`."),
+    ]
+
+
+def test_a_page_escapes_what_would_end_a_cell(whole):
+    page = config_reference.markdown()
+    assert (
+        r"| `share` | number ≥ 0, ≤ 1, or null | 0.5 | A share of \| the whole. |"
+        in page
+    )
+    assert "## `named.<pattern>`\n\nThe keys of `choice.inner`.\n" in page
+    assert "### `choice`, `kind: two`" in page
+
+
+def test_a_block_a_key_and_all_are_shown(capsys):
+    assert printed(capsys, "stages.export").startswith("stages.export\n  Publish the")
+    rank = printed(capsys, "adapter.rank")
+    assert "  rank: whole number ≥ 1; default 16\n      Rank of the update." in rank
+    assert "alpha" not in rank
+    # A key of several blocks is shown in each.
+    assert printed(capsys, "batch_tokens").count("batch_tokens:") == 3
+    everything = printed(capsys)
+    assert "  stages.train.adapter " in everything
+    assert "  stages.quantize, method: gptq " in everything
+
+
+def test_a_name_that_nothing_has_is_an_error_with_the_nearest(capsys):
+    assert main.main(["keys", "learning_rte"]) == 2
+    assert "did you mean 'learning_rate'?" in capsys.readouterr().err

@@ -1,0 +1,209 @@
+"""A recipe loads with its arguments, is written out whole, and loads again."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from lmx.config.bundled import BUNDLED
+from lmx.config.errors import ConfigErrors
+from lmx.config.loader import load_recipe, root_of
+from lmx.errors import UserError
+from lmx.pipeline.plan import difference, plan, recipe_hash
+
+RECIPE = """\
+# A recipe that uses most keys.
+model: {fresh: {hidden_size: 64, tied: no}}
+data:
+  train: [builtin:stdlib, rows.jsonl]
+  valid: rows.jsonl
+  columns: {prompt: question}
+seed: 3
+stages:
+  - train:
+      quantization: {mode: mxfp4, head: off}
+      steps: 10
+      batch_size: 8
+      learning_rate: 1e-5
+      samples: ["on", "1e-5", "12:30"]
+  - validate:
+  - export:
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    (tmp_path / "recipes").mkdir()
+    (tmp_path / "rows.jsonl").write_text('{"text": "row"}\n')
+    path = tmp_path / "recipes" / "whole.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def test_values(recipe):
+    loaded = load_recipe(recipe)
+    assert loaded.recipe.model.fresh.tied is False
+    assert loaded.recipe.data.valid == ["rows.jsonl"]
+    train = loaded.recipe.stages[0].config
+    assert train.quantization.head is False
+    assert train.quantization.embeddings is True
+    assert train.learning_rate == 1e-5
+    assert train.samples == ["on", "1e-5", "12:30"]
+    assert [stage.kind for stage in loaded.recipe.stages] == [
+        "train",
+        "validate",
+        "export",
+    ]
+    assert loaded.name == "whole"
+    assert loaded.text == RECIPE
+
+
+def test_resolved_holds_every_value_and_loads_to_the_same_recipe(recipe, tmp_path):
+    loaded = load_recipe(recipe, ["data.limit=5", "stages.train.schedule=linear"])
+    copy = tmp_path / "recipes" / "resolved.yaml"
+    copy.write_text(loaded.resolved)
+    again = load_recipe(copy)
+    assert again.recipe == loaded.recipe
+    assert again.resolved == loaded.resolved
+    assert recipe_hash(again.resolved) == recipe_hash(loaded.resolved)
+    for default in ("weight_decay: 0.01", "max_length: 512", "group_size: 32"):
+        assert default in loaded.resolved
+
+
+@pytest.mark.parametrize(
+    "path", sorted((BUNDLED / "recipes").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_shipped_recipes_load_and_resolve(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(BUNDLED)
+    loaded = load_recipe(path)
+    copy = tmp_path / path.name
+    copy.write_text(loaded.resolved)
+    assert load_recipe(copy).recipe == loaded.recipe
+    assert len(loaded.text.splitlines()) <= 40
+    assert loaded.text.startswith("# ")
+
+
+def test_relative_paths_start_at_the_working_directory_then_the_root(
+    recipe, tmp_path, monkeypatch
+):
+    loaded = load_recipe(recipe)
+    assert loaded.root == tmp_path
+    assert loaded.find("rows.jsonl") == tmp_path / "rows.jsonl"
+    assert loaded.find("nothing.jsonl") is None
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "rows.jsonl").write_text("{}")
+    monkeypatch.chdir(elsewhere)
+    assert loaded.find("rows.jsonl") == Path("rows.jsonl")
+
+
+def test_root_without_a_recipes_folder(tmp_path):
+    assert root_of(tmp_path / "mine.yaml") == tmp_path
+    assert root_of(tmp_path / "recipes" / "deep" / "mine.yaml") == tmp_path
+
+
+def test_arguments_speak_yaml(recipe):
+    loaded = load_recipe(
+        recipe,
+        [
+            "stages.train.steps=50",
+            "stages.2.validate.tokens=7",
+            "data.train=[builtin:stdlib]",
+            "data.streaming=no",
+            "stages.validate.require.kl=5e-2",
+            "model.fresh.hidden_size=128",
+            "data.columns.completion=answer",
+            "output=exports/try",
+            "stages.train.samples.2=second",
+        ],
+    )
+    train, validate, _ = (stage.config for stage in loaded.recipe.stages)
+    assert train.steps == 50
+    assert train.samples == ["on", "second", "12:30"]
+    assert (validate.tokens, validate.require.kl) == (7, 0.05)
+    assert loaded.recipe.data.train == ["builtin:stdlib"]
+    assert loaded.recipe.data.streaming is False
+    assert loaded.recipe.data.columns == {"prompt": "question", "completion": "answer"}
+    assert loaded.recipe.model.fresh.hidden_size == 128
+    assert loaded.recipe.output == "exports/try"
+
+
+def test_a_later_argument_wins_and_null_takes_back(recipe):
+    arguments = ["seed=1", "seed=2", "stages.train.steps=null", "stages.train.epochs=2"]
+    loaded = load_recipe(recipe, arguments)
+    assert loaded.recipe.seed == 2
+    assert loaded.recipe.stages[0].config.epochs == 2
+    assert loaded.overrides == tuple(arguments)
+
+
+def test_all_faults_are_told_in_the_order_of_lines(recipe):
+    text = RECIPE.replace("seed: 3", "sed: 3").replace("tied: no", "tied: maybe")
+    recipe.write_text(text.replace("valid: rows", "valid: lost"))
+    with pytest.raises(ConfigErrors) as caught:
+        load_recipe(recipe, ["stages.train.beta1=2"])
+    where = re.findall(
+        r"^(?:\S*:(\d+):\d+|argument) ?", str(caught.value), re.MULTILINE
+    )
+    assert where == ["2", "5", "7", ""]
+    assert str(caught.value).endswith("\n4 problems; nothing was run.")
+
+
+def test_what_cannot_be_read_is_told(tmp_path):
+    with pytest.raises(UserError, match="cannot read the recipe: no such file"):
+        load_recipe(tmp_path / "none.yaml")
+    latin = tmp_path / "latin.yaml"
+    latin.write_bytes("model: caf\xe9".encode("latin-1"))
+    with pytest.raises(UserError, match="byte 11 is not UTF-8"):
+        load_recipe(latin)
+
+
+def test_names_of_the_hub_are_left_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "hub.yaml"
+    path.write_text(
+        "model: Qwen/Qwen3-0.6B\ndata: {train: [gsm8k, org/rows]}\n"
+        "stages: [{train: {steps: 1, batch_size: 8}}]\n"
+    )
+    assert load_recipe(path).recipe.model.path == "Qwen/Qwen3-0.6B"
+    # A folder of the owner's name makes it a local path.
+    (tmp_path / "Qwen").mkdir()
+    with pytest.raises(ConfigErrors, match="no such file or folder"):
+        load_recipe(path)
+
+
+def test_plan(recipe, monkeypatch):
+    steps = plan(load_recipe(recipe))
+    assert steps.output == Path("exports/whole")
+    assert [step.name for step in steps.steps] == ["1-train", "2-validate", "3-export"]
+    train, validate, export = steps.steps
+    own = Path("exports/whole/stages/1-train")
+    assert train.inputs == ("fresh", "builtin:stdlib", "rows.jsonl")
+    assert train.outputs == (own,)
+    assert validate.inputs == (str(own), "rows.jsonl")
+    assert export.inputs == (str(own),)
+    assert export.outputs[-1] == Path("exports/whole/model")
+    assert plan(load_recipe(recipe, ["output=here"])).output == Path("here")
+
+
+def test_the_hash_names_the_experiment(recipe):
+    first = load_recipe(recipe).resolved
+    assert recipe_hash(
+        load_recipe(recipe, ["output=elsewhere"]).resolved
+    ) == recipe_hash(first)
+    assert recipe_hash(load_recipe(recipe, ["seed=4"]).resolved) != recipe_hash(first)
+
+
+def test_difference_reads_as_arguments(recipe):
+    old = load_recipe(recipe).resolved
+    new = load_recipe(
+        recipe,
+        ["stages.train.steps=50", "data.columns={}", "seed=4", "output=else"],
+    ).resolved
+    assert difference(old, new) == textwrap.dedent(
+        """\
+        data.columns.prompt: "question" -> (gone)
+        seed: 3 -> 4
+        stages.1.train.steps: 10 -> 50
+        data.columns: (new) -> {}"""
+    )
+    assert difference(old, old) == ""

@@ -1,0 +1,83 @@
+"""YAML means what it looks like, and every key and value has its place."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from lmx.config.yaml_io import read, write
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-5", 1e-5),
+        ("2E3", 2000.0),
+        ("-1.5", -1.5),
+        (".5", 0.5),
+        ("1_000", 1000),
+        ("0", 0),
+        ("0123", "0123"),
+        ("0x10", "0x10"),
+        ("0o17", "0o17"),
+        ("12:30", "12:30"),
+        ("2024-01-02", "2024-01-02"),
+        ("yes", "yes"),
+        ("on", "on"),
+        ("Off", "Off"),
+        ("true", True),
+        ("False", False),
+        ("null", None),
+        ("~", None),
+        ("", None),
+        ('"1"', "1"),
+        ("!!str 1", "1"),
+        ("1.2.3", "1.2.3"),
+        ("1e", "1e"),
+    ],
+)
+def test_scalars(text, value):
+    data = read(f"x: {text}").data
+    assert data == {"x": value}
+    assert type(data["x"]) is type(value)
+
+
+def test_infinities():
+    assert read("[.inf, -.inf]").data == [float("inf"), -float("inf")]
+    nan = read(".nan").data
+    assert nan != nan
+
+
+def test_the_global_loader_is_as_it_was():
+    # In a process of its own: importing mlx_lm.lora changes it.
+    program = """if True:
+        import yaml
+        from lmx.config.yaml_io import read
+        read("x: 1e-5")
+        assert yaml.safe_load("[1e-5, on, 12:30]") == ["1e-5", True, 750]
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_places_count_from_one():
+    document = read("a:\n  - {b: 1,\n     c: 2}\n")
+    assert document.keys[("a",)] == (1, 1)
+    assert document.keys[("a", 0, "c")] == (3, 6)
+    assert document.values[("a", 0, "c")] == (3, 9)
+    assert document.values[("a", 0)] == (2, 5)
+
+
+def test_an_alias_is_a_copy():
+    data = read("a: &x {b: 1}\nc: *x\n").data
+    assert data == {"a": {"b": 1}, "c": {"b": 1}}
+    assert data["a"] is not data["c"]
+
+
+@pytest.mark.parametrize("reader", [lambda text: read(text).data, yaml.safe_load])
+def test_written_text_reads_the_same_here_and_elsewhere(reader):
+    data = {
+        "text": ["yes", "1e-5", "0123", "12:30", "null", "", "true", "é", "a: b"],
+        "numbers": [1, -2, 0.5, 1e-5, 3e20],
+        "rest": [True, None, {}, []],
+    }
+    assert reader(write(data)) == data

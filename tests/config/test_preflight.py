@@ -1,0 +1,340 @@
+"""`--check` tells what is there and what is needed, and refuses what will not fit."""
+
+import gc
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.cli import main
+from lmx.config.loader import load_recipe
+from lmx.config.model import ScratchModelConfig
+from lmx.config.quant_spec import Quantization
+from lmx.config.teacher import TeacherConfig
+from lmx.config.train import TrainConfig
+from lmx.cpu.patches import replace_slow_functions
+from lmx.data.batching import Batch as Rows
+from lmx.data.row_formats import Row
+from lmx.models import checkpoint_writer, from_scratch
+from lmx.models.loader import build
+from lmx.models.lora import lora_model
+from lmx.pipeline import dry_run, resources
+from lmx.pipeline.estimate import (
+    BatchShape,
+    ModelShape,
+    disk,
+    quantized_bytes,
+    training,
+)
+from lmx.pipeline.plan import plan
+from lmx.quantization.packing import pack
+from lmx.quantization.target_layers import select_layers
+from lmx.run.fs import free_bytes
+from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.step import TrainStep
+from mlx.utils import tree_flatten
+
+SHAPE = ScratchModelConfig(
+    vocabulary=320, hidden_size=64, intermediate_size=96, layers=2
+)
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "count to three"},
+        {"role": "assistant", "content": "one two three"},
+    ]
+}
+RECIPE = """\
+model: tiny
+data: {train: rows.jsonl, max_length: 64}
+stages:
+  - train:
+      adapter: {rank: 4}
+      quantization: {bits: 4, group_size: 64}
+      epochs: 2
+      batch_size: 2
+  - validate:
+  - export:
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    companions = folder.parent / "tokenizer"
+    for path in (folder, companions):
+        path.mkdir()
+    from_scratch.train_tokenizer(["count to three, one two three"] * 3, 320, companions)
+    config = from_scratch.configuration(SHAPE)
+    weights = from_scratch.initial_weights(config, 0)
+    checkpoint_writer.write_checkpoint(folder, weights, config, companions=companions)
+    return folder
+
+
+@pytest.fixture
+def here(model, tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny").symlink_to(model)
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    long = json.loads(json.dumps(CHAT).replace("one two", "one two " * 60))
+    silent = json.loads(json.dumps(CHAT).replace("count", "count " * 80))
+    rows = [CHAT] * 6 + [long, silent, {"messages": "none"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return tmp_path
+
+
+@pytest.mark.parametrize("count", [1, 5, 99, 10_000])
+def test_a_sample_is_every_nth_row(count, monkeypatch):
+    monkeypatch.setattr(dry_run, "SAMPLED", 600)
+    sample = dry_run.RowReservoir()
+    for number in range(count):
+        sample.add(Row(str(number), text="x" * 10))
+        assert len(sample.rows) <= 60
+    places = [int(row.where) for row in sample.rows]
+    assert sample.total == count
+    assert places == list(range(0, count, places[1] if count > 1 else 1))
+    assert len(places) >= min(count, 30)
+
+
+def test_a_row_larger_than_a_sample_is_looked_at():
+    sample = dry_run.RowReservoir()
+    sample.add(Row("f:1", text="x" * (dry_run.SAMPLED + 1)))
+    assert len(sample.rows) == 1
+
+
+def test_all_is_told(here, capsys):
+    assert main.train(["recipe.yaml", "--check"]) == 0
+    printed = capsys.readouterr().out
+    for expected in (
+        "llama, 90,432 parameters, 181 kB, vocabulary 320",
+        "13 of 15 layers are quantized",
+        "its width 96 is no multiple of 64: model.layers.0.mlp.down_proj",
+        "rows.jsonl: 8 rows, format chat",
+        "skipped: rows.jsonl:9: ",
+        "8 of 8 rows looked at: 7 examples of ",
+        "1 truncated, 1 dropped",
+        "dropped: rows.jsonl:8: ",
+        "count to three<|im_end|>\n",
+        "⟦one two three<|im_end|>⟧",
+        "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
+        "for 7 steps, roughly, at the ",
+        "disk     needs ",
+    ):
+        assert expected in printed
+    assert not (here / "exports").exists()
+
+
+def test_a_fresh_model_has_guessed_lengths(here, capsys):
+    arguments = [
+        "model={fresh: {vocabulary: 320, hidden_size: 64}}",
+        "stages.train.adapter=null",
+    ]
+    assert main.train(["recipe.yaml", "--check", *arguments]) == 0
+    printed = capsys.readouterr().out
+    assert "its tokenizer is trained at the start of the run" in printed
+    assert "3 characters each are assumed" in printed
+    assert "one two three" in printed
+
+
+def test_a_hub_model_is_left_alone(here, capsys):
+    assert main.train(["recipe.yaml", "--check", "model=org/model"]) == 0
+    printed = capsys.readouterr().out
+    assert "org/model: not on this disk" in printed
+    assert "rows.jsonl: 8 rows" in printed
+
+
+@pytest.mark.parametrize("what", ["memory", "disk"])
+def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what):
+    if what == "memory":
+        monkeypatch.setattr(resources, "memory_limit", lambda: 1000)
+    else:
+        monkeypatch.setattr(resources, "free_bytes", lambda folder: 1000)
+    assert main.train(["recipe.yaml", "--check"]) == 3
+    error = capsys.readouterr().err
+    assert what in error
+    assert "--force" in error
+    if what == "memory":
+        assert "stages.1.train.gradient_checkpointing=true or " in error
+        half = "stages.1.train.batch_size=1 stages.1.train.accumulate=2"
+        assert f"{half} or data.max_length=32" in error
+    assert main.train(["recipe.yaml", "--check", "--force"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "message"),
+    [
+        ("rows.jsonl", "", "the source is empty"),
+        ("rows.jsonl", '{"messages": [}\n', "rows.jsonl:1"),
+        ("rows.jsonl", '{"colour": "red"}\n', "no format fits"),
+    ],
+)
+def test_unusable_data_exits_2(here, capsys, file, text, message):
+    (here / file).write_text(text)
+    assert main.train(["recipe.yaml", "--check"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_unknown_architecture_exits_2(here, capsys, model):
+    odd = here / "odd"
+    odd.mkdir()
+    config = json.loads((model / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps(config | {"model_type": "abacus"}))
+    (odd / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    assert main.train(["recipe.yaml", "--check", "model=odd"]) == 2
+    assert "no model type 'abacus'" in capsys.readouterr().err
+
+
+def anatomy(shape: ScratchModelConfig) -> ModelShape:
+    config = from_scratch.configuration(shape)
+    return ModelShape(config, 2 * ModelShape(config, 0).parameters)
+
+
+LEAN = {"gradient_checkpointing": True, "loss_chunk": 64}
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"loss_chunk": None},
+        {"loss_chunk": None, "gradient_checkpointing": True},
+        {"loss_chunk": 64},
+        LEAN,
+        LEAN | {"accumulate": 2},
+        LEAN | {"optimizer": "lion"},
+    ],
+    ids=str,
+)
+def test_memory_is_near_the_measured_peak(adapter, settings):
+    # As every model has them that was loaded.
+    replace_slow_functions()
+    shape = ScratchModelConfig(
+        vocabulary=2048, hidden_size=128, intermediate_size=256, layers=4
+    )
+    config = TrainConfig(adapter=adapter, steps=1, batch_size=4, **settings)
+    told = training(anatomy(shape), config, BatchShape(128, 512, 512), 4)
+    step = network_step(shape, config)
+    assert sum(v.size for v in step.parameters.values()) == told.trained
+    tokens = mx.array(np.random.default_rng(0).integers(0, 2048, (4, 129)), mx.int32)
+    batch = Rows(tokens, mx.ones((4, 128), mx.bool_), ())
+    # What other tests left would be freed in the middle of this.
+    gc.collect()
+    before = mx.get_active_memory()
+    own = sum(v.nbytes for _, v in tree_flatten(step.model.parameters()))
+    mx.reset_peak_memory()
+    for seed in range(2):
+        outputs = step([batch] * config.accumulate, 1e-3, seed)
+        mx.eval(outputs, step.parameters, step.optimizer.state)
+    moments = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
+    peak = mx.get_peak_memory() - before + moments + own
+    assert 0.6 < sum(told.memory.values()) / peak < 1.6
+
+
+def network_step(shape, config) -> TrainStep:
+    network = build(from_scratch.configuration(shape))
+    if config.adapter:
+        lora_model.attach(network, config.adapter, seed=0)
+    chunk = config.loss_chunk
+    return TrainStep(
+        network,
+        optimizer=config.optimizer,
+        gradient_checkpointing=config.gradient_checkpointing,
+        chunked=ChunkedLoss(network, chunk) if chunk else None,
+    )
+
+
+def test_what_costs_time_and_what_saves_memory():
+    def told(**settings):
+        config = TrainConfig(steps=1, batch_size=8, **settings)
+        return training(anatomy(SHAPE), config, BatchShape(64, 512, 512), 4)
+
+    plain, lean, many = told(), told(gradient_checkpointing=True), told(accumulate=4)
+    assert 1.2 < lean.operations / plain.operations < 1.4
+    assert many.operations == 4 * plain.operations
+    added = sum(many.memory.values()) - sum(plain.memory.values())
+    assert added == 4 * plain.trained
+    assert told(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
+    beside, kept = (
+        told(teacher=TeacherConfig()),
+        told(teacher=TeacherConfig(cached=True)),
+    )
+    assert beside.memory == plain.memory | {"teacher": 4 * plain.parameters}
+    assert 1.25 < beside.operations / plain.operations < 1.4
+    assert kept == plain
+
+
+def test_processes_with_shares_divide_what_they_keep(monkeypatch):
+    def told(shard):
+        config = TrainConfig(steps=1, batch_size=8, shard=shard)
+        return training(anatomy(SHAPE), config, BatchShape(64, 512, 512), 2)
+
+    plain, alone = told(False), told(True)
+    assert alone.memory == plain.memory
+    monkeypatch.setattr("lmx.pipeline.estimate.processes", lambda: 4)
+    assert told(False).memory == plain.memory
+    shares = told(True).memory
+    assert shares["optimizer"] == plain.memory["optimizer"] // 4
+    stored = anatomy(SHAPE).bytes + 4 * plain.trained
+    spared = plain.memory["weights"] - shares["weights"]
+    assert spared == pytest.approx(0.75 * stored, abs=1)
+
+
+def test_chunks_by_themselves_where_logits_are_many():
+    config = TrainConfig(steps=1, batch_size=8)
+    assert config.chunk(vocabulary=32768, tokens=4096, on_cpu=False) == 512
+    assert config.chunk(vocabulary=32768, tokens=4095, on_cpu=False) is None
+    assert config.chunk(vocabulary=1 << 20, tokens=4096, on_cpu=False) == 64
+    given = TrainConfig(steps=1, batch_size=8, loss_chunk=7)
+    assert given.chunk(vocabulary=8, tokens=8, on_cpu=False) == 7
+    never = TrainConfig(steps=1, batch_size=8, loss_chunk=None)
+    assert never.chunk(vocabulary=1 << 20, tokens=1 << 20, on_cpu=False) is None
+    # Few at a time stay in the CPU's caches.
+    assert config.chunk(vocabulary=32768, tokens=64, on_cpu=True) == 128
+
+
+def test_operations_of_full_training_are_six_per_parameter_and_token():
+    shape = ScratchModelConfig(
+        vocabulary=320, hidden_size=64, layers=1, heads=1, positions=64
+    )
+    told = training(
+        anatomy(shape), TrainConfig(steps=1, batch_size=1), BatchShape(8, 8, 8.0), 4
+    )
+    norms = 3 * 64
+    attention = 12 * 8 * 64
+    assert told.operations == (6 * (told.parameters - norms) + attention) * 8
+
+
+def test_quantized_size_is_the_size_written():
+    shape = anatomy(SHAPE)
+    grid = Quantization(bits=4, group_size=32)
+    network = build(shape.config)
+    network.set_dtype(mx.float16)
+    specs = select_layers(network, grid).specs
+    modules = dict(network.named_modules())
+    written = sum(
+        value.nbytes
+        for path, spec in specs.items()
+        for value in pack(modules[path].weight, spec, mx.float16).values()
+    )
+    rounded = {f"{path}.weight" for path in specs}
+    rest = tree_flatten(network.parameters())
+    written += sum(value.nbytes for name, value in rest if name not in rounded)
+    assert quantized_bytes(shape, specs) == written
+
+
+def test_disk_holds_artefacts_and_checkpoints(here):
+    steps = plan(load_recipe("recipe.yaml", ["stages.train.quantization=null"])).steps
+    shape = anatomy(SHAPE)
+    told = training(shape, steps[0].config, BatchShape(64, 128, 128), 4)
+    stages = [step.config for step in steps]
+    # The trained model, its published copy, and three states of three tensors each.
+    assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 36 * told.trained
+    more = {"keep_checkpoints": 5, "keep": "best"}
+    stages[0] = stages[0].model_copy(update=more)
+    assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 84 * told.trained
+
+
+def test_free_disk_is_that_of_the_nearest_folder_there_is(tmp_path):
+    assert free_bytes(tmp_path / "not" / "yet") == free_bytes(tmp_path) > 0
+    assert resources.memory_limit() > 1 << 20
+    assert resources.training_speed(mx.float32) > 1e8

@@ -1,0 +1,84 @@
+"""The model card: metadata the Hub reads, and figures of the run."""
+
+import yaml
+from lmx.convert.exporters.model_card import write_card
+
+TABLE = (
+    ["", "base", "tuned", "quantized"],
+    [["perplexity", "5.1", "3.2", "3.3"], ["bits per weight", "16", "16", "4.5"]],
+)
+REPORT = {
+    "models": {
+        "quantized": {
+            "tokens": 12345,
+            "accuracy_by_skill": {"adding": [3, 10], "sorting": [9, 10]},
+        }
+    }
+}
+
+
+def card(folder, **changes):
+    facts = {
+        "name": "qat_4bit",
+        "recipe": "model: data/tiny-base\n",
+        "base": None,
+        "origin": "`data/tiny-base`",
+        "terms": {},
+        "datasets": [],
+        "is_quantized": True,
+        "report": REPORT,
+        "table": TABLE,
+    }
+    write_card(folder, **(facts | changes))
+    text = (folder / "README.md").read_text()
+    _, metadata, body = text.split("---\n", 2)
+    return yaml.safe_load(metadata), body
+
+
+def test_figures_and_recipe(tmp_path):
+    metadata, body = card(tmp_path)
+    assert metadata == {
+        "library_name": "mlx",
+        "pipeline_tag": "text-generation",
+        "tags": ["mlx", "lmx"],
+    }
+    assert "# qat_4bit\n\nA quantized model made with lmx" in body
+    prose = " ".join(body.split())
+    assert "from `data/tiny-base`. |" in prose
+    assert "| | base | tuned | quantized |\n|---|---:|---:|---:|\n" in body
+    assert (
+        "| perplexity | 5.1 | 3.2 | 3.3 |\n| bits per weight | 16 | 16 | 4.5 |\n"
+        in body
+    )
+    assert "on 12,345 held-out tokens; skill accuracy is the share of 20" in prose
+    assert "```yaml\nmodel: data/tiny-base\n```" in body
+
+
+def test_a_base_of_the_hub_is_linked(tmp_path):
+    metadata, body = card(tmp_path, base="Qwen/Qwen3-0.6B", is_quantized=False)
+    assert metadata["base_model"] == "Qwen/Qwen3-0.6B"
+    assert metadata["base_model_relation"] == "finetune"
+    assert "[Qwen/Qwen3-0.6B](https://huggingface.co/Qwen/Qwen3-0.6B)" in body
+    assert card(tmp_path, base="a/b")[0]["base_model_relation"] == "quantized"
+
+
+def test_metadata_as_the_hub_reads_it(tmp_path):
+    from huggingface_hub import ModelCard
+
+    terms = {"license": "other", "license_name": "own"}
+    written, _ = card(tmp_path, base="a/b", terms=terms, datasets=["c/d", "e"])
+    read = ModelCard.load(tmp_path / "README.md").data
+    assert read.to_dict() == written
+    assert (read.base_model, read.license) == ("a/b", "other")
+    assert read.datasets == ["c/d", "e"]
+
+
+def test_nothing_measured_says_nothing_of_figures(tmp_path):
+    _, body = card(tmp_path, report={}, table=([], []))
+    assert "|" not in body
+    assert "held-out" not in body
+
+
+def test_no_questions_asked_no_accuracy(tmp_path):
+    report = {"models": {"quantized": {"tokens": 7}}}
+    assert "accuracy" not in card(tmp_path, report=report)[1]

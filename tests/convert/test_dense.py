@@ -1,0 +1,119 @@
+"""Hugging Face's checkpoint: mlx-lm reads the very weights from it."""
+
+import json
+import re
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from lmx.config.quant_spec import Quantization
+from lmx.convert.exporters import hf
+from lmx.errors import UserError
+from lmx.models.loader import load
+from lmx.models.safetensors_io import read_header
+from lmx.quantization.packing import pack
+from lmx.quantization.target_layers import select_layers
+from mlx.utils import tree_flatten
+from publishing import publish, rounded
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
+MAMBA = {
+    "model_type": "mamba",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "vocab_size": 320,
+    "state_size": 8,
+    "conv_kernel": 3,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "time_step_rank": 4,
+    "tie_word_embeddings": True,
+}
+
+
+def quantized(source, target, **settings):
+    loaded = load(source, compute="stored")
+    specs = select_layers(loaded.model, Quantization(**settings)).specs
+    modules = dict(loaded.model.named_modules())
+    packed = {
+        path: (pack(modules[path].weight, spec, loaded.dtype), spec)
+        for path, spec in specs.items()
+    }
+    return rounded(source, target, packed)
+
+
+@pytest.mark.parametrize(
+    "base", [LLAMA, QWEN3_MOE, MAMBA], ids=lambda b: b["model_type"]
+)
+def test_mlx_lm_reads_the_same_model(make_checkpoint, tmp_path, base):
+    source = make_checkpoint(base, dtype="bfloat16")
+    publish(hf, source, tmp_path / "out")
+    wanted, _ = mlx_lm.load(str(source))
+    found, tokenizer = mlx_lm.load(str(tmp_path / "out"))
+    found, wanted = (dict(tree_flatten(m.parameters())) for m in (found, wanted))
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype == mx.bfloat16
+        assert mx.array_equal(found[name], value), name
+    assert tokenizer.encode("hello")
+
+
+def test_experts_and_convolutions_are_as_hugging_face_has_them(
+    make_checkpoint, tmp_path
+):
+    publish(hf, make_checkpoint(QWEN3_MOE), tmp_path / "experts")
+    names = read_header(tmp_path / "experts" / "model.safetensors")
+    assert not any("switch_mlp" in name for name in names)
+    experts = [n for n in names if re.search(r"layers\.1\.mlp\.experts\.3\.", n)]
+    assert sorted(n.split(".")[-2] for n in experts) == [
+        "down_proj",
+        "gate_proj",
+        "up_proj",
+    ]
+    publish(hf, make_checkpoint(MAMBA), tmp_path / "convolutions")
+    names = read_header(tmp_path / "convolutions" / "model.safetensors")
+    [shape] = {
+        tuple(t["shape"]) for n, t in names.items() if n.endswith("conv1d.weight")
+    }
+    assert shape == (64, 1, 3)
+
+
+@pytest.mark.parametrize("base", [LLAMA, QWEN3_MOE], ids=lambda b: b["model_type"])
+def test_codes_are_expanded(make_checkpoint, tmp_path, base):
+    source = make_checkpoint(base, dtype="float32")
+    codes = quantized(source, tmp_path / "codes", bits=4, group_size=32)
+    publish(hf, codes, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not any("quantization" in key for key in config)
+    wanted = mlx_lm.load(str(codes))[0](TOKENS)
+    found = mlx_lm.load(str(tmp_path / "out"))[0](TOKENS)
+    assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    unrounded = mlx_lm.load(str(source))[0](TOKENS)
+    assert not mx.allclose(unrounded, wanted, rtol=1e-2, atol=1e-2)
+
+
+def test_an_unknown_family_is_refused(make_checkpoint, tmp_path):
+    source = make_checkpoint(model_type="helium")
+    with pytest.raises(UserError, match="names for helium models are not known"):
+        publish(hf, source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda named: named | {"model.norm.weight": named["model.norm.weight"] + 1},
+        lambda named: {k: v for k, v in named.items() if "q_proj" not in k},
+        lambda named: named | {"model.more.weight": mx.ones(2)},
+        lambda named: {k: v.astype(mx.float32) for k, v in named.items()},
+    ],
+    ids=["other", "missing", "more", "type"],
+)
+def test_what_comes_back_otherwise_is_refused(
+    make_checkpoint, tmp_path, monkeypatch, damage
+):
+    real = hf.rename_experts
+    monkeypatch.setattr(hf, "rename_experts", lambda tensors: damage(real(tensors)))
+    with pytest.raises(UserError, match="otherwise than it was"):
+        publish(hf, make_checkpoint(), tmp_path / "out")

@@ -1,0 +1,315 @@
+"""GGUF files, read by llama.cpp's own package: names, types, numbers and tokenizer."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config.quant_spec import QuantSpec
+from lmx.convert.exporters import gguf as export
+from lmx.convert.gguf import export_blocks, export_tokenizer
+from lmx.convert.importers import gguf as foreign
+from lmx.convert.importers.affine_repack import pack
+from lmx.errors import UserError
+from lmx.models.loader import load, load_tokenizer
+from lmx.quantization.packing import pack as pack_nearest
+from publishing import publish, rounded
+from tiny_checkpoints import QWEN3_MOE
+
+gguf = pytest.importorskip("gguf")
+
+TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+EMBEDDING = "model.embed_tokens"
+
+
+def read(folder):
+    [file] = folder.glob("*.gguf")
+    reader = gguf.GGUFReader(file)
+    return reader, {tensor.name: tensor for tensor in reader.tensors}
+
+
+def numbers(tensor):
+    """What llama.cpp's package says a tensor stands for."""
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+
+
+def interleaved(rows, heads):
+    """llama.cpp's order of the rows of q and k, as its converter makes it."""
+    split = rows.reshape(heads, 2, len(rows) // heads // 2, -1)
+    return split.swapaxes(1, 2).reshape(rows.shape)
+
+
+def grid(path_rows, width, bits, *, symmetric, size=32, dtype=mx.float16):
+    """Random codes with scales that the type holds; what they stand for in float64."""
+    rng = np.random.default_rng(bits)
+    codes = rng.integers(0, 2**bits, (path_rows, width))
+    scales = rng.uniform(0.005, 0.02, (path_rows, width // size))
+    scales = np.array(mx.array(scales).astype(dtype).astype(mx.float32))
+    biases = rng.uniform(-0.2, -0.1, scales.shape)
+    biases = np.array(mx.array(biases).astype(dtype).astype(mx.float32))
+    if symmetric:
+        biases = -(2 ** (bits - 1)) * scales
+    tensors = {
+        "weight": pack(mx.array(codes), bits),
+        "scales": mx.array(scales).astype(dtype),
+        "biases": mx.array(biases).astype(dtype),
+    }
+    wide = np.repeat(scales, size, -1).astype(np.float64), np.repeat(biases, size, -1)
+    spec = QuantSpec(bits=bits, group_size=size)
+    return (tensors, spec), wide[0] * codes + wide[1]
+
+
+CASES = [
+    (2, False, 32, "Q4_1"),
+    (3, False, 64, "Q4_1"),
+    (4, True, 64, "Q4_0"),
+    (4, False, 32, "Q4_1"),
+    (5, True, 128, "Q5_0"),
+    (5, False, 32, "Q5_1"),
+    (6, False, 32, "F16"),
+    (8, True, 32, "Q8_0"),
+    (8, False, 64, "F16"),
+]
+
+
+@pytest.mark.parametrize(("bits", "symmetric", "size", "kind"), CASES)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_codes_are_written_as_they_are(
+    make_checkpoint, tmp_path, bits, symmetric, size, kind, dtype
+):
+    source = make_checkpoint(dtype=dtype)
+    settings = {"symmetric": symmetric, "size": size, "dtype": getattr(mx, dtype)}
+    grids = {
+        Q: grid(128, 128, bits, **settings),
+        DOWN: grid(128, 256, bits, **settings),
+    }
+    codes = {path: made for path, (made, _) in grids.items()}
+    said = publish(export, rounded(source, tmp_path / "codes", codes), tmp_path / "out")
+    _, tensors = read(tmp_path / "out")
+    pairs = {
+        "blk.0.attn_q.weight": interleaved(grids[Q][1], 2),
+        "blk.0.ffn_down.weight": grids[DOWN][1],
+    }
+    for name, wanted in pairs.items():
+        assert tensors[name].tensor_type.name == kind
+        tolerance = 1e-3 if kind == "F16" else 1e-7
+        np.testing.assert_allclose(
+            numbers(tensors[name]), wanted, rtol=tolerance, atol=tolerance
+        )
+    assert ("2 of 2 quantized matrices are expanded" in said[-1]) == (kind == "F16")
+    assert f"2 {kind}" in said[0] or kind == "F16"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind"), [("float16", "F16"), ("bfloat16", "BF16"), ("float32", "F16")]
+)
+def test_dense_weights(make_checkpoint, tmp_path, dtype, kind):
+    source = make_checkpoint(dtype=dtype, tie_word_embeddings=False)
+    publish(export, source, tmp_path / "out")
+    reader, tensors = read(tmp_path / "out")
+    weights = {
+        k: np.array(v.astype(mx.float32))
+        for k, v in mx.load(str(source / "model.safetensors")).items()
+    }
+    names = {
+        "token_embd.weight": weights[f"{EMBEDDING}.weight"],
+        "output.weight": weights["lm_head.weight"],
+        "blk.0.attn_k.weight": interleaved(weights[f"{Q[:-6]}k_proj.weight"], 2),
+        "blk.0.attn_v.weight": weights[f"{Q[:-6]}v_proj.weight"],
+        "blk.0.ffn_gate.weight": weights["model.layers.0.mlp.gate_proj.weight"],
+    }
+    # Of bfloat16 a small matrix may happen to be one of float16, too.
+    seen = [tensors[name].tensor_type.name for name in names]
+    assert kind in seen
+    assert {*seen} <= {kind, "F16"}
+    for name, value in names.items():
+        rtol = 1e-3 if dtype == "float32" else 0
+        np.testing.assert_allclose(numbers(tensors[name]), value, rtol=rtol, atol=1e-7)
+    assert tensors["output_norm.weight"].tensor_type.name == "F32"
+    told = reader.get_field("general.file_type").contents()
+    assert told == gguf.LlamaFileType[f"MOSTLY_{max({*seen}, key=seen.count)}"]
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {}),
+        ("qwen3", {"num_key_value_heads": 1}),
+        ("mistral", {"head_dim": 32}),
+    ],
+)
+def test_lmx_reads_the_same_model(make_checkpoint, tmp_path, family, settings):
+    source = make_checkpoint(model_type=family, dtype="float16", **settings)
+    publish(export, source, tmp_path / "out")
+    [file] = (tmp_path / "out").iterdir()
+    assert mx.allclose(
+        load(file).model(TOKENS), load(source).model(TOKENS), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_metadata(make_checkpoint, tmp_path):
+    source = make_checkpoint(num_key_value_heads=1)
+    publish(export, source, tmp_path / "out")
+    reader, _ = read(tmp_path / "out")
+    found = {key: field.contents() for key, field in reader.fields.items()}
+    assert found["general.architecture"] == "llama"
+    assert found["general.name"] == "name"
+    assert found["llama.attention.head_count_kv"] == 1
+    assert found["llama.attention.key_length"] == 64
+    assert found["llama.rope.freq_base"] == 10000
+    assert found["llama.vocab_size"] == 320
+    tokens = found["tokenizer.ggml.tokens"]
+    own = load_tokenizer(source)
+    assert tokens[: len(own.vocab)] == sorted(own.vocab, key=own.vocab.get)
+    assert len(tokens) == 320
+    assert found["tokenizer.ggml.model"] == "gpt2"
+    assert found["tokenizer.ggml.pre"] == "smollm"
+    assert found["tokenizer.ggml.eos_token_id"] == own.eos_token_id
+    assert found["tokenizer.ggml.eot_token_id"] == 0
+    assert found["tokenizer.ggml.add_bos_token"] is False
+    assert found["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    assert found["tokenizer.chat_template"] == own.chat_template
+
+
+def test_llama_3_s_positions(make_checkpoint, tmp_path):
+    from mlx_lm.models.rope_utils import Llama3RoPE
+
+    scaling = {"rope_type": "llama3", "factor": 32.0} | foreign.LLAMA3
+    source = make_checkpoint(rope_scaling=scaling, rope_theta=5e5)
+    publish(export, source, tmp_path / "out")
+    _, tensors = read(tmp_path / "out")
+    stretched = np.array(Llama3RoPE(64, base=5e5, scaling_config=scaling)._freqs)
+    plain = 5e5 ** (np.arange(0, 64, 2) / 64)
+    np.testing.assert_allclose(
+        numbers(tensors["rope_freqs.weight"]), stretched / plain, rtol=1e-5
+    )
+
+
+def sentencepiece(folder):
+    """A tokenizer of Llama 2's kind: merges of ▁ words, bytes for the unknown."""
+    from tokenizers import (
+        AddedToken,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        processors,
+    )
+
+    letters = ["▁", *"abcdefghijklmnopqrstuvwxyz"]
+    merges = [("t", "h"), ("▁", "th"), ("▁th", "e"), ("r", "e"), ("th", "e")]
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
+    pieces += [*letters, "th", "▁th", "▁the", "re", "the"]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocabulary, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(
+        [AddedToken(text, normalized=False) for text in pieces[:3]]
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<s>", "$A"], special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": {"content": "</s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def test_a_tokenizer_of_llama_2_s_kind(tmp_path):
+    from lmx.convert.gguf import import_tokenizer as reading
+    from tokenizers import Tokenizer
+
+    sentencepiece(tmp_path)
+    found = export_tokenizer.metadata(tmp_path, {"eos_token_id": 2}, 320)
+    assert found["tokenizer.ggml.model"] == "llama"
+    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
+    assert found["tokenizer.ggml.token_type"][-1] == 5
+    assert found["tokenizer.ggml.add_bos_token"] is True
+    assert found["tokenizer.ggml.add_space_prefix"] is True
+    (tmp_path / "back").mkdir()
+    reading.write(found, tmp_path / "back", beside=tmp_path)
+    made = [
+        Tokenizer.from_file(f"{p}/tokenizer.json")
+        for p in (tmp_path, tmp_path / "back")
+    ]
+    for text in ("there the here", "then  é 東 weather"):
+        own, back = (tokenizer.encode(text) for tokenizer in made)
+        assert back.tokens == own.tokens
+        assert back.tokens[0] == "<s>"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "stretched by 'yarn'"),
+        (
+            {
+                "layer_types": ["full_attention", "sliding_attention"],
+                "num_hidden_layers": 2,
+                "sliding_window": 8,
+            },
+            "see a window only",
+        ),
+        ({"model_type": "olmo2"}, "olmo2 models are not written"),
+        (QWEN3_MOE, "qwen3_moe models are not written"),
+    ],
+)
+def test_models_llama_cpp_would_compute_otherwise_are_refused(
+    make_checkpoint, tmp_path, settings, said
+):
+    with pytest.raises(UserError, match=said):
+        publish(export, make_checkpoint(**settings), tmp_path / "out")
+
+
+def test_an_unknown_way_to_cut_words_is_refused(make_checkpoint, tmp_path):
+    source = make_checkpoint()
+    made = json.loads((source / "tokenizer.json").read_text())
+    made["pre_tokenizer"] = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": True,
+        "use_regex": False,
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(UserError, match="no name for how it cuts words"):
+        export_tokenizer.metadata(tmp_path, {}, 320)
+
+
+@pytest.mark.parametrize("part", ["blocks", "dense", "tokenizer"])
+def test_what_comes_back_otherwise_is_refused(
+    make_checkpoint, tmp_path, monkeypatch, part
+):
+    source = make_checkpoint()
+    spec = QuantSpec(bits=4, group_size=32)
+    weight = load(source, compute="stored").model.layers[0].mlp.down_proj.weight
+    made = pack_nearest(weight, spec, mx.float16)
+    codes = rounded(source, tmp_path / "codes", {DOWN: (made, spec)})
+    if part == "tokenizer":
+        real = export_tokenizer.metadata
+
+        def other(*arguments):
+            found = real(*arguments)
+            return found | {"tokenizer.ggml.merges": found["tokenizer.ggml.merges"][:3]}
+
+        monkeypatch.setattr(export_tokenizer, "metadata", other)
+    else:
+        name = "grouped" if part == "blocks" else "dense"
+        real = getattr(export_blocks, name)
+
+        def other(*arguments):
+            kind, value = real(*arguments)
+            return kind, value[::-1] if value.ndim > 1 else value
+
+        monkeypatch.setattr(export_blocks, name, other)
+    with pytest.raises(UserError, match="otherwise than it was"):
+        publish(export, codes, tmp_path / "out")

@@ -1,0 +1,186 @@
+"""A model pushed to the Hub arrives whole; who may not write there hears it first."""
+
+import hashlib
+import shutil
+from collections import Counter
+
+import mlx.core as mx
+import pytest
+from hub_stand_in import READER, SCOPED, TOKEN, Repository
+from lmx.cli import main
+from lmx.convert.exporters.hub import license_metadata_of, require_write_access
+from lmx.errors import UserError
+
+
+@pytest.fixture
+def folder(make_checkpoint, tmp_path):
+    """A sound checkpoint in three shards, with a card."""
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "model")
+    weights = sorted(mx.load(str(folder / "model.safetensors")).items())
+    (folder / "model.safetensors").unlink()
+    for number in range(3):
+        file = folder / f"model-{number + 1:05d}-of-00003.safetensors"
+        mx.save_safetensors(str(file), dict(weights[number::3]))
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Tiny\n")
+    (folder / ".notes").write_text("not for others")
+    return folder
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in folder.iterdir() if p.name[0] != "."}
+
+
+def push(*arguments):
+    return main.main(["push", *map(str, arguments)])
+
+
+def test_a_folder_arrives_byte_for_byte(stand_in, folder, capfd):
+    assert push(folder, "alice/tiny") == 0
+    repository = stand_in.repositories["models/alice/tiny"]
+    assert repository.files == contents(folder)
+    assert repository.private
+    assert len(stand_in.sent) == 3
+    out, err = capfd.readouterr()
+    assert f"pushing {len(contents(folder))} files, 0.4 MB" in out
+    assert "pushed: https://huggingface.co/alice/tiny/commit/" in out
+    assert TOKEN not in out + err
+    # Once more, with one file changed: only that one travels.
+    (folder / "README.md").write_text("---\nlicense: mit\n---\n# Tiny 2\n")
+    assert push(folder, "alice/tiny") == 0
+    assert len(stand_in.sent) == 3
+    assert repository.files == contents(folder)
+
+
+def test_public_only_when_asked_and_in_a_run_folder(stand_in, folder):
+    folder.rename(folder.parent / "kept")
+    run = folder.parent / "run"
+    run.mkdir()
+    (folder.parent / "kept").rename(run / "model")
+    assert push(run, "lab/tiny", "--public") == 0
+    repository = stand_in.repositories["models/lab/tiny"]
+    assert not repository.private
+    assert repository.files == contents(run / "model")
+
+
+def test_a_broken_push_goes_on_without_sending_again(stand_in, folder, capfd):
+    arrived = []
+
+    def breaks(method, path):
+        if method == "PUT" and path not in arrived and len(arrived) < 2:
+            arrived.append(path)
+        return method == "PUT" and path not in arrived
+
+    stand_in.breaks = breaks
+    assert push(folder, "alice/tiny") == 1
+    said = capfd.readouterr().err
+    assert "alice/tiny: the Hub refuses, or does not answer: " in said
+    assert "Error while uploading 'model-0000" in said
+    assert "the same command goes on" in said
+    assert TOKEN not in said
+    assert stand_in.repositories["models/alice/tiny"].files == {}
+    assert len(stand_in.sent) == 2
+    stand_in.breaks = lambda method, path: False
+    assert push(folder, "alice/tiny") == 0
+    assert stand_in.repositories["models/alice/tiny"].files == contents(folder)
+    shards = {name: c for name, c in contents(folder).items() if "safetensors" in name}
+    sums = [hashlib.sha256(content).hexdigest() for content in shards.values()]
+    assert sorted(stand_in.sent) == sorted(sums)
+
+
+def test_a_dropped_connection_is_tried_again(stand_in, folder):
+    tries = Counter()
+
+    def breaks(method, path):
+        tries[path] += 1
+        return method == "PUT" and tries[path] == 1
+
+    stand_in.breaks = breaks
+    assert push(folder, "alice/tiny") == 0
+    assert sum(tries[path] for method, path in stand_in.asked if method == "PUT") == 12
+    assert stand_in.repositories["models/alice/tiny"].files == contents(folder)
+
+
+def test_a_broken_push_in_chunks_goes_on(stand_in, folder, tmp_path, monkeypatch):
+    """The way of a usual installation, with hf-xet's own store on this disk."""
+    pytest.importorskip("hf_xet")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
+    stand_in.chunks = tmp_path / "chunks"
+    stand_in.breaks = lambda method, path: path.endswith("/commit/main")
+    assert push(folder, "alice/tiny") == 1
+    stored = {p: p.stat().st_mtime_ns for p in stand_in.chunks.rglob("xorbs/default*")}
+    size = sum(p.stat().st_size for p in folder.glob("*.safetensors"))
+    assert sum(p.stat().st_size for p in stored) > 0.9 * size
+    stand_in.breaks = lambda method, path: False
+    assert push(folder, "alice/tiny") == 0
+    again = {p: p.stat().st_mtime_ns for p in stand_in.chunks.rglob("xorbs/default*")}
+    assert again == stored
+    known = {
+        name: (hashlib.sha256(content).hexdigest(), len(content))
+        if name.endswith(".safetensors")
+        else content
+        for name, content in contents(folder).items()
+    }
+    assert stand_in.repositories["models/alice/tiny"].files == known
+
+
+@pytest.mark.parametrize(
+    ("token", "name", "said"),
+    [
+        (None, "alice/tiny", "there is no token here"),
+        ("hf_no\x01token", "alice/tiny", "is no token"),
+        ("hf_nobodyHasThisOne", "alice/tiny", "Invalid user token"),
+        (READER, "alice/tiny", "the token of 'alice' may not write here"),
+        (TOKEN, "bob/tiny", "the token of 'alice' may not write here"),
+        (TOKEN, "club/tiny", "may not write here"),
+        (SCOPED, "alice/tiny", "may not write here"),
+        (SCOPED, "lab/tiny", None),
+        (TOKEN, "Alice/tiny", None),
+        (TOKEN, "lab/other", None),
+        (TOKEN, "tiny", "no name of the Hub"),
+        (TOKEN, "lab/seen", "this repository is public, and a private one"),
+    ],
+)
+def test_who_may_push(stand_in, monkeypatch, token, name, said):
+    stand_in.repositories["models/lab/seen"] = Repository({})
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+    if said is None:
+        return require_write_access(name, private=True)
+    with pytest.raises(UserError) as caught:
+        require_write_access(name, private=True)
+    assert said in caught.value.message
+    assert caught.value.place == name
+    assert str(token) not in str(caught.value)
+    assert not {method for method, _ in stand_in.asked} & {"POST", "PUT"}
+    return None
+
+
+def test_offline_nothing_is_asked(stand_in, folder, monkeypatch, capfd):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert push(folder, "alice/tiny") == 2
+    assert "HF_HUB_OFFLINE is set" in capfd.readouterr().err
+    assert stand_in.asked == []
+
+
+def test_a_damaged_model_stays_here(stand_in, folder, capfd):
+    file = folder / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert push(folder, "alice/tiny") == 2
+    assert str(file) in capfd.readouterr().err
+    assert stand_in.asked == []
+
+
+def test_the_terms_a_card_names(tmp_path):
+    card = tmp_path / "README.md"
+    assert license_metadata_of(card) == {}
+    card.write_text("---\nlicense: other\nlicense_name: own\ntags: [a]\n---\n# x\n")
+    assert license_metadata_of(card) == {"license": "other", "license_name": "own"}
+    for text in ("# license: mit", "---\n- license\n---\n", "---\na: {b\n---\n"):
+        card.write_text(text)
+        assert license_metadata_of(card) == {}

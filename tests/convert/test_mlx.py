@@ -1,0 +1,248 @@
+"""Checkpoints as mlx-lm, LM Studio and mlx-swift read them."""
+
+import json
+import math
+import shutil
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from lmx.config.quant_spec import Quantization, QuantSpec
+from lmx.convert.exporters import mlx as checkpoints
+from lmx.models import checkpoint_writer
+from lmx.models.checkpoint import checkpoint_size
+from lmx.models.loader import load
+from lmx.models.safetensors_io import read_header
+from lmx.quantization.packing import pack
+from lmx.quantization.target_layers import QuantizationPlan, select_layers
+from mlx.utils import tree_flatten
+from mlx_lm.utils import compute_bits_per_weight, get_total_parameters
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
+SMALL = QuantSpec(bits=3, group_size=32)
+BIG = QuantSpec(bits=8, group_size=128)
+FLOAT = QuantSpec(mode="nvfp4")
+
+
+def export(source, target, selection=None):
+    """Write a checkpoint, rounded where a selection says so."""
+    loaded = load(source, compute="stored")
+    selection = selection or QuantizationPlan({}, {})
+    modules = dict(loaded.model.named_modules())
+    tensors = {}
+    for path, spec in selection.specs.items():
+        packed = pack(modules[path].weight, spec, loaded.dtype)
+        tensors |= {f"{path}.{name}": value for name, value in packed.items()}
+    weights = dict(tree_flatten(loaded.model.parameters()))
+    rounded = {f"{path}.weight" for path in selection.specs}
+    weights = {k: v for k, v in weights.items() if k not in rounded} | tensors
+    target.mkdir()
+    checkpoint_writer.write_checkpoint(
+        target,
+        dict(weights),
+        loaded.config,
+        companions=loaded.path,
+        specs=selection.specs,
+        kept=list(selection.kept),
+    )
+    return weights
+
+
+def mixed(folder):
+    """Four grids, one of them the most frequent, and a layer kept."""
+    model = load(folder, compute="stored").model
+    specs = select_layers(model, Quantization(bits=3, group_size=32)).specs
+    specs |= {"model.embed_tokens": BIG, "model.layers.0.mlp.up_proj": FLOAT}
+    specs |= {"model.layers.0.self_attn.o_proj": QuantSpec(mode="mxfp8")}
+    del specs["model.layers.1.mlp.up_proj"]
+    return QuantizationPlan(specs, {"model.layers.1.mlp.up_proj": "a test asks so"})
+
+
+@pytest.fixture
+def folder(make_checkpoint):
+    return make_checkpoint(num_hidden_layers=2, dtype="float32")
+
+
+def read(folder, name="config.json"):
+    return json.loads((folder / name).read_text())
+
+
+def test_an_unquantized_checkpoint(folder, tmp_path):
+    weights = export(folder, tmp_path / "out")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert "quantization" not in read(tmp_path / "out")
+    assert read(tmp_path / "out") == read(folder)
+    assert list(read(tmp_path / "out")) == sorted(read(folder))
+    tensors, metadata = mx.load(
+        str(tmp_path / "out" / "model.safetensors"), return_metadata=True
+    )
+    assert metadata == {"format": "mlx"}
+    assert tensors.keys() == weights.keys()
+    assert all(mx.array_equal(tensors[name], weights[name]) for name in weights)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_head_is_absent(make_checkpoint, tmp_path, tied):
+    source = make_checkpoint(tie_word_embeddings=tied)
+    export(source, tmp_path / "out")
+    found = read_header(tmp_path / "out" / "model.safetensors")
+    assert ("lm_head.weight" in found) != tied
+
+
+def test_mixed_grids_load_in_stock_mlx_lm(folder, tmp_path):
+    selection = mixed(folder)
+    export(folder, tmp_path / "out", selection)
+    stock, _ = mlx_lm.load(str(tmp_path / "out"))
+    modules = dict(stock.named_modules())
+    for path, spec in selection.specs.items():
+        layer = modules[path]
+        found = (layer.bits, layer.group_size, layer.mode)
+        assert found == (spec.bits, spec.group_size, spec.mode)
+    assert not hasattr(modules["model.layers.1.mlp.up_proj"], "bits")
+    ours = load(tmp_path / "out").model
+    assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+def test_the_quantization_block_is_one_mlx_swift_decodes(folder, tmp_path):
+    """It reads no tensor shapes: whatever is not as the default must be listed."""
+    selection = mixed(folder)
+    export(folder, tmp_path / "out", selection)
+    config = read(tmp_path / "out")
+    block = config["quantization"]
+    assert config["quantization_config"] == block
+    default = {"group_size": 32, "bits": 3, "mode": "affine"}
+    assert {k: block[k] for k in default} == default
+    own = {path: value for path, value in block.items() if path not in default}
+    assert own == {
+        "model.embed_tokens": {"group_size": 128, "bits": 8, "mode": "affine"},
+        "model.layers.0.mlp.up_proj": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
+        "model.layers.0.self_attn.o_proj": {
+            "group_size": 32,
+            "bits": 8,
+            "mode": "mxfp8",
+        },
+        "model.layers.1.mlp.up_proj": False,
+    }
+
+
+def test_the_default_is_the_most_frequent_grid():
+    specs = {"a": BIG, "b": SMALL, "c": SMALL}
+    block = checkpoint_writer.quantization_block(specs, [])
+    big = {"group_size": 128, "bits": 8, "mode": "affine"}
+    assert block == {"group_size": 32, "bits": 3, "mode": "affine", "a": big}
+    turned = dict(reversed(specs.items()))
+    assert checkpoint_writer.quantization_block(turned, []) == block
+
+
+@pytest.mark.parametrize("base", [LLAMA, QWEN3_MOE], ids=["llama", "qwen3_moe"])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_bits_per_weight_are_mlx_lms(make_checkpoint, tmp_path, base, rounded):
+    source = make_checkpoint(base, num_hidden_layers=2, dtype="bfloat16")
+    selection = mixed(source) if base is LLAMA else None
+    if base is QWEN3_MOE:
+        model = load(source, compute="stored").model
+        selection = select_layers(model, Quantization(bits=6, head=False))
+    export(source, tmp_path / "out", selection if rounded else None)
+    stock, _ = mlx_lm.load(str(tmp_path / "out"))
+    sizes = checkpoint_size(tmp_path / "out")
+    assert sizes.parameters == get_total_parameters(stock)
+    assert sizes.bits_per_weight == pytest.approx(compute_bits_per_weight(stock))
+    metadata = read(tmp_path / "out", "model.safetensors.index.json")["metadata"]
+    assert metadata == {"total_size": sizes.bytes, "total_parameters": sizes.parameters}
+
+
+def test_large_checkpoints_are_cut_into_shards(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 200_000)
+    weights = export(folder, tmp_path / "out")
+    files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
+    count = len(files)
+    assert count > 3
+    assert files == [
+        f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)
+    ]
+    index = read(tmp_path / "out", "model.safetensors.index.json")
+    assert list(index["weight_map"]) == sorted(weights)
+    for file in files:
+        held = read_header(tmp_path / "out" / file)
+        size = sum(math.prod(t["shape"]) * 4 for t in held.values())
+        assert size <= 200_000 or len(held) == 1
+        assert {n for n, f in index["weight_map"].items() if f == file} == held.keys()
+    stock, _ = mlx_lm.load(str(tmp_path / "out"))
+    assert mx.array_equal(stock(TOKENS), mlx_lm.load(str(folder))[0](TOKENS))
+
+
+COMPANIONS = {
+    "spiece.model": b"\x00\x01",
+    "chat_template.jinja": b"{{ messages }}\r\n",
+    "merges.txt": b"a b\n",
+    "vocab.json": b"{}",
+    "special_tokens_map.json": b"{ }",
+    "added_tokens.json": b"{}",
+}
+
+
+def test_companions_go_along_byte_for_byte(folder, tmp_path):
+    source = shutil.copytree(folder, tmp_path / "source")
+    for name, content in COMPANIONS.items():
+        (source / name).write_bytes(content)
+    (source / "own.py").write_text("")
+    (source / "README.md").write_text("of another model")
+    (source / "chat_templates").mkdir()
+    (tmp_path / "out").mkdir()
+    checkpoint_writer.write_checkpoint(
+        tmp_path / "out", {}, {"model_type": "llama"}, companions=source
+    )
+    for name in [*COMPANIONS, "tokenizer.json", "generation_config.json"]:
+        assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
+    assert not (tmp_path / "out" / "README.md").exists()
+    assert not (tmp_path / "out" / "own.py").exists()
+
+
+@pytest.mark.parametrize("of", ["model", "tokenizer"])
+def test_code_goes_along_where_it_is_needed(folder, tmp_path, of):
+    source = shutil.copytree(folder, tmp_path / "source")
+    (source / "own.py").write_text("x = 1\n")
+    (tmp_path / "out").mkdir()
+    config = {"model_type": "llama"}
+    if of == "model":
+        config["model_file"] = "own.py"
+    else:
+        (source / "tokenizer_config.json").write_text('{"auto_map": {}}')
+    checkpoint_writer.write_checkpoint(tmp_path / "out", {}, config, companions=source)
+    assert (tmp_path / "out" / "own.py").read_text() == "x = 1\n"
+
+
+def test_the_config_is_valid_json_without_what_belongs_to_another(folder, tmp_path):
+    """Infinity is no JSON; Hugging Face and mlx-lm tag it."""
+    (tmp_path / "out").mkdir()
+    config = LLAMA | {
+        "quantization": {"bits": 4},
+        "quantization_config": {"quant_method": "fp8"},
+        "_name_or_path": "/home/somebody/model",
+        "vision_config": {"depth": 2},
+        "text_config": {"time_step_limit": [0.0, math.inf]},
+    }
+    checkpoint_writer.write_checkpoint(tmp_path / "out", {}, config, companions=folder)
+    written = (tmp_path / "out" / "config.json").read_text()
+    written = json.loads(written, parse_constant=pytest.fail)
+    limit = [0.0, {"__float__": "Infinity"}]
+    assert written == LLAMA | {"text_config": {"time_step_limit": limit}}
+
+
+def test_a_vision_config_stays_with_its_tower(folder, tmp_path):
+    (tmp_path / "out").mkdir()
+    config = LLAMA | {"vision_config": {"depth": 2}}
+    weights = {"model.vision_tower.norm.weight": mx.ones(4)}
+    checkpoint_writer.write_checkpoint(
+        tmp_path / "out", weights, config, companions=folder
+    )
+    assert read(tmp_path / "out")["vision_config"] == {"depth": 2}

@@ -1,0 +1,183 @@
+"""Adapters to and from peft's format; tests/clients has peft itself read them."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from lmx.cli import main
+from lmx.config.lora import LoRAConfig
+from lmx.convert.exporters import peft as export
+from lmx.convert.importers import peft
+from lmx.errors import UserError
+from lmx.models.loader import load
+from lmx.models.lora import io, lora_model
+from lmx.models.lora.io import init_adapter
+from mlx.utils import tree_flatten, tree_unflatten
+from publishing import publish
+from safetensors.numpy import load_file, save_file
+
+TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
+LORA = {"layers": {"self_attn.[qv]_proj": 4, "mlp.*": 2}, "alpha": 3.0}
+
+
+@pytest.fixture
+def base(make_checkpoint):
+    return make_checkpoint(
+        dtype="float32", num_hidden_layers=2, tie_word_embeddings=False
+    )
+
+
+def trained(base, folder, **settings):
+    """A saved adapter with random matrices, and the logits it makes."""
+    model = load(base).model
+    adapter = LoRAConfig(**LORA | settings)
+    keys = lora_model.attach(model, adapter, seed=0)
+    parameters = {}
+    for number, (name, value) in enumerate(tree_flatten(model.trainable_parameters())):
+        noise = mx.random.normal(value.shape, key=mx.random.key(number))
+        parameters[name] = value + 0.1 * noise
+    model.update(tree_unflatten(list(parameters.items())))
+    folder.mkdir()
+    io.save_adapter(
+        folder,
+        parameters,
+        layers=lora_model.adapted(model),
+        adapter=adapter,
+        keys=keys,
+        num_layers=2,
+        base="someone/base",
+    )
+    return model(TOKENS)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_out_and_in_again_is_the_same_adapter(base, tmp_path, kind):
+    wanted = trained(base, tmp_path / "own", type=kind)
+    publish(export, base, tmp_path / "peft", adapters=tmp_path / "own")
+    assert main.main(["import", str(tmp_path / "peft"), str(tmp_path / "back")]) == 0
+    found, _ = mlx_lm.load(str(base), adapter_path=str(tmp_path / "back"))
+    assert mx.allclose(found(TOKENS), wanted, rtol=1e-5, atol=1e-5)
+    plain, _ = mlx_lm.load(str(base))
+    assert not mx.allclose(plain(TOKENS), wanted, rtol=1e-2, atol=1e-2)
+    config = json.loads((tmp_path / "peft" / peft.CONFIG).read_text())
+    assert config["base_model_name_or_path"] == "someone/base"
+    assert config["use_dora"] == (kind == "dora")
+    assert len(config["target_modules"]) == 2 * 5
+
+
+def by_peft(folder, weights, **settings):
+    """An adapter as peft writes it."""
+    folder.mkdir(exist_ok=True)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none"} | settings
+    (folder / peft.CONFIG).write_text(json.dumps(config))
+    named = {f"base_model.model.{name}": value for name, value in weights.items()}
+    save_file(named, folder / peft.WEIGHTS)
+    return folder
+
+
+def matrices(path, rank, outputs=128, inputs=128, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        f"{path}.lora_A.weight": rng.normal(size=(rank, inputs)).astype(np.float32),
+        f"{path}.lora_B.weight": rng.normal(size=(outputs, rank)).astype(np.float32),
+    }
+
+
+def test_ranks_and_scales_of_layers_are_peft_s(base, tmp_path):
+    """alpha / sqrt(rank), ranks by layer, alpha by pattern, one block only."""
+    paths = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
+    weights = matrices(paths[0], 4) | matrices(paths[1], 2, outputs=256, seed=1)
+    folder = by_peft(
+        tmp_path / "peft",
+        weights,
+        use_rslora=True,
+        rank_pattern={"up_proj": 2},
+        alpha_pattern={"mlp.up_proj": 5},
+    )
+    found, _ = mlx_lm.load(str(base), adapter_path=str(peft.resolve(folder)))
+    wanted = load_file(base / "model.safetensors")
+    for path, scale in zip(paths, (6 / 4**0.5, 5 / 2**0.5), strict=True):
+        update = weights[f"{path}.lora_B.weight"] @ weights[f"{path}.lora_A.weight"]
+        wanted[f"{path}.weight"] = wanted[f"{path}.weight"] + scale * update
+    model = load(base).model
+    model.load_weights([(name, mx.array(value)) for name, value in wanted.items()])
+    assert mx.allclose(found(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "said"),
+    [
+        ({"peft_type": "VERA"}, {}, "type VERA"),
+        ({"bias": "all"}, {}, "bias: all"),
+        ({"init_lora_weights": "pissa"}, {}, "init_lora_weights: pissa"),
+        ({"layer_replication": [[0, 1]]}, {}, "layer_replication"),
+        ({"something_new": True}, {}, "something_new: True"),
+        ({"use_dora": True}, {}, "is not whole"),
+        ({}, {f"{Q}.lora_magnitude_vector": np.ones(128)}, "is not whole"),
+        ({}, {"lm_head.weight": np.ones((2, 2))}, "lm_head.weight is no matrix"),
+        ({}, {"model.embed_tokens.lora_embedding_A": np.ones((2, 2))}, "no matrix"),
+    ],
+)
+def test_what_mlx_lm_cannot_be_given_is_refused(tmp_path, settings, weights, said):
+    weights = {name: value.astype(np.float32) for name, value in weights.items()}
+    folder = by_peft(tmp_path, matrices(Q, 4) | weights, **settings)
+    with pytest.raises(UserError, match=said):
+        peft.resolve(folder)
+
+
+def test_adapters_that_peft_lacks_are_refused(base, tmp_path):
+    trained(base, tmp_path / "own", layers=["model.embed_tokens"])
+    with pytest.raises(UserError, match=r"no such adapter as that of model.embed"):
+        publish(export, base, tmp_path / "peft", adapters=tmp_path / "own")
+    with pytest.raises(UserError, match="no adapter was trained"):
+        publish(export, base, tmp_path / "none")
+
+
+def test_another_adapter_read_back_is_refused(base, tmp_path, monkeypatch):
+    trained(base, tmp_path / "own")
+    real = export.settings
+
+    def other(config, paths):
+        return real(config, paths) | {"lora_alpha": 1.0}
+
+    monkeypatch.setattr(export, "settings", other)
+    with pytest.raises(UserError, match="otherwise than it was"):
+        publish(export, base, tmp_path / "peft", adapters=tmp_path / "own")
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("form", ["mlx-lm", "peft"])
+def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
+    """Also where its own scale is another and its rank is higher."""
+    wanted = trained(base, tmp_path / "own", type=kind)
+    start = tmp_path / "own"
+    if form == "peft":
+        start = tmp_path / "peft"
+        publish(export, base, start, adapters=tmp_path / "own")
+    model = load(base).model
+    ranks = {"self_attn.[qv]_proj": 4, "mlp.*": 6}
+    lora_model.attach(model, LoRAConfig(type=kind, alpha=7.0, layers=ranks), seed=5)
+    init_adapter(lora_model.adapted(model), start)
+    assert mx.allclose(model(TOKENS), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"layers": ["mlp.*"], "rank": 4}, "does not adapt so"),
+        ({"type": "dora"}, "does not adapt so"),
+        ({"layers": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no higher rank"),
+    ],
+)
+def test_a_start_that_does_not_fit_is_refused(base, tmp_path, settings, said):
+    trained(base, tmp_path / "own")
+    model = load(base).model
+    lora_model.attach(model, LoRAConfig(**LORA | settings), seed=0)
+    with pytest.raises(UserError) as caught:
+        init_adapter(lora_model.adapted(model), tmp_path / "own")
+    assert said in str(caught.value)

@@ -1,0 +1,73 @@
+"""Our writer of safetensors: what MLX and Hugging Face read is what was given."""
+
+import json
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.models import safetensors_io
+from safetensors.numpy import load_file
+
+TENSORS = {
+    "b": mx.random.normal((3, 5)).astype(mx.bfloat16),
+    "transposed": mx.arange(12, dtype=mx.uint32).reshape(3, 4).T,
+    "a": mx.arange(5, dtype=mx.uint8),
+    "scalar": mx.array(2.5),
+    "none": mx.zeros((0, 4), mx.float16),
+    "strided": mx.arange(10, dtype=mx.int64)[::2],
+    "flags": mx.array([True, False, True]),
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "x.safetensors"
+    safetensors_io.write_safetensors(path, dict(TENSORS))
+    return path
+
+
+def test_mlx_reads_what_it_writes_itself(file, tmp_path):
+    plain = tmp_path / "plain.safetensors"
+    mx.save_safetensors(str(plain), TENSORS, metadata={"format": "mlx"})
+    (ours, our_notes), (theirs, notes) = (
+        mx.load(str(f), return_metadata=True) for f in (file, plain)
+    )
+    assert our_notes == notes == {"format": "mlx"}
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert ours[name].dtype == value.dtype
+        assert ours[name].shape == value.shape
+        assert mx.array_equal(ours[name], value)
+
+
+def test_hugging_face_reads_it(tmp_path):
+    path = tmp_path / "x.safetensors"
+    safetensors_io.write_safetensors(
+        path, {k: v for k, v in TENSORS.items() if k != "b"}
+    )
+    found = load_file(path)
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, np.array(TENSORS[name]))
+
+
+def test_every_tensor_lies_at_a_multiple_of_its_type(file):
+    data = file.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    assert length % 8 == 0
+    header = json.loads(data[8 : 8 + length])
+    for name, value in TENSORS.items():
+        assert header[name]["data_offsets"][0] % value.dtype.size == 0
+
+
+def test_tensors_are_computed_and_let_go_one_by_one(tmp_path):
+    """Ten of a megabyte each, never more than a few at once."""
+    size = 1 << 20
+    tensors = {str(n): mx.random.normal((size // 4,)) for n in range(10)}
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    safetensors_io.write_safetensors(tmp_path / "x.safetensors", tensors)
+    assert not tensors
+    assert mx.get_peak_memory() - before < 4 * size
+    held = [mx.random.normal((size // 4,)) for _ in range(10)]
+    mx.eval(held)
+    assert mx.get_peak_memory() - before >= 10 * size

@@ -1,0 +1,84 @@
+"""Exact-match accuracy on a model that answers from a table."""
+
+import math
+
+import mlx.core as mx
+import pytest
+from lmx.evaluation.exact_match import ExactMatchItem, measure_exact_match
+from lmx.generation.engine import Generator
+
+SIZE, END = 64, 0
+
+
+class Letters:
+    """A tokenizer of the 63 characters from '@' on; token 0 ends."""
+
+    has_chat_template = False
+    bos_token = None
+    eos_token_ids = frozenset([END])
+    text = ""
+
+    def encode(self, text, *, add_special_tokens):
+        return [ord(c) - 63 for c in text]
+
+    @property
+    def detokenizer(self):
+        return Letters()
+
+    def add_token(self, token):
+        self.text += chr(token + 63)
+
+    def finalize(self):
+        pass
+
+
+class Next:
+    """Continues the alphabet from the last letter up to 'E', then ends."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, tokens, cache=None):
+        self.calls += 1
+        end = ord("E") - 63
+        follows = mx.where(tokens < end, tokens + 1, END)
+        return follows[..., None] == mx.arange(SIZE)
+
+    def make_cache(self):
+        return []
+
+
+def question(prompt, answer, skill):
+    return ExactMatchItem([{"role": "user", "content": prompt}], answer, skill)
+
+
+def test_accuracy_by_skill():
+    questions = [
+        question("A", "BCDE", "long"),
+        question("XB", " CDE\n", "long"),
+        question("D", "E", "short"),
+        question("D", "F", "short"),
+        question("E", "", "empty"),
+    ]
+    accuracy = measure_exact_match(Generator(Next(), Letters()), questions)
+    assert accuracy.by_skill == {"empty": (1, 1), "long": (2, 2), "short": (1, 2)}
+    assert accuracy.overall == pytest.approx(0.8)
+    assert accuracy.stderr == pytest.approx(math.sqrt(0.8 * 0.2 / 5))
+    assert accuracy.wrong == [(questions[3], "E")]
+
+
+def test_a_right_beginning_is_not_a_right_answer():
+    questions = [question("A", "BCD", "x"), question("A", "BCDEF", "x")]
+    generator = Generator(Next(), Letters())
+    assert measure_exact_match(generator, questions).overall == 0
+    cut = measure_exact_match(generator, questions, max_tokens=3)
+    assert cut.by_skill == {"x": (1, 2)}
+
+
+def test_questions_of_one_length_are_asked_together_and_few_wrong_ones_kept():
+    model = Next()
+    questions = [question("AA", "no", "x") for _ in range(30)]
+    accuracy = measure_exact_match(Generator(model, Letters()), questions)
+    assert model.calls < 10
+    assert len(accuracy.wrong) == 5
+    assert (accuracy.overall, accuracy.stderr) == (0, 0)

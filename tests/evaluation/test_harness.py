@@ -1,0 +1,153 @@
+"""Tasks of lm-evaluation-harness, from files, against scores computed by hand."""
+
+import json
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+import yaml
+from lmx.cli import main
+from lmx.config.evaluate import EvaluateConfig
+from lmx.errors import UserError
+from lmx.evaluation import lm_eval
+from lmx.models.loader import load
+from lmx.pipeline.runner import _require_elsewhere
+from lmx.run.tables import table
+
+TASK = {
+    "task": "colours",
+    "dataset_path": "json",
+    "test_split": "train",
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_choice": "{{choices}}",
+    "doc_to_target": "answer",
+    "metric_list": [
+        {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+    ],
+}
+COLOURS = [" blue", " green", " red", " a colour nobody has seen"]
+
+
+@pytest.fixture
+def task(tmp_path, monkeypatch):
+    """A task of questions with four answers, in files of this disk."""
+    pytest.importorskip("lm_eval")
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [
+        {"question": f"Thing {n} is", "choices": COLOURS, "answer": n % 4}
+        for n in range(12)
+    ]
+    data = tmp_path / "colours.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "colours.yaml"
+    kwargs = {"data_files": str(data)}
+    path.write_text(yaml.safe_dump(TASK | {"dataset_kwargs": kwargs}))
+    return path, rows
+
+
+def likelihood(loaded, context, answer):
+    """Log-likelihood of an answer, token by token, over the whole text at once."""
+    start = len(loaded.tokenizer.encode(context))
+    tokens = loaded.tokenizer.encode(context + answer)
+    scores = nn.log_softmax(loaded.model(mx.array([tokens]))[0], axis=-1)
+    return sum(scores[n - 1, tokens[n]].item() for n in range(start, len(tokens)))
+
+
+def test_scores_are_those_of_the_model_that_is_given(task, make_checkpoint):
+    path, rows = task
+    loaded = load(make_checkpoint())
+    loaded.tokenizer.chat_template = None
+    picked = []
+    for row in rows:
+        scores = [likelihood(loaded, row["question"], c) for c in COLOURS]
+        picked.append(scores.index(max(scores)) == row["answer"])
+    [(name, scores)] = lm_eval.measure_tasks(loaded, [path]).items()
+    assert name == "colours"
+    assert scores["acc"] == pytest.approx(sum(picked) / len(picked))
+    assert 0 < scores["acc"] < 1
+    assert scores.keys() == {"acc", "acc_stderr"}
+    few = lm_eval.measure_tasks(loaded, [path], documents=5)["colours"]
+    assert few["acc"] == pytest.approx(sum(picked[:5]) / 5)
+
+
+@pytest.mark.usefixtures("task")
+def test_a_run_reports_them_for_every_model(make_checkpoint, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": "b c d"}\n' * 8)
+    quantize = {"quantize": {"bits": 4, "group_size": 32}}
+    validate = {"tokens": 8, "speed_tokens": 8, "tasks": ["colours.yaml"]}
+    recipe = {
+        "model": str(make_checkpoint()),
+        "data": {"valid": str(rows)},
+        "stages": [quantize, {"validate": validate}, {"export": None}],
+    }
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        assert main.train(["r.yaml", "output=out"]) == 0
+    models = json.loads((tmp_path / "out/report.json").read_text())["models"]
+    assert set(models) == {"base", "quantized"}
+    for figures in models.values():
+        assert 0 <= figures["tasks"]["colours"]["acc"] <= 1
+    assert "| colours: acc | " in (tmp_path / "out/model/README.md").read_text()
+
+
+def test_a_name_nobody_knows(task, monkeypatch):
+    path, _ = task
+    known = SimpleNamespace(task_index={"arc_easy": None})
+    monkeypatch.setattr(lm_eval, "_manager", lambda with_names: known)
+    lm_eval.require([str(path), "arc_easy"])
+    with pytest.raises(UserError, match="knows no task") as caught:
+        lm_eval.require([str(path), "arc_easi"])
+    assert caught.value.place == "arc_easi"
+
+
+def test_documents_that_are_gone(task, make_checkpoint):
+    path, _ = task
+    (path.parent / "colours.jsonl").unlink()
+    with pytest.raises(UserError, match="cannot be measured") as caught:
+        lm_eval.measure_tasks(load(make_checkpoint()), [path])
+    assert caught.value.place == str(path)
+
+
+def test_without_the_extra_or_the_file_nothing_begins(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text(
+        "model: a/b\ndata: {valid: builtin:stdlib}\n"
+        "stages: [{validate: {tasks: [mine.yaml]}}]\n"
+    )
+    monkeypatch.setattr(lm_eval, "is_installed", lambda: False)
+    assert main.train(["r.yaml", "--check"]) == 2
+    said = capsys.readouterr().err
+    assert "r.yaml:3:22: lm-evaluation-harness is not installed" in said
+    assert "pip install 'lmx-toolkit[eval]'" in said
+    assert "no such file or folder: 'mine.yaml'" in said
+
+
+def test_several_processes_do_not_measure_them(monkeypatch):
+    monkeypatch.setattr(lm_eval, "require", lambda tasks: None)
+    plan = SimpleNamespace(
+        steps=[SimpleNamespace(config=EvaluateConfig(tasks=["a.yaml"]))]
+    )
+    _require_elsewhere(plan, SimpleNamespace(size=1))
+    with pytest.raises(UserError, match="measured by one process"):
+        _require_elsewhere(plan, SimpleNamespace(size=2))
+
+
+def test_rows_of_tasks_in_the_table():
+    speed = {"ttft_ms": {"p50": 1}, "decode_tokens_per_second": {"p50": 1}}
+    plain = {"bytes": 1, "generation": speed}
+    models = {
+        "base": plain,
+        "tuned": plain
+        | {"tasks": {"sums": {"acc": 0.5, "acc_stderr": 0.125, "match,strict": 1.0}}},
+    }
+    _, rows = table(models)
+    assert rows[-2:] == [
+        ["sums: acc", "-", "0.500 ± 0.125"],
+        ["sums: match,strict", "-", "1.000"],
+    ]

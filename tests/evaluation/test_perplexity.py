@@ -1,0 +1,140 @@
+"""Perplexity and its error against NumPy in float64."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from lmx.data.batching import Batch
+from lmx.errors import UserError
+from lmx.evaluation.perplexity import measure_perplexity, tokens_at_once
+
+VOCABULARY = 13
+
+
+class Table(nn.Module):
+    """A model whose logits after a token are that token's row."""
+
+    def __init__(self, seed, scale=2.0):
+        super().__init__()
+        shape = (VOCABULARY, VOCABULARY)
+        self.table = mx.array(np.random.default_rng(seed).normal(size=shape) * scale)
+
+    def __call__(self, tokens):
+        return self.table[tokens]
+
+
+def make_batch(rows, length, *, seed=0):
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, VOCABULARY, (rows, length + 1))
+    mask = generator.random((rows, length)) < generator.random((rows, 1))
+    return Batch(mx.array(tokens), mx.array(mask), ())
+
+
+def token_losses(model, batch):
+    """Negative log-likelihoods [B, L] in float64."""
+    tokens = np.array(batch.tokens)
+    logits = np.array(model.table, np.float64)[tokens[:, :-1]]
+    chosen = np.take_along_axis(logits, tokens[:, 1:, None], -1)[..., 0]
+    return np.log(np.exp(logits).sum(-1)) - chosen
+
+
+def by_row(model, batches):
+    """Rows as lists of the losses of their trained tokens, those with any."""
+    rows = [
+        losses[mask]
+        for batch in batches
+        for losses, mask in zip(
+            token_losses(model, batch), np.array(batch.mask), strict=True
+        )
+    ]
+    return [row for row in rows if len(row)]
+
+
+BATCHES = [make_batch(6, 9), make_batch(4, 17, seed=1), make_batch(1, 3, seed=2)]
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
+def test_equals_numpy(dtype):
+    model = Table(0)
+    model.table = model.table.astype(dtype).astype(mx.float32)
+    stored = Table(0)
+    stored.table = model.table.astype(dtype)
+    found = measure_perplexity(stored, BATCHES)
+    losses = np.concatenate(by_row(model, BATCHES))
+    assert found.tokens == len(losses)
+    assert found.loss == pytest.approx(losses.mean(), rel=1e-6)
+    assert found.value == pytest.approx(np.exp(losses.mean()), rel=1e-6)
+
+
+def test_error_is_that_of_clusters():
+    """The ratio estimator's: sqrt(n / (n - 1) * sum of squared row residuals) / N."""
+    model = Table(1)
+    found = measure_perplexity(model, BATCHES)
+    rows = by_row(model, BATCHES)
+    mean, n = np.concatenate(rows).mean(), len(rows)
+    squares = sum(sum(loss - mean for loss in row) ** 2 for row in rows)
+    total = sum(map(len, rows))
+    expected = (n / (n - 1) * squares) ** 0.5 / total * np.exp(mean)
+    assert found.stderr == pytest.approx(expected, rel=1e-5)
+
+
+def test_error_is_what_resampling_rows_gives():
+    model, batches = Table(1), [make_batch(400, 12, seed=5)]
+    found = measure_perplexity(model, batches)
+    rows = by_row(model, batches)
+    sums, counts = (np.array([f(r) for r in rows]) for f in (np.sum, len))
+    drawn = np.random.default_rng(0).integers(0, len(rows), (2000, len(rows)))
+    values = np.exp(sums[drawn].sum(1) / counts[drawn].sum(1))
+    assert found.stderr == pytest.approx(values.std(), rel=0.1)
+
+
+def test_alike_tokens_of_a_row_do_not_shrink_the_error():
+    """Rows of one token, repeated: the error must stay that of the rows."""
+    generator = np.random.default_rng(3)
+    once = generator.integers(0, VOCABULARY, (40, 2))
+    often = np.tile(once, (1, 8))
+    mask = np.zeros((40, 15), bool)
+    mask[:, ::2] = True
+    short = Batch(mx.array(once), mx.ones((40, 1), mx.bool_), ())
+    long = Batch(mx.array(often), mx.array(mask), ())
+    model = Table(2)
+    found = [measure_perplexity(model, [batch]) for batch in (short, long)]
+    assert found[1].tokens == 8 * found[0].tokens
+    assert found[1].value == pytest.approx(found[0].value, rel=1e-6)
+    assert found[1].stderr == pytest.approx(found[0].stderr, rel=1e-5)
+
+
+def test_a_uniform_model_is_as_good_as_its_vocabulary():
+    found = measure_perplexity(Table(0, scale=0.0), BATCHES)
+    assert found.value == pytest.approx(VOCABULARY, rel=1e-6)
+    assert found.stderr == pytest.approx(0, abs=1e-5)
+
+
+def test_padding_changes_nothing():
+    model, batch = Table(0), BATCHES[0]
+    tokens = mx.pad(batch.tokens, [(0, 3), (0, 5)])
+    mask = mx.pad(batch.mask, [(0, 3), (0, 5)])
+    padded = measure_perplexity(model, [Batch(tokens, mask, ())])
+    plain = measure_perplexity(model, [batch])
+    assert vars(padded) == pytest.approx(vars(plain), rel=1e-6)
+
+
+def test_a_hopeless_model_has_a_number():
+    model = Table(0)
+    model.table = mx.where(mx.eye(VOCABULARY) > 0, 1e4, 0.0)
+    found = measure_perplexity(model, BATCHES)
+    assert found.loss > 1000
+    assert 1e300 < found.value < float("inf")
+
+
+def test_a_broken_model_has_none():
+    model = Table(0)
+    model.table[3, 5] = mx.nan
+    with pytest.raises(UserError, match="not numbers") as caught:
+        measure_perplexity(model, BATCHES)
+    assert caught.value.code == 1
+
+
+def test_logits_of_a_batch_stay_small():
+    assert tokens_at_once(1000) * 1000 * 4 <= 256 << 20
+    assert tokens_at_once(10**9) == 1

@@ -1,0 +1,88 @@
+"""What is recovered: sums of rows and shares of them, beside NumPy in float64."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from lmx.data.batching import Batch
+from lmx.evaluation.gap_recovery import gap_recovered, measure_per_sequence
+
+VOCABULARY = 7
+
+
+class Table(nn.Module):
+    """Logits that depend on the last token alone."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.logits = mx.random.normal((VOCABULARY,) * 2, key=mx.random.key(seed))
+
+    def __call__(self, tokens):
+        return self.logits[tokens]
+
+
+def batches():
+    generator = np.random.default_rng(0)
+    for rows, length in ((3, 6), (2, 9)):
+        tokens = generator.integers(0, VOCABULARY, (rows, length))
+        mask = generator.random((rows, length - 1)) < 0.7
+        yield Batch(mx.array(tokens.astype(np.int32)), mx.array(mask), ())
+
+
+def test_rows_are_those_of_numpy():
+    reference, model = Table(0), Table(1)
+    found = measure_per_sequence(reference, model, batches())
+    p, q = (np.array(m.logits, np.float64) for m in (reference, model))
+    p, q = (v - np.log(np.exp(v).sum(axis=-1, keepdims=True)) for v in (p, q))
+    divergence = (np.exp(p) * (p - q)).sum(axis=-1)
+    row = 0
+    for batch in batches():
+        for tokens, mask in zip(*map(np.array, batch.arrays[:2]), strict=True):
+            places = np.flatnonzero(mask)
+            loss = -q[tokens[places], tokens[places + 1]].sum()
+            assert found.tokens[row] == len(places)
+            assert found.loss[row] == pytest.approx(loss, rel=1e-5)
+            kl = divergence[tokens[places]].sum()
+            assert found.kl[row] == pytest.approx(kl, rel=1e-4)
+            row += 1
+    assert row == len(found.loss) == 5
+    means = found.means
+    assert means["kl"] == pytest.approx(found.kl.sum() / found.tokens.sum())
+    assert means["loss_stderr"] > 0
+
+
+def test_a_model_is_not_apart_from_itself():
+    model = Table(0)
+    assert np.all(measure_per_sequence(model, model, batches()).kl == 0)
+
+
+def test_shares():
+    full, rounded = np.array([1.0, 2.0, 3.0]), np.array([2.0, 2.5, 4.5])
+    assert gap_recovered(full, rounded, full) == (1.0, 0.0)
+    assert gap_recovered(full, rounded, rounded) == (0.0, 0.0)
+    # As much in every row, so that no other rows would say anything else.
+    share, error = gap_recovered(full, rounded, rounded - 0.8 * (rounded - full))
+    assert (share, error) == (pytest.approx(0.8), pytest.approx(0.0, abs=1e-12))
+    assert gap_recovered(full, rounded, rounded + 1)[0] == pytest.approx(-1.0)
+
+
+def test_nothing_to_recover():
+    full = np.array([1.0, 2.0])
+    assert gap_recovered(full, full, full - 0.1) is None
+    assert gap_recovered(full, full - 0.1, full) is None
+
+
+def test_the_error_is_that_of_other_rows():
+    """Beside the spread of shares over rows drawn anew, which is what it stands for."""
+    generator = np.random.default_rng(1)
+
+    def draw(rows):
+        length = generator.integers(1, 20, rows)
+        full = length * generator.gamma(4.0, 0.25, rows)
+        rounded = full + length * generator.normal(0.3, 0.2, rows)
+        trained = full + 0.2 * (rounded - full) + generator.normal(0, 0.3, rows)
+        return full, rounded, trained
+
+    shares, errors = np.array([gap_recovered(*draw(200)) for _ in range(400)]).T
+    assert shares.mean() == pytest.approx(0.8, abs=0.01)
+    assert errors.mean() == pytest.approx(shares.std(), rel=0.1)

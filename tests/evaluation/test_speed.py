@@ -1,0 +1,59 @@
+"""Figures of a speed measurement, from a generator with a known clock."""
+
+from types import SimpleNamespace
+
+import pytest
+from lmx.evaluation.latency import measure_latency, measure_speculation
+from lmx.generation.speculative.decoder import SpeculativeStats
+
+
+class Clocked:
+    """A generator whose n-th run takes n units of time."""
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, prompt, *, max_tokens, stop_tokens):
+        self.asked.append((prompt, max_tokens, stop_tokens))
+        n = len(self.asked) - 1
+        return SimpleNamespace(
+            ttft_ms=float(n) if n else 1e9,
+            prefill_tokens_per_second=100.0 * n,
+            decode_tokens_per_second=10.0 * n,
+        )
+
+
+def test_percentiles_without_the_warm_up():
+    generator = Clocked()
+    prompts = [[1], [2, 2]]
+    speed = measure_latency(generator, prompts, max_tokens=9, repeats=50)
+    assert len(generator.asked) == 101
+    assert generator.asked[1:5] == [(p, 9, ()) for p in prompts * 2]
+    ttft, decode = speed["ttft_ms"], speed["decode_tokens_per_second"]
+    assert ttft == pytest.approx({"p50": 50.5, "p90": 90.1, "p99": 99.01})
+    # For a rate the tail is the slow end: 99% of the runs reach p99.
+    assert decode == pytest.approx({"p50": 505.0, "p90": 109.0, "p99": 19.9})
+    assert speed["prefill_tokens_per_second"]["p50"] == pytest.approx(5050)
+
+
+def test_speculation_is_counted_over_all_prompts_but_the_warm_up():
+    class Guessing(Clocked):
+        """Of each answer's two rounds of two guesses, n stand in all."""
+
+        def generate(self, prompt, **options):
+            done = super().generate(prompt, **options)
+            self.speculation = SpeculativeStats()
+            n = len(self.asked) - 1
+            for stood in (min(n, 2), max(0, n - 2)):
+                self.speculation.add(2, stood)
+            return done
+
+    generator = Guessing()
+    found = measure_speculation(generator, [[1], [2], [3]], max_tokens=9, plain=8.0)
+    assert [asked[0] for asked in generator.asked] == [[1], [1], [2], [3]]
+    # 1, 2 and 3 stood in six rounds; tried was what came behind a guess that stood.
+    assert found["tokens_per_round"] == pytest.approx((6 + 6) / 6)
+    assert found["acceptance"] == pytest.approx(6 / (6 + 4))
+    assert found["speedup"] == pytest.approx(20 / 8)
+    # The first guess stood in four of six rounds, and behind it the second in two.
+    assert found["acceptance_by_position"] == pytest.approx([4 / 6, 2 / 4])

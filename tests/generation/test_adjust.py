@@ -1,0 +1,107 @@
+"""Penalties, biases and constraints: against mlx-lm's, over the whole history."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.errors import UserError
+from lmx.generation.engine import Generator
+from lmx.generation.logits_processors import LogitsProcessor
+from lmx.generation.sampling import Sampling
+from tiny_generators import VOCABULARY, byte_tokenizer, tiny
+
+SETTINGS = {
+    "repetition": {"repetition_penalty": 1.3},
+    "presence": {"presence_penalty": 0.7},
+    "frequency": {"frequency_penalty": 0.4},
+    "bias": {"logit_bias": ((5, 3.0), (7, -100.0))},
+}
+
+
+def processors(settings):
+    from mlx_lm.sample_utils import make_logits_processors
+
+    settings = dict(settings)
+    if bias := settings.pop("logit_bias", None):
+        settings["logit_bias"] = dict(bias)
+    sizes = {k.replace("_penalty", "_context_size"): 10**6 for k in settings}
+    sizes.pop("logit_bias", None)
+    return make_logits_processors(**settings, **sizes)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_greedy_tokens_are_those_of_mlx_lm(name):
+    from mlx_lm.generate import generate_step
+
+    prompt = np.random.default_rng(0).integers(0, 256, 24).tolist()
+    model = tiny("llama")
+    theirs = [
+        token if isinstance(token, int) else token.item()
+        for token, _ in generate_step(
+            mx.array(prompt),
+            model,
+            max_tokens=40,
+            logits_processors=processors(SETTINGS[name]),
+        )
+    ]
+    generator = Generator(model, byte_tokenizer())
+    options = {"max_tokens": 40, "stop_tokens": ()}
+    ours = generator.generate(prompt, sampling=Sampling(**SETTINGS[name]), **options)
+    assert ours.tokens == theirs
+    assert ours.tokens != generator.generate(prompt, **options).tokens
+
+
+def test_all_together_by_numpy():
+    draw = np.random.default_rng(0)
+    logits = draw.normal(size=(2, 9)).astype(np.float32)
+    prompts, more = [[1, 1, 2], [8, 0, 0]], [3, 0]
+    sampling = Sampling(
+        repetition_penalty=1.5,
+        presence_penalty=0.3,
+        frequency_penalty=0.2,
+        logit_bias=((4, 1.0),),
+        allowed=(0, 1, 2, 4),
+    )
+    adjust = LogitsProcessor.needed(sampling, 9)
+    counts = adjust.count(adjust.begin(prompts), mx.array(more))
+    expected = logits.astype(np.float64)
+    for row, prompt in enumerate(prompts):
+        history = [*prompt, more[row]]
+        for token in set(history):
+            value = expected[row, token]
+            expected[row, token] = value * 1.5 if value < 0 else value / 1.5
+            expected[row, token] -= 0.3 + 0.2 * history.count(token)
+    expected[:, 4] += 1.0
+    expected[:, [3, 5, 6, 7, 8]] = -np.inf
+    np.testing.assert_allclose(adjust(mx.array(logits), counts), expected, rtol=1e-6)
+
+
+def test_neutral_settings_need_no_adjuster():
+    assert LogitsProcessor.needed(Sampling(temperature=1.0, top_p=0.5), 9) is None
+
+
+def test_only_allowed_tokens_come():
+    generator = Generator(tiny("llama"), byte_tokenizer())
+    sampling = Sampling(temperature=1.0, allowed=(3, 4, 250), seed=1)
+    answer = generator.generate([1, 2], max_tokens=30, sampling=sampling)
+    assert {3, 250} <= set(answer.tokens) <= {3, 4, 250}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
+        ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
+        ({"allowed": ()}, "at least one token"),
+    ],
+)
+def test_impossible_settings_are_named(settings, says):
+    with pytest.raises(UserError, match=says):
+        Sampling(**settings)
+
+
+@pytest.mark.parametrize("token", [VOCABULARY, -1])
+@pytest.mark.parametrize("name", ["logit_bias", "allowed"])
+def test_a_token_that_does_not_exist_is_named(name, token):
+    value = ((token, 1.0),) if name == "logit_bias" else (token,)
+    with pytest.raises(UserError, match=f"no token {token}"):
+        LogitsProcessor.needed(Sampling(**{name: value}), VOCABULARY)

@@ -1,0 +1,181 @@
+"""Many requests at once: each gets what it would get alone, and all get their turn."""
+
+import numpy as np
+import pytest
+from lmx.errors import UserError
+from lmx.generation.batching import BatchGenerator, GenerationRequest
+from lmx.generation.engine import Generator
+from lmx.generation.sampling import Sampling
+from test_session import tiny as family_model
+from tiny_families import VOCABULARY
+from tiny_generators import byte_tokenizer, tiny
+
+SETTINGS = [
+    Sampling(),
+    Sampling(temperature=1.0, seed=3),
+    Sampling(temperature=0.7, top_p=0.9, seed=4),
+    Sampling(repetition_penalty=1.3),
+    Sampling(logit_bias=((5, 4.0),), frequency_penalty=0.3),
+]
+
+
+def some_requests(count, vocabulary, seed=0, longest=60):
+    draw = np.random.default_rng(seed)
+    return [
+        GenerationRequest(
+            draw.integers(1, vocabulary, int(draw.integers(1, longest))).tolist(),
+            max_tokens=int(draw.integers(1, 24)),
+            sampling=SETTINGS[int(draw.integers(0, len(SETTINGS)))],
+            end_tokens=frozenset(draw.integers(0, vocabulary, 5).tolist()),
+        )
+        for _ in range(count)
+    ]
+
+
+def answers(batcher, requests, arrivals=1):
+    """Tokens by request; so many requests arrive at every step."""
+    found = {id(request): [] for request in requests}
+    waiting = list(requests)
+    while waiting or not batcher.idle:
+        for request in waiting[:arrivals]:
+            batcher.submit(request)
+        del waiting[:arrivals]
+        for request, token, _ in batcher.step():
+            found[id(request)].append(token)
+    return [found[id(request)] for request in requests]
+
+
+def alone(model, request, tokenizer):
+    pieces = Generator(model, tokenizer, prefill_step=16).stream(
+        request.prompt,
+        max_tokens=request.max_tokens,
+        sampling=request.sampling,
+        stop_tokens=request.end_tokens,
+    )
+    return [piece.token for piece in pieces]
+
+
+@pytest.mark.parametrize(("name", "count"), [("llama", 80), ("gemma3", 32)])
+def test_many_requests_get_what_each_gets_alone(name, count):
+    model, tokenizer = tiny(name), byte_tokenizer()
+    requests = some_requests(count, 256)
+    batcher = BatchGenerator(model, rows=16, prefill_step=16)
+    found = answers(batcher, requests, arrivals=3)
+    assert found == [alone(model, request, tokenizer) for request in requests]
+    assert len({tuple(tokens) for tokens in found}) > 0.75 * count
+    assert batcher.idle
+    assert not batcher.nbytes
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "deepseek_v3"])
+def test_other_kinds_of_cache(family):
+    model = family_model(family)
+    requests = some_requests(12, VOCABULARY, longest=40)
+    found = answers(BatchGenerator(model, rows=5, prefill_step=8), requests)
+    tokenizer = byte_tokenizer()
+    assert found == [alone(model, request, tokenizer) for request in requests]
+
+
+def test_what_cannot_hold_several_is_refused():
+    from mlx_lm.models.cache import ChunkedKVCache
+
+    model = tiny("llama")
+    model.make_cache = lambda: [ChunkedKVCache(8) for _ in model.layers]
+    with pytest.raises(UserError, match="ChunkedKVCache"):
+        BatchGenerator(model)
+
+
+def test_no_one_starves_behind_a_long_prompt():
+    batcher = BatchGenerator(tiny("llama"), rows=4, prefill_step=8)
+    short, long = (
+        GenerationRequest([1, 2], max_tokens=40),
+        GenerationRequest([1] * 200, max_tokens=2),
+    )
+    late = GenerationRequest([3], max_tokens=3)
+    for request in (short, long, late):
+        batcher.submit(request)
+    order = []
+    while not batcher.idle:
+        order += [request for request, _, _ in batcher.step()]
+    # The short one speaks at every step while the long prompt is read in parts.
+    assert order.index(long) >= 20
+    assert order[: order.index(long)].count(short) >= 20
+    assert order.index(late) > order.index(long)
+    assert order.count(long) == 2
+    assert order.count(late) == 3
+
+
+def test_first_come_first_served_when_the_batch_is_full():
+    batcher = BatchGenerator(tiny("llama"), rows=2)
+    requests = [GenerationRequest([number + 1], max_tokens=4) for number in range(7)]
+    for request in requests:
+        batcher.submit(request)
+    firsts = []
+    while not batcher.idle:
+        for request, _, _ in batcher.step():
+            if request not in firsts:
+                firsts.append(request)
+        assert len(batcher._batch) <= 2
+    assert firsts == requests
+
+
+def test_a_cancelled_request_frees_its_cache_and_says_no_more():
+    model = tiny("llama")
+    batcher = BatchGenerator(model, rows=4)
+    gone, stays = (
+        GenerationRequest([1] * 300, max_tokens=99),
+        GenerationRequest([2] * 20, max_tokens=9),
+    )
+    waits = GenerationRequest([3] * 20, max_tokens=9)
+    for request in (gone, stays):
+        batcher.submit(request)
+    found = [batcher.step() for _ in range(4)]
+    assert any(request is gone for step in found for request, _, _ in step)
+    before = batcher.nbytes
+    batcher.submit(waits)
+    batcher.cancel(gone)
+    batcher.cancel(waits)
+    after = batcher.step()
+    assert {request for request, _, _ in after} == {stays}
+    assert 0 < batcher.nbytes < before
+    while not batcher.idle:
+        after += batcher.step()
+    assert {request for request, _, _ in after} == {stays}
+    assert not batcher.nbytes
+
+
+def test_a_cancelled_row_leaves_the_others_alone():
+    model, tokenizer = tiny("gemma3"), byte_tokenizer()
+    requests = some_requests(9, 256, seed=5)
+    batcher = BatchGenerator(model, rows=9)
+    for request in requests:
+        batcher.submit(request)
+    found = {id(request): [] for request in requests}
+    for number in range(60):
+        for request, token, _ in batcher.step():
+            found[id(request)].append(token)
+        if number == 3:
+            batcher.cancel(requests[0])
+    for request in requests[1:]:
+        assert found[id(request)] == alone(model, request, tokenizer)
+
+
+def test_the_next_step_runs_before_tokens_are_read():
+    model = tiny("llama")
+    calls = []
+
+    class Watched:
+        layers, args = model.layers, model.args
+
+        def __call__(self, tokens, cache=None):
+            calls.append(tokens.shape)
+            return model(tokens, cache=cache)
+
+    batcher = BatchGenerator(Watched())
+    batcher.submit(GenerationRequest([1], max_tokens=3))
+    assert batcher.step() == []
+    assert len(batcher.step()) == 1
+    assert calls == [(1, 1), (1, 1)]
+    while not batcher.idle:
+        batcher.step()
+    assert calls == [(1, 1)] * 3

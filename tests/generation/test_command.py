@@ -1,0 +1,144 @@
+"""`lmx generate` on a folder: what it prints where, and how it fails."""
+
+import argparse
+import io
+import json
+
+import pytest
+from lmx.cli import generate, interactive
+from lmx.errors import UserError
+from lmx.generation.sampling import Sampling
+from tiny_generators import chatting, write_folder
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return chatting()
+
+
+@pytest.fixture(scope="module")
+def run_folder(generator, tmp_path_factory):
+    """A run folder whose model/ is the generator's model."""
+    run = tmp_path_factory.mktemp("run")
+    folder = run / "model"
+    write_folder(generator, folder)
+    return run
+
+
+def lmx(*words):
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    return generate.run(parser.parse_args([str(word) for word in words]))
+
+
+def test_streams_the_text_and_reports_on_stderr(generator, run_folder, capsys):
+    expected = generator.ask("hello", max_tokens=12)
+    assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 12) == 0
+    out, err = capsys.readouterr()
+    assert out == expected.text + "\n"
+    assert f"{expected.prompt_tokens} prompt tokens, first token after " in err
+    assert err.count("tokens/s") == 2
+    assert err.endswith(" GB\n")
+    assert "\x1b" not in out + err
+
+
+def test_json_is_one_object(generator, run_folder, capsys):
+    sampling = Sampling(0.8, top_p=0.9, top_k=50, min_p=0.01, seed=3)
+    expected = generator.generate(
+        generator.tokenizer.encode("hello"), max_tokens=9, sampling=sampling
+    )
+    flags = "--raw --json --max-tokens 9 --temperature 0.8 --top-p 0.9 --top-k 50"
+    flags += " --min-p 0.01 --seed 3 --prompt hello"
+    assert lmx(run_folder / "model", *flags.split()) == 0
+    out, err = capsys.readouterr()
+    facts = json.loads(out)
+    assert (facts["text"], facts["tokens"]) == (expected.text, expected.tokens)
+    assert (facts["prompt_tokens"], facts["finish_reason"]) == (5, "length")
+    assert facts["ttft_ms"] > 0
+    assert facts["decode_tokens_per_second"] > 0
+    assert facts["peak_memory_gb"] > 0
+    assert err == ""
+
+
+def test_system_message_and_prompt_from_a_file(
+    generator, run_folder, capsys, tmp_path, monkeypatch
+):
+    messages = [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "né?"},
+    ]
+    expected = generator.ask(messages, max_tokens=5).text + "\n"
+    options = ["--system", "be brief", "--max-tokens", 5, "--prompt-file"]
+    file = tmp_path / "prompt.txt"
+    file.write_text("né?", encoding="utf-8")
+    lmx(run_folder, *options, file)
+    assert capsys.readouterr().out == expected
+    monkeypatch.setattr("sys.stdin", io.StringIO("né?"))
+    lmx(run_folder, *options, "-")
+    assert capsys.readouterr().out == expected
+
+
+def test_no_tokens_asked(run_folder, capsys):
+    assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 0) == 0
+    out, err = capsys.readouterr()
+    assert out == "\n"
+    assert "first token" not in err
+
+
+def test_interrupted_ends_the_line(run_folder, capsys, monkeypatch):
+    def interrupt(piece):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(interactive, "write", interrupt)
+    assert lmx(run_folder, "--prompt", "hello") == 130
+    assert capsys.readouterr() == ("\n", "")
+
+
+def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
+    def closed(piece):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(interactive, "write", closed)
+    assert lmx(run_folder, "--prompt", "hello") == 0
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--prompt-file", "no-such-file"], "prompt cannot be read"),
+        (["--prompt", "x", "--raw", "--system", "y"], "--raw has no chat"),
+        (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens is -1"),
+        (["--prompt", "x", "--top-p", "7"], r"top_p is 7\.0"),
+        (["--prompt", "", "--raw"], "prompt is empty"),
+        (["--prompt", "x", "--stop", ""], "--stop is empty"),
+        (["--prompt", "x", "--kv-start", "3"], "--kv-start needs --kv-bits"),
+        (["--prompt", "x", "--kv-bits", "4"], "no group of 32 fits their width, 8"),
+        (["--prompt", "x", "--exact-verify"], "need --draft"),
+        (["--prompt", "x", "--draft", "lookup", "--draft-tokens", "0"], "1 or more"),
+        (
+            [
+                "--prompt",
+                "x",
+                "--draft",
+                "lookup",
+                "--exact-verify",
+                "--temperature",
+                "1",
+            ],
+            "no --temperature",
+        ),
+        (["--batch-file", "x", "--draft", "lookup"], "no --draft, --kv-bits"),
+        (["--prompt", "x", "--adapter", "no-such"], "the adapter does not load"),
+        (["--prompt", "x", "--load-session", "no-such"], "no saved session"),
+    ],
+)
+def test_faults_are_named(run_folder, options, says):
+    with pytest.raises(UserError, match=says):
+        lmx(run_folder, *options)
+
+
+def test_prompt_is_required(run_folder, capsys):
+    with pytest.raises(SystemExit):
+        lmx(run_folder)
+    assert "--prompt" in capsys.readouterr().err

@@ -1,0 +1,285 @@
+"""Our text against mlx-lm's; the cache against no cache; stops, seeds, characters."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.errors import UserError
+from lmx.generation.engine import Generator
+from lmx.generation.sampling import Sampling
+from tiny_generators import MODELS, VOCABULARY, byte_tokenizer, scripted, tiny
+
+LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40]  # around the prefill step, 8, and the window, 16
+
+
+@pytest.fixture(params=list(MODELS), scope="session")
+def model(request):
+    return tiny(request.param)
+
+
+@pytest.fixture(scope="session")
+def llama():
+    return tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def prompt_of(length, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def test_greedy_text_is_that_of_mlx_lm(model, tokenizer):
+    from mlx_lm import generate
+
+    generator = Generator(model, tokenizer, prefill_step=8)
+    texts = set()
+    for length in LENGTHS:
+        prompt = prompt_of(length)
+        ours = generator.generate(prompt, max_tokens=24)
+        assert ours.text == generate(model, tokenizer, prompt, max_tokens=24)
+        texts.add(ours.text)
+    assert len(texts) == len(LENGTHS)
+
+
+def test_cached_logits_equal_uncached_at_every_position(model):
+    from lmx.generation.decode_loop import prefill
+    from lmx.generation.kv_cache import CacheState
+    from lmx.models.loader import make_cache
+
+    tokens = mx.array([prompt_of(48)])
+    whole = model(tokens)
+    spread = mx.max(mx.abs(whole)).item()
+    for width in (1, 3, 8, 16, 29, 48):
+        cache, parts = make_cache(model), []
+        for start in range(0, 48, width):
+            parts.append(model(tokens[:, start : start + width], cache=cache))
+        error = mx.max(mx.abs(mx.concatenate(parts, axis=1) - whole)).item()
+        assert error <= 1e-5 * spread, width
+        session = CacheState(model)
+        prefill(session, tokens[:, :40], width=width)
+        later = [session.read(tokens[:, i : i + 1]) for i in range(40, 48)]
+        error = mx.max(mx.abs(mx.concatenate(later, axis=1) - whole[:, 40:])).item()
+        assert error <= 1e-5 * spread, width
+
+
+def test_a_lost_token_is_seen_by_that_comparison(model):
+    tokens = mx.array([prompt_of(48)])
+    whole, short = model(tokens)[:, -1], model(tokens[:, 1:])[:, -1]
+    error = mx.max(mx.abs(whole - short)).item()
+    # The rotating windows forget the first token, the full layers do not.
+    assert error > 1e-3 * mx.max(mx.abs(whole)).item()
+
+
+def test_many_prompts_at_once_give_the_answers_of_each_alone(model):
+    tokenizer = byte_tokenizer(eos=[*"aeiostuU", "<|im_end|>"])
+    generator = Generator(model, tokenizer, prefill_step=8)
+    lengths = [5, 20, 5, 1, 20, 20, 5]
+    prompts = [prompt_of(n, seed) for seed, n in enumerate(lengths)]
+    alone = [generator.generate(prompt, max_tokens=30) for prompt in prompts]
+    assert generator.complete(prompts, max_tokens=30) == [g.text for g in alone]
+    assert len({len(g.tokens) for g in alone}) > 2  # rows end at different steps
+
+
+def test_more_prompts_than_a_batch_holds(llama, tokenizer):
+    generator = Generator(llama, tokenizer)
+    prompts = [prompt_of(3, seed) for seed in range(70)]
+    answers = generator.complete(prompts, max_tokens=3)
+    alone = [generator.generate(prompts[i], max_tokens=3).text for i in (0, 31, 32, 69)]
+    assert [answers[i] for i in (0, 31, 32, 69)] == alone
+    assert generator.complete([], max_tokens=3) == []
+
+
+@pytest.mark.parametrize("end", [257, 258])
+def test_every_end_of_sequence_id_stops(end):
+    eos = ("<|im_end|>", "<|end|>")
+    generator, prompt = scripted("abc", ids=[end, 40], eos=eos)
+    pieces = list(generator.stream(prompt, max_tokens=10))
+    assert [p.text for p in pieces] == ["a", "b", "c", ""]
+    assert [p.finish_reason for p in pieces] == [None, None, None, "stop"]
+    assert pieces[-1].token == end
+    generation = generator.generate(prompt, max_tokens=10)
+    assert (generation.text, len(generation.tokens)) == ("abc", 3)
+    assert generation.finish_reason == "stop"
+    assert generator.complete([prompt], max_tokens=10) == ["abc"]
+
+
+def test_given_stop_tokens_replace_the_tokenizers():
+    generator, prompt = scripted("abc", ids=[257, 40])
+    b = generator.tokenizer.encode("b")
+    assert generator.generate(prompt, max_tokens=9, stop_tokens=b).text == "a"
+    past = generator.generate(prompt, max_tokens=5, stop_tokens=())
+    assert past.tokens[3:] == [257, 40]
+    assert past.finish_reason == "length"
+
+
+def test_characters_come_whole():
+    text = "né 🎈🧑‍🚀!"
+    # Each byte may have one successor only: spell every character apart.
+    for character in text:
+        generator, prompt = scripted(character, ids=[257])
+        pieces = list(generator.stream(prompt, max_tokens=9))
+        assert "".join(p.text for p in pieces) == character.strip()
+        assert len(pieces) == len(character.encode()) + 1
+        assert not any("\ufffd" in p.text for p in pieces)
+
+
+def test_half_a_character_at_the_end_is_shown_as_such():
+    generator, prompt = scripted("🎈", ids=[257])
+    assert generator.generate(prompt, max_tokens=2).text == "\ufffd"
+
+
+def test_the_next_step_runs_before_the_token_is_read():
+    generator, prompt = scripted("abcdefgh")
+    calls = generator.model.calls
+    stream = generator.stream(prompt, max_tokens=4)
+    assert next(stream).text == "a"
+    assert calls == [(1, 1), (1, 1)]
+    assert [p.text for p in stream] == ["b", "c", "d"]
+    assert len(calls) == 4  # none beyond the last token
+
+
+def test_the_prompt_is_read_in_chunks_and_its_last_token_apart():
+    generator, _ = scripted("a")
+    generator.prefill_step = 8
+    list(generator.stream([1] * 20, max_tokens=1))
+    assert [width for _, width in generator.model.calls] == [8, 8, 3, 1]
+    generator.model.calls.clear()
+    generator.complete([[1] * 20] * 4, max_tokens=1)
+    assert generator.model.calls == [(4, 2)] * 9 + [(4, 1), (4, 1)]
+
+
+def test_seeds_reproduce_and_differ(llama, tokenizer):
+    generator = Generator(llama, tokenizer)
+
+    def tokens(seed):
+        sampling = Sampling(temperature=1.0, seed=seed)
+        return generator.generate([1, 2], max_tokens=12, sampling=sampling).tokens
+
+    mx.random.seed(0)
+    first = tokens(4)
+    mx.random.seed(9)
+    assert tokens(4) == first
+    assert len({tuple(tokens(seed)) for seed in range(5)}) == 5
+
+
+def test_logprobs_are_those_of_the_model(model, tokenizer):
+    prompt, options = prompt_of(5), {"max_tokens": 20, "logprobs": True}
+    pieces = list(Generator(model, tokenizer).stream(prompt, **options))
+    tokens = [p.token for p in pieces]
+    logits = np.array(model(mx.array([prompt + tokens])), np.float64)[0, 4:-1]
+    norm = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
+    norm += logits.max(-1)
+    expected = logits[np.arange(len(tokens)), tokens] - norm
+    np.testing.assert_allclose([p.logprob for p in pieces], expected, atol=1e-4)
+
+
+def test_figures_of_a_generation(llama, tokenizer):
+    seen = []
+    generation = Generator(llama, tokenizer).generate(
+        [5, 6, 7], max_tokens=6, stop_tokens=(), on_piece=seen.append
+    )
+    assert [p.token for p in seen] == generation.tokens
+    assert len(generation.tokens) == 6
+    assert (generation.prompt_tokens, generation.finish_reason) == (3, "length")
+    rate = 3 / (generation.ttft_ms / 1000)
+    assert math.isclose(generation.prefill_tokens_per_second, rate, rel_tol=1e-6)
+    assert generation.decode_tokens_per_second > 0
+
+
+def test_no_tokens_asked_none_given(llama, tokenizer):
+    generation = Generator(llama, tokenizer).generate([5], max_tokens=0)
+    assert (generation.text, generation.tokens) == ("", [])
+    assert (generation.finish_reason, generation.ttft_ms) == ("length", None)
+
+
+def test_prompts_that_cannot_be(llama, tokenizer):
+    generator = Generator(llama, tokenizer)
+    for ask in (
+        generator.stream,
+        generator.generate,
+        lambda p: generator.complete([p]),
+    ):
+        with pytest.raises(UserError, match="prompt is empty"):
+            ask([])
+        with pytest.raises(UserError, match=r"401 tokens.* positions for 400"):
+            ask([1] * 401)
+
+
+def test_generation_ends_where_the_positions_do(llama, tokenizer):
+    generation = Generator(llama, tokenizer).generate([1] * 398, stop_tokens=())
+    assert len(generation.tokens) == 3
+    assert generation.finish_reason == "length"
+
+
+TEMPLATE = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}>{% if enable_thinking %}?{% endif %}{% endif %}"
+)
+
+
+def test_encode_with_and_without_a_template(llama, tokenizer):
+    plain, chat = Generator(llama, tokenizer), byte_tokenizer(template=TEMPLATE)
+    messages = [{"role": "user", "content": "hi"}]
+    assert plain.encode("hi") == plain.encode(messages) == tokenizer.encode("hi")
+    asked = Generator(llama, chat)
+    assert chat.decode(asked.encode("hi")) == "<|im_start|>hi<|im_end|>>"
+    assert asked.encode("hi") == asked.encode(messages)
+    assert asked.ask("hi", max_tokens=3) is not None
+    with pytest.raises(UserError, match="refuses these messages: no system"):
+        asked.encode([{"role": "system", "content": "x"}, *messages])
+
+
+def test_text_gets_one_bos(llama):
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = byte_tokenizer()
+    tokenizer.bos_token = "<|im_start|>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[("<|im_start|>", 256)]
+    )
+    generator = Generator(llama, tokenizer)
+    tokens = generator.encode_text("hi")
+    assert tokens[0] == 256
+    assert generator.encode_text("<|im_start|>hi") == generator.encode("hi") == tokens
+
+
+def test_a_model_that_thinks_may_be_asked_not_to(llama):
+    chat = byte_tokenizer(template=TEMPLATE)
+    chat.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
+    thinker = type(chat)(chat._tokenizer, type(chat._detokenizer), chat.eos_token_ids)
+    generator = Generator(llama, thinker)
+    assert thinker.decode(generator.encode("hi")).endswith(">?")
+    assert thinker.decode(generator.encode("hi", thinking=False)).endswith(">>")
+
+
+def test_the_wired_limit_is_put_back(llama, tokenizer, monkeypatch):
+    limits = [111]
+
+    def set_limit(limit):
+        limits.append(limit)
+        return limits[-2]
+
+    facts = {"max_recommended_working_set_size": 777}
+    monkeypatch.setattr(mx.metal, "is_available", lambda: True)
+    monkeypatch.setattr(mx, "device_info", lambda: facts)
+    monkeypatch.setattr(mx, "set_wired_limit", set_limit)
+    stream = Generator(llama, tokenizer).stream([1, 2], max_tokens=20)
+    assert limits == [111]
+    next(stream)
+    assert limits == [111, 777]
+    stream.close()
+    assert limits == [111, 777, 111]
+
+
+def test_the_tiny_models_say_different_things(tokenizer):
+    """The other tests would pass on a model that repeats itself for ever."""
+    for name in MODELS:
+        generator = Generator(tiny(name), tokenizer)
+        tokens = generator.generate([1, 2, 3], max_tokens=40).tokens
+        assert len(set(tokens)) > 12, name
+        assert max(tokens) < VOCABULARY

@@ -1,0 +1,193 @@
+"""Sessions that go on from a file or from an earlier request, as if read anew."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from lmx.errors import UserError
+from lmx.generation import prefix_cache
+from lmx.generation.engine import Generator
+from lmx.generation.kv_cache import CacheState
+from lmx.generation.prefix_cache import PrefixCache
+from test_session import LONG, close, some_tokens, tiny
+from tiny_generators import MODELS, byte_tokenizer
+from tiny_generators import tiny as random_model
+
+FAMILIES = ["llama", "gemma3", "qwen3_next", "deepseek_v3", "falcon_h1", "llama4_text"]
+
+
+def read_in_parts(session, tokens, part=7):
+    for start in range(0, tokens.shape[1], part):
+        logits = session.read(tokens[:, start : start + part])
+    return logits
+
+
+def ids(tokens):
+    return tokens[0].tolist()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_session_goes_on_identically(family, tmp_path):
+    model, tokens = tiny(family), some_tokens(LONG)
+    session = CacheState(model)
+    read_in_parts(session, tokens)
+    prefix_cache.save_prompt_cache(
+        session, tmp_path / "chat", digest="d", tokens=ids(tokens)
+    )
+    again = CacheState(model)
+    assert prefix_cache.load_prompt_cache(again, tmp_path / "chat", digest="d") == ids(
+        tokens
+    )
+    for token in ids(some_tokens(12, seed=1)):
+        one = mx.array([[token]])
+        assert mx.array_equal(again.read(one), session.read(one))
+
+
+def test_quantized_keys_are_saved_too(tmp_path):
+    model, tokens = tiny("llama", head_dim=32), some_tokens(LONG)
+    session = CacheState(model, kv_bits=8)
+    read_in_parts(session, tokens)
+    prefix_cache.save_prompt_cache(
+        session, tmp_path / "chat", digest="d", tokens=ids(tokens)
+    )
+    again = CacheState(model, kv_bits=8)
+    prefix_cache.load_prompt_cache(again, tmp_path / "chat", digest="d")
+    one = some_tokens(1, seed=1)
+    assert mx.array_equal(again.read(one), session.read(one))
+
+
+def test_another_models_or_a_damaged_session_is_refused(tmp_path):
+    model, tokens = tiny("llama"), some_tokens(9)
+    session, folder = CacheState(model), tmp_path / "chat"
+    session.read(tokens)
+    prefix_cache.save_prompt_cache(session, folder, digest="d", tokens=ids(tokens))
+    with pytest.raises(UserError, match="another model"):
+        prefix_cache.load_prompt_cache(CacheState(model), folder, digest="e")
+    with pytest.raises(UserError, match="no saved session"):
+        prefix_cache.load_prompt_cache(
+            CacheState(model), tmp_path / "nothing", digest="d"
+        )
+    with pytest.raises(UserError, match="other kinds"):
+        prefix_cache.load_prompt_cache(CacheState(tiny("gemma3")), folder, digest="d")
+    content = bytearray((folder / prefix_cache.ARRAYS_FILE).read_bytes())
+    content[-1] ^= 1
+    (folder / prefix_cache.ARRAYS_FILE).write_bytes(content)
+    with pytest.raises(UserError, match="damaged"):
+        prefix_cache.load_prompt_cache(CacheState(model), folder, digest="d")
+    facts = json.loads((folder / prefix_cache.METADATA_FILE).read_text())
+    (folder / prefix_cache.METADATA_FILE).write_text(json.dumps(facts)[:-20])
+    with pytest.raises(UserError, match="no saved session"):
+        prefix_cache.load_prompt_cache(CacheState(model), folder, digest="d")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_second_turn_is_that_of_a_fresh_session(family):
+    model, prefixes = tiny(family), PrefixCache(1 << 30)
+    first = some_tokens(LONG)
+    session = CacheState(model)
+    read_in_parts(session, first)
+    prefixes.keep(ids(first), session)
+    # The kept one is a copy: its session goes another way.
+    session.read(some_tokens(3, seed=9))
+    for same in (LONG, LONG - 1, LONG - 4, 5, 0):
+        second = ids(first)[:same] + ids(some_tokens(6, seed=same + 1))
+        resumed, length = prefixes.resume(second, lambda: CacheState(model))
+        assert length == resumed.length <= same
+        if same == LONG:
+            assert length == LONG
+        rest = mx.array([second[length:]])
+        whole = read_in_parts(CacheState(model), mx.array([second]))
+        close(resumed.read(rest)[:, -1], whole[:, -1])
+
+
+def test_attention_reuses_all_it_shares_and_a_window_what_it_still_holds():
+    tokens = ids(some_tokens(LONG))
+    for family, expected in (("llama", 20), ("gemma3", 20), ("falcon_h1", 0)):
+        model, prefixes = tiny(family), PrefixCache(1 << 30)
+        session = CacheState(model)
+        session.read(mx.array([tokens]))
+        prefixes.keep(tokens, session)
+        asked = [*tokens[:20], 1, 2, 3]
+        _, length = prefixes.resume(asked, lambda model=model: CacheState(model))
+        assert length == expected, family
+
+
+def test_the_last_token_is_always_left_to_read():
+    model, tokens = tiny("llama"), some_tokens(9)
+    session, prefixes = CacheState(model), PrefixCache(1 << 30)
+    session.read(tokens)
+    prefixes.keep(ids(tokens), session)
+    assert prefixes.resume(ids(tokens), lambda: CacheState(model))[1] == 8
+
+
+def ends_by_length(generator, prompt):
+    return generator.generate(prompt, max_tokens=9, stop_tokens=()).tokens
+
+
+def ends_by_token(generator, prompt):
+    ninth = ends_by_length(Generator(generator.model, generator.tokenizer), prompt)[8]
+    return generator.generate(prompt, max_tokens=20, stop_tokens=(ninth,)).tokens
+
+
+def ends_by_text(generator, prompt):
+    plain = Generator(generator.model, generator.tokenizer)
+    text = plain.generate(prompt, max_tokens=9, stop_tokens=()).text
+    stop = {"stop": [text[4:6]], "stop_tokens": ()}
+    answer = generator.generate(prompt, max_tokens=20, **stop)
+    assert answer.finish_reason == "stop"
+    return answer.tokens
+
+
+def left_early(generator, prompt):
+    stream = generator.stream(prompt, max_tokens=20, stop_tokens=())
+    tokens = [next(stream).token for _ in range(4)]
+    stream.close()
+    return tokens
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    "first_turn", [ends_by_length, ends_by_token, ends_by_text, left_early]
+)
+def test_the_next_turn_is_that_without_reuse(model, first_turn):
+    plain = Generator(random_model(model), byte_tokenizer(), prefill_step=8)
+    prefixes = PrefixCache(1 << 30)
+    reusing = Generator(plain.model, plain.tokenizer, prefixes=prefixes, prefill_step=8)
+    for seed in range(3):
+        prompt = [*range(seed, 60 + seed, 2)]
+        said = first_turn(reusing, prompt)
+        session, length = prefixes.resume(
+            [*prompt, *said, 0], lambda: CacheState(plain.model)
+        )
+        assert length == session.length >= len(prompt) + len(said) - 1
+        second = [*prompt, *said, *range(5)]
+        options = {"max_tokens": 20, "stop_tokens": ()}
+        again = reusing.generate(second, **options)
+        assert again.tokens == plain.generate(second, **options).tokens
+
+
+def test_memory_is_bounded_and_the_oldest_goes_first():
+    model = tiny("llama")
+
+    def kept(prefixes, seed):
+        tokens = some_tokens(9, seed=seed)
+        session = CacheState(model)
+        session.read(tokens)
+        prefixes.keep(ids(tokens), session)
+        return ids(tokens), session.nbytes
+
+    prefixes = PrefixCache(1 << 30)
+    _, size = kept(prefixes, 0)
+    prefixes = PrefixCache(2 * size)
+    one, two = kept(prefixes, 1)[0], kept(prefixes, 2)[0]
+    prefixes.resume([*one, 1], lambda: CacheState(model))
+    three = kept(prefixes, 3)[0]
+    assert prefixes.nbytes <= 2 * size
+    lengths = [
+        prefixes.resume([*t, 1], lambda: CacheState(model))[1]
+        for t in (one, two, three)
+    ]
+    assert lengths == [9, 0, 9]
+    small = PrefixCache(size - 1)
+    kept(small, 4)
+    assert not small.nbytes

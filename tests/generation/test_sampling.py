@@ -1,0 +1,168 @@
+"""Draws against a float64 reference; the edges of every filter."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.errors import UserError
+from lmx.generation.sampling import Sampling, filtered, make_sampler
+
+LOGITS = np.array([2.0, 1.4, 1.1, 0.9, 0.2, -0.3, -1.0, -2.5, -4.0, 0.7])
+DRAWS = 40_000
+CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46}
+CRITICAL |= {7: 24.32, 8: 26.12, 9: 27.88}  # chi-square, p = 0.001
+
+
+def reference(logits, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
+    """The distribution in float64, written as the definitions read."""
+    p = np.exp(logits - logits.max())
+    p /= p.sum()
+    keep = p >= min_p * p.max()
+    if top_k:
+        keep &= p >= np.sort(p)[-top_k]
+    if top_p < 1:
+        above = np.array([p[p > mine].sum() for mine in p])
+        keep &= above < top_p
+    p = np.where(keep, p ** (1 / temperature), 0)
+    return p / p.sum()
+
+
+def chi_square(drawn, expected):
+    """The statistic over the tokens possible, and its critical value."""
+    counts = np.bincount(drawn, minlength=len(expected))
+    possible = expected > 0
+    assert counts[~possible].sum() == 0
+    means = len(drawn) * expected[possible]
+    freedom = possible.sum() - 1
+    return ((counts[possible] - means) ** 2 / means).sum(), CRITICAL[freedom]
+
+
+def draw(seed=0, **settings):
+    sampler = make_sampler(Sampling(seed=seed, **settings))
+    rows = mx.broadcast_to(mx.array(LOGITS, mx.float32), (DRAWS, len(LOGITS)))
+    return np.array(sampler(rows))
+
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.5},
+    {"temperature": 1.7},
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 0.7, "top_k": 6, "top_p": 0.9, "min_p": 0.1},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_draws_follow_the_reference(settings):
+    statistic, critical = chi_square(draw(**settings), reference(LOGITS, **settings))
+    assert statistic < critical
+
+
+def test_the_chi_square_sees_a_wrong_temperature():
+    drawn = draw(temperature=1.0)
+    statistic, critical = chi_square(drawn, reference(LOGITS, temperature=1.05))
+    assert statistic > critical
+
+
+def test_successive_draws_follow_the_reference_and_are_independent():
+    sampler = make_sampler(Sampling(temperature=1.0, seed=5))
+    row = mx.array(LOGITS[None, :3], mx.float32)
+    drawn = np.concatenate([np.array(sampler(row)) for _ in range(3000)])
+    p = reference(LOGITS[:3])
+    statistic, critical = chi_square(drawn, p)
+    assert statistic < critical
+    pairs = drawn[:-1] * 3 + drawn[1:]
+    statistic, _ = chi_square(pairs, np.outer(p, p).ravel())
+    assert statistic < 40  # 8 degrees of freedom; pairs overlap, so with some room
+
+
+def kept(logits, **settings):
+    settings = Sampling(temperature=1.0, **settings)
+    return np.isfinite(np.array(filtered(mx.array(logits), settings))).tolist()
+
+
+def test_top_p_keeps_the_token_that_crosses_the_threshold():
+    logits = np.log([0.5, 0.25, 0.125, 0.125]).astype(np.float32)
+    assert kept(logits, top_p=0.6) == [True, True, False, False]
+    assert kept(logits, top_p=0.4) == [True, False, False, False]
+    assert kept(logits, top_p=1e-9) == [True, False, False, False]
+    assert kept(logits, top_p=1.0) == [True] * 4
+    assert kept(logits[::-1].copy(), top_p=0.6) == [False, False, True, True]
+
+
+def test_ties_stay_or_go_together():
+    logits = np.array([3.0, 2.0, 2.0, 2.0, 1.0], np.float32)
+    assert kept(logits, top_k=2) == [True, True, True, True, False]
+    assert kept(logits, top_k=1) == [True, False, False, False, False]
+    assert kept(logits, top_k=99) == [True] * 5
+    even = np.zeros(4, np.float32)
+    assert kept(even, top_p=0.1) == [True] * 4
+
+
+def test_min_p_is_a_share_of_the_most_likely():
+    logits = np.log([0.6, 0.2, 0.13, 0.07]).astype(np.float32)
+    assert kept(logits, min_p=0.3) == [True, True, False, False]
+    assert kept(logits, min_p=1.0) == [True, False, False, False]
+
+
+def test_top_p_sees_the_whole_distribution_and_not_what_top_k_left():
+    logits = np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32)
+    assert kept(logits, top_k=2, top_p=0.5) == [True, True, False, False]
+    # What transformers would do: 0.4 / 0.7 = 0.57 is above 0.5, one token left.
+    assert kept(logits[:2], top_p=0.5) == [True, False]
+
+
+def test_same_filters_as_mlx_lm():
+    from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+
+    rng = np.random.default_rng(0)
+    logits = mx.array(rng.normal(size=(32, 500)) * 3, mx.float32)
+    theirs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    theirs = apply_top_k(apply_min_p(apply_top_p(theirs, 0.9), 0.02), 40)
+    settings = Sampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.02)
+    theirs = mx.softmax(theirs / 0.8, axis=-1)
+    ours = mx.softmax(filtered(logits, settings), axis=-1)
+    assert mx.allclose(ours, theirs, atol=1e-6)
+    assert (ours > 0).sum(axis=-1).min() > 1
+
+
+def test_the_seed_alone_decides():
+    mx.random.seed(1)
+    first = draw(seed=7, temperature=1.0)
+    mx.random.seed(2)
+    assert (draw(seed=7, temperature=1.0) == first).all()
+    assert (draw(seed=8, temperature=1.0) != first).any()
+
+
+def test_drawing_leaves_the_global_state_alone():
+    mx.random.seed(1)
+    before = [np.array(s) for s in mx.random.state]
+    draw(seed=7, temperature=1.0)
+    after = [np.array(s) for s in mx.random.state]
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
+def test_extreme_logits_leave_one_token(dtype):
+    logits = mx.array([[-1e4, 6e4, 0.0, -mx.inf]]).astype(dtype)
+    settings = Sampling(temperature=1e-5, top_p=0.5, top_k=2, min_p=0.9)
+    assert make_sampler(settings)(logits).tolist() == [1]
+    assert make_sampler(Sampling())(logits).tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"temperature": -0.1}, "temperature is -0.1"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_p": 1.1}, "top_p is 1.1"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_p": 2.0}, "min_p is 2.0"),
+        ({"seed": -1}, "seed is -1"),
+    ],
+)
+def test_impossible_settings_are_named(settings, says):
+    with pytest.raises(UserError, match=says):
+        Sampling(**settings)

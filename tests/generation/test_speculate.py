@@ -1,0 +1,271 @@
+"""Speculation changes nothing but the time: greedy text token by token, over all kinds
+of cache, proposers, penalties, stops and lengths."""
+
+import math
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.generation.engine import Generator
+from lmx.generation.prefix_cache import PrefixCache
+from lmx.generation.sampling import Sampling
+from lmx.generation.speculative.draft_length import DraftLengthController
+from lmx.generation.speculative.draft_model import DraftModelProposer
+from lmx.generation.speculative.factory import FallbackProposer
+from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
+from lmx.generation.speculative.proposer import DraftTokens
+from mlx.utils import tree_map
+from test_session import tiny as family_model
+from test_verify import excess, laws
+from tiny_families import VOCABULARY, WINDOW
+from tiny_generators import byte_tokenizer
+
+# What proposes sees tokens alone, so those that know nothing of the model are met by
+# the first family all and by the others in turn.
+FAMILIES = {
+    "llama": ("draft", "lookup", "chain"),
+    "qwen3": ("draft",),
+    "gemma3": ("lookup",),
+    "qwen3_next": ("chain",),
+    "falcon_h1": ("draft",),
+    "deepseek_v3": ("lookup",),
+}
+LONG = 5 * WINDOW
+PROMPT = [5, 9, 11, 5, 9, 2, 7, 5, 9]
+SETTINGS = {
+    "plain": Sampling(),
+    "repetition": Sampling(repetition_penalty=1.3),
+    "presence": Sampling(presence_penalty=0.4),
+    "frequency": Sampling(frequency_penalty=0.3),
+    "bias": Sampling(logit_bias=((5, 20.0), (7, -9.0))),
+}
+
+
+def sharpened(family, seed=0):
+    """Random weights scaled up, so that what comes next changes all the time."""
+    model = family_model(family)
+    mx.random.seed(seed + 1)
+    noise = tree_map(
+        lambda w: w + 0.25 * mx.random.normal(w.shape).astype(w.dtype),
+        model.parameters(),
+    )
+    model.update(noise)
+    mx.eval(model.parameters())
+    return model
+
+
+class Noisy:
+    """Guesses what the target will say, but for every third token."""
+
+    def __init__(self, right):
+        self.right = right
+
+    def propose(self, context, count, choice):
+        guess = list(self.right[len(context) : len(context) + count])
+        for place, _ in enumerate(guess):
+            if (len(context) + place) % 3 == 2:
+                guess[place] = (guess[place] + 1) % VOCABULARY
+        return DraftTokens(mx.array(guess, mx.int32))
+
+
+def tokens_of(generator, prompt=PROMPT, **options):
+    options = {"max_tokens": LONG, "stop_tokens": ()} | options
+    return generator.generate(prompt, **options).tokens
+
+
+def speculative(model, propose, length=None, **options):
+    controller = DraftLengthController(longest=8, fixed=length)
+    return Generator(
+        model, byte_tokenizer(), propose=propose, controller=controller, **options
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_is_that_of_plain_decoding(family):
+    model, draft = sharpened(family), sharpened("llama", seed=1)
+    plain = tokens_of(Generator(model, byte_tokenizer()))
+    assert len(plain) > 4 * WINDOW
+    assert len(set(plain)) > 5
+    proposers = {
+        "draft": lambda: DraftModelProposer(draft),
+        "itself": lambda: DraftModelProposer(model),
+        "noisy": lambda: Noisy(PROMPT + plain),
+        "lookup": lambda: PromptLookupProposer(NGramIndex(shortest=1)),
+        "chain": lambda: FallbackProposer(
+            PromptLookupProposer(NGramIndex(shortest=2)), DraftModelProposer(draft)
+        ),
+    }
+    for name in ("itself", "noisy", *FAMILIES[family]):
+        # Two of the noisy guesses stand at most: past four, only more of them fall.
+        # With the token before them, seven are as many as a window holds.
+        for length in (0, 1, 2, 3, 4, 7, 8) if name == "noisy" else (None, 3):
+            generator = speculative(model, proposers[name], length)
+            assert tokens_of(generator) == plain, (name, length)
+
+
+def test_mlx_lm_says_something_else_past_the_window():
+    """The control: its check that tokens can be taken back is made once, too early."""
+    from mlx_lm.generate import speculative_generate_step
+
+    model, draft = sharpened("gemma3"), sharpened("llama", seed=1)
+    plain = tokens_of(Generator(model, byte_tokenizer()))
+    steps = speculative_generate_step(
+        mx.array(PROMPT), model, draft, num_draft_tokens=3, max_tokens=LONG
+    )
+    assert [int(token) for token, *_ in steps] != plain
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_penalties_and_biases_see_what_they_see_without(name):
+    model, draft = sharpened("llama"), sharpened("llama", seed=1)
+    options = {"sampling": SETTINGS[name], "max_tokens": 3 * WINDOW}
+    plain = tokens_of(Generator(model, byte_tokenizer()), **options)
+    for propose in (lambda: DraftModelProposer(draft), lambda: Noisy(PROMPT + plain)):
+        for length in (1, 4, None):
+            generator = speculative(model, propose, length)
+            assert tokens_of(generator, **options) == plain
+    options.pop("sampling")
+    unchanged = tokens_of(Generator(model, byte_tokenizer()), **options)
+    assert (plain == unchanged) == (name == "plain")
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 8])
+def test_a_model_that_drafts_for_itself_needs_the_fewest_passes(length):
+    model, calls = sharpened("llama"), []
+
+    class Watched:
+        layers, args = model.layers, model.args
+
+        def __call__(self, tokens, cache=None):
+            calls.append(tokens.shape[1])
+            return model(tokens, cache=cache)
+
+    generator = speculative(Watched(), lambda: DraftModelProposer(model), length)
+    plain = tokens_of(Generator(model, byte_tokenizer()), max_tokens=41)
+    assert tokens_of(generator, max_tokens=41) == plain
+    # The prompt but its last token, that token alone, then rounds of forty tokens.
+    assert len(calls) - 2 == math.ceil(40 / (length + 1))
+    assert generator.speculation.acceptance == 1
+    assert generator.speculation.by_position == [1.0] * length
+
+
+def test_stops_and_limits_fall_inside_of_guesses_that_stood():
+    model = sharpened("llama")
+    plain_generator = Generator(model, byte_tokenizer())
+    plain = tokens_of(plain_generator)
+    text = plain_generator.generate(PROMPT, max_tokens=LONG, stop_tokens=()).text
+
+    @cache
+    def stopped_at(token):
+        options = {"max_tokens": LONG, "stop_tokens": (token,)}
+        return plain_generator.generate(PROMPT, **options)
+
+    for length in (3, 8):
+        generator = speculative(model, lambda: DraftModelProposer(model), length)
+        # Every place in two rounds.
+        for limit in range(1, 2 * (length + 1) + 2):
+            assert tokens_of(generator, max_tokens=limit) == plain[:limit]
+        for end in range(3, 15):
+            options = {"stop_tokens": (plain[end],)}
+            expected = stopped_at(plain[end])
+            found = generator.generate(PROMPT, max_tokens=LONG, **options)
+            assert found.tokens == expected.tokens
+            assert found.finish_reason == "stop"
+        options = {"stop": [text[9:11]], "stop_tokens": ()}
+        expected = plain_generator.generate(PROMPT, max_tokens=LONG, **options)
+        assert (
+            generator.generate(PROMPT, max_tokens=LONG, **options).text == expected.text
+        )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
+def test_the_next_turn_begins_from_exactly_what_was_said(family):
+    model = sharpened(family)
+    plain = Generator(model, byte_tokenizer())
+    said = tokens_of(plain)
+
+    @cache
+    def alone(*prompt):
+        return tokens_of(plain, prompt, max_tokens=9)
+
+    for length in (1, 4, 8):
+        prefixes = PrefixCache(1 << 30)
+        generator = speculative(
+            model, lambda: Noisy(PROMPT + said), length, prefixes=prefixes
+        )
+        for limit in (1, 2, 3, 4, 5, 9, 20):
+            first = tokens_of(generator, max_tokens=limit)
+            stream = generator.stream(PROMPT, max_tokens=40, stop_tokens=())
+            for _ in range(limit):
+                next(stream)
+            stream.close()
+            second = [*PROMPT, *first, 3, 1, 4]
+            assert tokens_of(generator, second, max_tokens=9) == alone(*second)
+
+
+class Table:
+    """A model whose next token depends on the last three, as in `laws`."""
+
+    layers, args = (), None
+
+    def __init__(self, law):
+        self.law = law
+
+    def make_cache(self):
+        return [_Read()]
+
+    def __call__(self, tokens, cache):
+        read = cache[0]
+        rows = []
+        for token in tokens[0].tolist():
+            read.tokens.append(token)
+            index = [*read.tokens[1:], 0, 0, 0, 0][:4]
+            rows.append(self.law[tuple(index)])
+        read.offset = len(read.tokens)
+        return mx.stack(rows)[None]
+
+
+class _Read:
+    """What was read, in the place of keys and values."""
+
+    nbytes = 0
+
+    def __init__(self):
+        self.tokens, self.offset = [], 0
+
+    def update_and_fetch(self):
+        """Marks it as attention."""
+
+    def trim(self, count):
+        del self.tokens[len(self.tokens) - count :]
+        self.offset -= count
+        return count
+
+    def empty(self):
+        return True
+
+    @property
+    def state(self):
+        return ()
+
+
+def test_sampled_text_keeps_its_distribution(monkeypatch):
+    """Through the whole engine, with lengths as the controller chooses them."""
+    count, tokenizer = 2000, byte_tokenizer()
+    monkeypatch.setattr("test_verify.SAMPLES", count)
+    target, draft = laws(Sampling(temperature=1.0))
+    controller = DraftLengthController(longest=3)
+    said = np.zeros((count, 3), int)
+    for seed in range(count):
+        generator = Generator(
+            Table(target),
+            tokenizer,
+            propose=lambda seed=seed: DraftModelProposer(Table(draft), seed=seed),
+            controller=controller,
+        )
+        options = {"max_tokens": 3, "stop_tokens": ()}
+        sampling = Sampling(temperature=1.0, seed=seed)
+        said[seed] = generator.generate([0], sampling=sampling, **options).tokens
+    assert excess(said, Sampling(temperature=1.0)) < 1
+    assert controller.rounds

@@ -1,0 +1,347 @@
+"""Chats, sessions, drafts and batches of `lmx generate`, as a user sees them."""
+
+import argparse
+import io
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from lmx.cli import generate
+from lmx.errors import UserError
+from lmx.generation.engine import Generator
+from lmx.generation.sampling import Sampling
+from lmx.generation.speculative import factory
+from lmx.models.tokenizer_compat import require_same_tokens
+from mlx.utils import tree_map
+from tiny_generators import byte_tokenizer, chatting, tiny, write_folder
+
+
+@pytest.fixture(scope="module")
+def generator():
+    return chatting()
+
+
+@pytest.fixture(scope="module")
+def folder(generator, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    write_folder(generator, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def draft(tmp_path_factory):
+    """A model that mostly agrees with the first, of the same tokens."""
+    near = chatting()
+    mx.random.seed(5)
+    weights = tree_map(
+        lambda w: w + 0.02 * mx.random.normal(w.shape), near.model.parameters()
+    )
+    near.model.update(weights)
+    folder = tmp_path_factory.mktemp("draft")
+    write_folder(near, folder)
+    return folder
+
+
+def lmx(*words):
+    parser = argparse.ArgumentParser()
+    generate.add_arguments(parser)
+    return generate.run(parser.parse_args([str(word) for word in words]))
+
+
+@pytest.fixture
+def answered(capsys, monkeypatch):
+    """What a command prints as JSON, one value a line."""
+
+    def run(*words, stdin=""):
+        monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
+        assert lmx(*words) == 0
+        return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+    return run
+
+
+def chat(generator, turns, count):
+    """The answers of a chat whose every turn is read from the start."""
+    messages, answers = [], []
+    for turn in turns:
+        messages.append({"role": "user", "content": turn})
+        answers.append(generator.ask(messages, max_tokens=count).text)
+        messages.append({"role": "assistant", "content": answers[-1]})
+    return answers
+
+
+def test_a_chat_keeps_the_conversation_and_ends_at_exit(generator, folder, answered):
+    turns = ["hello", "and then?", "why"]
+    stdin = "hello\n\nand then?\nwhy\n/exit\nnever asked\n"
+    found = answered(folder, "--chat", "--json", "--max-tokens", 7, stdin=stdin)
+    assert [turn["text"] for turn in found] == chat(generator, turns, 7)
+
+
+def test_a_chat_streams_text_alone(generator, folder, capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    assert lmx(folder, "--chat", "--max-tokens", 5) == 0
+    (answer,) = chat(generator, ["hello"], 5)
+    assert capsys.readouterr() == (answer + "\n", "")
+
+
+def test_a_chat_goes_on_another_day(generator, folder, answered, tmp_path):
+    asked = [folder, "--chat", "--json", "--max-tokens", 6]
+    session = tmp_path / "session"
+    answered(*asked, "--save-session", session, stdin="one\n")
+    (turn,) = answered(*asked, "--load-session", session, stdin="two\n")
+    assert turn["text"] == chat(generator, ["one", "two"], 6)[1]
+
+
+def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch):
+    session = tmp_path / "session"
+    text = "the quick brown fox jumps over the lazy dog"
+    words = [folder, "--raw", "--json", "--max-tokens", 4, "--prompt", text + " and"]
+    (expected,) = answered(*words)
+    answered(*words[:-1], text, "--save-session", session)
+    read, own = [], generate.generate.open_generator
+
+    def counting(args, loaded):
+        made = own(args, loaded)
+        resume = made.prefixes.resume
+
+        def counted(*arguments):
+            found = resume(*arguments)
+            read.append(found[1])
+            return found
+
+        made.prefixes.resume = counted
+        return made
+
+    monkeypatch.setattr(generate.generate, "open_generator", counting)
+    (found,) = answered(*words, "--load-session", session)
+    assert found["text"] == expected["text"]
+    assert read == [len(text)]
+
+
+def test_a_session_of_another_model_is_refused(folder, draft, answered, tmp_path):
+    """Of the same shapes: configuration and sizes alone would not tell."""
+    session = tmp_path / "session"
+    answered(folder, "--json", "--prompt", "x", "--save-session", session)
+    with pytest.raises(UserError, match="another model's"):
+        lmx(draft, "--prompt", "x", "--load-session", session)
+
+
+@pytest.mark.parametrize("name", ["lookup", "self", "model", "lookup+model"])
+def test_a_draft_changes_no_text(name, folder, draft, answered, monkeypatch):
+    # What pays is measured; here one block is left out, whatever the clock says.
+    monkeypatch.setattr(factory, "choose", lambda model, tokens: [1])
+    name = name.replace("model", str(draft))
+    words = [folder, "--json", "--prompt", "abcabcabcabc", "--max-tokens", 60]
+    (plain,) = answered(*words)
+    assert "speculation" not in plain
+    (found,) = answered(*words, "--draft", name, "--draft-tokens", 3, "--exact-verify")
+    assert found["tokens"] == plain["tokens"]
+    assert found["speculation"]["rounds"] > (0 if name == "lookup" else 5)
+    assert found["exact_verify"] == {
+        "tokens": 60,
+        "flips": 0,
+        "flips_per_1000": 0.0,
+        "first_flip": None,
+        "rounding_explains_all": True,
+    }
+
+
+def test_the_summary_tells_of_speculation(folder, draft, capsys):
+    words = ["--prompt", "x", "--draft", draft, "--draft-tokens", 2, "--exact-verify"]
+    assert lmx(folder, *words, "--max-tokens", 30) == 0
+    err = capsys.readouterr().err
+    assert "% of the guesses stood, " in err
+    assert " tokens a round, " in err
+    assert err.endswith(
+        "0 of 30 tokens are not those of plain decoding (0.00 in 1,000)\n"
+    )
+
+
+def test_no_draft_that_pays_is_no_draft(folder, capsys, monkeypatch):
+    monkeypatch.setattr(factory, "choose", lambda model, tokens: [])
+    assert lmx(folder, "--prompt", "x", "--draft", "self", "--max-tokens", 3) == 0
+    assert "no draft pays here" in capsys.readouterr().err
+
+
+def test_a_draft_of_other_tokens_is_refused(folder, tmp_path):
+    other = chatting()
+    write_folder(other, tmp_path)
+    text = (tmp_path / "tokenizer.json").read_text()
+    swapped = text.replace('"a":', '"aa":').replace('"b":', '"a":')
+    (tmp_path / "tokenizer.json").write_text(swapped.replace('"aa":', '"b":'))
+    with pytest.raises(UserError, match=r"other tokens than the model: 2 differ.*'a'"):
+        lmx(folder, "--prompt", "x", "--draft", tmp_path)
+
+
+def test_special_tokens_are_compared_too():
+    own, other = byte_tokenizer(), byte_tokenizer()
+    require_same_tokens(own, other, role="draft", place="here")
+    other.add_special_tokens({"additional_special_tokens": ["a"]})
+    with pytest.raises(UserError, match="other special tokens"):
+        require_same_tokens(own, other, role="draft", place="here")
+
+
+def test_rows_are_answered_in_order_as_if_alone(generator, folder, answered, tmp_path):
+    messages = [
+        {"role": "user", "content": "long"},
+        {"role": "assistant", "content": "x"},
+    ]
+    rows = [
+        {"prompt": "first", "max_tokens": 20},
+        {"messages": messages, "temperature": 0.9, "seed": 4},
+        {"prompt": "third", "max_tokens": 0},
+        {"prompt": "fourth", "max_tokens": 2},
+    ]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n\n".join(map(json.dumps, rows)))
+    found = answered(folder, "--batch-file", file, "--max-tokens", 9)
+    sampling = Sampling(0.9, seed=4)
+    expected = [
+        generator.ask("first", max_tokens=20),
+        generator.ask(messages, max_tokens=9, sampling=sampling),
+        generator.ask("third", max_tokens=0),
+        generator.ask("fourth", max_tokens=2),
+    ]
+    assert [row["index"] for row in found] == [0, 1, 2, 3]
+    for row, one in zip(found, expected, strict=True):
+        assert row["text"] == one.text
+        assert row["tokens"] == len(one.tokens)
+        assert row["prompt_tokens"] == one.prompt_tokens
+        assert row["finish_reason"] == one.finish_reason
+
+
+def test_a_row_ends_at_a_stop_text(generator, folder, answered, tmp_path):
+    text = generator.ask("first", max_tokens=20).text
+    stop = text[4:6]
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "first"}\n{"prompt": "other"}\n')
+    found = answered(folder, "--batch-file", file, "--max-tokens", 20, "--stop", stop)
+    assert found[0]["text"] == text[: text.index(stop)]
+    assert found[0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ("{", "not JSON"),
+        ("[]", "a row is an object"),
+        ('{"promt": "x"}', "unknown key 'promt'"),
+        ("{}", "either prompt or messages"),
+        ('{"prompt": 3}', "prompt is 3"),
+        ('{"prompt": "x", "max_tokens": -1}', "0 or more"),
+        ('{"messages": [{"role": "user"}]}', "a role and a content"),
+        ('{"prompt": "x", "temperature": -1}', r"temperature is -1"),
+        (json.dumps({"prompt": "x" * 500}), "positions for 400"),
+    ],
+)
+def test_a_bad_row_is_named_before_any_is_answered(folder, capsys, tmp_path, row, says):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "good"}\n' + row + "\n")
+    with pytest.raises(UserError, match=says) as caught:
+        lmx(folder, "--batch-file", file)
+    assert caught.value.place == f"{file}:2"
+    assert capsys.readouterr().out == ""
+
+
+def test_penalties_and_stops_reach_the_generator(generator, folder, answered):
+    words = [folder, "--json", "--prompt", "hello", "--max-tokens", 30]
+    penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5}
+    penalties["frequency_penalty"] = 0.3
+    sampling = Sampling(**penalties)
+    expected = generator.ask("hello", max_tokens=30, sampling=sampling)
+    words += [f"--{n.replace('_', '-')}={v}" for n, v in penalties.items()]
+    (found,) = answered(*words)
+    assert found["tokens"] == expected.tokens
+    stop = expected.text[3:5]
+    (found,) = answered(*words, "--stop", stop)
+    assert found["text"] == expected.text[: expected.text.index(stop)]
+
+
+def test_an_adapter_changes_the_answer_and_the_session(
+    generator, folder, answered, tmp_path
+):
+    from mlx.utils import tree_flatten
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    adapted = tiny("llama")
+    keys = ["self_attn.q_proj", "mlp.up_proj"]
+    settings = {"rank": 4, "scale": 8.0, "dropout": 0.3, "keys": keys}
+    linear_to_lora_layers(adapted, 2, settings)
+    mx.random.seed(1)
+    adapters = {
+        path: mx.random.normal(value.shape)
+        for path, value in tree_flatten(adapted.parameters())
+        if "lora_" in path
+    }
+    adapted.load_weights(list(adapters.items()), strict=False)
+    adapted.eval()
+    mx.save_safetensors(str(tmp_path / "adapters.safetensors"), adapters)
+    config = {"num_layers": 2, "lora_parameters": settings, "fine_tune_type": "lora"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    words = [folder, "--json", "--prompt", "hello", "--max-tokens", 12]
+    (plain,) = answered(*words, "--save-session", tmp_path / "session")
+    (found,) = answered(*words, "--adapter", tmp_path)
+    expected = Generator(adapted, generator.tokenizer).ask("hello", max_tokens=12)
+    assert found["text"] == expected.text != plain["text"]
+    with pytest.raises(UserError, match="another model's"):
+        lmx(*words, "--adapter", tmp_path, "--load-session", tmp_path / "session")
+
+
+def test_guesses_can_be_verified_one_by_one(folder, draft, answered, monkeypatch):
+    """No pass of the target has two tokens then, but those of the prompt."""
+    from lmx.generation.kv_cache import CacheState
+
+    widths, own = [], CacheState.read
+
+    def read(self, tokens):
+        if self.model is not drafted[0]:
+            widths.append(tokens.shape[1])
+        return own(self, tokens)
+
+    drafted, make = [], factory.DraftModelProposer
+    monkeypatch.setattr(
+        factory,
+        "DraftModelProposer",
+        lambda model: drafted.append(model) or make(model),
+    )
+    words = [folder, "--json", "--prompt", "x", "--max-tokens", 20, "--draft", draft]
+    words += ["--draft-tokens", 3]
+    (plain,) = answered(*words)
+    monkeypatch.setattr(CacheState, "read", read)
+    drafted.clear()
+    (found,) = answered(*words, "--one-by-one")
+    assert found["tokens"] == plain["tokens"]
+    assert found["speculation"]["rounds"] > 2
+    assert set(widths[1:]) == {1}
+    widths.clear()
+    drafted.clear()
+    answered(*words)
+    assert 4 in widths
+
+
+def test_keys_and_values_can_be_kept_quantized(answered):
+    from lmx.models.loader import load
+
+    folder = Path(__file__).parents[2] / "data/tiny-base"
+    words = [folder, "--raw", "--json", "--prompt", "the quick", "--max-tokens", 40]
+    words += ["--temperature", 1]
+    (plain,) = answered(*words)
+    (found,) = answered(*words, "--kv-bits", 4, "--kv-start", 12)
+    loaded = load(folder)
+    options = {"kv_bits": 4, "kv_start": 12}
+    expected = Generator(loaded.model, loaded.tokenizer, **options)
+    prompt = expected.encode_text("the quick")
+    asked = {"max_tokens": 40, "sampling": Sampling(1.0)}
+    assert found["tokens"] == expected.generate(prompt, **asked).tokens
+    assert found["tokens"] != plain["tokens"]
+
+
+def test_a_terminal_is_asked(folder, capsys, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal("one\n/exit\n"))
+    assert lmx(folder, "--chat", "--max-tokens", 2) == 0
+    assert capsys.readouterr().err == "> > "

@@ -1,0 +1,138 @@
+"""Which layers `layers: auto` means: experts without routers, nothing too small."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.errors import UserError
+from lmx.models.lora import lora_model
+from tiny_families import FAMILIES, member
+
+ATTENTION = {f"self_attn.{x}_proj" for x in "qkvo"}
+LATENT = {f"self_attn.{x}_proj" for x in ("q_a", "q_b", "kv_a", "o") if x != "kv_a"} | {
+    "self_attn.kv_a_proj_with_mqa"
+}
+
+
+def glu(*paths):
+    return {f"{p}.{x}_proj" for p in paths for x in ("gate", "up", "down")}
+
+
+# What a look at mlx-lm's code says an adapter should be on.
+MEANT = {
+    "llama": ATTENTION | glu("mlp"),
+    "phi3": {"self_attn.qkv_proj", "self_attn.o_proj"}
+    | {"mlp.gate_up_proj", "mlp.down_proj"},
+    "gpt2": {f"{x}.c_proj" for x in ("attn", "mlp")} | {"attn.c_attn", "mlp.c_fc"},
+    "qwen3_moe": ATTENTION | glu("mlp.switch_mlp"),
+    "qwen2_moe": ATTENTION | glu("mlp.switch_mlp", "mlp.shared_expert"),
+    "mixtral": ATTENTION | glu("block_sparse_moe.switch_mlp"),
+    "gpt_oss": ATTENTION | glu("mlp.experts"),
+    "hunyuan": ATTENTION | glu("mlp.switch_mlp", "mlp.shared_mlp"),
+    "deepseek_v3": LATENT | glu("mlp", "mlp.switch_mlp", "mlp.shared_experts"),
+    "deepseek_v32": LATENT | glu("mlp", "mlp.switch_mlp", "mlp.shared_experts"),
+    "afmoe": ATTENTION
+    | {"self_attn.gate_proj"}
+    | glu("mlp", "mlp.experts", "mlp.shared_experts"),
+    "jamba": ATTENTION
+    | glu("feed_forward", "feed_forward.switch_mlp")
+    | {f"mamba.{x}_proj" for x in ("in", "x", "out")},
+    "granitemoehybrid": ATTENTION
+    | glu("block_sparse_moe.switch_mlp")
+    | {"mamba.in_proj", "mamba.out_proj"}
+    | {"shared_mlp.input_linear", "shared_mlp.output_linear"},
+    "mamba2": {"mixer.in_proj", "mixer.out_proj"},
+    "qwen3_5": ATTENTION
+    | glu("mlp")
+    | {f"linear_attn.{x}" for x in ("in_proj_qkv", "in_proj_z", "out_proj")},
+    "gemma3n": ATTENTION
+    | glu("mlp")
+    | {"laurel.linear_left", "laurel.linear_right"}
+    | {"per_layer_input_gate", "per_layer_projection"},
+}
+
+
+def adapted(family, layers="auto", *, rank=3, **changes):
+    return set(
+        lora_model.attach(member(family), LoRAConfig(rank=rank, layers=layers), seed=0)
+    )
+
+
+@pytest.mark.parametrize("family", MEANT)
+def test_auto(family):
+    assert adapted(family) == MEANT[family]
+
+
+@pytest.mark.parametrize("layers", ["auto", ["*"]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_routers_are_never_adapted(family, layers):
+    routers = {"gate", "router", "wg", "classifier", "shared_expert_gate"}
+    keys = adapted(family, layers, rank=1)
+    assert keys
+    assert not [key for key in keys if routers & set(key.split("."))]
+
+
+class Mixture(nn.Module):
+    """Experts, a router of no known name, and an expert for all as wide as they are."""
+
+    def __init__(self, experts):
+        super().__init__()
+        self.switch_mlp = member("mixtral").layers[0].block_sparse_moe.switch_mlp
+        self.chooser = nn.Linear(32, experts)
+        self.shared = {"gate_proj": nn.Linear(32, experts)}
+
+
+class Model(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.layers = [Mixture(experts)]
+
+
+@pytest.mark.parametrize(("outputs", "router"), [(4, True), (8, False)])
+def test_a_router_is_known_by_its_outputs(outputs, router):
+    keys = lora_model.attach(Model(outputs), LoRAConfig(rank=1), seed=0)
+    assert ("chooser" not in keys) == router
+    assert "shared.gate_proj" in keys
+    assert "switch_mlp.up_proj" in keys
+
+
+def test_quantized_experts_and_routers_too():
+    model = member("qwen3_moe")
+    nn.quantize(model, group_size=32, bits=4, class_predicate=_wide_enough)
+    assert isinstance(model.layers[0].mlp.gate, nn.QuantizedLinear)
+    assert (
+        set(lora_model.attach(model, LoRAConfig(rank=3), seed=0)) == MEANT["qwen3_moe"]
+    )
+
+
+def _wide_enough(_, module):
+    return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
+
+
+def test_no_adapter_larger_than_its_layer():
+    """Keys and values of Llama are 32 x 16: 512 numbers, as 32 + 16 times 10.7."""
+    assert "self_attn.k_proj" in adapted("llama", rank=10)
+    assert "self_attn.k_proj" not in adapted("llama", rank=11)
+    assert "self_attn.k_proj" in adapted("llama", ["*"], rank=11)
+    with pytest.raises(UserError, match="matches 'auto'") as caught:
+        adapted("llama", rank=64)
+    assert caught.value.hint.startswith("a lower rank, or by name: lm_head, mlp.")
+
+
+def test_what_only_chooses_tokens_is_in_everything_and_not_in_auto():
+    choosing = adapted("deepseek_v32", ["*"]) - adapted("deepseek_v32")
+    assert choosing == {f"self_attn.indexer.{x}" for x in ("wq_b", "wk")} | {
+        "self_attn.indexer.weights_proj"
+    }
+
+
+def test_auto_goes_with_patterns_and_ranks():
+    model = member("qwen3_moe")
+    layers = {"self_attn.q_proj": 2, "auto": 4, "lm_head": 1}
+    keys = lora_model.attach(model, LoRAConfig(layers=layers), seed=0)
+    assert set(keys) == MEANT["qwen3_moe"] | {"lm_head"}
+    ranks = {k: v.lora_b.shape for k, v in lora_model.adapted(model).items()}
+    assert ranks["model.layers.0.self_attn.q_proj"] == (2, 32)
+    assert ranks["model.layers.0.self_attn.v_proj"] == (4, 16)
+    assert ranks["lm_head"][0] == 1
+    assert mx.all(lora_model.adapted(model)["lm_head"].lora_b == 0)

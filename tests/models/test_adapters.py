@@ -1,0 +1,268 @@
+"""Every kind of adapter on every kind of base: exact, fused, and as mlx-lm loads it."""
+
+import json
+import shutil
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.errors import UserError
+from lmx.models.loader import load
+from lmx.models.lora import base_layer, io, lora_model
+from mlx.utils import tree_flatten, tree_unflatten
+from tiny_checkpoints import QWEN3_MOE
+
+TOKENS = mx.random.randint(0, 320, (2, 40), key=mx.random.key(0))
+GRIDS = {f"{bits} bits": (32, bits, "affine") for bits in (2, 3, 4, 5, 6, 8)}
+GRIDS |= {"mxfp4": (32, 4, "mxfp4"), "mxfp8": (32, 8, "mxfp8")}
+GRIDS |= {"nvfp4": (16, 4, "nvfp4")}
+EVERYTHING = ["*", "model.embed_tokens"]
+
+
+@pytest.fixture(scope="session")
+def bases(make_checkpoint, tmp_path_factory):
+    """A function of grid and config to the folder of a checkpoint, float32."""
+    made = {}
+
+    def of(grid="dense", *, experts=False, **changes):
+        key = json.dumps([grid, experts, changes])
+        if key not in made:
+            config = {"base": QWEN3_MOE} if experts else {"num_hidden_layers": 3}
+            dense = make_checkpoint(dtype="float32", **config, **changes)
+            folder = tmp_path_factory.mktemp("base")
+            made[key] = dense if grid == "dense" else rounded(dense, folder, grid)
+        return made[key]
+
+    return of
+
+
+def rounded(dense, folder, grid):
+    """By stock MLX, which expands embeddings of floating-point modes to bfloat16."""
+    shutil.copytree(dense, folder, dirs_exist_ok=True)
+    model, _ = mlx_lm.load(str(dense))
+    group_size, bits, mode = GRIDS[grid]
+    dense = () if mode == "affine" else ("model.embed_tokens",)
+    nn.quantize(
+        model,
+        group_size,
+        bits,
+        mode=mode,
+        class_predicate=lambda p, m: hasattr(m, "to_quantized") and p not in dense,
+    )
+    tensors = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"), tensors, metadata={"format": "mlx"}
+    )
+    config = json.loads((folder / "config.json").read_text())
+    block = {"group_size": group_size, "bits": bits, "mode": mode}
+    config["quantization"] = block | dict.fromkeys(dense, False)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+class Adapted:
+    """A model with adapters whose parameters are not those they begin with."""
+
+    def __init__(self, folder, **settings):
+        self.folder = folder
+        self.adapter = LoRAConfig(**{"rank": 4, "alpha": 6.0} | settings)
+        self.model = load(folder).model.eval()
+        self.before = self.model(TOKENS)
+        self.base = dict(tree_flatten(self.model.parameters()))
+        self.keys = lora_model.attach(self.model, self.adapter, seed=0)
+        self.first = self.model(TOKENS)
+        self.trained = {}
+        start = tree_flatten(self.model.trainable_parameters())
+        for number, (name, value) in enumerate(start):
+            noise = mx.random.normal(value.shape, key=mx.random.key(number))
+            self.trained[name] = value + 0.1 * noise
+        self.model.update(tree_unflatten(list(self.trained.items())))
+        self.after = self.model(TOKENS)
+
+    def fused(self):
+        return lora_model.fused(self.model, self.base, self.trained, mx.float32)
+
+    def stock(self, folder):
+        blocks = self.adapter.last_layers or len(self.model.layers)
+        io.save_adapter(
+            folder,
+            self.trained,
+            layers=lora_model.adapted(self.model),
+            adapter=self.adapter,
+            keys=self.keys,
+            num_layers=blocks,
+        )
+        return mlx_lm.load(str(self.folder), adapter_path=str(folder))[0](TOKENS)
+
+
+def near(left, right, tolerance=2e-5):
+    return (mx.abs(left - right).max() / mx.abs(right).max()).item() < tolerance
+
+
+def dense_model(folder, tensors, tmp_path):
+    """The model of a folder, without its grids."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("quantization", None)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(
+        str(tmp_path / "model.safetensors"), tensors, metadata={"format": "mlx"}
+    )
+    return load(tmp_path).model.eval()
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("grid", ["dense", *GRIDS])
+def test_begins_as_the_base_and_ends_as_the_fused(bases, tmp_path, grid, kind, experts):
+    run = Adapted(bases(grid, experts=experts), type=kind, layers=EVERYTHING)
+    assert near(run.first, run.before)
+    assert not near(run.after, run.before, 1e-2)
+    model = dense_model(run.folder, run.fused(), tmp_path / "fused")
+    assert near(model(TOKENS), run.after, 1e-4)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("grid", ["dense", *GRIDS])
+def test_stock_mlx_lm_loads_it(bases, tmp_path, grid, kind, experts):
+    """What mlx-lm cannot load for faults of its own is left out: see `files.save`."""
+    wrong = grid in ("3 bits", "5 bits", "6 bits") and kind == "dora"
+    layers = ["*"] if kind == "dora" and grid != "dense" else EVERYTHING
+    run = Adapted(bases(grid, experts=experts), type=kind, layers=layers)
+    assert bool(io.unreadable(lora_model.adapted(run.model))) == wrong
+    if wrong:
+        with pytest.raises(ValueError, match="does not match"):
+            run.stock(tmp_path)
+    else:
+        assert near(run.stock(tmp_path), run.after, 1e-4)
+
+
+@pytest.mark.parametrize("grid", ["dense", "4 bits"])
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("stable", [False, True])
+def test_ranks_by_pattern_and_last_layers(bases, tmp_path, grid, kind, stable):
+    layers = {"mlp.*": 3, "*_proj": 6}
+    run = Adapted(
+        bases(grid), type=kind, layers=layers, rank_stabilized=stable, last_layers=2
+    )
+    assert len(lora_model.adapted(run.model)) == 14
+    paths = lora_model.adapted(run.model)
+    found = {p: layer.lora_a.shape[1] for p, layer in paths.items()}
+    assert not any(".layers.0." in path for path in found)
+    assert found["model.layers.1.mlp.up_proj"] == 3
+    assert found["model.layers.2.self_attn.q_proj"] == 6
+    divisor = 6**0.5 if stable else 6
+    assert paths["model.layers.2.self_attn.q_proj"].scale == pytest.approx(6 / divisor)
+    assert near(run.stock(tmp_path), run.after, 1e-4)
+
+
+def test_experts_of_different_ranks(bases, tmp_path):
+    layers = {"mlp.switch_mlp.up_proj": 2, "*": 5}
+    run = Adapted(bases(experts=True), layers=layers)
+    assert near(run.stock(tmp_path), run.after, 1e-4)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["lora_parameters"]["rank"] == 5
+    assert config["lora_parameters"]["scale"] == 1
+
+
+def explicit(run, trained):
+    """The weights of the sum, written as the papers write it."""
+    result = {}
+    for path in lora_model.adapted(run.model):
+        a, b = trained[f"{path}.lora_a"], trained[f"{path}.lora_b"]
+        weight = run.base[f"{path}.weight"]
+        if weight.ndim == 3:
+            update = mx.einsum("eor,eri->eoi", b, a)
+        elif "embed" in path:
+            update = a @ b
+        else:
+            update = (a @ b).T
+        total = weight + run.adapter.scale(4) * update
+        if f"{path}.m" in trained:
+            norms = mx.stop_gradient(mx.linalg.norm(total, axis=1, keepdims=True))
+            total = trained[f"{path}.m"][:, None] * total / norms
+        result[f"{path}.weight"] = total
+    return result
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
+def test_gradients_are_those_of_the_sum(bases, kind, experts):
+    """Dense, tied embedding included; 80 tokens, so that experts are sorted."""
+    run = Adapted(bases(experts=experts), type=kind, layers=EVERYTHING)
+    plain = load(run.folder).model.eval()
+
+    def by_sum(trained):
+        plain.update(tree_unflatten(list(explicit(run, trained).items())))
+        return mx.logsumexp(plain(TOKENS), axis=-1).sum()
+
+    def by_adapter(trained):
+        run.model.update(tree_unflatten(list(trained.items())))
+        return mx.logsumexp(run.model(TOKENS), axis=-1).sum()
+
+    expected, found = (mx.grad(f)(run.trained) for f in (by_sum, by_adapter))
+    assert all(mx.abs(gradient).max() > 0 for gradient in expected.values())
+    for name, gradient in expected.items():
+        assert near(found[name], gradient, 1e-4), name
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, kind):
+    """The dense twin of a quantized model gives its adapters the same gradients."""
+    run = Adapted(bases(grid), type=kind, layers=EVERYTHING)
+    plain = load(run.folder).model
+    expanded = lora_model.fused(plain, run.base, {}, mx.float32)
+    twin = dense_model(run.folder, expanded, tmp_path / "twin")
+    lora_model.attach(twin, run.adapter, seed=0)
+
+    def loss(model):
+        def of(trained):
+            model.update(tree_unflatten(list(trained.items())))
+            return mx.logsumexp(model(TOKENS), axis=-1).sum()
+
+        return of
+
+    expected, found = (mx.grad(loss(m))(run.trained) for m in (twin, run.model))
+    for name, gradient in expected.items():
+        assert near(found[name], gradient, 1e-3), name
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("grid", GRIDS)
+def test_an_embedding_of_codes(grid, kind):
+    group_size, bits, mode = GRIDS[grid]
+    layer = nn.Embedding(40, 96).to_quantized(group_size, bits, mode)
+    expanded = base_layer.own(layer)
+    layer = lora_model.KINDS[kind]["embedding"](layer, 4, 1.5, 0.0, mx.random.key(1))
+    assert io.unreadable({"embed": layer}) == ["embed"] * (kind == "dora")
+    layer.lora_b = 0.1 * mx.random.normal((4, 96), key=mx.random.key(2))
+    trained = {name: layer[name] for name in layer.TRAINED}
+    merged = layer.merge(expanded, trained)
+    assert not near(merged, expanded, 1e-2)
+    tokens, x = mx.arange(7), mx.random.normal((3, 96), key=mx.random.key(3))
+    # A lookup in floating-point codes gives bfloat16.
+    assert near(layer(tokens), merged[:7], 1e-5 if mode == "affine" else 1e-2)
+    assert near(layer.as_linear(x), x @ merged.T)
+
+
+def test_embeddings_and_heads_only_by_name(bases):
+    folder = bases(tie_word_embeddings=False)
+    assert not any("embed" in k or "head" in k for k in Adapted(folder).keys)
+    run = Adapted(folder, layers=["lm_head", "*embed*"])
+    assert run.keys == ["lm_head", "model.embed_tokens"]
+
+
+def test_dora_leaves_experts_alone(bases):
+    folder = bases(experts=True)
+    assert not any("switch" in key for key in Adapted(folder, type="dora").keys)
+    with pytest.raises(UserError, match="no layer that dora adapts here matches"):
+        Adapted(folder, type="dora", layers=["mlp.switch_mlp.*"])
+
+
+def test_more_last_layers_than_there_are(bases):
+    with pytest.raises(UserError, match="this model has 3 blocks"):
+        Adapted(bases(), last_layers=4)

@@ -1,0 +1,434 @@
+"""What a compiled training forward multiplied with is what the export holds."""
+
+import itertools
+import shutil
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.config.qat import QATConfig
+from lmx.config.quant_spec import Quantization, QuantSpec
+from lmx.data.batching import Batch
+from lmx.models import checkpoint_writer
+from lmx.models.dtypes import set_compute_dtype
+from lmx.models.loader import load
+from lmx.models.lora import lora_model
+from lmx.quantization.packing import expand, pack
+from lmx.quantization.qat.fake_quant import FakeQuant
+from lmx.quantization.qat.quantizers import LSQQuantizer
+from lmx.quantization.target_layers import QuantizationPlan, select_layers
+from lmx.training.losses import cross_entropy_sum
+from lmx.training.step import TrainStep
+from mlx.utils import tree_flatten, tree_unflatten
+
+AFFINE = list(itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128)))
+GRIDS = [QuantSpec(bits=b, group_size=g) for b, g in AFFINE]
+GRIDS += [QuantSpec(mode=m) for m in ("mxfp4", "nvfp4", "mxfp8")]
+LINEAR = [
+    f"model.layers.{layer}.{path}"
+    for layer in range(3)
+    for path in (
+        "mlp.gate_proj",
+        "mlp.up_proj",
+        "mlp.down_proj",
+        *(f"self_attn.{x}_proj" for x in "qkvo"),
+    )
+]
+LAYERS = ["self_attn.*", "mlp.*"]
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+class Watched(TrainStep):
+    """A step that also returns the weights its compiled forward was made with."""
+
+    def _update(self, *batch_and_rate):
+        results = super()._update(*batch_and_rate)
+        used = dict(tree_flatten(self.model.parameters()))
+        return *results, {k: v for k, v in used.items() if "lora" not in k}
+
+
+class Run:
+    """Quantization-aware training put together as the train stage does it."""
+
+    def __init__(
+        self, folder, quantization, *, adapted, patterns=LAYERS, rounding=None
+    ):
+        self.loaded = load(folder, compute="stored")
+        model = self.loaded.model
+        self.base = dict(tree_flatten(model.parameters()))
+        if isinstance(quantization, Quantization):
+            quantization = select_layers(model, quantization)
+        self.selection = quantization
+        if adapted:
+            lora_model.attach(
+                model, LoRAConfig(rank=4, layers=patterns), seed=1, merged=True
+            )
+        specs = self.selection.specs
+        if rounding and rounding.grid == "frozen":
+            model.freeze()
+        fake_quant = FakeQuant(model, specs, self.loaded.dtype, rounding)
+        self.step = Watched(model, fake_quant=fake_quant, weight_decay=0.01)
+        set_compute_dtype(model, mx.float32)
+
+    def train(self, steps=1):
+        for seed in range(steps):
+            self.step.reach(seed)
+            results = self.step(batch(seed), 0.01, seed)
+            mx.eval(results, self.step.parameters)
+        return results
+
+    def export(self, folder):
+        folder.mkdir()
+        parameters = self.step.parameters
+        dense = lora_model.fused(
+            self.step.model, self.base, parameters, self.loaded.dtype
+        )
+        rounded = {f"{path}.weight" for path in self.selection.specs}
+        weights = {k: v for k, v in dense.items() if k not in rounded}
+        checkpoint_writer.write_checkpoint(
+            folder,
+            weights | self.step.fake_quant.stored(parameters),
+            self.loaded.config,
+            companions=self.loaded.path,
+            specs=self.selection.specs,
+            kept=list(self.selection.kept),
+        )
+        return folder
+
+
+def batch(seed, rows=2, length=8):
+    tokens = mx.random.randint(0, 320, (rows, length + 1), key=mx.random.key(seed))
+    mask = mx.ones((rows, length), dtype=mx.bool_)
+    return Batch(tokens, mask, ("",) * rows)
+
+
+def reloaded(folder, selection: QuantizationPlan, dtype):
+    """The weights in a checkpoint's files, expanded by plain MLX."""
+    tensors = mx.load(str(folder / "model.safetensors"))
+    weights = {}
+    for name, value in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        spec = selection.specs.get(path)
+        if spec is None or leaf == "bias":
+            weights[name] = value
+        elif leaf == "weight":
+            weights[name] = mx.dequantize(
+                value,
+                tensors[f"{path}.scales"],
+                tensors.get(f"{path}.biases"),
+                spec.group_size,
+                spec.bits,
+                spec.mode,
+                dtype=dtype,
+            )
+    return weights
+
+
+def assert_served_is_trained(run, folder):
+    """The next forward's weights, bit for bit, are those in the exported files."""
+    dtype = run.loaded.dtype
+    stored = reloaded(run.export(folder), run.selection, dtype)
+    *_, used = run.train()
+    used = {k.replace(".linear.", "."): v for k, v in used.items()}
+    assert used.keys() == stored.keys()
+    for name, value in stored.items():
+        assert value.dtype == dtype, name
+        assert mx.array_equal(used[name], value.astype(mx.float32)), name
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exported_weights_are_the_trained_ones(
+    make_checkpoint, tmp_path, dtype, adapted
+):
+    """Every grid there is, each on a layer of its own."""
+    folder = make_checkpoint(dtype=dtype, num_hidden_layers=3)
+    specs = dict(zip(LINEAR, GRIDS, strict=True))
+    run = Run(folder, QuantizationPlan(specs, {}), adapted=adapted)
+    run.train(2)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("grid", "adapted"),
+    [
+        ("learned", False),
+        ("learned", True),
+        ("frozen", False),
+        ("kept", False),
+        ("kept", True),
+        ("balanced", False),
+        ("ternary", True),
+    ],
+)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exported_weights_are_the_trained_ones_on_learned_grids(
+    make_checkpoint, tmp_path, dtype, grid, adapted
+):
+    """Where a layer's mode or bits do not go with the grid, another takes its place."""
+    folder = make_checkpoint(dtype=dtype, num_hidden_layers=3)
+    chosen = [g for g in GRIDS if g.bits in (2, 3, 8) or g.mode != "affine"]
+    specs = dict(zip(LINEAR, itertools.cycle(chosen), strict=False))
+    rounding = QATConfig(bits=2, group_size=32, grid=grid)
+    run = Run(folder, QuantizationPlan(specs, {}), adapted=adapted, rounding=rounding)
+    first = dict(run.step.parameters)
+    run.train(2)
+    moved = {k for k, v in run.step.parameters.items() if mx.any(v != first[k]).item()}
+    affine = [path for path, spec in specs.items() if spec.mode == "affine"]
+    assert len(affine) > 9
+    learned = [f"{path}.scales" in moved for path in affine]
+    assert all(learned) if grid != "kept" else not any(learned)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+def test_a_frozen_grid_keeps_every_code_and_all_else(make_checkpoint, tmp_path):
+    rounding = QATConfig(bits=3, group_size=32, grid="frozen")
+    run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
+    names = {f"{p}.{n}" for p in run.selection.specs for n in ("scales", "biases")}
+    assert run.step.parameters.keys() == names
+    before = run.step.fake_quant.stored(run.step.parameters)
+    run.train(2)
+    after = run.step.fake_quant.stored(run.step.parameters)
+    for name, value in before.items():
+        is_code = name.endswith(".weight")
+        assert mx.array_equal(value, after[name]) == is_code, name
+    stored = reloaded(run.export(tmp_path / "out"), run.selection, mx.float16)
+    assert mx.array_equal(stored["model.norm.weight"], run.base["model.norm.weight"])
+
+
+@pytest.mark.parametrize("grid", ["minmax", "learned"])
+def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
+    rounding = QATConfig(bits=2, group_size=32, grid=grid, start_step=2)
+    folder = make_checkpoint(dtype="float32")
+    run = Run(folder, rounding, adapted=False, rounding=rounding)
+    plain = Watched(load(folder, compute="stored").model, weight_decay=0.01)
+    for seed in range(2):
+        run.step.reach(seed)
+        rounded, whole = (s(batch(seed), 0.01, seed) for s in (run.step, plain))
+        assert rounded[0].item() == pytest.approx(whole[0].item(), rel=1e-6)
+        mx.eval(run.step.parameters, plain.parameters)
+    run.step.reach(2)
+    fake_quant, parameters = run.step.fake_quant, run.step.parameters
+    path = "model.layers.0.mlp.up_proj"
+    if grid == "learned":
+        # Of the weights as they are now.
+        begun = LSQQuantizer(run.selection.specs[path], mx.float32, "fitted").begin(
+            parameters[f"{path}.weight"]
+        )
+        assert mx.array_equal(parameters[f"{path}.scales"], begun["scales"])
+        assert not mx.array_equal(fake_quant.learned[f"{path}.scales"], begun["scales"])
+    rounded, whole = (s(batch(2), 0.01, 2) for s in (run.step, plain))
+    assert rounded[0].item() != pytest.approx(whole[0].item(), rel=0.01)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("grid", ["minmax", "learned"])
+def test_bits_come_down(make_checkpoint, tmp_path, grid, adapted):
+    """Every step is one of a training that has its bits from the beginning."""
+    folder = make_checkpoint(dtype="bfloat16")
+    down = [{"bits": 8, "steps": 2}, {"bits": 3, "steps": 1}]
+    # Without adapters they would be rounded at once, to the last bits.
+    common = {"group_size": 32, "grid": grid, "embeddings": False}
+    rounding = QATConfig(bits=2, progressive=down, **common)
+    run = Run(folder, rounding, adapted=adapted, rounding=rounding)
+    runs = {}
+    for bits in (8, 3, 2):
+        alone = QATConfig(bits=bits, **common)
+        runs[bits] = Run(folder, alone, adapted=adapted, rounding=alone)
+    for number, bits in enumerate((8, 8, 3, 2, 2)):
+        begins = run.step.reach(number)
+        assert begins == (number in (2, 3)), number
+        now = run.step.parameters
+        losses = {}
+        for width, other in runs.items():
+            other.step.parameters.update(now)
+            losses[width] = other.step(batch(number), 0.01, number)[:3]
+        found = run.step(batch(number), 0.01, number)[:3]
+        same = {
+            w
+            for w, other in losses.items()
+            if mx.allclose(mx.stack(other), mx.stack(found), rtol=1e-6, atol=0).item()
+        }
+        assert same == {bits}, number
+        mx.eval(run.step.parameters)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+def test_a_grid_that_comes_down_begins_with_the_weights_as_they_are(make_checkpoint):
+    down = [{"bits": 4, "steps": 1}]
+    rounding = QATConfig(bits=2, group_size=32, grid="learned", progressive=down)
+    run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
+    run.train(1)
+    path = "model.layers.0.mlp.up_proj"
+    before = run.step.parameters[f"{path}.scales"]
+    run.step.reach(1)
+    begun = LSQQuantizer(run.selection.specs[path], mx.float16, "fitted").begin(
+        run.step.parameters[f"{path}.weight"]
+    )
+    assert mx.array_equal(run.step.parameters[f"{path}.scales"], begun["scales"])
+    assert not mx.array_equal(before, begun["scales"])
+
+
+def test_a_layer_of_more_bits_keeps_them(make_checkpoint):
+    down = [{"bits": 4, "steps": 1}, {"bits": 3, "steps": 1}]
+    rounding = QATConfig(bits=2, group_size=32, progressive=down)
+    specs = {LINEAR[0]: GRIDS[0], LINEAR[1]: QuantSpec(bits=6, group_size=32)}
+    folder = make_checkpoint(dtype="float32")
+    run = Run(folder, QuantizationPlan(specs, {}), adapted=False, rounding=rounding)
+    for number, bits in enumerate((4, 3, 2)):
+        run.step.reach(number)
+        weights = run.step.fake_quant.served(run.step.parameters, mx.float32)
+        for path, width in ((LINEAR[0], bits), (LINEAR[1], 6)):
+            spec = QuantSpec(bits=width, group_size=32)
+            packed = pack(run.step.parameters[f"{path}.weight"], spec, mx.float32)
+            expected = expand(packed, spec, mx.float32)
+            assert mx.array_equal(weights[f"{path}.weight"], expected)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    ("embeddings", "head"), itertools.product([False, True], repeat=2)
+)
+def test_embeddings_and_head_by_choice(
+    make_checkpoint, tmp_path, tied, embeddings, head, adapted
+):
+    folder = make_checkpoint(tie_word_embeddings=tied, attention_bias=True)
+    quantization = Quantization(embeddings=embeddings, head=head)
+    run = Run(folder, quantization, adapted=adapted)
+    assert ("model.embed_tokens" in run.selection.specs) == embeddings
+    assert ("lm_head" in run.selection.specs) == (head and not tied)
+    run.train(2)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("grid", "adapted"),
+    [
+        ("minmax", False),
+        ("minmax", True),
+        ("learned", False),
+        ("learned", True),
+        ("frozen", False),
+        ("kept", True),
+        ("balanced", True),
+        ("ternary", False),
+    ],
+)
+def test_stock_mlx_lm_has_the_loss_of_training(
+    make_checkpoint, tmp_path, adapted, grid
+):
+    import mlx_lm
+    from mlx_lm.utils import dequantize_model
+
+    rounding = QATConfig(bits=2, grid=grid)
+    folder = make_checkpoint(num_hidden_layers=2)
+    run = Run(folder, rounding, adapted=adapted, rounding=rounding)
+    run.train(3)
+    model, _ = mlx_lm.load(str(run.export(tmp_path / "out")))
+    model = dequantize_model(model)
+    model.set_dtype(mx.float32)
+    again = batch(9)
+    logits = model(again.tokens[:, :-1])
+    loss = cross_entropy_sum(logits, again.tokens[:, 1:], again.mask).item()
+    assert run.step.evaluate([again])[0] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_mixture_of_experts_too(make_checkpoint, tmp_path):
+    from tiny_checkpoints import QWEN3_MOE
+
+    folder = make_checkpoint(QWEN3_MOE)
+    run = Run(folder, Quantization(), adapted=True, patterns=["self_attn.*"])
+    run.train(2)
+    assert_served_is_trained(run, tmp_path / "out")
+
+
+def test_weights_of_another_type_keep_it(make_checkpoint, tmp_path):
+    """As a mixture's router corrections, in float32 in a 16-bit checkpoint."""
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "mixed")
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.float32)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    run = Run(folder, Quantization(), adapted=False)
+    run.train(2)
+    stored = reloaded(run.export(tmp_path / "out"), run.selection, mx.float16)
+    assert stored["model.norm.weight"].dtype == mx.float32
+    *_, used = run.train()
+    assert mx.array_equal(used["model.norm.weight"], stored["model.norm.weight"])
+    half = stored["model.norm.weight"].astype(mx.float16).astype(mx.float32)
+    assert not mx.array_equal(half, stored["model.norm.weight"])
+
+
+def test_rounding_twice_would_change_codes():
+    """Why codes are exported as produced: the check above can fail."""
+    weight = mx.random.normal((64, 256), key=mx.random.key(0))
+    spec = QuantSpec(bits=4)
+    once = pack(weight, spec, mx.float16)
+    twice = pack(expand(once, spec, mx.float16), spec, mx.float16)
+    changed = mx.mean(once["weight"] != twice["weight"]).item()
+    assert changed > 0.05
+    other = pack(weight, spec, mx.float32)
+    assert not mx.array_equal(other["weight"], once["weight"])
+
+
+def test_full_gradients_pass_straight_through(make_checkpoint):
+    """The gradient of every master is that of the rounded weight itself."""
+    run = Run(make_checkpoint(dtype="float32"), Quantization(), adapted=False)
+    step, one = run.step, batch(3)
+
+    def loss(parameters):
+        return step._loss_of(parameters, *one.arrays, None, None)
+
+    def plain(weights):
+        step.model.update(tree_unflatten(list(weights.items())))
+        logits = step.model(one.tokens[:, :-1])
+        return cross_entropy_sum(logits, one.tokens[:, 1:], one.mask)
+
+    rounded = step.fake_quant.served(step.parameters, mx.float32)
+    expected = mx.grad(plain)(rounded)
+    for name, gradient in mx.grad(loss)(step.parameters).items():
+        assert mx.array_equal(gradient, expected[name]), name
+        assert mx.abs(gradient).max() > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapter_gradients_are_those_of_the_merged_weight(make_checkpoint, dtype):
+    """Against NumPy in float64: y = x round(W0 + s (A B)^T)^T, straight through."""
+    run = Run(make_checkpoint(dtype=dtype), Quantization(), adapted=True)
+    step = run.step
+    path = "model.layers.0.mlp.down_proj"
+    pair = [f"{path}.lora_a", f"{path}.lora_b"]
+    step.parameters[pair[1]] = 0.1 * mx.random.normal(
+        step.parameters[pair[1]].shape, key=mx.random.key(4)
+    )
+    x = mx.random.normal((3, 5, 256), key=mx.random.key(5))
+    seen = mx.random.normal((3, 5, 128), key=mx.random.key(6))
+    layer = lora_model.adapted(step.model)[path]
+
+    def product(parameters, x):
+        step._set(parameters)
+        return (layer(x) * seen).sum()
+
+    gradients, dx = mx.grad(product, argnums=(0, 1))(step.parameters, x)
+
+    stored = run.loaded.dtype
+    a, b = (np.array(step.parameters[name], dtype=np.float64) for name in pair)
+    base = np.array(run.base[f"{path}.weight"].astype(mx.float32), dtype=np.float64)
+    merged = mx.array(base + 2.0 * (a @ b).T, dtype=mx.float32)
+    spec = run.selection.specs[path]
+    served = expand(pack(merged, spec, stored), spec, stored).astype(mx.float32)
+    rows = np.array(x, dtype=np.float64).reshape(-1, 256)
+    errors = np.array(seen, dtype=np.float64).reshape(-1, 128)
+    d_weight = errors.T @ rows
+    close(gradients[pair[0]], 2.0 * d_weight.T @ b.T)
+    close(gradients[pair[1]], 2.0 * a.T @ d_weight.T)
+    close(dx.reshape(-1, 256), errors @ np.array(served, dtype=np.float64))
+    # Rounding is coarse enough that the unrounded weight would be noticed.
+    assert np.abs(np.array(served) - np.array(merged)).max() > 1e-3
+
+
+def close(value, expected):
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(np.array(value) / scale, expected / scale, atol=1e-5)

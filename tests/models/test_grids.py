@@ -1,0 +1,388 @@
+"""Grids of quantization-aware training against NumPy, and what they store."""
+
+import itertools
+import typing
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config.qat import QATConfig
+from lmx.config.quant_spec import QuantSpec
+from lmx.quantization.packing import expand, pack
+from lmx.quantization.qat.quantizers import (
+    QUANTIZERS,
+    FixedScaleQuantizer,
+    LSQQuantizer,
+    MinMaxQuantizer,
+    ScalesOnlyQuantizer,
+)
+from lmx.quantization.qat.stretched_elastic import SEQQuantizer, TernaryQuantizer
+from mlx.optimizers import Adam
+from pydantic import ValidationError
+
+DTYPES = (mx.float32, mx.float16, mx.bfloat16)
+SPECS = [
+    QuantSpec(bits=bits, group_size=group)
+    for bits, group in itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128))
+]
+TWO = QuantSpec(bits=2, group_size=32)
+KINDS = [
+    *itertools.product(
+        (MinMaxQuantizer, LSQQuantizer, ScalesOnlyQuantizer, FixedScaleQuantizer), SPECS
+    ),
+    *itertools.product((SEQQuantizer, TernaryQuantizer), SPECS[:3]),
+]
+
+
+def normal(*shape, seed=0, scale=0.05):
+    return scale * mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def begun(module, spec, dtype, weight, start="fitted"):
+    """A grid and numbers it might have learned."""
+    grid = module(spec, dtype, start)
+    first = grid.begin(weight)
+    return grid, {
+        name: value * (1 + 0.1 * mx.random.normal(value.shape, key=mx.random.key(i)))
+        for i, (name, value) in enumerate(first.items())
+    }
+
+
+def doubles(*arrays):
+    return [np.array(a.astype(mx.float32), dtype=np.float64) for a in arrays]
+
+
+def test_the_recipe_has_the_names_of_the_files():
+    names = typing.get_args(QATConfig.model_fields["grid"].annotation)
+    assert set(names) == set(QUANTIZERS)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(6, 256), (2, 3, 256)], ids=["layer", "experts"])
+@pytest.mark.parametrize(
+    ("module", "spec"), KINDS, ids=lambda v: getattr(v, "__name__", str(v))[-60:]
+)
+def test_what_is_served_is_what_is_stored(module, spec, shape, dtype):
+    """Bit for bit, by plain MLX; tests of `FakeQuant` have the compiled forward."""
+    weight = normal(*shape)
+    grid, numbers = begun(module, spec, dtype, weight)
+    value = grid.rounded(weight, numbers)
+    packed = grid.packed(weight, numbers)
+    stored = mx.dequantize(
+        packed["weight"], packed["scales"], packed["biases"], spec.group_size, spec.bits
+    )
+    assert stored.dtype == packed["scales"].dtype == dtype
+    assert value.dtype == mx.float32
+    assert value.shape == stored.shape == shape
+    assert mx.array_equal(value, stored.astype(mx.float32))
+    assert not mx.array_equal(value, weight)
+
+
+def reference(weight, scales, biases, group, top, margin):
+    """LSQ with an offset in float64: points, and gradients of sum(seen * points)."""
+    w = weight.reshape(-1, group)
+    s, b = scales[:, None], biases[:, None]
+    t = (w - b) / s
+    code = np.clip(np.rint(t), 0, top)
+    inside = (t >= -margin) & (t <= top + margin)
+    return code * s + b, inside, np.where(inside, code - t, code)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_learned_gradients_are_lsqs(bits):
+    spec = QuantSpec(bits=bits, group_size=32)
+    weight, seen = normal(5, 96), normal(5, 96, seed=1, scale=1.0)
+    grid, numbers = begun(LSQQuantizer, spec, mx.float32, 0.8 * weight)
+
+    def loss(weight, numbers):
+        return (grid.rounded(weight, numbers) * seen).sum()
+
+    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, numbers)
+    w, s, b, g = doubles(weight, numbers["scales"], numbers["biases"], seen)
+    top = 2**bits - 1
+    points, inside, slope = reference(w, s, b, 32, top, 0.0)
+    assert 0 < inside.mean() < 1
+    np.testing.assert_allclose(
+        np.array(grid.rounded(weight, numbers)), points.reshape(5, 96), atol=1e-6
+    )
+    factor, g = 1 / np.sqrt(32 * top), g.reshape(-1, 32)
+    close(by_weight, (g * inside).reshape(5, 96))
+    close(found["scales"], factor * (g * slope).sum(axis=1))
+    close(found["biases"], factor * (g * ~inside).sum(axis=1))
+
+
+def test_learned_gradients_are_finite_differences_of_the_clipped_line():
+    """Straight-through: what is rounded off stays as it is when a number moves."""
+    weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
+    grid, numbers = begun(LSQQuantizer, TWO, mx.float32, 0.8 * weight)
+    w, s, b, g = doubles(weight[0], numbers["scales"], numbers["biases"], seen[0])
+    t = (w - b) / s
+    off = np.rint(np.clip(t, 0, 3)) - np.clip(t, 0, 3)
+
+    def surrogate(w, s, b):
+        return ((np.clip((w - b) / s, 0, 3) + off) * s + b) @ g
+
+    def loss(weight, numbers):
+        return (grid.rounded(weight, numbers) * seen).sum()
+
+    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, numbers)
+    step = 1e-7
+    moves = step * np.eye(32)
+    slopes = [surrogate(w + m, s, b) - surrogate(w - m, s, b) for m in moves]
+    close(by_weight[0], np.array(slopes) / (2 * step))
+    factor = 1 / np.sqrt(32 * 3)
+    by_scale = surrogate(w, s + step, b) - surrogate(w, s - step, b)
+    by_bias = surrogate(w, s, b + step) - surrogate(w, s, b - step)
+    close(found["scales"], factor * np.array([by_scale]) / (2 * step))
+    close(found["biases"], factor * np.array([by_bias]) / (2 * step))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_kept_grid_has_the_very_codes_it_began_with(spec, dtype):
+    """Those of a method too, which are not the nearest to the weights they are of."""
+    packed = pack(normal(6, 256), spec, dtype)
+    packed["weight"] = mx.random.randint(
+        0, 2**31, packed["weight"].shape, key=mx.random.key(3)
+    ).astype(mx.uint32)
+    grid = FixedScaleQuantizer(spec, dtype, "fitted")
+    assert grid.resume(packed) == {}
+    weight = expand(exact := widened(packed), spec, mx.float32)
+    again = grid.packed(weight, {})
+    assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
+    assert all(again[name].dtype == value.dtype for name, value in packed.items())
+    # Every weight moves from there, those on outermost points too.
+    slope = mx.grad(lambda w: grid.rounded(w, {}).sum())(weight)
+    assert mx.all(slope == 1).item()
+    moved = weight + 0.6 * mx.repeat(exact["scales"], spec.group_size, axis=-1)
+    assert not mx.array_equal(grid.packed(moved, {})["weight"], packed["weight"])
+
+
+def widened(packed):
+    """Scales and biases in float32, which loses nothing."""
+    pair = {name: packed[name].astype(mx.float32) for name in ("scales", "biases")}
+    return packed | pair
+
+
+def test_kept_gradients_are_finite_differences_of_the_clipped_line():
+    """Over every point's cell, the outermost's too, and flat beyond."""
+    weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
+    grid = FixedScaleQuantizer(TWO, mx.float32, "fitted")
+    grid.begin(0.8 * weight)
+    packed = grid.packed(weight, {})
+    w, s, b, g = doubles(weight[0], packed["scales"][0], packed["biases"][0], seen[0])
+    t = (w - b) / s
+    off = np.clip(np.rint(t), 0, 3) - np.clip(t, -0.5, 3.5)
+
+    def surrogate(w):
+        return ((np.clip((w - b) / s, -0.5, 3.5) + off) * s + b) @ g
+
+    found = mx.grad(lambda w: (grid.rounded(w, {}) * seen).sum())(weight)
+    moves = 1e-7 * np.eye(32)
+    slopes = [surrogate(w + m) - surrogate(w - m) for m in moves]
+    assert 0 < np.mean(np.abs(t - 1.5) > 2) < 0.5
+    close(found[0], np.array(slopes) / 2e-7)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_frozen_gradients_are_those_of_mlxs_product(bits):
+    spec = QuantSpec(bits=bits, group_size=32)
+    weight, x = normal(4, 96), normal(7, 96, seed=1, scale=1.0)
+    seen = normal(7, 4, seed=2, scale=1.0)
+    grid, numbers = begun(ScalesOnlyQuantizer, spec, mx.float32, weight)
+
+    def loss(numbers):
+        return ((x @ grid.rounded(None, numbers).T) * seen).sum()
+
+    def product(pair):
+        scales, biases = pair
+        y = mx.quantized_matmul(x, grid.codes, scales, biases, group_size=32, bits=bits)
+        return (y * seen).sum()
+
+    packed = grid.packed(None, numbers)
+    expected = mx.grad(product)([packed["scales"], packed["biases"]])
+    found = mx.grad(loss)(numbers)
+    close(found["scales"], np.array(expected[0]).reshape(-1))
+    close(found["biases"], np.array(expected[1]).reshape(-1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_balanced_levels_are_the_papers(dtype):
+    """alpha * (round(2 clip(w / alpha) - 1/2) + 1/2) / 2."""
+    alpha = 0.75
+    share = np.linspace(-1, 1, 64)
+    grid = SEQQuantizer(QuantSpec(bits=2, group_size=64), dtype, "minmax")
+    numbers = {"scales": mx.array([alpha / 2])}
+    value = grid.rounded(mx.array(share[None] * alpha, mx.float32), numbers)
+    clipped = np.clip(share, -0.99, 0.99)
+    expected = (np.rint(2 * clipped - 0.5) + 0.5) / 2
+    np.testing.assert_array_equal(np.array(value[0]) / alpha, expected)
+    assert sorted(set(expected)) == [-0.75, -0.25, 0.25, 0.75]
+
+
+@pytest.mark.parametrize(
+    "module", [SEQQuantizer, TernaryQuantizer], ids=["balanced", "ternary"]
+)
+def test_symmetric_gradients_are_the_papers(module):
+    """d alpha is the level less w / alpha, beyond the ends the level alone."""
+    weight, seen = normal(3, 64), normal(3, 64, seed=1, scale=1.0)
+    grid, numbers = begun(module, TWO, mx.float32, 0.8 * weight)
+
+    def loss(weight, numbers):
+        return (grid.rounded(weight, numbers) * seen).sum()
+
+    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, numbers)
+    w, s, g = doubles(weight, grid.packed(weight, numbers)["scales"], seen)
+    w, s, g = w.reshape(-1, 32), s.reshape(-1, 1), g.reshape(-1, 32)
+    middle = grid.MIDDLE
+    level = np.clip(np.rint(w / s + middle), 0, 2 * middle) - middle
+    inside = np.abs(w / s) <= middle + 0.5
+    assert 0 < inside.mean() < 1
+    slope = np.where(inside, level - w / s, level)
+    close(by_weight, (g * inside).reshape(3, 64))
+    close(found["scales"], (g * slope).sum(axis=1) / np.sqrt(32 * 2 * middle))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "module", [SEQQuantizer, TernaryQuantizer], ids=["balanced", "ternary"]
+)
+def test_symmetric_levels_are_stored_without_loss(module, dtype):
+    weight = normal(64, 256)
+    grid, numbers = begun(module, TWO, dtype, weight)
+    packed = grid.packed(weight, numbers)
+    value = expand(packed, TWO, dtype).reshape(-1, 32)
+    scale, found = doubles(packed["scales"].reshape(-1, 1), value)
+    levels = np.unique(found / scale)
+    wanted = {SEQQuantizer: [-1.5, -0.5, 0.5, 1.5], TernaryQuantizer: [-1, 0, 1]}[
+        module
+    ]
+    assert levels.tolist() == wanted
+    # As near to what was learned as the type allows.
+    off = scale[:, 0] / doubles(numbers["scales"])[0] - 1
+    assert np.abs(off).max() < {mx.bfloat16: 2**-6, mx.float16: 2**-9}.get(dtype, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("module", "spec"),
+    [
+        (LSQQuantizer, SPECS[3]),
+        (LSQQuantizer, TWO),
+        (SEQQuantizer, TWO),
+        (TernaryQuantizer, TWO),
+    ],
+    ids=lambda v: getattr(v, "__name__", "")[-10:],
+)
+def test_a_fitted_start_loses_less_than_the_range(module, spec):
+    weight = normal(16, 256)
+
+    def lost(start):
+        grid = module(spec, mx.float16, start)
+        return mx.square(grid.rounded(weight, grid.begin(weight)) - weight).sum().item()
+
+    assert lost("fitted") < 0.9 * lost("minmax")
+    if module is LSQQuantizer:
+        plain = MinMaxQuantizer(spec, mx.float16, "minmax").rounded(weight, {})
+        assert lost("minmax") <= mx.square(plain - weight).sum().item()
+
+
+def test_learned_grids_lower_the_loss_more():
+    """A layer with a few large weights, over the same steps from the same weights."""
+    generator = np.random.default_rng(0)
+    start = mx.array(0.02 * generator.standard_t(4, (32, 128)), mx.float32)
+    x = mx.array(generator.normal(size=(256, 128)), mx.float32)
+
+    def last(module):
+        grid = module(TWO, mx.float16, "minmax")
+        state = {"weight": start} | (numbers := grid.begin(start))
+        optimizer = Adam(1e-3)
+
+        def loss(state):
+            weight = grid.rounded(state["weight"], {k: state[k] for k in numbers})
+            return mx.square(x @ (weight - start).T).mean()
+
+        for _ in range(40):
+            value, gradients = mx.value_and_grad(loss)(state)
+            state = optimizer.apply_gradients(gradients, state)
+            mx.eval(state, value)
+        return value.item()
+
+    plain = last(MinMaxQuantizer)
+    assert all(
+        last(module) < 0.7 * plain
+        for module in (LSQQuantizer, ScalesOnlyQuantizer, SEQQuantizer)
+    )
+
+
+@pytest.mark.parametrize("module", [LSQQuantizer, SEQQuantizer, TernaryQuantizer])
+def test_groups_of_one_value(module):
+    """Of zeros the scale may be zero too, and nothing becomes infinite."""
+    weight = mx.concatenate([mx.zeros((1, 32)), mx.full((1, 32), 0.25)])
+    for dtype, start in itertools.product(DTYPES, ("minmax", "fitted")):
+        grid = module(TWO, dtype, start)
+        numbers = grid.begin(weight)
+
+        def loss(weight, numbers, grid=grid):
+            return mx.square(grid.rounded(weight, numbers) - 1.0).sum()
+
+        found = mx.grad(loss, argnums=(0, 1))(weight, numbers)
+        value = grid.rounded(weight, numbers)
+        assert mx.all(mx.isfinite(value)).item()
+        assert mx.abs(value - weight).max().item() < 0.09
+        assert mx.all(mx.isfinite(found[0])).item()
+        assert all(mx.all(mx.isfinite(v)).item() for v in found[1].values())
+
+
+@pytest.mark.parametrize(
+    "module", [LSQQuantizer, ScalesOnlyQuantizer], ids=["learned", "frozen"]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_going_on_from_codes_begins_with_the_codes(module, dtype, spec):
+    """Also of codes that are not the nearest to any weight, as GPTQ's."""
+    packed = pack(normal(8, 256), spec, dtype)
+    codes = mx.random.randint(0, 1 << 30, packed["weight"].shape, key=mx.random.key(2))
+    packed["weight"] = codes.astype(mx.uint32)
+    exact = {k: v if k == "weight" else v.astype(mx.float32) for k, v in packed.items()}
+    grid = module(spec, dtype, "fitted")
+    numbers = grid.resume(packed)
+    again = grid.packed(expand(exact, spec, mx.float32), numbers)
+    for name, value in packed.items():
+        assert mx.array_equal(again[name], value), name
+    if spec.bits == 8 and dtype == mx.bfloat16 and module is LSQQuantizer:
+        # Why the weights are float32.
+        short = grid.packed(expand(packed, spec, dtype), numbers)
+        assert not mx.array_equal(short["weight"], packed["weight"])
+
+
+def down(*widths):
+    return {"progressive": [{"bits": bits, "steps": 2} for bits in widths]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"mode": "mxfp4", "grid": "learned"}, "mxfp4 has no scales to learn"),
+        ({"mode": "nvfp4", "grid": "frozen"}, "nvfp4 has no scales to learn"),
+        ({"mode": "mxfp8", "grid": "balanced"}, "mxfp8 has no scales to learn"),
+        ({"bits": 4, "grid": "balanced"}, "a balanced grid has 2 bits"),
+        ({"grid": "ternary"}, "a ternary grid has 2 bits"),
+        ({"start": "minmax"}, "are for grids that are learned"),
+        ({"grid_rate": 2.0}, "are for grids that are learned"),
+        ({"grid": "frozen", "at_points": True}, "at_points is for weights that go on"),
+        ({"grid": "frozen", "start_step": 3}, "start_step is for weights"),
+        ({"grid": "kept"} | down(8), "affine grids of any width: minmax and learned"),
+        ({"bits": 2, "grid": "ternary"} | down(8), "minmax and learned"),
+        ({"mode": "mxfp4"} | down(8), "affine grids of any width"),
+        (down(8, 4), "come down to bits: 4, each fewer"),
+        ({"bits": 2} | down(4, 8), "come down to bits: 2, each fewer"),
+    ],
+)
+def test_settings_that_contradict(settings, said):
+    with pytest.raises(ValidationError, match=said):
+        QATConfig(**settings)
+
+
+def close(value, expected):
+    scale = np.abs(expected).max()
+    np.testing.assert_allclose(np.array(value) / scale, expected / scale, atol=2e-5)

@@ -1,0 +1,297 @@
+"""Checkpoints that load, and what is said of those that do not."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from lmx.cpu.patches import DequantizingLinear
+from lmx.errors import UserError
+from lmx.models.dtypes import set_compute_dtype
+from lmx.models.loader import load, load_tokenizer, resolve
+from mlx.utils import tree_flatten
+
+
+@pytest.fixture
+def folder(make_checkpoint, tmp_path):
+    """A sound checkpoint, to be spoiled."""
+    return shutil.copytree(make_checkpoint(), tmp_path / "model")
+
+
+def edit(file, **changes):
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def refusal(source, **options):
+    with pytest.raises(UserError) as caught:
+        load(source, **options)
+    return caught.value
+
+
+def test_computes_in_float32_on_the_cpu_and_remembers_what_is_stored(make_checkpoint):
+    folder = make_checkpoint(dtype="bfloat16")
+    files = mx.load(str(folder / "model.safetensors"))
+    loaded = load(folder)
+    assert loaded.dtype == mx.bfloat16
+    for name, value in tree_flatten(loaded.model.parameters()):
+        assert value.dtype == mx.float32
+        assert mx.array_equal(value, files[name].astype(mx.float32))
+
+
+@pytest.mark.parametrize("compute", ["stored", "bfloat16"])
+def test_other_types_to_compute_in(folder, compute):
+    model = load(folder, compute=compute).model
+    wanted = {"stored": mx.float16, "bfloat16": mx.bfloat16}[compute]
+    assert {v.dtype for _, v in tree_flatten(model.parameters())} == {wanted}
+
+
+def test_types_as_stored_even_where_mixed(folder):
+    weights = mx.load(str(folder / "model.safetensors"))
+    weights["model.norm.weight"] = mx.full((128,), 1 + 2**-20)
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    stored = dict(tree_flatten(load(folder, compute="stored").model.parameters()))
+    assert stored["model.norm.weight"].dtype == mx.float32
+    assert stored["model.embed_tokens.weight"].dtype == mx.float16
+
+
+def test_what_a_model_must_keep_in_float32_stays_so():
+    class Corrected(nn.Module):
+        cast_predicate = staticmethod(lambda path: "correction" not in path)
+
+        def __init__(self):
+            super().__init__()
+            self.correction, self.weight = mx.ones(2), mx.ones(2)
+
+    model = Corrected()
+    set_compute_dtype(model, mx.float16)
+    assert model.correction.dtype == mx.float32
+    assert model.weight.dtype == mx.float16
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "ends"),
+    [
+        (2, [2, 0], {0, 2}),
+        ([2, 0], 2, {0, 2}),
+        (0, 1, {0, 1, 2}),
+        (None, 1, {1, 2}),
+        (1, None, {1, 2}),
+        (None, None, {2}),
+    ],
+)
+def test_stops_at_every_end_any_file_names(folder, config, generation, ends):
+    """The tokenizer's own, 2, is always one."""
+    edit(folder / "config.json", eos_token_id=config)
+    edit(folder / "generation_config.json", eos_token_id=generation)
+    assert load_tokenizer(folder).eos_token_ids == ends
+    loaded = load(folder)
+    assert loaded.tokenizer.eos_token_ids == ends
+    named = {*flat(config), *flat(generation)}
+    assert set(flat(loaded.config.get("eos_token_id"))) == named
+
+
+def flat(ends):
+    return ends if isinstance(ends, list) else [ends] * (ends is not None)
+
+
+def test_a_folder_that_is_no_model(tmp_path):
+    fault = refusal(tmp_path)
+    assert fault.message == "this folder is not a model: it has no config.json"
+    assert fault.place == str(tmp_path)
+
+
+def test_a_file(folder):
+    assert "a model is a folder" in refusal(folder / "config.json").message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "names no model_type"),
+        ("{}", "names no model_type"),
+        ('{"model_type": 3}', "names no model_type"),
+        (b"\xff\xfe", "not JSON"),
+    ],
+)
+def test_a_broken_config(folder, text, said):
+    file = folder / "config.json"
+    file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    fault = refusal(folder)
+    assert said in fault.message
+    assert fault.place == str(file)
+
+
+# `base` and `cache` are modules of the zoo that are no models, `olmo` ends the process
+# where a package is missing.
+@pytest.mark.parametrize("model_type", ["nonesuch", "base", "cache", "olmo"])
+def test_an_unknown_model_type(folder, model_type):
+    edit(folder / "config.json", model_type=model_type)
+    fault = refusal(folder)
+    assert fault.message == f"mlx-lm has no model type {model_type!r}"
+    assert fault.place == str(folder / "config.json")
+
+
+def test_a_config_without_a_needed_key(folder):
+    edit(folder / "config.json", hidden_size=None)
+    assert "hidden_size" in refusal(folder).message
+
+
+def test_a_broken_generation_config(folder):
+    (folder / "generation_config.json").write_text("{")
+    assert refusal(folder).place == str(folder / "generation_config.json")
+
+
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", None])
+def test_no_safetensors(folder, pickle):
+    (folder / "model.safetensors").unlink()
+    if pickle:
+        (folder / pickle).write_bytes(b"\x80\x04")
+    fault = refusal(folder)
+    assert "no model*.safetensors" in fault.message
+    assert ("pickles (pytorch_model.bin)" in fault.message) == bool(pickle)
+    assert (fault.hint is not None) == bool(pickle)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 20_000, -1])
+def test_a_file_cut_short_is_named(folder, size):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    fault = refusal(folder)
+    assert fault.place == str(file)
+    assert "cut short" in fault.message or "damaged" in fault.message
+
+
+@pytest.mark.parametrize("header", [b"[1]", b'{"a": {"dtype": "F32"}}', b'{"a": 1}'])
+def test_a_file_that_is_something_else_is_named(folder, header):
+    file = folder / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    fault = refusal(folder)
+    assert fault.place == str(file)
+    assert "damaged" in fault.message
+
+
+def test_missing_tensors(folder):
+    weights = mx.load(str(folder / "model.safetensors"))
+    for name in [name for name in weights if "mlp" in name]:
+        del weights[name]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    fault = refusal(folder)
+    assert "Missing 3 parameters" in fault.message
+    assert "model.layers.0.mlp.down_proj.weight" in fault.message
+    assert "\n" not in fault.message
+
+
+def test_a_missing_shard_is_named(folder):
+    weights = mx.load(str(folder / "model.safetensors"))
+    norm = weights.pop("model.norm.weight")
+    mx.save_safetensors(str(folder / "model.safetensors"), weights)
+    places = dict.fromkeys(weights, "model.safetensors")
+    places |= {"model.norm.weight": "model-2.safetensors"}
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    assert "model-2.safetensors is missing" in refusal(folder).hint
+    mx.save_safetensors(
+        str(folder / "model-2.safetensors"), {"model.norm.weight": norm}
+    )
+    load(folder)
+
+
+def test_a_wrong_shape(folder):
+    edit(folder / "config.json", vocab_size=321)
+    assert "321" in refusal(folder).message
+
+
+@pytest.mark.parametrize("spoil", ["missing", "no JSON", "no tokenizer"])
+def test_a_broken_tokenizer(folder, spoil):
+    file = folder / "tokenizer.json"
+    if spoil == "missing":
+        file.unlink()
+    else:
+        file.write_text("{" if spoil == "no JSON" else '{"model": {"type": "odd"}}')
+    fault = refusal(folder)
+    assert "tokenizer does not load" in fault.message
+    assert "tokenizer.json" in fault.hint
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing-at-all", "./not/here", "a/b/c"])
+def test_a_name_the_hub_cannot_give_offline(monkeypatch, name, tmp_path):
+    import huggingface_hub.constants as constants
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        resolve(name)
+    assert caught.value.place == name
+    hubbish = name.count("/") == 1
+    assert ("the Hub does not give it" in caught.value.message) == hubbish
+    assert ("no such folder" in caught.value.message) != hubbish
+
+
+CODE = """
+from mlx_lm.models.llama import Model, ModelArgs
+from pathlib import Path
+(Path(__file__).parent / "ran").touch()
+"""
+
+
+def test_code_of_a_checkpoint_runs_only_when_asked(folder):
+    edit(folder / "config.json", model_file="own.py")
+    (folder / "own.py").write_text(CODE)
+    fault = refusal(folder)
+    assert "own.py" in fault.message
+    assert "trust_remote_code" in fault.hint
+    assert not (folder / "ran").exists()
+    load(folder, trust_remote_code=True)
+    assert (folder / "ran").exists()
+
+
+def test_code_that_is_missing(folder):
+    edit(folder / "config.json", model_file="own.py")
+    assert "own.py" in refusal(folder, trust_remote_code=True).message
+
+
+def test_code_of_a_tokenizer_is_refused_without_asking(folder, monkeypatch):
+    """Hugging Face would ask on the terminal; nobody may be there."""
+
+    def ask(*_):
+        raise AssertionError("asked")
+
+    monkeypatch.setattr("builtins.input", ask)
+    edit(
+        folder / "tokenizer_config.json",
+        tokenizer_class="Own",
+        auto_map={"AutoTokenizer": ["own.Own", "own.Own"]},
+    )
+    (folder / "own.py").write_text(CODE)
+    assert "tokenizer does not load" in refusal(folder).message
+    assert not (folder / "ran").exists()
+
+
+def test_a_quantized_model_computes_with_expanding_layers(folder, tmp_path):
+    import mlx_lm
+
+    target = tmp_path / "quantized"
+    mlx_lm.convert(str(folder), str(target), quantize=True)
+    layer = load(target).model.layers[0].mlp.up_proj
+    assert type(layer) is DequantizingLinear
+    assert layer.scales.dtype == mx.float32
+
+
+def test_the_limit_on_open_files_stays():
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(7)[1]))
+before = resource.getrlimit(resource.RLIMIT_NOFILE)
+from lmx.models.loader import model_class
+from pathlib import Path
+model_class({"model_type": "llama"})
+assert "mlx_lm.utils" in __import__("sys").modules
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,199 @@
+"""Adapters in mlx-lm's names, format and arithmetic."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.errors import UserError
+from lmx.models.loader import load
+from lmx.models.lora import io, lora_model
+from mlx.utils import tree_flatten, tree_unflatten
+from tiny_checkpoints import QWEN3_MOE
+
+OPTIONS = {"rank": 4, "alpha": 6.0}
+TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
+
+
+def adapt(folder, patterns, *, merged=False, seed=0, **changes):
+    """A model with trained adapters, their parameters, its own weights, their keys."""
+    model = load(folder).model
+    base = dict(tree_flatten(model.parameters()))
+    adapter = LoRAConfig(**OPTIONS | {"layers": patterns} | changes)
+    keys = lora_model.attach(model, adapter, seed=seed, merged=merged)
+    trained = {}
+    for number, (name, value) in enumerate(tree_flatten(model.trainable_parameters())):
+        noise = mx.random.normal(value.shape, key=mx.random.key(number))
+        trained[name] = value + 0.1 * noise
+    model.update(tree_unflatten(list(trained.items())))
+    return model, trained, base, keys
+
+
+def save(folder, model, trained, keys, *, num_layers=3, **changes):
+    io.save_adapter(
+        folder,
+        trained,
+        layers=lora_model.adapted(model),
+        adapter=LoRAConfig(**OPTIONS | changes),
+        keys=keys,
+        num_layers=num_layers,
+    )
+
+
+def own(trained, path):
+    """The parameters of one layer."""
+    prefix = f"{path}."
+    return {k[len(prefix) :]: v for k, v in trained.items() if k.startswith(prefix)}
+
+
+@pytest.fixture(params=[LLAMA_ALL := ["self_attn.*", "mlp.*"], ["self_attn.[qv]_proj"]])
+def patterns(request):
+    return request.param
+
+
+@pytest.fixture
+def folder(make_checkpoint):
+    return make_checkpoint(
+        dtype="float32", num_hidden_layers=3, attention_bias=True, mlp_bias=True
+    )
+
+
+def test_stock_mlx_lm_loads_what_is_saved(folder, tmp_path, patterns):
+    model, trained, _, keys = adapt(folder, patterns)
+    save(tmp_path, model, trained, keys)
+    stock, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
+    assert mx.allclose(stock(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
+    plain, _ = mlx_lm.load(str(folder))
+    assert not mx.allclose(plain(TOKENS), model(TOKENS), rtol=1e-2, atol=1e-2)
+
+
+def test_the_saved_config_is_one_mlx_swift_reads(folder, tmp_path, patterns):
+    model, trained, _, keys = adapt(folder, patterns)
+    save(tmp_path, model, trained, keys)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert config["fine_tune_type"] == "lora"
+    assert config["num_layers"] == 3
+    assert config["lora_parameters"] == {
+        "rank": 4,
+        "scale": 1.5,
+        "dropout": 0.0,
+        "keys": keys,
+    }
+    assert not any("layers." in key for key in keys)
+
+
+def test_fused_weights_forward_alike(folder, patterns):
+    model, trained, base, _ = adapt(folder, patterns)
+    expected = model(TOKENS)
+    weights = lora_model.fused(model, base, trained, mx.float32)
+    assert weights.keys() == base.keys()
+    plain = load(folder).model
+    plain.load_weights(list(weights.items()))
+    assert mx.allclose(plain(TOKENS), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_merge_is_the_sum(folder):
+    """W + scale (A B)^T, by NumPy in float64."""
+    model, trained, base, _ = adapt(folder, ["mlp.down_proj"])
+    path = "model.layers.1.mlp.down_proj"
+    layer = lora_model.adapted(model)[path]
+    names = (f"{path}.lora_a", f"{path}.lora_b")
+    a, b = (np.array(trained[name], dtype=np.float64) for name in names)
+    expected = np.array(base[f"{path}.weight"], dtype=np.float64) + 1.5 * (a @ b).T
+    merged = layer.merge(layer.loaded, own(trained, path))
+    np.testing.assert_allclose(np.array(merged), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("path", ["mlp.down_proj", "self_attn.q_proj"])
+def test_the_merged_forward_has_plain_loras_gradients(folder, path):
+    """What plain LoRA costs and gives, from the one product with the merged weight."""
+    plain, trained, *_ = adapt(folder, [path])
+    merged, *_ = adapt(folder, [path], merged=True)
+    for name, layer in lora_model.adapted(merged).items():
+        layer.linear.weight = layer.merge(layer.loaded, own(trained, name))
+
+    def loss(model):
+        def of(parameters):
+            model.update(tree_unflatten(list(parameters.items())))
+            return mx.logsumexp(model(TOKENS), axis=-1).sum()
+
+        return of
+
+    expected, found = (mx.grad(loss(m))(trained) for m in (plain, merged))
+    for name, gradient in expected.items():
+        scale = mx.abs(gradient).max()
+        assert mx.allclose(found[name] / scale, gradient / scale, rtol=0, atol=1e-5)
+
+
+def test_begins_as_the_base_and_trains_adapters_alone(folder):
+    model = load(folder).model
+    before = model(TOKENS)
+    lora_model.attach(model, LoRAConfig(**OPTIONS, layers=LLAMA_ALL), seed=0)
+    assert mx.array_equal(model(TOKENS), before)
+    names = [name for name, _ in tree_flatten(model.trainable_parameters())]
+    assert len(names) == 3 * 7 * 2
+    assert {name.rpartition(".")[2] for name in names} == {"lora_a", "lora_b"}
+
+
+def test_the_seed_decides_the_start(folder):
+    draws = []
+    for seed in (1, 1, 2):
+        model = load(folder).model
+        lora_model.attach(model, LoRAConfig(**OPTIONS, layers=["mlp.*"]), seed=seed)
+        layers = lora_model.adapted(model).values()
+        draws.append([layer.lora_a for layer in layers])
+    first, same, other = draws
+    assert all(map(mx.array_equal, first, same))
+    assert not any(map(mx.array_equal, first, other))
+    assert not mx.array_equal(first[0], first[2])
+    limit = max(mx.abs(a).max().item() * a.shape[0] ** 0.5 for a in first)
+    assert 0.9 < limit <= 1
+
+
+def test_dropout_only_while_training(folder):
+    model, *_ = adapt(folder, ["mlp.*"], dropout=0.5)
+    served = model.eval()(TOKENS)
+    assert mx.array_equal(model(TOKENS), served)
+    mx.random.seed(0)
+    assert not mx.allclose(model.train()(TOKENS), served)
+
+
+def test_an_unknown_pattern_is_refused_with_what_there_is(folder):
+    model = load(folder).model
+    with pytest.raises(UserError) as caught:
+        lora_model.attach(model, LoRAConfig(layers=["mlp.*", "attn.*"]), seed=0)
+    assert caught.value.message == "no layer that lora adapts here matches 'attn.*'"
+    assert "mlp.down_proj, mlp.gate_proj" in caught.value.hint
+
+
+def test_routers_are_left_alone(make_checkpoint):
+    model = load(make_checkpoint(QWEN3_MOE)).model
+    keys = lora_model.attach(model, LoRAConfig(), seed=0)
+    experts = [f"mlp.switch_mlp.{x}_proj" for x in ("down", "gate", "up")]
+    assert keys == [*experts, *(f"self_attn.{x}_proj" for x in "koqv")]
+
+
+def test_blocks_of_any_name(tmp_path):
+    """GPT-2 calls them h, and mlx-lm finds them as `model.layers` all the same."""
+    from mlx_lm.models import gpt2
+
+    model = gpt2.Model(
+        gpt2.ModelArgs(
+            model_type="gpt2",
+            n_ctx=64,
+            n_embd=64,
+            n_head=2,
+            n_layer=2,
+            n_positions=64,
+            layer_norm_epsilon=1e-5,
+            vocab_size=320,
+        )
+    )
+    keys = lora_model.attach(model, LoRAConfig(layers=["attn.*"]), seed=0)
+    assert keys == ["attn.c_attn", "attn.c_proj"]
+    paths = list(lora_model.adapted(model))
+    assert sorted(paths) == [
+        f"model.h.{n}.attn.{x}" for n in range(2) for x in ("c_attn", "c_proj")
+    ]

@@ -1,0 +1,305 @@
+"""Checkpoints as people publish them: what loads is the model, what cannot is named.
+
+Everything is seen through `load` and through `lmx generate`.
+"""
+
+import json
+import shutil
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.cli import main
+from lmx.errors import UserError
+from lmx.models.loader import load
+from mlx.utils import tree_flatten
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@pytest.fixture
+def folder(make_checkpoint, tmp_path):
+    return shutil.copytree(make_checkpoint(dtype="float32"), tmp_path / "model")
+
+
+def read(folder):
+    return mx.load(str(folder / SINGLE))
+
+
+def write(folder, weights, name=SINGLE):
+    mx.save_safetensors(str(folder / name), weights, metadata={"format": "pt"})
+
+
+def edit(file, **changes):
+    old = json.loads(file.read_text()) if file.exists() else {}
+    new = {k: v for k, v in (old | changes).items() if v is not None}
+    file.write_text(json.dumps(new))
+
+
+def generate(folder, capfd, *options):
+    """What the command line says of a model: its exit code, its answer, its fault."""
+    command = [
+        "generate",
+        str(folder),
+        "--prompt",
+        "add",
+        "--max-tokens",
+        "6",
+        "--json",
+    ]
+    code = main.main([*command, *options])
+    out, err = capfd.readouterr()
+    return code, json.loads(out) if code == 0 else None, err
+
+
+def parameters(folder):
+    return dict(tree_flatten(load(folder).model.parameters()))
+
+
+def in_shards(folder, count=3):
+    weights = read(folder)
+    (folder / SINGLE).unlink()
+    places = {}
+    for number in range(count):
+        name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
+        part = {key: weights[key] for key in sorted(weights)[number::count]}
+        write(folder, part, name)
+        places |= dict.fromkeys(part, name)
+    edit(folder / INDEX, weight_map=places)
+
+
+def without_index(folder):
+    in_shards(folder)
+    (folder / INDEX).unlink()
+
+
+def index_of_files_not_here(folder):
+    in_shards(folder)
+    edit(folder / INDEX, weight_map={EMBEDDING: "model-00001-of-00009.safetensors"})
+
+
+def index_of_other_places(folder):
+    in_shards(folder)
+    places = json.loads((folder / INDEX).read_text())["weight_map"]
+    names = list(places.values())
+    turned = dict(zip(places, names[1:] + names[:1], strict=True))
+    edit(folder / INDEX, weight_map=turned)
+
+
+def index_that_is_none(folder):
+    in_shards(folder)
+    (folder / INDEX).write_text("{")
+
+
+def index_without_a_map(folder):
+    in_shards(folder)
+    (folder / INDEX).write_text('{"weight_map": ["model.safetensors"]}')
+
+
+def index_beside_shards_of_another_model(folder):
+    """What an earlier conversion left, before and after the right ones by name."""
+    in_shards(folder)
+    weights = {k: mx.zeros((2, 2)) for k in (EMBEDDING, "model.layers.7.old.weight")}
+    write(folder, weights, "model-00001-of-00002.safetensors")
+    write(folder, weights, "model-00009-of-00009.safetensors")
+
+
+def index_of_some(folder):
+    in_shards(folder)
+    places = json.loads((folder / INDEX).read_text())["weight_map"]
+    for name in list(places)[::3]:
+        del places[name]
+    edit(folder / INDEX, weight_map=places)
+
+
+def head_alone(folder):
+    weights = read(folder)
+    weights[HEAD] = weights.pop(EMBEDDING)
+    write(folder, weights)
+
+
+def head_and_embedding(folder):
+    weights = read(folder)
+    write(folder, weights | {HEAD: weights[EMBEDDING]})
+
+
+def old_tables(folder):
+    tables = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(16),
+        "model.rotary_emb.inv_freq": mx.ones(16),
+        "model.embeddings.position_ids": mx.arange(8),
+    }
+    write(folder, read(folder) | tables)
+
+
+SOUND = [
+    in_shards,
+    without_index,
+    index_of_files_not_here,
+    index_of_other_places,
+    index_that_is_none,
+    index_without_a_map,
+    index_beside_shards_of_another_model,
+    index_of_some,
+    head_alone,
+    head_and_embedding,
+    old_tables,
+]
+
+
+@pytest.mark.parametrize("publish", SOUND, ids=lambda f: f.__name__)
+def test_the_same_model_in_another_guise(folder, publish, capfd):
+    expected = parameters(folder)
+    _, answer, _ = generate(folder, capfd)
+    publish(folder)
+    found = parameters(folder)
+    assert found.keys() == expected.keys()
+    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+    code, same, fault = generate(folder, capfd)
+    assert code == 0, fault
+    assert same["text"] == answer["text"]
+
+
+def test_types_that_are_mixed(folder, capfd):
+    types = [mx.bfloat16, mx.float16, mx.float32]
+    stored = {
+        name: value.astype(types[number % 3])
+        for number, (name, value) in enumerate(sorted(read(folder).items()))
+    }
+    write(folder, stored)
+    found = parameters(folder)
+    for name, value in stored.items():
+        assert found[name].dtype == mx.float32
+        assert mx.array_equal(found[name], value.astype(mx.float32))
+    assert generate(folder, capfd)[0] == 0
+
+
+def test_a_head_of_its_own_that_no_config_tells_of(folder, tmp_path, capfd):
+    """mlx-lm takes an unsaid head for tied, and drops the one that is stored."""
+    weights = read(folder)
+    own = mx.random.normal(weights[EMBEDDING].shape, key=mx.random.key(1))
+    write(folder, weights | {HEAD: own})
+    told = shutil.copytree(folder, tmp_path / "told")
+    edit(told / "config.json", tie_word_embeddings=False)
+    edit(folder / "config.json", tie_word_embeddings=None)
+    assert mx.array_equal(parameters(folder)[HEAD], own)
+    assert load(folder).config["tie_word_embeddings"] is False
+    texts = [generate(place, capfd)[1]["text"] for place in (told, folder)]
+    assert texts[0] == texts[1]
+    edit(folder / "config.json", tie_word_embeddings=True)
+    assert generate(folder, capfd)[1]["text"] != texts[0]
+
+
+@pytest.mark.parametrize(
+    "place", ["tokenizer_config.json", "chat_template.jinja", None]
+)
+def test_a_tokenizer_with_and_without_a_chat_template(folder, place, capfd):
+    template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
+    edit(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    if place == "chat_template.jinja":
+        (folder / place).write_text(template)
+    elif place:
+        edit(folder / place, chat_template=template)
+    code, answer, fault = generate(folder, capfd)
+    assert code == 0, fault
+    text = "<add>" if place else "add"
+    tokenizer = load(folder).tokenizer
+    assert answer["prompt_tokens"] == len(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_each_of_several_ends_is_one(folder, file, capfd):
+    prompt = load(folder).tokenizer.encode("add")
+    logits = load(folder).model(mx.array([prompt]))[0, -1]
+    first = int(mx.argmax(logits))
+    _, before, _ = generate(folder, capfd, "--raw")
+    assert before["finish_reason"] == "length"
+    edit(folder / file, eos_token_id=[319, first])
+    _, after, _ = generate(folder, capfd, "--raw")
+    assert after["finish_reason"] == "stop"
+    assert after["text"] == ""
+
+
+def cut_short(folder):
+    in_shards(folder)
+    file = folder / "model-00002-of-00003.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    return file, "the file is cut short"
+
+
+def another_shape(folder):
+    file = folder / SINGLE
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[EMBEDDING]["shape"] = [3, 5]
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    return file, f"the file is damaged: {EMBEDDING}"
+
+
+def overwritten(folder):
+    file = folder / SINGLE
+    content = bytearray(file.read_bytes())
+    content[:64] = bytes(np.random.default_rng(0).integers(0, 256, 64, np.uint8))
+    file.write_bytes(content)
+    return file, "no safetensors file, or it is damaged"
+
+
+def two_models(folder):
+    """Without an index nobody can tell which is which."""
+    in_shards(folder, 2)
+    (folder / INDEX).unlink()
+    write(folder, {EMBEDDING: mx.zeros((320, 128))})
+    return folder / SINGLE, f"{EMBEDDING} is in model-00001-of-00002.safetensors too"
+
+
+def foreign_tensors(folder):
+    write(folder, read(folder) | {"model.vision_tower.weight": mx.zeros((2, 2))})
+    return folder, "model.vision_tower.weight"
+
+
+def no_embedding_at_all(folder):
+    weights = read(folder)
+    del weights[EMBEDDING]
+    write(folder, weights)
+    return folder, f"Missing 1 parameters: {EMBEDDING}"
+
+
+def pickles(folder):
+    (folder / SINGLE).unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    return folder, "save_pretrained()"
+
+
+def pickles_of_the_hub(folder):
+    (folder / SINGLE).unlink()
+    (folder / "pytorch_model.bin.index.json").write_text("{}")
+    return folder, "only pickles (pytorch_model.bin.index.json)"
+
+
+FAULTS = [
+    cut_short,
+    another_shape,
+    overwritten,
+    two_models,
+    foreign_tensors,
+    no_embedding_at_all,
+    pickles,
+    pickles_of_the_hub,
+]
+
+
+@pytest.mark.parametrize("spoil", FAULTS, ids=lambda f: f.__name__)
+def test_what_cannot_be_loaded_is_named(folder, spoil, capfd):
+    place, said = spoil(folder)
+    with pytest.raises(UserError) as caught:
+        load(folder)
+    assert caught.value.place == str(place)
+    assert said in str(caught.value)
+    code, _, fault = generate(folder, capfd)
+    assert code == 2
+    assert fault == f"{caught.value}\n"

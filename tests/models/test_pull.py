@@ -1,0 +1,68 @@
+"""Models of the Hub by name and revision, and from this disk when it is offline."""
+
+import pytest
+from hub_stand_in import Repository
+from lmx.cli import main
+from lmx.errors import UserError
+from lmx.models.loader import resolve
+
+
+@pytest.fixture
+def files(make_checkpoint):
+    return {p.name: p.read_bytes() for p in make_checkpoint().iterdir()}
+
+
+def go_offline(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+
+
+def generate(*arguments):
+    return main.main(
+        ["generate", *arguments, "--prompt", "add", "--raw", "--max-tokens", "4"]
+    )
+
+
+def test_a_revision_is_what_runs_and_stays_for_offline(
+    stand_in, files, monkeypatch, capfd
+):
+    later = files | {"config.json": b"{}"}
+    stand_in.repositories["models/lab/tiny"] = Repository(files, later, tags={"v1": 0})
+    assert generate("lab/tiny", "--revision", "v1") == 0
+    text = capfd.readouterr().out
+    assert generate("lab/tiny") == 2
+    assert "names no model_type" in capfd.readouterr().err
+    go_offline(monkeypatch)
+    asked = len(stand_in.asked)
+    assert generate("lab/tiny", "--revision", "v1") == 0
+    assert capfd.readouterr().out == text
+    assert generate("lab/tiny", "--revision", "v2") == 2
+    said = capfd.readouterr().err
+    assert "lab/tiny: no folder of this name, and the Hub does not give it" in said
+    assert len(stand_in.asked) == asked
+
+
+def test_only_what_a_model_needs_is_fetched(stand_in, files):
+    more = files | {
+        "pytorch_model.bin": b"\x80\x04",
+        "consolidated.safetensors": b"all of it again",
+        "own.py": b"1/0",
+        "onnx/model.onnx": b"x",
+    }
+    stand_in.repositories["models/lab/tiny"] = Repository(more)
+    folder = resolve("lab/tiny")
+    found = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert found == files
+    assert (resolve("lab/tiny", trust_remote_code=True) / "own.py").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "revision"), [("lab/nothing", None), ("lab/tiny", "v9")]
+)
+def test_what_the_hub_does_not_have(stand_in, files, name, revision):
+    stand_in.repositories["models/lab/tiny"] = Repository(files)
+    with pytest.raises(UserError) as caught:
+        resolve(name, revision=revision)
+    assert "the Hub does not give it" in caught.value.message
+    assert caught.value.place == name

@@ -1,0 +1,38 @@
+"""What a model says depends on nothing that ran before it."""
+
+import subprocess
+import sys
+
+import pytest
+from lmx.cpu.patches import on_cpu
+
+PROGRAM = """
+import sys
+import mlx.core as mx
+from lmx.models.loader import build, load
+
+config = {
+    "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1,
+    "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5, "vocab_size": 24,
+}
+if sys.argv[2] == "built before":
+    mx.eval(build(config)(mx.zeros((1, 5), mx.int32)))
+tokens = mx.arange(21).reshape(3, 7) % 300
+print(load(sys.argv[1]).model(tokens).tolist())
+"""
+
+
+@pytest.mark.skipif(not on_cpu(), reason="GPUs run mlx-lm's functions as they are")
+def test_a_model_that_was_built_before_changes_no_bit(make_checkpoint):
+    folder = make_checkpoint(hidden_size=256, intermediate_size=384)
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM, str(folder), history],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for history in ("nothing", "built before")
+    ]
+    assert said[0] == said[1]

@@ -1,0 +1,48 @@
+"""Sizes out of headers alone; test_mlx compares them with mlx-lm's own count."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from lmx.errors import UserError
+from lmx.models.checkpoint import checkpoint_size
+from lmx.models.safetensors_io import read_header
+
+
+def test_a_plain_checkpoint(make_checkpoint):
+    folder = make_checkpoint()
+    tensors = mx.load(str(folder / "model.safetensors"))
+    sizes = checkpoint_size(folder)
+    assert sizes.parameters == sum(value.size for value in tensors.values())
+    assert sizes.bytes == 2 * sizes.parameters
+    assert sizes.bits_per_weight == 16
+
+
+def test_codes_count_as_one_parameter_each_in_every_shard(tmp_path):
+    config = {"quantization": {"bits": 3, "group_size": 32, "b": {"bits": 8}}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for number, (name, bits) in enumerate({"a": 3, "b": 8, "c": None}.items()):
+        weight = mx.random.normal((4, 64)).astype(mx.float16)
+        tensors = {"weight": weight}
+        if bits:
+            packed = mx.quantize(weight, group_size=32, bits=bits)
+            tensors = dict(zip(("weight", "scales", "biases"), packed, strict=True))
+        file = tmp_path / f"model-{number}.safetensors"
+        mx.save_safetensors(str(file), {f"{name}.{k}": v for k, v in tensors.items()})
+    sizes = checkpoint_size(tmp_path)
+    assert sizes.parameters == 3 * 4 * 64
+    # Codes, and two 16-bit numbers for each of the groups.
+    assert sizes.bytes == 256 * 3 // 8 + 32 + 256 + 32 + 512
+
+
+def test_a_file_cut_short(make_checkpoint, tmp_path):
+    whole = (make_checkpoint() / "model.safetensors").read_bytes()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(whole[:-1])
+    with pytest.raises(UserError) as caught:
+        read_header(file)
+    said = f"the file is cut short: {len(whole) - 1:,} of {len(whole):,} bytes"
+    assert caught.value.message == said
+    assert caught.value.place == str(file)
+    file.write_bytes(whole)
+    assert read_header(file)["model.norm.weight"]["shape"] == [128]

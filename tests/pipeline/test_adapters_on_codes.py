@@ -1,0 +1,95 @@
+"""Adapters of every kind through the command line, on dense and quantized bases."""
+
+import mlx.core as mx
+import pytest
+from lmx.models.loader import load
+from tiny_checkpoints import QWEN3_MOE
+from tiny_runs import MEASURE, TRAIN, Run
+
+GRID = {"bits": 2, "group_size": 32}
+ADAPTERS = {
+    "lora": {"rank": 8, "rank_stabilized": True, "b_rate_ratio": 4.0, "dropout": 0.1},
+    "dora": {"type": "dora", "layers": {"mlp.*": 4, "*": 8}, "last_layers": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def coded(tmp_path_factory, base):
+    """The trained tiny model in two bits."""
+    run = Run(tmp_path_factory.mktemp("coded"), {"quantize": GRID}, model=base)
+    assert run() == 0
+    return run.output / "stages" / "1-quantize" / "model"
+
+
+@pytest.fixture(scope="module", params=ADAPTERS)
+def tuned(request, tmp_path_factory, coded):
+    """Adapters trained on codes, and what is left of them when it is rounded again."""
+    train = TRAIN | {"learning_rate": 1e-3, "adapter": ADAPTERS[request.param]}
+    stages = {"train": train}, {"quantize": GRID}, {"validate": MEASURE}, "export"
+    run = Run(tmp_path_factory.mktemp(request.param), *stages, model=coded)
+    assert run() == 0
+    return run
+
+
+def test_the_gain_is_kept_by_dense_weights_and_not_by_the_old_grid(tuned):
+    gain = tuned.json("report.json")["training"]["gain"]
+    assert gain["before_export"] > 0.01
+    assert gain["after_export"] == pytest.approx(gain["before_export"], abs=1e-3)
+    assert "fused into its expanded weights" in tuned.log
+    base, dense, again = tuned.json("report.json")["models"].values()
+    assert base["loss"] - dense["loss"] == pytest.approx(gain["after_export"], abs=1e-3)
+    # Part of so small an update is less than a step of the grid.
+    assert base["loss"] - again["loss"] < 0.9 * gain["after_export"]
+    assert dense["bits_per_weight"] == 16
+
+
+def test_stock_mlx_lm_loads_the_fused(tuned, coded):
+    import mlx_lm
+
+    folder = tuned.output / "stages/1-train/dense"
+    tokens = mx.array([[5, 80, 200, 7, 33, 120]])
+    stock = mlx_lm.load(str(folder))[0](tokens).astype(mx.float32)
+    own, plain = (load(f, compute="float32").model(tokens) for f in (folder, coded))
+    assert mx.abs(stock - own).max().item() < 0.05
+    assert mx.abs(own - plain).max().item() > 0.1
+
+
+def test_experts_and_the_embedding(tmp_path, make_checkpoint):
+    adapter = {"rank": 4, "layers": ["*", "model.embed_tokens"]}
+    train = TRAIN | {"adapter": adapter, "learning_rate": 1e-2}
+    stages = {"train": train}, {"validate": MEASURE}
+    run = Run(tmp_path, *stages, model=make_checkpoint(QWEN3_MOE, num_hidden_layers=1))
+    assert run() == 0
+    gain = run.json("report.json")["training"]["gain"]
+    assert gain["after_export"] > 0.1
+    names = mx.load(str(run.output / "adapters" / "adapters.safetensors"))
+    assert "model.embed_tokens.lora_b" in names
+    assert "model.layers.0.mlp.switch_mlp.up_proj.lora_a" in names
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, "of a quantized model only an adapter can be trained"),
+        (
+            {"adapter": {"rank": 4}, "quantization": GRID | {"grid": "balanced"}},
+            "the model is quantized here, and balanced would round it again",
+        ),
+        (
+            {"adapter": {"type": "dora"}, "quantization": GRID},
+            "a dora adapter does not go with quantization",
+        ),
+        (
+            {"adapter": {"type": "qa_lora"}, "quantization": GRID},
+            "a qa_lora adapter leaves the model in the codes it has",
+        ),
+        (
+            {"adapter": {"type": "qa_lora", "start": "adapters"}},
+            "a qa_lora adapter is saved as plain LoRA's",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, coded, capsys, change, said):
+    run = Run(tmp_path, {"train": TRAIN | change}, model=coded)
+    assert run() == 2
+    assert said in capsys.readouterr().err

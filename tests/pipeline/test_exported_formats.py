@@ -1,0 +1,95 @@
+"""The export stage in several formats: together or not at all, and said beforehand."""
+
+import mlx.core as mx
+import pytest
+from lmx.convert.exporters import hf
+from lmx.models.loader import load
+from tiny_runs import TRAIN, VALIDATE, Run
+
+LORA = {"adapter": {"rank": 4}, "steps": 4, "learning_rate": 1e-2}
+EVERY = ["mlx", "dense", "peft", "gguf"]
+TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory, base):
+    stages = {"train": TRAIN | LORA}, {"export": {"formats": EVERY}}
+    run = Run(tmp_path_factory.mktemp("formats"), *stages, model=base)
+    assert run() == 0
+    return run
+
+
+def test_every_format_is_the_same_model(published):
+    wanted = load(published.output / "model").model(TOKENS)
+    for place in ("dense", "gguf"):
+        found = load(published.output / place).model(TOKENS)
+        assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4), place
+    assert (published.output / "gguf" / "tiny.gguf").is_file()
+    assert (published.output / "peft" / "adapter_model.safetensors").is_file()
+    assert (published.output / "model" / "README.md").is_file()
+    for name in EVERY:
+        assert f"exported {name}:" in published.log
+
+
+def test_what_was_published_is_kept_whole(published):
+    recorded = published.json("manifest.json")["stages"]["2-export"]["artefacts"]
+    assert {"model", "dense", "peft", "gguf"} <= recorded.keys()
+    before = len(published.log)
+    (published.output / "gguf" / "tiny.gguf").write_bytes(b"other")
+    assert published() == 0
+    assert "gguf is damaged or gone" in published.log[before:]
+    load(published.output / "gguf")
+
+
+def test_one_that_is_not_proven_keeps_all_back(tmp_path, base, monkeypatch):
+    real = hf.rename_experts
+    monkeypatch.setattr(
+        hf, "rename_experts", lambda t: real({n: v + 1 for n, v in t.items()})
+    )
+    run = Run(tmp_path, {"export": {"formats": ["mlx", "dense"]}}, model=base)
+    assert run() == 1
+    assert not (run.output / "model").exists()
+    assert not (run.output / "dense").exists()
+    assert not run.half_written()
+
+
+def test_a_training_goes_on_from_an_adapter(published, tmp_path, base):
+    """The first validation is of the adapter; peft's format gives the same."""
+    before = [r["loss"] for r in published.rows() if r["kind"] == "valid"]
+    for form in ("adapters", "peft"):
+        start = str(published.output / form)
+        train = TRAIN | LORA | {"adapter": {"rank": 6, "start": start}}
+        (tmp_path / form).mkdir()
+        run = Run(tmp_path / form, {"train": train | {"steps": 1}}, model=base)
+        assert run() == 0
+        [first, *_] = [r["loss"] for r in run.rows() if r["kind"] == "valid"]
+        assert first == pytest.approx(before[-1], rel=1e-3)
+        assert first < before[0] - 0.01
+
+
+def test_a_model_is_loaded_with_the_adapter_in_both_formats(published, base):
+    own, foreign = (
+        load(base, adapter=published.output / form).model(TOKENS)
+        for form in ("adapters", "peft")
+    )
+    assert mx.allclose(own, foreign, rtol=1e-5, atol=1e-5)
+    assert not mx.allclose(own, load(base).model(TOKENS), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("formats", "changes", "said"),
+    [
+        (["peft"], {}, "no adapter is trained"),
+        (["mlx", "mlx"], {}, "named twice"),
+        (["dense"], {"model_type": "helium"}, "helium models are not known"),
+        (["gguf"], {"model_type": "gemma"}, "gemma models are not written as GGUF"),
+        (["onnx"], {}, "onnx"),
+    ],
+)
+def test_what_cannot_be_exported_is_said_first(
+    tmp_path, make_checkpoint, capsys, formats, changes, said
+):
+    stages = {"validate": VALIDATE}, {"export": {"formats": formats}}
+    run = Run(tmp_path, *stages, model=make_checkpoint(**changes))
+    assert run("--check") == 2
+    assert said in capsys.readouterr().err

@@ -1,0 +1,194 @@
+"""Training from the codes of a quantized model on, through the command line."""
+
+import signal
+from functools import cache
+
+import mlx.core as mx
+import pytest
+from lmx.models.loader import load
+from tiny_checkpoints import QWEN3_MOE
+from tiny_runs import MEASURE, TRAIN, Run
+
+GRID = {"bits": 2, "group_size": 32}
+GPTQ = GRID | {
+    "method": "gptq",
+    # Codes, scales and biases that plain rounding would not give are enough here.
+    "rounds": 1,
+    "outputs": False,
+    "calibration": {"tokens": 512, "length": 64, "held_out": 64},
+    "tune": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3},
+    "gates": False,
+}
+MOVING = TRAIN | {"learning_rate": 5e-3}
+STILL = TRAIN | {"steps": 1, "learning_rate": 1e-30}
+WAYS = {
+    "learned": {"quantization": GRID | {"grid": "learned"}},
+    "lora": {"quantization": GRID | {"grid": "learned"}, "adapter": {"rank": 4}},
+    "frozen": {"quantization": GRID | {"grid": "frozen"}},
+    "kept": {"quantization": GRID | {"grid": "kept"}},
+    "kept by lora": {"quantization": GRID, "adapter": {"rank": 4}},
+    "qa_lora": {"adapter": {"type": "qa_lora", "rank": 4}},
+}
+# What a way leaves as it was.
+LEFT = {
+    "learned": set(),
+    "lora": set(),
+    "frozen": {"weight"},
+    "kept": {"scales", "biases"},
+    "kept by lora": {"scales", "biases"},
+    "qa_lora": {"weight", "scales"},
+}
+TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
+
+
+def quantized(run):
+    return run.output / "stages" / "1-quantize" / "model"
+
+
+def trained(run, name="model"):
+    return run.output / "stages" / "2-train" / name
+
+
+def tensors(folder):
+    return mx.load(str(folder / "model.safetensors"))
+
+
+def stock(folder):
+    """Logits by mlx-lm alone."""
+    import mlx_lm
+
+    return mlx_lm.load(str(folder))[0](TOKENS)
+
+
+@pytest.fixture(scope="module")
+def gained(tmp_path_factory, base):
+    """A function of a way to a run that trains from rounded weights on, done once."""
+
+    @cache
+    def of(way):
+        train = {"train": MOVING | WAYS[way]}
+        stages = {"quantize": GRID}, train, {"validate": MEASURE}
+        run = Run(tmp_path_factory.mktemp("gained"), *stages, model=base)
+        assert run() == 0
+        return run
+
+    return of
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_does_not_move_is_what_was_quantized(tmp_path, base, way):
+    """Tensors and logits, bit for bit."""
+    stages = {"quantize": GPTQ}, {"train": STILL | WAYS[way]}
+    run = Run(tmp_path, *stages, model=base)
+    assert run() == 0
+    before, after = tensors(quantized(run)), tensors(trained(run))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype, name
+        assert mx.array_equal(value, after[name]), name
+    assert mx.array_equal(stock(quantized(run)), stock(trained(run)))
+    # The unquantized twin is what the codes were made of.
+    assert not trained(run, "dense").exists()
+    reference = run.json("manifest.json")["stages"]["2-train"]["facts"]["reference"]
+    assert reference == str(base)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_training_gains_and_the_files_have_it(gained, way):
+    run = gained(way)
+    said = "training goes on from the codes of 15 layers" in run.log
+    assert said == (way != "qa_lora")
+    gain = run.json("report.json")["training"]["gain"]
+    assert gain["before_export"] > 0.01
+    assert gain["after_export"] == pytest.approx(gain["before_export"], abs=2e-3)
+    own = load(trained(run), compute="float32").model(TOKENS)
+    assert mx.abs(own - stock(trained(run)).astype(mx.float32)).max().item() < 0.05
+    before, after = tensors(quantized(run)), tensors(trained(run))
+    assert {k: v.dtype for k, v in before.items()} == {
+        k: v.dtype for k, v in after.items()
+    }
+    path = "model.layers.0.mlp.up_proj"
+    for name in ("weight", "scales", "biases"):
+        same = mx.array_equal(before[f"{path}.{name}"], after[f"{path}.{name}"])
+        assert same == (name in LEFT[way]), name
+
+
+@pytest.mark.parametrize("way", ["kept by lora", "qa_lora"])
+def test_killed_and_resumed(tmp_path, base, gained, way):
+    stages = {"quantize": GRID}, {"train": MOVING | WAYS[way]}
+    run = Run(tmp_path, *stages, model=base)
+    assert run.attacked("SIGKILL", "step", 8).returncode == -signal.SIGKILL
+    assert run() == 0
+    assert "resuming after step 6" in run.log
+    assert run.outcome() == gained(way).outcome()
+
+
+def test_biases_take_up_an_adapter_of_a_model_quantized_elsewhere(tmp_path, gained):
+    """Validated, exported and adapted twice over, it has the size of the base."""
+    first = gained("qa_lora")
+    train = {"train": TRAIN | WAYS["qa_lora"]}
+    stages = train, train, {"validate": MEASURE}, "export"
+    run = Run(tmp_path, *stages, model=quantized(first))
+    assert run() == 0
+    names = ["1-train", "2-train"]
+    places = [run.output / "stages" / name / "model" for name in names]
+    sizes = [(f / "model.safetensors").stat().st_size for f in places]
+    assert sizes == [(quantized(first) / "model.safetensors").stat().st_size] * 2
+    assert (run.output / "adapters/adapters.safetensors").is_file()
+    base_loss, *_, last = run.json("report.json")["models"].values()
+    assert base_loss["loss"] - last["loss"] > 0.01
+    assert last["bits_per_weight"] < 4
+
+
+def test_qa_lora_of_a_model_without_codes_is_refused(tmp_path, base, capsys):
+    run = Run(tmp_path, {"train": TRAIN | WAYS["qa_lora"]}, model=base)
+    assert run() == 2
+    assert "a qa_lora adapter is for a quantized model" in capsys.readouterr().err
+    assert not run.output.exists()
+
+
+def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
+    """Experts too; without the weights it was made of, its twin is what codes mean."""
+    first = Run(tmp_path, {"quantize": GRID}, model=make_checkpoint(QWEN3_MOE))
+    assert first() == 0
+    folder = quantized(first)
+    (tmp_path / "on").mkdir()
+    train = STILL | WAYS["learned"]
+    run = Run(tmp_path / "on", {"train": train}, model=folder)
+    assert run() == 0
+    place = run.output / "stages" / "1-train"
+    before, after = tensors(folder), tensors(place / "model")
+    assert before.keys() == after.keys()
+    assert all(mx.array_equal(v, after[k]) for k, v in before.items())
+    twin, codes = (
+        load(f, compute="float32").model(TOKENS) for f in (place / "dense", folder)
+    )
+    assert mx.abs(twin - codes).max().item() < 0.05
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"bits": 3, "group_size": 64, "grid": "learned"},
+            "quantized here with bits: 2, group_size: 32; this asks for bits: 3, "
+            "group_size: 64",
+        ),
+        (GRID | {"grid": "frozen", "head": False}, "with head: True; this asks for"),
+        (GRID, "minmax would round it again"),
+        (GRID | {"grid": "balanced"}, "balanced would round it again"),
+        (GRID | {"grid": "learned", "start_step": 3}, "leave start_step out"),
+        (
+            GRID | {"grid": "learned", "progressive": [{"bits": 8, "steps": 2}]},
+            "leave progressive out",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_before_any_work(
+    tmp_path, base, capsys, asked, said
+):
+    stages = {"quantize": GRID}, {"train": TRAIN | {"quantization": asked}}
+    run = Run(tmp_path, *stages, model=base)
+    assert run() == 2
+    assert said in capsys.readouterr().err
+    assert not run.output.exists()

@@ -1,0 +1,152 @@
+"""Layers on grids of their own, by pattern or to a budget, through the command line."""
+
+import json
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from lmx.models.checkpoint import checkpoint_size
+from lmx.models.loader import load
+from tiny_runs import TRAIN, Run
+
+MIXED = {
+    "*.down_proj": {"bits": 5},
+    "self_attn.[qk]_proj": {"mode": "mxfp4"},
+    "model.layers.1.*": {"bits": 3, "group_size": 32},
+    "mlp.gate_proj": "keep",
+}
+CALIBRATION = {"tokens": 1024, "length": 32}
+METHODS = {
+    "rtn": {},
+    "gptq": {"tune": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3}},
+}
+
+
+def run_of(folder, model, **settings):
+    stage = {"quantize": {"calibration": CALIBRATION} | settings}
+    return Run(folder, stage, model=model)
+
+
+def same_logits_in_stock_mlx_lm(folder) -> bool:
+    """Of one token to the bit, of many in float32 nearly."""
+    tokens = mx.arange(24)[None]
+    stock, _ = mlx_lm.load(str(folder))
+    ours = load(folder, compute="stored").model
+    exact = mx.array_equal(ours(tokens[:, :1]), stock(tokens[:, :1]))
+    stock.set_dtype(mx.float32)
+    ours = load(folder, compute="float32").model
+    close = mx.allclose(ours(tokens), stock(tokens), rtol=1e-4, atol=1e-4)
+    return bool(exact.item() and close.item())
+
+
+@pytest.mark.parametrize("kind", [*METHODS, "train"])
+def test_mixed_grids_load_in_mlx_lm(kind, tmp_path, base):
+    settings = {"bits": 4, "group_size": 64, "layers": MIXED}
+    if kind == "train":
+        stage = {"train": TRAIN | {"quantization": settings}}
+    else:
+        method = {"method": kind, "calibration": CALIBRATION} | METHODS[kind]
+        stage = {"quantize": settings | method}
+    run = Run(tmp_path, stage, model=base)
+    assert run() == 0
+    folder = next((run.output / "stages").glob("1-*")) / "model"
+    written = json.loads((folder / "config.json").read_text())["quantization"]
+    assert written["model.layers.0.mlp.gate_proj"] is False
+    assert written["model.layers.0.mlp.down_proj"]["bits"] == 5
+    assert written["model.layers.1.self_attn.q_proj"]["mode"] == "mxfp4"
+    output = written.get("model.layers.1.self_attn.o_proj", written)
+    assert (output["bits"], output["group_size"]) == (3, 32)
+    assert same_logits_in_stock_mlx_lm(folder)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        {"bits_per_weight": 2.7, "bits": [2, 3, 6]},
+        {"bits_per_weight": 3.5, "bits": [2, 3, 6]},
+        {"bits_per_weight": 5.25, "bits": [3, 8], "group_sizes": [64]},
+        {"bytes": 40_000, "bits": [2, 3, 6]},
+    ],
+    ids=str,
+)
+def test_a_budget_is_kept_to_the_byte(budget, tmp_path, base):
+    run = run_of(tmp_path, base, budget=budget, method="rtn")
+    assert run() == 0
+    folder = run.output / "stages/1-quantize/model"
+    stage = run.json("manifest.json")["stages"]["1-quantize"]
+    facts = stage["facts"]["facts"]["budget"]
+    sizes = checkpoint_size(folder)
+    assert facts["tried"][facts["taken"]] == min(facts["tried"].values())
+    assert facts["bytes"] == sizes.bytes
+    assert facts["bits_per_weight"] == pytest.approx(sizes.bits_per_weight)
+    limit = budget.get("bytes") or budget["bits_per_weight"] * sizes.parameters / 8
+    # Nothing that is left would hold the next larger grid of the smallest layer.
+    assert 0.97 * limit < sizes.bytes <= limit
+    assert same_logits_in_stock_mlx_lm(folder)
+
+
+def test_a_wrong_key_of_a_pattern_is_told_with_the_right_one(tmp_path, base, capsys):
+    run = run_of(tmp_path, base, layers={"*.down_proj": {"bitz": 4}, "*": "leave"})
+    assert run() == 2
+    told = capsys.readouterr().err
+    assert "unknown key 'bitz'" in told
+    assert "did you mean 'bits'?" in told
+    assert "2 problems" in told
+
+
+def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
+    layers = {"*.down_proj": {"mode": "mxfp4"}, "mlp.up_proj": "keep"}
+    budget = {"bits_per_weight": 5.5, "bits": [2, 3, 6]}
+    run = run_of(tmp_path, base, budget=budget, layers=layers, method="rtn")
+    assert run() == 0
+    folder = run.output / "stages/1-quantize/model"
+    written = json.loads((folder / "config.json").read_text())["quantization"]
+    for block in range(2):
+        assert written[f"model.layers.{block}.mlp.down_proj"]["mode"] == "mxfp4"
+        assert written[f"model.layers.{block}.mlp.up_proj"] is False
+    stage = run.json("manifest.json")["stages"]["1-quantize"]
+    sizes = checkpoint_size(folder)
+    assert stage["facts"]["facts"]["budget"]["bytes"] == sizes.bytes
+    assert sizes.bits_per_weight <= 5.5
+
+
+@pytest.mark.parametrize(
+    ("bits", "message", "hint"),
+    [
+        (1.0, "no choice of grids fits", "bits per weight"),
+        (17.0, "holds the unquantized model", "smaller budget"),
+    ],
+)
+def test_budgets_that_are_none(bits, message, hint, tmp_path, base, capsys):
+    run = run_of(tmp_path, base, budget={"bits_per_weight": bits})
+    assert run() == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert hint in told
+
+
+def test_the_smallest_budget_that_is_named_is_enough(tmp_path, base, capsys):
+    few = {"bits": [2, 3, 6]}
+    run = run_of(tmp_path, base, budget=few | {"bits_per_weight": 1.0})
+    assert run() == 2
+    words = capsys.readouterr().err.split("smallest possible is ")[1].split()
+    size = int(words[0].replace(",", ""))
+    for enough in (f"bytes={size}", f"bits_per_weight={words[3]}"):
+        key = enough.partition("=")[0]
+        run = run_of(tmp_path, base, budget=few | {key: 1.0}, method="rtn")
+        assert run("--fresh", f"stages.quantize.budget.{enough}") == 0, enough
+    run = run_of(tmp_path, base, budget=few | {"bytes": float(size - 1)})
+    assert run("--fresh") == 2
+
+
+def test_sensitivities_are_measured_once(tmp_path, base):
+    told = []
+    for bits in (4.0, 4.5):
+        folder = tmp_path / f"{bits}"
+        folder.mkdir()
+        budget = {"bits_per_weight": bits, "bits": [3, 5], "group_sizes": [32, 64]}
+        run = run_of(folder, base, budget=budget)
+        assert run() == 0
+        told.append("measuring what" in run.log)
+        assert (run.output / "stages/1-quantize/sensitivity.json").is_file()
+    assert told == [True, False]

@@ -1,0 +1,106 @@
+"""What follows a method in a quantize stage: gates, tuning, and rows kept apart."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from lmx.config.quantize import CalibrationConfig
+from lmx.data.batching import BucketBatchSampler
+from lmx.data.calibration import CalibrationBatch
+from lmx.data.dataset import RowReader
+from lmx.data.row_formats import Row
+from lmx.data.tokenization import encode_all
+from lmx.errors import UserError
+from lmx.evaluation.gap_recovery import measure_per_sequence
+from lmx.models.loader import load
+from lmx.pipeline.calibration import CalibrationData
+from tiny_runs import Run
+
+QUANTIZE = {
+    "bits": 2,
+    "group_size": 32,
+    "calibration": {"tokens": 512, "length": 32, "held_out": 128},
+}
+TUNE = {"steps": 4, "batch_tokens": 64, "learning_rate": 3e-3}
+
+
+def facts_of(folder, base, **settings):
+    run = Run(folder, {"quantize": QUANTIZE | settings}, model=base)
+    assert run() == 0
+    return run, run.json("manifest.json")["stages"]["1-quantize"]["facts"]["facts"]
+
+
+def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
+    run, facts = facts_of(tmp_path, base, method="gptq", tune=TUNE)
+    found = facts["held_out_kl"]
+    assert list(found) == ["rounding", "gptq", "tuned"]
+    assert found[facts["step_kept"]] == min(found.values())
+    assert "gptq: held-out KL" in run.log
+    left = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
+    assert left <= {"model", "walk"}
+
+
+def test_answers_alone_are_judged(tmp_path, base):
+    """Where they alone count, against the whole answers of the validation rows."""
+    calibration = QUANTIZE["calibration"] | {"count": "answers", "held_out": 10_000}
+    tune = TUNE | {"top_k": 10_000}
+    given = {"method": "gptq", "calibration": calibration, "tune": tune}
+    run, facts = facts_of(tmp_path, base, **given)
+    found = load(run.output / "stages/1-quantize/model")
+    rows = [*RowReader(str(tmp_path / "valid.jsonl"), split="train")]
+    examples = encode_all(rows, found.tokenizer, max_length=32).examples
+    batches = BucketBatchSampler(examples, max_length=32, tokens=1024).in_order()
+    sums = measure_per_sequence(load(base).model, found.model, list(batches))
+    expected = sums.kl.sum() / sums.tokens.sum()
+    assert facts["held_out_kl"][facts["step_kept"]] == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "judged"),
+    [
+        ({"method": "rtn"}, None),
+        ({"method": "rtn", "tune": TUNE}, ["rtn", "tuned"]),
+        ({"method": "gptq", "tune": False}, ["rounding", "gptq"]),
+        ({"method": "gptq", "tune": False, "gates": False}, None),
+    ],
+)
+def test_only_what_is_asked_for_is_judged(tmp_path, base, settings, judged):
+    _, facts = facts_of(tmp_path, base, **settings)
+    assert judged == (list(facts["held_out_kl"]) if judged else None)
+    assert ("held_out_kl" in facts) == bool(judged)
+
+
+def calibrating(monkeypatch, train, valid):
+    """Windows of one token each, the number of a row."""
+
+    def windows(rows, tokenizer, *, length, tokens, seed):
+        numbers = [int(row.text) for row in rows][:tokens]
+        if not numbers:
+            raise UserError("too few")
+        tokens = np.array(numbers, np.int32)[:, None]
+        return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
+
+    monkeypatch.setattr("lmx.pipeline.calibration.joined", windows)
+    rows = {
+        split: [Row(str(n), text=str(n)) for n in numbers]
+        for split, numbers in (("train", train), ("valid", valid))
+    }
+    context = SimpleNamespace(
+        rows=SimpleNamespace(**rows),
+        data=SimpleNamespace(train=["a"], valid=["b"] if valid else []),
+        report=SimpleNamespace(say=lambda _: None),
+        seed=0,
+    )
+    calibration = CalibrationConfig.model_construct(source=None, length=1, held_out=3)
+    return CalibrationData(calibration, context, None, judging=True)
+
+
+@pytest.mark.parametrize("valid", [[], [100, 101], [2, 3, 4]])
+def test_nothing_is_watched_that_is_judged_by(monkeypatch, valid):
+    found = calibrating(monkeypatch, range(20), valid)
+    watched = set(found.watched(8).tokens.flatten().tolist())
+    assert len(watched) == 8
+    held_out = set(found.held_out.tokens.flatten().tolist())
+    assert held_out
+    assert not watched & held_out
+    assert held_out == set(valid) if valid else held_out == {0, 1, 2}

@@ -1,0 +1,71 @@
+"""The page of real runs: done, stopped by a gate, interrupted."""
+
+import re
+import shutil
+
+from lmx.cli import main
+from tiny_runs import TRAIN, VALIDATE, Run
+
+
+def page(run):
+    return (run.output / "report.html").read_text()
+
+
+def sections(html):
+    return re.findall(r'<h2 id="(\w+)">', html)
+
+
+def test_a_run_of_every_stage_shows_all_it_knows(whole):
+    html = page(whole)
+    shown = ["gates", "models", "curves", "divergence", "layers", "samples"]
+    measured = [name for name in sections(html) if name != "speculation"]
+    assert measured == [*shown, "commands", "recipe", "versions"]
+    assert "<td>done</td>" in html
+    assert f"{whole.output}/report.html" in whole.log.splitlines()[-1]
+    models = whole.json("report.json")["models"]
+    assert f"{models['quantized']['perplexity']:.3f}" in html
+
+
+def test_the_report_has_what_the_page_draws(whole):
+    report = whole.json("report.json")
+    tuned, quantized = report["models"].values()
+    assert "layers" not in tuned
+    assert {layer["bits"] for layer in quantized["layers"].values()} == {4}
+    assert all(1e-4 < v["error"] < 0.1 for v in quantized["layers"].values())
+    assert sum(quantized["kl_histogram"]["positions"]) == quantized["tokens"]
+    assert sum(quantized["agreement_by_confidence"]["positions"]) == quantized["tokens"]
+    assert len(report["samples"]) == 4
+    for row in report["samples"]:
+        assert row["prompt"].startswith("Add")
+        assert "together are" in row["expected"]
+        assert set(row["answers"]) == {"tuned", "quantized"}
+
+
+def test_it_is_made_again_from_the_folder_alone(whole, tmp_path, capsys):
+    copy = tmp_path / "elsewhere"
+    shutil.copytree(whole.output, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    (copy / "report.html").unlink()
+    assert main.main(["report", str(copy)]) == 0
+    assert (copy / "report.html").read_text() == page(whole)
+
+
+def test_a_missed_gate_is_told(base, tmp_path):
+    small = VALIDATE | {"require": {"perplexity": 1.0}, "samples": 0}
+    run = Run(tmp_path, {"validate": small}, "export", model=base)
+    assert run() == 1
+    html = page(run)
+    assert '<td class="bad">missed</td>' in html
+    assert "<td>failed</td>" in html
+    assert "misses its gates: perplexity" in html
+    assert "samples" not in sections(html)
+    assert "lmx generate" not in html
+
+
+def test_an_interrupted_run_shows_its_curves_so_far(base, tmp_path):
+    run = Run(tmp_path, {"train": TRAIN}, model=base)
+    assert run.attacked("SIGINT", "step", 6).returncode == 130
+    html = page(run)
+    assert "<td>interrupted; the same command goes on</td>" in html
+    assert "to go on: lmx-train" in html
+    assert "training: " in html
+    assert sections(html) == ["end", "curves", "commands", "recipe", "versions"]

@@ -1,0 +1,156 @@
+"""Killed, stopped or damaged, a run ends with the bits of one that was not."""
+
+import signal
+
+import pytest
+from lmx.cli import main
+from tiny_runs import TRAIN, VALIDATE, Run, resume_command
+
+LORA = {"type": "lora", "rank": 4}
+GRID = {"bits": 4, "group_size": 32}
+KINDS = {
+    "full": {},
+    "dora+": {"adapter": LORA | {"type": "dora", "b_rate_ratio": 4.0}},
+    "lora-qat": {"adapter": LORA, "quantization": GRID},
+    "qat": {"quantization": GRID},
+    "grids": {"adapter": LORA, "quantization": GRID | {"grid": "learned"}},
+    "late-grids": {"quantization": GRID | {"grid": "learned", "start_step": 6}},
+    "down": {
+        "quantization": GRID
+        | {"grid": "learned", "start_step": 1}
+        | {"progressive": [{"bits": 8, "steps": 3}, {"bits": 6, "steps": 3}]}
+    },
+}
+
+
+def make_run(folder, kind, base):
+    folder.mkdir(exist_ok=True)
+    model = "" if kind == "full" else base
+    return Run(folder, {"train": TRAIN | KINDS[kind]}, model=model)
+
+
+@pytest.fixture(scope="session")
+def expected(tmp_path_factory, base):
+    """The outcome of an undisturbed run, by kind of training."""
+    outcomes = {}
+
+    def of(kind):
+        if kind not in outcomes:
+            run = make_run(tmp_path_factory.mktemp(kind), kind, base)
+            assert run() == 0
+            outcomes[kind] = run.outcome()
+        return outcomes[kind]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("kind", "where", "turn"),
+    [
+        ("full", "step", 2),
+        ("full", "save", 4),
+        ("dora+", "step", 5),
+        ("lora-qat", "save", 3),
+        ("qat", "step", 10),
+        ("grids", "step", 8),
+        ("late-grids", "step", 6),
+        ("late-grids", "step", 7),
+        ("late-grids", "step", 10),
+        ("down", "step", 6),
+        ("down", "step", 9),
+    ],
+)
+def test_killed(tmp_path, base, expected, kind, where, turn):
+    run = make_run(tmp_path, kind, base)
+    assert run.attacked("SIGKILL", where, turn).returncode == -signal.SIGKILL
+    assert bool(run.half_written()) == (where == "save")
+    assert run() == 0
+    assert "ended without a goodbye in stage 1-train" in run.log
+    assert run.outcome() == expected(kind)
+    assert not run.half_written()
+
+
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM"])
+def test_stopped(tmp_path, base, expected, kind):
+    run = make_run(tmp_path, "full", base)
+    stopped = run.attacked(kind, "step", 7)
+    assert stopped.returncode == 130
+    assert "stopped after step 7; saved" in stopped.stderr
+    assert run.json("manifest.json")["status"] == "interrupted"
+    assert main.train(resume_command(stopped.stderr)) == 0
+    assert "resuming after step 7" in run.log
+    assert run.outcome() == expected("full")
+
+
+def test_stopped_while_measuring(tmp_path, base, monkeypatch, capsys):
+    run = Run(tmp_path, {"quantize": GRID}, {"validate": VALIDATE}, model=base)
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("lmx.pipeline.evaluator.measure_perplexity", stop)
+        assert run("--force") == 130
+    assert run.json("manifest.json")["status"] == "interrupted"
+    again = resume_command(capsys.readouterr().err)
+    assert again == run.arguments("--force")
+    assert main.train(again) == 0
+    assert "stage 1-quantize: done before" in run.log
+
+
+def finished(tmp_path, base):
+    """A finished run, and the checkpoints it keeps."""
+    run = make_run(tmp_path, "full", base)
+    assert run() == 0
+    kept = sorted((run.output / "stages/1-train/checkpoints").iterdir())
+    assert [p.name for p in kept] == ["0000010", "0000012"]
+    return run, kept
+
+
+@pytest.mark.parametrize("damage", ["flipped", "cut"])
+def test_newest_checkpoint_damaged(tmp_path, base, expected, capsys, damage):
+    run, (_, newest) = finished(tmp_path, base)
+    weights = newest / "state.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 16
+    weights.write_bytes(data if damage == "flipped" else data[:-100])
+    (run.output / "stages/1-train/dense/model.safetensors").unlink()
+    capsys.readouterr()
+    assert run() == 0
+    warnings = capsys.readouterr().err
+    assert "dense is damaged or gone: stage 1-train runs again" in warnings
+    assert f"checkpoint {newest} is damaged" in warnings
+    assert "resuming after step 10" in run.log
+    assert run.outcome() == expected("full")
+
+
+def test_every_checkpoint_damaged(tmp_path, base, expected):
+    run, kept = finished(tmp_path, base)
+    for checkpoint in kept:
+        (checkpoint / "state.json").unlink()
+    (run.output / "stages/1-train/dense/model.safetensors").unlink()
+    assert run() == 0
+    assert run.outcome() == expected("full")
+
+
+def test_another_seed_is_another_model(tmp_path, base, expected):
+    """Negative control of all the equal hashes here."""
+    run = make_run(tmp_path, "full", base)
+    assert run("seed=1") == 0
+    assert run.outcome()[0] != expected("full")[0]
+
+
+def test_a_stopped_run_has_curves_and_a_resumed_one_all_of_them(tmp_path, base):
+    run = make_run(tmp_path / "stopped", "full", base)
+    assert run.attacked("SIGINT", "step", 7).returncode == 130
+    curves = run.output / "stages/1-train/curves.svg"
+    first = curves.read_bytes()
+    assert run() == 0
+    calm = make_run(tmp_path / "calm", "full", base)
+    assert calm() == 0
+    assert f"curves: {curves}" in run.log
+    assert b"validation" in first
+    assert curves.read_bytes() != first
+    assert (
+        curves.read_bytes() == (calm.output / "stages/1-train/curves.svg").read_bytes()
+    )

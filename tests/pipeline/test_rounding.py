@@ -1,0 +1,180 @@
+"""What a train stage refuses of a rounding, before and after it has seen the model."""
+
+import mlx.core as mx
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.config.qat import QATConfig
+from lmx.config.quant_spec import QuantSpec
+from lmx.config.train import TrainConfig
+from lmx.errors import UserError
+from lmx.models.loader import load
+from lmx.pipeline.context import write_model
+from lmx.pipeline.qat_setup import prepare, require_time
+from lmx.quantization.packing import expand, pack
+from lmx.quantization.target_layers import QuantizationPlan
+from lmx.run.logger import NullLogger
+from pydantic import ValidationError
+
+UP, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
+COMMON = {"steps": 10, "batch_size": 1}
+PHASES = {"progressive": [{"bits": 8, "steps": 5}]}
+COMING_DOWN = {"quantization": QATConfig(bits=2, **PHASES)}
+
+
+def config(adapter=None, **rounding) -> TrainConfig:
+    return TrainConfig(**COMMON, adapter=adapter, quantization=QATConfig(**rounding))
+
+
+@pytest.fixture
+def mixed(make_checkpoint, tmp_path):
+    """A checkpoint with layers of 3 and 4 bits, most of them dense."""
+    loaded = load(make_checkpoint(), compute="stored")
+    weights = {k: v for k, v in mx.load(str(loaded.path / "model.safetensors")).items()}
+    specs = {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
+    packed = {
+        f"{path}.{name}": value
+        for path, spec in specs.items()
+        for name, value in pack(weights[f"{path}.weight"], spec, loaded.dtype).items()
+    }
+    target = tmp_path / "mixed"
+    write_model(target, loaded, weights, QuantizationPlan(specs, {}), packed)
+    return load(target, compute="stored")
+
+
+def test_layers_keep_the_grids_they_have(mixed):
+    found = prepare(config(bits=3, grid="learned"), mixed, NullLogger())
+    assert found.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
+    assert "model.embed_tokens" in found.selection.kept
+    assert not found.selection.specs.keys() & found.selection.kept
+    for path, spec in found.selection.specs.items():
+        weight = dict(found.loaded.model.named_modules())[path].weight
+        served = expand(found.packed[path], spec, mixed.dtype)
+        step = mx.repeat(mx.abs(found.packed[path]["scales"]), 64, axis=-1)
+        assert weight.dtype == mx.float32
+        assert (mx.abs(weight - served) / step).max().item() < 0.5
+
+
+def weights_of(found):
+    modules = dict(found.loaded.model.named_modules())
+    return {path: modules[path].weight for path in (UP, DOWN)}
+
+
+def begun(mixed, origin=dict, seed=0, teacher=None, **rounding):
+    """The weights a training from codes begins with."""
+    settings = COMMON | {"quantization": QATConfig(bits=3, grid="learned", **rounding)}
+    own = TrainConfig(**settings, teacher=teacher)
+    return weights_of(prepare(own, mixed, NullLogger(), origin=origin, seed=seed))
+
+
+@pytest.fixture
+def dense(make_checkpoint):
+    """What the layers of `mixed` were quantized from, by name."""
+    weights = mx.load(str(load(make_checkpoint()).path / "model.safetensors"))
+    return {f"{path}.weight": weights[f"{path}.weight"] for path in (UP, DOWN)}
+
+
+def test_weights_begin_near_what_was_quantized(mixed, dense):
+    found = begun(mixed, dense.copy)
+    points = begun(mixed, at_points=True)
+    for path, weight in found.items():
+        wished = dense[f"{path}.weight"].astype(mx.float32)
+        left = mx.abs(weight - wished).mean() / mx.abs(points[path] - wished).mean()
+        assert left.item() < 0.1
+
+
+def test_weights_of_unknown_origin_are_spread_by_the_seed(mixed, dense):
+    """As are those of layers whose scales a method has folded."""
+    folded = {name: 3 * value for name, value in dense.items()}
+    found, same = begun(mixed), begun(mixed, folded.copy)
+    other, points = begun(mixed, seed=1), begun(mixed, at_points=True)
+    for path, weight in found.items():
+        assert mx.array_equal(weight, same[path])
+        assert not mx.array_equal(weight, other[path])
+        assert not mx.array_equal(weight, points[path])
+
+
+def test_what_the_model_has_been_is_learned_from_the_points(mixed, dense):
+    points = begun(mixed, at_points=True)
+    found = begun(mixed, dense.copy, teacher={})
+    asked = begun(mixed, dense.copy, teacher={}, at_points=False)
+    for path, weight in points.items():
+        assert mx.array_equal(found[path], weight)
+        assert not mx.array_equal(asked[path], weight)
+
+
+def test_a_dense_model_has_no_points_to_begin_at(make_checkpoint):
+    loaded = load(make_checkpoint(), compute="stored")
+    with pytest.raises(UserError, match="at_points is for a model in codes"):
+        prepare(config(grid="learned", at_points=True), loaded, NullLogger())
+
+
+@pytest.mark.parametrize(
+    ("rounding", "said"),
+    [
+        (
+            {"bits": 8, "grid": "learned"},
+            "quantized to [34] bits .*; .* asks for 8 bits",
+        ),
+        (
+            {"bits": 4, "group_size": 32, "grid": "frozen"},
+            "asks for 4 bits in groups of",
+        ),
+        ({"bits": 4}, "training would round it again"),
+        ({"bits": 4, "grid": "learned", "start_step": 2}, "would round it again"),
+        ({"bits": 4, "grid": "learned"} | PHASES, "would round it again"),
+    ],
+)
+def test_a_model_in_codes_is_never_rounded_anew(mixed, rounding, said):
+    with pytest.raises(UserError, match=said):
+        prepare(config(**rounding), mixed, NullLogger())
+
+
+def test_full_training_of_codes_needs_a_grid(mixed):
+    with pytest.raises(UserError, match="full training needs its weights"):
+        prepare(TrainConfig(**COMMON), mixed, NullLogger())
+
+
+def test_floating_point_grids_stay(make_checkpoint, tmp_path):
+    loaded = load(make_checkpoint(), compute="stored")
+    weights = dict(mx.load(str(loaded.path / "model.safetensors")))
+    spec = QuantSpec(mode="mxfp4")
+    packed = pack(weights[f"{UP}.weight"], spec, loaded.dtype)
+    packed = {f"{UP}.{name}": value for name, value in packed.items()}
+    write_model(
+        tmp_path / "mx", loaded, weights, QuantizationPlan({UP: spec}, {}), packed
+    )
+    with pytest.raises(UserError, match="only affine grids can be trained"):
+        prepare(
+            config(grid="learned"),
+            load(tmp_path / "mx", compute="stored"),
+            NullLogger(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"keep": "best"}, "start_step does not go with keep: best"),
+        ({"early_stopping": 2}, "start_step does not go with keep: best"),
+        ({"steps": 5}, "start_step must be below steps"),
+        (COMING_DOWN | {"keep": "best"}, "progressive does not go with keep: best"),
+        (COMING_DOWN | {"steps": 5}, "progressive must be below steps"),
+        (
+            {"quantization": QATConfig(grid="frozen"), "adapter": LoRAConfig()},
+            "a frozen grid trains no weights",
+        ),
+    ],
+)
+def test_settings_that_contradict(change, said):
+    late = {"quantization": QATConfig(start_step=5)}
+    with pytest.raises(ValidationError, match=said):
+        TrainConfig(**COMMON | late | change)
+
+
+def test_rounding_begins_before_the_end():
+    require_time(QATConfig(start_step=5), 6)
+    require_time(None, 1)
+    with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):
+        require_time(QATConfig(start_step=5), 5)
+    with pytest.raises(UserError, match="2 bits begins after 5 steps, and there are 4"):
+        require_time(COMING_DOWN["quantization"], 4)

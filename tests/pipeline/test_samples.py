@@ -1,0 +1,67 @@
+"""The rows whose answers are shown side by side, and what is asked of them."""
+
+from types import SimpleNamespace
+
+import pytest
+from lmx.data.row_formats import Row
+from lmx.pipeline.samples import OPENING, shown_rows
+
+
+def chat(asked, answer, skill=None):
+    turns = (
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": answer},
+    )
+    return Row("here:1", messages=turns, skill=skill)
+
+
+class Generator:
+    """Says what it was given."""
+
+    positions = 30
+
+    def encode(self, messages, *, thinking):
+        assert not thinking
+        return [*messages[-1]["content"]]
+
+    def encode_text(self, text):
+        return [*text]
+
+    def generate(self, prompt, *, max_tokens):
+        return SimpleNamespace(text="".join(prompt).upper())
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "expected"),
+    [
+        (chat("Hi?", "Yes."), "Hi?", "Yes."),
+        (Row("x", prompt="one plus", completion=" two"), "one plus", " two"),
+        (Row("x", text="To be\nor not"), "To be or not", None),
+    ],
+)
+def test_every_kind_of_row_asks_for_something(row, prompt, expected):
+    [shown] = shown_rows([row], 4)
+    shown.ask("tuned", Generator())
+    assert shown.to_json() == {
+        "prompt": prompt,
+        "expected": expected,
+        "answers": {"tuned": prompt.upper()},
+    }
+
+
+def test_of_a_text_the_opening_is_shown():
+    [shown] = shown_rows([Row("x", text="word " * 500)], 4)
+    assert shown.prompt == " ".join(["word"] * OPENING)
+
+
+def test_what_the_model_cannot_read_has_no_answer():
+    [shown] = shown_rows([chat("a" * 31, "b")], 4)
+    shown.ask("tuned", Generator())
+    assert shown.answers == {}
+
+
+def test_kinds_come_in_turn_and_empty_rows_not_at_all():
+    rows = [chat(f"{skill}{n}", "x", skill) for skill in "ab" for n in range(3)]
+    rows.insert(0, Row("x", prompt="", completion="unasked"))
+    assert [row.prompt for row in shown_rows(rows, 3)] == ["a0", "b0", "a1"]
+    assert shown_rows(rows, 0) == []

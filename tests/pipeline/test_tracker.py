@@ -1,0 +1,126 @@
+"""A run with a tracker: what it gets, and that it changes nothing of the run."""
+
+import os
+from pathlib import Path
+
+import pytest
+import warm
+import yaml
+from lmx.config.loader import load_recipe
+from lmx.errors import UserError
+from tiny_runs import TRAIN, VALIDATE, Run
+
+PROGRAM = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
+# A wandb that fails at one of its calls.
+BROKEN = """
+import os
+
+def fail(place):
+    if os.environ["FAILS_AT"] == place:
+        raise ConnectionError(place + " refused")
+
+fail("import")
+
+class Settings:
+    def __init__(self, **settings):
+        pass
+
+class Run:
+    summary = {}
+    def define_metric(self, *_, **__):
+        pass
+    def log(self, row):
+        fail("log")
+    def finish(self, exit_code):
+        fail("finish")
+
+def init(**_):
+    fail("init")
+    return Run()
+"""
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory, base):
+    def make(*stages, **tracker):
+        run = Run(tmp_path_factory.mktemp("run"), *stages, model=base)
+        if tracker:
+            recipe = yaml.safe_load(run.recipe.read_text())
+            run.recipe.write_text(yaml.safe_dump(recipe | {"tracker": tracker}))
+        return run
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def expected(make):
+    """The outcome of a run without a tracker."""
+    run = make({"train": TRAIN})
+    assert run() == 0
+    assert not (run.output / "wandb").exists()
+    return run.outcome()
+
+
+def launch(run, *more, **environment):
+    """In a process of its own: wandb starts threads and a service."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    return warm.run(PROGRAM, *run.arguments(*more), env=clean | environment)
+
+
+def sessions(run):
+    """What wandb wrote, one file for every time the run was started."""
+    return sorted((run.output / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_figures_are_kept_in_the_run_folder(make, expected):
+    run = make({"train": TRAIN}, {"validate": VALIDATE}, type="wandb", name="a name")
+    # What the recipe says holds, not what the environment says.
+    done = launch(run, WANDB_MODE="online", WANDB_API_KEY="0" * 40)
+    assert done.returncode == 0, done.stderr
+    assert "wandb" not in (done.stdout + done.stderr).lower()
+    [file] = sessions(run)
+    told = file.read_bytes()
+    for name in ("train/loss", "train/learning_rate", "valid/loss", "step"):
+        assert f"1-train/{name}".encode() in told
+    for word in (b"tuned/perplexity", b"a name", b"checkpoint_every"):
+        assert word in told
+    written = [path for path in (run.output / "wandb").rglob("*") if path.is_file()]
+    assert not any(b"0" * 40 in path.read_bytes() for path in written)
+    models, rows = run.outcome()
+    assert (models, [r for r in rows if r["stage"] == "1-train"]) == expected
+
+
+def test_a_resumed_run_is_the_same_one(make, expected):
+    run = make({"train": TRAIN}, type="wandb")
+    assert run.attacked("SIGKILL", "step", 8).returncode < 0
+    # Where results go is no part of the recipe's identity.
+    assert launch(run, "tracker.project=other").returncode == 0
+    assert run.outcome() == expected
+    known = (run.output / "wandb/run-id").read_text()
+    assert {path.name for path in sessions(run)} == {f"run-{known}.wandb"}
+
+
+@pytest.mark.parametrize("place", ["import", "init", "log", "finish"])
+def test_a_broken_tracker_stops_nothing(make, expected, tmp_path, place):
+    (tmp_path / "wandb.py").write_text(BROKEN)
+    run = make({"train": TRAIN}, type="wandb")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    done = launch(run, FAILS_AT=place, PYTHONPATH=path)
+    assert done.returncode == 0, done.stderr
+    reason = f"going on without it: ConnectionError: {place} refused"
+    assert done.stderr.splitlines() == [f"warning: the tracker has failed, {reason}"]
+    assert run.outcome() == expected
+
+
+def test_without_a_key_nothing_is_asked(make, tmp_path):
+    run = make({"train": TRAIN | {"steps": 1}}, type="wandb", mode="online")
+    done = launch(run, HOME=str(tmp_path), NETRC=str(tmp_path / "none"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "there is no API key: see `wandb login`" in done.stderr
+
+
+def test_a_tracker_has_a_type(make):
+    run = make({"train": TRAIN}, project="lmx")
+    with pytest.raises(UserError, match="tracker"):
+        load_recipe(run.recipe, [])

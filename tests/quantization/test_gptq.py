@@ -1,0 +1,164 @@
+"""The method as a whole: closer to the model than rounding, and what it tells."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config import quantize
+from lmx.models.loader import build
+from lmx.quantization.packing import expand
+from lmx.quantization.ptq import gptq, rtn
+from lmx.quantization.ptq.base import PTQContext
+from lmx.quantization.target_layers import select_layers
+from mlx.utils import tree_flatten, tree_unflatten
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+from tiny_windows import windows_of
+
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192}
+
+
+def model_of(config=LLAMA, **changes):
+    """Attention and logits sharp enough to tell tokens apart."""
+    mx.random.seed(5)
+    model = build(config | changes)
+    weights = {
+        k: 2 * v if v.ndim > 1 else v for k, v in tree_flatten(model.parameters())
+    }
+    model.update(tree_unflatten(list(weights.items())))
+    return model.eval()
+
+
+def tokens_of(seed, count=96):
+    """Some tokens far more often than others, as in text."""
+    share = mx.random.uniform(shape=(count, 32), key=mx.random.key(seed))
+    return (320 * share**3).astype(mx.int32)
+
+
+class Report(SimpleNamespace):
+    def __init__(self):
+        super().__init__(lines=[])
+        self.say = self.warn = self.log = self.lines.append
+
+
+def quantized(
+    method, model, folder, *, tokens=None, counted=None, report=None, **settings
+):
+    """Tensors, and the model with the weights they stand for."""
+    config = method.Config(**settings)
+    specs = select_layers(model, config).specs
+    dense = dict(tree_flatten(model.parameters()))
+    windows = windows_of(tokens_of(1) if tokens is None else tokens, counted)
+    task = PTQContext(
+        model, specs, mx.float32, lambda *_: windows, folder, report or Report()
+    )
+    tensors = method.quantize(config, task)
+    for path, spec in specs.items():
+        names = ("weight", "scales", "biases")
+        packed = {name: tensors[f"{path}.{name}"] for name in names}
+        dense[f"{path}.weight"] = expand(packed, spec, mx.float32)
+    model.update(tree_unflatten(list(dense.items())))
+    return tensors, model
+
+
+def divergence(model, other):
+    """Mean KL on tokens that were not calibrated on."""
+    tokens = tokens_of(2)
+    p, q = (m(tokens).astype(mx.float32) for m in (model, other))
+    p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (p, q))
+    return (mx.exp(p) * (p - q)).sum(axis=-1).mean().item()
+
+
+@pytest.fixture(scope="module")
+def found_by_gptq(tmp_path_factory):
+    """A function of bits and ties to the quantized model and the report, made once."""
+
+    @cache
+    def of(bits, tied):
+        report, folder = Report(), tmp_path_factory.mktemp("gptq")
+        model = model_of(**SIZES, tie_word_embeddings=tied)
+        return quantized(gptq, model, folder, bits=bits, report=report)[1], report
+
+    return of
+
+
+# Where an embedding is used says nothing of its bits.
+@pytest.mark.parametrize(("bits", "tied"), [(2, True), (3, False), (4, True)])
+def test_closer_than_rounding_on_other_tokens(tmp_path, found_by_gptq, bits, tied):
+    changes = SIZES | {"tie_word_embeddings": tied}
+    model = model_of(**changes)
+    _, plain = quantized(rtn, model_of(**changes), tmp_path, bits=bits)
+    others = {rtn: plain, gptq: found_by_gptq(bits, tied)[0]}
+    found = {method: divergence(model, other) for method, other in others.items()}
+    assert 0 < found[gptq] < 0.8 * found[rtn]
+
+
+def test_every_part_helps(tmp_path):
+    model = model_of(**SIZES)
+    # Its errors, which are larger, say nothing of how the blocks' layers are solved.
+    settings = {"bits": 3, "layers": {"model.embed_tokens": "keep"}}
+
+    def loss(name, **changes):
+        _, other = quantized(
+            gptq, model_of(**SIZES), tmp_path / name, **settings, **changes
+        )
+        return divergence(model, other)
+
+    whole = loss("whole")
+    assert whole < loss("plain", rounds=0, asymmetry=False)
+    assert whole < 0.95 * loss("rows alone", outputs=False)
+
+
+def test_filling_changes_nothing(tmp_path):
+    """Windows of many lengths are as good as alone, whatever is behind them."""
+    draw, tokens = np.random.default_rng(0), np.array(tokens_of(1))
+    counted = np.zeros(tokens.shape, bool)
+    ends = draw.integers(8, 31, len(tokens))
+    for row, end in zip(counted, ends, strict=True):
+        row[end - 4 : end] = True
+    narrow = SIZES | {"hidden_size": 64, "intermediate_size": 128}
+    found = []
+    for number in range(2):
+        behind = np.arange(32) >= ends[:, None]
+        filled = np.where(behind, draw.integers(0, 320, tokens.shape), tokens)
+        given = {"tokens": mx.array(filled), "counted": counted}
+        given |= {"bits": 3, "rounds": 1}
+        folder = tmp_path / str(number)
+        found.append(quantized(gptq, model_of(**narrow), folder, **given)[0])
+    assert all(mx.array_equal(found[0][k], found[1][k]).item() for k in found[0])
+
+
+def test_experts_that_saw_little_are_named(tmp_path):
+    report = Report()
+    tokens = tokens_of(1, count=2)
+    model = model_of(QWEN3_MOE, num_hidden_layers=1)
+    quantized(gptq, model, tmp_path, tokens=tokens, report=report)
+    assert any("experts saw fewer than" in line for line in report.lines)
+    assert any("calibration has 64 tokens" in line for line in report.lines)
+
+
+def test_what_is_lost_is_in_the_log(found_by_gptq):
+    _, report = found_by_gptq(4, True)
+    lines = [line for line in report.lines if "output lost" in line]
+    clusters = [line for line in lines if "embed_tokens, cluster" in line]
+    assert len(clusters) > 1
+    assert len(lines) == 2 * 7 + len(clusters)
+    assert all("round to nearest" in line and "kept" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    "more", [{"fold": True}, {"blocks": {}}, {"budget": {"bits_per_weight": 3}}]
+)
+def test_what_takes_all_tokens_alike_is_refused_with_answers(more):
+    calibration = {"count": "answers"}
+    quantize.GPTQConfig(calibration=calibration)
+    with pytest.raises(ValueError, match=f"{next(iter(more))} takes all tokens alike"):
+        quantize.GPTQConfig(calibration=calibration, **more)
+    with pytest.raises(ValueError, match="awq takes all tokens alike"):
+        quantize.AWQConfig(calibration=calibration)
+
+
+def test_only_affine_grids():
+    with pytest.raises(ValueError, match="affine"):
+        quantize.GPTQConfig(mode="mxfp4")

@@ -1,0 +1,71 @@
+"""The knapsack against every choice there is."""
+
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+from lmx.quantization.mixed_precision.knapsack import greedy, solve
+
+
+def items_of(seed, *, items, options, largest=60):
+    """Random, and in part awkward: equal sizes, and options that cost more."""
+    draw = np.random.default_rng(seed)
+    return [
+        (draw.integers(1, largest, options), draw.exponential(1.0, options))
+        for _ in range(items)
+    ]
+
+
+def weighed(items, choice):
+    pairs = list(zip(items, choice, strict=True))
+    return sum(int(s[c]) for (s, _), c in pairs), sum(c[o] for (_, c), o in pairs)
+
+
+def exhaustive(items, budget):
+    every = product(*(range(len(sizes)) for sizes, _ in items))
+    found = (weighed(items, choice) for choice in every)
+    return min((cost for size, cost in found if size <= budget), default=None)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_best_of_all_choices(seed):
+    items = items_of(seed, items=2 + seed % 4, options=2 + seed % 3)
+    for budget in range(0, 61 * len(items), 23):
+        best, choice = exhaustive(items, budget), solve(items, budget)
+        if best is None:
+            assert choice is None
+            assert greedy(items, budget) is None
+            continue
+        size, cost = weighed(items, choice)
+        assert size <= budget
+        assert cost == pytest.approx(best, rel=1e-9)
+
+
+def test_greedy_alone_is_not_enough():
+    """So the comparison with it says something."""
+    items = [items_of(seed, items=4, options=4) for seed in range(20)]
+    worse = [
+        weighed(i, greedy(i, 100))[1] > 1.001 * exhaustive(i, 100)
+        for i in items
+        if greedy(i, 100)
+    ]
+    assert any(worse)
+
+
+@pytest.mark.parametrize("states", [1 << 17, 64])
+def test_within_the_budget_and_no_worse_than_greedy_however_many_items(states):
+    items = items_of(3, items=60, options=18, largest=100_000)
+    for budget in range(500_000, 5_000_000, 400_000):
+        choice = solve(items, budget, states=states)
+        size, cost = weighed(items, choice)
+        assert size <= budget
+        assert cost <= weighed(items, greedy(items, budget))[1]
+
+
+def test_a_larger_budget_never_costs_more():
+    items = items_of(5, items=20, options=9, largest=5_000)
+    costs = [
+        weighed(items, solve(items, budget))[1] for budget in range(15_000, 90_000, 977)
+    ]
+    assert all(after <= before for before, after in pairwise(costs))
+    assert costs[-1] == pytest.approx(sum(c.min() for _, c in items))

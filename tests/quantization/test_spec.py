@@ -1,0 +1,164 @@
+"""The grids, against NumPy in float64 that knows nothing of MLX."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config.quant_spec import QuantSpec
+from lmx.quantization.packing import expand, pack
+from pydantic import ValidationError
+
+AFFINE = list(itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128)))
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+ROWS, WIDTH = 24, 384
+
+
+def weights(dtype):
+    """Rows of very different sizes and shifts; one group of zeros, one of one value."""
+    key, other = mx.random.split(mx.random.key(0))
+    weight = mx.random.normal((ROWS, WIDTH), key=key)
+    sizes = mx.exp(2 * mx.random.normal((ROWS, 1), key=other))
+    weight = weight * sizes + mx.linspace(-2, 2, ROWS)[:, None] * sizes
+    weight[0] = 0
+    weight[1] = 0.75
+    return weight.astype(dtype)
+
+
+def unpacked(codes, bits):
+    """Codes [rows, WIDTH], lowest bits first."""
+    words = np.array(codes)
+    stream = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    digits = stream.reshape(len(words), -1, bits)
+    return (digits << np.arange(bits)).sum(axis=-1)
+
+
+def affine(weight, bits, group_size):
+    """Exact codes, scales, biases: the larger edge and zero are points of the grid."""
+    groups = weight.reshape(-1, group_size)
+    low, high = groups.min(axis=1), groups.max(axis=1)
+    step = np.maximum((high - low) / (2**bits - 1), 1e-7)
+    edge = np.where(abs(low) > abs(high), low, high)
+    step = np.where(abs(low) > abs(high), step, -step)
+    steps = np.round(edge / step)
+    scale = np.where(steps == 0, step, edge / np.where(steps == 0, 1, steps))
+    bias = np.where(steps == 0, 0, edge)
+    codes = (groups - bias[:, None]) / scale[:, None]
+    return codes.clip(0, 2**bits - 1), scale, bias
+
+
+@pytest.mark.parametrize(("bits", "group_size"), AFFINE)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_affine_is_the_edge_anchored_grid(bits, group_size, dtype):
+    weight, spec = weights(dtype), QuantSpec(bits=bits, group_size=group_size)
+    packed = pack(weight, spec, dtype)
+    assert packed["scales"].dtype == packed["biases"].dtype == dtype
+    exact = np.array(weight.astype(mx.float32), dtype=np.float64)
+    codes, scale, bias = affine(exact, bits, group_size)
+    found = unpacked(packed["weight"], bits).reshape(codes.shape)
+    scales, biases = (
+        np.array(packed[name].astype(mx.float32)).reshape(-1)
+        for name in ("scales", "biases")
+    )
+    precision = {mx.float32: 1e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}[dtype]
+    same = np.isclose(scales, scale, rtol=precision, atol=1e-7)
+    # In 16 bits MLX may count one step more or less to the edge.
+    assert same.all() if dtype == mx.float32 else same.mean() > 0.95
+    assert abs(found[same] - codes[same]).max() <= 0.5 + 1e-3
+    np.testing.assert_allclose(biases, bias, rtol=precision)
+    rounded = found * scales[:, None].astype(np.float64) + biases[:, None]
+    expanded = np.array(expand(packed, spec, dtype).astype(mx.float32))
+    np.testing.assert_allclose(
+        expanded.reshape(rounded.shape),
+        rounded,
+        rtol=2 * precision,
+        atol=2 * precision * abs(exact).max(),
+    )
+
+
+def e4m3(codes):
+    """Eight-bit floats: sign, four bits of exponent, three of mantissa."""
+    sign = np.where(codes & 0x80, -1.0, 1.0)
+    exponent, mantissa = (codes >> 3) & 0xF, (codes & 7) / 8
+    small = exponent == 0
+    return (
+        sign * np.where(small, mantissa, 1 + mantissa) * 2.0 ** (exponent - 7 + small)
+    )
+
+
+def floating_grid(mode):
+    """Values of every code, and of every scale."""
+    eight = np.arange(256)
+    powers = 2.0 ** (eight - 127)
+    if mode == "mxfp8":
+        return np.delete(e4m3(eight), [127, 255]), e4m3(eight), powers
+    points = np.concatenate([E2M1, -E2M1])
+    return points, points, powers if mode == "mxfp4" else e4m3(eight)
+
+
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+def test_floating_codes_are_nearest_on_their_stored_grid(mode, dtype):
+    weight, spec = weights(dtype), QuantSpec(mode=mode)
+    packed = pack(weight, spec, dtype)
+    assert packed.keys() == {"weight", "scales"}
+    points, values, sizes = floating_grid(mode)
+    groups = np.array(weight.astype(mx.float32), dtype=np.float64)
+    groups = groups.reshape(-1, spec.group_size)
+    scales = sizes[np.array(packed["scales"])].reshape(-1, 1)
+    codes = unpacked(packed["weight"], spec.bits).reshape(groups.shape)
+    served = values[codes] * scales
+    best = abs(groups[..., None] - (points * scales)[:, None, :]).min(axis=-1)
+    assert (abs(groups - served) <= best + 1e-5 * abs(groups)).all()
+    # The scale fits its group: the largest weight is neither lost nor cut far.
+    largest = abs(groups).max(axis=1)
+    used = largest > 0
+    ratio = abs(served).max(axis=1)[used] / largest[used]
+    assert ratio.min() > 0.7
+    assert ratio.max() < 1.34
+    expanded = expand(packed, spec, mx.float32)
+    np.testing.assert_array_equal(np.array(expanded).reshape(served.shape), served)
+
+
+def test_the_weight_is_cast_to_the_stored_type_first():
+    weight, spec = weights(mx.float32), QuantSpec(bits=8, group_size=32)
+    cast = pack(weight.astype(mx.bfloat16), spec, mx.bfloat16)
+    packed = pack(weight, spec, mx.bfloat16)
+    assert all(mx.array_equal(packed[name], cast[name]) for name in cast)
+    unlike = pack(weight, spec, mx.float32)["weight"]
+    assert not mx.array_equal(packed["weight"], unlike)
+
+
+def test_defaults_of_every_mode():
+    grids = {m: QuantSpec(mode=m) for m in ("affine", "mxfp4", "nvfp4", "mxfp8")}
+    found = {m: (g.group_size, g.bits) for m, g in grids.items()}
+    assert found == {
+        "affine": (64, 4),
+        "mxfp4": (32, 4),
+        "nvfp4": (16, 4),
+        "mxfp8": (32, 8),
+    }
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"bits": 7},
+        {"bits": 1},
+        {"bits": "4"},
+        {"group_size": 48},
+        {"group_size": 16},
+        {"mode": "mxfp4", "bits": 8},
+        {"mode": "nvfp4", "group_size": 32},
+        {"mode": "fp4"},
+        {"bit": 4},
+    ],
+)
+def test_grids_that_are_none(wrong):
+    with pytest.raises(ValidationError):
+        QuantSpec(**wrong)
+
+
+def test_fits():
+    assert QuantSpec(group_size=64).fits(192)
+    assert not QuantSpec(group_size=64).fits(172)

@@ -1,0 +1,107 @@
+"""Several batches as one: every trained token weighs the same, wherever it is."""
+
+import gc
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.data.batching import Batch
+from lmx.training.step import TrainStep
+from tiny_llamas import GRID_WAYS, llama, tokens_of
+from tiny_steps import Tiny, random_batch
+
+
+def ragged(lengths) -> list[Batch]:
+    return [tokens_of(2, length, seed=length) for length in lengths]
+
+
+def joined(batches) -> Batch:
+    """All rows in one batch, padded to the longest."""
+    longest = max(batch.mask.shape[1] for batch in batches)
+    tokens, masks = [], []
+    for batch in batches:
+        room = ((0, 0), (0, longest - batch.mask.shape[1]))
+        tokens.append(mx.pad(batch.tokens, room))
+        masks.append(mx.pad(batch.mask, room))
+    return Batch(mx.concatenate(tokens), mx.concatenate(masks), ())
+
+
+def outputs(window, way="full", **settings):
+    model, rounding = llama(way)
+    step = TrainStep(model, fake_quant=rounding, optimizer="sgd", **settings)
+    numbers = [v.item() for v in step(window, 0.0, 0)]
+    return numbers, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+
+
+@pytest.mark.parametrize("way", ["full", "lora", "lora-qat", *GRID_WAYS])
+@pytest.mark.parametrize("lengths", [(3, 14), (5, 9, 16), (16, 4, 8, 13)])
+def test_gradients_are_those_of_one_batch(way, lengths):
+    window = ragged(lengths)
+    counts = {batch.mask.sum().item() for batch in window}
+    assert len(counts) == len(window)
+    expected = outputs(joined(window), way)
+    found = outputs(window, way)
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for path, gradient in expected[1].items():
+        allowed = 1e-5 * max(1.0, np.abs(gradient).max())
+        np.testing.assert_allclose(found[1][path], gradient, rtol=1e-5, atol=allowed)
+
+
+def test_clips_the_sum_and_not_its_parts():
+    window = ragged((3, 14))
+    norm = outputs(window)[0][2]
+    _, found = outputs(window, gradient_clip=norm / 2)
+    joint = sum((v.astype(np.float64) ** 2).sum() for v in found.values()) ** 0.5
+    assert joint == pytest.approx(norm / 2, rel=1e-4)
+
+
+def test_windows_of_all_sizes_follow_each_other():
+    """What one window leaves behind is no part of the next."""
+    windows = [
+        [random_batch(seed=s) for s in range(first, last)]
+        for first, last in ((0, 2), (2, 3), (3, 7), (7, 8))
+    ]
+    step, plain = TrainStep(Tiny()), TrainStep(Tiny())
+    for seed, window in enumerate(windows):
+        mx.eval(step(window, 1e-2, seed), step.parameters)
+        mx.eval(plain(joined(window), 1e-2, seed), plain.parameters)
+    for path, value in plain.parameters.items():
+        np.testing.assert_allclose(step.parameters[path], value, rtol=1e-4, atol=1e-5)
+
+
+def test_every_batch_of_a_window_has_its_own_dropout():
+    def loss(count, seed=0):
+        step = TrainStep(Tiny(dropout=0.5))
+        return step([random_batch()] * count, 0.0, seed)[0].item()
+
+    assert loss(2) == loss(2) != loss(2, seed=1)
+    assert loss(2) != pytest.approx(2 * loss(1), rel=1e-6)
+
+
+def test_one_trace_per_shape(monkeypatch):
+    traced = []
+    real = TrainStep._gradients
+
+    def counted(self, tokens, *rest):
+        traced.append(tokens.shape)
+        return real(self, tokens, *rest)
+
+    monkeypatch.setattr(TrainStep, "_gradients", counted)
+    step = TrainStep(Tiny())
+    for seed in range(4):
+        window = [random_batch(length=length, seed=seed) for length in (4, 7, 4, 7)]
+        mx.eval(step(window, 1e-2, seed), step.parameters)
+    assert sorted(traced) == [(3, 5), (3, 8)]
+
+
+def test_memory_does_not_grow_with_the_window():
+    def peak(count):
+        model, _ = llama(num_hidden_layers=3)
+        step, window = TrainStep(model), [tokens_of(8, 96)] * count
+        mx.eval(step(window, 0.0, 0), step.parameters)
+        gc.collect()
+        mx.reset_peak_memory()
+        mx.eval(step(window, 0.0, 0), step.parameters)
+        return mx.get_peak_memory()
+
+    assert peak(8) < 1.3 * peak(2)

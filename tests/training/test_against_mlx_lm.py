@@ -1,0 +1,348 @@
+"""What mlx-lm 0.32.2's trainer does wrong, and which test sees that it is right here.
+
+Where its fault is cheap to show, the test here shows it, on the same data: a check that
+cannot tell the two apart would be none.
+"""
+
+import copy
+import importlib
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optimizers
+import numpy as np
+import pytest
+import yaml
+from lmx.config.lora import LoRAConfig
+from lmx.data import tokenization
+from lmx.data.batching import Batch, BucketBatchSampler
+from lmx.data.row_formats import Row
+from lmx.data.tokenization import Example
+from lmx.models.hooks import find_blocks
+from lmx.models.loader import load_tokenizer
+from lmx.models.lora import lora_model
+from lmx.models.lora.layers import DoRALinear
+from lmx.training.gradient_checkpointing import checkpointed
+from lmx.training.step import TrainStep
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner import datasets, dora, trainer
+from mlx_lm.tuner.utils import linear_to_lora_layers
+from tiny_families import member
+from tiny_llamas import llama, tokens_of
+
+HERE = "train/test_against_mlx_lm.py"
+DEFECTS = {
+    "the sort by length does nothing": [f"{HERE}::test_lengths_bound_the_padding"],
+    "accumulation is a mean of means": [
+        f"{HERE}::test_every_token_of_a_window_weighs_the_same",
+        "train/test_accumulate.py::test_gradients_are_those_of_one_batch",
+    ],
+    "a row without trained tokens makes everything NaN": [
+        f"{HERE}::test_nothing_to_train_is_no_catastrophe",
+        "data/test_template.py::test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped",
+    ],
+    "resuming restores nothing but weights": [
+        "train/test_checkpoint.py::test_every_optimizer_goes_on_bit_for_bit",
+        "train/test_loop.py::test_a_kill_changes_nothing",
+        "stages/test_resume.py::test_killed",
+    ],
+    "the cache of freed memory is emptied after every step": [
+        f"{HERE}::test_freed_memory_is_left_to_mlx",
+    ],
+    "gradient checkpointing patches a class for ever": [
+        f"{HERE}::test_checkpointing_is_of_one_model_and_a_while",
+        "train/test_recompute.py::test_other_instances_and_the_model_itself_are_left_alone",
+        "train/test_families.py::test_lean_ways_have_the_same_gradients",
+    ],
+    "DoRA on 3, 5 and 6 bits crashes": [f"{HERE}::test_dora_on_uneven_bits"],
+    "full fine-tuning leaves out embeddings, last norm and head": [
+        f"{HERE}::test_full_is_all",
+        "train/test_families.py::test_trains_in_full",
+    ],
+    "weights in bfloat16 do not move": [
+        f"{HERE}::test_small_rates_move_weights",
+        "train/test_step.py::test_masters_stay_float32",
+    ],
+    "gradients are not clipped": [
+        "train/test_step.py::test_gradients_are_clipped_together",
+        "train/test_accumulate.py::test_clips_the_sum_and_not_its_parts",
+    ],
+    "adapters go on routers": [
+        f"{HERE}::test_the_router_is_left_alone",
+        "model/test_adapter_places.py::test_routers_are_never_adapted",
+    ],
+    "only the last turn of a chat is trained": [
+        f"{HERE}::test_every_turn_is_trained",
+        "data/test_template.py::test_every_assistant_turn_is_trained_with_its_end",
+    ],
+    "the import lowers the limit on open files, for ever": [
+        f"{HERE}::test_the_limit_on_open_files",
+        "model/test_load.py::test_the_limit_on_open_files_stays",
+    ],
+    "fusing into codes loses the adapter": [
+        "stages/test_adapters_on_codes.py::test_the_gain_is_kept_by_dense_weights_and_not_by_the_old_grid",
+    ],
+}
+
+
+@pytest.mark.parametrize("test", sorted({t for ts in DEFECTS.values() for t in ts}))
+def test_the_table_names_tests_that_exist(test):
+    path, name = test.split("::")
+    text = (Path(__file__).parents[1] / path).read_text()
+    assert re.search(rf"^def {name}\(", text, re.MULTILINE)
+
+
+def padding(batches) -> float:
+    """The share of positions, of rows of ones, that are no token."""
+    batches = [np.array(batch) for batch in batches]
+    return 1 - sum(b.sum() for b in batches) / sum(b.size for b in batches)
+
+
+class Tokens(list):
+    """Rows as mlx-lm's trainer has them: nothing but a mapping has a length there."""
+
+    def process(self, row):
+        return row["tokens"], 0
+
+
+def test_lengths_bound_the_padding():
+    rows = [[1] * length for length in (20, 250) * 16]
+    data = datasets.CacheDataset(Tokens({"tokens": row} for row in rows))
+    theirs = trainer.iterate_batches(data, 4, 512)
+    examples = [Example(np.array(r, np.int32), np.array(r) > 0, "f:1") for r in rows]
+    ours = BucketBatchSampler(examples, max_length=512, rows=4).in_order()
+    assert padding(tokens for tokens, _ in theirs) > 0.4
+    assert padding(batch.tokens for batch in ours) < 0.2
+
+
+def gradients(step, window):
+    step(window, 0.0, 0)
+    return np.concatenate(
+        [
+            np.array(step.optimizer.state[k]["v"]).ravel()
+            for k in sorted(step.parameters)
+        ]
+    )
+
+
+def mean_of_means(model, window):
+    """The gradients of mlx-lm's loss, added up and divided as its trainer does it."""
+
+    def loss(parameters, tokens, mask):
+        model.update(parameters)
+        logits = model(tokens[:, :-1])
+        losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * mask
+        return losses.sum() / mask.sum()
+
+    found = [mx.grad(loss)(model.parameters(), b.tokens, b.mask) for b in window]
+    total = dict(tree_flatten(tree_map(lambda *g: sum(g) / len(g), *found)))
+    return np.concatenate([np.array(total[k]).ravel() for k in sorted(total)])
+
+
+def cosine(a, b):
+    return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
+
+
+def test_every_token_of_a_window_weighs_the_same():
+    long, short = tokens_of(4, 12, seed=1), tokens_of(4, 12, seed=2)
+    few = mx.zeros_like(short.mask)
+    few[0, :3] = True
+    short = Batch(short.tokens, few, ())
+    tokens = mx.concatenate([long.tokens, short.tokens])
+    joined = Batch(tokens, mx.concatenate([long.mask, short.mask]), ())
+    whole = gradients(TrainStep(llama()[0], optimizer="sgd"), joined)
+    ours = gradients(TrainStep(llama()[0], optimizer="sgd"), [long, short])
+    np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-6)
+    assert cosine(mean_of_means(llama()[0], [long, short]), whole) < 0.9
+
+
+def test_nothing_to_train_is_no_catastrophe():
+    batch = tokens_of()
+    nothing = Batch(batch.tokens, mx.zeros_like(batch.mask), ())
+    model, _ = llama()
+    # As it masks a row whose prompt is cut: it begins to count behind the end.
+    beyond = mx.array([[99, 99]] * len(batch.tokens))
+    assert mx.isnan(trainer.default_loss(model, batch.tokens, beyond)[0])
+    step = TrainStep(model)
+    before = dict(step.parameters)
+    assert [v.item() for v in step(nothing, 1e-2, 0)] == [0.0, 1.0, 0.0]
+    assert all(mx.array_equal(v, before[k]) for k, v in step.parameters.items())
+
+
+def test_freed_memory_is_left_to_mlx(monkeypatch):
+    """Here nobody empties the cache: MLX does, above its own limit."""
+    calls = []
+    monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(1))
+    step, batch = TrainStep(llama()[0]), tokens_of()
+    for seed in range(3):
+        mx.eval(step(batch, 1e-3, seed), step.parameters)
+    assert calls == []
+    trainer._clear_cache(trainer.TrainingArgs().clear_cache_threshold)
+    assert calls == [1]
+
+
+def test_checkpointing_is_of_one_model_and_a_while():
+    student, teacher = llama()[0], llama()[0]
+    kind = type(student.layers[0])
+    plain = kind.__call__
+    with checkpointed(find_blocks(student)):
+        assert kind.__call__ is plain
+        assert type(teacher.layers[0]) is kind
+    assert type(student.layers[0]) is kind
+    try:
+        trainer.grad_checkpoint(student.layers[0])
+        assert type(teacher.layers[0]).__call__ is not plain
+    finally:
+        kind.__call__ = plain
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+def test_dora_on_uneven_bits(bits):
+    dense = nn.Linear(64, 48)
+    coded = nn.QuantizedLinear.from_linear(dense, group_size=32, bits=bits)
+    x = mx.random.normal((5, 64), key=mx.random.key(0))
+    layer = DoRALinear(coded, 4, 2.0, 0.0, mx.random.key(1))
+    assert mx.allclose(layer(x), coded(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="matmul"):
+        mx.eval(dora.DoRALinear.from_base(coded, r=4)(x))
+
+
+class Arguments(SimpleNamespace):
+    """The arguments of mlx-lm's trainer; what is not given is None."""
+
+    def __getattr__(self, _):
+        return None
+
+
+def test_full_is_all(monkeypatch, tmp_path):
+    model, _ = llama(tied=False)
+    everything = dict(tree_flatten(model.parameters())).keys()
+    assert TrainStep(model).parameters.keys() == everything
+    # Its import changes how everybody's YAML is read.
+    resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
+    monkeypatch.setattr(yaml.SafeLoader, "yaml_implicit_resolvers", resolvers)
+    theirs = importlib.import_module("mlx_lm.lora")
+    monkeypatch.setattr(theirs, "train", lambda **_: None)
+    arguments = Arguments(
+        seed=0,
+        num_layers=2,
+        fine_tune_type="full",
+        adapter_path=str(tmp_path),
+        learning_rate=1e-4,
+        optimizer="adam",
+        optimizer_config={},
+        iters=1,
+        max_seq_length=8,
+    )
+    theirs.train_model(arguments, model, [], [])
+    trained = dict(tree_flatten(model.trainable_parameters())).keys()
+    left_out = {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
+    assert everything - trained == left_out
+
+
+def moved(model, weights_after) -> np.ndarray:
+    """How far training took the weights of a model in bfloat16, as one vector."""
+    before = {k: v.astype(mx.float32) for k, v in tree_flatten(model.parameters())}
+    after = weights_after(model)
+    parts = [after[k].astype(mx.float32) - before[k] for k in sorted(before)]
+    return np.concatenate([np.array(part).ravel() for part in parts])
+
+
+def test_small_rates_move_weights():
+    """Twenty steps of Adam at 1e-6; with the rounding of bfloat16 most are lost."""
+    tokens = tokens_of().tokens
+    batch = Batch(tokens, mx.ones((len(tokens), tokens.shape[1] - 1), mx.bool_), ())
+
+    def begin():
+        model, _ = llama()
+        model.set_dtype(mx.bfloat16)
+        return model
+
+    def by_step(compute):
+        def train(model):
+            step = TrainStep(model, compute=compute)
+            for seed in range(20):
+                mx.eval(step(batch, 1e-6, seed), step.parameters)
+            return step.parameters
+
+        return train
+
+    def by_mlx_lm(model):
+        optimizer = optimizers.Adam(1e-6, [0.9, 0.95], bias_correction=True)
+        gradient = nn.value_and_grad(model, trainer.default_loss)
+        whole = mx.array([[1, tokens.shape[1]]] * len(tokens))
+        for _ in range(20):
+            optimizer.update(model, gradient(model, tokens, whole)[1])
+            mx.eval(model.parameters(), optimizer.state)
+        return dict(tree_flatten(model.parameters()))
+
+    exact = moved(begin(), by_step(mx.float32))
+    assert cosine(moved(begin(), by_step(mx.bfloat16)), exact) > 0.95
+    assert cosine(moved(begin(), by_mlx_lm), exact) < 0.5
+
+
+def test_the_router_is_left_alone():
+    keys = lora_model.attach(member("qwen3_moe"), LoRAConfig(rank=1), seed=0)
+    assert "mlp.switch_mlp.up_proj" in keys
+    assert "mlp.gate" not in keys
+    model = member("qwen3_moe")
+    linear_to_lora_layers(model, 2, {"rank": 1, "scale": 1.0, "dropout": 0.0})
+    assert "lora_a" in model.layers[0].mlp.gate
+
+
+def test_every_turn_is_trained(tokenizer_folder):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    turns = ["1+1?", "2 it is", "2+2?", "4 it is"]
+    roles = ("user", "assistant") * 2
+    messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]
+
+    row = Row("f:1", messages=messages)
+    [example] = tokenization.encode(row, tokenizer, max_length=999)
+    ours = tokenizer.decode(example.tokens[example.mask].tolist())
+    assert "2 it is" in ours
+    assert "4 it is" in ours
+    chats = datasets.ChatDataset([], tokenizer, mask_prompt=True)
+    tokens, offset = chats.process({"messages": messages})
+    theirs = tokenizer.decode(tokens[offset:])
+    assert "2 it is" not in theirs
+    assert "4 it is" in theirs
+
+
+LIMIT = """
+import resource
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (4000, most))
+import {module}
+{work}
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (4000, most))
+"""
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096, reason="the limit is low"
+)
+@pytest.mark.parametrize(
+    ("module", "work", "kept"),
+    [
+        ("lmx.cli.main", "", True),
+        ("lmx.pipeline.train", "", True),
+        (
+            "lmx.models.loader",
+            "lmx.models.loader.model_class({'model_type': 'llama'})",
+            True,
+        ),
+        ("mlx_lm.utils", "", False),
+    ],
+)
+def test_the_limit_on_open_files(module, work, kept):
+    code = LIMIT.format(module=module, work=work)
+    done = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split()[-1] == str(kept)

@@ -1,0 +1,174 @@
+"""Checkpoints are whole or passed over, and give back every bit."""
+
+import json
+
+import mlx.core as mx
+import pytest
+from lmx.errors import UserError
+from lmx.training import checkpoint
+from lmx.training.checkpoint import TrainingProgress
+from lmx.training.step import TrainStep
+from mlx.utils import tree_flatten
+from tiny_llamas import llama, tokens_of
+from tiny_steps import Tiny, random_batch
+
+
+def trained(steps: int) -> TrainStep:
+    step = TrainStep(Tiny(dropout=0.3), gradient_clip=1.0, weight_decay=0.1)
+    for number in range(steps):
+        advance(step, number)
+    return step
+
+
+def advance(step, number):
+    mx.eval(step(random_batch(seed=number), 1e-2, number), step.parameters)
+
+
+def bits(step) -> dict[str, bytes]:
+    parts = [step.parameters, step.optimizer.state]
+    return {k: bytes(memoryview(v)) for k, v in tree_flatten(parts)}
+
+
+@pytest.fixture
+def two(tmp_path):
+    """A folder with checkpoints of steps 2 and 4."""
+    step = trained(2)
+    checkpoint.save(tmp_path, step, TrainingProgress(2))
+    advance(step, 2)
+    advance(step, 3)
+    checkpoint.save(tmp_path, step, TrainingProgress(4))
+    return tmp_path
+
+
+def test_gives_back_every_bit(tmp_path):
+    step = trained(3)
+    progress = TrainingProgress(3, 70, 1.5, 0.1 + 0.2, 12, 0.7, 2.25)
+    checkpoint.save(tmp_path, step, progress)
+    other = trained(1)
+    assert checkpoint.restore(tmp_path, other, pytest.fail) == progress
+    assert bits(other) == bits(step)
+    # The compiled step goes on from what was restored, not from what it traced.
+    advance(step, 3)
+    advance(other, 3)
+    assert bits(other) == bits(step)
+    assert bits(other) != bits(trained(3))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon", "sgd"])
+@pytest.mark.parametrize("window", [1, 3])
+def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, window):
+    def begun():
+        model, _ = llama("lora", dropout=0.3)
+        return TrainStep(model, optimizer=optimizer, weight_decay=0.1)
+
+    def train(step, first, last):
+        for number in range(first, last):
+            batches = [tokens_of(seed=number + i) for i in range(window)]
+            mx.eval(step(batches, 1e-2, number), step.parameters)
+
+    whole, start, rest = begun(), begun(), begun()
+    train(whole, 0, 5)
+    train(start, 0, 2)
+    checkpoint.save(tmp_path, start, TrainingProgress(2))
+    # What the restored one did before must not shine through.
+    train(rest, 7, 8)
+    checkpoint.restore(tmp_path, rest, pytest.fail)
+    assert bits(rest) == bits(start)
+    train(rest, 2, 5)
+    assert bits(rest) == bits(whole)
+    assert bits(rest) != bits(start)
+
+
+def test_nothing_to_restore(tmp_path):
+    step = trained(1)
+    before = bits(step)
+    assert (
+        checkpoint.restore(tmp_path / "none", step, pytest.fail) == TrainingProgress()
+    )
+    assert bits(step) == before
+
+
+def test_two_are_kept(two):
+    checkpoint.save(two, trained(1), TrainingProgress(5))
+    assert [p.name for p in checkpoint.numbered(two)] == ["0000004", "0000005"]
+
+
+def flip(path, position):
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+DAMAGE = {
+    "flipped weight": lambda folder: flip(folder / "state.safetensors", -3),
+    "flipped header": lambda folder: flip(folder / "state.safetensors", 40),
+    "cut weights": lambda folder: cut(folder / "state.safetensors"),
+    "no weights": lambda folder: (folder / "state.safetensors").unlink(),
+    "flipped hash": lambda folder: flip(folder / "state.json", -9),
+    "cut state": lambda folder: cut(folder / "state.json"),
+    "binary state": lambda folder: (folder / "state.json").write_bytes(b"\xff\x00"),
+    "other state": lambda folder: (folder / "state.json").write_text("[]"),
+    "no state": lambda folder: (folder / "state.json").unlink(),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_one_is_passed_over_aloud(two, damage):
+    DAMAGE[damage](two / "0000004")
+    step, said = trained(1), []
+    assert checkpoint.restore(two, step, said.append).step == 2
+    assert bits(step) == bits(trained(2))
+    assert len(said) == 1
+    assert "0000004 is damaged" in said[0]
+
+
+def test_all_damaged_is_a_start_from_the_beginning(two):
+    for folder in checkpoint.numbered(two):
+        cut(folder / "state.safetensors")
+    step, said = trained(1), []
+    assert checkpoint.restore(two, step, said.append) == TrainingProgress()
+    assert len(said) == 2
+
+
+def test_what_was_passed_over_is_no_spare(two):
+    cut(two / "0000004" / "state.safetensors")
+    checkpoint.save(two, trained(3), TrainingProgress(3))
+    assert [p.name for p in checkpoint.numbered(two)] == ["0000002", "0000003"]
+
+
+def test_progress_is_under_the_hash(two):
+    """A flipped digit of the step would train some batches twice, unseen."""
+    path = two / "0000004" / "state.safetensors"
+    data = path.read_bytes()
+    text = json.dumps({"progress": json.dumps(vars(TrainingProgress(4)))})[
+        1:-1
+    ].encode()
+    assert text.replace(b": ", b":", 1) in data
+    path.write_bytes(data.replace(b'step\\": 4', b'step\\": 3'))
+    assert path.read_bytes() != data
+    assert checkpoint.restore(two, trained(1), lambda text: None).step == 2
+
+
+def test_a_failed_save_leaves_what_was_there(two, monkeypatch):
+    def fail(path, *_, **__):
+        with open(path, "wb") as stream:
+            stream.write(b"half")
+        raise RuntimeError("[write] Unable to write 3900096 bytes to file.")
+
+    monkeypatch.setattr(mx, "save_safetensors", fail)
+    with pytest.raises(UserError, match="cannot write") as caught:
+        checkpoint.save(two, trained(1), TrainingProgress(6))
+    assert caught.value.code == 1
+    assert sorted(p.name for p in two.iterdir()) == ["0000002", "0000004"]
+    assert checkpoint.restore(two, trained(1), pytest.fail).step == 4
+
+
+def test_a_full_disk_is_seen_beforehand(two, monkeypatch):
+    monkeypatch.setattr("lmx.run.fs.free_bytes", lambda path: 1000)
+    with pytest.raises(UserError, match="are needed here and 0 MB are free"):
+        checkpoint.save(two, trained(1), TrainingProgress(6))
+    assert sorted(p.name for p in two.iterdir()) == ["0000002", "0000004"]

@@ -1,0 +1,195 @@
+"""The loss by chunks against the loss of all logits at once."""
+
+import gc
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from lmx.models.loader import build
+from lmx.training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
+from lmx.training.losses import cross_entropy_sum
+from lmx.training.step import TrainStep
+from tiny_llamas import GRID_WAYS, WAYS, llama, tokens_of
+from tiny_steps import Tiny
+
+COMMON = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 320,
+    "rope_theta": 1e4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+GEMMA3 = COMMON | {
+    "model_type": "gemma3_text",
+    "sliding_window": 8,
+    "sliding_window_pattern": 2,
+    "query_pre_attn_scalar": 16,
+    "rope_local_base_freq": 1e4,
+}
+GEMMA2 = COMMON | {"model_type": "gemma2", "final_logit_softcapping": 0.5}
+FAMILIES = {
+    "qwen3": {},
+    "phi3": {},
+    "gemma2": GEMMA2,
+    "gemma3": {"text_config": GEMMA3},
+    "cohere": {"layer_norm_eps": 1e-5, "logit_scale": 0.1},
+    "qwen3_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 16,
+        "norm_topk_prob": True,
+    },
+    "mamba": {
+        "state_size": 8,
+        "conv_kernel": 3,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_rank": 4,
+    },
+}
+
+
+def outputs(model, rounding, chunk, batch, **settings):
+    chunked = ChunkedLoss(model, chunk) if chunk else None
+    options = settings | {"fake_quant": rounding, "optimizer": "sgd"}
+    step = TrainStep(model, chunked=chunked, **options)
+    loss = step(batch, 0.0, 0)[0].item()
+    assert step.evaluate([batch])[0] == pytest.approx(loss, rel=1e-5)
+    return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+
+
+def assert_alike(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    for path, gradient in expected[1].items():
+        allowed = 1e-6 * max(1.0, np.abs(gradient).max())
+        np.testing.assert_allclose(found[1][path], gradient, rtol=1e-5, atol=allowed)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("way", WAYS + GRID_WAYS)
+def test_same_loss_and_gradients(way, tied):
+    batch = tokens_of()
+    expected = outputs(*llama(way, tied=tied), None, batch)
+    # 33 tokens: chunks of 7 end within rows, and the last is smaller.
+    assert_alike(outputs(*llama(way, tied=tied), 7, batch), expected)
+    assert sum(np.abs(g).max() > 0 for g in expected[1].values()) > 5
+
+
+def test_together_with_checkpointed_blocks():
+    settings = {"gradient_checkpointing": True}
+    expected = outputs(*llama(), None, tokens_of())
+    assert_alike(outputs(*llama(), 8, tokens_of(), **settings), expected)
+
+
+def member(family):
+    mx.random.seed(1)
+    return build(COMMON | FAMILIES[family] | {"model_type": family})
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_with_checkpointed_blocks_too(family):
+    batch = tokens_of()
+    expected = outputs(member(family), None, None, batch)
+    lean = {"gradient_checkpointing": True}
+    assert_alike(outputs(member(family), None, 7, batch, **lean), expected)
+
+
+def test_soft_caps_matter():
+    batch, model = tokens_of(), member("gemma2")
+    bare = model.model.embed_tokens.as_linear(model.model(batch.tokens[:, :-1]))
+    uncapped = cross_entropy_sum(bare, batch.tokens[:, 1:], batch.mask).item()
+    assert abs(uncapped - outputs(model, None, 5, batch)[0]) > 1e-2
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(ChunkedLossUnsupported, match="no trunk"):
+        ChunkedLoss(Tiny(), 8)
+
+
+class Sideways(nn.Module):
+    """A model whose head looks at its neighbours, or at the tokens."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.inner, _ = llama()
+        self.head = head
+
+    @property
+    def layers(self):
+        return self.inner.layers
+
+    def __call__(self, tokens):
+        return self.head(self.inner(tokens), tokens)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        lambda logits, tokens: logits + logits.mean(1, keepdims=True),
+        lambda logits, tokens: logits + tokens[..., None],
+    ],
+)
+def test_a_head_that_needs_more_than_its_token_is_refused(head):
+    with pytest.raises(ChunkedLossUnsupported, match="are off by"):
+        ChunkedLoss(Sideways(head), 8)
+    assert ChunkedLoss(Sideways(lambda logits, tokens: 2 * logits), 8)
+
+
+def test_full_logits_never_exist():
+    def peak(chunk):
+        model, _ = llama(vocab_size=8192, num_hidden_layers=1)
+        model.freeze()
+        model.layers[0].unfreeze()
+        chunked = ChunkedLoss(model, chunk) if chunk else None
+        step, batch = TrainStep(model, chunked=chunked), tokens_of(8, 128)
+        mx.eval(step(batch, 0.0, 0), step.parameters)
+        gc.collect()
+        mx.reset_peak_memory()
+        mx.eval(step(batch, 0.0, 0), step.parameters)
+        return mx.get_peak_memory() - mx.get_active_memory()
+
+    logits = 4 * 8192 * 1024
+    assert peak(None) > 2 * logits
+    assert peak(16) < 0.6 * logits
+
+
+def sparse(places, rows=4, length=24):
+    """A batch of which the targets at `places` of the B * L are trained."""
+    batch = tokens_of(rows, length)
+    mask = np.zeros(rows * length, bool)
+    mask[places] = True
+    return replace(batch, mask=mx.array(mask.reshape(rows, length)))
+
+
+@pytest.mark.parametrize("trained", [range(3, 96, 7), range(30, 41), [95], []])
+@pytest.mark.parametrize("chunk", [None, 5])
+def test_the_head_runs_where_targets_are_trained(trained, chunk):
+    batch = sparse(list(trained))
+    parts = -(-max(1, len(trained)) // 12)
+    assert len(batch.places) == 12 * parts
+    assert set(trained) <= set(batch.places.tolist())
+    model, _ = llama()
+    step = TrainStep(model, chunked=ChunkedLoss(model, chunk), optimizer="sgd")
+    seen, head = [], model.model.embed_tokens.as_linear
+    model.model.embed_tokens.as_linear = lambda x: seen.append(x.shape[1]) or head(x)
+    loss = step(batch, 0.0, 0)[0].item()
+    found = {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+    # Once to follow the trunk, which is not computed, then for the chunks.
+    assert sum(seen[1:]) == len(batch.places)
+    assert_alike((loss, found), outputs(*llama(), None, batch))
+
+
+def test_all_targets_need_no_places():
+    assert sparse(range(96)).places is None
+    assert sparse(range(90)).places is None
+    assert len(sparse(range(80)).places) == 84

@@ -1,0 +1,207 @@
+"""The divergence from targets, against float64 sums and finite differences."""
+
+import itertools
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.training.distillation import divergence_sum, kl_sum
+from lmx.training.teacher_targets import TeacherTarget, compress_targets, full_targets
+
+VOCABULARY = 50
+
+
+def logits(seed, *shape, size=3.0):
+    return size * mx.random.normal(shape, key=mx.random.key(seed))
+
+
+def softmax(x, temperature=1.0):
+    x = np.array(x).astype(np.float64) / temperature
+    x = np.exp(x - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
+
+
+def full_kl(teacher, student, temperature=1.0):
+    p, q = softmax(teacher, temperature), softmax(student, temperature)
+    return (p * np.log(p / q)).sum(axis=-1)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_with_the_whole_vocabulary_it_is_the_full_divergence(temperature):
+    teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
+    target = compress_targets(teacher, VOCABULARY, temperature)
+    found = kl_sum(student, target, temperature=temperature).item()
+    wanted = full_kl(teacher, student, temperature).sum()
+    assert found / 24 == pytest.approx(wanted / 24, abs=1e-6)
+
+
+def test_with_fewer_tokens_it_is_a_lower_bound_that_grows():
+    teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
+    found = [
+        kl_sum(student, compress_targets(teacher, k)).item() for k in (1, 5, 20, 49, 50)
+    ]
+    wanted = full_kl(teacher, student).sum()
+    assert found[0] > 0
+    assert all(a < b + 1e-4 for a, b in itertools.pairwise(found))
+    assert found[-1] == pytest.approx(wanted, rel=1e-6)
+    assert found[0] < 0.9 * wanted
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3])
+def test_three_tokens_by_hand(top_k):
+    teacher, student = mx.array([[[2.0, -1.0, 0.5]]]), mx.array([[[0.3, 0.9, -2.0]]])
+    p, q = softmax(teacher)[0, 0], softmax(student)[0, 0]
+    order = np.argsort(-p)
+    named, rest = order[:top_k], order[top_k:]
+    wanted = sum(p[i] * np.log(p[i] / q[i]) for i in named)
+    if top_k < 3:
+        wanted += p[rest].sum() * np.log(p[rest].sum() / q[rest].sum())
+    found = kl_sum(student, compress_targets(teacher, top_k)).item()
+    assert found == pytest.approx(wanted, abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("top_k", [3, 12])
+def test_the_gradient_is_that_of_finite_differences(top_k, temperature):
+    teacher, student = (logits(seed, 2, 3, 12) for seed in (0, 1))
+    target = compress_targets(teacher, top_k, temperature)
+    mask = mx.array([[True, False, True], [True, True, False]])
+    found = mx.grad(lambda x: kl_sum(x, target, mask, temperature=temperature))(student)
+
+    indices, p = np.array(target.indices), np.exp(np.array(target.log_probs, float))
+    rest = np.exp(np.array(target.log_rest, float))
+
+    def loss(x):
+        q = softmax(x, temperature)
+        named = np.take_along_axis(q, indices, axis=-1)
+        losses = (p * np.log(p / named)).sum(axis=-1)
+        if top_k < 12:
+            losses += rest * np.log(rest / (1 - named.sum(axis=-1)))
+        return (losses * np.array(mask)).sum()
+
+    x = np.array(student, np.float64)
+    for place in np.ndindex(x.shape):
+        step = np.zeros_like(x)
+        step[place] = 1e-5
+        slope = (loss(x + step) - loss(x - step)) / 2e-5
+        assert found[place].item() == pytest.approx(slope, abs=2e-5)
+
+
+def test_nothing_is_not_a_number_at_the_edges():
+    sure = mx.array([[[60.0, 0.0, -60.0, -80.0]]])
+    other = mx.array([[[-60.0, 0.0, 60.0, 80.0]]])
+    for top_k in (1, 2, 4):
+        target = compress_targets(sure, top_k)
+        value, gradient = mx.value_and_grad(kl_sum)(other, target)
+        assert np.isfinite(value.item())
+        assert np.isfinite(np.array(gradient)).all()
+        assert gradient[0, 0, 0].item() < 0
+
+
+def test_a_student_like_its_teacher_stays():
+    teacher = logits(0, 2, 3, VOCABULARY)
+    value, gradient = mx.value_and_grad(kl_sum)(teacher, compress_targets(teacher, 7))
+    assert value.item() == pytest.approx(0, abs=1e-5)
+    assert mx.abs(gradient).max().item() < 1e-6
+
+
+def test_it_takes_what_a_disk_gives_back():
+    impossible = TeacherTarget(
+        mx.array([[[0, 1]]]), mx.array([[[0.0, -mx.inf]]]), mx.array([[-mx.inf]])
+    )
+    student = mx.array([[[0.0, 0.0]]])
+    value, gradient = mx.value_and_grad(kl_sum)(student, impossible)
+    assert value.item() == pytest.approx(np.log(2))
+    assert gradient.tolist() == [[[-0.5, 0.5]]]
+
+
+SHARE = 0.3
+
+
+def forward(p, q):
+    return (p * np.log(p / q)).sum(axis=-1)
+
+
+def jensen_shannon(p, q):
+    middle = (p + q) / 2
+    return (forward(p, middle) + forward(q, middle)) / 2
+
+
+REFERENCES = {
+    "forward": forward,
+    "reverse": lambda p, q: forward(q, p),
+    "jensen_shannon": jensen_shannon,
+    "confidence": lambda p, q: SHARE * forward(q, p) + (1 - SHARE) * forward(p, q),
+}
+
+
+def outcomes(x, indices, temperature):
+    """Float64 probabilities of the tokens named, and of the rest if there is one."""
+    probs = softmax(x, temperature)
+    if indices is None:
+        return probs
+    named = np.take_along_axis(probs, np.array(indices), axis=-1)
+    rest = 1 - named.sum(axis=-1, keepdims=True)
+    return np.concatenate([named, rest], -1) if named.shape != probs.shape else named
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+@pytest.mark.parametrize("top_k", [None, 1, 2, 3])
+@pytest.mark.parametrize("divergence", REFERENCES)
+def test_every_loss_and_its_gradient_against_float64(divergence, top_k, temperature):
+    """On three tokens: the value by its definition, the gradient by differences."""
+    teacher, student = (logits(seed, 2, 3, 3, size=2.0) for seed in (3, 4))
+    mask = mx.array([[True, False, True], [True, True, False]])
+    target = full_targets(teacher, temperature)
+    if top_k:
+        target = compress_targets(teacher, top_k, temperature)
+    p = outcomes(teacher, target.indices, temperature)
+
+    def wanted(x):
+        losses = REFERENCES[divergence](p, outcomes(x, target.indices, temperature))
+        return (losses * np.array(mask)).sum()
+
+    def loss(x):
+        settings = {"divergence": divergence, "confidence": SHARE}
+        return divergence_sum(x, target, mask, temperature=temperature, **settings)
+
+    value, gradient = mx.value_and_grad(loss)(student)
+    x = np.array(student, np.float64)
+    assert value.item() == pytest.approx(wanted(x), rel=1e-5, abs=1e-6)
+    for place in np.ndindex(x.shape):
+        step = np.zeros_like(x)
+        step[place] = 1e-5
+        slope = (wanted(x + step) - wanted(x - step)) / 2e-5
+        assert gradient[place].item() == pytest.approx(slope, abs=2e-6), place
+
+
+@pytest.mark.parametrize("divergence", REFERENCES)
+def test_all_named_is_the_whole_vocabulary(divergence):
+    teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
+    settings = {"divergence": divergence, "confidence": SHARE}
+
+    def loss(target):
+        return mx.value_and_grad(lambda x: divergence_sum(x, target, **settings))(
+            student
+        )
+
+    named, every = (
+        loss(compress_targets(teacher, VOCABULARY)),
+        loss(full_targets(teacher)),
+    )
+    assert named[0].item() == pytest.approx(every[0].item(), rel=1e-6)
+    assert mx.abs(named[1] - every[1]).max().item() < 1e-5
+
+
+@pytest.mark.parametrize("divergence", REFERENCES)
+def test_no_loss_has_an_edge(divergence):
+    """What a teacher or a student holds for impossible costs much, but not all."""
+    sure = mx.array([[60.0, 0.0, -60.0, -mx.inf]])
+    other = mx.array([[-60.0, 0.0, 60.0, 200.0]])
+    for target in (full_targets(sure), *(compress_targets(sure, k) for k in (1, 2, 4))):
+        value, gradient = mx.value_and_grad(divergence_sum)(
+            other, target, divergence=divergence, confidence=SHARE
+        )
+        assert np.isfinite(value.item())
+        assert value.item() > 0.5
+        assert np.isfinite(np.array(gradient)).all()

@@ -1,0 +1,155 @@
+"""Packed rows against their documents one by one."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.data.batching import Batch
+from lmx.models.loader import build
+from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.document_mask import DocumentCaches, PackingUnsupported
+from lmx.training.step import TrainStep
+from test_chunked import COMMON, FAMILIES, GEMMA3
+from tiny_llamas import GRID_WAYS, VOCABULARY, WAYS, llama
+
+LENGTHS = [[9, 15, 4], [21, 6]]
+WIDTH = 31  # token slots of a row: 28 or 27 are filled
+
+
+def documents_of(lengths=LENGTHS, *, seed=0) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Tokens and mask of every document, row by row."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for length in (length for row in lengths for length in row):
+        mask = generator.random(length) < 0.6
+        mask[0], mask[-1] = False, True
+        found.append((generator.integers(0, VOCABULARY, length), mask))
+    return found
+
+
+def packed(documents, lengths=LENGTHS) -> Batch:
+    given = iter(documents)
+    tokens = np.zeros((len(lengths), WIDTH), np.int32)
+    trained = np.zeros((len(lengths), WIDTH), bool)
+    numbers = np.zeros((len(lengths), WIDTH), np.int32)
+    for row, parts in enumerate(lengths):
+        place = 0
+        for number, length in enumerate(parts):
+            here = slice(place, place + length)
+            tokens[row, here], trained[row, here] = next(given)
+            numbers[row, here] = number
+            place += length
+        numbers[row, place:] = len(parts)
+    arrays = (tokens, trained[:, 1:], numbers[:, :-1])
+    tokens, mask, numbers = map(mx.array, arrays)
+    return Batch(tokens, mask, ("rows.jsonl:1",), numbers)
+
+
+def alone(documents) -> list[Batch]:
+    return [
+        Batch(mx.array(tokens[None], mx.int32), mx.array(mask[None, 1:]), ())
+        for tokens, mask in documents
+    ]
+
+
+def gradients(step: TrainStep, batch: Batch):
+    given = (*batch.arrays, None, None)
+    return mx.value_and_grad(step._loss_of)(step.parameters, *given)
+
+
+def assert_packing_is_exact(model, **settings):
+    documents = documents_of()
+    step = TrainStep(model, caches=DocumentCaches(model), **settings)
+    step.model.train()
+    loss, found = gradients(step, packed(documents))
+    parts = [gradients(step, batch) for batch in alone(documents)]
+    assert loss.item() == pytest.approx(sum(p[0].item() for p in parts), rel=1e-5)
+    assert found
+    for name, gradient in found.items():
+        expected = sum(part[1][name] for part in parts)
+        allowed = 1e-4 * max(1.0, mx.abs(expected).max().item())
+        assert mx.abs(gradient - expected).max().item() <= allowed, name
+
+
+@pytest.mark.parametrize("way", WAYS + GRID_WAYS)
+def test_loss_and_gradients_are_those_of_the_documents_alone(way):
+    model, fake_quant = llama(way)
+    assert_packing_is_exact(model, fake_quant=fake_quant)
+
+
+def family(name: str):
+    mx.random.seed(0)
+    return build(COMMON | {"model_type": name} | FAMILIES[name])
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3", "qwen3_moe"])
+def test_every_architecture_that_asks_its_cache_is_packed(name):
+    model = family(name)
+    model.freeze()
+    model.layers[0].unfreeze()
+    assert_packing_is_exact(model)
+
+
+def test_documents_longer_than_the_window_see_no_further():
+    # 21 tokens of a document in a window of 8.
+    assert max(max(row) for row in LENGTHS) > 2 * GEMMA3["sliding_window"]
+    model = family("gemma3")
+    tokens = mx.array(np.random.default_rng(0).integers(0, 300, (1, 40)))
+    one = mx.zeros((1, 40), mx.int32)
+    difference = model(tokens) - model(tokens, cache=DocumentCaches(model)(one))
+    assert mx.abs(difference).max().item() < 1e-5
+
+
+def test_checkpointed_blocks_and_loss_by_chunks_go_with_packing():
+    model, _ = llama()
+    assert_packing_is_exact(model, gradient_checkpointing=True)
+    assert_packing_is_exact(model, chunked=ChunkedLoss(model, 16))
+
+
+def test_a_row_without_its_documents_is_another_thing():
+    model, _ = llama()
+    step = TrainStep(model, caches=DocumentCaches(model))
+    batch = packed(documents_of())
+    merged = Batch(batch.tokens, batch.mask, batch.where)
+    kept, lost = (gradients(step, b)[0].item() for b in (batch, merged))
+    assert abs(kept - lost) > 1e-2 * kept
+
+
+def test_padding_teaches_nothing_and_breaks_nothing():
+    model, _ = llama()
+    step = TrainStep(model, caches=DocumentCaches(model))
+    batch = packed(documents_of())
+    other = mx.where(mx.arange(WIDTH) >= 28, mx.array(7, mx.int32), batch.tokens)
+    changed = Batch(other, batch.mask, (), batch.documents)
+    (loss, found), (same, again) = gradients(step, batch), gradients(step, changed)
+    assert loss.item() == same.item()
+    assert all(mx.array_equal(found[k], again[k]).item() for k in found)
+
+
+def test_the_compiled_step_trains_and_evaluates_on_packed_rows():
+    model, _ = llama()
+    step = TrainStep(model, caches=DocumentCaches(model))
+    batch = packed(documents_of())
+    before, _ = step.evaluate([batch])
+    losses = [step(batch, 1e-2, number)[0].item() for number in range(5)]
+    assert losses[0] == pytest.approx(before, rel=1e-5)
+    assert losses[-1] < losses[0]
+    window = [step([batch, batch], 1e-2, 9)[0].item() for _ in range(2)]
+    assert window[0] < 2 * losses[-1]
+
+
+def test_masks_that_a_model_brings_in_disorder_cannot_be_packed():
+    """Gemma 2 has another axis for groups of heads, where a row's mask has none."""
+    with pytest.raises(PackingUnsupported, match=r"broadcast|reshape|are off by"):
+        DocumentCaches(family("gemma2"))
+
+
+def test_a_state_that_is_summed_up_cannot_be_packed():
+    with pytest.raises(PackingUnsupported, match="ArraysCache"):
+        DocumentCaches(family("mamba"))
+
+
+def test_absolute_positions_cannot_be_packed():
+    config = {"n_ctx": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
+    config |= {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 320}
+    with pytest.raises(PackingUnsupported, match="are off by"):
+        DocumentCaches(build(config))

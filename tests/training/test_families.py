@@ -1,0 +1,192 @@
+"""Every architecture family of mlx-lm: trained in full and by adapters, and leaner.
+
+Compiling the kernels of all these models would take minutes, so what is computed here
+is not compiled; that a step can be, a trace shows.
+"""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.config.quant_spec import Quantization
+from lmx.data.batching import Batch
+from lmx.errors import UserError
+from lmx.models.hooks import find_blocks
+from lmx.models.loader import build
+from lmx.models.lora import lora_model
+from lmx.quantization.qat.fake_quant import FakeQuant
+from lmx.quantization.target_layers import select_layers
+from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.step import TrainStep
+from mlx.utils import tree_flatten
+from tiny_families import FAMILIES, VOCABULARY, WINDOW, config, member
+
+LENGTH = 17
+# No gradient comes through the choice of experts or tokens, nor to a constant.
+CHOOSING = ("indexer.", "correction_bias", "expert_bias")
+CONSTANT = {
+    "apertus": ("act_fn.eps",),
+    # Its gate's one surviving score is a softmax over itself.
+    "phimoe": ("block_sparse_moe.gate.weight",),
+}
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled():
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    assert LENGTH > 2 * WINDOW
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(0, VOCABULARY, (3, LENGTH + 1)).astype(np.int32)
+    mask = generator.random((3, LENGTH)) < 0.7
+    return Batch(mx.array(tokens), mx.array(mask), ("rows.jsonl:1",) * 3)
+
+
+def train(step, batch, *, rate, steps=4):
+    """Losses per token of a few steps, of which every norm is a number."""
+    losses = []
+    for seed in range(steps):
+        loss, tokens, norm = (v.item() for v in step(batch, rate, seed))
+        assert 0 < norm < np.inf
+        losses.append(loss / tokens)
+    return losses
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_in_full(family, batch):
+    step = TrainStep(member(family))
+    before = dict(step.parameters)
+    assert before.keys() == dict(tree_flatten(step.model.parameters())).keys()
+    losses = train(step, batch, rate=4e-3)
+    assert losses[-1] < losses[0] - 0.1
+    exempt = CHOOSING + CONSTANT.get(family, ())
+    still = [k for k, v in step.parameters.items() if mx.array_equal(v, before[k])]
+    assert [k for k in still if not any(part in k for part in exempt)] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_train_and_fuse(family, batch):
+    model = member(family)
+    base = dict(tree_flatten(model.parameters()))
+    lora_model.attach(model, LoRAConfig(rank=2), seed=0)
+    step = TrainStep(model)
+    losses = train(step, batch, rate=1.5e-2)
+    assert losses[-1] < losses[0] - 0.1
+    idle = [k for k, v in step.parameters.items() if not mx.any(v != 0).item()]
+    assert idle == []
+    trained, _ = step.evaluate([batch])
+    plain = build(config(family))
+    weights = lora_model.fused(model, base, step.parameters, mx.float32)
+    plain.load_weights(list(weights.items()))
+    assert TrainStep(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
+
+
+@pytest.mark.parametrize("way", ["full", "adapters"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trains_towards_its_codes(family, way, batch):
+    """Of quantization-aware training, the exported codes have the loss of the last."""
+    model = member(family)
+    base = dict(tree_flatten(model.parameters()))
+    specs = select_layers(model, Quantization(bits=4, group_size=32)).specs
+    if way == "adapters":
+        lora_model.attach(model, LoRAConfig(rank=2), seed=0, merged=True)
+    step = TrainStep(model, fake_quant=FakeQuant(model, specs, mx.float32))
+    losses = train(step, batch, rate=5e-3 if way == "full" else 2e-2, steps=3)
+    assert losses[-1] < losses[0] - 0.05
+    codes = step.fake_quant.stored(step.parameters)
+    weights = lora_model.fused(model, base, step.parameters, mx.float32)
+    for path, spec in specs.items():
+        tensors = (codes[f"{path}.{name}"] for name in ("weight", "scales", "biases"))
+        grid = (spec.group_size, spec.bits)
+        weights[f"{path}.weight"] = mx.dequantize(*tensors, *grid)
+    plain = build(config(family))
+    plain.load_weights(list(weights.items()))
+    trained = step.evaluate([batch])[0]
+    assert TrainStep(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
+
+
+def outputs(family, batch, *, chunk=None, **settings):
+    """Loss and gradients: momentum's first value is the gradient."""
+    model = member(family)
+    chunked = ChunkedLoss(model, chunk) if chunk else None
+    step = TrainStep(model, optimizer="sgd", chunked=chunked, **settings)
+    loss = step(batch, 0.0, 0)[0].item()
+    return loss, {k: step.optimizer.state[k]["v"] for k in step.parameters}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lean_ways_have_the_same_gradients(family, batch, monkeypatch):
+    loss, expected = outputs(family, batch)
+    largest = max(mx.abs(g).max().item() for g in expected.values())
+    blocks, checkpoint = [], mx.checkpoint
+
+    def counting(function):
+        blocks.append(function)
+        return checkpoint(function)
+
+    monkeypatch.setattr(mx, "checkpoint", counting)
+    again, found = outputs(family, batch, gradient_checkpointing=True, chunk=7)
+    assert again == pytest.approx(loss, rel=1e-5)
+    for path, gradient in expected.items():
+        allowed = {"rtol": 1e-4, "atol": 1e-5 * largest}
+        assert mx.allclose(found[path], gradient, **allowed), path
+    found = find_blocks(member(family))
+    assert len(blocks) >= len(found.trunk[found.name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_can_be_compiled(family, batch):
+    """Traced, and not computed: code that needs a value meanwhile would raise."""
+    model = member(family)
+    # It computes something itself, to try its cuts.
+    chunked = ChunkedLoss(model, 7)
+    mx.enable_compile()
+    step = TrainStep(model, gradient_checkpointing=True, chunked=chunked)
+    assert step(batch, 1e-3, 0)[0].shape == ()
+
+
+SLIDING = [f for f in FAMILIES if config(f) != config(f, window=LENGTH)]
+
+
+@pytest.mark.parametrize("family", SLIDING)
+def test_the_window_is_in_force_while_training(family, batch):
+    """Or the tests above would not have seen the masks of sliding layers."""
+    narrow, wide = (TrainStep(member(family, window=w)) for w in (WINDOW, LENGTH))
+    losses = [step(batch, 0.0, 0)[0].item() for step in (narrow, wide)]
+    assert abs(losses[0] / losses[1] - 1) > 1e-5
+
+
+def test_keys_shared_through_a_cache_are_refused_aloud(batch):
+    """AFM's last blocks read the cache of one before, past what runs twice."""
+    train(TrainStep(member("afm7")), batch, rate=3e-3)
+    with pytest.raises(UserError, match="share keys through a cache"):
+        TrainStep(member("afm7"), gradient_checkpointing=True)(batch, 1e-3, 0)
+
+
+def test_what_computes_outside_of_mlx_is_refused_aloud(batch):
+    """DBRX picks its experts with NumPy while it trains, which no trace can follow."""
+    mx.enable_compile()
+    with pytest.raises(UserError, match=r"cannot be trained here.*eval"):
+        TrainStep(member("dbrx"))(batch, 1e-3, 0)
+
+
+@pytest.mark.skipif(mx.metal.is_available(), reason="there the kernel runs, forward")
+def test_a_kernel_that_only_metal_has_is_refused_aloud(batch):
+    with pytest.raises(UserError, match=r"cannot be trained here.*No Metal"):
+        TrainStep(member("bitnet"))(batch, 1e-3, 0)
+
+
+def test_a_layer_whose_weight_the_model_reads_is_refused_aloud(batch):
+    """Gemma 3n clips the weights of its mixing layers in every forward."""
+    model = member("gemma3n")
+    lora_model.attach(
+        model, LoRAConfig(rank=2, layers=["altup.prediction_coefs"]), seed=0
+    )
+    with pytest.raises(UserError, match="no attribute 'weight'") as caught:
+        TrainStep(model)(batch, 1e-3, 0)
+    assert "adapter.layers: auto" in caught.value.hint

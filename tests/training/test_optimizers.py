@@ -1,0 +1,101 @@
+"""Every optimizer against MLX's own, or against its definition in NumPy."""
+
+import mlx.core as mx
+import mlx.optimizers as optimizers
+import numpy as np
+import pytest
+from lmx.training.optimizers import make_optimizer
+from lmx.training.step import TrainStep
+from mlx.utils import tree_flatten
+from tiny_llamas import llama, tokens_of
+
+NAMES = ("adamw", "adafactor", "lion", "muon", "sgd")
+SETTINGS = {"beta1": 0.9, "beta2": 0.95, "momentum": 0.8, "blocks": "layers."}
+REFERENCES = {
+    "adamw": lambda: optimizers.Adam(0.1, [0.9, 0.95], bias_correction=True),
+    "adafactor": lambda: optimizers.Adafactor(
+        0.1, scale_parameter=False, relative_step=False
+    ),
+    "lion": lambda: optimizers.Lion(0.1, [0.9, 0.95]),
+    "sgd": lambda: optimizers.SGD(0.1, 0.8),
+}
+SHAPES = {"head.weight": (5, 3), "layers.0.w": (4, 6), "layers.0.norm": (4,)}
+
+
+def values(seed):
+    generator = np.random.default_rng(seed)
+    return {k: mx.array(generator.normal(size=s)) for k, s in SHAPES.items()}
+
+
+def run(optimizer, steps=3):
+    parameters = values(0)
+    for seed in range(1, steps + 1):
+        optimizer.learning_rate = mx.array(0.1)
+        parameters = optimizer.apply_gradients(values(seed), parameters)
+    return parameters
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_equals_mlx(name):
+    found = run(make_optimizer(name, values(0), **SETTINGS))
+    expected = run(REFERENCES[name]())
+    for path in SHAPES:
+        np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-6)
+
+
+def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
+    found = run(make_optimizer("muon", values(0), **SETTINGS))
+    rest = run(REFERENCES["adamw"]())
+    muon = run(optimizers.Muon(0.1, 0.8, weight_decay=0.0))
+    for path in ("head.weight", "layers.0.norm"):
+        np.testing.assert_allclose(found[path], rest[path], rtol=1e-5)
+    start = values(0)["layers.0.w"]
+    # As MLX's, but 0.2 large in the mean: 0.2 * sqrt(6) for a matrix of 4 x 6.
+    np.testing.assert_allclose(
+        found["layers.0.w"] - start,
+        (muon["layers.0.w"] - start) * 0.2 * 6**0.5,
+        rtol=1e-4,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.parametrize("shape", [(8, 64), (64, 8), (16, 16)])
+def test_muon_moves_as_far_as_adamw(shape):
+    gradient = mx.random.normal(shape, key=mx.random.key(0))
+    parameters = {"layers.0.w": mx.zeros(shape)}
+    optimizer = make_optimizer("muon", parameters, **SETTINGS)
+    optimizer.learning_rate = mx.array(1.0)
+    moved = optimizer.apply_gradients({"layers.0.w": gradient}, parameters)
+    size = mx.sqrt(mx.square(moved["layers.0.w"]).mean()).item()
+    assert 0.12 < size < 0.28
+
+
+@pytest.mark.parametrize("way", ["full", "lora", "qat", "learned-qat"])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_loss_falls(name, way):
+    model, rounding = llama(way)
+    rate = 0.3 if name == "sgd" else 3e-3
+    step = TrainStep(model, fake_quant=rounding, optimizer=name, gradient_clip=1.0)
+    losses = []
+    for seed in range(8):
+        losses.append(step(tokens_of(), rate, seed)[0].item())
+        mx.eval(step.parameters)
+    assert losses[-1] < 0.97 * losses[0]
+    state = dict(tree_flatten(step.optimizer.state))
+    moments = [v for k, v in state.items() if k.rpartition(".")[2] != "step"]
+    assert all(v.dtype == mx.float32 for v in [*step.parameters.values(), *moments])
+
+
+def test_weight_decay_is_the_same_for_all():
+    for name in NAMES:
+        step = TrainStep(llama()[0], optimizer=name, weight_decay=0.5)
+        other = TrainStep(llama()[0], optimizer=name)
+        before = other.parameters["model.layers.0.mlp.up_proj.weight"]
+        for one in (step, other):
+            mx.eval(one(tokens_of(), 0.1, 0), one.parameters)
+        path = "model.layers.0.mlp.up_proj.weight"
+        np.testing.assert_allclose(
+            other.parameters[path] - step.parameters[path],
+            0.1 * 0.5 * before,
+            atol=1e-5,
+        )

@@ -1,0 +1,148 @@
+"""A teacher's predictions in the cache: of these tokens, made once, whole or absent."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.data import cache
+from lmx.data.batching import BucketBatchSampler, InMemoryExamples
+from lmx.data.packing import PackedBatchSampler, pack
+from lmx.errors import UserError
+from lmx.training import teacher_cache
+from lmx.training.distillation import OnlineTeacher, divergence_sum
+from lmx.training.teacher_cache import TeacherClient, cache_teacher_targets, confidence
+from lmx.training.teacher_targets import bytes_per_token, full_targets
+from tiny_steps import VOCABULARY, Tiny, random_examples
+
+EXAMPLES = InMemoryExamples(random_examples(30, 20))
+ALL = np.arange(30)
+
+
+class Teacher(OnlineTeacher):
+    """Counts the tokens it reads, and dies when it is told to."""
+
+    def __init__(self, stop_at=None):
+        super().__init__(Tiny())
+        self.asked, self.calls, self.stop_at = 0, 0, stop_at
+
+    def look(self, inputs, documents=None):
+        self.calls += 1
+        if self.calls == self.stop_at:
+            raise KeyboardInterrupt
+        self.asked += inputs.size
+        return super().look(inputs, documents)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("LMX_CACHE", str(tmp_path))
+
+
+def source(teacher, digest="a", say=lambda _: None):
+    return TeacherClient(lambda: teacher, digest, VOCABULARY, say, lambda _: None)
+
+
+def kept(teacher, wanted=ALL, *, top_k=4, temperature=1.0, examples=EXAMPLES, **more):
+    settings = {"top_k": top_k, "temperature": temperature}
+    return cache_teacher_targets(examples, wanted, source(teacher, **more), **settings)
+
+
+def batches(packed):
+    if not packed:
+        return BucketBatchSampler(EXAMPLES, max_length=20, rows=4)
+    return PackedBatchSampler(
+        EXAMPLES, pack(EXAMPLES.lengths, 33), max_length=32, rows=3
+    )
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_every_trained_token_gets_its_own(packed, temperature):
+    """All tokens kept are the live teacher, as far as half a float goes."""
+    targets = kept(Teacher(), top_k=100, temperature=temperature)
+    for number in range(3):
+        batch = targets(batches(packed)(number))
+        logits = Tiny()(batch.tokens[:, :-1]) / temperature
+        indices, log_probs, log_rest = map(np.array, batch.target)
+        mask = np.array(batch.mask)
+        wanted = np.array(full_targets(logits).log_probs)
+        chosen = np.take_along_axis(wanted, indices, axis=-1)
+        np.testing.assert_allclose(log_probs[mask], chosen[mask], rtol=1e-3, atol=1e-3)
+        assert np.array_equal(np.sort(indices[mask])[0], np.arange(VOCABULARY))
+        assert np.all(log_rest[mask] == -np.inf)
+        student = 2 * logits[..., ::-1]
+        found, live = (
+            divergence_sum(student, target, batch.mask).item() / mask.sum()
+            for target in (
+                full_targets(logits),
+                type(full_targets(logits))(*batch.target),
+            )
+        )
+        assert found == pytest.approx(live, abs=2e-4)
+
+
+def test_they_are_made_once_and_go_on_where_they_stopped(monkeypatch):
+    monkeypatch.setattr(teacher_cache, "BLOCK", 40)
+    with pytest.raises(KeyboardInterrupt):
+        kept(Teacher(stop_at=3))
+    second, third = Teacher(), Teacher()
+    found = kept(second)
+    assert second.asked > 0
+    kept(third)
+    assert third.asked == 0
+    monkeypatch.setenv("LMX_CACHE", str(cache.root() / "anew"))
+    whole_again = Teacher()
+    again = kept(whole_again)
+    assert second.asked < whole_again.asked
+    for number in range(4):
+        pair = (targets(batches(False)(number)).target for targets in (found, again))
+        assert all(map(mx.array_equal, *pair))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digest": "b"},
+        {"top_k": 5},
+        {"temperature": 2.0},
+        {
+            "examples": InMemoryExamples(
+                [replace(EXAMPLES[0], mask=EXAMPLES[0].tokens >= 0)] * 30
+            )
+        },
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_those_of_anything_else_are_made_anew(change):
+    kept(Teacher())
+    teacher = Teacher()
+    kept(teacher, **change)
+    assert teacher.asked
+
+
+def test_only_what_is_wanted_is_made_and_its_size_is_told(monkeypatch):
+    wanted, lines = np.array([3, 4, 17]), []
+    few = kept(Teacher(), wanted, say=lines.append)
+    count = sum(EXAMPLES[n].mask[1:].sum() for n in wanted)
+    assert f"{count} trained tokens, {bytes_per_token(4, VOCABULARY)} bytes" in lines[0]
+    every = kept(Teacher())
+    for member in wanted:
+        assert all(map(np.array_equal, few._of(member), every._of(member)))
+    monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: 100)
+    with pytest.raises(UserError, match="MB are needed"):
+        kept(Teacher(), digest="full")
+
+
+def test_how_sure_a_teacher_is():
+    probabilities = []
+    for example in EXAMPLES:
+        log_probs = full_targets(Tiny()(mx.array(example.tokens[None]))).log_probs[0]
+        for place in np.flatnonzero(example.mask):
+            token = int(example.tokens[place])
+            probabilities.append(np.exp(log_probs[int(place) - 1, token].item()))
+    first, second = Teacher(), Teacher()
+    found = confidence(EXAMPLES, ALL, source(first))
+    assert found == pytest.approx(np.mean(probabilities), rel=1e-5)
+    assert confidence(EXAMPLES, ALL, source(second)) == found
+    assert (first.asked > 0, second.asked) == (True, 0)

@@ -1,0 +1,139 @@
+"""Blocks run twice give the gradients of blocks run once, and are let go of again."""
+
+import gc
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from lmx.errors import UserError
+from lmx.models.hooks import ModuleProxy, find_blocks
+from lmx.training import gradient_checkpointing
+from lmx.training.gradient_checkpointing import checkpointed
+from lmx.training.step import TrainStep
+from tiny_llamas import GRID_WAYS, WAYS, llama, tokens_of
+from tiny_steps import Tiny
+
+
+def outputs(way, *, dropout=0.0, **settings):
+    """Loss and gradients of a compiled step: momentum's first value is the gradient."""
+    model, rounding = llama(way, dropout=dropout)
+    step = TrainStep(model, fake_quant=rounding, optimizer="sgd", **settings)
+    loss = step(tokens_of(), 0.0, 0)[0].item()
+    return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+
+
+@pytest.mark.parametrize("way", WAYS + GRID_WAYS)
+def test_same_loss_and_gradients(way):
+    loss, expected = outputs(way)
+    again, found = outputs(way, gradient_checkpointing=True)
+    assert again == pytest.approx(loss, rel=1e-6)
+    assert found.keys() == expected.keys()
+    for path, gradient in expected.items():
+        assert np.abs(gradient).max() > 0, path
+        np.testing.assert_allclose(found[path], gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_draws_the_second_time_what_it_drew_the_first(monkeypatch):
+    settings = {"dropout": 0.5, "gradient_checkpointing": True}
+    loss, found = outputs("lora", **settings)
+    # Once only, with the same draws.
+    monkeypatch.setattr(
+        gradient_checkpointing.mx, "checkpoint", lambda function: function
+    )
+    once, expected = outputs("lora", **settings)
+    assert loss == once != outputs("lora")[0]
+    for path, gradient in expected.items():
+        np.testing.assert_allclose(found[path], gradient, rtol=1e-5, atol=1e-6)
+
+
+class Counting(nn.Module):
+    """A block that counts how often it is run."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return mx.tanh(self.linear(x))
+
+
+class Stack(nn.Module):
+    """Blocks, one after the other; the first may be there twice."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.layers = blocks
+
+    def __call__(self, x):
+        for block in self.layers:
+            x = block(x)
+        return x
+
+
+def gradient(model, x, *, times):
+    """Of all parameters, with `times` contexts around the forward pass."""
+    blocks = find_blocks(model)
+
+    def loss(parameters):
+        model.update(parameters)
+        if times == 0:
+            return model(x).sum()
+        with checkpointed(blocks):
+            if times == 1:
+                return model(x).sum()
+            with checkpointed(blocks):
+                return model(x).sum()
+
+    before = model.parameters()
+    found = mx.grad(loss)(before)
+    mx.eval(found)
+    model.update(before)
+    return found
+
+
+@pytest.mark.parametrize(("times", "calls"), [(0, 1), (1, 2), (2, 2)])
+def test_every_block_runs_twice_and_never_more(times, calls):
+    model = Stack([Counting(), Counting()])
+    gradient(model, mx.ones((2, 4)), times=times)
+    assert [block.calls for block in model.layers] == [calls, calls]
+
+
+def test_other_instances_and_the_model_itself_are_left_alone():
+    model, other = Stack([Counting()]), Counting()
+    block, call = model.layers[0], Counting.__call__
+    with checkpointed(find_blocks(model)):
+        assert isinstance(model.layers[0], ModuleProxy)
+        assert model.layers[0].calls == 0
+        mx.eval(mx.grad(lambda x: other(x).sum())(mx.ones((1, 4))))
+        assert other.calls == 1
+    assert model.layers[0] is block
+    assert Counting.__call__ is call
+
+
+def test_a_block_used_twice_has_the_gradients_of_both():
+    shared = Counting()
+    model, x = Stack([shared, Counting(), shared]), mx.ones((2, 4))
+    expected = gradient(model, x, times=0)["layers"][0]["linear"]["weight"]
+    found = gradient(model, x, times=1)["layers"][0]["linear"]["weight"]
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(UserError, match="no list of blocks"):
+        TrainStep(Tiny(), gradient_checkpointing=True)
+
+
+def test_needs_less_memory():
+    def peak(**settings):
+        model, _ = llama(num_hidden_layers=6)
+        step, batch = TrainStep(model, **settings), tokens_of(8, 128)
+        mx.eval(step(batch, 0.0, 0), step.parameters)
+        gc.collect()
+        mx.reset_peak_memory()
+        mx.eval(step(batch, 0.0, 0), step.parameters)
+        return mx.get_peak_memory() - mx.get_active_memory()
+
+    assert peak(gradient_checkpointing=True) < 0.7 * peak()

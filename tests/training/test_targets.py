@@ -1,0 +1,123 @@
+"""Targets on disk: a distribution in few bytes, of this teacher and these tokens."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.errors import UserError
+from lmx.training import teacher_targets
+from lmx.training.teacher_targets import (
+    bytes_per_token,
+    compress_targets,
+    write_teacher_targets,
+)
+
+VOCABULARY = 40
+PARTS = [mx.random.randint(0, VOCABULARY, (3, 5), key=mx.random.key(i)) for i in (0, 1)]
+TABLE = 3 * mx.random.normal((VOCABULARY, VOCABULARY), key=mx.random.key(2))
+
+
+class Teacher:
+    """Predicts by the last token alone, and counts what it is asked."""
+
+    def __init__(self, stop_at=None):
+        self.calls = 0
+        self.stop_at = stop_at
+
+    def __call__(self, tokens):
+        if self.calls == self.stop_at:
+            raise KeyboardInterrupt
+        self.calls += 1
+        return TABLE[tokens]
+
+
+def made(
+    folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, say=None
+):
+    return write_teacher_targets(
+        folder,
+        parts,
+        teacher,
+        digest=digest,
+        top_k=top_k,
+        temperature=temperature,
+        say=say or (lambda _: None),
+    )
+
+
+def softmax(logits, temperature=1.0):
+    x = np.array(logits).astype(np.float64) / temperature
+    x = np.exp(x - x.max(axis=-1, keepdims=True))
+    return x / x.sum(axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("top_k", [1, 8, VOCABULARY, 1000])
+def test_they_are_the_teachers_likeliest_and_the_rest(tmp_path, top_k, temperature):
+    found = made(tmp_path, Teacher(), top_k=top_k, temperature=temperature)
+    assert len(found) == 2
+    for tokens, target in zip(PARTS, found, strict=True):
+        wanted = softmax(TABLE[tokens], temperature)
+        kept = min(top_k, VOCABULARY)
+        indices = np.array(target.indices)
+        assert indices.shape == (3, 5, kept)
+        order = np.argsort(-wanted, axis=-1)[..., :kept]
+        assert np.array_equal(np.sort(indices), np.sort(order))
+        chosen = np.take_along_axis(wanted, indices, axis=-1)
+        assert np.allclose(np.exp(target.log_probs), chosen, rtol=5e-3)
+        rest = 1 - chosen.sum(axis=-1)
+        assert np.allclose(np.exp(target.log_rest), rest, rtol=5e-3, atol=1e-9)
+        total = np.exp(target.log_probs).sum(axis=-1) + np.exp(target.log_rest)
+        assert np.allclose(total, 1, atol=1e-6)
+
+
+def test_a_tiny_rest_is_exact():
+    logits = mx.concatenate([mx.array([40.0, 39.0]), mx.arange(6) / 7])[None, None]
+    rest = compress_targets(logits, 2).log_rest.item()
+    assert rest == pytest.approx(np.log(softmax(logits)[..., 2:].sum()), abs=1e-5)
+    assert compress_targets(logits, 8).log_rest.item() == -np.inf
+
+
+def test_the_size_is_known_beforehand(tmp_path, monkeypatch):
+    lines = []
+    found = made(tmp_path, Teacher(), say=lines.append)
+    wanted = 30 * bytes_per_token(8, VOCABULARY)
+    assert bytes_per_token(8, VOCABULARY) == 8 * 4 + 4
+    assert bytes_per_token(256, 150_000) == 256 * 6 + 4
+    files = [*tmp_path.rglob("*.safetensors")]
+    # Every file has a header besides.
+    assert 0 <= sum(f.stat().st_size for f in files) - wanted < 512 * len(found)
+    assert "30 tokens" in lines[0]
+    monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: wanted - 1)
+    with pytest.raises(UserError, match="MB are needed"):
+        made(tmp_path / "full", Teacher())
+    assert not [*(tmp_path / "full").rglob("*.safetensors")]
+
+
+def test_large_vocabularies_have_wider_indices():
+    assert teacher_targets._index_type(1 << 16) == mx.uint16
+    assert teacher_targets._index_type((1 << 16) + 1) == mx.uint32
+
+
+def test_they_go_on_where_they_were_stopped(tmp_path):
+    with pytest.raises(KeyboardInterrupt):
+        made(tmp_path, Teacher(stop_at=1))
+    second, third = Teacher(), Teacher()
+    found = made(tmp_path, second)
+    assert second.calls == 1
+    made(tmp_path, third)
+    assert third.calls == 0
+    whole = made(tmp_path / "whole", Teacher())
+    for one, other in zip(found, whole, strict=True):
+        assert all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"digest": "b"}, {"top_k": 9}, {"temperature": 2.0}, {"parts": PARTS[::-1]}],
+    ids=lambda change: next(iter(change)),
+)
+def test_those_of_anything_else_are_made_anew(tmp_path, change):
+    made(tmp_path, Teacher())
+    teacher = Teacher()
+    made(tmp_path, teacher, **change)
+    assert teacher.calls == 2

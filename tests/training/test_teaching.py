@@ -1,0 +1,174 @@
+"""Distillation in a step: one loss and one gradient, however the work is cut."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config.teacher import TeacherConfig
+from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.distillation import DistillationLoss, OnlineTeacher
+from lmx.training.document_mask import DocumentCaches
+from lmx.training.losses import cross_entropy_sum
+from lmx.training.step import TrainStep
+from lmx.training.teacher_targets import compress_targets
+from test_documents import alone, documents_of, packed
+from tiny_llamas import VOCABULARY, llama, tokens_of
+from tiny_steps import Tiny, random_batch
+
+LOSSES = ("forward", "reverse", "jensen_shannon", "confidence")
+
+
+def another(**changes):
+    """A model with other weights than `llama` has."""
+    model, _ = llama(hidden_size=32, intermediate_size=32, **changes)
+    return model
+
+
+def taught(teacher=None, **settings):
+    return DistillationLoss(
+        TeacherConfig(**settings), teacher and OnlineTeacher(teacher), 0.3
+    )
+
+
+def gradients(loss, *batches, way="full", chunk=None, **settings):
+    """The loss summed, and gradients by the mean, of one step."""
+    model, rounding = llama(way)
+    chunked = ChunkedLoss(model, chunk) if chunk else None
+    if settings.pop("packing", False):
+        settings["caches"] = DocumentCaches(model)
+        if loss.live:
+            loss.live.caches = DocumentCaches(loss.live.model)
+    settings |= {"fake_quant": rounding, "optimizer": "sgd", "chunked": chunked}
+    step = TrainStep(model, taught=loss, **settings)
+    value = step(list(batches), 0.0, 0)[0].item()
+    return value, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+
+
+def assert_alike(found, expected, tolerance=1e-5):
+    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+    assert any(np.abs(gradient).max() > 1e-4 for gradient in expected[1].values())
+    for path, gradient in expected[1].items():
+        allowed = tolerance * max(0.1, np.abs(gradient).max())
+        np.testing.assert_allclose(found[1][path], gradient, rtol=0, atol=allowed)
+
+
+@pytest.mark.parametrize("divergence", ["forward", "confidence"])
+def test_chunks_checkpoints_and_parts_of_a_batch_change_nothing(divergence):
+    settings = {"loss": divergence, "temperature": 2.0, "cross_entropy": 0.25}
+    batch = tokens_of(4)
+    halves = [replace(batch, tokens=batch.tokens[i::2]) for i in (0, 1)]
+    halves = [replace(h, mask=batch.mask[i::2]) for i, h in enumerate(halves)]
+    expected = gradients(taught(another(), **settings), batch)
+    for way in (
+        {"chunk": 7},
+        {"chunk": 7, "gradient_checkpointing": True},
+        {"batches": halves},
+    ):
+        batches = way.pop("batches", [batch])
+        found = gradients(taught(another(), **settings), *batches, **way)
+        assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_packed_documents_are_taught_as_they_are_alone(chunk):
+    documents = documents_of()
+    found = gradients(taught(another()), packed(documents), packing=True, chunk=chunk)
+    assert_alike(found, gradients(taught(another()), *alone(documents)))
+    # A teacher that saw across documents would teach something else.
+    blind = gradients(taught(another()), replace(packed(documents), documents=None))
+    assert abs(blind[0] - found[0]) > 1e-3 * found[0]
+
+
+@pytest.mark.parametrize(
+    ("divergence", "chunk"), [*((loss, None) for loss in LOSSES), ("forward", 7)]
+)
+def test_all_tokens_kept_are_the_live_teacher(divergence, chunk):
+    teacher, batch = another(), tokens_of()
+    settings = {"loss": divergence, "temperature": 1.5}
+    live = gradients(taught(teacher, **settings), batch, chunk=chunk)
+    target = compress_targets(teacher(batch.tokens[:, :-1]), VOCABULARY, 1.5)
+    kept = replace(batch, target=tuple(target))
+    settings |= {"cached": True, "top_k": VOCABULARY}
+    assert_alike(gradients(taught(**settings), kept, chunk=chunk), live)
+
+
+def test_few_tokens_kept_are_a_lower_bound():
+    teacher, batch = another(), tokens_of()
+    logits = teacher(batch.tokens[:, :-1])
+    every = gradients(taught(teacher), batch)[0]
+    loss = taught(cached=True, top_k=8)
+    found = gradients(loss, replace(batch, target=tuple(compress_targets(logits, 8))))[
+        0
+    ]
+    assert 0 < found < every
+
+
+@pytest.mark.parametrize("way", ["full", "lora", "lora-qat", "learned-qat"])
+def test_rounded_and_adapted_students(way):
+    batch = tokens_of()
+    expected = gradients(taught(another()), batch, way=way)
+    assert_alike(gradients(taught(another()), batch, way=way, chunk=5), expected)
+
+
+def test_the_mix_is_by_shares():
+    batch, teacher = tokens_of(), another()
+    pure = gradients(taught(teacher), batch)[0]
+    model, _ = llama()
+    plain = cross_entropy_sum(
+        model(batch.tokens[:, :-1]), batch.tokens[:, 1:], batch.mask
+    ).item()
+    mixed = gradients(taught(teacher, cross_entropy=0.25), batch)[0]
+    assert mixed == pytest.approx(0.75 * pure + 0.25 * plain, rel=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [None, 5])
+@pytest.mark.parametrize("kept", [False, True])
+def test_what_is_validated_is_what_is_trained(chunk, kept):
+    batch, teacher = tokens_of(), another()
+    loss = taught(teacher, temperature=2.0, cross_entropy=0.25)
+    expected = gradients(loss, batch)[0]
+    if kept:
+        logits = teacher(batch.tokens[:, :-1])
+        target = compress_targets(logits, VOCABULARY, temperature=2.0)
+        batch, loss.live = replace(batch, target=tuple(target)), None
+    model, _ = llama()
+    step = TrainStep(model, taught=loss, chunked=chunk and ChunkedLoss(model, chunk))
+    total, tokens = step.evaluate([batch, batch])
+    assert total == pytest.approx(2 * expected, rel=1e-5)
+    assert tokens == 2 * batch.mask.sum().item()
+
+
+def test_a_teacher_whose_vocabulary_is_filled_up_further():
+    """The tokens that both have are compared; padding of either teaches nothing."""
+    batch, teacher = tokens_of(), another()
+    wider = another(vocab_size=VOCABULARY + 32)
+    same = teacher.parameters()
+    embedding = wider.model.embed_tokens.weight
+    embedding[:VOCABULARY] = same["model"]["embed_tokens"]["weight"]
+    same["model"]["embed_tokens"]["weight"] = embedding
+    wider.update(same)
+    expected = gradients(taught(teacher), batch)
+    assert_alike(gradients(taught(wider), batch, chunk=7), expected)
+
+
+def test_a_teacher_that_does_not_split_gives_whole_logits():
+    batch = random_batch()
+    teacher = OnlineTeacher(Tiny())
+    assert teacher.look(batch.tokens).shape == (3, 8, 11)
+    assert mx.array_equal(
+        teacher.logits(teacher.look(batch.tokens)[0]), Tiny()(batch.tokens)[0]
+    )
+
+
+@pytest.mark.parametrize("divergence", ["forward", "reverse"])
+def test_the_student_becomes_the_teacher(divergence):
+    teacher, (model, _) = another(), llama()
+    before = np.array(teacher.model.embed_tokens.weight)
+    step, batch = (
+        TrainStep(model, taught=taught(teacher, loss=divergence)),
+        tokens_of(8),
+    )
+    losses = [step(batch, 3e-3, n)[0].item() for n in range(25)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert np.array_equal(before, np.array(teacher.model.embed_tokens.weight))

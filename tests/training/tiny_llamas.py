@@ -1,0 +1,57 @@
+"""Models with blocks, small enough for exact comparisons, in all ways of training."""
+
+import mlx.core as mx
+import numpy as np
+from lmx.config.lora import LoRAConfig
+from lmx.config.model import ScratchModelConfig
+from lmx.config.qat import QATConfig
+from lmx.data.batching import Batch
+from lmx.models import from_scratch
+from lmx.models.loader import build
+from lmx.models.lora import lora_model
+from lmx.quantization.qat.fake_quant import FakeQuant
+from lmx.quantization.target_layers import select_layers
+from mlx.utils import tree_map
+
+VOCABULARY = 320
+WAYS = ("full", "lora", "qat", "lora-qat", "frozen")
+# Of these the grids are trained too, of the last nothing else.
+GRID_WAYS = ("learned-qat", "learned-lora-qat", "codes-qat")
+
+
+def llama(way="full", *, tied=True, dropout=0.0, **changes):
+    """A model to train and the rounding to train it with, or None."""
+    shape = ScratchModelConfig(
+        vocabulary=VOCABULARY, hidden_size=64, intermediate_size=96, layers=2, heads=2
+    )
+    config = from_scratch.configuration(shape) | {"tie_word_embeddings": tied} | changes
+    mx.random.seed(3)
+    model = build(config)
+    model.update(tree_map(lambda v: 1.5 * v, model.parameters()))
+    if "lora" in way:
+        attach(model, dropout=dropout, merged="qat" in way)
+    if way == "frozen":
+        model.freeze()
+        model.layers[1].unfreeze()
+    if "qat" not in way:
+        return model, None
+    grid = {"learned": "learned", "codes": "frozen"}.get(way.split("-")[0], "minmax")
+    if grid == "frozen":
+        model.freeze()
+    rounding = QATConfig(bits=4, group_size=32, grid=grid)
+    specs = select_layers(model, rounding).specs
+    return model, FakeQuant(model, specs, mx.float32, rounding)
+
+
+def attach(model, *, dropout, merged):
+    adapter = LoRAConfig(rank=4, dropout=dropout, layers=["*"])
+    lora_model.attach(model, adapter, seed=0, merged=merged)
+    for layer in lora_model.adapted(model).values():
+        layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
+
+
+def tokens_of(rows=3, length=11, *, seed=0) -> Batch:
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, VOCABULARY, (rows, length + 1)).astype(np.int32)
+    mask = generator.random((rows, length)) < 0.6
+    return Batch(mx.array(tokens), mx.array(mask), ("rows.jsonl:1",))

@@ -1,0 +1,49 @@
+"""A model small enough to differentiate by hand, and random rows to train it on."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from lmx.data.batching import Batch
+from lmx.data.tokenization import Example
+
+VOCABULARY, WIDTH = 11, 6
+
+
+class Tiny(nn.Module):
+    """Embedding, tanh, dropout, linear: every token sees itself alone."""
+
+    def __init__(self, *, bias: bool = True, dropout: float = 0.0):
+        super().__init__()
+        generator = np.random.default_rng(1)
+        shape = (VOCABULARY, WIDTH)
+        self.embedding = nn.Embedding(*shape)
+        self.embedding.weight = mx.array(generator.normal(size=shape), mx.float32)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=bias)
+        self.head.weight = mx.array(generator.normal(size=shape), mx.float32)
+        if bias:
+            self.head.bias = mx.array(generator.normal(size=VOCABULARY), mx.float32)
+
+    def __call__(self, tokens):
+        return self.head(self.dropout(mx.tanh(self.embedding(tokens))))
+
+
+def random_batch(rows: int = 3, length: int = 7, *, seed: int = 0) -> Batch:
+    generator = np.random.default_rng(seed)
+    tokens = generator.integers(0, VOCABULARY, (rows, length + 1)).astype(np.int32)
+    mask = generator.random((rows, length)) < 0.5
+    mask[:, 0] = True
+    where = tuple(f"rows.jsonl:{row + 1}" for row in range(rows))
+    return Batch(mx.array(tokens), mx.array(mask), where)
+
+
+def random_examples(count: int, longest: int, *, seed: int = 0) -> list[Example]:
+    generator = np.random.default_rng(seed)
+    examples = []
+    for index in range(count):
+        length = int(generator.integers(2, longest + 1))
+        mask = generator.random(length) < 0.5
+        mask[0], mask[-1] = False, True
+        tokens = generator.integers(0, VOCABULARY, length).astype(np.int32)
+        examples.append(Example(tokens, mask, f"rows.jsonl:{index + 1}"))
+    return examples

@@ -1,0 +1,1 @@
+"""The command line: `lmx-train` and the verbs of `lmx`."""

@@ -1,0 +1,130 @@
+"""What a recipe says of a draft model: its shape, its lessons, how it is judged."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .base import ConfigModel
+from .quantize import Quantize
+
+Count = Annotated[int, Field(ge=1)]
+DraftLossName = Literal[
+    "forward", "reverse", "jensen_shannon", "total_variation", "acceptance"
+]
+
+
+class DraftModelConfig(ConfigModel):
+    """The draft's shape: cut from the target, from a sibling, or fresh."""
+
+    source: str | None = Field(None, alias="from")
+    """A folder or Hub id with the target's tokens to cut from; absent = the target."""
+    layers: Count | list[Annotated[int, Field(ge=0)]] | Literal["auto"] = "auto"
+    """How many blocks are left, those most missed; or their numbers; auto = as many as
+    predict the most speed on this machine after a few steps each."""
+    hidden_size: Count | None = None
+    """Width that is left, the most active channels; absent = all. Of a fresh one, its
+    width."""
+    intermediate_size: Count | None = None
+    """Width of the feed-forward layers that is left, as above."""
+    fresh: bool = False
+    """Begin with random weights, in the shape of the target but for what is said."""
+
+    @model_validator(mode="after")
+    def _one_beginning(self):
+        if self.fresh and (self.source or not isinstance(self.layers, int)):
+            raise ValueError("a fresh student needs a number of layers, and no `from`")
+        if isinstance(self.layers, list) and len(set(self.layers)) != len(self.layers):
+            raise ValueError("layers names a block twice")
+        if self.layers == []:
+            raise ValueError("layers names no block")
+        return self
+
+
+class DataGenerationConfig(ConfigModel):
+    """What the target says to the prompts of the rows, for the draft to learn."""
+
+    prompts: int = Field(2000, ge=1)
+    """Training prompts, at most."""
+    held_out: int = Field(64, ge=1)
+    """Validation prompts, at most."""
+    max_tokens: int = Field(256, ge=2)
+    """Longest answer."""
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0, 0.7], min_length=1)
+    """Temperatures of the answers, prompt by prompt in turn."""
+    top_k: Count | None = 64
+    """Likeliest tokens kept on disk of every prediction of the target, all others as
+    one; null = keep nothing, and run the target beside the draft in every step."""
+
+
+class OnPolicyConfig(ConfigModel):
+    """Lessons of the last steps: the draft writes on where its own guesses fell, and
+    the target tells what it would have said instead (arXiv 2605.29343)."""
+
+    fraction: float = Field(0.5, gt=0, le=1)
+    """Of the steps, the last ones."""
+    guesses: int = Field(8, ge=1)
+    """Tokens that the draft writes from every such place, at most."""
+    refresh: int = Field(100, ge=1)
+    """Steps that learn from what was written at once, by the draft as it was then."""
+
+
+class DraftBenchmarkConfig(ConfigModel):
+    """How the finished draft is judged, on prompts of the validation rows."""
+
+    prompts: int = Field(16, ge=1)
+    """How many, at most; chats, texts and copying share them."""
+    max_tokens: int = Field(64, ge=8)
+    """Longest answer."""
+    temperature: float = Field(0.7, gt=0)
+    """Of the drawn answers; greedy ones are judged as well."""
+    sibling: str | None = None
+    """A folder or Hub id of a small model with the target's tokens, as it is to be had:
+    it guesses too, for a column of its own."""
+
+
+class DraftThresholds(ConfigModel):
+    """Limits; a draft that misses one ends the run with exit code 1."""
+
+    acceptance: float | None = Field(None, ge=0, le=1)
+    """Smallest share of guesses that stand, greedy and drawn."""
+    speedup: float | None = Field(None, gt=0)
+    """Smallest speed-up measured, greedy and drawn."""
+
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class DraftConfig(ConfigModel):
+    """Distil a draft model for speculative decoding from the current model."""
+
+    student: DraftModelConfig = DraftModelConfig()
+    """The draft's shape and what it begins with."""
+    answers: DataGenerationConfig = DataGenerationConfig()
+    """What the target says to the prompts of the rows, for the draft to learn."""
+    loss: DraftLossName = "acceptance"
+    """forward, reverse or jensen_shannon divergence, total_variation, or acceptance:
+    forward KL while guesses fall, total variation once they stand."""
+    eta: float = Field(3.0, gt=0)
+    """How soon the loss acceptance turns to total variation."""
+    cross_entropy: Fraction = 0.1
+    """Weight of the loss on the tokens themselves; the other has the rest."""
+    on_policy: OnPolicyConfig | None = None
+    """Present = the last steps learn where the draft's own guesses fell."""
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps."""
+    batch_tokens: int = Field(2048, ge=8)
+    """Tokens of a step, prompts and padding included."""
+    learning_rate: float = Field(5e-4, gt=0)
+    """Peak learning rate; it rises over 5% of the steps, then falls as a cosine."""
+    evaluate_every: int = Field(200, ge=1)
+    """Steps between validations; the weights of the best one are left."""
+    checkpoint_every: int = Field(200, ge=1)
+    """Steps between checkpoints."""
+    report_every: int = Field(10, ge=1)
+    """Steps between lines of the report."""
+    quantization: Quantize | None = None
+    """Present = quantize the draft after training, as a quantize stage would."""
+    trial: DraftBenchmarkConfig = DraftBenchmarkConfig()
+    """How the finished draft is judged."""
+    require: DraftThresholds = DraftThresholds()
+    """Gates that must hold, or no draft is published."""

@@ -1,0 +1,181 @@
+"""Pydantic's errors in plain words, with the nearest key or value."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from .base import ConfigModel
+from .errors import KeyPath
+from .schema import Recipe, StageEntry
+
+EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a block of keys",
+    "model_type": "a block of keys",
+    "model_attributes_type": "a block of keys",
+}
+LIMITS = {
+    "greater_than": "must be more than {gt:g}, got {got}",
+    "greater_than_equal": "must be at least {ge:g}, got {got}",
+    "less_than": "must be less than {lt:g}, got {got}",
+    "less_than_equal": "must be at most {le:g}, got {got}",
+    "too_short": "needs at least one entry",
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A fault at a path of the recipe, of the key, the value or the block there."""
+
+    path: KeyPath
+    message: str
+    hint: str | None = None
+    of: str = "value"
+
+
+def explain(error: dict, data: Any) -> Problem:
+    """One error of pydantic about `data`, as a complaint."""
+    kind, context = error["type"], error.get("ctx", {})
+    path = path_of(error["loc"], data)
+    got = shown(error["input"])
+    if kind == "extra_forbidden":
+        return _unknown_key(path, data)
+    if kind == "missing":
+        return _missing(path, error["loc"][-1], data)
+    if kind == "value_error":
+        return Problem(path, str(context["error"]), of="block")
+    if kind in ("literal_error", "union_tag_invalid"):
+        return _unknown_value(path, error)
+    if kind in LIMITS:
+        return Problem(path, LIMITS[kind].format(**context, got=got))
+    if expected := EXPECTED.get(kind):
+        return Problem(path, f"expected {expected}, got {got}", _type_hint(error))
+    return Problem(path, f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}")
+
+
+def path_of(location: Iterable[str | int], data: Any) -> KeyPath:
+    """The keys of a pydantic location that `data` has; tags of unions are left out."""
+    path: list[str | int] = []
+    for step in location:
+        known = range(len(data)) if isinstance(data, list) else data
+        if isinstance(known, dict | range) and step in known:
+            data = data[step]
+            path.append(step)
+    return tuple(path)
+
+
+def shown(value: Any) -> str:
+    """A value as a person would name it."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, dict):
+        return "a block of keys"
+    return "a list" if isinstance(value, list) else json.dumps(value, default=str)
+
+
+def nearest(name: Any, names: Iterable[str]) -> str | None:
+    """Did you mean ..., else all there is."""
+    names = list(names)
+    close = difflib.get_close_matches(str(name), names, n=1)
+    if close:
+        return f"did you mean '{close[0]}'?"
+    return f"available: {', '.join(names)}" if names else None
+
+
+def fields(section: type[ConfigModel]) -> dict[str, FieldInfo]:
+    """A section's fields by the keys a recipe uses."""
+    return {info.alias or name: info for name, info in section.model_fields.items()}
+
+
+def sections(annotation: Any) -> list[type[ConfigModel]]:
+    """The sections a field may hold."""
+    if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
+        return [annotation]
+    return [found for part in get_args(annotation) for found in sections(part)]
+
+
+def section_at(path: KeyPath, data: Any) -> type[ConfigModel] | None:
+    """The section that rules the block at `path` of `data`."""
+    section: type[ConfigModel] | None = Recipe
+    inner: list[type[ConfigModel]] = []
+    for step in path:
+        data = data[step]
+        if isinstance(step, int):
+            continue
+        if inner:
+            # A key of the user's own: what it names is of the sections after it.
+            section, inner = _choice(inner, data), []
+            continue
+        info = fields(section).get(step) if section else None
+        choices = sections(info.annotation) if info else []
+        if info and get_origin(info.annotation) is dict:
+            section, inner = None, choices
+        else:
+            section = _choice(choices, data) if choices else None
+    return section
+
+
+def _choice(choices: list[type[ConfigModel]], block: Any) -> type[ConfigModel]:
+    method = block.get("method") if isinstance(block, dict) else None
+    for section in choices:
+        if method and section.model_fields["method"].default == method:
+            return section
+    return choices[0]
+
+
+def _unknown_key(path: KeyPath, data: Any) -> Problem:
+    section = section_at(path[:-1], data)
+    names = fields(section)
+    word = "stage kind" if section is StageEntry else "key"
+    key = str(path[-1])
+    homes = [".".join(home) for home in _addresses(Recipe) if home[-1] == key]
+    if homes and not difflib.get_close_matches(key, names, n=1):
+        hint = f"'{key}' belongs to {homes[0].rpartition('.')[0] or 'the top level'}"
+    else:
+        hint = nearest(key, names)
+    return Problem(path, f"unknown {word} '{key}'", hint, of="key")
+
+
+def _addresses(
+    section: type[ConfigModel], above: tuple = ()
+) -> Iterable[tuple[str, ...]]:
+    for key, info in fields(section).items():
+        yield (*above, key)
+        for inner in sections(info.annotation):
+            yield from _addresses(inner, (*above, key))
+
+
+def _missing(path: KeyPath, key: str, data: Any) -> Problem:
+    info = fields(section_at(path, data))[key]
+    return Problem(path, f"missing key '{key}'", info.description, of="block")
+
+
+def _unknown_value(path: KeyPath, error: dict) -> Problem:
+    value, context = error["input"], error["ctx"]
+    if error["type"] == "union_tag_invalid":
+        path, value = (*path, "method"), context["tag"]
+    expected = context.get("expected") or context["expected_tags"]
+    names = [name.strip("'") for name in re.split(", | or ", expected)]
+    hint = nearest(value, names)
+    if path[-1] == "method":
+        return Problem(path, f"unknown method {shown(value)}", hint)
+    choices = "one of " * (len(names) > 1) + ", ".join(names)
+    message = f"expected {choices}; got {shown(value)}"
+    return Problem(path, message, None if hint.startswith("available") else hint)
+
+
+def _type_hint(error: dict) -> str | None:
+    if error["type"] == "string_type" and isinstance(error["input"], int | float):
+        return "write it in quotes to make it text"
+    return None

@@ -1,0 +1,80 @@
+"""The recipe's schema: every key, its type, its default and its meaning."""
+
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from .base import ConfigModel
+from .data import DataConfig
+from .draft import DraftConfig
+from .evaluate import EvaluateConfig
+from .export import ExportConfig
+from .model import ModelConfig
+from .quantize import Quantize
+from .tracker import WandbConfig
+from .train import TrainConfig
+
+
+class StageEntry(ConfigModel):
+    """One step of the recipe: a mapping with exactly one key."""
+
+    # pydantic's base class has an attribute `validate`, so that field has an alias.
+
+    train: TrainConfig | None = None
+    """Train or fine-tune."""
+    quantize: Quantize | None = None
+    """Quantize a finished model; without `method` it is rounded to the nearest."""
+    distill: DraftConfig | None = None
+    """Distil a draft model for speculative decoding."""
+    check: EvaluateConfig | None = Field(None, alias="validate")
+    """Measure from disk and check the gates."""
+    export: ExportConfig | None = None
+    """Publish."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _bare(cls, value):
+        """`- validate:` with nothing below is a block of defaults."""
+        if not isinstance(value, dict):
+            return value
+        return {key: {} if block is None else block for key, block in value.items()}
+
+    @model_validator(mode="after")
+    def _one(self):
+        if len(self.model_fields_set) != 1:
+            raise ValueError(
+                "a stage has one key: train, quantize, distill, validate or export"
+            )
+        return self
+
+    @property
+    def kind(self) -> str:
+        """train, quantize, distill, validate or export."""
+        field = next(iter(self.model_fields_set))
+        return type(self).model_fields[field].alias or field
+
+    @property
+    def config(self) -> ConfigModel:
+        """The block of that kind."""
+        return getattr(self, next(iter(self.model_fields_set)))
+
+
+def _model(value):
+    return {"path": value} if isinstance(value, str) else value
+
+
+class Recipe(ConfigModel):
+    """A whole job: what to begin with, what to read, what to do."""
+
+    model: Annotated[ModelConfig, BeforeValidator(_model)]
+    """A local folder, a Hub id, a GGUF file, or {fresh: {...}}."""
+    data: DataConfig = DataConfig()
+    """Rows to train and measure on."""
+    seed: int = Field(0, ge=0)
+    """Seed of everything random."""
+    output: str | None = None
+    """The run folder; absent = exports/<recipe name>."""
+    tracker: WandbConfig | None = None
+    """Where the figures go besides the run folder; absent = nowhere."""
+    stages: list[StageEntry] = Field(min_length=1)
+    """What to do, in order."""

@@ -1,0 +1,230 @@
+"""TODO."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from .base import ConfigModel
+from .lora import LoRAConfig
+from .qat import QATConfig
+from .teacher import TeacherConfig
+
+BETAS = {"beta1", "beta2"}
+# What only some optimizers have.
+OPTIMIZER_KEYS = {
+    "adamw": BETAS,
+    "adafactor": set(),
+    "lion": BETAS,
+    "muon": {*BETAS, "momentum"},
+    "sgd": {"momentum"},
+}
+# What makes every number's step of that number's gradient, so a share is enough.
+ELEMENTWISE = ("adamw", "lion", "sgd")
+# Logits of a batch from where on they are made by chunks, and those of such a chunk.
+MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
+# Those that a CPU's caches hold, 16 MiB: there, chunks of so many are faster.
+CACHED_LOGITS = 1 << 22
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class TrainConfig(ConfigModel):
+    """Train or fine-tune the current model."""
+
+    adapter: LoRAConfig | None = None
+    """Absent = full fine-tuning of every parameter."""
+    quantization: QATConfig | None = None
+    """Present = quantization-aware training with straight-through rounding."""
+    twin: bool = False
+    """Train the same a second time without quantization, from the unquantized model,
+    and tell how much of the loss and the KL divergence that rounding this twin to
+    nearest costs is recovered: (rounded - trained) / (rounded - twin), on the
+    validation batches. The twin stays in the stage's folder. Where the unquantized
+    model is the teacher it is the twin, and nothing more is trained."""
+    teacher: TeacherConfig | None = None
+    """Present = what a teacher predicts is learned, beside or in place of the rows."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps; or give epochs."""
+    epochs: float | None = Field(None, gt=0)
+    """Passes over the training rows; or give steps."""
+    batch_size: int | None = Field(None, ge=1)
+    """Rows per step; or give batch_tokens."""
+    batch_tokens: int | None = Field(None, ge=1)
+    """Tokens per step, padding included: short rows go in larger batches."""
+    packing: bool = False
+    """Put several training examples into one row of max_length tokens; none sees
+    another, and hardly any token is padding."""
+    accumulate: int = Field(1, ge=1)
+    """Batches per step, in the memory of one; every trained token weighs the same."""
+    gradient_checkpointing: bool = False
+    """Keep only what goes in and out of every block and compute the rest twice: far
+    less memory, about a third more time."""
+    shard: bool = False
+    """Keep only a share of the trained weights, their gradients and moments in every
+    process, gathered when they are used; needs several processes over NCCL or JACCL."""
+    loss_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
+    """Tokens whose logits exist at once; auto = few once a batch has 128 million,
+    as 4096 tokens have with a vocabulary of 32768, on the CPU always; null = all."""
+    optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
+    """What makes steps of gradients; muon has the matrices of the blocks and leaves the
+    rest to adamw, at the same learning rate."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    decay_share: Fraction = 0.2
+    """Share of the steps over which the learning rate falls, for warmup-stable-decay
+    alone."""
+    warmup: Fraction = 0.05
+    """Share of the steps over which the learning rate rises."""
+    final_learning_rate: Fraction = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled weight decay of matrices; norms and biases have none."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment, for adamw, lion and muon's adamw."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment, as beta1; lion wants 0.99."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Decay of the sum of gradients, for muon and sgd."""
+    gradient_clip: float | None = Field(1.0, gt=0)
+    """Largest gradient norm; null = no clipping."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto = bfloat16 for a bfloat16 model on a GPU, else float32. Trained weights stay
+    float32."""
+    evaluate_every: int = Field(100, ge=1)
+    """Steps between validations."""
+    evaluate_batches: int = Field(25, ge=1)
+    """Validation batches per validation."""
+    checkpoint_every: int = Field(200, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """Newest checkpoints that are kept to go on from."""
+    keep: Literal["last", "best"] = "last"
+    """Weights the stage leaves; best = those of the validation with the lowest loss,
+    with a teacher the lowest divergence from it, the one before the first step
+    included, for which one more checkpoint is kept."""
+    early_stopping: int | None = Field(None, ge=1)
+    """Validations in a row without a lower loss that end the training; null = none."""
+    report_every: int = Field(10, ge=1)
+    """Steps between lines of the report."""
+    samples: list[str] = Field([])
+    """Prompts answered at every validation, into samples.jsonl."""
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give either steps or epochs")
+        if (self.batch_size is None) == (self.batch_tokens is None):
+            raise ValueError("give either batch_size or batch_tokens")
+        if self.adapter:
+            self._can_merge(self.adapter)
+        if self.quantization:
+            self._can_round(self.quantization)
+        elif self.twin:
+            raise ValueError("twin is for a stage with quantization: it is without")
+        self._no_idle_keys()
+        if self.shard:
+            self._can_shard()
+        return self
+
+    def _can_merge(self, adapter: LoRAConfig):
+        if adapter.dropout and (self.quantization or self.keeps_codes):
+            raise ValueError(
+                "adapter dropout does not go with quantization: "
+                "the rounded weight holds the merged adapter"
+            )
+        if self.quantization and adapter.type == "dora":
+            raise ValueError(
+                "a dora adapter does not go with quantization: use type lora, "
+                "or train first and quantize afterwards"
+            )
+        if adapter.start and self.keeps_codes:
+            raise ValueError(
+                "a qa_lora adapter is saved as plain LoRA's, not to be gone on from: "
+                "name the model that it left as the recipe's model"
+            )
+        if self.quantization and self.keeps_codes:
+            raise ValueError(
+                "a qa_lora adapter leaves the model in the codes it has: leave "
+                "quantization out"
+            )
+
+    def _can_round(self, rounding: QATConfig):
+        if rounding.grid == "frozen" and self.adapter:
+            raise ValueError("a frozen grid trains no weights: leave adapter out")
+        if not rounding.starts[-1]:
+            return
+        names = [k for k in ("start_step", "progressive") if getattr(rounding, k)]
+        if self.keep == "best" or self.early_stopping:
+            raise ValueError(
+                f"{names[0]} does not go with keep: best or early_stopping: the "
+                "validations before the last bits are of another model"
+            )
+        if self.steps and self.steps <= rounding.starts[-1]:
+            raise ValueError(f"{' and '.join(names)} must be below steps")
+
+    def _can_shard(self):
+        if self.adapter or self.quantization or self.teacher:
+            raise ValueError(
+                "shard is for full fine-tuning: it goes with no adapter, quantization "
+                "or teacher"
+            )
+        if self.optimizer not in ELEMENTWISE:
+            raise ValueError(
+                f"{self.optimizer} needs whole matrices: shard goes with adamw, lion "
+                "and sgd"
+            )
+
+    def _no_idle_keys(self):
+        idle = (BETAS | {"momentum"}) - OPTIMIZER_KEYS[self.optimizer]
+        if found := sorted(idle & self._changed):
+            raise ValueError(f"{self.optimizer} has no {found[0]}")
+        if self.schedule != "warmup-stable-decay" and "decay_share" in self._changed:
+            raise ValueError("decay_share is for the schedule warmup-stable-decay")
+
+    @property
+    def trainings(self) -> int:
+        """How many models are trained, all for the same steps."""
+        return 2 if self.twin and not self.is_of_itself else 1
+
+    @property
+    def is_of_itself(self) -> bool:
+        """Whether all that is learned is what the model predicts when unquantized."""
+        teacher = self.teacher
+        return bool(teacher and not teacher.model and not teacher.cross_entropy)
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether the model stays in codes, and their biases take up the adapter."""
+        return self.adapter is not None and self.adapter.type == "qa_lora"
+
+    @property
+    def _changed(self) -> set[str]:
+        """Keys given; as a resolved recipe gives all, those with other values."""
+        fields = type(self).model_fields
+        return {
+            key
+            for key in self.model_fields_set
+            if getattr(self, key) != fields[key].default
+        }
+
+    def batches(self, per_epoch: int) -> int:
+        """Batches in all; the last step may have fewer than the others."""
+        if self.steps:
+            return self.steps * self.accumulate
+        return max(1, round(self.epochs * per_epoch))
+
+    def packed_rows(self, max_length: int) -> int:
+        """Packed rows of `max_length` tokens per batch."""
+        return self.batch_size or max(1, self.batch_tokens // max_length)
+
+    def chunk(self, *, vocabulary: int, tokens: int, on_cpu: bool) -> int | None:
+        """Tokens whose logits exist at once, in batches of `tokens`; None = all."""
+        if self.loss_chunk != "auto":
+            return self.loss_chunk
+        if on_cpu:
+            return max(64, CACHED_LOGITS // vocabulary)
+        if vocabulary * tokens < MANY_LOGITS:
+            return None
+        return max(64, CHUNK_LOGITS // vocabulary)

@@ -1,0 +1,1 @@
+"""GGUF files: reading, writing, quantization blocks, tokenizers."""

@@ -1,0 +1,1 @@
+"""Everything that makes MLX fast on Linux CPUs."""

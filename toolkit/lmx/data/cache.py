@@ -1,0 +1,156 @@
+"""What is worth keeping between runs, by content, in a folder that may be deleted."""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError
+from ..run import fs
+
+INDEX = "index.json"
+# Nanoseconds after which a file that is written once more has another time for sure.
+SETTLED = 2_000_000_000
+
+
+def root() -> Path:
+    """LMX_CACHE, else lmx in the user's folder of caches."""
+    if own := os.environ.get("LMX_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "lmx"
+
+
+def size() -> int:
+    """Bytes in the cache."""
+    return sum(p.stat().st_size for p in root().rglob("*") if p.is_file())
+
+
+def key_of(facts: object) -> str:
+    """A name for what JSON can hold: 32 digits of its sha256."""
+    text = json.dumps(facts, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True)
+class CacheEntry:
+    """A folder of the cache.
+
+    Attributes:
+        facts: what was told of it when it was made, as JSON holds it.
+        made: whether it was made just now.
+    """
+
+    folder: Path
+    facts: dict
+    made: bool
+
+
+def get_or_create(
+    kind: str,
+    key: str,
+    fill: Callable[[Path], dict],
+    *,
+    warn: Callable[[str], None],
+    space: int = 0,
+) -> CacheEntry:
+    """The folder of this kind and key, made once, whichever process comes first.
+
+    Args:
+        fill: writes its files into the folder it is given and returns facts of them.
+        warn: told of a folder that is damaged, which is then made again.
+        space: bytes that must be free to make it.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    place = root() / kind / key
+    folder = place / "content"
+    facts = _read_facts(folder)
+    if facts is not None:
+        return CacheEntry(folder, facts, made=False)
+    with _written(place), _locked(place):
+        # Another process may have made it while this one waited.
+        facts = _read_facts(folder)
+        if facts is not None:
+            return CacheEntry(folder, facts, made=False)
+        if folder.exists():
+            warn(f"{folder}: damaged, made again")
+        fs.sweep(place)
+        fs.need_space(place, space)
+        with fs.atomic_folder(folder) as partial:
+            facts = fill(partial)
+            sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
+            index = json.dumps({"sizes": sizes, "facts": facts})
+            (partial / INDEX).write_text(index)
+    return CacheEntry(folder, json.loads(index)["facts"], made=True)
+
+
+def file_hash(path: Path) -> str:
+    """Sha256 of a file's content, remembered by its path, size and time of change.
+
+    Raises:
+        OSError: the file cannot be read.
+        UserError: the cache cannot be written.
+    """
+    status = path.stat()
+    stamp = [str(path.absolute()), status.st_size, status.st_mtime_ns]
+    note = root() / "hashes" / f"{key_of(stamp[0])}.json"
+    known = _json(note)
+    if known and known["stamp"] == stamp:
+        return known["sha256"]
+    digest = fs.hash_file(path)
+    if time.time_ns() - status.st_mtime_ns > SETTLED:
+        with _written(note):
+            fs.write_atomic(note, json.dumps({"stamp": stamp, "sha256": digest}))
+    return digest
+
+
+def _read_facts(folder: Path) -> dict | None:
+    """What is known of a folder that is whole; None if it is damaged or not there."""
+    index = _json(folder / INDEX)
+    if index is None:
+        return None
+    sizes = {f.name: f.stat().st_size for f in folder.iterdir() if f.name != INDEX}
+    return index["facts"] if sizes == index["sizes"] else None
+
+
+def _json(path: Path) -> dict | None:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
+
+
+@contextmanager
+def _locked(place: Path) -> Iterator[None]:
+    """Wait until no other process fills this place."""
+    place.mkdir(parents=True, exist_ok=True)
+    handle = os.open(place / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _written(place: Path) -> Iterator[None]:
+    """Say of a disk that refuses how to choose another."""
+    try:
+        with fs.explained(place):
+            yield
+    except UserError as error:
+        if error.hint != fs.HINT:
+            raise
+        raise UserError(
+            error.message,
+            place=error.place,
+            hint="free some space or name another folder with LMX_CACHE",
+            code=error.code,
+        ) from error

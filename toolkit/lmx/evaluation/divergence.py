@@ -1,0 +1,80 @@
+"""How far a model's predictions are from its reference's, position by position."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..data.batching import Batch
+from .perplexity import mean_over_rows
+
+# The same for all runs, so that histograms can be laid over each other.
+KL_EDGES = tuple(10.0**power for power in np.arange(-6, 1.25, 0.25).tolist())
+CONFIDENCE_EDGES = tuple(tenth / 10 for tenth in range(11))
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """KL(reference || model) in nats per trained position, and agreement.
+
+    Attributes:
+        kl_stderr: of the mean, with rows as clusters.
+        kl_p99: the value that 99 of 100 positions stay below.
+        top1_agreement: share of positions with the same most likely token.
+        kl_histogram: `edges`, n, and `positions`, n - 1; the first and the last bin
+            have what lies outside, too.
+        agreement_by_confidence: `edges` of the reference's largest probability, n;
+            `positions` and, of these, `agreed`, n - 1 each.
+    """
+
+    kl_mean: float
+    kl_stderr: float
+    kl_p99: float
+    top1_agreement: float
+    kl_histogram: dict[str, list]
+    agreement_by_confidence: dict[str, list]
+
+
+def measure_divergence(
+    reference: nn.Module, model: nn.Module, batches: Iterable[Batch]
+) -> Divergence:
+    """Compare two models with one vocabulary on the same batches."""
+
+    @mx.compile
+    def compare(tokens):
+        p, q = (
+            nn.log_softmax(m(tokens[:, :-1]).astype(mx.float32))
+            for m in (reference, model)
+        )
+        kl = mx.maximum((mx.exp(p) * (p - q)).sum(axis=-1), 0.0)
+        agrees = mx.argmax(p, axis=-1) == mx.argmax(q, axis=-1)
+        return kl, agrees, mx.exp(p.max(axis=-1))
+
+    parts, sums, counts = [], [], []
+    for batch in batches:
+        kl, agrees, confidence = map(np.array, compare(batch.tokens))
+        kl, mask = kl.astype(np.float64), np.array(batch.mask)
+        parts.append((kl[mask], agrees[mask], confidence[mask]))
+        sums.append((kl * mask).sum(axis=1))
+        counts.append(mask.sum(axis=1))
+    mean, stderr = mean_over_rows(np.concatenate(sums), np.concatenate(counts))
+    kl, agrees, confidence = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return Divergence(
+        mean,
+        stderr,
+        float(np.percentile(kl, 99)),
+        float(agrees.mean()),
+        {"edges": [*KL_EDGES], "positions": _counts(kl, KL_EDGES)},
+        {
+            "edges": [*CONFIDENCE_EDGES],
+            "positions": _counts(confidence, CONFIDENCE_EDGES),
+            "agreed": _counts(confidence[agrees], CONFIDENCE_EDGES),
+        },
+    )
+
+
+def _counts(values: np.ndarray, edges: tuple[float, ...]) -> list[int]:
+    clipped = np.clip(values, edges[0], edges[-1])
+    return np.histogram(clipped, edges)[0].tolist()

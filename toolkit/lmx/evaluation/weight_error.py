@@ -1,0 +1,56 @@
+"""The bits of every layer of a quantized model, and how far its weights have moved."""
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..models.loader import LoadedModel
+from ..models.lora import base_layer
+
+
+def measure_layers(reference: LoadedModel, quantized: LoadedModel) -> dict[str, dict]:
+    """What became of every layer that can be quantized, by path.
+
+    Returns:
+        `bits` and `group_size` (None = dense); `error`, the squared distance of the
+        weights from the reference's over the squared weights. It is None in a model
+        whose other tensors differ, for then scales have been moved from layer to layer
+        and single weights do not compare.
+    """
+    before, after = (dict(m.model.named_modules()) for m in (reference, quantized))
+    layers = {path: m for path, m in after.items() if _is_layer(m) and path in before}
+    comparable = _same_around(reference.model, quantized.model, set(layers))
+    return {
+        path: {
+            "bits": getattr(module, "bits", 8 * quantized.dtype.size),
+            "group_size": getattr(module, "group_size", None),
+            "error": _error(before[path], module) if comparable else None,
+        }
+        for path, module in layers.items()
+    }
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return base_layer.is_quantized(module) or hasattr(module, "to_quantized")
+
+
+def _same_around(reference: nn.Module, model: nn.Module, layers: set[str]) -> bool:
+    """Whether all is equal but the weights of the layers."""
+    before, after = (dict(tree_flatten(m.parameters())) for m in (reference, model))
+    own = ("weight", "scales", "biases")
+    around = {
+        name: value
+        for name, value in after.items()
+        if name.rpartition(".")[0] not in layers or name.rpartition(".")[2] not in own
+    }
+    return all(
+        name in before and mx.array_equal(before[name], value).item()
+        for name, value in around.items()
+    )
+
+
+def _error(before: nn.Module, after: nn.Module) -> float | None:
+    if base_layer.shape(before) != base_layer.shape(after) or "global_scale" in after:
+        return None
+    weight, moved = base_layer.own(before), base_layer.own(after)
+    return (mx.square(moved - weight).sum() / mx.square(weight).sum()).item()

@@ -1,0 +1,277 @@
+"""The generator: prompts in, text out, token by token or many prompts at once."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from ..errors import UserError
+from .decode_loop import BatchSampler, decode
+from .detokenizer import StreamingDetokenizer
+from .kv_cache import CacheState
+from .outputs import Generation, GenerationChunk
+from .prefix_cache import PrefixCache
+from .prompt import Messages, encode, encode_text
+from .sampling import Sampling
+from .speculative.decoder import SpeculativeDecoder, SpeculativeStats
+from .speculative.draft_length import DraftLengthController
+from .speculative.proposer import Proposer
+from .speculative.verification import Rule
+
+GREEDY = Sampling()
+ROWS = 32
+"""Prompts decoded together by `Generator.complete`."""
+
+
+class Generator:
+    """Generates with a model of mlx-lm and its cache.
+
+    Args:
+        model: maps tokens [B, L] and a cache to logits [B, L, V].
+        tokenizer: mlx-lm's TokenizerWrapper.
+        prefill_step: tokens of the prompt per forward pass.
+        prefixes: what earlier answers have read, to begin from; None = keep nothing
+            between calls.
+        propose: makes a proposer for every answer, to decode speculatively; answers
+            with log-probabilities are decoded plainly.
+        controller: how many tokens to guess; it learns from answer to answer.
+        rule: how guesses are judged when sampling; see `verify`.
+        one_by_one: verify guesses one at a time; see `Speculator`.
+        cache_options: those of `Session`.
+
+    Attributes:
+        speculation: how it went with the last answer, if there was a proposer.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        *,
+        prefill_step: int = 512,
+        prefixes: PrefixCache | None = None,
+        propose: Callable[[], Proposer] | None = None,
+        controller: DraftLengthController | None = None,
+        rule: Rule = "rejection",
+        one_by_one: bool = False,
+        **cache_options,
+    ):
+        self.model = model
+        self.tokenizer = tokenizer
+        self.prefill_step = prefill_step
+        self.prefixes = prefixes
+        self.propose = propose
+        self.controller = controller or DraftLengthController()
+        self.rule = rule
+        self.one_by_one = one_by_one
+        self.speculation: SpeculativeStats | None = None
+        self._cache_options = cache_options
+        arguments = getattr(model, "args", None)
+        self.positions = getattr(arguments, "max_position_embeddings", None)
+
+    def stream(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop_tokens: Collection[int] | None = None,
+        stop: Sequence[str] = (),
+        logprobs: bool = False,
+    ) -> Iterator[GenerationChunk]:
+        """Yield the answer token by token.
+
+        Args:
+            stop_tokens: ids that end the answer; None = every end-of-sequence id of
+                the tokenizer. The one that is hit comes last and has no text.
+            stop: texts that end the answer and are no part of it.
+
+        Raises:
+            UserError: an empty prompt, or one longer than the model's positions.
+        """
+        count = self.allowed(prompt, max_tokens)
+        session = self._session(prompt)
+        if self.propose and not logprobs:
+            steps = self._speculative(session, prompt, count, sampling)
+        else:
+            steps = self._plain(session, prompt, count, sampling, logprobs)
+        pieces = self._pieces(steps, count, self.end_tokens(stop_tokens), stop)
+        return self._remembered(pieces, prompt, session)
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        *,
+        on_piece: Callable[[GenerationChunk], object] = lambda piece: None,
+        **options,
+    ) -> Generation:
+        """Generate a whole answer; `options` are those of `stream`."""
+        pieces, start = [], time.perf_counter()
+        first = last = start
+        for piece in self.stream(prompt, **options):
+            last = time.perf_counter()
+            first = first if pieces else last
+            pieces.append(piece)
+            on_piece(piece)
+        reason = pieces[-1].finish_reason if pieces else "length"
+        tokens = [piece.token for piece in pieces]
+        ended = tokens and tokens[-1] in self.end_tokens(options.get("stop_tokens"))
+        return Generation(
+            text="".join(piece.text for piece in pieces),
+            tokens=tokens[:-1] if ended else tokens,
+            prompt_tokens=len(prompt),
+            finish_reason=reason,
+            ttft_ms=1000 * (first - start) if pieces else None,
+            prefill_tokens_per_second=_rate(len(prompt), first - start),
+            decode_tokens_per_second=_rate(len(pieces) - 1, last - first),
+        )
+
+    def ask(self, prompt: str | Messages, **options) -> Generation:
+        """Answer a chat: `generate` on the encoded prompt."""
+        return self.generate(self.encode(prompt), **options)
+
+    def complete(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 256,
+        stop_tokens: Collection[int] | None = None,
+    ) -> list[str]:
+        """Greedy answers to many prompts, in their order.
+
+        Prompts of equal length are decoded together: no padding, so nothing about the
+        answers changes but the order of the sums inside a matmul.
+        """
+        alike = defaultdict(list)
+        for index, prompt in enumerate(prompts):
+            alike[len(prompt), self.allowed(prompt, max_tokens)].append(index)
+        stops, texts = self.end_tokens(stop_tokens), {}
+        for (_, count), indices in alike.items():
+            for start in range(0, len(indices), ROWS):
+                batch = indices[start : start + ROWS]
+                rows = self._rows([prompts[i] for i in batch], count, stops)
+                texts |= zip(batch, map(self._decode, rows), strict=True)
+        return [texts[index] for index in range(len(prompts))]
+
+    def encode(self, prompt: str | Messages, *, thinking: bool = True) -> list[int]:
+        """The tokens of a chat up to where the answer begins; see `chat.encode`."""
+        return encode(self.tokenizer, prompt, thinking=thinking)
+
+    def encode_text(self, text: str) -> list[int]:
+        """The tokens of bare text; see `chat.encode_text`."""
+        return encode_text(self.tokenizer, text)
+
+    def allowed(self, prompt: Sequence[int], max_tokens: int) -> int:
+        """How many tokens may be generated: the last one needs no position.
+
+        Raises:
+            UserError: an empty prompt, or one longer than the model's positions.
+        """
+        if not len(prompt):
+            raise UserError("the prompt is empty", hint="give at least one token")
+        room = max_tokens
+        if self.positions is not None:
+            room = self.positions - len(prompt) + 1
+        if room < 1 <= max_tokens:
+            raise UserError(
+                f"the prompt has {len(prompt)} tokens; "
+                f"the model has positions for {self.positions}",
+                hint="shorten the prompt",
+            )
+        return min(max_tokens, room)
+
+    def end_tokens(self, stop_tokens: Collection[int] | None) -> frozenset[int]:
+        """Those that end an answer: the given ones, else the tokenizer's."""
+        return frozenset(
+            self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
+        )
+
+    def fresh_session(self) -> CacheState:
+        """A session that has read nothing."""
+        return CacheState(self.model, **self._cache_options)
+
+    def _session(self, prompt: Sequence[int]) -> CacheState:
+        if not self.prefixes:
+            return self.fresh_session()
+        return self.prefixes.resume(prompt, self.fresh_session)[0]
+
+    def _plain(self, session: CacheState, prompt, count: int, sampling, logprobs: bool):
+        steps = decode(
+            session,
+            [prompt],
+            count,
+            BatchSampler(sampling, [prompt]),
+            prefill_step=self.prefill_step,
+            logprobs=logprobs,
+        )
+        for token, score in steps:
+            yield token.item(), None if score is None else score.item()
+
+    def _speculative(self, session: CacheState, prompt, count: int, sampling: Sampling):
+        speculator = SpeculativeDecoder(
+            session,
+            self.propose(),
+            controller=self.controller,
+            sampling=sampling,
+            rule=self.rule,
+            one_by_one=self.one_by_one,
+            prefill_step=self.prefill_step,
+        )
+        self.speculation = speculator.report
+        for token in speculator.decode(prompt, count):
+            yield token, None
+
+    def _remembered(self, pieces, prompt: Sequence[int], session: CacheState):
+        """The pieces; when they end, however they do, what was read is kept."""
+        tokens = list(prompt)
+        try:
+            for piece in pieces:
+                tokens.append(piece.token)
+                yield piece
+        finally:
+            pieces.close()
+            if self.prefixes and session.length:
+                # Guesses may have stood that nobody wanted any more.
+                session.rollback(max(0, session.length - len(tokens)))
+                self.prefixes.keep(tokens[: session.length], session)
+
+    def _pieces(
+        self, steps, count: int, end_tokens: frozenset[int], stops: Sequence[str]
+    ) -> Iterator[GenerationChunk]:
+        spoken = StreamingDetokenizer(self.tokenizer, end_tokens, stops)
+        for number, (token, logprob) in enumerate(steps, 1):
+            text, reason = spoken.add(token, last=number == count)
+            yield GenerationChunk(text, token, logprob, reason)
+            if reason:
+                return
+
+    def _rows(self, prompts, count: int, stops: frozenset[int]) -> list[list[int]]:
+        answers = [[] for _ in prompts]
+        unfinished = set(range(len(prompts)))
+        steps = decode(
+            self.fresh_session(),
+            prompts,
+            count,
+            BatchSampler(GREEDY, prompts),
+            prefill_step=self.prefill_step,
+        )
+        for tokens, _ in steps:
+            for row, token in enumerate(tokens.tolist()):
+                if token in stops:
+                    unfinished.discard(row)
+                elif row in unfinished:
+                    answers[row].append(token)
+            if not unfinished:
+                break
+        return answers
+
+    def _decode(self, tokens: list[int]) -> str:
+        detokenizer = self.tokenizer.detokenizer
+        for token in tokens:
+            detokenizer.add_token(token)
+        detokenizer.finalize()
+        return detokenizer.text
+
+
+def _rate(tokens: int, seconds: float) -> float | None:
+    return tokens / seconds if tokens > 0 and seconds > 0 else None

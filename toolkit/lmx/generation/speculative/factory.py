@@ -1,0 +1,82 @@
+"""Several proposers, the cheapest first."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import mlx.core as mx
+
+from ...models.loader import LoadedModel, load
+from ...models.tokenizer_compat import require_same_tokens
+from .draft_length import DraftLengthController
+from .draft_model import DraftModelProposer
+from .layer_skip import choose, without
+from .prompt_lookup import NGramIndex, PromptLookupProposer
+from .proposer import NO_DRAFT, DraftTokens, Proposer, TargetSampler
+
+
+class FallbackProposer:
+    """Asks one proposer after the other until one has a guess."""
+
+    def __init__(self, *proposers: Proposer):
+        self._proposers = proposers
+
+    def propose(
+        self, context: Sequence[int], count: int, choice: TargetSampler
+    ) -> DraftTokens:
+        """The first guess that is not empty."""
+        for proposer in self._proposers:
+            if len(proposal := proposer.propose(context, count, choice)):
+                return proposal
+        return NO_DRAFT
+
+
+# --- from generate.drafting: `--draft`: who guesses, by name, and whether it speaks the model's tokens.
+
+
+LOOKUP, SELF = "lookup", "self"
+TRIED = 128
+"""Tokens of the prompt that `self` is chosen on."""
+
+
+def proposer_factory(
+    name: str,
+    loaded: LoadedModel,
+    sample: Sequence[int],
+    *,
+    trust_remote_code: bool = False,
+) -> Callable[[], Proposer] | None:
+    """Makes a proposer for every answer; None = nothing pays on this machine.
+
+    Args:
+        name: `lookup`, `self`, a model folder or Hub id, or `lookup+` one of these.
+        sample: tokens of the kind the model will read.
+
+    Raises:
+        UserError: no such model, or it has other tokens.
+    """
+    first, plus, rest = name.partition("+")
+    # Answers to later prompts are guessed from earlier ones, too.
+    lookup = partial(PromptLookupProposer, NGramIndex())
+    if name == LOOKUP:
+        return lookup
+    if first == LOOKUP and plus:
+        second = proposer_factory(
+            rest, loaded, sample, trust_remote_code=trust_remote_code
+        )
+        return (lambda: FallbackProposer(lookup(), second())) if second else lookup
+    if name == SELF:
+        skipped = choose(loaded.model, mx.array([sample[:TRIED]], mx.int32))
+        twin = without(loaded.model, skipped)
+        return (lambda: DraftModelProposer(twin)) if skipped else None
+    draft = load(name, trust_remote_code=trust_remote_code)
+    require_same_tokens(loaded.tokenizer, draft.tokenizer, role="draft", place=name)
+    return lambda: DraftModelProposer(draft.model)
+
+
+def draft_length_controller(guesses: int | None) -> DraftLengthController:
+    """One that always asks for so many guesses; None = as many as pay."""
+    return (
+        DraftLengthController(longest=guesses, fixed=guesses)
+        if guesses
+        else DraftLengthController()
+    )

@@ -1,0 +1,111 @@
+"""A model from scratch: configuration, byte-level BPE tokenizer, initial weights."""
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..config.model import ScratchModelConfig
+from .loader import DTYPES, build
+
+END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+
+# ChatML, with markers that let other tools find the assistant's tokens.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
+    "{{ '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
+    """Train a byte-level BPE and write the files that make it a chat tokenizer.
+
+    Digits are single tokens, so that numbers of any length are read alike.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT, START, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": END,
+        "pad_token": END_OF_TEXT,
+        "additional_special_tokens": [START],
+        "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    # Both end an answer: the end of a turn, and the end of a document.
+    ends = {"eos_token_id": [2, 0], "pad_token_id": 0}
+    _write_json(folder / "generation_config.json", ends)
+
+
+def configuration(fresh: ScratchModelConfig) -> dict:
+    """A config.json in Hugging Face's terms for a Llama-type model."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": fresh.model_type,
+        "vocab_size": fresh.vocabulary,
+        "hidden_size": fresh.hidden_size,
+        "intermediate_size": fresh.intermediate_size,
+        "num_hidden_layers": fresh.layers,
+        "num_attention_heads": fresh.heads,
+        "num_key_value_heads": fresh.key_value_heads or fresh.heads,
+        "head_dim": fresh.hidden_size // fresh.heads,
+        "max_position_embeddings": fresh.positions,
+        "rope_theta": fresh.rope_theta,
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": fresh.tied,
+        "torch_dtype": fresh.dtype,
+        "eos_token_id": [2, 0],
+        "pad_token_id": 0,
+    }
+
+
+def initial_weights(config: dict, seed: int) -> dict[str, mx.array]:
+    """Normal weights of deviation 0.02, smaller where they enter the residual stream.
+
+    GPT-2's rule: the two projections of a block that add to the residual stream are
+    scaled by 1 / sqrt(2 * layers). Norm weights stay one.
+    """
+    residual = 0.02 / math.sqrt(2 * config["num_hidden_layers"])
+    key = mx.random.key(seed)
+    weights = {}
+    for path, value in tree_flatten(build(config).parameters()):
+        if value.ndim > 1:
+            key, draw = mx.random.split(key)
+            into_residual = path.endswith(("o_proj.weight", "down_proj.weight"))
+            deviation = residual if into_residual else 0.02
+            value = mx.random.normal(value.shape, scale=deviation, key=draw)
+        weights[path] = value.astype(DTYPES[config["torch_dtype"]])
+    return weights
+
+
+def _write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,153 @@
+"""The end of a distill stage: the draft on trial, its figures, gates and folder."""
+
+import json
+import platform
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ..data import cache, fingerprint
+from ..draft import report
+from ..draft.benchmark import Candidate, DraftBenchmark, decoding_modes
+from ..draft.compat import require_servable
+from ..draft.cost_model import measure_speculation_costs
+from ..draft.dataset import mean_prompt_length
+from ..draft.report import DraftReport
+from ..errors import FAILED, UserError
+from ..models.checkpoint import checkpoint_size
+from ..models.loader import LoadedModel
+from ..models.tokenizer_compat import require_same_tokens
+from ..run.fs import atomic_folder, write_atomic
+from .context import ModelArtifact
+from .draft_dataset import DraftData
+
+SHIPPED = "draft"
+
+
+class DraftEvaluation:
+    """Measures a finished draft, as it will be served, beside its target.
+
+    Args:
+        schooling: what it was taught with.
+
+    Raises:
+        UserError: no engine could serve the sibling beside it.
+    """
+
+    def __init__(self, schooling: DraftData):
+        self.schooling = schooling
+        self.config = schooling.config
+        self.context = schooling.context
+        self.target = schooling.target
+        self.sibling = self._sibling()
+
+    def run(self, folder: Path, facts: dict) -> ModelArtifact:
+        """Judge the draft in a folder and publish it.
+
+        Args:
+            facts: how it was made.
+
+        Raises:
+            UserError: a gate is missed, or no engine could serve the draft.
+        """
+        context = self.context
+        draft = context.load(folder)
+        self._require_servable(draft)
+        found = self._tried(draft)
+        context.report.table("draft", *found.table())
+        context.report.say(
+            f"verdict: {found.text}, {found.speedup:.2f}x measured on this machine, "
+            f"{found.length} guesses a round"
+        )
+        facts |= {"bytes": checkpoint_size(folder).bytes}
+        record = {"draft": found.to_json() | {"made": facts}}
+        record["speculation"] = {
+            name: {way: vars(column) for way, column in columns.items()}
+            for how, trial in found.trials.items()
+            for name, columns in trial.named(how).items()
+        }
+        self._report(record)
+        self._require(found)
+        target = self._publish(folder, found, facts)
+        return replace(
+            context.current, draft=target, facts=context.current.facts | record
+        )
+
+    def _sibling(self) -> LoadedModel | None:
+        name = self.config.trial.sibling
+        if name is None:
+            return None
+        found, own = self.context.load(self.context.named(name)), self.target
+        require_same_tokens(own.tokenizer, found.tokenizer, role="sibling", place=name)
+        tokens = len(own.tokenizer.get_vocab())
+        require_servable(found.config, own.config, tokens, place=name)
+        return found
+
+    def _require_servable(self, draft: LoadedModel) -> None:
+        ours, theirs, place = draft.tokenizer, self.target.tokenizer, str(draft.path)
+        require_same_tokens(theirs, ours, role="draft", place=place)
+        if ours.chat_template != theirs.chat_template:
+            raise UserError("the draft has another chat template", place=place)
+        tokens = len(theirs.get_vocab())
+        require_servable(draft.config, self.target.config, tokens, place=place)
+
+    def _tried(self, draft: LoadedModel) -> DraftReport:
+        config, context, target = self.config.trial, self.context, self.target
+        rival = self._rival(draft)
+        trial = DraftBenchmark(
+            target.model,
+            rival,
+            target.tokenizer,
+            {
+                name: [prompt.tokens for prompt in own]
+                for name, own in self.schooling.suites.items()
+            },
+            max_tokens=config.max_tokens,
+            sibling=self.sibling and self._rival(self.sibling),
+        )
+        trials = {
+            name: trial.run(sampling)
+            for name, sampling in decoding_modes(
+                config.temperature, context.seed
+            ).items()
+        }
+        tokenizer = cache.key_of(fingerprint.tokenizer(target.path))
+        digest = self.schooling.digest
+        return DraftReport(digest, tokenizer, rival.costs, trials, platform.platform())
+
+    def _rival(self, draft: LoadedModel) -> Candidate:
+        prompt = mean_prompt_length(self.schooling.tried)
+        return Candidate(
+            draft.model,
+            measure_speculation_costs(self.target.model, draft.model, prompt=prompt),
+        )
+
+    def _report(self, record: dict) -> None:
+        """Add to report.json, which a validate stage may have begun."""
+        path = self.context.output / "report.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        empty = {"name": self.context.name, "models": {}, "gates": []}
+        report = empty | before | record
+        write_atomic(path, json.dumps(report, indent=2) + "\n")
+
+    def _require(self, found: DraftReport) -> None:
+        missed = [
+            f"{name} is {value:.3g}, limit {limit:g}"
+            for name, limit in self.config.require.model_dump().items()
+            if limit is not None and (value := getattr(found, name)) < limit
+        ]
+        if missed:
+            raise UserError(
+                f"the draft misses its gates: {'; '.join(missed)}; none is published",
+                place=str(self.context.folder),
+                hint="train longer, on more prompts, or keep more blocks",
+                code=FAILED,
+            )
+
+    def _publish(self, source: Path, found: DraftReport, facts: dict) -> Path:
+        target = self.context.output / SHIPPED
+        with atomic_folder(target) as partial:
+            shutil.copytree(source, partial, dirs_exist_ok=True)
+            report.write_report(partial, found, name=self.context.name, facts=facts)
+        self.context.report.say(f"draft: {target}")
+        return target

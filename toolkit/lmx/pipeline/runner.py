@@ -1,0 +1,260 @@
+"""The tracker that a recipe names, open while its stages run."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from .. import __version__
+from ..config import yaml_io
+from ..config.loader import LoadedRecipe
+from ..convert.exporters import hub
+from ..cpu import blas, malloc
+from ..data.splits import Splits
+from ..errors import Interrupted, UserError
+from ..evaluation import lm_eval
+from ..run.distributed import ProcessGroup, join
+from ..run.html.page import NAME as REPORT
+from ..run.launcher import backend
+from ..run.logger import NullLogger, RunLogger
+from ..run.run_dir import NullRunDir, RunDir
+from ..run.trackers import TRACKERS, TrackerThread
+from ..training import fsdp
+from . import draft, evaluate, export, quantize, train
+from .context import ModelArtifact, StageContext
+from .plan import PlannedStage, RunPlan, difference
+
+
+@contextmanager
+def tracked(loaded: LoadedRecipe, report: RunLogger) -> Iterator[None]:
+    """Send the report's rows to the recipe's tracker, if it names one."""
+    if (config := loaded.recipe.tracker) is None:
+        yield
+        return
+    start = partial(
+        TRACKERS[config.type],
+        config,
+        folder=report.folder,
+        name=loaded.name,
+        recipe=yaml_io.read(loaded.resolved).data,
+    )
+    report.tracking = TrackerThread(start, report.warn)
+    code = 1
+    try:
+        yield
+        code = 0
+    finally:
+        report.tracking.finish(_summary(report.folder / "report.json"), code)
+
+
+def _summary(path: Path) -> dict[str, float]:
+    """The figures of every model measured; none if nothing was."""
+    models = json.loads(path.read_text())["models"] if path.exists() else {}
+    return {
+        f"{name}/{key}": value
+        for name, figures in models.items()
+        for key, value in figures.items()
+        if isinstance(value, int | float)
+    }
+
+
+# --- from recipe.run: Run a plan: every stage in its folder, finished ones skipped, all of it resumable.
+
+STAGES = {
+    "train": train,
+    "quantize": quantize,
+    "distill": draft,
+    "validate": evaluate,
+    "export": export,
+}
+
+
+def run(
+    loaded: LoadedRecipe,
+    plan: RunPlan,
+    *,
+    fresh: bool,
+    force: bool,
+    quiet: bool,
+    command: str,
+) -> int:
+    """Run every stage that is not done; returns the exit code.
+
+    Args:
+        command: what the user typed, to repeat after an interruption.
+
+    Raises:
+        UserError: a stage cannot do its work, or a gate is missed.
+        Interrupted: stopped by the user, resumable.
+    """
+    from .resources import require_resources
+
+    malloc.keep()
+    ranks = join()
+    blas.use()
+    with ranks.linked():
+        ranks.require_same(
+            plan.recipe_hash,
+            "runs another recipe",
+            hint="give all machines the same file and the same arguments",
+        )
+        if any(getattr(step.config, "shard", False) for step in plan.steps):
+            fsdp.require_fsdp_support(ranks)
+        with ranks.agreed():
+            if not force:
+                require_resources(loaded, plan)
+            if ranks.is_first:
+                _require_elsewhere(plan, ranks)
+        with ranks.agreed():
+            opened = _open(loaded, plan, command, fresh, ranks)
+    with opened as folder:
+        report = RunLogger(folder.path, quiet=quiet) if ranks.is_first else NullLogger()
+        report.say(f"lmx {__version__}: {loaded.name} -> {folder.path}")
+        if ranks.size > 1:
+            report.say(
+                f"{ranks.size} processes over {backend()}; every batch is cut in "
+                f"{ranks.size}"
+            )
+        if folder.died:
+            report.warn(folder.died)
+        try:
+            tracking = tracked(loaded, report) if ranks.is_first else nullcontext()
+            with tracking, ranks.linked():
+                _run_stages(loaded, plan, folder, report, ranks)
+        except (Interrupted, KeyboardInterrupt):
+            report.warn(f"interrupted; to go on: {command}")
+            folder.set_status("interrupted")
+            raise
+        except UserError as error:
+            report.log(str(error))
+            folder.set_status("failed")
+            raise
+        folder.set_status("done")
+        report.say(f"done: {folder.path / REPORT}")
+    return 0
+
+
+def _require_elsewhere(plan: RunPlan, ranks: ProcessGroup) -> None:
+    """Refuse a run that the Hub or the harness would refuse at its end."""
+    for step in plan.steps:
+        if name := getattr(step.config, "push_to", None):
+            hub.require_write_access(name, private=step.config.private)
+        if tasks := getattr(step.config, "tasks", None):
+            lm_eval.require(tasks)
+            if ranks.size > 1:
+                raise UserError(
+                    "tasks are measured by one process, and this run has several",
+                    hint="leave `tasks` out, and validate the model in a second run",
+                )
+
+
+def _open(
+    loaded: LoadedRecipe, plan: RunPlan, command: str, fresh: bool, ranks: ProcessGroup
+) -> RunDir | NullRunDir:
+    if not ranks.is_first:
+        return NullRunDir(plan.output)
+    return RunDir.open(
+        plan.output,
+        name=loaded.name,
+        command=command,
+        recipe_text=loaded.text,
+        resolved=loaded.resolved,
+        recipe_hash=plan.recipe_hash,
+        difference=difference,
+        fresh=fresh,
+    )
+
+
+def _run_stages(
+    loaded: LoadedRecipe,
+    plan: RunPlan,
+    folder: RunDir | NullRunDir,
+    report: RunLogger,
+    ranks: ProcessGroup,
+) -> None:
+    artefact: ModelArtifact | None = None
+    context = _context(loaded, folder, report, ranks)
+    for position, step in enumerate(plan.steps):
+        with ranks.agreed():
+            facts = folder.finished(step.name, report.warn)
+            if facts is None:
+                folder.forget([later.name for later in plan.steps[position + 1 :]])
+                folder.enter(step.name)
+        facts = ranks.shared(facts)
+        if facts is not None:
+            report.say(f"stage {step.name}: done before")
+        else:
+            report.stage = step.name
+            report.say(f"stage {step.name}")
+            facts = _run_stage(step, replace(context, current=artefact), folder)
+        artefact = _here(facts, context)
+
+
+def _run_stage(
+    step: PlannedStage, context: StageContext, folder: RunDir | NullRunDir
+) -> dict:
+    """Run a stage, in all processes or the first one alone; what it leaves, as JSON."""
+    stage = STAGES[step.kind]
+    ranks = context.ranks
+    with ranks.agreed():
+        current = context.current
+        if current is None and context.base is not None:
+            current = ModelArtifact(context.base, context.base)
+        place = folder.stage_folder(step.name)
+        context = replace(context, folder=place, current=current)
+    if hasattr(stage, "TOGETHER"):
+        artefact = stage.run(step.config, context)
+    else:
+        with ranks.agreed():
+            artefact = stage.run(step.config, context) if ranks.is_first else None
+    with ranks.agreed():
+        if ranks.is_first:
+            facts = artefact.to_json(folder.path)
+            folder.finish(step.name, facts, _own(artefact, folder.path))
+    return ranks.shared(facts if ranks.is_first else None)
+
+
+def _here(facts: dict, context: StageContext) -> ModelArtifact:
+    """An artefact of the first process; the recipe's model has its own place here."""
+    artefact = ModelArtifact.from_json(facts, context.output)
+    if context.ranks.is_first or artefact.model.is_relative_to(context.output):
+        return artefact
+    return ModelArtifact(context.base, context.base, facts=artefact.facts)
+
+
+def _context(
+    loaded: LoadedRecipe,
+    folder: RunDir | NullRunDir,
+    report: RunLogger,
+    ranks: ProcessGroup,
+) -> StageContext:
+    recipe = loaded.recipe
+    rows = Splits(
+        recipe.data,
+        find=lambda name: loaded.find(name) or Path(name),
+        seed=recipe.seed,
+        say=report.say,
+        warn=report.warn,
+    )
+    return StageContext(
+        folder=folder.path,
+        output=folder.path,
+        name=loaded.name,
+        source=recipe.model,
+        data=recipe.data,
+        seed=recipe.seed,
+        current=None,
+        report=report,
+        find=loaded.find,
+        rows=rows,
+        ranks=ranks,
+    )
+
+
+def _own(artefact: ModelArtifact, output: Path) -> list[Path]:
+    """The artefact's folders that lie in the run folder, and so are ours to check."""
+    folders = {artefact.model, artefact.reference, artefact.adapters, artefact.draft}
+    folders = {*folders, *artefact.published} - {None}
+    return sorted(path for path in folders if path.is_relative_to(output))

@@ -1,0 +1,297 @@
+"""How a train stage is put together from model, data and loop, and what it leaves."""
+
+import math
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..config.train import TrainConfig
+from ..cpu.patches import on_cpu
+from ..evaluation.perplexity import measure_perplexity
+from ..generation.engine import Generator
+from ..models.dtypes import set_compute_dtype
+from ..models.lora import io as adapter_files
+from ..models.lora import lora_model
+from ..models.lora.io import init_adapter
+from ..quantization.packing import expand
+from ..quantization.qat.fake_quant import FakeQuant
+from ..quantization.qat.qa_lora import QALoRAWeights
+from ..run.fs import atomic_folder
+from ..training.checkpoint_policy import CheckpointPolicy
+from ..training.schedules import learning_rate_at
+from ..training.step import TrainStep
+from ..training.trainer import Trainer, TrainerIntervals
+from .batches import chunked_loss, document_caches, training_batches, validation_batches
+from .context import ModelArtifact, StageContext, write_model
+from .initial_model import origin, start
+from .qat_setup import prepare, require_time
+from .samples import write_samples
+from .teacher import TeacherSetup
+
+
+class TrainRun:
+    """One train stage: everything is built at once, so that faults come first."""
+
+    def __init__(self, config: TrainConfig, context: StageContext):
+        self.config = config
+        self.context = context
+        self.start = context.visible(start(context))
+        loaded = context.load(self.start, compute="stored")
+        known = {"origin": partial(origin, context), "seed": context.seed}
+        self.rounded = prepare(config, loaded, context.report, **known)
+        self.loaded, self.selection = self.rounded.loaded, self.rounded.selection
+        self.base = dict(tree_flatten(self.loaded.model.parameters()))
+        self.adapted_keys = self._attach()
+        self.teaching = self._teaching()
+        self.step = self._step()
+        self.loop = self._loop()
+
+    def run(self) -> None:
+        """Train to the end; see `Loop.run`."""
+        self._require_one_model()
+        if self.config.shard:
+            self._release()
+        loss = self.loop.run()
+        # That against a teacher is another one than that of the rows' own tokens.
+        self.valid_loss = self._loss_of(self.step.serve()) if self.teaching else loss
+        self.parameters = self.step.parameters
+        if self.step.shards:
+            types = {path: value.dtype for path, value in self.base.items()}
+            self.parameters = self.step.whole(types)
+
+    def write(self) -> ModelArtifact:
+        """Write the trained checkpoint, its unquantized twin, and the adapter."""
+        folder, parameters = self.context.folder, self.parameters
+        loaded, fake_quant = self.loaded, self.step.fake_quant
+        dense = lora_model.fused(loaded.model, self.base, parameters, loaded.dtype)
+        stored = fake_quant.stored(parameters) if fake_quant else {}
+        reference = model = self._write_dense(dict(dense), stored)
+        if fake_quant:
+            model = folder / "model"
+            write_model(model, loaded, dense, self.selection, stored)
+        adapters = self._write_adapters() if self.config.adapter else None
+        return ModelArtifact(model, reference, adapters, self._facts(model))
+
+    def _write_dense(
+        self, weights: dict[str, mx.array], stored: dict[str, mx.array]
+    ) -> Path:
+        """Write the unquantized twin; that of codes is their origin, if known."""
+        current, loaded = self.context.current, self.loaded
+        if self.rounded.packed and current.is_quantized:
+            return current.reference
+        for path in self.rounded.packed or {}:
+            # Where in their cells the weights are says nothing of what was lost.
+            own = {k: stored[f"{path}.{k}"] for k in ("weight", "scales", "biases")}
+            spec = self.selection.specs[path]
+            weights[f"{path}.weight"] = expand(own, spec, loaded.dtype)
+        target = self.context.folder / "dense"
+        write_model(target, loaded, weights)
+        return target
+
+    def _release(self) -> None:
+        """Let go of all whole weights."""
+        cut = self.step.shards.cut
+        self.base = {path: cut(path, value) for path, value in self.base.items()}
+        mx.eval(self.base)
+        self.step.release()
+        own = self.step.parameters.items()
+        kept = sum(value.size for _, value in own)
+        whole = sum(math.prod(self.step.shards.shape(k, v)) for k, v in own)
+        self.context.report.say(
+            f"every process keeps {kept / whole:.0%} of the trained weights"
+        )
+
+    def _require_one_model(self) -> None:
+        ranks = self.context.ranks
+        if ranks.size == 1:
+            return
+        # What is not trained comes from every machine's own copy.
+        sums = [v.reshape(-1).view(mx.uint8).sum().item() for v in self.base.values()]
+        ranks.require_same(
+            sums, "begins with another model", hint="give all machines the same model"
+        )
+
+    def _attach(self) -> list[str]:
+        rounding = self.config.quantization
+        if rounding and rounding.grid == "frozen":
+            self.loaded.model.freeze()
+        if not (adapter := self.config.adapter):
+            return []
+        merged = rounding is not None
+        seed = self.context.seed
+        keys = lora_model.attach(self.loaded.model, adapter, seed=seed, merged=merged)
+        if adapter.start:
+            folder = self.context.find(adapter.start) or Path(adapter.start)
+            init_adapter(lora_model.adapted(self.loaded.model), folder)
+        return keys
+
+    def _teaching(self) -> TeacherSetup | None:
+        if not (teacher := self.config.teacher):
+            return None
+        moves = self.config.quantization is not None
+        return TeacherSetup(teacher, self.context, self.loaded, moves=moves)
+
+    def _step(self) -> TrainStep:
+        config, loaded = self.config, self.loaded
+        fake_quant = self._fake_quant() if self.selection.specs else None
+        compute = training_dtype(config.compute_dtype, loaded.dtype)
+        if compute == mx.float32:
+            # Loses nothing, and the loss is tried out in the type it is made in.
+            set_compute_dtype(loaded.model, compute)
+        step = TrainStep(
+            loaded.model,
+            compute=compute,
+            fake_quant=fake_quant,
+            optimizer=config.optimizer,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            momentum=config.momentum,
+            weight_decay=config.weight_decay,
+            gradient_clip=config.gradient_clip,
+            gradient_checkpointing=config.gradient_checkpointing,
+            chunked=chunked_loss(config, self.context, loaded),
+            ranks=self.context.ranks,
+            shard=config.shard,
+        )
+        if config.adapter:
+            step.rates |= lora_model.rates(step.parameters, config.adapter)
+        if fake_quant:
+            step.rates |= fake_quant.rates()
+        set_compute_dtype(loaded.model, step.compute)
+        if config.packing:
+            step.caches = document_caches(loaded, self.context, self.teaching)
+        return step
+
+    def _fake_quant(self) -> FakeQuant | QALoRAWeights:
+        model, rounded = self.loaded.model, self.rounded
+        if self.config.keeps_codes:
+            return QALoRAWeights(model, rounded.packed)
+        specs, dtype = self.selection.specs, self.loaded.dtype
+        return FakeQuant(model, specs, dtype, rounded.rounding, rounded.packed)
+
+    def _loop(self) -> Trainer:
+        config, context = self.config, self.context
+        settings = {"packing": self.step.caches is not None}
+        if self.teaching:
+            settings["answered"] = self.teaching.answered
+        batches = training_batches(config, context, self.loaded, **settings)
+        valid = validation_batches(config, context, self.loaded)
+        held_out = list(valid.in_order(config.evaluate_batches))
+        total = config.batches(batches.per_epoch)
+        steps = math.ceil(total / config.accumulate)
+        require_time(config.quantization, steps)
+        context.report.say(
+            f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
+            f"epoch; {steps:,} steps are {total / batches.per_epoch:.1f} epochs"
+        )
+        if self.teaching:
+            self.step.taught, batches = self.teaching.prepare(batches, total)
+            held_out = self.teaching.held_out(valid.examples, held_out)
+        return Trainer(
+            self.step,
+            batches,
+            steps=steps,
+            accumulate=config.accumulate,
+            total=total,
+            rate=lambda number: learning_rate_at(
+                number,
+                steps,
+                peak=config.learning_rate,
+                schedule=config.schedule,
+                warmup=config.warmup,
+                final=config.final_learning_rate,
+                decay_share=config.decay_share,
+            ),
+            valid=held_out,
+            cadence=TrainerIntervals(
+                config.report_every,
+                config.evaluate_every,
+                config.checkpoint_every,
+                context.folder / "checkpoints",
+            ),
+            report=context.report,
+            seed=context.seed,
+            keep=CheckpointPolicy(
+                config.keep_checkpoints, config.keep == "best", config.early_stopping
+            ),
+            on_evaluate=self._sample,
+        )
+
+    def _sample(self, done: int) -> None:
+        if not self.config.samples:
+            return
+        ranks, model = self.context.ranks, self.step.serve()
+        with ranks.agreed():
+            if ranks.is_first:
+                generator = Generator(model, self.loaded.tokenizer)
+                prompts, report = self.config.samples, self.context.report
+                write_samples(generator, prompts, report, step=done)
+        self.step.release()
+
+    def _write_adapters(self) -> Path:
+        adapter = self.config.adapter
+        target = self.context.output / "adapters"
+        layers = lora_model.adapted(self.loaded.model)
+        if unreadable := adapter_files.unreadable(layers):
+            self.context.report.warn(
+                f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, as "
+                f"{unreadable[0]}: it gets their quantized width wrong; the fused "
+                "model is right"
+            )
+        with atomic_folder(target) as partial:
+            adapter_files.save_adapter(
+                partial,
+                self.parameters,
+                layers=layers,
+                adapter=adapter,
+                keys=self.adapted_keys,
+                num_layers=adapter.last_layers or len(self.loaded.model.layers),
+                base=self.context.called(self.start),
+            )
+        return target
+
+    def _facts(self, model: Path) -> dict:
+        return {
+            "steps": self.loop.progress.step,
+            "best_step": self.loop.progress.best_step,
+            "left_step": self.loop.left,
+            "trained_tokens": self.loop.progress.trained_tokens,
+            "trained_parameters": sum(v.size for v in self.parameters.values()),
+            "seconds": self.loop.progress.seconds,
+            "kept": self.selection.kept,
+            "validation_loss": self.valid_loss,
+            "gain": self._gain(model),
+        }
+
+    def _gain(self, model: Path) -> dict:
+        """How much the validation loss fell, in training and in the files it left."""
+        base, exported = (
+            self._loss_of(self.context.load(folder).model)
+            for folder in (self.start, model)
+        )
+        self.context.report.say(
+            f"validation loss {base:.4f} before, {self.valid_loss:.4f} in training, "
+            f"{exported:.4f} reloaded from disk"
+        )
+        return {
+            "before_export": base - self.valid_loss,
+            "after_export": base - exported,
+        }
+
+    def _loss_of(self, model: nn.Module) -> float:
+        return measure_perplexity(model, self.loop.valid).loss
+
+
+def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
+    """The type to compute in.
+
+    "auto" is bfloat16 for a bfloat16 checkpoint on a GPU, else float32: float16 would
+    lose small gradients, and bfloat16 the digits that a float16 checkpoint is served
+    with.
+    """
+    if name != "auto":
+        return getattr(mx, name)
+    return mx.bfloat16 if stored == mx.bfloat16 and not on_cpu() else mx.float32

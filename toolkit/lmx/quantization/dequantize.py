@@ -1,0 +1,64 @@
+"""A quantized model as a dense one, with the codes it had beside it."""
+
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..config.quant_spec import QuantSpec
+from ..errors import UserError
+from ..models.loader import LoadedModel, build
+from ..models.lora import base_layer
+
+PackedLayer = dict[str, dict[str, mx.array]]
+
+
+def layer_specs(model: nn.Module) -> dict[str, QuantSpec]:
+    """The grids of a model's quantized layers, by path."""
+    return {
+        path: QuantSpec(bits=m.bits, group_size=m.group_size, mode=m.mode)
+        for path, m in model.named_modules()
+        if base_layer.is_quantized(m)
+    }
+
+
+def packed_layers(model: nn.Module) -> PackedLayer:
+    """Codes, scales and biases of a model's quantized layers, by path and name."""
+    return {
+        path: {n: module[n] for n in ("weight", "scales", "biases") if n in module}
+        for path, module in model.named_modules()
+        if base_layer.is_quantized(module)
+    }
+
+
+def dequantized_model(
+    loaded: LoadedModel, dtype: mx.Dtype
+) -> tuple[LoadedModel, PackedLayer]:
+    """The same model of dense layers, and codes, scales and biases by path and name.
+
+    Args:
+        dtype: of the weights that were codes; float32 loses nothing, so that every
+            weight is nearest to its own code.
+
+    Raises:
+        UserError: the model brings code of its own.
+    """
+    if "model_file" in loaded.config:
+        raise UserError(
+            "a quantized model with code of its own cannot be made dense",
+            place=str(loaded.path),
+            hint="start from the unquantized model",
+        )
+    tensors = dict(tree_flatten(loaded.model.parameters()))
+    packed, modules = packed_layers(loaded.model), dict(loaded.model.named_modules())
+    for path, stored in packed.items():
+        for name in stored:
+            del tensors[f"{path}.{name}"]
+        dense = base_layer.expand(modules[path], stored)
+        tensors[f"{path}.weight"] = dense.astype(dtype)
+    config = {k: v for k, v in loaded.config.items() if "quantization" not in k}
+    model = build(config)
+    model.load_weights(list(tensors.items()))
+    mx.eval(model.parameters())
+    return replace(loaded, model=model), packed

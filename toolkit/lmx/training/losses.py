@@ -1,0 +1,52 @@
+"""Losses as sums over trained tokens; who divides decides over what."""
+
+import mlx.core as mx
+
+from ..cpu.fast_exp import exp
+from ..cpu.patches import on_cpu
+
+
+def cross_entropy_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
+    """Summed negative log-likelihood, in nats and float32.
+
+    Args:
+        logits: [B, L, V].
+        targets: int [B, L].
+        mask: bool [B, L], True where the target counts.
+    """
+    return _cross_entropy(logits, targets, mask)[0]
+
+
+@mx.custom_function
+def _cross_entropy(logits: mx.array, targets: mx.array, mask: mx.array):
+    """The sum, and what its gradient needs: exponentials and their sums."""
+    logits = logits.astype(mx.float32)
+    chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)
+    largest = logits.max(axis=-1, keepdims=True)
+    exponentials = exponentials_of(logits - largest)
+    total = exponentials.sum(axis=-1, keepdims=True)
+    losses = (mx.log(total) + largest - chosen).squeeze(-1)
+    return mx.where(mask, losses, 0.0).sum(), exponentials, total
+
+
+@_cross_entropy.vjp
+def _(primals, cotangents, outputs):
+    logits, targets, mask = primals
+    _, exponentials, total = outputs
+    weight = mx.where(mask, cotangents[0], 0.0)[..., None]
+    gradient = exponentials * (weight / total)
+    if on_cpu():
+        # Apart from what is made of it, as below.
+        gradient = mx.contiguous(gradient)
+    targets = targets[..., None]
+    at_target = mx.take_along_axis(gradient, targets, axis=-1) - weight
+    gradient = mx.put_along_axis(gradient, targets, at_target, axis=-1)
+    return gradient.astype(logits.dtype), mx.zeros_like(targets), mx.zeros_like(mask)
+
+
+def exponentials_of(x: mx.array) -> mx.array:
+    """e^x of float32 numbers that are not above zero, fast; no gradient on the CPU."""
+    if not on_cpu():
+        return mx.exp(x)
+    # Apart from what `x` is made of: fused with a row's number they are no vectors.
+    return exp(mx.contiguous(x))

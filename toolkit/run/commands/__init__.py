@@ -1,1 +1,0 @@
-"""The verbs of `lmx` that read run folders."""
