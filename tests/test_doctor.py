@@ -4,13 +4,14 @@ import pytest
 from lmx import __version__
 from lmx.cli import doctor
 from lmx.cpu import blas
+from lmx.evaluation import memory_bandwidth
 
 
 @pytest.fixture
 def told(monkeypatch, capsys):
     """What doctor prints, by label, on a small job instead of a long one."""
     monkeypatch.setattr(doctor, "SIDE", 64)
-    monkeypatch.setattr(doctor, "COPIED_BYTES", 1 << 12)
+    monkeypatch.setattr(memory_bandwidth, "COPIED_BYTES", 1 << 12)
 
     def run():
         assert doctor.run() == 0

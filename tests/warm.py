@@ -119,7 +119,7 @@ def run(program: str, *arguments: str, timeout: float = 60, **settings):
 
 def environment(given: Mapping[str, str]) -> dict[str, str]:
     """With the tests' own modules, and without warnings among what programs say."""
-    paths = [str(TESTS / part) for part in ("", "train", "stages")]
+    paths = [str(TESTS / part) for part in ("", "training", "pipeline")]
     paths += filter(None, [given.get("PYTHONPATH")])
     more = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
     return dict(given) | more

@@ -58,7 +58,7 @@ def test_each_is_as_near_to_what_was_wished_for_as_its_cell_lets_it_be(module, b
     )
     codes = np.round((np.array(points, np.float64) - biases) / scales)
     steps = (np.array(wished, np.float64) - biases) / scales
-    most, margin, top = 0.5 - EDGE, module.Grid.MARGIN, 2**bits - 1
+    most, margin, top = 0.5 - EDGE, module.MARGIN, 2**bits - 1
     nearest = np.clip(steps, codes - most, codes + most)
     nearest = np.clip(nearest, EDGE - margin, top + margin - EDGE)
     found = (np.array(grid.within(packed, wished), np.float64) - biases) / scales

@@ -80,7 +80,7 @@ def calibrating(monkeypatch, train, valid):
         tokens = np.array(numbers, np.int32)[:, None]
         return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
 
-    monkeypatch.setattr("lmx.pipeline.calibration.joined", windows)
+    monkeypatch.setattr("lmx.pipeline.calibration.concatenated_sequences", windows)
     rows = {
         split: [Row(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))

@@ -182,15 +182,15 @@ if os.environ["MLX_RANK"] == "1":
 """
 OTHER_MODEL = """
 import os
-from lmx.pipeline.train_run import Training
-attach = Training._attach
+from lmx.pipeline.train_run import TrainRun
+attach = TrainRun._attach
 
 def other(self):
     self.base = {name: -value for name, value in self.base.items()}
     return attach(self)
 
 if os.environ["MLX_RANK"] == "1":
-    Training._attach = other
+    TrainRun._attach = other
 """
 OTHER_RECIPE = """
 import os, sys
@@ -224,10 +224,10 @@ def test_all_must_do_the_same(tmp_path, monkeypatch, difference, told):
 HANG = """
 import os, signal, threading
 from lmx.training import loop
-from lmx.training.step import Step
+from lmx.training.step import TrainStep
 
 loop.PATIENCE = 0.5
-rank, call, calls = os.environ["MLX_RANK"], Step.__call__, []
+rank, call, calls = os.environ["MLX_RANK"], TrainStep.__call__, []
 
 def hang(*arguments):
     calls.append(1)
@@ -240,7 +240,7 @@ def hang(*arguments):
         threading.Timer(1, os.kill, (os.getpid(), signal.SIGTERM)).start()
     return call(*arguments)
 
-Step.__call__ = hang
+TrainStep.__call__ = hang
 """
 
 

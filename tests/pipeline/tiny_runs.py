@@ -35,10 +35,10 @@ ASSASSIN = """
 import os, signal, sys
 import mlx.core as mx
 from lmx.cli import main as cli
-from lmx.training.step import Step
+from lmx.training.step import TrainStep
 
 kind, turn = signal.Signals[sys.argv[1]], int(sys.argv[3])
-places = {"step": (Step, "__call__"), "save": (mx, "save_safetensors")}
+places = {"step": (TrainStep, "__call__"), "save": (mx, "save_safetensors")}
 owner, name = places[sys.argv[2]]
 real, calls = getattr(owner, name), 0
 

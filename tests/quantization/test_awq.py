@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from lmx.config import quantize
 from lmx.config.quant_spec import QuantSpec
+from lmx.config.quantize import AWQConfig, GPTQConfig, RTNConfig
 from lmx.models import checkpoint_writer
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build, load
@@ -53,6 +54,9 @@ def model_of(config=LLAMA, **changes):
     return model.eval()
 
 
+CONFIGS = {awq: AWQConfig, gptq: GPTQConfig, rtn: RTNConfig}
+
+
 def tokens_of(seed, count=16):
     return mx.random.randint(0, 320, (count, 32), key=mx.random.key(seed))
 
@@ -60,7 +64,7 @@ def tokens_of(seed, count=16):
 def quantized(method, folder, config=LLAMA, **settings):
     """Tensors, and the dense weights by name that the quantized model has."""
     model = model_of(config)
-    settings = method.Config(**{"bits": 3, "group_size": 32} | settings)
+    settings = CONFIGS[method](**{"bits": 3, "group_size": 32} | settings)
     specs = select_layers(model, settings).specs
     dense = dict(tree_flatten(model.parameters()))
     report = Report()

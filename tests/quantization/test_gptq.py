@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config import quantize
+from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.models.loader import build
 from lmx.quantization.packing import expand
 from lmx.quantization.ptq import gptq, rtn
@@ -30,6 +31,9 @@ def model_of(config=LLAMA, **changes):
     return model.eval()
 
 
+CONFIGS = {gptq: GPTQConfig, rtn: RTNConfig}
+
+
 def tokens_of(seed, count=96):
     """Some tokens far more often than others, as in text."""
     share = mx.random.uniform(shape=(count, 32), key=mx.random.key(seed))
@@ -46,7 +50,7 @@ def quantized(
     method, model, folder, *, tokens=None, counted=None, report=None, **settings
 ):
     """Tensors, and the model with the weights they stand for."""
-    config = method.Config(**settings)
+    config = CONFIGS[method](**settings)
     specs = select_layers(model, config).specs
     dense = dict(tree_flatten(model.parameters()))
     windows = windows_of(tokens_of(1) if tokens is None else tokens, counted)

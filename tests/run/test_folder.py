@@ -13,8 +13,8 @@ from lmx.run.run_dir import RunDir
 HOLD = """
 import sys, time
 from pathlib import Path
-from lmx.run.run_dir import RunFolder
-with RunFolder.open(
+from lmx.run.run_dir import RunDir
+with RunDir.open(
     Path(sys.argv[1]), name="try", command="lmx-train try",
     recipe_text="seed: 1", resolved="seed: 1", recipe_hash="one",
     difference=lambda old, new: "",

@@ -14,7 +14,8 @@ from ...models.loader import LoadedModel
 from ...models.lora import base_layer
 from ..exporters.hf import dequantized
 from ..importers import gguf as foreign
-from . import config, export_blocks, export_tokenizer
+from . import config as gguf_config
+from . import export_blocks, export_tokenizer
 
 NAMES = {path: name for name, path in foreign.NAMES.items()}
 # What llama.cpp calls a file by most of its matrices.
@@ -39,7 +40,7 @@ def write(file: Path, loaded: LoadedModel, *, name: str) -> list[str]:
     """
     import gguf
 
-    metadata = config.metadata(loaded.config)
+    metadata = gguf_config.metadata(loaded.config)
     rows, _ = base_layer.shape(loaded.model.model.embed_tokens)
     metadata |= export_tokenizer.metadata(loaded.path, loaded.config, rows)
     writer = gguf.GGUFWriter(file, metadata.pop("general.architecture"))
@@ -73,7 +74,7 @@ def _adder(writer: Any, value: Any):
 def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray]]:
     """llama.cpp's name of every tensor, ggml's type, and its numbers or bytes."""
     model, config = loaded.reread(), loaded.config
-    frequencies = config.frequencies(config)
+    frequencies = gguf_config.frequencies(config)
     if frequencies is not None:
         yield foreign.FREQUENCIES, "F32", frequencies
     own = dict(tree_flatten(model.parameters()))
@@ -105,10 +106,10 @@ def _name(name: str) -> str:
 def _ordered(path: str, value: np.ndarray, config: dict) -> np.ndarray:
     """Rows of q and k as llama.cpp has them in Llama models: the two numbers of a
     rotated pair side by side; Hugging Face has the halves of a head."""
-    kind = config.ARCHITECTURES[config["model_type"]]
+    kind = gguf_config.ARCHITECTURES[config["model_type"]]
     if not path.endswith((".q_proj", ".k_proj")) or not foreign.ARCHITECTURES[kind]:
         return value
-    head = config.head_size(config)
+    head = gguf_config.head_size(config)
     halves = value.reshape(-1, 2, head // 2, *value.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
 
