@@ -103,11 +103,11 @@ def _write_model(folder: Path) -> None:
 
     config = from_scratch.configuration(
         ScratchModelConfig(
-            vocabulary=VOCABULARY,
+            vocab_size=VOCABULARY,
             hidden_size=HIDDEN,
             intermediate_size=2 * HIDDEN,
-            layers=1,
-            heads=1,
+            num_hidden_layers=1,
+            num_attention_heads=1,
             dtype="float32",
         )
     )
@@ -158,7 +158,7 @@ def _context(folder: Path):
     from lmx.pipeline.context import StageContext
     from lmx.run.logger import RunLogger
 
-    data = DataConfig(train=str(folder / "rows.jsonl"), max_length=LENGTH)
+    data = DataConfig(train=str(folder / "rows.jsonl"), max_seq_length=LENGTH)
     report = RunLogger(None, quiet=True)
     rows = Splits(data, find=Path, seed=0, say=report.say, warn=report.warn)
     return StageContext(

@@ -24,20 +24,20 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 CHARACTERS = 600
 # A target of 31 million parameters, most of them in blocks, of which a draft has few.
 LARGE = {
-    "vocabulary": 2048,
+    "vocab_size": 2048,
     "hidden_size": 384,
     "intermediate_size": 1024,
-    "layers": 19,
-    "heads": 6,
-    "key_value_heads": 2,
-    "positions": 512,
+    "num_hidden_layers": 19,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
 }
 TRAINED = {
     "batch_tokens": 1024,
     "learning_rate": 1.5e-3,
     "weight_decay": 0.1,
-    "evaluate_every": 100,
-    "checkpoint_every": 50,
+    "eval_steps": 100,
+    "save_steps": 50,
 }
 
 
@@ -86,8 +86,8 @@ def _target(arguments: argparse.Namespace) -> Path:
         return Path(arguments.model)
     steps = TRAINED | {"steps": arguments.large}
     recipe = {
-        "model": {"fresh": LARGE},
-        "data": {"train": [CODE], "valid": [CODE], "max_length": 256},
+        "model": {"from_scratch": LARGE},
+        "data": {"train": [CODE], "valid": [CODE], "max_seq_length": 256},
         "stages": [{"train": steps}, {"export": None}],
     }
     return _trained(recipe, arguments.folder / "target", arguments.threads) / "model"
@@ -127,23 +127,26 @@ class Seed:
     def _distilled(self, name: str, settings: dict | None = None) -> Path:
         given = self.arguments
         answers = {
-            "prompts": given.prompts,
-            "held_out": given.held_out,
+            "num_prompts": given.prompts,
+            "num_eval_prompts": given.held_out,
             "max_tokens": given.max_tokens,
             "temperatures": list(TEMPERATURES),
         }
         stage = {
-            "student": {"layers": given.blocks},
-            "answers": answers,
+            "draft_model": {"num_layers": given.blocks},
+            "data_generation": answers,
             "loss": given.loss,
-            "trial": {"prompts": 2, "max_tokens": 8},
+            "benchmark": {"num_prompts": 2, "max_tokens": 8},
         }
-        stages = [{"distill": stage | self._steps() | (settings or {})}]
+        stages = [{"draft": stage | self._steps() | (settings or {})}]
         return self._run(stages, self.target, name)
 
     def _taught_by_rows(self, student: Path) -> Path:
         """As many steps of as many tokens, on the rows themselves."""
-        stages = [{"train": self._steps() | {"keep": "best"}}, {"export": None}]
+        stages = [
+            {"train": self._steps() | {"load_best_at_end": "True"}},
+            {"export": None},
+        ]
         return self._run(stages, student, "cross-entropy") / "model"
 
     def _steps(self) -> dict:
@@ -155,7 +158,7 @@ class Seed:
         rows = {name: str(self.folder / f"{name}.jsonl") for name in SPLITS}
         recipe = {
             "model": str(model.resolve()),
-            "data": rows | {"max_length": draft_sides.LONGEST_PROMPT},
+            "data": rows | {"max_seq_length": draft_sides.LONGEST_PROMPT},
             "seed": self.seed,
             "stages": stages,
         }

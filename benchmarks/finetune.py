@@ -116,11 +116,11 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     text = "".join(json.dumps({"messages": row}) + "\n" for row in rows)
     (folder / "train.jsonl").write_text(text)
     rows = list(dataset.RowReader(str(folder / "train.jsonl")))
-    encoded = encode_all(rows, load(model).tokenizer, max_length=case.length)
+    encoded = encode_all(rows, load(model).tokenizer, max_seq_length=case.length)
     assert len(encoded.examples) == count, "a row was dropped"
     tokens = [[e.tokens.tolist(), e.mask.tolist()] for e in encoded.examples]
     (folder / "tokens.json").write_text(json.dumps(tokens))
-    settings = {"layers": arguments.layers, "vocabulary": case.vocabulary}
+    settings = {"num_hidden_layers": arguments.layers, "vocab_size": case.vocabulary}
     settings |= {"batch": case.batch, "length": case.length}
     settings |= {"checkpointing": case.checkpointing}
     (folder / "settings.json").write_text(json.dumps(settings))

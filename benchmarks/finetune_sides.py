@@ -136,7 +136,7 @@ def _as_many_steps(make, examples, length: int, steps: int):
     """
     tokens = length
     while True:
-        found = make(examples, max_length=length, tokens=tokens)
+        found = make(examples, max_seq_length=length, tokens=tokens)
         if found.per_epoch <= max(steps, len(found.rungs)):
             return found
         tokens += 16

@@ -123,7 +123,7 @@ class MlxLm:
             sampler=make_sampler(temp=1.0),
         )
         own = [not from_draft for *_, from_draft in steps]
-        return {"tokens": len(own) / sum(own)}
+        return {"num_tokens": len(own) / sum(own)}
 
 
 def _timed(tokens, start: float) -> tuple[float, float, list[int]]:

@@ -65,13 +65,13 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
     from mlx.utils import tree_flatten
 
     shape = ScratchModelConfig(
-        vocabulary=arguments.vocabulary,
+        vocab_size=arguments.vocabulary,
         hidden_size=arguments.hidden,
         intermediate_size=arguments.intermediate,
-        layers=arguments.layers,
-        heads=arguments.heads,
-        key_value_heads=arguments.key_value_heads,
-        tied=False,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.heads,
+        num_key_value_heads=arguments.key_value_heads,
+        tie_word_embeddings=False,
         dtype="bfloat16",
     )
     config = from_scratch.configuration(shape)
@@ -90,10 +90,14 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
     checkpoint_writer.write_checkpoint(
         folder / "model", weights, config, companions=folder / "tokenizer"
     )
-    calibration = {"source": "builtin:stdlib", "tokens": arguments.calibration}
+    calibration = {"dataset": "builtin:stdlib", "num_tokens": arguments.calibration}
     stage = {"method": "gptq", "bits": arguments.bits, "calibration": calibration}
     # Both run the whole model, which has no room here.
-    stage |= {"tune": False, "gates": False, "rounds": arguments.rounds}
+    stage |= {
+        "scale_tuning": False,
+        "rollback_if_worse": False,
+        "refine_iters": arguments.rounds,
+    }
     recipe = {"model": str(folder / "model"), "stages": [{"quantize": stage}]}
     # JSON is YAML.
     (folder / "recipe.yaml").write_text(json.dumps(recipe))

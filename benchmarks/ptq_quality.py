@@ -121,7 +121,7 @@ def routes_of(case: str, arguments: argparse.Namespace) -> list[Route]:
         Route("mlx dwq default", "single", "dwq", [default]),
         Route("mlx dwq", "single", "dwq", _ladder(grid, arguments)),
         Route("mlx gptq, dwq", "cascade", "dwq", _ladder(grid, arguments), "mlx gptq"),
-        Route("lmx closed form", "closed", "lmx", [ours | {"tune": False}]),
+        Route("lmx closed form", "closed", "lmx", [ours | {"scale_tuning": False}]),
         Route("lmx", "whole", "lmx", [ours | _tuning(arguments)]),
     ]
 
@@ -130,12 +130,12 @@ def _of_budget(target: float, arguments: argparse.Namespace) -> list[Route]:
     mixed = {"group_size": GROUP, "target": target}
     levels = [mixed | {"low": low, "high": high} for low, high in LEVELS[target]]
     ours = {"method": "gptq", "group_size": GROUP}
-    ours |= {"budget": {"bits_per_weight": target}}
+    ours |= {"mixed_precision": {"target_bpw": target}}
     ladder = _ladder({"group_size": GROUP}, arguments)
     return [
         Route("mlx dynamic", "single", "dynamic", levels),
         Route("mlx dynamic, dwq", "cascade", "dwq", ladder, "mlx dynamic"),
-        Route("lmx closed form", "closed", "lmx", [ours | {"tune": False}]),
+        Route("lmx closed form", "closed", "lmx", [ours | {"scale_tuning": False}]),
         Route("lmx", "whole", "lmx", [ours | _tuning(arguments)]),
     ]
 
@@ -147,7 +147,7 @@ def _ladder(grid: dict, arguments: argparse.Namespace) -> list[dict]:
 
 def _tuning(arguments: argparse.Namespace) -> dict:
     tokens = arguments.batch * arguments.length
-    return {"tune": {"steps": arguments.steps, "batch_tokens": tokens}}
+    return {"scale_tuning": {"steps": arguments.steps, "batch_tokens": tokens}}
 
 
 def _run_seed(
@@ -220,7 +220,11 @@ def write_inputs(
 
     calibration = _tokens(model, source, "train", tokens, length, seed)
     np.save(folder / "calibration.npy", calibration)
-    taken = {"source": source, "length": length, "tokens": calibration.size}
+    taken = {
+        "dataset": source,
+        "max_seq_length": length,
+        "num_tokens": calibration.size,
+    }
     if judged:
         taken["held_out"] = max(1, len(calibration) // 8) * length
         taken["tokens"] -= taken["held_out"]

@@ -16,8 +16,8 @@ from ptq_quality import call_side, write_inputs
 
 SOURCE, DOCUMENTS, GROUP = "builtin:stdlib", 300, 64
 GRID = {"bits": 4, "group_size": GROUP}
-OURS = GRID | {"method": "gptq", "tune": False, "gates": False}
-PLAIN = {"rounds": 0, "asymmetry": False, "outputs": False}
+OURS = GRID | {"method": "gptq", "scale_tuning": False, "rollback_if_worse": False}
+PLAIN = {"refine_iters": 0, "asymmetric_calibration": False, "output_hessian": False}
 SIDES = {
     "mlx-lm": ("gptq", GRID | {"stored": True}),
     "mlx-lm, float32": ("gptq", GRID),

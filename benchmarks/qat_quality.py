@@ -145,7 +145,10 @@ def _run(place: Path, model: str, route: Route, seed: int, bits, arguments) -> d
         "output": str(place.absolute()),
         "stages": route.stages(arguments, bits),
     }
-    recipe["data"] |= {"max_length": arguments.max_length, "limit": arguments.limit}
+    recipe["data"] |= {
+        "max_seq_length": arguments.max_seq_length,
+        "max_samples": arguments.limit,
+    }
     file = place.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
     _call("from lmx.cli.main import train", "train", [str(file), "--quiet", "--force"])
@@ -205,11 +208,11 @@ def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:
 
     rows, length = (
         RowReader(_file(split, arguments), split="train"),
-        arguments.max_length,
+        arguments.max_seq_length,
     )
     rows = list(islice(rows, arguments.limit))
-    encoded = encode_all(rows, loaded.tokenizer, max_length=length)
-    batches = BucketBatchSampler(encoded.examples, max_length=length, tokens=4096)
+    encoded = encode_all(rows, loaded.tokenizer, max_seq_length=length)
+    batches = BucketBatchSampler(encoded.examples, max_seq_length=length, tokens=4096)
     return list(batches.in_order())
 
 

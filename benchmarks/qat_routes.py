@@ -38,10 +38,10 @@ class Route:
 def _train(arguments: Namespace, share: float = 1.0, **more) -> dict:
     """A train stage of so many of the steps."""
     steps = max(1, round(share * arguments.steps))
-    block = {"steps": steps, "batch_size": arguments.batch, "evaluate_every": steps}
+    block = {"steps": steps, "batch_size": arguments.batch, "eval_steps": steps}
     block |= {"learning_rate": arguments.rate, "weight_decay": 0.0}
     # Validations are of all rows, as the judge's.
-    block |= {"evaluate_batches": 10_000, "checkpoint_every": 50}
+    block |= {"eval_batches": 10_000, "save_steps": 50}
     return {"train": block | more}
 
 
@@ -51,10 +51,14 @@ def _grid(bits: int, **more) -> dict:
 
 def _gptq(arguments: Namespace, bits: int, tune: bool | dict) -> dict:
     # As the training before it: row by row, and its answers alone count.
-    taken = {"length": arguments.max_length, "count": "answers", "held_out": 16384}
+    taken = {
+        "max_seq_length": arguments.max_seq_length,
+        "loss_on": "completions",
+        "num_eval_tokens": 16384,
+    }
     taken["tokens"] = arguments.calibration
     # On one task layers make up for all errors before them, and their inputs are known.
-    block = {"method": "gptq", "calibration": taken, "tune": tune}
+    block = {"method": "gptq", "calibration": taken, "scale_tuning": tune}
     block["damping"] = 0.003
     return {"quantize": block | _grid(bits)}
 
@@ -87,7 +91,7 @@ def _progressive(arguments: Namespace, bits: int) -> Stages:
 def _late(arguments: Namespace, bits: int) -> Stages:
     """The twin's own way to the share of its steps, and rounding from there on."""
     begins = round(arguments.share * arguments.steps)
-    return _aware("learned")(arguments, bits, start_step=begins)
+    return _aware("learned")(arguments, bits, fake_quant_after_n_steps=begins)
 
 
 def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
@@ -97,7 +101,7 @@ def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
     """
     share, rounding = arguments.share, _grid(bits, grid="learned")
     # The best validation, that of the codes themselves among them.
-    after = {"quantization": rounding, "keep": "best"} | more
+    after = {"qat": rounding, "load_best_at_end": "True"} | more
     after["learning_rate"] = arguments.codes_rate * RATES.get(bits, 0.1)
     return [
         _train(arguments, share),
@@ -108,7 +112,7 @@ def _from_codes(arguments: Namespace, bits: int, **more) -> Stages:
 
 def _taught(arguments: Namespace, bits: int) -> Stages:
     """As from codes, but towards what the model predicted before it had codes."""
-    teacher = {"cross_entropy": arguments.cross_entropy}
+    teacher = {"ce_weight": arguments.cross_entropy}
     return _from_codes(arguments, bits, teacher=teacher)
 
 
@@ -121,10 +125,10 @@ def _from_gptq(arguments: Namespace, bits: int) -> Stages:
 def _after(arguments: Namespace, bits: int) -> Stages:
     """From the codes of a model towards its twin, which has learned all there is."""
     grid = _grid(bits, grid="learned", at_points=True)
-    more = {"quantization": grid, "keep": "best"}
+    more = {"qat": grid, "load_best_at_end": "True"}
     more["learning_rate"] = arguments.codes_rate * RATES.get(bits, 0.1)
     stage = _train(arguments, AFTER, teacher={"model": str(arguments.twin)}, **more)
-    stage["train"]["evaluate_every"] = max(1, stage["train"]["steps"] // 5)
+    stage["train"]["eval_steps"] = max(1, stage["train"]["steps"] // 5)
     return [stage]
 
 

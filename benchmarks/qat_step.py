@@ -102,14 +102,14 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
     from lmx.training.step import TrainStep
 
     model, dtype = _model(arguments)
-    rounding = grid and QATConfig(bits=GRIDS[grid], group_size=GROUP, grid=grid)
+    rounding = grid and QATConfig(bits=GRIDS[grid], group_size=GROUP, quantizer=grid)
     specs = select_layers(model, rounding).specs if rounding else {}
     if grid == "frozen":
         model.freeze()
     if case == "lora":
         lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(rounding))
     fake_quant = FakeQuant(model, specs, dtype, rounding) if rounding else None
-    step = TrainStep(model, fake_quant=fake_quant, weight_decay=0.01, gradient_clip=1.0)
+    step = TrainStep(model, fake_quant=fake_quant, weight_decay=0.01, max_grad_norm=1.0)
     if fake_quant:
         step.rates |= fake_quant.rates()
     set_compute_dtype(model, mx.float32)

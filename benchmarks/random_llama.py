@@ -16,8 +16,8 @@ def configuration(arguments: argparse.Namespace, **settings: Any) -> dict:
     sizes = {
         "hidden_size": arguments.hidden,
         "intermediate_size": 3 * arguments.hidden,
-        "layers": arguments.layers,
-        "heads": max(1, arguments.hidden // 64),
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": max(1, arguments.hidden // 64),
     }
     if "vocabulary" not in settings:
         sizes["vocabulary"] = arguments.vocabulary

@@ -55,14 +55,14 @@ AROUND = {
     "data": {"train": "data/skills/train.jsonl", "valid": "data/skills/valid.jsonl"},
 }
 SMALL = [
-    "data.limit=200",
+    "data.max_samples=200",
     "stages.train.steps=2",
     "stages.train.batch_size=4",
-    "stages.train.evaluate_batches=1",
-    "stages.validate.tokens=200",
-    "stages.validate.questions=2",
-    "stages.validate.samples=1",
-    "stages.validate.speed_tokens=8",
+    "stages.train.eval_batches=1",
+    "stages.evaluate.num_tokens=200",
+    "stages.evaluate.exact_match_samples=2",
+    "stages.evaluate.num_samples=1",
+    "stages.evaluate.latency_tokens=8",
 ]
 SMALL_BENCHMARKS = {
     # Wide enough to be killed between two blocks.

@@ -18,7 +18,11 @@ TEXTS = [
 ] * 4
 LLAMA = from_scratch.configuration(
     ScratchModelConfig(
-        vocabulary=320, hidden_size=128, intermediate_size=256, layers=1, heads=2
+        vocab_size=320,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=1,
+        num_attention_heads=2,
     )
 )
 QWEN3_MOE = {

@@ -9,14 +9,18 @@ from lmx.cli import main
 STAGES = [
     {
         "train": {
-            "adapter": {"type": "dora", "rank": 4, "layers": {"mlp.*": 2, "*": 4}},
+            "adapter": {
+                "type": "dora",
+                "rank": 4,
+                "target_modules": {"mlp.*": 2, "*": 4},
+            },
             "steps": 3,
             "batch_size": 4,
             "learning_rate": 0.05,
         }
     },
     {"quantize": {"bits": 4, "group_size": 32}},
-    {"export": {"formats": ["mlx", "dense", "peft", "gguf"]}},
+    {"export": {"formats": ["mlx", "hf", "peft", "gguf"]}},
 ]
 
 
@@ -31,7 +35,7 @@ def run(tmp_path_factory, base):
     folder = tmp_path_factory.mktemp("clients")
     rows = [{"prompt": f"Count to {n}.", "completion": "1 2 3"} for n in range(20)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = {"train": str(folder / "rows.jsonl"), "max_length": 64}
+    data = {"train": str(folder / "rows.jsonl"), "max_seq_length": 64}
     recipe = {"model": str(base), "data": data, "stages": STAGES}
     (folder / "all.yaml").write_text(yaml.safe_dump(recipe))
     output = folder / "out"

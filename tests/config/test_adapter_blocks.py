@@ -11,9 +11,9 @@ from pydantic import ValidationError
     [
         ({}, 16, 2.0),
         ({"rank": 4}, 4, 2.0),
-        ({"rank": 4, "rank_stabilized": True}, 4, 2.0),
+        ({"rank": 4, "use_rslora": True}, 4, 2.0),
         ({"rank": 4, "alpha": 6.0}, 4, 1.5),
-        ({"rank": 4, "alpha": 6.0, "rank_stabilized": True}, 4, 3.0),
+        ({"rank": 4, "alpha": 6.0, "use_rslora": True}, 4, 3.0),
         ({"rank": 4, "alpha": 6.0}, 8, 0.75),
         ({"rank": 4}, 8, 1.0),
     ],
@@ -23,24 +23,24 @@ def test_the_scale(block, rank, scale):
 
 
 def test_ranks_by_pattern():
-    assert LoRAConfig(rank=3, layers=["a", "b"]).ranks == {"a": 3, "b": 3}
+    assert LoRAConfig(rank=3, target_modules=["a", "b"]).ranks == {"a": 3, "b": 3}
     assert (
         LoRAConfig(rank=3).ranks
-        == LoRAConfig(rank=3, layers="auto").ranks
+        == LoRAConfig(rank=3, target_modules="auto").ranks
         == {"auto": 3}
     )
-    assert LoRAConfig(rank=3, layers={"a": 1, "b": 2}).ranks == {"a": 1, "b": 2}
+    assert LoRAConfig(rank=3, target_modules={"a": 1, "b": 2}).ranks == {"a": 1, "b": 2}
 
 
 @pytest.mark.parametrize("layers", [[], {}, 3, [3], {"a": 0}, {"a": "b"}, "all"])
 def test_one_fault_is_told_once(layers):
     with pytest.raises(ValidationError) as caught:
-        LoRAConfig(layers=layers)
+        LoRAConfig(target_modules=layers)
     assert caught.value.error_count() == 1
 
 
 def test_dora_and_quantization():
     size = {"steps": 1, "batch_size": 1}
-    TrainConfig(**size, adapter={"type": "lora"}, quantization={})
+    TrainConfig(**size, adapter={"type": "lora"}, qat={})
     with pytest.raises(ValidationError, match="does not go with quantization"):
-        TrainConfig(**size, adapter={"type": "dora"}, quantization={})
+        TrainConfig(**size, adapter={"type": "dora"}, qat={})

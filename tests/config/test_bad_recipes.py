@@ -16,7 +16,7 @@ SAMPLE = """\
 model: Qwen/Qwen3-0.6B
 data:
   train: builtin:stdlib
-  max_length: 512
+  max_seq_length: 512
 stages:
   - train:
       adapter: {type: lora, rank: 16}

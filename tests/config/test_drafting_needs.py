@@ -13,12 +13,12 @@ from lmx.pipeline.draft_estimate import drafting, lessons
 from lmx.pipeline.estimate import BatchShape, ModelShape
 
 SHAPE = ScratchModelConfig(
-    vocabulary=2048, hidden_size=128, intermediate_size=256, layers=8
+    vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=8
 )
 BATCH = BatchShape(96, 1024, 1024)
 RECIPE = """\
 model: data/tiny-base
-data: {train: data/skills/train.jsonl, max_length: 64, limit: 30}
+data: {train: data/skills/train.jsonl, max_seq_length: 64, limit: 30}
 stages:
   - distill:
       student: {layers: 2}
@@ -28,7 +28,7 @@ stages:
 
 
 def told(student: dict, find=lambda name: None, **settings):
-    config = DraftConfig(student=student, **settings)
+    config = DraftConfig(draft_model=student, **settings)
     return drafting(target(), config, BATCH, 4, find)
 
 
@@ -42,7 +42,7 @@ def target() -> ModelShape:
         ({"layers": 2}, {"layers": 2}),
         ({"layers": [0, 3, 7]}, {"layers": 3}),
         ({"layers": "auto"}, {"layers": 4}),
-        ({"layers": 12, "fresh": True}, {"layers": 12}),
+        ({"num_layers": 12, "from_scratch": True}, {"layers": 12}),
         (
             {"layers": 1, "intermediate_size": 64},
             {"layers": 1, "intermediate_size": 64},
@@ -61,8 +61,8 @@ def test_the_draft_is_trained_whole_and_the_target_stays(student, like):
 def test_a_live_target_costs_time_and_no_disk():
     kept, live = (told({"layers": 2}, answers={"top_k": k}) for k in (64, None))
     assert live.operations - kept.operations == 2 * target().parameters * 1024
-    answers = {"prompts": 90, "held_out": 10, "max_tokens": 20}
-    configs = [DraftConfig(answers=answers | {"top_k": k}) for k in (64, None)]
+    answers = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
+    configs = [DraftConfig(data_generation=answers | {"top_k": k}) for k in (64, None)]
     disk, none = (lessons(target(), config, 30.0) for config in configs)
     # Two bytes for a token of 2048, two for its log-probability, four for the rest.
     assert (disk.tokens, disk.bytes) == (5000, 5000 * (64 * 4 + 4))
@@ -79,11 +79,11 @@ def test_replays_cost_the_target_and_twice_the_draft_besides():
 
 
 def test_of_a_sibling_that_is_elsewhere_nothing_is_known(tmp_path):
-    assert told({"from": "some/sibling"}) is None
+    assert told({"init_from": "some/sibling"}) is None
     sizes = [SHAPE.model_copy(update={"layers": count}) for count in (3, 2)]
     sibling, cut = map(from_scratch.configuration, sizes)
     (tmp_path / "config.json").write_text(json.dumps(sibling))
-    load = told({"from": "some/sibling"}, lambda name: tmp_path)
+    load = told({"init_from": "some/sibling"}, lambda name: tmp_path)
     assert load.trained == ModelShape(cut, 0).parameters
 
 
@@ -101,7 +101,7 @@ def test_what_does_not_fit_is_refused_with_what_to_do(tmp_path, capsys, monkeypa
     recipe = tmp_path / "draft.yaml"
     recipe.write_text(RECIPE)
     assert main.train([str(recipe), "--check"]) == 3
-    assert "stages.1.distill.batch_tokens=1024" in capsys.readouterr().err
+    assert "stages.1.draft.batch_tokens=1024" in capsys.readouterr().err
 
 
 def test_a_student_that_cannot_be_cut_is_refused_at_once(tmp_path, capsys):

@@ -59,14 +59,16 @@ def test_values(recipe):
 
 
 def test_resolved_holds_every_value_and_loads_to_the_same_recipe(recipe, tmp_path):
-    loaded = load_recipe(recipe, ["data.limit=5", "stages.train.schedule=linear"])
+    loaded = load_recipe(
+        recipe, ["data.max_samples=5", "stages.train.lr_schedule=linear"]
+    )
     copy = tmp_path / "recipes" / "resolved.yaml"
     copy.write_text(loaded.resolved)
     again = load_recipe(copy)
     assert again.recipe == loaded.recipe
     assert again.resolved == loaded.resolved
     assert recipe_hash(again.resolved) == recipe_hash(loaded.resolved)
-    for default in ("weight_decay: 0.01", "max_length: 512", "group_size: 32"):
+    for default in ("weight_decay: 0.01", "max_seq_length: 512", "group_size: 32"):
         assert default in loaded.resolved
 
 
@@ -107,14 +109,14 @@ def test_arguments_speak_yaml(recipe):
         recipe,
         [
             "stages.train.steps=50",
-            "stages.2.validate.tokens=7",
+            "stages.2.evaluate.num_tokens=7",
             "data.train=[builtin:stdlib]",
             "data.streaming=no",
-            "stages.validate.require.kl=5e-2",
-            "model.fresh.hidden_size=128",
+            "stages.evaluate.thresholds.max_kl=5e-2",
+            "model.from_scratch.hidden_size=128",
             "data.columns.completion=answer",
             "output=exports/try",
-            "stages.train.samples.2=second",
+            "stages.train.sample_prompts.2=second",
         ],
     )
     train, validate, _ = (stage.config for stage in loaded.recipe.stages)

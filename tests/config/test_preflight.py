@@ -36,7 +36,7 @@ from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
 
 SHAPE = ScratchModelConfig(
-    vocabulary=320, hidden_size=64, intermediate_size=96, layers=2
+    vocab_size=320, hidden_size=64, intermediate_size=96, num_hidden_layers=2
 )
 CHAT = {
     "messages": [
@@ -46,7 +46,7 @@ CHAT = {
 }
 RECIPE = """\
 model: tiny
-data: {train: rows.jsonl, max_length: 64}
+data: {train: rows.jsonl, max_seq_length: 64}
 stages:
   - train:
       adapter: {rank: 4}
@@ -156,7 +156,7 @@ def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what
     if what == "memory":
         assert "stages.1.train.gradient_checkpointing=true or " in error
         half = "stages.1.train.batch_size=1 stages.1.train.accumulate=2"
-        assert f"{half} or data.max_length=32" in error
+        assert f"{half} or data.max_seq_length=32" in error
     assert main.train(["recipe.yaml", "--check", "--force"]) == 0
 
 
@@ -189,18 +189,18 @@ def anatomy(shape: ScratchModelConfig) -> ModelShape:
     return ModelShape(config, 2 * ModelShape(config, 0).parameters)
 
 
-LEAN = {"gradient_checkpointing": True, "loss_chunk": 64}
+LEAN = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
 @pytest.mark.parametrize(
     "settings",
     [
-        {"loss_chunk": None},
-        {"loss_chunk": None, "gradient_checkpointing": True},
-        {"loss_chunk": 64},
+        {"loss_chunk_tokens": None},
+        {"loss_chunk_tokens": None, "gradient_checkpointing": True},
+        {"loss_chunk_tokens": 64},
         LEAN,
-        LEAN | {"accumulate": 2},
+        LEAN | {"gradient_accumulation_steps": 2},
         LEAN | {"optimizer": "lion"},
     ],
     ids=str,
@@ -209,7 +209,7 @@ def test_memory_is_near_the_measured_peak(adapter, settings):
     # As every model has them that was loaded.
     replace_slow_functions()
     shape = ScratchModelConfig(
-        vocabulary=2048, hidden_size=128, intermediate_size=256, layers=4
+        vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4
     )
     config = TrainConfig(adapter=adapter, steps=1, batch_size=4, **settings)
     told = training(anatomy(shape), config, BatchShape(128, 512, 512), 4)
@@ -234,7 +234,7 @@ def network_step(shape, config) -> TrainStep:
     network = build(from_scratch.configuration(shape))
     if config.adapter:
         lora_model.attach(network, config.adapter, seed=0)
-    chunk = config.loss_chunk
+    chunk = config.loss_chunk_tokens
     return TrainStep(
         network,
         optimizer=config.optimizer,
@@ -256,7 +256,7 @@ def test_what_costs_time_and_what_saves_memory():
     assert told(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
     beside, kept = (
         told(teacher=TeacherConfig()),
-        told(teacher=TeacherConfig(cached=True)),
+        told(teacher=TeacherConfig(offline=True)),
     )
     assert beside.memory == plain.memory | {"teacher": 4 * plain.parameters}
     assert 1.25 < beside.operations / plain.operations < 1.4
@@ -265,7 +265,7 @@ def test_what_costs_time_and_what_saves_memory():
 
 def test_processes_with_shares_divide_what_they_keep(monkeypatch):
     def told(shard):
-        config = TrainConfig(steps=1, batch_size=8, shard=shard)
+        config = TrainConfig(steps=1, batch_size=8, fsdp=shard)
         return training(anatomy(SHAPE), config, BatchShape(64, 512, 512), 2)
 
     plain, alone = told(False), told(True)
@@ -284,9 +284,9 @@ def test_chunks_by_themselves_where_logits_are_many():
     assert config.chunk(vocabulary=32768, tokens=4096, on_cpu=False) == 512
     assert config.chunk(vocabulary=32768, tokens=4095, on_cpu=False) is None
     assert config.chunk(vocabulary=1 << 20, tokens=4096, on_cpu=False) == 64
-    given = TrainConfig(steps=1, batch_size=8, loss_chunk=7)
+    given = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=7)
     assert given.chunk(vocabulary=8, tokens=8, on_cpu=False) == 7
-    never = TrainConfig(steps=1, batch_size=8, loss_chunk=None)
+    never = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=None)
     assert never.chunk(vocabulary=1 << 20, tokens=1 << 20, on_cpu=False) is None
     # Few at a time stay in the CPU's caches.
     assert config.chunk(vocabulary=32768, tokens=64, on_cpu=True) == 128
@@ -294,7 +294,11 @@ def test_chunks_by_themselves_where_logits_are_many():
 
 def test_operations_of_full_training_are_six_per_parameter_and_token():
     shape = ScratchModelConfig(
-        vocabulary=320, hidden_size=64, layers=1, heads=1, positions=64
+        vocab_size=320,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        max_position_embeddings=64,
     )
     told = training(
         anatomy(shape), TrainConfig(steps=1, batch_size=1), BatchShape(8, 8, 8.0), 4
@@ -323,13 +327,13 @@ def test_quantized_size_is_the_size_written():
 
 
 def test_disk_holds_artefacts_and_checkpoints(here):
-    steps = plan(load_recipe("recipe.yaml", ["stages.train.quantization=null"])).steps
+    steps = plan(load_recipe("recipe.yaml", ["stages.train.qat=null"])).steps
     shape = anatomy(SHAPE)
     told = training(shape, steps[0].config, BatchShape(64, 128, 128), 4)
     stages = [step.config for step in steps]
     # The trained model, its published copy, and three states of three tensors each.
     assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 36 * told.trained
-    more = {"keep_checkpoints": 5, "keep": "best"}
+    more = {"save_total_limit": 5, "load_best_at_end": "True"}
     stages[0] = stages[0].model_copy(update=more)
     assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 84 * told.trained
 

@@ -80,5 +80,5 @@ def test_nothing_measured_says_nothing_of_figures(tmp_path):
 
 
 def test_no_questions_asked_no_accuracy(tmp_path):
-    report = {"models": {"quantized": {"tokens": 7}}}
+    report = {"models": {"quantized": {"num_tokens": 7}}}
     assert "accuracy" not in card(tmp_path, report=report)[1]

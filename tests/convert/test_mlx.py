@@ -150,7 +150,7 @@ def test_bits_per_weight_are_mlx_lms(make_checkpoint, tmp_path, base, rounded):
     selection = mixed(source) if base is LLAMA else None
     if base is QWEN3_MOE:
         model = load(source, compute="stored").model
-        selection = select_layers(model, Quantization(bits=6, head=False))
+        selection = select_layers(model, Quantization(bits=6, quantize_lm_head=False))
     export(source, tmp_path / "out", selection if rounded else None)
     stock, _ = mlx_lm.load(str(tmp_path / "out"))
     sizes = checkpoint_size(tmp_path / "out")

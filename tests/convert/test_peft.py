@@ -19,7 +19,7 @@ from publishing import publish
 from safetensors.numpy import load_file, save_file
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
-LORA = {"layers": {"self_attn.[qv]_proj": 4, "mlp.*": 2}, "alpha": 3.0}
+LORA = {"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 2}, "alpha": 3.0}
 
 
 @pytest.fixture
@@ -161,7 +161,9 @@ def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
         publish(export, base, start, adapters=tmp_path / "own")
     model = load(base).model
     ranks = {"self_attn.[qv]_proj": 4, "mlp.*": 6}
-    lora_model.attach(model, LoRAConfig(type=kind, alpha=7.0, layers=ranks), seed=5)
+    lora_model.attach(
+        model, LoRAConfig(type=kind, alpha=7.0, target_modules=ranks), seed=5
+    )
     init_adapter(lora_model.adapted(model), start)
     assert mx.allclose(model(TOKENS), wanted, rtol=1e-4, atol=1e-4)
 
@@ -169,7 +171,7 @@ def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"layers": ["mlp.*"], "rank": 4}, "does not adapt so"),
+        ({"target_modules": ["mlp.*"], "rank": 4}, "does not adapt so"),
         ({"type": "dora"}, "does not adapt so"),
         ({"layers": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no higher rank"),
     ],

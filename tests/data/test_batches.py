@@ -26,7 +26,7 @@ def examples(count=300, longest=LONGEST, *, seed=0):
 
 
 def batches(**settings):
-    settings = {"max_length": LONGEST, "rows": 8} | settings
+    settings = {"max_seq_length": LONGEST, "rows": 8} | settings
     return BucketBatchSampler(settings.pop("examples", None) or examples(), **settings)
 
 
@@ -52,7 +52,7 @@ class Former(BucketBatchSampler):
 def test_batches_are_those_of_the_plain_plan(sizes, seed):
     """The figures that are documented rest on this order."""
     new = batches(seed=seed, **sizes)
-    old = Former(examples(), seed=seed, max_length=LONGEST, **{"rows": 8} | sizes)
+    old = Former(examples(), seed=seed, max_seq_length=LONGEST, **{"rows": 8} | sizes)
     for step in [*range(new.per_epoch + 3), 5 * new.per_epoch]:
         for ours, theirs in zip(
             new(step).arrays[:2], old(step).arrays[:2], strict=True
@@ -204,7 +204,7 @@ def test_lengths_at_the_edges_fit():
         Example(np.arange(1, n + 1, dtype=np.int32), np.arange(n) == n - 1, f"f:{n}")
         for n in range(2, 66)
     ]
-    cut = BucketBatchSampler(made, max_length=65, rows=4)
+    cut = BucketBatchSampler(made, max_seq_length=65, rows=4)
     for batch in cut.in_order():
         for tokens, mask in rows(batch):
             length = np.count_nonzero(tokens)

@@ -71,7 +71,7 @@ def test_rows_of_chats_are_almost_full():
 
 def batches(made=None, **settings):
     made = InMemoryExamples(made or examples(longest=40))
-    settings = {"max_length": LONGEST, "rows": 8} | settings
+    settings = {"max_seq_length": LONGEST, "rows": 8} | settings
     return made, PackedBatchSampler(made, pack(made.lengths, LONGEST + 1), **settings)
 
 
@@ -153,11 +153,11 @@ def test_the_plan_is_made_once(cache_folder, monkeypatch):
 def test_packed_rows_have_the_loss_of_their_examples():
     """Through a model that sees no other document; one that does has another loss."""
     settings = ScratchModelConfig(
-        vocabulary=320,
+        vocab_size=320,
         hidden_size=64,
         intermediate_size=64,
-        layers=2,
-        heads=2,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         dtype="float32",
     )
     config = from_scratch.configuration(settings)
@@ -170,7 +170,7 @@ def test_packed_rows_have_the_loss_of_their_examples():
     _, cut = batches(made, rows=4)
     step = TrainStep(model, caches=DocumentCaches(model))
     packed_rows = [cut(number) for number in range(cut.per_epoch)]
-    alone = BucketBatchSampler(made, max_length=LONGEST, rows=8).in_order()
+    alone = BucketBatchSampler(made, max_seq_length=LONGEST, rows=8).in_order()
     loss, tokens = step.evaluate(alone)
     together, as_many = step.evaluate(packed_rows)
     assert as_many == tokens

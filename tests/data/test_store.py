@@ -10,7 +10,7 @@ from lmx.data.row_formats import Row
 from lmx.errors import UserError
 from lmx.models.loader import load_tokenizer
 
-SETTINGS = {"max_length": 24, "train_on": "answers"}
+SETTINGS = {"max_seq_length": 24, "loss_on": "completions"}
 
 
 @pytest.fixture(scope="module")
@@ -67,16 +67,14 @@ def test_examples_are_those_of_the_rows(cache_folder, tokenizer, monkeypatch):
 
 def test_digests_tell_tokens_masks_and_their_borders_apart(cache_folder, tokenizer):
     digests = set()
-    for number, settings in enumerate(
-        ({}, {"train_on": "everything"}, {"max_length": 25})
-    ):
+    for number, settings in enumerate(({}, {"loss_on": "all"}, {"max_seq_length": 25})):
         digests.add(stored(rows(), tokenizer, str(number), **settings).facts["digest"])
     assert len(digests) == 3
 
 
 def test_batches_from_disk_are_those_from_memory(cache_folder, tokenizer):
     listed = tokenization.encode_all(rows(), tokenizer, **SETTINGS).examples
-    settings = {"max_length": 24, "rows": 4, "seed": 3}
+    settings = {"max_seq_length": 24, "rows": 4, "seed": 3}
     ours = BucketBatchSampler(
         token_store.TokenStore(stored(rows(), tokenizer)), **settings
     )
@@ -92,7 +90,7 @@ def test_nothing_to_train_on(cache_folder, tokenizer):
     long = [Row(f"f:{n}", prompt="word " * 90, completion="x") for n in range(3)]
     with pytest.raises(UserError, match="nothing to train on: all 3 rows") as fault:
         stored(long, tokenizer)
-    assert fault.value.hint == "raise data.max_length"
+    assert fault.value.hint == "raise data.max_seq_length"
     assert fault.value.place == "f:0"
     assert not [*cache_folder.rglob("*.values")]
 
@@ -128,7 +126,7 @@ def test_rows_are_not_kept_in_memory(cache_folder, tokenizer, monkeypatch):
     tracemalloc.start()
     kept = stored((Row(f"f:{n}", text="x" * 100) for n in range(count)), tokenizer)
     found = token_store.TokenStore(kept)
-    batches = BucketBatchSampler(found, max_length=64, rows=32)
+    batches = BucketBatchSampler(found, max_seq_length=64, rows=32)
     for step in range(40):
         batches(step)
     _, peak = tracemalloc.get_traced_memory()

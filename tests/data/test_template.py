@@ -75,7 +75,9 @@ def chat(*contents, system=None):
 
 
 def one(row, tokenizer, **options):
-    [example] = tokenization.encode(row, tokenizer, **{"max_length": 512, **options})
+    [example] = tokenization.encode(
+        row, tokenizer, **{"max_seq_length": 512, **options}
+    )
     assert example.tokens.dtype == np.int32
     assert example.tokens.shape == example.mask.shape
     assert not example.mask[0]
@@ -110,14 +112,14 @@ def test_every_assistant_turn_is_trained_with_its_end(chatml):
 
 
 def test_train_on_everything(chatml):
-    example = one(chat("1+1?", "2"), chatml, train_on="everything")
+    example = one(chat("1+1?", "2"), chatml, loss_on="everything")
     assert example.mask.tolist() == [False] + [True] * (len(example.tokens) - 1)
 
 
 def test_everything_needs_no_prefix_and_keeps_the_last_question():
     tokenizer = build(REWRITING)
     row = chat("a?", "A", "b?")
-    example = one(row, tokenizer, train_on="everything")
+    example = one(row, tokenizer, loss_on="everything")
     whole = tokenizer.apply_chat_template(list(row.messages), tokenize=False)
     assert example.mask[1:].all()
     assert tokenizer.decode(example.tokens) == whole
@@ -132,12 +134,12 @@ def test_trailing_questions_and_empty_answers_are_not_trained(chatml):
 def test_a_template_that_drops_thinking_trains_the_last_turn_only():
     tokenizer = build(FORGETFUL)
     row = chat("1+1?", THINKING, "again?", THINKING)
-    encoded = tokenization.encode_all([row], tokenizer, max_length=512)
+    encoded = tokenization.encode_all([row], tokenizer, max_seq_length=512)
     assert trained(encoded.examples[0], tokenizer) == [THINKING + "<|im_end|>"]
     assert encoded.last_only == 1
     # Without thinking nothing is dropped, and every turn is trained.
     encoded = tokenization.encode_all(
-        [chat("a?", "A", "b?", "B")], tokenizer, max_length=99
+        [chat("a?", "A", "b?", "B")], tokenizer, max_seq_length=99
     )
     assert trained(encoded.examples[0], tokenizer) == ["A<|im_end|>", "B<|im_end|>"]
     assert encoded.last_only == 0
@@ -154,13 +156,13 @@ def test_markers_of_the_template_help_where_prefixes_do_not():
 
 def test_a_template_that_rewrites_the_past_is_refused():
     with pytest.raises(UserError, match=r"nothing to train on.*rewrites what comes"):
-        tokenization.encode_all([chat("a", "b")], build(REWRITING), max_length=99)
+        tokenization.encode_all([chat("a", "b")], build(REWRITING), max_seq_length=99)
 
 
 def test_a_template_that_raises_drops_the_row():
     tokenizer = build("{{ raise_exception('no system turns') }}")
     with pytest.raises(UserError, match="the chat template refuses it: no system"):
-        tokenization.encode_all([chat("a", "b")], tokenizer, max_length=99)
+        tokenization.encode_all([chat("a", "b")], tokenizer, max_seq_length=99)
 
 
 def test_a_token_across_the_edge_is_split_as_generation_would():
@@ -221,7 +223,7 @@ def test_windows_train_every_token_of_a_text_but_the_first_once(chatml, count):
     tokens = chatml.encode("z" * (count - 1), add_special_tokens=False)
     tokens.append(chatml.eos_token_id)
     row = Row("f:1", text="z" * (count - 1))
-    windows = tokenization.encode(row, chatml, max_length=8)
+    windows = tokenization.encode(row, chatml, max_seq_length=8)
     assert all(2 <= len(w.tokens) <= 8 for w in windows)
     learned = [t for w in windows for t, on in zip(w.tokens, w.mask, strict=True) if on]
     assert learned == tokens[1:]
@@ -236,25 +238,25 @@ def test_an_end_token_inside_a_text_does_not_end_its_training(chatml):
 
 def test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped(chatml):
     rows = [chat("a", "b" * 40), chat("a" * 40, "b"), chat("a", "b")]
-    encoded = tokenization.encode_all(rows, chatml, max_length=30)
+    encoded = tokenization.encode_all(rows, chatml, max_seq_length=30)
     assert [len(e.tokens) for e in encoded.examples] == [30, 13]
     assert encoded.truncated == 1
     [(where, reason)] = encoded.dropped
     assert where == "f:1"
     assert reason.startswith("the prompt alone has 4")
     with pytest.raises(UserError, match="nothing to train on: all 1 rows") as fault:
-        tokenization.encode_all(rows[1:2], chatml, max_length=30)
-    assert fault.value.hint == "raise data.max_length"
+        tokenization.encode_all(rows[1:2], chatml, max_seq_length=30)
+    assert fault.value.hint == "raise data.max_seq_length"
 
 
 def test_chats_need_a_template():
     with pytest.raises(UserError, match="chat rows need a chat template"):
-        tokenization.encode(chat("a", "b"), build(None), max_length=99)
+        tokenization.encode(chat("a", "b"), build(None), max_seq_length=99)
 
 
 def test_no_rows_at_all(chatml):
     with pytest.raises(UserError, match="nothing to train on"):
-        tokenization.encode_all([], chatml, max_length=99)
+        tokenization.encode_all([], chatml, max_seq_length=99)
 
 
 def test_what_the_tokenizer_file_would_cut_is_not_cut(chatml):
@@ -275,9 +277,9 @@ def test_a_tokenizer_without_a_fast_backend_and_the_wrapper_of_mlx_lm(chatml):
         apply_chat_template = chatml.apply_chat_template
 
     rows = [chat("a?", "A", "b?", "B"), Row("f:2", text="hello user")]
-    expected = tokenization.encode_all(rows, chatml, max_length=99).examples
+    expected = tokenization.encode_all(rows, chatml, max_seq_length=99).examples
     for other in (Slow(), utils.TokenizerWrapper(chatml)):
-        found = tokenization.encode_all(rows, other, max_length=99).examples
+        found = tokenization.encode_all(rows, other, max_seq_length=99).examples
         for ours, theirs in zip(expected, found, strict=True):
             assert ours.tokens.tolist() == theirs.tokens.tolist()
             assert ours.mask.tolist() == theirs.mask.tolist()

@@ -39,9 +39,9 @@ def test_joined_windows_are_full_and_every_position_counts(tokenizer):
 
 def test_rows_are_as_training_has_them(tokenizer):
     rows = chats(8)
-    settings = SETTINGS | {"train_on": "answers"}
+    settings = SETTINGS | {"loss_on": "completions"}
     found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
-    examples = encode_all(rows, tokenizer, max_length=64).examples
+    examples = encode_all(rows, tokenizer, max_seq_length=64).examples
     assert len(found) == len(examples)
     expected = {tuple(e.tokens.tolist()): e.mask.tolist() for e in examples}
     for tokens, counted in zip(found.tokens, found.counted, strict=True):
@@ -55,19 +55,19 @@ def test_rows_are_as_training_has_them(tokenizer):
 
 def test_everything_may_be_trained_on(tokenizer):
     rows = chats(5)
-    settings = SETTINGS | {"train_on": "everything"}
+    settings = SETTINGS | {"loss_on": "all"}
     found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
     lengths = [
         len(e.tokens)
         for e in encode_all(
-            rows, tokenizer, max_length=64, train_on="everything"
+            rows, tokenizer, max_seq_length=64, loss_on="everything"
         ).examples
     ]
     assert sorted(found.counted.sum(axis=1).tolist()) == sorted(n - 1 for n in lengths)
 
 
 def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
-    settings = SETTINGS | {"train_on": "answers"}
+    settings = SETTINGS | {"loss_on": "completions"}
     all_rows = per_example_sequences(chats(30), tokenizer, tokens=10_000, **settings)
     few = per_example_sequences(chats(30), tokenizer, tokens=100, **settings)
     assert len(all_rows) == 30
@@ -84,7 +84,7 @@ def test_rows_without_an_answer_are_an_error(tokenizer):
     rows = [Row("rows:1", prompt="long " * 80, completion="never seen")]
     with pytest.raises(UserError, match="no row has an answer"):
         per_example_sequences(
-            rows, tokenizer, tokens=100, **SETTINGS | {"train_on": "answers"}
+            rows, tokenizer, tokens=100, **SETTINGS | {"loss_on": "completions"}
         )
 
 

@@ -37,9 +37,9 @@ def mixed(p, q):
 
 
 EXPECTED = {
-    "forward": kl,
-    "reverse": lambda p, q: kl(q, p),
-    "jensen_shannon": lambda p, q: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2,
+    "forward_kl": kl,
+    "reverse_kl": lambda p, q: kl(q, p),
+    "jsd": lambda p, q: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2,
     "total_variation": lambda p, q: np.abs(p - q).sum(-1) / 2,
     "acceptance": mixed,
 }
@@ -125,7 +125,7 @@ def test_only_positions_that_count_are_summed_and_mixed_with_the_tokens_said():
     target = compress_targets(mx.array(teacher), VOCABULARY)
     tokens = mx.array([[0, 1, 2, 3, 4]])
     mask = mx.array([[False, True, True, False, False]])
-    objective = DraftLoss("forward", cross_entropy=0.25)
+    objective = DraftLoss("forward_kl", cross_entropy=0.25)
     found = objective(mx.array(draft), tokens, mask, *target, mask)
     p, q = softmax(teacher)[0], softmax(draft)[0]
     expected = sum(0.75 * kl(p[i], q[i]) - 0.25 * np.log(q[i, i]) for i in (1, 2))

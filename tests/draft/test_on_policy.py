@@ -82,7 +82,7 @@ def replays(tmp_path):
     def begun():
         return OnPolicyBatches(
             lessons(8),
-            OnPolicyConfig(guesses=3, refresh=2),
+            OnPolicyConfig(rollout_tokens=3, rollout_interval=2),
             begin=4,
             folder=tmp_path / "replays",
             draft=now,
@@ -149,7 +149,7 @@ def test_words_of_the_draft_are_no_labels():
     p, q = (mx.array(random.normal(size=(1, 4, VOCABULARY))) for _ in range(2))
     tokens, mask = mx.array([[3, 1, 4, 1]]), mx.ones((1, 4), mx.bool_)
     own = mx.array([[True, True, False, False]])
-    objective = DraftLoss("forward", cross_entropy=0.5)
+    objective = DraftLoss("forward_kl", cross_entropy=0.5)
     found = objective(q, tokens, mask, *compress_targets(p, VOCABULARY), own).item()
     logp, logq = (np.array(x - mx.logsumexp(x, axis=-1, keepdims=True)) for x in (p, q))
     divergence = (np.exp(logp) * (logp - logq)).sum()

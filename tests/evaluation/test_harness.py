@@ -79,11 +79,11 @@ def test_a_run_reports_them_for_every_model(make_checkpoint, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b c d"}\n' * 8)
     quantize = {"quantize": {"bits": 4, "group_size": 32}}
-    validate = {"tokens": 8, "speed_tokens": 8, "tasks": ["colours.yaml"]}
+    validate = {"num_tokens": 8, "latency_tokens": 8, "tasks": ["colours.yaml"]}
     recipe = {
         "model": str(make_checkpoint()),
         "data": {"valid": str(rows)},
-        "stages": [quantize, {"validate": validate}, {"export": None}],
+        "stages": [quantize, {"evaluate": validate}, {"export": None}],
     }
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
     with pytest.MonkeyPatch.context() as patch:

@@ -79,7 +79,7 @@ def recipe(tmp_path, model, *stages):
     block = {
         "model": str(model),
         "output": str(tmp_path / "out"),
-        "data": {"train": str(tmp_path / "rows.jsonl"), "max_length": 64},
+        "data": {"train": str(tmp_path / "rows.jsonl"), "max_seq_length": 64},
         "stages": list(stages),
     }
     path.write_text(yaml.safe_dump(block))
@@ -88,8 +88,8 @@ def recipe(tmp_path, model, *stages):
 
 def test_an_adapter_is_trained_on_top(foreign, tmp_path, capsys):
     train = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "adapter": {"rank": 4}}
-    validate = {"tokens": 300, "questions": 2, "speed_tokens": 8}
-    stages = {"train": train}, {"validate": validate}
+    validate = {"num_tokens": 300, "exact_match_samples": 2, "latency_tokens": 8}
+    stages = {"train": train}, {"evaluate": validate}
     path = recipe(tmp_path, foreign.folder, *stages)
     assert main.train([path, "--check"]) == 0
     assert main.train([path, "--quiet"]) == 0

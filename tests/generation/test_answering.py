@@ -44,9 +44,9 @@ class Asked:
         return self.model
 
 
-def answers(load, *, temperatures=(0.0,), max_length=30, seed=0, digest="a"):
+def answers(load, *, temperatures=(0.0,), max_seq_length=30, seed=0, digest="a"):
     answerer = CachedGenerator(load, digest, ENDS, lambda _: None, lambda _: None)
-    settings = {"max_tokens": 9, "max_length": max_length, "seed": seed}
+    settings = {"max_tokens": 9, "max_seq_length": max_seq_length, "seed": seed}
     return replace_completions(ROWS, answerer, temperatures=temperatures, **settings)
 
 
@@ -103,7 +103,7 @@ def test_they_are_kept_and_go_on_where_they_stopped(model, monkeypatch):
 
 
 def test_prompts_without_room_are_left_out(model):
-    assert len(answers(Asked(model), max_length=4)) == 2
-    assert all(len(r.tokens) <= 4 for r in answers(Asked(model), max_length=4))
+    assert len(answers(Asked(model), max_seq_length=4)) == 2
+    assert all(len(r.tokens) <= 4 for r in answers(Asked(model), max_seq_length=4))
     with pytest.raises(UserError, match="leaves room"):
-        answers(Asked(model), max_length=2)
+        answers(Asked(model), max_seq_length=2)

@@ -54,7 +54,9 @@ MEANT = {
 
 def adapted(family, layers="auto", *, rank=3, **changes):
     return set(
-        lora_model.attach(member(family), LoRAConfig(rank=rank, layers=layers), seed=0)
+        lora_model.attach(
+            member(family), LoRAConfig(rank=rank, target_modules=layers), seed=0
+        )
     )
 
 
@@ -129,7 +131,7 @@ def test_what_only_chooses_tokens_is_in_everything_and_not_in_auto():
 def test_auto_goes_with_patterns_and_ranks():
     model = member("qwen3_moe")
     layers = {"self_attn.q_proj": 2, "auto": 4, "lm_head": 1}
-    keys = lora_model.attach(model, LoRAConfig(layers=layers), seed=0)
+    keys = lora_model.attach(model, LoRAConfig(target_modules=layers), seed=0)
     assert set(keys) == MEANT["qwen3_moe"] | {"lm_head"}
     ranks = {k: v.lora_b.shape for k, v in lora_model.adapted(model).items()}
     assert ranks["model.layers.0.self_attn.q_proj"] == (2, 32)

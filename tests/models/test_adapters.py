@@ -85,7 +85,7 @@ class Adapted:
         return lora_model.fused(self.model, self.base, self.trained, mx.float32)
 
     def stock(self, folder):
-        blocks = self.adapter.last_layers or len(self.model.layers)
+        blocks = self.adapter.num_layers or len(self.model.layers)
         io.save_adapter(
             folder,
             self.trained,
@@ -117,7 +117,7 @@ def dense_model(folder, tensors, tmp_path):
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", ["dense", *GRIDS])
 def test_begins_as_the_base_and_ends_as_the_fused(bases, tmp_path, grid, kind, experts):
-    run = Adapted(bases(grid, experts=experts), type=kind, layers=EVERYTHING)
+    run = Adapted(bases(grid, experts=experts), type=kind, target_modules=EVERYTHING)
     assert near(run.first, run.before)
     assert not near(run.after, run.before, 1e-2)
     model = dense_model(run.folder, run.fused(), tmp_path / "fused")
@@ -131,7 +131,7 @@ def test_stock_mlx_lm_loads_it(bases, tmp_path, grid, kind, experts):
     """What mlx-lm cannot load for faults of its own is left out: see `files.save`."""
     wrong = grid in ("3 bits", "5 bits", "6 bits") and kind == "dora"
     layers = ["*"] if kind == "dora" and grid != "dense" else EVERYTHING
-    run = Adapted(bases(grid, experts=experts), type=kind, layers=layers)
+    run = Adapted(bases(grid, experts=experts), type=kind, target_modules=layers)
     assert bool(io.unreadable(lora_model.adapted(run.model))) == wrong
     if wrong:
         with pytest.raises(ValueError, match="does not match"):
@@ -146,7 +146,7 @@ def test_stock_mlx_lm_loads_it(bases, tmp_path, grid, kind, experts):
 def test_ranks_by_pattern_and_last_layers(bases, tmp_path, grid, kind, stable):
     layers = {"mlp.*": 3, "*_proj": 6}
     run = Adapted(
-        bases(grid), type=kind, layers=layers, rank_stabilized=stable, last_layers=2
+        bases(grid), type=kind, target_modules=layers, use_rslora=stable, num_layers=2
     )
     assert len(lora_model.adapted(run.model)) == 14
     paths = lora_model.adapted(run.model)
@@ -161,7 +161,7 @@ def test_ranks_by_pattern_and_last_layers(bases, tmp_path, grid, kind, stable):
 
 def test_experts_of_different_ranks(bases, tmp_path):
     layers = {"mlp.switch_mlp.up_proj": 2, "*": 5}
-    run = Adapted(bases(experts=True), layers=layers)
+    run = Adapted(bases(experts=True), target_modules=layers)
     assert near(run.stock(tmp_path), run.after, 1e-4)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["lora_parameters"]["rank"] == 5
@@ -192,7 +192,7 @@ def explicit(run, trained):
 @pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
 def test_gradients_are_those_of_the_sum(bases, kind, experts):
     """Dense, tied embedding included; 80 tokens, so that experts are sorted."""
-    run = Adapted(bases(experts=experts), type=kind, layers=EVERYTHING)
+    run = Adapted(bases(experts=experts), type=kind, target_modules=EVERYTHING)
     plain = load(run.folder).model.eval()
 
     def by_sum(trained):
@@ -213,7 +213,7 @@ def test_gradients_are_those_of_the_sum(bases, kind, experts):
 @pytest.mark.parametrize("grid", GRIDS)
 def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, kind):
     """The dense twin of a quantized model gives its adapters the same gradients."""
-    run = Adapted(bases(grid), type=kind, layers=EVERYTHING)
+    run = Adapted(bases(grid), type=kind, target_modules=EVERYTHING)
     plain = load(run.folder).model
     expanded = lora_model.fused(plain, run.base, {}, mx.float32)
     twin = dense_model(run.folder, expanded, tmp_path / "twin")
@@ -252,7 +252,7 @@ def test_an_embedding_of_codes(grid, kind):
 def test_embeddings_and_heads_only_by_name(bases):
     folder = bases(tie_word_embeddings=False)
     assert not any("embed" in k or "head" in k for k in Adapted(folder).keys)
-    run = Adapted(folder, layers=["lm_head", "*embed*"])
+    run = Adapted(folder, target_modules=["lm_head", "*embed*"])
     assert run.keys == ["lm_head", "model.embed_tokens"]
 
 
@@ -260,9 +260,9 @@ def test_dora_leaves_experts_alone(bases):
     folder = bases(experts=True)
     assert not any("switch" in key for key in Adapted(folder, type="dora").keys)
     with pytest.raises(UserError, match="no layer that dora adapts here matches"):
-        Adapted(folder, type="dora", layers=["mlp.switch_mlp.*"])
+        Adapted(folder, type="dora", target_modules=["mlp.switch_mlp.*"])
 
 
 def test_more_last_layers_than_there_are(bases):
     with pytest.raises(UserError, match="this model has 3 blocks"):
-        Adapted(bases(), last_layers=4)
+        Adapted(bases(), num_layers=4)

@@ -19,7 +19,7 @@ def normal(*shape, seed=0, scale=0.05):
 def begun(module, bits, dtype, shape=(8, 256), distance=1.0):
     """A grid, what is stored, and weights some steps about the stored points."""
     spec = QuantSpec(bits=bits, group_size=GROUP)
-    grid = module(spec, dtype, "fitted")
+    grid = module(spec, dtype, "mse")
     packed = pack(normal(*shape), spec, dtype)
     width = mx.abs(mx.repeat(packed["scales"], GROUP, axis=-1)).astype(mx.float32)
     points = expand(packed, spec, mx.float32)
@@ -29,7 +29,7 @@ def begun(module, bits, dtype, shape=(8, 256), distance=1.0):
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
-    "module", [LSQQuantizer, FixedScaleQuantizer], ids=["learned", "kept"]
+    "module", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
 )
 def test_codes_stay_and_every_weight_has_a_gradient(module, bits, dtype):
     grid, packed, _, wished = begun(module, bits, dtype, shape=(2, 4, 256))
@@ -48,7 +48,7 @@ def test_codes_stay_and_every_weight_has_a_gradient(module, bits, dtype):
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
-    "module", [LSQQuantizer, FixedScaleQuantizer], ids=["learned", "kept"]
+    "module", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
 )
 def test_each_is_as_near_to_what_was_wished_for_as_its_cell_lets_it_be(module, bits):
     grid, packed, points, wished = begun(module, bits, mx.float32, distance=0.4)
@@ -70,7 +70,7 @@ def test_each_is_as_near_to_what_was_wished_for_as_its_cell_lets_it_be(module, b
 @pytest.mark.parametrize("scale", [0.0, 1e-9], ids=["of one value", "hidden"])
 def test_groups_whose_codes_float32_cannot_tell_begin_at_their_points(scale):
     spec = QuantSpec(bits=4, group_size=GROUP)
-    grid = LSQQuantizer(spec, mx.float32, "fitted")
+    grid = LSQQuantizer(spec, mx.float32, "mse")
     codes = pack(normal(4, GROUP), spec, mx.float32)["weight"]
     scales, biases = mx.full((4, 1), scale), mx.full((4, 1), 1.0)
     packed = {"weight": codes, "scales": scales, "biases": biases}

@@ -62,10 +62,10 @@ class Run:
         self.selection = quantization
         if adapted:
             lora_model.attach(
-                model, LoRAConfig(rank=4, layers=patterns), seed=1, merged=True
+                model, LoRAConfig(rank=4, target_modules=patterns), seed=1, merged=True
             )
         specs = self.selection.specs
-        if rounding and rounding.grid == "frozen":
+        if rounding and rounding.quantizer == "scales_only":
             model.freeze()
         fake_quant = FakeQuant(model, specs, self.loaded.dtype, rounding)
         self.step = Watched(model, fake_quant=fake_quant, weight_decay=0.01)
@@ -153,12 +153,12 @@ def test_exported_weights_are_the_trained_ones(
 @pytest.mark.parametrize(
     ("grid", "adapted"),
     [
-        ("learned", False),
-        ("learned", True),
-        ("frozen", False),
-        ("kept", False),
-        ("kept", True),
-        ("balanced", False),
+        ("lsq", False),
+        ("lsq", True),
+        ("scales_only", False),
+        ("fixed_scale", False),
+        ("fixed_scale", True),
+        ("seq", False),
         ("ternary", True),
     ],
 )
@@ -170,7 +170,7 @@ def test_exported_weights_are_the_trained_ones_on_learned_grids(
     folder = make_checkpoint(dtype=dtype, num_hidden_layers=3)
     chosen = [g for g in GRIDS if g.bits in (2, 3, 8) or g.mode != "affine"]
     specs = dict(zip(LINEAR, itertools.cycle(chosen), strict=False))
-    rounding = QATConfig(bits=2, group_size=32, grid=grid)
+    rounding = QATConfig(bits=2, group_size=32, quantizer=grid)
     run = Run(folder, QuantizationPlan(specs, {}), adapted=adapted, rounding=rounding)
     first = dict(run.step.parameters)
     run.train(2)
@@ -178,12 +178,12 @@ def test_exported_weights_are_the_trained_ones_on_learned_grids(
     affine = [path for path, spec in specs.items() if spec.mode == "affine"]
     assert len(affine) > 9
     learned = [f"{path}.scales" in moved for path in affine]
-    assert all(learned) if grid != "kept" else not any(learned)
+    assert all(learned) if grid != "fixed_scale" else not any(learned)
     assert_served_is_trained(run, tmp_path / "out")
 
 
 def test_a_frozen_grid_keeps_every_code_and_all_else(make_checkpoint, tmp_path):
-    rounding = QATConfig(bits=3, group_size=32, grid="frozen")
+    rounding = QATConfig(bits=3, group_size=32, quantizer="scales_only")
     run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
     names = {f"{p}.{n}" for p in run.selection.specs for n in ("scales", "biases")}
     assert run.step.parameters.keys() == names
@@ -197,9 +197,11 @@ def test_a_frozen_grid_keeps_every_code_and_all_else(make_checkpoint, tmp_path):
     assert mx.array_equal(stored["model.norm.weight"], run.base["model.norm.weight"])
 
 
-@pytest.mark.parametrize("grid", ["minmax", "learned"])
+@pytest.mark.parametrize("grid", ["minmax", "lsq"])
 def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
-    rounding = QATConfig(bits=2, group_size=32, grid=grid, start_step=2)
+    rounding = QATConfig(
+        bits=2, group_size=32, quantizer=grid, fake_quant_after_n_steps=2
+    )
     folder = make_checkpoint(dtype="float32")
     run = Run(folder, rounding, adapted=False, rounding=rounding)
     plain = Watched(load(folder, compute="stored").model, weight_decay=0.01)
@@ -211,9 +213,9 @@ def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
     run.step.reach(2)
     fake_quant, parameters = run.step.fake_quant, run.step.parameters
     path = "model.layers.0.mlp.up_proj"
-    if grid == "learned":
+    if grid == "lsq":
         # Of the weights as they are now.
-        begun = LSQQuantizer(run.selection.specs[path], mx.float32, "fitted").begin(
+        begun = LSQQuantizer(run.selection.specs[path], mx.float32, "mse").begin(
             parameters[f"{path}.weight"]
         )
         assert mx.array_equal(parameters[f"{path}.scales"], begun["scales"])
@@ -224,14 +226,14 @@ def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
-@pytest.mark.parametrize("grid", ["minmax", "learned"])
+@pytest.mark.parametrize("grid", ["minmax", "lsq"])
 def test_bits_come_down(make_checkpoint, tmp_path, grid, adapted):
     """Every step is one of a training that has its bits from the beginning."""
     folder = make_checkpoint(dtype="bfloat16")
     down = [{"bits": 8, "steps": 2}, {"bits": 3, "steps": 1}]
     # Without adapters they would be rounded at once, to the last bits.
-    common = {"group_size": 32, "grid": grid, "embeddings": False}
-    rounding = QATConfig(bits=2, progressive=down, **common)
+    common = {"group_size": 32, "quantizer": grid, "quantize_embeddings": False}
+    rounding = QATConfig(bits=2, bit_schedule=down, **common)
     run = Run(folder, rounding, adapted=adapted, rounding=rounding)
     runs = {}
     for bits in (8, 3, 2):
@@ -258,13 +260,13 @@ def test_bits_come_down(make_checkpoint, tmp_path, grid, adapted):
 
 def test_a_grid_that_comes_down_begins_with_the_weights_as_they_are(make_checkpoint):
     down = [{"bits": 4, "steps": 1}]
-    rounding = QATConfig(bits=2, group_size=32, grid="learned", progressive=down)
+    rounding = QATConfig(bits=2, group_size=32, quantizer="lsq", bit_schedule=down)
     run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
     run.train(1)
     path = "model.layers.0.mlp.up_proj"
     before = run.step.parameters[f"{path}.scales"]
     run.step.reach(1)
-    begun = LSQQuantizer(run.selection.specs[path], mx.float16, "fitted").begin(
+    begun = LSQQuantizer(run.selection.specs[path], mx.float16, "mse").begin(
         run.step.parameters[f"{path}.weight"]
     )
     assert mx.array_equal(run.step.parameters[f"{path}.scales"], begun["scales"])
@@ -273,7 +275,7 @@ def test_a_grid_that_comes_down_begins_with_the_weights_as_they_are(make_checkpo
 
 def test_a_layer_of_more_bits_keeps_them(make_checkpoint):
     down = [{"bits": 4, "steps": 1}, {"bits": 3, "steps": 1}]
-    rounding = QATConfig(bits=2, group_size=32, progressive=down)
+    rounding = QATConfig(bits=2, group_size=32, bit_schedule=down)
     specs = {LINEAR[0]: GRIDS[0], LINEAR[1]: QuantSpec(bits=6, group_size=32)}
     folder = make_checkpoint(dtype="float32")
     run = Run(folder, QuantizationPlan(specs, {}), adapted=False, rounding=rounding)
@@ -296,7 +298,7 @@ def test_embeddings_and_head_by_choice(
     make_checkpoint, tmp_path, tied, embeddings, head, adapted
 ):
     folder = make_checkpoint(tie_word_embeddings=tied, attention_bias=True)
-    quantization = Quantization(embeddings=embeddings, head=head)
+    quantization = Quantization(quantize_embeddings=embeddings, quantize_lm_head=head)
     run = Run(folder, quantization, adapted=adapted)
     assert ("model.embed_tokens" in run.selection.specs) == embeddings
     assert ("lm_head" in run.selection.specs) == (head and not tied)
@@ -309,11 +311,11 @@ def test_embeddings_and_head_by_choice(
     [
         ("minmax", False),
         ("minmax", True),
-        ("learned", False),
-        ("learned", True),
-        ("frozen", False),
-        ("kept", True),
-        ("balanced", True),
+        ("lsq", False),
+        ("lsq", True),
+        ("scales_only", False),
+        ("fixed_scale", True),
+        ("seq", True),
         ("ternary", False),
     ],
 )
@@ -323,7 +325,7 @@ def test_stock_mlx_lm_has_the_loss_of_training(
     import mlx_lm
     from mlx_lm.utils import dequantize_model
 
-    rounding = QATConfig(bits=2, grid=grid)
+    rounding = QATConfig(bits=2, quantizer=grid)
     folder = make_checkpoint(num_hidden_layers=2)
     run = Run(folder, rounding, adapted=adapted, rounding=rounding)
     run.train(3)

@@ -14,13 +14,13 @@ from tiny_checkpoints import TEXTS
 from transformers import AutoTokenizer
 
 SMALL = ScratchModelConfig(
-    vocabulary=320,
+    vocab_size=320,
     hidden_size=128,
     intermediate_size=192,
-    layers=3,
-    heads=4,
-    key_value_heads=2,
-    tied=False,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    tie_word_embeddings=False,
 )
 CHAT = [
     {"role": "system", "content": "Be brief."},
@@ -44,7 +44,9 @@ def test_the_config_is_a_llama_of_the_asked_shape():
     assert shapes["model.layers.2.self_attn.k_proj.weight"] == (64, 128)
     assert shapes["model.layers.2.mlp.down_proj.weight"] == (128, 192)
     assert not any(name.startswith("model.layers.3") for name in shapes)
-    tied = from_scratch.configuration(SMALL.model_copy(update={"tied": True}))
+    tied = from_scratch.configuration(
+        SMALL.model_copy(update={"tie_word_embeddings": True})
+    )
     assert "lm_head" not in build(tied)
 
 

@@ -38,7 +38,7 @@ def normal(*shape, seed=0, scale=0.05):
     return scale * mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def begun(module, spec, dtype, weight, start="fitted"):
+def begun(module, spec, dtype, weight, start="mse"):
     """A grid and numbers it might have learned."""
     grid = module(spec, dtype, start)
     first = grid.begin(weight)
@@ -145,7 +145,7 @@ def test_a_kept_grid_has_the_very_codes_it_began_with(spec, dtype):
     packed["weight"] = mx.random.randint(
         0, 2**31, packed["weight"].shape, key=mx.random.key(3)
     ).astype(mx.uint32)
-    grid = FixedScaleQuantizer(spec, dtype, "fitted")
+    grid = FixedScaleQuantizer(spec, dtype, "mse")
     assert grid.resume(packed) == {}
     weight = expand(exact := widened(packed), spec, mx.float32)
     again = grid.packed(weight, {})
@@ -167,7 +167,7 @@ def widened(packed):
 def test_kept_gradients_are_finite_differences_of_the_clipped_line():
     """Over every point's cell, the outermost's too, and flat beyond."""
     weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
-    grid = FixedScaleQuantizer(TWO, mx.float32, "fitted")
+    grid = FixedScaleQuantizer(TWO, mx.float32, "mse")
     grid.begin(0.8 * weight)
     packed = grid.packed(weight, {})
     w, s, b, g = doubles(weight[0], packed["scales"][0], packed["biases"][0], seen[0])
@@ -221,7 +221,7 @@ def test_balanced_levels_are_the_papers(dtype):
 
 
 @pytest.mark.parametrize(
-    "module", [SEQQuantizer, TernaryQuantizer], ids=["balanced", "ternary"]
+    "module", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
 )
 def test_symmetric_gradients_are_the_papers(module):
     """d alpha is the level less w / alpha, beyond the ends the level alone."""
@@ -245,7 +245,7 @@ def test_symmetric_gradients_are_the_papers(module):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "module", [SEQQuantizer, TernaryQuantizer], ids=["balanced", "ternary"]
+    "module", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
 )
 def test_symmetric_levels_are_stored_without_loss(module, dtype):
     weight = normal(64, 256)
@@ -280,7 +280,7 @@ def test_a_fitted_start_loses_less_than_the_range(module, spec):
         grid = module(spec, mx.float16, start)
         return mx.square(grid.rounded(weight, grid.begin(weight)) - weight).sum().item()
 
-    assert lost("fitted") < 0.9 * lost("minmax")
+    assert lost("mse") < 0.9 * lost("minmax")
     if module is LSQQuantizer:
         plain = MinMaxQuantizer(spec, mx.float16, "minmax").rounded(weight, {})
         assert lost("minmax") <= mx.square(plain - weight).sum().item()
@@ -318,7 +318,7 @@ def test_learned_grids_lower_the_loss_more():
 def test_groups_of_one_value(module):
     """Of zeros the scale may be zero too, and nothing becomes infinite."""
     weight = mx.concatenate([mx.zeros((1, 32)), mx.full((1, 32), 0.25)])
-    for dtype, start in itertools.product(DTYPES, ("minmax", "fitted")):
+    for dtype, start in itertools.product(DTYPES, ("minmax", "mse")):
         grid = module(TWO, dtype, start)
         numbers = grid.begin(weight)
 
@@ -334,7 +334,7 @@ def test_groups_of_one_value(module):
 
 
 @pytest.mark.parametrize(
-    "module", [LSQQuantizer, ScalesOnlyQuantizer], ids=["learned", "frozen"]
+    "module", [LSQQuantizer, ScalesOnlyQuantizer], ids=["lsq", "scales_only"]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
@@ -344,7 +344,7 @@ def test_going_on_from_codes_begins_with_the_codes(module, dtype, spec):
     codes = mx.random.randint(0, 1 << 30, packed["weight"].shape, key=mx.random.key(2))
     packed["weight"] = codes.astype(mx.uint32)
     exact = {k: v if k == "weight" else v.astype(mx.float32) for k, v in packed.items()}
-    grid = module(spec, dtype, "fitted")
+    grid = module(spec, dtype, "mse")
     numbers = grid.resume(packed)
     again = grid.packed(expand(exact, spec, mx.float32), numbers)
     for name, value in packed.items():
@@ -356,23 +356,32 @@ def test_going_on_from_codes_begins_with_the_codes(module, dtype, spec):
 
 
 def down(*widths):
-    return {"progressive": [{"bits": bits, "steps": 2} for bits in widths]}
+    return {"bit_schedule": [{"bits": bits, "steps": 2} for bits in widths]}
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"mode": "mxfp4", "grid": "learned"}, "mxfp4 has no scales to learn"),
-        ({"mode": "nvfp4", "grid": "frozen"}, "nvfp4 has no scales to learn"),
-        ({"mode": "mxfp8", "grid": "balanced"}, "mxfp8 has no scales to learn"),
-        ({"bits": 4, "grid": "balanced"}, "a balanced grid has 2 bits"),
-        ({"grid": "ternary"}, "a ternary grid has 2 bits"),
+        ({"mode": "mxfp4", "quantizer": "lsq"}, "mxfp4 has no scales to learn"),
+        ({"mode": "nvfp4", "quantizer": "scales_only"}, "nvfp4 has no scales to learn"),
+        ({"mode": "mxfp8", "quantizer": "seq"}, "mxfp8 has no scales to learn"),
+        ({"bits": 4, "quantizer": "seq"}, "a balanced grid has 2 bits"),
+        ({"quantizer": "ternary"}, "a ternary grid has 2 bits"),
         ({"start": "minmax"}, "are for grids that are learned"),
-        ({"grid_rate": 2.0}, "are for grids that are learned"),
-        ({"grid": "frozen", "at_points": True}, "at_points is for weights that go on"),
-        ({"grid": "frozen", "start_step": 3}, "start_step is for weights"),
-        ({"grid": "kept"} | down(8), "affine grids of any width: minmax and learned"),
-        ({"bits": 2, "grid": "ternary"} | down(8), "minmax and learned"),
+        ({"scale_lr_multiplier": 2.0}, "are for grids that are learned"),
+        (
+            {"quantizer": "scales_only", "latent_init": "codes"},
+            "at_points is for weights that go on",
+        ),
+        (
+            {"quantizer": "scales_only", "fake_quant_after_n_steps": 3},
+            "fake_quant_after_n_steps is for weights",
+        ),
+        (
+            {"quantizer": "fixed_scale"} | down(8),
+            "affine grids of any width: minmax and learned",
+        ),
+        ({"bits": 2, "quantizer": "ternary"} | down(8), "minmax and learned"),
         ({"mode": "mxfp4"} | down(8), "affine grids of any width"),
         (down(8, 4), "come down to bits: 4, each fewer"),
         ({"bits": 2} | down(4, 8), "come down to bits: 2, each fewer"),

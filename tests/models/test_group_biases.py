@@ -29,7 +29,7 @@ NAMES = ["mlp.gate", "mlp.up", "mlp.down", *(f"self_attn.{x}" for x in "qokv")]
 PATHS = [f"model.layers.{i}.{name}_proj" for i in range(3) for name in NAMES]
 PATHS[-3:] = [MIXED, DENSE, PATHS[-3]]
 TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
-ADAPTER = LoRAConfig(type="qa_lora", rank=4, alpha=6.0, layers=["*"])
+ADAPTER = LoRAConfig(type="qa_lora", rank=4, alpha=6.0, target_modules=["*"])
 
 
 @pytest.fixture(scope="module", params=["float32", "float16", "bfloat16"])

@@ -130,7 +130,7 @@ def test_the_merged_forward_has_plain_loras_gradients(folder, path):
 def test_begins_as_the_base_and_trains_adapters_alone(folder):
     model = load(folder).model
     before = model(TOKENS)
-    lora_model.attach(model, LoRAConfig(**OPTIONS, layers=LLAMA_ALL), seed=0)
+    lora_model.attach(model, LoRAConfig(**OPTIONS, target_modules=LLAMA_ALL), seed=0)
     assert mx.array_equal(model(TOKENS), before)
     names = [name for name, _ in tree_flatten(model.trainable_parameters())]
     assert len(names) == 3 * 7 * 2
@@ -141,7 +141,9 @@ def test_the_seed_decides_the_start(folder):
     draws = []
     for seed in (1, 1, 2):
         model = load(folder).model
-        lora_model.attach(model, LoRAConfig(**OPTIONS, layers=["mlp.*"]), seed=seed)
+        lora_model.attach(
+            model, LoRAConfig(**OPTIONS, target_modules=["mlp.*"]), seed=seed
+        )
         layers = lora_model.adapted(model).values()
         draws.append([layer.lora_a for layer in layers])
     first, same, other = draws
@@ -163,7 +165,7 @@ def test_dropout_only_while_training(folder):
 def test_an_unknown_pattern_is_refused_with_what_there_is(folder):
     model = load(folder).model
     with pytest.raises(UserError) as caught:
-        lora_model.attach(model, LoRAConfig(layers=["mlp.*", "attn.*"]), seed=0)
+        lora_model.attach(model, LoRAConfig(target_modules=["mlp.*", "attn.*"]), seed=0)
     assert caught.value.message == "no layer that lora adapts here matches 'attn.*'"
     assert "mlp.down_proj, mlp.gate_proj" in caught.value.hint
 
@@ -191,7 +193,7 @@ def test_blocks_of_any_name(tmp_path):
             vocab_size=320,
         )
     )
-    keys = lora_model.attach(model, LoRAConfig(layers=["attn.*"]), seed=0)
+    keys = lora_model.attach(model, LoRAConfig(target_modules=["attn.*"]), seed=0)
     assert keys == ["attn.c_attn", "attn.c_proj"]
     paths = list(lora_model.adapted(model))
     assert sorted(paths) == [

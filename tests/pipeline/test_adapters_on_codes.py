@@ -8,8 +8,8 @@ from tiny_runs import MEASURE, TRAIN, Run
 
 GRID = {"bits": 2, "group_size": 32}
 ADAPTERS = {
-    "lora": {"rank": 8, "rank_stabilized": True, "b_rate_ratio": 4.0, "dropout": 0.1},
-    "dora": {"type": "dora", "layers": {"mlp.*": 4, "*": 8}, "last_layers": 1},
+    "lora": {"rank": 8, "use_rslora": True, "loraplus_lr_ratio": 4.0, "dropout": 0.1},
+    "dora": {"type": "dora", "target_modules": {"mlp.*": 4, "*": 8}, "num_layers": 1},
 }
 
 
@@ -25,7 +25,7 @@ def coded(tmp_path_factory, base):
 def tuned(request, tmp_path_factory, coded):
     """Adapters trained on codes, and what is left of them when it is rounded again."""
     train = TRAIN | {"learning_rate": 1e-3, "adapter": ADAPTERS[request.param]}
-    stages = {"train": train}, {"quantize": GRID}, {"validate": MEASURE}, "export"
+    stages = {"train": train}, {"quantize": GRID}, {"evaluate": MEASURE}, "export"
     run = Run(tmp_path_factory.mktemp(request.param), *stages, model=coded)
     assert run() == 0
     return run
@@ -55,9 +55,9 @@ def test_stock_mlx_lm_loads_the_fused(tuned, coded):
 
 
 def test_experts_and_the_embedding(tmp_path, make_checkpoint):
-    adapter = {"rank": 4, "layers": ["*", "model.embed_tokens"]}
+    adapter = {"rank": 4, "target_modules": ["*", "model.embed_tokens"]}
     train = TRAIN | {"adapter": adapter, "learning_rate": 1e-2}
-    stages = {"train": train}, {"validate": MEASURE}
+    stages = {"train": train}, {"evaluate": MEASURE}
     run = Run(tmp_path, *stages, model=make_checkpoint(QWEN3_MOE, num_hidden_layers=1))
     assert run() == 0
     gain = run.json("report.json")["training"]["gain"]
@@ -72,19 +72,19 @@ def test_experts_and_the_embedding(tmp_path, make_checkpoint):
     [
         ({}, "of a quantized model only an adapter can be trained"),
         (
-            {"adapter": {"rank": 4}, "quantization": GRID | {"grid": "balanced"}},
+            {"adapter": {"rank": 4}, "qat": GRID | {"quantizer": "seq"}},
             "the model is quantized here, and balanced would round it again",
         ),
         (
-            {"adapter": {"type": "dora"}, "quantization": GRID},
+            {"adapter": {"type": "dora"}, "qat": GRID},
             "a dora adapter does not go with quantization",
         ),
         (
-            {"adapter": {"type": "qa_lora"}, "quantization": GRID},
+            {"adapter": {"type": "qa_lora"}, "qat": GRID},
             "a qa_lora adapter leaves the model in the codes it has",
         ),
         (
-            {"adapter": {"type": "qa_lora", "start": "adapters"}},
+            {"adapter": {"type": "qa_lora", "init_from": "adapters"}},
             "a qa_lora adapter is saved as plain LoRA's",
         ),
     ],

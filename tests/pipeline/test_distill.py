@@ -19,28 +19,28 @@ from lmx.run.fs import hash_file
 from tiny_runs import Run
 
 ANSWERS = {
-    "prompts": 24,
-    "held_out": 4,
+    "num_prompts": 24,
+    "num_eval_prompts": 4,
     "max_tokens": 12,
     "temperatures": [0.0, 0.8],
     "top_k": 16,
 }
 DISTILL = {
-    "student": {"layers": 1},
-    "answers": ANSWERS,
+    "draft_model": {"num_layers": 1},
+    "data_generation": ANSWERS,
     "steps": 12,
     "batch_tokens": 256,
     "learning_rate": 3e-3,
-    "evaluate_every": 6,
-    "checkpoint_every": 4,
-    "trial": {"prompts": 6, "max_tokens": 10},
+    "eval_steps": 6,
+    "save_steps": 4,
+    "benchmark": {"num_prompts": 6, "max_tokens": 10},
 }
 
 
 def run_of(folder, *stages, model):
     """With room for what is to be copied."""
     run = Run(folder, *stages, model=model)
-    run.data["max_length"] = 128
+    run.data["max_seq_length"] = 128
     run.write()
     return run
 
@@ -49,8 +49,8 @@ def run_of(folder, *stages, model):
 def distilled(base, tmp_path_factory):
     """A run that distils a draft from the trained tiny model."""
     # The model itself is the sibling: it guesses right, and nothing is won.
-    trial = DISTILL["trial"] | {"sibling": str(base)}
-    stage = {"distill": DISTILL | {"trial": trial}}
+    trial = DISTILL["trial"] | {"baseline_model": str(base)}
+    stage = {"draft": DISTILL | {"benchmark": trial}}
     run = run_of(tmp_path_factory.mktemp("distil"), stage, model=base)
     assert run() == 0
     return run
@@ -120,8 +120,8 @@ def test_a_sibling_with_other_tokens_is_told_of_before_the_training(
     first, second = list(vocabulary)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(words))
-    trial = DISTILL["trial"] | {"sibling": str(other)}
-    stage = {"distill": DISTILL | {"trial": trial}}
+    trial = DISTILL["trial"] | {"baseline_model": str(other)}
+    stage = {"draft": DISTILL | {"benchmark": trial}}
     run = run_of(tmp_path, stage, model=distilled.model)
     assert run() == 2
     assert "sibling" in capsys.readouterr().err
@@ -144,11 +144,11 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
     before = answers_kept()
     other = {
         **DISTILL,
-        "student": {"from": str(distilled.model), "layers": [1]},
-        "loss": "reverse",
+        "draft_model": {"init_from": str(distilled.model), "num_layers": [1]},
+        "loss": "reverse_kl",
         "quantization": {"bits": 8, "group_size": 32},
     }
-    run = run_of(tmp_path, {"distill": other}, "export", model=distilled.model)
+    run = run_of(tmp_path, {"draft": other}, "export", model=distilled.model)
     assert run() == 0
     assert run.json("draft/draft.json")["target"] == weights_digest(
         run.output / "model"
@@ -162,9 +162,14 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
 
 
 def test_a_missed_gate_publishes_nothing_and_ends_with_1(distilled, tmp_path):
-    fresh = {"fresh": True, "layers": 1}
-    gates = {**DISTILL, "student": fresh, "steps": 1, "require": {"acceptance": 1.0}}
-    run = run_of(tmp_path, {"distill": gates}, "export", model=distilled.model)
+    fresh = {"from_scratch": True, "num_layers": 1}
+    gates = {
+        **DISTILL,
+        "draft_model": fresh,
+        "steps": 1,
+        "thresholds": {"min_acceptance_rate": 1.0},
+    }
+    run = run_of(tmp_path, {"draft": gates}, "export", model=distilled.model)
     assert run() == 1
     assert "acceptance" in run.log
     assert run.json("report.json")["draft"]["acceptance"] < 1
@@ -174,12 +179,12 @@ def test_a_missed_gate_publishes_nothing_and_ends_with_1(distilled, tmp_path):
 def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
     auto = {
         **DISTILL,
-        "student": {"layers": "auto", "intermediate_size": 32},
+        "draft_model": {"num_layers": "auto", "intermediate_size": 32},
         # The target runs beside the draft.
-        "answers": {**ANSWERS, "top_k": None},
+        "data_generation": {**ANSWERS, "top_k": None},
         "steps": 2,
     }
-    run = run_of(tmp_path, {"distill": auto}, model=distilled.model)
+    run = run_of(tmp_path, {"draft": auto}, model=distilled.model)
     assert run() == 0
     config = json.loads((run.output / "draft/config.json").read_text())
     assert config["num_hidden_layers"] in (1, 2)
@@ -190,7 +195,7 @@ def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
 
 
 def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_path):
-    run = run_of(tmp_path, {"distill": DISTILL}, model=distilled.model)
+    run = run_of(tmp_path, {"draft": DISTILL}, model=distilled.model)
     assert run.attacked("SIGTERM", "step", 7).returncode == 130
     assert run() == 0
     assert "resuming after step 7" in run.log
@@ -201,8 +206,10 @@ def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_pat
 def test_replays_of_a_stopped_training_leave_the_same_draft(
     distilled, tmp_path_factory
 ):
-    replayed = {"on_policy": {"fraction": 0.5, "guesses": 3, "refresh": 2}}
-    stage = {"distill": DISTILL | replayed | {"steps": 8}}
+    replayed = {
+        "on_policy": {"fraction": 0.5, "rollout_tokens": 3, "rollout_interval": 2}
+    }
+    stage = {"draft": DISTILL | replayed | {"steps": 8}}
     files = []
     for name, stop in (("whole", None), ("stopped", 5)):
         folder = tmp_path_factory.mktemp(name)
@@ -219,7 +226,7 @@ def test_replays_of_a_stopped_training_leave_the_same_draft(
 
 def test_a_model_is_not_changed_after_its_draft(distilled, tmp_path, capsys):
     run = run_of(
-        tmp_path, {"distill": DISTILL}, {"quantize": {"bits": 4}}, model=distilled.model
+        tmp_path, {"draft": DISTILL}, {"quantize": {"bits": 4}}, model=distilled.model
     )
     assert run() == 2
     assert "distil last" in capsys.readouterr().err

@@ -46,7 +46,7 @@ def test_one_that_is_not_proven_keeps_all_back(tmp_path, base, monkeypatch):
     monkeypatch.setattr(
         hf, "rename_experts", lambda t: real({n: v + 1 for n, v in t.items()})
     )
-    run = Run(tmp_path, {"export": {"formats": ["mlx", "dense"]}}, model=base)
+    run = Run(tmp_path, {"export": {"formats": ["mlx", "hf"]}}, model=base)
     assert run() == 1
     assert not (run.output / "model").exists()
     assert not (run.output / "dense").exists()
@@ -58,7 +58,7 @@ def test_a_training_goes_on_from_an_adapter(published, tmp_path, base):
     before = [r["loss"] for r in published.rows() if r["kind"] == "valid"]
     for form in ("adapters", "peft"):
         start = str(published.output / form)
-        train = TRAIN | LORA | {"adapter": {"rank": 6, "start": start}}
+        train = TRAIN | LORA | {"adapter": {"rank": 6, "init_from": start}}
         (tmp_path / form).mkdir()
         run = Run(tmp_path / form, {"train": train | {"steps": 1}}, model=base)
         assert run() == 0
@@ -89,7 +89,7 @@ def test_a_model_is_loaded_with_the_adapter_in_both_formats(published, base):
 def test_what_cannot_be_exported_is_said_first(
     tmp_path, make_checkpoint, capsys, formats, changes, said
 ):
-    stages = {"validate": VALIDATE}, {"export": {"formats": formats}}
+    stages = {"evaluate": VALIDATE}, {"export": {"formats": formats}}
     run = Run(tmp_path, *stages, model=make_checkpoint(**changes))
     assert run("--check") == 2
     assert said in capsys.readouterr().err

@@ -22,7 +22,7 @@ def fails(run, capsys, code, *arguments) -> str:
 
 @pytest.fixture
 def run(tmp_path):
-    return Run(tmp_path, {"train": TRAIN}, {"validate": VALIDATE}, "export")
+    return Run(tmp_path, {"train": TRAIN}, {"evaluate": VALIDATE}, "export")
 
 
 def test_empty_file(run, capsys):
@@ -58,11 +58,11 @@ def test_rows_of_no_known_format(run, capsys):
 
 
 def test_rows_too_long_for_the_model(run, capsys):
-    run.data["max_length"] = 8
+    run.data["max_seq_length"] = 8
     run.write()
     said = fails(run, capsys, 2)
     assert "nothing to train on: all 40 rows were dropped" in said
-    assert "raise data.max_length" in said
+    assert "raise data.max_seq_length" in said
 
 
 def with_model(tmp_path, model, *stages):
@@ -132,7 +132,7 @@ def test_adapter_on_layers_that_are_not_there(tmp_path, base, capsys):
 
 
 def test_groups_that_do_not_fit(tmp_path, capsys):
-    train = TRAIN | {"quantization": {"group_size": 128}}
+    train = TRAIN | {"qat": {"group_size": 128}}
     run = Run(tmp_path, {"train": train})
     said = fails(run, capsys, 2)
     assert "nothing of this model can be quantized" in said
@@ -140,7 +140,7 @@ def test_groups_that_do_not_fit(tmp_path, capsys):
 
 
 def test_a_rate_beyond_reason(run, capsys):
-    arguments = ("stages.1.train.learning_rate=1e30", "stages.1.train.warmup=0")
+    arguments = ("stages.1.train.learning_rate=1e30", "stages.1.train.warmup_ratio=0")
     said = fails(run, capsys, 1, *arguments)
     assert "the loss or its gradient is not a number at step" in said
     assert f"{run.folder / 'train.jsonl'}:" in said

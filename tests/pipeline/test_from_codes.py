@@ -13,28 +13,28 @@ GRID = {"bits": 2, "group_size": 32}
 GPTQ = GRID | {
     "method": "gptq",
     # Codes, scales and biases that plain rounding would not give are enough here.
-    "rounds": 1,
-    "outputs": False,
-    "calibration": {"tokens": 512, "length": 64, "held_out": 64},
-    "tune": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3},
-    "gates": False,
+    "refine_iters": 1,
+    "output_hessian": False,
+    "calibration": {"num_tokens": 512, "max_seq_length": 64, "num_eval_tokens": 64},
+    "scale_tuning": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3},
+    "rollback_if_worse": False,
 }
 MOVING = TRAIN | {"learning_rate": 5e-3}
 STILL = TRAIN | {"steps": 1, "learning_rate": 1e-30}
 WAYS = {
-    "learned": {"quantization": GRID | {"grid": "learned"}},
-    "lora": {"quantization": GRID | {"grid": "learned"}, "adapter": {"rank": 4}},
-    "frozen": {"quantization": GRID | {"grid": "frozen"}},
-    "kept": {"quantization": GRID | {"grid": "kept"}},
-    "kept by lora": {"quantization": GRID, "adapter": {"rank": 4}},
+    "lsq": {"qat": GRID | {"quantizer": "lsq"}},
+    "lora": {"qat": GRID | {"quantizer": "lsq"}, "adapter": {"rank": 4}},
+    "scales_only": {"qat": GRID | {"quantizer": "scales_only"}},
+    "fixed_scale": {"qat": GRID | {"quantizer": "fixed_scale"}},
+    "kept by lora": {"qat": GRID, "adapter": {"rank": 4}},
     "qa_lora": {"adapter": {"type": "qa_lora", "rank": 4}},
 }
 # What a way leaves as it was.
 LEFT = {
-    "learned": set(),
+    "lsq": set(),
     "lora": set(),
-    "frozen": {"weight"},
-    "kept": {"scales", "biases"},
+    "scales_only": {"weight"},
+    "fixed_scale": {"scales", "biases"},
     "kept by lora": {"scales", "biases"},
     "qa_lora": {"weight", "scales"},
 }
@@ -67,7 +67,7 @@ def gained(tmp_path_factory, base):
     @cache
     def of(way):
         train = {"train": MOVING | WAYS[way]}
-        stages = {"quantize": GRID}, train, {"validate": MEASURE}
+        stages = {"quantize": GRID}, train, {"evaluate": MEASURE}
         run = Run(tmp_path_factory.mktemp("gained"), *stages, model=base)
         assert run() == 0
         return run
@@ -127,7 +127,7 @@ def test_biases_take_up_an_adapter_of_a_model_quantized_elsewhere(tmp_path, gain
     """Validated, exported and adapted twice over, it has the size of the base."""
     first = gained("qa_lora")
     train = {"train": TRAIN | WAYS["qa_lora"]}
-    stages = train, train, {"validate": MEASURE}, "export"
+    stages = train, train, {"evaluate": MEASURE}, "export"
     run = Run(tmp_path, *stages, model=quantized(first))
     assert run() == 0
     names = ["1-train", "2-train"]
@@ -153,7 +153,7 @@ def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
     assert first() == 0
     folder = quantized(first)
     (tmp_path / "on").mkdir()
-    train = STILL | WAYS["learned"]
+    train = STILL | WAYS["lsq"]
     run = Run(tmp_path / "on", {"train": train}, model=folder)
     assert run() == 0
     place = run.output / "stages" / "1-train"
@@ -170,16 +170,22 @@ def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
     ("asked", "said"),
     [
         (
-            {"bits": 3, "group_size": 64, "grid": "learned"},
+            {"bits": 3, "group_size": 64, "quantizer": "lsq"},
             "quantized here with bits: 2, group_size: 32; this asks for bits: 3, "
             "group_size: 64",
         ),
-        (GRID | {"grid": "frozen", "head": False}, "with head: True; this asks for"),
-        (GRID, "minmax would round it again"),
-        (GRID | {"grid": "balanced"}, "balanced would round it again"),
-        (GRID | {"grid": "learned", "start_step": 3}, "leave start_step out"),
         (
-            GRID | {"grid": "learned", "progressive": [{"bits": 8, "steps": 2}]},
+            GRID | {"quantizer": "scales_only", "quantize_lm_head": False},
+            "with head: True; this asks for",
+        ),
+        (GRID, "minmax would round it again"),
+        (GRID | {"quantizer": "seq"}, "balanced would round it again"),
+        (
+            GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 3},
+            "leave fake_quant_after_n_steps out",
+        ),
+        (
+            GRID | {"quantizer": "lsq", "bit_schedule": [{"bits": 8, "steps": 2}]},
             "leave progressive out",
         ),
     ],
@@ -187,7 +193,7 @@ def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
 def test_a_contradiction_is_refused_before_any_work(
     tmp_path, base, capsys, asked, said
 ):
-    stages = {"quantize": GRID}, {"train": TRAIN | {"quantization": asked}}
+    stages = {"quantize": GRID}, {"train": TRAIN | {"qat": asked}}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 2
     assert said in capsys.readouterr().err

@@ -15,10 +15,10 @@ MIXED = {
     "model.layers.1.*": {"bits": 3, "group_size": 32},
     "mlp.gate_proj": "keep",
 }
-CALIBRATION = {"tokens": 1024, "length": 32}
+CALIBRATION = {"num_tokens": 1024, "max_seq_length": 32}
 METHODS = {
     "rtn": {},
-    "gptq": {"tune": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3}},
+    "gptq": {"scale_tuning": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3}},
 }
 
 
@@ -41,9 +41,9 @@ def same_logits_in_stock_mlx_lm(folder) -> bool:
 
 @pytest.mark.parametrize("kind", [*METHODS, "train"])
 def test_mixed_grids_load_in_mlx_lm(kind, tmp_path, base):
-    settings = {"bits": 4, "group_size": 64, "layers": MIXED}
+    settings = {"bits": 4, "group_size": 64, "overrides": MIXED}
     if kind == "train":
-        stage = {"train": TRAIN | {"quantization": settings}}
+        stage = {"train": TRAIN | {"qat": settings}}
     else:
         method = {"method": kind, "calibration": CALIBRATION} | METHODS[kind]
         stage = {"quantize": settings | method}
@@ -62,10 +62,10 @@ def test_mixed_grids_load_in_mlx_lm(kind, tmp_path, base):
 @pytest.mark.parametrize(
     "budget",
     [
-        {"bits_per_weight": 2.7, "bits": [2, 3, 6]},
-        {"bits_per_weight": 3.5, "bits": [2, 3, 6]},
-        {"bits_per_weight": 5.25, "bits": [3, 8], "group_sizes": [64]},
-        {"bytes": 40_000, "bits": [2, 3, 6]},
+        {"target_bpw": 2.7, "candidate_bits": [2, 3, 6]},
+        {"target_bpw": 3.5, "candidate_bits": [2, 3, 6]},
+        {"target_bpw": 5.25, "candidate_bits": [3, 8], "candidate_group_sizes": [64]},
+        {"target_bytes": 40_000, "candidate_bits": [2, 3, 6]},
     ],
     ids=str,
 )
@@ -96,7 +96,7 @@ def test_a_wrong_key_of_a_pattern_is_told_with_the_right_one(tmp_path, base, cap
 
 def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
     layers = {"*.down_proj": {"mode": "mxfp4"}, "mlp.up_proj": "keep"}
-    budget = {"bits_per_weight": 5.5, "bits": [2, 3, 6]}
+    budget = {"target_bpw": 5.5, "candidate_bits": [2, 3, 6]}
     run = run_of(tmp_path, base, budget=budget, layers=layers, method="rtn")
     assert run() == 0
     folder = run.output / "stages/1-quantize/model"
@@ -118,7 +118,7 @@ def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
     ],
 )
 def test_budgets_that_are_none(bits, message, hint, tmp_path, base, capsys):
-    run = run_of(tmp_path, base, budget={"bits_per_weight": bits})
+    run = run_of(tmp_path, base, budget={"target_bpw": bits})
     assert run() == 2
     told = capsys.readouterr().err
     assert message in told
@@ -127,15 +127,15 @@ def test_budgets_that_are_none(bits, message, hint, tmp_path, base, capsys):
 
 def test_the_smallest_budget_that_is_named_is_enough(tmp_path, base, capsys):
     few = {"bits": [2, 3, 6]}
-    run = run_of(tmp_path, base, budget=few | {"bits_per_weight": 1.0})
+    run = run_of(tmp_path, base, budget=few | {"target_bpw": 1.0})
     assert run() == 2
     words = capsys.readouterr().err.split("smallest possible is ")[1].split()
     size = int(words[0].replace(",", ""))
     for enough in (f"bytes={size}", f"bits_per_weight={words[3]}"):
         key = enough.partition("=")[0]
         run = run_of(tmp_path, base, budget=few | {key: 1.0}, method="rtn")
-        assert run("--fresh", f"stages.quantize.budget.{enough}") == 0, enough
-    run = run_of(tmp_path, base, budget=few | {"bytes": float(size - 1)})
+        assert run("--fresh", f"stages.quantize.mixed_precision.{enough}") == 0, enough
+    run = run_of(tmp_path, base, budget=few | {"target_bytes": float(size - 1)})
     assert run("--fresh") == 2
 
 
@@ -144,7 +144,11 @@ def test_sensitivities_are_measured_once(tmp_path, base):
     for bits in (4.0, 4.5):
         folder = tmp_path / f"{bits}"
         folder.mkdir()
-        budget = {"bits_per_weight": bits, "bits": [3, 5], "group_sizes": [32, 64]}
+        budget = {
+            "target_bpw": bits,
+            "candidate_bits": [3, 5],
+            "candidate_group_sizes": [32, 64],
+        }
         run = run_of(folder, base, budget=budget)
         assert run() == 0
         told.append("measuring what" in run.log)

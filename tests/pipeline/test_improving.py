@@ -19,7 +19,7 @@ from tiny_runs import Run
 QUANTIZE = {
     "bits": 2,
     "group_size": 32,
-    "calibration": {"tokens": 512, "length": 32, "held_out": 128},
+    "calibration": {"num_tokens": 512, "max_seq_length": 32, "num_eval_tokens": 128},
 }
 TUNE = {"steps": 4, "batch_tokens": 64, "learning_rate": 3e-3}
 
@@ -42,14 +42,17 @@ def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
 
 def test_answers_alone_are_judged(tmp_path, base):
     """Where they alone count, against the whole answers of the validation rows."""
-    calibration = QUANTIZE["calibration"] | {"count": "answers", "held_out": 10_000}
+    calibration = QUANTIZE["calibration"] | {
+        "loss_on": "completions",
+        "num_eval_tokens": 10_000,
+    }
     tune = TUNE | {"top_k": 10_000}
-    given = {"method": "gptq", "calibration": calibration, "tune": tune}
+    given = {"method": "gptq", "calibration": calibration, "scale_tuning": tune}
     run, facts = facts_of(tmp_path, base, **given)
     found = load(run.output / "stages/1-quantize/model")
     rows = [*RowReader(str(tmp_path / "valid.jsonl"), split="train")]
-    examples = encode_all(rows, found.tokenizer, max_length=32).examples
-    batches = BucketBatchSampler(examples, max_length=32, tokens=1024).in_order()
+    examples = encode_all(rows, found.tokenizer, max_seq_length=32).examples
+    batches = BucketBatchSampler(examples, max_seq_length=32, tokens=1024).in_order()
     sums = measure_per_sequence(load(base).model, found.model, list(batches))
     expected = sums.kl.sum() / sums.tokens.sum()
     assert facts["held_out_kl"][facts["step_kept"]] == pytest.approx(expected, rel=0.01)
@@ -59,9 +62,9 @@ def test_answers_alone_are_judged(tmp_path, base):
     ("settings", "judged"),
     [
         ({"method": "rtn"}, None),
-        ({"method": "rtn", "tune": TUNE}, ["rtn", "tuned"]),
-        ({"method": "gptq", "tune": False}, ["rounding", "gptq"]),
-        ({"method": "gptq", "tune": False, "gates": False}, None),
+        ({"method": "rtn", "scale_tuning": TUNE}, ["rtn", "tuned"]),
+        ({"method": "gptq", "scale_tuning": False}, ["rounding", "gptq"]),
+        ({"method": "gptq", "scale_tuning": False, "rollback_if_worse": False}, None),
     ],
 )
 def test_only_what_is_asked_for_is_judged(tmp_path, base, settings, judged):

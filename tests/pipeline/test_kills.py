@@ -13,21 +13,26 @@ PROGRAM = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1
 KILLS, HITS = 5, 2
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
 KINDS = {
-    "lora": {"steps": 30, "accumulate": 2, "adapter": LORA, "keep": "best"},
+    "lora": {
+        "steps": 30,
+        "gradient_accumulation_steps": 2,
+        "adapter": LORA,
+        "load_best_at_end": "True",
+    },
     # Too fast to go well for long: it ends early, and the best is an older one.
     "lean": {
         "steps": None,
         "epochs": 47.8,
-        "accumulate": 3,
+        "gradient_accumulation_steps": 3,
         "adapter": LORA | {"type": "dora"},
         "optimizer": "muon",
         "learning_rate": 0.03,
-        "schedule": "constant",
-        "keep": "best",
-        "keep_checkpoints": 1,
-        "early_stopping": 1,
+        "lr_schedule": "constant",
+        "load_best_at_end": "True",
+        "save_total_limit": 1,
+        "early_stopping_patience": 1,
         "gradient_checkpointing": True,
-        "loss_chunk": 16,
+        "loss_chunk_tokens": 16,
     },
 }
 

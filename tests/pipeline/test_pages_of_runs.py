@@ -50,8 +50,8 @@ def test_it_is_made_again_from_the_folder_alone(whole, tmp_path, capsys):
 
 
 def test_a_missed_gate_is_told(base, tmp_path):
-    small = VALIDATE | {"require": {"perplexity": 1.0}, "samples": 0}
-    run = Run(tmp_path, {"validate": small}, "export", model=base)
+    small = VALIDATE | {"thresholds": {"max_perplexity": 1.0}, "num_samples": 0}
+    run = Run(tmp_path, {"evaluate": small}, "export", model=base)
     assert run() == 1
     html = page(run)
     assert '<td class="bad">missed</td>' in html

@@ -12,7 +12,7 @@ TRAIN = {"train": {"steps": 2, "batch_size": 4, "learning_rate": 1e-3}}
 
 
 def export(**changes):
-    return {"export": {"push_to": "alice/small", **changes}}
+    return {"export": {"hub_repo_id": "alice/small", **changes}}
 
 
 def everything_said(run, capfd):

@@ -9,8 +9,12 @@ STAGE = {
     "quantize": {
         "method": "gptq",
         "bits": 3,
-        "calibration": {"source": "builtin:stdlib", "tokens": 4096, "length": 64},
-        "tune": {"steps": 4, "batch_tokens": 256, "learning_rate": 1e-3},
+        "calibration": {
+            "dataset": "builtin:stdlib",
+            "num_tokens": 4096,
+            "max_seq_length": 64,
+        },
+        "scale_tuning": {"steps": 4, "batch_tokens": 256, "learning_rate": 1e-3},
     }
 }
 # Files that the walk writes: 4 in front of the blocks, 7 for each, 1 after them.

@@ -10,15 +10,15 @@ LORA = {"type": "lora", "rank": 4}
 GRID = {"bits": 4, "group_size": 32}
 KINDS = {
     "full": {},
-    "dora+": {"adapter": LORA | {"type": "dora", "b_rate_ratio": 4.0}},
-    "lora-qat": {"adapter": LORA, "quantization": GRID},
-    "qat": {"quantization": GRID},
-    "grids": {"adapter": LORA, "quantization": GRID | {"grid": "learned"}},
-    "late-grids": {"quantization": GRID | {"grid": "learned", "start_step": 6}},
+    "dora+": {"adapter": LORA | {"type": "dora", "loraplus_lr_ratio": 4.0}},
+    "lora-qat": {"adapter": LORA, "qat": GRID},
+    "qat": {"qat": GRID},
+    "grids": {"adapter": LORA, "qat": GRID | {"quantizer": "lsq"}},
+    "late-grids": {"qat": GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 6}},
     "down": {
-        "quantization": GRID
-        | {"grid": "learned", "start_step": 1}
-        | {"progressive": [{"bits": 8, "steps": 3}, {"bits": 6, "steps": 3}]}
+        "qat": GRID
+        | {"quantizer": "lsq", "fake_quant_after_n_steps": 1}
+        | {"bit_schedule": [{"bits": 8, "steps": 3}, {"bits": 6, "steps": 3}]}
     },
 }
 
@@ -83,7 +83,7 @@ def test_stopped(tmp_path, base, expected, kind):
 
 
 def test_stopped_while_measuring(tmp_path, base, monkeypatch, capsys):
-    run = Run(tmp_path, {"quantize": GRID}, {"validate": VALIDATE}, model=base)
+    run = Run(tmp_path, {"quantize": GRID}, {"evaluate": VALIDATE}, model=base)
 
     def stop(*_):
         raise KeyboardInterrupt

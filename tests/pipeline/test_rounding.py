@@ -17,12 +17,12 @@ from pydantic import ValidationError
 
 UP, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
 COMMON = {"steps": 10, "batch_size": 1}
-PHASES = {"progressive": [{"bits": 8, "steps": 5}]}
-COMING_DOWN = {"quantization": QATConfig(bits=2, **PHASES)}
+PHASES = {"bit_schedule": [{"bits": 8, "steps": 5}]}
+COMING_DOWN = {"qat": QATConfig(bits=2, **PHASES)}
 
 
 def config(adapter=None, **rounding) -> TrainConfig:
-    return TrainConfig(**COMMON, adapter=adapter, quantization=QATConfig(**rounding))
+    return TrainConfig(**COMMON, adapter=adapter, qat=QATConfig(**rounding))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def mixed(make_checkpoint, tmp_path):
 
 
 def test_layers_keep_the_grids_they_have(mixed):
-    found = prepare(config(bits=3, grid="learned"), mixed, NullLogger())
+    found = prepare(config(bits=3, grid="lsq"), mixed, NullLogger())
     assert found.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
     assert "model.embed_tokens" in found.selection.kept
     assert not found.selection.specs.keys() & found.selection.kept
@@ -61,7 +61,7 @@ def weights_of(found):
 
 def begun(mixed, origin=dict, seed=0, teacher=None, **rounding):
     """The weights a training from codes begins with."""
-    settings = COMMON | {"quantization": QATConfig(bits=3, grid="learned", **rounding)}
+    settings = COMMON | {"qat": QATConfig(bits=3, quantizer="lsq", **rounding)}
     own = TrainConfig(**settings, teacher=teacher)
     return weights_of(prepare(own, mixed, NullLogger(), origin=origin, seed=seed))
 
@@ -105,23 +105,26 @@ def test_what_the_model_has_been_is_learned_from_the_points(mixed, dense):
 def test_a_dense_model_has_no_points_to_begin_at(make_checkpoint):
     loaded = load(make_checkpoint(), compute="stored")
     with pytest.raises(UserError, match="at_points is for a model in codes"):
-        prepare(config(grid="learned", at_points=True), loaded, NullLogger())
+        prepare(config(grid="lsq", at_points=True), loaded, NullLogger())
 
 
 @pytest.mark.parametrize(
     ("rounding", "said"),
     [
         (
-            {"bits": 8, "grid": "learned"},
+            {"bits": 8, "quantizer": "lsq"},
             "quantized to [34] bits .*; .* asks for 8 bits",
         ),
         (
-            {"bits": 4, "group_size": 32, "grid": "frozen"},
+            {"bits": 4, "group_size": 32, "quantizer": "scales_only"},
             "asks for 4 bits in groups of",
         ),
         ({"bits": 4}, "training would round it again"),
-        ({"bits": 4, "grid": "learned", "start_step": 2}, "would round it again"),
-        ({"bits": 4, "grid": "learned"} | PHASES, "would round it again"),
+        (
+            {"bits": 4, "quantizer": "lsq", "fake_quant_after_n_steps": 2},
+            "would round it again",
+        ),
+        ({"bits": 4, "quantizer": "lsq"} | PHASES, "would round it again"),
     ],
 )
 def test_a_model_in_codes_is_never_rounded_anew(mixed, rounding, said):
@@ -145,7 +148,7 @@ def test_floating_point_grids_stay(make_checkpoint, tmp_path):
     )
     with pytest.raises(UserError, match="only affine grids can be trained"):
         prepare(
-            config(grid="learned"),
+            config(grid="lsq"),
             load(tmp_path / "mx", compute="stored"),
             NullLogger(),
         )
@@ -154,27 +157,36 @@ def test_floating_point_grids_stay(make_checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"keep": "best"}, "start_step does not go with keep: best"),
-        ({"early_stopping": 2}, "start_step does not go with keep: best"),
-        ({"steps": 5}, "start_step must be below steps"),
-        (COMING_DOWN | {"keep": "best"}, "progressive does not go with keep: best"),
+        (
+            {"load_best_at_end": "True"},
+            "fake_quant_after_n_steps does not go with keep: best",
+        ),
+        (
+            {"early_stopping_patience": 2},
+            "fake_quant_after_n_steps does not go with keep: best",
+        ),
+        ({"steps": 5}, "fake_quant_after_n_steps must be below steps"),
+        (
+            COMING_DOWN | {"load_best_at_end": "True"},
+            "progressive does not go with keep: best",
+        ),
         (COMING_DOWN | {"steps": 5}, "progressive must be below steps"),
         (
-            {"quantization": QATConfig(grid="frozen"), "adapter": LoRAConfig()},
+            {"qat": QATConfig(quantizer="scales_only"), "adapter": LoRAConfig()},
             "a frozen grid trains no weights",
         ),
     ],
 )
 def test_settings_that_contradict(change, said):
-    late = {"quantization": QATConfig(start_step=5)}
+    late = {"qat": QATConfig(fake_quant_after_n_steps=5)}
     with pytest.raises(ValidationError, match=said):
         TrainConfig(**COMMON | late | change)
 
 
 def test_rounding_begins_before_the_end():
-    require_time(QATConfig(start_step=5), 6)
+    require_time(QATConfig(fake_quant_after_n_steps=5), 6)
     require_time(None, 1)
     with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):
-        require_time(QATConfig(start_step=5), 5)
+        require_time(QATConfig(fake_quant_after_n_steps=5), 5)
     with pytest.raises(UserError, match="2 bits begins after 5 steps, and there are 4"):
         require_time(COMING_DOWN["quantization"], 4)

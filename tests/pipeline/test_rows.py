@@ -56,7 +56,7 @@ def test_rows_are_tokenised_once(tmp_path, base, encoded):
 
 
 @pytest.mark.parametrize(
-    "change", ["content", "max_length", "train_on", "limit", "template"]
+    "change", ["content", "max_seq_length", "loss_on", "limit", "template"]
 )
 def test_what_changes_tokens_makes_new_ones(tmp_path, base, make_copy, encoded, change):
     model = make_copy(base)
@@ -69,7 +69,7 @@ def test_what_changes_tokens_makes_new_ones(tmp_path, base, make_copy, encoded, 
         path = model / "tokenizer_config.json"
         path.write_text(path.read_text().replace("if add_gen", "if  add_gen"))
     else:
-        values = {"max_length": 65, "train_on": "everything", "limit": 40}
+        values = {"max_seq_length": 65, "loss_on": "all", "max_samples": 40}
         run.data[change] = values[change]
         run.write()
     assert run("--fresh") == 0
@@ -146,7 +146,7 @@ def test_packed_rows_train(tmp_path, base, size):
         folder.mkdir()
         changes = {"steps": None, "epochs": 2, "batch_size": None, "packing": packing}
         run = Run(folder, {"train": TRAIN | changes | size}, model=base)
-        run.data["max_length"] = 128
+        run.data["max_seq_length"] = 128
         run.write()
         assert run() == 0
         last = [row for row in run.rows() if row["kind"] == "train"][-1]
@@ -165,7 +165,7 @@ def test_models_that_cannot_pack_pad_and_say_so(tmp_path, make_checkpoint):
     gpt2 = {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 320}
     model = make_checkpoint(gpt2 | sizes | {"eos_token_id": [2, 0]}, dtype="float32")
     run = Run(tmp_path, {"train": SHORT | {"packing": True}}, model=model)
-    run.data["max_length"] = 100
+    run.data["max_seq_length"] = 100
     run.write()
     assert run() == 0
     assert "rows are padded, packing is off" in run.log

@@ -28,8 +28,8 @@ def finished(tmp_path_factory, base):
 
     def of(kind):
         if kind not in runs:
-            train = TRAIN | {"schedule": "constant"} | KINDS[kind]
-            stages = {"train": train}, {"validate": VALIDATE}, "export"
+            train = TRAIN | {"lr_schedule": "constant"} | KINDS[kind]
+            stages = {"train": train}, {"evaluate": VALIDATE}, "export"
             runs[kind] = Run(tmp_path_factory.mktemp(kind), *stages, model=base)
             assert runs[kind]() == 0
         return runs[kind]
@@ -39,8 +39,8 @@ def finished(tmp_path_factory, base):
 
 KINDS = {
     "lora": {"adapter": LORA | {"dropout": 0.1}, "learning_rate": 1e-2},
-    "lora-qat": {"adapter": LORA, "quantization": GRID, "learning_rate": 1e-2},
-    "qat": {"quantization": GRID},
+    "lora-qat": {"adapter": LORA, "qat": GRID, "learning_rate": 1e-2},
+    "qat": {"qat": GRID},
 }
 NAMES = {
     "lora": ["base", "tuned"],
@@ -167,8 +167,8 @@ def test_the_dense_twin_rounds_to_what_is_served(finished, kind):
 
 
 def test_a_missed_gate_publishes_nothing(tmp_path, base, capsys):
-    validate = VALIDATE | {"require": {"perplexity": 1.01, "accuracy": 0.0}}
-    run = Run(tmp_path, {"validate": validate}, "export", model=base)
+    validate = VALIDATE | {"thresholds": {"perplexity": 1.01, "accuracy": 0.0}}
+    run = Run(tmp_path, {"evaluate": validate}, "export", model=base)
     assert run() == 1
     assert "misses its gates: perplexity; nothing is published" in (
         capsys.readouterr().err
@@ -184,8 +184,8 @@ def test_a_missed_gate_publishes_nothing(tmp_path, base, capsys):
 
 def test_a_gate_without_a_value_is_missed(tmp_path, base, capsys):
     """Nothing to compare the base with: an unproven claim is no proof."""
-    validate = VALIDATE | {"require": {"kl": 100.0}}
-    run = Run(tmp_path, {"validate": validate}, "export", model=base)
+    validate = VALIDATE | {"thresholds": {"kl": 100.0}}
+    run = Run(tmp_path, {"evaluate": validate}, "export", model=base)
     assert run() == 1
     assert "gate kl: not measured" in capsys.readouterr().out
     assert not (run.output / "model").exists()
@@ -295,8 +295,8 @@ def test_other_architectures(tmp_path, make_checkpoint, base):
     """A config within a config; a mixture of experts."""
     adapter = LORA | {"layers": ["self_attn.*"]}
     lora = TRAIN | {"steps": 2, "adapter": adapter}
-    qat = TRAIN | {"steps": 2, "quantization": GRID}
-    stages = {"train": lora}, {"train": qat}, {"validate": VALIDATE}, "export"
+    qat = TRAIN | {"steps": 2, "qat": GRID}
+    stages = {"train": lora}, {"train": qat}, {"evaluate": VALIDATE}, "export"
     run = Run(tmp_path, *stages, model=make_checkpoint(base))
     assert run() == 0
     check_report(run.json("report.json"), ["base", "tuned", "quantized"])

@@ -11,10 +11,10 @@ from tiny_runs import TRAIN, VALIDATE, Run
 STAGES = (
     {
         "train": TRAIN
-        | {"shard": True, "gradient_checkpointing": True, "keep": "best"}
-        | {"samples": ["Add 1 and 1."], "packing": True}
+        | {"fsdp": True, "gradient_checkpointing": True, "load_best_at_end": "True"}
+        | {"sample_prompts": ["Add 1 and 1."], "packing": True}
     },
-    {"validate": VALIDATE},
+    {"evaluate": VALIDATE},
 )
 
 

@@ -10,10 +10,10 @@ from tiny_runs import TRAIN, Run
 
 GRID = {"bits": 2, "group_size": 32}
 QUANTIZED = {"quantize": GRID}
-LEARNED = TRAIN | {"quantization": GRID | {"grid": "learned"}}
-CODES = LEARNED | {"quantization": {"bits": 4, "group_size": 32, "grid": "learned"}}
-CACHED = {"cached": True, "top_k": 8, "loss": "confidence", "cross_entropy": 0.2}
-ANSWERED = CACHED | {"generate": {"max_tokens": 8}}
+LEARNED = TRAIN | {"qat": GRID | {"quantizer": "lsq"}}
+CODES = LEARNED | {"qat": {"bits": 4, "group_size": 32, "quantizer": "lsq"}}
+CACHED = {"offline": True, "top_k": 8, "loss": "cakld", "ce_weight": 0.2}
+ANSWERED = CACHED | {"sequence_level": {"max_tokens": 8}}
 
 
 def student(**teacher):
@@ -27,7 +27,7 @@ def losses(run, kind="train"):
 def test_what_was_quantized_comes_back_to_its_base(tmp_path, base):
     """The teacher is the unquantized model; cached, it is another way to the same."""
     (tmp_path / "cached").mkdir()
-    longer = {"steps": 30, "learning_rate": 1e-3, "keep": "best"}
+    longer = {"steps": 30, "learning_rate": 1e-3, "load_best_at_end": "True"}
     live = Run(tmp_path, QUANTIZED, {"train": student() | longer}, model=base)
     assert live() == 0
     assert f"the teacher: {base}" in live.log

@@ -30,8 +30,17 @@ TWICE = (
     {"train": TRAIN},
     {
         "train": TRAIN
-        | {"adapter": LORA, "accumulate": 2, "batch_size": 3, "steps": 6}
-        | {"packing": True, "keep": "best", "samples": ["Add 1 and 1."]}
+        | {
+            "adapter": LORA,
+            "gradient_accumulation_steps": 2,
+            "batch_size": 3,
+            "steps": 6,
+        }
+        | {
+            "packing": True,
+            "load_best_at_end": "True",
+            "sample_prompts": ["Add 1 and 1."],
+        }
     },
 )
 
@@ -144,8 +153,8 @@ def test_what_is_not_a_number_stops_both(tmp_path):
 
 
 def test_what_the_first_one_alone_finds_ends_both(tmp_path):
-    run = make_run(tmp_path, {"train": TRAIN | {"steps": 1}}, {"validate": VALIDATE})
-    run.stages[1]["validate"] = VALIDATE | {"require": {"perplexity": 0.5}}
+    run = make_run(tmp_path, {"train": TRAIN | {"steps": 1}}, {"evaluate": VALIDATE})
+    run.stages[1]["evaluate"] = VALIDATE | {"thresholds": {"perplexity": 0.5}}
     run.write()
     first, second = both(run)
     assert (first.returncode, second.returncode) == (1, 1)

@@ -73,7 +73,7 @@ def sessions(run):
 
 
 def test_figures_are_kept_in_the_run_folder(make, expected):
-    run = make({"train": TRAIN}, {"validate": VALIDATE}, type="wandb", name="a name")
+    run = make({"train": TRAIN}, {"evaluate": VALIDATE}, type="wandb", name="a name")
     # What the recipe says holds, not what the environment says.
     done = launch(run, WANDB_MODE="online", WANDB_API_KEY="0" * 40)
     assert done.returncode == 0, done.stderr
@@ -82,7 +82,7 @@ def test_figures_are_kept_in_the_run_folder(make, expected):
     told = file.read_bytes()
     for name in ("train/loss", "train/learning_rate", "valid/loss", "step"):
         assert f"1-train/{name}".encode() in told
-    for word in (b"tuned/perplexity", b"a name", b"checkpoint_every"):
+    for word in (b"tuned/perplexity", b"a name", b"save_steps"):
         assert word in told
     written = [path for path in (run.output / "wandb").rglob("*") if path.is_file()]
     assert not any(b"0" * 40 in path.read_bytes() for path in written)

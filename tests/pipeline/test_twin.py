@@ -11,7 +11,7 @@ from tiny_runs import TRAIN, VALIDATE, Run
 
 GRID = {"bits": 2, "group_size": 32}
 LORA = {"type": "lora", "rank": 4}
-AWARE = TRAIN | {"learning_rate": 1e-3, "twin": True}
+AWARE = TRAIN | {"learning_rate": 1e-3, "compare_full_precision": True}
 
 
 def weights(run, place):
@@ -23,8 +23,8 @@ def recovered(run):
 
 
 def test_the_report_has_what_was_recovered(tmp_path, base):
-    train = AWARE | {"quantization": GRID, "samples": ["Add 1 and 2."]}
-    run = Run(tmp_path, {"train": train}, {"validate": VALIDATE}, model=base)
+    train = AWARE | {"qat": GRID, "sample_prompts": ["Add 1 and 2."]}
+    run = Run(tmp_path, {"train": train}, {"evaluate": VALIDATE}, model=base)
     assert run() == 0
     found = recovered(run)
     full, rounded, trained = (found[n] for n in ("twin", "rounded", "trained"))
@@ -48,7 +48,7 @@ def test_the_report_has_what_was_recovered(tmp_path, base):
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
 def test_the_twin_is_the_same_training_without_rounding(tmp_path, base, adapter):
     more = {"adapter": adapter} if adapter else {}
-    train = AWARE | more | {"quantization": GRID}
+    train = AWARE | more | {"qat": GRID}
     run = Run(tmp_path, {"train": train}, model=base)
     assert run() == 0
     (tmp_path / "plain").mkdir()
@@ -76,8 +76,8 @@ def test_the_twin_is_the_same_training_without_rounding(tmp_path, base, adapter)
 
 
 def test_what_learns_nothing_recovers_nothing(tmp_path, base):
-    still = {"learning_rate": 1e-30, "weight_decay": 0.0, "quantization": GRID}
-    stages = {"train": AWARE | still}, {"validate": VALIDATE}
+    still = {"learning_rate": 1e-30, "weight_decay": 0.0, "qat": GRID}
+    stages = {"train": AWARE | still}, {"evaluate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
     found = recovered(run)
@@ -87,8 +87,8 @@ def test_what_learns_nothing_recovers_nothing(tmp_path, base):
 
 
 def test_from_codes_the_twin_begins_with_what_they_were_made_of(tmp_path, base):
-    train = AWARE | {"quantization": GRID | {"grid": "learned"}}
-    stages = {"quantize": GRID}, {"train": train}, {"validate": VALIDATE}
+    train = AWARE | {"qat": GRID | {"quantizer": "lsq"}}
+    stages = {"quantize": GRID}, {"train": train}, {"evaluate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
     found = recovered(run)
@@ -105,9 +105,9 @@ def test_from_codes_the_twin_begins_with_what_they_were_made_of(tmp_path, base):
 
 def test_who_is_taught_by_what_it_was_has_that_for_its_twin(tmp_path, base):
     """Nothing is trained a second time, for there is nothing the twin could learn."""
-    grid = {"quantization": GRID | {"grid": "learned"}, "teacher": {}}
-    taught = {"train": AWARE | grid | {"keep": "best"}}
-    stages = {"train": TRAIN}, {"quantize": GRID}, taught, {"validate": VALIDATE}
+    grid = {"qat": GRID | {"quantizer": "lsq"}, "teacher": {}}
+    taught = {"train": AWARE | grid | {"load_best_at_end": "True"}}
+    stages = {"train": TRAIN}, {"quantize": GRID}, taught, {"evaluate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
     found, models = recovered(run), run.json("report.json")["models"]
@@ -126,7 +126,7 @@ def test_codes_alone_have_no_twin(tmp_path, base, capsys):
     first = Run(tmp_path, {"quantize": GRID}, model=base)
     assert first() == 0
     (tmp_path / "on").mkdir()
-    train = AWARE | {"quantization": GRID | {"grid": "learned"}}
+    train = AWARE | {"qat": GRID | {"quantizer": "lsq"}}
     folder = first.output / "stages/1-quantize/model"
     run = Run(tmp_path / "on", {"train": train}, model=folder)
     assert run() != 0
@@ -136,7 +136,7 @@ def test_codes_alone_have_no_twin(tmp_path, base, capsys):
 @pytest.mark.parametrize("turn", [15, 21])
 def test_killed_while_the_twin_trains(tmp_path, base, turn):
     """Of the 24 steps the last 12 are the twin's."""
-    stages = {"train": AWARE | {"quantization": GRID}}, {"validate": VALIDATE}
+    stages = {"train": AWARE | {"qat": GRID}}, {"evaluate": VALIDATE}
     (tmp_path / "whole").mkdir()
     whole, run = (Run(f, *stages, model=base) for f in (tmp_path / "whole", tmp_path))
     assert whole() == 0
@@ -151,4 +151,4 @@ def test_killed_while_the_twin_trains(tmp_path, base, turn):
 
 def test_without_quantization_there_is_no_twin():
     with pytest.raises(ValidationError, match="twin is for a stage with quantization"):
-        TrainConfig(steps=1, batch_size=1, twin=True)
+        TrainConfig(steps=1, batch_size=1, compare_full_precision=True)

@@ -11,23 +11,23 @@ from lmx.cli import main
 from lmx.run.fs import hash_file
 
 FRESH = {
-    "vocabulary": 320,
+    "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "layers": 2,
-    "heads": 2,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
 }
 TRAIN = {
     "steps": 12,
     "batch_size": 8,
     "learning_rate": 3e-3,
-    "report_every": 1,
-    "evaluate_every": 5,
-    "checkpoint_every": 2,
+    "logging_steps": 1,
+    "eval_steps": 5,
+    "save_steps": 2,
 }
-VALIDATE = {"tokens": 500, "questions": 4, "speed_tokens": 8}
+VALIDATE = {"num_tokens": 500, "exact_match_samples": 4, "latency_tokens": 8}
 # Measures, and asks the models nothing.
-MEASURE = VALIDATE | {"questions": 0, "samples": 0}
+MEASURE = VALIDATE | {"exact_match_samples": 0, "num_samples": 0}
 TIMES = ("seconds", "tokens_per_second", "peak_memory_gb")
 
 # A process that dies, or is sent a signal, in the n-th call of a function.
@@ -78,9 +78,9 @@ class Run:
         self.data = {
             "train": [write_rows(folder / "train.jsonl", 0, 40)],
             "valid": [write_rows(folder / "valid.jsonl", 100, 10)],
-            "max_length": 64,
+            "max_seq_length": 64,
         }
-        self.model = str(model) or {"fresh": FRESH}
+        self.model = str(model) or {"from_scratch": FRESH}
         self.stages = [s if isinstance(s, dict) else {s: None} for s in stages]
         self.write()
 

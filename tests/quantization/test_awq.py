@@ -161,7 +161,7 @@ def test_mixed_bits_and_what_stock_mlx_lm_makes_of_it(make_checkpoint, tmp_path)
 
 
 def test_folded_gptq_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    settings = {"fold": True, "rounds": 0}
+    settings = {"awq_scaling": True, "refine_iters": 0}
     whole, _, _ = quantized(gptq, tmp_path / "whole", **settings)
     assert any(name.endswith("layernorm.weight") for name in whole)
     solve = gptq.GPTQ._solve

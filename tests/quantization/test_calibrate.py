@@ -370,7 +370,7 @@ def test_tokens_count_by_what_the_loss_makes_of_them(tmp_path):
     counted = np.array(mx.random.bernoulli(0.3, TOKENS.shape, key=mx.random.key(2)))
     counted[:, -1] = True
     model, rounding = model_of(), Rounding()
-    grid = GRID.model_copy(update={"embeddings": False})
+    grid = GRID.model_copy(update={"quantize_embeddings": False})
     walk(model, tmp_path, rows=1, grid=grid, counted=counted, weighs_outputs=True).run(
         rounding
     )

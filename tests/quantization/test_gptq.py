@@ -101,7 +101,7 @@ def test_closer_than_rounding_on_other_tokens(tmp_path, found_by_gptq, bits, tie
 def test_every_part_helps(tmp_path):
     model = model_of(**SIZES)
     # Its errors, which are larger, say nothing of how the blocks' layers are solved.
-    settings = {"bits": 3, "layers": {"model.embed_tokens": "keep"}}
+    settings = {"bits": 3, "overrides": {"model.embed_tokens": "skip"}}
 
     def loss(name, **changes):
         _, other = quantized(
@@ -127,7 +127,7 @@ def test_filling_changes_nothing(tmp_path):
         behind = np.arange(32) >= ends[:, None]
         filled = np.where(behind, draw.integers(0, 320, tokens.shape), tokens)
         given = {"tokens": mx.array(filled), "counted": counted}
-        given |= {"bits": 3, "rounds": 1}
+        given |= {"bits": 3, "refine_iters": 1}
         folder = tmp_path / str(number)
         found.append(quantized(gptq, model_of(**narrow), folder, **given)[0])
     assert all(mx.array_equal(found[0][k], found[1][k]).item() for k in found[0])
@@ -152,10 +152,15 @@ def test_what_is_lost_is_in_the_log(found_by_gptq):
 
 
 @pytest.mark.parametrize(
-    "more", [{"fold": True}, {"blocks": {}}, {"budget": {"bits_per_weight": 3}}]
+    "more",
+    [
+        {"awq_scaling": True},
+        {"block_reconstruction": {}},
+        {"mixed_precision": {"target_bpw": 3}},
+    ],
 )
 def test_what_takes_all_tokens_alike_is_refused_with_answers(more):
-    calibration = {"count": "answers"}
+    calibration = {"loss_on": "completions"}
     quantize.GPTQConfig(calibration=calibration)
     with pytest.raises(ValueError, match=f"{next(iter(more))} takes all tokens alike"):
         quantize.GPTQConfig(calibration=calibration, **more)

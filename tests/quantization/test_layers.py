@@ -22,7 +22,9 @@ BLOCK = {f"model.layers.0.{path}" for path in BLOCK}
 @pytest.mark.parametrize("head", [True, False])
 def test_embeddings_and_head_by_choice(tied, embeddings, head):
     model = build(LLAMA | {"tie_word_embeddings": tied})
-    chosen = select_layers(model, Quantization(embeddings=embeddings, head=head))
+    chosen = select_layers(
+        model, Quantization(quantize_embeddings=embeddings, quantize_lm_head=head)
+    )
     wanted, kept = set(BLOCK), {}
     if embeddings:
         wanted.add("model.embed_tokens")
@@ -43,7 +45,7 @@ def test_a_head_of_another_name():
             self.embed, self.mix = nn.Embedding(320, 64), nn.Linear(64, 64)
             self.output = nn.Linear(64, 320, bias=False)
 
-    chosen = select_layers(Model(), Quantization(head=False))
+    chosen = select_layers(Model(), Quantization(quantize_lm_head=False))
     assert chosen.specs.keys() == {"embed", "mix"}
     assert chosen.kept == {"output": "the head is kept by choice"}
 

@@ -13,7 +13,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 def chosen(layers, config=LLAMA, **settings):
-    return select_layers(build(config), Quantization(layers=layers, **settings))
+    return select_layers(build(config), Quantization(overrides=layers, **settings))
 
 
 def test_a_pattern_is_of_the_whole_path_or_of_that_in_the_block():
@@ -62,17 +62,17 @@ def test_a_pattern_that_means_nothing_names_what_there_is():
 )
 def test_grids_that_are_none(grid):
     with pytest.raises(ValidationError):
-        Quantization(layers={"*": grid})
+        Quantization(overrides={"*": grid})
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"budget": {}},
-        {"budget": {"bytes": 1e6, "bits_per_weight": 3.0}},
-        {"budget": {"bits_per_weight": 3.0, "bits": []}},
-        {"budget": {"bits_per_weight": 3.0, "group_sizes": [16]}},
-        {"budget": {"bits_per_weight": 3.0}, "mode": "mxfp4"},
+        {"mixed_precision": {}},
+        {"mixed_precision": {"target_bytes": 1e6, "target_bpw": 3.0}},
+        {"mixed_precision": {"target_bpw": 3.0, "candidate_bits": []}},
+        {"mixed_precision": {"target_bpw": 3.0, "candidate_group_sizes": [16]}},
+        {"mixed_precision": {"target_bpw": 3.0}, "mode": "mxfp4"},
     ],
 )
 def test_budgets_that_are_none(wrong):

@@ -219,8 +219,8 @@ def test_another_start_is_tuned_anew(case, tuned):
 
 def test_only_scales_can_be_tuned():
     with pytest.raises(ValueError, match="no scales to tune"):
-        quantize.RTNConfig(mode="mxfp4", tune={})
+        quantize.RTNConfig(mode="mxfp4", scale_tuning={})
     assert quantize.RTNConfig().tune is None
-    assert quantize.RTNConfig(tune=True).tune == ScaleTuningConfig()
-    assert quantize.GPTQConfig(tune=False).tune is None
+    assert quantize.RTNConfig(scale_tuning=True).tune == ScaleTuningConfig()
+    assert quantize.GPTQConfig(scale_tuning=False).tune is None
     assert quantize.GPTQConfig().tune == ScaleTuningConfig()

@@ -50,7 +50,7 @@ def test_gradients_are_those_of_one_batch(way, lengths):
 def test_clips_the_sum_and_not_its_parts():
     window = ragged((3, 14))
     norm = outputs(window)[0][2]
-    _, found = outputs(window, gradient_clip=norm / 2)
+    _, found = outputs(window, max_grad_norm=norm / 2)
     joint = sum((v.astype(np.float64) ** 2).sum() for v in found.values()) ** 0.5
     assert joint == pytest.approx(norm / 2, rel=1e-4)
 

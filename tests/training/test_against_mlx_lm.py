@@ -113,10 +113,10 @@ class Tokens(list):
 
 def test_lengths_bound_the_padding():
     rows = [[1] * length for length in (20, 250) * 16]
-    data = datasets.CacheDataset(Tokens({"tokens": row} for row in rows))
+    data = datasets.CacheDataset(Tokens({"num_tokens": row} for row in rows))
     theirs = trainer.iterate_batches(data, 4, 512)
     examples = [Example(np.array(r, np.int32), np.array(r) > 0, "f:1") for r in rows]
-    ours = BucketBatchSampler(examples, max_length=512, rows=4).in_order()
+    ours = BucketBatchSampler(examples, max_seq_length=512, rows=4).in_order()
     assert padding(tokens for tokens, _ in theirs) > 0.4
     assert padding(batch.tokens for batch in ours) < 0.2
 
@@ -303,7 +303,7 @@ def test_every_turn_is_trained(tokenizer_folder):
     messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]
 
     row = Row("f:1", messages=messages)
-    [example] = tokenization.encode(row, tokenizer, max_length=999)
+    [example] = tokenization.encode(row, tokenizer, max_seq_length=999)
     ours = tokenizer.decode(example.tokens[example.mask].tolist())
     assert "2 it is" in ours
     assert "4 it is" in ours

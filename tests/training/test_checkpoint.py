@@ -14,7 +14,7 @@ from tiny_steps import Tiny, random_batch
 
 
 def trained(steps: int) -> TrainStep:
-    step = TrainStep(Tiny(dropout=0.3), gradient_clip=1.0, weight_decay=0.1)
+    step = TrainStep(Tiny(dropout=0.3), max_grad_norm=1.0, weight_decay=0.1)
     for number in range(steps):
         advance(step, number)
     return step

@@ -185,7 +185,7 @@ def test_a_layer_whose_weight_the_model_reads_is_refused_aloud(batch):
     """Gemma 3n clips the weights of its mixing layers in every forward."""
     model = member("gemma3n")
     lora_model.attach(
-        model, LoRAConfig(rank=2, layers=["altup.prediction_coefs"]), seed=0
+        model, LoRAConfig(rank=2, target_modules=["altup.prediction_coefs"]), seed=0
     )
     with pytest.raises(UserError, match="no attribute 'weight'") as caught:
         TrainStep(model)(batch, 1e-3, 0)

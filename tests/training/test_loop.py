@@ -46,10 +46,10 @@ class Killed(BaseException):
 def make_loop(folder, *, rate=lambda step: 1e-2, steps=STEPS, on_evaluate=None):
     report = RunLogger(folder, quiet=True)
     report.stage = "1-train"
-    settings = {"max_length": 16, "rows": 4}
+    settings = {"max_seq_length": 16, "rows": 4}
     valid = BucketBatchSampler(random_examples(6, 16, seed=2), **settings)
     return Trainer(
-        TrainStep(Tiny(dropout=0.3), gradient_clip=1.0),
+        TrainStep(Tiny(dropout=0.3), max_grad_norm=1.0),
         BucketBatchSampler(random_examples(14, 16), **settings),
         steps=steps,
         rate=rate,
@@ -97,7 +97,7 @@ def test_reports_what_happened(expected):
 
 
 def make_loop_batches():
-    return BucketBatchSampler(random_examples(14, 16), max_length=16, rows=4)
+    return BucketBatchSampler(random_examples(14, 16), max_seq_length=16, rows=4)
 
 
 def test_reported_loss_is_per_token(tmp_path):
@@ -115,7 +115,9 @@ def test_reported_loss_is_per_token(tmp_path):
 def test_a_step_of_several_batches_counts_once(tmp_path):
     report = RunLogger(tmp_path, quiet=True)
     report.stage = "1-train"
-    valid = BucketBatchSampler(random_examples(6, 16, seed=2), max_length=16, rows=4)
+    valid = BucketBatchSampler(
+        random_examples(6, 16, seed=2), max_seq_length=16, rows=4
+    )
     seen = []
 
     class Watched(TrainStep):
@@ -199,7 +201,7 @@ def test_other_rows_are_not_trained_on_by_accident(tmp_path):
     make_loop(tmp_path).run()
     loop = make_loop(tmp_path)
     loop.batches = BucketBatchSampler(
-        random_examples(14, 16, seed=9), max_length=16, rows=4
+        random_examples(14, 16, seed=9), max_seq_length=16, rows=4
     )
     with pytest.raises(UserError, match="not those this run began with"):
         loop.run()

@@ -10,7 +10,7 @@ from lmx.training.schedules import clip_grad_norm, decay_weights, learning_rate_
 SCHEDULES = ("cosine", "linear", "constant", "warmup-stable-decay")
 
 
-def rates(schedule, *, steps=100, warmup=0.1, final=0.1, decay_share=0.2):
+def rates(schedule, *, steps=100, warmup=0.1, final=0.1, decay_ratio=0.2):
     return [
         learning_rate_at(
             step,
@@ -19,7 +19,7 @@ def rates(schedule, *, steps=100, warmup=0.1, final=0.1, decay_share=0.2):
             schedule=schedule,
             warmup=warmup,
             final=final,
-            decay_share=decay_share,
+            decay_ratio=decay_ratio,
         )
         for step in range(steps)
     ]
@@ -52,7 +52,7 @@ def test_cosine_is_a_cosine():
 
 
 def test_stays_up_to_its_last_share():
-    found = rates("warmup-stable-decay", warmup=0.1, final=0.1, decay_share=0.4)
+    found = rates("warmup-stable-decay", warmup=0.1, final=0.1, decay_ratio=0.4)
     assert found[10:60] == [2.0] * 50
     assert found[79] == pytest.approx(1.1)
     assert found[-1] == pytest.approx(0.2)
@@ -62,7 +62,7 @@ def test_stays_up_to_its_last_share():
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 90), (1.0, 1)])
 def test_a_decay_of_nothing_and_of_all(share, kept):
-    found = rates("warmup-stable-decay", decay_share=share)
+    found = rates("warmup-stable-decay", decay_ratio=share)
     assert found.count(2.0) == kept
     assert found[-1] == pytest.approx(0.2)
 

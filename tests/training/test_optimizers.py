@@ -75,7 +75,7 @@ def test_muon_moves_as_far_as_adamw(shape):
 def test_the_loss_falls(name, way):
     model, rounding = llama(way)
     rate = 0.3 if name == "sgd" else 3e-3
-    step = TrainStep(model, fake_quant=rounding, optimizer=name, gradient_clip=1.0)
+    step = TrainStep(model, fake_quant=rounding, optimizer=name, max_grad_norm=1.0)
     losses = []
     for seed in range(8):
         losses.append(step(tokens_of(), rate, seed)[0].item())

@@ -21,10 +21,10 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import test_ranks
-from lmx.run import ranks
+from lmx.run import distributed as ranks
 test_ranks.{name}(ranks.join(), Path(sys.argv[1]))
 """
-SGD = {"optimizer": "sgd", "momentum": 0.9, "gradient_clip": 1.0}
+SGD = {"optimizer": "sgd", "momentum": 0.9, "max_grad_norm": 1.0}
 
 
 def without_last_row(batch: Batch) -> Batch:
@@ -48,7 +48,7 @@ CASES = {
     "full": ("full", SGD),
     "lora": ("lora", SGD),
     "qat": ("lora-qat", SGD),
-    "learned": ("learned-lora-qat", SGD),
+    "lsq": ("learned-lora-qat", SGD),
     "adamw": ("full", {"weight_decay": 0.1}),
 }
 
@@ -106,7 +106,7 @@ def mean_of_means(ranks, values):
 def alone():
     """What one process makes of every case; two find what it has compiled."""
     found = {case: trained(SINGLE_PROCESS, case) for case in CASES}
-    return found | {"documents": trained_on_documents(SINGLE_PROCESS)}
+    return found | {"task_limit": trained_on_documents(SINGLE_PROCESS)}
 
 
 @pytest.fixture(scope="module")

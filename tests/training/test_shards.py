@@ -31,21 +31,21 @@ PROGRAM = (
 import sys
 from pathlib import Path
 import test_shards
-from lmx.run import ranks
+from lmx.run import distributed as ranks
 test_shards.{name}(ranks.join(), Path(sys.argv[1]))
 """
 )
-ADAMW = {"weight_decay": 0.1, "gradient_clip": 1.0}
+ADAMW = {"weight_decay": 0.1, "max_grad_norm": 1.0}
 CASES = {
     "tied": ({}, SGD),
-    "untied": ({"tied": False}, SGD),
+    "untied": ({"tie_word_embeddings": False}, SGD),
     "adamw": ({}, {"weight_decay": 0.1}),
     # Neither the vocabulary nor half of the matrices can be cut in two.
     "odd": ({"vocab_size": 321, "intermediate_size": 97}, SGD),
     "checkpointed": ({}, SGD | {"gradient_checkpointing": True}),
     "chunked": ({}, SGD | {"chunked": 5}),
     "untied, all at once": (
-        {"tied": False},
+        {"tie_word_embeddings": False},
         SGD | {"gradient_checkpointing": True, "chunked": 5},
     ),
     "without blocks": (None, SGD),

@@ -100,7 +100,7 @@ def test_every_trained_token_weighs_the_same():
 def test_gradients_are_clipped_together():
     free, *_, norm = gradients(random_batch())
     limit = norm / 3
-    clipped, *_, reported = gradients(random_batch(), gradient_clip=limit)
+    clipped, *_, reported = gradients(random_batch(), max_grad_norm=limit)
     joint = sum((v.astype(np.float64) ** 2).sum() for v in clipped.values()) ** 0.5
     assert joint == pytest.approx(limit, rel=1e-5)
     assert reported == pytest.approx(norm)

@@ -22,7 +22,11 @@ GRID_WAYS = ("learned-qat", "learned-lora-qat", "codes-qat")
 def llama(way="full", *, tied=True, dropout=0.0, **changes):
     """A model to train and the rounding to train it with, or None."""
     shape = ScratchModelConfig(
-        vocabulary=VOCABULARY, hidden_size=64, intermediate_size=96, layers=2, heads=2
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
     )
     config = from_scratch.configuration(shape) | {"tie_word_embeddings": tied} | changes
     mx.random.seed(3)
@@ -35,16 +39,16 @@ def llama(way="full", *, tied=True, dropout=0.0, **changes):
         model.layers[1].unfreeze()
     if "qat" not in way:
         return model, None
-    grid = {"learned": "learned", "codes": "frozen"}.get(way.split("-")[0], "minmax")
-    if grid == "frozen":
+    grid = {"lsq": "lsq", "codes": "scales_only"}.get(way.split("-")[0], "minmax")
+    if grid == "scales_only":
         model.freeze()
-    rounding = QATConfig(bits=4, group_size=32, grid=grid)
+    rounding = QATConfig(bits=4, group_size=32, quantizer=grid)
     specs = select_layers(model, rounding).specs
     return model, FakeQuant(model, specs, mx.float32, rounding)
 
 
 def attach(model, *, dropout, merged):
-    adapter = LoRAConfig(rank=4, dropout=dropout, layers=["*"])
+    adapter = LoRAConfig(rank=4, dropout=dropout, target_modules=["*"])
     lora_model.attach(model, adapter, seed=0, merged=merged)
     for layer in lora_model.adapted(model).values():
         layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)

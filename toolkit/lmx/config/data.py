@@ -22,13 +22,13 @@ class DataConfig(ConfigModel):
     list of them."""
     valid: Sources = Field([])
     """Held-out rows; absent = a split valid or validation, else rows set aside."""
-    max_length: int = Field(512, ge=8)
+    max_seq_length: int = Field(512, ge=8)
     """Longest row in tokens; text is cut into windows, longer chats truncated."""
-    train_on: Literal["answers", "everything"] = "answers"
+    loss_on: Literal["completions", "all"] = "completions"
     """answers = every assistant turn or completion; everything = all tokens."""
     columns: dict[str, str] = Field({})
     """Names of your columns: {prompt: question, completion: answer}."""
     streaming: bool = False
     """Read a Hub data set as a stream, without downloading it whole."""
-    limit: int | None = Field(None, ge=1)
+    max_samples: int | None = Field(None, ge=1)
     """Rows to read of each source, at most."""

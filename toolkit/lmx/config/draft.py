@@ -9,16 +9,16 @@ from .quantize import Quantize
 
 Count = Annotated[int, Field(ge=1)]
 DraftLossName = Literal[
-    "forward", "reverse", "jensen_shannon", "total_variation", "acceptance"
+    "forward_kl", "reverse_kl", "jsd", "total_variation", "adaptive_kl_tv"
 ]
 
 
 class DraftModelConfig(ConfigModel):
     """The draft's shape: cut from the target, from a sibling, or fresh."""
 
-    source: str | None = Field(None, alias="from")
+    init_from: str | None = None
     """A folder or Hub id with the target's tokens to cut from; absent = the target."""
-    layers: Count | list[Annotated[int, Field(ge=0)]] | Literal["auto"] = "auto"
+    num_layers: Count | list[Annotated[int, Field(ge=0)]] | Literal["auto"] = "auto"
     """How many blocks are left, those most missed; or their numbers; auto = as many as
     predict the most speed on this machine after a few steps each."""
     hidden_size: Count | None = None
@@ -26,16 +26,20 @@ class DraftModelConfig(ConfigModel):
     width."""
     intermediate_size: Count | None = None
     """Width of the feed-forward layers that is left, as above."""
-    fresh: bool = False
+    from_scratch: bool = False
     """Begin with random weights, in the shape of the target but for what is said."""
 
     @model_validator(mode="after")
     def _one_beginning(self):
-        if self.fresh and (self.source or not isinstance(self.layers, int)):
+        if self.from_scratch and (
+            self.init_from or not isinstance(self.num_layers, int)
+        ):
             raise ValueError("a fresh student needs a number of layers, and no `from`")
-        if isinstance(self.layers, list) and len(set(self.layers)) != len(self.layers):
+        if isinstance(self.num_layers, list) and len(set(self.num_layers)) != len(
+            self.num_layers
+        ):
             raise ValueError("layers names a block twice")
-        if self.layers == []:
+        if self.num_layers == []:
             raise ValueError("layers names no block")
         return self
 
@@ -43,9 +47,9 @@ class DraftModelConfig(ConfigModel):
 class DataGenerationConfig(ConfigModel):
     """What the target says to the prompts of the rows, for the draft to learn."""
 
-    prompts: int = Field(2000, ge=1)
+    num_prompts: int = Field(2000, ge=1)
     """Training prompts, at most."""
-    held_out: int = Field(64, ge=1)
+    num_eval_prompts: int = Field(64, ge=1)
     """Validation prompts, at most."""
     max_tokens: int = Field(256, ge=2)
     """Longest answer."""
@@ -62,22 +66,22 @@ class OnPolicyConfig(ConfigModel):
 
     fraction: float = Field(0.5, gt=0, le=1)
     """Of the steps, the last ones."""
-    guesses: int = Field(8, ge=1)
+    rollout_tokens: int = Field(8, ge=1)
     """Tokens that the draft writes from every such place, at most."""
-    refresh: int = Field(100, ge=1)
+    rollout_interval: int = Field(100, ge=1)
     """Steps that learn from what was written at once, by the draft as it was then."""
 
 
 class DraftBenchmarkConfig(ConfigModel):
     """How the finished draft is judged, on prompts of the validation rows."""
 
-    prompts: int = Field(16, ge=1)
+    num_prompts: int = Field(16, ge=1)
     """How many, at most; chats, texts and copying share them."""
     max_tokens: int = Field(64, ge=8)
     """Longest answer."""
     temperature: float = Field(0.7, gt=0)
     """Of the drawn answers; greedy ones are judged as well."""
-    sibling: str | None = None
+    baseline_model: str | None = None
     """A folder or Hub id of a small model with the target's tokens, as it is to be had:
     it guesses too, for a column of its own."""
 
@@ -85,9 +89,9 @@ class DraftBenchmarkConfig(ConfigModel):
 class DraftThresholds(ConfigModel):
     """Limits; a draft that misses one ends the run with exit code 1."""
 
-    acceptance: float | None = Field(None, ge=0, le=1)
+    min_acceptance_rate: float | None = Field(None, ge=0, le=1)
     """Smallest share of guesses that stand, greedy and drawn."""
-    speedup: float | None = Field(None, gt=0)
+    min_speedup: float | None = Field(None, gt=0)
     """Smallest speed-up measured, greedy and drawn."""
 
 
@@ -97,16 +101,16 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 class DraftConfig(ConfigModel):
     """Distil a draft model for speculative decoding from the current model."""
 
-    student: DraftModelConfig = DraftModelConfig()
+    draft_model: DraftModelConfig = DraftModelConfig()
     """The draft's shape and what it begins with."""
-    answers: DataGenerationConfig = DataGenerationConfig()
+    data_generation: DataGenerationConfig = DataGenerationConfig()
     """What the target says to the prompts of the rows, for the draft to learn."""
-    loss: DraftLossName = "acceptance"
+    loss: DraftLossName = "adaptive_kl_tv"
     """forward, reverse or jensen_shannon divergence, total_variation, or acceptance:
     forward KL while guesses fall, total variation once they stand."""
     eta: float = Field(3.0, gt=0)
     """How soon the loss acceptance turns to total variation."""
-    cross_entropy: Fraction = 0.1
+    ce_weight: Fraction = 0.1
     """Weight of the loss on the tokens themselves; the other has the rest."""
     on_policy: OnPolicyConfig | None = None
     """Present = the last steps learn where the draft's own guesses fell."""
@@ -116,15 +120,15 @@ class DraftConfig(ConfigModel):
     """Tokens of a step, prompts and padding included."""
     learning_rate: float = Field(5e-4, gt=0)
     """Peak learning rate; it rises over 5% of the steps, then falls as a cosine."""
-    evaluate_every: int = Field(200, ge=1)
+    eval_steps: int = Field(200, ge=1)
     """Steps between validations; the weights of the best one are left."""
-    checkpoint_every: int = Field(200, ge=1)
+    save_steps: int = Field(200, ge=1)
     """Steps between checkpoints."""
-    report_every: int = Field(10, ge=1)
+    logging_steps: int = Field(10, ge=1)
     """Steps between lines of the report."""
     quantization: Quantize | None = None
     """Present = quantize the draft after training, as a quantize stage would."""
-    trial: DraftBenchmarkConfig = DraftBenchmarkConfig()
+    benchmark: DraftBenchmarkConfig = DraftBenchmarkConfig()
     """How the finished draft is judged."""
-    require: DraftThresholds = DraftThresholds()
+    thresholds: DraftThresholds = DraftThresholds()
     """Gates that must hold, or no draft is published."""

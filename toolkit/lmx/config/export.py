@@ -13,13 +13,11 @@ HUB_REPO_ID = r"^\w[\w.-]*/\w[\w.-]*$"
 class ExportConfig(ConfigModel):
     """Publish the current model."""
 
-    formats: list[Literal["mlx", "dense", "peft", "gguf"]] = Field(
-        ["mlx"], min_length=1
-    )
+    formats: list[Literal["mlx", "hf", "peft", "gguf"]] = Field(["mlx"], min_length=1)
     """mlx: model/, a folder that stock mlx-lm, LM Studio and mlx-swift load; dense:
     dense/, the same weights unquantized as transformers loads them; peft: peft/, the
     trained adapter; gguf: gguf/NAME.gguf for llama.cpp, of Llama and Qwen models."""
-    push_to: str | None = Field(None, pattern=HUB_REPO_ID)
+    hub_repo_id: str | None = Field(None, pattern=HUB_REPO_ID)
     """A repository of the Hugging Face Hub, user/name, where model/ goes too."""
     private: bool = True
     """Whether a repository that is made for it is for you alone."""
@@ -32,6 +30,8 @@ class ExportConfig(ConfigModel):
             raise ValueError("a format is named twice")
         if "gguf" in self.formats and not find_spec("gguf"):
             raise ValueError("the format gguf needs its package: pip install gguf")
-        if self.push_to and "mlx" not in self.formats:
-            raise ValueError("push_to is for the format mlx, which formats leaves out")
+        if self.hub_repo_id and "mlx" not in self.formats:
+            raise ValueError(
+                "hub_repo_id is for the format mlx, which formats leaves out"
+            )
         return self

@@ -29,14 +29,14 @@ class LoRAConfig(ConfigModel):
     """Rank of the update."""
     alpha: float | None = Field(None, gt=0)
     """Scale of the update times rank; absent = the scale is 2 at `rank`."""
-    rank_stabilized: bool = False
+    use_rslora: bool = False
     """Divide alpha by the square root of the rank (rsLoRA, arXiv 2312.03732)."""
-    b_rate_ratio: float = Field(1.0, gt=0)
+    loraplus_lr_ratio: float = Field(1.0, gt=0)
     """Learning rate of B as a multiple of A's (LoRA+, arXiv 2402.12354)."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input; not with quantization or qa_lora, which need the
     merge."""
-    layers: Layers = "auto"
+    target_modules: Layers = "auto"
     """Which layers: auto, or a list of shell patterns of a path in its block, or of the
     whole path outside the blocks; or a mapping of patterns to ranks, the first match
     counting. `auto`, also as a pattern, is every linear and expert layer of the blocks
@@ -44,22 +44,26 @@ class LoRAConfig(ConfigModel):
     order, for no gradient comes there; `*` is these too. Embeddings and what is outside
     the blocks (`model.embed_tokens`, `lm_head`) need a pattern of their own; routers of
     experts are always left alone. With quantization only linear layers are adapted."""
-    start: str | None = None
+    init_from: str | None = None
     """Folder of a trained adapter to go on from, in mlx-lm's or peft's format, of the
     same layers and no higher rank; absent = a new one."""
-    last_layers: int | None = Field(None, ge=1)
+    num_layers: int | None = Field(None, ge=1)
     """Adapt only this many of the last blocks; absent = all."""
 
     @property
     def ranks(self) -> dict[str, int]:
         """Rank by pattern."""
-        if isinstance(self.layers, dict):
-            return self.layers
-        patterns = [self.layers] if self.layers == "auto" else self.layers
+        if isinstance(self.target_modules, dict):
+            return self.target_modules
+        patterns = (
+            [self.target_modules]
+            if self.target_modules == "auto"
+            else self.target_modules
+        )
         return dict.fromkeys(patterns, self.rank)
 
     def scale(self, rank: int) -> float:
         """What the product of two matrices of this rank is multiplied by."""
-        power = 0.5 if self.rank_stabilized else 1.0
+        power = 0.5 if self.use_rslora else 1.0
         alpha = 2.0 * self.rank**power if self.alpha is None else self.alpha
         return alpha / rank**power

@@ -9,11 +9,11 @@ from .base import ConfigModel
 from .quant_spec import Bits, Quantization
 
 # Grids of three or four levels around zero.
-SYMMETRIC = ("balanced", "ternary")
+SYMMETRIC = ("seq", "ternary")
 # Grids that can go on from the codes of a quantized model.
-FROM_CODES = ("learned", "frozen", "kept")
+FROM_CODES = ("lsq", "scales_only", "fixed_scale")
 # Grids that learn the same of every width.
-OF_ANY_WIDTH = ("minmax", "learned")
+OF_ANY_WIDTH = ("minmax", "lsq")
 
 
 class BitScheduleStep(ConfigModel):
@@ -28,9 +28,9 @@ class BitScheduleStep(ConfigModel):
 class QATConfig(Quantization):
     """A grid to train with, rounded as the export rounds; gradients pass through."""
 
-    grid: Literal["minmax", "learned", "frozen", "kept", "balanced", "ternary"] = (
-        "minmax"
-    )
+    quantizer: Literal[
+        "minmax", "lsq", "scales_only", "fixed_scale", "seq", "ternary"
+    ] = "minmax"
     """minmax = every step MLX's own grid of the weights; kept = scales and biases stay
     and the weights move between their points, also after a quantize stage, where an
     adapter has this grid unless it asks for another; learned = scales and biases
@@ -38,75 +38,94 @@ class QATConfig(Quantization):
     frozen = codes stay and only scales and biases are trained (arXiv 2407.11062), also
     after a quantize stage; at 2 bits balanced = learned levels of -3, -1, 1, 3
     (arXiv 2502.02631) and ternary = of -1, 0, 1."""
-    start: Literal["minmax", "fitted"] = "fitted"
+    scale_init: Literal["minmax", "mse"] = "mse"
     """Where scales and biases begin: at the range of the weights, or where rounding
     loses least; after a quantize stage they begin as stored."""
-    at_points: bool | None = None
+    latent_init: Literal["codes", "nearest"] | None = None
     """After a quantize stage: whether weights begin at the points that their codes
     stand for, and none has another code before it moved half a step, or in the cells
     about these, as near to what was quantized as each lets them; then codes move from
     the first step on, which learns more and loses more at first. Absent = true where a
     teacher is all there is to learn from, and is the model before it was quantized."""
-    grid_rate: float = Field(0.1, gt=0)
+    scale_lr_multiplier: float = Field(0.1, gt=0)
     """Learning rate of scales and biases as a multiple of the weights'; with a frozen
     grid of learning_rate."""
-    start_step: int = Field(0, ge=0)
+    fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before the rounding begins; layers that are not trained
     are rounded from the first step on."""
-    progressive: list[BitScheduleStep] = Field([])
+    bit_schedule: list[BitScheduleStep] = Field([])
     """Wider grids to come down by, as `[{bits: 8, steps: 50}, {bits: 4, steps: 50}]`:
-    one after the other from start_step on, each narrower than the one before it, and
+    one after the other from fake_quant_after_n_steps on, each narrower than the one before it, and
     after them `bits`, which is what is exported; learned grids begin anew with each. A
     layer of more bits than a phase has keeps them."""
 
     @property
     def starts(self) -> list[int]:
         """The steps with which the phases begin, that of `bits` last."""
-        lasting = [self.start_step, *(phase.steps for phase in self.progressive)]
+        lasting = [
+            self.fake_quant_after_n_steps,
+            *(phase.steps for phase in self.bit_schedule),
+        ]
         return [*accumulate(lasting)]
 
     @property
     def learned(self) -> int:
         """Numbers that are learned of a group's grid."""
-        if self.grid in ("minmax", "kept"):
+        if self.quantizer in ("minmax", "fixed_scale"):
             return 0
-        return 1 if self.grid in SYMMETRIC else 2
+        return 1 if self.quantizer in SYMMETRIC else 2
 
     def of_codes(self, *, adapts: bool) -> "QATConfig":
         """The same of a model in codes; an adapter of it keeps the grid it has."""
-        keeps = adapts and self.grid == "minmax" and not self.start_step
-        return self.model_copy(update={"grid": "kept"}) if keeps else self
+        keeps = (
+            adapts and self.quantizer == "minmax" and not self.fake_quant_after_n_steps
+        )
+        return self.model_copy(update={"quantizer": "fixed_scale"}) if keeps else self
 
     @model_validator(mode="after")
     def _consistent(self):
-        if self.grid != "minmax" and self.mode != "affine":
-            raise ValueError(f"{self.mode} has no scales to learn: use grid: minmax")
-        if self.grid in SYMMETRIC and self.bits != 2:
-            raise ValueError(f"a {self.grid} grid has 2 bits: set bits: 2")
-        if self.grid == "minmax" and (self.start, self.grid_rate) != ("fitted", 0.1):
-            raise ValueError("start and grid_rate are for grids that are learned")
-        if self.grid == "kept" and self.grid_rate != 0.1:
-            raise ValueError("grid_rate is for scales and biases; a kept grid's stay")
-        if self.at_points is not None and self.grid not in (*OF_ANY_WIDTH, "kept"):
-            raise ValueError("at_points is for weights that go on from codes")
-        if self.grid == "frozen" and self.start_step:
-            raise ValueError("start_step is for weights; a frozen grid has only codes")
-        if self.grid == "kept" and self.start_step:
+        if self.quantizer != "minmax" and self.mode != "affine":
             raise ValueError(
-                "a kept grid is that of the beginning: leave start_step out"
+                f"{self.mode} has no scales to learn: use quantizer: minmax"
             )
-        if self.progressive:
+        if self.quantizer in SYMMETRIC and self.bits != 2:
+            raise ValueError(f"a {self.quantizer} grid has 2 bits: set bits: 2")
+        if self.quantizer == "minmax" and (
+            self.scale_init,
+            self.scale_lr_multiplier,
+        ) != ("mse", 0.1):
+            raise ValueError(
+                "scale_init and scale_lr_multiplier are for grids that are learned"
+            )
+        if self.quantizer == "fixed_scale" and self.scale_lr_multiplier != 0.1:
+            raise ValueError(
+                "scale_lr_multiplier is for scales and biases; a kept grid's stay"
+            )
+        if self.latent_init is not None and self.quantizer not in (
+            *OF_ANY_WIDTH,
+            "fixed_scale",
+        ):
+            raise ValueError("latent_init is for weights that go on from codes")
+        if self.quantizer == "scales_only" and self.fake_quant_after_n_steps:
+            raise ValueError(
+                "fake_quant_after_n_steps is for weights; a scales_only quantizer has only codes"
+            )
+        if self.quantizer == "fixed_scale" and self.fake_quant_after_n_steps:
+            raise ValueError(
+                "a kept grid is that of the beginning: leave fake_quant_after_n_steps out"
+            )
+        if self.bit_schedule:
             self._can_come_down()
         return self
 
     def _can_come_down(self):
-        if self.grid not in OF_ANY_WIDTH or self.mode != "affine":
+        if self.quantizer not in OF_ANY_WIDTH or self.mode != "affine":
             raise ValueError(
-                "progressive is for affine grids of any width: minmax and learned"
+                "bit_schedule is for affine grids of any width: minmax and lsq"
             )
-        widths = [*(phase.bits for phase in self.progressive), self.bits]
+        widths = [*(phase.bits for phase in self.bit_schedule), self.bits]
         if sorted({*widths}, reverse=True) != widths:
             raise ValueError(
-                f"progressive bits come down to bits: {widths[-1]}, each fewer than "
+                f"the bits of bit_schedule come down to bits: {widths[-1]}, each fewer than "
                 "those before"
             )

@@ -66,10 +66,10 @@ class LayerQuantOverride(ConfigModel):
         return QuantSpec(**grid | own)
 
 
-KEEP = "keep"
+SKIP = "skip"
 Choice = Annotated[
     Annotated[LayerQuantOverride, Tag("grid")]
-    | Annotated[Literal["keep"], Tag("word")],
+    | Annotated[Literal["skip"], Tag("word")],
     Discriminator(lambda value: "word" if isinstance(value, str) else "grid"),
 ]
 
@@ -77,19 +77,19 @@ Choice = Annotated[
 class Quantization(QuantSpec):
     """A grid, layers that have another, and what is rounded at all."""
 
-    layers: dict[str, Choice] = Field({})
+    overrides: dict[str, Choice] = Field({})
     """Other grids by layer, as `"*.down_proj": {bits: 4}`, or keep for none. A pattern
     is matched with the path and with the path within the block; the first one counts,
     also above what the model asks for."""
-    embeddings: bool = True
+    quantize_embeddings: bool = True
     """Round the embedding (and, when tied, the output head) too."""
-    head: bool = True
+    quantize_lm_head: bool = True
     """Round the output head too, where it has weights of its own."""
 
     @model_validator(mode="after")
     def _layers_have_grids(self):
-        for pattern, choice in self.layers.items():
-            if choice != KEEP:
+        for pattern, choice in self.overrides.items():
+            if choice != SKIP:
                 try:
                     choice.completed(self)
                 except ValueError as error:

@@ -13,19 +13,19 @@ DAMPENING_FRAC = 0.01
 class CalibrationConfig(ConfigModel):
     """The tokens a method watches the layers on."""
 
-    source: str | None = None
+    dataset: str | None = None
     """A file, folder, Hub id or builtin:<name>; absent = the recipe's training rows, or
     builtin:stdlib where it has none."""
-    tokens: int | None = Field(None, ge=1)
+    num_tokens: int | None = Field(None, ge=1)
     """How many; absent = 8 times the width of the widest layer, at least 32768."""
-    length: int = Field(512, ge=8)
+    max_seq_length: int = Field(512, ge=8)
     """Tokens of a window."""
-    count: Literal["everything", "answers"] = "everything"
+    loss_on: Literal["all", "completions"] = "all"
     """everything = documents are joined and cut, and every token counts; answers = rows
     are watched one by one, as training sees them, and what it trains on counts (see
-    data.train_on): for a model of one task. With rtn and gptq, the latter without fold,
+    data.loss_on): for a model of one task. With rtn and gptq, the latter without fold,
     blocks and budget."""
-    held_out: int = Field(16384, ge=8)
+    num_eval_tokens: int = Field(16384, ge=8)
     """Tokens to judge by, of the recipe's validation rows, else of the source."""
 
 
@@ -60,25 +60,27 @@ ScaleTuning = Annotated[ScaleTuningConfig | None, BeforeValidator(_switched)]
 class MixedPrecisionConfig(ConfigModel):
     """What the model may weigh; every layer's grid is chosen for it by measurement."""
 
-    bits_per_weight: float | None = Field(None, gt=0)
+    target_bpw: float | None = Field(None, gt=0)
     """All bytes of the checkpoint's tensors times 8, by the weights of the model, as
     report.json counts them; or give bytes."""
-    bytes: float | None = Field(None, gt=0)
+    target_bytes: float | None = Field(None, gt=0)
     """Bytes of all tensors of the checkpoint; or give bits_per_weight."""
-    bits: list[Bits] = Field([2, 3, 4, 5, 6, 8], min_length=1)
+    candidate_bits: list[Bits] = Field([2, 3, 4, 5, 6, 8], min_length=1)
     """Bits that a layer may get."""
-    group_sizes: list[Literal[32, 64, 128]] = Field([32, 64, 128], min_length=1)
+    candidate_group_sizes: list[Literal[32, 64, 128]] = Field(
+        [32, 64, 128], min_length=1
+    )
     """Group sizes that a layer may get."""
 
     @model_validator(mode="after")
     def _one_measure(self):
-        if (self.bits_per_weight is None) == (self.bytes is None):
-            raise ValueError("give either bits_per_weight or bytes")
+        if (self.target_bpw is None) == (self.target_bytes is None):
+            raise ValueError("give either target_bpw or target_bytes")
         return self
 
     def limit(self, weights: int) -> int:
         """Bytes that a model of so many weights may have."""
-        return int(self.bytes or self.bits_per_weight * weights / 8)
+        return int(self.target_bytes or self.target_bpw * weights / 8)
 
 
 class PTQConfig(Quantization):
@@ -86,35 +88,35 @@ class PTQConfig(Quantization):
 
     calibration: CalibrationConfig = CalibrationConfig()
     """Tokens that the model is watched on, and its scales tuned on."""
-    tune: ScaleTuning = None
+    scale_tuning: ScaleTuning = None
     """Tune scales and biases; false = off, {} = on, as it is by default after gptq."""
-    gates: bool = True
+    rollback_if_worse: bool = True
     """Undo a step that is no better on held-out tokens; false = do not compare, as for
     a model too large to be run twice."""
-    budget: MixedPrecisionConfig | None = None
+    mixed_precision: MixedPrecisionConfig | None = None
     """Present = grids by layer that lose least within it; the block's own bits and
     group size are for what it leaves open. Layers named in `layers`, and those that the
     model itself asks a grid for, keep theirs."""
 
     @model_validator(mode="after")
     def _budget_is_affine(self):
-        if self.budget and self.mode != "affine":
+        if self.mixed_precision and self.mode != "affine":
             raise ValueError(f"a budget chooses affine grids; the mode is {self.mode}")
         return self
 
     @model_validator(mode="after")
     def _counts_answers(self):
         alike = " and ".join(self.takes_all_alike)
-        if self.calibration.count == "answers" and alike:
+        if self.calibration.loss_on == "completions" and alike:
             raise ValueError(
-                f"{alike} takes all tokens alike: leave calibration.count out"
+                f"{alike} takes all tokens alike: leave calibration.loss_on out"
             )
         return self
 
     @property
     def takes_all_alike(self) -> list[str]:
         """What of it does not tell tokens that count from others."""
-        return ["budget"] if self.budget else []
+        return ["mixed_precision"] if self.mixed_precision else []
 
 
 class BlockReconstructionConfig(ConfigModel):
@@ -124,7 +126,7 @@ class BlockReconstructionConfig(ConfigModel):
     """Optimizer steps for every block, on about 2048 tokens each."""
     learning_rate: float = Field(0.003, gt=0)
     """Of a weight, in steps of its grid."""
-    grid_rate: float = Field(3.0, gt=0)
+    scale_lr_multiplier: float = Field(3.0, gt=0)
     """Learning rate of scales and biases as a multiple of the weights'."""
 
 
@@ -154,8 +156,10 @@ class RTNConfig(PTQConfig):
 
     @model_validator(mode="after")
     def _scaled(self):
-        if self.tune and self.mode != "affine":
-            raise ValueError(f"{self.mode} has no scales to tune; leave `tune` out")
+        if self.scale_tuning and self.mode != "affine":
+            raise ValueError(
+                f"{self.mode} has no scales to tune; leave `scale_tuning` out"
+            )
         return self
 
 
@@ -164,24 +168,24 @@ class GPTQConfig(PTQConfig):
 
     method: Literal["gptq"] = "gptq"
     """The method's name."""
-    tune: ScaleTuning = ScaleTuningConfig()
+    scale_tuning: ScaleTuning = ScaleTuningConfig()
     """Tune scales and biases afterwards; false = off."""
-    rounds: int = Field(3, ge=0)
+    refine_iters: int = Field(3, ge=0)
     """Rounds of refit and coordinate descent after GPTQ itself."""
-    asymmetry: bool = True
+    asymmetric_calibration: bool = True
     """Layers make up for the errors of those before them, and for what the residual
     stream they add to has lost, as far as the half of the tokens says of the others."""
-    outputs: bool = True
+    output_hessian: bool = True
     """Rows make up for each other's errors, by how the loss answers to what comes out:
     before it all begins, tokens go through the model and the slopes of their loss back.
     Not with `fold`, which changes what comes out."""
-    damping: float = Field(DAMPENING_FRAC, gt=0, le=1)
+    dampening_frac: float = Field(DAMPENING_FRAC, gt=0, le=1)
     """Share of the mean of a Hessian's diagonal that is added to it, to begin with."""
 
-    fold: bool = False
+    awq_scaling: bool = False
     """Fold AWQ's scales into a block first, where its rounded layers then lose less.
     Off: a small Llama came out 3 to 4% further from itself with it, at 2 and 3 bits."""
-    blocks: BlockReconstructionConfig | None = None
+    block_reconstruction: BlockReconstructionConfig | None = None
     """Train every block's weights and grids afterwards, {} = with all defaults; what is
     no better on windows held out is undone. Off: at 2 bits data/tiny-base came out but
     2% nearer to itself, in several times the time."""
@@ -195,7 +199,9 @@ class GPTQConfig(PTQConfig):
     @property
     def takes_all_alike(self) -> list[str]:
         """What of it does not tell tokens that count from others."""
-        own = [key for key in ("fold", "blocks") if getattr(self, key)]
+        own = [
+            key for key in ("awq_scaling", "block_reconstruction") if getattr(self, key)
+        ]
         return own + super().takes_all_alike
 
 

@@ -18,15 +18,13 @@ from .train import TrainConfig
 class StageEntry(ConfigModel):
     """One step of the recipe: a mapping with exactly one key."""
 
-    # pydantic's base class has an attribute `validate`, so that field has an alias.
-
     train: TrainConfig | None = None
     """Train or fine-tune."""
     quantize: Quantize | None = None
     """Quantize a finished model; without `method` it is rounded to the nearest."""
-    distill: DraftConfig | None = None
+    draft: DraftConfig | None = None
     """Distil a draft model for speculative decoding."""
-    check: EvaluateConfig | None = Field(None, alias="validate")
+    evaluate: EvaluateConfig | None = None
     """Measure from disk and check the gates."""
     export: ExportConfig | None = None
     """Publish."""
@@ -43,15 +41,14 @@ class StageEntry(ConfigModel):
     def _one(self):
         if len(self.model_fields_set) != 1:
             raise ValueError(
-                "a stage has one key: train, quantize, distill, validate or export"
+                "a stage has one key: train, quantize, draft, evaluate or export"
             )
         return self
 
     @property
     def kind(self) -> str:
-        """train, quantize, distill, validate or export."""
-        field = next(iter(self.model_fields_set))
-        return type(self).model_fields[field].alias or field
+        """train, quantize, draft, evaluate or export."""
+        return next(iter(self.model_fields_set))
 
     @property
     def config(self) -> ConfigModel:

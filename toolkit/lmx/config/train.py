@@ -33,9 +33,9 @@ class TrainConfig(ConfigModel):
 
     adapter: LoRAConfig | None = None
     """Absent = full fine-tuning of every parameter."""
-    quantization: QATConfig | None = None
+    qat: QATConfig | None = None
     """Present = quantization-aware training with straight-through rounding."""
-    twin: bool = False
+    compare_full_precision: bool = False
     """Train the same a second time without quantization, from the unquantized model,
     and tell how much of the loss and the KL divergence that rounding this twin to
     nearest costs is recovered: (rounded - trained) / (rounded - twin), on the
@@ -52,17 +52,17 @@ class TrainConfig(ConfigModel):
     batch_tokens: int | None = Field(None, ge=1)
     """Tokens per step, padding included: short rows go in larger batches."""
     packing: bool = False
-    """Put several training examples into one row of max_length tokens; none sees
+    """Put several training examples into one row of max_seq_length tokens; none sees
     another, and hardly any token is padding."""
-    accumulate: int = Field(1, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1)
     """Batches per step, in the memory of one; every trained token weighs the same."""
     gradient_checkpointing: bool = False
     """Keep only what goes in and out of every block and compute the rest twice: far
     less memory, about a third more time."""
-    shard: bool = False
+    fsdp: bool = False
     """Keep only a share of the trained weights, their gradients and moments in every
     process, gathered when they are used; needs several processes over NCCL or JACCL."""
-    loss_chunk: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
+    loss_chunk_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] | None = "auto"
     """Tokens whose logits exist at once; auto = few once a batch has 128 million,
     as 4096 tokens have with a vocabulary of 32768, on the CPU always; null = all."""
     optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
@@ -70,14 +70,16 @@ class TrainConfig(ConfigModel):
     rest to adamw, at the same learning rate."""
     learning_rate: float = Field(1e-4, gt=0)
     """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = "cosine"
+    lr_schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = (
+        "cosine"
+    )
     """How the learning rate falls after the warm-up."""
-    decay_share: Fraction = 0.2
+    decay_ratio: Fraction = 0.2
     """Share of the steps over which the learning rate falls, for warmup-stable-decay
     alone."""
-    warmup: Fraction = 0.05
+    warmup_ratio: Fraction = 0.05
     """Share of the steps over which the learning rate rises."""
-    final_learning_rate: Fraction = 0.1
+    min_lr_ratio: Fraction = 0.1
     """Learning rate at the last step, as a share of the peak."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay of matrices; norms and biases have none."""
@@ -87,28 +89,28 @@ class TrainConfig(ConfigModel):
     """Decay of the second moment, as beta1; lion wants 0.99."""
     momentum: float = Field(0.95, ge=0, lt=1)
     """Decay of the sum of gradients, for muon and sgd."""
-    gradient_clip: float | None = Field(1.0, gt=0)
+    max_grad_norm: float | None = Field(1.0, gt=0)
     """Largest gradient norm; null = no clipping."""
     compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """auto = bfloat16 for a bfloat16 model on a GPU, else float32. Trained weights stay
     float32."""
-    evaluate_every: int = Field(100, ge=1)
+    eval_steps: int = Field(100, ge=1)
     """Steps between validations."""
-    evaluate_batches: int = Field(25, ge=1)
+    eval_batches: int = Field(25, ge=1)
     """Validation batches per validation."""
-    checkpoint_every: int = Field(200, ge=1)
+    save_steps: int = Field(200, ge=1)
     """Steps between checkpoints."""
-    keep_checkpoints: int = Field(2, ge=1)
+    save_total_limit: int = Field(2, ge=1)
     """Newest checkpoints that are kept to go on from."""
-    keep: Literal["last", "best"] = "last"
+    load_best_at_end: bool = False
     """Weights the stage leaves; best = those of the validation with the lowest loss,
     with a teacher the lowest divergence from it, the one before the first step
     included, for which one more checkpoint is kept."""
-    early_stopping: int | None = Field(None, ge=1)
+    early_stopping_patience: int | None = Field(None, ge=1)
     """Validations in a row without a lower loss that end the training; null = none."""
-    report_every: int = Field(10, ge=1)
+    logging_steps: int = Field(10, ge=1)
     """Steps between lines of the report."""
-    samples: list[str] = Field([])
+    sample_prompts: list[str] = Field([])
     """Prompts answered at every validation, into samples.jsonl."""
 
     @model_validator(mode="after")
@@ -119,60 +121,68 @@ class TrainConfig(ConfigModel):
             raise ValueError("give either batch_size or batch_tokens")
         if self.adapter:
             self._can_merge(self.adapter)
-        if self.quantization:
-            self._can_round(self.quantization)
-        elif self.twin:
-            raise ValueError("twin is for a stage with quantization: it is without")
+        if self.qat:
+            self._can_round(self.qat)
+        elif self.compare_full_precision:
+            raise ValueError(
+                "compare_full_precision is for a stage with qat: it is without"
+            )
         self._no_idle_keys()
-        if self.shard:
+        if self.fsdp:
             self._can_shard()
         return self
 
     def _can_merge(self, adapter: LoRAConfig):
-        if adapter.dropout and (self.quantization or self.keeps_codes):
+        if adapter.dropout and (self.qat or self.keeps_codes):
             raise ValueError(
                 "adapter dropout does not go with quantization: "
                 "the rounded weight holds the merged adapter"
             )
-        if self.quantization and adapter.type == "dora":
+        if self.qat and adapter.type == "dora":
             raise ValueError(
                 "a dora adapter does not go with quantization: use type lora, "
                 "or train first and quantize afterwards"
             )
-        if adapter.start and self.keeps_codes:
+        if adapter.init_from and self.keeps_codes:
             raise ValueError(
                 "a qa_lora adapter is saved as plain LoRA's, not to be gone on from: "
                 "name the model that it left as the recipe's model"
             )
-        if self.quantization and self.keeps_codes:
+        if self.qat and self.keeps_codes:
             raise ValueError(
                 "a qa_lora adapter leaves the model in the codes it has: leave "
                 "quantization out"
             )
 
     def _can_round(self, rounding: QATConfig):
-        if rounding.grid == "frozen" and self.adapter:
-            raise ValueError("a frozen grid trains no weights: leave adapter out")
+        if rounding.quantizer == "scales_only" and self.adapter:
+            raise ValueError(
+                "quantizer: scales_only trains no weights: leave adapter out"
+            )
         if not rounding.starts[-1]:
             return
-        names = [k for k in ("start_step", "progressive") if getattr(rounding, k)]
-        if self.keep == "best" or self.early_stopping:
+        names = [
+            k
+            for k in ("fake_quant_after_n_steps", "bit_schedule")
+            if getattr(rounding, k)
+        ]
+        if self.load_best_at_end or self.early_stopping_patience:
             raise ValueError(
-                f"{names[0]} does not go with keep: best or early_stopping: the "
+                f"{names[0]} does not go with load_best_at_end or early_stopping_patience: the "
                 "validations before the last bits are of another model"
             )
         if self.steps and self.steps <= rounding.starts[-1]:
             raise ValueError(f"{' and '.join(names)} must be below steps")
 
     def _can_shard(self):
-        if self.adapter or self.quantization or self.teacher:
+        if self.adapter or self.qat or self.teacher:
             raise ValueError(
-                "shard is for full fine-tuning: it goes with no adapter, quantization "
+                "fsdp is for full fine-tuning: it goes with no adapter, quantization "
                 "or teacher"
             )
         if self.optimizer not in ELEMENTWISE:
             raise ValueError(
-                f"{self.optimizer} needs whole matrices: shard goes with adamw, lion "
+                f"{self.optimizer} needs whole matrices: fsdp goes with adamw, lion "
                 "and sgd"
             )
 
@@ -180,19 +190,19 @@ class TrainConfig(ConfigModel):
         idle = (BETAS | {"momentum"}) - OPTIMIZER_KEYS[self.optimizer]
         if found := sorted(idle & self._changed):
             raise ValueError(f"{self.optimizer} has no {found[0]}")
-        if self.schedule != "warmup-stable-decay" and "decay_share" in self._changed:
-            raise ValueError("decay_share is for the schedule warmup-stable-decay")
+        if self.lr_schedule != "warmup-stable-decay" and "decay_ratio" in self._changed:
+            raise ValueError("decay_ratio is for the schedule warmup-stable-decay")
 
     @property
     def trainings(self) -> int:
         """How many models are trained, all for the same steps."""
-        return 2 if self.twin and not self.is_of_itself else 1
+        return 2 if self.compare_full_precision and not self.is_of_itself else 1
 
     @property
     def is_of_itself(self) -> bool:
         """Whether all that is learned is what the model predicts when unquantized."""
         teacher = self.teacher
-        return bool(teacher and not teacher.model and not teacher.cross_entropy)
+        return bool(teacher and not teacher.model and not teacher.ce_weight)
 
     @property
     def keeps_codes(self) -> bool:
@@ -212,17 +222,17 @@ class TrainConfig(ConfigModel):
     def batches(self, per_epoch: int) -> int:
         """Batches in all; the last step may have fewer than the others."""
         if self.steps:
-            return self.steps * self.accumulate
+            return self.steps * self.gradient_accumulation_steps
         return max(1, round(self.epochs * per_epoch))
 
-    def packed_rows(self, max_length: int) -> int:
-        """Packed rows of `max_length` tokens per batch."""
-        return self.batch_size or max(1, self.batch_tokens // max_length)
+    def packed_rows(self, max_seq_length: int) -> int:
+        """Packed rows of `max_seq_length` tokens per batch."""
+        return self.batch_size or max(1, self.batch_tokens // max_seq_length)
 
     def chunk(self, *, vocabulary: int, tokens: int, on_cpu: bool) -> int | None:
         """Tokens whose logits exist at once, in batches of `tokens`; None = all."""
-        if self.loss_chunk != "auto":
-            return self.loss_chunk
+        if self.loss_chunk_tokens != "auto":
+            return self.loss_chunk_tokens
         if on_cpu:
             return max(64, CACHED_LOGITS // vocabulary)
         if vocabulary * tokens < MANY_LOGITS:

@@ -16,16 +16,16 @@ from .tokenization import Example
 PARTS = 8
 
 
-def bucket_lengths(max_length: int) -> list[int]:
-    """Row lengths 16, 24, 32, 48, 64, 96, ... and `max_length` itself.
+def bucket_lengths(max_seq_length: int) -> list[int]:
+    """Row lengths 16, 24, 32, 48, 64, 96, ... and `max_seq_length` itself.
 
     Few shapes mean few compiled traces; a third of a row is padding at worst.
     """
     rungs, rung = [], 16
-    while rung < max_length:
+    while rung < max_seq_length:
         rungs.append(rung)
         rung = rung * 3 // 2 if rung & (rung - 1) == 0 else rung * 4 // 3
-    return [*rungs, max_length]
+    return [*rungs, max_seq_length]
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class BucketBatchSampler:
         self,
         examples: ExampleDataset | list[Example],
         *,
-        max_length: int,
+        max_seq_length: int,
         rows: int | None = None,
         tokens: int | None = None,
         seed: int = 0,
@@ -134,7 +134,7 @@ class BucketBatchSampler:
         self.rungs: list[tuple[int, int, np.ndarray]] = []
         inputs = self.examples.lengths - 1
         low = 0
-        for length in bucket_lengths(max_length):
+        for length in bucket_lengths(max_seq_length):
             members = np.flatnonzero((inputs > low) & (inputs <= length))
             low = length
             if count := len(members):

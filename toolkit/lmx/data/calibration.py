@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import UserError
 from .row_formats import Row
-from .tokenization import Example, TrainOn, encode_block
+from .tokenization import Example, LossOn, encode_block
 
 # Rows that are chosen from, the first ones of the source.
 CHOICE, BLOCK = 20_000, 100
@@ -77,7 +77,7 @@ def concatenated_sequences(
     """
     wanted, found, size = max(1, tokens // length) * length, [], 0
     # Longer than any, so that no document is cut by itself.
-    settings = {"max_length": 1 << 40, "train_on": "everything"}
+    settings = {"max_seq_length": 1 << 40, "loss_on": "all"}
     for examples in _blocks(rows, tokenizer, seed, **settings):
         found += [example.tokens for example in examples]
         size += sum(len(example.tokens) for example in examples)
@@ -101,21 +101,21 @@ def per_example_sequences(
     length: int,
     tokens: int,
     seed: int,
-    train_on: TrainOn,
+    loss_on: LossOn,
 ) -> CalibrationBatch:
     """Rows in random order, each as training sees it; what it trains on counts.
 
     Args:
         length: where rows are cut; windows are as long as the longest row.
         tokens: at least so many are seen, if the rows have them.
-        train_on: see `encode_all`.
+        loss_on: see `encode_all`.
 
     Raises:
         UserError: no row has a token to train.
     """
     found: list[Example] = []
     for examples in _blocks(
-        rows, tokenizer, seed, max_length=length, train_on=train_on
+        rows, tokenizer, seed, max_seq_length=length, loss_on=loss_on
     ):
         for example in examples:
             found.append(example)

@@ -108,7 +108,7 @@ class PackedBatchSampler:
     mask is empty. The first token of an example is never trained.
 
     Args:
-        plan: what `pack` returned for a capacity of `max_length` + 1.
+        plan: what `pack` returned for a capacity of `max_seq_length` + 1.
         rows: rows per batch at most.
     """
 
@@ -117,14 +117,14 @@ class PackedBatchSampler:
         examples: ExampleDataset,
         plan: tuple[np.ndarray, np.ndarray],
         *,
-        max_length: int,
+        max_seq_length: int,
         rows: int,
         seed: int = 0,
     ):
         self.examples = examples
         self.seed = seed
         self._order, self._starts = plan
-        self._length = max_length
+        self._length = max_seq_length
         self._size = balanced_batch_size(self.rows, rows)
         self._epoch, self._shuffle = -1, np.zeros(0, np.int64)
 

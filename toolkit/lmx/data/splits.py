@@ -200,7 +200,7 @@ class Splits:
         """What changes when the training rows do."""
         sources = [self._contents[source] for source in self.data.train]
         held = [] if self._valid_sources else [self.seed, EVAL_SHARE, self._most]
-        return [sources, self.data.columns, self.data.limit, held]
+        return [sources, self.data.columns, self.data.max_samples, held]
 
     @property
     def size(self) -> int:
@@ -231,7 +231,7 @@ class Splits:
     def _held_out_of(self, source: str) -> EvalSplit:
         settings = [
             self.data.columns,
-            self.data.limit,
+            self.data.max_samples,
             self.seed,
             EVAL_SHARE,
             self._most,
@@ -256,7 +256,7 @@ class Splits:
             find=self.find,
             columns=data.columns,
             streaming=data.streaming,
-            limit=data.limit,
+            limit=data.max_samples,
         )
 
 

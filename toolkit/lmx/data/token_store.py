@@ -13,7 +13,7 @@ from .row_formats import Row
 from .tokenization import (
     EncodeResult,
     Example,
-    TrainOn,
+    LossOn,
     encode_block,
     no_trainable_examples,
 )
@@ -83,8 +83,8 @@ def write_token_store(
     rows: Iterable[Row],
     tokenizer,
     *,
-    max_length: int,
-    train_on: TrainOn,
+    max_seq_length: int,
+    loss_on: LossOn,
     say: Callable[[str], None],
 ) -> dict:
     """Encode rows block by block into an empty folder; returns facts of all of them.
@@ -100,7 +100,7 @@ def write_token_store(
         tokens, places = (RaggedWriter(folder, n, opened) for n in ("tokens", "places"))
         for block in _blocks(rows):
             encoded = encode_block(
-                block, tokenizer, max_length=max_length, train_on=train_on
+                block, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
             )
             named += encoded.dropped[: NAMED - len(named)]
             _count(facts, len(block), encoded)

@@ -11,7 +11,7 @@ from ..errors import UserError
 from . import chat_template
 from .row_formats import Row
 
-TrainOn = Literal["answers", "everything"]
+LossOn = Literal["completions", "all"]
 
 LAST_ONLY = "rows train their last answer alone: the template changes earlier ones"
 """What to say of rows that `Encoded.last_only` counts."""
@@ -38,7 +38,7 @@ class EncodeResult:
     """The examples of many rows, and what became of the other rows.
 
     Attributes:
-        truncated: rows cut at max_length.
+        truncated: rows cut at max_seq_length.
         last_only: rows of which the template lets only the last answer be trained.
         dropped: (where, reason) of rows without a token to train.
     """
@@ -50,19 +50,23 @@ class EncodeResult:
 
 
 def encode(
-    row: Row, tokenizer, *, max_length: int, train_on: TrainOn = "answers"
+    row: Row, tokenizer, *, max_seq_length: int, loss_on: LossOn = "completions"
 ) -> list[Example]:
     """The examples of one row: several windows of a long text, none if untrainable."""
-    settings = {"max_length": max_length, "train_on": train_on}
+    settings = {"max_seq_length": max_seq_length, "loss_on": loss_on}
     return encode_block([row], tokenizer, **settings).examples
 
 
 def encode_all(
-    rows: Sequence[Row], tokenizer, *, max_length: int, train_on: TrainOn = "answers"
+    rows: Sequence[Row],
+    tokenizer,
+    *,
+    max_seq_length: int,
+    loss_on: LossOn = "completions",
 ) -> EncodeResult:
     """The examples of all rows, in their order.
 
-    Text is cut into windows of `max_length` tokens that overlap by one token: the first
+    Text is cut into windows of `max_seq_length` tokens that overlap by one token: the first
     token of a window cannot be predicted in it, so it is the last of the window before,
     and every token but the document's first is trained exactly once. Other rows are
     truncated at the end. Every assistant turn is trained, end-of-turn token included.
@@ -71,7 +75,7 @@ def encode_all(
         UserError: no row has a token to train, or chat rows meet a tokenizer without
             a chat template.
     """
-    settings = {"max_length": max_length, "train_on": train_on}
+    settings = {"max_seq_length": max_seq_length, "loss_on": loss_on}
     encoded = encode_block(rows, tokenizer, **settings)
     if not encoded.examples:
         raise no_trainable_examples(len(rows), encoded.dropped)
@@ -84,17 +88,17 @@ def no_trainable_examples(rows: int, dropped: Sequence[tuple[str, str]]) -> User
     return UserError(
         f"nothing to train on: all {rows} rows were dropped, the first "
         f"because {reason}",
-        hint="raise data.max_length" if "max_length" in reason else None,
+        hint="raise data.max_seq_length" if "max_seq_length" in reason else None,
         place=where or None,
     )
 
 
 def encode_block(
-    rows: Iterable[Row], tokenizer, *, max_length: int, train_on: TrainOn
+    rows: Iterable[Row], tokenizer, *, max_seq_length: int, loss_on: LossOn
 ) -> EncodeResult:
     """`encode_all` for a part of the rows, of which none may have a token to train."""
     encoded = EncodeResult()
-    plans, everything = [], train_on == "everything"
+    plans, everything = [], loss_on == "all"
     for row in rows:
         try:
             plans.append(chat_template.render(row, tokenizer, everything=everything))
@@ -112,7 +116,7 @@ def encode_block(
             tokens, mask = _ended(tokens, mask, bos, eos)
         if everything:
             mask = [True] * len(tokens)
-        _add(encoded, plan, tokens, mask, max_length)
+        _add(encoded, plan, tokens, mask, max_seq_length)
     return encoded
 
 
@@ -208,27 +212,27 @@ def _add(
     plan: chat_template.RenderedChat,
     tokens,
     mask,
-    max_length: int,
+    max_seq_length: int,
 ) -> None:
     row, count = plan.row, len(tokens)
-    step = max_length - 1
+    step = max_seq_length - 1
     starts = range(0, max(count - 1, 1), step) if row.text is not None else [0]
     found = []
     for start in starts:
-        ids = np.array(tokens[start : start + max_length], np.int32)
-        trained = np.array(mask[start : start + max_length], bool)
+        ids = np.array(tokens[start : start + max_seq_length], np.int32)
+        trained = np.array(mask[start : start + max_seq_length], bool)
         trained[:1] = False
         if trained.any():
             found.append(Example(ids, trained, row.where, row.skill))
     if not found:
-        encoded.dropped.append((row.where, _why(mask, max_length)))
+        encoded.dropped.append((row.where, _why(mask, max_seq_length)))
         return
     encoded.examples += found
-    encoded.truncated += row.text is None and count > max_length
+    encoded.truncated += row.text is None and count > max_seq_length
     encoded.last_only += plan.last_only
 
 
-def _why(mask: list[bool], max_length: int) -> str:
+def _why(mask: list[bool], max_seq_length: int) -> str:
     if not any(mask[1:]):
         return "it has no token to train"
-    return f"the prompt alone has {mask.index(True)} tokens, max_length is {max_length}"
+    return f"the prompt alone has {mask.index(True)} tokens, max_seq_length is {max_seq_length}"

@@ -129,21 +129,27 @@ class DistillationBatches:
         teacher: Callable[[mx.array], mx.array],
         *,
         key: str,
-        max_length: int,
+        max_seq_length: int,
         tokens: int,
         top_k: int | None,
         seed: int,
         report: RunLogger | None,
         guessed: Sequence[int] | None = None,
     ):
-        batches = BucketBatchSampler(examples, max_length=max_length, tokens=tokens)
-        facts = [key, InMemoryExamples(examples).digest, max_length, tokens, top_k]
+        batches = BucketBatchSampler(
+            examples, max_seq_length=max_seq_length, tokens=tokens
+        )
+        facts = [key, InMemoryExamples(examples).digest, max_seq_length, tokens, top_k]
         self.digest = sha256(repr(facts).encode()).hexdigest()
-        self.max_length = max_length
+        self.max_seq_length = max_seq_length
         self.seed = seed
         self._batches = list(batches.in_order())
         self._teacher = teacher
-        self._settings = {"key": key, "max_length": max_length, "tokens": tokens}
+        self._settings = {
+            "key": key,
+            "max_seq_length": max_seq_length,
+            "tokens": tokens,
+        }
         self._settings |= {"top_k": top_k, "seed": seed}
         # Of every example, how many tokens are the teacher's own.
         guessed = guessed or [0] * len(examples)

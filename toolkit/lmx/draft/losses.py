@@ -41,7 +41,7 @@ def adaptive_kl_tv(eta: float) -> Measure:
     ) -> tuple[mx.array, mx.array]:
         shared = mx.minimum(teacher.probs, student.probs)
         weight = mx.exp(-eta * shared.sum(axis=-1, keepdims=True))
-        far = MEASURES["forward"](teacher, student)
+        far = MEASURES["forward_kl"](teacher, student)
         near = total_variation(teacher, student)
         pairs = zip(far, near, strict=True)
         losses, slopes = (weight * f + (1 - weight) * n for f, n in pairs)
@@ -63,7 +63,10 @@ class DraftLoss:
     def __init__(
         self, loss: DraftLossName, *, eta: float = 3.0, cross_entropy: float = 0.0
     ):
-        own = {"total_variation": total_variation, "acceptance": adaptive_kl_tv(eta)}
+        own = {
+            "total_variation": total_variation,
+            "adaptive_kl_tv": adaptive_kl_tv(eta),
+        }
         self.measure = (own | MEASURES)[loss]
         self.cross_entropy = cross_entropy
 

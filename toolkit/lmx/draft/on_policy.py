@@ -88,7 +88,7 @@ class OnPolicyBatches:
         """The batch of a step, counted from 0."""
         if step < self.begin:
             return self.lessons(step)
-        part, place = divmod(step - self.begin, self.settings.refresh)
+        part, place = divmod(step - self.begin, self.settings.rollout_interval)
         return self._replayed(part)(place)
 
     def _made_or_kept(self, part: int) -> DistillationBatches:
@@ -105,7 +105,7 @@ class OnPolicyBatches:
 
     def _made(self, part: int) -> list[ErrorReplay]:
         """Replays of the lessons whose turn it would be."""
-        refresh = self.settings.refresh
+        refresh = self.settings.rollout_interval
         first = self.begin + part * refresh
         draws = np.random.default_rng([self.lessons.seed, first])
         draft = self.draft()
@@ -127,10 +127,10 @@ class OnPolicyBatches:
         self, replay: ErrorReplay, draws: np.random.Generator
     ) -> GenerationRequest:
         """Asks the draft to write on, as far as batches have room."""
-        room = self.lessons.max_length + 1 - len(replay.tokens)
+        room = self.lessons.max_seq_length + 1 - len(replay.tokens)
         return GenerationRequest(
             replay.tokens,
-            min(self.settings.guesses, room),
+            min(self.settings.rollout_tokens, room),
             Sampling(temperature=1.0, seed=int(draws.integers(2**31))),
             self.end_tokens,
         )

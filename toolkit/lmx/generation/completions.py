@@ -57,7 +57,7 @@ def replace_completions(
     *,
     temperatures: Sequence[float],
     max_tokens: int,
-    max_length: int,
+    max_seq_length: int,
     seed: int,
 ) -> InMemoryExamples:
     """The examples with answers of a model in place of their last ones.
@@ -67,7 +67,7 @@ def replace_completions(
 
     Args:
         temperatures: every prompt is answered once at each of these.
-        max_length: tokens of prompt and answer together at most.
+        max_seq_length: tokens of prompt and answer together at most.
 
     Raises:
         UserError: no prompt leaves room for an answer.
@@ -76,7 +76,7 @@ def replace_completions(
     for number in range(len(examples)):
         example = examples[number]
         prompt = prompt_of(example)
-        room = min(max_tokens, max_length - len(prompt))
+        room = min(max_tokens, max_seq_length - len(prompt))
         for turn, temperature in enumerate(temperatures):
             if room > 0:
                 draws = (seed, number, turn)
@@ -84,7 +84,7 @@ def replace_completions(
                 places.append(example.where)
     if not requests:
         raise UserError(
-            "no prompt leaves room for an answer", hint="raise data.max_length"
+            "no prompt leaves room for an answer", hint="raise data.max_seq_length"
         )
     answers = generate_all_cached(requests, answerer)
     pairs = zip(requests, answers, places, strict=True)

@@ -33,14 +33,14 @@ def training_batches(
             model cannot, batches have as many tokens, padding included.
         answered: gives the rows other answers.
     """
-    longest = context.data.max_length
+    longest = context.data.max_seq_length
     examples = answered(_tokenised(context, loaded))
     if not packing:
         return BucketBatchSampler(examples, **_sizes(config, context))
     batches = PackedBatchSampler(
         examples,
         packed(examples, longest + 1, context.report.warn),
-        max_length=longest,
+        max_seq_length=longest,
         rows=config.packed_rows(longest),
         seed=context.seed,
     )
@@ -59,8 +59,8 @@ def validation_batches(
     encoded = encode_all(
         context.rows.valid,
         loaded.tokenizer,
-        max_length=data.max_length,
-        train_on=data.train_on,
+        max_seq_length=data.max_seq_length,
+        loss_on=data.loss_on,
     )
     counts = vars(encoded) | {"dropped": len(encoded.dropped)}
     _tell(context, "valid", counts, encoded.dropped[: token_store.NAMED])
@@ -69,7 +69,7 @@ def validation_batches(
 
 def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenStore:
     data, rows, report = context.data, context.rows, context.report
-    settings = {"max_length": data.max_length, "train_on": data.train_on}
+    settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
 
     def fill(folder):
         report.say("tokenising the training rows")
@@ -102,7 +102,7 @@ def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenS
 
 def _tell(context: StageContext, split: str, counts: dict, named) -> None:
     """Say what became of the rows that are not trained whole."""
-    say, longest = context.report.say, context.data.max_length
+    say, longest = context.report.say, context.data.max_seq_length
     if counts["truncated"]:
         say(f"{split}: {counts['truncated']:,} rows cut at {longest} tokens")
     if counts["last_only"]:
@@ -114,11 +114,11 @@ def _tell(context: StageContext, split: str, counts: dict, named) -> None:
 
 
 def _sizes(config: TrainConfig, context: StageContext) -> dict:
-    longest, tokens = context.data.max_length, config.batch_tokens
+    longest, tokens = context.data.max_seq_length, config.batch_tokens
     if config.packing:
         tokens = config.packed_rows(longest) * longest
     return {
-        "max_length": longest,
+        "max_seq_length": longest,
         "rows": None if tokens else config.batch_size,
         "tokens": tokens,
         "seed": context.seed,
@@ -149,7 +149,7 @@ def chunked_loss(
     config: TrainConfig, context: StageContext, loaded: LoadedModel
 ) -> ChunkedLoss | None:
     """The loss by chunks; None, aloud where it matters, if the model does not split."""
-    longest = context.data.max_length
+    longest = context.data.max_seq_length
     tokens = max(config.batch_tokens or config.batch_size * longest, longest)
     sizes = {"vocabulary": setting(loaded.config, "vocab_size"), "tokens": tokens}
     try:
@@ -158,6 +158,6 @@ def chunked_loss(
         # Else it is but a little slower.
         if config.chunk(**sizes, on_cpu=False):
             context.report.warn(
-                f"the loss is made of all logits at once, loss_chunk is off: {reason}"
+                f"the loss is made of all logits at once, loss_chunk_tokens is off: {reason}"
             )
         return None

@@ -36,7 +36,7 @@ class CalibrationData:
         self.context = context
         self.tokenizer = tokenizer
         self.judging = judging
-        source = calibration.source
+        source = calibration.dataset
         if source is None and not context.data.train:
             source = WITHOUT_ROWS
         self._rows = context.rows if source is None else _splits(source, context)
@@ -49,7 +49,9 @@ class CalibrationData:
             UserError: it does not fill one window.
         """
         aside = self._aside if self.judging else 0
-        found = self._windows(self._others(), tokens + aside * self.calibration.length)
+        found = self._windows(
+            self._others(), tokens + aside * self.calibration.max_seq_length
+        )
         found = found[aside:]
         self.context.report.say(f"calibrating on {found.size:,} tokens of {self._name}")
         return found
@@ -62,9 +64,9 @@ class CalibrationData:
             UserError: there is too little for a window.
         """
         if self._aside == 0:
-            found = self._windows(self._validation, self.calibration.held_out)
+            found = self._windows(self._validation, self.calibration.num_eval_tokens)
         else:
-            found = self._windows(self._others(), self.calibration.held_out)
+            found = self._windows(self._others(), self.calibration.num_eval_tokens)
             found = found[: self._aside]
         self.context.report.say(f"judging by {found.size:,} tokens held out")
         return found
@@ -78,9 +80,9 @@ class CalibrationData:
     def _aside(self) -> int:
         """Windows of the source that are held out, for want of validation rows."""
         try:
-            self._windows(self._validation, self.calibration.length)
+            self._windows(self._validation, self.calibration.max_seq_length)
         except UserError:
-            wanted = self.calibration.held_out
+            wanted = self.calibration.num_eval_tokens
             found = self._windows(self._others(), 4 * wanted)
             if len(found) < 2:
                 raise
@@ -94,9 +96,12 @@ class CalibrationData:
         return (row for row in self._rows.train if row.as_text() not in held)
 
     def _windows(self, rows: Iterable[Row], tokens: int) -> CalibrationBatch:
-        settings = {"length": self.calibration.length, "seed": self.context.seed}
-        if self.calibration.count == "answers":
-            settings["train_on"] = self.context.data.train_on
+        settings = {
+            "length": self.calibration.max_seq_length,
+            "seed": self.context.seed,
+        }
+        if self.calibration.loss_on == "completions":
+            settings["loss_on"] = self.context.data.loss_on
             return per_example_sequences(
                 rows, self.tokenizer, tokens=tokens, **settings
             )

@@ -17,9 +17,9 @@ from ..errors import UserError
 Find = Callable[[str], Path | None]
 
 BUILTIN = "builtin:"
-OF_DRAFTS = ("student", "from"), ("trial", "sibling")
-OTHERS = {"train": [("teacher", "model")], "distill": OF_DRAFTS}
-GOING_ON = f"grid: {', '.join(FROM_CODES[:-1])} or {FROM_CODES[-1]}"
+OF_DRAFTS = ("draft_model", "init_from"), ("benchmark", "baseline_model")
+OTHERS = {"train": [("teacher", "model")], "draft": OF_DRAFTS}
+GOING_ON = f"quantizer: {', '.join(FROM_CODES[:-1])} or {FROM_CODES[-1]}"
 GGUF = ".gguf"
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
 
@@ -68,7 +68,7 @@ def _model(data: dict, find: Find) -> Iterator[Problem]:
         yield Problem(
             where, f"the folder '{source}' is not a model: it has no config.json"
         )
-    local = found is not None or (isinstance(model, dict) and model.get("fresh"))
+    local = found is not None or (isinstance(model, dict) and model.get("from_scratch"))
     if local and isinstance(model, dict) and model.get("revision") is not None:
         hint = "a revision belongs to a Hub id"
         yield Problem(("model", "revision"), "this model is not on the Hub", hint)
@@ -126,10 +126,10 @@ def _rows(data: dict, stages: list) -> Iterator[Problem]:
     block = data.get("data")
     block = block if isinstance(block, dict) else {}
     for where, kind, _ in stages:
-        if kind in ("train", "distill") and not block.get("train"):
+        if kind in ("train", "draft") and not block.get("train"):
             hint = "name rows to train on in data.train"
             yield Problem(where, "nothing to train on", hint, of="key")
-        if kind == "validate" and not (block.get("valid") or block.get("train")):
+        if kind == "evaluate" and not (block.get("valid") or block.get("train")):
             hint = "name rows in data.valid or data.train"
             yield Problem(where, "nothing to measure on", hint, of="key")
 
@@ -148,7 +148,7 @@ def _others(stages: list, find: Find) -> Iterator[Problem]:
 def _tasks(stages: list, find: Find) -> Iterator[Problem]:
     """Tasks of the harness that cannot be measured here."""
     for where, kind, block in stages:
-        tasks = block.get("tasks") if kind == "validate" else None
+        tasks = block.get("tasks") if kind == "evaluate" else None
         if not isinstance(tasks, list) or not tasks:
             continue
         from ..evaluation.lm_eval import is_file, is_installed
@@ -169,15 +169,15 @@ def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Problem
         quantized: what was asked when the model was quantized; None = it is not.
     """
     model = data.get("model")
-    blank = isinstance(model, dict) and model.get("fresh") is not None
+    blank = isinstance(model, dict) and model.get("from_scratch") is not None
     drafted = False
     for where, kind, block in stages:
         if drafted and kind in ("train", "quantize"):
             message = "the draft was distilled from the model before this stage"
             hint = "distil last, from the model that will be served"
             yield Problem(where, message, hint, "key")
-        drafted |= kind == "distill"
-        if blank and kind in ("quantize", "distill", "validate", "export"):
+        drafted |= kind == "draft"
+        if blank and kind in ("quantize", "draft", "evaluate", "export"):
             hint = "begin with a train stage"
             yield Problem(where, "a fresh model has learnt nothing yet", hint, "block")
         if blank and kind == "train" and block.get("adapter") is not None:
@@ -191,14 +191,14 @@ def _order(data: dict, stages: list, quantized: dict | None) -> Iterator[Problem
         if quantized is not None and kind == "quantize":
             hint = "rounding twice adds error; keep one quantization"
             yield Problem(where, "the model is already quantized here", hint, "key")
-        rounding = block.get("quantization")
+        rounding = block.get("qat")
         rounds = rounding is not None
         adapts = block.get("adapter") is not None and not rounds
         if quantized is not None and kind == "train" and rounds:
             yield from _rounding(where, block, quantized)
         elif quantized is not None and kind == "train" and not adapts:
             message = "of a quantized model only an adapter can be trained"
-            hint = f"add `adapter:`, or `quantization:` with {GOING_ON}; or train first"
+            hint = f"add `adapter:`, or `qat:` with {GOING_ON}; or train first"
             yield Problem(where, message, hint, "key")
         blank = False
         if kind == "train":
@@ -215,16 +215,16 @@ def _keeps_codes(block: dict) -> bool:
 
 def _rounding(where: KeyPath, block: dict, before: dict) -> Iterator[Problem]:
     """What of a quantization of a quantized model does not go on from its codes."""
-    where, asked = (*where, "quantization"), block["quantization"]
+    where, asked = (*where, "qat"), block["qat"]
     asked = asked if isinstance(asked, dict) else {}
-    grid = asked.get("grid", "minmax")
+    grid = asked.get("quantizer", "minmax")
     # An adapter keeps the grid unless it asks for another.
     keeps = grid == "minmax" and block.get("adapter") is not None
     if grid not in FROM_CODES and not keeps:
         hint = f"{GOING_ON} goes on from the codes"
         message = f"the model is quantized here, and {grid} would round it again"
         yield Problem(where, message, hint, "key")
-    for key in ("start_step", "progressive"):
+    for key in ("fake_quant_after_n_steps", "bit_schedule"):
         if asked.get(key):
             message = "the model is quantized here, and training begins with its codes"
             yield Problem((*where, key), message, f"leave {key} out", "key")

@@ -21,6 +21,8 @@ from ..run.fs import atomic_folder, write_atomic
 from .context import ModelArtifact
 from .draft_dataset import DraftData
 
+# The measured value that each threshold limits.
+DRAFT_THRESHOLDS = {"min_acceptance_rate": "acceptance", "min_speedup": "speedup"}
 SHIPPED = "draft"
 
 
@@ -74,7 +76,7 @@ class DraftEvaluation:
         )
 
     def _sibling(self) -> LoadedModel | None:
-        name = self.config.trial.sibling
+        name = self.config.benchmark.baseline_model
         if name is None:
             return None
         found, own = self.context.load(self.context.named(name)), self.target
@@ -92,7 +94,7 @@ class DraftEvaluation:
         require_servable(draft.config, self.target.config, tokens, place=place)
 
     def _tried(self, draft: LoadedModel) -> DraftReport:
-        config, context, target = self.config.trial, self.context, self.target
+        config, context, target = self.config.benchmark, self.context, self.target
         rival = self._rival(draft)
         trial = DraftBenchmark(
             target.model,
@@ -133,8 +135,8 @@ class DraftEvaluation:
     def _require(self, found: DraftReport) -> None:
         missed = [
             f"{name} is {value:.3g}, limit {limit:g}"
-            for name, limit in self.config.require.model_dump().items()
-            if limit is not None and (value := getattr(found, name)) < limit
+            for name, limit in self.config.thresholds.model_dump().items()
+            if limit is not None and (value := getattr(found, DRAFT_THRESHOLDS[name])) < limit
         ]
         if missed:
             raise UserError(

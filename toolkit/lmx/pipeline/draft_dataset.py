@@ -40,20 +40,20 @@ class DraftData:
     def lessons(self) -> DistillationBatches:
         """Of the training rows."""
         rows = self.context.rows.train
-        asked = self._asked(rows, self.config.answers.prompts)
+        asked = self._asked(rows, self.config.data_generation.num_prompts)
         return self._lessons(self._answered(asked))
 
     @cached_property
     def held_out(self) -> DistillationBatches:
         """Of the validation rows."""
         rows = self.context.rows.valid
-        asked = self._asked(rows, self.config.answers.held_out)
+        asked = self._asked(rows, self.config.data_generation.num_eval_prompts)
         return self._lessons(self._answered(asked))
 
     @cached_property
     def exam(self) -> dict[str, list[ReferenceCompletion]]:
         """What the target will say in the trial, by way of sampling."""
-        trial, answerer = self.config.trial, self._answerer
+        trial, answerer = self.config.benchmark, self._answerer
         texts = {}
         for name, sampling in decoding_modes(
             trial.temperature, self.context.seed
@@ -79,7 +79,7 @@ class DraftData:
     @cached_property
     def suites(self) -> PromptSets:
         """Prompts of the trial, of the validation rows."""
-        rows, count = self.context.rows.valid, self.config.trial.prompts
+        rows, count = self.context.rows.valid, self.config.benchmark.num_prompts
         tokenizer, longest = self.target.tokenizer, self._longest
         found = prompt_sets(rows, tokenizer, count=count, longest=longest)
         self._require(found)
@@ -100,16 +100,16 @@ class DraftData:
         if not asked:
             raise UserError(
                 f"no row has a prompt of at most {self._longest} tokens to answer",
-                hint="raise data.max_length, or lower answers.max_tokens",
+                hint="raise data.max_seq_length, or lower answers.max_tokens",
             )
 
     @property
     def _longest(self) -> int:
         """Tokens of a prompt that leaves room for its answer."""
-        longest = self.context.data.max_length
+        longest = self.context.data.max_seq_length
         if positions := setting(self.target.config, "max_position_embeddings"):
             config = self.config
-            answer = max(config.answers.max_tokens, config.trial.max_tokens)
+            answer = max(config.data_generation.max_tokens, config.benchmark.max_tokens)
             longest = min(longest, positions - answer)
         return longest
 
@@ -130,19 +130,19 @@ class DraftData:
         )
 
     def _answered(self, asked: list[Prompt]) -> list[Example]:
-        context, settings = self.context, self.config.answers
+        context, settings = self.context, self.config.data_generation
         context.report.say(f"{len(asked):,} prompts for the target to answer")
         return dataset.generate_completions(
             asked, settings, self._answerer, seed=context.seed
         )
 
     def _lessons(self, examples: list[Example]) -> DistillationBatches:
-        settings, context = self.config.answers, self.context
+        settings, context = self.config.data_generation, self.context
         return DistillationBatches(
             examples,
             self.target.model,
             key=self.digest,
-            max_length=context.data.max_length + settings.max_tokens,
+            max_seq_length=context.data.max_seq_length + settings.max_tokens,
             tokens=self.config.batch_tokens,
             top_k=settings.top_k,
             seed=context.seed,

@@ -63,12 +63,12 @@ def drafting(
     Raises:
         UserError: no such student can be cut.
     """
-    draft = _draft(anatomy, stage.student, find)
+    draft = _draft(anatomy, stage.draft_model, find)
     if draft is None:
         return None
     alone = Train(steps=stage.steps, batch_tokens=stage.batch_tokens)
     load, total = training(draft, alone, batch, compute), anatomy.parameters
-    live = 2 * total * (stage.answers.top_k is None)
+    live = 2 * total * (stage.data_generation.top_k is None)
     if stage.on_policy:
         live += stage.on_policy.fraction * (2 * total + 4 * draft.parameters)
     memory = {"target": compute * total} | load.memory
@@ -82,7 +82,7 @@ def lessons(anatomy: ModelShape, stage: ConfigModel, prompt: float) -> Generatio
     Args:
         prompt: tokens of one, on average.
     """
-    answers, vocabulary = stage.answers, anatomy.setting("vocab_size")
+    answers, vocabulary = stage.data_generation, anatomy.setting("vocab_size")
     count = answers.prompts + answers.held_out
     tokens = int(count * (prompt + answers.max_tokens))
     size = bytes_per_token(answers.top_k, vocabulary) if answers.top_k else 0
@@ -96,8 +96,8 @@ def _draft(
     anatomy: ModelShape, student: DraftModelConfig, find: Callable[[str], Path | None]
 ) -> ModelShape | None:
     config = anatomy.config
-    if student.source:
-        folder = find(student.source)
+    if student.init_from:
+        folder = find(student.init_from)
         if folder is None:
             return None
         config = read_config(folder)
@@ -105,10 +105,10 @@ def _draft(
     count = config.get("num_hidden_layers")
     if not isinstance(count, int):
         return None
-    kept = student.layers
+    kept = student.num_layers
     if kept == "auto":
         kept = math.ceil(max(SHARES) * count)
-    if student.fresh:
+    if student.from_scratch:
         config["num_hidden_layers"] = count = kept
     numbers = kept if isinstance(kept, list) else range(min(kept, count))
     sizes = (student.hidden_size, student.intermediate_size)

@@ -85,7 +85,7 @@ class DraftInitializer:
 
     def _source(self) -> LoadedModel:
         """The model that is cut, dense, in its stored type."""
-        context, name = self.context, self.config.source
+        context, name = self.context, self.config.init_from
         path = context.current.reference
         if name:
             path = context.named(name)
@@ -102,12 +102,12 @@ class DraftInitializer:
         """Those to choose from."""
         config, count = self.config, len(self.source.model.layers)
         sizes = (config.hidden_size, config.intermediate_size)
-        if isinstance(config.layers, list):
-            return [PrunedShape(tuple(sorted(config.layers)), *sizes)]
-        counts = [config.layers]
-        if config.layers == "auto":
+        if isinstance(config.num_layers, list):
+            return [PrunedShape(tuple(sorted(config.num_layers)), *sizes)]
+        counts = [config.num_layers]
+        if config.num_layers == "auto":
             counts = sorted({max(1, math.ceil(share * count)) for share in SHARES})
-        if config.fresh:
+        if config.from_scratch:
             return [PrunedShape(tuple(range(counts[0])), *sizes)]
         if max(counts) >= count:
             return [PrunedShape(tuple(range(min(max(counts), count))), *sizes)]
@@ -118,14 +118,14 @@ class DraftInitializer:
 
     def _write(self, folder: Path, shape: PrunedShape) -> Path:
         source, config = self.source, self.source.config
-        if self.config.fresh:
+        if self.config.from_scratch:
             # A fresh one need not be smaller than the model its shape is taken from.
             config = config | {"num_hidden_layers": len(shape.layers)}
         config = pruned_config(config, shape)
         config["eos_token_id"] = self.target.config.get("eos_token_id")
         tokens = len(self.target.tokenizer.get_vocab())
         require_servable(config, self.target.config, tokens, place=str(source.path))
-        if self.config.fresh:
+        if self.config.from_scratch:
             names = {v: k for k, v in vars(mx).items() if isinstance(v, mx.Dtype)}
             config["torch_dtype"] = names[source.dtype]
             weights = initial_weights(config, self.context.seed)
@@ -138,6 +138,8 @@ class DraftInitializer:
         like = replace(source, config=config, path=self.target.path)
         write_model(folder, like, weights)
         kept = ", ".join(map(str, shape.layers))
-        made = "fresh" if self.config.fresh else f"blocks {kept} of {source.path}"
+        made = (
+            "fresh" if self.config.from_scratch else f"blocks {kept} of {source.path}"
+        )
         self.context.report.say(f"student: {made}")
         return folder

@@ -54,7 +54,7 @@ class DraftDistillation:
         """Leave the draft in draft/ and its figures in report.json."""
         context = self.context
         students = DraftInitializer(
-            self.config.student, context, self.target, self._sample()
+            self.config.draft_model, context, self.target, self._sample()
         )
         student = students.begin(self._predicted)
         del students
@@ -77,13 +77,13 @@ class DraftDistillation:
         config, loaded = self.config, self.context.load(folder, compute="stored")
         compute = training_dtype("auto", loaded.dtype)
         objective = DraftLoss(
-            config.loss, eta=config.eta, cross_entropy=config.cross_entropy
+            config.loss, eta=config.eta, cross_entropy=config.ce_weight
         )
         step = TrainStep(
             loaded.model,
             taught=objective,
             compute=compute,
-            gradient_clip=1.0,
+            max_grad_norm=1.0,
             chunked=_chunked(loaded),
         )
         set_compute_dtype(loaded.model, compute)
@@ -177,9 +177,9 @@ class DraftDistillation:
             rate=lambda number: self._rate(number, config.steps),
             valid=list(self.schooling.held_out),
             cadence=TrainerIntervals(
-                config.report_every,
-                config.evaluate_every,
-                config.checkpoint_every,
+                config.logging_steps,
+                config.eval_steps,
+                config.save_steps,
                 self.context.folder / "checkpoints",
             ),
             report=self.context.report,

@@ -95,9 +95,9 @@ def _model(loaded: LoadedRecipe) -> tuple[ModelShape | None, Any, list[Line]]:
     ]
     for stage in loaded.recipe.stages:
         # What is quantized in distilling is another model.
-        if stage.kind != "distill":
+        if stage.kind != "draft":
             lines += _kept(anatomy, stage.config)
-    if model.fresh:
+    if model.from_scratch:
         lines.append(("model", "its tokenizer is trained at the start of the run"))
         return anatomy, None, lines
     folder = loaded.find(model.path)
@@ -107,9 +107,8 @@ def _model(loaded: LoadedRecipe) -> tuple[ModelShape | None, Any, list[Line]]:
 
 def _kept(anatomy: ModelShape, config: ConfigModel) -> Iterator[Line]:
     """The layers a stage would like to quantize and cannot, named."""
-    grid = (
-        config if hasattr(config, "method") else getattr(config, "quantization", None)
-    )
+    grid = getattr(config, "qat", None) or getattr(config, "quantization", None)
+    grid = config if hasattr(config, "method") else grid
     if grid:
         selection = anatomy.selection(grid)
         count = len(selection.specs) + len(selection.kept)
@@ -136,7 +135,7 @@ def _rows(
             split=split,
             find=lambda name: loaded.find(name) or Path(name),
             columns=data.columns,
-            limit=data.limit,
+            limit=data.max_samples,
         )
         for row in rows:
             sample.add(row)
@@ -157,7 +156,7 @@ def _tokens(
         return [], []
     data = loaded.recipe.data
     if tokenizer is None:
-        length = data.max_length
+        length = data.max_seq_length
         guessed = [len(row.as_text()) // CHARACTERS + 1 for row in sample]
         windows = [min(length, n) for n in guessed for _ in range(0, n, length)]
         text = f"not counted yet; {CHARACTERS} characters each are assumed below"
@@ -166,7 +165,7 @@ def _tokens(
             *_example(sample[0], sample[0].as_text(), ""),
         ]
     encoded = encode_all(
-        sample, tokenizer, max_length=data.max_length, train_on=data.train_on
+        sample, tokenizer, max_seq_length=data.max_seq_length, loss_on=data.loss_on
     )
     first = encoded.examples[0]
     spans = render_mask(first, tokenizer)
@@ -204,7 +203,7 @@ def _steps(plan: RunPlan) -> Iterator[Line]:
     for step in plan.steps:
         outputs = ", ".join(map(str, step.outputs))
         yield "plan", f"{step.name}: {', '.join(step.inputs)} -> {outputs}"
-        if name := getattr(step.config, "push_to", None):
+        if name := getattr(step.config, "hub_repo_id", None):
             hub.require_token(name)
             seen = "private" if step.config.private else "public"
             yield "plan", f"{step.name}: pushed to {name} on the Hub, {seen}"

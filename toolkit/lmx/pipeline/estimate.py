@@ -120,24 +120,24 @@ def training(
     total = _count(model.parameters())
     matrices = _matrices(model)
     rounded = grids = 0
-    if stage.quantization:
-        for path, spec in select_layers(model, stage.quantization).specs.items():
+    if stage.qat:
+        for path, spec in select_layers(model, stage.qat).specs.items():
             size = prod(matrices[f"{path}.weight"])
             rounded += size
-            grids += stage.quantization.learned * size // spec.group_size
+            grids += stage.qat.learned * size // spec.group_size
     trained = _trained(model, stage) + grids
-    masters_are_weights = stage.adapter is None and compute == 4 and not stage.shard
+    masters_are_weights = stage.adapter is None and compute == 4 and not stage.fsdp
     masters = 0 if masters_are_weights else 4 * trained
     backward = _activations(anatomy, matrices, batch, compute, stage)
     backward += _loss(anatomy, batch, stage) + (4 + compute) * rounded
-    sums = 1 + MOMENTS[stage.optimizer] + (stage.accumulate > 1)
-    parts = processes() if stage.shard else 1
+    sums = 1 + MOMENTS[stage.optimizer] + (stage.gradient_accumulation_steps > 1)
+    parts = processes() if stage.fsdp else 1
     memory = {
         "weights": (anatomy.bytes + masters) // parts + compute * total,
         "optimizer": 4 * sums * trained // parts,
         "step": max(backward, 8 * trained // parts),
     }
-    live = stage.teacher is not None and not stage.teacher.cached
+    live = stage.teacher is not None and not stage.teacher.offline
     if live:
         memory["teacher"] = compute * total
     seen = sum(prod(s) * share for s, share in _used(anatomy, matrices))
@@ -145,7 +145,7 @@ def training(
     to_weights = trained if stage.adapter else seen
     per_token = (4 + 2 * stage.gradient_checkpointing) * seen + 2 * to_weights
     per_token += 12 * batch.length * width + 2 * live * seen
-    tokens = batch.mean_tokens * stage.accumulate
+    tokens = batch.mean_tokens * stage.gradient_accumulation_steps
     return TrainingCost(total, trained, memory, stage.trainings * per_token * tokens)
 
 
@@ -176,41 +176,43 @@ def disk(
     size, needed = anatomy.bytes, 0
     for index, stage in enumerate(stages):
         # A draft is small beside the model it is distilled from.
-        if hasattr(stage, "student"):
+        if hasattr(stage, "draft_model"):
             continue
-        quantization = getattr(stage, "quantization", None)
+        quantization = getattr(stage, "qat", None) or getattr(
+            stage, "quantization", None
+        )
         if load := loads.get(index):
             if "quantization" in anatomy.config:
                 # An adapter is fused into expanded weights, of 16 bits as a rule.
                 size = 2 * load.parameters
             # One more is written while all others are kept.
-            checkpoints = 1 + stage.keep_checkpoints + (stage.keep == "best")
+            checkpoints = 1 + stage.save_total_limit + stage.load_best_at_end
             own = max(size, anatomy.bytes) + checkpoints * 12 * load.trained
             needed += own * stage.trainings
         if hasattr(stage, "method"):
             quantization = stage
         if quantization:
             size = quantized_bytes(anatomy, anatomy.selection(quantization).specs)
-            if budget := getattr(quantization, "budget", None):
+            if budget := getattr(quantization, "mixed_precision", None):
                 size = budget.limit(anatomy.parameters)
             needed += size
         if hasattr(stage, "formats"):
             # All but model/ may hold every weight in 16 bits.
-            others = {"dense", "gguf"} & set(stage.formats)
+            others = {"hf", "gguf"} & set(stage.formats)
             needed += size + len(others) * 2 * anatomy.parameters
     return needed
 
 
 def _trained(model: nn.Module, stage: ConfigModel) -> int:
     """Weights a train stage trains; puts its adapter on the model."""
-    if stage.quantization and stage.quantization.grid == "frozen":
+    if stage.qat and stage.qat.quantizer == "scales_only":
         return 0
     if stage.adapter:
         # Of a model that is yet to be quantized; QA-LoRA's matrices are smaller.
         adapter = stage.adapter
         if stage.keeps_codes:
             adapter = adapter.model_copy(update={"type": "lora"})
-        merged = stage.quantization is not None or stage.keeps_codes
+        merged = stage.qat is not None or stage.keeps_codes
         lora_model.attach(model, adapter, seed=0, merged=merged)
     return _count(model.trainable_parameters())
 

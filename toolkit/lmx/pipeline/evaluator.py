@@ -32,11 +32,11 @@ PROPOSERS = {"lookup": PromptLookupProposer}
 
 # Gate: the path of its value among a model's figures, and whether more is better.
 THRESHOLDS = {
-    "kl": ("kl_mean", False),
-    "top1_agreement": ("top1_agreement", True),
-    "perplexity": ("perplexity", False),
-    "perplexity_ratio": ("perplexity_ratio", False),
-    "accuracy": ("accuracy", True),
+    "max_kl": "kl_mean",
+    "min_top1_agreement": "top1_agreement",
+    "max_perplexity": "perplexity",
+    "max_perplexity_ratio": "perplexity_ratio",
+    "min_exact_match": "accuracy",
 }
 
 
@@ -48,7 +48,7 @@ class Evaluator:
         self.context = context
         self.rows = context.rows.valid
         self.figures: dict[str, dict] = {}
-        self.shown = shown_rows(self.rows, config.samples)
+        self.shown = shown_rows(self.rows, config.num_samples)
         self._batches: list[Batch] | None = None
 
     @property
@@ -80,8 +80,8 @@ class Evaluator:
         """Judge the last model by the gates and write report.json."""
         last = list(self.figures)[-1]
         gates = [
-            self._gate(name, limit, self.figures[last].get(THRESHOLDS[name][0]))
-            for name, limit in self.config.require.model_dump().items()
+            self._gate(name, limit, self.figures[last].get(THRESHOLDS[name]))
+            for name, limit in self.config.thresholds.model_dump().items()
             if limit is not None
         ]
         self._write(gates)
@@ -102,7 +102,7 @@ class Evaluator:
             )
 
     def _gate(self, name: str, limit: float, value: float | None) -> dict:
-        more_is_better = THRESHOLDS[name][1]
+        more_is_better = name.startswith("min_")
         passed = value is not None and (
             value >= limit if more_is_better else value <= limit
         )
@@ -126,7 +126,7 @@ class Evaluator:
             figures |= vars(divergence)
             figures["perplexity_ratio"] = perplexity.value / before
         generator = Generator(loaded.model, loaded.tokenizer)
-        if questions := choose_questions(self.rows, self.config.questions):
+        if questions := choose_questions(self.rows, self.config.exact_match_samples):
             accuracy = measure_exact_match(generator, questions)
             figures |= {
                 "accuracy": accuracy.overall,
@@ -135,14 +135,14 @@ class Evaluator:
             }
         if self.config.tasks:
             figures["tasks"] = measure_tasks(
-                loaded, self._tasks, documents=self.config.documents
+                loaded, self._tasks, documents=self.config.task_limit
             )
         prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
         return figures | self._speed(loaded, generator, prompts[-SPEED_PROMPTS:])
 
     def _speed(self, loaded: LoadedModel, generator: Generator, prompts) -> dict:
         """Of plain decoding, and what every proposer that needs no model gains."""
-        length = {"max_tokens": self.config.speed_tokens}
+        length = {"max_tokens": self.config.latency_tokens}
         speed = measure_latency(generator, prompts, **length)
         plain = speed["decode_tokens_per_second"]["p50"]
         speculation = {}
@@ -169,15 +169,15 @@ class Evaluator:
             encoded = encode_all(
                 self.rows,
                 loaded.tokenizer,
-                max_length=data.max_length,
-                train_on=data.train_on,
+                max_seq_length=data.max_seq_length,
+                loss_on=data.loss_on,
             )
             batches = BucketBatchSampler(
                 encoded.examples,
-                max_length=data.max_length,
+                max_seq_length=data.max_seq_length,
                 tokens=tokens_at_once(loaded.tokenizer.vocab_size),
             )
-            self._batches = _enough(batches, self.config.tokens)
+            self._batches = _enough(batches, self.config.num_tokens)
         return self._batches
 
     def _show(self) -> None:

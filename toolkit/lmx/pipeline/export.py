@@ -38,8 +38,10 @@ def run(config: ExportConfig, context: "StageContext") -> "ModelArtifact":
         context.report.say(f"exported {name}: {target}")
     model = targets.get("mlx", current.model)
     context.report.say(f'try it: lmx generate {model} --prompt "..."')
-    if config.push_to:
-        hub.push(model, config.push_to, private=config.private, say=context.report.say)
+    if config.hub_repo_id:
+        hub.push(
+            model, config.hub_repo_id, private=config.private, say=context.report.say
+        )
     return replace(current, model=model, published=tuple(targets.values()))
 
 

@@ -36,7 +36,7 @@ class FullPrecisionBaseline:
     def __init__(self, config: TrainConfig, context: StageContext):
         self.folder = context.folder / NAME
         self.config = config.model_copy(
-            update={"quantization": None, "twin": False, "samples": []}
+            update={"qat": None, "compare_full_precision": False, "sample_prompts": []}
         )
         current = context.current
         origin = context.visible(current.reference if current else start(context))

@@ -32,13 +32,13 @@ def begin(context: StageContext) -> None:
     target = start(context)
     if context.current or target.is_dir():
         return
-    settings = context.source.fresh
+    settings = context.source.from_scratch
     config = from_scratch.configuration(settings)
     weights = from_scratch.initial_weights(config, context.seed)
     context.report.say("training the tokenizer")
     with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
         texts = (row.as_text() for row in context.rows.train)
-        from_scratch.train_tokenizer(texts, settings.vocabulary, Path(scratch))
+        from_scratch.train_tokenizer(texts, settings.vocab_size, Path(scratch))
         checkpoint_writer.write_checkpoint(
             partial, weights, config, companions=Path(scratch)
         )

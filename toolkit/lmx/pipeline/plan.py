@@ -92,7 +92,7 @@ def _outputs(
     own = output / "stages" / f"{index}-{kind}"
     if kind == "export":
         return own, *(output / FORMATS[name].FOLDER for name in config.formats)
-    if kind == "distill":
+    if kind == "draft":
         return own, output / "draft"
     if kind == "train" and config.adapter is not None:
         return own, output / "adapters"
@@ -100,17 +100,19 @@ def _outputs(
 
 
 def _rows(data: ConfigModel, kind: str) -> tuple[str, ...]:
-    if kind in ("train", "distill"):
+    if kind in ("train", "draft"):
         return (*data.train, *data.valid)
-    return tuple(data.valid or data.train) if kind == "validate" else ()
+    return tuple(data.valid or data.train) if kind == "evaluate" else ()
 
 
 def _others(config: ConfigModel) -> tuple[str, ...]:
     teacher = getattr(config, "teacher", None)
-    student, trial = (getattr(config, name, None) for name in ("student", "trial"))
+    student, trial = (
+        getattr(config, name, None) for name in ("draft_model", "benchmark")
+    )
     named = (
         teacher and teacher.model,
-        student and student.source,
-        trial and trial.sibling,
+        student and student.init_from,
+        trial and trial.baseline_model,
     )
     return tuple(filter(None, named))

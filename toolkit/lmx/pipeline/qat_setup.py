@@ -64,13 +64,13 @@ def prepare(
     Raises:
         UserError: a quantized model, and training would round it anew.
     """
-    rounding = config.quantization
+    rounding = config.qat
     if config.keeps_codes:
         return _in_codes(loaded)
     if "quantization" not in loaded.config:
-        if rounding and rounding.at_points is not None:
+        if rounding and rounding.latent_init is not None:
             raise UserError(
-                "at_points is for a model in codes, and this one has none",
+                "latent_init is for a model in codes, and this one has none",
                 place=str(loaded.path),
                 hint="leave it out, or quantize first",
             )
@@ -84,9 +84,9 @@ def prepare(
         adapts = config.adapter is not None
         rounding = rounding.of_codes(adapts=adapts)
         found = _from_codes(rounding, loaded, report)
-        at_points = rounding.at_points
-        if at_points is None:
-            at_points = rounding.grid == "frozen" or config.is_of_itself
+        at_points = rounding.latent_init == "codes"
+        if rounding.latent_init is None:
+            at_points = rounding.quantizer == "scales_only" or config.is_of_itself
         if not at_points:
             _spread(found, origin(), mx.random.key(seed))
         return found
@@ -126,7 +126,7 @@ def require_time(rounding: QATConfig | None, steps: int) -> None:
         raise UserError(
             f"rounding to {rounding.bits} bits begins after {rounding.starts[-1]} "
             f"steps, and there are {steps}",
-            hint="lower start_step or the steps of progressive, or train longer",
+            hint="lower fake_quant_after_n_steps or the steps of progressive, or train longer",
         )
 
 
@@ -136,7 +136,7 @@ def _from_codes(
     specs = layer_specs(loaded.model)
     _require_same(rounding, specs, loaded)
     kept = _kept(loaded)
-    dtype = loaded.dtype if rounding.grid == "frozen" else mx.float32
+    dtype = loaded.dtype if rounding.quantizer == "scales_only" else mx.float32
     dense, packed = dequantized_model(loaded, dtype)
     report.say(f"training goes on from the codes of {len(packed)} layers")
     return QATModel(dense, QuantizationPlan(specs, kept), rounding, packed)
@@ -145,7 +145,7 @@ def _from_codes(
 def _spread(found: QATModel, origin: dict[str, mx.array], key: mx.array) -> None:
     """Move the weights to train from the points of their codes, which stay."""
     modules = dict(found.loaded.model.named_modules())
-    kind = QUANTIZERS[found.rounding.grid]
+    kind = QUANTIZERS[found.rounding.quantizer]
     for path, packed in found.packed.items():
         spec, layer = found.selection.specs[path], modules[path]
         width = mx.abs(mx.repeat(packed["scales"], spec.group_size, axis=-1))
@@ -154,7 +154,7 @@ def _spread(found: QATModel, origin: dict[str, mx.array], key: mx.array) -> None
             key, own = mx.random.split(key)
             noise = mx.random.uniform(-0.5, 0.5, points.shape, key=own)
             wished = points + noise * width
-        grid = kind(spec, found.loaded.dtype, found.rounding.start)
+        grid = kind(spec, found.loaded.dtype, found.rounding.scale_init)
         layer.weight = grid.within(packed, wished)
         mx.eval(layer.weight)
 
@@ -177,12 +177,12 @@ def _require_same(
     rounding: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel
 ) -> None:
     place = str(loaded.path)
-    if rounding.grid not in FROM_CODES or rounding.starts[-1]:
+    if rounding.quantizer not in FROM_CODES or rounding.starts[-1]:
         raise UserError(
             "this model is already quantized, and training would round it again",
             place=place,
             hint=f"grid: {', '.join(FROM_CODES)} go on from its codes, without "
-            "start_step or progressive; or start from the unquantized model",
+            "fake_quant_after_n_steps or progressive; or start from the unquantized model",
         )
     asked = QuantSpec(**rounding.model_dump(include=set(QuantSpec.model_fields)))
     found = {_told(spec): spec for spec in specs.values()}

@@ -42,7 +42,7 @@ def run(config, context: StageContext) -> ModelArtifact:
         loaded.reread,
     )
     facts = context.current.facts | {"method": config.method, "kept": selection.kept}
-    if config.budget:
+    if config.mixed_precision:
         computing, own = context.load(reference).model, context.folder
         here = replace(task, folder=own)
         selection, found = allocate(config, selection, here, computing, reference)

@@ -21,7 +21,9 @@ AT_ONCE, TRAINED_AT_ONCE = 2048, 1024
 
 def uses_eval_tokens(config: PTQConfig) -> bool:
     """Whether anything of this quantization is compared on tokens held out."""
-    return bool(config.tune or (config.gates and config.method != "rtn"))
+    return bool(
+        config.scale_tuning or (config.rollback_if_worse and config.method != "rtn")
+    )
 
 
 class PostQuantRefinement:
@@ -46,7 +48,7 @@ class PostQuantRefinement:
         # Unread, so that of what is large little is in memory.
         self.weights = dict(tree_flatten(loaded.reread().parameters()))
         self.selection = selection
-        self.tune = config.tune or ScaleTuningConfig()
+        self.tune = config.scale_tuning or ScaleTuningConfig()
 
     def run(self, tensors: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict]:
         """The best there is from a method's tensors on, and what was measured."""
@@ -56,12 +58,12 @@ class PostQuantRefinement:
         write_model(candidate, self.loaded, weights, self.selection, dict(tensors))
         student = CandidateModel(self.context.load(candidate).model, self.loaded.dtype)
         gates = CandidateSelector(student, held_out, self.context.report.say)
-        if self.config.gates and self.config.method != "rtn":
+        if self.config.rollback_if_worse and self.config.method != "rtn":
             gates.judge("rounding", self._rounded(tensors))
         gates.judge(self.config.method, tensors)
-        if self.config.tune:
+        if self.config.scale_tuning:
             tuning = ScaleTuner(
-                self.config.tune,
+                self.config.scale_tuning,
                 student,
                 training,
                 held_out,
@@ -96,10 +98,10 @@ class PostQuantRefinement:
             )
 
         held_out = predicted("held-out", self.calibrating.held_out, AT_ONCE, 1.0)
-        if not self.config.tune:
+        if not self.config.scale_tuning:
             return held_out, None
         size = self.tune.batch_tokens
-        most = self.config.calibration.tokens or self.tune.steps * size
+        most = self.config.calibration.num_tokens or self.tune.steps * size
         windows = self.calibrating.watched(min(most, self.tune.steps * size))
         at_once = min(size, TRAINED_AT_ONCE)
         return held_out, predicted("training", windows, at_once, self.tune.temperature)

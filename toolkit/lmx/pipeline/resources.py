@@ -79,7 +79,7 @@ class ResourceCheck:
     """What a plan needs of this machine.
 
     Args:
-        lengths: tokens of a sample of the examples; none = all have max_length.
+        lengths: tokens of a sample of the examples; none = all have max_seq_length.
         share: training examples for every one in `lengths`.
     """
 
@@ -92,14 +92,14 @@ class ResourceCheck:
         share: float,
     ):
         self.plan = plan
-        self.longest = loaded.recipe.data.max_length
+        self.longest = loaded.recipe.data.max_seq_length
         self.lengths = _padded(lengths or [self.longest], self.longest)
         self.examples = len(lengths) * share
         self.stored = _stored(anatomy.config)
         self.loads: dict[int, TrainingCost] = {}
         self.lessons: dict[int, GenerationCost] = {}
         for index, step in enumerate(plan.steps):
-            if step.kind in ("train", "distill"):
+            if step.kind in ("train", "draft"):
                 self._estimate(index, step, anatomy, loaded.find)
         stages = [step.config for step in plan.steps]
         self.disk = disk(anatomy, stages, self.loads)
@@ -157,7 +157,7 @@ class ResourceCheck:
             batch = self._batch(step.config)
             self.loads[index] = training(anatomy, step.config, batch, compute)
             return
-        answer = step.config.answers.max_tokens
+        answer = step.config.data_generation.max_tokens
         longest = max(self.lengths) + answer
         tokens = max(step.config.batch_tokens, longest)
         batch = BatchShape(longest, tokens, tokens)
@@ -200,7 +200,7 @@ class ResourceCheck:
             mean = sum(self.lengths) / len(self.lengths)
             rows = self._batch(step.config).mean_tokens / mean
             batches = step.config.batches(self.examples / rows)
-            steps = math.ceil(batches / step.config.accumulate)
+            steps = math.ceil(batches / step.config.gradient_accumulation_steps)
         speed = training_speed(_dtype(step, self.stored))
         seconds = OVERHEAD * load.operations * steps / speed
         return (
@@ -211,21 +211,23 @@ class ResourceCheck:
     def _remedies(self, step: PlannedStage) -> Iterator[str]:
         at = f"stages.{step.index}.{step.kind}"
         config = step.config
-        if step.kind == "distill":
+        if step.kind == "draft":
             yield f"{at}.batch_tokens={max(8, config.batch_tokens // 2)}"
-            yield f"{at}.student.layers=1"
+            yield f"{at}.draft_model.num_layers=1"
             return
         if not config.gradient_checkpointing:
             yield f"{at}.gradient_checkpointing=true"
-        if config.loss_chunk is None:
-            yield f"{at}.loss_chunk=auto"
-        twice = f"{at}.accumulate={2 * config.accumulate}"
+        if config.loss_chunk_tokens is None:
+            yield f"{at}.loss_chunk_tokens=auto"
+        twice = (
+            f"{at}.gradient_accumulation_steps={2 * config.gradient_accumulation_steps}"
+        )
         if (config.batch_tokens or 0) > self.longest:
             half = max(self.longest, config.batch_tokens // 2)
             yield f"{at}.batch_tokens={half} {twice}"
         elif (config.batch_size or 1) > 1:
             yield f"{at}.batch_size={config.batch_size // 2} {twice}"
-        yield f"data.max_length={max(8, self.longest // 2)}"
+        yield f"data.max_seq_length={max(8, self.longest // 2)}"
         if config.adapter is None:
             yield f"{at}.adapter={{rank: 16}}"
 
@@ -237,12 +239,12 @@ def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
         UserError: the folder is no model that can be loaded.
     """
     model = loaded.recipe.model
-    if model.fresh:
+    if model.from_scratch:
         from ..models.from_scratch import configuration
 
-        config = configuration(model.fresh)
+        config = configuration(model.from_scratch)
         empty = ModelShape(config, 0)
-        size = empty.parameters * getattr(mx, model.fresh.dtype).size
+        size = empty.parameters * getattr(mx, model.from_scratch.dtype).size
         return ModelShape(config, size)
     folder = loaded.find(model.path)
     # What another program quantized is known when it has been imported.
@@ -255,9 +257,9 @@ def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
     return ModelShape.of_folder(folder, config)
 
 
-def _padded(lengths: list[int], max_length: int) -> list[int]:
+def _padded(lengths: list[int], max_seq_length: int) -> list[int]:
     """Lengths of examples as they are padded in batches."""
-    rungs = bucket_lengths(max_length)
+    rungs = bucket_lengths(max_seq_length)
     return [next(rung for rung in rungs if length <= rung) for length in lengths]
 
 

@@ -65,8 +65,8 @@ def _summary(path: Path) -> dict[str, float]:
 STAGES = {
     "train": train,
     "quantize": quantize,
-    "distill": draft,
-    "validate": evaluate,
+    "draft": draft,
+    "evaluate": evaluate,
     "export": export,
 }
 
@@ -100,7 +100,7 @@ def run(
             "runs another recipe",
             hint="give all machines the same file and the same arguments",
         )
-        if any(getattr(step.config, "shard", False) for step in plan.steps):
+        if any(getattr(step.config, "fsdp", False) for step in plan.steps):
             fsdp.require_fsdp_support(ranks)
         with ranks.agreed():
             if not force:
@@ -139,7 +139,7 @@ def run(
 def _require_elsewhere(plan: RunPlan, ranks: ProcessGroup) -> None:
     """Refuse a run that the Hub or the harness would refuse at its end."""
     for step in plan.steps:
-        if name := getattr(step.config, "push_to", None):
+        if name := getattr(step.config, "hub_repo_id", None):
             hub.require_write_access(name, private=step.config.private)
         if tasks := getattr(step.config, "tasks", None):
             lm_eval.require(tasks)

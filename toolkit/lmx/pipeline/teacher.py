@@ -81,7 +81,7 @@ class TeacherSetup:
 
     def answered(self, examples: ExampleDataset) -> ExampleDataset:
         """The examples, or the teacher's own answers to them if that is asked for."""
-        settings, context = self.teacher.generate, self.context
+        settings, context = self.teacher.sequence_level, self.context
         if settings is None:
             return examples
         answerer = CachedGenerator(
@@ -96,7 +96,7 @@ class TeacherSetup:
             answerer,
             temperatures=settings.temperatures,
             max_tokens=settings.max_tokens,
-            max_length=context.data.max_length,
+            max_seq_length=context.data.max_seq_length,
             seed=context.seed,
         )
 
@@ -106,7 +106,7 @@ class TeacherSetup:
         Raises:
             CannotPack: the teacher does not keep them apart.
         """
-        if not self.teacher.cached:
+        if not self.teacher.offline:
             self.live.caches = DocumentCaches(self.live.model)
 
     def prepare(
@@ -122,10 +122,10 @@ class TeacherSetup:
         """
         teacher, share = self.teacher, 0.0
         wanted = _wanted(batches, total)
-        if teacher.loss == "confidence":
+        if teacher.loss == "cakld":
             share = confidence(batches.examples, wanted, self.source)
             self.context.report.say(f"confidence of the teacher: {share:.3f}")
-        if teacher.cached:
+        if teacher.offline:
             targets = self._kept(batches.examples, wanted)
             taught = DistillationLoss(teacher, confidence=share)
             return taught, BatchesWithTargets(batches, self.digest, targets)
@@ -141,7 +141,7 @@ class TeacherSetup:
         Raises:
             UserError: the disk is too small for what is to be kept.
         """
-        if not self.teacher.cached:
+        if not self.teacher.offline:
             return batches
         wanted = {member for batch in batches for member in batch.members}
         return EvalBatchesWithTargets(
@@ -168,7 +168,7 @@ class TeacherSetup:
                 place=str(folder),
                 hint="name it in teacher.model",
             )
-        if folder == start(context) and not moves and not self.teacher.cross_entropy:
+        if folder == start(context) and not moves and not self.teacher.ce_weight:
             raise UserError(
                 "student and teacher are the same model, so there is nothing to learn",
                 hint="name another one in teacher.model, or add quantization:",

@@ -23,7 +23,11 @@ def run(config: TrainConfig, context: "StageContext") -> "ModelArtifact":
         if ranks.is_first:
             begin(context)
     with ranks.agreed():
-        twin = FullPrecisionBaseline(config, context) if config.twin else None
+        twin = (
+            FullPrecisionBaseline(config, context)
+            if config.compare_full_precision
+            else None
+        )
         training = TrainRun(config, context)
     try:
         training.run()

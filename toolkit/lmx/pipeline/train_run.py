@@ -52,7 +52,7 @@ class TrainRun:
     def run(self) -> None:
         """Train to the end; see `Loop.run`."""
         self._require_one_model()
-        if self.config.shard:
+        if self.config.fsdp:
             self._release()
         loss = self.loop.run()
         # That against a teacher is another one than that of the rows' own tokens.
@@ -115,23 +115,23 @@ class TrainRun:
         )
 
     def _attach(self) -> list[str]:
-        rounding = self.config.quantization
-        if rounding and rounding.grid == "frozen":
+        rounding = self.config.qat
+        if rounding and rounding.quantizer == "scales_only":
             self.loaded.model.freeze()
         if not (adapter := self.config.adapter):
             return []
         merged = rounding is not None
         seed = self.context.seed
         keys = lora_model.attach(self.loaded.model, adapter, seed=seed, merged=merged)
-        if adapter.start:
-            folder = self.context.find(adapter.start) or Path(adapter.start)
+        if adapter.init_from:
+            folder = self.context.find(adapter.init_from) or Path(adapter.init_from)
             init_adapter(lora_model.adapted(self.loaded.model), folder)
         return keys
 
     def _teaching(self) -> TeacherSetup | None:
         if not (teacher := self.config.teacher):
             return None
-        moves = self.config.quantization is not None
+        moves = self.config.qat is not None
         return TeacherSetup(teacher, self.context, self.loaded, moves=moves)
 
     def _step(self) -> TrainStep:
@@ -150,11 +150,11 @@ class TrainRun:
             beta2=config.beta2,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
-            gradient_clip=config.gradient_clip,
+            max_grad_norm=config.max_grad_norm,
             gradient_checkpointing=config.gradient_checkpointing,
             chunked=chunked_loss(config, self.context, loaded),
             ranks=self.context.ranks,
-            shard=config.shard,
+            shard=config.fsdp,
         )
         if config.adapter:
             step.rates |= lora_model.rates(step.parameters, config.adapter)
@@ -179,10 +179,10 @@ class TrainRun:
             settings["answered"] = self.teaching.answered
         batches = training_batches(config, context, self.loaded, **settings)
         valid = validation_batches(config, context, self.loaded)
-        held_out = list(valid.in_order(config.evaluate_batches))
+        held_out = list(valid.in_order(config.eval_batches))
         total = config.batches(batches.per_epoch)
-        steps = math.ceil(total / config.accumulate)
-        require_time(config.quantization, steps)
+        steps = math.ceil(total / config.gradient_accumulation_steps)
+        require_time(config.qat, steps)
         context.report.say(
             f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
             f"epoch; {steps:,} steps are {total / batches.per_epoch:.1f} epochs"
@@ -194,40 +194,42 @@ class TrainRun:
             self.step,
             batches,
             steps=steps,
-            accumulate=config.accumulate,
+            accumulate=config.gradient_accumulation_steps,
             total=total,
             rate=lambda number: learning_rate_at(
                 number,
                 steps,
                 peak=config.learning_rate,
-                schedule=config.schedule,
-                warmup=config.warmup,
-                final=config.final_learning_rate,
-                decay_share=config.decay_share,
+                schedule=config.lr_schedule,
+                warmup=config.warmup_ratio,
+                final=config.min_lr_ratio,
+                decay_ratio=config.decay_ratio,
             ),
             valid=held_out,
             cadence=TrainerIntervals(
-                config.report_every,
-                config.evaluate_every,
-                config.checkpoint_every,
+                config.logging_steps,
+                config.eval_steps,
+                config.save_steps,
                 context.folder / "checkpoints",
             ),
             report=context.report,
             seed=context.seed,
             keep=CheckpointPolicy(
-                config.keep_checkpoints, config.keep == "best", config.early_stopping
+                config.save_total_limit,
+                config.load_best_at_end,
+                config.early_stopping_patience,
             ),
             on_evaluate=self._sample,
         )
 
     def _sample(self, done: int) -> None:
-        if not self.config.samples:
+        if not self.config.sample_prompts:
             return
         ranks, model = self.context.ranks, self.step.serve()
         with ranks.agreed():
             if ranks.is_first:
                 generator = Generator(model, self.loaded.tokenizer)
-                prompts, report = self.config.samples, self.context.report
+                prompts, report = self.config.sample_prompts, self.context.report
                 write_samples(generator, prompts, report, step=done)
         self.step.release()
 
@@ -248,7 +250,7 @@ class TrainRun:
                 layers=layers,
                 adapter=adapter,
                 keys=self.adapted_keys,
-                num_layers=adapter.last_layers or len(self.loaded.model.layers),
+                num_layers=adapter.num_layers or len(self.loaded.model.layers),
                 base=self.context.called(self.start),
             )
         return target

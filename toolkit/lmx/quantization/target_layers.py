@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import mlx.nn as nn
 
-from ..config.quant_spec import KEEP, Quantization, QuantSpec
+from ..config.quant_spec import SKIP, Quantization, QuantSpec
 from ..errors import UserError
 
 # What comes before the path of a layer within its block.
@@ -47,9 +47,9 @@ def select_layers(model: nn.Module, quantization: Quantization) -> QuantizationP
         wanted = named.get(path) or _asked(answer, quantization)
         if path in named:
             reason = "the recipe says so" if named[path] is None else None
-        elif isinstance(module, nn.Embedding) and not quantization.embeddings:
+        elif isinstance(module, nn.Embedding) and not quantization.quantize_embeddings:
             reason = "embeddings are kept by choice"
-        elif path in heads and not quantization.head:
+        elif path in heads and not quantization.quantize_lm_head:
             reason = "the head is kept by choice"
         else:
             reason = "the model asks to keep it" if wanted is None else None
@@ -77,7 +77,7 @@ def _named(
     """
     inside = {path: BLOCK.sub("", path) for path in layers}
     found: dict[str, QuantSpec | None] = {}
-    for pattern, choice in quantization.layers.items():
+    for pattern, choice in quantization.overrides.items():
         means = [
             path
             for path, key in inside.items()
@@ -88,7 +88,7 @@ def _named(
                 f"no layer of this model matches {pattern!r}",
                 hint="there are: " + ", ".join(sorted(set(inside.values()))),
             )
-        grid = None if choice == KEEP else choice.completed(quantization)
+        grid = None if choice == SKIP else choice.completed(quantization)
         found |= {path: grid for path in means if path not in found}
     return found
 

@@ -40,7 +40,7 @@ def divergence_sum(
     target: TeacherTarget,
     mask: mx.array | None = None,
     *,
-    divergence: DivergenceName | Measure = "forward",
+    divergence: DivergenceName | Measure = "forward_kl",
     confidence: mx.array | float = 0.0,
     temperature: float = 1.0,
 ) -> mx.array:
@@ -172,9 +172,9 @@ def _by_confidence(confidence: mx.array | float) -> Measure:
 
 
 MEASURES: dict[str, Measure] = {
-    "forward": _forward,
-    "reverse": _reverse,
-    "jensen_shannon": _jensen_shannon,
+    "forward_kl": _forward,
+    "reverse_kl": _reverse,
+    "jsd": _jensen_shannon,
 }
 
 
@@ -261,10 +261,10 @@ class DistillationLoss:
             confidence=self.confidence,
             temperature=settings.temperature,
         )
-        loss = (1 - settings.cross_entropy) * settings.temperature**2 * divergence
-        if settings.cross_entropy:
+        loss = (1 - settings.ce_weight) * settings.temperature**2 * divergence
+        if settings.ce_weight:
             plain = cross_entropy_sum(logits, targets, mask)
-            loss = loss + settings.cross_entropy * plain
+            loss = loss + settings.ce_weight * plain
         return loss
 
     def _predicted(

@@ -13,13 +13,13 @@ def learning_rate_at(
     schedule: str,
     warmup: float,
     final: float,
-    decay_share: float = 0.2,
+    decay_ratio: float = 0.2,
 ) -> float:
     """The learning rate of a step, counted from 0.
 
     Rises linearly over the first `warmup` share of the steps, then falls to `final`
     times the peak at the last step, as a cosine or a line, or stays; as
-    "warmup-stable-decay" it stays up to the last `decay_share` of the steps, and falls
+    "warmup-stable-decay" it stays up to the last `decay_ratio` of the steps, and falls
     as a line from there.
     """
     rising = round(warmup * steps)
@@ -27,7 +27,7 @@ def learning_rate_at(
         return peak * (step + 1) / rising
     done = (step - rising) / max(1, steps - 1 - rising)
     if schedule == "warmup-stable-decay":
-        falling = max(1, min(round(decay_share * steps), steps - rising))
+        falling = max(1, min(round(decay_ratio * steps), steps - rising))
         share = min(1.0, (steps - 1 - step) / falling)
     elif schedule == "cosine":
         share = 0.5 * (1 + math.cos(math.pi * done))

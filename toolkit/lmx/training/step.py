@@ -77,7 +77,7 @@ class TrainStep:
         compute: type of the forward and backward pass.
         fake_quant: the rounding to train with, or None.
         optimizer: its name; see `make_optimizer`.
-        gradient_clip: largest joint gradient norm, or None.
+        max_grad_norm: largest joint gradient norm, or None.
         gradient_checkpointing: keep only what goes in and out of every block.
         chunked: the loss without full logits, or None for the plain one.
         caches: keep attention inside the documents of packed batches; None = no batch
@@ -102,7 +102,7 @@ class TrainStep:
         beta2: float = 0.95,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        gradient_clip: float | None = None,
+        max_grad_norm: float | None = None,
         gradient_checkpointing: bool = False,
         chunked: ChunkedLoss | None = None,
         caches: DocumentCaches | None = None,
@@ -116,7 +116,7 @@ class TrainStep:
         self.weight_decay = weight_decay
         # What a parameter's learning rate is multiplied by, where it is not 1.
         self.rates: dict[str, float] = {}
-        self.gradient_clip, self.chunked = gradient_clip, chunked
+        self.max_grad_norm, self.chunked = max_grad_norm, chunked
         self.caches, self.taught = caches, taught
         self.ranks = ranks
         blocks = find_blocks(model)
@@ -325,7 +325,7 @@ class TrainStep:
         trained = mx.maximum(trained, 1)
         gradients = {k: g / trained for k, g in gradients.items()}
         norm = self.shards.norm(gradients)
-        gradients = clip_grad_norm(gradients, norm, self.gradient_clip)
+        gradients = clip_grad_norm(gradients, norm, self.max_grad_norm)
         self.optimizer.learning_rate = rate
         decayed = decay_weights(self.parameters, rate, self.weight_decay)
         stepped = self.optimizer.apply_gradients(gradients, decayed)

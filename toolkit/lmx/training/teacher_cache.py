@@ -174,7 +174,7 @@ def _predictions(
     tokens = max(AT_ONCE, longest)
     teacher = source.live()
     for batch in BucketBatchSampler(
-        examples, max_length=longest, tokens=tokens
+        examples, max_seq_length=longest, tokens=tokens
     ).in_order():
         numbers = [np.arange(starts[m], ends[m]) for m in batch.members]
         numbers, places = np.concatenate(numbers), np.flatnonzero(np.array(batch.mask))

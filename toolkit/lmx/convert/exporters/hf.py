@@ -17,7 +17,7 @@ from ...models.loader import build
 from ...models.lora import base_layer
 from .base import ExportContext
 
-FOLDER = "dense"
+FOLDER = "hf"
 
 # Model types whose files were loaded in transformers and gave the same logits.
 FAMILIES = """

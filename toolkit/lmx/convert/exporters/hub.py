@@ -33,7 +33,7 @@ def require_token(name: str) -> str:
     if constants.HF_HUB_OFFLINE:
         raise UserError(
             "HF_HUB_OFFLINE is set, so nothing can be pushed",
-            hint="unset it; or leave push_to out, and `lmx push` the model later",
+            hint="unset it; or leave hub_repo_id out, and `lmx push` the model later",
             place=name,
         )
     with _explained(name):

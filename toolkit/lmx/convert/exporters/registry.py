@@ -2,4 +2,4 @@
 
 from . import gguf, hf, mlx, peft
 
-FORMATS = {"mlx": mlx, "dense": hf, "peft": peft, "gguf": gguf}
+FORMATS = {"mlx": mlx, "hf": hf, "peft": peft, "gguf": gguf}

@@ -65,7 +65,7 @@ def _choose(
 ) -> list[tuple[TargetModule, int]]:
     """The layers that a pattern means, each with its rank."""
     places = [
-        p for p in find_target_modules(model, adapter.last_layers) if p.kind in kinds
+        p for p in find_target_modules(model, adapter.num_layers) if p.kind in kinds
     ]
     if adapter.type == "qa_lora":
         places = [place for place in places if base_layer.has_biases(place.layer)]
@@ -101,10 +101,10 @@ def adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 def rates(parameters: dict[str, mx.array], adapter: LoRAConfig) -> dict[str, float]:
     """What the learning rate is multiplied by, by parameter, where it is not 1."""
-    if adapter.b_rate_ratio == 1:
+    if adapter.loraplus_lr_ratio == 1:
         return {}
     names = (name for name in parameters if name.endswith(".lora_b"))
-    return dict.fromkeys(names, adapter.b_rate_ratio)
+    return dict.fromkeys(names, adapter.loraplus_lr_ratio)
 
 
 def fused(

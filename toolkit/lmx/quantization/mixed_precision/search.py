@@ -53,8 +53,8 @@ def allocate(
     Raises:
         UserError: the budget is too small for any choice, or holds the dense model.
     """
-    weighing = SizeModel.of(task, selection, config.budget)
-    limit = weighing.limit(config.budget)
+    weighing = SizeModel.of(task, selection, config.mixed_precision)
+    limit = weighing.limit(config.mixed_precision)
     watched, held_out = _tokens(config, task)
     with TemporaryDirectory(dir=task.folder) as scratch:
         measured = _measured(model, weighing, watched, task, source, Path(scratch))
@@ -76,7 +76,7 @@ def allocate(
 def _tokens(config: PTQConfig, task: PTQContext) -> tuple[mx.array, mx.array]:
     """Windows to watch the layers on, and others to compare choices on."""
     wanted = WATCHED + HELD_OUT
-    allowed = config.calibration.tokens or wanted
+    allowed = config.calibration.num_tokens or wanted
     found = task.windows(min(allowed, wanted))
     if len(found) < 2:
         raise UserError(

@@ -57,8 +57,8 @@ class SizeModel:
         """
         grids = [
             QuantSpec(bits=bits, group_size=group)
-            for bits in sorted(set(budget.bits))
-            for group in sorted(set(budget.group_sizes))
+            for bits in sorted(set(budget.candidate_bits))
+            for group in sorted(set(budget.candidate_group_sizes))
         ]
         named = dict(tree_flatten(task.model.parameters()))
         modules = dict(task.model.named_modules())

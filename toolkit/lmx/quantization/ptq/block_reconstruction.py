@@ -221,7 +221,9 @@ class _BlockTrainer:
         moved = self._optimizer.apply_gradients(gradients, self._moved)
         for name, old in self._moved.items():
             if not name.endswith(".positions"):
-                moved[name] = old + self.config.grid_rate * (moved[name] - old)
+                moved[name] = old + self.config.scale_lr_multiplier * (
+                    moved[name] - old
+                )
         self._moved.update(moved)
         return loss
 

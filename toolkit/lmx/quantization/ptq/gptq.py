@@ -27,16 +27,20 @@ class GPTQ:
 
     def run(self) -> dict[str, mx.array]:
         config, task = self.config, self.task
-        folding = AWQScaler(task) if config.fold else None
-        training = BlockReconstruction(config.blocks, task) if config.blocks else None
+        folding = AWQScaler(task) if config.awq_scaling else None
+        training = (
+            BlockReconstruction(config.block_reconstruction, task)
+            if config.block_reconstruction
+            else None
+        )
         tensors = quantize_sequentially(
             config,
             task,
             self._solve,
             folding,
             training,
-            compares=bool(config.asymmetry or training),
-            weighs_outputs=config.outputs and not config.fold,
+            compares=bool(config.asymmetric_calibration or training),
+            weighs_outputs=config.output_hessian and not config.awq_scaling,
         )
         for part in filter(None, (folding, training)):
             part.sum_up()
@@ -74,7 +78,7 @@ class GPTQ:
 
     def _missing(self, moments: InputStatistics) -> dict[str, OutputError]:
         """What the outputs of layers miss, by path."""
-        if not self.config.asymmetry:
+        if not self.config.asymmetric_calibration:
             return {}
         mean = mx.diagonal(moments.squares).mean().item() or 1.0
         moments.cross = moments.cross / mean
@@ -130,7 +134,7 @@ class GPTQ:
         return self._stored(path, QuantizedLayer(tensors, {}))
 
     def _hessian(self, path: str, squares: mx.array, group: int) -> Hessian:
-        damping = self.config.damping
+        damping = self.config.dampening_frac
         hessian = damped(squares, group, damping)
         if hessian.damping > damping:
             self.task.report.say(f"{path}: damped by {hessian.damping:g}")
@@ -153,7 +157,7 @@ class GPTQ:
             task.dtype,
             missing=missing,
             answers=answers,
-            rounds=self.config.rounds,
+            rounds=self.config.refine_iters,
         )
         errors = ", ".join(f"{way} {e:.3g}" for way, e in solution.errors.items())
         share = "" if missing is None else f"; made up for {missing.share:.0%}"

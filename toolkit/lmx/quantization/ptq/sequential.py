@@ -406,7 +406,7 @@ def _walk(config, task: PTQContext, **settings) -> SequentialPipeline:
     modules = dict(task.model.named_modules())
     widest = max(modules[path].weight.shape[-1] for path in task.specs)
     wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
-    windows = task.windows(config.calibration.tokens or wanted)
+    windows = task.windows(config.calibration.num_tokens or wanted)
     if windows.size < TOKENS_PER_COLUMN * widest:
         task.report.warn(
             f"calibration has {windows.size:,} tokens; a layer {widest} wide wants "

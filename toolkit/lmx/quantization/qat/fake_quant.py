@@ -52,14 +52,14 @@ class FakeQuant:
         self._adapted = adapted(model)
         self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         self._specs = specs
-        widths = [*(phase.bits for phase in self.rounding.progressive), 0]
+        widths = [*(phase.bits for phase in self.rounding.bit_schedule), 0]
         self._phases = [
             {path: self._grid(spec, least) for path, spec in specs.items()}
             for least in widths
         ]
         self._grids = self._phases[-1]
         # -1 = not rounded yet.
-        self._phase = -1 if self.rounding.start_step else 0
+        self._phase = -1 if self.rounding.fake_quant_after_n_steps else 0
         modules = dict(model.named_modules())
         still = {path for path in specs if not self._is_trained(path, modules[path])}
         self._trained = [path for path in specs if path not in still]
@@ -84,9 +84,9 @@ class FakeQuant:
 
     def rates(self) -> dict[str, float]:
         """What the learning rate is multiplied by, by name, where it is not 1."""
-        if self.rounding.grid_rate == 1:
+        if self.rounding.scale_lr_multiplier == 1:
             return {}
-        return dict.fromkeys(self.learned, self.rounding.grid_rate)
+        return dict.fromkeys(self.learned, self.rounding.scale_lr_multiplier)
 
     def reach(self, step: int, parameters: dict[str, mx.array]) -> bool:
         """Be ready for a step, counted from 0; grids begin where the weights are then.
@@ -144,18 +144,18 @@ class FakeQuant:
 
     def _grid(self, spec: QuantSpec, least: int = 0):
         """The grid of a layer in a phase of at least so many bits."""
-        name = self.rounding.grid
+        name = self.rounding.quantizer
         if spec.mode == "affine" and spec.bits < least:
             spec = spec.model_copy(update={"bits": least})
         # A model may ask for other bits in some layers, or for another mode.
         if name in SYMMETRIC and spec.bits != 2:
-            name = "learned"
+            name = "lsq"
         if spec.mode != "affine":
             name = "minmax"
-        return QUANTIZERS[name](spec, self.dtype, self.rounding.start)
+        return QUANTIZERS[name](spec, self.dtype, self.rounding.scale_init)
 
     def _is_trained(self, path: str, module: nn.Module) -> bool:
-        if self.rounding.grid == "frozen":
+        if self.rounding.quantizer == "scales_only":
             return self._specs[path].mode == "affine"
         return path in self._adapted or "weight" in module.trainable_parameters()
 

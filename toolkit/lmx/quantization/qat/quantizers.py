@@ -171,9 +171,9 @@ class MinMaxQuantizer:
 
 QUANTIZERS = {
     "minmax": MinMaxQuantizer,
-    "learned": LSQQuantizer,
-    "frozen": ScalesOnlyQuantizer,
-    "kept": FixedScaleQuantizer,
-    "balanced": SEQQuantizer,
+    "lsq": LSQQuantizer,
+    "scales_only": ScalesOnlyQuantizer,
+    "fixed_scale": FixedScaleQuantizer,
+    "seq": SEQQuantizer,
     "ternary": TernaryQuantizer,
 }
