@@ -159,8 +159,8 @@ def _context(folder: Path):
     from lmx.run.logger import RunLogger
 
     data = DataConfig(train=str(folder / "rows.jsonl"), max_seq_length=LENGTH)
-    report = RunLogger(None, quiet=True)
-    rows = Splits(data, find=Path, seed=0, say=report.say, warn=report.warn)
+    logger = RunLogger(None, quiet=True)
+    rows = Splits(data, find=Path, seed=0, info=logger.info, warning=logger.warning)
     return StageContext(
         folder=folder,
         output=folder,
@@ -169,7 +169,7 @@ def _context(folder: Path):
         data=data,
         seed=0,
         current=None,
-        report=report,
+        logger=logger,
         find=Path,
         rows=rows,
     )

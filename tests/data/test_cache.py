@@ -51,19 +51,19 @@ def test_where_it_lies(monkeypatch, tmp_path):
 
 def test_made_once(cache_folder):
     assert cache.size() == 0
-    first = cache.get_or_create("test", "key", fill, warn=print)
-    again = cache.get_or_create("test", "key", None, warn=print)
+    first = cache.get_or_create("test", "key", fill, warning=print)
+    again = cache.get_or_create("test", "key", None, warning=print)
     assert (first.made, again.made) == (True, False)
     assert first.folder == again.folder
     # The same facts, whether from memory or from the disk.
     assert first.facts == again.facts == {"pair": [1, 2]}
     assert cache.size() > len("content")
-    assert cache.get_or_create("test", "other", fill, warn=print).made
+    assert cache.get_or_create("test", "other", fill, warning=print).made
 
 
 @pytest.mark.parametrize("damage", ["shorten", "remove", "spoil"])
 def test_what_is_damaged_is_made_again_aloud(cache_folder, damage):
-    folder = cache.get_or_create("test", "key", fill, warn=print).folder
+    folder = cache.get_or_create("test", "key", fill, warning=print).folder
     if damage == "shorten":
         (folder / "rows").write_text("cont")
     elif damage == "remove":
@@ -71,7 +71,7 @@ def test_what_is_damaged_is_made_again_aloud(cache_folder, damage):
     else:
         (folder / cache.INDEX).write_text('{"sizes"')
     said = []
-    assert cache.get_or_create("test", "key", fill, warn=said.append).made
+    assert cache.get_or_create("test", "key", fill, warning=said.append).made
     assert said == [f"{folder}: damaged, made again"]
     assert (folder / "rows").read_text() == "content"
 
@@ -82,9 +82,9 @@ def test_a_fault_leaves_nothing(cache_folder):
         raise UserError("bad row")
 
     with pytest.raises(UserError, match="bad row"):
-        cache.get_or_create("test", "key", fail, warn=print)
+        cache.get_or_create("test", "key", fail, warning=print)
     assert [p.name for p in cache_folder.rglob("*") if p.is_file()] == ["lock"]
-    assert cache.get_or_create("test", "key", fill, warn=print).made
+    assert cache.get_or_create("test", "key", fill, warning=print).made
 
 
 def test_a_killed_process_leaves_nothing_that_counts(cache_folder):
@@ -92,7 +92,7 @@ def test_a_killed_process_leaves_nothing_that_counts(cache_folder):
     assert dead.wait(30) == -9
     dead.stdout.close()
     assert [*cache_folder.rglob("half")]
-    kept = cache.get_or_create("test", "key", fill, warn=pytest.fail)
+    kept = cache.get_or_create("test", "key", fill, warning=pytest.fail)
     assert kept.made
     assert not [*cache_folder.rglob("half")]
 
@@ -109,13 +109,13 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot write") as fault:
-        cache.get_or_create("test", "key", fill, warn=print)
+        cache.get_or_create("test", "key", fill, warning=print)
     assert "LMX_CACHE" in fault.value.hint
 
 
 def test_too_little_space(cache_folder):
     with pytest.raises(UserError, match="MB are needed here") as fault:
-        cache.get_or_create("test", "key", fill, warn=print, space=10**18)
+        cache.get_or_create("test", "key", fill, warning=print, space=10**18)
     assert "LMX_CACHE" in fault.value.hint
 
 

@@ -100,6 +100,6 @@ def test_what_a_row_holds_survives_the_cache(cache_folder):
         [Row("f:1", messages=turns, skill="s"), Row("f:2", text="b\n")], 2**64 - 1
     )
     kept = cache.get_or_create(
-        "test", "k", lambda f: splits.write_eval_split(f, held), warn=print
+        "test", "k", lambda f: splits.write_eval_split(f, held), warning=print
     )
     assert splits.read_eval_split(kept) == held

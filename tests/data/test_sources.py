@@ -21,7 +21,11 @@ def write(path, count, name="row"):
 def splits(said=None, warned=None, seed=0, **data):
     said, warned = ([] if x is None else x for x in (said, warned))
     return Splits(
-        DataConfig(**data), find=Path, seed=seed, say=said.append, warn=warned.append
+        DataConfig(**data),
+        find=Path,
+        seed=seed,
+        info=said.append,
+        warning=warned.append,
     )
 
 

@@ -31,13 +31,13 @@ def rows(count=60):
     return made
 
 
-def stored(rows, tokenizer, key="key", say=print, **settings):
+def stored(rows, tokenizer, key="key", info=print, **settings):
     def fill(folder):
         return token_store.write_token_store(
-            folder, rows, tokenizer, **SETTINGS | settings, say=say
+            folder, rows, tokenizer, **SETTINGS | settings, info=info
         )
 
-    return cache.get_or_create("tokens", key, fill, warn=print)
+    return cache.get_or_create("tokens", key, fill, warning=print)
 
 
 def test_examples_are_those_of_the_rows(cache_folder, tokenizer, monkeypatch):
@@ -105,7 +105,7 @@ def test_progress_is_told(cache_folder, tokenizer, monkeypatch):
     monkeypatch.setattr(token_store, "TOLD_EVERY", 0.0)
     monkeypatch.setattr(token_store, "BLOCK_ROWS", 30)
     said = []
-    stored(rows(), tokenizer, say=said.append)
+    stored(rows(), tokenizer, info=said.append)
     assert [line.split(",")[0] for line in said] == [
         "tokenising: 30 rows",
         "tokenising: 60 rows",

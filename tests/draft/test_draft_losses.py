@@ -41,7 +41,7 @@ EXPECTED = {
     "reverse_kl": lambda p, q: kl(q, p),
     "jsd": lambda p, q: (kl(p, (p + q) / 2) + kl(q, (p + q) / 2)) / 2,
     "total_variation": lambda p, q: np.abs(p - q).sum(-1) / 2,
-    "acceptance": mixed,
+    "adaptive_kl_tv": mixed,
 }
 
 
@@ -92,7 +92,7 @@ def test_gradients_are_those_of_finite_differences(name):
 
     def expected(logits):
         q = merged(softmax(logits), kept)
-        if name != "acceptance":
+        if name != "adaptive_kl_tv":
             return EXPECTED[name](p, q).sum()
         return (weight * kl(p, q) + (1 - weight) * np.abs(p - q).sum(-1) / 2).sum()
 

@@ -87,7 +87,7 @@ def replays(tmp_path):
             folder=tmp_path / "replays",
             draft=now,
             end_tokens=frozenset(),
-            say=lambda text: None,
+            info=lambda text: None,
         )
 
     return begun, draft, made

@@ -13,7 +13,10 @@ def whole(tmp_path_factory):
         tmp_path_factory.mktemp("whole"),
         {"train": train},
         {"quantize": {"bits": 4, "group_size": 32}},
-        {"evaluate": VALIDATE | {"thresholds": {"max_kl": 5.0, "min_top1_agreement": 0.0}}},
+        {
+            "evaluate": VALIDATE
+            | {"thresholds": {"max_kl": 5.0, "min_top1_agreement": 0.0}}
+        },
         "export",
     )
     assert run() == 0

@@ -91,7 +91,7 @@ def calibrating(monkeypatch, train, valid):
     context = SimpleNamespace(
         rows=SimpleNamespace(**rows),
         data=SimpleNamespace(train=["a"], valid=["b"] if valid else []),
-        report=SimpleNamespace(say=lambda _: None),
+        logger=SimpleNamespace(info=lambda _: None),
         seed=0,
     )
     calibration = CalibrationConfig.model_construct(source=None, length=1, held_out=3)

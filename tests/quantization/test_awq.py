@@ -36,7 +36,7 @@ SPEC = QuantSpec(bits=3, group_size=32)
 class Report(SimpleNamespace):
     def __init__(self):
         super().__init__(lines=[])
-        self.say = self.warn = self.log = self.lines.append
+        self.info = self.warning = self.debug = self.lines.append
 
 
 def model_of(config=LLAMA, **changes):
@@ -67,16 +67,16 @@ def quantized(method, folder, config=LLAMA, **settings):
     settings = CONFIGS[method](**{"bits": 3, "group_size": 32} | settings)
     specs = select_layers(model, settings).specs
     dense = dict(tree_flatten(model.parameters()))
-    report = Report()
+    logger = Report()
     windows = windows_of(tokens_of(1))
-    task = PTQContext(model, specs, mx.float32, lambda *_: windows, folder, report)
+    task = PTQContext(model, specs, mx.float32, lambda *_: windows, folder, logger)
     tensors = method.quantize(settings, task)
     found = dense | {k: v for k, v in tensors.items() if k in dense}
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
         packed = {name: tensors[f"{path}.{name}"] for name in names}
         found[f"{path}.weight"] = expand(packed, spec, mx.float32)
-    return tensors, found, report.lines
+    return tensors, found, logger.lines
 
 
 def block_errors(weights, config=LLAMA):

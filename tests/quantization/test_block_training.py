@@ -16,16 +16,16 @@ LINE = re.compile(r"trained, it loses (\S+) of its output .* held out, (\S+) bef
 TRAIN = {"steps": 8, "learning_rate": 0.003}
 
 
-def run(folder, *, model=None, tokens=PLENTY, report=None, **settings):
+def run(folder, *, model=None, tokens=PLENTY, logger=None, **settings):
     """Tensors, the model they make, held-out errors of blocks, and what was told."""
-    report = report or Report()
+    logger = logger or Report()
     model = model or model_of(**SIZES)
     tensors, model = quantized(
         gptq,
         model,
         folder,
         tokens=tokens,
-        report=report,
+        logger=logger,
         bits=2,
         group_size=32,
         rounds=0,
@@ -34,8 +34,8 @@ def run(folder, *, model=None, tokens=PLENTY, report=None, **settings):
         asymmetry=False,
         **settings,
     )
-    found = filter(None, map(LINE.search, report.lines))
-    return tensors, model, [tuple(map(float, f.groups())) for f in found], report.lines
+    found = filter(None, map(LINE.search, logger.lines))
+    return tensors, model, [tuple(map(float, f.groups())) for f in found], logger.lines
 
 
 def same(left, right):
@@ -72,16 +72,16 @@ def test_what_is_no_better_is_undone(tmp_path, plain):
 
 
 def test_killed_and_resumed(tmp_path, trained):
-    report = Report()
+    logger = Report()
 
     def die(line):
         if "layers.1: trained" in line:
             raise KeyboardInterrupt
-        report.lines.append(line)
+        logger.lines.append(line)
 
-    report.say = die
+    logger.info = die
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, blocks=TRAIN, report=report)
+        run(tmp_path, blocks=TRAIN, logger=logger)
     tensors, _, errors, _ = run(tmp_path, blocks=TRAIN)
     assert len(errors) == 1
     assert same(tensors, trained[0])

@@ -41,7 +41,7 @@ def walk(
         folder / "walk",
         key=key,
         at_once=rows * TOKENS.shape[1],
-        say=lambda _: None,
+        info=lambda _: None,
         reread=reread,
         **more,
     )

@@ -22,7 +22,7 @@ def case(make_checkpoint, tmp_path_factory):
         load(source).model,
         digest="a",
         top_k=64,
-        say=lambda _: None,
+        info=lambda _: None,
     )
     return folder / "q", tensors, held_out
 

@@ -43,11 +43,11 @@ def tokens_of(seed, count=96):
 class Report(SimpleNamespace):
     def __init__(self):
         super().__init__(lines=[])
-        self.say = self.warn = self.log = self.lines.append
+        self.info = self.warning = self.debug = self.lines.append
 
 
 def quantized(
-    method, model, folder, *, tokens=None, counted=None, report=None, **settings
+    method, model, folder, *, tokens=None, counted=None, logger=None, **settings
 ):
     """Tensors, and the model with the weights they stand for."""
     config = CONFIGS[method](**settings)
@@ -55,7 +55,7 @@ def quantized(
     dense = dict(tree_flatten(model.parameters()))
     windows = windows_of(tokens_of(1) if tokens is None else tokens, counted)
     task = PTQContext(
-        model, specs, mx.float32, lambda *_: windows, folder, report or Report()
+        model, specs, mx.float32, lambda *_: windows, folder, logger or Report()
     )
     tensors = method.quantize(config, task)
     for path, spec in specs.items():
@@ -76,13 +76,13 @@ def divergence(model, other):
 
 @pytest.fixture(scope="module")
 def found_by_gptq(tmp_path_factory):
-    """A function of bits and ties to the quantized model and the report, made once."""
+    """A function of bits and ties to the quantized model and the logger, made once."""
 
     @cache
     def of(bits, tied):
-        report, folder = Report(), tmp_path_factory.mktemp("gptq")
+        logger, folder = Report(), tmp_path_factory.mktemp("gptq")
         model = model_of(**SIZES, tie_word_embeddings=tied)
-        return quantized(gptq, model, folder, bits=bits, report=report)[1], report
+        return quantized(gptq, model, folder, bits=bits, logger=logger)[1], logger
 
     return of
 
@@ -134,17 +134,17 @@ def test_filling_changes_nothing(tmp_path):
 
 
 def test_experts_that_saw_little_are_named(tmp_path):
-    report = Report()
+    logger = Report()
     tokens = tokens_of(1, count=2)
     model = model_of(QWEN3_MOE, num_hidden_layers=1)
-    quantized(gptq, model, tmp_path, tokens=tokens, report=report)
-    assert any("experts saw fewer than" in line for line in report.lines)
-    assert any("calibration has 64 tokens" in line for line in report.lines)
+    quantized(gptq, model, tmp_path, tokens=tokens, logger=logger)
+    assert any("experts saw fewer than" in line for line in logger.lines)
+    assert any("calibration has 64 tokens" in line for line in logger.lines)
 
 
 def test_what_is_lost_is_in_the_log(found_by_gptq):
-    _, report = found_by_gptq(4, True)
-    lines = [line for line in report.lines if "output lost" in line]
+    _, logger = found_by_gptq(4, True)
+    lines = [line for line in logger.lines if "output lost" in line]
     clusters = [line for line in lines if "embed_tokens, cluster" in line]
     assert len(clusters) > 1
     assert len(lines) == 2 * 7 + len(clusters)

@@ -39,7 +39,7 @@ def case(request, make_checkpoint, tmp_path_factory):
     return folder / "q", training, held_out
 
 
-def tuning(case, folder, config=CONFIG, report=None, **changes):
+def tuning(case, folder, config=CONFIG, logger=None, **changes):
     path, training, held_out = case
     student = CandidateModel(load(path).model, mx.float16)
     return ScaleTuner(
@@ -49,7 +49,7 @@ def tuning(case, folder, config=CONFIG, report=None, **changes):
         held_out,
         folder=folder / "state",
         seed=3,
-        report=report or RunLogger(None, quiet=True),
+        logger=logger or RunLogger(None, quiet=True),
     )
 
 
@@ -139,7 +139,7 @@ def _divergence(logits, target):
 
 @pytest.mark.parametrize("rate", [1e3, 1e30])
 def test_what_only_harms_leaves_the_start(case, tmp_path, rate, capsys):
-    run = tuning(case, tmp_path, learning_rate=rate, report=RunLogger(None))
+    run = tuning(case, tmp_path, learning_rate=rate, logger=RunLogger(None))
     start = run._stored()
     found = run.run()
     assert all(mx.array_equal(found[k], start[k]) for k in start)
@@ -147,7 +147,7 @@ def test_what_only_harms_leaves_the_start(case, tmp_path, rate, capsys):
 
 
 def test_the_rate_is_found_by_trying(case, tmp_path, capsys):
-    run = tuning(case, tmp_path, learning_rate=None, steps=1, report=RunLogger(None))
+    run = tuning(case, tmp_path, learning_rate=None, steps=1, logger=RunLogger(None))
     run.run()
     assert "taking 0.0" in capsys.readouterr().out
     assert run._optimizer.state["step"].item() == 1
@@ -156,7 +156,7 @@ def test_the_rate_is_found_by_trying(case, tmp_path, capsys):
 def test_of_rates_none_is_tried_beyond_one_that_is_worse(
     case, tmp_path, monkeypatch, capsys
 ):
-    run = tuning(case, tmp_path, learning_rate=None, steps=1, report=RunLogger(None))
+    run = tuning(case, tmp_path, learning_rate=None, steps=1, logger=RunLogger(None))
     found = iter([1.0, 0.5, 0.4, float("nan"), 0.3])
     monkeypatch.setattr(run, "_judged", lambda *_: next(found))
     run.run()

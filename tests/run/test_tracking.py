@@ -33,12 +33,12 @@ class Recorder:
 
 def reported(folder, start):
     """Report three rows to a tracker."""
-    report = RunLogger(folder, quiet=True)
-    report.stage = "1-train"
-    report.tracking = TrackerThread(start, report.warn)
+    logger = RunLogger(folder, quiet=True)
+    logger.stage = "1-train"
+    logger.tracking = TrackerThread(start, logger.warning)
     for row in ROWS:
-        report.metrics(row | {"norm": float("nan")})
-    report.tracking.finish({"base/loss": 2.0}, 0)
+        logger.metrics(row | {"norm": float("nan")})
+    logger.tracking.finish({"base/loss": 2.0}, 0)
     return [x for x in (folder / "log.txt").read_text().splitlines() if "tracker" in x]
 
 

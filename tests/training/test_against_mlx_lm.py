@@ -36,7 +36,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 from tiny_families import member
 from tiny_llamas import llama, tokens_of
 
-HERE = "train/test_against_mlx_lm.py"
+HERE = "training/test_against_mlx_lm.py"
 DEFECTS = {
     "the sort by length does nothing": [f"{HERE}::test_lengths_bound_the_padding"],
     "accumulation is a mean of means": [

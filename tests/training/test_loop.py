@@ -44,8 +44,8 @@ class Killed(BaseException):
 
 
 def make_loop(folder, *, rate=lambda step: 1e-2, steps=STEPS, on_evaluate=None):
-    report = RunLogger(folder, quiet=True)
-    report.stage = "1-train"
+    logger = RunLogger(folder, quiet=True)
+    logger.stage = "1-train"
     settings = {"max_seq_length": 16, "rows": 4}
     valid = BucketBatchSampler(random_examples(6, 16, seed=2), **settings)
     return Trainer(
@@ -55,9 +55,9 @@ def make_loop(folder, *, rate=lambda step: 1e-2, steps=STEPS, on_evaluate=None):
         rate=rate,
         valid=list(valid.in_order()),
         cadence=TrainerIntervals(2, 4, 3, folder / "checkpoints"),
-        report=report,
+        logger=logger,
         seed=5,
-        on_evaluate=on_evaluate or (lambda step: report.sample({"step": step})),
+        on_evaluate=on_evaluate or (lambda step: logger.sample({"step": step})),
     )
 
 
@@ -113,8 +113,8 @@ def test_reported_loss_is_per_token(tmp_path):
 
 
 def test_a_step_of_several_batches_counts_once(tmp_path):
-    report = RunLogger(tmp_path, quiet=True)
-    report.stage = "1-train"
+    logger = RunLogger(tmp_path, quiet=True)
+    logger.stage = "1-train"
     valid = BucketBatchSampler(
         random_examples(6, 16, seed=2), max_seq_length=16, rows=4
     )
@@ -134,7 +134,7 @@ def test_a_step_of_several_batches_counts_once(tmp_path):
         rate=lambda step: 1e-2,
         valid=list(valid.in_order()),
         cadence=TrainerIntervals(1, 4, 2, tmp_path / "checkpoints"),
-        report=report,
+        logger=logger,
         seed=5,
     )
     loop.run()
@@ -173,7 +173,7 @@ MOMENTS = {
     "in the first validation": (RunLogger, "sample", 1),
     "in a later validation": (RunLogger, "sample", 2),
     "in the last validation": (RunLogger, "sample", 4),
-    "after a row of the report": (RunLogger, "metrics", 4),
+    "after a row of the logger": (RunLogger, "metrics", 4),
     "while saving the first": (mx, "save_safetensors", 1),
     "while saving the second": (mx, "save_safetensors", 2),
     "while saving the last": (mx, "save_safetensors", 3),

@@ -39,8 +39,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.setenv("LMX_CACHE", str(tmp_path))
 
 
-def source(teacher, digest="a", say=lambda _: None):
-    return TeacherClient(lambda: teacher, digest, VOCABULARY, say, lambda _: None)
+def source(teacher, digest="a", info=lambda _: None):
+    return TeacherClient(lambda: teacher, digest, VOCABULARY, info, lambda _: None)
 
 
 def kept(teacher, wanted=ALL, *, top_k=4, temperature=1.0, examples=EXAMPLES, **more):
@@ -123,7 +123,7 @@ def test_those_of_anything_else_are_made_anew(change):
 
 def test_only_what_is_wanted_is_made_and_its_size_is_told(monkeypatch):
     wanted, lines = np.array([3, 4, 17]), []
-    few = kept(Teacher(), wanted, say=lines.append)
+    few = kept(Teacher(), wanted, info=lines.append)
     count = sum(EXAMPLES[n].mask[1:].sum() for n in wanted)
     assert f"{count} trained tokens, {bytes_per_token(4, VOCABULARY)} bytes" in lines[0]
     every = kept(Teacher())

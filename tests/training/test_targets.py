@@ -31,7 +31,7 @@ class Teacher:
 
 
 def made(
-    folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, say=None
+    folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, info=None
 ):
     return write_teacher_targets(
         folder,
@@ -40,7 +40,7 @@ def made(
         digest=digest,
         top_k=top_k,
         temperature=temperature,
-        say=say or (lambda _: None),
+        info=info or (lambda _: None),
     )
 
 
@@ -79,7 +79,7 @@ def test_a_tiny_rest_is_exact():
 
 def test_the_size_is_known_beforehand(tmp_path, monkeypatch):
     lines = []
-    found = made(tmp_path, Teacher(), say=lines.append)
+    found = made(tmp_path, Teacher(), info=lines.append)
     wanted = 30 * bytes_per_token(8, VOCABULARY)
     assert bytes_per_token(8, VOCABULARY) == 8 * 4 + 4
     assert bytes_per_token(256, 150_000) == 256 * 6 + 4

@@ -17,7 +17,7 @@ RECIPES = "values in which the recipes differ"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
     parser.description = "Show runs side by side, and what their recipes differ in."
-    parser.add_argument("run", nargs="+", type=Path, help="run folder or report.json")
+    parser.add_argument("run", nargs="+", type=Path, help="run folder or logger.json")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page, too")
     parser.add_argument("--json", action="store_true", help="print JSON for programs")
 
@@ -30,14 +30,14 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(json.dumps(_as_json(sides), indent=2) + "\n")
         return 0
-    report = RunLogger(None)
-    report.table(FIGURES, *figures_table(sides))
+    logger = RunLogger(None)
+    logger.table(FIGURES, *figures_table(sides))
     columns, rows = recipe_table(sides)
     if rows:
-        report.say("")
-        report.table(RECIPES, columns, rows)
+        logger.info("")
+        logger.table(RECIPES, columns, rows)
     if arguments.html:
-        report.say(str(arguments.html))
+        logger.info(str(arguments.html))
     return 0
 
 

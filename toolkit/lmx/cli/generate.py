@@ -230,9 +230,9 @@ def _run(args: argparse.Namespace, text: str) -> int:
     talk = InteractiveSession(args, loaded, generator, asked)
     if args.chat:
         for line in _lines():
-            talk.say(line)
+            talk.info(line)
     else:
-        talk.say(text)
+        talk.info(text)
     talk.save()
     return 0
 

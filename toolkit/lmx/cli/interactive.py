@@ -36,7 +36,7 @@ class InteractiveSession:
         if args.system is not None and not self._messages:
             self._messages = [{"role": "system", "content": args.system}]
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Answer on stdout."""
         prompt = self._encode(text)
         if self._args.draft and not self._generator.propose:

@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     from ..convert.exporters.hub import push
 
     folder = Path(served_folder(args.folder)).expanduser()
-    push(folder, args.name, private=not args.public, say=_say)
+    push(folder, args.name, private=not args.public, info=_say)
     return 0
 
 

@@ -56,7 +56,7 @@ def get_or_create(
     key: str,
     fill: Callable[[Path], dict],
     *,
-    warn: Callable[[str], None],
+    warning: Callable[[str], None],
     space: int = 0,
 ) -> CacheEntry:
     """The folder of this kind and key, made once, whichever process comes first.
@@ -80,7 +80,7 @@ def get_or_create(
         if facts is not None:
             return CacheEntry(folder, facts, made=False)
         if folder.exists():
-            warn(f"{folder}: damaged, made again")
+            warning(f"{folder}: damaged, made again")
         fs.sweep(place)
         fs.need_space(place, space)
         with fs.atomic_folder(folder) as partial:

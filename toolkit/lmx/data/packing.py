@@ -86,7 +86,7 @@ class _Rows:
 
 
 def packed(
-    examples: ExampleDataset, capacity: int, warn
+    examples: ExampleDataset, capacity: int, warning
 ) -> tuple[np.ndarray, np.ndarray]:
     """`pack` for these examples, made once and kept in the cache."""
 
@@ -97,7 +97,7 @@ def packed(
         return {}
 
     key = f"{examples.digest}-{capacity}"
-    kept = cache.get_or_create("packed", key, fill, warn=warn)
+    kept = cache.get_or_create("packed", key, fill, warning=warning)
     return np.load(kept.folder / ORDER), np.load(kept.folder / STARTS)
 
 

@@ -165,27 +165,27 @@ class Splits:
         *,
         find: Callable[[str], Path | None],
         seed: int,
-        say: Callable[[str], None],
-        warn: Callable[[str], None],
+        info: Callable[[str], None],
+        warning: Callable[[str], None],
     ):
         self.data = data
         self.find = find
         self.seed = seed
-        self.say = say
-        self.warn = warn
+        self.info = info
+        self.warning = warning
 
     @cached_property
     def valid(self) -> list[Row]:
         """All validation rows."""
         if not self._valid_sources:
             held = [row for part in self._held.values() for row in part.rows]
-            self.say(f"valid: {len(held):,} rows set aside from train")
+            self.info(f"valid: {len(held):,} rows set aside from train")
             return held
         found = {}
         for source in dict.fromkeys(self._valid_sources):
             rows = self._read(source, "valid")
             found[source] = list(rows)
-            log_read_stats("valid", rows.tally, self.say, self.warn)
+            log_read_stats("valid", rows.tally, self.info, self.warning)
         return [row for source in self._valid_sources for row in found[source]]
 
     @cached_property
@@ -240,12 +240,12 @@ class Splits:
             "held-out",
             cache.key_of([self._contents[source], settings, fingerprint.code()]),
             lambda folder: write_eval_split(folder, self._choose(source)),
-            warn=self.warn,
+            warning=self.warning,
         )
         return read_eval_split(kept)
 
     def _choose(self, source: str) -> EvalSplit:
-        self.say(f"valid: setting rows of {source} aside")
+        self.info(f"valid: setting rows of {source} aside")
         return choose_eval_rows(self._read(source, "train"), self.seed, self._most)
 
     def _read(self, source: str, split: str) -> RowReader:
@@ -260,11 +260,11 @@ class Splits:
         )
 
 
-def log_read_stats(split: str, tally: ReadStats, say, warn) -> None:
+def log_read_stats(split: str, tally: ReadStats, info, warning) -> None:
     """Say what was read of a source, and which rows were not."""
     source = tally.source
-    say(f"{split}: {source}: {tally.rows:,} rows, format {tally.format}")
+    info(f"{split}: {source}: {tally.rows:,} rows, format {tally.format}")
     for where, reason in tally.named:
-        warn(f"{where}: row skipped: {reason}")
+        warning(f"{where}: row skipped: {reason}")
     if more := tally.bad - len(tally.named):
-        warn(f"{source}: {more:,} more rows skipped")
+        warning(f"{source}: {more:,} more rows skipped")

@@ -85,7 +85,7 @@ def write_token_store(
     *,
     max_seq_length: int,
     loss_on: LossOn,
-    say: Callable[[str], None],
+    info: Callable[[str], None],
 ) -> dict:
     """Encode rows block by block into an empty folder; returns facts of all of them.
 
@@ -95,7 +95,7 @@ def write_token_store(
     facts = {"rows": 0, "examples": 0, "truncated": 0, "last_only": 0, "dropped": 0}
     named: list[tuple[str, str]] = []
     total = hashlib.sha256()
-    clock = _ProgressLogger(say)
+    clock = _ProgressLogger(info)
     with ExitStack() as opened:
         tokens, places = (RaggedWriter(folder, n, opened) for n in ("tokens", "places"))
         for block in _blocks(rows):
@@ -150,8 +150,8 @@ def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
 class _ProgressLogger:
     """Says every few seconds how far it is."""
 
-    def __init__(self, say: Callable[[str], None]):
-        self._say = say
+    def __init__(self, info: Callable[[str], None]):
+        self._say = info
         self._begun = self._told = time.monotonic()
 
     def tick(self, rows: int) -> None:

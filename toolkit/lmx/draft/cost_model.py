@@ -136,8 +136,8 @@ def _time_rounds(target: Any, draft: Any, prompt: int, guesses: int) -> Iterator
     )
     done = 0
     for _ in speculator.decode([0] * prompt, ENDLESS):
-        if speculator.report.rounds > done:
-            done = speculator.report.rounds
+        if speculator.stats.rounds > done:
+            done = speculator.stats.rounds
             yield
 
 

@@ -113,7 +113,7 @@ class DistillationBatches:
         key: of the teacher.
         tokens: padded tokens of a batch, at most.
         top_k: tokens named of every prediction; None = all.
-        report: told how large the predictions are, which are made once and kept in the
+        logger: told how large the predictions are, which are made once and kept in the
             cache; None = the teacher is asked anew for every batch, as with `top_k`
             None.
         guessed: last tokens of every example that are not the teacher's own; None = no
@@ -133,7 +133,7 @@ class DistillationBatches:
         tokens: int,
         top_k: int | None,
         seed: int,
-        report: RunLogger | None,
+        logger: RunLogger | None,
         guessed: Sequence[int] | None = None,
     ):
         batches = BucketBatchSampler(
@@ -156,21 +156,21 @@ class DistillationBatches:
         pairs = zip(examples, guessed, strict=True)
         self._own = [len(example.tokens) - count for example, count in pairs]
         self._kept = None
-        if report and top_k is not None:
+        if logger and top_k is not None:
             self._kept = write_teacher_targets(
                 cache.root() / "lessons" / cache.key_of(facts),
                 [mx.contiguous(batch.tokens[:, :-1]) for batch in self._batches],
                 teacher,
                 digest=key,
                 top_k=top_k,
-                say=report.say,
+                info=logger.info,
             )
 
     def like(
         self, examples: list[Example], guessed: Sequence[int]
     ) -> "DistillationBatches":
         """Others of the same teacher, which is asked for every batch."""
-        settings = self._settings | {"report": None, "guessed": guessed}
+        settings = self._settings | {"logger": None, "guessed": guessed}
         return DistillationBatches(examples, self._teacher, **settings)
 
     def __len__(self) -> int:

@@ -70,7 +70,7 @@ class OnPolicyBatches:
         folder: Path,
         draft: Callable[[], Any],
         end_tokens: frozenset[int],
-        say: Callable[[str], None],
+        info: Callable[[str], None],
     ):
         self.lessons = lessons
         self.settings = settings
@@ -78,7 +78,7 @@ class OnPolicyBatches:
         self.folder = folder
         self.draft = draft
         self.end_tokens = end_tokens
-        self.say = say
+        self.info = info
         facts = [lessons.digest, begin, settings.model_dump()]
         self.digest = sha256(repr(facts).encode()).hexdigest()
         # Steps come in their order, so of earlier ones nothing is wanted again.
@@ -114,7 +114,7 @@ class OnPolicyBatches:
             for step in range(first, first + refresh)
             for replay in find_rejections(draft, self.lessons(step), draws)
         ]
-        self.say(f"step {first}: {len(cut):,} guesses that fell are replayed")
+        self.info(f"step {first}: {len(cut):,} guesses that fell are replayed")
         written = generate_batch(
             draft, [self._request(replay, draws) for replay in cut]
         )

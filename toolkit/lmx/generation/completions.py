@@ -35,8 +35,8 @@ class CachedGenerator:
     model: Callable[[], Any]
     digest: str
     end_tokens: frozenset[int]
-    say: Callable[[str], None]
-    warn: Callable[[str], None]
+    info: Callable[[str], None]
+    warning: Callable[[str], None]
 
     def request(
         self,
@@ -113,11 +113,11 @@ def generate_all_cached(
             "answers",
             cache.key_of([answerer.digest, sorted(answerer.end_tokens), asked]),
             partial(_fill, requests=block, answerer=answerer),
-            warn=answerer.warn,
+            warning=answerer.warning,
         )
         if kept.made:
             done = min(start + BLOCK, len(requests))
-            answerer.say(f"answered {done:,} of {len(requests):,} prompts")
+            answerer.info(f"answered {done:,} of {len(requests):,} prompts")
         found += kept.facts["answers"]
     return found
 

@@ -217,7 +217,7 @@ class Generator:
             one_by_one=self.one_by_one,
             prefill_step=self.prefill_step,
         )
-        self.speculation = speculator.report
+        self.speculation = speculator.stats
         for token in speculator.decode(prompt, count):
             yield token, None
 

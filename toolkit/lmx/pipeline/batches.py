@@ -39,12 +39,12 @@ def training_batches(
         return BucketBatchSampler(examples, **_sizes(config, context))
     batches = PackedBatchSampler(
         examples,
-        packed(examples, longest + 1, context.report.warn),
+        packed(examples, longest + 1, context.logger.warning),
         max_seq_length=longest,
         rows=config.packed_rows(longest),
         seed=context.seed,
     )
-    context.report.say(
+    context.logger.info(
         f"{len(examples):,} examples packed into {batches.rows:,} rows, "
         f"{batches.filled:.1%} filled"
     )
@@ -68,13 +68,13 @@ def validation_batches(
 
 
 def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenStore:
-    data, rows, report = context.data, context.rows, context.report
+    data, rows, logger = context.data, context.rows, context.logger
     settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
 
     def fill(folder):
-        report.say("tokenising the training rows")
+        logger.info("tokenising the training rows")
         facts = token_store.write_token_store(
-            folder, rows.train, loaded.tokenizer, **settings, say=report.say
+            folder, rows.train, loaded.tokenizer, **settings, info=logger.info
         )
         return facts | {"sources": [vars(t) for t in rows.train.tallies.values()]}
 
@@ -87,30 +87,30 @@ def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenS
         "tokens",
         cache.key_of([rows.fingerprint, tokenizer, settings]),
         fill,
-        warn=report.warn,
+        warning=logger.warning,
         # A token of four bytes stands for about as many characters.
         space=rows.size,
     )
     facts = kept.facts
     for tally in facts["sources"]:
-        log_read_stats("train", ReadStats(**tally), report.say, report.warn)
+        log_read_stats("train", ReadStats(**tally), logger.info, logger.warning)
     _tell(context, "train", facts, facts["named"])
     how = f"tokenised into {kept.folder}" if kept.made else "tokenised before"
-    report.say(f"train: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {how}")
+    logger.info(f"train: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {how}")
     return token_store.TokenStore(kept)
 
 
 def _tell(context: StageContext, split: str, counts: dict, named) -> None:
     """Say what became of the rows that are not trained whole."""
-    say, longest = context.report.say, context.data.max_seq_length
+    info, longest = context.logger.info, context.data.max_seq_length
     if counts["truncated"]:
-        say(f"{split}: {counts['truncated']:,} rows cut at {longest} tokens")
+        info(f"{split}: {counts['truncated']:,} rows cut at {longest} tokens")
     if counts["last_only"]:
-        say(f"{split}: {counts['last_only']:,} {LAST_ONLY}")
+        info(f"{split}: {counts['last_only']:,} {LAST_ONLY}")
     for where, reason in named:
-        context.report.warn(f"{where}: row dropped: {reason}")
+        context.logger.warning(f"{where}: row dropped: {reason}")
     if counts["dropped"] > len(named):
-        say(f"{split}: {counts['dropped']:,} rows dropped in all")
+        info(f"{split}: {counts['dropped']:,} rows dropped in all")
 
 
 def _sizes(config: TrainConfig, context: StageContext) -> dict:
@@ -138,7 +138,7 @@ def document_caches(
             teaching.keep_apart()
         return caches
     except PackingUnsupported as reason:
-        context.report.warn(
+        context.logger.warning(
             f"rows are padded, packing is off: this model does not keep documents "
             f"apart: {reason}"
         )
@@ -157,7 +157,7 @@ def chunked_loss(
     except ChunkedLossUnsupported as reason:
         # Else it is but a little slower.
         if config.chunk(**sizes, on_cpu=False):
-            context.report.warn(
+            context.logger.warning(
                 f"the loss is made of all logits at once, loss_chunk_tokens is off: {reason}"
             )
         return None

@@ -53,7 +53,9 @@ class CalibrationData:
             self._others(), tokens + aside * self.calibration.max_seq_length
         )
         found = found[aside:]
-        self.context.report.say(f"calibrating on {found.size:,} tokens of {self._name}")
+        self.context.logger.info(
+            f"calibrating on {found.size:,} tokens of {self._name}"
+        )
         return found
 
     @cached_property
@@ -68,7 +70,7 @@ class CalibrationData:
         else:
             found = self._windows(self._others(), self.calibration.num_eval_tokens)
             found = found[: self._aside]
-        self.context.report.say(f"judging by {found.size:,} tokens held out")
+        self.context.logger.info(f"judging by {found.size:,} tokens held out")
         return found
 
     @cached_property
@@ -112,4 +114,6 @@ def _splits(source: str, context: StageContext) -> Splits:
     rows = context.rows
     # What is held out of a training source by itself is not held out of this one.
     data = rows.data.model_copy(update={"train": [source], "valid": [source]})
-    return Splits(data, find=rows.find, seed=rows.seed, say=rows.say, warn=rows.warn)
+    return Splits(
+        data, find=rows.find, seed=rows.seed, info=rows.info, warning=rows.warning
+    )

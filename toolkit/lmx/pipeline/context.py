@@ -120,7 +120,7 @@ class StageContext:
     data: DataConfig
     seed: int
     current: ModelArtifact | None
-    report: RunLogger
+    logger: RunLogger
     find: Callable[[str], Path | None]
     rows: Splits
     ranks: ProcessGroup = SINGLE_PROCESS

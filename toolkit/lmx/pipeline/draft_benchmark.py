@@ -56,8 +56,8 @@ class DraftEvaluation:
         draft = context.load(folder)
         self._require_servable(draft)
         found = self._tried(draft)
-        context.report.table("draft", *found.table())
-        context.report.say(
+        context.logger.table("draft", *found.table())
+        context.logger.info(
             f"verdict: {found.text}, {found.speedup:.2f}x measured on this machine, "
             f"{found.length} guesses a round"
         )
@@ -136,7 +136,8 @@ class DraftEvaluation:
         missed = [
             f"{name} is {value:.3g}, limit {limit:g}"
             for name, limit in self.config.thresholds.model_dump().items()
-            if limit is not None and (value := getattr(found, DRAFT_THRESHOLDS[name])) < limit
+            if limit is not None
+            and (value := getattr(found, DRAFT_THRESHOLDS[name])) < limit
         ]
         if missed:
             raise UserError(
@@ -151,5 +152,5 @@ class DraftEvaluation:
         with atomic_folder(target) as partial:
             shutil.copytree(source, partial, dirs_exist_ok=True)
             report.write_report(partial, found, name=self.context.name, facts=facts)
-        self.context.report.say(f"draft: {target}")
+        self.context.logger.info(f"draft: {target}")
         return target

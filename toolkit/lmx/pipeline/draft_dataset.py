@@ -120,18 +120,18 @@ class DraftData:
 
     @property
     def _answerer(self) -> CachedGenerator:
-        report = self.context.report
+        logger = self.context.logger
         return CachedGenerator(
             lambda: self.target.model,
             self.digest,
             self.end_tokens,
-            report.say,
-            report.warn,
+            logger.info,
+            logger.warning,
         )
 
     def _answered(self, asked: list[Prompt]) -> list[Example]:
         context, settings = self.context, self.config.data_generation
-        context.report.say(f"{len(asked):,} prompts for the target to answer")
+        context.logger.info(f"{len(asked):,} prompts for the target to answer")
         return dataset.generate_completions(
             asked, settings, self._answerer, seed=context.seed
         )
@@ -146,5 +146,5 @@ class DraftData:
             tokens=self.config.batch_tokens,
             top_k=settings.top_k,
             seed=context.seed,
-            report=context.report,
+            logger=context.logger,
         )

@@ -77,7 +77,7 @@ class DraftInitializer:
             remove_folder(candidate)
         best = max(found, key=found.get)
         tried = ", ".join(f"{len(s.layers)}: {gain:.2f}x" for s, gain in found.items())
-        self.context.report.say(
+        self.context.logger.info(
             f"speed-up predicted by number of blocks: {tried}; taking "
             f"{len(best.layers)}"
         )
@@ -141,5 +141,5 @@ class DraftInitializer:
         made = (
             "fresh" if self.config.from_scratch else f"blocks {kept} of {source.path}"
         )
-        self.context.report.say(f"student: {made}")
+        self.context.logger.info(f"student: {made}")
         return folder

@@ -51,7 +51,7 @@ class DraftDistillation:
         self.judging = DraftEvaluation(self.schooling)
 
     def run(self) -> ModelArtifact:
-        """Leave the draft in draft/ and its figures in report.json."""
+        """Leave the draft in draft/ and its figures in logger.json."""
         context = self.context
         students = DraftInitializer(
             self.config.draft_model, context, self.target, self._sample()
@@ -64,7 +64,7 @@ class DraftDistillation:
             # Acceptance, too, is what the rounded draft has.
             costs = self._costs(draft)
             found = self._expected(context.load(draft).model, costs)
-            context.report.say(f"quantized: {_told(found)}")
+            context.logger.info(f"quantized: {_told(found)}")
             facts |= {"before_quantizing": facts["expected"], "expected": found}
         return self.judging.run(draft, facts)
 
@@ -145,13 +145,13 @@ class DraftDistillation:
 
     def _trained(self, student: Path) -> tuple[Path, dict]:
         """The folder of the trained draft, and how it was made."""
-        costs, report = self._costs(student), self.context.report
+        costs, logger = self._costs(student), self.context.logger
         step, loaded = self._step(student)
 
         def tell(done: int) -> None:
             found = self._expected(step.serve(), costs)
-            report.metrics({"kind": "draft", "step": done} | found)
-            report.say(f"step {done}: {_told(found)}")
+            logger.metrics({"kind": "draft", "step": done} | found)
+            logger.info(f"step {done}: {_told(found)}")
 
         loop = self._loop(step, tell)
         loss = loop.run()
@@ -182,7 +182,7 @@ class DraftDistillation:
                 config.save_steps,
                 self.context.folder / "checkpoints",
             ),
-            report=self.context.report,
+            logger=self.context.logger,
             seed=self.context.seed,
             keep=CheckpointPolicy(best=True),
             on_evaluate=tell,
@@ -200,7 +200,7 @@ class DraftDistillation:
             folder=self.context.folder / "replays",
             draft=step.serve,
             end_tokens=self.schooling.end_tokens,
-            say=self.context.report.say,
+            info=self.context.logger.info,
         )
 
     def _quantized(self, dense: Path) -> Path:

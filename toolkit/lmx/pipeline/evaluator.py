@@ -66,7 +66,7 @@ class Evaluator:
         """Fill `figures` and show them as a table."""
         reference = None
         for name, folder in self.folders.items():
-            self.context.report.say(f"measuring {name}: {folder}")
+            self.context.logger.info(f"measuring {name}: {folder}")
             loaded = self.context.load(folder)
             self.figures[name] = self._measure(loaded, reference)
             if name == "quantized" and reference:
@@ -89,7 +89,7 @@ class Evaluator:
         for gate in gates:
             verdict = "passed" if gate["passed"] else "MISSED"
             value = "not measured" if gate["value"] is None else f"{gate['value']:.4g}"
-            self.context.report.say(
+            self.context.logger.info(
                 f"gate {gate['name']}: {value}, limit {gate['limit']:g}: {verdict}"
             )
         if missed:
@@ -181,7 +181,7 @@ class Evaluator:
         return self._batches
 
     def _show(self) -> None:
-        self.context.report.table(self.context.name, *table(self.figures))
+        self.context.logger.table(self.context.name, *table(self.figures))
 
     def _write(self, gates: list[dict]) -> None:
         facts = self.context.current.facts

@@ -25,7 +25,7 @@ def run(config: ExportConfig, context: "StageContext") -> "ModelArtifact":
         model=current.model,
         adapters=current.adapters,
         load=lambda folder: context.load(folder, compute="stored", lazy=True),
-        say=context.report.say,
+        info=context.logger.info,
     )
     targets = {name: context.output / FORMATS[name].FOLDER for name in config.formats}
     with ExitStack() as together:
@@ -35,12 +35,12 @@ def run(config: ExportConfig, context: "StageContext") -> "ModelArtifact":
             if name == "mlx":
                 _write_card(partial, config, context)
     for name, target in targets.items():
-        context.report.say(f"exported {name}: {target}")
+        context.logger.info(f"exported {name}: {target}")
     model = targets.get("mlx", current.model)
-    context.report.say(f'try it: lmx generate {model} --prompt "..."')
+    context.logger.info(f'try it: lmx generate {model} --prompt "..."')
     if config.hub_repo_id:
         hub.push(
-            model, config.hub_repo_id, private=config.private, say=context.report.say
+            model, config.hub_repo_id, private=config.private, info=context.logger.info
         )
     return replace(current, model=model, published=tuple(targets.values()))
 

@@ -59,12 +59,12 @@ class FullPrecisionBaseline:
         """Train it, if that is not done yet; a run that was stopped goes on."""
         from .train_run import TrainRun
 
-        ranks, report = self.context.ranks, self.context.report
+        ranks, logger = self.context.ranks, self.context.logger
         if ranks.shared(self.dense.is_dir()):
             return
-        stage, report.stage = report.stage, f"{report.stage}, {NAME}"
+        stage, logger.stage = logger.stage, f"{logger.stage}, {NAME}"
         try:
-            report.say("the same training in full precision, to compare with")
+            logger.info("the same training in full precision, to compare with")
             with ranks.agreed():
                 training = TrainRun(self.config, self.context)
             training.run()
@@ -72,7 +72,7 @@ class FullPrecisionBaseline:
                 if ranks.is_first:
                     training.write()
         finally:
-            report.stage = stage
+            logger.stage = stage
 
     def compared(
         self, trained: ModelArtifact, selection: QuantizationPlan, held_out: list[Batch]
@@ -93,8 +93,8 @@ class FullPrecisionBaseline:
         is_gain = gain["before_export"] > 0
         kept = gain["after_export"] / gain["before_export"] if is_gain else None
         found = _shares(*sums) | {"gain_kept": kept}
-        report = self.context.report
-        report.table(f"{report.stage}: recovered", *recovery_table(found))
+        logger = self.context.logger
+        logger.table(f"{logger.stage}: recovered", *recovery_table(found))
         return replace(trained, facts=trained.facts | {"recovered": found})
 
     def _round(self, selection: QuantizationPlan) -> None:
@@ -109,7 +109,7 @@ class FullPrecisionBaseline:
 def _shares(
     full: PerSequenceSums, rounded: PerSequenceSums, trained: PerSequenceSums
 ) -> dict:
-    """As report.json has it: what was measured, and what was won back of it."""
+    """As logger.json has it: what was measured, and what was won back of it."""
     found = {"twin": full.means, "rounded": rounded.means, "trained": trained.means}
     for name in ("loss", "kl"):
         sums = (getattr(each, name) for each in (full, rounded, trained))

@@ -35,7 +35,7 @@ def begin(context: StageContext) -> None:
     settings = context.source.from_scratch
     config = from_scratch.configuration(settings)
     weights = from_scratch.initial_weights(config, context.seed)
-    context.report.say("training the tokenizer")
+    context.logger.info("training the tokenizer")
     with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
         texts = (row.as_text() for row in context.rows.train)
         from_scratch.train_tokenizer(texts, settings.vocab_size, Path(scratch))

@@ -40,7 +40,7 @@ class QATModel:
 def prepare(
     config: TrainConfig,
     loaded: LoadedModel,
-    report: RunLogger,
+    logger: RunLogger,
     *,
     origin: Callable[[], dict[str, mx.array]] = dict,
     seed: int = 0,
@@ -83,7 +83,7 @@ def prepare(
     if rounding:
         adapts = config.adapter is not None
         rounding = rounding.of_codes(adapts=adapts)
-        found = _from_codes(rounding, loaded, report)
+        found = _from_codes(rounding, loaded, logger)
         at_points = rounding.latent_init == "codes"
         if rounding.latent_init is None:
             at_points = rounding.quantizer == "scales_only" or config.is_of_itself
@@ -96,7 +96,7 @@ def prepare(
             place=str(loaded.path),
             hint="train an adapter, or add quantization: with grid: learned",
         )
-    report.say(
+    logger.info(
         "the model is quantized: the adapter will be fused into its expanded "
         "weights, for rounding them again would lose part of the gain"
     )
@@ -131,14 +131,14 @@ def require_time(rounding: QATConfig | None, steps: int) -> None:
 
 
 def _from_codes(
-    rounding: QATConfig, loaded: LoadedModel, report: RunLogger
+    rounding: QATConfig, loaded: LoadedModel, logger: RunLogger
 ) -> QATModel:
     specs = layer_specs(loaded.model)
     _require_same(rounding, specs, loaded)
     kept = _kept(loaded)
     dtype = loaded.dtype if rounding.quantizer == "scales_only" else mx.float32
     dense, packed = dequantized_model(loaded, dtype)
-    report.say(f"training goes on from the codes of {len(packed)} layers")
+    logger.info(f"training goes on from the codes of {len(packed)} layers")
     return QATModel(dense, QuantizationPlan(specs, kept), rounding, packed)
 
 

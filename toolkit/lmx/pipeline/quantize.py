@@ -27,7 +27,7 @@ def run(config, context: StageContext) -> ModelArtifact:
     loaded = context.load(reference, compute="stored", lazy=True)
     selection = select_layers(loaded.model, config)
     for path, reason in sorted(selection.kept.items()):
-        context.report.say(f"{path} is kept: {reason}")
+        context.logger.info(f"{path} is kept: {reason}")
     judging = uses_eval_tokens(config)
     calibrating = CalibrationData(
         config.calibration, context, loaded.tokenizer, judging=judging
@@ -38,7 +38,7 @@ def run(config, context: StageContext) -> ModelArtifact:
         loaded.dtype,
         calibrating.watched,
         context.folder / "scratch",
-        context.report,
+        context.logger,
         loaded.reread,
     )
     facts = context.current.facts | {"method": config.method, "kept": selection.kept}

@@ -57,7 +57,7 @@ class PostQuantRefinement:
         weights = dict(self.weights)
         write_model(candidate, self.loaded, weights, self.selection, dict(tensors))
         student = CandidateModel(self.context.load(candidate).model, self.loaded.dtype)
-        gates = CandidateSelector(student, held_out, self.context.report.say)
+        gates = CandidateSelector(student, held_out, self.context.logger.info)
         if self.config.rollback_if_worse and self.config.method != "rtn":
             gates.judge("rounding", self._rounded(tensors))
         gates.judge(self.config.method, tensors)
@@ -69,7 +69,7 @@ class PostQuantRefinement:
                 held_out,
                 folder=self.context.folder / "tuning",
                 seed=self.context.seed,
-                report=self.context.report,
+                logger=self.context.logger,
             )
             gates.judge("tuned", gates.tensors | tuning.run())
         return gates.tensors, {
@@ -94,7 +94,7 @@ class PostQuantRefinement:
                 digest=digest,
                 top_k=self.tune.top_k,
                 temperature=temperature,
-                say=self.context.report.say,
+                info=self.context.logger.info,
             )
 
         held_out = predicted("held-out", self.calibrating.held_out, AT_ONCE, 1.0)

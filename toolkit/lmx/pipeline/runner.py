@@ -28,25 +28,25 @@ from .plan import PlannedStage, RunPlan, difference
 
 
 @contextmanager
-def tracked(loaded: LoadedRecipe, report: RunLogger) -> Iterator[None]:
-    """Send the report's rows to the recipe's tracker, if it names one."""
+def tracked(loaded: LoadedRecipe, logger: RunLogger) -> Iterator[None]:
+    """Send the logger's rows to the recipe's tracker, if it names one."""
     if (config := loaded.recipe.tracker) is None:
         yield
         return
     start = partial(
         TRACKERS[config.type],
         config,
-        folder=report.folder,
+        folder=logger.folder,
         name=loaded.name,
         recipe=yaml_io.read(loaded.resolved).data,
     )
-    report.tracking = TrackerThread(start, report.warn)
+    logger.tracking = TrackerThread(start, logger.warning)
     code = 1
     try:
         yield
         code = 0
     finally:
-        report.tracking.finish(_summary(report.folder / "report.json"), code)
+        logger.tracking.finish(_summary(logger.folder / "report.json"), code)
 
 
 def _summary(path: Path) -> dict[str, float]:
@@ -110,29 +110,29 @@ def run(
         with ranks.agreed():
             opened = _open(loaded, plan, command, fresh, ranks)
     with opened as folder:
-        report = RunLogger(folder.path, quiet=quiet) if ranks.is_first else NullLogger()
-        report.say(f"lmx {__version__}: {loaded.name} -> {folder.path}")
+        logger = RunLogger(folder.path, quiet=quiet) if ranks.is_first else NullLogger()
+        logger.info(f"lmx {__version__}: {loaded.name} -> {folder.path}")
         if ranks.size > 1:
-            report.say(
+            logger.info(
                 f"{ranks.size} processes over {backend()}; every batch is cut in "
                 f"{ranks.size}"
             )
         if folder.died:
-            report.warn(folder.died)
+            logger.warning(folder.died)
         try:
-            tracking = tracked(loaded, report) if ranks.is_first else nullcontext()
+            tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
             with tracking, ranks.linked():
-                _run_stages(loaded, plan, folder, report, ranks)
+                _run_stages(loaded, plan, folder, logger, ranks)
         except (Interrupted, KeyboardInterrupt):
-            report.warn(f"interrupted; to go on: {command}")
+            logger.warning(f"interrupted; to go on: {command}")
             folder.set_status("interrupted")
             raise
         except UserError as error:
-            report.log(str(error))
+            logger.debug(str(error))
             folder.set_status("failed")
             raise
         folder.set_status("done")
-        report.say(f"done: {folder.path / REPORT}")
+        logger.info(f"done: {folder.path / REPORT}")
     return 0
 
 
@@ -171,23 +171,23 @@ def _run_stages(
     loaded: LoadedRecipe,
     plan: RunPlan,
     folder: RunDir | NullRunDir,
-    report: RunLogger,
+    logger: RunLogger,
     ranks: ProcessGroup,
 ) -> None:
     artefact: ModelArtifact | None = None
-    context = _context(loaded, folder, report, ranks)
+    context = _context(loaded, folder, logger, ranks)
     for position, step in enumerate(plan.steps):
         with ranks.agreed():
-            facts = folder.finished(step.name, report.warn)
+            facts = folder.finished(step.name, logger.warning)
             if facts is None:
                 folder.forget([later.name for later in plan.steps[position + 1 :]])
                 folder.enter(step.name)
         facts = ranks.shared(facts)
         if facts is not None:
-            report.say(f"stage {step.name}: done before")
+            logger.info(f"stage {step.name}: done before")
         else:
-            report.stage = step.name
-            report.say(f"stage {step.name}")
+            logger.stage = step.name
+            logger.info(f"stage {step.name}")
             facts = _run_stage(step, replace(context, current=artefact), folder)
         artefact = _here(facts, context)
 
@@ -227,7 +227,7 @@ def _here(facts: dict, context: StageContext) -> ModelArtifact:
 def _context(
     loaded: LoadedRecipe,
     folder: RunDir | NullRunDir,
-    report: RunLogger,
+    logger: RunLogger,
     ranks: ProcessGroup,
 ) -> StageContext:
     recipe = loaded.recipe
@@ -235,8 +235,8 @@ def _context(
         recipe.data,
         find=lambda name: loaded.find(name) or Path(name),
         seed=recipe.seed,
-        say=report.say,
-        warn=report.warn,
+        info=logger.info,
+        warning=logger.warning,
     )
     return StageContext(
         folder=folder.path,
@@ -246,7 +246,7 @@ def _context(
         data=recipe.data,
         seed=recipe.seed,
         current=None,
-        report=report,
+        logger=logger,
         find=loaded.find,
         rows=rows,
         ranks=ranks,

@@ -14,12 +14,12 @@ OPENING = 24
 
 
 def write_samples(
-    generator: Generator, prompts: list[str], report: RunLogger, *, step: int
+    generator: Generator, prompts: list[str], logger: RunLogger, *, step: int
 ) -> None:
     """Answer every prompt, into samples.jsonl."""
     for prompt in prompts:
         answer = generator.ask(prompt, max_tokens=SAMPLE_TOKENS).text
-        report.sample({"step": step, "prompt": prompt, "answer": answer})
+        logger.sample({"step": step, "prompt": prompt, "answer": answer})
 
 
 @dataclass

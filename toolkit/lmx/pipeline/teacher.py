@@ -65,18 +65,18 @@ class TeacherSetup:
     @cached_property
     def live(self) -> OnlineTeacher:
         """The teacher in memory."""
-        self.context.report.say(f"the teacher: {self.folder}")
+        self.context.logger.info(f"the teacher: {self.folder}")
         return OnlineTeacher(self.context.load(self.folder).model)
 
     @cached_property
     def source(self) -> TeacherClient:
         """What is asked for predictions that are kept."""
-        report = self.context.report
+        logger = self.context.logger
         configs = (read_config(self.folder), self.student.config)
         known = filter(None, (setting(config, "vocab_size") for config in configs))
         vocabulary = min(known, default=len(self.student.tokenizer.get_vocab()))
         return TeacherClient(
-            lambda: self.live, self.digest, vocabulary, report.say, report.warn
+            lambda: self.live, self.digest, vocabulary, logger.info, logger.warning
         )
 
     def answered(self, examples: ExampleDataset) -> ExampleDataset:
@@ -88,8 +88,8 @@ class TeacherSetup:
             lambda: self.live.model,
             self.digest,
             frozenset(self.student.tokenizer.eos_token_ids),
-            context.report.say,
-            context.report.warn,
+            context.logger.info,
+            context.logger.warning,
         )
         return replace_completions(
             examples,
@@ -124,7 +124,7 @@ class TeacherSetup:
         wanted = _wanted(batches, total)
         if teacher.loss == "cakld":
             share = confidence(batches.examples, wanted, self.source)
-            self.context.report.say(f"confidence of the teacher: {share:.3f}")
+            self.context.logger.info(f"confidence of the teacher: {share:.3f}")
         if teacher.offline:
             targets = self._kept(batches.examples, wanted)
             taught = DistillationLoss(teacher, confidence=share)

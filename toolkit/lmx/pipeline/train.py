@@ -53,4 +53,4 @@ def _draw(context: "StageContext") -> None:
 
     target = context.folder / "curves.svg"
     if draw_curves(context.output, context.folder.name, target):
-        context.report.say(f"curves: {target}")
+        context.logger.info(f"curves: {target}")

@@ -41,7 +41,7 @@ class TrainRun:
         self.start = context.visible(start(context))
         loaded = context.load(self.start, compute="stored")
         known = {"origin": partial(origin, context), "seed": context.seed}
-        self.rounded = prepare(config, loaded, context.report, **known)
+        self.rounded = prepare(config, loaded, context.logger, **known)
         self.loaded, self.selection = self.rounded.loaded, self.rounded.selection
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
         self.adapted_keys = self._attach()
@@ -100,7 +100,7 @@ class TrainRun:
         own = self.step.parameters.items()
         kept = sum(value.size for _, value in own)
         whole = sum(math.prod(self.step.shards.shape(k, v)) for k, v in own)
-        self.context.report.say(
+        self.context.logger.info(
             f"every process keeps {kept / whole:.0%} of the trained weights"
         )
 
@@ -183,7 +183,7 @@ class TrainRun:
         total = config.batches(batches.per_epoch)
         steps = math.ceil(total / config.gradient_accumulation_steps)
         require_time(config.qat, steps)
-        context.report.say(
+        context.logger.info(
             f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
             f"epoch; {steps:,} steps are {total / batches.per_epoch:.1f} epochs"
         )
@@ -212,7 +212,7 @@ class TrainRun:
                 config.save_steps,
                 context.folder / "checkpoints",
             ),
-            report=context.report,
+            logger=context.logger,
             seed=context.seed,
             keep=CheckpointPolicy(
                 config.save_total_limit,
@@ -229,8 +229,8 @@ class TrainRun:
         with ranks.agreed():
             if ranks.is_first:
                 generator = Generator(model, self.loaded.tokenizer)
-                prompts, report = self.config.sample_prompts, self.context.report
-                write_samples(generator, prompts, report, step=done)
+                prompts, logger = self.config.sample_prompts, self.context.logger
+                write_samples(generator, prompts, logger, step=done)
         self.step.release()
 
     def _write_adapters(self) -> Path:
@@ -238,7 +238,7 @@ class TrainRun:
         target = self.context.output / "adapters"
         layers = lora_model.adapted(self.loaded.model)
         if unreadable := adapter_files.unreadable(layers):
-            self.context.report.warn(
+            self.context.logger.warning(
                 f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, as "
                 f"{unreadable[0]}: it gets their quantized width wrong; the fused "
                 "model is right"
@@ -274,7 +274,7 @@ class TrainRun:
             self._loss_of(self.context.load(folder).model)
             for folder in (self.start, model)
         )
-        self.context.report.say(
+        self.context.logger.info(
             f"validation loss {base:.4f} before, {self.valid_loss:.4f} in training, "
             f"{exported:.4f} reloaded from disk"
         )

@@ -34,18 +34,18 @@ class RunLogger:
         self.tracking: TrackerThread | None = None
         self._bar = None
 
-    def say(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """A line of progress."""
-        self.log(text)
+        self.debug(text)
         if not self.quiet:
             self._show(text)
 
-    def warn(self, text: str) -> None:
+    def warning(self, text: str) -> None:
         """A line nobody should miss."""
-        self.log(f"warning: {text}")
+        self.debug(f"warning: {text}")
         self._show(f"warning: {text}", to=sys.stderr)
 
-    def log(self, text: str) -> None:
+    def debug(self, text: str) -> None:
         """Lines for log.txt alone."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = _CONTROL.sub("", text).split("\n")
@@ -55,7 +55,7 @@ class RunLogger:
         """A table, also when quiet; only the first column is aligned to the left."""
         cells = [columns, *rows]
         text = "\n".join([title, *_aligned(cells)])
-        self.log(text)
+        self.debug(text)
         if sys.stdout.isatty():
             self._draw(title, cells)
         else:
@@ -136,14 +136,14 @@ class RunLogger:
 class ProgressBar:
     """Progress of one long piece of work; made by `Report.progress`."""
 
-    def __init__(self, report: RunLogger, total: int, description: str):
-        self._report = report
+    def __init__(self, logger: RunLogger, total: int, description: str):
+        self._logger = logger
         self._total = total
         self._description = description
         self._started: tuple[float, int] | None = None
         self._task = None
         # A terminal has room for one live display; work inside other work has lines.
-        if sys.stdout.isatty() and not report.quiet and report._bar is None:
+        if sys.stdout.isatty() and not logger.quiet and logger._bar is None:
             self._open_bar()
 
     def update(self, done: int, **numbers: float) -> None:
@@ -154,16 +154,16 @@ class ProgressBar:
         )
         line = f"{self._description} {done}/{self._total}  {figures}"
         if self._task is not None:
-            self._report.log(line)
-            self._report._bar.update(self._task, completed=done, figures=figures)
+            self._logger.debug(line)
+            self._logger._bar.update(self._task, completed=done, figures=figures)
         else:
-            self._report.say(f"{line}  {self._remaining(done)}".rstrip())
+            self._logger.info(f"{line}  {self._remaining(done)}".rstrip())
 
     def close(self) -> None:
         """Take the bar off the screen's last line."""
         if self._task is not None:
-            self._report._bar.stop()
-            self._report._bar = None
+            self._logger._bar.stop()
+            self._logger._bar = None
 
     def _open_bar(self) -> None:
         from rich import progress as rich
@@ -184,7 +184,7 @@ class ProgressBar:
             speed_estimate_period=600,
         )
         self._task = bar.add_task(self._description, total=self._total, figures="")
-        self._report._bar = bar
+        self._logger._bar = bar
         bar.start()
 
     def _remaining(self, done: int) -> str:

@@ -116,14 +116,14 @@ class RunDir:
         self._save()
         self._tell()
 
-    def finished(self, stage: str, warn: Callable[[str], None]) -> dict | None:
+    def finished(self, stage: str, warning: Callable[[str], None]) -> dict | None:
         """The facts of a stage that is done and whose artefacts are as it left them."""
         record = self._manifest["stages"].get(stage)
         if record is None:
             return None
         for artefact, hashes in record["artefacts"].items():
             if not _is_whole(self.path / artefact, hashes):
-                warn(f"{artefact} is damaged or gone: stage {stage} runs again")
+                warning(f"{artefact} is damaged or gone: stage {stage} runs again")
                 return None
         return record["facts"]
 
@@ -233,7 +233,7 @@ class NullRunDir:
         """The folder of a stage, seen from here or not."""
         return self.path / "stages" / stage
 
-    def finished(self, stage: str, warn) -> None:
+    def finished(self, stage: str, warning) -> None:
         """Nothing is known here."""
 
     def set_status(self, status: str) -> None:

@@ -24,9 +24,9 @@ class TrackerThread:
         warn: told what went wrong, in the thread of the run.
     """
 
-    def __init__(self, start: Callable, warn: Callable[[str], None]):
+    def __init__(self, start: Callable, warning: Callable[[str], None]):
         self._start = start
-        self._warn = warn
+        self._warn = warning
         self._jobs: SimpleQueue = SimpleQueue()
         self._fault: str | None = None
         self._told = False

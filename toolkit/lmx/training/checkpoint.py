@@ -83,7 +83,7 @@ def save(
 
 
 def restore(
-    folder: Path, step: TrainStep, warn: Callable[[str], None]
+    folder: Path, step: TrainStep, warning: Callable[[str], None]
 ) -> TrainingProgress:
     """Put the newest whole checkpoint into `step`; from the start when there is none.
 
@@ -95,7 +95,7 @@ def restore(
     tensors, progress = None, TrainingProgress()
     with step.ranks.agreed():
         if step.ranks.is_first:
-            tensors, progress = _newest(folder, warn)
+            tensors, progress = _newest(folder, warning)
     is_found = step.ranks.shared(tensors is not None)
     if is_found or not step.shards:
         _fill(step, _tensors(step) if tensors is None else tensors)
@@ -175,11 +175,11 @@ def _drop(folder: Path, target: Path, newest: int, spared: int | None) -> None:
 
 
 def _newest(
-    folder: Path, warn: Callable[[str], None]
+    folder: Path, warning: Callable[[str], None]
 ) -> tuple[dict[str, mx.array] | None, TrainingProgress]:
     for checkpoint in reversed(numbered(folder)):
         if not _is_whole(checkpoint):
-            warn(f"checkpoint {checkpoint} is damaged; using what was before it")
+            warning(f"checkpoint {checkpoint} is damaged; using what was before it")
             continue
         path = str(checkpoint / WEIGHTS)
         tensors, metadata = mx.load(path, return_metadata=True)

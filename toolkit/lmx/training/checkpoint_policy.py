@@ -48,7 +48,7 @@ class CheckpointPolicy:
         folder: Path,
         step: TrainStep,
         progress: TrainingProgress,
-        report: RunLogger,
+        logger: RunLogger,
     ) -> int:
         """Put the weights to be left into `step`; the number of steps they have seen.
 
@@ -59,12 +59,12 @@ class CheckpointPolicy:
         if not self.best or best == last:
             return last
         if not checkpoint.recall(folder, step, best):
-            report.warn(
+            logger.warning(
                 f"the checkpoint of step {best}, the best one, is damaged or gone: "
                 f"keeping the weights of step {last}"
             )
             return last
-        report.say(
+        logger.info(
             f"keeping step {best} of {last}: validation loss "
             f"{progress.best_loss:#.4g}, the last had {progress.valid_loss:#.4g}"
         )

@@ -45,8 +45,8 @@ class TeacherClient:
     live: Callable[[], OnlineTeacher]
     digest: str
     vocabulary: int
-    say: Callable[[str], None]
-    warn: Callable[[str], None]
+    info: Callable[[str], None]
+    warning: Callable[[str], None]
 
 
 class CachedTargets:
@@ -110,7 +110,7 @@ def cache_teacher_targets(
     counts = np.zeros(len(examples), np.int64)
     counts[wanted] = [_trained(examples[n]) for n in wanted]
     total, each = counts.sum(), bytes_per_token(top_k, source.vocabulary)
-    source.say(
+    source.info(
         f"the teacher's predictions for {total:,} trained tokens, {each:,} bytes of "
         f"each: {total * each / 1e6:,.1f} MB in {cache.root() / 'targets'}"
     )
@@ -125,11 +125,11 @@ def cache_teacher_targets(
             "targets",
             cache.key_of([source.digest, settings, own.digest]),
             partial(_fill, examples=own, source=source, **settings),
-            warn=source.warn,
+            warning=source.warning,
             space=left * each,
         )
         if kept.made and len(blocks) > 1:
-            source.say(f"the teacher's predictions: {number} of {len(blocks)} blocks")
+            source.info(f"the teacher's predictions: {number} of {len(blocks)} blocks")
         folders.append(kept.folder)
         left -= int(counts[members].sum())
     return CachedTargets(folders, blocks, counts)
@@ -157,7 +157,9 @@ def confidence(
         return {"mean": total / count}
 
     key = cache.key_of([source.digest, source.vocabulary, own.digest])
-    return cache.get_or_create("confidence", key, fill, warn=source.warn).facts["mean"]
+    return cache.get_or_create("confidence", key, fill, warning=source.warning).facts[
+        "mean"
+    ]
 
 
 def _trained(example) -> int:

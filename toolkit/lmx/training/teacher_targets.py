@@ -77,7 +77,7 @@ def write_teacher_targets(
     digest: str,
     top_k: int,
     temperature: float = 1.0,
-    say: Callable[[str], None],
+    info: Callable[[str], None],
 ) -> TeacherTargetFiles:
     """Write the teacher's predictions for parts of tokens; go on where that stopped.
 
@@ -108,7 +108,7 @@ def write_teacher_targets(
         if number == missing[0]:
             positions = sum(parts[n].size for n in missing)
             size = positions * bytes_per_token(top_k, logits.shape[-1])
-            say(f"predictions for {positions:,} tokens: {size / 1e6:,.1f} MB on disk")
+            info(f"predictions for {positions:,} tokens: {size / 1e6:,.1f} MB on disk")
             need_space(folder, size)
         target = compress_targets(logits, top_k, temperature)
         _write(_place(folder, number), target, _index_type(logits.shape[-1]))

@@ -58,7 +58,7 @@ class Trainer:
         rate: Callable[[int], float],
         valid: Sequence[Batch],
         cadence: TrainerIntervals,
-        report: RunLogger,
+        logger: RunLogger,
         seed: int,
         accumulate: int = 1,
         total: int | None = None,
@@ -73,7 +73,7 @@ class Trainer:
         self.rate = rate
         self.valid = valid
         self.cadence = cadence
-        self.report = report
+        self.logger = logger
         self.seed = seed
         self.keep = keep or CheckpointPolicy()
         self.on_evaluate = on_evaluate
@@ -98,7 +98,7 @@ class Trainer:
         self._resume()
         with (
             stop_requested() as stopping,
-            self.report.progress(self.steps, "training") as bar,
+            self.logger.progress(self.steps, "training") as bar,
             self.ranks.linked(),
             ended_when_stuck(PATIENCE) if self.ranks.size > 1 else nullcontext(),
         ):
@@ -124,7 +124,7 @@ class Trainer:
 
     def _resume(self) -> None:
         folder = self.cadence.folder
-        self.progress = checkpoint.restore(folder, self.step, self.report.warn)
+        self.progress = checkpoint.restore(folder, self.step, self.logger.warning)
         examples = self.batches.digest
         self.ranks.require_same(
             examples,
@@ -138,13 +138,13 @@ class Trainer:
                     place=str(folder),
                     hint="restore the data, or start over with --fresh",
                 )
-            self.report.say(f"resuming after step {self.progress.step}")
-            self.report.truncate(self.progress.step)
+            self.logger.info(f"resuming after step {self.progress.step}")
+            self.logger.truncate(self.progress.step)
         else:
             # A checkpoint of step 0 may know of a validation that comes again.
             self.progress = TrainingProgress(examples=examples)
             # Even of a run that died before its first checkpoint there may be rows.
-            self.report.truncate(-1)
+            self.logger.truncate(-1)
             self._evaluate()
             if self.keep.wants(self.progress):
                 self._save()
@@ -167,7 +167,7 @@ class Trainer:
         return [self.batches(index) for index in range(first, last)]
 
     def _settle(self, bar) -> None:
-        """Wait for the pending step, count it, report it when it is time."""
+        """Wait for the pending step, count it, logger it when it is time."""
         if self._pending is None:
             return
         number, window, rate, outputs = self._pending
@@ -203,7 +203,7 @@ class Trainer:
             "trained_tokens": progress.trained_tokens,
             "seconds": progress.seconds,
         }
-        self.report.metrics({"kind": "train", "step": progress.step} | numbers | totals)
+        self.logger.metrics({"kind": "train", "step": progress.step} | numbers | totals)
 
     def _count(self) -> None:
         progress = self.progress
@@ -237,8 +237,8 @@ class Trainer:
         loss /= tokens
         self.progress.judge(loss)
         with self.ranks.agreed():
-            self.report.metrics({"kind": "valid", "step": done, "loss": loss})
-            self.report.say(f"step {done}: validation loss {loss:#.4g}")
+            self.logger.metrics({"kind": "valid", "step": done, "loss": loss})
+            self.logger.info(f"step {done}: validation loss {loss:#.4g}")
         self.on_evaluate(done)
 
     def _save(self) -> Path | None:
@@ -248,14 +248,14 @@ class Trainer:
     def _stop_early(self) -> None:
         progress = self.progress
         self._count()
-        self.report.say(
+        self.logger.info(
             f"stopping at step {progress.step} of {self.steps}: no validation since "
             f"step {progress.best_step} had a lower loss"
         )
 
     def _leave(self) -> float:
         progress, folder = self.progress, self.cadence.folder
-        self.left = self.keep.leave(folder, self.step, progress, self.report)
+        self.left = self.keep.leave(folder, self.step, progress, self.logger)
         is_last = self.left == progress.step
         return progress.valid_loss if is_last else progress.best_loss
 

@@ -23,4 +23,4 @@ class ExportContext:
     model: Path
     adapters: Path | None
     load: Callable[[Path], LoadedModel]
-    say: Callable[[str], None]
+    info: Callable[[str], None]

@@ -37,12 +37,12 @@ def publish(folder: Path, published: ExportContext) -> None:
     kinds = write(file, loaded, name=published.name)
     verify_roundtrip(file, loaded)
     told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
-    published.say(f"matrices of {file.name}: {told}")
+    published.info(f"matrices of {file.name}: {told}")
     modules = [module for _, module in loaded.model.named_modules()]
     quantized = sum(map(is_quantized, modules))
     expanded = quantized - sum(kind.startswith("Q") for kind in kinds)
     if expanded:
-        published.say(
+        published.info(
             f"{expanded} of {quantized} quantized matrices are expanded there: ggml "
             "has no such codes, or float16 does not hold their scales"
         )

@@ -95,7 +95,9 @@ def _may_write(who: dict, name: str) -> bool:
     )
 
 
-def push(folder: Path, name: str, *, private: bool, say: Callable[[str], None]) -> None:
+def push(
+    folder: Path, name: str, *, private: bool, info: Callable[[str], None]
+) -> None:
     """Send a checkpoint folder; what an earlier, broken push has sent stays sent.
 
     Args:
@@ -112,7 +114,7 @@ def push(folder: Path, name: str, *, private: bool, say: Callable[[str], None]) 
     api = HfApi(token=require_token(name))
     files = [p for p in folder.rglob("*") if p.is_file() and p.name[0] != "."]
     size = sum(file.stat().st_size for file in files)
-    say(f"pushing {len(files)} files, {size / 1e6:,.1f} MB, to {name}")
+    info(f"pushing {len(files)} files, {size / 1e6:,.1f} MB, to {name}")
     with _explained(name):
         api.create_repo(name, private=private, exist_ok=True)
         commit = api.upload_folder(
@@ -121,7 +123,7 @@ def push(folder: Path, name: str, *, private: bool, say: Callable[[str], None]) 
             ignore_patterns=[".*", "**/.*"],
             commit_message=f"Upload by lmx {__version__}",
         )
-    say(f"pushed: {commit.commit_url}")
+    info(f"pushed: {commit.commit_url}")
 
 
 def license_metadata(name: str, revision: str | None) -> dict[str, str]:

@@ -57,6 +57,6 @@ def imported(source: Path) -> Path:
     key = cache.key_of([VERSION, facts])
     # Scales of float32 take twice the room.
     kept = cache.get_or_create(
-        "imports", key, fill, warn=warnings.warn, space=3 * size // 2
+        "imports", key, fill, warning=warnings.warn, space=3 * size // 2
     )
     return kept.folder

@@ -123,7 +123,7 @@ def resolve(source: str | Path) -> Path:
     key = cache.key_of(["peft", VERSION, facts])
     size = sum(file.stat().st_size for file in files)
     return cache.get_or_create(
-        "imports", key, fill, warn=warnings.warn, space=2 * size
+        "imports", key, fill, warning=warnings.warn, space=2 * size
     ).folder
 
 

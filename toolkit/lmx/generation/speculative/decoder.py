@@ -127,7 +127,7 @@ class SpeculativeDecoder:
         self.rule = rule
         self.prefill_step = prefill_step
         self.one_by_one = one_by_one
-        self.report = SpeculativeStats()
+        self.stats = SpeculativeStats()
         self._key = mx.random.key(sampling.seed)
         self._parts: list[tuple[float, float]] = []
         self._context: list[int] = []
@@ -158,7 +158,7 @@ class SpeculativeDecoder:
                 else:
                     length = SEARCH if self._wanted(left) else BURST
                     yield from self._plain(min(length, left))
-                if self.report.rounds % CLEAR_EVERY == 0:
+                if self.stats.rounds % CLEAR_EVERY == 0:
                     mx.clear_cache()
 
     def _wanted(self, left: int) -> int:
@@ -173,7 +173,7 @@ class SpeculativeDecoder:
 
     def _round(self, proposal: DraftTokens, end: int) -> Iterator[int]:
         start = time.perf_counter()
-        is_split = self.report.rounds % SPLIT == 1
+        is_split = self.stats.rounds % SPLIT == 1
         if is_split:
             mx.eval(proposal.tokens)
             drafted = time.perf_counter()
@@ -186,7 +186,7 @@ class SpeculativeDecoder:
         choice = self._choice
         choice.counts = choice.after(choice.counts, mx.array(tokens, mx.int32))
         self._context += tokens
-        self.report.add(len(proposal), stood)
+        self.stats.add(len(proposal), stood)
         if is_split:
             self._parts.append((self._drafting + drafted - start, checked - drafted))
         self.controller.learn(len(proposal), stood, self._drafting + checked - start)
@@ -227,12 +227,12 @@ class SpeculativeDecoder:
             if number < count:
                 ahead = self._step(now)
             self._context.append(now.item())
-            self.report.plain += 1
+            self.stats.plain += 1
             # The time of who reads the tokens is not ours.
             seconds += time.perf_counter() - start
             if number == count:
                 # Who reads the tokens may leave with the last one.
-                self.report.said += count
+                self.stats.said += count
                 self.controller.learn_plain(count, seconds)
                 self._sum_up(seconds)
             yield self._context[-1]
@@ -256,14 +256,14 @@ class SpeculativeDecoder:
         return token.astype(mx.int32)
 
     def _sum_up(self, seconds: float) -> None:
-        report, controller = self.report, self.controller
-        report.seconds += seconds
+        stats, controller = self.stats, self.controller
+        stats.seconds += seconds
         if controller.plain.is_known:
-            by_itself = report.said * controller.plain.mean
-            report.measured_speedup = by_itself / report.seconds
+            by_itself = stats.said * controller.plain.mean
+            stats.measured_speedup = by_itself / stats.seconds
         lengths = [k for k, times in controller.rounds.items() if times.is_known]
         speedups = [controller.speedup(k) for k in lengths]
-        report.predicted_speedup = max([s for s in speedups if s], default=None)
+        stats.predicted_speedup = max([s for s in speedups if s], default=None)
         if self._parts:
             draft, check = mx.array(self._parts).mean(axis=0).tolist()
-            report.draft_ms, report.verify_ms = 1000 * draft, 1000 * check
+            stats.draft_ms, stats.verify_ms = 1000 * draft, 1000 * check

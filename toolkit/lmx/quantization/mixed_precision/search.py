@@ -100,7 +100,7 @@ def _measured(
     options = weighing.options
 
     def fill(folder: Path) -> dict:
-        task.report.say(f"measuring what {len(options)} layers lose on every grid")
+        task.logger.info(f"measuring what {len(options)} layers lose on every grid")
         signals = collect(model, list(options), tokens, scratch, seed=0)
         modules = dict(model.named_modules())
         groups, costs, columns = signals.groups(), {}, {}
@@ -121,7 +121,7 @@ def _measured(
             "dtype": str(task.dtype),
         }
     )
-    return get_or_create("sensitivity", key, fill, warn=task.report.warn)
+    return get_or_create("sensitivity", key, fill, warning=task.logger.warning)
 
 
 def _tell(
@@ -136,12 +136,12 @@ def _tell(
         for name, grids in found.items()
     ]
     columns = ["grids by layer, of", "bits per weight", "KL when rounded"]
-    task.report.table(f"grids are taken of: {best}", columns, rows)
+    task.logger.table(f"grids are taken of: {best}", columns, rows)
     weights: Counter = Counter()
     for path, spec in found[best].items():
         weights[spec_name(spec)] += weighing.free[path]
-        task.report.log(f"{path}: {spec_name(spec)}")
+        task.logger.debug(f"{path}: {spec_name(spec)}")
     shares = [
         f"{n / weights.total():.0%} {name}" for name, n in sorted(weights.items())
     ]
-    task.report.say("weights: " + ", ".join(shares))
+    task.logger.info("weights: " + ", ".join(shares))

@@ -104,7 +104,7 @@ class AWQ:
         found = self.folding.folded(opened)
         self._clipped = self._worth_clipping(opened, found)
         names = ", ".join(sorted(self._clipped)) or "none"
-        self.task.report.log(f"clipped ranges in {opened.prefix}: {names}")
+        self.task.logger.debug(f"clipped ranges in {opened.prefix}: {names}")
         return found.weights
 
     def solve(

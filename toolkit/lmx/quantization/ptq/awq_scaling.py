@@ -405,7 +405,7 @@ class AWQScaler:
 
     def sum_up(self) -> None:
         """One line for all blocks."""
-        self.task.report.say(
+        self.task.logger.info(
             f"scales folded into {self.done} of {self.places} places of "
             f"{self.blocks} blocks"
         )
@@ -428,7 +428,7 @@ class AWQScaler:
         self.places += len(folds)
         self.done += len(found.folds)
         where = ", ".join(fold.producer for fold in found.folds) or "nothing"
-        self.task.report.say(
+        self.task.logger.info(
             f"{opened.prefix.rstrip('.')}: scales folded into {len(found.folds)} of "
             f"{len(folds)} places ({where}); rounding loses {found.after:.3g} of the "
             f"block's output, {found.before:.3g} without"

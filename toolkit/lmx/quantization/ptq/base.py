@@ -34,5 +34,5 @@ class PTQContext:
     dtype: mx.Dtype
     windows: Callable[[int], "CalibrationBatch"]
     folder: Path
-    report: RunLogger
+    logger: RunLogger
     reread: Callable[[], nn.Module] | None = None

@@ -126,7 +126,7 @@ class BlockReconstruction:
         is_better = after < before
         self.blocks += 1
         self.better += is_better
-        self.task.report.say(
+        self.task.logger.info(
             f"{closed.prefix.rstrip('.')}: trained, it loses {after:.3g} of its output "
             f"on tokens held out, {before:.3g} before"
             + ("" if is_better else ": undone")
@@ -140,7 +140,7 @@ class BlockReconstruction:
 
     def sum_up(self) -> None:
         """One line for all blocks."""
-        self.task.report.say(
+        self.task.logger.info(
             f"training helped in {self.better} of {self.blocks} blocks"
             if self.blocks
             else "no block was trained: they are of two parts of the tokens or more"

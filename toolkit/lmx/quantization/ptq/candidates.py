@@ -81,14 +81,14 @@ class CandidateSelector:
         self,
         student: CandidateModel,
         held_out: TeacherTargetFiles,
-        say: Callable[[str], None],
+        info: Callable[[str], None],
     ):
         self.tensors: dict[str, mx.array] = {}
         self.divergences: dict[str, float] = {}
         self.kept = ""
         self._student = student
         self._held_out = held_out
-        self._say = say
+        self._say = info
 
     @property
     def best(self) -> float:

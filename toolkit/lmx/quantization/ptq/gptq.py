@@ -124,7 +124,7 @@ class GPTQ:
             parts.append(self._closed_form(path, own, hessian))
         rare = [number for number, count in enumerate(counts) if count < width]
         if rare:
-            self.task.report.say(
+            self.task.logger.info(
                 f"{path}: {len(rare)} of {len(counts)} experts saw fewer than {width} "
                 f"tokens, as expert {rare[0]}, which saw {counts[rare[0]]}; the inputs "
                 "of all experts count for them too"
@@ -137,7 +137,7 @@ class GPTQ:
         damping = self.config.dampening_frac
         hessian = damped(squares, group, damping)
         if hessian.damping > damping:
-            self.task.report.say(f"{path}: damped by {hessian.damping:g}")
+            self.task.logger.info(f"{path}: damped by {hessian.damping:g}")
         return hessian
 
     def _closed_form(
@@ -161,7 +161,7 @@ class GPTQ:
         )
         errors = ", ".join(f"{way} {e:.3g}" for way, e in solution.errors.items())
         share = "" if missing is None else f"; made up for {missing.share:.0%}"
-        task.report.log(f"{name or path}: output lost: {errors}{share}")
+        task.logger.debug(f"{name or path}: output lost: {errors}{share}")
         return solution
 
     def _stored(self, path: str, solution: QuantizedLayer) -> QuantizedTensor:
@@ -173,7 +173,7 @@ class GPTQ:
         """A layer that no hidden state goes into, such as an embedding."""
         spec = self.task.specs[path]
         if weight.ndim > 2:
-            self.task.report.say(f"{path} is rounded to the nearest")
+            self.task.logger.info(f"{path} is rounded to the nearest")
             return quantized_tensor(
                 pack(weight, spec, self.task.dtype), spec, self.task.dtype
             )

@@ -102,7 +102,7 @@ class ScaleTuner:
         *,
         folder: Path,
         seed: int,
-        report: RunLogger,
+        logger: RunLogger,
     ):
         self.config = config
         self.student = student
@@ -110,7 +110,7 @@ class ScaleTuner:
         self.held_out = held_out
         self.folder = folder
         self.seed = seed
-        self.report = report
+        self.logger = logger
         layers = student.affine
         shapes = {path: layer.scales.shape for path, layer in layers.items()}
         # One vector for all layers: a step is a few kernels, however many there are.
@@ -152,7 +152,7 @@ class ScaleTuner:
             done["rate"] = self.config.learning_rate or self._probed()
             self._best = self._stored()
         config, every = self.config, max(1, self.config.steps // EVALUATIONS)
-        with self.report.progress(config.steps, "tuning scales") as progress:
+        with self.logger.progress(config.steps, "tuning scales") as progress:
             for step in range(done["step"], config.steps):
                 loss = self._trained(step, config.steps, done["rate"])
                 done["step"] = step + 1
@@ -163,7 +163,7 @@ class ScaleTuner:
                         done |= {"best": found, "best_step": done["step"]}
                     self._save(done)
                     progress.update(done["step"], loss=loss.item(), held_out_kl=found)
-        self.report.say(
+        self.logger.info(
             f"tuned scales: step {done['best_step']} of {config.steps} is the best"
             if done["best_step"]
             else "tuned scales: no step was better than the start, which is kept"
@@ -184,7 +184,7 @@ class ScaleTuner:
                 break  # Higher ones lead further astray.
         tried = ", ".join(f"{rate:g}: {kl:.4g}" for rate, kl in found.items())
         best = min(found, key=found.__getitem__)
-        self.report.say(f"learning rates tried, held-out KL: {tried}; taking {best:g}")
+        self.logger.info(f"learning rates tried, held-out KL: {tried}; taking {best:g}")
         return best
 
     def _trained(self, step: int, steps: int, rate: float) -> mx.array:
@@ -293,7 +293,7 @@ class ScaleTuner:
         self._best = own["best"]
         self._optimizer.state.update(_nested(self._optimizer.state, own["optimizer"]))
         mx.eval(own)
-        self.report.say(f"tuning scales: going on at step {done['step']}")
+        self.logger.info(f"tuning scales: going on at step {done['step']}")
         return done
 
     def _tensors(self) -> dict[str, mx.array]:

@@ -99,7 +99,7 @@ class SequentialPipeline:
         key: str,
         compute: mx.Dtype,
         at_once: int,
-        say: Callable[[str], None],
+        info: Callable[[str], None],
         reread: Callable[[], nn.Module] | None = None,
         prepare: Prepare | None = None,
         improve: Improve | None = None,
@@ -114,7 +114,7 @@ class SequentialPipeline:
         self.folder = folder
         self.key = key
         self.compute = compute
-        self.say = say
+        self.info = info
         self.prepare = prepare
         self.improve = improve
         self.compares = compares
@@ -242,7 +242,7 @@ class SequentialPipeline:
             mx.save_safetensors(str(after / TENSORS), tensors)
         activation_cache.drop(here)
         drop_statistics(self.folder / EMBEDDINGS, number)
-        self.say(f"block {number + 1} of {len(self.blockwise)} is quantized")
+        self.info(f"block {number + 1} of {len(self.blockwise)} is quantized")
 
     def _quantize(
         self,
@@ -369,7 +369,7 @@ def quantize_sequentially(
     modules = dict(task.model.named_modules())
     for path, spec in task.specs.items():
         if f"{path}.scales" not in tensors:
-            task.report.say(f"{path} is rounded to the nearest")
+            task.logger.info(f"{path} is rounded to the nearest")
             # It may have had a scale folded in.
             weight = tensors.pop(f"{path}.weight", modules[path].weight)
             packed = pack(weight, spec, task.dtype)
@@ -391,7 +391,7 @@ def _affine_alone(solve: Solve, task: PTQContext) -> Solve:
         fixed = {p: w for p, w in weights.items() if task.specs[p].mode != "affine"}
         found = {}
         for path, weight in fixed.items():
-            task.report.say(f"{path} is rounded to the nearest")
+            task.logger.info(f"{path} is rounded to the nearest")
             spec = task.specs[path]
             found[path] = quantized_tensor(
                 pack(weight, spec, task.dtype), spec, task.dtype
@@ -408,7 +408,7 @@ def _walk(config, task: PTQContext, **settings) -> SequentialPipeline:
     wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
     windows = task.windows(config.calibration.num_tokens or wanted)
     if windows.size < TOKENS_PER_COLUMN * widest:
-        task.report.warn(
+        task.logger.warning(
             f"calibration has {windows.size:,} tokens; a layer {widest} wide wants "
             f"{TOKENS_PER_COLUMN * widest:,}"
         )
@@ -423,7 +423,7 @@ def _walk(config, task: PTQContext, **settings) -> SequentialPipeline:
         key=key.hexdigest(),
         compute=mx.float32 if on_cpu() else task.dtype,
         at_once=TOKENS_AT_ONCE,
-        say=task.report.say,
+        info=task.logger.info,
         reread=task.reread,
         **settings,
     )

@@ -25,99 +25,99 @@ def open_terminal(monkeypatch, *, columns=200):
 
 
 @pytest.fixture
-def report(tmp_path):
-    report = RunLogger(tmp_path)
-    report.stage = "1-train"
-    return report
+def logger(tmp_path):
+    logger = RunLogger(tmp_path)
+    logger.stage = "1-train"
+    return logger
 
 
-def rows(report, name="metrics.jsonl"):
-    return [json.loads(line) for line in (report.folder / name).open()]
+def rows(logger, name="metrics.jsonl"):
+    return [json.loads(line) for line in (logger.folder / name).open()]
 
 
-def logged(report):
-    return (report.folder / "log.txt").read_text()
+def logged(logger):
+    return (logger.folder / "log.txt").read_text()
 
 
-def test_lines_reach_the_console_and_the_log(report, capsys):
-    report.say("one")
-    report.warn("two\nthree")
+def test_lines_reach_the_console_and_the_log(logger, capsys):
+    logger.info("one")
+    logger.warning("two\nthree")
     printed = capsys.readouterr()
     assert printed.out == "one\n"
     assert printed.err == "warning: two\nthree\n"
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d"
     pattern = rf"{stamp} one\n{stamp} warning: two\n{stamp} three\n"
-    assert re.fullmatch(pattern, logged(report))
+    assert re.fullmatch(pattern, logged(logger))
 
 
 def test_quiet_keeps_warnings_tables_and_the_whole_log(tmp_path, capsys):
-    report = RunLogger(tmp_path, quiet=True)
-    report.say("hidden")
-    report.warn("seen")
-    report.table("result", ["", "base"], [["perplexity", "7.2"]])
-    with report.progress(2, "training") as bar:
+    logger = RunLogger(tmp_path, quiet=True)
+    logger.info("hidden")
+    logger.warning("seen")
+    logger.table("result", ["", "base"], [["perplexity", "7.2"]])
+    with logger.progress(2, "training") as bar:
         bar.update(1, loss=3.0)
     printed = capsys.readouterr()
     assert "hidden" not in printed.out + printed.err
     assert "training" not in printed.out
     assert "seen" in printed.err
     assert "7.2" in printed.out
-    assert "hidden" in logged(report)
-    assert "training 1/2" in logged(report)
+    assert "hidden" in logged(logger)
+    assert "training 1/2" in logged(logger)
 
 
 def test_without_a_folder_there_is_only_the_console(capsys):
-    report = RunLogger(None)
-    report.say("one")
-    report.metrics({"loss": 1.0})
-    report.truncate(0)
+    logger = RunLogger(None)
+    logger.info("one")
+    logger.metrics({"loss": 1.0})
+    logger.truncate(0)
     assert capsys.readouterr().out == "one\n"
 
 
-def test_what_a_model_wrote_cannot_command_the_terminal(report, capsys):
-    report.say("a\x1b[31mred\x1b[0m\x07\x1b[2Jb\tc\rd")
+def test_what_a_model_wrote_cannot_command_the_terminal(logger, capsys):
+    logger.info("a\x1b[31mred\x1b[0m\x07\x1b[2Jb\tc\rd")
     assert capsys.readouterr().out == "aredb\tcd\n"
-    assert logged(report).endswith("aredb\tcd\n")
+    assert logged(logger).endswith("aredb\tcd\n")
 
 
-def test_rows_name_their_stage_and_stay_json(report):
-    report.metrics({"step": 1, "loss": float("nan"), "peak": float("inf"), "name": "ü"})
-    report.sample({"step": 1, "answer": "\ud800 half a pair\n"})
-    assert rows(report) == [
+def test_rows_name_their_stage_and_stay_json(logger):
+    logger.metrics({"step": 1, "loss": float("nan"), "peak": float("inf"), "name": "ü"})
+    logger.sample({"step": 1, "answer": "\ud800 half a pair\n"})
+    assert rows(logger) == [
         {"stage": "1-train", "step": 1, "loss": None, "peak": None, "name": "ü"}
     ]
-    assert rows(report, "samples.jsonl")[0]["answer"].endswith("half a pair\n")
+    assert rows(logger, "samples.jsonl")[0]["answer"].endswith("half a pair\n")
 
 
-def test_a_resumed_stage_writes_no_row_twice(report):
-    report.metrics({"kind": "train", "step": 30})
-    report.stage = "2-train"
+def test_a_resumed_stage_writes_no_row_twice(logger):
+    logger.metrics({"kind": "train", "step": 30})
+    logger.stage = "2-train"
     for step in (10, 20, 30):
-        report.metrics({"kind": "train", "step": step})
-    report.sample({"step": 30})
-    with (report.folder / "metrics.jsonl").open("a") as stream:
+        logger.metrics({"kind": "train", "step": step})
+    logger.sample({"step": 30})
+    with (logger.folder / "metrics.jsonl").open("a") as stream:
         stream.write('{"stage": "2-train", "st')
-    report.truncate(20)
-    report.metrics({"kind": "train", "step": 30})
-    assert [(row["stage"], row["step"]) for row in rows(report)] == [
+    logger.truncate(20)
+    logger.metrics({"kind": "train", "step": 30})
+    assert [(row["stage"], row["step"]) for row in rows(logger)] == [
         ("1-train", 30),
         ("2-train", 10),
         ("2-train", 20),
         ("2-train", 30),
     ]
-    assert rows(report, "samples.jsonl") == []
+    assert rows(logger, "samples.jsonl") == []
 
 
 def test_a_disk_that_refuses_is_a_clear_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file, not a folder"):
-        RunLogger(tmp_path / "file", quiet=True).say("one")
+        RunLogger(tmp_path / "file", quiet=True).info("one")
 
 
-def test_progress_off_a_terminal_is_plain_lines(report, capsys, monkeypatch):
+def test_progress_off_a_terminal_is_plain_lines(logger, capsys, monkeypatch):
     clock = iter([100.0, 110.0, 130.0])
     monkeypatch.setattr("lmx.run.logger.time.monotonic", lambda: next(clock))
-    with report.progress(40, "training") as bar:
+    with logger.progress(40, "training") as bar:
         bar.update(10, loss=2.51234, learning_rate=2e-4)
         bar.update(20, loss=2.0)
         bar.update(40, loss=1.5)
@@ -126,15 +126,15 @@ def test_progress_off_a_terminal_is_plain_lines(report, capsys, monkeypatch):
         "training 20/40  loss 2  about 20 s left",
         "training 40/40  loss 1.5",
     ]
-    assert "about 20 s left" in logged(report)
+    assert "about 20 s left" in logged(logger)
 
 
-def test_progress_on_a_terminal_is_a_bar_and_the_log_stays_plain(report, monkeypatch):
+def test_progress_on_a_terminal_is_a_bar_and_the_log_stays_plain(logger, monkeypatch):
     terminal = open_terminal(monkeypatch)
-    with report.progress(40, "training") as bar:
+    with logger.progress(40, "training") as bar:
         bar.update(10, loss=2.5)
-        report.say("a line [with] brackets")
-        with report.progress(2, "inner") as inner:
+        logger.info("a line [with] brackets")
+        with logger.progress(2, "inner") as inner:
             inner.update(1)
         bar.update(40, loss=1.5)
     screen = terminal.getvalue()
@@ -143,15 +143,15 @@ def test_progress_on_a_terminal_is_a_bar_and_the_log_stays_plain(report, monkeyp
     assert "loss 1.5" in screen
     assert "a line [with] brackets" in screen
     assert "inner 1/2" in screen
-    assert "\x1b" not in logged(report)
-    assert "training 10/40  loss 2.5" in logged(report)
+    assert "\x1b" not in logged(logger)
+    assert "training 10/40  loss 2.5" in logged(logger)
     before = len(terminal.getvalue())
-    report.say("after")
+    logger.info("after")
     assert terminal.getvalue()[before:] == "after\n"
 
 
-def test_a_table_is_aligned(report, capsys):
-    report.table(
+def test_a_table_is_aligned(logger, capsys):
+    logger.table(
         "try", ["", "base", "tuned"], [["perplexity", "10.5", "7"], ["size", "1", "-"]]
     )
     lines = capsys.readouterr().out.splitlines()
@@ -161,33 +161,33 @@ def test_a_table_is_aligned(report, capsys):
         "perplexity  10.5      7",
         "size           1      -",
     ]
-    assert lines[2] in logged(report)
+    assert lines[2] in logged(logger)
 
 
-def test_count_and_time_left_keep_their_place_on_a_narrow_terminal(report, monkeypatch):
+def test_count_and_time_left_keep_their_place_on_a_narrow_terminal(logger, monkeypatch):
     terminal = open_terminal(monkeypatch, columns=80)
     numbers = {"loss": 2.5, "learning_rate": 2e-4, "gradient_norm": 0.3}
-    with report.progress(4000, "training") as bar:
+    with logger.progress(4000, "training") as bar:
         bar.update(10, **numbers, tokens_per_second=1234.5, peak_memory_gb=0.4)
     screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
     assert re.search(r"training \S+ +10/4000 -?[-:0-9]+ loss 2\.5", screen)
 
 
-def test_a_table_on_a_terminal_is_drawn(report, monkeypatch):
+def test_a_table_on_a_terminal_is_drawn(logger, monkeypatch):
     terminal = open_terminal(monkeypatch)
-    report.table("[try]", ["", "[base]"], [["perplexity", "[7]"]])
+    logger.table("[try]", ["", "[base]"], [["perplexity", "[7]"]])
     assert "[7]" in terminal.getvalue()
     assert "[base]" in terminal.getvalue()
     assert "[try]" in terminal.getvalue()
-    assert "perplexity     [7]" in logged(report)
-    assert "\x1b" not in logged(report)
+    assert "perplexity     [7]" in logged(logger)
+    assert "\x1b" not in logged(logger)
 
 
-def test_rich_is_for_terminals_only(report, capsys, monkeypatch):
+def test_rich_is_for_terminals_only(logger, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
-    with report.progress(2, "training") as bar:
+    with logger.progress(2, "training") as bar:
         bar.update(1)
-    report.table("try", ["a"], [["b"]])
+    logger.table("try", ["a"], [["b"]])
     assert "training 1/2" in capsys.readouterr().out
 
 
