@@ -83,7 +83,7 @@ def lessons(anatomy: ModelShape, stage: ConfigModel, prompt: float) -> Generatio
         prompt: tokens of one, on average.
     """
     answers, vocabulary = stage.data_generation, anatomy.setting("vocab_size")
-    count = answers.prompts + answers.held_out
+    count = answers.num_prompts + answers.num_eval_prompts
     tokens = int(count * (prompt + answers.max_tokens))
     size = bytes_per_token(answers.top_k, vocabulary) if answers.top_k else 0
     passes = 2 if answers.top_k else 1
