@@ -53,7 +53,7 @@ def doubles(*arrays):
 
 
 def test_the_recipe_has_the_names_of_the_files():
-    names = typing.get_args(QATConfig.model_fields["grid"].annotation)
+    names = typing.get_args(QATConfig.model_fields["quantizer"].annotation)
     assert set(names) == set(QUANTIZERS)
 
 
@@ -365,13 +365,13 @@ def down(*widths):
         ({"mode": "mxfp4", "quantizer": "lsq"}, "mxfp4 has no scales to learn"),
         ({"mode": "nvfp4", "quantizer": "scales_only"}, "nvfp4 has no scales to learn"),
         ({"mode": "mxfp8", "quantizer": "seq"}, "mxfp8 has no scales to learn"),
-        ({"bits": 4, "quantizer": "seq"}, "a balanced grid has 2 bits"),
+        ({"bits": 4, "quantizer": "seq"}, "a seq grid has 2 bits"),
         ({"quantizer": "ternary"}, "a ternary grid has 2 bits"),
-        ({"start": "minmax"}, "are for grids that are learned"),
+        ({"scale_init": "minmax"}, "are for grids that are learned"),
         ({"scale_lr_multiplier": 2.0}, "are for grids that are learned"),
         (
             {"quantizer": "scales_only", "latent_init": "codes"},
-            "at_points is for weights that go on",
+            "latent_init is for weights that go on",
         ),
         (
             {"quantizer": "scales_only", "fake_quant_after_n_steps": 3},
@@ -379,9 +379,9 @@ def down(*widths):
         ),
         (
             {"quantizer": "fixed_scale"} | down(8),
-            "affine grids of any width: minmax and learned",
+            "affine grids of any width: minmax and lsq",
         ),
-        ({"bits": 2, "quantizer": "ternary"} | down(8), "minmax and learned"),
+        ({"bits": 2, "quantizer": "ternary"} | down(8), "minmax and lsq"),
         ({"mode": "mxfp4"} | down(8), "affine grids of any width"),
         (down(8, 4), "come down to bits: 4, each fewer"),
         ({"bits": 2} | down(4, 8), "come down to bits: 2, each fewer"),

@@ -21,7 +21,7 @@ def adapt(folder, patterns, *, merged=False, seed=0, **changes):
     """A model with trained adapters, their parameters, its own weights, their keys."""
     model = load(folder).model
     base = dict(tree_flatten(model.parameters()))
-    adapter = LoRAConfig(**OPTIONS | {"layers": patterns} | changes)
+    adapter = LoRAConfig(**OPTIONS | {"target_modules": patterns} | changes)
     keys = lora_model.attach(model, adapter, seed=seed, merged=merged)
     trained = {}
     for number, (name, value) in enumerate(tree_flatten(model.trainable_parameters())):
