@@ -20,11 +20,11 @@ data:
 stages:
   - train:
       adapter: {type: lora, rank: 16}
-      quantization: {bits: 4, group_size: 64}
+      qat: {bits: 4, group_size: 64}
       steps: 300
       batch_size: 8
-  - validate:
-      require: {kl: 0.05}
+  - evaluate:
+      thresholds: {max_kl: 0.05}
   - export: {formats: [mlx]}
 """
 

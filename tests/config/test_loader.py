@@ -13,7 +13,7 @@ from lmx.pipeline.plan import difference, plan, recipe_hash
 
 RECIPE = """\
 # A recipe that uses most keys.
-model: {fresh: {hidden_size: 64, tied: no}}
+model: {from_scratch: {hidden_size: 64, tie_word_embeddings: no}}
 data:
   train: [builtin:stdlib, rows.jsonl]
   valid: rows.jsonl
@@ -21,12 +21,12 @@ data:
 seed: 3
 stages:
   - train:
-      quantization: {mode: mxfp4, head: off}
+      qat: {mode: mxfp4, quantize_lm_head: off}
       steps: 10
       batch_size: 8
       learning_rate: 1e-5
-      samples: ["on", "1e-5", "12:30"]
-  - validate:
+      sample_prompts: ["on", "1e-5", "12:30"]
+  - evaluate:
   - export:
 """
 
@@ -42,16 +42,16 @@ def recipe(tmp_path) -> Path:
 
 def test_values(recipe):
     loaded = load_recipe(recipe)
-    assert loaded.recipe.model.fresh.tied is False
+    assert loaded.recipe.model.from_scratch.tie_word_embeddings is False
     assert loaded.recipe.data.valid == ["rows.jsonl"]
     train = loaded.recipe.stages[0].config
-    assert train.quantization.head is False
-    assert train.quantization.embeddings is True
+    assert train.qat.quantize_lm_head is False
+    assert train.qat.quantize_embeddings is True
     assert train.learning_rate == 1e-5
-    assert train.samples == ["on", "1e-5", "12:30"]
+    assert train.sample_prompts == ["on", "1e-5", "12:30"]
     assert [stage.kind for stage in loaded.recipe.stages] == [
         "train",
-        "validate",
+        "evaluate",
         "export",
     ]
     assert loaded.name == "whole"
@@ -119,14 +119,14 @@ def test_arguments_speak_yaml(recipe):
             "stages.train.sample_prompts.2=second",
         ],
     )
-    train, validate, _ = (stage.config for stage in loaded.recipe.stages)
+    train, evaluate, _ = (stage.config for stage in loaded.recipe.stages)
     assert train.steps == 50
-    assert train.samples == ["on", "second", "12:30"]
-    assert (validate.tokens, validate.require.kl) == (7, 0.05)
+    assert train.sample_prompts == ["on", "second", "12:30"]
+    assert (evaluate.num_tokens, evaluate.thresholds.max_kl) == (7, 0.05)
     assert loaded.recipe.data.train == ["builtin:stdlib"]
     assert loaded.recipe.data.streaming is False
     assert loaded.recipe.data.columns == {"prompt": "question", "completion": "answer"}
-    assert loaded.recipe.model.fresh.hidden_size == 128
+    assert loaded.recipe.model.from_scratch.hidden_size == 128
     assert loaded.recipe.output == "exports/try"
 
 
@@ -139,7 +139,7 @@ def test_a_later_argument_wins_and_null_takes_back(recipe):
 
 
 def test_all_faults_are_told_in_the_order_of_lines(recipe):
-    text = RECIPE.replace("seed: 3", "sed: 3").replace("tied: no", "tied: maybe")
+    text = RECIPE.replace("seed: 3", "sed: 3").replace("embeddings: no", "embeddings: maybe")
     recipe.write_text(text.replace("valid: rows", "valid: lost"))
     with pytest.raises(ConfigErrors) as caught:
         load_recipe(recipe, ["stages.train.beta1=2"])
@@ -176,12 +176,12 @@ def test_names_of_the_hub_are_left_alone(tmp_path, monkeypatch):
 def test_plan(recipe, monkeypatch):
     steps = plan(load_recipe(recipe))
     assert steps.output == Path("exports/whole")
-    assert [step.name for step in steps.steps] == ["1-train", "2-validate", "3-export"]
-    train, validate, export = steps.steps
+    assert [step.name for step in steps.steps] == ["1-train", "2-evaluate", "3-export"]
+    train, evaluate, export = steps.steps
     own = Path("exports/whole/stages/1-train")
     assert train.inputs == ("fresh", "builtin:stdlib", "rows.jsonl")
     assert train.outputs == (own,)
-    assert validate.inputs == (str(own), "rows.jsonl")
+    assert evaluate.inputs == (str(own), "rows.jsonl")
     assert export.inputs == (str(own),)
     assert export.outputs[-1] == Path("exports/whole/model")
     assert plan(load_recipe(recipe, ["output=here"])).output == Path("here")

@@ -82,9 +82,9 @@ def test_the_same_rows_are_the_same_bytes(tmp_path):
     drawn(tmp_path, WHOLE)
     first = (tmp_path / "stages" / "curves.svg").read_bytes()
     program = (
-        "import sys; from pathlib import Path; from lmx.run import curves;"
+        "import sys; from pathlib import Path; from lmx.run.html import curves_svg;"
         "folder = Path(sys.argv[1]);"
-        "curves.draw_curves(folder, '1-train', folder / 'again.svg')"
+        "curves_svg.draw_curves(folder, '1-train', folder / 'again.svg')"
     )
     subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],

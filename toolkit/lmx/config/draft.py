@@ -34,13 +34,13 @@ class DraftModelConfig(ConfigModel):
         if self.from_scratch and (
             self.init_from or not isinstance(self.num_layers, int)
         ):
-            raise ValueError("a fresh student needs a number of layers, and no `from`")
+            raise ValueError("from_scratch needs num_layers as a number, and no init_from")
         if isinstance(self.num_layers, list) and len(set(self.num_layers)) != len(
             self.num_layers
         ):
-            raise ValueError("layers names a block twice")
+            raise ValueError("num_layers names a block twice")
         if self.num_layers == []:
-            raise ValueError("layers names no block")
+            raise ValueError("num_layers names no block")
         return self
 
 

@@ -36,11 +36,11 @@ class ScratchModelConfig(ConfigModel):
     @model_validator(mode="after")
     def _divisible(self):
         if self.hidden_size % self.num_attention_heads:
-            raise ValueError("hidden_size must be a multiple of heads")
+            raise ValueError("hidden_size must be a multiple of num_attention_heads")
         if self.num_attention_heads % (
             self.num_key_value_heads or self.num_attention_heads
         ):
-            raise ValueError("heads must be a multiple of key_value_heads")
+            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
         return self
 
 
@@ -59,5 +59,5 @@ class ModelConfig(ConfigModel):
     @model_validator(mode="after")
     def _one(self):
         if (self.path is None) == (self.from_scratch is None):
-            raise ValueError("give either path or fresh")
+            raise ValueError("give either path or from_scratch")
         return self

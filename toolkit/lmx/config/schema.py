@@ -64,7 +64,7 @@ class Recipe(ConfigModel):
     """A whole job: what to begin with, what to read, what to do."""
 
     model: Annotated[ModelConfig, BeforeValidator(_model)]
-    """A local folder, a Hub id, a GGUF file, or {fresh: {...}}."""
+    """A local folder, a Hub id, a GGUF file, or {from_scratch: {...}}."""
     data: DataConfig = DataConfig()
     """Rows to train and measure on."""
     seed: int = Field(0, ge=0)
