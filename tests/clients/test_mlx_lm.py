@@ -29,7 +29,7 @@ def program(monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("folder", ["model", "dense"])
+@pytest.mark.parametrize("folder", ["model", "hf"])
 def test_generate(run, program, folder):
     from mlx_lm.generate import main
 
@@ -56,7 +56,7 @@ def test_perplexity(run):
 
     found = [
         eval_ppl(mlx_lm.load(str(run / folder))[0], TOKENS)[0]
-        for folder in ("model", "dense")
+        for folder in ("model", "hf")
     ]
     assert found[0] == pytest.approx(found[1], rel=1e-2)
     assert found[0] > 1

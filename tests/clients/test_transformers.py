@@ -124,11 +124,11 @@ def ours(folder, **settings):
 
 
 def test_the_dense_export_of_a_run(run):
-    found = logits(opened(run / "dense"))
-    np.testing.assert_allclose(found, ours(run / "dense"), atol=1e-3)
+    found = logits(opened(run / "hf"))
+    np.testing.assert_allclose(found, ours(run / "hf"), atol=1e-3)
     # Its weights are the expanded codes, in the sixteen bits of the model.
     np.testing.assert_allclose(found, ours(run / "model"), atol=2e-2)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "dense")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(run / "hf")
     assert tokenizer.decode(tokenizer.encode("Count to 3.")) == "Count to 3."
 
 

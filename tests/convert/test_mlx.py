@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from lmx.config.quant_spec import Quantization, QuantSpec
-from lmx.convert.exporters import mlx as checkpoints
+from lmx.models import checkpoint_writer
 from lmx.models import checkpoint_writer
 from lmx.models.checkpoint import checkpoint_size
 from lmx.models.loader import load
@@ -161,7 +161,7 @@ def test_bits_per_weight_are_mlx_lms(make_checkpoint, tmp_path, base, rounded):
 
 
 def test_large_checkpoints_are_cut_into_shards(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 200_000)
+    monkeypatch.setattr(checkpoint_writer, "SHARD_BYTES", 200_000)
     weights = export(folder, tmp_path / "out")
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
     count = len(files)

@@ -131,7 +131,7 @@ def test_what_mlx_lm_cannot_be_given_is_refused(tmp_path, settings, weights, sai
 
 
 def test_adapters_that_peft_lacks_are_refused(base, tmp_path):
-    trained(base, tmp_path / "own", layers=["model.embed_tokens"])
+    trained(base, tmp_path / "own", target_modules=["model.embed_tokens"])
     with pytest.raises(UserError, match=r"no such adapter as that of model.embed"):
         publish(export, base, tmp_path / "peft", adapters=tmp_path / "own")
     with pytest.raises(UserError, match="no adapter was trained"):
@@ -173,7 +173,7 @@ def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
     [
         ({"target_modules": ["mlp.*"], "rank": 4}, "does not adapt so"),
         ({"type": "dora"}, "does not adapt so"),
-        ({"layers": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no higher rank"),
+        ({"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no higher rank"),
     ],
 )
 def test_a_start_that_does_not_fit_is_refused(base, tmp_path, settings, said):

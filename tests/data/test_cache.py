@@ -23,7 +23,7 @@ def fill(folder):
     (folder / "whole").write_text("b")
     return {"by": os.getpid()}
 
-kept = cache.kept("test", "key", fill, warn=print)
+kept = cache.get_or_create("test", "key", fill, warning=print)
 print(kept.facts["by"], sorted(os.listdir(kept.folder)))
 """
 

@@ -116,7 +116,7 @@ def test_bad_rows_are_named(tmp_path):
 @pytest.mark.parametrize("limit", [2, 10])
 def test_limit_is_of_each_source(tmp_path, limit):
     paths = [write(tmp_path / name, 50) for name in ("a.jsonl", "b.jsonl")]
-    rows, held = split(train=paths, valid=paths[0], limit=limit)
+    rows, held = split(train=paths, valid=paths[0], max_samples=limit)
     assert (len(rows), len(held)) == (2 * limit, limit)
 
 
@@ -157,4 +157,4 @@ def test_a_stream_of_the_hub_needs_no_limit(hub, cache_folder):
     # It names a split for validation.
     assert len(list(found.train)) == len(found.valid) == 50
     assert hub == [("train", True), ("validation", True)]
-    assert len(list(splits(train="someone/rows", streaming=True, limit=7).train)) == 7
+    assert len(list(splits(train="someone/rows", streaming=True, max_samples=7).train)) == 7

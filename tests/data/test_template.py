@@ -112,14 +112,14 @@ def test_every_assistant_turn_is_trained_with_its_end(chatml):
 
 
 def test_train_on_everything(chatml):
-    example = one(chat("1+1?", "2"), chatml, loss_on="everything")
+    example = one(chat("1+1?", "2"), chatml, loss_on="all")
     assert example.mask.tolist() == [False] + [True] * (len(example.tokens) - 1)
 
 
 def test_everything_needs_no_prefix_and_keeps_the_last_question():
     tokenizer = build(REWRITING)
     row = chat("a?", "A", "b?")
-    example = one(row, tokenizer, loss_on="everything")
+    example = one(row, tokenizer, loss_on="all")
     whole = tokenizer.apply_chat_template(list(row.messages), tokenize=False)
     assert example.mask[1:].all()
     assert tokenizer.decode(example.tokens) == whole

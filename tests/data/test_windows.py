@@ -60,7 +60,7 @@ def test_everything_may_be_trained_on(tokenizer):
     lengths = [
         len(e.tokens)
         for e in encode_all(
-            rows, tokenizer, max_seq_length=64, loss_on="everything"
+            rows, tokenizer, max_seq_length=64, loss_on="all"
         ).examples
     ]
     assert sorted(found.counted.sum(axis=1).tolist()) == sorted(n - 1 for n in lengths)
