@@ -118,7 +118,7 @@ def test_without_the_extra_or_the_file_nothing_begins(tmp_path, monkeypatch, cap
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(
         "model: a/b\ndata: {valid: builtin:stdlib}\n"
-        "stages: [{validate: {tasks: [mine.yaml]}}]\n"
+        "stages: [{evaluate: {tasks: [mine.yaml]}}]\n"
     )
     monkeypatch.setattr(lm_eval, "is_installed", lambda: False)
     assert main.train(["r.yaml", "--check"]) == 2

@@ -41,41 +41,41 @@ DEFECTS = {
     "the sort by length does nothing": [f"{HERE}::test_lengths_bound_the_padding"],
     "accumulation is a mean of means": [
         f"{HERE}::test_every_token_of_a_window_weighs_the_same",
-        "train/test_accumulate.py::test_gradients_are_those_of_one_batch",
+        "training/test_accumulate.py::test_gradients_are_those_of_one_batch",
     ],
     "a row without trained tokens makes everything NaN": [
         f"{HERE}::test_nothing_to_train_is_no_catastrophe",
         "data/test_template.py::test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped",
     ],
     "resuming restores nothing but weights": [
-        "train/test_checkpoint.py::test_every_optimizer_goes_on_bit_for_bit",
-        "train/test_loop.py::test_a_kill_changes_nothing",
-        "stages/test_resume.py::test_killed",
+        "training/test_checkpoint.py::test_every_optimizer_goes_on_bit_for_bit",
+        "training/test_loop.py::test_a_kill_changes_nothing",
+        "pipeline/test_resume.py::test_killed",
     ],
     "the cache of freed memory is emptied after every step": [
         f"{HERE}::test_freed_memory_is_left_to_mlx",
     ],
     "gradient checkpointing patches a class for ever": [
         f"{HERE}::test_checkpointing_is_of_one_model_and_a_while",
-        "train/test_recompute.py::test_other_instances_and_the_model_itself_are_left_alone",
-        "train/test_families.py::test_lean_ways_have_the_same_gradients",
+        "training/test_recompute.py::test_other_instances_and_the_model_itself_are_left_alone",
+        "training/test_families.py::test_lean_ways_have_the_same_gradients",
     ],
     "DoRA on 3, 5 and 6 bits crashes": [f"{HERE}::test_dora_on_uneven_bits"],
     "full fine-tuning leaves out embeddings, last norm and head": [
         f"{HERE}::test_full_is_all",
-        "train/test_families.py::test_trains_in_full",
+        "training/test_families.py::test_trains_in_full",
     ],
     "weights in bfloat16 do not move": [
         f"{HERE}::test_small_rates_move_weights",
-        "train/test_step.py::test_masters_stay_float32",
+        "training/test_step.py::test_masters_stay_float32",
     ],
     "gradients are not clipped": [
-        "train/test_step.py::test_gradients_are_clipped_together",
-        "train/test_accumulate.py::test_clips_the_sum_and_not_its_parts",
+        "training/test_step.py::test_gradients_are_clipped_together",
+        "training/test_accumulate.py::test_clips_the_sum_and_not_its_parts",
     ],
     "adapters go on routers": [
         f"{HERE}::test_the_router_is_left_alone",
-        "model/test_adapter_places.py::test_routers_are_never_adapted",
+        "models/test_adapter_places.py::test_routers_are_never_adapted",
     ],
     "only the last turn of a chat is trained": [
         f"{HERE}::test_every_turn_is_trained",
@@ -83,10 +83,10 @@ DEFECTS = {
     ],
     "the import lowers the limit on open files, for ever": [
         f"{HERE}::test_the_limit_on_open_files",
-        "model/test_load.py::test_the_limit_on_open_files_stays",
+        "models/test_load.py::test_the_limit_on_open_files_stays",
     ],
     "fusing into codes loses the adapter": [
-        "stages/test_adapters_on_codes.py::test_the_gain_is_kept_by_dense_weights_and_not_by_the_old_grid",
+        "pipeline/test_adapters_on_codes.py::test_the_gain_is_kept_by_dense_weights_and_not_by_the_old_grid",
     ],
 }
 
@@ -113,7 +113,7 @@ class Tokens(list):
 
 def test_lengths_bound_the_padding():
     rows = [[1] * length for length in (20, 250) * 16]
-    data = datasets.CacheDataset(Tokens({"num_tokens": row} for row in rows))
+    data = datasets.CacheDataset(Tokens({"tokens": row} for row in rows))
     theirs = trainer.iterate_batches(data, 4, 512)
     examples = [Example(np.array(r, np.int32), np.array(r) > 0, "f:1") for r in rows]
     ours = BucketBatchSampler(examples, max_seq_length=512, rows=4).in_order()
@@ -221,7 +221,7 @@ class Arguments(SimpleNamespace):
 
 
 def test_full_is_all(monkeypatch, tmp_path):
-    model, _ = llama(tied=False)
+    model, _ = llama(tie_word_embeddings=False)
     everything = dict(tree_flatten(model.parameters())).keys()
     assert TrainStep(model).parameters.keys() == everything
     # Its import changes how everybody's YAML is read.

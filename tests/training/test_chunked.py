@@ -79,9 +79,9 @@ def assert_alike(found, expected):
 @pytest.mark.parametrize("way", WAYS + GRID_WAYS)
 def test_same_loss_and_gradients(way, tied):
     batch = tokens_of()
-    expected = outputs(*llama(way, tied=tied), None, batch)
+    expected = outputs(*llama(way, tie_word_embeddings=tied), None, batch)
     # 33 tokens: chunks of 7 end within rows, and the last is smaller.
-    assert_alike(outputs(*llama(way, tied=tied), 7, batch), expected)
+    assert_alike(outputs(*llama(way, tie_word_embeddings=tied), 7, batch), expected)
     assert sum(np.abs(g).max() > 0 for g in expected[1].values()) > 5
 
 

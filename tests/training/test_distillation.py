@@ -162,7 +162,7 @@ def test_every_loss_and_its_gradient_against_float64(divergence, top_k, temperat
         return (losses * np.array(mask)).sum()
 
     def loss(x):
-        settings = {"divergence": divergence, "cakld": SHARE}
+        settings = {"divergence": divergence, "confidence": SHARE}
         return divergence_sum(x, target, mask, temperature=temperature, **settings)
 
     value, gradient = mx.value_and_grad(loss)(student)
@@ -178,7 +178,7 @@ def test_every_loss_and_its_gradient_against_float64(divergence, top_k, temperat
 @pytest.mark.parametrize("divergence", REFERENCES)
 def test_all_named_is_the_whole_vocabulary(divergence):
     teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
-    settings = {"divergence": divergence, "cakld": SHARE}
+    settings = {"divergence": divergence, "confidence": SHARE}
 
     def loss(target):
         return mx.value_and_grad(lambda x: divergence_sum(x, target, **settings))(

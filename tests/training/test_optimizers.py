@@ -70,7 +70,7 @@ def test_muon_moves_as_far_as_adamw(shape):
     assert 0.12 < size < 0.28
 
 
-@pytest.mark.parametrize("way", ["full", "lora", "qat", "learned-qat"])
+@pytest.mark.parametrize("way", ["full", "lora", "qat", "lsq-qat"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_loss_falls(name, way):
     model, rounding = llama(way)

@@ -48,7 +48,7 @@ CASES = {
     "full": ("full", SGD),
     "lora": ("lora", SGD),
     "qat": ("lora-qat", SGD),
-    "lsq": ("learned-lora-qat", SGD),
+    "lsq": ("lsq-lora-qat", SGD),
     "adamw": ("full", {"weight_decay": 0.1}),
 }
 
@@ -106,7 +106,7 @@ def mean_of_means(ranks, values):
 def alone():
     """What one process makes of every case; two find what it has compiled."""
     found = {case: trained(SINGLE_PROCESS, case) for case in CASES}
-    return found | {"task_limit": trained_on_documents(SINGLE_PROCESS)}
+    return found | {"documents": trained_on_documents(SINGLE_PROCESS)}
 
 
 @pytest.fixture(scope="module")
@@ -255,7 +255,7 @@ def test_what_processes_tell_each_other(tmp_path):
         assert found["shared"] == FACTS
         assert found["totals"] == pytest.approx([1.2, 6, 2e12 + 2], rel=1e-12)
         assert found["sums"] == [[3.0] * count for count in (3, 1, 4, 1, 5)] + [4.0]
-    heard = [["Elsewhere", "", 3], ["Interrupted", "", None], ["Interrupted", "", None]]
+    heard = [["RemoteError", "", 3], ["Interrupted", "", None], ["Interrupted", "", None]]
     assert told[0]["fates"] == ["well", *heard]
     own = [["UserError", "x", 3], ["KeyboardInterrupt", "", None]]
     assert told[1]["fates"] == ["well", *own, ["Interrupted", "x", None]]

@@ -97,14 +97,14 @@ def test_few_tokens_kept_are_a_lower_bound():
     teacher, batch = another(), tokens_of()
     logits = teacher(batch.tokens[:, :-1])
     every = gradients(taught(teacher), batch)[0]
-    loss = taught(cached=True, top_k=8)
+    loss = taught(offline=True, top_k=8)
     found = gradients(loss, replace(batch, target=tuple(compress_targets(logits, 8))))[
         0
     ]
     assert 0 < found < every
 
 
-@pytest.mark.parametrize("way", ["full", "lora", "lora-qat", "learned-qat"])
+@pytest.mark.parametrize("way", ["full", "lora", "lora-qat", "lsq-qat"])
 def test_rounded_and_adapted_students(way):
     batch = tokens_of()
     expected = gradients(taught(another()), batch, way=way)
@@ -118,7 +118,7 @@ def test_the_mix_is_by_shares():
     plain = cross_entropy_sum(
         model(batch.tokens[:, :-1]), batch.tokens[:, 1:], batch.mask
     ).item()
-    mixed = gradients(taught(teacher, cross_entropy=0.25), batch)[0]
+    mixed = gradients(taught(teacher, ce_weight=0.25), batch)[0]
     assert mixed == pytest.approx(0.75 * pure + 0.25 * plain, rel=1e-5)
 
 
@@ -126,7 +126,7 @@ def test_the_mix_is_by_shares():
 @pytest.mark.parametrize("kept", [False, True])
 def test_what_is_validated_is_what_is_trained(chunk, kept):
     batch, teacher = tokens_of(), another()
-    loss = taught(teacher, temperature=2.0, cross_entropy=0.25)
+    loss = taught(teacher, temperature=2.0, ce_weight=0.25)
     expected = gradients(loss, batch)[0]
     if kept:
         logits = teacher(batch.tokens[:, :-1])

@@ -16,10 +16,10 @@ from mlx.utils import tree_map
 VOCABULARY = 320
 WAYS = ("full", "lora", "qat", "lora-qat", "frozen")
 # Of these the grids are trained too, of the last nothing else.
-GRID_WAYS = ("learned-qat", "learned-lora-qat", "codes-qat")
+GRID_WAYS = ("lsq-qat", "lsq-lora-qat", "codes-qat")
 
 
-def llama(way="full", *, tied=True, dropout=0.0, **changes):
+def llama(way="full", *, dropout=0.0, **changes):
     """A model to train and the rounding to train it with, or None."""
     shape = ScratchModelConfig(
         vocab_size=VOCABULARY,
@@ -28,7 +28,7 @@ def llama(way="full", *, tied=True, dropout=0.0, **changes):
         num_hidden_layers=2,
         num_attention_heads=2,
     )
-    config = from_scratch.configuration(shape) | {"tie_word_embeddings": tied} | changes
+    config = from_scratch.configuration(shape) | {"tie_word_embeddings": True} | changes
     mx.random.seed(3)
     model = build(config)
     model.update(tree_map(lambda v: 1.5 * v, model.parameters()))
