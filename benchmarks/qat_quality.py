@@ -151,7 +151,11 @@ def _run(place: Path, model: str, route: Route, seed: int, bits, arguments) -> d
     }
     file = place.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
-    _call("from lmx.cli.main import train", "train", [str(file), "--quiet", "--force"])
+    _call(
+        "from lmx.cli.main import train",
+        "train",
+        [str(file), "--quiet", "--ignore-limits"],
+    )
     return _last(place)["facts"]["facts"]
 
 

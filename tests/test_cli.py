@@ -6,6 +6,7 @@ import time
 import types
 
 import pytest
+from lmx import pipeline
 from lmx.cli import main
 from lmx.config import bundled
 from lmx.errors import Interrupted, UserError
@@ -39,20 +40,20 @@ def ran(monkeypatch):
         module = types.ModuleType(f"lmx.pipeline.{name}")
         setattr(module, function, run)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        monkeypatch.setattr(sys.modules["lmx.pipeline"], name, module, raising=False)
+        monkeypatch.setattr(pipeline, name, module, raising=False)
     return calls
 
 
 def test_a_recipe_runs_with_flags_anywhere(recipe, ran):
-    assert main.train([recipe, "--quiet", "seed=4", "--force"]) == 0
-    command = f"lmx-train {recipe} seed=4 --force"
-    flags = {"fresh": False, "force": True, "quiet": True, "command": command}
+    assert main.train([recipe, "--quiet", "seed=4", "--ignore-limits"]) == 0
+    command = f"lmx-train {recipe} seed=4 --ignore-limits"
+    flags = {"restart": False, "ignore_limits": True, "quiet": True, "command": command}
     assert ran == [(4, "good", flags)]
 
 
 def test_check_runs_nothing(recipe, ran):
-    assert main.train(["--check", recipe]) == 0
-    assert ran == [(0, "good", {"force": False})]
+    assert main.train(["--dry-run", recipe]) == 0
+    assert ran == [(0, "good", {"ignore_limits": False})]
 
 
 def test_lmx_train_is_lmx_train(recipe, ran):
@@ -81,7 +82,11 @@ def test_debug_shows_the_traceback(recipe, capsys):
     ("error", "code", "text"),
     [
         (UserError("a gate was missed", code=1), 1, "a gate was missed\n"),
-        (UserError("too large", code=3, hint="--force"), 3, "too large\n    hint: "),
+        (
+            UserError("too large", code=3, hint="--ignore-limits"),
+            3,
+            "too large\n    hint: ",
+        ),
         (KeyboardInterrupt(), 130, ""),
         (Interrupted("to go on: lmx-train x"), 130, "to go on: lmx-train x\n"),
     ],
@@ -107,7 +112,7 @@ def test_flags_are_exactly_these(capsys):
         main.train(["--help"])
     words = capsys.readouterr().out.partition("options:")[2].split()
     flags = {word for word in words if word.startswith("--")}
-    expected = "--help --check --fresh --force --list --quiet --debug"
+    expected = "--help --dry-run --restart --ignore-limits --list --quiet --debug"
     assert flags == set(expected.replace(",", "").split())
 
 

@@ -44,7 +44,7 @@ CALL = "import sys; from lmx.cli import main as cli; sys.exit(cli.{}())"
 INSTALLED = {
     "lmx-train recipes/qat_4bit.yaml",
     "lmx-train --list",
-    "lmx keys adapter",
+    "lmx schema adapter",
     "lmx doctor",
     'lmx generate exports/qat_4bit --prompt "Sort: 31, 7, 12"',
 }
@@ -107,7 +107,7 @@ def workplace(tmp_path_factory) -> Path:
     assert done.returncode == 0, done.stderr
     # For benchmarks, which compare what is made of one model.
     write_small_base(folder / "small-base")
-    # What --fresh would set aside.
+    # What --restart would set aside.
     runs = folder / "exports"
     shutil.copytree(runs / "qat_4bit", runs / "qat_4bit.old-1")
     return folder
@@ -187,7 +187,7 @@ def test_a_shown_recipe_is_one(page, text, tmp_path):
 
 def test_the_page_of_keys_is_made_of_the_schema():
     assert PAGES["docs/recipes.md"] == markdown(), (
-        "lmx keys --markdown > docs/recipes.md"
+        "lmx schema --markdown > docs/recipes.md"
     )
 
 

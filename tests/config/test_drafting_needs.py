@@ -1,4 +1,4 @@
-"""`--check` tells what a distill stage needs, and refuses what will not fit."""
+"""`--dry-run` tells what a distill stage needs, and refuses what will not fit."""
 
 import json
 from dataclasses import replace
@@ -90,7 +90,7 @@ def test_of_a_sibling_that_is_elsewhere_nothing_is_known(tmp_path):
 def test_check_tells_of_answers_memory_and_time(tmp_path, capsys):
     recipe = tmp_path / "draft.yaml"
     recipe.write_text(RECIPE)
-    assert main.train([str(recipe), "--check"]) == 0
+    assert main.train([str(recipe), "--dry-run"]) == 0
     printed = capsys.readouterr().out
     for expected in ("answers  1-distill: at most ", "(target ", "for 10 steps"):
         assert expected in printed
@@ -100,12 +100,12 @@ def test_what_does_not_fit_is_refused_with_what_to_do(tmp_path, capsys, monkeypa
     monkeypatch.setattr(resources, "memory_limit", lambda: 1_000_000)
     recipe = tmp_path / "draft.yaml"
     recipe.write_text(RECIPE)
-    assert main.train([str(recipe), "--check"]) == 3
+    assert main.train([str(recipe), "--dry-run"]) == 3
     assert "stages.1.draft.batch_tokens=1024" in capsys.readouterr().err
 
 
 def test_a_student_that_cannot_be_cut_is_refused_at_once(tmp_path, capsys):
     recipe = tmp_path / "draft.yaml"
     recipe.write_text(RECIPE.replace("layers: 2", "layers: [0, 9]"))
-    assert main.train([str(recipe), "--check"]) == 2
+    assert main.train([str(recipe), "--dry-run"]) == 2
     assert "there is no block 9" in capsys.readouterr().err

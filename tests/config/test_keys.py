@@ -1,4 +1,4 @@
-"""`lmx keys`: what a recipe may say, as the schema says it."""
+"""`lmx schema`: what a recipe may say, as the schema says it."""
 
 from typing import Annotated, Literal
 
@@ -53,7 +53,7 @@ def whole(monkeypatch):
 
 
 def printed(capsys, *arguments) -> str:
-    assert main.main(["keys", *arguments]) == 0
+    assert main.main(["schema", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -103,5 +103,5 @@ def test_a_block_a_key_and_all_are_shown(capsys):
 
 
 def test_a_name_that_nothing_has_is_an_error_with_the_nearest(capsys):
-    assert main.main(["keys", "learning_rte"]) == 2
+    assert main.main(["schema", "learning_rte"]) == 2
     assert "did you mean 'learning_rate'?" in capsys.readouterr().err

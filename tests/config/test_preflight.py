@@ -1,4 +1,4 @@
-"""`--check` tells what is there and what is needed, and refuses what will not fit."""
+"""`--dry-run` tells what is there and what is needed, and refuses what will not fit."""
 
 import gc
 import json
@@ -103,7 +103,7 @@ def test_a_row_larger_than_a_sample_is_looked_at():
 
 
 def test_all_is_told(here, capsys):
-    assert main.train(["recipe.yaml", "--check"]) == 0
+    assert main.train(["recipe.yaml", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     for expected in (
         "llama, 90,432 parameters, 181 kB, vocabulary 320",
@@ -129,7 +129,7 @@ def test_a_fresh_model_has_guessed_lengths(here, capsys):
         "model={fresh: {vocabulary: 320, hidden_size: 64}}",
         "stages.train.adapter=null",
     ]
-    assert main.train(["recipe.yaml", "--check", *arguments]) == 0
+    assert main.train(["recipe.yaml", "--dry-run", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "its tokenizer is trained at the start of the run" in printed
     assert "3 characters each are assumed" in printed
@@ -137,7 +137,7 @@ def test_a_fresh_model_has_guessed_lengths(here, capsys):
 
 
 def test_a_hub_model_is_left_alone(here, capsys):
-    assert main.train(["recipe.yaml", "--check", "model=org/model"]) == 0
+    assert main.train(["recipe.yaml", "--dry-run", "model=org/model"]) == 0
     printed = capsys.readouterr().out
     assert "org/model: not on this disk" in printed
     assert "rows.jsonl: 8 rows" in printed
@@ -149,15 +149,15 @@ def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what
         monkeypatch.setattr(resources, "memory_limit", lambda: 1000)
     else:
         monkeypatch.setattr(resources, "free_bytes", lambda folder: 1000)
-    assert main.train(["recipe.yaml", "--check"]) == 3
+    assert main.train(["recipe.yaml", "--dry-run"]) == 3
     error = capsys.readouterr().err
     assert what in error
-    assert "--force" in error
+    assert "--ignore-limits" in error
     if what == "memory":
         assert "stages.1.train.gradient_checkpointing=true or " in error
         half = "stages.1.train.batch_size=1 stages.1.train.accumulate=2"
         assert f"{half} or data.max_seq_length=32" in error
-    assert main.train(["recipe.yaml", "--check", "--force"]) == 0
+    assert main.train(["recipe.yaml", "--dry-run", "--ignore-limits"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what
 )
 def test_unusable_data_exits_2(here, capsys, file, text, message):
     (here / file).write_text(text)
-    assert main.train(["recipe.yaml", "--check"]) == 2
+    assert main.train(["recipe.yaml", "--dry-run"]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -180,7 +180,7 @@ def test_an_unknown_architecture_exits_2(here, capsys, model):
     config = json.loads((model / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(config | {"model_type": "abacus"}))
     (odd / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
-    assert main.train(["recipe.yaml", "--check", "model=odd"]) == 2
+    assert main.train(["recipe.yaml", "--dry-run", "model=odd"]) == 2
     assert "no model type 'abacus'" in capsys.readouterr().err
 
 

@@ -56,7 +56,7 @@ def trained(base, folder, **settings):
 def test_out_and_in_again_is_the_same_adapter(base, tmp_path, kind):
     wanted = trained(base, tmp_path / "own", type=kind)
     publish(export, base, tmp_path / "peft", adapters=tmp_path / "own")
-    assert main.main(["import", str(tmp_path / "peft"), str(tmp_path / "back")]) == 0
+    assert main.main(["convert", str(tmp_path / "peft"), str(tmp_path / "back")]) == 0
     found, _ = mlx_lm.load(str(base), adapter_path=str(tmp_path / "back"))
     assert mx.allclose(found(TOKENS), wanted, rtol=1e-5, atol=1e-5)
     plain, _ = mlx_lm.load(str(base))

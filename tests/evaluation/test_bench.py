@@ -22,12 +22,19 @@ def lmx(capsys, *words):
 
 
 def test_every_case_and_column_is_measured(folder, capsys):
-    words = ["--draft", folder, "--draft-tokens", "2", "--exact-verify", "--json"]
+    words = [
+        "--draft-model",
+        folder,
+        "--num-draft-tokens",
+        "2",
+        "--check-parity",
+        "--json",
+    ]
     code, out, _ = lmx(capsys, folder, *SMALL, *words)
     assert code == 0
     rows = json.loads(out)[folder]
     name = f"draft {folder.rpartition('/')[2]}"
-    columns = [(1, "plain"), (1, "lookup"), (1, name), (3, "plain")]
+    columns = [(1, "plain"), (1, "prompt-lookup"), (1, name), (3, "plain")]
     cases = [(n, *column) for n in (9, 20) for column in columns]
     assert [(r["prompt"], r["rows"], r["column"]) for r in rows] == cases
     for row in rows:
@@ -43,12 +50,12 @@ def test_every_case_and_column_is_measured(folder, capsys):
     for row in rows[2], rows[6]:
         assert row["acceptance"] == 1
         assert 2 < row["tokens_per_round"] <= 3
-        assert row["exact_verify"]["flips"] == 0
+        assert row["parity"]["flips"] == 0
 
 
 def test_the_table_and_the_other_model(folder, make_checkpoint, capsys):
     other = str(make_checkpoint(WIDE, dtype="float32", num_hidden_layers=1))
-    code, out, _ = lmx(capsys, folder, *SMALL, "--against", other)
+    code, out, _ = lmx(capsys, folder, *SMALL, "--compare", other)
     assert code == 0
     lines = out.splitlines()
     assert lines[0] == folder
@@ -56,7 +63,7 @@ def test_the_table_and_the_other_model(folder, make_checkpoint, capsys):
     assert lines[2].split("  ")[-1].strip() == "stood"
     assert [line.split()[:3] for line in lines[3:6]] == [
         ["9", "1", "plain"],
-        ["9", "1", "lookup"],
+        ["9", "1", "prompt-lookup"],
         ["9", "3", "plain"],
     ]
     assert all(line.count(" / ") == 6 for line in lines[3:9])
@@ -76,9 +83,9 @@ def test_prompts_are_stretches_of_the_text():
     [
         (["--prompt-lengths", "125"], "model has positions for 128"),
         (["--tokens", "1"], "--tokens must be 2 or more"),
-        (["--ladder", "--against", "x"], "no --against"),
-        (["--exact-verify"], "need --draft"),
-        (["--text", "no-such-file"], "text cannot be read"),
+        (["--ladder", "--compare", "x"], "no --compare"),
+        (["--check-parity"], "need --draft-model"),
+        (["--corpus", "no-such-file"], "text cannot be read"),
     ],
 )
 def test_faults_are_named(folder, capsys, words, says):

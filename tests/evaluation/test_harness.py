@@ -121,7 +121,7 @@ def test_without_the_extra_or_the_file_nothing_begins(tmp_path, monkeypatch, cap
         "stages: [{evaluate: {tasks: [mine.yaml]}}]\n"
     )
     monkeypatch.setattr(lm_eval, "is_installed", lambda: False)
-    assert main.train(["r.yaml", "--check"]) == 2
+    assert main.train(["r.yaml", "--dry-run"]) == 2
     said = capsys.readouterr().err
     assert "r.yaml:3:22: lm-evaluation-harness is not installed" in said
     assert "pip install 'lmx-toolkit[eval]'" in said

@@ -359,6 +359,6 @@ def test_a_recipe_knows_whether_a_file_is_quantized(make, tmp_path, capsys):
             f"model: {path}\ndata: {{train: builtin:stdlib}}\n"
             "stages: [{quantize: {bits: 4}}]\n"
         )
-        codes[kind] = main.train([str(recipe), "--check"])
+        codes[kind] = main.train([str(recipe), "--dry-run"])
     assert codes == {"Q8_0": 2, "F16": 0}
     assert "the model is already quantized here" in capsys.readouterr().err

@@ -26,7 +26,7 @@ def foreign(make_checkpoint, tmp_path):
 
 def test_the_command_writes_a_folder(foreign, tmp_path, capsys):
     target = tmp_path / "target"
-    assert main.main(["import", str(foreign.folder), str(target)]) == 0
+    assert main.main(["convert", str(foreign.folder), str(target)]) == 0
     assert "parameters" in capsys.readouterr().out
     config = json.loads((target / "config.json").read_text())
     assert config["quantization"]["bits"] == 4
@@ -47,14 +47,14 @@ def test_the_command_writes_a_folder(foreign, tmp_path, capsys):
 def test_what_the_command_refuses(foreign, tmp_path, capsys, source, target, said):
     (tmp_path / "there").mkdir()
     names = {"foreign": foreign.folder, "twin": foreign.twin}
-    argv = ["import", str(names.get(source, source)), str(tmp_path / target)]
+    argv = ["convert", str(names.get(source, source)), str(tmp_path / target)]
     assert main.main(argv) == 2
     assert said in capsys.readouterr().err
 
 
 def test_nothing_is_left_of_an_import_that_failed(foreign, tmp_path, capsys):
     foreign.folder.joinpath("model.safetensors").write_bytes(b"")
-    assert main.main(["import", str(foreign.folder), str(tmp_path / "target")]) == 2
+    assert main.main(["convert", str(foreign.folder), str(tmp_path / "target")]) == 2
     assert not (tmp_path / "target").exists()
 
 
@@ -91,7 +91,7 @@ def test_an_adapter_is_trained_on_top(foreign, tmp_path, capsys):
     validate = {"num_tokens": 300, "exact_match_samples": 2, "latency_tokens": 8}
     stages = {"train": train}, {"evaluate": validate}
     path = recipe(tmp_path, foreign.folder, *stages)
-    assert main.train([path, "--check"]) == 0
+    assert main.train([path, "--dry-run"]) == 0
     assert main.train([path, "--quiet"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert len(report["models"]) == 2

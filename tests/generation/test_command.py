@@ -47,7 +47,7 @@ def test_json_is_one_object(generator, run_folder, capsys):
     expected = generator.generate(
         generator.tokenizer.encode("hello"), max_tokens=9, sampling=sampling
     )
-    flags = "--raw --json --max-tokens 9 --temperature 0.8 --top-p 0.9 --top-k 50"
+    flags = "--ignore-chat-template --json --max-tokens 9 --temperature 0.8 --top-p 0.9 --top-k 50"
     flags += " --min-p 0.01 --seed 3 --prompt hello"
     assert lmx(run_folder / "model", *flags.split()) == 0
     out, err = capsys.readouterr()
@@ -107,30 +107,49 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
     ("options", "says"),
     [
         (["--prompt-file", "no-such-file"], "prompt cannot be read"),
-        (["--prompt", "x", "--raw", "--system", "y"], "--raw has no chat"),
+        (
+            ["--prompt", "x", "--ignore-chat-template", "--system", "y"],
+            "--ignore-chat-template has no chat",
+        ),
         (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens is -1"),
         (["--prompt", "x", "--top-p", "7"], r"top_p is 7\.0"),
-        (["--prompt", "", "--raw"], "prompt is empty"),
+        (["--prompt", "", "--ignore-chat-template"], "prompt is empty"),
         (["--prompt", "x", "--stop", ""], "--stop is empty"),
-        (["--prompt", "x", "--kv-start", "3"], "--kv-start needs --kv-bits"),
+        (
+            ["--prompt", "x", "--quantized-kv-start", "3"],
+            "--quantized-kv-start needs --kv-bits",
+        ),
         (["--prompt", "x", "--kv-bits", "4"], "no group of 32 fits their width, 8"),
-        (["--prompt", "x", "--exact-verify"], "need --draft"),
-        (["--prompt", "x", "--draft", "lookup", "--draft-tokens", "0"], "1 or more"),
+        (["--prompt", "x", "--check-parity"], "need --draft-model"),
         (
             [
                 "--prompt",
                 "x",
-                "--draft",
-                "lookup",
-                "--exact-verify",
+                "--draft-model",
+                "prompt-lookup",
+                "--num-draft-tokens",
+                "0",
+            ],
+            "1 or more",
+        ),
+        (
+            [
+                "--prompt",
+                "x",
+                "--draft-model",
+                "prompt-lookup",
+                "--check-parity",
                 "--temperature",
                 "1",
             ],
             "no --temperature",
         ),
-        (["--batch-file", "x", "--draft", "lookup"], "no --draft, --kv-bits"),
-        (["--prompt", "x", "--adapter", "no-such"], "the adapter does not load"),
-        (["--prompt", "x", "--load-session", "no-such"], "no saved session"),
+        (
+            ["--input-file", "x", "--draft-model", "prompt-lookup"],
+            "no --draft-model, --kv-bits",
+        ),
+        (["--prompt", "x", "--adapter-path", "no-such"], "the adapter does not load"),
+        (["--prompt", "x", "--prompt-cache-file", "no-such"], "no saved session"),
     ],
 )
 def test_faults_are_named(run_folder, options, says):

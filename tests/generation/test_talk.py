@@ -88,18 +88,26 @@ def test_a_chat_streams_text_alone(generator, folder, capsys, monkeypatch):
 def test_a_chat_goes_on_another_day(generator, folder, answered, tmp_path):
     asked = [folder, "--chat", "--json", "--max-tokens", 6]
     session = tmp_path / "session"
-    answered(*asked, "--save-session", session, stdin="one\n")
-    (turn,) = answered(*asked, "--load-session", session, stdin="two\n")
+    answered(*asked, "--save-prompt-cache", session, stdin="one\n")
+    (turn,) = answered(*asked, "--prompt-cache-file", session, stdin="two\n")
     assert turn["text"] == chat(generator, ["one", "two"], 6)[1]
 
 
 def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch):
     session = tmp_path / "session"
     text = "the quick brown fox jumps over the lazy dog"
-    words = [folder, "--raw", "--json", "--max-tokens", 4, "--prompt", text + " and"]
+    words = [
+        folder,
+        "--ignore-chat-template",
+        "--json",
+        "--max-tokens",
+        4,
+        "--prompt",
+        text + " and",
+    ]
     (expected,) = answered(*words)
-    answered(*words[:-1], text, "--save-session", session)
-    read, own = [], generate.generate.open_generator
+    answered(*words[:-1], text, "--save-prompt-cache", session)
+    read, own = [], generate.open_generator
 
     def counting(args, loaded):
         made = own(args, loaded)
@@ -113,8 +121,8 @@ def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch
         made.prefixes.resume = counted
         return made
 
-    monkeypatch.setattr(generate.generate, "open_generator", counting)
-    (found,) = answered(*words, "--load-session", session)
+    monkeypatch.setattr(generate, "open_generator", counting)
+    (found,) = answered(*words, "--prompt-cache-file", session)
     assert found["text"] == expected["text"]
     assert read == [len(text)]
 
@@ -122,12 +130,14 @@ def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch
 def test_a_session_of_another_model_is_refused(folder, draft, answered, tmp_path):
     """Of the same shapes: configuration and sizes alone would not tell."""
     session = tmp_path / "session"
-    answered(folder, "--json", "--prompt", "x", "--save-session", session)
+    answered(folder, "--json", "--prompt", "x", "--save-prompt-cache", session)
     with pytest.raises(UserError, match="another model's"):
-        lmx(draft, "--prompt", "x", "--load-session", session)
+        lmx(draft, "--prompt", "x", "--prompt-cache-file", session)
 
 
-@pytest.mark.parametrize("name", ["lookup", "self", "model", "lookup+model"])
+@pytest.mark.parametrize(
+    "name", ["prompt-lookup", "layer-skip", "model", "prompt-lookup+model"]
+)
 def test_a_draft_changes_no_text(name, folder, draft, answered, monkeypatch):
     # What pays is measured; here one block is left out, whatever the clock says.
     monkeypatch.setattr(factory, "choose", lambda model, tokens: [1])
@@ -135,10 +145,12 @@ def test_a_draft_changes_no_text(name, folder, draft, answered, monkeypatch):
     words = [folder, "--json", "--prompt", "abcabcabcabc", "--max-tokens", 60]
     (plain,) = answered(*words)
     assert "speculation" not in plain
-    (found,) = answered(*words, "--draft", name, "--draft-tokens", 3, "--exact-verify")
+    (found,) = answered(
+        *words, "--draft-model", name, "--num-draft-tokens", 3, "--check-parity"
+    )
     assert found["tokens"] == plain["tokens"]
-    assert found["speculation"]["rounds"] > (0 if name == "lookup" else 5)
-    assert found["exact_verify"] == {
+    assert found["speculation"]["rounds"] > (0 if name == "prompt-lookup" else 5)
+    assert found["parity"] == {
         "tokens": 60,
         "flips": 0,
         "flips_per_1000": 0.0,
@@ -148,7 +160,15 @@ def test_a_draft_changes_no_text(name, folder, draft, answered, monkeypatch):
 
 
 def test_the_summary_tells_of_speculation(folder, draft, capsys):
-    words = ["--prompt", "x", "--draft", draft, "--draft-tokens", 2, "--exact-verify"]
+    words = [
+        "--prompt",
+        "x",
+        "--draft-model",
+        draft,
+        "--num-draft-tokens",
+        2,
+        "--check-parity",
+    ]
     assert lmx(folder, *words, "--max-tokens", 30) == 0
     err = capsys.readouterr().err
     assert "% of the guesses stood, " in err
@@ -160,7 +180,10 @@ def test_the_summary_tells_of_speculation(folder, draft, capsys):
 
 def test_no_draft_that_pays_is_no_draft(folder, capsys, monkeypatch):
     monkeypatch.setattr(factory, "choose", lambda model, tokens: [])
-    assert lmx(folder, "--prompt", "x", "--draft", "self", "--max-tokens", 3) == 0
+    assert (
+        lmx(folder, "--prompt", "x", "--draft-model", "layer-skip", "--max-tokens", 3)
+        == 0
+    )
     assert "no draft pays here" in capsys.readouterr().err
 
 
@@ -171,7 +194,7 @@ def test_a_draft_of_other_tokens_is_refused(folder, tmp_path):
     swapped = text.replace('"a":', '"aa":').replace('"b":', '"a":')
     (tmp_path / "tokenizer.json").write_text(swapped.replace('"aa":', '"b":'))
     with pytest.raises(UserError, match=r"other tokens than the model: 2 differ.*'a'"):
-        lmx(folder, "--prompt", "x", "--draft", tmp_path)
+        lmx(folder, "--prompt", "x", "--draft-model", tmp_path)
 
 
 def test_special_tokens_are_compared_too():
@@ -195,7 +218,7 @@ def test_rows_are_answered_in_order_as_if_alone(generator, folder, answered, tmp
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n\n".join(map(json.dumps, rows)))
-    found = answered(folder, "--batch-file", file, "--max-tokens", 9)
+    found = answered(folder, "--input-file", file, "--max-tokens", 9)
     sampling = Sampling(0.9, seed=4)
     expected = [
         generator.ask("first", max_tokens=20),
@@ -216,7 +239,7 @@ def test_a_row_ends_at_a_stop_text(generator, folder, answered, tmp_path):
     stop = text[4:6]
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "first"}\n{"prompt": "other"}\n')
-    found = answered(folder, "--batch-file", file, "--max-tokens", 20, "--stop", stop)
+    found = answered(folder, "--input-file", file, "--max-tokens", 20, "--stop", stop)
     assert found[0]["text"] == text[: text.index(stop)]
     assert found[0]["finish_reason"] == "stop"
 
@@ -239,7 +262,7 @@ def test_a_bad_row_is_named_before_any_is_answered(folder, capsys, tmp_path, row
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "good"}\n' + row + "\n")
     with pytest.raises(UserError, match=says) as caught:
-        lmx(folder, "--batch-file", file)
+        lmx(folder, "--input-file", file)
     assert caught.value.place == f"{file}:2"
     assert capsys.readouterr().out == ""
 
@@ -280,12 +303,18 @@ def test_an_adapter_changes_the_answer_and_the_session(
     config = {"num_layers": 2, "lora_parameters": settings, "fine_tune_type": "lora"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     words = [folder, "--json", "--prompt", "hello", "--max-tokens", 12]
-    (plain,) = answered(*words, "--save-session", tmp_path / "session")
-    (found,) = answered(*words, "--adapter", tmp_path)
+    (plain,) = answered(*words, "--save-prompt-cache", tmp_path / "session")
+    (found,) = answered(*words, "--adapter-path", tmp_path)
     expected = Generator(adapted, generator.tokenizer).ask("hello", max_tokens=12)
     assert found["text"] == expected.text != plain["text"]
     with pytest.raises(UserError, match="another model's"):
-        lmx(*words, "--adapter", tmp_path, "--load-session", tmp_path / "session")
+        lmx(
+            *words,
+            "--adapter-path",
+            tmp_path,
+            "--prompt-cache-file",
+            tmp_path / "session",
+        )
 
 
 def test_guesses_can_be_verified_one_by_one(folder, draft, answered, monkeypatch):
@@ -305,12 +334,21 @@ def test_guesses_can_be_verified_one_by_one(folder, draft, answered, monkeypatch
         "DraftModelProposer",
         lambda model: drafted.append(model) or make(model),
     )
-    words = [folder, "--json", "--prompt", "x", "--max-tokens", 20, "--draft", draft]
-    words += ["--draft-tokens", 3]
+    words = [
+        folder,
+        "--json",
+        "--prompt",
+        "x",
+        "--max-tokens",
+        20,
+        "--draft-model",
+        draft,
+    ]
+    words += ["--num-draft-tokens", 3]
     (plain,) = answered(*words)
     monkeypatch.setattr(CacheState, "read", read)
     drafted.clear()
-    (found,) = answered(*words, "--one-by-one")
+    (found,) = answered(*words, "--sequential-verify")
     assert found["tokens"] == plain["tokens"]
     assert found["speculation"]["rounds"] > 2
     assert set(widths[1:]) == {1}
@@ -324,10 +362,18 @@ def test_keys_and_values_can_be_kept_quantized(answered):
     from lmx.models.loader import load
 
     folder = Path(__file__).parents[2] / "data/tiny-base"
-    words = [folder, "--raw", "--json", "--prompt", "the quick", "--max-tokens", 40]
+    words = [
+        folder,
+        "--ignore-chat-template",
+        "--json",
+        "--prompt",
+        "the quick",
+        "--max-tokens",
+        40,
+    ]
     words += ["--temperature", 1]
     (plain,) = answered(*words)
-    (found,) = answered(*words, "--kv-bits", 4, "--kv-start", 12)
+    (found,) = answered(*words, "--kv-bits", 4, "--quantized-kv-start", 12)
     loaded = load(folder)
     options = {"kv_bits": 4, "kv_start": 12}
     expected = Generator(loaded.model, loaded.tokenizer, **options)

@@ -215,10 +215,10 @@ def test_each_of_several_ends_is_one(folder, file, capfd):
     prompt = load(folder).tokenizer.encode("add")
     logits = load(folder).model(mx.array([prompt]))[0, -1]
     first = int(mx.argmax(logits))
-    _, before, _ = generate(folder, capfd, "--raw")
+    _, before, _ = generate(folder, capfd, "--ignore-chat-template")
     assert before["finish_reason"] == "length"
     edit(folder / file, eos_token_id=[319, first])
-    _, after, _ = generate(folder, capfd, "--raw")
+    _, after, _ = generate(folder, capfd, "--ignore-chat-template")
     assert after["finish_reason"] == "stop"
     assert after["text"] == ""
 

@@ -20,7 +20,15 @@ def go_offline(monkeypatch):
 
 def generate(*arguments):
     return main.main(
-        ["generate", *arguments, "--prompt", "add", "--raw", "--max-tokens", "4"]
+        [
+            "generate",
+            *arguments,
+            "--prompt",
+            "add",
+            "--ignore-chat-template",
+            "--max-tokens",
+            "4",
+        ]
     )
 
 

@@ -91,5 +91,5 @@ def test_what_cannot_be_exported_is_said_first(
 ):
     stages = {"evaluate": VALIDATE}, {"export": {"formats": formats}}
     run = Run(tmp_path, *stages, model=make_checkpoint(**changes))
-    assert run("--check") == 2
+    assert run("--dry-run") == 2
     assert said in capsys.readouterr().err

@@ -96,7 +96,7 @@ def test_unknown_architecture(tmp_path, model, capsys):
 @pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 64}', "\x00"])
 def test_config_that_is_none(tmp_path, model, capsys, text):
     (model / "config.json").write_text(text)
-    for flags in ((), ("--check",), ("--force",)):
+    for flags in ((), ("--dry-run",), ("--ignore-limits",)):
         said = fails(with_model(tmp_path, model), capsys, 2, *flags)
         assert str(model / "config.json") in said
 
@@ -192,7 +192,7 @@ def test_output_below_a_file(run, capsys):
 def test_output_that_is_something_else(run, capsys):
     run.output.mkdir()
     (run.output / "thesis.tex").write_text("years of work")
-    for flags in ((), ("--fresh",)):
+    for flags in ((), ("--restart",)):
         said = fails(run, capsys, 2, *flags)
         assert "this folder is not a run of lmx; it holds thesis.tex" in said
     assert [p.name for p in run.output.iterdir()] == ["thesis.tex"]

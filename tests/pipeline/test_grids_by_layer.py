@@ -134,9 +134,11 @@ def test_the_smallest_budget_that_is_named_is_enough(tmp_path, base, capsys):
     for enough in (f"bytes={size}", f"bits_per_weight={words[3]}"):
         key = enough.partition("=")[0]
         run = run_of(tmp_path, base, budget=few | {key: 1.0}, method="rtn")
-        assert run("--fresh", f"stages.quantize.mixed_precision.{enough}") == 0, enough
+        assert run("--restart", f"stages.quantize.mixed_precision.{enough}") == 0, (
+            enough
+        )
     run = run_of(tmp_path, base, budget=few | {"target_bytes": float(size - 1)})
-    assert run("--fresh") == 2
+    assert run("--restart") == 2
 
 
 def test_sensitivities_are_measured_once(tmp_path, base):

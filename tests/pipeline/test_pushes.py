@@ -38,7 +38,7 @@ def with_data(stand_in, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("token", [None, READER])
-@pytest.mark.parametrize("flag", [[], ["--check"]])
+@pytest.mark.parametrize("flag", [[], ["--dry-run"]])
 def test_without_the_right_to_write_nothing_is_trained(
     stand_in, make_checkpoint, tmp_path, monkeypatch, capfd, token, flag
 ):
@@ -125,6 +125,6 @@ def test_model_and_rows_of_a_revision_and_what_the_card_says_of_them(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     asked = len(with_data.asked)
-    assert run("--fresh") == 0
+    assert run("--restart") == 0
     assert len(with_data.asked) == asked
     assert "apache-2.0" in (run.output / "model" / "README.md").read_text()

@@ -90,10 +90,10 @@ def test_stopped_while_measuring(tmp_path, base, monkeypatch, capsys):
 
     with monkeypatch.context() as patch:
         patch.setattr("lmx.pipeline.evaluator.measure_perplexity", stop)
-        assert run("--force") == 130
+        assert run("--ignore-limits") == 130
     assert run.json("manifest.json")["status"] == "interrupted"
     again = resume_command(capsys.readouterr().err)
-    assert again == run.arguments("--force")
+    assert again == run.arguments("--ignore-limits")
     assert main.train(again) == 0
     assert "stage 1-quantize: done before" in run.log
 

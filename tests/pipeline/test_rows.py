@@ -43,7 +43,7 @@ def test_rows_are_tokenised_once(tmp_path, base, encoded):
     assert encoded == [40]
     first, outcome = lines_of(run), run.outcome()
     assert any("40 rows" in line and "tokenised into" in line for line in first)
-    assert run("--fresh") == 0
+    assert run("--restart") == 0
     assert encoded == [40]
     assert run.outcome() == outcome
     second = lines_of(run)
@@ -72,7 +72,7 @@ def test_what_changes_tokens_makes_new_ones(tmp_path, base, make_copy, encoded, 
         values = {"max_seq_length": 65, "loss_on": "all", "max_samples": 40}
         run.data[change] = values[change]
         run.write()
-    assert run("--fresh") == 0
+    assert run("--restart") == 0
     assert encoded == [40, 40]
 
 
@@ -109,7 +109,7 @@ def test_answers_that_the_template_takes_away_are_told(
     ]
     rows = tmp_path / "train.jsonl"
     rows.write_text((json.dumps({"messages": 2 * thinking}) + "\n") * 8)
-    assert run("--check") == 0
+    assert run("--dry-run") == 0
     assert f"8 {LAST_ONLY}" in capsys.readouterr().out
     assert run() == 0
     assert lines_of(run, f"train: 8 {LAST_ONLY}")
@@ -133,7 +133,7 @@ def test_rows_are_held_out_of_a_run(tmp_path, base, encoded):
     [line] = [line for line in lines_of(run, "set aside")]
     held = int(line.split()[1])
     assert encoded == [100 - held]
-    assert run("--fresh") == 0
+    assert run("--restart") == 0
     assert encoded == [100 - held]
 
 

@@ -255,7 +255,7 @@ def test_fresh_sets_the_old_run_aside(tmp_path, base):
     run = Run(tmp_path, {"quantize": GRID}, model=base)
     assert run() == 0
     old = run.json("manifest.json")
-    assert run("seed=7", "--fresh") == 0
+    assert run("seed=7", "--restart") == 0
     aside = tmp_path / "out.old-1"
     assert json.loads((aside / "manifest.json").read_text()) == old
     assert run.json("manifest.json")["recipe_hash"] != old["recipe_hash"]
@@ -269,7 +269,7 @@ def test_one_process_at_a_time(tmp_path, whole, capsys):
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert run() == 2
         assert "another process works in this folder" in capsys.readouterr().err
-        assert run("--fresh") == 2
+        assert run("--restart") == 2
     assert run() == 0
 
 

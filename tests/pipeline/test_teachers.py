@@ -76,7 +76,7 @@ def test_another_tokenizer_is_refused(tmp_path, base, make_checkpoint, capsys):
     assert "the teacher has other tokens than the model" in capsys.readouterr().err
     run.stages = [{"train": student(model=str(make_checkpoint()))}]
     run.write()
-    assert run("--fresh") == 0
+    assert run("--restart") == 0
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def second_of_two(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_HOSTFILE", str(hostfile(tmp_path)))
 
 
-@pytest.mark.parametrize("arguments", [["--check", "tiny"], ["--list"]])
+@pytest.mark.parametrize("arguments", [["--dry-run", "tiny"], ["--list"]])
 def test_only_the_first_one_checks(second_of_two, capsys, arguments):
     assert main.train(arguments) == 0
     assert capsys.readouterr() == ("", "")

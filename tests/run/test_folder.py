@@ -31,7 +31,7 @@ with RunDir.open(
 """
 
 
-def start(path, recipe_hash="one", *, fresh=False, resolved="seed: 1"):
+def start(path, recipe_hash="one", *, restart=False, resolved="seed: 1"):
     return RunDir.open(
         path,
         name="try",
@@ -40,7 +40,7 @@ def start(path, recipe_hash="one", *, fresh=False, resolved="seed: 1"):
         resolved=resolved,
         recipe_hash=recipe_hash,
         difference=lambda old, new: f"{old} became\n{new}",
-        fresh=fresh,
+        restart=restart,
     )
 
 
@@ -87,7 +87,7 @@ def test_a_second_process_is_told_of_the_first(path, holder):
         start(path)
     assert caught.value.code == 2
     with pytest.raises(UserError, match=f"process {holder.pid}"):
-        start(path, fresh=True)
+        start(path, restart=True)
     holder.communicate()
     with start(path) as run:
         assert run.died is None
@@ -127,7 +127,7 @@ def test_a_changed_recipe_is_refused_with_its_difference(path):
     with pytest.raises(UserError, match="seed: 1 became\n    seed: 2") as caught:
         start(path, "two", resolved="seed: 2")
     assert caught.value.code == 2
-    assert "--fresh" in caught.value.hint
+    assert "--restart" in caught.value.hint
     assert "try.old-1" in caught.value.hint
     # The refusal holds no lock and changes nothing.
     assert (path / "resolved.yaml").read_text() == "seed: 1"
@@ -138,7 +138,7 @@ def test_fresh_sets_the_old_run_aside(path):
     with start(path) as run:
         run.finish("1-train", {}, [])
     for number, recipe_hash in enumerate(["two", "three"], 1):
-        with start(path, recipe_hash, fresh=True) as run:
+        with start(path, recipe_hash, restart=True) as run:
             assert run.finished("1-train", pytest.fail) is None
             aside = path.with_name(f"try.old-{number}")
             assert manifest(aside)["recipe_hash"] == ["one", "two"][number - 1]
@@ -146,16 +146,16 @@ def test_fresh_sets_the_old_run_aside(path):
 
 
 def test_fresh_in_a_new_folder_sets_nothing_aside(path):
-    start(path, fresh=True).__exit__(None)
+    start(path, restart=True).__exit__(None)
     assert [p.name for p in path.parent.iterdir()] == ["try"]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_a_folder_of_something_else_is_left_alone(path, fresh):
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_folder_of_something_else_is_left_alone(path, restart):
     path.mkdir(parents=True)
     (path / "manifest.json").write_text('{"name": "an app"}')
     with pytest.raises(UserError, match=r"not a run of lmx; it holds manifest\.json"):
-        start(path, fresh=fresh)
+        start(path, restart=restart)
     assert [p.name for p in path.iterdir()] == ["manifest.json"]
 
 
@@ -170,7 +170,7 @@ def test_a_manifest_that_cannot_be_read(path):
     (path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="manifest cannot be read"):
         start(path)
-    start(path, fresh=True).__exit__(None)
+    start(path, restart=True).__exit__(None)
     assert (path.with_name("try.old-1") / "manifest.json").read_text() == "{"
 
 

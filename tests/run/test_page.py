@@ -74,7 +74,7 @@ def test_figures_are_those_of_the_run(whole):
     assert "4/64" in cells
     assert "cd" * 32 in cells
     assert "lmx generate exports/try/model" in whole.text["pre"]
-    assert "lmx-train try.yaml seed=1 --fresh" in whole.text["pre"]
+    assert "lmx-train try.yaml seed=1 --restart" in whole.text["pre"]
     assert RESOLVED in whole.text["pre"]
 
 

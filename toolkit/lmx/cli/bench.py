@@ -32,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx bench`."""
     add = parser.add_argument
     add("model", metavar="MODEL", help="model folder, run folder or Hub id")
-    add("--against", metavar="OTHER", help="a second model, measured the same way")
+    add("--compare", metavar="OTHER", help="a second model, measured the same way")
     add("--prompt-lengths", type=_numbers, default=[32, 512], metavar="N,N")
     add("--batch-sizes", type=_numbers, default=[1, 4, 16], metavar="N,N")
     add("--tokens", type=int, default=64, metavar="N", help="decoded; default 64")
     add("--repeats", type=int, default=5, metavar="N", help="runs of a case; default 5")
-    add("--text", metavar="FILE", help="to cut prompts from; absent = lmx's own code")
+    add("--corpus", metavar="FILE", help="to cut prompts from; absent = lmx's own code")
     add_draft(parser)
     add(
         "--ladder",
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from ..models.loader import load
 
     found = {}
-    for name in filter(None, [args.model, args.against]):
+    for name in filter(None, [args.model, args.compare]):
         loaded = load(served_folder(name), trust_remote_code=args.trust_remote_code)
         measure = _ladder if args.ladder else _bench
         if not args.json:
@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         found[name] = measure(args, loaded)
     if args.json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
-    elif args.against:
+    elif args.compare:
         _compare(*found.values())
     return 0
 
@@ -86,9 +86,9 @@ def _check(args: argparse.Namespace) -> None:
     faults = {
         "--tokens must be 2 or more": args.tokens < 2,
         "--repeats must be 1 or more": args.repeats < 1,
-        "--against is the model itself": args.against == args.model,
-        "--ladder climbs one model: no --against with it": (
-            args.ladder and args.against is not None
+        "--compare is the model itself": args.compare == args.model,
+        "--ladder climbs one model: no --compare with it": (
+            args.ladder and args.compare is not None
         ),
         **draft_faults(args),
     }
@@ -103,9 +103,11 @@ def _text(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]:
     from ..generation.prompt import encode_text
 
     try:
-        text = Path(args.text).read_text(encoding="utf-8") if args.text else None
+        text = Path(args.corpus).read_text(encoding="utf-8") if args.corpus else None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the text cannot be read: {error}", place=args.text) from error
+        raise UserError(
+            f"the text cannot be read: {error}", place=args.corpus
+        ) from error
     tokens = encode_text(loaded.tokenizer, text or sample_text())
     positions = getattr(
         getattr(loaded.model, "args", None), "max_position_embeddings", 0
@@ -124,14 +126,14 @@ def _makers(
     args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
 ) -> dict[str, "Callable[[], Proposer]"]:
     """The proposers to compare, by the name of their column."""
-    from ..generation.speculative.factory import LOOKUP, proposer_factory
+    from ..generation.speculative.factory import PROMPT_LOOKUP, proposer_factory
     from ..generation.speculative.prompt_lookup import PromptLookupProposer
 
-    makers = {LOOKUP: PromptLookupProposer}
-    if args.draft and args.draft != LOOKUP:
+    makers = {PROMPT_LOOKUP: PromptLookupProposer}
+    if args.draft_model and args.draft_model != PROMPT_LOOKUP:
         remote = {"trust_remote_code": args.trust_remote_code}
-        if make := proposer_factory(args.draft, loaded, tokens, **remote):
-            makers[f"draft {Path(args.draft).name}"] = make
+        if make := proposer_factory(args.draft_model, loaded, tokens, **remote):
+            makers[f"draft {Path(args.draft_model).name}"] = make
         else:
             sys.stderr.write("no draft pays here\n")
     return makers
@@ -148,8 +150,8 @@ def _ways(
             loaded.model,
             loaded.tokenizer,
             propose=propose,
-            controller=draft_length_controller(args.draft_tokens),
-            one_by_one=args.one_by_one,
+            controller=draft_length_controller(args.num_draft_tokens),
+            one_by_one=args.sequential_verify,
         )
 
     makers = _makers(args, loaded, tokens).items()
@@ -173,13 +175,13 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
         sys.stdout.write(HEAD + ROW.format(*COLUMNS) + "\n")
     found = []
     for row in run_benchmark(
-        tokens, BenchmarkPlan(*sizes, exact_verify=args.exact_verify), ways
+        tokens, BenchmarkPlan(*sizes, check_parity=args.check_parity), ways
     ):
         found.append(row)
         if not args.json:
             sys.stdout.write(_cells(row) + "\n")
-            if "exact_verify" in row:
-                sys.stdout.write(f"{'':15}{flips(row['exact_verify'])}\n")
+            if "parity" in row:
+                sys.stdout.write(f"{'':15}{flips(row['parity'])}\n")
             sys.stdout.flush()
     return found
 
@@ -228,7 +230,7 @@ def _ladder(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
     tokens = _text(args, loaded)
     texts = prompts(tokens, max(args.prompt_lengths), max(args.batch_sizes))
     propose = list(_makers(args, loaded, tokens).values())[-1]
-    guesses = draft_length_controller(args.draft_tokens)
+    guesses = draft_length_controller(args.num_draft_tokens)
     rungs = SpeedAblation(loaded, texts, args.tokens, propose, guesses, args.repeats)
     traffic = memory_traffic()
     rows = rungs.climb(traffic)

@@ -1,4 +1,4 @@
-"""`lmx import`: what another program quantized or adapted, as a folder of MLX's."""
+"""`lmx convert`: what another program quantized or adapted, as a folder of MLX's."""
 
 import argparse
 import sys
@@ -10,7 +10,7 @@ TYPES = ("exact", "float16", "bfloat16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of `lmx import`."""
+    """Declare the arguments of `lmx convert`."""
     add = parser.add_argument
     add("source", metavar="SOURCE", help="folder, Hub id, GGUF file or peft adapter")
     add("target", metavar="TARGET", help="new folder")

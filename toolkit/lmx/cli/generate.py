@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="a turn for every line of standard input"
     )
     asked.add_argument(
-        "--batch-file",
+        "--input-file",
         metavar="FILE",
         help='JSONL rows {"prompt": ...} or {"messages": ...}, answered together; '
         "max_tokens, temperature and seed may stand in a row",
@@ -49,13 +49,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer")
     for name, (kind, default, about) in SAMPLING.items():
         add(f"--{name}", type=kind, default=default, metavar="X", help=about)
-    add("--raw", action="store_true", help="continue the text: no chat template")
-    add("--adapter", metavar="FOLDER", help="LoRA or DoRA adapter, mlx-lm's or peft's")
+    add(
+        "--ignore-chat-template",
+        action="store_true",
+        help="continue the text: no chat template",
+    )
+    add(
+        "--adapter-path",
+        metavar="FOLDER",
+        help="LoRA or DoRA adapter, mlx-lm's or peft's",
+    )
     add_draft(parser)
     add("--kv-bits", type=int, choices=(4, 8), help="keep keys and values quantized")
-    add("--kv-start", type=int, default=0, metavar="N", help="from N tokens on")
-    add("--save-session", metavar="FOLDER", help="keep what was read, for another day")
-    add("--load-session", metavar="FOLDER", help="go on from there")
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=0,
+        metavar="N",
+        help="from N tokens on",
+    )
+    add(
+        "--save-prompt-cache",
+        metavar="FOLDER",
+        help="keep what was read, for another day",
+    )
+    add("--prompt-cache-file", metavar="FOLDER", help="go on from there")
     add("--json", action="store_true", help="print one JSON object at the end instead")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
@@ -65,25 +83,25 @@ def add_draft(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of speculative decoding."""
     add = parser.add_argument
     add(
-        "--draft",
+        "--draft-model",
         metavar="DRAFT",
         help="guess ahead and verify, which changes no text: lookup (what followed "
         "the same words before), self (fewer blocks of the model), a model folder or "
         "Hub id, or lookup+ one of these",
     )
     add(
-        "--draft-tokens",
+        "--num-draft-tokens",
         type=int,
         metavar="N",
         help="always guess N tokens; absent = as many as pay, by measurement",
     )
     add(
-        "--exact-verify",
+        "--check-parity",
         action="store_true",
         help="decode plainly along the answer and tell which tokens rounding flipped",
     )
     add(
-        "--one-by-one",
+        "--sequential-verify",
         action="store_true",
         help="verify guesses in passes of one token: no flips, and no speed-up",
     )
@@ -95,21 +113,24 @@ def check_options(args: argparse.Namespace) -> None:
     Raises:
         UserError: naming the options.
     """
-    sessions = args.save_session or args.load_session
+    sessions = args.save_prompt_cache or args.prompt_cache_file
     greedy = args.temperature == 0
     faults = {
-        "--raw has no chat, so --system has no place in it": args.raw
+        "--ignore-chat-template has no chat, so --system has no place in it": args.ignore_chat_template
         and args.system is not None,
-        "--raw has no chat, so --chat has no place beside it": args.raw and args.chat,
+        "--ignore-chat-template has no chat, so --chat has no place beside it": args.ignore_chat_template
+        and args.chat,
         f"--max-tokens is {args.max_tokens}, but must be 0 or more": args.max_tokens
         < 0,
         "--stop is empty": not all(args.stop),
-        f"--kv-start is {args.kv_start}, but must be 0 or more": args.kv_start < 0,
-        "--kv-start needs --kv-bits": args.kv_start and not args.kv_bits,
-        "--batch-file decodes many rows at once: no --draft, --kv-bits or session "
-        "with it": args.batch_file and (args.draft or args.kv_bits or sessions),
-        "--exact-verify compares greedy text: no --temperature with it": (
-            args.exact_verify and not greedy
+        f"--quantized-kv-start is {args.quantized_kv_start}, but must be 0 or more": args.quantized_kv_start
+        < 0,
+        "--quantized-kv-start needs --kv-bits": args.quantized_kv_start
+        and not args.kv_bits,
+        "--input-file decodes many rows at once: no --draft-model, --kv-bits or session "
+        "with it": args.input_file and (args.draft_model or args.kv_bits or sessions),
+        "--check-parity compares greedy text: no --temperature with it": (
+            args.check_parity and not greedy
         ),
         **draft_faults(args),
     }
@@ -120,13 +141,13 @@ def check_options(args: argparse.Namespace) -> None:
 
 def draft_faults(args: argparse.Namespace) -> dict[str, bool]:
     """What is wrong with the arguments of `add_draft`, and whether it is."""
-    number = args.draft_tokens
-    alone = number is not None or args.exact_verify or args.one_by_one
+    number = args.num_draft_tokens
+    alone = number is not None or args.check_parity or args.sequential_verify
     return {
-        "--draft-tokens, --exact-verify and --one-by-one need --draft": (
-            alone and not args.draft
+        "--num-draft-tokens, --check-parity and --sequential-verify need --draft-model": (
+            alone and not args.draft_model
         ),
-        f"--draft-tokens is {number}, but must be 1 or more": (
+        f"--num-draft-tokens is {number}, but must be 1 or more": (
             number is not None and number < 1
         ),
     }
@@ -149,14 +170,14 @@ def open_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generato
     from ..generation.engine import Generator
     from ..generation.prefix_cache import PrefixCache
 
-    keeps = args.chat or args.save_session or args.load_session
+    keeps = args.chat or args.save_prompt_cache or args.prompt_cache_file
     return Generator(
         loaded.model,
         loaded.tokenizer,
         prefixes=PrefixCache(KEPT) if keeps else None,
-        one_by_one=args.one_by_one,
+        one_by_one=args.sequential_verify,
         kv_bits=args.kv_bits,
-        kv_start=args.kv_start,
+        kv_start=args.quantized_kv_start,
     )
 
 
@@ -187,7 +208,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _text(args: argparse.Namespace) -> str:
     """The prompt, or the rows; a chat has neither yet."""
-    file = args.batch_file or args.prompt_file
+    file = args.input_file or args.prompt_file
     if not file:
         return args.prompt or ""
     if file == "-":
@@ -210,20 +231,20 @@ def _run(args: argparse.Namespace, text: str) -> int:
 
     sampling = sampling_from_args(args)
     parsed = (
-        batch_file.parse_requests(text, place=args.batch_file)
-        if args.batch_file
+        batch_file.parse_requests(text, place=args.input_file)
+        if args.input_file
         else []
     )
     loaded = load(
         served_folder(args.model),
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
-        adapter=args.adapter,
+        adapter=args.adapter_path,
     )
     generator = open_generator(args, loaded)
     asked = {"max_tokens": args.max_tokens, "sampling": sampling, "stop": args.stop}
-    if args.batch_file:
-        asked |= {"system": args.system, "raw": args.raw}
+    if args.input_file:
+        asked |= {"system": args.system, "raw": args.ignore_chat_template}
         for found in batch_file.generate_requests(generator, parsed, **asked):
             print_json(found)
         return 0

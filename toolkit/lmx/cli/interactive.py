@@ -31,7 +31,7 @@ class InteractiveSession:
         self._args, self._loaded = args, loaded
         self._generator, self._asked = generator, asked
         self._messages: list[dict[str, str]] = []
-        if args.load_session:
+        if args.prompt_cache_file:
             self._load()
         if args.system is not None and not self._messages:
             self._messages = [{"role": "system", "content": args.system}]
@@ -39,7 +39,7 @@ class InteractiveSession:
     def info(self, text: str) -> None:
         """Answer on stdout."""
         prompt = self._encode(text)
-        if self._args.draft and not self._generator.propose:
+        if self._args.draft_model and not self._generator.propose:
             self._find_draft(prompt)
         on_piece = {} if self._args.json else {"on_piece": write}
         generation = self._generator.generate(prompt, **self._asked, **on_piece)
@@ -48,7 +48,7 @@ class InteractiveSession:
 
     def save(self) -> None:
         """Keep what was read, if that is asked for."""
-        if not self._args.save_session:
+        if not self._args.save_prompt_cache:
             return
         found = self._generator.prefixes.newest(self._generator.fresh_session)
         if not found:
@@ -56,14 +56,14 @@ class InteractiveSession:
         session, tokens = found
         prefix_cache.save_prompt_cache(
             session,
-            Path(self._args.save_session).expanduser(),
+            Path(self._args.save_prompt_cache).expanduser(),
             digest=self._digest(),
             tokens=tokens,
             messages=self._messages if self._args.chat else [],
         )
 
     def _load(self) -> None:
-        folder = Path(self._args.load_session).expanduser()
+        folder = Path(self._args.prompt_cache_file).expanduser()
         session = self._generator.fresh_session()
         tokens = prefix_cache.load_prompt_cache(session, folder, digest=self._digest())
         self._generator.prefixes.keep(tokens, session)
@@ -71,13 +71,13 @@ class InteractiveSession:
             self._messages = prefix_cache.saved_messages(folder)
 
     def _digest(self) -> str:
-        adapter = self._args.adapter
+        adapter = self._args.adapter_path
         return checkpoint_digest(
             self._loaded.path, Path(adapter).expanduser() if adapter else None
         )
 
     def _encode(self, text: str) -> list[int]:
-        if self._args.raw:
+        if self._args.ignore_chat_template:
             return self._generator.encode_text(text)
         self._messages.append({"role": "user", "content": text})
         return self._generator.encode(self._messages)
@@ -85,17 +85,19 @@ class InteractiveSession:
     def _find_draft(self, prompt: list[int]) -> None:
         args, generator = self._args, self._generator
         remote = {"trust_remote_code": args.trust_remote_code}
-        generator.propose = proposer_factory(args.draft, self._loaded, prompt, **remote)
+        generator.propose = proposer_factory(
+            args.draft_model, self._loaded, prompt, **remote
+        )
         if generator.propose is None:
             sys.stderr.write("no draft pays here: decoding plainly\n")
-        generator.controller = draft_length_controller(args.draft_tokens)
+        generator.controller = draft_length_controller(args.num_draft_tokens)
 
     def _report(self, prompt: list[int], generation: Generation) -> None:
         facts = {"peak_memory_gb": mx.get_peak_memory() / 1e9}
         if speculation := self._generator.speculation:
             facts["speculation"] = speculation.to_json()
-        if self._args.exact_verify:
-            facts["exact_verify"] = self._compared(prompt, generation)
+        if self._args.check_parity:
+            facts["parity"] = self._compared(prompt, generation)
         if self._args.json:
             print_json(asdict(generation) | facts)
             return
@@ -127,9 +129,9 @@ def summary(generation: Generation, facts: dict) -> str:
         if speculation.get(name) is not None:
             parts.append(form.format(speculation[name]))
     parts.append(f"peak memory {facts['peak_memory_gb']:.2f} GB")
-    if "exact_verify" not in facts:
+    if "parity" not in facts:
         return ", ".join(parts)
-    return ", ".join(parts) + "\n" + flips(facts["exact_verify"])
+    return ", ".join(parts) + "\n" + flips(facts["parity"])
 
 
 def flips(found: dict) -> str:

@@ -12,7 +12,7 @@ from ..errors import INTERRUPTED, Interrupted, UserError
 EXAMPLES = """\
 examples:
   lmx-train qat_4bit                        a shipped recipe
-  lmx-train my.yaml --check                 everything that can be known beforehand
+  lmx-train my.yaml --dry-run               everything that can be known beforehand
   lmx-train my.yaml seed=1 stages.train.steps=50 output=exports/try
 The same command again resumes or skips what is done.
 exit codes: 0 done, 1 the run or a gate failed, 2 recipe or usage,
@@ -33,9 +33,9 @@ def train(argv: Sequence[str] | None = None) -> int:
         "overrides", nargs="*", metavar="key=value", help="set a value of the recipe"
     )
     for flag, meaning in {
-        "--check": "read recipe, data and disk, show the plan; run nothing",
-        "--fresh": "start over: set an earlier run of this recipe aside",
-        "--force": "run although memory or disk look too small",
+        "--dry-run": "read recipe, data and disk, show the plan; run nothing",
+        "--restart": "start over: set an earlier run of this recipe aside",
+        "--ignore-limits": "run although memory or disk look too small",
         "--list": "show shipped recipes, stages, methods and formats",
         "--quiet": "print warnings and the result only",
         "--debug": "show the traceback of an error",
@@ -52,10 +52,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     verbs: dict[str, tuple[str, Callable[[Sequence[str]], int]]] = {
         "train": ("run a recipe (the same as lmx-train)", train),
-        "keys": ("what a recipe may say: keys, values, defaults", _keys),
+        "schema": ("the recipe schema: keys, types, defaults", _schema),
         "generate": ("continue a prompt with a model", _generate),
         "bench": ("how fast a model generates, and what would speed it up", _bench),
-        "import": ("GPTQ, AWQ or GGUF weights as MLX's, unchanged", _import),
+        "convert": ("convert a GPTQ, AWQ, GGUF or peft checkpoint to MLX", _convert),
         "report": ("make the page of a run again", _report),
         "compare": ("runs side by side", _compare),
         "push": ("publish a model on the Hugging Face Hub", _push),
@@ -80,7 +80,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from ..config import bundled
     from ..run.launcher import launched_rank
 
-    if launched_rank() and (arguments.list or arguments.check):
+    if launched_rank() and (arguments.list or arguments.dry_run):
         # The first of several processes tells it.
         return 0
     if arguments.list:
@@ -94,29 +94,29 @@ def _train(arguments: argparse.Namespace) -> int:
 
     loaded = load_recipe(path, arguments.overrides)
     steps = plan(loaded)
-    if arguments.check:
+    if arguments.dry_run:
         from ..pipeline.dry_run import dry_run
 
-        return dry_run(loaded, steps, force=arguments.force)
+        return dry_run(loaded, steps, ignore_limits=arguments.ignore_limits)
     from ..pipeline.runner import run
 
     return run(
         loaded,
         steps,
-        fresh=arguments.fresh,
-        force=arguments.force,
+        restart=arguments.restart,
+        ignore_limits=arguments.ignore_limits,
         quiet=arguments.quiet,
         command=shlex.join(
             ["lmx-train", arguments.recipe, *arguments.overrides]
-            + ["--force"] * arguments.force,
+            + ["--ignore-limits"] * arguments.ignore_limits,
         ),
     )
 
 
-def _keys(argv: Sequence[str]) -> int:
+def _schema(argv: Sequence[str]) -> int:
     from . import config_reference
 
-    return _verb("keys", config_reference, argv)
+    return _verb("schema", config_reference, argv)
 
 
 def _generate(argv: Sequence[str]) -> int:
@@ -131,10 +131,10 @@ def _bench(argv: Sequence[str]) -> int:
     return _verb("bench", bench, argv)
 
 
-def _import(argv: Sequence[str]) -> int:
+def _convert(argv: Sequence[str]) -> int:
     from . import convert
 
-    return _verb("import", convert, argv)
+    return _verb("convert", convert, argv)
 
 
 def _report(argv: Sequence[str]) -> int:

@@ -48,7 +48,7 @@ class BenchmarkPlan:
     batches: Sequence[int]
     tokens: int
     repeats: int
-    exact_verify: bool = False
+    check_parity: bool = False
     """Compare an answer of every proposer with plain decoding."""
 
 
@@ -80,7 +80,7 @@ def run_benchmark(
         `prompt`, `rows`, `column`, `ttft_ms`, `prefill_tokens_per_second`
         and `decode_tokens_per_second` (each {p50, p90, p99}), `peak_memory_gb`,
         `speedup` over the first column and, with a proposer, `acceptance`,
-        `tokens_per_round` and perhaps `exact_verify`.
+        `tokens_per_round` and perhaps `parity`.
     """
     for length in plan.lengths:
         for rows in plan.batches:
@@ -91,7 +91,7 @@ def run_benchmark(
                 for column in measured[:: -1 if number % 2 else 1]:
                     column.run(texts, plan.tokens, counts=number > 0)
             for column in measured:
-                figures = column.figures(measured[0], exactly=plan.exact_verify)
+                figures = column.figures(measured[0], exactly=plan.check_parity)
                 yield {"prompt": length, "rows": rows, "column": column.name} | figures
 
 
@@ -148,7 +148,7 @@ class BenchmarkArm:
             prompt, done = self._last
             fresh = self._generator.fresh_session()
             found = check_parity(fresh, prompt, done.tokens, GREEDY)
-            figures["exact_verify"] = found.to_json()
+            figures["parity"] = found.to_json()
         return figures
 
 

@@ -1,4 +1,4 @@
-"""`--check`: everything that can be known without weights, offline, in seconds."""
+"""`--dry-run`: everything that can be known without weights, offline, in seconds."""
 
 import sys
 from collections.abc import Iterable, Iterator
@@ -51,11 +51,11 @@ class RowReservoir:
             self._characters = sum(len(held.as_text()) for held in self.rows)
 
 
-def dry_run(loaded: LoadedRecipe, plan: RunPlan, *, force: bool) -> int:
+def dry_run(loaded: LoadedRecipe, plan: RunPlan, *, ignore_limits: bool) -> int:
     """Print what a run would read, need and leave; returns the exit code.
 
     Raises:
-        UserError: the model or the data cannot be used, or, without `force`, memory
+        UserError: the model or the data cannot be used, or, without `ignore_limits`, memory
             or disk will not do.
     """
     anatomy, tokenizer, lines = _model(loaded)
@@ -71,7 +71,7 @@ def dry_run(loaded: LoadedRecipe, plan: RunPlan, *, force: bool) -> int:
         share = sample.total / max(1, len(sample.rows))
         needs = ResourceCheck(loaded, plan, anatomy, lengths, share)
         _print(needs.lines())
-        needs.require(force=force)
+        needs.require(ignore_limits=ignore_limits)
     return 0
 
 

@@ -72,7 +72,7 @@ def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
     """
     anatomy = model_shape(loaded)
     if anatomy:
-        ResourceCheck(loaded, plan, anatomy, [], 1.0).require(force=False)
+        ResourceCheck(loaded, plan, anatomy, [], 1.0).require(ignore_limits=False)
 
 
 class ResourceCheck:
@@ -127,24 +127,24 @@ class ResourceCheck:
             f"needs {readable_size(self.disk)}, free {readable_size(self.free)}",
         )
 
-    def require(self, *, force: bool) -> None:
+    def require(self, *, ignore_limits: bool) -> None:
         """Raise UserError with code 3 when something will not fit."""
         for index, load in self.loads.items():
             needed = sum(load.memory.values())
-            if needed > self.limit and not force:
+            if needed > self.limit and not ignore_limits:
                 step = self.plan.steps[index]
                 raise UserError(
                     f"{step.name} needs about {readable_size(needed)} of memory, "
                     f"{readable_size(self.limit)} are there",
                     hint=f"try {' or '.join(self._remedies(step))}; "
-                    "--force runs it all the same",
+                    "--ignore-limits runs it all the same",
                     code=WILL_NOT_FIT,
                 )
-        if self.disk > self.free and not force:
+        if self.disk > self.free and not ignore_limits:
             raise UserError(
                 f"the run needs {readable_size(self.disk)} of disk, "
                 f"{readable_size(self.free)} are free",
-                hint="output=<a folder elsewhere>; --force runs it all the same",
+                hint="output=<a folder elsewhere>; --ignore-limits runs it all the same",
                 place=str(self.plan.output),
                 code=WILL_NOT_FIT,
             )

@@ -75,8 +75,8 @@ def run(
     loaded: LoadedRecipe,
     plan: RunPlan,
     *,
-    fresh: bool,
-    force: bool,
+    restart: bool,
+    ignore_limits: bool,
     quiet: bool,
     command: str,
 ) -> int:
@@ -103,12 +103,12 @@ def run(
         if any(getattr(step.config, "fsdp", False) for step in plan.steps):
             fsdp.require_fsdp_support(ranks)
         with ranks.agreed():
-            if not force:
+            if not ignore_limits:
                 require_resources(loaded, plan)
             if ranks.is_first:
                 _require_elsewhere(plan, ranks)
         with ranks.agreed():
-            opened = _open(loaded, plan, command, fresh, ranks)
+            opened = _open(loaded, plan, command, restart, ranks)
     with opened as folder:
         logger = RunLogger(folder.path, quiet=quiet) if ranks.is_first else NullLogger()
         logger.info(f"lmx {__version__}: {loaded.name} -> {folder.path}")
@@ -151,7 +151,11 @@ def _require_elsewhere(plan: RunPlan, ranks: ProcessGroup) -> None:
 
 
 def _open(
-    loaded: LoadedRecipe, plan: RunPlan, command: str, fresh: bool, ranks: ProcessGroup
+    loaded: LoadedRecipe,
+    plan: RunPlan,
+    command: str,
+    restart: bool,
+    ranks: ProcessGroup,
 ) -> RunDir | NullRunDir:
     if not ranks.is_first:
         return NullRunDir(plan.output)
@@ -163,7 +167,7 @@ def _open(
         resolved=loaded.resolved,
         recipe_hash=plan.recipe_hash,
         difference=difference,
-        fresh=fresh,
+        restart=restart,
     )
 
 

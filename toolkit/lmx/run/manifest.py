@@ -25,7 +25,7 @@ def read(path: Path) -> dict | None:
         raise UserError(
             "the manifest cannot be read",
             place=str(file),
-            hint="use --fresh to start over, or output=... for another folder",
+            hint="use --restart to start over, or output=... for another folder",
         ) from error
     return manifest if "recipe_hash" in manifest else None
 

@@ -41,20 +41,20 @@ class RunDir:
         resolved: str,
         recipe_hash: str,
         difference: Callable[[str, str], str],
-        fresh: bool = False,
+        restart: bool = False,
     ) -> "RunDir":
         """Create or reopen a run folder.
 
         Args:
             command: what the user typed.
             difference: a readable diff of two resolved recipes.
-            fresh: set an earlier run aside, as `<path>.old-N`, and start over.
+            restart: set an earlier run aside, as `<path>.old-N`, and start over.
 
         Raises:
             UserError: another process works there, the folder holds another recipe's
                 run or something else, or the disk refuses.
         """
-        if fresh:
+        if restart:
             _set_aside(path)
         with explained(path), ExitStack() as undo:
             path.mkdir(parents=True, exist_ok=True)
@@ -182,7 +182,7 @@ def _refuse_changed(
     raise UserError(
         f"this folder holds a run of another recipe:\n    {lines}",
         place=str(path),
-        hint=f"use --fresh to start over (the old run is kept as {_aside(path).name}), "
+        hint=f"use --restart to start over (the old run is kept as {_aside(path).name}), "
         "or output=... for another folder",
     )
 

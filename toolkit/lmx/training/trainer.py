@@ -136,7 +136,7 @@ class Trainer:
                 raise UserError(
                     "the training rows are not those this run began with",
                     place=str(folder),
-                    hint="restore the data, or start over with --fresh",
+                    hint="restore the data, or start over with --restart",
                 )
             self.logger.info(f"resuming after step {self.progress.step}")
             self.logger.truncate(self.progress.step)

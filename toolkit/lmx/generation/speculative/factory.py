@@ -30,12 +30,12 @@ class FallbackProposer:
         return NO_DRAFT
 
 
-# --- from generate.drafting: `--draft`: who guesses, by name, and whether it speaks the model's tokens.
+# --- from generate.drafting: `--draft-model`: who guesses, by name, and whether it speaks the model's tokens.
 
 
-LOOKUP, SELF = "lookup", "self"
+PROMPT_LOOKUP, LAYER_SKIP = "prompt-lookup", "layer-skip"
 TRIED = 128
-"""Tokens of the prompt that `self` is chosen on."""
+"""Tokens of the prompt that `layer-skip` is chosen on."""
 
 
 def proposer_factory(
@@ -48,7 +48,8 @@ def proposer_factory(
     """Makes a proposer for every answer; None = nothing pays on this machine.
 
     Args:
-        name: `lookup`, `self`, a model folder or Hub id, or `lookup+` one of these.
+        name: `prompt-lookup`, `layer-skip`, a model folder or Hub id, or `prompt-lookup+` one of
+            these.
         sample: tokens of the kind the model will read.
 
     Raises:
@@ -57,14 +58,14 @@ def proposer_factory(
     first, plus, rest = name.partition("+")
     # Answers to later prompts are guessed from earlier ones, too.
     lookup = partial(PromptLookupProposer, NGramIndex())
-    if name == LOOKUP:
+    if name == PROMPT_LOOKUP:
         return lookup
-    if first == LOOKUP and plus:
+    if first == PROMPT_LOOKUP and plus:
         second = proposer_factory(
             rest, loaded, sample, trust_remote_code=trust_remote_code
         )
         return (lambda: FallbackProposer(lookup(), second())) if second else lookup
-    if name == SELF:
+    if name == LAYER_SKIP:
         skipped = choose(loaded.model, mx.array([sample[:TRIED]], mx.int32))
         twin = without(loaded.model, skipped)
         return (lambda: DraftModelProposer(twin)) if skipped else None

@@ -76,7 +76,7 @@ def uses(record: Record) -> list[str]:
 def reproduces(record: Record) -> list[str]:
     """Commands that make the run, setting this one aside, or this page again."""
     command = record.manifest.get("command")
-    again = [f"{command} --fresh"] if command else []
+    again = [f"{command} --restart"] if command else []
     return [*again, f"lmx report {record.output}"]
 
 
