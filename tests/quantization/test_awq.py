@@ -15,7 +15,7 @@ from lmx.models import checkpoint_writer
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build, load
 from lmx.quantization.packing import expand, pack
-from lmx.quantization.ptq import awq, gptq, rtn
+from lmx.quantization.ptq import awq
 from lmx.quantization.ptq.awq import clipped, group_costs
 from lmx.quantization.ptq.awq_scaling import (
     BlockError,
@@ -24,6 +24,7 @@ from lmx.quantization.ptq.awq_scaling import (
     search_scales,
 )
 from lmx.quantization.ptq.base import PTQContext
+from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
@@ -54,7 +55,7 @@ def model_of(config=LLAMA, **changes):
     return model.eval()
 
 
-CONFIGS = {awq: AWQConfig, gptq: GPTQConfig, rtn: RTNConfig}
+CONFIGS = {"awq": AWQConfig, "gptq": GPTQConfig, "rtn": RTNConfig}
 
 
 def tokens_of(seed, count=16):
@@ -70,7 +71,7 @@ def quantized(method, folder, config=LLAMA, **settings):
     logger = Report()
     windows = windows_of(tokens_of(1))
     task = PTQContext(model, specs, mx.float32, lambda *_: windows, folder, logger)
-    tensors = method.quantize(settings, task)
+    tensors = METHODS[method](settings, task)
     found = dense | {k: v for k, v in tensors.items() if k in dense}
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
@@ -96,8 +97,8 @@ def block_errors(weights, config=LLAMA):
 
 @pytest.mark.parametrize("config", [LLAMA, QWEN3_MOE], ids=["llama", "mixture"])
 def test_no_block_loses_more_than_by_rounding(tmp_path, config):
-    _, found, lines = quantized(awq, tmp_path / "awq", config)
-    _, plain, _ = quantized(rtn, tmp_path / "rtn", config)
+    _, found, lines = quantized("awq", tmp_path / "awq", config)
+    _, plain, _ = quantized("rtn", tmp_path / "rtn", config)
     mine, nearest = block_errors(found, config), block_errors(plain, config)
     assert all(a <= b for a, b in zip(mine, nearest, strict=True))
     assert sum(mine) < 0.9 * sum(nearest)
@@ -105,7 +106,7 @@ def test_no_block_loses_more_than_by_rounding(tmp_path, config):
 
 
 def test_norms_change_only_where_a_scale_was_folded(tmp_path):
-    tensors, _, lines = quantized(awq, tmp_path)
+    tensors, _, lines = quantized("awq", tmp_path)
     folded = {
         f"model.layers.{number}.{path}.weight"
         for number in range(2)
@@ -129,7 +130,7 @@ def test_mixed_bits_and_what_stock_mlx_lm_makes_of_it(make_checkpoint, tmp_path)
     task = PTQContext(
         loaded.model, specs, mx.float32, lambda *_: windows, tmp_path, Report()
     )
-    tensors = awq.quantize(config, task)
+    tensors = METHODS["awq"](config, task)
     kept = {k: v for k, v in dense.items() if k.removesuffix(".weight") not in specs}
     target = tmp_path / "model"
     target.mkdir()
@@ -160,11 +161,10 @@ def test_mixed_bits_and_what_stock_mlx_lm_makes_of_it(make_checkpoint, tmp_path)
     assert mx.allclose(by_hand(tokens), stock(tokens), rtol=1e-4, atol=1e-4)
 
 
-def test_folded_gptq_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
-    settings = {"awq_scaling": True, "refine_iters": 0}
-    whole, _, _ = quantized(gptq, tmp_path / "whole", **settings)
+def test_awq_resumes_after_a_kill(tmp_path, monkeypatch):
+    whole, _, _ = quantized("awq", tmp_path / "whole")
     assert any(name.endswith("layernorm.weight") for name in whole)
-    solve = gptq.GPTQ._solve
+    solve = awq.AWQ.solve
 
     def stopping(self, weights, moments):
         if "model.layers.1.mlp.down_proj" in weights:
@@ -172,10 +172,10 @@ def test_folded_gptq_goes_on_where_it_was_stopped(tmp_path, monkeypatch):
         return solve(self, weights, moments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(gptq.GPTQ, "_solve", stopping)
+        patched.setattr(awq.AWQ, "solve", stopping)
         with pytest.raises(KeyboardInterrupt):
-            quantized(gptq, tmp_path / "killed", **settings)
-    again, _, lines = quantized(gptq, tmp_path / "killed", **settings)
+            quantized("awq", tmp_path / "killed")
+    again, _, lines = quantized("awq", tmp_path / "killed")
     assert not any("layers.0:" in line for line in lines)
     assert whole.keys() == again.keys()
     assert all(mx.array_equal(again[name], value) for name, value in whole.items())

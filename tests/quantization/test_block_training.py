@@ -5,7 +5,7 @@ import re
 import mlx.core as mx
 import pytest
 from lmx.errors import UserError
-from lmx.quantization.ptq import block_reconstruction, gptq
+from lmx.quantization.ptq import block_reconstruction
 from mlx.utils import tree_flatten
 from test_gptq import Report, model_of, quantized, tokens_of
 from tiny_checkpoints import QWEN3_MOE
@@ -21,17 +21,17 @@ def run(folder, *, model=None, tokens=PLENTY, logger=None, **settings):
     logger = logger or Report()
     model = model or model_of(**SIZES)
     tensors, model = quantized(
-        gptq,
+        "gptq",
         model,
         folder,
         tokens=tokens,
         logger=logger,
         bits=2,
         group_size=32,
-        rounds=0,
+        refine_iters=0,
         # What is left to gain: plain GPTQ makes up for nothing but its own columns.
-        outputs=False,
-        asymmetry=False,
+        output_hessian=False,
+        asymmetric_calibration=False,
         **settings,
     )
     found = filter(None, map(LINE.search, logger.lines))
@@ -45,7 +45,7 @@ def same(left, right):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("trained"), blocks=TRAIN)
+    return run(tmp_path_factory.mktemp("trained"), block_reconstruction=TRAIN)
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_blocks_gain_on_tokens_held_out(trained, plain):
 
 def test_what_is_no_better_is_undone(tmp_path, plain):
     wild = TRAIN | {"learning_rate": 3.0}
-    tensors, _, errors, lines = run(tmp_path, blocks=wild)
+    tensors, _, errors, lines = run(tmp_path, block_reconstruction=wild)
     assert all(after == before for after, before in errors)
     assert sum("undone" in line for line in lines) == 2
     assert "training helped in 0 of 2 blocks" in lines
@@ -81,17 +81,19 @@ def test_killed_and_resumed(tmp_path, trained):
 
     logger.info = die
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, blocks=TRAIN, logger=logger)
-    tensors, _, errors, _ = run(tmp_path, blocks=TRAIN)
+        run(tmp_path, block_reconstruction=TRAIN, logger=logger)
+    tensors, _, errors, _ = run(tmp_path, block_reconstruction=TRAIN)
     assert len(errors) == 1
     assert same(tensors, trained[0])
 
 
 def test_experts_and_layers_on_another_grid(tmp_path):
-    layers = {"self_attn.o_proj": {"bits": 4}, "self_attn.q_proj": "keep"}
+    layers = {"self_attn.o_proj": {"bits": 4}, "self_attn.q_proj": "skip"}
     model = model_of(QWEN3_MOE, num_hidden_layers=1)
     before = dict(tree_flatten(model.parameters()))
-    tensors, model, errors, _ = run(tmp_path, model=model, blocks=TRAIN, layers=layers)
+    tensors, model, errors, _ = run(
+        tmp_path, model=model, block_reconstruction=TRAIN, overrides=layers
+    )
     [(after, start)] = errors
     assert after < start
     after = dict(tree_flatten(model.parameters()))
@@ -101,7 +103,7 @@ def test_experts_and_layers_on_another_grid(tmp_path):
 
 def test_one_part_of_tokens_is_not_enough(tmp_path):
     few = tokens_of(1, count=8)
-    *_, lines = run(tmp_path, tokens=few, blocks=TRAIN)
+    *_, lines = run(tmp_path, tokens=few, block_reconstruction=TRAIN)
     assert any("no block was trained" in line for line in lines)
 
 
@@ -111,4 +113,4 @@ def test_code_without_a_gradient_is_named(tmp_path, monkeypatch):
 
     monkeypatch.setattr(block_reconstruction._BlockTrainer, "_outputs", broken)
     with pytest.raises(UserError, match=r"layers\.0 cannot be trained"):
-        run(tmp_path, blocks=TRAIN)
+        run(tmp_path, block_reconstruction=TRAIN)

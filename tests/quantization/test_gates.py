@@ -3,7 +3,6 @@
 import mlx.core as mx
 import pytest
 from lmx.models.loader import load
-from lmx.quantization.ptq import rtn
 from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
 from lmx.training.teacher_targets import write_teacher_targets
 from test_contract import quantize
@@ -15,7 +14,7 @@ TOKENS = [mx.random.randint(0, 320, (2, 16), key=mx.random.key(1))]
 def case(make_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gates")
     source = make_checkpoint()
-    _, tensors, _ = quantize(rtn, source, folder / "q")
+    _, tensors, _ = quantize("rtn", source, folder / "q")
     held_out = write_teacher_targets(
         folder / "h",
         TOKENS,

@@ -10,8 +10,8 @@ from lmx.config import quantize
 from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.models.loader import build
 from lmx.quantization.packing import expand
-from lmx.quantization.ptq import gptq, rtn
 from lmx.quantization.ptq.base import PTQContext
+from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
@@ -31,7 +31,7 @@ def model_of(config=LLAMA, **changes):
     return model.eval()
 
 
-CONFIGS = {gptq: GPTQConfig, rtn: RTNConfig}
+CONFIGS = {"gptq": GPTQConfig, "rtn": RTNConfig}
 
 
 def tokens_of(seed, count=96):
@@ -57,7 +57,7 @@ def quantized(
     task = PTQContext(
         model, specs, mx.float32, lambda *_: windows, folder, logger or Report()
     )
-    tensors = method.quantize(config, task)
+    tensors = METHODS[method](config, task)
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
         packed = {name: tensors[f"{path}.{name}"] for name in names}
@@ -82,7 +82,7 @@ def found_by_gptq(tmp_path_factory):
     def of(bits, tied):
         logger, folder = Report(), tmp_path_factory.mktemp("gptq")
         model = model_of(**SIZES, tie_word_embeddings=tied)
-        return quantized(gptq, model, folder, bits=bits, logger=logger)[1], logger
+        return quantized("gptq", model, folder, bits=bits, logger=logger)[1], logger
 
     return of
 
@@ -92,10 +92,10 @@ def found_by_gptq(tmp_path_factory):
 def test_closer_than_rounding_on_other_tokens(tmp_path, found_by_gptq, bits, tied):
     changes = SIZES | {"tie_word_embeddings": tied}
     model = model_of(**changes)
-    _, plain = quantized(rtn, model_of(**changes), tmp_path, bits=bits)
-    others = {rtn: plain, gptq: found_by_gptq(bits, tied)[0]}
+    _, plain = quantized("rtn", model_of(**changes), tmp_path, bits=bits)
+    others = {"rtn": plain, "gptq": found_by_gptq(bits, tied)[0]}
     found = {method: divergence(model, other) for method, other in others.items()}
-    assert 0 < found[gptq] < 0.8 * found[rtn]
+    assert 0 < found["gptq"] < 0.8 * found["rtn"]
 
 
 def test_every_part_helps(tmp_path):
@@ -105,13 +105,13 @@ def test_every_part_helps(tmp_path):
 
     def loss(name, **changes):
         _, other = quantized(
-            gptq, model_of(**SIZES), tmp_path / name, **settings, **changes
+            "gptq", model_of(**SIZES), tmp_path / name, **settings, **changes
         )
         return divergence(model, other)
 
     whole = loss("whole")
-    assert whole < loss("plain", rounds=0, asymmetry=False)
-    assert whole < 0.95 * loss("rows alone", outputs=False)
+    assert whole < loss("plain", refine_iters=0, asymmetric_calibration=False)
+    assert whole < 0.95 * loss("rows alone", output_hessian=False)
 
 
 def test_filling_changes_nothing(tmp_path):
@@ -129,7 +129,7 @@ def test_filling_changes_nothing(tmp_path):
         given = {"tokens": mx.array(filled), "counted": counted}
         given |= {"bits": 3, "refine_iters": 1}
         folder = tmp_path / str(number)
-        found.append(quantized(gptq, model_of(**narrow), folder, **given)[0])
+        found.append(quantized("gptq", model_of(**narrow), folder, **given)[0])
     assert all(mx.array_equal(found[0][k], found[1][k]).item() for k in found[0])
 
 
@@ -137,7 +137,7 @@ def test_experts_that_saw_little_are_named(tmp_path):
     logger = Report()
     tokens = tokens_of(1, count=2)
     model = model_of(QWEN3_MOE, num_hidden_layers=1)
-    quantized(gptq, model, tmp_path, tokens=tokens, logger=logger)
+    quantized("gptq", model, tmp_path, tokens=tokens, logger=logger)
     assert any("experts saw fewer than" in line for line in logger.lines)
     assert any("calibration has 64 tokens" in line for line in logger.lines)
 
@@ -154,7 +154,6 @@ def test_what_is_lost_is_in_the_log(found_by_gptq):
 @pytest.mark.parametrize(
     "more",
     [
-        {"awq_scaling": True},
         {"block_reconstruction": {}},
         {"mixed_precision": {"target_bpw": 3}},
     ],

@@ -22,7 +22,7 @@ def test_a_pattern_is_of_the_whole_path_or_of_that_in_the_block():
         specs = chosen({pattern: grids}).specs
         eight = [path for path, spec in specs.items() if spec.bits == 8]
         assert eight == [DOWN], pattern
-    kept = chosen({"self_attn.*": "keep", "*.self_attn.o_proj": grids}).kept
+    kept = chosen({"self_attn.*": "skip", "*.self_attn.o_proj": grids}).kept
     assert len(kept) == 4
 
 
@@ -42,8 +42,8 @@ def test_a_pattern_is_above_the_models_wish_and_the_switches():
     assert plain.asked == {gate, gate.replace("0", "1")}
     named = chosen({"mlp.gate": {"bits": 3}}, QWEN3_MOE)
     assert named.specs[gate].bits == 3
-    assert chosen({"mlp.gate": "keep"}, QWEN3_MOE).kept[gate] == "the recipe says so"
-    both = chosen({"lm_head": {"bits": 6}}, QWEN3_MOE, head=False)
+    assert chosen({"mlp.gate": "skip"}, QWEN3_MOE).kept[gate] == "the recipe says so"
+    both = chosen({"lm_head": {"bits": 6}}, QWEN3_MOE, quantize_lm_head=False)
     assert both.specs["lm_head"].bits == 6
     assert both.asked == plain.asked | {"lm_head"}
 

@@ -6,7 +6,6 @@ import pytest
 from lmx.config import quantize
 from lmx.config.quantize import ScaleTuningConfig
 from lmx.models.loader import load
-from lmx.quantization.ptq import rtn
 from lmx.quantization.ptq.candidates import CandidateModel
 from lmx.quantization.ptq.scale_tuning import KINDS, ScaleTuner
 from lmx.run.logger import RunLogger
@@ -31,9 +30,9 @@ def case(request, make_checkpoint, tmp_path_factory):
     base = LLAMA if request.param == "llama" else QWEN3_MOE
     source = make_checkpoint(base, num_hidden_layers=1)
     folder = tmp_path_factory.mktemp("tune")
-    quantize(rtn, source, folder / "q", bits=3)
+    quantize("rtn", source, folder / "q", bits=3)
     teacher = load(source).model
-    settings = {"digest": "a", "top_k": 320, "say": lambda _: None}
+    settings = {"digest": "a", "top_k": 320, "info": lambda _: None}
     training = write_teacher_targets(folder / "t", parts_of(1, 6), teacher, **settings)
     held_out = write_teacher_targets(folder / "h", parts_of(2, 3), teacher, **settings)
     return folder / "q", training, held_out
@@ -173,7 +172,7 @@ def test_a_step_of_many_parts_is_that_of_one(case, tmp_path):
     whole = [mx.concatenate(parts)], [mx.concatenate(counted)]
     moved = []
     for name, (tokens, count) in {"parts": (parts, counted), "whole": whole}.items():
-        settings = {"digest": "b", "top_k": 320, "say": lambda _: None}
+        settings = {"digest": "b", "top_k": 320, "info": lambda _: None}
         folder = tmp_path / name
         targets = write_teacher_targets(
             folder, tokens, lambda x: 2 * teacher(x), counted=count, **settings
@@ -220,7 +219,7 @@ def test_another_start_is_tuned_anew(case, tuned):
 def test_only_scales_can_be_tuned():
     with pytest.raises(ValueError, match="no scales to tune"):
         quantize.RTNConfig(mode="mxfp4", scale_tuning={})
-    assert quantize.RTNConfig().tune is None
-    assert quantize.RTNConfig(scale_tuning=True).tune == ScaleTuningConfig()
-    assert quantize.GPTQConfig(scale_tuning=False).tune is None
-    assert quantize.GPTQConfig().tune == ScaleTuningConfig()
+    assert quantize.RTNConfig().scale_tuning is None
+    assert quantize.RTNConfig(scale_tuning=True).scale_tuning == ScaleTuningConfig()
+    assert quantize.GPTQConfig(scale_tuning=False).scale_tuning is None
+    assert quantize.GPTQConfig().scale_tuning == ScaleTuningConfig()

@@ -23,8 +23,8 @@ class CalibrationConfig(ConfigModel):
     loss_on: Literal["all", "completions"] = "all"
     """everything = documents are joined and cut, and every token counts; answers = rows
     are watched one by one, as training sees them, and what it trains on counts (see
-    data.loss_on): for a model of one task. With rtn and gptq, the latter without fold,
-    blocks and budget."""
+    data.loss_on): for a model of one task. With rtn and gptq, the latter without
+    block_reconstruction and mixed_precision."""
     num_eval_tokens: int = Field(16384, ge=8)
     """Tokens to judge by, of the recipe's validation rows, else of the source."""
 
@@ -178,13 +178,10 @@ class GPTQConfig(PTQConfig):
     output_hessian: bool = True
     """Rows make up for each other's errors, by how the loss answers to what comes out:
     before it all begins, tokens go through the model and the slopes of their loss back.
-    Not with `fold`, which changes what comes out."""
+    """
     dampening_frac: float = Field(DAMPENING_FRAC, gt=0, le=1)
     """Share of the mean of a Hessian's diagonal that is added to it, to begin with."""
 
-    awq_scaling: bool = False
-    """Fold AWQ's scales into a block first, where its rounded layers then lose less.
-    Off: a small Llama came out 3 to 4% further from itself with it, at 2 and 3 bits."""
     block_reconstruction: BlockReconstructionConfig | None = None
     """Train every block's weights and grids afterwards, {} = with all defaults; what is
     no better on windows held out is undone. Off: at 2 bits data/tiny-base came out but
@@ -199,9 +196,7 @@ class GPTQConfig(PTQConfig):
     @property
     def takes_all_alike(self) -> list[str]:
         """What of it does not tell tokens that count from others."""
-        own = [
-            key for key in ("awq_scaling", "block_reconstruction") if getattr(self, key)
-        ]
+        own = ["block_reconstruction"] if self.block_reconstruction else []
         return own + super().takes_all_alike
 
 

@@ -5,7 +5,6 @@ import mlx.core as mx
 from ...config.quantize import GPTQConfig
 from ..packing import pack
 from . import gptq_solver
-from .awq_scaling import AWQScaler
 from .base import PTQContext
 from .block_reconstruction import BlockReconstruction
 from .error_propagation import OutputError
@@ -27,7 +26,6 @@ class GPTQ:
 
     def run(self) -> dict[str, mx.array]:
         config, task = self.config, self.task
-        folding = AWQScaler(task) if config.awq_scaling else None
         training = (
             BlockReconstruction(config.block_reconstruction, task)
             if config.block_reconstruction
@@ -37,13 +35,13 @@ class GPTQ:
             config,
             task,
             self._solve,
-            folding,
+            None,
             training,
             compares=bool(config.asymmetric_calibration or training),
-            weighs_outputs=config.output_hessian and not config.awq_scaling,
+            weighs_outputs=config.output_hessian,
         )
-        for part in filter(None, (folding, training)):
-            part.sum_up()
+        if training is not None:
+            training.sum_up()
         return tensors
 
     def _solve(self, weights: dict[str, mx.array], moments: InputStatistics | None):
