@@ -15,7 +15,7 @@ from lmx.models.loader import load
 from lmx.models.lora import io, lora_model
 from lmx.models.lora.io import init_adapter
 from mlx.utils import tree_flatten, tree_unflatten
-from publishing import publish
+from exporting import publish
 from safetensors.numpy import load_file, save_file
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))

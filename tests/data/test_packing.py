@@ -12,7 +12,7 @@ from lmx.models import from_scratch
 from lmx.models.loader import build
 from lmx.training.document_mask import DocumentCaches
 from lmx.training.step import TrainStep
-from test_batches import examples
+from test_data_batching import examples
 
 LONGEST = 100
 

@@ -14,7 +14,7 @@ from lmx.models.safetensors_io import read_header
 from lmx.quantization.packing import pack
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten
-from publishing import publish, rounded
+from exporting import publish, rounded
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))

@@ -13,7 +13,7 @@ from lmx.convert.importers.affine_repack import pack
 from lmx.errors import UserError
 from lmx.models.loader import load, load_tokenizer
 from lmx.quantization.packing import pack as pack_nearest
-from publishing import publish, rounded
+from exporting import publish, rounded
 from tiny_checkpoints import QWEN3_MOE
 
 gguf = pytest.importorskip("gguf")
