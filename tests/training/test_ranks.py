@@ -160,7 +160,7 @@ class Rank:
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
-        self.own = lambda items: list(items)[rank::size]
+        self.shard = lambda items: list(items)[rank::size]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -222,9 +222,9 @@ def speak(ranks, folder) -> None:
 
     other = [value if ranks.is_first else mx.ones_like(value) for value in VALUES]
     told = {
-        "spread": [bits(value) for value in ranks.spread(other)],
-        "shared": ranks.shared(FACTS if ranks.is_first else "mine"),
-        "totals": ranks.totals(0.1 + ranks.rank, 3, 1e12 + 1),
+        "spread": [bits(value) for value in ranks.broadcast(other)],
+        "shared": ranks.broadcast_object(FACTS if ranks.is_first else "mine"),
+        "totals": ranks.all_reduce_scalars(0.1 + ranks.rank, 3, 1e12 + 1),
     }
     big = [mx.full((count,), ranks.rank + 1.0) for count in (3, 1, 4, 1, 5)]
     sums = []
@@ -236,7 +236,7 @@ def speak(ranks, folder) -> None:
     faults = (None, UserError("x", code=3), KeyboardInterrupt(), Interrupted("x"))
     for fault in faults:
         try:
-            with ranks.agreed():
+            with ranks.collective_errors():
                 if ranks.rank == 1 and fault:
                     raise fault
             fates.append("well")
@@ -255,7 +255,11 @@ def test_what_processes_tell_each_other(tmp_path):
         assert found["shared"] == FACTS
         assert found["totals"] == pytest.approx([1.2, 6, 2e12 + 2], rel=1e-12)
         assert found["sums"] == [[3.0] * count for count in (3, 1, 4, 1, 5)] + [4.0]
-    heard = [["RemoteError", "", 3], ["Interrupted", "", None], ["Interrupted", "", None]]
+    heard = [
+        ["RemoteError", "", 3],
+        ["Interrupted", "", None],
+        ["Interrupted", "", None],
+    ]
     assert told[0]["fates"] == ["well", *heard]
     own = [["UserError", "x", 3], ["KeyboardInterrupt", "", None]]
     assert told[1]["fates"] == ["well", *own, ["Interrupted", "x", None]]

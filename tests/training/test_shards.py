@@ -99,7 +99,7 @@ def train_everything(ranks, folder) -> None:
         step = TrainStep(model, ranks=ranks, shard=shard, **BFLOAT)
         found[name] = outcome(step, windows()[:1])
     step = begun("tied", ranks=ranks, shard=True)
-    ranks.scattered = lambda values: mx.split(values, ranks.size)[ranks.rank]
+    ranks.reduce_scatter = lambda values: mx.split(values, ranks.size)[ranks.rank]
     found["own gradients alone"] = outcome(step, windows())
     flat = {f"{c}|{k}": v for c, values in found.items() for k, v in values.items()}
     np.savez(folder / f"{ranks.rank}.npz", **flat)
@@ -287,7 +287,7 @@ def count_messages(ranks, folder) -> None:
     told = {}
     for again in (False, True):
         sent = []
-        for way in ("gathered", "scattered"):
+        for way in ("all_gather", "reduce_scatter"):
             setattr(ranks, way, counted(way, getattr(type(ranks), way), ranks, sent))
         step = begun("tied", ranks=ranks, shard=True, gradient_checkpointing=again)
         mx.eval(step([tokens_of(4)], 1e-2, 0))
@@ -308,9 +308,9 @@ def test_blocks_are_gathered_when_they_run_and_again_when_they_run_again(tmp_pat
     first, second = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))
     assert first == second
     # All outside of the blocks, then two blocks.
-    assert first["False"] == ["gathered"] * 3 + ["scattered"] * 3
-    again = ["gathered", "scattered"] * 2
-    assert first["True"] == ["gathered"] * 3 + again + ["scattered"]
+    assert first["False"] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
+    again = ["all_gather", "reduce_scatter"] * 2
+    assert first["True"] == ["all_gather"] * 3 + again + ["reduce_scatter"]
 
 
 # Tied and not, with experts, shared keys, states, convolutions, and parts per head.

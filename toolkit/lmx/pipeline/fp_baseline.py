@@ -60,15 +60,15 @@ class FullPrecisionBaseline:
         from .train_run import TrainRun
 
         ranks, logger = self.context.ranks, self.context.logger
-        if ranks.shared(self.dense.is_dir()):
+        if ranks.broadcast_object(self.dense.is_dir()):
             return
         stage, logger.stage = logger.stage, f"{logger.stage}, {NAME}"
         try:
             logger.info("the same training in full precision, to compare with")
-            with ranks.agreed():
+            with ranks.collective_errors():
                 training = TrainRun(self.config, self.context)
             training.run()
-            with ranks.agreed():
+            with ranks.collective_errors():
                 if ranks.is_first:
                     training.write()
         finally:

@@ -94,7 +94,7 @@ def run(
     malloc.keep()
     ranks = join()
     blas.use()
-    with ranks.linked():
+    with ranks.connection_errors():
         ranks.require_same(
             plan.recipe_hash,
             "runs another recipe",
@@ -102,12 +102,12 @@ def run(
         )
         if any(getattr(step.config, "fsdp", False) for step in plan.steps):
             fsdp.require_fsdp_support(ranks)
-        with ranks.agreed():
+        with ranks.collective_errors():
             if not ignore_limits:
                 require_resources(loaded, plan)
             if ranks.is_first:
                 _require_elsewhere(plan, ranks)
-        with ranks.agreed():
+        with ranks.collective_errors():
             opened = _open(loaded, plan, command, restart, ranks)
     with opened as folder:
         logger = RunLogger(folder.path, quiet=quiet) if ranks.is_first else NullLogger()
@@ -121,7 +121,7 @@ def run(
             logger.warning(folder.died)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
-            with tracking, ranks.linked():
+            with tracking, ranks.connection_errors():
                 _run_stages(loaded, plan, folder, logger, ranks)
         except (Interrupted, KeyboardInterrupt):
             logger.warning(f"interrupted; to go on: {command}")
@@ -181,12 +181,12 @@ def _run_stages(
     artefact: ModelArtifact | None = None
     context = _context(loaded, folder, logger, ranks)
     for position, step in enumerate(plan.steps):
-        with ranks.agreed():
+        with ranks.collective_errors():
             facts = folder.finished(step.name, logger.warning)
             if facts is None:
                 folder.forget([later.name for later in plan.steps[position + 1 :]])
                 folder.enter(step.name)
-        facts = ranks.shared(facts)
+        facts = ranks.broadcast_object(facts)
         if facts is not None:
             logger.info(f"stage {step.name}: done before")
         else:
@@ -202,7 +202,7 @@ def _run_stage(
     """Run a stage, in all processes or the first one alone; what it leaves, as JSON."""
     stage = STAGES[step.kind]
     ranks = context.ranks
-    with ranks.agreed():
+    with ranks.collective_errors():
         current = context.current
         if current is None and context.base is not None:
             current = ModelArtifact(context.base, context.base)
@@ -211,13 +211,13 @@ def _run_stage(
     if hasattr(stage, "TOGETHER"):
         artefact = stage.run(step.config, context)
     else:
-        with ranks.agreed():
+        with ranks.collective_errors():
             artefact = stage.run(step.config, context) if ranks.is_first else None
-    with ranks.agreed():
+    with ranks.collective_errors():
         if ranks.is_first:
             facts = artefact.to_json(folder.path)
             folder.finish(step.name, facts, _own(artefact, folder.path))
-    return ranks.shared(facts if ranks.is_first else None)
+    return ranks.broadcast_object(facts if ranks.is_first else None)
 
 
 def _here(facts: dict, context: StageContext) -> ModelArtifact:

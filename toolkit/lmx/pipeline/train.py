@@ -19,10 +19,10 @@ def run(config: TrainConfig, context: "StageContext") -> "ModelArtifact":
     from .train_run import TrainRun
 
     ranks = context.ranks
-    with ranks.agreed():
+    with ranks.collective_errors():
         if ranks.is_first:
             begin(context)
-    with ranks.agreed():
+    with ranks.collective_errors():
         twin = (
             FullPrecisionBaseline(config, context)
             if config.compare_full_precision
@@ -35,7 +35,7 @@ def run(config: TrainConfig, context: "StageContext") -> "ModelArtifact":
         # Also of what was stopped, or went wrong.
         if ranks.is_first:
             _draw(context)
-    with ranks.agreed():
+    with ranks.collective_errors():
         artefact = training.write() if ranks.is_first else context.current
     if twin is None:
         return artefact
@@ -43,7 +43,7 @@ def run(config: TrainConfig, context: "StageContext") -> "ModelArtifact":
     # Its weights and moments make room for the twin's.
     del training
     twin.train()
-    with ranks.agreed():
+    with ranks.collective_errors():
         is_first = ranks.is_first
         return twin.compared(artefact, selection, held_out) if is_first else artefact
 

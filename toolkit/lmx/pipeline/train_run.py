@@ -226,7 +226,7 @@ class TrainRun:
         if not self.config.sample_prompts:
             return
         ranks, model = self.context.ranks, self.step.serve()
-        with ranks.agreed():
+        with ranks.collective_errors():
             if ranks.is_first:
                 generator = Generator(model, self.loaded.tokenizer)
                 prompts, logger = self.config.sample_prompts, self.context.logger

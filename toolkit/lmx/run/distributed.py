@@ -46,7 +46,7 @@ class ProcessGroup:
         """Whether this is the process that writes and tells."""
         return self.rank == 0
 
-    def own(self, items: Iterable[Item]) -> Iterator[Item]:
+    def shard(self, items: Iterable[Item]) -> Iterator[Item]:
         """This process's share of some items: every `size`-th."""
         return islice(items, self.rank, None, self.size)
 
@@ -65,18 +65,18 @@ class ProcessGroup:
         pairs = zip(sums, values, strict=True)
         return [total.reshape(value.shape) for total, value in pairs]
 
-    def gathered(self, value: mx.array) -> mx.array:
+    def all_gather(self, value: mx.array) -> mx.array:
         """The rows of all processes below each other, not yet computed."""
         return mx.distributed.all_gather(value, group=self._group)
 
-    def scattered(self, value: mx.array) -> mx.array:
+    def reduce_scatter(self, value: mx.array) -> mx.array:
         """This process's share of the rows of a sum over all, not yet computed.
 
         Only NCCL and JACCL can; others raise a RuntimeError.
         """
         return mx.distributed.sum_scatter(value, group=self._group)
 
-    def totals(self, *numbers: float) -> list[float]:
+    def all_reduce_scalars(self, *numbers: float) -> list[float]:
         """The sums of numbers over all processes, computed."""
         if self.size == 1:
             return list(numbers)
@@ -90,7 +90,7 @@ class ProcessGroup:
         rows = [row for part in gathered for row in part.tolist()]
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
-    def spread(self, values: Sequence[mx.array]) -> list[mx.array]:
+    def broadcast(self, values: Sequence[mx.array]) -> list[mx.array]:
         """The first process's values of arrays, of any type, bit for bit."""
         if self.size == 1:
             return list(values)
@@ -104,14 +104,14 @@ class ProcessGroup:
             mx.eval(found[-1])
         return found
 
-    def shared(self, value: Any) -> Any:
+    def broadcast_object(self, value: Any) -> Any:
         """The first process's value, of what JSON can hold; the others' is ignored."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.is_first else b""
-        [length] = self.spread([mx.array(len(text))])
+        [length] = self.broadcast([mx.array(len(text))])
         data = mx.array(list(text.ljust(length.item())), mx.uint8)
-        [data] = self.spread([data])
+        [data] = self.broadcast([data])
         return json.loads(bytes(data.tolist()))
 
     def require_same(self, value: Any, what: str, *, hint: str) -> None:
@@ -120,15 +120,15 @@ class ProcessGroup:
         Args:
             what: what it then does, such as "reads other rows".
         """
-        firsts = self.shared(value)
-        with self.agreed():
+        firsts = self.broadcast_object(value)
+        with self.collective_errors():
             if value != firsts:
                 raise UserError(
                     f"process {self.rank} {what} than the first one", hint=hint
                 )
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def collective_errors(self) -> Iterator[None]:
         """What fails in one process while this is open fails in all when it closes.
 
         Inside of it nothing may talk to the others, who may have failed.
@@ -150,7 +150,7 @@ class ProcessGroup:
             raise RemoteError(worst)
 
     @contextmanager
-    def linked(self) -> Iterator[None]:
+    def connection_errors(self) -> Iterator[None]:
         """Turn the loss of another process into a `UserError`."""
         try:
             yield

@@ -69,7 +69,7 @@ def save(
         spared: the step of one more that is kept, however old.
     """
     whole = (step.shards.whole(_owner(k), v) for k, v in _tensors(step).items())
-    with step.ranks.agreed():
+    with step.ranks.collective_errors():
         try:
             if not step.ranks.is_first:
                 return None
@@ -93,13 +93,13 @@ def restore(
         warn: told about every damaged checkpoint that is passed over.
     """
     tensors, progress = None, TrainingProgress()
-    with step.ranks.agreed():
+    with step.ranks.collective_errors():
         if step.ranks.is_first:
             tensors, progress = _newest(folder, warning)
-    is_found = step.ranks.shared(tensors is not None)
+    is_found = step.ranks.broadcast_object(tensors is not None)
     if is_found or not step.shards:
         _fill(step, _tensors(step) if tensors is None else tensors)
-    return TrainingProgress(**step.ranks.shared(vars(progress)))
+    return TrainingProgress(**step.ranks.broadcast_object(vars(progress)))
 
 
 def recall(folder: Path, step: TrainStep, number: int) -> bool:
@@ -108,11 +108,11 @@ def recall(folder: Path, step: TrainStep, number: int) -> bool:
     The optimizer is left as it is: nothing goes on from here. All processes call this.
     """
     tensors = None
-    with step.ranks.agreed():
+    with step.ranks.collective_errors():
         checkpoint = _place(folder, number)
         if step.ranks.is_first and _is_whole(checkpoint):
             tensors = mx.load(str(checkpoint / WEIGHTS))
-    if not step.ranks.shared(tensors is not None):
+    if not step.ranks.broadcast_object(tensors is not None):
         return False
     _fill_parameters(step, tensors or {})
     return True
@@ -232,7 +232,7 @@ def _received(
         whole = tensors.pop(name)
     else:
         whole = mx.zeros(step.shards.shape(owner, value), value.dtype)
-    [whole] = step.ranks.spread([whole])
+    [whole] = step.ranks.broadcast([whole])
     own = step.shards.cut(owner, whole)
     mx.eval(own)
     return own

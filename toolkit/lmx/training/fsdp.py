@@ -69,7 +69,7 @@ class ShardedParameters:
     def whole(self, path: str, value: mx.array) -> mx.array:
         """What `cut` has cut, gathered from all processes and computed."""
         if path in self:
-            value = self._ranks.gathered(value)
+            value = self._ranks.all_gather(value)
         mx.eval(value)
         return value
 
@@ -162,7 +162,7 @@ class ShardedParameters:
         def gather(shares):
             rows = [v.astype(self._compute).reshape(1, -1) for v in shares]
             flat = mx.concatenate(rows, axis=1)
-            whole = self._send(self._ranks.gathered, flat, after or [])
+            whole = self._send(self._ranks.all_gather, flat, after or [])
             parts = mx.split(whole, ends, axis=1)
             return [v.reshape(shape) for v, shape in zip(parts, shapes, strict=True)]
 
@@ -170,7 +170,7 @@ class ShardedParameters:
         def _(shares, cotangents, _):
             rows = [v.astype(mx.float32).reshape(size, -1) for v in cotangents]
             flat = mx.concatenate(rows, axis=1)
-            own = self._send(self._ranks.scattered, flat, [])
+            own = self._send(self._ranks.reduce_scatter, flat, [])
             parts = mx.split(own, ends, axis=1)
             return [v.reshape(s.shape) for v, s in zip(parts, shares, strict=True)]
 
@@ -195,7 +195,7 @@ def require_fsdp_support(ranks: ProcessGroup) -> None:
             hint="start them with mlx.launch, or leave out shard",
         )
     try:
-        mx.eval(ranks.scattered(mx.zeros((ranks.size, 1))))
+        mx.eval(ranks.reduce_scatter(mx.zeros((ranks.size, 1))))
     except RuntimeError as fault:
         raise UserError(
             f"this backend ({backend()}) cannot reduce-scatter, as shard must: {fault}",

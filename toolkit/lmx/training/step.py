@@ -33,7 +33,7 @@ def local_rows(batch: Batch, ranks: ProcessGroup) -> Batch:
         value if value is None else _local_values(value, ranks)
         for value in batch.arrays
     ]
-    where = tuple(ranks.own(batch.where))
+    where = tuple(ranks.shard(batch.where))
     target = batch.target and tuple(
         _local_values(value, ranks) for value in batch.target
     )
@@ -207,11 +207,11 @@ class TrainStep:
         if self.shards:
             own = (local_rows(batch, self.ranks) for batch in batches)
         else:
-            own = self.ranks.own(batches)
+            own = self.ranks.shard(batches)
         for batch in own:
             loss += self._evaluate(*self._given(batch)).item()
             tokens += batch.mask.sum().item()
-        loss, tokens = self.ranks.totals(loss, tokens)
+        loss, tokens = self.ranks.all_reduce_scalars(loss, tokens)
         return loss, int(tokens)
 
     def serve(self) -> nn.Module:

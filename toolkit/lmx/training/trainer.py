@@ -99,7 +99,7 @@ class Trainer:
         with (
             stop_requested() as stopping,
             self.logger.progress(self.steps, "training") as bar,
-            self.ranks.linked(),
+            self.ranks.connection_errors(),
             ended_when_stuck(PATIENCE) if self.ranks.size > 1 else nullcontext(),
         ):
             self._clock = time.perf_counter()
@@ -175,7 +175,7 @@ class Trainer:
         loss, tokens, norm, *told = (output.item() for output in outputs)
         self._told = any(told)
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            with self.ranks.agreed():
+            with self.ranks.collective_errors():
                 if self.ranks.is_first:
                     self._stop_at_nan(number, window)
         now = time.perf_counter()
@@ -236,7 +236,7 @@ class Trainer:
         loss, tokens = self.step.evaluate(self.valid)
         loss /= tokens
         self.progress.judge(loss)
-        with self.ranks.agreed():
+        with self.ranks.collective_errors():
             self.logger.metrics({"kind": "valid", "step": done, "loss": loss})
             self.logger.info(f"step {done}: validation loss {loss:#.4g}")
         self.on_evaluate(done)
