@@ -1,7 +1,7 @@
 """`lmx doctor` tells what it found, and never the token."""
 
 import pytest
-from lmx convert __version__
+from lmx import __version__
 from lmx.cli import doctor
 from lmx.cpu import blas
 from lmx.evaluation import memory_bandwidth
