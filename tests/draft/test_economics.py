@@ -2,14 +2,14 @@
 
 import numpy as np
 import pytest
-from lmx.draft.acceptance import accepted_length
+from lmx.draft.acceptance import predict_accepted_length
 from lmx.draft.cost_model import SpeculationCosts
 
 
 @pytest.mark.parametrize("guesses", [1, 3, 8])
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.9, 1.0])
 def test_equal_chances_give_the_geometric_series(rate, guesses):
-    found = accepted_length([np.full(20_000, rate)], guesses)
+    found = predict_accepted_length([np.full(20_000, rate)], guesses)
     assert found == pytest.approx(sum(rate**i for i in range(guesses + 1)), rel=1e-3)
 
 
@@ -27,7 +27,9 @@ def test_rounds_begin_where_the_ones_before_them_end():
             tries += 1
         place += min(tries + 1, len(stands) - where)
         rounds += 1
-    assert accepted_length([stands], 3) == pytest.approx(place / rounds, rel=0.01)
+    assert predict_accepted_length([stands], 3) == pytest.approx(
+        place / rounds, rel=0.01
+    )
 
 
 def test_the_textbook_case_and_rows_that_cost():

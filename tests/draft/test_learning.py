@@ -8,11 +8,11 @@ import pytest
 from lmx.data.tokenization import Example
 from lmx.draft.acceptance import (
     ReferenceCompletion,
-    accepted_length,
     all_acceptance_probs,
-    expected_tokens_by_length,
+    predict_accepted_length,
+    predict_accepted_lengths,
 )
-from lmx.draft.benchmark import DRAFT, LOOKUP, Candidate, DraftBenchmark
+from lmx.draft.benchmark import DRAFT, PROMPT_LOOKUP, Candidate, DraftBenchmark
 from lmx.draft.cost_model import SpeculationCosts
 from lmx.draft.dataset import DistillationBatches
 from lmx.draft.losses import DraftLoss, acceptance_bounds
@@ -184,7 +184,7 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
     assert column.tokens_per_round == pytest.approx(
         found.predicted_tokens, rel=0.12 if temperature else 1e-9
     )
-    assert found.columns[LOOKUP].speedup > 0
+    assert found.columns[PROMPT_LOOKUP].speedup > 0
     assert found.predicted_speedup == FREE.speedup(found.predicted_tokens, found.length)
 
 
@@ -202,7 +202,7 @@ def test_other_answers_to_the_prompts_predict_the_rounds():
         ReferenceCompletion(target, *pair, cold)
         for pair in answered(prompts, target, 400)[0]
     ]
-    curve = expected_tokens_by_length(all_acceptance_probs(texts, draft))
+    curve = predict_accepted_lengths(all_acceptance_probs(texts, draft))
     draws = count()
     pairs, rounds = answered(
         prompts, target, 0, lambda: DraftModelProposer(draft, seed=next(draws)), guesses
@@ -212,7 +212,7 @@ def test_other_answers_to_the_prompts_predict_the_rounds():
     measured = said / (rounds.rounds + rounds.plain)
     assert curve[guesses - 1] == pytest.approx(measured, rel=0.05)
     shared = [shares(target, draft, text.prompt, text.said) for text in texts]
-    whole = accepted_length(shared, guesses)
+    whole = predict_accepted_length(shared, guesses)
     assert whole != pytest.approx(measured, rel=0.05)
 
 
@@ -244,4 +244,4 @@ def test_a_model_that_drafts_for_itself_always_stands():
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
         stands = ReferenceCompletion(target, [1, 2], text, sampling).stands(target)
         assert np.allclose(stands, 1, atol=1e-5)
-        assert accepted_length([stands], 3) == pytest.approx(4, rel=1e-3)
+        assert predict_accepted_length([stands], 3) == pytest.approx(4, rel=1e-3)

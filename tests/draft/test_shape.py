@@ -12,7 +12,7 @@ from lmx.draft.pruning import (
     pruned_config,
 )
 from lmx.errors import UserError
-from lmx.generation.speculative.layer_skip import without
+from lmx.generation.speculative.layer_skip import skip_layers
 from lmx.models.loader import build
 from mlx.utils import tree_flatten
 
@@ -52,7 +52,7 @@ def student_of(model, shape, activity=None):
 def test_fewer_blocks_are_the_model_without_the_others():
     model = model_of(CONFIG)
     student, config = student_of(model, PrunedShape((0, 3)))
-    assert mx.allclose(student(TOKENS), without(model, [1, 2])(TOKENS), atol=1e-6)
+    assert mx.allclose(student(TOKENS), skip_layers(model, [1, 2])(TOKENS), atol=1e-6)
     assert config["num_hidden_layers"] == len(config["layer_types"]) == 2
 
 

@@ -6,7 +6,11 @@ from lmx.data.batching import InMemoryExamples
 from lmx.data.tokenization import Example
 from lmx.errors import UserError
 from lmx.generation import completions
-from lmx.generation.completions import CachedGenerator, prompt_of, replace_completions
+from lmx.generation.completions import (
+    CachedGenerator,
+    prompt_tokens,
+    replace_completions,
+)
 from lmx.generation.engine import Generator
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny
 
@@ -56,7 +60,7 @@ def test_they_are_what_the_model_says(model):
     assert len(found) == len(ROWS)
     lengths = set()
     for row, own in zip(ROWS, found, strict=True):
-        prompt = prompt_of(row)
+        prompt = prompt_tokens(row)
         assert own.tokens[: len(prompt)].tolist() == prompt
         assert own.mask.tolist() == [False] * len(prompt) + [True] * (
             len(own.tokens) - len(prompt)
@@ -74,9 +78,9 @@ def test_they_are_what_the_model_says(model):
 def test_the_prompt_is_all_before_the_last_answer():
     tokens = np.arange(8, dtype=np.int32)
     turns = np.array([0, 0, 1, 1, 0, 0, 1, 1], bool)
-    assert prompt_of(Example(tokens, turns, "")) == [0, 1, 2, 3, 4, 5]
+    assert prompt_tokens(Example(tokens, turns, "")) == [0, 1, 2, 3, 4, 5]
     text = np.arange(8) > 0
-    assert prompt_of(Example(tokens, text, "")) == [0]
+    assert prompt_tokens(Example(tokens, text, "")) == [0]
 
 
 def test_every_temperature_answers_once_and_draws_are_repeated(model):
@@ -92,7 +96,7 @@ def test_every_temperature_answers_once_and_draws_are_repeated(model):
 
 
 def test_they_are_kept_and_go_on_where_they_stopped(model, monkeypatch):
-    monkeypatch.setattr(completions, "BLOCK", 2)
+    monkeypatch.setattr(completions, "BATCH_SIZE", 2)
     with pytest.raises(KeyboardInterrupt):
         answers(Asked(model, stop_at=2))
     second, third, other = Asked(model), Asked(model), Asked(model)

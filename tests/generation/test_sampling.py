@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import UserError
-from lmx.generation.sampling import Sampling, filtered, make_sampler
+from lmx.generation.sampling import Sampling, filter_logits, make_sampler
 
 LOGITS = np.array([2.0, 1.4, 1.1, 0.9, 0.2, -0.3, -1.0, -2.5, -4.0, 0.7])
 DRAWS = 40_000
@@ -79,7 +79,7 @@ def test_successive_draws_follow_the_reference_and_are_independent():
 
 def kept(logits, **settings):
     settings = Sampling(temperature=1.0, **settings)
-    return np.isfinite(np.array(filtered(mx.array(logits), settings))).tolist()
+    return np.isfinite(np.array(filter_logits(mx.array(logits), settings))).tolist()
 
 
 def test_top_p_keeps_the_token_that_crosses_the_threshold():
@@ -122,7 +122,7 @@ def test_same_filters_as_mlx_lm():
     theirs = apply_top_k(apply_min_p(apply_top_p(theirs, 0.9), 0.02), 40)
     settings = Sampling(temperature=0.8, top_p=0.9, top_k=40, min_p=0.02)
     theirs = mx.softmax(theirs / 0.8, axis=-1)
-    ours = mx.softmax(filtered(logits, settings), axis=-1)
+    ours = mx.softmax(filter_logits(logits, settings), axis=-1)
     assert mx.allclose(ours, theirs, atol=1e-6)
     assert (ours > 0).sum(axis=-1).min() > 1
 

@@ -5,7 +5,11 @@ import pytest
 from lmx.errors import UserError
 from lmx.generation.engine import Generator
 from lmx.generation.speculative import layer_skip
-from lmx.generation.speculative.layer_skip import Skipping, choose, without
+from lmx.generation.speculative.layer_skip import (
+    Skipping,
+    choose_skipped_layers,
+    skip_layers,
+)
 from test_session import some_tokens, tiny
 from test_speculate import PROMPT, sharpened, speculative, tokens_of
 from tiny_generators import byte_tokenizer
@@ -18,7 +22,7 @@ def test_text_is_unchanged_and_weights_are_shared(family):
     plain = tokens_of(Generator(model, byte_tokenizer()))
     assert tokens_of(generator) == plain
     assert len(model.layers) == 2
-    assert without(model, [1]).layers[0] is model.layers[0]
+    assert skip_layers(model, [1]).layers[0] is model.layers[0]
 
 
 def test_fewer_blocks_are_the_model_that_has_no_others():
@@ -29,7 +33,7 @@ def test_fewer_blocks_are_the_model_that_has_no_others():
     smaller.model.layers = [model.model.layers[0], model.model.layers[2]]
     smaller.lm_head = model.lm_head
     tokens = some_tokens(12)
-    assert mx.array_equal(without(model, [1])(tokens), smaller(tokens))
+    assert mx.array_equal(skip_layers(model, [1])(tokens), smaller(tokens))
 
 
 def test_a_block_that_does_nothing_is_the_first_to_go(monkeypatch):
@@ -40,9 +44,9 @@ def test_a_block_that_does_nothing_is_the_first_to_go(monkeypatch):
         idle.mlp.down_proj.weight *= 0
     # Of a machine on which a block is all that costs, and rows are free.
     monkeypatch.setattr(layer_skip, "_seconds", lambda model, rows: len(model.layers))
-    assert set(choose(model, some_tokens(40))) >= {2, 4}
+    assert set(choose_skipped_layers(model, some_tokens(40))) >= {2, 4}
     monkeypatch.setattr(layer_skip, "_seconds", lambda model, rows: 6.0 * rows)
-    assert choose(model, some_tokens(40)) == []
+    assert choose_skipped_layers(model, some_tokens(40)) == []
 
 
 def test_a_model_that_asks_a_certain_block_is_refused():
@@ -53,4 +57,4 @@ def test_a_model_that_asks_a_certain_block_is_refused():
 
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UserError, match="no list of blocks"):
-        choose(lambda tokens: tokens, mx.array([PROMPT]))
+        choose_skipped_layers(lambda tokens: tokens, mx.array([PROMPT]))

@@ -140,7 +140,7 @@ def test_a_session_of_another_model_is_refused(folder, draft, answered, tmp_path
 )
 def test_a_draft_changes_no_text(name, folder, draft, answered, monkeypatch):
     # What pays is measured; here one block is left out, whatever the clock says.
-    monkeypatch.setattr(factory, "choose", lambda model, tokens: [1])
+    monkeypatch.setattr(factory, "choose_skipped_layers", lambda model, tokens: [1])
     name = name.replace("model", str(draft))
     words = [folder, "--json", "--prompt", "abcabcabcabc", "--max-tokens", 60]
     (plain,) = answered(*words)
@@ -179,7 +179,7 @@ def test_the_summary_tells_of_speculation(folder, draft, capsys):
 
 
 def test_no_draft_that_pays_is_no_draft(folder, capsys, monkeypatch):
-    monkeypatch.setattr(factory, "choose", lambda model, tokens: [])
+    monkeypatch.setattr(factory, "choose_skipped_layers", lambda model, tokens: [])
     assert (
         lmx(folder, "--prompt", "x", "--draft-model", "layer-skip", "--max-tokens", 3)
         == 0

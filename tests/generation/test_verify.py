@@ -12,7 +12,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.generation.sampling import Sampling, filtered
+from lmx.generation.sampling import Sampling, filter_logits
 from lmx.generation.speculative import verification
 from lmx.generation.speculative.proposer import DraftTokens
 
@@ -36,7 +36,7 @@ def laws(sampling):
     target = 1.5 * draw.normal(size=(WORDS,) * 5)
     draft = 0.6 * target + 0.9 * draw.normal(size=target.shape)
     return tuple(
-        filtered(mx.array(x.astype(np.float32)), sampling) for x in (target, draft)
+        filter_logits(mx.array(x.astype(np.float32)), sampling) for x in (target, draft)
     )
 
 

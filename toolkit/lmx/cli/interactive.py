@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..errors import UserError
 from ..generation import prefix_cache
 from ..generation.engine import Generator
-from ..generation.outputs import Generation, GenerationChunk
+from ..generation.outputs import GenerationResponse, GenerationResult
 from ..generation.speculative.factory import draft_length_controller, proposer_factory
 from ..generation.speculative.parity import check_parity
 from ..models.checkpoint import checkpoint_digest
@@ -68,7 +68,7 @@ class InteractiveSession:
         tokens = prefix_cache.load_prompt_cache(session, folder, digest=self._digest())
         self._generator.prefixes.keep(tokens, session)
         if self._args.chat:
-            self._messages = prefix_cache.saved_messages(folder)
+            self._messages = prefix_cache.load_messages(folder)
 
     def _digest(self) -> str:
         adapter = self._args.adapter_path
@@ -92,7 +92,7 @@ class InteractiveSession:
             sys.stderr.write("no draft pays here: decoding plainly\n")
         generator.controller = draft_length_controller(args.num_draft_tokens)
 
-    def _report(self, prompt: list[int], generation: Generation) -> None:
+    def _report(self, prompt: list[int], generation: GenerationResult) -> None:
         facts = {"peak_memory_gb": mx.get_peak_memory() / 1e9}
         if speculation := self._generator.speculation:
             facts["speculation"] = speculation.to_json()
@@ -106,12 +106,12 @@ class InteractiveSession:
         if not self._args.chat:
             sys.stderr.write(summary(generation, facts) + "\n")
 
-    def _compared(self, prompt: list[int], generation: Generation) -> dict:
+    def _compared(self, prompt: list[int], generation: GenerationResult) -> dict:
         session, sampling = self._generator.fresh_session(), self._asked["sampling"]
         return check_parity(session, prompt, generation.tokens, sampling).to_json()
 
 
-def summary(generation: Generation, facts: dict) -> str:
+def summary(generation: GenerationResult, facts: dict) -> str:
     """What a person wants to know of an answer, in one line or two."""
     parts = [f"{generation.prompt_tokens} prompt tokens"]
     if generation.ttft_ms is not None:
@@ -148,7 +148,7 @@ def flips(found: dict) -> str:
     return text + ("" if found["rounding_explains_all"] else ": MORE THAN ROUNDING")
 
 
-def write(piece: GenerationChunk) -> None:
+def write(piece: GenerationResponse) -> None:
     """The text of a token on stdout, at once."""
     sys.stdout.write(piece.text)
     sys.stdout.flush()

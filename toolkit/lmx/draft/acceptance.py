@@ -10,7 +10,7 @@ import numpy as np
 
 from ..generation.sampling import Sampling
 from ..generation.speculative.proposer import TargetSampler
-from .cost_model import LONGEST
+from .cost_model import MAX_DRAFT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,15 @@ def all_acceptance_probs(
     return [text.stands(draft) for text in texts if len(text.said) > 1]
 
 
-def expected_tokens_by_length(stands: Sequence[np.ndarray]) -> list[float]:
+def predict_accepted_lengths(stands: Sequence[np.ndarray]) -> list[float]:
     """Tokens of rounds with 1, 2, ... guesses, along texts."""
-    return [accepted_length(stands, guesses) for guesses in range(1, LONGEST + 1)]
+    return [
+        predict_accepted_length(stands, guesses)
+        for guesses in range(1, MAX_DRAFT_TOKENS + 1)
+    ]
 
 
-def accepted_length(texts: Sequence[np.ndarray], guesses: int) -> float:
+def predict_accepted_length(texts: Sequence[np.ndarray], guesses: int) -> float:
     """Of rounds of so many guesses, on average, along texts of a target.
 
     Rounds begin where the ones before them end, so the chances of every place to be a

@@ -19,11 +19,11 @@ from ..generation.speculative.proposer import Proposer
 from .acceptance import (
     ReferenceCompletion,
     all_acceptance_probs,
-    expected_tokens_by_length,
+    predict_accepted_lengths,
 )
 from .cost_model import SpeculationCosts
 
-PLAIN, LOOKUP, SIBLING, DRAFT = "plain", "lookup", "sibling", "draft"
+PLAIN, PROMPT_LOOKUP, BASELINE_MODEL, DRAFT = "plain", "lookup", "sibling", "draft"
 
 
 def decoding_modes(temperature: float, seed: int) -> dict[str, Sampling]:
@@ -154,15 +154,17 @@ class DraftBenchmark:
             for prompt, said in pairs
         ]
         stands = all_acceptance_probs(heard, self.draft.model)
-        curve = expected_tokens_by_length(stands)
+        curve = predict_accepted_lengths(stands)
         mean = float(np.mean([len(text) - 1 for text in texts])) or math.inf
         length, speedup = self.draft.costs.best(curve, mean)
-        guesses = {PLAIN: 0, LOOKUP: length, DRAFT: length}
-        answers[LOOKUP] = self._answered(PromptLookupProposer, length, sampling)
+        guesses = {PLAIN: 0, PROMPT_LOOKUP: length, DRAFT: length}
+        answers[PROMPT_LOOKUP] = self._answered(PromptLookupProposer, length, sampling)
         if other := self.sibling:
-            own = expected_tokens_by_length(all_acceptance_probs(heard, other.model))
-            guesses[SIBLING], _ = other.costs.best(own, mean)
-            answers[SIBLING] = self._guessed(other, guesses[SIBLING], sampling)
+            own = predict_accepted_lengths(all_acceptance_probs(heard, other.model))
+            guesses[BASELINE_MODEL], _ = other.costs.best(own, mean)
+            answers[BASELINE_MODEL] = self._guessed(
+                other, guesses[BASELINE_MODEL], sampling
+            )
         answers[DRAFT] = self._guessed(self.draft, length, sampling)
         suites = {
             name: self._columns(answers, guesses, name)

@@ -17,7 +17,7 @@ from ..generation.speculative.decoder import SpeculativeDecoder
 from ..generation.speculative.draft_length import DraftLengthController
 from ..generation.speculative.draft_model import DraftModelProposer
 
-LONGEST = 8
+MAX_DRAFT_TOKENS = 8
 """Guesses of a round, at most."""
 REPEATS = 7
 # Tokens of a prompt that are read at once, and those to decode, more than enough.
@@ -78,7 +78,7 @@ def measure_speculation_costs(
     Args:
         prompt: tokens of one.
     """
-    counts = range(1, LONGEST + 1)
+    counts = range(1, MAX_DRAFT_TOKENS + 1)
     with ExitStack() as stack:
         ways = [_time_plain(target, prompt)]
         ways += [_time_rounds(target, draft, prompt, guesses) for guesses in counts]

@@ -16,10 +16,10 @@ from ..data.row_formats import Row
 from ..data.tokenization import Example
 from ..generation.completions import (
     CachedGenerator,
+    completion_example,
     generate_all_cached,
-    with_completion,
 )
-from ..generation.prompt import encode, encode_text
+from ..generation.prompt import encode_chat, encode_text
 from ..run.logger import RunLogger
 from ..training.teacher_targets import (
     TeacherTarget,
@@ -38,16 +38,16 @@ class Prompt:
     where: str
 
 
-def prompt_of_row(row: Row, tokenizer: Any) -> list[int]:
+def prompt_from_row(row: Row, tokenizer: Any) -> list[int]:
     """What a row asks, templates applied; of bare text its first half."""
     if row.text is not None:
         tokens = encode_text(tokenizer, row.text)
         return list(tokens[: len(tokens) // 2])
     if row.messages is None:
-        return list(encode(tokenizer, row.prompt))
+        return list(encode_chat(tokenizer, row.prompt))
     turns = [message["role"] for message in row.messages]
     last = max((n for n, role in enumerate(turns) if role == "assistant"), default=0)
-    return list(encode(tokenizer, [*row.messages[:last]])) if last else []
+    return list(encode_chat(tokenizer, [*row.messages[:last]])) if last else []
 
 
 def select_prompts(
@@ -56,7 +56,7 @@ def select_prompts(
     *,
     count: int,
     longest: int,
-    ask: Callable[[Row, Any], list[int]] = prompt_of_row,
+    ask: Callable[[Row, Any], list[int]] = prompt_from_row,
 ) -> list[Prompt]:
     """What the first rows ask.
 
@@ -95,7 +95,8 @@ def generate_completions(
     ]
     pairs = zip(asked, generate_all_cached(requests, answerer), strict=True)
     return [
-        with_completion(prompt.tokens, found, prompt.where) for prompt, found in pairs
+        completion_example(prompt.tokens, found, prompt.where)
+        for prompt, found in pairs
     ]
 
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from ..data.row_formats import Row
-from ..generation.prompt import encode, encode_text
-from .dataset import Prompt, prompt_of_row, select_prompts
+from ..generation.prompt import encode_chat, encode_text
+from .dataset import Prompt, prompt_from_row, select_prompts
 
 CHAT, TEXT, COPYING = "chat", "text", "copying"
 AGAIN = "Say that again."
@@ -29,7 +29,7 @@ def prompt_sets(
     """
     found: PromptSets = {CHAT: [], TEXT: [], COPYING: []}
     for row in rows:
-        asks = {CHAT if row.text is None else TEXT: prompt_of_row, COPYING: _copied}
+        asks = {CHAT if row.text is None else TEXT: prompt_from_row, COPYING: _copied}
         for kind, ask in asks.items():
             if len(found[kind]) < count:
                 found[kind] += select_prompts(
@@ -54,4 +54,4 @@ def _copied(row: Row, tokenizer: Any) -> list[int]:
         # It calls a tool, and there is nothing to say again.
         return []
     again = {"role": "user", "content": AGAIN}
-    return encode(tokenizer, [*turns[: said[-1] + 1], again])
+    return encode_chat(tokenizer, [*turns[: said[-1] + 1], again])

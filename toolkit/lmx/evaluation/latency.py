@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from ..generation.engine import Generator
-from ..generation.outputs import Generation
+from ..generation.outputs import GenerationResult
 from ..generation.speculative.decoder import SpeculativeStats
 
 PERCENTILES = (50, 90, 99)
@@ -25,7 +25,7 @@ def measure_latency(
         {p50, p90, p99}: the value that so many percent of the runs are no worse than.
     """
 
-    def run(prompt) -> Generation:
+    def run(prompt) -> GenerationResult:
         return generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
 
     run(prompts[0])

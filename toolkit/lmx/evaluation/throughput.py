@@ -10,7 +10,7 @@ import mlx.core as mx
 
 from ..generation.batching import BatchGenerator, GenerationRequest
 from ..generation.engine import GREEDY, Generator
-from ..generation.outputs import Generation
+from ..generation.outputs import GenerationResult
 from ..generation.speculative.decoder import SpeculativeStats
 from ..generation.speculative.parity import check_parity
 from .latency import percentiles
@@ -105,7 +105,7 @@ class BenchmarkArm:
         self._peak = 0.0
         self._speculation = SpeculativeStats()
         # Prompt and answer of the last run of one row.
-        self._last: tuple[list[int], Generation] | None = None
+        self._last: tuple[list[int], GenerationResult] | None = None
 
     def run(self, texts: list[list[int]], tokens: int, *, counts: bool) -> None:
         """Decode once; the first time is a warm-up."""

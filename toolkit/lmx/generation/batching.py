@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ..errors import UserError
 from ..models.loader import make_cache
-from .decode_loop import CLEAR_EVERY, BatchSampler
+from .decode_loop import CLEAR_CACHE_INTERVAL, BatchSampler
 from .sampling import Sampling
 
 
@@ -113,7 +113,7 @@ class BatchGenerator:
         self._prefill()
         ahead, self._ahead = self._ahead, self._launch()
         self._steps += 1
-        if self._steps % CLEAR_EVERY == 0:
+        if self._steps % CLEAR_CACHE_INTERVAL == 0:
             mx.clear_cache()
         return self._tokens(*ahead) if ahead else []
 

@@ -17,7 +17,7 @@ from .batching import BatchGenerator, GenerationRequest
 from .sampling import Sampling
 
 # Prompts whose answers are kept together: what was stopped goes on with the next block.
-BLOCK = 64
+BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def replace_completions(
     places, requests = [], []
     for number in range(len(examples)):
         example = examples[number]
-        prompt = prompt_of(example)
+        prompt = prompt_tokens(example)
         room = min(max_tokens, max_seq_length - len(prompt))
         for turn, temperature in enumerate(temperatures):
             if room > 0:
@@ -89,12 +89,12 @@ def replace_completions(
     answers = generate_all_cached(requests, answerer)
     pairs = zip(requests, answers, places, strict=True)
     return InMemoryExamples(
-        with_completion(request.prompt, answer, where)
+        completion_example(request.prompt, answer, where)
         for request, answer, where in pairs
     )
 
 
-def prompt_of(example: Example) -> list[int]:
+def prompt_tokens(example: Example) -> list[int]:
     """The tokens before the last ones that are trained."""
     last = int(np.flatnonzero(example.mask)[-1])
     untrained = np.flatnonzero(~example.mask[:last])
@@ -106,8 +106,8 @@ def generate_all_cached(
 ) -> list[list[int]]:
     """The answers to requests, by the cache or by the model."""
     found = []
-    for start in range(0, len(requests), BLOCK):
-        block = requests[start : start + BLOCK]
+    for start in range(0, len(requests), BATCH_SIZE):
+        block = requests[start : start + BATCH_SIZE]
         asked = [[r.prompt, r.max_tokens, repr(r.sampling)] for r in block]
         kept = cache.get_or_create(
             "answers",
@@ -116,7 +116,7 @@ def generate_all_cached(
             warning=answerer.warning,
         )
         if kept.made:
-            done = min(start + BLOCK, len(requests))
+            done = min(start + BATCH_SIZE, len(requests))
             answerer.info(f"answered {done:,} of {len(requests):,} prompts")
         found += kept.facts["answers"]
     return found
@@ -132,7 +132,7 @@ def generate_batch(
     model: Any, requests: Sequence[GenerationRequest]
 ) -> list[list[int]]:
     """What a model answers to requests, `BLOCK` of them decoded together."""
-    batcher = BatchGenerator(model, rows=BLOCK)
+    batcher = BatchGenerator(model, rows=BATCH_SIZE)
     for request in requests:
         batcher.submit(request)
     answers: dict[GenerationRequest, list[int]] = {request: [] for request in requests}
@@ -143,7 +143,7 @@ def generate_batch(
     return list(answers.values())
 
 
-def with_completion(prompt: list[int], answer: list[int], where: str) -> Example:
+def completion_example(prompt: list[int], answer: list[int], where: str) -> Example:
     """An example of which the answer is trained."""
     tokens = np.array([*prompt, *answer], np.int32)
     return Example(tokens, np.arange(len(tokens)) >= len(prompt), where)

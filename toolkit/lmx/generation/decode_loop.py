@@ -9,7 +9,7 @@ from .kv_cache import CacheState
 from .logits_processors import LogitsProcessor
 from .sampling import Sampling, make_sampler
 
-CLEAR_EVERY = 256
+CLEAR_CACHE_INTERVAL = 256
 """Steps between releases of MLX's buffer cache, which grows with the context."""
 
 
@@ -70,7 +70,7 @@ def decode(
 
     if not count:
         return
-    with wired_memory():
+    with wired_limit():
         tokens = mx.array(prompts)
         unread = tokens[:, session.length : -1]
         prefill(session, unread, width=prefill_step // len(prompts))
@@ -80,7 +80,7 @@ def decode(
             if number < count:
                 ahead = step(now[0][:, None])
             yield now
-            if number % CLEAR_EVERY == 0:
+            if number % CLEAR_CACHE_INTERVAL == 0:
                 mx.clear_cache()
 
 
@@ -103,7 +103,7 @@ def _logprobs(logits: mx.array, tokens: mx.array) -> mx.array:
 
 
 @contextmanager
-def wired_memory() -> Iterator[None]:
+def wired_limit() -> Iterator[None]:
     """Keep the weights resident on Apple GPUs: paged out, decoding crawls."""
     if not mx.metal.is_available():
         yield

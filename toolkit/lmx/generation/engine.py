@@ -9,9 +9,9 @@ from ..errors import UserError
 from .decode_loop import BatchSampler, decode
 from .detokenizer import StreamingDetokenizer
 from .kv_cache import CacheState
-from .outputs import Generation, GenerationChunk
+from .outputs import GenerationResponse, GenerationResult
 from .prefix_cache import PrefixCache
-from .prompt import Messages, encode, encode_text
+from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
 from .speculative.decoder import SpeculativeDecoder, SpeculativeStats
 from .speculative.draft_length import DraftLengthController
@@ -19,7 +19,7 @@ from .speculative.proposer import Proposer
 from .speculative.verification import Rule
 
 GREEDY = Sampling()
-ROWS = 32
+BATCH_SIZE = 32
 """Prompts decoded together by `Generator.complete`."""
 
 
@@ -78,7 +78,7 @@ class Generator:
         stop_tokens: Collection[int] | None = None,
         stop: Sequence[str] = (),
         logprobs: bool = False,
-    ) -> Iterator[GenerationChunk]:
+    ) -> Iterator[GenerationResponse]:
         """Yield the answer token by token.
 
         Args:
@@ -102,9 +102,9 @@ class Generator:
         self,
         prompt: Sequence[int],
         *,
-        on_piece: Callable[[GenerationChunk], object] = lambda piece: None,
+        on_piece: Callable[[GenerationResponse], object] = lambda piece: None,
         **options,
-    ) -> Generation:
+    ) -> GenerationResult:
         """Generate a whole answer; `options` are those of `stream`."""
         pieces, start = [], time.perf_counter()
         first = last = start
@@ -116,7 +116,7 @@ class Generator:
         reason = pieces[-1].finish_reason if pieces else "length"
         tokens = [piece.token for piece in pieces]
         ended = tokens and tokens[-1] in self.end_tokens(options.get("stop_tokens"))
-        return Generation(
+        return GenerationResult(
             text="".join(piece.text for piece in pieces),
             tokens=tokens[:-1] if ended else tokens,
             prompt_tokens=len(prompt),
@@ -126,7 +126,7 @@ class Generator:
             decode_tokens_per_second=_rate(len(pieces) - 1, last - first),
         )
 
-    def ask(self, prompt: str | Messages, **options) -> Generation:
+    def ask(self, prompt: str | Messages, **options) -> GenerationResult:
         """Answer a chat: `generate` on the encoded prompt."""
         return self.generate(self.encode(prompt), **options)
 
@@ -147,15 +147,15 @@ class Generator:
             alike[len(prompt), self.allowed(prompt, max_tokens)].append(index)
         stops, texts = self.end_tokens(stop_tokens), {}
         for (_, count), indices in alike.items():
-            for start in range(0, len(indices), ROWS):
-                batch = indices[start : start + ROWS]
+            for start in range(0, len(indices), BATCH_SIZE):
+                batch = indices[start : start + BATCH_SIZE]
                 rows = self._rows([prompts[i] for i in batch], count, stops)
                 texts |= zip(batch, map(self._decode, rows), strict=True)
         return [texts[index] for index in range(len(prompts))]
 
     def encode(self, prompt: str | Messages, *, thinking: bool = True) -> list[int]:
         """The tokens of a chat up to where the answer begins; see `chat.encode`."""
-        return encode(self.tokenizer, prompt, thinking=thinking)
+        return encode_chat(self.tokenizer, prompt, thinking=thinking)
 
     def encode_text(self, text: str) -> list[int]:
         """The tokens of bare text; see `chat.encode_text`."""
@@ -237,11 +237,11 @@ class Generator:
 
     def _pieces(
         self, steps, count: int, end_tokens: frozenset[int], stops: Sequence[str]
-    ) -> Iterator[GenerationChunk]:
+    ) -> Iterator[GenerationResponse]:
         spoken = StreamingDetokenizer(self.tokenizer, end_tokens, stops)
         for number, (token, logprob) in enumerate(steps, 1):
             text, reason = spoken.add(token, last=number == count)
-            yield GenerationChunk(text, token, logprob, reason)
+            yield GenerationResponse(text, token, logprob, reason)
             if reason:
                 return
 

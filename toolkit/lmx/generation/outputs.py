@@ -7,7 +7,7 @@ FinishReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationChunk:
+class GenerationResponse:
     """One token as it comes; its text is empty while a character is incomplete."""
 
     text: str
@@ -19,7 +19,7 @@ class GenerationChunk:
 
 
 @dataclass(frozen=True)
-class Generation:
+class GenerationResult:
     """A finished answer and how fast it came; None where no token could be timed."""
 
     text: str

@@ -141,6 +141,6 @@ def load_prompt_cache(session: CacheState, folder: Path, *, digest: str) -> list
     return facts["tokens"]
 
 
-def saved_messages(folder: Path) -> Messages:
+def load_messages(folder: Path) -> Messages:
     """The chat of a session that `load` found to be whole; none if it was no chat."""
     return json.loads((folder / METADATA_FILE).read_bytes())["messages"]

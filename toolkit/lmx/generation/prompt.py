@@ -7,7 +7,7 @@ from ..errors import UserError
 Messages = list[dict[str, str]]
 
 
-def encode(
+def encode_chat(
     tokenizer: Any, prompt: str | Messages, *, thinking: bool = True
 ) -> list[int]:
     """The tokens of a chat up to where the answer begins.

@@ -17,7 +17,7 @@ from ..errors import UserError
 
 Sampler = Callable[[mx.array], mx.array]
 
-COLDEST = 1e-6  # below it, dividing by the temperature overflows float32
+MIN_TEMPERATURE = 1e-6  # below it, dividing by the temperature overflows float32
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Sampling:
     @property
     def is_greedy(self) -> bool:
         """Whether always the most likely token is chosen."""
-        return self.temperature < COLDEST
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def penalises(self) -> bool:
@@ -101,12 +101,12 @@ def make_sampler(sampling: Sampling) -> Sampler:
 def _compiled(sampling: Sampling) -> Callable:
     def step(logits: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
         key, now = mx.random.split(key)
-        return mx.random.categorical(filtered(logits, sampling), key=now), key
+        return mx.random.categorical(filter_logits(logits, sampling), key=now), key
 
     return mx.compile(step)
 
 
-def filtered(logits: mx.array, sampling: Sampling) -> mx.array:
+def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
     """The distribution to draw from, as unnormalised float32 log-probabilities.
 
     Logits [..., V] to [..., V]: removed tokens are -inf, the most likely is exactly 0.

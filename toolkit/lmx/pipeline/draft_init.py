@@ -17,7 +17,7 @@ from ..draft.pruning import (
     prune,
     pruned_config,
 )
-from ..generation.speculative.layer_skip import ranked
+from ..generation.speculative.layer_skip import rank_layers
 from ..models.dtypes import set_compute_dtype
 from ..models.from_scratch import initial_weights
 from ..models.loader import LoadedModel, compute_dtype
@@ -111,7 +111,7 @@ class DraftInitializer:
             return [PrunedShape(tuple(range(counts[0])), *sizes)]
         if max(counts) >= count:
             return [PrunedShape(tuple(range(min(max(counts), count))), *sizes)]
-        order = ranked(self.source.model, self.tokens)
+        order = rank_layers(self.source.model, self.tokens)
         return [
             PrunedShape(most_important_blocks(order, kept), *sizes) for kept in counts
         ]

@@ -11,7 +11,7 @@ from mlx.utils import tree_flatten
 from ..config.draft import DraftConfig
 from ..config.train import CACHED_LOGITS, CHUNK_LOGITS
 from ..cpu.patches import on_cpu
-from ..draft.acceptance import all_acceptance_probs, expected_tokens_by_length
+from ..draft.acceptance import all_acceptance_probs, predict_accepted_lengths
 from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
 from ..draft.dataset import DistillationBatches, mean_prompt_length
 from ..draft.losses import DraftLoss, acceptance_bounds
@@ -126,7 +126,7 @@ class DraftDistillation:
             count += mask.sum()
         exam = self.schooling.exam
         curves = [
-            expected_tokens_by_length(all_acceptance_probs(texts, model))
+            predict_accepted_lengths(all_acceptance_probs(texts, model))
             for texts in exam.values()
         ]
         said = [len(text.said) - 1 for texts in exam.values() for text in texts]

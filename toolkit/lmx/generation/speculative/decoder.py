@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from ..decode_loop import CLEAR_EVERY, prefill, wired_memory
+from ..decode_loop import CLEAR_CACHE_INTERVAL, prefill, wired_limit
 from ..kv_cache import CacheState
 from ..sampling import Sampling
 from . import verification
@@ -143,7 +143,7 @@ class SpeculativeDecoder:
         """
         if not count:
             return
-        with wired_memory():
+        with wired_limit():
             unread = mx.array([prompt[self.session.length : -1]], mx.int32)
             prefill(self.session, unread, width=self.prefill_step)
             logits = self.session.read(mx.array([prompt[-1:]], mx.int32))[:, -1]
@@ -158,7 +158,7 @@ class SpeculativeDecoder:
                 else:
                     length = SEARCH if self._wanted(left) else BURST
                     yield from self._plain(min(length, left))
-                if self.stats.rounds % CLEAR_EVERY == 0:
+                if self.stats.rounds % CLEAR_CACHE_INTERVAL == 0:
                     mx.clear_cache()
 
     def _wanted(self, left: int) -> int:

@@ -9,7 +9,7 @@ from ...models.loader import LoadedModel, load
 from ...models.tokenizer_compat import require_same_tokens
 from .draft_length import DraftLengthController
 from .draft_model import DraftModelProposer
-from .layer_skip import choose, without
+from .layer_skip import choose_skipped_layers, skip_layers
 from .prompt_lookup import NGramIndex, PromptLookupProposer
 from .proposer import NO_DRAFT, DraftTokens, Proposer, TargetSampler
 
@@ -66,8 +66,10 @@ def proposer_factory(
         )
         return (lambda: FallbackProposer(lookup(), second())) if second else lookup
     if name == LAYER_SKIP:
-        skipped = choose(loaded.model, mx.array([sample[:TRIED]], mx.int32))
-        twin = without(loaded.model, skipped)
+        skipped = choose_skipped_layers(
+            loaded.model, mx.array([sample[:TRIED]], mx.int32)
+        )
+        twin = skip_layers(loaded.model, skipped)
         return (lambda: DraftModelProposer(twin)) if skipped else None
     draft = load(name, trust_remote_code=trust_remote_code)
     require_same_tokens(loaded.tokenizer, draft.tokenizer, role="draft", place=name)

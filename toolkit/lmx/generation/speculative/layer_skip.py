@@ -28,10 +28,10 @@ class Skipping(DraftModelProposer):
     """
 
     def __init__(self, model: Any, skipped: Sequence[int], **options):
-        super().__init__(without(model, skipped), **options)
+        super().__init__(skip_layers(model, skipped), **options)
 
 
-def without(model: Any, skipped: Sequence[int]) -> Any:
+def skip_layers(model: Any, skipped: Sequence[int]) -> Any:
     """A model that shares all weights with this one, but has fewer blocks.
 
     Raises:
@@ -61,7 +61,7 @@ def _kept(items: list, gone: set[int]) -> list:
     return [item for number, item in enumerate(items) if number not in gone]
 
 
-def choose(model: Any, tokens: mx.array) -> list[int]:
+def choose_skipped_layers(model: Any, tokens: mx.array) -> list[int]:
     """The blocks to leave out for most speed, by measurement on tokens [1, L].
 
     Blocks go in the order of how little the model's predictions miss each alone; how
@@ -71,12 +71,12 @@ def choose(model: Any, tokens: mx.array) -> list[int]:
     Raises:
         UserError: the model has no list of blocks.
     """
-    order, target = ranked(model, tokens), _probabilities(model, tokens)
+    order, target = rank_layers(model, tokens), _probabilities(model, tokens)
     count = len(order)
     plain, rows = _seconds(model, 1), {k: _seconds(model, k + 1) for k in (1, 2, 4)}
     best, chosen = 1.0, []
     for skipped in sorted({max(1, round(share * count)) for share in SHARES}):
-        draft = without(model, order[:skipped])
+        draft = skip_layers(model, order[:skipped])
         rate, cost = _overlap(target, draft, tokens), _seconds(draft, 1)
         for guesses, seconds in rows.items():
             controller = DraftLengthController(longest=guesses)
@@ -88,7 +88,7 @@ def choose(model: Any, tokens: mx.array) -> list[int]:
     return chosen
 
 
-def ranked(model: Any, tokens: mx.array) -> list[int]:
+def rank_layers(model: Any, tokens: mx.array) -> list[int]:
     """Numbers of the blocks, the one whose lack changes least on tokens [1, L] first.
 
     Raises:
@@ -96,7 +96,7 @@ def ranked(model: Any, tokens: mx.array) -> list[int]:
     """
     blocks, target = _blocks(model), _probabilities(model, tokens)
     overlaps = {
-        number: _overlap(target, without(model, [number]), tokens)
+        number: _overlap(target, skip_layers(model, [number]), tokens)
         for number in range(len(blocks.trunk[blocks.name]))
     }
     return sorted(overlaps, key=overlaps.get, reverse=True)

@@ -14,7 +14,7 @@ from ..kv_cache import CacheState
 from ..sampling import Sampling
 from .proposer import TargetSampler
 
-MARGIN = 0.25
+ROUNDING_MARGIN = 0.25
 """Difference of logits up to which a flip can come from rounding alone."""
 
 
@@ -37,7 +37,7 @@ class TokenMismatch:
     @property
     def is_rounding(self) -> bool:
         """Whether rounding alone explains it."""
-        return self.in_best_two and self.margin <= MARGIN
+        return self.in_best_two and self.margin <= ROUNDING_MARGIN
 
 
 @dataclass(frozen=True)

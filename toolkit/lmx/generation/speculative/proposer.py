@@ -7,7 +7,7 @@ from typing import Protocol
 import mlx.core as mx
 
 from ..logits_processors import LogitsProcessor
-from ..sampling import Sampling, filtered
+from ..sampling import Sampling, filter_logits
 
 
 @dataclass(frozen=True)
@@ -94,4 +94,4 @@ class TargetSampler:
             logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
         if self.adjust:
             logits = self.adjust(logits, counts)
-        return logits if self.is_greedy else filtered(logits, self.sampling)
+        return logits if self.is_greedy else filter_logits(logits, self.sampling)
