@@ -166,8 +166,8 @@ def test_an_adapter_of_peft_s_is_the_same_here(base, tmp_path, settings):
         if "magnitude" in name:
             value.data *= 1 + 0.1 * torch.rand_like(value)
     model.save_pretrained(tmp_path)
-    from lmx.convert.importers.peft import resolve
+    from lmx.convert.importers.peft import resolve_adapter
 
-    found = ours(base, adapter_path=str(resolve(tmp_path)))
+    found = ours(base, adapter_path=str(resolve_adapter(tmp_path)))
     np.testing.assert_allclose(found, logits(model), atol=1e-3)
     assert np.abs(found - ours(base)).max() > 0.05

@@ -5,15 +5,16 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
+from exporting import publish, rounded
 from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters import gguf as export
 from lmx.convert.gguf import export_blocks, export_tokenizer
 from lmx.convert.importers import gguf as foreign
+from lmx.convert.importers import load_model
 from lmx.convert.importers.affine_repack import pack
 from lmx.errors import UserError
 from lmx.models.loader import load, load_tokenizer
 from lmx.quantization.packing import pack as pack_nearest
-from exporting import publish, rounded
 from tiny_checkpoints import QWEN3_MOE
 
 gguf = pytest.importorskip("gguf")
@@ -145,7 +146,7 @@ def test_lmx_reads_the_same_model(make_checkpoint, tmp_path, family, settings):
     publish(export, source, tmp_path / "out")
     [file] = (tmp_path / "out").iterdir()
     assert mx.allclose(
-        load(file).model(TOKENS), load(source).model(TOKENS), rtol=1e-4, atol=1e-4
+        load_model(file).model(TOKENS), load(source).model(TOKENS), rtol=1e-4, atol=1e-4
     )
 
 

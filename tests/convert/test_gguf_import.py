@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from lmx.cli import main
 from lmx.convert.gguf import import_tokenizer, reader
+from lmx.convert.importers import load_model, resolve_checkpoint
 from lmx.convert.importers.convert import convert
 from lmx.errors import UserError
-from lmx.models.loader import load, load_tokenizer, resolve
+from lmx.models.loader import load, load_tokenizer
 from mlx.utils import tree_flatten
 from safetensors.numpy import load_file
 
@@ -149,7 +150,7 @@ def expanded(folder):
 @pytest.mark.parametrize("kind", [*ROUNDED, *BLOCKS, "F16", "F32", "BF16"])
 def test_the_weights_are_the_same(make, kind):
     path, wanted, _ = make(kind)
-    found = expanded(resolve(path))
+    found = expanded(resolve_checkpoint(path))
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         assert np.array_equal(found[name], value), name
@@ -166,7 +167,7 @@ def test_the_weights_are_the_same(make, kind):
 )
 def test_logits_are_those_of_the_dense_model(make, kind, settings):
     path, wanted, base = make(kind, **settings)
-    own = load(path).model(TOKENS)
+    own = load_model(path).model(TOKENS)
     dense = load(base).model
     dense.load_weights([(name, mx.array(value)) for name, value in wanted.items()])
     assert mx.allclose(own, dense(TOKENS), rtol=1e-4, atol=1e-4)
@@ -179,7 +180,9 @@ def test_stock_mlx_lm_loads_the_same(make, tmp_path):
     convert(path, tmp_path / "target")
     stock, tokenizer = mlx_lm.load(str(tmp_path / "target"))
     found = dict(tree_flatten(stock.parameters()))
-    for name, value in tree_flatten(load(path, compute="stored").model.parameters()):
+    for name, value in tree_flatten(
+        load_model(path, compute="stored").model.parameters()
+    ):
         assert mx.array_equal(value, found[name]), name
     assert "lm_head.weight" not in found
     assert {value.dtype for value in found.values()} <= {
@@ -192,7 +195,7 @@ def test_stock_mlx_lm_loads_the_same(make, tmp_path):
 
 def test_config_and_tokenizer_come_from_the_file(make):
     path, _, base = make("Q4_0")
-    folder = resolve(path)
+    folder = resolve_checkpoint(path)
     config = json.loads((folder / "config.json").read_text())
     wanted = json.loads((base / "config.json").read_text())
     for key in ("hidden_size", "head_dim", "rope_theta", "vocab_size", "model_type"):
@@ -226,9 +229,9 @@ def test_positions_of_llama_3_are_found_by_what_they_come_to(make, factor):
         writer.add_tensor("rope_freqs.weight", (stretched / plain).astype(np.float32))
 
     path, _, _ = make("Q8_0", change=change, rope_theta=5e5)
-    config = json.loads((resolve(path) / "config.json").read_text())
+    config = json.loads((resolve_checkpoint(path) / "config.json").read_text())
     assert config["rope_scaling"] == scaling
-    assert load(path).tokenizer.encode(TEXT)
+    assert load_model(path).tokenizer.encode(TEXT)
 
 
 def test_an_unknown_stretch_is_refused(make):
@@ -237,7 +240,7 @@ def test_an_unknown_stretch_is_refused(make):
 
     path, _, _ = make("F16", change=change)
     with pytest.raises(UserError, match="stretches positions"):
-        resolve(path)
+        resolve_checkpoint(path)
 
 
 @pytest.mark.parametrize(
@@ -257,7 +260,7 @@ def test_damage_is_named(make, change, said):
     path, _, _ = make("Q4_0")
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError, match=said) as caught:
-        resolve(path)
+        resolve_checkpoint(path)
     assert str(path) in caught.value.place
 
 
@@ -277,7 +280,7 @@ def test_a_tokenizer_beside_the_file_goes_first(make, tokenizer_folder):
     path.write_bytes(path.read_bytes().replace(b"gpt2", b"bert"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path.parent / name).write_bytes((tokenizer_folder / name).read_bytes())
-    own = load_tokenizer(resolve(path))
+    own = load_tokenizer(resolve_checkpoint(path))
     assert own.encode(TEXT) == load_tokenizer(tokenizer_folder).encode(TEXT)
 
 

@@ -7,11 +7,12 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from lmx.convert.importers import load_model, resolve_checkpoint
 from lmx.convert.importers.affine_repack import pack, unpack
 from lmx.convert.importers.convert import convert
 from lmx.errors import UserError
 from lmx.models.dtypes import set_compute_dtype
-from lmx.models.loader import load, resolve
+from lmx.models.loader import load
 from mlx.utils import tree_flatten
 from packers import awq, compressed, gptq, random_codes, write
 from safetensors.numpy import load_file, save_file
@@ -138,7 +139,7 @@ def test_the_weights_are_the_same_to_the_last_bit(make, form):
 )
 def test_logits_are_those_of_the_expanded_weights(make, name):
     foreign = make(FORMATS[name])
-    own, twin = (load(f).model(TOKENS) for f in (foreign.folder, foreign.twin))
+    own, twin = (load_model(f).model(TOKENS) for f in (foreign.folder, foreign.twin))
     assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
     # Other weights would have shown.
     assert mx.abs(twin).max().item() > 0.1
@@ -147,7 +148,7 @@ def test_logits_are_those_of_the_expanded_weights(make, name):
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
 def test_experts_are_joined(make, make_checkpoint, name):
     foreign = make(FORMATS[name], base=make_checkpoint(QWEN3_MOE))
-    folder = resolve(foreign.folder)
+    folder = resolve_checkpoint(foreign.folder)
     found = expanded(folder)["model.layers.1.mlp.switch_mlp.up_proj"]
     for number, weight in enumerate(found):
         path = f"model.layers.1.mlp.experts.{number}.up_proj"
@@ -223,12 +224,12 @@ def reordered(name, codes, rng):
 
 def test_an_order_that_the_producers_can_follow_is_undone(make):
     foreign = make(FORMATS["gptq"], reordered)
-    found = expanded(resolve(foreign.folder))
+    found = expanded(resolve_checkpoint(foreign.folder))
     order = np.argsort(foreign.layers[DOWN].owners, kind="stable")
     assert np.array_equal(found[DOWN], foreign.layers[DOWN].weight[:, order])
     up = DOWN.replace("down", "up")
     assert np.array_equal(found[up], foreign.layers[up].weight[order])
-    own, twin = (load(f).model(TOKENS) for f in (foreign.folder, foreign.twin))
+    own, twin = (load_model(f).model(TOKENS) for f in (foreign.folder, foreign.twin))
     assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
 
 
@@ -238,7 +239,7 @@ def test_an_order_of_whole_groups_needs_nothing(make):
         return codes
 
     foreign = make(FORMATS["gptq"], swapped)
-    found = expanded(resolve(foreign.folder))
+    found = expanded(resolve_checkpoint(foreign.folder))
     for path, codes in foreign.layers.items():
         assert np.array_equal(found[path], codes.weight), path
 
@@ -249,14 +250,14 @@ def test_an_order_that_others_read_too_is_refused(make):
         return codes
 
     with pytest.raises(UserError, match="desc_act") as caught:
-        resolve(make(FORMATS["gptq"], everywhere).folder)
+        resolve_checkpoint(make(FORMATS["gptq"], everywhere).folder)
     assert caught.value.place == DOWN.replace("down", "gate")
     assert "static groups" in caught.value.hint
 
 
 def test_groups_that_mlx_lacks_are_refused(make):
     with pytest.raises(UserError, match="groups of 16 columns do not divide"):
-        resolve(make(of_gptq(4, 16)).folder)
+        resolve_checkpoint(make(of_gptq(4, 16)).folder)
 
 
 def damage(foreign, change, **settings):
@@ -306,7 +307,7 @@ def test_damage_is_named(make, name, change, place, said):
     foreign = make(FORMATS[name])
     damage(foreign, change)
     with pytest.raises(UserError, match=said) as caught:
-        resolve(foreign.folder)
+        resolve_checkpoint(foreign.folder)
     assert place in caught.value.place
 
 
@@ -326,11 +327,11 @@ def test_settings_that_do_not_fit_are_refused(make, name, settings, said):
     damage(foreign, lambda tensors: None, **settings)
     if said is None:
         # The order that is stored says more than the config.
-        found = expanded(resolve(foreign.folder))
+        found = expanded(resolve_checkpoint(foreign.folder))
         assert np.array_equal(found[QUERY], foreign.layers[QUERY].weight)
         return
     with pytest.raises(UserError, match=said):
-        resolve(foreign.folder)
+        resolve_checkpoint(foreign.folder)
 
 
 def test_why_they_are_not_left_to_mlx_lm(make):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import yaml
 from lmx.cli import main
+from lmx.convert.importers import resolve_checkpoint
 from lmx.data import cache
-from lmx.models.loader import resolve
 from packers import gptq, random_codes, write
 
 SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
@@ -59,16 +59,16 @@ def test_nothing_is_left_of_an_import_that_failed(foreign, tmp_path, capsys):
 
 
 def test_it_is_imported_once_and_again_when_it_changed(foreign):
-    folder = resolve(foreign.folder)
+    folder = resolve_checkpoint(foreign.folder)
     assert folder.is_relative_to(cache.root())
     before = (folder / "model.safetensors").stat().st_mtime_ns
-    assert resolve(foreign.folder) == folder
+    assert resolve_checkpoint(foreign.folder) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     # What is MLX's already stays where it is.
-    assert resolve(folder) == folder
+    assert resolve_checkpoint(folder) == folder
     config = foreign.folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 9e4}))
-    assert resolve(foreign.folder) != folder
+    assert resolve_checkpoint(foreign.folder) != folder
 
 
 def recipe(tmp_path, model, *stages):

@@ -96,7 +96,7 @@ def test_ranks_and_scales_of_layers_are_peft_s(base, tmp_path):
         rank_pattern={"up_proj": 2},
         alpha_pattern={"mlp.up_proj": 5},
     )
-    found, _ = mlx_lm.load(str(base), adapter_path=str(peft.resolve(folder)))
+    found, _ = mlx_lm.load(str(base), adapter_path=str(peft.resolve_adapter(folder)))
     wanted = load_file(base / "model.safetensors")
     for path, scale in zip(paths, (6 / 4**0.5, 5 / 2**0.5), strict=True):
         update = weights[f"{path}.lora_B.weight"] @ weights[f"{path}.lora_A.weight"]
@@ -127,7 +127,7 @@ def test_what_mlx_lm_cannot_be_given_is_refused(tmp_path, settings, weights, sai
     weights = {name: value.astype(np.float32) for name, value in weights.items()}
     folder = by_peft(tmp_path, matrices(Q, 4) | weights, **settings)
     with pytest.raises(UserError, match=said):
-        peft.resolve(folder)
+        peft.resolve_adapter(folder)
 
 
 def test_adapters_that_peft_lacks_are_refused(base, tmp_path):
@@ -164,7 +164,7 @@ def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
     lora_model.attach(
         model, LoRAConfig(type=kind, alpha=7.0, target_modules=ranks), seed=5
     )
-    init_adapter(lora_model.adapted(model), start)
+    init_adapter(lora_model.adapted(model), peft.resolve_adapter(start))
     assert mx.allclose(model(TOKENS), wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -11,7 +11,7 @@ import pytest
 from lmx.cpu.patches import DequantizingLinear
 from lmx.errors import UserError
 from lmx.models.dtypes import set_compute_dtype
-from lmx.models.loader import load, load_tokenizer, resolve
+from lmx.models.loader import checkpoint_folder, load, load_tokenizer
 from mlx.utils import tree_flatten
 
 
@@ -105,7 +105,7 @@ def test_a_folder_that_is_no_model(tmp_path):
 
 
 def test_a_file(folder):
-    assert "a model is a folder" in refusal(folder / "config.json").message
+    assert "a checkpoint is a folder" in refusal(folder / "config.json").message
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_a_name_the_hub_cannot_give_offline(monkeypatch, name, tmp_path):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(UserError) as caught:
-        resolve(name)
+        checkpoint_folder(name)
     assert caught.value.place == name
     hubbish = name.count("/") == 1
     assert ("the Hub does not give it" in caught.value.message) == hubbish

@@ -4,7 +4,7 @@ import pytest
 from hub_stand_in import Repository
 from lmx.cli import main
 from lmx.errors import UserError
-from lmx.models.loader import resolve
+from lmx.models.loader import checkpoint_folder
 
 
 @pytest.fixture
@@ -59,10 +59,10 @@ def test_only_what_a_model_needs_is_fetched(stand_in, files):
         "onnx/model.onnx": b"x",
     }
     stand_in.repositories["models/lab/tiny"] = Repository(more)
-    folder = resolve("lab/tiny")
+    folder = checkpoint_folder("lab/tiny")
     found = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     assert found == files
-    assert (resolve("lab/tiny", trust_remote_code=True) / "own.py").is_file()
+    assert (checkpoint_folder("lab/tiny", trust_remote_code=True) / "own.py").is_file()
 
 
 @pytest.mark.parametrize(
@@ -71,6 +71,6 @@ def test_only_what_a_model_needs_is_fetched(stand_in, files):
 def test_what_the_hub_does_not_have(stand_in, files, name, revision):
     stand_in.repositories["models/lab/tiny"] = Repository(files)
     with pytest.raises(UserError) as caught:
-        resolve(name, revision=revision)
+        checkpoint_folder(name, revision=revision)
     assert "the Hub does not give it" in caught.value.message
     assert caught.value.place == name

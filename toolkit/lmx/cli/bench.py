@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,11 +67,13 @@ def run(args: argparse.Namespace) -> int:
 
     malloc.keep()
     blas.use()
-    from ..models.loader import load
+    from ..convert.importers import load_model
 
     found = {}
     for name in filter(None, [args.model, args.compare]):
-        loaded = load(served_folder(name), trust_remote_code=args.trust_remote_code)
+        loaded = load_model(
+            served_folder(name), trust_remote_code=args.trust_remote_code
+        )
         measure = _ladder if args.ladder else _bench
         if not args.json:
             sys.stdout.write(f"{name}\n")
@@ -126,13 +129,19 @@ def _makers(
     args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
 ) -> dict[str, "Callable[[], Proposer]"]:
     """The proposers to compare, by the name of their column."""
+    from ..convert.importers import load_model
     from ..generation.speculative.factory import PROMPT_LOOKUP, proposer_factory
     from ..generation.speculative.prompt_lookup import PromptLookupProposer
 
     makers = {PROMPT_LOOKUP: PromptLookupProposer}
     if args.draft_model and args.draft_model != PROMPT_LOOKUP:
-        remote = {"trust_remote_code": args.trust_remote_code}
-        if make := proposer_factory(args.draft_model, loaded, tokens, **remote):
+        make = proposer_factory(
+            args.draft_model,
+            loaded,
+            tokens,
+            load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
+        )
+        if make:
             makers[f"draft {Path(args.draft_model).name}"] = make
         else:
             sys.stderr.write("no draft pays here\n")

@@ -29,14 +29,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UserError: there is nothing to import, it cannot be, or the target exists.
     """
-    from ..convert.importers import find, peft
+    from ..convert.importers import fetch_checkpoint, find, peft
     from ..convert.importers.convert import convert
     from ..models.checkpoint import checkpoint_size
-    from ..models.loader import DTYPES, local, snapshot
+    from ..models.loader import DTYPES
     from ..run.fs import atomic_folder
 
     target = Path(args.target).expanduser()
-    path = local(args.source) or snapshot(args.source)
+    path = fetch_checkpoint(args.source)
     if peft.is_adapter(path):
         return _adapter(path, target)
     source = find(path)

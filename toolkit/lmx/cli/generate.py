@@ -224,8 +224,8 @@ def _run(args: argparse.Namespace, text: str) -> int:
 
     malloc.keep()
     blas.use()
+    from ..convert.importers import load_model
     from ..models.checkpoint import served_folder
-    from ..models.loader import load
     from . import batch_file
     from .interactive import InteractiveSession, print_json
 
@@ -235,7 +235,7 @@ def _run(args: argparse.Namespace, text: str) -> int:
         if args.input_file
         else []
     )
-    loaded = load(
+    loaded = load_model(
         served_folder(args.model),
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,

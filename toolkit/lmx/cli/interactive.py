@@ -4,10 +4,12 @@ import argparse
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 
+from ..convert.importers import load_model
 from ..errors import UserError
 from ..generation import prefix_cache
 from ..generation.engine import Generator
@@ -84,9 +86,11 @@ class InteractiveSession:
 
     def _find_draft(self, prompt: list[int]) -> None:
         args, generator = self._args, self._generator
-        remote = {"trust_remote_code": args.trust_remote_code}
         generator.propose = proposer_factory(
-            args.draft_model, self._loaded, prompt, **remote
+            args.draft_model,
+            self._loaded,
+            prompt,
+            load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
         )
         if generator.propose is None:
             sys.stderr.write("no draft pays here: decoding plainly\n")

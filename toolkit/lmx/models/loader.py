@@ -12,8 +12,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..convert import importers
-from ..convert.importers import peft as foreign_adapters
 from ..cpu.patches import (
     dequantize_many_rows,
     on_cpu,
@@ -61,10 +59,13 @@ def load(
     lazy: bool = False,
     adapter: str | Path | None = None,
 ) -> LoadedModel:
-    """Load a checkpoint folder or Hub id.
+    """Load an MLX checkpoint: a folder or a Hub id.
+
+    Checkpoints and adapters in other formats (GGUF, GPTQ, AWQ, compressed-tensors,
+    peft) go through `convert.importers.resolve_checkpoint` and `resolve_adapter` first.
 
     Args:
-        adapter: folder of a LoRA or DoRA adapter, mlx-lm's or peft's, to put on it.
+        adapter: folder of a LoRA or DoRA adapter in mlx-lm's format.
         compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
             slower, else as stored), "stored", or the name of a type.
         lazy: read weights when they are first used, and not here.
@@ -73,7 +74,9 @@ def load(
         UserError: no such model, not a model, an unknown architecture, damaged files,
             an adapter of another model.
     """
-    path = resolve(source, revision=revision, trust_remote_code=trust_remote_code)
+    path = checkpoint_folder(
+        source, revision=revision, trust_remote_code=trust_remote_code
+    )
     refuse_what_cannot_load(path, trust_remote_code=trust_remote_code)
 
     def read() -> tuple[nn.Module, dict, mx.Dtype]:
@@ -109,32 +112,18 @@ def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
     return model, config, dtype
 
 
-def resolve(
+def checkpoint_folder(
     source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """The folder of a checkpoint: itself, the snapshot of a Hub id, or, of one that
-    another program quantized, what is imported from it.
+    """The local folder of a checkpoint: the folder itself or the snapshot of a Hub id.
 
     Raises:
-        UserError: neither a folder nor something the Hub has, or it cannot be imported.
-    """
-    path = local(source) or snapshot(source, revision, trust_remote_code)
-    found = importers.find(path)
-    return importers.imported(found) if found else path
-
-
-def local(source: str | Path) -> Path | None:
-    """The folder or GGUF file of this name; None if there is none.
-
-    Raises:
-        UserError: it is another kind of file.
+        UserError: `source` is a file, or neither a folder nor a model of the Hub.
     """
     path = Path(source).expanduser()
-    if path.is_file() and not importers.find(path):
-        raise UserError(
-            "a model is a folder or a GGUF file; this is neither", place=str(source)
-        )
-    return path if path.exists() else None
+    if path.is_file():
+        raise UserError("a checkpoint is a folder; this is a file", place=str(source))
+    return path if path.exists() else snapshot(source, revision, trust_remote_code)
 
 
 def snapshot(
@@ -172,6 +161,7 @@ def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> N
     """
     config = read_config(path)
     place = str(path / "config.json")
+    _require_mlx_format(config, place)
     check_weights(path)
     if "model_file" not in config:
         model_class(config, place=place)
@@ -184,8 +174,19 @@ def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> N
         )
 
 
+def _require_mlx_format(config: dict, place: str) -> None:
+    quantization = config.get("quantization_config")
+    method = isinstance(quantization, dict) and quantization.get("quant_method")
+    # mlx-lm would read these too, but it rounds AWQ's biases and misreads GPTQ's words.
+    if method in ("awq", "gptq"):
+        raise UserError(
+            f"this checkpoint is quantized in {method} format, not in MLX format",
+            place=place,
+            hint="import it first: lmx import SOURCE TARGET",
+        )
+
+
 def _adapt(model: nn.Module, folder: Path) -> None:
-    folder = foreign_adapters.resolve(folder)
     with _mlx_lm():
         from mlx_lm.tuner.utils import load_adapters
     try:

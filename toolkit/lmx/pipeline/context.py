@@ -9,10 +9,11 @@ import mlx.core as mx
 
 from ..config.data import DataConfig
 from ..config.model import ModelConfig
+from ..convert.importers import resolve_checkpoint
 from ..data.splits import Splits
 from ..errors import UserError
 from ..models import checkpoint_writer
-from ..models.loader import LoadedModel, load, resolve
+from ..models.loader import LoadedModel, load
 from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.fs import atomic_folder
@@ -135,7 +136,7 @@ class StageContext:
     def named(self, name: str) -> Path:
         """The folder of another model that the recipe names, fetched if need be."""
         trust = self.source.trust_remote_code
-        return resolve(self.find(name) or name, trust_remote_code=trust)
+        return resolve_checkpoint(self.find(name) or name, trust_remote_code=trust)
 
     @cached_property
     def base(self) -> Path | None:
@@ -143,7 +144,7 @@ class StageContext:
         if self.source.path is None:
             return None
         local = self.find(self.source.path)
-        folder = resolve(
+        folder = resolve_checkpoint(
             local or self.source.path,
             revision=self.source.revision,
             trust_remote_code=self.source.trust_remote_code,

@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..config.train import TrainConfig
+from ..convert.importers.peft import resolve_adapter
 from ..cpu.patches import on_cpu
 from ..evaluation.perplexity import measure_perplexity
 from ..generation.engine import Generator
@@ -125,7 +126,7 @@ class TrainRun:
         keys = lora_model.attach(self.loaded.model, adapter, seed=seed, merged=merged)
         if adapter.init_from:
             folder = self.context.find(adapter.init_from) or Path(adapter.init_from)
-            init_adapter(lora_model.adapted(self.loaded.model), folder)
+            init_adapter(lora_model.adapted(self.loaded.model), resolve_adapter(folder))
         return keys
 
     def _teaching(self) -> TeacherSetup | None:

@@ -3,12 +3,84 @@ again. A format is a file: GPTQ, AWQ, compressed-tensors and GGUF."""
 
 import warnings
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...data import cache
 from ...errors import UserError
 
+if TYPE_CHECKING:
+    from ...models.loader import LoadedModel
+
 # Other numbers or files from the same checkpoint: another version.
 VERSION = 1
+
+
+def load_model(
+    source: str | Path,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    compute: str = "auto",
+    lazy: bool = False,
+    adapter: str | Path | None = None,
+) -> "LoadedModel":
+    """Load a checkpoint in any format that lmx reads; see `resolve_checkpoint`.
+
+    Args:
+        compute, lazy: see `models.loader.load`.
+        adapter: folder of an adapter in mlx-lm's or peft's format.
+
+    Raises:
+        UserError: the checkpoint or the adapter does not load.
+    """
+    from ...models.loader import load
+    from .peft import resolve_adapter
+
+    path = resolve_checkpoint(
+        source, revision=revision, trust_remote_code=trust_remote_code
+    )
+    return load(
+        path,
+        trust_remote_code=trust_remote_code,
+        compute=compute,
+        lazy=lazy,
+        adapter=resolve_adapter(adapter) if adapter else None,
+    )
+
+
+def resolve_checkpoint(
+    source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Path:
+    """The MLX folder of a checkpoint: the folder itself, the snapshot of a Hub id, or
+    the cached import of a checkpoint in another format.
+
+    Raises:
+        UserError: `source` is neither a folder, a GGUF file nor a model of the Hub, or
+            it cannot be imported.
+    """
+    path = fetch_checkpoint(
+        source, revision=revision, trust_remote_code=trust_remote_code
+    )
+    importable = find(path)
+    return imported(importable) if importable else path
+
+
+def fetch_checkpoint(
+    source: str | Path, *, revision: str | None = None, trust_remote_code: bool = False
+) -> Path:
+    """The folder or GGUF file of a checkpoint as published; a Hub id is downloaded.
+
+    Raises:
+        UserError: `source` is another kind of file, or the Hub does not have it.
+    """
+    from ...models.loader import snapshot
+
+    path = Path(source).expanduser()
+    if path.is_file() and not find(path):
+        raise UserError(
+            "a model is a folder or a GGUF file; this is neither", place=str(source)
+        )
+    return path if path.exists() else snapshot(source, revision, trust_remote_code)
 
 
 def find(path: Path) -> Path | None:

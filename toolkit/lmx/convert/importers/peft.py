@@ -102,7 +102,7 @@ def _joined(layers: dict[str, dict[str, mx.array]], config: dict):
     }
 
 
-def resolve(source: str | Path) -> Path:
+def resolve_adapter(source: str | Path) -> Path:
     """The folder of an adapter in mlx-lm's format: itself, or what is made of peft's.
 
     Raises:

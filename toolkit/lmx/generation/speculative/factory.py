@@ -5,7 +5,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from ...models.loader import LoadedModel, load
+from ...models.loader import LoadedModel
 from ...models.tokenizer_compat import require_same_tokens
 from .draft_length import DraftLengthController
 from .draft_model import DraftModelProposer
@@ -43,7 +43,7 @@ def proposer_factory(
     loaded: LoadedModel,
     sample: Sequence[int],
     *,
-    trust_remote_code: bool = False,
+    load_draft: Callable[[str], LoadedModel],
 ) -> Callable[[], Proposer] | None:
     """Makes a proposer for every answer; None = nothing pays on this machine.
 
@@ -51,6 +51,7 @@ def proposer_factory(
         name: `prompt-lookup`, `layer-skip`, a model folder or Hub id, or `prompt-lookup+` one of
             these.
         sample: tokens of the kind the model will read.
+        load_draft: loads the model of a folder or Hub id.
 
     Raises:
         UserError: no such model, or it has other tokens.
@@ -61,9 +62,7 @@ def proposer_factory(
     if name == PROMPT_LOOKUP:
         return lookup
     if first == PROMPT_LOOKUP and plus:
-        second = proposer_factory(
-            rest, loaded, sample, trust_remote_code=trust_remote_code
-        )
+        second = proposer_factory(rest, loaded, sample, load_draft=load_draft)
         return (lambda: FallbackProposer(lookup(), second())) if second else lookup
     if name == LAYER_SKIP:
         skipped = choose_skipped_layers(
@@ -71,7 +70,7 @@ def proposer_factory(
         )
         twin = skip_layers(loaded.model, skipped)
         return (lambda: DraftModelProposer(twin)) if skipped else None
-    draft = load(name, trust_remote_code=trust_remote_code)
+    draft = load_draft(name)
     require_same_tokens(loaded.tokenizer, draft.tokenizer, role="draft", place=name)
     return lambda: DraftModelProposer(draft.model)
 

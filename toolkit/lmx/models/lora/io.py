@@ -7,7 +7,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...config.lora import LoRAConfig
-from ...convert.importers.peft import resolve
 from ...errors import UserError
 from . import base_layer
 
@@ -103,12 +102,11 @@ def init_adapter(layers: dict[str, nn.Module], folder: Path) -> None:
 
     Args:
         layers: the adapted ones by path, as `lora.adapted` gives them.
-        folder: in mlx-lm's format or peft's.
+        folder: an adapter in mlx-lm's format.
 
     Raises:
         UserError: it adapts other layers, in another way, or at a higher rank.
     """
-    folder = resolve(folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     file = folder / "adapters.safetensors"
     if "lora_parameters" not in config or not file.is_file():
