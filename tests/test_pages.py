@@ -17,7 +17,7 @@ import pytest
 import warm
 import yaml
 from lmx.cli import main
-from lmx.cli.config_reference import markdown
+from lmx.cli.schema import markdown
 from lmx.config.loader import load_recipe
 from lmx.pipeline.plan import plan
 from small_base import write_small_base

@@ -3,8 +3,8 @@
 from typing import Annotated, Literal
 
 import pytest
-from lmx.cli import config_reference, main
-from lmx.cli.config_reference import BlockReference, KeyReference, blocks
+from lmx.cli import main, schema
+from lmx.cli.schema import BlockReference, KeyReference, blocks
 from lmx.config.base import ConfigModel
 from pydantic import Field
 
@@ -49,7 +49,7 @@ class Whole(ConfigModel):
 
 @pytest.fixture
 def whole(monkeypatch):
-    monkeypatch.setattr(config_reference, "Recipe", Whole)
+    monkeypatch.setattr(schema, "Recipe", Whole)
 
 
 def printed(capsys, *arguments) -> str:
@@ -81,7 +81,7 @@ def test_a_schema_is_told(whole):
 
 
 def test_a_page_escapes_what_would_end_a_cell(whole):
-    page = config_reference.markdown()
+    page = schema.markdown()
     assert (
         r"| `share` | number ≥ 0, ≤ 1, or null | 0.5 | A share of \| the whole. |"
         in page

@@ -10,9 +10,8 @@ import pytest
 from lmx.cli import main
 from lmx.config.loader import load_recipe
 from lmx.config.model import ScratchModelConfig
-from lmx.config.quant_spec import Quantization
-from lmx.config.teacher import TeacherConfig
-from lmx.config.train import TrainConfig
+from lmx.config.quant_spec import QuantizationConfig
+from lmx.config.train import TeacherConfig, TrainConfig
 from lmx.cpu.patches import replace_slow_functions
 from lmx.data.batching import Batch as Rows
 from lmx.data.row_formats import Row
@@ -310,7 +309,7 @@ def test_operations_of_full_training_are_six_per_parameter_and_token():
 
 def test_quantized_size_is_the_size_written():
     shape = anatomy(SHAPE)
-    grid = Quantization(bits=4, group_size=32)
+    grid = QuantizationConfig(bits=4, group_size=32)
     network = build(shape.config)
     network.set_dtype(mx.float16)
     specs = select_layers(network, grid).specs

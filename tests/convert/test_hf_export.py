@@ -6,7 +6,8 @@ import re
 import mlx.core as mx
 import mlx_lm
 import pytest
-from lmx.config.quant_spec import Quantization
+from exporting import publish, rounded
+from lmx.config.quant_spec import QuantizationConfig
 from lmx.convert.exporters import hf
 from lmx.errors import UserError
 from lmx.models.loader import load
@@ -14,7 +15,6 @@ from lmx.models.safetensors_io import read_header
 from lmx.quantization.packing import pack
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten
-from exporting import publish, rounded
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
@@ -35,7 +35,7 @@ MAMBA = {
 
 def quantized(source, target, **settings):
     loaded = load(source, compute="stored")
-    specs = select_layers(loaded.model, Quantization(**settings)).specs
+    specs = select_layers(loaded.model, QuantizationConfig(**settings)).specs
     modules = dict(loaded.model.named_modules())
     packed = {
         path: (pack(modules[path].weight, spec, loaded.dtype), spec)

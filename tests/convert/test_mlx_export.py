@@ -7,8 +7,7 @@ import shutil
 import mlx.core as mx
 import mlx_lm
 import pytest
-from lmx.config.quant_spec import Quantization, QuantSpec
-from lmx.models import checkpoint_writer
+from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.models import checkpoint_writer
 from lmx.models.checkpoint import checkpoint_size
 from lmx.models.loader import load
@@ -52,7 +51,7 @@ def export(source, target, selection=None):
 def mixed(folder):
     """Four grids, one of them the most frequent, and a layer kept."""
     model = load(folder, compute="stored").model
-    specs = select_layers(model, Quantization(bits=3, group_size=32)).specs
+    specs = select_layers(model, QuantizationConfig(bits=3, group_size=32)).specs
     specs |= {"model.embed_tokens": BIG, "model.layers.0.mlp.up_proj": FLOAT}
     specs |= {"model.layers.0.self_attn.o_proj": QuantSpec(mode="mxfp8")}
     del specs["model.layers.1.mlp.up_proj"]
@@ -150,7 +149,9 @@ def test_bits_per_weight_are_mlx_lms(make_checkpoint, tmp_path, base, rounded):
     selection = mixed(source) if base is LLAMA else None
     if base is QWEN3_MOE:
         model = load(source, compute="stored").model
-        selection = select_layers(model, Quantization(bits=6, quantize_lm_head=False))
+        selection = select_layers(
+            model, QuantizationConfig(bits=6, quantize_lm_head=False)
+        )
     export(source, tmp_path / "out", selection if rounded else None)
     stock, _ = mlx_lm.load(str(tmp_path / "out"))
     sizes = checkpoint_size(tmp_path / "out")

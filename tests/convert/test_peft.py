@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from exporting import publish
 from lmx.cli import main
 from lmx.config.lora import LoRAConfig
 from lmx.convert.exporters import peft as export
@@ -15,7 +16,6 @@ from lmx.models.loader import load
 from lmx.models.lora import io, lora_model
 from lmx.models.lora.io import init_adapter
 from mlx.utils import tree_flatten, tree_unflatten
-from exporting import publish
 from safetensors.numpy import load_file, save_file
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))

@@ -169,11 +169,11 @@ def test_packed_rows_have_the_loss_of_their_examples():
     )
     _, cut = batches(made, rows=4)
     step = TrainStep(model, caches=DocumentCaches(model))
-    packed_rows = [cut(number) for number in range(cut.per_epoch)]
+    sequences_per_batch = [cut(number) for number in range(cut.per_epoch)]
     alone = BucketBatchSampler(made, max_seq_length=LONGEST, rows=8).in_order()
     loss, tokens = step.evaluate(alone)
-    together, as_many = step.evaluate(packed_rows)
+    together, as_many = step.evaluate(sequences_per_batch)
     assert as_many == tokens
     assert together == pytest.approx(loss, rel=1e-5)
-    mixed, _ = step.evaluate([replace(b, documents=None) for b in packed_rows])
+    mixed, _ = step.evaluate([replace(b, documents=None) for b in sequences_per_batch])
     assert mixed != pytest.approx(loss, rel=1e-5)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lmx.config.lora import LoRAConfig
 from lmx.config.qat import QATConfig
-from lmx.config.quant_spec import Quantization, QuantSpec
+from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.data.batching import Batch
 from lmx.models import checkpoint_writer
 from lmx.models.dtypes import set_compute_dtype
@@ -57,7 +57,7 @@ class Run:
         self.loaded = load(folder, compute="stored")
         model = self.loaded.model
         self.base = dict(tree_flatten(model.parameters()))
-        if isinstance(quantization, Quantization):
+        if isinstance(quantization, QuantizationConfig):
             quantization = select_layers(model, quantization)
         self.selection = quantization
         if adapted:
@@ -298,7 +298,9 @@ def test_embeddings_and_head_by_choice(
     make_checkpoint, tmp_path, tied, embeddings, head, adapted
 ):
     folder = make_checkpoint(tie_word_embeddings=tied, attention_bias=True)
-    quantization = Quantization(quantize_embeddings=embeddings, quantize_lm_head=head)
+    quantization = QuantizationConfig(
+        quantize_embeddings=embeddings, quantize_lm_head=head
+    )
     run = Run(folder, quantization, adapted=adapted)
     assert ("model.embed_tokens" in run.selection.specs) == embeddings
     assert ("lm_head" in run.selection.specs) == (head and not tied)
@@ -342,7 +344,7 @@ def test_a_mixture_of_experts_too(make_checkpoint, tmp_path):
     from tiny_checkpoints import QWEN3_MOE
 
     folder = make_checkpoint(QWEN3_MOE)
-    run = Run(folder, Quantization(), adapted=True, patterns=["self_attn.*"])
+    run = Run(folder, QuantizationConfig(), adapted=True, patterns=["self_attn.*"])
     run.train(2)
     assert_served_is_trained(run, tmp_path / "out")
 
@@ -353,7 +355,7 @@ def test_weights_of_another_type_keep_it(make_checkpoint, tmp_path):
     weights = mx.load(str(folder / "model.safetensors"))
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.float32)
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    run = Run(folder, Quantization(), adapted=False)
+    run = Run(folder, QuantizationConfig(), adapted=False)
     run.train(2)
     stored = reloaded(run.export(tmp_path / "out"), run.selection, mx.float16)
     assert stored["model.norm.weight"].dtype == mx.float32
@@ -377,7 +379,7 @@ def test_rounding_twice_would_change_codes():
 
 def test_full_gradients_pass_straight_through(make_checkpoint):
     """The gradient of every master is that of the rounded weight itself."""
-    run = Run(make_checkpoint(dtype="float32"), Quantization(), adapted=False)
+    run = Run(make_checkpoint(dtype="float32"), QuantizationConfig(), adapted=False)
     step, one = run.step, batch(3)
 
     def loss(parameters):
@@ -398,7 +400,7 @@ def test_full_gradients_pass_straight_through(make_checkpoint):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapter_gradients_are_those_of_the_merged_weight(make_checkpoint, dtype):
     """Against NumPy in float64: y = x round(W0 + s (A B)^T)^T, straight through."""
-    run = Run(make_checkpoint(dtype=dtype), Quantization(), adapted=True)
+    run = Run(make_checkpoint(dtype=dtype), QuantizationConfig(), adapted=True)
     step = run.step
     path = "model.layers.0.mlp.down_proj"
     pair = [f"{path}.lora_a", f"{path}.lora_b"]

@@ -6,7 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from lmx.config.quant_spec import Quantization
+from lmx.config.quant_spec import QuantizationConfig
 from lmx.errors import UserError
 from lmx.models.loader import build, load
 from lmx.quantization.packing import expand, pack
@@ -18,7 +18,7 @@ from tiny_checkpoints import LLAMA, QWEN3_MOE
 from tiny_windows import windows_of
 
 TOKENS = mx.random.randint(0, 320, (6, 24), key=mx.random.key(0))
-GRID = Quantization(bits=3, group_size=32)
+GRID = QuantizationConfig(bits=3, group_size=32)
 KINDS = ("scales", "biases")
 SIZES = {"num_hidden_layers": 3, "vocab_size": 320, "tie_word_embeddings": False}
 

@@ -7,13 +7,8 @@ import mlx.core as mx
 import pytest
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build
-from lmx.quantization.ptq.awq_scaling import (
-    POWERS,
-    find_mappings,
-    holds,
-    scale_of,
-    set_weights,
-)
+from lmx.quantization.ptq.awq_scaling import POWERS, find_mappings, holds, scale_of
+from lmx.quantization.ptq.block_context import set_weights
 from mlx.utils import tree_flatten
 from tiny_families import VOCABULARY, config, member
 

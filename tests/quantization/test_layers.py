@@ -3,7 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from lmx.config.quant_spec import Quantization, QuantSpec
+from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.errors import UserError
 from lmx.models.loader import build
 from lmx.quantization.target_layers import select_layers
@@ -23,7 +23,7 @@ BLOCK = {f"model.layers.0.{path}" for path in BLOCK}
 def test_embeddings_and_head_by_choice(tied, embeddings, head):
     model = build(LLAMA | {"tie_word_embeddings": tied})
     chosen = select_layers(
-        model, Quantization(quantize_embeddings=embeddings, quantize_lm_head=head)
+        model, QuantizationConfig(quantize_embeddings=embeddings, quantize_lm_head=head)
     )
     wanted, kept = set(BLOCK), {}
     if embeddings:
@@ -45,13 +45,15 @@ def test_a_head_of_another_name():
             self.embed, self.mix = nn.Embedding(320, 64), nn.Linear(64, 64)
             self.output = nn.Linear(64, 320, bias=False)
 
-    chosen = select_layers(Model(), Quantization(quantize_lm_head=False))
+    chosen = select_layers(Model(), QuantizationConfig(quantize_lm_head=False))
     assert chosen.specs.keys() == {"embed", "mix"}
     assert chosen.kept == {"output": "the head is kept by choice"}
 
 
 def test_widths_no_group_divides_are_kept_and_named():
-    chosen = select_layers(build(UNTIED | {"intermediate_size": 172}), Quantization())
+    chosen = select_layers(
+        build(UNTIED | {"intermediate_size": 172}), QuantizationConfig()
+    )
     reason = "its width 172 is no multiple of 64"
     assert chosen.kept == {"model.layers.0.mlp.down_proj": reason}
     assert chosen.specs.keys() == (BLOCK - chosen.kept.keys()) | {
@@ -66,17 +68,17 @@ def test_nothing_to_quantize():
             build(
                 LLAMA | {"hidden_size": 172, "head_dim": 43, "intermediate_size": 44}
             ),
-            Quantization(),
+            QuantizationConfig(),
         )
     assert "its width 172 is no multiple of 64" in caught.value.message
     with pytest.raises(UserError, match="no linear layer"):
-        select_layers(nn.RMSNorm(8), Quantization())
+        select_layers(nn.RMSNorm(8), QuantizationConfig())
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_the_models_own_wishes_are_respected(mode):
     """A router asks for 8 bits, affine, whatever the others have."""
-    chosen = select_layers(build(QWEN3_MOE), Quantization(mode=mode))
+    chosen = select_layers(build(QWEN3_MOE), QuantizationConfig(mode=mode))
     router = QuantSpec(bits=8, group_size=64)
     grids = {
         path: spec for path, spec in chosen.specs.items() if path.endswith("mlp.gate")
@@ -102,7 +104,7 @@ def test_wishes_are_completed_by_the_recipe(asked, grid):
         lambda _: lambda path, module: asked if "o_proj" in path else "up" not in path
     )
     try:
-        chosen = select_layers(model, Quantization(bits=3, group_size=32))
+        chosen = select_layers(model, QuantizationConfig(bits=3, group_size=32))
     finally:
         del type(model).quant_predicate
     assert chosen.specs["model.layers.0.self_attn.o_proj"] == grid
@@ -113,6 +115,6 @@ def test_wishes_are_completed_by_the_recipe(asked, grid):
 def test_no_weight_is_touched():
     model = build(LLAMA)
     before = model.layers[0].mlp.up_proj.weight
-    select_layers(model, Quantization())
+    select_layers(model, QuantizationConfig())
     assert model.layers[0].mlp.up_proj.weight is before
     assert before.dtype == mx.float32

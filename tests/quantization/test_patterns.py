@@ -2,7 +2,7 @@
 
 import pytest
 from lmx.config import quantize
-from lmx.config.quant_spec import Quantization, QuantSpec
+from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.errors import UserError
 from lmx.models.loader import build
 from lmx.quantization.target_layers import select_layers
@@ -13,7 +13,9 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 
 def chosen(layers, config=LLAMA, **settings):
-    return select_layers(build(config), Quantization(overrides=layers, **settings))
+    return select_layers(
+        build(config), QuantizationConfig(overrides=layers, **settings)
+    )
 
 
 def test_a_pattern_is_of_the_whole_path_or_of_that_in_the_block():
@@ -62,7 +64,7 @@ def test_a_pattern_that_means_nothing_names_what_there_is():
 )
 def test_grids_that_are_none(grid):
     with pytest.raises(ValidationError):
-        Quantization(overrides={"*": grid})
+        QuantizationConfig(overrides={"*": grid})
 
 
 @pytest.mark.parametrize(

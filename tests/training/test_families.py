@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.lora import LoRAConfig
-from lmx.config.quant_spec import Quantization
+from lmx.config.quant_spec import QuantizationConfig
 from lmx.data.batching import Batch
 from lmx.errors import UserError
 from lmx.models.hooks import find_blocks
@@ -92,7 +92,7 @@ def test_trains_towards_its_codes(family, way, batch):
     """Of quantization-aware training, the exported codes have the loss of the last."""
     model = member(family)
     base = dict(tree_flatten(model.parameters()))
-    specs = select_layers(model, Quantization(bits=4, group_size=32)).specs
+    specs = select_layers(model, QuantizationConfig(bits=4, group_size=32)).specs
     if way == "adapters":
         lora_model.attach(model, LoRAConfig(rank=2), seed=0, merged=True)
     step = TrainStep(model, fake_quant=FakeQuant(model, specs, mx.float32))

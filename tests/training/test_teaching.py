@@ -5,7 +5,7 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from lmx.config.teacher import TeacherConfig
+from lmx.config.train import TeacherConfig
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.distillation import DistillationLoss, OnlineTeacher
 from lmx.training.document_mask import DocumentCaches

@@ -114,9 +114,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _schema(argv: Sequence[str]) -> int:
-    from . import config_reference
+    from . import schema
 
-    return _verb("schema", config_reference, argv)
+    return _verb("schema", schema, argv)
 
 
 def _generate(argv: Sequence[str]) -> int:

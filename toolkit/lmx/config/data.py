@@ -11,16 +11,16 @@ def _listed(value):
     return [value] if isinstance(value, str) else value
 
 
-Sources = Annotated[list[str], BeforeValidator(_listed)]
+DataSources = Annotated[list[str], BeforeValidator(_listed)]
 
 
 class DataConfig(ConfigModel):
     """What is read, and which of its tokens are trained."""
 
-    train: Sources = Field([])
+    train: DataSources = Field([])
     """A file, folder, Hub id (owner/name, owner/name@revision) or builtin:<name>, or a
     list of them."""
-    valid: Sources = Field([])
+    valid: DataSources = Field([])
     """Held-out rows; absent = a split valid or validation, else rows set aside."""
     max_seq_length: int = Field(512, ge=8)
     """Longest row in tokens; text is cut into windows, longer chats truncated."""

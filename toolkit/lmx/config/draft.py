@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from .base import ConfigModel
-from .quantize import Quantize
+from .quantize import QuantizeConfig
 
 Count = Annotated[int, Field(ge=1)]
 DraftLossName = Literal[
@@ -34,7 +34,9 @@ class DraftModelConfig(ConfigModel):
         if self.from_scratch and (
             self.init_from or not isinstance(self.num_layers, int)
         ):
-            raise ValueError("from_scratch needs num_layers as a number, and no init_from")
+            raise ValueError(
+                "from_scratch needs num_layers as a number, and no init_from"
+            )
         if isinstance(self.num_layers, list) and len(set(self.num_layers)) != len(
             self.num_layers
         ):
@@ -126,7 +128,7 @@ class DraftConfig(ConfigModel):
     """Steps between checkpoints."""
     logging_steps: int = Field(10, ge=1)
     """Steps between lines of the report."""
-    quantization: Quantize | None = None
+    quantization: QuantizeConfig | None = None
     """Present = quantize the draft after training, as a quantize stage would."""
     benchmark: DraftBenchmarkConfig = DraftBenchmarkConfig()
     """How the finished draft is judged."""

@@ -8,7 +8,7 @@ from .base import ConfigModel
 
 Rank = Annotated[int, Field(ge=1)]
 # Told apart by their type, for a fault in one is not to be told as two.
-Layers = Annotated[
+TargetModules = Annotated[
     Annotated[Literal["auto"], Tag("str")]
     | Annotated[list[str], Field(min_length=1), Tag("list")]
     | Annotated[dict[str, Rank], Field(min_length=1), Tag("dict")],
@@ -36,7 +36,7 @@ class LoRAConfig(ConfigModel):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter's input; not with quantization or qa_lora, which need the
     merge."""
-    target_modules: Layers = "auto"
+    target_modules: TargetModules = "auto"
     """Which layers: auto, or a list of shell patterns of a path in its block, or of the
     whole path outside the blocks; or a mapping of patterns to ranks, the first match
     counting. `auto`, also as a pattern, is every linear and expert layer of the blocks

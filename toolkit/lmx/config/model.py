@@ -40,7 +40,9 @@ class ScratchModelConfig(ConfigModel):
         if self.num_attention_heads % (
             self.num_key_value_heads or self.num_attention_heads
         ):
-            raise ValueError("num_attention_heads must be a multiple of num_key_value_heads")
+            raise ValueError(
+                "num_attention_heads must be a multiple of num_key_value_heads"
+            )
         return self
 
 

@@ -6,14 +6,14 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from .base import ConfigModel
-from .quant_spec import Bits, Quantization
+from .quant_spec import Bits, QuantizationConfig
 
 # Grids of three or four levels around zero.
-SYMMETRIC = ("seq", "ternary")
+SYMMETRIC_QUANTIZERS = ("seq", "ternary")
 # Grids that can go on from the codes of a quantized model.
-FROM_CODES = ("lsq", "scales_only", "fixed_scale")
+CONTINUES_FROM_CODES = ("lsq", "scales_only", "fixed_scale")
 # Grids that learn the same of every width.
-OF_ANY_WIDTH = ("minmax", "lsq")
+ANY_WIDTH_QUANTIZERS = ("minmax", "lsq")
 
 
 class BitScheduleStep(ConfigModel):
@@ -25,7 +25,7 @@ class BitScheduleStep(ConfigModel):
     """Optimizer steps with them."""
 
 
-class QATConfig(Quantization):
+class QATConfig(QuantizationConfig):
     """A grid to train with, rounded as the export rounds; gradients pass through."""
 
     quantizer: Literal[
@@ -60,7 +60,7 @@ class QATConfig(Quantization):
     layer of more bits than a phase has keeps them."""
 
     @property
-    def starts(self) -> list[int]:
+    def phase_starts(self) -> list[int]:
         """The steps with which the phases begin, that of `bits` last."""
         lasting = [
             self.fake_quant_after_n_steps,
@@ -69,13 +69,13 @@ class QATConfig(Quantization):
         return [*accumulate(lasting)]
 
     @property
-    def learned(self) -> int:
+    def learned_per_group(self) -> int:
         """Numbers that are learned of a group's grid."""
         if self.quantizer in ("minmax", "fixed_scale"):
             return 0
-        return 1 if self.quantizer in SYMMETRIC else 2
+        return 1 if self.quantizer in SYMMETRIC_QUANTIZERS else 2
 
-    def of_codes(self, *, adapts: bool) -> "QATConfig":
+    def for_quantized_model(self, *, adapts: bool) -> "QATConfig":
         """The same of a model in codes; an adapter of it keeps the grid it has."""
         keeps = (
             adapts and self.quantizer == "minmax" and not self.fake_quant_after_n_steps
@@ -88,7 +88,7 @@ class QATConfig(Quantization):
             raise ValueError(
                 f"{self.mode} has no scales to learn: use quantizer: minmax"
             )
-        if self.quantizer in SYMMETRIC and self.bits != 2:
+        if self.quantizer in SYMMETRIC_QUANTIZERS and self.bits != 2:
             raise ValueError(f"a {self.quantizer} grid has 2 bits: set bits: 2")
         if self.quantizer == "minmax" and (
             self.scale_init,
@@ -102,7 +102,7 @@ class QATConfig(Quantization):
                 "scale_lr_multiplier is for scales and biases; a kept grid's stay"
             )
         if self.latent_init is not None and self.quantizer not in (
-            *OF_ANY_WIDTH,
+            *ANY_WIDTH_QUANTIZERS,
             "fixed_scale",
         ):
             raise ValueError("latent_init is for weights that go on from codes")
@@ -119,7 +119,7 @@ class QATConfig(Quantization):
         return self
 
     def _can_come_down(self):
-        if self.quantizer not in OF_ANY_WIDTH or self.mode != "affine":
+        if self.quantizer not in ANY_WIDTH_QUANTIZERS or self.mode != "affine":
             raise ValueError(
                 "bit_schedule is for affine grids of any width: minmax and lsq"
             )

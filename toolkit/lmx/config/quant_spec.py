@@ -67,17 +67,17 @@ class LayerQuantOverride(ConfigModel):
 
 
 SKIP = "skip"
-Choice = Annotated[
+LayerOverride = Annotated[
     Annotated[LayerQuantOverride, Tag("grid")]
     | Annotated[Literal["skip"], Tag("word")],
     Discriminator(lambda value: "word" if isinstance(value, str) else "grid"),
 ]
 
 
-class Quantization(QuantSpec):
+class QuantizationConfig(QuantSpec):
     """A grid, layers that have another, and what is rounded at all."""
 
-    overrides: dict[str, Choice] = Field({})
+    overrides: dict[str, LayerOverride] = Field({})
     """Other grids by layer, as `"*.down_proj": {bits: 4}`, or keep for none. A pattern
     is matched with the path and with the path within the block; the first one counts,
     also above what the model asks for."""

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
-from .quant_spec import Bits, Quantization
+from .quant_spec import Bits, QuantizationConfig
 
 DAMPENING_FRAC = 0.01
 
@@ -83,7 +83,7 @@ class MixedPrecisionConfig(ConfigModel):
         return int(self.target_bytes or self.target_bpw * weights / 8)
 
 
-class PTQConfig(Quantization):
+class PTQConfig(QuantizationConfig):
     """What all methods have that quantize a finished model."""
 
     calibration: CalibrationConfig = CalibrationConfig()
@@ -106,7 +106,7 @@ class PTQConfig(Quantization):
 
     @model_validator(mode="after")
     def _counts_answers(self):
-        alike = " and ".join(self.takes_all_alike)
+        alike = " and ".join(self.ignores_token_weights)
         if self.calibration.loss_on == "completions" and alike:
             raise ValueError(
                 f"{alike} takes all tokens alike: leave calibration.loss_on out"
@@ -114,7 +114,7 @@ class PTQConfig(Quantization):
         return self
 
     @property
-    def takes_all_alike(self) -> list[str]:
+    def ignores_token_weights(self) -> list[str]:
         """What of it does not tell tokens that count from others."""
         return ["mixed_precision"] if self.mixed_precision else []
 
@@ -143,7 +143,7 @@ class AWQConfig(PTQConfig):
         return self
 
     @property
-    def takes_all_alike(self) -> list[str]:
+    def ignores_token_weights(self) -> list[str]:
         """The method as a whole."""
         return ["awq"]
 
@@ -194,10 +194,10 @@ class GPTQConfig(PTQConfig):
         return self
 
     @property
-    def takes_all_alike(self) -> list[str]:
+    def ignores_token_weights(self) -> list[str]:
         """What of it does not tell tokens that count from others."""
         own = ["block_reconstruction"] if self.block_reconstruction else []
-        return own + super().takes_all_alike
+        return own + super().ignores_token_weights
 
 
 def _with_method(value):
@@ -205,7 +205,7 @@ def _with_method(value):
     return {"method": "rtn", **value} if isinstance(value, dict) else value
 
 
-Quantize = Annotated[
+QuantizeConfig = Annotated[
     Annotated[RTNConfig | GPTQConfig | AWQConfig, Field(discriminator="method")],
     BeforeValidator(_with_method),
 ]

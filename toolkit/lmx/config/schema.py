@@ -1,6 +1,6 @@
 """The recipe's schema: every key, its type, its default and its meaning."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -10,9 +10,21 @@ from .draft import DraftConfig
 from .evaluate import EvaluateConfig
 from .export import ExportConfig
 from .model import ModelConfig
-from .quantize import Quantize
-from .tracker import WandbConfig
+from .quantize import QuantizeConfig
 from .train import TrainConfig
+
+
+class WandbConfig(ConfigModel):
+    """Send the figures to Weights & Biases, or keep them for `wandb sync`."""
+
+    type: Literal["wandb"]
+    """The tracker's name."""
+    project: str = "lmx"
+    """The project the run is filed under."""
+    name: str | None = None
+    """The run's name there; absent = the recipe's."""
+    mode: Literal["online", "offline"] = "offline"
+    """offline = nothing is sent, `wandb sync` does it later; online = sent at once."""
 
 
 class StageEntry(ConfigModel):
@@ -20,7 +32,7 @@ class StageEntry(ConfigModel):
 
     train: TrainConfig | None = None
     """Train or fine-tune."""
-    quantize: Quantize | None = None
+    quantize: QuantizeConfig | None = None
     """Quantize a finished model; without `method` it is rounded to the nearest."""
     draft: DraftConfig | None = None
     """Distil a draft model for speculative decoding."""

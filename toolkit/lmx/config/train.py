@@ -7,7 +7,6 @@ from pydantic import Field, model_validator
 from .base import ConfigModel
 from .lora import LoRAConfig
 from .qat import QATConfig
-from .teacher import TeacherConfig
 
 BETAS = {"beta1", "beta2"}
 # What only some optimizers have.
@@ -26,6 +25,46 @@ MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
 CACHED_LOGITS = 1 << 22
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "cakld"]
+
+
+class TeacherGenerationConfig(ConfigModel):
+    """The teacher's own answers, in place of those of the rows (arXiv 2305.17888)."""
+
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field([1.0], min_length=1)
+    """Every row is answered once at each; 0 = the likeliest token always, 1 = as the
+    teacher would."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest answer."""
+
+
+class TeacherConfig(ConfigModel):
+    """A model whose predictions are learned (distillation)."""
+
+    model: str | None = None
+    """A folder or Hub id with the same tokenizer; absent = the unquantized model that
+    the stage starts from."""
+    loss: DivergenceName = "forward_kl"
+    """What is made small: forward = KL(teacher || student), reverse = KL(student ||
+    teacher), jensen_shannon = between the two, confidence = a mix of both by how sure
+    the teacher is of the rows (arXiv 2402.10631)."""
+    temperature: float = Field(1.0, gt=0)
+    """What the logits of both are divided by."""
+    ce_weight: float = Field(0.0, ge=0, lt=1)
+    """Share of the loss that is that of the rows' own tokens."""
+    offline: bool = False
+    """Ask the teacher once, before training, and keep its top_k likeliest tokens of
+    every position on disk; else it runs beside the student in every step."""
+    top_k: int = Field(64, ge=1)
+    """Tokens of a position that are kept; all others are one outcome, the rest."""
+    sequence_level: TeacherGenerationConfig | None = None
+    """Present = train on the teacher's own answers to the rows."""
+
+    @model_validator(mode="after")
+    def _consistent(self):
+        if not self.offline and self.top_k != type(self).model_fields["top_k"].default:
+            raise ValueError("top_k is for cached: true; a live teacher gives all")
+        return self
 
 
 class TrainConfig(ConfigModel):
@@ -159,7 +198,7 @@ class TrainConfig(ConfigModel):
             raise ValueError(
                 "quantizer: scales_only trains no weights: leave adapter out"
             )
-        if not rounding.starts[-1]:
+        if not rounding.phase_starts[-1]:
             return
         names = [
             k
@@ -171,7 +210,7 @@ class TrainConfig(ConfigModel):
                 f"{names[0]} does not go with load_best_at_end or early_stopping_patience: the "
                 "validations before the last bits are of another model"
             )
-        if self.steps and self.steps <= rounding.starts[-1]:
+        if self.steps and self.steps <= rounding.phase_starts[-1]:
             raise ValueError(f"{' and '.join(names)} must be below steps")
 
     def _can_shard(self):
@@ -194,12 +233,12 @@ class TrainConfig(ConfigModel):
             raise ValueError("decay_ratio is for the schedule warmup-stable-decay")
 
     @property
-    def trainings(self) -> int:
+    def num_trainings(self) -> int:
         """How many models are trained, all for the same steps."""
-        return 2 if self.compare_full_precision and not self.is_of_itself else 1
+        return 2 if self.compare_full_precision and not self.is_self_distillation else 1
 
     @property
-    def is_of_itself(self) -> bool:
+    def is_self_distillation(self) -> bool:
         """Whether all that is learned is what the model predicts when unquantized."""
         teacher = self.teacher
         return bool(teacher and not teacher.model and not teacher.ce_weight)
@@ -225,7 +264,7 @@ class TrainConfig(ConfigModel):
             return self.steps * self.gradient_accumulation_steps
         return max(1, round(self.epochs * per_epoch))
 
-    def packed_rows(self, max_seq_length: int) -> int:
+    def sequences_per_batch(self, max_seq_length: int) -> int:
         """Packed rows of `max_seq_length` tokens per batch."""
         return self.batch_size or max(1, self.batch_tokens // max_seq_length)
 

@@ -41,7 +41,7 @@ def training_batches(
         examples,
         packed(examples, longest + 1, context.logger.warning),
         max_seq_length=longest,
-        rows=config.packed_rows(longest),
+        rows=config.sequences_per_batch(longest),
         seed=context.seed,
     )
     context.logger.info(
@@ -116,7 +116,7 @@ def _tell(context: StageContext, split: str, counts: dict, named) -> None:
 def _sizes(config: TrainConfig, context: StageContext) -> dict:
     longest, tokens = context.data.max_seq_length, config.batch_tokens
     if config.packing:
-        tokens = config.packed_rows(longest) * longest
+        tokens = config.sequences_per_batch(longest) * longest
     return {
         "max_seq_length": longest,
         "rows": None if tokens else config.batch_size,

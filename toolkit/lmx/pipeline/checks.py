@@ -9,8 +9,8 @@ from pydantic import ValidationError
 
 from ..config.errors import KeyPath
 from ..config.messages import Problem, nearest
-from ..config.qat import FROM_CODES
-from ..config.quant_spec import Quantization, QuantSpec
+from ..config.qat import CONTINUES_FROM_CODES
+from ..config.quant_spec import QuantizationConfig, QuantSpec
 from ..convert.exporters.registry import FORMATS
 from ..errors import UserError
 
@@ -19,7 +19,9 @@ Find = Callable[[str], Path | None]
 BUILTIN = "builtin:"
 OF_DRAFTS = ("draft_model", "init_from"), ("benchmark", "baseline_model")
 OTHERS = {"train": [("teacher", "model")], "draft": OF_DRAFTS}
-GOING_ON = f"quantizer: {', '.join(FROM_CODES[:-1])} or {FROM_CODES[-1]}"
+GOING_ON = (
+    f"quantizer: {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
+)
 GGUF = ".gguf"
 FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
 
@@ -220,7 +222,7 @@ def _rounding(where: KeyPath, block: dict, before: dict) -> Iterator[Problem]:
     grid = asked.get("quantizer", "minmax")
     # An adapter keeps the grid unless it asks for another.
     keeps = grid == "minmax" and block.get("adapter") is not None
-    if grid not in FROM_CODES and not keeps:
+    if grid not in CONTINUES_FROM_CODES and not keeps:
         hint = f"{GOING_ON} goes on from the codes"
         message = f"the model is quantized here, and {grid} would round it again"
         yield Problem(where, message, hint, "key")
@@ -239,7 +241,7 @@ def _rounding(where: KeyPath, block: dict, before: dict) -> Iterator[Problem]:
         yield Problem(where, message, hint, "key")
 
 
-def _grid(block: Any, kind: type[QuantSpec] = Quantization) -> dict:
+def _grid(block: Any, kind: type[QuantSpec] = QuantizationConfig) -> dict:
     """What a block asks of the quantized layers; empty if it is no right one."""
     block = block if isinstance(block, dict) else {}
     try:

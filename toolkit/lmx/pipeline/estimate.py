@@ -124,7 +124,7 @@ def training(
         for path, spec in select_layers(model, stage.qat).specs.items():
             size = prod(matrices[f"{path}.weight"])
             rounded += size
-            grids += stage.qat.learned * size // spec.group_size
+            grids += stage.qat.learned_per_group * size // spec.group_size
     trained = _trained(model, stage) + grids
     masters_are_weights = stage.adapter is None and compute == 4 and not stage.fsdp
     masters = 0 if masters_are_weights else 4 * trained
@@ -146,7 +146,7 @@ def training(
     per_token = (4 + 2 * stage.gradient_checkpointing) * seen + 2 * to_weights
     per_token += 12 * batch.length * width + 2 * live * seen
     tokens = batch.mean_tokens * stage.gradient_accumulation_steps
-    return TrainingCost(total, trained, memory, stage.trainings * per_token * tokens)
+    return TrainingCost(total, trained, memory, stage.num_trainings * per_token * tokens)
 
 
 def quantized_bytes(anatomy: ModelShape, specs: dict[str, QuantSpec]) -> int:
@@ -188,7 +188,7 @@ def disk(
             # One more is written while all others are kept.
             checkpoints = 1 + stage.save_total_limit + stage.load_best_at_end
             own = max(size, anatomy.bytes) + checkpoints * 12 * load.trained
-            needed += own * stage.trainings
+            needed += own * stage.num_trainings
         if hasattr(stage, "method"):
             quantization = stage
         if quantization:

@@ -47,7 +47,7 @@ class FullPrecisionBaseline:
                 place=str(origin),
                 hint="leave twin out, or begin with the unquantized model",
             )
-        self.dense = origin if config.is_of_itself else self.folder / "dense"
+        self.dense = origin if config.is_self_distillation else self.folder / "dense"
         self.context = replace(
             context,
             folder=self.folder,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..config.qat import FROM_CODES, QATConfig
+from ..config.qat import CONTINUES_FROM_CODES, QATConfig
 from ..config.quant_spec import QuantSpec
 from ..config.train import TrainConfig
 from ..errors import UserError
@@ -82,11 +82,11 @@ def prepare(
         return QATModel(loaded, chosen, rounding)
     if rounding:
         adapts = config.adapter is not None
-        rounding = rounding.of_codes(adapts=adapts)
+        rounding = rounding.for_quantized_model(adapts=adapts)
         found = _from_codes(rounding, loaded, logger)
         at_points = rounding.latent_init == "codes"
         if rounding.latent_init is None:
-            at_points = rounding.quantizer == "scales_only" or config.is_of_itself
+            at_points = rounding.quantizer == "scales_only" or config.is_self_distillation
         if not at_points:
             _spread(found, origin(), mx.random.key(seed))
         return found
@@ -122,9 +122,9 @@ def _in_codes(loaded: LoadedModel) -> QATModel:
 
 def require_time(rounding: QATConfig | None, steps: int) -> None:
     """Raise UserError if the rounding would begin after the last of the steps."""
-    if rounding and rounding.starts[-1] >= steps:
+    if rounding and rounding.phase_starts[-1] >= steps:
         raise UserError(
-            f"rounding to {rounding.bits} bits begins after {rounding.starts[-1]} "
+            f"rounding to {rounding.bits} bits begins after {rounding.phase_starts[-1]} "
             f"steps, and there are {steps}",
             hint="lower fake_quant_after_n_steps or the steps of progressive, or train longer",
         )
@@ -177,11 +177,11 @@ def _require_same(
     rounding: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel
 ) -> None:
     place = str(loaded.path)
-    if rounding.quantizer not in FROM_CODES or rounding.starts[-1]:
+    if rounding.quantizer not in CONTINUES_FROM_CODES or rounding.phase_starts[-1]:
         raise UserError(
             "this model is already quantized, and training would round it again",
             place=place,
-            hint=f"grid: {', '.join(FROM_CODES)} go on from its codes, without "
+            hint=f"grid: {', '.join(CONTINUES_FROM_CODES)} go on from its codes, without "
             "fake_quant_after_n_steps or progressive; or start from the unquantized model",
         )
     asked = QuantSpec(**rounding.model_dump(include=set(QuantSpec.model_fields)))

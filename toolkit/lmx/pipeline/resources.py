@@ -183,7 +183,7 @@ class ResourceCheck:
         longest = max(self.lengths)
         mean = sum(self.lengths) / len(self.lengths)
         if config.packing:
-            tokens = config.packed_rows(self.longest) * self.longest
+            tokens = config.sequences_per_batch(self.longest) * self.longest
             return BatchShape(self.longest, tokens, tokens)
         if config.batch_tokens:
             tokens = max(config.batch_tokens, longest)

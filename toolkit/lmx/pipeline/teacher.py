@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..config.teacher import TeacherConfig
+from ..config.train import TeacherConfig
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset
 from ..data.packing import PackedBatchSampler
 from ..errors import UserError

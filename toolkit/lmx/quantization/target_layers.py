@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 
 import mlx.nn as nn
 
-from ..config.quant_spec import SKIP, Quantization, QuantSpec
+from ..config.quant_spec import SKIP, QuantizationConfig, QuantSpec
 from ..errors import UserError
 
 # What comes before the path of a layer within its block.
@@ -26,7 +26,9 @@ class QuantizationPlan:
     asked: set[str] = field(default_factory=set)
 
 
-def select_layers(model: nn.Module, quantization: Quantization) -> QuantizationPlan:
+def select_layers(
+    model: nn.Module, quantization: QuantizationConfig
+) -> QuantizationPlan:
     """Choose a grid for every layer that can be quantized.
 
     The recipe's patterns come first; then what the model's own `quant_predicate` asks
@@ -68,7 +70,7 @@ def select_layers(model: nn.Module, quantization: Quantization) -> QuantizationP
 
 
 def _named(
-    layers: dict[str, nn.Module], quantization: Quantization
+    layers: dict[str, nn.Module], quantization: QuantizationConfig
 ) -> dict[str, QuantSpec | None]:
     """Grids of the layers that a pattern of the recipe means; None = keep.
 

@@ -4,7 +4,7 @@ import os
 import secrets
 from pathlib import Path
 
-from ..config.tracker import WandbConfig
+from ..config.schema import WandbConfig
 from .fs import write_atomic
 
 # Seconds to reach the server, and to send what is left at the end.

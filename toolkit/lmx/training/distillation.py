@@ -12,7 +12,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..config.teacher import DivergenceName, TeacherConfig
+from ..config.train import DivergenceName, TeacherConfig
 from .chunked_loss import ChunkedLossUnsupported, TrunkHeadSplit
 from .document_mask import DocumentCaches
 from .losses import cross_entropy_sum, exponentials_of

@@ -9,9 +9,9 @@ import mlx.core as mx
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import AWQConfig
 from ..packing import expand, pack
-from .awq_scaling import AWQScaler, BlockError, ScalingResult, Weights, rounded
+from .awq_scaling import AWQScaler, BlockError, ScalingResult, rounded
 from .base import PTQContext
-from .block_context import BlockContext
+from .block_context import BlockContext, Weights
 from .input_statistics import InputStatistics
 from .sequential import QuantizedTensor, quantize_sequentially, quantized_tensor
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ...config.qat import SYMMETRIC, QATConfig
+from ...config.qat import SYMMETRIC_QUANTIZERS, QATConfig
 from ...config.quant_spec import QuantSpec
 from ...models.lora.lora_model import adapted
 from ..packing import expand
@@ -97,7 +97,7 @@ class FakeQuant:
         Returns:
             Whether the forward is another one now.
         """
-        starts = self.rounding.starts
+        starts = self.rounding.phase_starts
         phase = bisect(starts, step) - 1
         if phase <= self._phase:
             return False
@@ -148,7 +148,7 @@ class FakeQuant:
         if spec.mode == "affine" and spec.bits < least:
             spec = spec.model_copy(update={"bits": least})
         # A model may ask for other bits in some layers, or for another mode.
-        if name in SYMMETRIC and spec.bits != 2:
+        if name in SYMMETRIC_QUANTIZERS and spec.bits != 2:
             name = "lsq"
         if spec.mode != "affine":
             name = "minmax"
