@@ -73,7 +73,7 @@ def test_experts_and_the_embedding(tmp_path, make_checkpoint):
         ({}, "of a quantized model only an adapter can be trained"),
         (
             {"adapter": {"rank": 4}, "qat": GRID | {"quantizer": "seq"}},
-            "the model is quantized here, and balanced would round it again",
+            "the model is quantized here, and seq would round it again",
         ),
         (
             {"adapter": {"type": "dora"}, "qat": GRID},

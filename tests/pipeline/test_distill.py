@@ -49,7 +49,7 @@ def run_of(folder, *stages, model):
 def distilled(base, tmp_path_factory):
     """A run that distils a draft from the trained tiny model."""
     # The model itself is the sibling: it guesses right, and nothing is won.
-    trial = DISTILL["trial"] | {"baseline_model": str(base)}
+    trial = DISTILL["benchmark"] | {"baseline_model": str(base)}
     stage = {"draft": DISTILL | {"benchmark": trial}}
     run = run_of(tmp_path_factory.mktemp("distil"), stage, model=base)
     assert run() == 0
@@ -120,7 +120,7 @@ def test_a_sibling_with_other_tokens_is_told_of_before_the_training(
     first, second = list(vocabulary)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(words))
-    trial = DISTILL["trial"] | {"baseline_model": str(other)}
+    trial = DISTILL["benchmark"] | {"baseline_model": str(other)}
     stage = {"draft": DISTILL | {"benchmark": trial}}
     run = run_of(tmp_path, stage, model=distilled.model)
     assert run() == 2

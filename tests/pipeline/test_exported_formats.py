@@ -7,7 +7,7 @@ from lmx.models.loader import load
 from tiny_runs import TRAIN, VALIDATE, Run
 
 LORA = {"adapter": {"rank": 4}, "steps": 4, "learning_rate": 1e-2}
-EVERY = ["mlx", "dense", "peft", "gguf"]
+EVERY = ["mlx", "hf", "peft", "gguf"]
 TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
 
 
@@ -21,7 +21,7 @@ def published(tmp_path_factory, base):
 
 def test_every_format_is_the_same_model(published):
     wanted = load(published.output / "model").model(TOKENS)
-    for place in ("dense", "gguf"):
+    for place in ("hf", "gguf"):
         found = load(published.output / place).model(TOKENS)
         assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4), place
     assert (published.output / "gguf" / "tiny.gguf").is_file()
@@ -33,7 +33,7 @@ def test_every_format_is_the_same_model(published):
 
 def test_what_was_published_is_kept_whole(published):
     recorded = published.json("manifest.json")["stages"]["2-export"]["artefacts"]
-    assert {"model", "dense", "peft", "gguf"} <= recorded.keys()
+    assert {"model", "hf", "peft", "gguf"} <= recorded.keys()
     before = len(published.log)
     (published.output / "gguf" / "tiny.gguf").write_bytes(b"other")
     assert published() == 0
@@ -49,7 +49,7 @@ def test_one_that_is_not_proven_keeps_all_back(tmp_path, base, monkeypatch):
     run = Run(tmp_path, {"export": {"formats": ["mlx", "hf"]}}, model=base)
     assert run() == 1
     assert not (run.output / "model").exists()
-    assert not (run.output / "dense").exists()
+    assert not (run.output / "hf").exists()
     assert not run.half_written()
 
 
@@ -81,7 +81,7 @@ def test_a_model_is_loaded_with_the_adapter_in_both_formats(published, base):
     [
         (["peft"], {}, "no adapter is trained"),
         (["mlx", "mlx"], {}, "named twice"),
-        (["dense"], {"model_type": "helium"}, "helium models are not known"),
+        (["hf"], {"model_type": "helium"}, "helium models are not known"),
         (["gguf"], {"model_type": "gemma"}, "gemma models are not written as GGUF"),
         (["onnx"], {}, "onnx"),
     ],

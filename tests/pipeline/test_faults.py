@@ -124,7 +124,7 @@ def test_no_tokenizer(tmp_path, model, capsys):
 
 
 def test_adapter_on_layers_that_are_not_there(tmp_path, base, capsys):
-    adapter = {"layers": ["attention.query"]}
+    adapter = {"target_modules": ["attention.query"]}
     run = with_model(tmp_path, base, {"train": TRAIN | {"adapter": adapter}})
     said = fails(run, capsys, 2)
     assert "no layer that lora adapts here matches 'attention.query'" in said

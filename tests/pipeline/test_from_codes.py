@@ -176,17 +176,17 @@ def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
         ),
         (
             GRID | {"quantizer": "scales_only", "quantize_lm_head": False},
-            "with head: True; this asks for",
+            "with quantize_lm_head: True; this asks for",
         ),
         (GRID, "minmax would round it again"),
-        (GRID | {"quantizer": "seq"}, "balanced would round it again"),
+        (GRID | {"quantizer": "seq"}, "seq would round it again"),
         (
             GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 3},
             "leave fake_quant_after_n_steps out",
         ),
         (
             GRID | {"quantizer": "lsq", "bit_schedule": [{"bits": 8, "steps": 2}]},
-            "leave progressive out",
+            "leave bit_schedule out",
         ),
     ],
 )

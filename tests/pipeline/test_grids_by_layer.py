@@ -13,7 +13,7 @@ MIXED = {
     "*.down_proj": {"bits": 5},
     "self_attn.[qk]_proj": {"mode": "mxfp4"},
     "model.layers.1.*": {"bits": 3, "group_size": 32},
-    "mlp.gate_proj": "keep",
+    "mlp.gate_proj": "skip",
 }
 CALIBRATION = {"num_tokens": 1024, "max_seq_length": 32}
 METHODS = {
@@ -70,7 +70,7 @@ def test_mixed_grids_load_in_mlx_lm(kind, tmp_path, base):
     ids=str,
 )
 def test_a_budget_is_kept_to_the_byte(budget, tmp_path, base):
-    run = run_of(tmp_path, base, budget=budget, method="rtn")
+    run = run_of(tmp_path, base, mixed_precision=budget, method="rtn")
     assert run() == 0
     folder = run.output / "stages/1-quantize/model"
     stage = run.json("manifest.json")["stages"]["1-quantize"]
@@ -79,14 +79,14 @@ def test_a_budget_is_kept_to_the_byte(budget, tmp_path, base):
     assert facts["tried"][facts["taken"]] == min(facts["tried"].values())
     assert facts["bytes"] == sizes.bytes
     assert facts["bits_per_weight"] == pytest.approx(sizes.bits_per_weight)
-    limit = budget.get("bytes") or budget["bits_per_weight"] * sizes.parameters / 8
+    limit = budget.get("target_bytes") or budget["target_bpw"] * sizes.parameters / 8
     # Nothing that is left would hold the next larger grid of the smallest layer.
     assert 0.97 * limit < sizes.bytes <= limit
     assert same_logits_in_stock_mlx_lm(folder)
 
 
 def test_a_wrong_key_of_a_pattern_is_told_with_the_right_one(tmp_path, base, capsys):
-    run = run_of(tmp_path, base, layers={"*.down_proj": {"bitz": 4}, "*": "leave"})
+    run = run_of(tmp_path, base, overrides={"*.down_proj": {"bitz": 4}, "*": "leave"})
     assert run() == 2
     told = capsys.readouterr().err
     assert "unknown key 'bitz'" in told
@@ -95,9 +95,9 @@ def test_a_wrong_key_of_a_pattern_is_told_with_the_right_one(tmp_path, base, cap
 
 
 def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
-    layers = {"*.down_proj": {"mode": "mxfp4"}, "mlp.up_proj": "keep"}
+    layers = {"*.down_proj": {"mode": "mxfp4"}, "mlp.up_proj": "skip"}
     budget = {"target_bpw": 5.5, "candidate_bits": [2, 3, 6]}
-    run = run_of(tmp_path, base, budget=budget, layers=layers, method="rtn")
+    run = run_of(tmp_path, base, mixed_precision=budget, overrides=layers, method="rtn")
     assert run() == 0
     folder = run.output / "stages/1-quantize/model"
     written = json.loads((folder / "config.json").read_text())["quantization"]
@@ -118,7 +118,7 @@ def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
     ],
 )
 def test_budgets_that_are_none(bits, message, hint, tmp_path, base, capsys):
-    run = run_of(tmp_path, base, budget={"target_bpw": bits})
+    run = run_of(tmp_path, base, mixed_precision={"target_bpw": bits})
     assert run() == 2
     told = capsys.readouterr().err
     assert message in told
@@ -126,18 +126,18 @@ def test_budgets_that_are_none(bits, message, hint, tmp_path, base, capsys):
 
 
 def test_the_smallest_budget_that_is_named_is_enough(tmp_path, base, capsys):
-    few = {"bits": [2, 3, 6]}
-    run = run_of(tmp_path, base, budget=few | {"target_bpw": 1.0})
+    few = {"candidate_bits": [2, 3, 6]}
+    run = run_of(tmp_path, base, mixed_precision=few | {"target_bpw": 1.0})
     assert run() == 2
     words = capsys.readouterr().err.split("smallest possible is ")[1].split()
     size = int(words[0].replace(",", ""))
-    for enough in (f"bytes={size}", f"bits_per_weight={words[3]}"):
+    for enough in (f"target_bytes={size}", f"target_bpw={words[3]}"):
         key = enough.partition("=")[0]
-        run = run_of(tmp_path, base, budget=few | {key: 1.0}, method="rtn")
-        assert run("--restart", f"stages.quantize.mixed_precision.{enough}") == 0, (
-            enough
-        )
-    run = run_of(tmp_path, base, budget=few | {"target_bytes": float(size - 1)})
+        run = run_of(tmp_path, base, mixed_precision=few | {key: 1.0}, method="rtn")
+        assert run("--restart", f"stages.quantize.mixed_precision.{enough}") == 0, enough
+    run = run_of(
+        tmp_path, base, mixed_precision=few | {"target_bytes": float(size - 1)}
+    )
     assert run("--restart") == 2
 
 
@@ -151,7 +151,7 @@ def test_sensitivities_are_measured_once(tmp_path, base):
             "candidate_bits": [3, 5],
             "candidate_group_sizes": [32, 64],
         }
-        run = run_of(folder, base, budget=budget)
+        run = run_of(folder, base, mixed_precision=budget)
         assert run() == 0
         told.append("measuring what" in run.log)
         assert (run.output / "stages/1-quantize/sensitivity.json").is_file()

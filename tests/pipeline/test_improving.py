@@ -31,7 +31,7 @@ def facts_of(folder, base, **settings):
 
 
 def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
-    run, facts = facts_of(tmp_path, base, method="gptq", tune=TUNE)
+    run, facts = facts_of(tmp_path, base, method="gptq", scale_tuning=TUNE)
     found = facts["held_out_kl"]
     assert list(found) == ["rounding", "gptq", "tuned"]
     assert found[facts["step_kept"]] == min(found.values())
@@ -94,7 +94,9 @@ def calibrating(monkeypatch, train, valid):
         logger=SimpleNamespace(info=lambda _: None),
         seed=0,
     )
-    calibration = CalibrationConfig.model_construct(source=None, length=1, held_out=3)
+    calibration = CalibrationConfig.model_construct(
+        dataset=None, max_seq_length=1, num_eval_tokens=3
+    )
     return CalibrationData(calibration, context, None, judging=True)
 
 

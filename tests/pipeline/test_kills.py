@@ -17,7 +17,7 @@ KINDS = {
         "steps": 30,
         "gradient_accumulation_steps": 2,
         "adapter": LORA,
-        "load_best_at_end": "True",
+        "load_best_at_end": True,
     },
     # Too fast to go well for long: it ends early, and the best is an older one.
     "lean": {
@@ -28,7 +28,7 @@ KINDS = {
         "optimizer": "muon",
         "learning_rate": 0.03,
         "lr_schedule": "constant",
-        "load_best_at_end": "True",
+        "load_best_at_end": True,
         "save_total_limit": 1,
         "early_stopping_patience": 1,
         "gradient_checkpointing": True,

@@ -56,7 +56,7 @@ def test_a_missed_gate_is_told(base, tmp_path):
     html = page(run)
     assert '<td class="bad">missed</td>' in html
     assert "<td>failed</td>" in html
-    assert "misses its gates: perplexity" in html
+    assert "misses its thresholds: max_perplexity" in html
     assert "samples" not in sections(html)
     assert "lmx generate" not in html
 

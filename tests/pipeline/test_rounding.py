@@ -42,7 +42,7 @@ def mixed(make_checkpoint, tmp_path):
 
 
 def test_layers_keep_the_grids_they_have(mixed):
-    found = prepare(config(bits=3, grid="lsq"), mixed, NullLogger())
+    found = prepare(config(bits=3, quantizer="lsq"), mixed, NullLogger())
     assert found.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
     assert "model.embed_tokens" in found.selection.kept
     assert not found.selection.specs.keys() & found.selection.kept
@@ -75,7 +75,7 @@ def dense(make_checkpoint):
 
 def test_weights_begin_near_what_was_quantized(mixed, dense):
     found = begun(mixed, dense.copy)
-    points = begun(mixed, at_points=True)
+    points = begun(mixed, latent_init="codes")
     for path, weight in found.items():
         wished = dense[f"{path}.weight"].astype(mx.float32)
         left = mx.abs(weight - wished).mean() / mx.abs(points[path] - wished).mean()
@@ -86,7 +86,7 @@ def test_weights_of_unknown_origin_are_spread_by_the_seed(mixed, dense):
     """As are those of layers whose scales a method has folded."""
     folded = {name: 3 * value for name, value in dense.items()}
     found, same = begun(mixed), begun(mixed, folded.copy)
-    other, points = begun(mixed, seed=1), begun(mixed, at_points=True)
+    other, points = begun(mixed, seed=1), begun(mixed, latent_init="codes")
     for path, weight in found.items():
         assert mx.array_equal(weight, same[path])
         assert not mx.array_equal(weight, other[path])
@@ -94,9 +94,9 @@ def test_weights_of_unknown_origin_are_spread_by_the_seed(mixed, dense):
 
 
 def test_what_the_model_has_been_is_learned_from_the_points(mixed, dense):
-    points = begun(mixed, at_points=True)
+    points = begun(mixed, latent_init="codes")
     found = begun(mixed, dense.copy, teacher={})
-    asked = begun(mixed, dense.copy, teacher={}, at_points=False)
+    asked = begun(mixed, dense.copy, teacher={}, latent_init="nearest")
     for path, weight in points.items():
         assert mx.array_equal(found[path], weight)
         assert not mx.array_equal(asked[path], weight)
@@ -104,8 +104,8 @@ def test_what_the_model_has_been_is_learned_from_the_points(mixed, dense):
 
 def test_a_dense_model_has_no_points_to_begin_at(make_checkpoint):
     loaded = load(make_checkpoint(), compute="stored")
-    with pytest.raises(UserError, match="at_points is for a model in codes"):
-        prepare(config(grid="lsq", at_points=True), loaded, NullLogger())
+    with pytest.raises(UserError, match="latent_init is for a model in codes"):
+        prepare(config(quantizer="lsq", latent_init="codes"), loaded, NullLogger())
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_floating_point_grids_stay(make_checkpoint, tmp_path):
     )
     with pytest.raises(UserError, match="only affine grids can be trained"):
         prepare(
-            config(grid="lsq"),
+            config(quantizer="lsq"),
             load(tmp_path / "mx", compute="stored"),
             NullLogger(),
         )
@@ -158,22 +158,22 @@ def test_floating_point_grids_stay(make_checkpoint, tmp_path):
     ("change", "said"),
     [
         (
-            {"load_best_at_end": "True"},
-            "fake_quant_after_n_steps does not go with keep: best",
+            {"load_best_at_end": True},
+            "fake_quant_after_n_steps does not go with load_best_at_end",
         ),
         (
             {"early_stopping_patience": 2},
-            "fake_quant_after_n_steps does not go with keep: best",
+            "fake_quant_after_n_steps does not go with load_best_at_end",
         ),
         ({"steps": 5}, "fake_quant_after_n_steps must be below steps"),
         (
-            COMING_DOWN | {"load_best_at_end": "True"},
-            "progressive does not go with keep: best",
+            COMING_DOWN | {"load_best_at_end": True},
+            "bit_schedule does not go with load_best_at_end",
         ),
-        (COMING_DOWN | {"steps": 5}, "progressive must be below steps"),
+        (COMING_DOWN | {"steps": 5}, "bit_schedule must be below steps"),
         (
             {"qat": QATConfig(quantizer="scales_only"), "adapter": LoRAConfig()},
-            "a frozen grid trains no weights",
+            "scales_only trains no weights",
         ),
     ],
 )
@@ -189,4 +189,4 @@ def test_rounding_begins_before_the_end():
     with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):
         require_time(QATConfig(fake_quant_after_n_steps=5), 5)
     with pytest.raises(UserError, match="2 bits begins after 5 steps, and there are 4"):
-        require_time(COMING_DOWN["quantization"], 4)
+        require_time(COMING_DOWN["qat"], 4)

@@ -56,7 +56,7 @@ def test_rows_are_tokenised_once(tmp_path, base, encoded):
 
 
 @pytest.mark.parametrize(
-    "change", ["content", "max_seq_length", "loss_on", "limit", "template"]
+    "change", ["content", "max_seq_length", "loss_on", "max_samples", "template"]
 )
 def test_what_changes_tokens_makes_new_ones(tmp_path, base, make_copy, encoded, change):
     model = make_copy(base)

@@ -74,7 +74,10 @@ def test_fresh_trained_quantized_exported(whole):
     assert quantized["bits_per_weight"] == pytest.approx(5, abs=0.1)
     [*_, last] = [row for row in whole.rows() if row["kind"] == "valid"]
     assert tuned["loss"] == pytest.approx(last["loss"], rel=1e-3)
-    assert [gate["name"] for gate in report["gates"]] == ["kl", "top1_agreement"]
+    assert [gate["name"] for gate in report["gates"]] == [
+        "max_kl",
+        "min_top1_agreement",
+    ]
     for gate in report["gates"]:
         assert gate.keys() == {"name", "value", "limit", "passed"}
         assert gate["passed"]
@@ -84,7 +87,7 @@ def test_fresh_trained_quantized_exported(whole):
     assert list(manifest["stages"]) == [
         "1-train",
         "2-quantize",
-        "3-validate",
+        "3-evaluate",
         "4-export",
     ]
     measured = hash_folder(whole.output / "stages/2-quantize/model")
@@ -167,16 +170,18 @@ def test_the_dense_twin_rounds_to_what_is_served(finished, kind):
 
 
 def test_a_missed_gate_publishes_nothing(tmp_path, base, capsys):
-    validate = VALIDATE | {"thresholds": {"perplexity": 1.01, "accuracy": 0.0}}
+    validate = VALIDATE | {
+        "thresholds": {"max_perplexity": 1.01, "min_exact_match": 0.0}
+    }
     run = Run(tmp_path, {"evaluate": validate}, "export", model=base)
     assert run() == 1
-    assert "misses its gates: perplexity; nothing is published" in (
+    assert "misses its thresholds: max_perplexity; nothing is published" in (
         capsys.readouterr().err
     )
     gates = {gate["name"]: gate for gate in run.json("report.json")["gates"]}
-    assert not gates["perplexity"]["passed"]
-    assert gates["perplexity"]["limit"] == 1.01 < gates["perplexity"]["value"]
-    assert gates["accuracy"]["passed"]
+    assert not gates["max_perplexity"]["passed"]
+    assert gates["max_perplexity"]["limit"] == 1.01 < gates["max_perplexity"]["value"]
+    assert gates["min_exact_match"]["passed"]
     assert not (run.output / "model").exists()
     assert run.json("manifest.json")["status"] == "failed"
     assert run() == 1
@@ -184,10 +189,10 @@ def test_a_missed_gate_publishes_nothing(tmp_path, base, capsys):
 
 def test_a_gate_without_a_value_is_missed(tmp_path, base, capsys):
     """Nothing to compare the base with: an unproven claim is no proof."""
-    validate = VALIDATE | {"thresholds": {"kl": 100.0}}
+    validate = VALIDATE | {"thresholds": {"max_kl": 100.0}}
     run = Run(tmp_path, {"evaluate": validate}, "export", model=base)
     assert run() == 1
-    assert "gate kl: not measured" in capsys.readouterr().out
+    assert "threshold max_kl: not measured" in capsys.readouterr().out
     assert not (run.output / "model").exists()
 
 
@@ -208,7 +213,7 @@ def test_finished_stages_are_skipped(tmp_path, whole):
     said = [line[20:] for line in run.log.splitlines()[lines:]]
     assert said[1:-1] == [
         f"stage {name}: done before"
-        for name in ("1-train", "2-quantize", "3-validate", "4-export")
+        for name in ("1-train", "2-quantize", "3-evaluate", "4-export")
     ]
     assert hash_folder(run.output / "model") == before
     assert run.rows() == whole.rows()
@@ -217,8 +222,8 @@ def test_finished_stages_are_skipped(tmp_path, whole):
 @pytest.mark.parametrize(
     ("damaged", "again"),
     [
-        ("stages/1-train/dense", ["1-train", "2-quantize", "3-validate", "4-export"]),
-        ("stages/2-quantize/model", ["2-quantize", "3-validate", "4-export"]),
+        ("stages/1-train/dense", ["1-train", "2-quantize", "3-evaluate", "4-export"]),
+        ("stages/2-quantize/model", ["2-quantize", "3-evaluate", "4-export"]),
         ("model", ["4-export"]),
     ],
 )
@@ -293,7 +298,7 @@ MISTRAL3 = {
 @pytest.mark.parametrize("base", [MISTRAL3, QWEN3_MOE], ids=["nested", "experts"])
 def test_other_architectures(tmp_path, make_checkpoint, base):
     """A config within a config; a mixture of experts."""
-    adapter = LORA | {"layers": ["self_attn.*"]}
+    adapter = LORA | {"target_modules": ["self_attn.*"]}
     lora = TRAIN | {"steps": 2, "adapter": adapter}
     qat = TRAIN | {"steps": 2, "qat": GRID}
     stages = {"train": lora}, {"train": qat}, {"evaluate": VALIDATE}, "export"

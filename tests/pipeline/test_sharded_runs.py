@@ -11,7 +11,7 @@ from tiny_runs import TRAIN, VALIDATE, Run
 STAGES = (
     {
         "train": TRAIN
-        | {"fsdp": True, "gradient_checkpointing": True, "load_best_at_end": "True"}
+        | {"fsdp": True, "gradient_checkpointing": True, "load_best_at_end": True}
         | {"sample_prompts": ["Add 1 and 1."], "packing": True}
     },
     {"evaluate": VALIDATE},
@@ -30,7 +30,7 @@ def both(run, program=SCATTER + MAIN, *more):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """One process without shares; the others find what it has compiled."""
-    train = {k: v for k, v in STAGES[0]["train"].items() if k != "shard"}
+    train = {k: v for k, v in STAGES[0]["train"].items() if k != "fsdp"}
     run = make_run(tmp_path_factory.mktemp("plain"), {"train": train}, STAGES[1])
     assert run() == 0
     return run

@@ -27,7 +27,7 @@ def losses(run, kind="train"):
 def test_what_was_quantized_comes_back_to_its_base(tmp_path, base):
     """The teacher is the unquantized model; cached, it is another way to the same."""
     (tmp_path / "cached").mkdir()
-    longer = {"steps": 30, "learning_rate": 1e-3, "load_best_at_end": "True"}
+    longer = {"steps": 30, "learning_rate": 1e-3, "load_best_at_end": True}
     live = Run(tmp_path, QUANTIZED, {"train": student() | longer}, model=base)
     assert live() == 0
     assert f"the teacher: {base}" in live.log
@@ -37,7 +37,7 @@ def test_what_was_quantized_comes_back_to_its_base(tmp_path, base):
     first, *_, last = losses(live, "valid")
     assert 0.5 < first / losses(live)[0] < 2
     assert last < 0.5 * first
-    train = student(cached=True, top_k=320) | longer
+    train = student(offline=True, top_k=320) | longer
     cached = Run(tmp_path / "cached", QUANTIZED, {"train": train}, model=base)
     assert cached() == 0
     assert losses(cached)[0] == pytest.approx(losses(live)[0], abs=2e-5)

@@ -38,7 +38,7 @@ TWICE = (
         }
         | {
             "packing": True,
-            "load_best_at_end": "True",
+            "load_best_at_end": True,
             "sample_prompts": ["Add 1 and 1."],
         }
     },
@@ -154,7 +154,7 @@ def test_what_is_not_a_number_stops_both(tmp_path):
 
 def test_what_the_first_one_alone_finds_ends_both(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN | {"steps": 1}}, {"evaluate": VALIDATE})
-    run.stages[1]["evaluate"] = VALIDATE | {"thresholds": {"perplexity": 0.5}}
+    run.stages[1]["evaluate"] = VALIDATE | {"thresholds": {"max_perplexity": 0.5}}
     run.write()
     first, second = both(run)
     assert (first.returncode, second.returncode) == (1, 1)

@@ -106,7 +106,7 @@ def test_from_codes_the_twin_begins_with_what_they_were_made_of(tmp_path, base):
 def test_who_is_taught_by_what_it_was_has_that_for_its_twin(tmp_path, base):
     """Nothing is trained a second time, for there is nothing the twin could learn."""
     grid = {"qat": GRID | {"quantizer": "lsq"}, "teacher": {}}
-    taught = {"train": AWARE | grid | {"load_best_at_end": "True"}}
+    taught = {"train": AWARE | grid | {"load_best_at_end": True}}
     stages = {"train": TRAIN}, {"quantize": GRID}, taught, {"evaluate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
@@ -150,5 +150,7 @@ def test_killed_while_the_twin_trains(tmp_path, base, turn):
 
 
 def test_without_quantization_there_is_no_twin():
-    with pytest.raises(ValidationError, match="twin is for a stage with quantization"):
+    with pytest.raises(
+        ValidationError, match="compare_full_precision is for a stage with qat"
+    ):
         TrainConfig(steps=1, batch_size=1, compare_full_precision=True)

@@ -141,7 +141,7 @@ class DraftEvaluation:
         ]
         if missed:
             raise UserError(
-                f"the draft misses its gates: {'; '.join(missed)}; none is published",
+                f"the draft misses its thresholds: {'; '.join(missed)}; none is published",
                 place=str(self.context.folder),
                 hint="train longer, on more prompts, or keep more blocks",
                 code=FAILED,

@@ -90,14 +90,14 @@ class Evaluator:
             verdict = "passed" if gate["passed"] else "MISSED"
             value = "not measured" if gate["value"] is None else f"{gate['value']:.4g}"
             self.context.logger.info(
-                f"gate {gate['name']}: {value}, limit {gate['limit']:g}: {verdict}"
+                f"threshold {gate['name']}: {value}, limit {gate['limit']:g}: {verdict}"
             )
         if missed:
             names = ", ".join(gate["name"] for gate in missed)
             raise UserError(
-                f"the {last} model misses its gates: {names}; nothing is published",
+                f"the {last} model misses its thresholds: {names}; nothing is published",
                 place=str(self.folders[last]),
-                hint="train longer, use more bits, or loosen `require`",
+                hint="train longer, use more bits, or loosen `thresholds`",
                 code=FAILED,
             )
 

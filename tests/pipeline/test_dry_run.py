@@ -49,10 +49,10 @@ data: {train: rows.jsonl, max_seq_length: 64}
 stages:
   - train:
       adapter: {rank: 4}
-      quantization: {bits: 4, group_size: 64}
+      qat: {bits: 4, group_size: 64}
       epochs: 2
       batch_size: 2
-  - validate:
+  - evaluate:
   - export:
 """
 
@@ -125,7 +125,7 @@ def test_all_is_told(here, capsys):
 
 def test_a_fresh_model_has_guessed_lengths(here, capsys):
     arguments = [
-        "model={fresh: {vocabulary: 320, hidden_size: 64}}",
+        "model={from_scratch: {vocab_size: 320, hidden_size: 64}}",
         "stages.train.adapter=null",
     ]
     assert main.train(["recipe.yaml", "--dry-run", *arguments]) == 0
@@ -154,7 +154,9 @@ def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what
     assert "--ignore-limits" in error
     if what == "memory":
         assert "stages.1.train.gradient_checkpointing=true or " in error
-        half = "stages.1.train.batch_size=1 stages.1.train.accumulate=2"
+        half = (
+            "stages.1.train.batch_size=1 stages.1.train.gradient_accumulation_steps=2"
+        )
         assert f"{half} or data.max_seq_length=32" in error
     assert main.train(["recipe.yaml", "--dry-run", "--ignore-limits"]) == 0
 
@@ -222,7 +224,7 @@ def test_memory_is_near_the_measured_peak(adapter, settings):
     own = sum(v.nbytes for _, v in tree_flatten(step.model.parameters()))
     mx.reset_peak_memory()
     for seed in range(2):
-        outputs = step([batch] * config.accumulate, 1e-3, seed)
+        outputs = step([batch] * config.gradient_accumulation_steps, 1e-3, seed)
         mx.eval(outputs, step.parameters, step.optimizer.state)
     moments = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
     peak = mx.get_peak_memory() - before + moments + own
@@ -247,7 +249,11 @@ def test_what_costs_time_and_what_saves_memory():
         config = TrainConfig(steps=1, batch_size=8, **settings)
         return training(anatomy(SHAPE), config, BatchShape(64, 512, 512), 4)
 
-    plain, lean, many = told(), told(gradient_checkpointing=True), told(accumulate=4)
+    plain, lean, many = (
+        told(),
+        told(gradient_checkpointing=True),
+        told(gradient_accumulation_steps=4),
+    )
     assert 1.2 < lean.operations / plain.operations < 1.4
     assert many.operations == 4 * plain.operations
     added = sum(many.memory.values()) - sum(plain.memory.values())
@@ -332,7 +338,7 @@ def test_disk_holds_artefacts_and_checkpoints(here):
     stages = [step.config for step in steps]
     # The trained model, its published copy, and three states of three tensors each.
     assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 36 * told.trained
-    more = {"save_total_limit": 5, "load_best_at_end": "True"}
+    more = {"save_total_limit": 5, "load_best_at_end": True}
     stages[0] = stages[0].model_copy(update=more)
     assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 84 * told.trained
 

@@ -18,11 +18,11 @@ SHAPE = ScratchModelConfig(
 BATCH = BatchShape(96, 1024, 1024)
 RECIPE = """\
 model: data/tiny-base
-data: {train: data/skills/train.jsonl, max_seq_length: 64, limit: 30}
+data: {train: data/skills/train.jsonl, max_seq_length: 64, max_samples: 30}
 stages:
-  - distill:
-      student: {layers: 2}
-      answers: {prompts: 20, held_out: 5, max_tokens: 16, top_k: 16}
+  - draft:
+      draft_model: {num_layers: 2}
+      data_generation: {num_prompts: 20, num_eval_prompts: 5, max_tokens: 16, top_k: 16}
       steps: 10
 """
 
@@ -39,13 +39,13 @@ def target() -> ModelShape:
 @pytest.mark.parametrize(
     ("student", "like"),
     [
-        ({"layers": 2}, {"layers": 2}),
-        ({"layers": [0, 3, 7]}, {"layers": 3}),
-        ({"layers": "auto"}, {"layers": 4}),
-        ({"num_layers": 12, "from_scratch": True}, {"layers": 12}),
+        ({"num_layers": 2}, {"num_hidden_layers": 2}),
+        ({"num_layers": [0, 3, 7]}, {"num_hidden_layers": 3}),
+        ({"num_layers": "auto"}, {"num_hidden_layers": 4}),
+        ({"num_layers": 12, "from_scratch": True}, {"num_hidden_layers": 12}),
         (
-            {"layers": 1, "intermediate_size": 64},
-            {"layers": 1, "intermediate_size": 64},
+            {"num_layers": 1, "intermediate_size": 64},
+            {"num_hidden_layers": 1, "intermediate_size": 64},
         ),
     ],
     ids=str,
@@ -59,7 +59,9 @@ def test_the_draft_is_trained_whole_and_the_target_stays(student, like):
 
 
 def test_a_live_target_costs_time_and_no_disk():
-    kept, live = (told({"layers": 2}, answers={"top_k": k}) for k in (64, None))
+    kept, live = (
+        told({"num_layers": 2}, data_generation={"top_k": k}) for k in (64, None)
+    )
     assert live.operations - kept.operations == 2 * target().parameters * 1024
     answers = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
     configs = [DraftConfig(data_generation=answers | {"top_k": k}) for k in (64, None)]
@@ -70,7 +72,7 @@ def test_a_live_target_costs_time_and_no_disk():
 
 
 def test_replays_cost_the_target_and_twice_the_draft_besides():
-    student = {"layers": 2}
+    student = {"num_layers": 2}
     plain, replayed = (
         told(student, on_policy=settings) for settings in (None, {"fraction": 0.25})
     )
@@ -80,7 +82,7 @@ def test_replays_cost_the_target_and_twice_the_draft_besides():
 
 def test_of_a_sibling_that_is_elsewhere_nothing_is_known(tmp_path):
     assert told({"init_from": "some/sibling"}) is None
-    sizes = [SHAPE.model_copy(update={"layers": count}) for count in (3, 2)]
+    sizes = [SHAPE.model_copy(update={"num_hidden_layers": count}) for count in (3, 2)]
     sibling, cut = map(from_scratch.configuration, sizes)
     (tmp_path / "config.json").write_text(json.dumps(sibling))
     load = told({"init_from": "some/sibling"}, lambda name: tmp_path)
@@ -92,7 +94,7 @@ def test_check_tells_of_answers_memory_and_time(tmp_path, capsys):
     recipe.write_text(RECIPE)
     assert main.train([str(recipe), "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    for expected in ("answers  1-distill: at most ", "(target ", "for 10 steps"):
+    for expected in ("answers  1-draft: at most ", "(target ", "for 10 steps"):
         assert expected in printed
 
 
@@ -106,6 +108,6 @@ def test_what_does_not_fit_is_refused_with_what_to_do(tmp_path, capsys, monkeypa
 
 def test_a_student_that_cannot_be_cut_is_refused_at_once(tmp_path, capsys):
     recipe = tmp_path / "draft.yaml"
-    recipe.write_text(RECIPE.replace("layers: 2", "layers: [0, 9]"))
+    recipe.write_text(RECIPE.replace("num_layers: 2", "num_layers: [0, 9]"))
     assert main.train([str(recipe), "--dry-run"]) == 2
     assert "there is no block 9" in capsys.readouterr().err
