@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.models.blockwise import BlockwiseModel
-from lmx.models.hooks import GradientTap, tap_outputs
+from lmx.models.hooks import GradientTap, hook_calls
 from lmx.models.loader import build
 from lmx.quantization.ptq import output_fisher
 from lmx.quantization.ptq.input_statistics import sampled_label_loss
@@ -42,13 +42,13 @@ def slopes_of(model, path, rows, counted=None):
     """The slopes of every row by what comes out of a layer, of the whole model."""
     call, found = f"{path}:0", []
     first = GradientTap()
-    with tap_outputs(model, [path], first):
+    with hook_calls(model, [path], first):
         model(rows[:1])
     for key, row in enumerate(rows):
 
         def loss(shift, row=row, key=key):
             own = None if counted is None else counted[key][None]
-            with tap_outputs(model, [path], GradientTap({call: shift})):
+            with hook_calls(model, [path], GradientTap({call: shift})):
                 return sampled_label_loss(model(row[None]), mx.random.key(key), own)
 
         slopes = mx.grad(loss)(mx.zeros_like(first.outputs[call]))

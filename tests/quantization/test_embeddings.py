@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.models.blockwise import BlockwiseModel
-from lmx.models.hooks import GradientTap, tap_outputs
+from lmx.models.hooks import GradientTap, hook_calls
 from lmx.models.loader import build
 from lmx.quantization.ptq import embeddings, output_fisher
 from lmx.quantization.ptq.embedding_clusters import LEAST_ROWS, clusters
@@ -42,7 +42,7 @@ def slopes_of(model, row, key):
     call = f"{PATH}:0"
 
     def loss(shift):
-        with tap_outputs(model, [PATH], GradientTap({call: shift})):
+        with hook_calls(model, [PATH], GradientTap({call: shift})):
             return sampled_label_loss(model(row), key)
 
     shift = mx.zeros((*row.shape, model.args.hidden_size))
@@ -52,7 +52,7 @@ def slopes_of(model, row, key):
 def of_head(model, row):
     """What goes into the head, and chances of all tokens."""
     tap = GradientTap()
-    with tap_outputs(model, [PATH], tap):
+    with hook_calls(model, [PATH], tap):
         logits = model(row)
     return tap.inputs.get(f"{PATH}:1", [None])[0], softmax(np.array(logits[0]))
 

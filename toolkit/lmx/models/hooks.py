@@ -1,9 +1,13 @@
-"""Where a model keeps its blocks, and how to put something in a module's place."""
+"""Hooks: find the blocks of a model, replace modules, record and change calls.
+
+`ModuleProxy` and `replace_module` put something in a module's place. `hook_calls` sends
+the calls of chosen layers through a function; the recorders `CapturedInputs` and
+`GradientTap` and the overrides are such functions.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -12,11 +16,12 @@ import mlx.nn as nn
 
 @dataclass(frozen=True)
 class TransformerBlocks:
-    """The list of a model's blocks.
+    """The list of a model's transformer blocks.
 
     Attributes:
-        path: of the module that holds the list, its trunk.
-        name: of the list in the trunk.
+        trunk: the module that holds the list.
+        path: path of the trunk in the model.
+        name: name of the list in the trunk.
     """
 
     trunk: nn.Module
@@ -25,12 +30,12 @@ class TransformerBlocks:
 
     @property
     def prefix(self) -> str:
-        """What the names of all parameters of the blocks begin with."""
+        """What the names of all block parameters start with, before the block index."""
         return f"{self.path}.{self.name}." if self.path else f"{self.name}."
 
 
 def find_blocks(model: nn.Module) -> TransformerBlocks | None:
-    """The blocks that `model.layers` names; None if there are none."""
+    """Find the list that `model.layers` returns. None if the model has no blocks."""
     layers = getattr(model, "layers", None)
     if not layers:
         return None
@@ -42,66 +47,180 @@ def find_blocks(model: nn.Module) -> TransformerBlocks | None:
 
 
 class ModuleProxy:
-    """Is called in a module's place; all else is the module's, even its class."""
+    """Stands in for a module: calls go to `call`, all attributes to the module."""
 
-    def __init__(self, module: nn.Module, call):
+    def __init__(self, module: nn.Module, call: Callable):
         self._module = module
         self._call = call
 
-    def __call__(self, *arguments, **settings):
-        return self._call(*arguments, **settings)
+    def __call__(self, *args, **kwargs):
+        return self._call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
 
-    # Some models ask by `isinstance` what a block is, to give it its mask.
+    # Some models use `isinstance` on a block to choose its mask.
     @property
     def __class__(self) -> type:
         return type(self._module)
 
 
 @contextmanager
-def replace_module(owner: nn.Module, name: str, other: Any) -> Iterator[None]:
-    """`other` in the place of a module's child, of this instance alone, for a while."""
-    before = owner[name]
+def replace_module(
+    owner: nn.Module | list, name: str | int, other: Any
+) -> Iterator[None]:
+    """Replace a child of this module (or an item of this list) inside the context."""
+    original = owner[name]
     owner[name] = other
     try:
         yield
     finally:
-        owner[name] = before
+        owner[name] = original
 
 
 @contextmanager
 def differentiable(model: nn.Module) -> Iterator[None]:
-    """A model in training, in which no kernel is used that has no derivative."""
-    before = model.training
+    """Put the model in training mode, where every kernel in use has a gradient."""
+    was_training = model.training
     model.train()
     try:
         yield
     finally:
-        model.train(before)
+        model.train(was_training)
 
 
-# --- from quant.signals: What goes into every layer, and how the loss answers to what comes out of it.
-#
-# The loss is that of tokens drawn from the model's own predictions, so that the mean
-# square of an answer is a second derivative of the divergence from the model (the Fisher
-# information), whatever text the model is watched on.
+# Called with the path of a layer, its forward function and the arguments of the call.
+# Returns the output of the layer.
+CallHook = Callable[..., mx.array]
+
+
+@contextmanager
+def hook_calls(root: nn.Module, paths: list[str], hook: CallHook) -> Iterator[None]:
+    """Send the calls of the layers at `paths` through `hook` inside the context.
+
+    An embedding that is also used as the output head (`as_linear`) is hooked in both
+    roles.
+    """
+    with ExitStack() as stack:
+        for path in paths:
+            owner: Any = root
+            *parents, name = path.split(".")
+            for parent in parents:
+                owner = owner[int(parent) if isinstance(owner, list) else parent]
+            key = int(name) if isinstance(owner, list) else name
+            proxy = _HookedLayer(owner[key], path, hook)
+            stack.enter_context(replace_module(owner, key, proxy))
+        yield
+
+
+class _HookedLayer(ModuleProxy):
+    # It holds no reference to itself. So what a hook recorded is freed by reference
+    # counting alone, without the garbage collector.
+    def __init__(self, layer: nn.Module, path: str, hook: CallHook):
+        super().__init__(layer, layer)
+        self._path = path
+        self._hook = hook
+
+    def __call__(self, *args, **kwargs):
+        return self._hook(self._path, self._module, *args, **kwargs)
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        return self._hook(self._path, self._module.as_linear, x)
+
+
+def is_hidden(x: mx.array) -> bool:
+    """Whether `x` holds hidden states rather than token ids."""
+    return mx.issubdtype(x.dtype, mx.floating)
+
+
+@dataclass
+class CapturedInputs:
+    """Call hook that records the hidden states that layers receive.
+
+    All attributes are by path, in the order of the calls. For a layer that is called
+    more than once they hold the last call.
+
+    Attributes:
+        rows: [T, K].
+        experts: int [T], the expert of a mixture that each row is routed to.
+        objects: the arrays as passed. Layers that share an input have the same object.
+        called_again: layers that are called more than once.
+    """
+
+    rows: dict[str, mx.array] = field(default_factory=dict)
+    experts: dict[str, mx.array] = field(default_factory=dict)
+    objects: dict[str, mx.array] = field(default_factory=dict)
+    called_again: set[str] = field(default_factory=set)
+
+    def __call__(self, path: str, forward: Callable, x, *args, **kwargs) -> mx.array:
+        if is_hidden(x):
+            if path in self.objects:
+                self.called_again.add(path)
+            self.objects[path] = x
+            experts = args[0] if args else None
+            if experts is not None:
+                # [..., 1, K] for each expert of a token, or one for all of them.
+                x_rows = mx.broadcast_to(x.squeeze(-2), (*experts.shape, x.shape[-1]))
+                self.experts[path] = experts.reshape(-1)
+                self.rows[path] = x_rows.reshape(-1, x.shape[-1])
+            else:
+                self.rows[path] = x.reshape(-1, x.shape[-1])
+        return forward(x, *args, **kwargs)
+
+    def groups(self) -> list[list[str]]:
+        """Paths of layers that share their input, in the order of the calls."""
+        groups: dict[int, list[str]] = {}
+        for path, value in self.objects.items():
+            groups.setdefault(id(value), []).append(path)
+        return list(groups.values())
+
+
+@contextmanager
+def capture_inputs(root: nn.Module, paths: list[str]) -> Iterator[CapturedInputs]:
+    """Record the hidden states that the layers at `paths` receive."""
+    captured = CapturedInputs()
+    with hook_calls(root, paths, captured):
+        yield captured
+
+
+@contextmanager
+def override_inputs(root: nn.Module, inputs: dict[str, mx.array]) -> Iterator[None]:
+    """Call layers, by path, with these inputs instead of the ones they receive."""
+
+    def override(path: str, forward: Callable, _, *args, **kwargs) -> mx.array:
+        return forward(inputs[path], *args, **kwargs)
+
+    with hook_calls(root, list(inputs), override):
+        yield
+
+
+@contextmanager
+def override_outputs(
+    root: nn.Module, paths: list[str], transform: Callable[[mx.array], mx.array]
+) -> Iterator[None]:
+    """Pass the outputs of the layers at `paths` through `transform`."""
+
+    def override(_, forward: Callable, *args, **kwargs) -> mx.array:
+        return transform(forward(*args, **kwargs))
+
+    with hook_calls(root, paths, override):
+        yield
 
 
 @dataclass
 class GradientTap:
-    """The calls of layers in one forward pass, and what is added to their outputs.
+    """Call hook that records calls and adds shifts to outputs.
 
-    Every attribute is by call: a layer's path and how often it was called before, for
-    an embedding may be the head too.
+    The gradient with respect to a shift of zeros is the gradient with respect to the
+    output of that call. Every attribute is by call: the path of a layer and how many
+    calls of it came before, as an embedding may be the head too.
 
     Attributes:
-        shifts: what is added; a call without one is only noted.
-        inputs: tokens, or hidden states [..., K].
-        experts: which expert of a mixture every row goes to.
-        outputs: [..., N].
-        sources: the first call with the very same input.
+        shifts: added to the outputs. A call without a shift is only recorded.
+        inputs: token ids, or hidden states [..., K].
+        experts: the expert of a mixture that each row is routed to.
+        outputs: [..., N], before the shift.
+        sources: the first call that received the same input array.
     """
 
     shifts: dict[str, mx.array] = field(default_factory=dict)
@@ -110,170 +229,17 @@ class GradientTap:
     outputs: dict[str, mx.array] = field(default_factory=dict)
     sources: dict[str, str] = field(default_factory=dict)
 
-    def __call__(self, path: str, layer: Callable, x, *more, **settings) -> mx.array:
-        name = f"{path}:{sum(path_of(call) == path for call in self.outputs)}"
-        y = layer(x, *more, **settings)
-        same = (call for call, other in self.inputs.items() if other is x)
-        self.sources[name] = next(same, name)
-        self.inputs[name], self.outputs[name] = x, y
-        if more:
-            self.experts[name] = more[0]
-        return y + self.shifts[name].astype(y.dtype) if name in self.shifts else y
-
-
-class _GradientTapHook(ModuleProxy):
-    def __init__(self, layer: nn.Module, path: str, tap: GradientTap):
-        super().__init__(layer, lambda *given, **more: tap(path, layer, *given, **more))
-        self._path, self._tap = path, tap
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """An embedding used as the head."""
-        return self._tap(self._path, self._module.as_linear, x)
+    def __call__(self, path: str, forward: Callable, x, *args, **kwargs) -> mx.array:
+        call = f"{path}:{sum(path_of(other) == path for other in self.outputs)}"
+        y = forward(x, *args, **kwargs)
+        same = (other for other, value in self.inputs.items() if value is x)
+        self.sources[call] = next(same, call)
+        self.inputs[call], self.outputs[call] = x, y
+        if args:
+            self.experts[call] = args[0]
+        return y + self.shifts[call].astype(y.dtype) if call in self.shifts else y
 
 
 def path_of(call: str) -> str:
-    """The layer of a call."""
+    """The path of the layer of a call."""
     return call.rpartition(":")[0]
-
-
-def is_hidden(x: mx.array) -> bool:
-    """Whether it is hidden states rather than tokens."""
-    return mx.issubdtype(x.dtype, mx.floating)
-
-
-@contextmanager
-def tap_outputs(model: nn.Module, paths: list[str], tap: GradientTap) -> Iterator[None]:
-    """Let the layers at `paths` tell the tap of their calls while this is open."""
-    modules = dict(model.named_modules())
-    with ExitStack() as stack:
-        for path in paths:
-            above, _, name = path.rpartition(".")
-            stand_in = _GradientTapHook(modules[path], path, tap)
-            stack.enter_context(_in_place(modules, above, name, stand_in))
-        yield
-
-
-def _in_place(modules: dict[str, nn.Module], above: str, name: str, stand_in):
-    if above in modules:
-        return replace_module(modules[above], name, stand_in)
-    # A list is no module of its own.
-    owner, _, key = above.rpartition(".")
-    return replace_module(modules[owner][key], int(name), stand_in)
-
-
-# --- from quant.inputs: What goes into the layers of a block, looked at as it passes.
-
-
-@dataclass
-class CapturedInputs:
-    """Inputs of layers by path, in the order in which they were called.
-
-    Attributes:
-        rows: [T, K].
-        experts: int [T], which expert of a mixture each row went to.
-        again: layers that were called more than once; of the last call is all else.
-    """
-
-    rows: dict[str, mx.array] = field(default_factory=dict)
-    experts: dict[str, mx.array] = field(default_factory=dict)
-    again: set[str] = field(default_factory=set)
-    # The very objects, by which layers with the same input are known.
-    objects: dict[str, mx.array] = field(default_factory=dict)
-
-    def groups(self) -> list[list[str]]:
-        """Paths of layers that share their input, in the order of the calls."""
-        found: dict[int, list[str]] = {}
-        for path, value in self.objects.items():
-            found.setdefault(id(value), []).append(path)
-        return list(found.values())
-
-
-@contextmanager
-def capture_inputs(root: nn.Module, paths: list[str]) -> Iterator[CapturedInputs]:
-    """Note what the layers at `paths` in `root` are called with."""
-    seen = CapturedInputs()
-    with ExitStack() as stack:
-        for path in paths:
-            stack.enter_context(_replaced(root, path, _InputHook, path, seen))
-        yield seen
-
-
-@contextmanager
-def override_inputs(root: nn.Module, inputs: dict[str, mx.array]) -> Iterator[None]:
-    """Layers by path take these inputs in the place of those they are called with."""
-    with ExitStack() as stack:
-        for path, x in inputs.items():
-            stack.enter_context(_replaced(root, path, _InputOverride, x))
-        yield
-
-
-@contextmanager
-def override_outputs(
-    root: nn.Module, paths: list[str], made: Callable[[mx.array], mx.array]
-) -> Iterator[None]:
-    """Layers give what is made of their outputs."""
-    with ExitStack() as stack:
-        for path in paths:
-            stack.enter_context(_replaced(root, path, _OutputOverride, made))
-        yield
-
-
-@contextmanager
-def _replaced(root: nn.Module, path: str, stand_in: type, *arguments) -> Iterator[None]:
-    owner = root
-    *way, name = path.split(".")
-    for part in way:
-        owner = owner[int(part)] if isinstance(owner, list) else owner[part]
-    key = int(name) if isinstance(owner, list) else name
-    layer = owner[key]
-    owner[key] = stand_in(layer, *arguments)
-    try:
-        yield
-    finally:
-        owner[key] = layer
-
-
-class _InputHook(ModuleProxy):
-    # Nothing in it leads back to it: what was seen is to be let go without a search.
-    def __init__(self, layer: nn.Module, path: str, seen: CapturedInputs):
-        super().__init__(layer, partial(_look, layer, path, seen))
-        self._path = path
-        self._seen = seen
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """An embedding used as the head."""
-        _note(self._path, self._seen, x)
-        return self._module.as_linear(x)
-
-
-class _InputOverride(ModuleProxy):
-    def __init__(self, layer: nn.Module, x: mx.array):
-        super().__init__(layer, lambda _, *rest, **more: layer(x, *rest, **more))
-
-
-class _OutputOverride(ModuleProxy):
-    def __init__(self, layer: nn.Module, made: Callable[[mx.array], mx.array]):
-        super().__init__(layer, lambda *inputs, **more: made(layer(*inputs, **more)))
-
-
-def _look(
-    layer: nn.Module, path: str, seen: CapturedInputs, *inputs, **more
-) -> mx.array:
-    _note(path, seen, *inputs[:2])
-    return layer(*inputs, **more)
-
-
-def _note(
-    path: str, seen: CapturedInputs, x: mx.array, experts: mx.array | None = None
-) -> None:
-    if not is_hidden(x):
-        # Tokens that are looked up.
-        return
-    if path in seen.objects:
-        seen.again.add(path)
-    seen.objects[path] = x
-    if experts is not None:
-        # [..., 1, K] for each of the experts, or for all of them alike.
-        x = mx.broadcast_to(x.squeeze(-2), (*experts.shape, x.shape[-1]))
-        seen.experts[path] = experts.reshape(-1)
-    seen.rows[path] = x.reshape(-1, x.shape[-1])

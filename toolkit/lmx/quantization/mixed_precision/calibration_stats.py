@@ -7,7 +7,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...models.hooks import GradientTap, differentiable, is_hidden, path_of, tap_outputs
+from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, path_of
 from ...run.fs import need_space
 from ..ptq.input_statistics import sampled_label_loss
 
@@ -68,12 +68,12 @@ def collect(
 def _watch(model: nn.Module, paths: list[str], tokens: mx.array, key: mx.array):
     """Sources by call, and by name what a file has of one window."""
     first = GradientTap()
-    with tap_outputs(model, paths, first):
+    with hook_calls(model, paths, first):
         model(tokens)
 
     def loss(shifts):
         tap = GradientTap(shifts)
-        with tap_outputs(model, paths, tap):
+        with hook_calls(model, paths, tap):
             logits = model(tokens)
         return sampled_label_loss(logits, key), tap.inputs, tap.experts
 

@@ -66,7 +66,7 @@ class BlockCalibration:
         self.compares = compares
         seen = self._looked_at(paths)
         self.groups = seen.groups()
-        self._again = seen.again
+        self._again = seen.called_again
         self._known: list[list[str]] = []
         self._adding = [g[0] for g in self.groups if compares and self._adds(g)]
         self._check_space(seen)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...models.hooks import GradientTap, capture_inputs, is_hidden, tap_outputs
+from ...models.hooks import GradientTap, capture_inputs, hook_calls, is_hidden
 from .embedding_clusters import clusters
 from .fisher import ForwardBackwardPass, pieces, seen_of
 from .input_statistics import InputStatistics
@@ -139,7 +139,7 @@ def _blended(own: mx.array, mean: mx.array, counts: mx.array, enough: float):
 def _look_ups(way: ForwardBackwardPass, path: str, tokens: mx.array) -> GradientTap:
     """What an embedding is called with in front of the first block."""
     tap = GradientTap()
-    with tap_outputs(way.blockwise.model, [path], tap):
+    with hook_calls(way.blockwise.model, [path], tap):
         way.blockwise.first(tokens)
     calls = [call for call, x in tap.inputs.items() if not is_hidden(x)]
     return GradientTap(
@@ -156,7 +156,7 @@ def _slopes_of_look_ups(
 
     def run(*shifts):
         given = GradientTap(dict(zip(seen.inputs, shifts, strict=True)))
-        with tap_outputs(way.blockwise.model, [path], given):
+        with hook_calls(way.blockwise.model, [path], given):
             return way.blockwise.first(tokens)
 
     shifts = [mx.zeros_like(output) for output in seen.outputs.values()]

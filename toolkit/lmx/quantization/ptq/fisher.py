@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...models.blockwise import BlockwiseModel
-from ...models.hooks import GradientTap, path_of, tap_outputs
+from ...models.hooks import GradientTap, hook_calls, path_of
 from ...run.fs import need_space
 from . import activation_cache
 from .input_statistics import sampled_label_loss
@@ -169,12 +169,12 @@ class ForwardBackwardPass:
         """Slopes in front of a block, and by call at what comes out of its layers."""
         block: nn.Module = self.blockwise.blocks[number]
         first = GradientTap()
-        with tap_outputs(block, paths, first):
+        with hook_calls(block, paths, first):
             self.blockwise.run(number, tokens, hidden)
         calls = list(first.outputs)
 
         def run(hidden, *shifts):
-            with tap_outputs(
+            with hook_calls(
                 block, paths, GradientTap(dict(zip(calls, shifts, strict=True)))
             ):
                 return self.blockwise.run(number, tokens, hidden)
