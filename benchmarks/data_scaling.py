@@ -101,7 +101,7 @@ def _write_model(folder: Path) -> None:
     from lmx.config.model import ScratchModelConfig
     from lmx.models import from_scratch
 
-    config = from_scratch.configuration(
+    config = from_scratch.llama_config(
         ScratchModelConfig(
             vocab_size=VOCABULARY,
             hidden_size=HIDDEN,

@@ -70,7 +70,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     import mlx.nn as nn
     from lmx.config.quant_spec import QuantSpec
     from lmx.models import from_scratch
-    from lmx.models.loader import build
+    from lmx.models.loader import build_model
     from mlx.utils import tree_flatten, tree_unflatten
 
     config = random_llama.configuration(arguments, tied=False, dtype="float32")
@@ -88,7 +88,7 @@ def prepare(arguments: argparse.Namespace) -> None:
     for name, parameters in (("model", weights), ("draft", noisy)):
         specs = None
         if arguments.bits:
-            model = build(config)
+            model = build_model(config)
             model.update(tree_unflatten(list(parameters.items())))
             nn.quantize(model, 64, arguments.bits)
             parameters = dict(tree_flatten(model.parameters()))

@@ -61,7 +61,7 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
     import mlx.core as mx
     from lmx.config.model import ScratchModelConfig
     from lmx.models import from_scratch
-    from lmx.models.loader import build
+    from lmx.models.loader import build_model
     from mlx.utils import tree_flatten
 
     shape = ScratchModelConfig(
@@ -74,9 +74,9 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
-    config = from_scratch.configuration(shape)
+    config = from_scratch.llama_config(shape)
     weights, key = {}, mx.random.key(0)
-    for name, value in tree_flatten(build(config).parameters()):
+    for name, value in tree_flatten(build_model(config).parameters()):
         if value.ndim > 1:
             key, draw = mx.random.split(key)
             # Uniform ones cost less than normal ones.

@@ -21,16 +21,16 @@ def configuration(arguments: argparse.Namespace, **settings: Any) -> dict:
     }
     if "vocabulary" not in settings:
         sizes["vocabulary"] = arguments.vocabulary
-    return from_scratch.configuration(ScratchModelConfig(**sizes | settings))
+    return from_scratch.llama_config(ScratchModelConfig(**sizes | settings))
 
 
 def model(config: dict) -> Any:
     """The model, with weights that are a function of the sizes."""
     import mlx.core as mx
     from lmx.models import from_scratch
-    from lmx.models.loader import build
+    from lmx.models.loader import build_model
 
-    found = build(config)
+    found = build_model(config)
     found.load_weights(list(from_scratch.initial_weights(config, 0).items()))
     # As after loading a checkpoint; else a compiled step would draw them every time.
     mx.eval(found.parameters())

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 from lmx.config.model import ScratchModelConfig
 from lmx.models import from_scratch
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from mlx.utils import tree_flatten
 
 TEXTS = [
@@ -16,7 +16,7 @@ TEXTS = [
     "Straße, naïve, 東京, emoji 🙂 and\ttabs\n",
     "def add(left, right):\n    return left + right\n",
 ] * 4
-LLAMA = from_scratch.configuration(
+LLAMA = from_scratch.llama_config(
     ScratchModelConfig(
         vocab_size=320,
         hidden_size=128,
@@ -81,7 +81,7 @@ def make_checkpoint(tmp_path_factory, tokenizer_folder):
 def random_weights(config, dtype):
     """Wide enough that logits differ, norms and biases off their usual values."""
     weights, key = {}, mx.random.key(7)
-    for path, value in tree_flatten(build(config).parameters()):
+    for path, value in tree_flatten(build_model(config).parameters()):
         key, draw = mx.random.split(key)
         noise = mx.random.normal(value.shape, key=draw)
         value = 0.1 * noise if value.ndim > 1 else value + 0.1 * noise

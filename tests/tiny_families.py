@@ -1,7 +1,7 @@
 """Configurations of mlx-lm's architecture families, small enough to train at once."""
 
 import mlx.core as mx
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from mlx.utils import tree_map_with_path
 
 VOCABULARY = 96
@@ -402,7 +402,7 @@ def _widened(settings: dict, window: int) -> dict:
 def member(family: str, **changes):
     """A model of the family; no weight is at a value where gradients vanish."""
     mx.random.seed(1)
-    model = build(config(family, **changes))
+    model = build_model(config(family, **changes))
     keys = iter(mx.random.split(mx.random.key(2), 4096))
 
     def off(path, value):

@@ -5,7 +5,7 @@ import mlx_lm
 import numpy as np
 import pytest
 from lmx.convert.exporters import hf
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from mlx.utils import tree_map
 from tiny_families import DEEPSEEK_EXPERTS, EXPERTS, SHAPE, SHORT_CONVOLUTIONS
 
@@ -102,7 +102,7 @@ def test_a_dense_export_has_the_same_logits(tmp_path, family):
     config = SHAPE | ENDS | FAMILIES[family]
     config |= {"model_type": family, "torch_dtype": "float32"}
     mx.random.seed(1)
-    model = build(config)
+    model = build_model(config)
     keys = iter(mx.random.split(mx.random.key(2), 4096))
 
     def off(value):

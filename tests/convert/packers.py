@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from mlx.utils import tree_flatten
 from safetensors.numpy import load_file, save_file
 
@@ -100,7 +100,7 @@ def write(base: Path, folder: Path, draw, packed, settings: dict) -> Foreign:
     tensors = load_file(base / "model.safetensors")
     foreign = Foreign(folder)
     expanded = dict(tensors)
-    for name, value in tree_flatten(build(config).parameters()):
+    for name, value in tree_flatten(build_model(config).parameters()):
         path = name.removesuffix(".weight")
         if not path.endswith(LAYERS):
             continue

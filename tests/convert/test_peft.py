@@ -43,7 +43,7 @@ def trained(base, folder, **settings):
     io.save_adapter(
         folder,
         parameters,
-        layers=lora_model.adapted(model),
+        layers=lora_model.adapted_layers(model),
         adapter=adapter,
         keys=keys,
         num_layers=2,
@@ -164,7 +164,7 @@ def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
     lora_model.attach(
         model, LoRAConfig(type=kind, alpha=7.0, target_modules=ranks), seed=5
     )
-    init_adapter(lora_model.adapted(model), peft.resolve_adapter(start))
+    init_adapter(lora_model.adapted_layers(model), peft.resolve_adapter(start))
     assert mx.allclose(model(TOKENS), wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -181,5 +181,5 @@ def test_a_start_that_does_not_fit_is_refused(base, tmp_path, settings, said):
     model = load(base).model
     lora_model.attach(model, LoRAConfig(**LORA | settings), seed=0)
     with pytest.raises(UserError) as caught:
-        init_adapter(lora_model.adapted(model), tmp_path / "own")
+        init_adapter(lora_model.adapted_layers(model), tmp_path / "own")
     assert said in str(caught.value)

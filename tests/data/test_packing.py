@@ -9,7 +9,7 @@ from lmx.config.model import ScratchModelConfig
 from lmx.data.batching import BucketBatchSampler, InMemoryExamples
 from lmx.data.packing import PackedBatchSampler, pack, packed
 from lmx.models import from_scratch
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.training.document_mask import DocumentCaches
 from lmx.training.step import TrainStep
 from test_data_batching import examples
@@ -160,8 +160,8 @@ def test_packed_rows_have_the_loss_of_their_examples():
         num_attention_heads=2,
         dtype="float32",
     )
-    config = from_scratch.configuration(settings)
-    model = build(config)
+    config = from_scratch.llama_config(settings)
+    model = build_model(config)
     model.load_weights(list(from_scratch.initial_weights(config, 0).items()))
     made = InMemoryExamples(
         replace(example, tokens=example.tokens % 319 + 1)

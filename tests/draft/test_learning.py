@@ -21,7 +21,7 @@ from lmx.generation.sampling import Sampling
 from lmx.generation.speculative.decoder import SpeculativeStats
 from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import DraftModelProposer
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.run.logger import RunLogger
 from lmx.training.step import TrainStep
 from mlx.utils import tree_map
@@ -73,7 +73,7 @@ def lessons(top_k, *, texts=48, seed=0):
 
 def student():
     mx.random.seed(1)
-    model = build(LLAMA)
+    model = build_model(LLAMA)
     mx.eval(model.parameters())
     return model
 
@@ -152,7 +152,7 @@ class Wordless:
 
 def noisy(model, amount):
     mx.random.seed(5)
-    twin = build(model_config())
+    twin = build_model(model_config())
     twin.update(
         tree_map(lambda w: w + amount * mx.random.normal(w.shape), model.parameters())
     )
@@ -169,7 +169,7 @@ def model_config():
 @pytest.mark.parametrize(("temperature", "count"), [(0.0, 3), (0.8, 8)])
 def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
     mx.random.seed(3)
-    target = build(model_config())
+    target = build_model(model_config())
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
     prompts = [[5, 9, 11, number] for number in range(count)]
@@ -191,7 +191,7 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
 def test_other_answers_to_the_prompts_predict_the_rounds():
     """As in training; the overlap of both laws without the temperature does not."""
     mx.random.seed(3)
-    target = build(model_config())
+    target = build_model(model_config())
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
     # Flatter than the target: colder, both are more alike.
@@ -239,7 +239,7 @@ def shares(target, draft, prompt, said):
 
 def test_a_model_that_drafts_for_itself_always_stands():
     mx.random.seed(3)
-    target = build(model_config())
+    target = build_model(model_config())
     text = [7, 250, 3, 9, 9]
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
         stands = ReferenceCompletion(target, [1, 2], text, sampling).stands(target)

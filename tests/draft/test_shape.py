@@ -13,7 +13,7 @@ from lmx.draft.pruning import (
 )
 from lmx.errors import UserError
 from lmx.generation.speculative.layer_skip import skip_layers
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from mlx.utils import tree_flatten
 
 CONFIG = {
@@ -36,7 +36,7 @@ TOKENS = mx.array([[1, 7, 3, 3, 9, 40, 22, 5]])
 
 def model_of(config):
     mx.random.seed(0)
-    model = build(config)
+    model = build_model(config)
     mx.eval(model.parameters())
     return model
 
@@ -44,7 +44,7 @@ def model_of(config):
 def student_of(model, shape, activity=None):
     weights = dict(tree_flatten(model.parameters()))
     config = pruned_config(CONFIG, shape)
-    student = build(config)
+    student = build_model(config)
     student.load_weights(list(prune(model, weights, shape, activity).items()))
     return student, config
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lmx.errors import UserError
 from lmx.generation.kv_cache import CacheState
-from lmx.models.loader import build, make_cache
+from lmx.models.loader import build_model, make_cache
 from tiny_families import FAMILIES, VOCABULARY, WINDOW, config
 
 LONG = 4 * WINDOW + 3
@@ -13,7 +13,7 @@ LONG = 4 * WINDOW + 3
 
 def tiny(family, **changes):
     mx.random.seed(0)
-    model = build(config(family) | changes)
+    model = build_model(config(family) | changes)
     mx.eval(model.parameters())
     return model.eval()
 

@@ -12,7 +12,7 @@ from lmx.errors import UserError
 from lmx.generation.engine import Generator
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import factory
-from lmx.models.tokenizer_compat import require_same_tokens
+from lmx.models.tokenizer_compat import require_same_tokenizer
 from mlx.utils import tree_map
 from tiny_generators import byte_tokenizer, chatting, tiny, write_folder
 
@@ -199,10 +199,10 @@ def test_a_draft_of_other_tokens_is_refused(folder, tmp_path):
 
 def test_special_tokens_are_compared_too():
     own, other = byte_tokenizer(), byte_tokenizer()
-    require_same_tokens(own, other, role="draft", place="here")
+    require_same_tokenizer(own, other, role="draft", place="here")
     other.add_special_tokens({"additional_special_tokens": ["a"]})
     with pytest.raises(UserError, match="other special tokens"):
-        require_same_tokens(own, other, role="draft", place="here")
+        require_same_tokenizer(own, other, role="draft", place="here")
 
 
 def test_rows_are_answered_in_order_as_if_alone(generator, folder, answered, tmp_path):

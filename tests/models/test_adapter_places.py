@@ -133,8 +133,8 @@ def test_auto_goes_with_patterns_and_ranks():
     layers = {"self_attn.q_proj": 2, "auto": 4, "lm_head": 1}
     keys = lora_model.attach(model, LoRAConfig(target_modules=layers), seed=0)
     assert set(keys) == MEANT["qwen3_moe"] | {"lm_head"}
-    ranks = {k: v.lora_b.shape for k, v in lora_model.adapted(model).items()}
+    ranks = {k: v.lora_b.shape for k, v in lora_model.adapted_layers(model).items()}
     assert ranks["model.layers.0.self_attn.q_proj"] == (2, 32)
     assert ranks["model.layers.0.self_attn.v_proj"] == (4, 16)
     assert ranks["lm_head"][0] == 1
-    assert mx.all(lora_model.adapted(model)["lm_head"].lora_b == 0)
+    assert mx.all(lora_model.adapted_layers(model)["lm_head"].lora_b == 0)

@@ -82,14 +82,14 @@ class Adapted:
         self.after = self.model(TOKENS)
 
     def fused(self):
-        return lora_model.fused(self.model, self.base, self.trained, mx.float32)
+        return lora_model.fuse(self.model, self.base, self.trained, mx.float32)
 
     def stock(self, folder):
         blocks = self.adapter.num_layers or len(self.model.layers)
         io.save_adapter(
             folder,
             self.trained,
-            layers=lora_model.adapted(self.model),
+            layers=lora_model.adapted_layers(self.model),
             adapter=self.adapter,
             keys=self.keys,
             num_layers=blocks,
@@ -132,7 +132,10 @@ def test_stock_mlx_lm_loads_it(bases, tmp_path, grid, kind, experts):
     wrong = grid in ("3 bits", "5 bits", "6 bits") and kind == "dora"
     layers = ["*"] if kind == "dora" and grid != "dense" else EVERYTHING
     run = Adapted(bases(grid, experts=experts), type=kind, target_modules=layers)
-    assert bool(io.unreadable(lora_model.adapted(run.model))) == wrong
+    assert (
+        bool(io.layers_mlx_lm_cannot_load(lora_model.adapted_layers(run.model)))
+        == wrong
+    )
     if wrong:
         with pytest.raises(ValueError, match="does not match"):
             run.stock(tmp_path)
@@ -148,8 +151,8 @@ def test_ranks_by_pattern_and_last_layers(bases, tmp_path, grid, kind, stable):
     run = Adapted(
         bases(grid), type=kind, target_modules=layers, use_rslora=stable, num_layers=2
     )
-    assert len(lora_model.adapted(run.model)) == 14
-    paths = lora_model.adapted(run.model)
+    assert len(lora_model.adapted_layers(run.model)) == 14
+    paths = lora_model.adapted_layers(run.model)
     found = {p: layer.lora_a.shape[1] for p, layer in paths.items()}
     assert not any(".layers.0." in path for path in found)
     assert found["model.layers.1.mlp.up_proj"] == 3
@@ -171,7 +174,7 @@ def test_experts_of_different_ranks(bases, tmp_path):
 def explicit(run, trained):
     """The weights of the sum, written as the papers write it."""
     result = {}
-    for path in lora_model.adapted(run.model):
+    for path in lora_model.adapted_layers(run.model):
         a, b = trained[f"{path}.lora_a"], trained[f"{path}.lora_b"]
         weight = run.base[f"{path}.weight"]
         if weight.ndim == 3:
@@ -215,7 +218,7 @@ def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, ki
     """The dense twin of a quantized model gives its adapters the same gradients."""
     run = Adapted(bases(grid), type=kind, target_modules=EVERYTHING)
     plain = load(run.folder).model
-    expanded = lora_model.fused(plain, run.base, {}, mx.float32)
+    expanded = lora_model.fuse(plain, run.base, {}, mx.float32)
     twin = dense_model(run.folder, expanded, tmp_path / "twin")
     lora_model.attach(twin, run.adapter, seed=0)
 
@@ -236,9 +239,11 @@ def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, ki
 def test_an_embedding_of_codes(grid, kind):
     group_size, bits, mode = GRIDS[grid]
     layer = nn.Embedding(40, 96).to_quantized(group_size, bits, mode)
-    expanded = base_layer.own(layer)
+    expanded = base_layer.dequantized_weight(layer)
     layer = lora_model.KINDS[kind]["embedding"](layer, 4, 1.5, 0.0, mx.random.key(1))
-    assert io.unreadable({"embed": layer}) == ["embed"] * (kind == "dora")
+    assert io.layers_mlx_lm_cannot_load({"embed": layer}) == ["embed"] * (
+        kind == "dora"
+    )
     layer.lora_b = 0.1 * mx.random.normal((4, 96), key=mx.random.key(2))
     trained = {name: layer[name] for name in layer.TRAINED}
     merged = layer.merge(expanded, trained)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from lmx.errors import UserError
 from lmx.models.blockwise import BlockwiseModel
-from lmx.models.loader import build, load
+from lmx.models.loader import build_model, load
 from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA
 from tiny_families import member
@@ -15,7 +15,7 @@ SEQUENCES = ("llama", "qwen3_moe", "gemma2", "gemma3_text", "qwen3_next", "mamba
 
 def llama(**changes):
     mx.random.seed(3)
-    return build(LLAMA | {"num_hidden_layers": 3} | changes).eval()
+    return build_model(LLAMA | {"num_hidden_layers": 3} | changes).eval()
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ class Run:
     def export(self, folder):
         folder.mkdir()
         parameters = self.step.parameters
-        dense = lora_model.fused(
+        dense = lora_model.fuse(
             self.step.model, self.base, parameters, self.loaded.dtype
         )
         rounded = {f"{path}.weight" for path in self.selection.specs}
@@ -409,7 +409,7 @@ def test_adapter_gradients_are_those_of_the_merged_weight(make_checkpoint, dtype
     )
     x = mx.random.normal((3, 5, 256), key=mx.random.key(5))
     seen = mx.random.normal((3, 5, 128), key=mx.random.key(6))
-    layer = lora_model.adapted(step.model)[path]
+    layer = lora_model.adapted_layers(step.model)[path]
 
     def product(parameters, x):
         step._set(parameters)

@@ -8,7 +8,7 @@ import mlx_lm
 import pytest
 from lmx.config.model import ScratchModelConfig
 from lmx.models import checkpoint_writer, from_scratch
-from lmx.models.loader import build, load
+from lmx.models.loader import build_model, load
 from mlx.utils import tree_flatten
 from tiny_checkpoints import TEXTS
 from transformers import AutoTokenizer
@@ -37,21 +37,21 @@ def tokenizer(tokenizer_folder):
 
 
 def test_the_config_is_a_llama_of_the_asked_shape():
-    model = build(from_scratch.configuration(SMALL))
+    model = build_model(from_scratch.llama_config(SMALL))
     shapes = {name: v.shape for name, v in tree_flatten(model.parameters())}
     assert shapes["model.embed_tokens.weight"] == (320, 128)
     assert shapes["lm_head.weight"] == (320, 128)
     assert shapes["model.layers.2.self_attn.k_proj.weight"] == (64, 128)
     assert shapes["model.layers.2.mlp.down_proj.weight"] == (128, 192)
     assert not any(name.startswith("model.layers.3") for name in shapes)
-    tied = from_scratch.configuration(
+    tied = from_scratch.llama_config(
         SMALL.model_copy(update={"tie_word_embeddings": True})
     )
-    assert "lm_head" not in build(tied)
+    assert "lm_head" not in build_model(tied)
 
 
 def test_deviations_of_the_first_weights():
-    weights = from_scratch.initial_weights(from_scratch.configuration(SMALL), 0)
+    weights = from_scratch.initial_weights(from_scratch.llama_config(SMALL), 0)
     for name, value in weights.items():
         assert value.dtype == mx.float16
         value = value.astype(mx.float32)
@@ -65,7 +65,7 @@ def test_deviations_of_the_first_weights():
 
 
 def test_the_seed_decides_the_weights():
-    config = from_scratch.configuration(SMALL)
+    config = from_scratch.llama_config(SMALL)
     first, same, other = (
         from_scratch.initial_weights(config, seed) for seed in (1, 1, 2)
     )
@@ -80,7 +80,7 @@ def test_the_seed_decides_the_weights():
 def test_a_fresh_checkpoint_loads_and_ends_at_both_tokens(
     tmp_path, tokenizer_folder, dtype
 ):
-    config = from_scratch.configuration(SMALL.model_copy(update={"dtype": dtype}))
+    config = from_scratch.llama_config(SMALL.model_copy(update={"dtype": dtype}))
     weights = from_scratch.initial_weights(config, 0)
     checkpoint_writer.write_checkpoint(
         tmp_path, weights, config, companions=tokenizer_folder

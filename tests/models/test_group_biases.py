@@ -116,7 +116,7 @@ def test_stock_mlx_lm_has_the_logits(folder, tmp_path):
 def test_saved_adapters_are_plain_loras(folder, tmp_path):
     run = Run(folder)
     run.train()
-    layers = lora_model.adapted(run.model)
+    layers = lora_model.adapted_layers(run.model)
     io.save_adapter(
         tmp_path,
         run.step.parameters,
@@ -168,7 +168,7 @@ def test_stock_mlx_lm_loads_the_adapters(make_checkpoint, tmp_path):
     io.save_adapter(
         tmp_path,
         run.step.parameters,
-        layers=lora_model.adapted(run.model),
+        layers=lora_model.adapted_layers(run.model),
         adapter=ADAPTER,
         keys=run.keys,
         num_layers=1,
@@ -189,7 +189,7 @@ def test_gradients_are_those_of_the_biases(folder):
     parameters[pair[1]] = 0.1 * mx.random.normal((4, 128), key=mx.random.key(4))
     x = mx.random.normal((3, 5, 256), key=mx.random.key(5))
     seen = mx.random.normal((3, 5, 128), key=mx.random.key(6))
-    layer = lora_model.adapted(run.model)[path].train()
+    layer = lora_model.adapted_layers(run.model)[path].train()
 
     def product(parameters, x):
         run.step._set(parameters)

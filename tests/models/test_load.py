@@ -288,9 +288,9 @@ def test_the_limit_on_open_files_stays():
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(7)[1]))
 before = resource.getrlimit(resource.RLIMIT_NOFILE)
-from lmx.models.loader import model_class
+from lmx.models.loader import model_classes
 from pathlib import Path
-model_class({"model_type": "llama"})
+model_classes({"model_type": "llama"})
 assert "mlx_lm.utils" in __import__("sys").modules
 assert resource.getrlimit(resource.RLIMIT_NOFILE) == before
 """

@@ -35,7 +35,7 @@ def save(folder, model, trained, keys, *, num_layers=3, **changes):
     io.save_adapter(
         folder,
         trained,
-        layers=lora_model.adapted(model),
+        layers=lora_model.adapted_layers(model),
         adapter=LoRAConfig(**OPTIONS | changes),
         keys=keys,
         num_layers=num_layers,
@@ -87,7 +87,7 @@ def test_the_saved_config_is_one_mlx_swift_reads(folder, tmp_path, patterns):
 def test_fused_weights_forward_alike(folder, patterns):
     model, trained, base, _ = adapt(folder, patterns)
     expected = model(TOKENS)
-    weights = lora_model.fused(model, base, trained, mx.float32)
+    weights = lora_model.fuse(model, base, trained, mx.float32)
     assert weights.keys() == base.keys()
     plain = load(folder).model
     plain.load_weights(list(weights.items()))
@@ -98,7 +98,7 @@ def test_the_merge_is_the_sum(folder):
     """W + scale (A B)^T, by NumPy in float64."""
     model, trained, base, _ = adapt(folder, ["mlp.down_proj"])
     path = "model.layers.1.mlp.down_proj"
-    layer = lora_model.adapted(model)[path]
+    layer = lora_model.adapted_layers(model)[path]
     names = (f"{path}.lora_a", f"{path}.lora_b")
     a, b = (np.array(trained[name], dtype=np.float64) for name in names)
     expected = np.array(base[f"{path}.weight"], dtype=np.float64) + 1.5 * (a @ b).T
@@ -111,7 +111,7 @@ def test_the_merged_forward_has_plain_loras_gradients(folder, path):
     """What plain LoRA costs and gives, from the one product with the merged weight."""
     plain, trained, *_ = adapt(folder, [path])
     merged, *_ = adapt(folder, [path], merged=True)
-    for name, layer in lora_model.adapted(merged).items():
+    for name, layer in lora_model.adapted_layers(merged).items():
         layer.linear.weight = layer.merge(layer.loaded, own(trained, name))
 
     def loss(model):
@@ -144,7 +144,7 @@ def test_the_seed_decides_the_start(folder):
         lora_model.attach(
             model, LoRAConfig(**OPTIONS, target_modules=["mlp.*"]), seed=seed
         )
-        layers = lora_model.adapted(model).values()
+        layers = lora_model.adapted_layers(model).values()
         draws.append([layer.lora_a for layer in layers])
     first, same, other = draws
     assert all(map(mx.array_equal, first, same))
@@ -195,7 +195,7 @@ def test_blocks_of_any_name(tmp_path):
     )
     keys = lora_model.attach(model, LoRAConfig(target_modules=["attn.*"]), seed=0)
     assert keys == ["attn.c_attn", "attn.c_proj"]
-    paths = list(lora_model.adapted(model))
+    paths = list(lora_model.adapted_layers(model))
     assert sorted(paths) == [
         f"model.h.{n}.attn.{x}" for n in range(2) for x in ("c_attn", "c_proj")
     ]

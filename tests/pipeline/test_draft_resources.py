@@ -33,7 +33,7 @@ def told(student: dict, find=lambda name: None, **settings):
 
 
 def target() -> ModelShape:
-    return replace(ModelShape(from_scratch.configuration(SHAPE), 0), bytes=4_000_000)
+    return replace(ModelShape(from_scratch.llama_config(SHAPE), 0), bytes=4_000_000)
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def target() -> ModelShape:
 def test_the_draft_is_trained_whole_and_the_target_stays(student, like):
     load = told(student)
     shape = SHAPE.model_copy(update=like)
-    expected = ModelShape(from_scratch.configuration(shape), 0).parameters
+    expected = ModelShape(from_scratch.llama_config(shape), 0).parameters
     assert load.trained == load.parameters == expected
     assert load.memory["target"] == 4 * target().parameters
 
@@ -83,7 +83,7 @@ def test_replays_cost_the_target_and_twice_the_draft_besides():
 def test_of_a_sibling_that_is_elsewhere_nothing_is_known(tmp_path):
     assert told({"init_from": "some/sibling"}) is None
     sizes = [SHAPE.model_copy(update={"num_hidden_layers": count}) for count in (3, 2)]
-    sibling, cut = map(from_scratch.configuration, sizes)
+    sibling, cut = map(from_scratch.llama_config, sizes)
     (tmp_path / "config.json").write_text(json.dumps(sibling))
     load = told({"init_from": "some/sibling"}, lambda name: tmp_path)
     assert load.trained == ModelShape(cut, 0).parameters

@@ -16,7 +16,7 @@ from lmx.cpu.patches import replace_slow_functions
 from lmx.data.batching import Batch as Rows
 from lmx.data.row_formats import Row
 from lmx.models import checkpoint_writer, from_scratch
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.pipeline import dry_run, resources
 from lmx.pipeline.estimate import (
@@ -64,7 +64,7 @@ def model(tmp_path_factory) -> Path:
     for path in (folder, companions):
         path.mkdir()
     from_scratch.train_tokenizer(["count to three, one two three"] * 3, 320, companions)
-    config = from_scratch.configuration(SHAPE)
+    config = from_scratch.llama_config(SHAPE)
     weights = from_scratch.initial_weights(config, 0)
     checkpoint_writer.write_checkpoint(folder, weights, config, companions=companions)
     return folder
@@ -186,7 +186,7 @@ def test_an_unknown_architecture_exits_2(here, capsys, model):
 
 
 def anatomy(shape: ScratchModelConfig) -> ModelShape:
-    config = from_scratch.configuration(shape)
+    config = from_scratch.llama_config(shape)
     return ModelShape(config, 2 * ModelShape(config, 0).parameters)
 
 
@@ -232,7 +232,7 @@ def test_memory_is_near_the_measured_peak(adapter, settings):
 
 
 def network_step(shape, config) -> TrainStep:
-    network = build(from_scratch.configuration(shape))
+    network = build_model(from_scratch.llama_config(shape))
     if config.adapter:
         lora_model.attach(network, config.adapter, seed=0)
     chunk = config.loss_chunk_tokens
@@ -316,7 +316,7 @@ def test_operations_of_full_training_are_six_per_parameter_and_token():
 def test_quantized_size_is_the_size_written():
     shape = anatomy(SHAPE)
     grid = QuantizationConfig(bits=4, group_size=32)
-    network = build(shape.config)
+    network = build_model(shape.config)
     network.set_dtype(mx.float16)
     specs = select_layers(network, grid).specs
     modules = dict(network.named_modules())

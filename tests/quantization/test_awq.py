@@ -13,7 +13,7 @@ from lmx.config.quant_spec import QuantSpec
 from lmx.config.quantize import AWQConfig, GPTQConfig, RTNConfig
 from lmx.models import checkpoint_writer
 from lmx.models.blockwise import BlockwiseModel
-from lmx.models.loader import build, load
+from lmx.models.loader import build_model, load
 from lmx.quantization.packing import expand, pack
 from lmx.quantization.ptq import awq
 from lmx.quantization.ptq.awq import clipped, group_costs
@@ -43,7 +43,7 @@ class Report(SimpleNamespace):
 def model_of(config=LLAMA, **changes):
     """Some channels of every norm let far more through than others, as in real ones."""
     mx.random.seed(5)
-    model = build(config | SIZES | changes)
+    model = build_model(config | SIZES | changes)
     weights = dict(tree_flatten(model.parameters()))
     for number, (name, value) in enumerate(weights.items()):
         if value.ndim > 1:

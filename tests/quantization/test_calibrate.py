@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.errors import UserError
-from lmx.models.loader import build, load
+from lmx.models.loader import build_model, load
 from lmx.quantization.packing import expand, pack
 from lmx.quantization.ptq.sequential import QuantizedTensor, SequentialPipeline
 from lmx.quantization.target_layers import select_layers
@@ -25,7 +25,7 @@ SIZES = {"num_hidden_layers": 3, "vocab_size": 320, "tie_word_embeddings": False
 
 def model_of(config=LLAMA, **changes):
     mx.random.seed(5)
-    model = build(config | SIZES | changes)
+    model = build_model(config | SIZES | changes)
     model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
     return model.eval()
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.quantization.ptq import output_fisher
 from lmx.quantization.ptq.input_statistics import sampled_label_loss
 from lmx.quantization.ptq.output_fisher import (
@@ -22,7 +22,7 @@ INSIDE = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"
 
 def model_of(config=LLAMA):
     mx.random.seed(5)
-    model = build(config | {"vocab_size": 320, "num_hidden_layers": 2})
+    model = build_model(config | {"vocab_size": 320, "num_hidden_layers": 2})
     model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
     return model.eval()
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.quantization.ptq import embeddings, output_fisher
 from lmx.quantization.ptq.embedding_clusters import LEAST_ROWS, clusters
 from lmx.quantization.ptq.fisher import ForwardBackwardPass
@@ -21,7 +21,7 @@ SIZES = {"num_hidden_layers": 3, "vocab_size": 320}
 
 def model_of(*, tied, **changes):
     mx.random.seed(5)
-    model = build(LLAMA | SIZES | {"tie_word_embeddings": tied} | changes)
+    model = build_model(LLAMA | SIZES | {"tie_word_embeddings": tied} | changes)
     model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
     return model.eval()
 

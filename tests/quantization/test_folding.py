@@ -6,7 +6,7 @@ from functools import partial
 import mlx.core as mx
 import pytest
 from lmx.models.blockwise import BlockwiseModel
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.quantization.ptq.awq_scaling import POWERS, find_mappings, holds, scale_of
 from lmx.quantization.ptq.block_context import set_weights
 from mlx.utils import tree_flatten
@@ -90,7 +90,7 @@ def test_places_are_found_and_any_scale_leaves_the_output(family):
 
 def test_values_reach_the_output_layer_unless_heads_share_them():
     heads = {"num_key_value_heads": 2}
-    shared, alone = (build(config("llama") | change) for change in ({}, heads))
+    shared, alone = (build_model(config("llama") | change) for change in ({}, heads))
     assert "v_proj" not in places(find_mappings(*block_of(shared, 1)))
     assert places(find_mappings(*block_of(alone, 1)))["v_proj"] == {"o_proj"}
 

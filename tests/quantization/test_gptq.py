@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lmx.config import quantize
 from lmx.config.quantize import GPTQConfig, RTNConfig
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.quantization.packing import expand
 from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
@@ -23,7 +23,7 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192}
 def model_of(config=LLAMA, **changes):
     """Attention and logits sharp enough to tell tokens apart."""
     mx.random.seed(5)
-    model = build(config | changes)
+    model = build_model(config | changes)
     weights = {
         k: 2 * v if v.ndim > 1 else v for k, v in tree_flatten(model.parameters())
     }

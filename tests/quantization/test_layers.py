@@ -5,7 +5,7 @@ import mlx.nn as nn
 import pytest
 from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.errors import UserError
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.quantization.target_layers import select_layers
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -21,7 +21,7 @@ BLOCK = {f"model.layers.0.{path}" for path in BLOCK}
 @pytest.mark.parametrize("embeddings", [True, False])
 @pytest.mark.parametrize("head", [True, False])
 def test_embeddings_and_head_by_choice(tied, embeddings, head):
-    model = build(LLAMA | {"tie_word_embeddings": tied})
+    model = build_model(LLAMA | {"tie_word_embeddings": tied})
     chosen = select_layers(
         model, QuantizationConfig(quantize_embeddings=embeddings, quantize_lm_head=head)
     )
@@ -52,7 +52,7 @@ def test_a_head_of_another_name():
 
 def test_widths_no_group_divides_are_kept_and_named():
     chosen = select_layers(
-        build(UNTIED | {"intermediate_size": 172}), QuantizationConfig()
+        build_model(UNTIED | {"intermediate_size": 172}), QuantizationConfig()
     )
     reason = "its width 172 is no multiple of 64"
     assert chosen.kept == {"model.layers.0.mlp.down_proj": reason}
@@ -65,7 +65,7 @@ def test_widths_no_group_divides_are_kept_and_named():
 def test_nothing_to_quantize():
     with pytest.raises(UserError) as caught:
         select_layers(
-            build(
+            build_model(
                 LLAMA | {"hidden_size": 172, "head_dim": 43, "intermediate_size": 44}
             ),
             QuantizationConfig(),
@@ -78,7 +78,7 @@ def test_nothing_to_quantize():
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_the_models_own_wishes_are_respected(mode):
     """A router asks for 8 bits, affine, whatever the others have."""
-    chosen = select_layers(build(QWEN3_MOE), QuantizationConfig(mode=mode))
+    chosen = select_layers(build_model(QWEN3_MOE), QuantizationConfig(mode=mode))
     router = QuantSpec(bits=8, group_size=64)
     grids = {
         path: spec for path, spec in chosen.specs.items() if path.endswith("mlp.gate")
@@ -99,7 +99,7 @@ def test_the_models_own_wishes_are_respected(mode):
     ],
 )
 def test_wishes_are_completed_by_the_recipe(asked, grid):
-    model = build(LLAMA)
+    model = build_model(LLAMA)
     type(model).quant_predicate = property(
         lambda _: lambda path, module: asked if "o_proj" in path else "up" not in path
     )
@@ -113,7 +113,7 @@ def test_wishes_are_completed_by_the_recipe(asked, grid):
 
 
 def test_no_weight_is_touched():
-    model = build(LLAMA)
+    model = build_model(LLAMA)
     before = model.layers[0].mlp.up_proj.weight
     select_layers(model, QuantizationConfig())
     assert model.layers[0].mlp.up_proj.weight is before

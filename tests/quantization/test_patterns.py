@@ -4,7 +4,7 @@ import pytest
 from lmx.config import quantize
 from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.errors import UserError
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.quantization.target_layers import select_layers
 from pydantic import ValidationError
 from tiny_checkpoints import LLAMA, QWEN3_MOE
@@ -14,7 +14,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 
 def chosen(layers, config=LLAMA, **settings):
     return select_layers(
-        build(config), QuantizationConfig(overrides=layers, **settings)
+        build_model(config), QuantizationConfig(overrides=layers, **settings)
     )
 
 

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.models.hooks import path_of
-from lmx.models.loader import build
-from lmx.quantization.mixed_precision.calibration_stats import collect
+from lmx.models.loader import build_model
+from lmx.quantization.mixed_precision.calibration_stats import collect_stats
 from lmx.quantization.mixed_precision.grid_evaluator import GridEvaluator
 from lmx.quantization.mixed_precision.sensitivity import (
     LayerStatistics,
-    column_costs,
+    input_energies,
     sensitivity,
 )
 from mlx.utils import tree_flatten, tree_unflatten
@@ -28,7 +28,7 @@ HEADS = ("lm_head", "model.embed_tokens")
 
 def model_of(name):
     mx.random.seed(5)
-    model = build(CONFIGS[name])
+    model = build_model(CONFIGS[name])
     louder = {k: 2 * v for k, v in tree_flatten(model.parameters()) if v.ndim > 1}
     model.update(tree_unflatten(list(louder.items())))
     return model.eval()
@@ -37,7 +37,7 @@ def model_of(name):
 def watched(model, folder, count=2):
     paths = [p for p, m in model.named_modules() if hasattr(m, "to_quantized")]
     tokens = mx.random.randint(0, 64, (count, 40), key=mx.random.key(3))
-    return paths, tokens, collect(model, paths, tokens, folder, seed=0)
+    return paths, tokens, collect_stats(model, paths, tokens, folder, seed=0)
 
 
 def drawn(model, tokens, part, signals):
@@ -108,7 +108,7 @@ def test_costs_are_half_the_mean_squares_of_the_answers(name, tmp_path):
     modules, spec = dict(model.named_modules()), QuantSpec(bits=3, group_size=32)
     for path in paths:
         weight = modules[path].weight
-        layer = LayerStatistics(weight, column_costs(path, weight.shape[-1], signals))
+        layer = LayerStatistics(weight, input_energies(path, weight.shape[-1], signals))
         off = np.array(layer.rounded(spec), dtype=np.float64) - np.array(weight)
         total = 0.0
         for part in signals.parts():
@@ -132,7 +132,7 @@ def test_quick_rounding_is_nearer_on_the_inputs_than_mlx(tmp_path):
     signals = watched(model, tmp_path)[2]
     path, spec = "model.layers.1.mlp.down_proj", QuantSpec(bits=2, group_size=64)
     weight = dict(model.named_modules())[path].weight
-    costs = column_costs(path, weight.shape[-1], signals)
+    costs = input_energies(path, weight.shape[-1], signals)
     [*packed] = mx.quantize(weight, 64, 2)
     plain = mx.dequantize(*packed, 64, 2)
     ours = LayerStatistics(weight, costs).rounded(spec)
@@ -152,7 +152,7 @@ def test_predictions_are_near_the_divergence_of_every_layer_alone(name, tmp_path
     for path in paths:
         weight = before[f"{path}.weight"]
         layers[path] = LayerStatistics(
-            weight, column_costs(path, weight.shape[-1], signals)
+            weight, input_energies(path, weight.shape[-1], signals)
         )
     columns = {path: layer.costs for path, layer in layers.items()}
     trial = GridEvaluator(model, columns, tokens, tmp_path, mx.float32)

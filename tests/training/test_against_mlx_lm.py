@@ -334,7 +334,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (4000, most))
         ("lmx.pipeline.train", "", True),
         (
             "lmx.models.loader",
-            "lmx.models.loader.model_class({'model_type': 'llama'})",
+            "lmx.models.loader.model_classes({'model_type': 'llama'})",
             True,
         ),
         ("mlx_lm.utils", "", False),

@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
 from lmx.training.losses import cross_entropy_sum
 from lmx.training.step import TrainStep
@@ -93,7 +93,7 @@ def test_together_with_checkpointed_blocks():
 
 def member(family):
     mx.random.seed(1)
-    return build(COMMON | FAMILIES[family] | {"model_type": family})
+    return build_model(COMMON | FAMILIES[family] | {"model_type": family})
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.data.batching import Batch
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from lmx.training.step import TrainStep
@@ -78,7 +78,7 @@ def test_loss_and_gradients_are_those_of_the_documents_alone(way):
 
 def family(name: str):
     mx.random.seed(0)
-    return build(COMMON | {"model_type": name} | FAMILIES[name])
+    return build_model(COMMON | {"model_type": name} | FAMILIES[name])
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3", "qwen3_moe"])
@@ -152,4 +152,4 @@ def test_absolute_positions_cannot_be_packed():
     config = {"n_ctx": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
     config |= {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 320}
     with pytest.raises(PackingUnsupported, match="are off by"):
-        DocumentCaches(build(config))
+        DocumentCaches(build_model(config))

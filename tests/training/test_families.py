@@ -12,7 +12,7 @@ from lmx.config.quant_spec import QuantizationConfig
 from lmx.data.batching import Batch
 from lmx.errors import UserError
 from lmx.models.hooks import find_blocks
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
@@ -80,8 +80,8 @@ def test_adapters_train_and_fuse(family, batch):
     idle = [k for k, v in step.parameters.items() if not mx.any(v != 0).item()]
     assert idle == []
     trained, _ = step.evaluate([batch])
-    plain = build(config(family))
-    weights = lora_model.fused(model, base, step.parameters, mx.float32)
+    plain = build_model(config(family))
+    weights = lora_model.fuse(model, base, step.parameters, mx.float32)
     plain.load_weights(list(weights.items()))
     assert TrainStep(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
 
@@ -99,12 +99,12 @@ def test_trains_towards_its_codes(family, way, batch):
     losses = train(step, batch, rate=5e-3 if way == "full" else 2e-2, steps=3)
     assert losses[-1] < losses[0] - 0.05
     codes = step.fake_quant.stored(step.parameters)
-    weights = lora_model.fused(model, base, step.parameters, mx.float32)
+    weights = lora_model.fuse(model, base, step.parameters, mx.float32)
     for path, spec in specs.items():
         tensors = (codes[f"{path}.{name}"] for name in ("weight", "scales", "biases"))
         grid = (spec.group_size, spec.bits)
         weights[f"{path}.weight"] = mx.dequantize(*tensors, *grid)
-    plain = build(config(family))
+    plain = build_model(config(family))
     plain.load_weights(list(weights.items()))
     trained = step.evaluate([batch])[0]
     assert TrainStep(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)

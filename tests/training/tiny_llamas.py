@@ -7,7 +7,7 @@ from lmx.config.model import ScratchModelConfig
 from lmx.config.qat import QATConfig
 from lmx.data.batching import Batch
 from lmx.models import from_scratch
-from lmx.models.loader import build
+from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
@@ -28,9 +28,9 @@ def llama(way="full", *, dropout=0.0, **changes):
         num_hidden_layers=2,
         num_attention_heads=2,
     )
-    config = from_scratch.configuration(shape) | {"tie_word_embeddings": True} | changes
+    config = from_scratch.llama_config(shape) | {"tie_word_embeddings": True} | changes
     mx.random.seed(3)
-    model = build(config)
+    model = build_model(config)
     model.update(tree_map(lambda v: 1.5 * v, model.parameters()))
     if "lora" in way:
         attach(model, dropout=dropout, merged="qat" in way)
@@ -50,7 +50,7 @@ def llama(way="full", *, dropout=0.0, **changes):
 def attach(model, *, dropout, merged):
     adapter = LoRAConfig(rank=4, dropout=dropout, target_modules=["*"])
     lora_model.attach(model, adapter, seed=0, merged=merged)
-    for layer in lora_model.adapted(model).values():
+    for layer in lora_model.adapted_layers(model).values():
         layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
-from ..models.checkpoint import served_folder
+from ..models.checkpoint import model_folder
 from .generate import add_draft, draft_faults
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     found = {}
     for name in filter(None, [args.model, args.compare]):
         loaded = load_model(
-            served_folder(name), trust_remote_code=args.trust_remote_code
+            model_folder(name), trust_remote_code=args.trust_remote_code
         )
         measure = _ladder if args.ladder else _bench
         if not args.json:

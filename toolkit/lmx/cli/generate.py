@@ -225,7 +225,7 @@ def _run(args: argparse.Namespace, text: str) -> int:
     malloc.keep()
     blas.use()
     from ..convert.importers import load_model
-    from ..models.checkpoint import served_folder
+    from ..models.checkpoint import model_folder
     from . import batch_file
     from .interactive import InteractiveSession, print_json
 
@@ -236,7 +236,7 @@ def _run(args: argparse.Namespace, text: str) -> int:
         else []
     )
     loaded = load_model(
-        served_folder(args.model),
+        model_folder(args.model),
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
         adapter=args.adapter_path,

@@ -16,7 +16,7 @@ from ..generation.engine import Generator
 from ..generation.outputs import GenerationResponse, GenerationResult
 from ..generation.speculative.factory import draft_length_controller, proposer_factory
 from ..generation.speculative.parity import check_parity
-from ..models.checkpoint import checkpoint_digest
+from ..models.checkpoint import quick_digest
 from ..models.loader import LoadedModel
 
 
@@ -74,7 +74,7 @@ class InteractiveSession:
 
     def _digest(self) -> str:
         adapter = self._args.adapter_path
-        return checkpoint_digest(
+        return quick_digest(
             self._loaded.path, Path(adapter).expanduser() if adapter else None
         )
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from ..models.checkpoint import served_folder
+from ..models.checkpoint import model_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from ..convert.exporters.hub import push
 
-    folder = Path(served_folder(args.folder)).expanduser()
+    folder = Path(model_folder(args.folder)).expanduser()
     push(folder, args.name, private=not args.public, info=_say)
     return 0
 

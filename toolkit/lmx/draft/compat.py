@@ -5,8 +5,8 @@ served without a word and guess badly; tokens are compared by `generate.drafting
 """
 
 from ..errors import UserError
-from ..models.checkpoint import setting
-from ..models.loader import build, make_cache
+from ..models.checkpoint import config_int
+from ..models.loader import build_model, make_cache
 
 PLAIN = "KVCache"
 
@@ -24,7 +24,9 @@ def require_servable(config: dict, target: dict, tokens: int, *, place: str) -> 
         raise UserError(
             "a draft with code of its own is not served by mlx-lm", place=place
         )
-    kinds = {type(cache).__name__ for cache in make_cache(build(config))} - {PLAIN}
+    kinds = {type(cache).__name__ for cache in make_cache(build_model(config))} - {
+        PLAIN
+    }
     if kinds:
         raise UserError(
             "a draft needs full attention, for guesses are taken back; this has a "
@@ -32,7 +34,7 @@ def require_servable(config: dict, target: dict, tokens: int, *, place: str) -> 
             place=place,
             hint="student: {from: <a sibling with full attention>}",
         )
-    ours, theirs = (setting(c, "max_position_embeddings") for c in (config, target))
+    ours, theirs = (config_int(c, "max_position_embeddings") for c in (config, target))
     if ours < theirs:
         raise UserError(
             f"the draft has {ours:,} positions, the target {theirs:,}: beyond the "
@@ -40,9 +42,9 @@ def require_servable(config: dict, target: dict, tokens: int, *, place: str) -> 
             place=place,
             hint="take a sibling with as many positions",
         )
-    if setting(config, "vocab_size") < tokens:
+    if config_int(config, "vocab_size") < tokens:
         raise UserError(
-            f"the draft's head has {setting(config, 'vocab_size'):,} rows for "
+            f"the draft's head has {config_int(config, 'vocab_size'):,} rows for "
             f"{tokens:,} tokens",
             place=place,
         )

@@ -50,7 +50,13 @@ def _same_around(reference: nn.Module, model: nn.Module, layers: set[str]) -> bo
 
 
 def _error(before: nn.Module, after: nn.Module) -> float | None:
-    if base_layer.shape(before) != base_layer.shape(after) or "global_scale" in after:
+    if (
+        base_layer.weight_shape(before) != base_layer.weight_shape(after)
+        or "global_scale" in after
+    ):
         return None
-    weight, moved = base_layer.own(before), base_layer.own(after)
+    weight, moved = (
+        base_layer.dequantized_weight(before),
+        base_layer.dequantized_weight(after),
+    )
     return (mx.square(moved - weight).sum() / mx.square(weight).sum()).item()

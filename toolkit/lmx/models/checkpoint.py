@@ -21,7 +21,7 @@ WAY_OUT = (
 )
 
 
-def served_folder(model: str) -> str:
+def model_folder(model: str) -> str:
     """What the user named, or the checkpoint in model/ where that is a run folder."""
     folder = Path(model).expanduser()
     is_run = not (folder / "config.json").is_file()
@@ -52,7 +52,7 @@ def weights_digest(path: Path) -> str:
     return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
-def setting(config: dict, name: str) -> int:
+def config_int(config: dict, name: str) -> int:
     """A number of a config, of its language part if it has several; else 0."""
     return (config | config.get("text_config", {})).get(name) or 0
 
@@ -63,7 +63,7 @@ def check_weights(path: Path) -> None:
     Raises:
         UserError: naming the file.
     """
-    if tensor_places(path):
+    if tensor_files(path):
         return
     files = [file.name for file in path.iterdir()]
     pickles = sorted(name for name in files if Path(name).suffix in PICKLES)
@@ -79,7 +79,7 @@ def check_weights(path: Path) -> None:
     raise UserError("no model*.safetensors here", place=str(path))
 
 
-def tensor_places(path: Path) -> dict[str, Path]:
+def tensor_files(path: Path) -> dict[str, Path]:
     """The file of every tensor.
 
     An index that is right decides which files are of the model; a wrong one is as good
@@ -107,7 +107,7 @@ def tensor_places(path: Path) -> dict[str, Path]:
     return places
 
 
-def checkpoint_digest(path: Path, adapter: Path | None = None) -> str:
+def quick_digest(path: Path, adapter: Path | None = None) -> str:
     """What tells a checkpoint, with its adapter, from others, without reading it all.
 
     Sha256 of its configuration and, of every weight file, name, size, header and end.

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .checkpoint import read_config, tensor_places
+from .checkpoint import read_config, tensor_files
 
 # Tables computed from the config, which older programs stored with the weights.
 BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
@@ -18,7 +18,7 @@ HEAD, EMBEDDING = "lm_head.", "model.embed_tokens."
 Classes = Callable[[dict], tuple[Callable[[Any], nn.Module], type]]
 
 
-def options(path: Path, classes: Classes) -> dict[str, Any]:
+def load_options(path: Path, classes: Classes) -> dict[str, Any]:
     """What to have mlx-lm's `load_model` read a folder with.
 
     Args:
@@ -31,7 +31,7 @@ def options(path: Path, classes: Classes) -> dict[str, Any]:
     # Of code of its own, mlx-lm asks the class itself.
     settings = None if "model_file" in config else classes(config)[1]
     return {
-        "model_config": _unsaid(config, settings, set(tensor_places(path))),
+        "model_config": _unsaid(config, settings, set(tensor_files(path))),
         "get_model_classes": _tidying(path, classes),
     }
 
@@ -79,7 +79,7 @@ def _tensors(path: Path, parameters: set[str]) -> dict[str, mx.array]:
     Args:
         parameters: names of the model's own.
     """
-    places = tensor_places(path)
+    places = tensor_files(path)
     files = {file: mx.load(str(file)) for file in dict.fromkeys(places.values())}
     tensors = {
         name: files[file][name]

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..config.model import ScratchModelConfig
-from .loader import DTYPES, build
+from .loader import DTYPES, build_model
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -63,7 +63,7 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None
     _write_json(folder / "generation_config.json", ends)
 
 
-def configuration(fresh: ScratchModelConfig) -> dict:
+def llama_config(fresh: ScratchModelConfig) -> dict:
     """A config.json in Hugging Face's terms for a Llama-type model."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -97,7 +97,7 @@ def initial_weights(config: dict, seed: int) -> dict[str, mx.array]:
     residual = 0.02 / math.sqrt(2 * config["num_hidden_layers"])
     key = mx.random.key(seed)
     weights = {}
-    for path, value in tree_flatten(build(config).parameters()):
+    for path, value in tree_flatten(build_model(config).parameters()):
         if value.ndim > 1:
             key, draw = mx.random.split(key)
             into_residual = path.endswith(("o_proj.weight", "down_proj.weight"))

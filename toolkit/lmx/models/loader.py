@@ -24,7 +24,14 @@ from . import checkpoint_fixups
 from .checkpoint import check_weights, missing_shards, read_config
 from .dtypes import cast, stored_dtype
 
-PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
+CHECKPOINT_PATTERNS = [
+    "*.json",
+    "*.safetensors",
+    "*.model",
+    "*.txt",
+    "*.jinja",
+    "*.tiktoken",
+]
 # Some repositories hold all weights twice, once as their authors' program has them.
 TWICE = ["consolidated*.safetensors"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -77,7 +84,7 @@ def load(
     path = checkpoint_folder(
         source, revision=revision, trust_remote_code=trust_remote_code
     )
-    refuse_what_cannot_load(path, trust_remote_code=trust_remote_code)
+    check_loadable(path, trust_remote_code=trust_remote_code)
 
     def read() -> tuple[nn.Module, dict, mx.Dtype]:
         return _read(path, trust_remote_code, compute, adapter)
@@ -100,7 +107,7 @@ def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
             path,
             lazy=True,
             trust_remote_code=trust_remote_code,
-            **checkpoint_fixups.options(path, zoo._get_classes),
+            **checkpoint_fixups.load_options(path, zoo._get_classes),
         )
     dtype = stored_dtype(_complete(model))
     if adapter:
@@ -123,10 +130,14 @@ def checkpoint_folder(
     path = Path(source).expanduser()
     if path.is_file():
         raise UserError("a checkpoint is a folder; this is a file", place=str(source))
-    return path if path.exists() else snapshot(source, revision, trust_remote_code)
+    return (
+        path
+        if path.exists()
+        else download_snapshot(source, revision, trust_remote_code)
+    )
 
 
-def snapshot(
+def download_snapshot(
     source: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> Path:
     """The folder that holds a Hub id's files on this disk, downloaded if need be.
@@ -139,7 +150,7 @@ def snapshot(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    patterns = PATTERNS + (["*.py"] if trust_remote_code else [])
+    patterns = CHECKPOINT_PATTERNS + (["*.py"] if trust_remote_code else [])
     chosen = {"allow_patterns": patterns, "ignore_patterns": TWICE}
     try:
         return Path(snapshot_download(str(source), revision=revision, **chosen))
@@ -152,7 +163,7 @@ def snapshot(
         ) from error
 
 
-def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> None:
+def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
     """Check a checkpoint folder as far as that needs no weights.
 
     Raises:
@@ -164,7 +175,7 @@ def refuse_what_cannot_load(path: Path, *, trust_remote_code: bool = False) -> N
     _require_mlx_format(config, place)
     check_weights(path)
     if "model_file" not in config:
-        model_class(config, place=place)
+        model_classes(config, place=place)
     elif not trust_remote_code:
         raise UserError(
             f"this model brings code of its own ({config['model_file']}), "
@@ -224,7 +235,7 @@ def _explained(path: Path, error: Exception) -> UserError:
     )
 
 
-def model_class(config: dict, *, place: str | None = None):
+def model_classes(config: dict, *, place: str | None = None):
     """mlx-lm's (Model, ModelArgs) classes for a config.
 
     Raises:
@@ -242,9 +253,9 @@ def model_class(config: dict, *, place: str | None = None):
             ) from error
 
 
-def build(config: dict) -> nn.Module:
+def build_model(config: dict) -> nn.Module:
     """A model of this config with mlx-lm's random initial weights, float32."""
-    make, arguments = model_class(config)
+    make, arguments = model_classes(config)
     return _complete(make(arguments.from_dict(config)))
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from ..errors import UserError
 
 
-def require_same_tokens(model: Any, other: Any, *, role: str, place: str) -> None:
+def require_same_tokenizer(model: Any, other: Any, *, role: str, place: str) -> None:
     """Refuse a model whose tokens mean something else.
 
     Args:

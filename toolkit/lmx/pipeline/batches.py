@@ -10,7 +10,7 @@ from ..data.dataset import ReadStats
 from ..data.packing import PackedBatchSampler, packed
 from ..data.splits import log_read_stats
 from ..data.tokenization import LAST_ONLY, encode_all
-from ..models.checkpoint import setting
+from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
 from ..training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
 from ..training.document_mask import DocumentCaches, PackingUnsupported
@@ -151,7 +151,7 @@ def chunked_loss(
     """The loss by chunks; None, aloud where it matters, if the model does not split."""
     longest = context.data.max_seq_length
     tokens = max(config.batch_tokens or config.batch_size * longest, longest)
-    sizes = {"vocabulary": setting(loaded.config, "vocab_size"), "tokens": tokens}
+    sizes = {"vocabulary": config_int(loaded.config, "vocab_size"), "tokens": tokens}
     try:
         return ChunkedLoss(loaded.model, config.chunk(**sizes, on_cpu=on_cpu()))
     except ChunkedLossUnsupported as reason:

@@ -16,7 +16,7 @@ from ..draft.report import DraftReport
 from ..errors import FAILED, UserError
 from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
-from ..models.tokenizer_compat import require_same_tokens
+from ..models.tokenizer_compat import require_same_tokenizer
 from ..run.fs import atomic_folder, write_atomic
 from .context import ModelArtifact
 from .draft_dataset import DraftData
@@ -80,14 +80,16 @@ class DraftEvaluation:
         if name is None:
             return None
         found, own = self.context.load(self.context.named(name)), self.target
-        require_same_tokens(own.tokenizer, found.tokenizer, role="sibling", place=name)
+        require_same_tokenizer(
+            own.tokenizer, found.tokenizer, role="sibling", place=name
+        )
         tokens = len(own.tokenizer.get_vocab())
         require_servable(found.config, own.config, tokens, place=name)
         return found
 
     def _require_servable(self, draft: LoadedModel) -> None:
         ours, theirs, place = draft.tokenizer, self.target.tokenizer, str(draft.path)
-        require_same_tokens(theirs, ours, role="draft", place=place)
+        require_same_tokenizer(theirs, ours, role="draft", place=place)
         if ours.chat_template != theirs.chat_template:
             raise UserError("the draft has another chat template", place=place)
         tokens = len(theirs.get_vocab())

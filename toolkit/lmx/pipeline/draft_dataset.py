@@ -12,7 +12,7 @@ from ..draft.prompt_sets import PromptSets, prompt_sets
 from ..errors import UserError
 from ..generation.batching import GenerationRequest
 from ..generation.completions import CachedGenerator, generate_all_cached
-from ..models.checkpoint import setting
+from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
 from .context import StageContext
 
@@ -107,7 +107,7 @@ class DraftData:
     def _longest(self) -> int:
         """Tokens of a prompt that leaves room for its answer."""
         longest = self.context.data.max_seq_length
-        if positions := setting(self.target.config, "max_position_embeddings"):
+        if positions := config_int(self.target.config, "max_position_embeddings"):
             config = self.config
             answer = max(config.data_generation.max_tokens, config.benchmark.max_tokens)
             longest = min(longest, positions - answer)

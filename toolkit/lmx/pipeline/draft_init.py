@@ -21,7 +21,7 @@ from ..generation.speculative.layer_skip import rank_layers
 from ..models.dtypes import set_compute_dtype
 from ..models.from_scratch import initial_weights
 from ..models.loader import LoadedModel, compute_dtype
-from ..models.tokenizer_compat import require_same_tokens
+from ..models.tokenizer_compat import require_same_tokenizer
 from ..quantization.dequantize import dequantized_model
 from ..run.fs import remove_folder
 from .context import StageContext, write_model
@@ -91,7 +91,7 @@ class DraftInitializer:
             path = context.named(name)
         loaded = context.load(path, compute="stored")
         place = str(name or path)
-        require_same_tokens(
+        require_same_tokenizer(
             self.target.tokenizer, loaded.tokenizer, role="draft", place=place
         )
         if "quantization" in loaded.config:

@@ -16,7 +16,7 @@ from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
 from ..draft.dataset import DistillationBatches, mean_prompt_length
 from ..draft.losses import DraftLoss, acceptance_bounds
 from ..draft.on_policy import OnPolicyBatches
-from ..models.checkpoint import setting, weights_digest
+from ..models.checkpoint import config_int, weights_digest
 from ..models.dtypes import set_compute_dtype
 from ..models.loader import LoadedModel
 from ..training.checkpoint_policy import CheckpointPolicy
@@ -229,7 +229,7 @@ def _chunked(loaded: LoadedModel) -> ChunkedLoss | None:
     """The loss of answers alone, by chunks; None where the model does not split."""
     logits = CACHED_LOGITS if on_cpu() else CHUNK_LOGITS
     try:
-        chunk = max(64, logits // setting(loaded.config, "vocab_size"))
+        chunk = max(64, logits // config_int(loaded.config, "vocab_size"))
         return ChunkedLoss(loaded.model, chunk)
     except ChunkedLossUnsupported:
         return None

@@ -39,8 +39,8 @@ from mlx.utils import tree_flatten
 from ..config.base import ConfigModel
 from ..config.quant_spec import QuantSpec
 from ..cpu.patches import on_cpu
-from ..models.checkpoint import checkpoint_size, setting
-from ..models.loader import build
+from ..models.checkpoint import checkpoint_size, config_int
+from ..models.loader import build_model
 from ..models.lora import lora_model
 from ..quantization.target_layers import QuantizationPlan, select_layers
 from ..run.launcher import processes
@@ -72,7 +72,7 @@ class ModelShape:
 
     def model(self) -> nn.Module:
         """A model of these shapes; its weights are never computed."""
-        return build(self.config)
+        return build_model(self.config)
 
     @property
     def parameters(self) -> int:
@@ -81,7 +81,7 @@ class ModelShape:
 
     def setting(self, name: str) -> int:
         """A number of the config, of its language part if it has several; else 0."""
-        return setting(self.config, name)
+        return config_int(self.config, name)
 
     def selection(self, quantization: ConfigModel) -> QuantizationPlan:
         """The layers a quantization rounds, and those it keeps."""
@@ -146,7 +146,9 @@ def training(
     per_token = (4 + 2 * stage.gradient_checkpointing) * seen + 2 * to_weights
     per_token += 12 * batch.length * width + 2 * live * seen
     tokens = batch.mean_tokens * stage.gradient_accumulation_steps
-    return TrainingCost(total, trained, memory, stage.num_trainings * per_token * tokens)
+    return TrainingCost(
+        total, trained, memory, stage.num_trainings * per_token * tokens
+    )
 
 
 def quantized_bytes(anatomy: ModelShape, specs: dict[str, QuantSpec]) -> int:

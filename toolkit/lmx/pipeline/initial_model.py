@@ -33,7 +33,7 @@ def begin(context: StageContext) -> None:
     if context.current or target.is_dir():
         return
     settings = context.source.from_scratch
-    config = from_scratch.configuration(settings)
+    config = from_scratch.llama_config(settings)
     weights = from_scratch.initial_weights(config, context.seed)
     context.logger.info("training the tokenizer")
     with TemporaryDirectory() as scratch, atomic_folder(target) as partial:

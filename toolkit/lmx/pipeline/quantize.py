@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from mlx.utils import tree_flatten
 
-from ..quantization.mixed_precision.search import allocate
+from ..quantization.mixed_precision.search import search_plan
 from ..quantization.ptq.base import PTQContext
 from ..quantization.ptq.methods import METHODS
 from ..quantization.target_layers import select_layers
@@ -45,7 +45,7 @@ def run(config, context: StageContext) -> ModelArtifact:
     if config.mixed_precision:
         computing, own = context.load(reference).model, context.folder
         here = replace(task, folder=own)
-        selection, found = allocate(config, selection, here, computing, reference)
+        selection, found = search_plan(config, selection, here, computing, reference)
         task, facts = replace(task, specs=selection.specs), facts | {"budget": found}
     tensors = METHODS[config.method](config, task)
     if judging:

@@ -240,9 +240,9 @@ def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
     """
     model = loaded.recipe.model
     if model.from_scratch:
-        from ..models.from_scratch import configuration
+        from ..models.from_scratch import llama_config
 
-        config = configuration(model.from_scratch)
+        config = llama_config(model.from_scratch)
         empty = ModelShape(config, 0)
         size = empty.parameters * getattr(mx, model.from_scratch.dtype).size
         return ModelShape(config, size)

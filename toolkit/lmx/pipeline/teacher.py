@@ -13,9 +13,9 @@ from ..data.batching import Batch, BucketBatchSampler, ExampleDataset
 from ..data.packing import PackedBatchSampler
 from ..errors import UserError
 from ..generation.completions import CachedGenerator, replace_completions
-from ..models.checkpoint import read_config, setting, weights_digest
+from ..models.checkpoint import config_int, read_config, weights_digest
 from ..models.loader import LoadedModel, load_tokenizer
-from ..models.tokenizer_compat import require_same_tokens
+from ..models.tokenizer_compat import require_same_tokenizer
 from ..training.distillation import DistillationLoss, OnlineTeacher
 from ..training.document_mask import DocumentCaches
 from ..training.teacher_cache import (
@@ -73,7 +73,7 @@ class TeacherSetup:
         """What is asked for predictions that are kept."""
         logger = self.context.logger
         configs = (read_config(self.folder), self.student.config)
-        known = filter(None, (setting(config, "vocab_size") for config in configs))
+        known = filter(None, (config_int(config, "vocab_size") for config in configs))
         vocabulary = min(known, default=len(self.student.tokenizer.get_vocab()))
         return TeacherClient(
             lambda: self.live, self.digest, vocabulary, logger.info, logger.warning
@@ -179,7 +179,7 @@ class TeacherSetup:
         trust = self.context.source.trust_remote_code
         other = load_tokenizer(self.folder, trust_remote_code=trust)
         own, place = self.student.tokenizer, str(self.folder)
-        require_same_tokens(own, other, role="teacher", place=place)
+        require_same_tokenizer(own, other, role="teacher", place=place)
 
 
 @dataclass(frozen=True)

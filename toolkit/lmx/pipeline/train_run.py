@@ -67,7 +67,7 @@ class TrainRun:
         """Write the trained checkpoint, its unquantized twin, and the adapter."""
         folder, parameters = self.context.folder, self.parameters
         loaded, fake_quant = self.loaded, self.step.fake_quant
-        dense = lora_model.fused(loaded.model, self.base, parameters, loaded.dtype)
+        dense = lora_model.fuse(loaded.model, self.base, parameters, loaded.dtype)
         stored = fake_quant.stored(parameters) if fake_quant else {}
         reference = model = self._write_dense(dict(dense), stored)
         if fake_quant:
@@ -126,7 +126,9 @@ class TrainRun:
         keys = lora_model.attach(self.loaded.model, adapter, seed=seed, merged=merged)
         if adapter.init_from:
             folder = self.context.find(adapter.init_from) or Path(adapter.init_from)
-            init_adapter(lora_model.adapted(self.loaded.model), resolve_adapter(folder))
+            init_adapter(
+                lora_model.adapted_layers(self.loaded.model), resolve_adapter(folder)
+            )
         return keys
 
     def _teaching(self) -> TeacherSetup | None:
@@ -158,7 +160,7 @@ class TrainRun:
             shard=config.fsdp,
         )
         if config.adapter:
-            step.rates |= lora_model.rates(step.parameters, config.adapter)
+            step.rates |= lora_model.lr_multipliers(step.parameters, config.adapter)
         if fake_quant:
             step.rates |= fake_quant.rates()
         set_compute_dtype(loaded.model, step.compute)
@@ -237,8 +239,8 @@ class TrainRun:
     def _write_adapters(self) -> Path:
         adapter = self.config.adapter
         target = self.context.output / "adapters"
-        layers = lora_model.adapted(self.loaded.model)
-        if unreadable := adapter_files.unreadable(layers):
+        layers = lora_model.adapted_layers(self.loaded.model)
+        if unreadable := adapter_files.layers_mlx_lm_cannot_load(layers):
             self.context.logger.warning(
                 f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, as "
                 f"{unreadable[0]}: it gets their quantized width wrong; the fused "

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 
 from ..config.quant_spec import QuantSpec
 from ..errors import UserError
-from ..models.loader import LoadedModel, build
+from ..models.loader import LoadedModel, build_model
 from ..models.lora import base_layer
 
 PackedLayer = dict[str, dict[str, mx.array]]
@@ -55,10 +55,10 @@ def dequantized_model(
     for path, stored in packed.items():
         for name in stored:
             del tensors[f"{path}.{name}"]
-        dense = base_layer.expand(modules[path], stored)
+        dense = base_layer.dequantize(modules[path], stored)
         tensors[f"{path}.weight"] = dense.astype(dtype)
     config = {k: v for k, v in loaded.config.items() if "quantization" not in k}
-    model = build(config)
+    model = build_model(config)
     model.load_weights(list(tensors.items()))
     mx.eval(model.parameters())
     return replace(loaded, model=model), packed

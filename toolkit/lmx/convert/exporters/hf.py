@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from ...errors import FAILED, UserError
 from ...models import checkpoint_writer
-from ...models.loader import build
+from ...models.loader import build_model
 from ...models.lora import base_layer
 from .base import ExportContext
 
@@ -89,7 +89,7 @@ def dequantized(model: nn.Module, dtype: mx.Dtype) -> dict[str, mx.array]:
         if base_layer.is_quantized(module):
             names = ("weight", "scales", "biases", "global_scale")
             own = {name: tensors.pop(f"{path}.{name}", None) for name in names}
-            tensors[f"{path}.weight"] = base_layer.expand(module, own).astype(dtype)
+            tensors[f"{path}.weight"] = base_layer.dequantize(module, own).astype(dtype)
     return tensors
 
 
@@ -121,7 +121,7 @@ def verify_roundtrip(folder: Path, wanted: dict[str, mx.array], config: dict) ->
     found: dict[str, mx.array] = {}
     for file in sorted(folder.glob("*.safetensors")):
         found |= mx.load(str(file))
-    sanitize = getattr(build(config), "sanitize", lambda tensors: tensors)
+    sanitize = getattr(build_model(config), "sanitize", lambda tensors: tensors)
     found = sanitize(found)
     strange = found.keys() ^ wanted.keys()
     for name in list(wanted) if not strange else []:

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import FAILED, UserError
-from ...models.loader import model_class
+from ...models.loader import model_classes
 from ..importers import gguf as foreign
 
 # llama.cpp's names of the architectures, by mlx-lm's.
@@ -25,7 +25,7 @@ def metadata(config: dict) -> dict[str, Any]:
             hint=f"architectures that are: {', '.join(ARCHITECTURES)}",
             code=FAILED,
         )
-    own = model_class(config)[1].from_dict(config)
+    own = model_classes(config)[1].from_dict(config)
     if "sliding_attention" in (getattr(own, "layer_types", None) or []):
         raise _refused("layers that see a window only")
     if getattr(own, "rope_traditional", False):
@@ -56,7 +56,7 @@ def metadata(config: dict) -> dict[str, Any]:
 
 def frequencies(config: dict) -> np.ndarray | None:
     """What Llama 3's wavelengths are divided by, float32 [head / 2]; None = nothing."""
-    own = model_class(config)[1].from_dict(config)
+    own = model_classes(config)[1].from_dict(config)
     rope, factor = _rope(own.rope_scaling)
     if rope != "llama3":
         return None

@@ -41,7 +41,7 @@ def write(file: Path, loaded: LoadedModel, *, name: str) -> list[str]:
     import gguf
 
     metadata = gguf_config.metadata(loaded.config)
-    rows, _ = base_layer.shape(loaded.model.model.embed_tokens)
+    rows, _ = base_layer.weight_shape(loaded.model.model.embed_tokens)
     metadata |= export_tokenizer.metadata(loaded.path, loaded.config, rows)
     writer = gguf.GGUFWriter(file, metadata.pop("general.architecture"))
     kinds = []
@@ -85,7 +85,9 @@ def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray]]:
             found = None
             if module.mode == "affine":
                 found = export_blocks.grouped(parts, module.bits, module.group_size)
-            kind, value = found or export_blocks.dense(base_layer.expand(module, parts))
+            kind, value = found or export_blocks.dense(
+                base_layer.dequantize(module, parts)
+            )
             yield _name(f"{path}.weight"), kind, _ordered(path, value, config)
     for name in list(own):
         kind, value = export_blocks.dense(own.pop(name))

@@ -73,14 +73,18 @@ def fetch_checkpoint(
     Raises:
         UserError: `source` is another kind of file, or the Hub does not have it.
     """
-    from ...models.loader import snapshot
+    from ...models.loader import download_snapshot
 
     path = Path(source).expanduser()
     if path.is_file() and not find(path):
         raise UserError(
             "a model is a folder or a GGUF file; this is neither", place=str(source)
         )
-    return path if path.exists() else snapshot(source, revision, trust_remote_code)
+    return (
+        path
+        if path.exists()
+        else download_snapshot(source, revision, trust_remote_code)
+    )
 
 
 def find(path: Path) -> Path | None:
@@ -112,11 +116,11 @@ def imported(source: Path) -> Path:
     Raises:
         UserError: it cannot be imported, or the cache cannot be written.
     """
-    from ...models.loader import PATTERNS
+    from ...models.loader import CHECKPOINT_PATTERNS
     from .convert import convert
 
     # A card or a picture beside them does not make another model.
-    names = PATTERNS if source.is_dir() else [source.name, "tokenizer*.json"]
+    names = CHECKPOINT_PATTERNS if source.is_dir() else [source.name, "tokenizer*.json"]
     folder = source if source.is_dir() else source.parent
     inputs = sorted({file for name in names for file in folder.glob(name)})
     facts = {file.name: cache.file_hash(file) for file in inputs}

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 from ...config.quant_spec import QuantSpec
 from ...errors import UserError
 from ...models import checkpoint_writer
-from ...models.loader import build
+from ...models.loader import build_model
 from . import gguf, hf_folder
 from .affine_repack import SIZES, Groups
 
@@ -34,7 +34,7 @@ def convert(source: Path, target: Path, dtype: mx.Dtype | None = None) -> None:
         else:
             companions = Path(scratch)
             config, dense, layers = gguf.read(source, companions)
-        model = build(config)
+        model = build_model(config)
         weights = _renamed(model, dense, layers, place=str(source))
         modules = {
             path: module

@@ -6,7 +6,7 @@ from functools import partial
 import mlx.core as mx
 
 from ...models.loader import LoadedModel
-from ...models.tokenizer_compat import require_same_tokens
+from ...models.tokenizer_compat import require_same_tokenizer
 from .draft_length import DraftLengthController
 from .draft_model import DraftModelProposer
 from .layer_skip import choose_skipped_layers, skip_layers
@@ -71,7 +71,7 @@ def proposer_factory(
         twin = skip_layers(loaded.model, skipped)
         return (lambda: DraftModelProposer(twin)) if skipped else None
     draft = load_draft(name)
-    require_same_tokens(loaded.tokenizer, draft.tokenizer, role="draft", place=name)
+    require_same_tokenizer(loaded.tokenizer, draft.tokenizer, role="draft", place=name)
     return lambda: DraftModelProposer(draft.model)
 
 

@@ -13,12 +13,12 @@ def is_quantized(layer: nn.Module) -> bool:
     return "scales" in layer and hasattr(layer, "group_size")
 
 
-def has_biases(layer: nn.Module) -> bool:
+def is_affine_quantized(layer: nn.Module) -> bool:
     """Whether the layer stores codes on an affine grid."""
     return is_quantized(layer) and layer.mode == "affine"
 
 
-def shape(layer: nn.Module) -> tuple[int, ...]:
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
     """The shape [..., out, in] of a layer's weight.
 
     From the scales: at 3, 5 and 6 bits a packed width does not tell it by a division.
@@ -29,7 +29,7 @@ def shape(layer: nn.Module) -> tuple[int, ...]:
     return (*rows, groups * layer.group_size)
 
 
-def expand(layer: nn.Module, tensors: dict[str, mx.array]) -> mx.array:
+def dequantize(layer: nn.Module, tensors: dict[str, mx.array]) -> mx.array:
     """The float32 weight [..., out, in] of a layer, from its tensors by name.
 
     Raises:
@@ -50,12 +50,12 @@ def expand(layer: nn.Module, tensors: dict[str, mx.array]) -> mx.array:
     )
 
 
-def own(layer: nn.Module) -> mx.array:
+def dequantized_weight(layer: nn.Module) -> mx.array:
     """`expand` of the layer's own tensors."""
-    return expand(layer, dict(layer.items()))
+    return dequantize(layer, dict(layer.items()))
 
 
-def start(
+def init_lora_a(
     rows: int, columns: int, key: mx.array, *, before: tuple[int, ...] = ()
 ) -> mx.array:
     """The first A of a layer with `rows` inputs, uniform as in mlx-lm."""
@@ -85,7 +85,7 @@ def row_norms(
     return mx.stop_gradient(mx.sqrt(total))
 
 
-def rescaled(weight: mx.array, magnitude: mx.array) -> mx.array:
+def rescale_rows(weight: mx.array, magnitude: mx.array) -> mx.array:
     """A weight whose rows get these norms."""
     norms = mx.sqrt(weight.square().sum(axis=1))
     return (magnitude / norms)[:, None] * weight

@@ -65,7 +65,7 @@ def save_adapter(
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=4) + "\n")
 
 
-def unreadable(layers: dict[str, nn.Module]) -> list[str]:
+def layers_mlx_lm_cannot_load(layers: dict[str, nn.Module]) -> list[str]:
     """Adapted layers that stock mlx-lm cannot load, for it gets their widths wrong.
 
     They are DoRA on linear layers of 3, 5 or 6 bits, and on quantized embeddings.

@@ -23,13 +23,13 @@ class LoRALinear(nn.Module):
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
     ):
         super().__init__()
-        outputs, inputs = base_layer.shape(linear)
+        outputs, inputs = base_layer.weight_shape(linear)
         self.linear = linear
         # Kept as loaded: in quantization-aware training `linear.weight` is the sum.
         self._weight = linear.weight
         self.scale = scale
         self.dropout = nn.Dropout(dropout)
-        self.lora_a = base_layer.start(inputs, rank, key)
+        self.lora_a = base_layer.init_lora_a(inputs, rank, key)
         self.lora_b = mx.zeros((rank, outputs))
         self.merged = self.is_whole = False
 
@@ -73,7 +73,7 @@ class DoRALinear(LoRALinear):
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
     ):
         super().__init__(linear, rank, scale, dropout, key)
-        self._squares = base_layer.own(linear).square().sum(axis=1)
+        self._squares = base_layer.dequantized_weight(linear).square().sum(axis=1)
         self.m = mx.sqrt(self._squares)
 
     def __call__(self, x: mx.array) -> mx.array:
@@ -89,7 +89,7 @@ class DoRALinear(LoRALinear):
 
     def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
         """The sum with its rows rescaled to m, float32 [out, in]."""
-        return base_layer.rescaled(super().merge(weight, trained), trained["m"])
+        return base_layer.rescale_rows(super().merge(weight, trained), trained["m"])
 
 
 @mx.custom_function
@@ -123,11 +123,11 @@ class LoRAEmbedding(nn.Module):
         self, embedding: nn.Module, rank: int, scale: float, dropout: float, key
     ):
         super().__init__()
-        tokens, width = base_layer.shape(embedding)
+        tokens, width = base_layer.weight_shape(embedding)
         self.embedding = embedding
         self.scale = scale
         self.dropout = nn.Dropout(dropout)
-        self.lora_a = base_layer.start(tokens, rank, key)
+        self.lora_a = base_layer.init_lora_a(tokens, rank, key)
         self.lora_b = mx.zeros((rank, width))
 
     @property
@@ -165,7 +165,7 @@ class DoRAEmbedding(LoRAEmbedding):
         self, embedding: nn.Module, rank: int, scale: float, dropout: float, key
     ):
         super().__init__(embedding, rank, scale, dropout, key)
-        self._squares = base_layer.own(embedding).square().sum(axis=1)
+        self._squares = base_layer.dequantized_weight(embedding).square().sum(axis=1)
         self.m = mx.sqrt(self._squares)
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -187,7 +187,7 @@ class DoRAEmbedding(LoRAEmbedding):
 
     def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
         """The sum with its rows rescaled to m, float32 [tokens, width]."""
-        return base_layer.rescaled(super().merge(weight, trained), trained["m"])
+        return base_layer.rescale_rows(super().merge(weight, trained), trained["m"])
 
 
 # --- from model.adapters.experts: LoRA of the experts of a mixture, every expert with matrices of its own.
@@ -206,11 +206,11 @@ class LoRAExperts(nn.Module):
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
     ):
         super().__init__()
-        experts, outputs, inputs = base_layer.shape(linear)
+        experts, outputs, inputs = base_layer.weight_shape(linear)
         self.linear = linear
         self.scale = scale
         self.dropout = nn.Dropout(dropout)
-        a = base_layer.start(inputs, rank, key, before=(experts,))
+        a = base_layer.init_lora_a(inputs, rank, key, before=(experts,))
         self.lora_a = mx.contiguous(a.swapaxes(1, 2))
         self.lora_b = mx.zeros((experts, outputs, rank))
 

@@ -68,7 +68,9 @@ def _choose(
         p for p in find_target_modules(model, adapter.num_layers) if p.kind in kinds
     ]
     if adapter.type == "qa_lora":
-        places = [place for place in places if base_layer.has_biases(place.layer)]
+        places = [
+            place for place in places if base_layer.is_affine_quantized(place.layer)
+        ]
     ranks = adapter.ranks.items()
     for pattern, rank in ranks:
         if not any(_means(pattern, place, rank) for place in places):
@@ -94,12 +96,14 @@ def _means(pattern: str, place: TargetModule, rank: int) -> bool:
     return fnmatchcase(place.key, pattern)
 
 
-def adapted(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The adapted layers of a model by path."""
     return {p: m for p, m in model.named_modules() if isinstance(m, ADAPTED)}
 
 
-def rates(parameters: dict[str, mx.array], adapter: LoRAConfig) -> dict[str, float]:
+def lr_multipliers(
+    parameters: dict[str, mx.array], adapter: LoRAConfig
+) -> dict[str, float]:
     """What the learning rate is multiplied by, by parameter, where it is not 1."""
     if adapter.loraplus_lr_ratio == 1:
         return {}
@@ -107,7 +111,7 @@ def rates(parameters: dict[str, mx.array], adapter: LoRAConfig) -> dict[str, flo
     return dict.fromkeys(names, adapter.loraplus_lr_ratio)
 
 
-def fused(
+def fuse(
     model: nn.Module,
     base: dict[str, mx.array],
     parameters: dict[str, mx.array],
@@ -125,14 +129,14 @@ def fused(
     """
     result = {k: parameters.get(k, v) for k, v in base.items()}
     types = {k: v.dtype for k, v in base.items()}
-    layers = adapted(model)
+    layers = adapted_layers(model)
     wrapped = {id(layer.frozen): path for path, layer in layers.items()}
     for path, module in model.named_modules():
         if base_layer.is_quantized(module):
             path = wrapped.get(id(module), path)
             names = ("weight", "scales", "biases", "global_scale")
             tensors = {n: result.pop(f"{path}.{n}", None) for n in names}
-            result[f"{path}.weight"] = base_layer.expand(module, tensors)
+            result[f"{path}.weight"] = base_layer.dequantize(module, tensors)
             types[f"{path}.weight"] = dtype
     for path, layer in layers.items():
         trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINED}

@@ -24,13 +24,13 @@ class QALoRALinear(nn.Module):
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
     ):
         super().__init__()
-        outputs, inputs = base_layer.shape(linear)
+        outputs, inputs = base_layer.weight_shape(linear)
         self.linear = linear
         # Kept as loaded, for those of `linear` are the sum, in the type of training.
         self._biases = linear.biases
         self.scale = scale
         # As long a step as LoRA's, though it sees sums of so many inputs.
-        a = base_layer.start(inputs // linear.group_size, rank, key)
+        a = base_layer.init_lora_a(inputs // linear.group_size, rank, key)
         self.lora_a = a / math.sqrt(linear.group_size)
         self.lora_b = mx.zeros((rank, outputs))
 

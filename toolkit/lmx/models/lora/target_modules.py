@@ -34,7 +34,7 @@ class TargetModule(NamedTuple):
 
     def pays(self, rank: int) -> bool:
         """Whether gradients reach it and an adapter is smaller than the layer."""
-        *_, outputs, inputs = base_layer.shape(self.layer)
+        *_, outputs, inputs = base_layer.weight_shape(self.layer)
         smaller = rank * (outputs + inputs) < outputs * inputs
         return smaller and INDEXER not in self.key.split(".")
 
@@ -78,7 +78,7 @@ def _kind(module: nn.Module) -> str | None:
 def _mixtures(model: nn.Module) -> dict[str, int]:
     """Numbers of experts by path of the module that has the group of them."""
     return {
-        path.rsplit(".", 2)[0]: base_layer.shape(module)[0]
+        path.rsplit(".", 2)[0]: base_layer.weight_shape(module)[0]
         for path, module in model.named_modules()
         if _kind(module) == EXPERTS
     }
@@ -89,4 +89,4 @@ def _is_router(path: str, key: str, module: nn.Module, mixtures: dict) -> bool:
     if set(key.split(".")) & set(ROUTERS):
         return True
     experts = mixtures.get(path.rpartition(".")[0])
-    return experts is not None and base_layer.shape(module)[-2] == experts
+    return experts is not None and base_layer.weight_shape(module)[-2] == experts

@@ -47,7 +47,7 @@ class CalibrationStats:
             yield mx.load(str(file))
 
 
-def collect(
+def collect_stats(
     model: nn.Module, paths: list[str], tokens: mx.array, folder: Path, *, seed: int
 ) -> CalibrationStats:
     """Watch the layers at `paths` on windows [n, L], one by one.

@@ -21,9 +21,9 @@ from ...errors import UserError
 from ...run.fs import write_atomic
 from ..ptq.base import PTQContext
 from ..target_layers import QuantizationPlan
-from .calibration_stats import collect
+from .calibration_stats import collect_stats
 from .grid_evaluator import GridEvaluator
-from .sensitivity import LayerStatistics, column_costs, sensitivity
+from .sensitivity import LayerStatistics, input_energies, sensitivity
 from .size_model import SizeModel, SpecByLayer, candidate_plans, spec_name
 
 # Tokens that layers are watched on, and those that choices are compared on.
@@ -33,7 +33,7 @@ VERSION = 1
 COLUMNS = "columns.safetensors"
 
 
-def allocate(
+def search_plan(
     config: PTQConfig,
     selection: QuantizationPlan,
     task: PTQContext,
@@ -101,12 +101,12 @@ def _measured(
 
     def fill(folder: Path) -> dict:
         task.logger.info(f"measuring what {len(options)} layers lose on every grid")
-        signals = collect(model, list(options), tokens, scratch, seed=0)
+        signals = collect_stats(model, list(options), tokens, scratch, seed=0)
         modules = dict(model.named_modules())
         groups, costs, columns = signals.groups(), {}, {}
         for path in (path for group in groups for path in group):
             weight = modules[path].weight.astype(task.dtype)
-            columns[path] = column_costs(path, weight.shape[-1], signals)
+            columns[path] = input_energies(path, weight.shape[-1], signals)
             layer = LayerStatistics(weight, columns[path])
             costs[path] = sensitivity(path, layer, options[path], signals)
         mx.save_safetensors(str(folder / COLUMNS), columns)

@@ -49,7 +49,7 @@ class LayerStatistics:
         return mx.concatenate(parts).reshape(self.weight.shape)
 
 
-def column_costs(path: str, width: int, signals: CalibrationStats) -> mx.array:
+def input_energies(path: str, width: int, signals: CalibrationStats) -> mx.array:
     """Mean squares of a layer's inputs and a little; one for those that look up."""
     total, count = mx.zeros(width), 0
     sources = {signals.sources[call] for call in signals.calls(path)}

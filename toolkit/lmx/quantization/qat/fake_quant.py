@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 
 from ...config.qat import SYMMETRIC_QUANTIZERS, QATConfig
 from ...config.quant_spec import QuantSpec
-from ...models.lora.lora_model import adapted
+from ...models.lora.lora_model import adapted_layers
 from ..packing import expand
 from .quantizers import QUANTIZERS
 from .ste import straight_through
@@ -49,7 +49,7 @@ class FakeQuant:
     ):
         self.dtype = dtype
         self.rounding = rounding or QATConfig()
-        self._adapted = adapted(model)
+        self._adapted = adapted_layers(model)
         self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         self._specs = specs
         widths = [*(phase.bits for phase in self.rounding.bit_schedule), 0]

@@ -5,7 +5,7 @@ from typing import ClassVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from ...models.lora.lora_model import adapted
+from ...models.lora.lora_model import adapted_layers
 from ..dequantize import PackedLayer
 
 
@@ -24,7 +24,7 @@ class QALoRAWeights:
     made: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, model: nn.Module, packed: PackedLayer):
-        self._layers = adapted(model)
+        self._layers = adapted_layers(model)
         self._packed = packed
 
     def rates(self) -> dict[str, float]:
