@@ -191,9 +191,9 @@ def _once(folder: Path, case: str, route: Route, options: dict, arguments) -> di
 def prepare(folder: Path, arguments: argparse.Namespace, seed: int) -> None:
     """Write into `folder` what every side and the judge read."""
     import numpy as np
-    from lmx.models.loader import resolve
+    from lmx.convert.importers import resolve_checkpoint
 
-    model, length = resolve(arguments.model).resolve(), arguments.length
+    model, length = resolve_checkpoint(arguments.model).resolve(), arguments.length
     source = arguments.calibration
     write_inputs(folder, model, source, arguments.tokens, length, seed)
     apart = (arguments.held_out, "train") if arguments.held_out else (source, "valid")

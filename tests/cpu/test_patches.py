@@ -9,7 +9,7 @@ from lmx.cpu.patches import on_cpu
 PROGRAM = """
 import sys
 import mlx.core as mx
-from lmx.models.loader import build, load
+from lmx.models.loader import build_model, load
 
 config = {
     "model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1,
@@ -17,7 +17,7 @@ config = {
     "rms_norm_eps": 1e-5, "vocab_size": 24,
 }
 if sys.argv[2] == "built before":
-    mx.eval(build(config)(mx.zeros((1, 5), mx.int32)))
+    mx.eval(build_model(config)(mx.zeros((1, 5), mx.int32)))
 tokens = mx.arange(21).reshape(3, 7) % 300
 print(load(sys.argv[1]).model(tokens).tolist())
 """
