@@ -1,0 +1,62 @@
+"""A precompiled header for the kernels that MLX's CPU backend compiles at run time.
+
+MLX writes every fused CPU kernel as a C++ file and compiles it with g++ when it first
+meets it. Four fifths of that time go into one large header, the same for all kernels.
+GCC uses a precompiled header if one lies where it searches for the header, and a quoted
+include is searched for beside the source file first. So the precompiled header is
+written into MLX's own kernel cache. The kernels stay the same, byte for byte.
+"""
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx
+import mlx.core as mx
+
+HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
+# GCC ignores a precompiled header that was made with other code generation flags than
+# those of MLX's own call.
+FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC", "-shared", "-w")
+
+
+def kernel_cache() -> Path:
+    """The folder in which this version of MLX keeps its CPU kernels."""
+    # The rule of std::filesystem::temp_directory_path, which MLX uses.
+    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+    root = next(filter(None, map(os.environ.get, names)), "/tmp")
+    return Path(root) / "mlx" / mx.__version__ / "cpu"
+
+
+def precompile_header() -> Path | None:
+    """Write the precompiled header once per machine and version of MLX (2 seconds).
+
+    Only speed depends on it, so no failure is an error.
+
+    Returns:
+        The file, or None where there is no g++, no header or no room for it (50 MB).
+    """
+    compiler = shutil.which("g++")
+    include = Path(next(iter(mlx.__path__))) / "include"
+    if sys.platform != "linux" or not compiler or not (include / HEADER).is_file():
+        return None
+    target = kernel_cache() / f"{HEADER}.gch"
+    if target.is_file():
+        return target
+    partial = target.with_name(f"{target.name}.partial")
+    command = [compiler, *FLAGS, "-I", include, "-x", "c++-header", include / HEADER]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.with_name("lock").open("wb") as lock:
+            # Processes that start together wait for the first one.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.is_file():
+                command += ["-o", partial]
+                subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+                os.replace(partial, target)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return target
