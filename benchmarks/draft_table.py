@@ -30,7 +30,9 @@ def print_tables(runs: list[dict[str, dict]]) -> None:
         found = [run[DISTILLED]["found"][heat] for run in runs]
         print(ROW.format(LOOKUP, *_cells(found, "lookup")))
         chances = {
-            route: [run[route]["found"][heat]["chance"] for run in runs]
+            route: [
+                run[route]["found"][heat]["predicted_acceptance_rate"] for run in runs
+            ]
             for route in runs[0]
         }
         for route in runs[0]:
@@ -42,16 +44,16 @@ def print_tables(runs: list[dict[str, dict]]) -> None:
 
 def _cells(found: list[dict], proposer: str) -> tuple[str, ...]:
     columns = [one[proposer] for one in found]
-    stood = [c["acceptance"] for c in columns if c["acceptance"] is not None]
-    rounds = mean(column["tokens_per_round"] for column in columns)
+    stood = [c["acceptance_rate"] for c in columns if c["acceptance_rate"] is not None]
+    rounds = mean(column["accepted_length"] for column in columns)
     speedups = [column["speedup"] for column in columns]
     measured = (f"{mean(stood):.3f}" if stood else "-", f"{rounds:.3f}")
     speed = (f"{mean(speedups):.2f}x", _spread(speedups, 2))
     guesses = f"{mean(one['draft_length'] for one in found):.1f}"
     if proposer == LOOKUP:
         return "-", "-", measured[0], guesses, measured[1], "-", "-", *speed, "-"
-    chances = [one["chance"] for one in found]
-    predicted = mean(one["predicted_tokens_per_round"] for one in found)
+    chances = [one["predicted_acceptance_rate"] for one in found]
+    predicted = mean(one["predicted_accepted_length"] for one in found)
     gain = mean(one["predicted_speedup"] for one in found)
     return (
         f"{mean(chances):.3f}",

@@ -66,7 +66,7 @@ class Lmx:
         text = mx.array([[*prompt, *said]])
         p, q = (mx.softmax(m(text)[0, 16:], axis=-1) for m in (self._model, draft))
         return {
-            "tokens": speculator.report.tokens_per_round,
+            "tokens": speculator.report.accepted_length,
             "sum_min": mx.minimum(p, q).sum(axis=-1).mean().item(),
             "sum_product": (p * q).sum(axis=-1).mean().item(),
         }

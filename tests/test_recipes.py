@@ -88,12 +88,12 @@ def test_a_shipped_recipe_runs(path, small, tmp_path, capsys):
         arguments.append(f"model={small}")
     assert train([str(path), *arguments]) == 0, capsys.readouterr().err
     report = json.loads((tmp_path / "run/report.json").read_text())
-    names = {"base", "tuned", "quantized"} - (
-        {"tuned"} if "ptq" in path.stem else set()
+    names = {"base", "fine-tuned", "quantized"} - (
+        {"fine-tuned"} if "ptq" in path.stem else set()
     )
     assert report["models"].keys() <= names
     assert report["models"]
-    assert all(gate["passed"] for gate in report["gates"])
+    assert all(gate["passed"] for gate in report["thresholds"])
     assert (tmp_path / "run/model/config.json").is_file()
     if "- draft:" in path.read_text():
         draft = json.loads((tmp_path / "run/draft/draft.json").read_text())

@@ -4,14 +4,14 @@ import yaml
 from lmx.convert.exporters.model_card import write_card
 
 TABLE = (
-    ["", "base", "tuned", "quantized"],
+    ["", "base", "fine-tuned", "quantized"],
     [["perplexity", "5.1", "3.2", "3.3"], ["bits per weight", "16", "16", "4.5"]],
 )
 REPORT = {
     "models": {
         "quantized": {
             "tokens": 12345,
-            "accuracy_by_skill": {"adding": [3, 10], "sorting": [9, 10]},
+            "exact_match_by_skill": {"adding": [3, 10], "sorting": [9, 10]},
         }
     }
 }
@@ -45,7 +45,7 @@ def test_figures_and_recipe(tmp_path):
     assert "# qat_4bit\n\nA quantized model made with lmx" in body
     prose = " ".join(body.split())
     assert "from `data/tiny-base`. |" in prose
-    assert "| | base | tuned | quantized |\n|---|---:|---:|---:|\n" in body
+    assert "| | base | fine-tuned | quantized |\n|---|---:|---:|---:|\n" in body
     assert (
         "| perplexity | 5.1 | 3.2 | 3.3 |\n| bits per weight | 16 | 16 | 4.5 |\n"
         in body
@@ -81,4 +81,4 @@ def test_nothing_measured_says_nothing_of_figures(tmp_path):
 
 def test_no_questions_asked_no_accuracy(tmp_path):
     report = {"models": {"quantized": {"num_tokens": 7}}}
-    assert "accuracy" not in card(tmp_path, report=report)[1]
+    assert "exact_match" not in card(tmp_path, report=report)[1]

@@ -178,10 +178,10 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
     sampling = Sampling(temperature=temperature, seed=4)
     found = trial.run(sampling)
     column = found.columns[DRAFT]
-    assert 0.3 < column.acceptance < 0.99
-    assert 1 < column.tokens_per_round < found.length + 1
+    assert 0.3 < column.acceptance_rate < 0.99
+    assert 1 < column.accepted_length < found.length + 1
     # Of draws so few are seen here that they vary by some percent; more are below.
-    assert column.tokens_per_round == pytest.approx(
+    assert column.accepted_length == pytest.approx(
         found.predicted_tokens, rel=0.12 if temperature else 1e-9
     )
     assert found.columns[PROMPT_LOOKUP].speedup > 0

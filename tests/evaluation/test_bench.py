@@ -48,8 +48,8 @@ def test_every_case_and_column_is_measured(folder, capsys):
         assert (row["speedup"] == 1) == (row["column"] == "plain")
     # The model is its own draft: all it guesses stands, two of three tokens.
     for row in rows[2], rows[6]:
-        assert row["acceptance"] == 1
-        assert 2 < row["tokens_per_round"] <= 3
+        assert row["acceptance_rate"] == 1
+        assert 2 < row["accepted_length"] <= 3
         assert row["parity"]["flips"] == 0
 
 

@@ -143,7 +143,7 @@ def test_rows_of_tasks_in_the_table():
     plain = {"bytes": 1, "generation": speed}
     models = {
         "base": plain,
-        "tuned": plain
+        "fine-tuned": plain
         | {"tasks": {"sums": {"acc": 0.5, "acc_stderr": 0.125, "match,strict": 1.0}}},
     }
     _, rows = table(models)

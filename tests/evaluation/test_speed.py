@@ -52,8 +52,8 @@ def test_speculation_is_counted_over_all_prompts_but_the_warm_up():
     found = measure_speculation(generator, [[1], [2], [3]], max_tokens=9, plain=8.0)
     assert [asked[0] for asked in generator.asked] == [[1], [1], [2], [3]]
     # 1, 2 and 3 stood in six rounds; tried was what came behind a guess that stood.
-    assert found["tokens_per_round"] == pytest.approx((6 + 6) / 6)
-    assert found["acceptance"] == pytest.approx(6 / (6 + 4))
+    assert found["accepted_length"] == pytest.approx((6 + 6) / 6)
+    assert found["acceptance_rate"] == pytest.approx(6 / (6 + 4))
     assert found["speedup"] == pytest.approx(20 / 8)
     # The first guess stood in four of six rounds, and behind it the second in two.
-    assert found["acceptance_by_position"] == pytest.approx([4 / 6, 2 / 4])
+    assert found["acceptance_rate_by_position"] == pytest.approx([4 / 6, 2 / 4])

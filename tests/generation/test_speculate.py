@@ -146,7 +146,7 @@ def test_a_model_that_drafts_for_itself_needs_the_fewest_passes(length):
     assert tokens_of(generator, max_tokens=41) == plain
     # The prompt but its last token, that token alone, then rounds of forty tokens.
     assert len(calls) - 2 == math.ceil(40 / (length + 1))
-    assert generator.speculation.acceptance == 1
+    assert generator.speculation.acceptance_rate == 1
     assert generator.speculation.by_position == [1.0] * length
 
 

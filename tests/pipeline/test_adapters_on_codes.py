@@ -32,14 +32,14 @@ def tuned(request, tmp_path_factory, coded):
 
 
 def test_the_gain_is_kept_by_dense_weights_and_not_by_the_old_grid(tuned):
-    gain = tuned.json("report.json")["training"]["gain"]
-    assert gain["before_export"] > 0.01
-    assert gain["after_export"] == pytest.approx(gain["before_export"], abs=1e-3)
+    gain = tuned.json("report.json")["training"]["improvement"]
+    assert gain["in_training"] > 0.01
+    assert gain["exported"] == pytest.approx(gain["in_training"], abs=1e-3)
     assert "fused into its expanded weights" in tuned.log
     base, dense, again = tuned.json("report.json")["models"].values()
-    assert base["loss"] - dense["loss"] == pytest.approx(gain["after_export"], abs=1e-3)
+    assert base["loss"] - dense["loss"] == pytest.approx(gain["exported"], abs=1e-3)
     # Part of so small an update is less than a step of the grid.
-    assert base["loss"] - again["loss"] < 0.9 * gain["after_export"]
+    assert base["loss"] - again["loss"] < 0.9 * gain["exported"]
     assert dense["bits_per_weight"] == 16
 
 
@@ -60,8 +60,8 @@ def test_experts_and_the_embedding(tmp_path, make_checkpoint):
     stages = {"train": train}, {"evaluate": MEASURE}
     run = Run(tmp_path, *stages, model=make_checkpoint(QWEN3_MOE, num_hidden_layers=1))
     assert run() == 0
-    gain = run.json("report.json")["training"]["gain"]
-    assert gain["after_export"] > 0.1
+    gain = run.json("report.json")["training"]["improvement"]
+    assert gain["exported"] > 0.1
     names = mx.load(str(run.output / "adapters" / "adapters.safetensors"))
     assert "model.embed_tokens.lora_b" in names
     assert "model.layers.0.mlp.switch_mlp.up_proj.lora_a" in names

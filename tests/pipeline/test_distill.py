@@ -63,36 +63,38 @@ def answers_kept():
 def test_the_draft_says_what_it_is_and_whether_it_pays(distilled, base):
     draft, report = distilled.json("draft/draft.json"), distilled.json("report.json")
     assert draft["target"] == weights_digest(base)
-    assert draft["verdict"] == (
+    assert draft["recommendation"] == (
         "ship" if draft["speedup"] >= MIN_SPEEDUP else "do not ship"
     )
     assert (
-        draft["verdict"].capitalize()
+        draft["recommendation"].capitalize()
         in (distilled.output / "draft/README.md").read_text()
     )
-    assert 1 <= draft["draft_length"] <= 8
+    assert 1 <= draft["num_draft_tokens"] <= 8
     costs = draft["costs"]["rounds"]
     assert len(costs) == 9
     assert costs[0] == 1
     assert costs == sorted(costs)
     assert draft["costs"]["reading"] >= 0
     # What was predicted when the training ended is what the trial began with.
-    expected = draft["made"]["expected"]
-    for name, trial in draft["trials"].items():
-        told = expected[f"tokens_per_round_{name.replace(' ', '_')}"]
+    expected = draft["training"]["expected"]
+    for name, trial in draft["benchmark"].items():
+        told = expected[f"accepted_length_{name.replace(' ', '_')}"]
         assert told == pytest.approx(trial["predicted_curve"], rel=0.02)
-    assert report["draft"]["acceptance"] == draft["acceptance"]
+    assert report["draft"]["acceptance_rate"] == draft["acceptance_rate"]
     kinds = ("", ", chat", ", copying")
     assert list(report["speculation"]) == [
         f"{how}{kind}" for how in ("greedy", "temperature 0.7") for kind in kinds
     ]
     for name, columns in report["speculation"].items():
         assert list(columns) == ["plain", "lookup", "sibling", "draft"]
-        assert 0 <= columns["draft"]["acceptance"] <= 1
-        assert columns["sibling"]["acceptance"] > (0.999 if "greedy" in name else 0.9)
-    greedy = draft["trials"]["greedy"]
-    assert greedy["draft"]["tokens_per_round"] == pytest.approx(
-        greedy["predicted_tokens_per_round"]
+        assert 0 <= columns["draft"]["acceptance_rate"] <= 1
+        assert columns["sibling"]["acceptance_rate"] > (
+            0.999 if "greedy" in name else 0.9
+        )
+    greedy = draft["benchmark"]["greedy"]
+    assert greedy["draft"]["accepted_length"] == pytest.approx(
+        greedy["predicted_accepted_length"]
     )
 
 
@@ -132,11 +134,11 @@ def test_training_tells_bounds_rounds_and_a_prediction(distilled):
     rows = [row for row in distilled.rows() if row["kind"] == "draft"]
     assert [row["step"] for row in rows] == [0, 6, 12]
     for row in rows:
-        assert row["acceptance_at_least"] <= row["acceptance_at_most"] <= 1
-        assert len(row["tokens_per_round"]) == 8
-        assert row["tokens_per_round"] == sorted(row["tokens_per_round"])
+        assert row["acceptance_lower_bound"] <= row["acceptance_upper_bound"] <= 1
+        assert len(row["accepted_length"]) == 8
+        assert row["accepted_length"] == sorted(row["accepted_length"])
         assert row["predicted_speedup"] > 0
-    assert rows[-1]["acceptance_at_least"] > rows[0]["acceptance_at_least"]
+    assert rows[-1]["acceptance_lower_bound"] > rows[0]["acceptance_lower_bound"]
     assert "MB on disk" in distilled.log
 
 
@@ -171,8 +173,8 @@ def test_a_missed_gate_publishes_nothing_and_ends_with_1(distilled, tmp_path):
     }
     run = run_of(tmp_path, {"draft": gates}, "export", model=distilled.model)
     assert run() == 1
-    assert "acceptance" in run.log
-    assert run.json("report.json")["draft"]["acceptance"] < 1
+    assert "acceptance_rate" in run.log
+    assert run.json("report.json")["draft"]["acceptance_rate"] < 1
     assert not (run.output / "draft").exists()
 
 
@@ -191,7 +193,7 @@ def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
     assert config["intermediate_size"] == 32
     assert "MB on disk" not in run.log
     last = [row for row in run.rows() if row["kind"] == "draft"][-1]
-    assert last["acceptance_at_least"] == last["acceptance_at_most"]
+    assert last["acceptance_lower_bound"] == last["acceptance_upper_bound"]
 
 
 def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_path):

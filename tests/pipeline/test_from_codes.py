@@ -98,9 +98,9 @@ def test_training_gains_and_the_files_have_it(gained, way):
     run = gained(way)
     said = "training goes on from the codes of 15 layers" in run.log
     assert said == (way != "qa_lora")
-    gain = run.json("report.json")["training"]["gain"]
-    assert gain["before_export"] > 0.01
-    assert gain["after_export"] == pytest.approx(gain["before_export"], abs=2e-3)
+    gain = run.json("report.json")["training"]["improvement"]
+    assert gain["in_training"] > 0.01
+    assert gain["exported"] == pytest.approx(gain["in_training"], abs=2e-3)
     own = load(trained(run), compute="float32").model(TOKENS)
     assert mx.abs(own - stock(trained(run)).astype(mx.float32)).max().item() < 0.05
     before, after = tensors(quantized(run)), tensors(trained(run))

@@ -74,9 +74,9 @@ def test_a_budget_is_kept_to_the_byte(budget, tmp_path, base):
     assert run() == 0
     folder = run.output / "stages/1-quantize/model"
     stage = run.json("manifest.json")["stages"]["1-quantize"]
-    facts = stage["facts"]["facts"]["budget"]
+    facts = stage["facts"]["facts"]["mixed_precision"]
     sizes = checkpoint_size(folder)
-    assert facts["tried"][facts["taken"]] == min(facts["tried"].values())
+    assert facts["candidates"][facts["selected"]] == min(facts["candidates"].values())
     assert facts["bytes"] == sizes.bytes
     assert facts["bits_per_weight"] == pytest.approx(sizes.bits_per_weight)
     limit = budget.get("target_bytes") or budget["target_bpw"] * sizes.parameters / 8
@@ -106,7 +106,7 @@ def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
         assert written[f"model.layers.{block}.mlp.up_proj"] is False
     stage = run.json("manifest.json")["stages"]["1-quantize"]
     sizes = checkpoint_size(folder)
-    assert stage["facts"]["facts"]["budget"]["bytes"] == sizes.bytes
+    assert stage["facts"]["facts"]["mixed_precision"]["bytes"] == sizes.bytes
     assert sizes.bits_per_weight <= 5.5
 
 
@@ -134,7 +134,9 @@ def test_the_smallest_budget_that_is_named_is_enough(tmp_path, base, capsys):
     for enough in (f"target_bytes={size}", f"target_bpw={words[3]}"):
         key = enough.partition("=")[0]
         run = run_of(tmp_path, base, mixed_precision=few | {key: 1.0}, method="rtn")
-        assert run("--restart", f"stages.quantize.mixed_precision.{enough}") == 0, enough
+        assert run("--restart", f"stages.quantize.mixed_precision.{enough}") == 0, (
+            enough
+        )
     run = run_of(
         tmp_path, base, mixed_precision=few | {"target_bytes": float(size - 1)}
     )

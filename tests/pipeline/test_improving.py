@@ -32,9 +32,9 @@ def facts_of(folder, base, **settings):
 
 def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
     run, facts = facts_of(tmp_path, base, method="gptq", scale_tuning=TUNE)
-    found = facts["held_out_kl"]
+    found = facts["eval_kl"]
     assert list(found) == ["rounding", "gptq", "tuned"]
-    assert found[facts["step_kept"]] == min(found.values())
+    assert found[facts["selected_candidate"]] == min(found.values())
     assert "gptq: held-out KL" in run.log
     left = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
     assert left <= {"model", "walk"}
@@ -55,7 +55,9 @@ def test_answers_alone_are_judged(tmp_path, base):
     batches = BucketBatchSampler(examples, max_seq_length=32, tokens=1024).in_order()
     sums = measure_per_sequence(load(base).model, found.model, list(batches))
     expected = sums.kl.sum() / sums.tokens.sum()
-    assert facts["held_out_kl"][facts["step_kept"]] == pytest.approx(expected, rel=0.01)
+    assert facts["eval_kl"][facts["selected_candidate"]] == pytest.approx(
+        expected, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,8 +71,8 @@ def test_answers_alone_are_judged(tmp_path, base):
 )
 def test_only_what_is_asked_for_is_judged(tmp_path, base, settings, judged):
     _, facts = facts_of(tmp_path, base, **settings)
-    assert judged == (list(facts["held_out_kl"]) if judged else None)
-    assert ("held_out_kl" in facts) == bool(judged)
+    assert judged == (list(facts["eval_kl"]) if judged else None)
+    assert ("eval_kl" in facts) == bool(judged)
 
 
 def calibrating(monkeypatch, train, valid):

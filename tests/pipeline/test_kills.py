@@ -99,4 +99,4 @@ def test_killed_at_random_moments(tmp_path, base, kind):
     facts = run.json("manifest.json")["stages"]["1-train"]["facts"]["facts"]
     begin = "keeping step {left_step} of {steps}: validation loss"
     assert told[0][-1].startswith(begin.format(**facts))
-    assert facts["left_step"] == facts["best_step"] < facts["steps"]
+    assert facts["selected_step"] == facts["best_step"] < facts["steps"]

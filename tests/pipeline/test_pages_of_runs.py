@@ -17,7 +17,7 @@ def sections(html):
 
 def test_a_run_of_every_stage_shows_all_it_knows(whole):
     html = page(whole)
-    shown = ["gates", "models", "curves", "divergence", "layers", "samples"]
+    shown = ["thresholds", "models", "curves", "divergence", "layers", "samples"]
     measured = [name for name in sections(html) if name != "speculation"]
     assert measured == [*shown, "commands", "recipe", "versions"]
     assert "<td>done</td>" in html
@@ -38,7 +38,7 @@ def test_the_report_has_what_the_page_draws(whole):
     for row in report["samples"]:
         assert row["prompt"].startswith("Add")
         assert "together are" in row["expected"]
-        assert set(row["answers"]) == {"tuned", "quantized"}
+        assert set(row["answers"]) == {"fine-tuned", "quantized"}
 
 
 def test_it_is_made_again_from_the_folder_alone(whole, tmp_path, capsys):

@@ -15,9 +15,14 @@ from tiny_runs import TRAIN, VALIDATE, Run
 
 LORA = {"type": "lora", "rank": 8}
 GRID = {"bits": 4, "group_size": 32}
-ALWAYS = {"perplexity", "perplexity_stderr", "bits_per_weight", "bytes", "accuracy"}
+ALWAYS = {"perplexity", "perplexity_stderr", "bits_per_weight", "bytes", "exact_match"}
 COMPARED = {"kl_mean", "kl_p99", "top1_agreement"}
-GUESSED = {"acceptance", "acceptance_by_position", "tokens_per_round", "speedup"}
+GUESSED = {
+    "acceptance_rate",
+    "acceptance_rate_by_position",
+    "accepted_length",
+    "speedup",
+}
 SPEEDS = {"ttft_ms", "prefill_tokens_per_second", "decode_tokens_per_second"}
 
 
@@ -43,9 +48,9 @@ KINDS = {
     "qat": {"qat": GRID},
 }
 NAMES = {
-    "lora": ["base", "tuned"],
-    "lora-qat": ["base", "tuned", "quantized"],
-    "qat": ["base", "tuned", "quantized"],
+    "lora": ["base", "fine-tuned"],
+    "lora-qat": ["base", "fine-tuned", "quantized"],
+    "qat": ["base", "fine-tuned", "quantized"],
 }
 
 
@@ -67,21 +72,21 @@ def check_report(report, names):
 
 def test_fresh_trained_quantized_exported(whole):
     report = whole.json("report.json")
-    check_report(report, ["tuned", "quantized"])
+    check_report(report, ["fine-tuned", "quantized"])
     tuned, quantized = report["models"].values()
     assert tuned["bits_per_weight"] == 16
     # Codes of 4 bits, and for 32 of them a scale and a bias of 16; norms apart.
     assert quantized["bits_per_weight"] == pytest.approx(5, abs=0.1)
     [*_, last] = [row for row in whole.rows() if row["kind"] == "valid"]
     assert tuned["loss"] == pytest.approx(last["loss"], rel=1e-3)
-    assert [gate["name"] for gate in report["gates"]] == [
+    assert [gate["name"] for gate in report["thresholds"]] == [
         "max_kl",
         "min_top1_agreement",
     ]
-    for gate in report["gates"]:
+    for gate in report["thresholds"]:
         assert gate.keys() == {"name", "value", "limit", "passed"}
         assert gate["passed"]
-    assert report["gates"][0]["value"] == quantized["kl_mean"]
+    assert report["thresholds"][0]["value"] == quantized["kl_mean"]
     manifest = whole.json("manifest.json")
     assert manifest["status"] == "done"
     assert list(manifest["stages"]) == [
@@ -101,13 +106,11 @@ def test_trained_from_a_base(finished, kind):
     report = run.json("report.json")
     check_report(report, NAMES[kind])
     # The gain is that of the served model, and training had promised it.
-    gain = report["training"]["gain"]
+    gain = report["training"]["improvement"]
     base, *_, served = report["models"].values()
-    assert gain["after_export"] == pytest.approx(
-        base["loss"] - served["loss"], abs=1e-4
-    )
-    assert gain["after_export"] == pytest.approx(gain["before_export"], abs=1e-3)
-    assert gain["after_export"] > 0.02
+    assert gain["exported"] == pytest.approx(base["loss"] - served["loss"], abs=1e-4)
+    assert gain["exported"] == pytest.approx(gain["in_training"], abs=1e-3)
+    assert gain["exported"] > 0.02
     assert (run.output / "adapters").is_dir() == ("adapter" in KINDS[kind])
 
 
@@ -178,7 +181,7 @@ def test_a_missed_gate_publishes_nothing(tmp_path, base, capsys):
     assert "misses its thresholds: max_perplexity; nothing is published" in (
         capsys.readouterr().err
     )
-    gates = {gate["name"]: gate for gate in run.json("report.json")["gates"]}
+    gates = {gate["name"]: gate for gate in run.json("report.json")["thresholds"]}
     assert not gates["max_perplexity"]["passed"]
     assert gates["max_perplexity"]["limit"] == 1.01 < gates["max_perplexity"]["value"]
     assert gates["min_exact_match"]["passed"]
@@ -304,4 +307,4 @@ def test_other_architectures(tmp_path, make_checkpoint, base):
     stages = {"train": lora}, {"train": qat}, {"evaluate": VALIDATE}, "export"
     run = Run(tmp_path, *stages, model=make_checkpoint(base))
     assert run() == 0
-    check_report(run.json("report.json"), ["base", "tuned", "quantized"])
+    check_report(run.json("report.json"), ["base", "fine-tuned", "quantized"])

@@ -41,11 +41,11 @@ class Generator:
 )
 def test_every_kind_of_row_asks_for_something(row, prompt, expected):
     [shown] = shown_rows([row], 4)
-    shown.ask("tuned", Generator())
+    shown.ask("fine-tuned", Generator())
     assert shown.to_json() == {
         "prompt": prompt,
         "expected": expected,
-        "answers": {"tuned": prompt.upper()},
+        "answers": {"fine-tuned": prompt.upper()},
     }
 
 
@@ -56,7 +56,7 @@ def test_of_a_text_the_opening_is_shown():
 
 def test_what_the_model_cannot_read_has_no_answer():
     [shown] = shown_rows([chat("a" * 31, "b")], 4)
-    shown.ask("tuned", Generator())
+    shown.ask("fine-tuned", Generator())
     assert shown.answers == {}
 
 

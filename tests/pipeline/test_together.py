@@ -232,10 +232,10 @@ def test_all_must_do_the_same(tmp_path, monkeypatch, difference, told):
 # The second one hangs, and the first one is told to end while it waits for it.
 HANG = """
 import os, signal, threading
-from lmx.training import loop
+from lmx.training import trainer
 from lmx.training.step import TrainStep
 
-loop.PATIENCE = 0.5
+trainer.PATIENCE = 0.5
 rank, call, calls = os.environ["MLX_RANK"], TrainStep.__call__, []
 
 def hang(*arguments):

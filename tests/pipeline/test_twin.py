@@ -19,7 +19,7 @@ def weights(run, place):
 
 
 def recovered(run):
-    return run.json("report.json")["training"]["recovered"]
+    return run.json("report.json")["training"]["gap_recovered"]
 
 
 def test_the_report_has_what_was_recovered(tmp_path, base):
@@ -27,14 +27,16 @@ def test_the_report_has_what_was_recovered(tmp_path, base):
     run = Run(tmp_path, {"train": train}, {"evaluate": VALIDATE}, model=base)
     assert run() == 0
     found = recovered(run)
-    full, rounded, trained = (found[n] for n in ("twin", "rounded", "trained"))
+    full, rounded, trained = (
+        found[n] for n in ("fp_baseline", "fp_baseline_rtn", "qat")
+    )
     for name in ("loss", "kl"):
         share = (rounded[name] - trained[name]) / (rounded[name] - full[name])
         assert found[name] == pytest.approx(share)
         assert 0.2 < found[name] <= 1.2
         assert 0 < found[f"{name}_stderr"] < 0.5
     assert full["kl"] == 0 < trained["kl"] < rounded["kl"]
-    assert found["gain_kept"] == pytest.approx(1, abs=0.02)
+    assert found["gain_retained"] == pytest.approx(1, abs=0.02)
     served = run.json("report.json")["models"]["quantized"]["loss"]
     assert trained["loss"] == pytest.approx(served, rel=1e-3)
     shown = f"{found['loss']:.1%} ± {found['loss_stderr']:.1%}"
@@ -57,18 +59,21 @@ def test_the_twin_is_the_same_training_without_rounding(tmp_path, base, adapter)
         tmp_path / "plain", {"train": block | {"learning_rate": 1e-3}}, model=base
     )
     assert plain() == 0
-    twin, alone = weights(run, "1-train/twin/dense"), weights(plain, "1-train/dense")
+    twin, alone = (
+        weights(run, "1-train/fp_baseline/dense"),
+        weights(plain, "1-train/dense"),
+    )
     assert hash_file(twin) == hash_file(alone)
-    own = [row for row in run.rows() if row["stage"] == "1-train, twin"]
+    own = [row for row in run.rows() if row["stage"] == "1-train, fp_baseline"]
     assert [r | {"stage": "1-train"} for r in own] == plain.rows()
-    (tmp_path / "rounded").mkdir()
+    (tmp_path / "rtn").mkdir()
     place = tmp_path / "plain/out/stages/1-train/dense"
     quantize = {"quantize": GRID | {"method": "rtn"}}
-    rounded = Run(tmp_path / "rounded", quantize, model=place)
+    rounded = Run(tmp_path / "rtn", quantize, model=place)
     assert rounded() == 0
     ours, theirs = (
         mx.load(str(weights(r, p)))
-        for r, p in ((run, "1-train/twin/rounded"), (rounded, "1-quantize/model"))
+        for r, p in ((run, "1-train/fp_baseline/rtn"), (rounded, "1-quantize/model"))
     )
     assert ours.keys() == theirs.keys()
     assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
@@ -81,9 +86,9 @@ def test_what_learns_nothing_recovers_nothing(tmp_path, base):
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
     found = recovered(run)
-    assert found["rounded"]["loss"] - found["twin"]["loss"] > 0.05
+    assert found["fp_baseline_rtn"]["loss"] - found["fp_baseline"]["loss"] > 0.05
     assert (found["loss"], found["kl"]) == (0.0, 0.0)
-    assert found["gain_kept"] is None
+    assert found["gain_retained"] is None
 
 
 def test_from_codes_the_twin_begins_with_what_they_were_made_of(tmp_path, base):
@@ -96,11 +101,12 @@ def test_from_codes_the_twin_begins_with_what_they_were_made_of(tmp_path, base):
     [start] = [
         row["loss"]
         for row in first
-        if (row["stage"], row["kind"], row["step"]) == ("2-train, twin", "valid", 0)
+        if (row["stage"], row["kind"], row["step"])
+        == ("2-train, fp_baseline", "valid", 0)
     ]
     before = run.json("report.json")["models"]["base"]["loss"]
     assert start == pytest.approx(before, rel=1e-3)
-    assert found["twin"]["loss"] < start
+    assert found["fp_baseline"]["loss"] < start
 
 
 def test_who_is_taught_by_what_it_was_has_that_for_its_twin(tmp_path, base):
@@ -111,15 +117,15 @@ def test_who_is_taught_by_what_it_was_has_that_for_its_twin(tmp_path, base):
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
     found, models = recovered(run), run.json("report.json")["models"]
-    assert found["twin"]["loss"] == pytest.approx(models["tuned"]["loss"], rel=1e-3)
-    assert found["trained"]["kl"] == pytest.approx(
-        models["quantized"]["kl_mean"], rel=1e-2
+    assert found["fp_baseline"]["loss"] == pytest.approx(
+        models["fine-tuned"]["loss"], rel=1e-3
     )
+    assert found["qat"]["kl"] == pytest.approx(models["quantized"]["kl_mean"], rel=1e-2)
     assert 0.2 < found["kl"] < 1
-    assert [path.name for path in run.output.glob("stages/3-train/twin/*")] == [
-        "rounded"
+    assert [path.name for path in run.output.glob("stages/3-train/fp_baseline/*")] == [
+        "rtn"
     ]
-    assert not [row for row in run.rows() if "twin" in row["stage"]]
+    assert not [row for row in run.rows() if "fp_baseline" in row["stage"]]
 
 
 def test_codes_alone_have_no_twin(tmp_path, base, capsys):
@@ -143,7 +149,10 @@ def test_killed_while_the_twin_trains(tmp_path, base, turn):
     assert run.attacked("SIGKILL", "step", turn).returncode == -signal.SIGKILL
     assert run() == 0
     assert run.log.count("resuming after step") == 2
-    twin = weights(run, "1-train/twin/dense"), weights(whole, "1-train/twin/dense")
+    twin = (
+        weights(run, "1-train/fp_baseline/dense"),
+        weights(whole, "1-train/fp_baseline/dense"),
+    )
     assert hash_file(twin[0]) == hash_file(twin[1])
     assert run.outcome() == whole.outcome()
     assert recovered(run) == recovered(whole)

@@ -34,10 +34,10 @@ REPORT = {
             },
             "speculation": {
                 "lookup": {
-                    "acceptance": 0.41,
-                    "tokens_per_round": 1.9,
+                    "acceptance_rate": 0.41,
+                    "accepted_length": 1.9,
                     "speedup": 1.3,
-                    "acceptance_by_position": [0.6, 0.4, 0.0],
+                    "acceptance_rate_by_position": [0.6, 0.4, 0.0],
                 }
             },
         },
@@ -46,15 +46,20 @@ REPORT = {
         "steps": 3,
         "trained_tokens": 12345,
         "method": "gptq",
-        "recovered": {
-            "twin": {"loss": 0.8, "loss_stderr": 0.05, "kl": 0.0, "kl_stderr": 0.0},
-            "rounded": {"loss": 0.9, "loss_stderr": 0.05, "kl": 0.1},
-            "trained": {"loss": 0.81, "loss_stderr": 0.05, "kl": 0.03},
+        "gap_recovered": {
+            "fp_baseline": {
+                "loss": 0.8,
+                "loss_stderr": 0.05,
+                "kl": 0.0,
+                "kl_stderr": 0.0,
+            },
+            "fp_baseline_rtn": {"loss": 0.9, "loss_stderr": 0.05, "kl": 0.1},
+            "qat": {"loss": 0.81, "loss_stderr": 0.05, "kl": 0.03},
             "loss": 0.9,
             "loss_stderr": 0.0123,
             "kl": None,
             "kl_stderr": None,
-            "gain_kept": 0.999,
+            "gain_retained": 0.999,
         },
     },
     "samples": [
@@ -64,9 +69,9 @@ REPORT = {
             "answers": {"base": "one\ntwo", "quantized": SHIFT},
         }
     ],
-    "gates": [
+    "thresholds": [
         {"name": "kl", "value": 0.02, "limit": 0.05, "passed": True},
-        {"name": "accuracy", "value": None, "limit": 0.5, "passed": False},
+        {"name": "exact_match", "value": None, "limit": 0.5, "passed": False},
     ],
 }
 MANIFEST = {

@@ -31,7 +31,7 @@ def test_figures_and_recipes_stand_side_by_side(runs, capsys):
     text = capsys.readouterr().out
     assert row(text, "perplexity") == "3.300 ± 0.100  3.630 ± 0.100 (+10.0%)"
     assert row(text, "size, MB").split() == ["3.00", "3.00"]
-    assert row(text, "gates passed").split() == ["1", "of", "2"] * 2
+    assert row(text, "thresholds passed").split() == ["1", "of", "2"] * 2
     assert row(text, "stages.1.train.steps").split() == ["3", "9"]
     assert row(text, "stages.1.train.new").split() == ["-", "1"]
     assert "output" not in text

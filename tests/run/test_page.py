@@ -13,7 +13,15 @@ from lmx.run.html.page import TEMPLATES, page, write_page
 from pages import MANIFEST, REPORT, RESOLVED, ROWS, SHIFT, Page, make_run
 
 SECTIONS = [
-    *("gates", "models", "recovered", "curves", "divergence", "layers", "speculation"),
+    *(
+        "thresholds",
+        "models",
+        "gap_recovered",
+        "curves",
+        "divergence",
+        "layers",
+        "speculation",
+    ),
     *("samples", "commands", "recipe", "versions"),
 ]
 
@@ -132,7 +140,9 @@ def test_a_run_that_has_only_begun(tmp_path, status):
     assert status in found.text["td"]
     assert ("the last word" in found.text["pre"]) == (status != "running")
     assert "lmx generate" not in found.text["pre"]
-    assert {"models", "curves", "gates"}.isdisjoint(a.get("id") for _, a in found.tags)
+    assert {"models", "curves", "thresholds"}.isdisjoint(
+        a.get("id") for _, a in found.tags
+    )
 
 
 def without(values, path=()):

@@ -216,7 +216,7 @@ def _cells(row: dict) -> str:
     def three(name: str, digits: int = 0) -> str:
         return " / ".join(f"{value:,.{digits}f}" for value in row[name].values())
 
-    stood = row.get("acceptance")
+    stood = row.get("acceptance_rate")
     return ROW.format(
         row["prompt"],
         row["rows"],

@@ -126,8 +126,8 @@ def summary(generation: GenerationResult, facts: dict) -> str:
             parts.append(f"{name} {rate:.1f} tokens/s")
     speculation = facts.get("speculation", {})
     for name, form in {
-        "acceptance": "{:.0%} of the guesses stood",
-        "tokens_per_round": "{:.2f} tokens a round",
+        "acceptance_rate": "{:.0%} of the guesses stood",
+        "accepted_length": "{:.2f} tokens a round",
         "speedup": "{:.2f}x the speed of plain decoding",
     }.items():
         if speculation.get(name) is not None:

@@ -44,15 +44,15 @@ class DecodingStats:
     Attributes:
         tokens_per_second: of all tokens but the first of every answer.
         speedup: that as a multiple of plain decoding's.
-        acceptance: share of the guesses that stood, of those whose predecessors stood.
-        tokens_per_round: tokens of a step of the target, with guesses or without.
+        acceptance_rate: share of the guesses that stood, of those whose predecessors stood.
+        accepted_length: tokens of a step of the target, with guesses or without.
         guesses: of a round.
     """
 
     tokens_per_second: float
     speedup: float = 1.0
-    acceptance: float | None = None
-    tokens_per_round: float | None = None
+    acceptance_rate: float | None = None
+    accepted_length: float | None = None
     guesses: int = 0
 
 
@@ -90,9 +90,9 @@ class DraftBenchmarkResult:
         """For reports: by proposer, and what was predicted of the draft."""
         return _to_json(self.columns) | {
             "suites": {name: _to_json(own) for name, own in self.suites.items()},
-            "chance": self.chance,
-            "draft_length": self.length,
-            "predicted_tokens_per_round": self.predicted_tokens,
+            "predicted_acceptance_rate": self.chance,
+            "num_draft_tokens": self.length,
+            "predicted_accepted_length": self.predicted_tokens,
             "predicted_speedup": self.predicted_speedup,
             "predicted_curve": self.curve,
         }
@@ -240,4 +240,4 @@ def _stats(
     rate = tokens / (sum(one.seconds for one in said) or math.inf)
     gain = rate / (plain.tokens_per_second or math.inf) if plain else 1.0
     rounds = tokens / steps if steps else None
-    return DecodingStats(rate, gain, total.acceptance, rounds, guesses)
+    return DecodingStats(rate, gain, total.acceptance_rate, rounds, guesses)

@@ -61,14 +61,14 @@ class DraftReport:
         return min((column.speedup for column in self._guessed), default=0.0)
 
     @property
-    def acceptance(self) -> float:
+    def acceptance_rate(self) -> float:
         """The smallest measured; 0 where answers are too short for a guess."""
-        return min((column.acceptance for column in self._guessed), default=0.0)
+        return min((column.acceptance_rate for column in self._guessed), default=0.0)
 
     @property
     def _guessed(self) -> list[DecodingStats]:
         columns = [found.columns[DRAFT] for found in self.trials.values()]
-        return [column for column in columns if column.acceptance is not None]
+        return [column for column in columns if column.acceptance_rate is not None]
 
     @property
     def length(self) -> int:
@@ -85,15 +85,15 @@ class DraftReport:
     def to_json(self) -> dict:
         """What draft.json and the report hold."""
         return {
-            "verdict": self.text,
+            "recommendation": self.text,
             "target": self.digest,
             "tokenizer": self.tokenizer,
             "machine": self.machine,
-            "acceptance": self.acceptance,
+            "acceptance_rate": self.acceptance_rate,
             "speedup": self.speedup,
-            "draft_length": self.length,
+            "num_draft_tokens": self.length,
             "costs": self.costs.to_json(),
-            "trials": {name: found.to_json() for name, found in self.trials.items()},
+            "benchmark": {name: found.to_json() for name, found in self.trials.items()},
         }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -133,7 +133,7 @@ def write_report(folder: Path, verdict: DraftReport, *, name: str, facts: dict) 
     Args:
         facts: how it was made.
     """
-    record = verdict.to_json() | {"made": facts, "lmx": __version__}
+    record = verdict.to_json() | {"training": facts, "lmx": __version__}
     (folder / "draft.json").write_text(json.dumps(record, indent=2) + "\n")
     columns, rows = verdict.table()
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
@@ -154,11 +154,11 @@ def _speedup(column: DecodingStats) -> str:
 
 
 def _share(column: DecodingStats) -> str:
-    return "-" if column.acceptance is None else f"{column.acceptance:.1%}"
+    return "-" if column.acceptance_rate is None else f"{column.acceptance_rate:.1%}"
 
 
 def _rounds(column: DecodingStats) -> str:
-    rounds = column.tokens_per_round
+    rounds = column.accepted_length
     return "-" if rounds is None else f"{rounds:.2f}"
 
 

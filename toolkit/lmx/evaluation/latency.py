@@ -66,8 +66,8 @@ def measure_speculation(
         plain: tokens per second decoded without it.
 
     Returns:
-        `acceptance` (share of the guesses that stood), `tokens_per_round` (both None
-        where nothing was guessed), `acceptance_by_position`, a list, and `speedup`.
+        `acceptance_rate` (share of the guesses that stood), `accepted_length` (both None
+        where nothing was guessed), `acceptance_rate_by_position`, a list, and `speedup`.
     """
     total, rates = SpeculativeStats(), []
     for number, prompt in enumerate([prompts[0], *prompts]):
@@ -76,8 +76,8 @@ def measure_speculation(
             rates.append(run.decode_tokens_per_second)
             total.include(generator.speculation)
     return {
-        "acceptance": total.acceptance,
-        "acceptance_by_position": total.by_position,
-        "tokens_per_round": total.tokens_per_round,
+        "acceptance_rate": total.acceptance_rate,
+        "acceptance_rate_by_position": total.by_position,
+        "accepted_length": total.accepted_length,
         "speedup": percentiles(rates)["p50"] / plain,
     }

@@ -79,8 +79,8 @@ def run_benchmark(
     Yields:
         `prompt`, `rows`, `column`, `ttft_ms`, `prefill_tokens_per_second`
         and `decode_tokens_per_second` (each {p50, p90, p99}), `peak_memory_gb`,
-        `speedup` over the first column and, with a proposer, `acceptance`,
-        `tokens_per_round` and perhaps `parity`.
+        `speedup` over the first column and, with a proposer, `acceptance_rate`,
+        `accepted_length` and perhaps `parity`.
     """
     for length in plan.lengths:
         for rows in plan.batches:
@@ -142,8 +142,8 @@ class BenchmarkArm:
         }
         if not self._generator.propose:
             return figures
-        figures["acceptance"] = self._speculation.acceptance
-        figures["tokens_per_round"] = self._speculation.tokens_per_round
+        figures["acceptance_rate"] = self._speculation.acceptance_rate
+        figures["accepted_length"] = self._speculation.accepted_length
         if exactly:
             prompt, done = self._last
             fresh = self._generator.fresh_session()

@@ -22,7 +22,7 @@ from .context import ModelArtifact
 from .draft_dataset import DraftData
 
 # The measured value that each threshold limits.
-DRAFT_THRESHOLDS = {"min_acceptance_rate": "acceptance", "min_speedup": "speedup"}
+DRAFT_THRESHOLDS = {"min_acceptance_rate": "acceptance_rate", "min_speedup": "speedup"}
 SHIPPED = "draft"
 
 
@@ -62,7 +62,7 @@ class DraftEvaluation:
             f"{found.length} guesses a round"
         )
         facts |= {"bytes": checkpoint_size(folder).bytes}
-        record = {"draft": found.to_json() | {"made": facts}}
+        record = {"draft": found.to_json() | {"training": facts}}
         record["speculation"] = {
             name: {way: vars(column) for way, column in columns.items()}
             for how, trial in found.trials.items()
@@ -130,7 +130,7 @@ class DraftEvaluation:
         """Add to report.json, which a validate stage may have begun."""
         path = self.context.output / "report.json"
         before = json.loads(path.read_text()) if path.exists() else {}
-        empty = {"name": self.context.name, "models": {}, "gates": []}
+        empty = {"name": self.context.name, "models": {}, "thresholds": []}
         report = empty | before | record
         write_atomic(path, json.dumps(report, indent=2) + "\n")
 

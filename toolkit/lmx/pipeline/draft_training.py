@@ -133,13 +133,13 @@ class DraftDistillation:
         curve = np.mean(curves, axis=0).tolist()
         length, speedup = costs.best(curve, float(np.mean(said)) or math.inf)
         return {
-            "acceptance_at_least": float(low / count),
-            "acceptance_at_most": float(high / count),
-            "tokens_per_round": curve,
-            "draft_length": length,
+            "acceptance_lower_bound": float(low / count),
+            "acceptance_upper_bound": float(high / count),
+            "accepted_length": curve,
+            "num_draft_tokens": length,
             "predicted_speedup": speedup,
         } | {
-            f"tokens_per_round_{name.replace(' ', '_')}": found
+            f"accepted_length_{name.replace(' ', '_')}": found
             for name, found in zip(exam, curves, strict=True)
         }
 
@@ -216,11 +216,11 @@ class DraftDistillation:
 
 
 def _told(expected: dict) -> str:
-    length = expected["draft_length"]
+    length = expected["num_draft_tokens"]
     return (
-        f"between {expected['acceptance_at_least']:.1%} and "
-        f"{expected['acceptance_at_most']:.1%} of drawn guesses stand; "
-        f"{expected['tokens_per_round'][length - 1]:.2f} tokens a round and "
+        f"between {expected['acceptance_lower_bound']:.1%} and "
+        f"{expected['acceptance_upper_bound']:.1%} of drawn guesses stand; "
+        f"{expected['accepted_length'][length - 1]:.2f} tokens a round and "
         f"{expected['predicted_speedup']:.2f}x predicted with {length} guesses"
     )
 

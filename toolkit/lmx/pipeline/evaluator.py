@@ -36,7 +36,7 @@ THRESHOLDS = {
     "min_top1_agreement": "top1_agreement",
     "max_perplexity": "perplexity",
     "max_perplexity_ratio": "perplexity_ratio",
-    "min_exact_match": "accuracy",
+    "min_exact_match": "exact_match",
 }
 
 
@@ -57,7 +57,7 @@ class Evaluator:
         current, base = self.context.current, self.context.base
         folders = {"base": base} if base else {}
         if current.reference != base:
-            folders["tuned"] = current.reference
+            folders["fine-tuned"] = current.reference
         if current.is_quantized:
             folders["quantized"] = current.model
         return folders
@@ -129,9 +129,9 @@ class Evaluator:
         if questions := choose_questions(self.rows, self.config.exact_match_samples):
             accuracy = measure_exact_match(generator, questions)
             figures |= {
-                "accuracy": accuracy.overall,
-                "accuracy_stderr": accuracy.stderr,
-                "accuracy_by_skill": accuracy.by_skill,
+                "exact_match": accuracy.overall,
+                "exact_match_stderr": accuracy.stderr,
+                "exact_match_by_skill": accuracy.by_skill,
             }
         if self.config.tasks:
             figures["tasks"] = measure_tasks(
@@ -190,7 +190,7 @@ class Evaluator:
             "models": self.figures,
             "training": {k: v for k, v in facts.items() if k not in DRAFT},
             "samples": [row.to_json() for row in self.shown],
-            "gates": gates,
+            "thresholds": gates,
         } | {key: facts[key] for key in DRAFT if key in facts}
         path = self.context.output / "report.json"
         write_atomic(path, json.dumps(report, indent=2) + "\n")

@@ -19,7 +19,7 @@ from ..run.tables import recovery_table
 from .context import ModelArtifact, StageContext, write_model
 from .initial_model import start
 
-NAME = "twin"
+NAME = "fp_baseline"
 
 
 class FullPrecisionBaseline:
@@ -86,16 +86,16 @@ class FullPrecisionBaseline:
         self._round(selection)
         full = self.context.load(self.dense).model
         sums = [measure_per_sequence(full, full, held_out)]
-        for folder in (self.folder / "rounded", trained.model):
+        for folder in (self.folder / "rtn", trained.model):
             found = self.context.load(folder).model
             sums.append(measure_per_sequence(full, found, held_out))
-        gain = trained.facts["gain"]
-        is_gain = gain["before_export"] > 0
-        kept = gain["after_export"] / gain["before_export"] if is_gain else None
-        found = _shares(*sums) | {"gain_kept": kept}
+        gain = trained.facts["improvement"]
+        is_gain = gain["in_training"] > 0
+        kept = gain["exported"] / gain["in_training"] if is_gain else None
+        found = _shares(*sums) | {"gain_retained": kept}
         logger = self.context.logger
         logger.table(f"{logger.stage}: recovered", *recovery_table(found))
-        return replace(trained, facts=trained.facts | {"recovered": found})
+        return replace(trained, facts=trained.facts | {"gap_recovered": found})
 
     def _round(self, selection: QuantizationPlan) -> None:
         loaded = self.context.load(self.dense, compute="stored")
@@ -103,14 +103,18 @@ class FullPrecisionBaseline:
         for path, spec in selection.specs.items():
             tensors = pack(weights[f"{path}.weight"], spec, loaded.dtype)
             packed |= {f"{path}.{name}": value for name, value in tensors.items()}
-        write_model(self.folder / "rounded", loaded, weights, selection, packed)
+        write_model(self.folder / "rtn", loaded, weights, selection, packed)
 
 
 def _shares(
     full: PerSequenceSums, rounded: PerSequenceSums, trained: PerSequenceSums
 ) -> dict:
     """As logger.json has it: what was measured, and what was won back of it."""
-    found = {"twin": full.means, "rounded": rounded.means, "trained": trained.means}
+    found = {
+        "fp_baseline": full.means,
+        "fp_baseline_rtn": rounded.means,
+        "qat": trained.means,
+    }
     for name in ("loss", "kl"):
         sums = (getattr(each, name) for each in (full, rounded, trained))
         share, error = gap_recovered(*sums) or (None, None)

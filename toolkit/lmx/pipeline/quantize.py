@@ -46,7 +46,10 @@ def run(config, context: StageContext) -> ModelArtifact:
         computing, own = context.load(reference).model, context.folder
         here = replace(task, folder=own)
         selection, found = search_plan(config, selection, here, computing, reference)
-        task, facts = replace(task, specs=selection.specs), facts | {"budget": found}
+        task, facts = (
+            replace(task, specs=selection.specs),
+            facts | {"mixed_precision": found},
+        )
     tensors = METHODS[config.method](config, task)
     if judging:
         improving = PostQuantRefinement(config, context, calibrating, loaded, selection)

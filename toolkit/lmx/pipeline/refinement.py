@@ -73,8 +73,8 @@ class PostQuantRefinement:
             )
             gates.judge("tuned", gates.tensors | tuning.run())
         return gates.tensors, {
-            "held_out_kl": gates.divergences,
-            "step_kept": gates.kept,
+            "eval_kl": gates.divergences,
+            "selected_candidate": gates.kept,
         }
 
     def _targets(self) -> tuple[TeacherTargetFiles, TeacherTargetFiles | None]:

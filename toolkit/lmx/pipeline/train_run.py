@@ -262,13 +262,13 @@ class TrainRun:
         return {
             "steps": self.loop.progress.step,
             "best_step": self.loop.progress.best_step,
-            "left_step": self.loop.left,
+            "selected_step": self.loop.left,
             "trained_tokens": self.loop.progress.trained_tokens,
             "trained_parameters": sum(v.size for v in self.parameters.values()),
             "seconds": self.loop.progress.seconds,
             "kept": self.selection.kept,
             "validation_loss": self.valid_loss,
-            "gain": self._gain(model),
+            "improvement": self._gain(model),
         }
 
     def _gain(self, model: Path) -> dict:
@@ -282,8 +282,8 @@ class TrainRun:
             f"{exported:.4f} reloaded from disk"
         )
         return {
-            "before_export": base - self.valid_loss,
-            "after_export": base - exported,
+            "in_training": base - self.valid_loss,
+            "exported": base - exported,
         }
 
     def _loss_of(self, model: nn.Module) -> float:

@@ -22,7 +22,7 @@ class RunSummary:
     path: Path
     model: str | None
     figures: dict
-    gates: list[dict]
+    thresholds: list[dict]
     status: str | None
     recipe: dict
     metrics: list[dict]
@@ -47,7 +47,7 @@ def figures_table(sides: list[RunSummary]) -> tuple[list[str], list[list[str]]]:
     rows = [
         ["model", *(side.model or ABSENT for side in sides)],
         ["status", *(side.status or ABSENT for side in sides)],
-        ["gates passed", *map(_passed, sides)],
+        ["thresholds passed", *map(_passed, sides)],
     ]
     for figure in metrics_of([side.figures for side in sides]):
         if any(figure.value(side.figures) is not None for side in sides):
@@ -81,9 +81,9 @@ def _side(name: str, path: Path) -> RunSummary:
         raise UserError("there is no such run", place=str(path))
     models = report.get("models", {})
     model = [*models][-1] if models else None
-    gates = report.get("gates", [])
+    thresholds = report.get("thresholds", [])
     figures = models.get(model, {})
-    return RunSummary(name, path, model, figures, gates, status, recipe, metrics)
+    return RunSummary(name, path, model, figures, thresholds, status, recipe, metrics)
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -99,9 +99,9 @@ def _names(paths: list[Path]) -> list[str]:
 
 
 def _passed(side: RunSummary) -> str:
-    if not side.gates:
+    if not side.thresholds:
         return ABSENT
-    return f"{sum(gate['passed'] for gate in side.gates)} of {len(side.gates)}"
+    return f"{sum(threshold['passed'] for threshold in side.thresholds)} of {len(side.thresholds)}"
 
 
 def _cell(figure: Metric, side: RunSummary, first: RunSummary) -> str:

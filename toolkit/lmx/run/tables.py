@@ -71,7 +71,7 @@ METRICS = (
     Metric("KL to the model before", ("kl_mean",), "{:.4f}", ("kl_stderr",)),
     Metric("KL, 99th percentile", ("kl_p99",), "{:.3f}"),
     Metric("top-1 agreement", ("top1_agreement",), "{:.1%}"),
-    Metric("skill accuracy", ("accuracy",), "{:.1%}", ("accuracy_stderr",)),
+    Metric("skill accuracy", ("exact_match",), "{:.1%}", ("exact_match_stderr",)),
     Metric("bits per weight", ("bits_per_weight",), "{:.2f}"),
     Metric("size, MB", ("bytes",), "{:.2f}", scale=1e-6),
     Metric("first token, ms", ("generation", "ttft_ms", "p50"), "{:.1f}"),
@@ -105,15 +105,17 @@ def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
 
 def recovery_table(recovered: dict) -> tuple[list[str], list[list[str]]]:
     """What a training won back of the cost of rounding, as report.json has it."""
-    models = [recovered.get(name, {}) for name in ("twin", "rounded", "trained")]
+    models = [
+        recovered.get(name, {}) for name in ("fp_baseline", "fp_baseline_rtn", "qat")
+    ]
     rows = []
-    for label, name in (("loss", "loss"), ("KL to the twin", "kl")):
+    for label, name in (("loss", "loss"), ("KL to the FP baseline", "kl")):
         figure = Metric(label, (name,), "{:.4f}", (f"{name}_stderr",))
         share = Metric(label, (name,), "{:.1%}", (f"{name}_stderr",))
         rows.append([label, *map(figure.show, models), share.show(recovered)])
-    kept = Metric("", ("gain_kept",), "{:.1%}").show(recovered)
-    rows.append(["gain kept in the files", "", "", kept, ""])
-    return ["", "twin", "twin, rounded", "trained", "recovered"], rows
+    kept = Metric("", ("gain_retained",), "{:.1%}").show(recovered)
+    rows.append(["gain retained after export", "", "", kept, ""])
+    return ["", "FP baseline", "FP baseline + RTN", "QAT", "gap recovered"], rows
 
 
 def _score(task: str, metric: str) -> Metric:

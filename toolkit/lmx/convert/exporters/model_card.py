@@ -79,7 +79,7 @@ def write_card(
         metadata["datasets"] = datasets
     columns, rows = table
     last = report.get("models", {}).get(columns[-1], {}) if columns else {}
-    by_skill = last.get("accuracy_by_skill", {})
+    by_skill = last.get("exact_match_by_skill", {})
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )

@@ -46,7 +46,7 @@ class SpeculativeStats:
     verify_ms: float | None = None
 
     @property
-    def acceptance(self) -> float | None:
+    def acceptance_rate(self) -> float | None:
         """Share of the guesses that stood, of those whose predecessors stood."""
         return sum(self.stood) / sum(self.tried) if self.tried else None
 
@@ -57,7 +57,7 @@ class SpeculativeStats:
         return [stood / tried if tried else 0.0 for stood, tried in pairs]
 
     @property
-    def tokens_per_round(self) -> float | None:
+    def accepted_length(self) -> float | None:
         """Tokens of a verification: the guesses that stood, and the one after them."""
         return (sum(self.stood) + self.rounds) / self.rounds if self.rounds else None
 
@@ -86,9 +86,9 @@ class SpeculativeStats:
         return {
             "rounds": self.rounds,
             "plain_tokens": self.plain,
-            "acceptance": self.acceptance,
-            "acceptance_by_position": self.by_position,
-            "tokens_per_round": self.tokens_per_round,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_rate_by_position": self.by_position,
+            "accepted_length": self.accepted_length,
             "predicted_speedup": self.predicted_speedup,
             "speedup": self.measured_speedup,
             "draft_ms": self.draft_ms,

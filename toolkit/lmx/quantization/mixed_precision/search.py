@@ -69,7 +69,7 @@ def search_plan(
     size = weighing.bytes(found[best])
     assert size <= limit
     facts = {"bytes": size, "bits_per_weight": weighing.bits(size)}
-    facts |= {"tried": losses, "taken": best}
+    facts |= {"candidates": losses, "selected": best}
     return replace(selection, specs=selection.specs | found[best]), facts
 
 

@@ -162,7 +162,7 @@ class ScaleTuner:
                         self._best = self._stored()
                         done |= {"best": found, "best_step": done["step"]}
                     self._save(done)
-                    progress.update(done["step"], loss=loss.item(), held_out_kl=found)
+                    progress.update(done["step"], loss=loss.item(), eval_kl=found)
         self.logger.info(
             f"tuned scales: step {done['best_step']} of {config.steps} is the best"
             if done["best_step"]

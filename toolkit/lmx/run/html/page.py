@@ -51,16 +51,16 @@ def _environment():
 
 def _values(record: Record) -> dict:
     columns, rows = table(record.models)
-    recovered = record.report.get("training", {}).get("recovered")
+    gap_recovered = record.report.get("training", {}).get("gap_recovered")
     return {
         "name": record.manifest["name"],
         "status": record.manifest["status"],
         "log": [] if record.manifest["status"] in ("done", "running") else record.log,
         "overview": sections.overview(record),
-        "gates": sections.gates(record),
+        "thresholds": sections.thresholds(record),
         "models": columns[1:],
         "figures": rows if record.models else [],
-        "recovered": recovered and recovery_table(recovered),
+        "gap_recovered": gap_recovered and recovery_table(gap_recovered),
         "curves": curves(record.metrics),
         "histograms": histograms(record.models),
         "maps": layer_maps(record.models),

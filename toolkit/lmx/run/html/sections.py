@@ -32,16 +32,18 @@ def overview(record: Record) -> list[tuple[str, str]]:
     return [(name, value) for name, value in rows if value]
 
 
-def gates(record: Record) -> list[tuple[str, str, str, str]]:
+def thresholds(record: Record) -> list[tuple[str, str, str, str]]:
     """Name, value, limit and verdict of every gate."""
     return [
         (
-            gate["name"],
-            "not measured" if gate.get("value") is None else f"{gate['value']:.4g}",
-            f"{gate['limit']:g}",
-            "passed" if gate["passed"] else "missed",
+            threshold["name"],
+            "not measured"
+            if threshold.get("value") is None
+            else f"{threshold['value']:.4g}",
+            f"{threshold['limit']:g}",
+            "passed" if threshold["passed"] else "missed",
         )
-        for gate in record.report.get("gates", [])
+        for threshold in record.report.get("thresholds", [])
     ]
 
 
@@ -143,7 +145,7 @@ def _bins(edges: list, values: list) -> list[tuple]:
 # --- from run.page.speculation: What speculative decoding gained: proposers beside each other, place by place.
 
 
-COLUMNS = ("acceptance", "tokens_per_round", "speedup")
+COLUMNS = ("acceptance_rate", "accepted_length", "speedup")
 
 
 def speculations(report: dict) -> list[dict]:
@@ -179,7 +181,7 @@ def _shown(value: float | None) -> str:
 
 
 def _chart(model: str, name: str, proposer: dict) -> Chart | None:
-    shares = proposer.get("acceptance_by_position") or []
+    shares = proposer.get("acceptance_rate_by_position") or []
     return bar_chart(
         f"{model}-{name}-speculation",
         f"Guesses of {name} that stood",
