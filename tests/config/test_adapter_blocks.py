@@ -42,5 +42,5 @@ def test_one_fault_is_told_once(layers):
 def test_dora_and_quantization():
     size = {"steps": 1, "batch_size": 1}
     TrainConfig(**size, adapter={"type": "lora"}, qat={})
-    with pytest.raises(ValidationError, match="does not go with quantization"):
+    with pytest.raises(ValidationError, match="does not work with qat"):
         TrainConfig(**size, adapter={"type": "dora"}, qat={})

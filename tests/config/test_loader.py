@@ -139,7 +139,9 @@ def test_a_later_argument_wins_and_null_takes_back(recipe):
 
 
 def test_all_faults_are_told_in_the_order_of_lines(recipe):
-    text = RECIPE.replace("seed: 3", "sed: 3").replace("embeddings: no", "embeddings: maybe")
+    text = RECIPE.replace("seed: 3", "sed: 3").replace(
+        "embeddings: no", "embeddings: maybe"
+    )
     recipe.write_text(text.replace("valid: rows", "valid: lost"))
     with pytest.raises(ConfigErrors) as caught:
         load_recipe(recipe, ["stages.train.beta1=2"])

@@ -362,29 +362,35 @@ def down(*widths):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"mode": "mxfp4", "quantizer": "lsq"}, "mxfp4 has no scales to learn"),
-        ({"mode": "nvfp4", "quantizer": "scales_only"}, "nvfp4 has no scales to learn"),
-        ({"mode": "mxfp8", "quantizer": "seq"}, "mxfp8 has no scales to learn"),
-        ({"bits": 4, "quantizer": "seq"}, "a seq grid has 2 bits"),
-        ({"quantizer": "ternary"}, "a ternary grid has 2 bits"),
-        ({"scale_init": "minmax"}, "are for grids that are learned"),
-        ({"scale_lr_multiplier": 2.0}, "are for grids that are learned"),
+        ({"mode": "mxfp4", "quantizer": "lsq"}, "mxfp4 has no trainable scales"),
+        (
+            {"mode": "nvfp4", "quantizer": "scales_only"},
+            "nvfp4 has no trainable scales",
+        ),
+        ({"mode": "mxfp8", "quantizer": "seq"}, "mxfp8 has no trainable scales"),
+        ({"bits": 4, "quantizer": "seq"}, "quantizer: seq needs bits: 2"),
+        ({"quantizer": "ternary"}, "quantizer: ternary needs bits: 2"),
+        ({"scale_init": "minmax"}, "do not apply to quantizer: minmax"),
+        ({"scale_lr_multiplier": 2.0}, "do not apply to quantizer: minmax"),
         (
             {"quantizer": "scales_only", "latent_init": "codes"},
-            "latent_init is for weights that go on",
+            "latent_init does not apply to quantizer: scales_only",
         ),
         (
             {"quantizer": "scales_only", "fake_quant_after_n_steps": 3},
-            "fake_quant_after_n_steps is for weights",
+            "fake_quant_after_n_steps does not apply to quantizer: scales_only",
         ),
         (
             {"quantizer": "fixed_scale"} | down(8),
-            "affine grids of any width: minmax and lsq",
+            "needs mode: affine and quantizer: minmax or lsq",
         ),
-        ({"bits": 2, "quantizer": "ternary"} | down(8), "minmax and lsq"),
-        ({"mode": "mxfp4"} | down(8), "affine grids of any width"),
-        (down(8, 4), "come down to bits: 4, each fewer"),
-        ({"bits": 2} | down(4, 8), "come down to bits: 2, each fewer"),
+        ({"bits": 2, "quantizer": "ternary"} | down(8), "minmax or lsq"),
+        ({"mode": "mxfp4"} | down(8), "needs mode: affine"),
+        (down(8, 4), "fewer bits than the one before, and more than bits: 4"),
+        (
+            {"bits": 2} | down(4, 8),
+            "fewer bits than the one before, and more than bits: 2",
+        ),
     ],
 )
 def test_settings_that_contradict(settings, said):

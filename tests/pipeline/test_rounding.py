@@ -159,16 +159,16 @@ def test_floating_point_grids_stay(make_checkpoint, tmp_path):
     [
         (
             {"load_best_at_end": True},
-            "fake_quant_after_n_steps does not go with load_best_at_end",
+            "fake_quant_after_n_steps does not work with load_best_at_end",
         ),
         (
             {"early_stopping_patience": 2},
-            "fake_quant_after_n_steps does not go with load_best_at_end",
+            "fake_quant_after_n_steps does not work with load_best_at_end",
         ),
         ({"steps": 5}, "fake_quant_after_n_steps must be below steps"),
         (
             COMING_DOWN | {"load_best_at_end": True},
-            "bit_schedule does not go with load_best_at_end",
+            "bit_schedule does not work with load_best_at_end",
         ),
         (COMING_DOWN | {"steps": 5}, "bit_schedule must be below steps"),
         (

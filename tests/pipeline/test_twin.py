@@ -159,7 +159,5 @@ def test_killed_while_the_twin_trains(tmp_path, base, turn):
 
 
 def test_without_quantization_there_is_no_twin():
-    with pytest.raises(
-        ValidationError, match="compare_full_precision is for a stage with qat"
-    ):
+    with pytest.raises(ValidationError, match="compare_full_precision needs qat"):
         TrainConfig(steps=1, batch_size=1, compare_full_precision=True)

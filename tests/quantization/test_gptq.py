@@ -161,9 +161,11 @@ def test_what_is_lost_is_in_the_log(found_by_gptq):
 def test_what_takes_all_tokens_alike_is_refused_with_answers(more):
     calibration = {"loss_on": "completions"}
     quantize.GPTQConfig(calibration=calibration)
-    with pytest.raises(ValueError, match=f"{next(iter(more))} takes all tokens alike"):
+    with pytest.raises(
+        ValueError, match=f"{next(iter(more))} weights all tokens equally"
+    ):
         quantize.GPTQConfig(calibration=calibration, **more)
-    with pytest.raises(ValueError, match="awq takes all tokens alike"):
+    with pytest.raises(ValueError, match="awq weights all tokens equally"):
         quantize.AWQConfig(calibration=calibration)
 
 

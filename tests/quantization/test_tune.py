@@ -217,7 +217,7 @@ def test_another_start_is_tuned_anew(case, tuned):
 
 
 def test_only_scales_can_be_tuned():
-    with pytest.raises(ValueError, match="no scales to tune"):
+    with pytest.raises(ValueError, match="no trainable scales"):
         quantize.RTNConfig(mode="mxfp4", scale_tuning={})
     assert quantize.RTNConfig().scale_tuning is None
     assert quantize.RTNConfig(scale_tuning=True).scale_tuning == ScaleTuningConfig()

@@ -1,10 +1,10 @@
-"""The base of every block of a recipe: unknown keys are errors, docstrings are help."""
+"""Base class of every recipe block: strict validation, docstrings as help texts."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class ConfigModel(BaseModel):
-    """A block of a recipe. Frozen, strict about keys, without coercion of types."""
+    """A recipe block: immutable, without unknown keys and without type coercion."""
 
     model_config = ConfigDict(
         extra="forbid",

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The `data` block: dataset sources, sequence length and loss mask."""
 
 from typing import Annotated, Literal
 
@@ -7,28 +7,30 @@ from pydantic import BeforeValidator, Field
 from .base import ConfigModel
 
 
-def _listed(value):
+def _as_list(value):
     return [value] if isinstance(value, str) else value
 
 
-DataSources = Annotated[list[str], BeforeValidator(_listed)]
+DataSources = Annotated[list[str], BeforeValidator(_as_list)]
 
 
 class DataConfig(ConfigModel):
-    """What is read, and which of its tokens are trained."""
+    """The datasets, and which tokens have a loss."""
 
     train: DataSources = Field([])
-    """A file, folder, Hub id (owner/name, owner/name@revision) or builtin:<name>, or a
-    list of them."""
+    """Training data: a file, folder, Hub id (owner/name or owner/name@revision) or
+    builtin:<name>, or a list of them."""
     valid: DataSources = Field([])
-    """Held-out rows; absent = a split valid or validation, else rows set aside."""
+    """Validation data. Default: the split `valid` or `validation` of the training data,
+    else examples split off from it."""
     max_seq_length: int = Field(512, ge=8)
-    """Longest row in tokens; text is cut into windows, longer chats truncated."""
+    """Maximum tokens per sequence. Longer texts are split, longer chats truncated."""
     loss_on: Literal["completions", "all"] = "completions"
-    """answers = every assistant turn or completion; everything = all tokens."""
+    """Tokens with a loss. completions: assistant turns and completions; all: every
+    token."""
     columns: dict[str, str] = Field({})
-    """Names of your columns: {prompt: question, completion: answer}."""
+    """Column names of your dataset, e.g. {prompt: question, completion: answer}."""
     streaming: bool = False
-    """Read a Hub data set as a stream, without downloading it whole."""
+    """Stream a Hub dataset instead of downloading all of it."""
     max_samples: int | None = Field(None, ge=1)
-    """Rows to read of each source, at most."""
+    """Maximum examples to read from each source."""

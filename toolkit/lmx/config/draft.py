@@ -1,4 +1,4 @@
-"""What a recipe says of a draft model: its shape, its lessons, how it is judged."""
+"""The `draft` block: train a draft model for speculative decoding."""
 
 from typing import Annotated, Literal
 
@@ -8,129 +8,128 @@ from .base import ConfigModel
 from .quantize import QuantizeConfig
 
 Count = Annotated[int, Field(ge=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 DraftLossName = Literal[
     "forward_kl", "reverse_kl", "jsd", "total_variation", "adaptive_kl_tv"
 ]
 
 
 class DraftModelConfig(ConfigModel):
-    """The draft's shape: cut from the target, from a sibling, or fresh."""
+    """Initial draft model: pruned from the target, from another model, or random."""
 
     init_from: str | None = None
-    """A folder or Hub id with the target's tokens to cut from; absent = the target."""
+    """Folder or Hub id of a model with the target's tokenizer to prune. Default: the
+    target model."""
     num_layers: Count | list[Annotated[int, Field(ge=0)]] | Literal["auto"] = "auto"
-    """How many blocks are left, those most missed; or their numbers; auto = as many as
-    predict the most speed on this machine after a few steps each."""
+    """Number of blocks to keep, by importance; or a list of block indices; or auto: the
+    number with the highest predicted speed-up on this machine after a short training of
+    each candidate."""
     hidden_size: Count | None = None
-    """Width that is left, the most active channels; absent = all. Of a fresh one, its
-    width."""
+    """Width to keep, by activation importance. Default: all of it. With from_scratch:
+    the width of the new model."""
     intermediate_size: Count | None = None
-    """Width of the feed-forward layers that is left, as above."""
+    """Width of the feed-forward layers to keep, as above."""
     from_scratch: bool = False
-    """Begin with random weights, in the shape of the target but for what is said."""
+    """Initialize random weights in the target's architecture, with the sizes given
+    here."""
 
     @model_validator(mode="after")
-    def _one_beginning(self):
-        if self.from_scratch and (
-            self.init_from or not isinstance(self.num_layers, int)
-        ):
+    def _check_shape(self):
+        layers = self.num_layers
+        if self.from_scratch and (self.init_from or not isinstance(layers, int)):
             raise ValueError(
                 "from_scratch needs num_layers as a number, and no init_from"
             )
-        if isinstance(self.num_layers, list) and len(set(self.num_layers)) != len(
-            self.num_layers
-        ):
-            raise ValueError("num_layers names a block twice")
-        if self.num_layers == []:
-            raise ValueError("num_layers names no block")
+        if isinstance(layers, list) and len(set(layers)) != len(layers):
+            raise ValueError("num_layers has duplicate blocks")
+        if layers == []:
+            raise ValueError("num_layers has no blocks")
         return self
 
 
 class DataGenerationConfig(ConfigModel):
-    """What the target says to the prompts of the rows, for the draft to learn."""
+    """Completions that the target model generates as training data of the draft."""
 
     num_prompts: int = Field(2000, ge=1)
-    """Training prompts, at most."""
+    """Maximum training prompts."""
     num_eval_prompts: int = Field(64, ge=1)
-    """Validation prompts, at most."""
+    """Maximum validation prompts."""
     max_tokens: int = Field(256, ge=2)
-    """Longest answer."""
+    """Maximum tokens per completion."""
     temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0, 0.7], min_length=1)
-    """Temperatures of the answers, prompt by prompt in turn."""
+    """Sampling temperatures, used for the prompts in turn."""
     top_k: Count | None = 64
-    """Likeliest tokens kept on disk of every prediction of the target, all others as
-    one; null = keep nothing, and run the target beside the draft in every step."""
+    """Most probable tokens of the target cached per position; the remaining probability
+    counts as one outcome. null = no cache: the target runs in every training step."""
 
 
 class OnPolicyConfig(ConfigModel):
-    """Lessons of the last steps: the draft writes on where its own guesses fell, and
-    the target tells what it would have said instead (arXiv 2605.29343)."""
+    """On-policy steps at the end of the training: the draft continues from its rejected
+    tokens, and learns the target's predictions there (arXiv 2605.29343)."""
 
     fraction: float = Field(0.5, gt=0, le=1)
-    """Of the steps, the last ones."""
+    """Fraction of the steps, at the end of the training."""
     rollout_tokens: int = Field(8, ge=1)
-    """Tokens that the draft writes from every such place, at most."""
+    """Maximum tokens that the draft generates from each rejection."""
     rollout_interval: int = Field(100, ge=1)
-    """Steps that learn from what was written at once, by the draft as it was then."""
+    """Steps between new rollouts."""
 
 
 class DraftBenchmarkConfig(ConfigModel):
-    """How the finished draft is judged, on prompts of the validation rows."""
+    """Benchmark of the trained draft on prompts of the validation data."""
 
     num_prompts: int = Field(16, ge=1)
-    """How many, at most; chats, texts and copying share them."""
+    """Maximum number of prompts, split evenly across the chat, text and copy sets."""
     max_tokens: int = Field(64, ge=8)
-    """Longest answer."""
+    """Maximum tokens per completion."""
     temperature: float = Field(0.7, gt=0)
-    """Of the drawn answers; greedy ones are judged as well."""
+    """Temperature of the sampled completions. Greedy decoding is measured as well."""
     baseline_model: str | None = None
-    """A folder or Hub id of a small model with the target's tokens, as it is to be had:
-    it guesses too, for a column of its own."""
+    """Folder or Hub id of a small model with the target's tokenizer. The benchmark
+    measures it as a draft model, too."""
 
 
 class DraftThresholds(ConfigModel):
-    """Limits; a draft that misses one ends the run with exit code 1."""
+    """Limits. A draft that misses one ends the run with exit code 1."""
 
     min_acceptance_rate: float | None = Field(None, ge=0, le=1)
-    """Smallest share of guesses that stand, greedy and drawn."""
+    """Minimum acceptance rate, for greedy and for sampled decoding."""
     min_speedup: float | None = Field(None, gt=0)
-    """Smallest speed-up measured, greedy and drawn."""
-
-
-Fraction = Annotated[float, Field(ge=0, le=1)]
+    """Minimum measured speed-up, for greedy and for sampled decoding."""
 
 
 class DraftConfig(ConfigModel):
-    """Distil a draft model for speculative decoding from the current model."""
+    """Train a draft model for speculative decoding by distilling the current model."""
 
     draft_model: DraftModelConfig = DraftModelConfig()
-    """The draft's shape and what it begins with."""
+    """Initial draft model."""
     data_generation: DataGenerationConfig = DataGenerationConfig()
-    """What the target says to the prompts of the rows, for the draft to learn."""
+    """Training data, generated by the target model."""
     loss: DraftLossName = "adaptive_kl_tv"
-    """forward, reverse or jensen_shannon divergence, total_variation, or acceptance:
-    forward KL while guesses fall, total variation once they stand."""
+    """forward_kl, reverse_kl, jsd (Jensen-Shannon), total_variation, or adaptive_kl_tv:
+    from forward KL to total variation as acceptance rises (arXiv 2602.23881)."""
     eta: float = Field(3.0, gt=0)
-    """How soon the loss acceptance turns to total variation."""
+    """adaptive_kl_tv: how early the loss moves to total variation."""
     ce_weight: Fraction = 0.1
-    """Weight of the loss on the tokens themselves; the other has the rest."""
+    """Weight of the cross-entropy on the generated tokens; the distillation loss has
+    the weight 1 - ce_weight."""
     on_policy: OnPolicyConfig | None = None
-    """Present = the last steps learn where the draft's own guesses fell."""
+    """Present = the last steps train on the draft's own rejected tokens."""
     steps: int = Field(1000, ge=1)
     """Optimizer steps."""
     batch_tokens: int = Field(2048, ge=8)
-    """Tokens of a step, prompts and padding included."""
+    """Tokens per step, including prompts and padding."""
     learning_rate: float = Field(5e-4, gt=0)
-    """Peak learning rate; it rises over 5% of the steps, then falls as a cosine."""
+    """Peak learning rate, after a warmup of 5% of the steps; then cosine decay."""
     eval_steps: int = Field(200, ge=1)
-    """Steps between validations; the weights of the best one are left."""
+    """Steps between validations. The stage keeps the best weights."""
     save_steps: int = Field(200, ge=1)
     """Steps between checkpoints."""
     logging_steps: int = Field(10, ge=1)
-    """Steps between lines of the report."""
+    """Steps between log lines."""
     quantization: QuantizeConfig | None = None
-    """Present = quantize the draft after training, as a quantize stage would."""
+    """Present = quantize the trained draft, with the keys of a quantize stage."""
     benchmark: DraftBenchmarkConfig = DraftBenchmarkConfig()
-    """How the finished draft is judged."""
+    """Benchmark of the trained draft."""
     thresholds: DraftThresholds = DraftThresholds()
-    """Gates that must hold, or no draft is published."""
+    """Limits. A draft that misses one is not published."""

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The `evaluate` block: metrics and thresholds."""
 
 from pydantic import Field
 
@@ -6,38 +6,39 @@ from .base import ConfigModel
 
 
 class EvaluationThresholds(ConfigModel):
-    """Limits; a run that misses one ends with exit code 1 and publishes nothing.
+    """Limits. A run that misses one ends with exit code 1 and publishes nothing.
 
-    The reference is the unquantized twin of a quantized model, else the base.
+    The reference of a quantized model is the same model before quantization, of any
+    other model the base model.
     """
 
     max_kl: float | None = Field(None, gt=0)
-    """Largest mean KL divergence (nats per token) from the reference."""
+    """Maximum mean KL divergence from the reference, in nats per token."""
     min_top1_agreement: float | None = Field(None, ge=0, le=1)
-    """Smallest share of positions with the reference's most likely token."""
+    """Minimum fraction of positions with the reference's most probable token."""
     max_perplexity: float | None = Field(None, gt=0)
-    """Largest perplexity on the validation rows."""
+    """Maximum perplexity on the validation data."""
     max_perplexity_ratio: float | None = Field(None, gt=0)
-    """Largest perplexity as a multiple of the reference's."""
+    """Maximum perplexity divided by the reference's."""
     min_exact_match: float | None = Field(None, ge=0, le=1)
-    """Smallest share of exact answers on rows that have one answer."""
+    """Minimum fraction of exact matches on examples with one correct answer."""
 
 
 class EvaluateConfig(ConfigModel):
-    """Measure every model of the run on the validation rows; check the gates."""
+    """Evaluate every model of the run on the validation data and check thresholds."""
 
     thresholds: EvaluationThresholds = EvaluationThresholds()
-    """Gates that must hold."""
+    """Limits for the current model."""
     num_tokens: int = Field(16384, ge=1)
-    """Trained tokens to measure on, at least, if the rows have as many."""
+    """Minimum tokens with a loss to evaluate on, if the validation data has as many."""
     exact_match_samples: int = Field(240, ge=0)
-    """Rows with one exact answer to ask, at most, spread over their kinds."""
+    """Maximum examples for exact match, spread over the kinds of examples."""
     num_samples: int = Field(4, ge=0)
-    """Rows to show every model's answer to, of several kinds."""
+    """Examples for which the report shows the output of every model."""
     latency_tokens: int = Field(64, ge=8)
-    """Tokens to generate when measuring the speed."""
+    """Tokens to generate for the latency measurement."""
     tasks: list[str] = Field([])
-    """Tasks of lm-evaluation-harness: its names, or .yaml files; pip install its extra,
-    lmx-toolkit[eval]."""
+    """lm-evaluation-harness tasks: task names or .yaml files. Needs `pip install
+    lmx-toolkit[eval]`."""
     task_limit: int | None = Field(None, ge=1)
-    """Documents of each of those tasks, at most."""
+    """Maximum documents per task."""

@@ -1,4 +1,4 @@
-"""TODO."""
+"""The `export` block: formats and the Hugging Face Hub."""
 
 from importlib.util import find_spec
 from typing import Literal
@@ -14,24 +14,22 @@ class ExportConfig(ConfigModel):
     """Publish the current model."""
 
     formats: list[Literal["mlx", "hf", "peft", "gguf"]] = Field(["mlx"], min_length=1)
-    """mlx: model/, a folder that stock mlx-lm, LM Studio and mlx-swift load; dense:
-    dense/, the same weights unquantized as transformers loads them; peft: peft/, the
-    trained adapter; gguf: gguf/NAME.gguf for llama.cpp, of Llama and Qwen models."""
+    """mlx: model/, for mlx-lm, LM Studio and mlx-swift. hf: hf/, the dequantized
+    weights for transformers. peft: peft/, the trained adapter. gguf: gguf/NAME.gguf for
+    llama.cpp, from Llama and Qwen models."""
     hub_repo_id: str | None = Field(None, pattern=HUB_REPO_ID)
-    """A repository of the Hugging Face Hub, user/name, where model/ goes too."""
+    """Also upload model/ to this Hugging Face Hub repository, user/name."""
     private: bool = True
-    """Whether a repository that is made for it is for you alone."""
+    """Create the repository as private."""
     license: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9.+-]*$")
-    """The Hub's id of the license, as apache-2.0; absent = that of the base model."""
+    """Hub id of the license, e.g. apache-2.0. Default: that of the base model."""
 
     @model_validator(mode="after")
-    def _can_be_written(self):
+    def _check_formats(self):
         if len(set(self.formats)) < len(self.formats):
-            raise ValueError("a format is named twice")
+            raise ValueError("formats has duplicates")
         if "gguf" in self.formats and not find_spec("gguf"):
-            raise ValueError("the format gguf needs its package: pip install gguf")
+            raise ValueError("format gguf needs a package: pip install gguf")
         if self.hub_repo_id and "mlx" not in self.formats:
-            raise ValueError(
-                "hub_repo_id is for the format mlx, which formats leaves out"
-            )
+            raise ValueError("hub_repo_id needs mlx in formats")
         return self

@@ -1,4 +1,4 @@
-"""Where a recipe's base model comes from."""
+"""The `model` block: the base model of a recipe."""
 
 from typing import Literal
 
@@ -8,33 +8,33 @@ from .base import ConfigModel
 
 
 class ScratchModelConfig(ConfigModel):
-    """A model from scratch, with a byte-level BPE tokenizer trained on the data."""
+    """Random weights, and a byte-level BPE tokenizer trained on the data."""
 
     model_type: Literal["llama"] = "llama"
-    """The architecture."""
+    """Architecture."""
     vocab_size: int = Field(2048, ge=320)
-    """Tokens of the tokenizer, the 256 bytes and the chat tokens included."""
+    """Vocabulary size, including 256 byte tokens and the chat tokens."""
     hidden_size: int = Field(256, ge=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(512, ge=8)
     """Width of the feed-forward layers."""
     num_hidden_layers: int = Field(4, ge=1)
-    """Transformer blocks."""
+    """Number of transformer blocks."""
     num_attention_heads: int = Field(4, ge=1)
-    """Attention heads."""
+    """Number of attention heads."""
     num_key_value_heads: int | None = Field(None, ge=1)
-    """Heads of keys and values; absent = as many as heads."""
+    """Number of key and value heads. Default: num_attention_heads."""
     max_position_embeddings: int = Field(2048, ge=8)
-    """Longest sequence."""
+    """Maximum sequence length of the model."""
     rope_theta: float = Field(10000.0, gt=0)
     """Base of the rotary position embedding."""
     tie_word_embeddings: bool = True
-    """Use the embedding as the output head."""
+    """Use the embedding matrix as output head."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float16"
-    """Storage type of the checkpoint."""
+    """Storage dtype of the checkpoint."""
 
     @model_validator(mode="after")
-    def _divisible(self):
+    def _check_head_counts(self):
         if self.hidden_size % self.num_attention_heads:
             raise ValueError("hidden_size must be a multiple of num_attention_heads")
         if self.num_attention_heads % (
@@ -47,19 +47,20 @@ class ScratchModelConfig(ConfigModel):
 
 
 class ModelConfig(ConfigModel):
-    """Where the base model comes from."""
+    """The base model: an existing checkpoint, or a model from scratch."""
 
     path: str | None = None
     """A local folder, a Hub id or a GGUF file."""
     revision: str | None = None
     """Branch, tag or commit of a Hub id."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the checkpoint. Only if you read it."""
+    """Run Python code from the checkpoint. Enable it only for code that you
+    reviewed."""
     from_scratch: ScratchModelConfig | None = None
-    """A model from scratch instead of a checkpoint."""
+    """Initialize a new model instead of loading a checkpoint."""
 
     @model_validator(mode="after")
-    def _one(self):
+    def _check_one_source(self):
         if (self.path is None) == (self.from_scratch is None):
             raise ValueError("give either path or from_scratch")
         return self

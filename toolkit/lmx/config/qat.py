@@ -1,4 +1,4 @@
-"""What a recipe says of rounding in training: the grid, and how it is learned."""
+"""The `qat` block: fake quantization in training."""
 
 from itertools import accumulate
 from typing import Literal
@@ -8,124 +8,126 @@ from pydantic import Field, model_validator
 from .base import ConfigModel
 from .quant_spec import Bits, QuantizationConfig
 
-# Grids of three or four levels around zero.
+# Quantizers with three or four levels around zero.
 SYMMETRIC_QUANTIZERS = ("seq", "ternary")
-# Grids that can go on from the codes of a quantized model.
+# Quantizers that can continue from the codes of a quantized model.
 CONTINUES_FROM_CODES = ("lsq", "scales_only", "fixed_scale")
-# Grids that learn the same of every width.
+# Quantizers whose trained parameters do not depend on the number of bits.
 ANY_WIDTH_QUANTIZERS = ("minmax", "lsq")
 
 
 class BitScheduleStep(ConfigModel):
-    """Steps of a training that have another width."""
+    """A phase of the training with more bits."""
 
     bits: Bits
     """Bits per code."""
     steps: int = Field(ge=1)
-    """Optimizer steps with them."""
+    """Optimizer steps of this phase."""
 
 
 class QATConfig(QuantizationConfig):
-    """A grid to train with, rounded as the export rounds; gradients pass through."""
+    """Quantization-aware training: the forward pass uses the exported, dequantized
+    weights; gradients pass through the rounding (straight-through estimator)."""
 
     quantizer: Literal[
         "minmax", "lsq", "scales_only", "fixed_scale", "seq", "ternary"
     ] = "minmax"
-    """minmax = every step MLX's own grid of the weights; kept = scales and biases stay
-    and the weights move between their points, also after a quantize stage, where an
-    adapter has this grid unless it asks for another; learned = scales and biases
-    are trained with the weights (LSQ, arXiv 1902.08153), also after a quantize stage;
-    frozen = codes stay and only scales and biases are trained (arXiv 2407.11062), also
-    after a quantize stage; at 2 bits balanced = learned levels of -3, -1, 1, 3
-    (arXiv 2502.02631) and ternary = of -1, 0, 1."""
+    """minmax: MLX's scale and bias of the current weights. lsq: trained scales and
+    biases (LSQ, arXiv 1902.08153). fixed_scale: scales and biases stay as initialized;
+    only codes change. scales_only: codes stay; only scales and biases are trained
+    (EfficientQAT's E2E-QP, arXiv 2407.11062). seq: 2 bits, levels -3, -1, 1, 3 times a
+    trained scale (SEQ of ParetoQ, arXiv 2502.02631). ternary: 2 bits, levels -1, 0, 1
+    times a trained scale. lsq, scales_only and fixed_scale can continue from a
+    quantized model; there, an adapter uses fixed_scale unless you choose another
+    quantizer."""
     scale_init: Literal["minmax", "mse"] = "mse"
-    """Where scales and biases begin: at the range of the weights, or where rounding
-    loses least; after a quantize stage they begin as stored."""
+    """Initial scales and biases. minmax: the range of the weights; mse: the smallest
+    squared rounding error. A quantized model keeps its stored ones."""
     latent_init: Literal["codes", "nearest"] | None = None
-    """After a quantize stage: whether weights begin at the points that their codes
-    stand for, and none has another code before it moved half a step, or in the cells
-    about these, as near to what was quantized as each lets them; then codes move from
-    the first step on, which learns more and loses more at first. Absent = true where a
-    teacher is all there is to learn from, and is the model before it was quantized."""
+    """Initial latent weights when training continues from a quantized model. codes: the
+    dequantized values (a code changes only after its weight moves half a step).
+    nearest: inside the rounding interval, as close as possible to the original weight
+    (codes change at once; learns more, but the loss rises first). Default: codes if the
+    teacher is the unquantized model and the only signal, else nearest."""
     scale_lr_multiplier: float = Field(0.1, gt=0)
-    """Learning rate of scales and biases as a multiple of the weights'; with a frozen
-    grid of learning_rate."""
+    """Learning rate of scales and biases divided by `learning_rate`."""
     fake_quant_after_n_steps: int = Field(0, ge=0)
-    """Steps in full precision before the rounding begins; layers that are not trained
-    are rounded from the first step on."""
+    """Steps in full precision before fake quantization of the trained layers begins.
+    Layers that are not trained are quantized from the first step on."""
     bit_schedule: list[BitScheduleStep] = Field([])
-    """Wider grids to come down by, as `[{bits: 8, steps: 50}, {bits: 4, steps: 50}]`:
-    one after the other from fake_quant_after_n_steps on, each narrower than the one before it, and
-    after them `bits`, which is what is exported; learned grids begin anew with each. A
-    layer of more bits than a phase has keeps them."""
+    """Phases with more bits before `bits`, e.g. `[{bits: 8, steps: 50}, {bits: 6,
+    steps: 50}]`. They begin after fake_quant_after_n_steps, each with fewer bits than
+    the one before. The export always has `bits`. Trained scales are initialized anew in
+    each phase. A layer with more bits than the phase keeps its own."""
 
     @property
     def phase_starts(self) -> list[int]:
-        """The steps with which the phases begin, that of `bits` last."""
-        lasting = [
-            self.fake_quant_after_n_steps,
-            *(phase.steps for phase in self.bit_schedule),
-        ]
-        return [*accumulate(lasting)]
+        """First step of every phase; the last phase is that of `bits`."""
+        durations = (phase.steps for phase in self.bit_schedule)
+        return [*accumulate([self.fake_quant_after_n_steps, *durations])]
 
     @property
     def learned_per_group(self) -> int:
-        """Numbers that are learned of a group's grid."""
+        """Trained quantizer parameters per group."""
         if self.quantizer in ("minmax", "fixed_scale"):
             return 0
         return 1 if self.quantizer in SYMMETRIC_QUANTIZERS else 2
 
     def for_quantized_model(self, *, adapts: bool) -> "QATConfig":
-        """The same of a model in codes; an adapter of it keeps the grid it has."""
-        keeps = (
-            adapts and self.quantizer == "minmax" and not self.fake_quant_after_n_steps
-        )
-        return self.model_copy(update={"quantizer": "fixed_scale"}) if keeps else self
+        """The config for a quantized base; an adapter defaults to fixed_scale."""
+        if adapts and self.quantizer == "minmax" and not self.fake_quant_after_n_steps:
+            return self.model_copy(update={"quantizer": "fixed_scale"})
+        return self
 
     @model_validator(mode="after")
-    def _consistent(self):
-        if self.quantizer != "minmax" and self.mode != "affine":
+    def _check_keys_fit_quantizer(self):
+        quantizer = self.quantizer
+        if quantizer != "minmax" and self.mode != "affine":
             raise ValueError(
-                f"{self.mode} has no scales to learn: use quantizer: minmax"
+                f"{self.mode} has no trainable scales: use quantizer: minmax"
             )
-        if self.quantizer in SYMMETRIC_QUANTIZERS and self.bits != 2:
-            raise ValueError(f"a {self.quantizer} grid has 2 bits: set bits: 2")
-        if self.quantizer == "minmax" and (
-            self.scale_init,
-            self.scale_lr_multiplier,
-        ) != ("mse", 0.1):
+        if quantizer in SYMMETRIC_QUANTIZERS and self.bits != 2:
+            raise ValueError(f"quantizer: {quantizer} needs bits: 2")
+        scale_keys = self.scale_init, self.scale_lr_multiplier
+        if quantizer == "minmax" and scale_keys != ("mse", 0.1):
             raise ValueError(
-                "scale_init and scale_lr_multiplier are for grids that are learned"
+                "scale_init and scale_lr_multiplier do not apply to quantizer: minmax"
             )
-        if self.quantizer == "fixed_scale" and self.scale_lr_multiplier != 0.1:
+        if quantizer == "fixed_scale" and self.scale_lr_multiplier != 0.1:
             raise ValueError(
-                "scale_lr_multiplier is for scales and biases; a kept grid's stay"
+                "scale_lr_multiplier does not apply to quantizer: fixed_scale, which "
+                "trains no scales"
             )
-        if self.latent_init is not None and self.quantizer not in (
+        if self.latent_init is not None and quantizer not in (
             *ANY_WIDTH_QUANTIZERS,
             "fixed_scale",
         ):
-            raise ValueError("latent_init is for weights that go on from codes")
-        if self.quantizer == "scales_only" and self.fake_quant_after_n_steps:
             raise ValueError(
-                "fake_quant_after_n_steps is for weights; a scales_only quantizer has only codes"
+                f"latent_init does not apply to quantizer: {quantizer}, which has no "
+                "latent weights that continue from codes"
             )
-        if self.quantizer == "fixed_scale" and self.fake_quant_after_n_steps:
+        if self.fake_quant_after_n_steps and quantizer == "scales_only":
             raise ValueError(
-                "a kept grid is that of the beginning: leave fake_quant_after_n_steps out"
+                "fake_quant_after_n_steps does not apply to quantizer: scales_only, "
+                "which trains no weights"
+            )
+        if self.fake_quant_after_n_steps and quantizer == "fixed_scale":
+            raise ValueError(
+                "quantizer: fixed_scale sets its scales before the first step: remove "
+                "fake_quant_after_n_steps"
             )
         if self.bit_schedule:
-            self._can_come_down()
+            self._check_bit_schedule()
         return self
 
-    def _can_come_down(self):
+    def _check_bit_schedule(self):
         if self.quantizer not in ANY_WIDTH_QUANTIZERS or self.mode != "affine":
             raise ValueError(
-                "bit_schedule is for affine grids of any width: minmax and lsq"
+                "bit_schedule needs mode: affine and quantizer: minmax or lsq"
             )
         widths = [*(phase.bits for phase in self.bit_schedule), self.bits]
         if sorted({*widths}, reverse=True) != widths:
             raise ValueError(
-                f"the bits of bit_schedule come down to bits: {widths[-1]}, each fewer than "
-                "those before"
+                "every phase of bit_schedule must have fewer bits than the one before, "
+                f"and more than bits: {self.bits}"
             )

@@ -1,4 +1,4 @@
-"""All quantization methods, and the block of a recipe that names one."""
+"""The `quantize` block: calibration, refinement and the methods rtn, gptq and awq."""
 
 from typing import Annotated, Literal
 
@@ -11,201 +11,212 @@ DAMPENING_FRAC = 0.01
 
 
 class CalibrationConfig(ConfigModel):
-    """The tokens a method watches the layers on."""
+    """The calibration data: tokens on which activations are captured."""
 
     dataset: str | None = None
-    """A file, folder, Hub id or builtin:<name>; absent = the recipe's training rows, or
-    builtin:stdlib where it has none."""
+    """A file, folder, Hub id or builtin:<name>. Default: the recipe's training data, or
+    builtin:stdlib if it has none."""
     num_tokens: int | None = Field(None, ge=1)
-    """How many; absent = 8 times the width of the widest layer, at least 32768."""
+    """Calibration tokens. Default: 8 times the width of the widest layer, at least
+    32768."""
     max_seq_length: int = Field(512, ge=8)
-    """Tokens of a window."""
+    """Tokens per calibration sequence."""
     loss_on: Literal["all", "completions"] = "all"
-    """everything = documents are joined and cut, and every token counts; answers = rows
-    are watched one by one, as training sees them, and what it trains on counts (see
-    data.loss_on): for a model of one task. With rtn and gptq, the latter without
-    block_reconstruction and mixed_precision."""
+    """Tokens that count. all: documents are concatenated and split, and every token
+    counts. completions: examples are processed one by one as in training, and the
+    tokens with a loss count (see data.loss_on); use it for a model of one task.
+    completions works with rtn, and with gptq without block_reconstruction and
+    mixed_precision."""
     num_eval_tokens: int = Field(16384, ge=8)
-    """Tokens to judge by, of the recipe's validation rows, else of the source."""
+    """Held-out tokens for comparing candidates, from the recipe's validation data, else
+    from the calibration data."""
 
 
 class ScaleTuningConfig(ConfigModel):
-    """Train scales and biases, codes as they are, to predict what the model predicted.
+    """Train scales and biases by distillation; the codes do not change.
 
-    A run of Adam towards the unquantized model's predictions, which are on disk; what
-    is best on tokens held out is kept, be it the start.
+    Adam minimizes the divergence from the unquantized model, whose predictions are
+    cached on disk. The result is the best step on held-out tokens, which may be the
+    start.
     """
 
     steps: int = Field(100, ge=1)
     """Optimizer steps."""
     batch_tokens: int = Field(4096, ge=8)
-    """Tokens of a step, in windows of `calibration.length`; at most 1,024 of them, or
-    one window, go through the model at once."""
+    """Tokens per step, in sequences of `calibration.max_seq_length`. A forward pass has
+    at most 1,024 of them, or one sequence."""
     learning_rate: float | None = Field(None, gt=0)
-    """Of a scale, as a share of its layer's mean; absent = found by a short probe."""
+    """Learning rate relative to the mean scale of the layer. Default: found by a short
+    probe."""
     top_k: int = Field(256, ge=1)
-    """Likeliest tokens kept of every prediction; all others count as one."""
+    """Most probable tokens cached per position. The remaining probability counts as one
+    outcome."""
     temperature: float = Field(1.0, gt=0)
-    """What logits are divided by in training; above 1, unlikely tokens count more."""
+    """Softmax temperature in training. Above 1, improbable tokens count more."""
 
 
-def _switched(value):
-    """`tune: false` is off, and `tune: true` all defaults."""
+def _from_bool(value):
+    """`scale_tuning: false` is off; `true` has all defaults."""
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
-ScaleTuning = Annotated[ScaleTuningConfig | None, BeforeValidator(_switched)]
+ScaleTuning = Annotated[ScaleTuningConfig | None, BeforeValidator(_from_bool)]
 
 
 class MixedPrecisionConfig(ConfigModel):
-    """What the model may weigh; every layer's grid is chosen for it by measurement."""
+    """Bits and group size of every layer, chosen by measured loss for a target size."""
 
     target_bpw: float | None = Field(None, gt=0)
-    """All bytes of the checkpoint's tensors times 8, by the weights of the model, as
-    report.json counts them; or give bytes."""
+    """Target bits per weight: bytes of all tensors in the checkpoint times 8, divided
+    by the weights of the model, as in report.json. Give target_bpw or target_bytes."""
     target_bytes: float | None = Field(None, gt=0)
-    """Bytes of all tensors of the checkpoint; or give bits_per_weight."""
+    """Target bytes of all tensors in the checkpoint. Give target_bpw or
+    target_bytes."""
     candidate_bits: list[Bits] = Field([2, 3, 4, 5, 6, 8], min_length=1)
-    """Bits that a layer may get."""
+    """Bits to choose from."""
     candidate_group_sizes: list[Literal[32, 64, 128]] = Field(
         [32, 64, 128], min_length=1
     )
-    """Group sizes that a layer may get."""
+    """Group sizes to choose from."""
 
     @model_validator(mode="after")
-    def _one_measure(self):
+    def _check_one_target(self):
         if (self.target_bpw is None) == (self.target_bytes is None):
             raise ValueError("give either target_bpw or target_bytes")
         return self
 
-    def limit(self, weights: int) -> int:
-        """Bytes that a model of so many weights may have."""
-        return int(self.target_bytes or self.target_bpw * weights / 8)
+    def max_bytes(self, num_weights: int) -> int:
+        """Maximum bytes of a checkpoint with `num_weights` weights."""
+        return int(self.target_bytes or self.target_bpw * num_weights / 8)
 
 
 class PTQConfig(QuantizationConfig):
-    """What all methods have that quantize a finished model."""
+    """Keys of all post-training quantization methods."""
 
     calibration: CalibrationConfig = CalibrationConfig()
-    """Tokens that the model is watched on, and its scales tuned on."""
+    """Calibration data, also for scale_tuning and mixed_precision."""
     scale_tuning: ScaleTuning = None
-    """Tune scales and biases; false = off, {} = on, as it is by default after gptq."""
+    """Train scales and biases after quantization. false = off, {} = on with all
+    defaults. On by default after gptq."""
     rollback_if_worse: bool = True
-    """Undo a step that is no better on held-out tokens; false = do not compare, as for
-    a model too large to be run twice."""
+    """Keep the result of each quantization step only if it lowers the KL divergence on
+    held-out tokens. false = skip this check, e.g. when the model is too large to run
+    twice."""
     mixed_precision: MixedPrecisionConfig | None = None
-    """Present = grids by layer that lose least within it; the block's own bits and
-    group size are for what it leaves open. Layers named in `layers`, and those that the
-    model itself asks a grid for, keep theirs."""
+    """Present = choose bits and group size per layer. Layers named in `overrides`, and
+    layers for which the model requests a spec, keep theirs. The block's own bits and
+    group_size apply where there is no choice."""
 
     @model_validator(mode="after")
-    def _budget_is_affine(self):
+    def _check_mixed_precision_mode(self):
         if self.mixed_precision and self.mode != "affine":
-            raise ValueError(f"a budget chooses affine grids; the mode is {self.mode}")
+            raise ValueError(
+                f"mixed_precision needs mode: affine; the mode is {self.mode}"
+            )
         return self
 
     @model_validator(mode="after")
-    def _counts_answers(self):
-        alike = " and ".join(self.ignores_token_weights)
-        if self.calibration.loss_on == "completions" and alike:
+    def _check_token_weights(self):
+        names = " and ".join(self.ignores_token_weights)
+        if self.calibration.loss_on == "completions" and names:
             raise ValueError(
-                f"{alike} takes all tokens alike: leave calibration.loss_on out"
+                f"{names} weights all tokens equally: remove calibration.loss_on"
             )
         return self
 
     @property
     def ignores_token_weights(self) -> list[str]:
-        """What of it does not tell tokens that count from others."""
+        """Enabled options that weight all calibration tokens equally."""
         return ["mixed_precision"] if self.mixed_precision else []
 
 
 class BlockReconstructionConfig(ConfigModel):
-    """Train every block's weights and grids towards its full-precision output."""
+    """Train weights, scales and biases of every block towards its full-precision output
+    (BRECQ, arXiv 2102.05426; EfficientQAT's Block-AP, arXiv 2407.11062)."""
 
     steps: int = Field(100, ge=1)
-    """Optimizer steps for every block, on about 2048 tokens each."""
+    """Optimizer steps per block, with about 2048 tokens each."""
     learning_rate: float = Field(0.003, gt=0)
-    """Of a weight, in steps of its grid."""
+    """Learning rate of the weights, in quantization steps."""
     scale_lr_multiplier: float = Field(3.0, gt=0)
-    """Learning rate of scales and biases as a multiple of the weights'."""
+    """Learning rate of scales and biases divided by learning_rate."""
 
 
 class AWQConfig(PTQConfig):
-    """Fold scales, clip ranges, and round to the nearest."""
+    """Activation-aware scaling and clipping, then RTN (AWQ, arXiv 2306.00978)."""
 
     method: Literal["awq"] = "awq"
-    """The method's name."""
+    """Quantization method."""
 
     @model_validator(mode="after")
-    def _affine(self):
+    def _check_affine(self):
         if self.mode != "affine":
-            raise ValueError(f"awq is for affine grids; {self.mode} is rounded by rtn")
+            raise ValueError(f"awq needs mode: affine; use rtn for {self.mode}")
         return self
 
     @property
     def ignores_token_weights(self) -> list[str]:
-        """The method as a whole."""
+        """The method itself."""
         return ["awq"]
 
 
 class RTNConfig(PTQConfig):
-    """Round every weight to the nearest point of its group's grid."""
+    """Round-to-nearest: every weight gets the nearest level of its group."""
 
     method: Literal["rtn"] = "rtn"
-    """The method's name."""
+    """Quantization method."""
 
     @model_validator(mode="after")
-    def _scaled(self):
+    def _check_scales(self):
         if self.scale_tuning and self.mode != "affine":
             raise ValueError(
-                f"{self.mode} has no scales to tune; leave `scale_tuning` out"
+                f"{self.mode} has no trainable scales; remove scale_tuning"
             )
         return self
 
 
 class GPTQConfig(PTQConfig):
-    """Fit codes and grids to what the layers see on calibration tokens."""
+    """Codes, scales and biases that minimize the output error of every layer on the
+    calibration data (GPTQ, arXiv 2210.17323)."""
 
     method: Literal["gptq"] = "gptq"
-    """The method's name."""
-    scale_tuning: ScaleTuning = ScaleTuningConfig()
-    """Tune scales and biases afterwards; false = off."""
-    refine_iters: int = Field(3, ge=0)
-    """Rounds of refit and coordinate descent after GPTQ itself."""
-    asymmetric_calibration: bool = True
-    """Layers make up for the errors of those before them, and for what the residual
-    stream they add to has lost, as far as the half of the tokens says of the others."""
-    output_hessian: bool = True
-    """Rows make up for each other's errors, by how the loss answers to what comes out:
-    before it all begins, tokens go through the model and the slopes of their loss back.
-    """
+    """Quantization method."""
     dampening_frac: float = Field(DAMPENING_FRAC, gt=0, le=1)
-    """Share of the mean of a Hessian's diagonal that is added to it, to begin with."""
-
+    """Initial Hessian dampening, as a fraction of the mean of its diagonal."""
+    refine_iters: int = Field(3, ge=0)
+    """Iterations of scale refit and coordinate descent after GPTQ."""
+    asymmetric_calibration: bool = True
+    """Each layer compensates for the quantization error of earlier layers, both in its
+    inputs and in the residual stream it writes to (GPTAQ, arXiv 2504.02692). The
+    correction is fitted on one half of the tokens and scaled on the other half."""
+    output_hessian: bool = True
+    """Use the Hessian of the loss with respect to layer outputs, so that output
+    channels can compensate for each other's errors. Needs one extra forward and
+    backward pass."""
+    scale_tuning: ScaleTuning = ScaleTuningConfig()
+    """Train scales and biases after quantization. false = off."""
     block_reconstruction: BlockReconstructionConfig | None = None
-    """Train every block's weights and grids afterwards, {} = with all defaults; what is
-    no better on windows held out is undone. Off: at 2 bits data/tiny-base came out but
-    2% nearer to itself, in several times the time."""
+    """Present = train every block after GPTQ, {} = with all defaults. A block that is
+    no better on held-out sequences is restored. Several times slower."""
 
     @model_validator(mode="after")
-    def _affine(self):
+    def _check_affine(self):
         if self.mode != "affine":
-            raise ValueError(f"gptq is for affine grids; {self.mode} is rounded by rtn")
+            raise ValueError(f"gptq needs mode: affine; use rtn for {self.mode}")
         return self
 
     @property
     def ignores_token_weights(self) -> list[str]:
-        """What of it does not tell tokens that count from others."""
-        own = ["block_reconstruction"] if self.block_reconstruction else []
-        return own + super().ignores_token_weights
+        """Enabled options that weight all calibration tokens equally."""
+        enabled = ["block_reconstruction"] if self.block_reconstruction else []
+        return enabled + super().ignores_token_weights
 
 
-def _with_method(value):
-    """A quantize block that names no method rounds to nearest."""
+def _default_to_rtn(value):
     return {"method": "rtn", **value} if isinstance(value, dict) else value
 
 
 QuantizeConfig = Annotated[
     Annotated[RTNConfig | GPTQConfig | AWQConfig, Field(discriminator="method")],
-    BeforeValidator(_with_method),
+    BeforeValidator(_default_to_rtn),
 ]

@@ -1,4 +1,4 @@
-"""The recipe's schema: every key, its type, its default and its meaning."""
+"""The recipe schema: the top level and the stages."""
 
 from typing import Annotated, Literal
 
@@ -15,42 +15,42 @@ from .train import TrainConfig
 
 
 class WandbConfig(ConfigModel):
-    """Send the figures to Weights & Biases, or keep them for `wandb sync`."""
+    """Log metrics to Weights & Biases."""
 
     type: Literal["wandb"]
-    """The tracker's name."""
+    """Name of the tracker."""
     project: str = "lmx"
-    """The project the run is filed under."""
+    """Project of the run."""
     name: str | None = None
-    """The run's name there; absent = the recipe's."""
+    """Name of the run. Default: the name of the recipe."""
     mode: Literal["online", "offline"] = "offline"
-    """offline = nothing is sent, `wandb sync` does it later; online = sent at once."""
+    """offline: log to disk only, for `wandb sync`. online: also send."""
 
 
 class StageEntry(ConfigModel):
-    """One step of the recipe: a mapping with exactly one key."""
+    """One stage: a mapping with exactly one key."""
 
     train: TrainConfig | None = None
-    """Train or fine-tune."""
+    """Train or fine-tune, with or without adapter, fake quantization and teacher."""
     quantize: QuantizeConfig | None = None
-    """Quantize a finished model; without `method` it is rounded to the nearest."""
+    """Quantize after training. The default method is rtn."""
     draft: DraftConfig | None = None
-    """Distil a draft model for speculative decoding."""
+    """Train a draft model for speculative decoding."""
     evaluate: EvaluateConfig | None = None
-    """Measure from disk and check the gates."""
+    """Evaluate the saved models and check thresholds."""
     export: ExportConfig | None = None
-    """Publish."""
+    """Export and publish."""
 
     @model_validator(mode="before")
     @classmethod
-    def _bare(cls, value):
-        """`- validate:` with nothing below is a block of defaults."""
+    def _empty_block_is_defaults(cls, value):
+        # `- evaluate:` without a block is None in YAML.
         if not isinstance(value, dict):
             return value
         return {key: {} if block is None else block for key, block in value.items()}
 
     @model_validator(mode="after")
-    def _one(self):
+    def _check_one_kind(self):
         if len(self.model_fields_set) != 1:
             raise ValueError(
                 "a stage has one key: train, quantize, draft, evaluate or export"
@@ -65,25 +65,25 @@ class StageEntry(ConfigModel):
     @property
     def config(self) -> ConfigModel:
         """The block of that kind."""
-        return getattr(self, next(iter(self.model_fields_set)))
+        return getattr(self, self.kind)
 
 
-def _model(value):
+def _from_path(value):
     return {"path": value} if isinstance(value, str) else value
 
 
 class Recipe(ConfigModel):
-    """A whole job: what to begin with, what to read, what to do."""
+    """A complete job: base model, data and stages."""
 
-    model: Annotated[ModelConfig, BeforeValidator(_model)]
-    """A local folder, a Hub id, a GGUF file, or {from_scratch: {...}}."""
+    model: Annotated[ModelConfig, BeforeValidator(_from_path)]
+    """Base model: a local folder, a Hub id, a GGUF file, or {from_scratch: {...}}."""
     data: DataConfig = DataConfig()
-    """Rows to train and measure on."""
+    """Training and validation data."""
     seed: int = Field(0, ge=0)
-    """Seed of everything random."""
+    """Random seed."""
     output: str | None = None
-    """The run folder; absent = exports/<recipe name>."""
+    """Run directory. Default: exports/<recipe name>."""
     tracker: WandbConfig | None = None
-    """Where the figures go besides the run folder; absent = nowhere."""
+    """Experiment tracker. Default: none."""
     stages: list[StageEntry] = Field(min_length=1)
-    """What to do, in order."""
+    """Stages, in order."""

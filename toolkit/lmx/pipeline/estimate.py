@@ -196,7 +196,7 @@ def disk(
         if quantization:
             size = quantized_bytes(anatomy, anatomy.selection(quantization).specs)
             if budget := getattr(quantization, "mixed_precision", None):
-                size = budget.limit(anatomy.parameters)
+                size = budget.max_bytes(anatomy.parameters)
             needed += size
         if hasattr(stage, "formats"):
             # All but model/ may hold every weight in 16 bits.

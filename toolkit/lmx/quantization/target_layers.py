@@ -90,7 +90,7 @@ def _named(
                 f"no layer of this model matches {pattern!r}",
                 hint="there are: " + ", ".join(sorted(set(inside.values()))),
             )
-        grid = None if choice == SKIP else choice.completed(quantization)
+        grid = None if choice == SKIP else choice.resolve(quantization)
         found |= {path: grid for path in means if path not in found}
     return found
 

@@ -103,7 +103,7 @@ class SizeModel:
         Raises:
             UserError: no choice fits into it, or the model as it is does.
         """
-        limit = budget.limit(self.weights)
+        limit = budget.max_bytes(self.weights)
         if limit >= self.dense:
             raise UserError(
                 f"the budget of {limit:,} bytes holds the unquantized model, which has "
