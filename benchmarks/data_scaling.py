@@ -123,9 +123,9 @@ def _write_model(folder: Path) -> None:
 
 def _start(arguments: argparse.Namespace) -> dict:
     """One start in the folder that `_measured` filled."""
-    from lmx.cpu import blas
+    from lmx import cpu
 
-    blas.use()
+    cpu.enable()
     from lmx.config.train import TrainConfig
     from lmx.data import cache
     from lmx.pipeline.batches import training_batches

@@ -18,9 +18,9 @@ def main() -> None:
 
 def run(settings: dict) -> dict:
     """Measure both models here, then let the draft guess what the target answers."""
-    from lmx.cpu import blas
+    from lmx import cpu
 
-    blas.use()
+    cpu.enable()
     from lmx.data.dataset import RowReader
     from lmx.draft.benchmark import Candidate, DraftBenchmark
     from lmx.draft.cost_model import measure_speculation_costs

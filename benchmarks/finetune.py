@@ -182,9 +182,9 @@ def _run(side: str, folder: Path, arguments: argparse.Namespace) -> dict:
     assert side in SIDES
     python = arguments.hf_python if side == "hf" else sys.executable
     environment = dict(os.environ)
-    environment.pop("LMX_BLAS", None)
+    environment.pop("LMX_CPU", None)
     if side == "stock":
-        environment["LMX_BLAS"] = "off"
+        environment["LMX_CPU"] = "off"
     if arguments.threads:
         for name in ("LMX_BLAS_THREADS", "OMP_NUM_THREADS"):
             environment[name] = str(arguments.threads)

@@ -79,15 +79,14 @@ def _engine(blas) -> str:
 
 
 def _lmx(folder: Path, settings: dict, _: str) -> dict:
-    from lmx.cpu import blas, malloc
+    from lmx import cpu
 
-    malloc.keep()
-    used = blas.use()
+    used = cpu.enable().blas
     import mlx.core as mx
     import numpy as np
     from lmx.config.lora import LoRAConfig
     from lmx.config.train import TrainConfig
-    from lmx.cpu.patches import on_cpu
+    from lmx.cpu import on_cpu
     from lmx.data.batching import BucketBatchSampler
     from lmx.data.tokenization import Example
     from lmx.models.loader import load
@@ -156,7 +155,7 @@ def _settle(clock: Clock, outputs) -> None:
 def _mlx_lm(folder: Path, settings: dict, side: str) -> dict:
     from lmx.cpu import blas
 
-    used = blas.use()
+    used = blas.use_openblas()
     from types import SimpleNamespace
 
     import mlx.optimizers as optimizers

@@ -122,7 +122,7 @@ def _run(side: str, sampled: int, arguments: argparse.Namespace) -> dict:
     for name in ("folder", "vocabulary", "prompt", "tokens", "rows"):
         command += [f"--{name}", str(getattr(arguments, name))]
     environment = dict(os.environ)
-    environment.pop("LMX_BLAS", None)
+    environment.pop("LMX_CPU", None)
     if arguments.threads:
         environment["LMX_BLAS_THREADS"] = str(arguments.threads)
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)

@@ -8,10 +8,9 @@ class Lmx:
     """What `lmx generate` runs."""
 
     def __init__(self, folder: Path):
-        from lmx.cpu import blas, malloc
+        from lmx import cpu
 
-        malloc.keep()
-        self.blas = _name(blas.use())
+        self.blas = _name(cpu.enable().blas)
         from lmx.models.loader import load
 
         self._folder = folder
@@ -78,7 +77,7 @@ class MlxLm:
     def __init__(self, folder: Path):
         from lmx.cpu import blas
 
-        self.blas = _name(blas.use())
+        self.blas = _name(blas.use_openblas())
         from mlx_lm import load
 
         self._folder = folder

@@ -19,7 +19,7 @@ def main() -> None:
     reference, tokens = sys.argv[1], np.load(sys.argv[2])
     from lmx.cpu import blas
 
-    blas.use()
+    blas.use_openblas()
     for folder in map(Path, sys.argv[3:]):
         np.savez(folder / JUDGED, **judge(reference, folder, tokens))
 

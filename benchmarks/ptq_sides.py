@@ -26,7 +26,7 @@ def run(side: str, folder: Path, target: Path, options: dict) -> dict:
     """Quantize, and say what it took; the imports are not part of it."""
     from lmx.cpu import blas
 
-    used = blas.use()
+    used = blas.use_openblas()
     import mlx.core as mx
     import mlx_lm  # noqa: F401
 

@@ -191,9 +191,9 @@ def _file(split: str, arguments: argparse.Namespace) -> str:
 
 def _judged(twin: Path, model: Path, arguments: argparse.Namespace) -> dict:
     """Sums by test row, and the mean loss on the validation rows."""
-    from lmx.cpu import blas
+    from lmx import cpu
 
-    blas.use()
+    cpu.enable()
     from lmx.evaluation.gap_recovery import measure_per_sequence
     from lmx.models.loader import load
 

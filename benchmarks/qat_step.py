@@ -24,11 +24,10 @@ ROW = "{:10}{:>5}{:>11}{:>10}{:>8}{:>11}{:>10}{:>8}  {}"
 
 
 def main() -> None:
-    from lmx.cpu import blas, malloc
+    from lmx import cpu
 
     arguments = _arguments()
-    malloc.keep()
-    used = blas.use()
+    used = cpu.enable().blas
     print(HEAD.format(**vars(arguments), warm=WARM, group=GROUP, blas=used.name))
     for case in arguments.cases:
         _print_case(case, arguments)
@@ -118,17 +117,12 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
 
 def _model(arguments: argparse.Namespace):
     """A model as stored, and the type that its checkpoint has."""
-
-    from lmx.cpu.patches import on_cpu, replace_slow_functions
     from lmx.models.loader import load
 
     if arguments.model != RANDOM:
         loaded = load(arguments.model, compute="stored")
         return loaded.model, loaded.dtype
     config = random_llama.configuration(arguments)
-    # As loading a checkpoint does.
-    if on_cpu():
-        replace_slow_functions()
     model = random_llama.model(config)
     return model, model.layers[0].input_layernorm.weight.dtype
 

@@ -71,9 +71,9 @@ def _run(side: str, case: str, arguments: argparse.Namespace) -> dict:
     for name in ("hidden", "layers", "vocabulary", "batch", "length"):
         command += [f"--{name}", str(getattr(arguments, name))]
     environment = dict(os.environ)
-    environment.pop("LMX_BLAS", None)
+    environment.pop("LMX_CPU", None)
     if side == "stock":
-        environment["LMX_BLAS"] = "off"
+        environment["LMX_CPU"] = "off"
     if arguments.threads:
         environment["LMX_BLAS_THREADS"] = str(arguments.threads)
     command += ["--steps", str(steps)]
@@ -179,21 +179,16 @@ def _result(seconds: list[float], losses: list[float], blas, count: int) -> dict
 
 
 def _lmx(arguments: argparse.Namespace) -> dict:
-    from lmx.cpu import blas, malloc
+    from lmx import cpu
 
-    malloc.keep()
-    used = blas.use()
+    used = cpu.enable().blas
     import mlx.core as mx
     import numpy as np
     from lmx.config.lora import LoRAConfig
-    from lmx.cpu.patches import replace_slow_functions
     from lmx.data.batching import Batch
     from lmx.models.lora import lora_model
     from lmx.training.step import TrainStep
 
-    # As loading a checkpoint does; here the model is made without one.
-    if mx.default_device() == mx.Device(mx.cpu):
-        replace_slow_functions()
     model = _model(arguments)
     if arguments.case == "lora":
         lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
@@ -217,7 +212,7 @@ def _lmx(arguments: argparse.Namespace) -> dict:
 def _mlx_lm(arguments: argparse.Namespace) -> dict:
     from lmx.cpu import blas
 
-    used = blas.use()
+    used = blas.use_openblas()
     import mlx.optimizers as optimizers
     from mlx.utils import tree_flatten
     from mlx_lm.tuner import trainer

@@ -8,9 +8,9 @@ os.environ.setdefault("LMX_BLAS_THREADS", "1")
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-from lmx.cpu import blas  # The environment comes first.
+from lmx import cpu  # The environment comes first.
 
-blas.use()
+cpu.enable()
 
 _cache = tempfile.TemporaryDirectory(prefix="lmx-cache-")
 os.environ["LMX_CACHE"] = _cache.name

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from lmx.cpu import blas
+from lmx import cpu
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = "--hidden 64 --layers 1 --vocabulary 320 --batch 2 --length 32 --steps 2"
@@ -37,7 +37,7 @@ def milliseconds(row: dict[str, str]) -> float:
 def test_both_sides_do_the_same_work(case, trained):
     text, rows = table(case)
     assert f"{trained:,} parameters trained" in text
-    replaced = blas.use().path is not None
+    replaced = cpu.enable().blas.path is not None
     assert list(rows) == ["lmx", "mlx-lm"] + ["stock"] * replaced
     ours = rows["lmx"]
     for row in rows.values():
@@ -82,7 +82,7 @@ def test_fine_tuning_of_the_same_rows_in_as_many_steps():
     assert "No --hf-python" in text
     assert "20,480 parameters trained" in text
     rows = columns(text)
-    replaced = blas.use().path is not None
+    replaced = cpu.enable().blas.path is not None
     assert list(rows) == ["lmx", "mlx-lm"] + ["stock"] * replaced
     ours, theirs = rows["lmx"], rows["mlx-lm"]
     assert int(theirs["steps"]) == 2

@@ -1,7 +1,7 @@
 """`lmx doctor` tells what it found, and never the token."""
 
 import pytest
-from lmx import __version__
+from lmx import __version__, cpu
 from lmx.cli import doctor
 from lmx.cpu import blas
 from lmx.evaluation import memory_bandwidth
@@ -23,8 +23,9 @@ def told(monkeypatch, capsys):
 
 def test_everything_is_told(told, monkeypatch, tmp_path):
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "none"))
-    slow = blas.Blas("MLX's own", reason="turned off")
-    monkeypatch.setattr(blas, "use", lambda: slow)
+    own = blas.Blas("MLX's own", reason="turned off")
+    status = cpu.CpuStatus(own, keeps_memory=False, fast_functions=False)
+    monkeypatch.setattr(cpu, "enable", lambda: status)
     found = told()
     assert found["lmx"] == __version__
     assert found["mlx"][0].isdigit()
@@ -32,6 +33,7 @@ def test_everything_is_told(told, monkeypatch, tmp_path):
     assert found["device"].startswith("Device(")
     assert found["BLAS"] == "MLX's own"
     assert found["BLAS reason"] == "turned off"
+    assert found["CPU functions"] == "MLX's own"
     assert "BLAS file" not in found
     assert float(found["memory"].split()[0]) > 0
     assert "GFLOP/s" in found["matrix products"]
@@ -41,10 +43,12 @@ def test_everything_is_told(told, monkeypatch, tmp_path):
 
 def test_a_fast_blas_has_a_file_and_threads(told, monkeypatch):
     fast = blas.Blas("OpenBLAS 0.3", doctor.os.path.abspath("lib.so"), 2)
-    monkeypatch.setattr(blas, "use", lambda: fast)
+    status = cpu.CpuStatus(fast, keeps_memory=True, fast_functions=True)
+    monkeypatch.setattr(cpu, "enable", lambda: status)
     found = told()
     assert found["BLAS file"].endswith("lib.so")
     assert found["BLAS threads"] == "2"
+    assert found["CPU functions"] == "replaced"
     assert "BLAS reason" not in found
 
 

@@ -1,4 +1,4 @@
-"""Quantized layers that expand their weight for many rows give the same numbers."""
+"""Quantized layers that dequantize for many rows give the same outputs."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,25 +21,27 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def expanded(monkeypatch):
-    """The numbers of rows for which a weight was expanded."""
+def dequantized_rows(monkeypatch):
+    """The row counts for which a weight was dequantized."""
     rows, multiply = [], patches._multiply
 
-    def watched(layer, x):
+    def recording(layer, x):
         rows.append(x.size // x.shape[-1])
         return multiply(layer, x)
 
-    monkeypatch.setattr(patches, "_multiply", watched)
+    monkeypatch.setattr(patches, "_multiply", recording)
     return rows
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_alike_for_every_number_of_rows(grid, bias, expanded):
+def test_dequantizing_layers_equal_mlx_for_every_row_count(
+    grid, bias, dequantized_rows
+):
     model = Model(*grid, bias=bias)
     inputs = [mx.random.normal(s, key=mx.random.key(len(s))) / 16 for s in SHAPES]
     expected = [(model.linear(x), model.embed.as_linear(x)) for x in inputs]
-    patches.dequantize_many_rows(model)
+    patches.dequantize_for_many_tokens(model)
     assert type(model.linear) is patches.DequantizingLinear
     assert type(model.embed) is patches.DequantizingEmbedding
     for x, (linear, head) in zip(inputs, expected, strict=True):
@@ -47,27 +49,31 @@ def test_alike_for_every_number_of_rows(grid, bias, expanded):
         assert mx.allclose(model.embed.as_linear(x), head, rtol=1e-5, atol=1e-5)
         assert model.linear(x).shape == linear.shape
     mode, bits, _ = grid
-    few = patches.FLOATING_ROWS[mode] if mode != "affine" else patches.AFFINE_ROWS[bits]
-    assert 1 < few == min(expanded)
-    assert max(expanded) == 30
+    threshold = (
+        patches.MIN_ROWS_AFFINE[bits]
+        if mode == "affine"
+        else patches.MIN_ROWS_FLOATING[mode]
+    )
+    assert 1 < threshold == min(dequantized_rows)
+    assert max(dequantized_rows) == 30
 
 
-def test_embedding_tokens_is_as_it_was():
+def test_embedding_lookup_is_unchanged():
     model = Model("affine", 4, 64, bias=False)
     tokens = mx.array([[0, 5], [63, 5]])
     before = model.embed(tokens)
-    patches.dequantize_many_rows(model)
+    patches.dequantize_for_many_tokens(model)
     assert mx.array_equal(model.embed(tokens), before)
 
 
-def test_other_layers_are_left_alone():
+def test_unquantized_layers_are_unchanged():
     model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4))
-    patches.dequantize_many_rows(model)
+    patches.dequantize_for_many_tokens(model)
     assert [type(layer) for layer in model.layers] == [nn.Linear, nn.Embedding]
 
 
-def test_in_16_bits_the_type_stays():
+def test_dequantizing_linear_keeps_bfloat16():
     model = Model("affine", 4, 64, bias=True)
     model.set_dtype(mx.bfloat16)
-    patches.dequantize_many_rows(model)
+    patches.dequantize_for_many_tokens(model)
     assert model.linear(mx.ones((30, 256), mx.bfloat16)).dtype == mx.bfloat16

@@ -1,4 +1,4 @@
-"""Kept memory: pages are not asked of the kernel again for every array."""
+"""glibc keeps the memory of freed arrays, and keeps less of it in `low_memory`."""
 
 import platform
 import subprocess
@@ -10,9 +10,9 @@ PROGRAM = """
 import ctypes, resource, sys
 from lmx.cpu import malloc
 if sys.argv[1] == "keep":
-    assert malloc.keep()
+    assert malloc.keep_freed_memory()
 else:
-    # As glibc begins; left alone it may raise this, by what is freed when.
+    # Fix glibc's initial value, which it would raise after a large array is freed.
     assert ctypes.CDLL(None).mallopt(malloc.MMAP_THRESHOLD, 128 << 10)
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
@@ -26,40 +26,40 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
-def test_arrays_of_16_mib_take_pages_that_are_there():
-    def faults(how: str) -> int:
-        command = [sys.executable, "-c", PROGRAM, how]
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_16_mib_arrays_reuse_pages():
+    def faults(mode: str) -> int:
+        command = [sys.executable, "-c", PROGRAM, mode]
         return int(subprocess.run(command, capture_output=True, check=True).stdout)
 
-    assert faults("keep") < faults("as it was") / 10
+    assert faults("keep") < faults("default") / 10
 
 
-LEAN = """
+LOW_MEMORY = """
 import resource, sys
 from contextlib import nullcontext
 from lmx.cpu import malloc
-malloc.keep()
+malloc.keep_freed_memory()
 import mlx.core as mx
 mx.set_default_device(mx.cpu)
 mx.set_cache_limit(0)
-with malloc.lean() if sys.argv[1] == "lean" else nullcontext():
+with malloc.low_memory() if sys.argv[1] == "low" else nullcontext():
     for _ in range(3):
         parts = [mx.ones((5 << 20,)) + number for number in range(12)]
         mx.eval(parts)
         del parts
-    malloc.trim() if sys.argv[1] == "lean" else None
+    malloc.trim() if sys.argv[1] == "low" else None
 status = open("/proc/self/status").read()
 print(status.split("VmRSS:")[1].split()[0])
 """
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc alone")
-def test_where_memory_is_short_little_is_kept():
-    def resident(how: str) -> int:
-        command = [sys.executable, "-c", LEAN, how]
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+def test_low_memory_returns_pages():
+    def resident(mode: str) -> int:
+        command = [sys.executable, "-c", LOW_MEMORY, mode]
         return 1024 * int(
             subprocess.run(command, capture_output=True, check=True).stdout
         )
 
-    assert resident("lean") < resident("as ever") - 100e6
+    assert resident("low") < resident("normal") - 100e6

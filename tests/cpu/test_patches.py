@@ -1,10 +1,10 @@
-"""What a model says depends on nothing that ran before it."""
+"""A model's outputs do not depend on models that the process built before."""
 
 import subprocess
 import sys
 
 import pytest
-from lmx.cpu.patches import on_cpu
+from lmx.cpu import on_cpu
 
 PROGRAM = """
 import sys
@@ -23,10 +23,10 @@ print(load(sys.argv[1]).model(tokens).tolist())
 """
 
 
-@pytest.mark.skipif(not on_cpu(), reason="GPUs run mlx-lm's functions as they are")
-def test_a_model_that_was_built_before_changes_no_bit(make_checkpoint):
+@pytest.mark.skipif(not on_cpu(), reason="GPUs use mlx-lm's functions")
+def test_earlier_models_change_no_bit(make_checkpoint):
     folder = make_checkpoint(hidden_size=256, intermediate_size=384)
-    said = [
+    outputs = [
         subprocess.run(
             [sys.executable, "-c", PROGRAM, str(folder), history],
             capture_output=True,
@@ -35,4 +35,4 @@ def test_a_model_that_was_built_before_changes_no_bit(make_checkpoint):
         ).stdout
         for history in ("nothing", "built before")
     ]
-    assert said[0] == said[1]
+    assert outputs[0] == outputs[1]

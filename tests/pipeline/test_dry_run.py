@@ -7,12 +7,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx import cpu
 from lmx.cli import main
 from lmx.config.loader import load_recipe
 from lmx.config.model import ScratchModelConfig
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.train import TeacherConfig, TrainConfig
-from lmx.cpu.patches import replace_slow_functions
 from lmx.data.batching import Batch as Rows
 from lmx.data.row_formats import Row
 from lmx.models import checkpoint_writer, from_scratch
@@ -207,8 +207,8 @@ LEAN = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
     ids=str,
 )
 def test_memory_is_near_the_measured_peak(adapter, settings):
-    # As every model has them that was loaded.
-    replace_slow_functions()
+    # Estimates are those of loaded models, whose functions are replaced.
+    cpu.enable()
     shape = ScratchModelConfig(
         vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4
     )

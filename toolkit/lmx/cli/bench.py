@@ -63,10 +63,9 @@ def run(args: argparse.Namespace) -> int:
         UserError: no such model, a prompt longer than its positions.
     """
     _check(args)
-    from ..cpu import blas, malloc
+    from .. import cpu
 
-    malloc.keep()
-    blas.use()
+    cpu.enable()
     from ..convert.importers import load_model
 
     found = {}

@@ -5,8 +5,7 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from .. import __version__
-from ..cpu import blas
+from .. import __version__, cpu
 from ..data import cache
 from ..evaluation.memory_bandwidth import _best, memory_traffic
 
@@ -37,7 +36,7 @@ def _version(package: str) -> str:
 def _machine() -> list[tuple[str, str]]:
     import mlx.core as mx
 
-    used = blas.use()
+    status = cpu.enable()
     facts = ", ".join(f"{k} {v}" for k, v in mx.device_info().items())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     found = [
@@ -45,12 +44,13 @@ def _machine() -> list[tuple[str, str]]:
         ("device", f"{mx.default_device()}: {facts}"),
         *_covered(mx.default_device().type == mx.gpu),
         ("memory", f"{memory / 2**30:.1f} GiB"),
-        ("BLAS", used.name),
+        ("BLAS", status.blas.name),
+        ("CPU functions", "replaced" if status.fast_functions else "MLX's own"),
     ]
     details = {
-        "BLAS file": used.path,
-        "BLAS threads": used.threads,
-        "BLAS reason": used.reason,
+        "BLAS file": status.blas.path,
+        "BLAS threads": status.blas.threads,
+        "BLAS reason": status.blas.reason,
     }
     return found + [(label, str(value)) for label, value in details.items() if value]
 

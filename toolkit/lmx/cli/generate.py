@@ -220,10 +220,9 @@ def _text(args: argparse.Namespace) -> str:
 
 
 def _run(args: argparse.Namespace, text: str) -> int:
-    from ..cpu import blas, malloc
+    from .. import cpu
 
-    malloc.keep()
-    blas.use()
+    cpu.enable()
     from ..convert.importers import load_model
     from ..models.checkpoint import model_folder
     from . import batch_file

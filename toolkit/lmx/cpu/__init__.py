@@ -1,1 +1,58 @@
-"""Everything that makes MLX fast on Linux CPUs."""
+"""What makes MLX fast on Linux CPUs, behind one call: `enable`. See docs/cpu.md.
+
+`LMX_CPU=off` leaves MLX as it is. Nothing here is used on macOS or on a GPU.
+"""
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from .blas import Blas
+
+
+@dataclass(frozen=True)
+class CpuStatus:
+    """What `enable` changed in this process.
+
+    Attributes:
+        blas: the library that multiplies matrices.
+        keeps_memory: freed arrays stay with the process (glibc).
+        fast_functions: MLX's exponentials, activations and attention are replaced.
+    """
+
+    blas: Blas
+    keeps_memory: bool
+    fast_functions: bool
+
+
+def on_cpu() -> bool:
+    """Whether MLX computes on the CPU by default."""
+    import mlx.core as mx
+
+    return mx.default_device() == mx.Device(mx.cpu)
+
+
+def enable(model: Any = None) -> CpuStatus:
+    """Replace what is slow in MLX on a Linux CPU. Repeated calls are cheap.
+
+    Call it before the first model computes: MLX's compiled functions keep what they
+    were traced with, and its threads keep the heap they started with. Call it again
+    after mlx_lm is imported, which has a `swiglu` of its own; `models.loader` does
+    both.
+
+    Args:
+        model: an `nn.Module` whose quantized layers are to dequantize their weights for
+            large inputs (`patches.dequantize_for_many_tokens`).
+    """
+    from . import blas, malloc, patches
+
+    if sys.platform != "linux" or os.environ.get("LMX_CPU") == "off" or not on_cpu():
+        return CpuStatus(blas.use_openblas(), False, False)
+    keeps_memory = malloc.keep_freed_memory()
+    library = blas.use_openblas()
+    patches.replace_functions()
+    patches.replace_swiglu()
+    if model is not None:
+        patches.dequantize_for_many_tokens(model)
+    return CpuStatus(library, keeps_memory, True)

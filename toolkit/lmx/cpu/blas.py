@@ -1,8 +1,9 @@
-"""Linux on the CPU: MLX's matrix products by OpenBLAS, not by the reference BLAS.
+"""OpenBLAS for MLX's matrix products on Linux CPUs.
 
-MLX's wheel links netlib's BLAS, 15 to 30 times slower. Which BLAS a call of MLX reaches
-is written in a table when Python imports mlx.core; `use` points the entries of that
-table at a system OpenBLAS, else at the one in the wheel `scipy-openblas32`.
+MLX's wheel links netlib's reference BLAS, which is 15 to 30 times slower. The dynamic
+linker writes the addresses of the BLAS functions into a table when Python imports
+mlx.core. `use_openblas` points the entries of that table at a system OpenBLAS, else at
+the one in the wheel `scipy-openblas32`.
 """
 
 import ctypes
@@ -18,26 +19,26 @@ from pathlib import Path
 from ..run import launcher
 from . import elf_got
 
-# Fedora's threaded one, the usual name, and that of a Conda environment.
-SYSTEM = (
+# Fedora's threaded library, the usual name, and the library of a Conda environment.
+SYSTEM_LIBRARIES = (
     "libopenblasp.so.0",
     "libopenblas.so.0",
     f"{sys.prefix}/lib/libopenblas.so.0",
 )
 WHEEL_PREFIX = "scipy_"
-NEEDED = re.compile(r"cblas_\w+|[sdcz][a-z]{2}[a-z0-9]{2,4}_")
+BLAS_NAMES = re.compile(r"cblas_\w+|[sdcz][a-z]{2}[a-z0-9]{2,4}_")
 ROW_MAJOR, NO_TRANSPOSE = 101, 111
 
 
 @dataclass(frozen=True)
 class Blas:
-    """What multiplies matrices.
+    """The library that multiplies matrices.
 
     Attributes:
         name: such as "OpenBLAS 0.3.34 (wheel)", "MLX's own" or "Accelerate".
-        path: its file, where it was put in MLX's place.
-        threads: how many it uses, where known.
-        reason: why it is MLX's own, else empty.
+        path: the file of the library that replaced MLX's own, if one did.
+        threads: number of threads, if known.
+        reason: why MLX's own is in use, else empty.
     """
 
     name: str
@@ -47,30 +48,30 @@ class Blas:
 
 
 @cache
-def use() -> Blas:
-    """Give MLX the fastest BLAS there is; the first call decides, at any time.
+def use_openblas() -> Blas:
+    """Point MLX at the first usable OpenBLAS, once per process, at any time.
 
-    Never raises: on any fault MLX keeps its own, with a warning. LMX_BLAS=off turns it
-    off; LMX_BLAS_THREADS, else OPENBLAS_NUM_THREADS, sets the threads. The processes of
-    a run on one machine share its processors.
+    Never raises: after any error MLX keeps its own BLAS, with a warning. LMX_CPU=off
+    turns it off; LMX_BLAS_THREADS, else OPENBLAS_NUM_THREADS, sets the threads. The
+    processes of a run on one machine share its processors.
     """
     if sys.platform == "darwin":
         return Blas("Accelerate")
-    if os.environ.get("LMX_BLAS") == "off":
-        return _own("turned off by LMX_BLAS=off")
+    if os.environ.get("LMX_CPU") == "off":
+        return _unchanged("turned off by LMX_CPU=off")
     try:
         import mlx.core as mx
 
         if mx.default_device().type != mx.cpu:
-            return _own("MLX computes on the GPU")
+            return _unchanged("MLX computes on the GPU")
         return _replace()
-    except (OSError, ImportError, AttributeError, ValueError) as fault:
-        message = "matrix products stay slow: no faster BLAS could be used (%s)"
-        logging.getLogger("lmx").warning(message, fault)
-        return _own(str(fault))
+    except (OSError, ImportError, AttributeError, ValueError) as error:
+        message = "matrix products are slow: OpenBLAS cannot be used (%s)"
+        logging.getLogger("lmx").warning(message, error)
+        return _unchanged(str(error))
 
 
-def _own(reason: str) -> Blas:
+def _unchanged(reason: str) -> Blas:
     return Blas("MLX's own", reason=reason)
 
 
@@ -78,50 +79,56 @@ def _replace() -> Blas:
     import mlx.core
 
     if os.uname().machine not in elf_got.MACHINES:
-        raise OSError(f"not known how to on {os.uname().machine}")
+        raise OSError(f"{os.uname().machine} is not supported")
     folder = Path(mlx.core.__file__).parent
     files = [Path(mlx.core.__file__), *sorted(folder.glob("lib/libmlx.so*"))]
-    slots = elf_got.imports(files, NEEDED)
+    slots = elf_got.imports(files, BLAS_NAMES)
     if "cblas_sgemm" not in slots:
-        raise OSError("MLX calls no BLAS by name")
-    library, prefix, blas = _find(list(slots))
+        raise OSError("MLX does not import cblas_sgemm")
+    library, prefix, blas = _load_openblas(list(slots))
     addresses = {name: elf_got.address(library[prefix + name]) for name in slots}
-    before = elf_got.point(slots, addresses)
-    if not _answers(library[f"{prefix}cblas_sgemm"]):
-        elf_got.point(slots, before)
+    previous = elf_got.write_slots(slots, addresses)
+    if not _mlx_uses(library[f"{prefix}cblas_sgemm"]):
+        elf_got.write_slots(slots, previous)
         raise OSError(f"MLX does not call {blas.path}")
     return blas
 
 
-def _find(names: list[str]) -> tuple[ctypes.CDLL, str, Blas]:
-    """The first usable OpenBLAS: the library, the prefix of its names, what to tell."""
-    threads = _threads()
-    faults = []
+def _load_openblas(names: list[str]) -> tuple[ctypes.CDLL, str, Blas]:
+    """The first usable OpenBLAS: library, prefix of its names, description."""
+    threads = _thread_count()
+    errors = []
     for path, prefix, origin in _candidates():
         try:
             library = ctypes.CDLL(path)
             version = _version(library, prefix, names, threads)
-        except (OSError, AttributeError) as fault:
-            faults.append(str(fault))
+        except (OSError, AttributeError) as error:
+            errors.append(str(error))
             continue
         library[f"{prefix}openblas_set_num_threads"](threads)
-        used = library[f"{prefix}openblas_get_num_threads"]()
+        actual = library[f"{prefix}openblas_get_num_threads"]()
         file = elf_got.file_of(library[f"{prefix}cblas_sgemm"])
-        return library, prefix, Blas(f"OpenBLAS {version} ({origin})", file, used)
-    raise OSError("; ".join(faults))
+        return library, prefix, Blas(f"OpenBLAS {version} ({origin})", file, actual)
+    raise OSError("; ".join(errors))
 
 
 def _candidates() -> list[tuple[str, str, str]]:
-    found = [(name, "", "system") for name in SYSTEM]
+    """Path, prefix of names and origin of every OpenBLAS that may exist."""
+    system = [(name, "", "system") for name in SYSTEM_LIBRARIES]
     spec = importlib.util.find_spec("scipy_openblas32")
     if spec is None or spec.origin is None:
-        return found
+        return system
     wheel = sorted(Path(spec.origin).parent.glob("lib/libscipy_openblas*.so*"))
-    return found + [(str(path), WHEEL_PREFIX, "wheel") for path in wheel]
+    return system + [(str(path), WHEEL_PREFIX, "wheel") for path in wheel]
 
 
 def _version(library: ctypes.CDLL, prefix: str, names: list[str], threads: int) -> str:
-    """The version of an OpenBLAS that can do all MLX asks; OSError when it cannot."""
+    """The version of an OpenBLAS.
+
+    Raises:
+        AttributeError: one of the functions that MLX calls is missing.
+        OSError: its integers or its threads do not fit.
+    """
     for name in names:
         library[prefix + name]
     describe = library[f"{prefix}openblas_get_config"]
@@ -134,30 +141,31 @@ def _version(library: ctypes.CDLL, prefix: str, names: list[str], threads: int) 
     return ".".join(words[1].split(".")[:3])
 
 
-def _threads() -> int:
+def _thread_count() -> int:
     for name in ("LMX_BLAS_THREADS", "OPENBLAS_NUM_THREADS"):
         value = os.environ.get(name)
         if value and not (value.isdecimal() and int(value) > 0):
             raise ValueError(f"{name}={value} is not a number of threads")
         if value:
             return int(value)
-    threads = min(len(os.sched_getaffinity(0)), _quota())
+    threads = min(len(os.sched_getaffinity(0)), _cpu_quota())
     return max(1, threads // launcher.neighbours())
 
 
-def _quota() -> int:
-    """The processors a container may fill; very many where it has no limit."""
+def _cpu_quota() -> int:
+    """The processors that a container may use; sys.maxsize without a limit."""
     try:
-        share, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, int(share) // int(period))
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, int(quota) // int(period))
     except (OSError, ValueError):
         return sys.maxsize
 
 
-def _answers(sgemm) -> bool:
+def _mlx_uses(sgemm) -> bool:
     """Whether MLX's products are those of `sgemm`, bit for bit.
 
-    Every BLAS sums a thousand products in an order and a rounding of its own.
+    Two BLAS libraries sum a thousand products in different orders, so their bits
+    differ.
     """
     import mlx.core as mx
 
@@ -166,9 +174,10 @@ def _answers(sgemm) -> bool:
     b = mx.cos(mx.arange(inner * columns, dtype=mx.float32)).reshape(inner, columns)
     product = bytes(memoryview(mx.contiguous(a @ b)))
     expected = (ctypes.c_float * (rows * columns))()
-    one, zero = ctypes.c_float(1), ctypes.c_float(0)
     left, right = (ctypes.create_string_buffer(bytes(memoryview(x))) for x in (a, b))
-    shape = (rows, columns, inner)
-    head = (ROW_MAJOR, NO_TRANSPOSE, NO_TRANSPOSE, *shape, one)
-    sgemm(*head, left, inner, right, columns, zero, expected, columns)
+    sgemm(
+        *(ROW_MAJOR, NO_TRANSPOSE, NO_TRANSPOSE, rows, columns, inner),
+        *(ctypes.c_float(1), left, inner, right, columns),
+        *(ctypes.c_float(0), expected, columns),
+    )
     return product == bytes(expected)

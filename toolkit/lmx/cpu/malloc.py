@@ -1,7 +1,8 @@
-"""Linux on the CPU: arrays in memory that the process keeps.
+"""glibc malloc settings: the process keeps the memory of freed arrays.
 
-MLX takes every array from malloc. glibc gives a large one pages of its own, which the
-kernel clears each time: half the time of sums and products of such arrays.
+MLX allocates every array with malloc. By default glibc maps fresh pages for a large
+array, and the kernel clears them each time: half the time of elementwise work on such
+arrays.
 """
 
 import ctypes
@@ -9,57 +10,60 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# The names and numbers of <malloc.h>.
+# Parameters of mallopt, from <malloc.h>.
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
-# The most glibc takes; larger arrays go back to the kernel as ever.
-LARGEST_KEPT = 32 << 20
-KEPT = 1 << 30
-# The same where memory is short.
-LEAN = 12 << 20, 32 << 20
+# Largest array taken from the heap, which is glibc's limit, and free bytes kept in the
+# heap.
+HEAP_LIMITS = 32 << 20, 1 << 30
+# The same limits inside `low_memory`.
+LOW_MEMORY_LIMITS = 12 << 20, 32 << 20
 
-_is_keeping = False
+_enabled = False
 
 
-def keep() -> bool:
-    """Keep what arrays of up to 32 MiB leave free, 1 GiB at most.
+def keep_freed_memory() -> bool:
+    """Keep the memory of freed arrays of up to 32 MiB, at most 1 GiB in all.
 
-    To be called before MLX computes: its threads must take from the one heap.
+    Call it before MLX computes, so that all of MLX's threads share one heap.
 
     Returns:
-        Whether the C library does so; only glibc does.
+        Whether the C library supports it; only glibc does.
     """
-    global _is_keeping
-    _is_keeping = _set(ARENA_MAX, 1) and _set_kept(LARGEST_KEPT, KEPT)
-    return _is_keeping
+    global _enabled
+    if not _enabled:
+        _enabled = _mallopt(ARENA_MAX, 1) and _set_limits(*HEAP_LIMITS)
+    return _enabled
 
 
 @contextmanager
-def lean() -> Iterator[None]:
-    """For a while keep little: where the memory there is counts more than the time."""
-    before = _is_keeping
-    if before:
-        _set_kept(*LEAN)
+def low_memory() -> Iterator[None]:
+    """Keep little freed memory inside this context: memory matters more than time."""
+    enabled = _enabled
+    if enabled:
+        _set_limits(*LOW_MEMORY_LIMITS)
     try:
         yield
     finally:
-        if before:
-            _set_kept(LARGEST_KEPT, KEPT)
+        if enabled:
+            _set_limits(*HEAP_LIMITS)
 
 
 def trim() -> None:
-    """Give back all that is free."""
-    if _is_keeping:
+    """Return all free memory to the kernel."""
+    if _enabled:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _set_kept(largest: int, most: int) -> bool:
-    return _set(MMAP_THRESHOLD, largest) and _set(TRIM_THRESHOLD, most)
+def _set_limits(largest_array: int, free_bytes: int) -> bool:
+    return _mallopt(MMAP_THRESHOLD, largest_array) and _mallopt(
+        TRIM_THRESHOLD, free_bytes
+    )
 
 
-def _set(name: int, value: int) -> bool:
+def _mallopt(parameter: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     try:
-        return ctypes.CDLL(None).mallopt(name, value) == 1
+        return ctypes.CDLL(None).mallopt(parameter, value) == 1
     except AttributeError:
         return False

@@ -25,11 +25,11 @@ Find = Callable[[str], Path | None]
 _NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 __all__ = [
+    "ReadStats",
     "Row",
     "RowReader",
-    "ReadStats",
-    "source_fingerprint",
     "has_split",
+    "source_fingerprint",
     "source_size",
 ]
 

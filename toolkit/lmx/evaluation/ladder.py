@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ..cpu.patches import dequantize_many_rows, on_cpu
+from .. import cpu
 from ..errors import UserError
 from ..generation.batching import BatchGenerator, GenerationRequest
 from ..generation.decode_loop import BatchSampler, decode
@@ -185,8 +185,7 @@ class SpeedAblation:
 
         nn.quantize(self.model, GROUP, BITS, class_predicate=fits)
         mx.eval(self.model.parameters())
-        if on_cpu():
-            dequantize_many_rows(self.model)
+        cpu.enable(self.model)
         return True
 
     def _bytes(self, rows: int, kv_bits: int | None = None) -> float:

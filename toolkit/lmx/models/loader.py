@@ -12,12 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cpu.patches import (
-    dequantize_many_rows,
-    on_cpu,
-    replace_slow_functions,
-    replace_swiglu,
-)
+from .. import cpu
 from ..data.tokenizer_files import end_tokens
 from ..errors import UserError
 from . import checkpoint_fixups
@@ -114,8 +109,7 @@ def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
         _adapt(model, Path(adapter).expanduser())
     if compute != "stored":
         cast(model, compute_dtype(compute, dtype))
-    if on_cpu():
-        dequantize_many_rows(model)
+    cpu.enable(model)
     return model, config, dtype
 
 
@@ -263,11 +257,9 @@ def _complete(model: nn.Module) -> nn.Module:
     # mlx-lm's recurrent_gemma does not begin as a module does, and could not be frozen.
     if not hasattr(model, "_no_grad"):
         nn.Module.__init__(model)
-    # Before anything runs: what mlx-lm has compiled keeps the functions it was made of,
-    # and the same model would then round in another way from run to run.
-    if on_cpu():
-        replace_slow_functions()
-        replace_swiglu()
+    # Before the model computes: mlx-lm's compiled functions keep what they were traced
+    # with, so a later replacement would change the rounding of the same model.
+    cpu.enable()
     return model
 
 
@@ -302,7 +294,7 @@ def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """The type to compute in: see `load`."""
     if name in DTYPES:
         return DTYPES[name]
-    return mx.float32 if name == "auto" and on_cpu() else stored
+    return mx.float32 if name == "auto" and cpu.on_cpu() else stored
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from ..config.train import TrainConfig
-from ..cpu.patches import on_cpu
+from ..cpu import on_cpu
 from ..data import cache, fingerprint, token_store
 from ..data.batching import BucketBatchSampler, ExampleDataset
 from ..data.dataset import ReadStats

@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..config.draft import DraftConfig
 from ..config.train import CACHED_LOGITS, CHUNK_LOGITS
-from ..cpu.patches import on_cpu
+from ..cpu import on_cpu
 from ..draft.acceptance import all_acceptance_probs, predict_accepted_lengths
 from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
 from ..draft.dataset import DistillationBatches, mean_prompt_length

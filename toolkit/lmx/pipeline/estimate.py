@@ -38,7 +38,7 @@ from mlx.utils import tree_flatten
 
 from ..config.base import ConfigModel
 from ..config.quant_spec import QuantSpec
-from ..cpu.patches import on_cpu
+from ..cpu import on_cpu
 from ..models.checkpoint import checkpoint_size, config_int
 from ..models.loader import build_model
 from ..models.lora import lora_model

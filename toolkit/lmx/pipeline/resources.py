@@ -9,10 +9,10 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
+from .. import cpu
 from ..config.base import ConfigModel
 from ..config.loader import LoadedRecipe
 from ..convert import importers
-from ..cpu import blas
 from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
 from ..models.checkpoint import check_weights, read_config
@@ -44,7 +44,7 @@ def memory_limit() -> int:
 
 def training_speed(dtype: mx.Dtype) -> float:
     """Floating-point operations per second of a small network's training step."""
-    blas.use()
+    cpu.enable()
     width = PROBE_WIDTH
     net = nn.Sequential(
         nn.Linear(width, 3 * width), nn.SiLU(), nn.Linear(3 * width, width)

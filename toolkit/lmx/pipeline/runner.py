@@ -7,11 +7,10 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from .. import __version__
+from .. import __version__, cpu
 from ..config import yaml_io
 from ..config.loader import LoadedRecipe
 from ..convert.exporters import hub
-from ..cpu import blas, malloc
 from ..data.splits import Splits
 from ..errors import Interrupted, UserError
 from ..evaluation import lm_eval
@@ -91,9 +90,8 @@ def run(
     """
     from .resources import require_resources
 
-    malloc.keep()
+    cpu.enable()
     ranks = join()
-    blas.use()
     with ranks.connection_errors():
         ranks.require_same(
             plan.recipe_hash,

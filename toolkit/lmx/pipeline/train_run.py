@@ -10,7 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..config.train import TrainConfig
 from ..convert.importers.peft import resolve_adapter
-from ..cpu.patches import on_cpu
+from ..cpu import on_cpu
 from ..evaluation.perplexity import measure_perplexity
 from ..generation.engine import Generator
 from ..models.dtypes import set_compute_dtype

@@ -4,8 +4,8 @@ from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
+from ..cpu import on_cpu
 from ..cpu.fast_exp import ROUNDER
-from ..cpu.patches import on_cpu
 from .backend import compiled, library, round_to_dtype
 
 # How far the ends of the weights' range are drawn in, as a share of it.

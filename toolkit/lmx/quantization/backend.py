@@ -10,7 +10,7 @@ from types import ModuleType
 
 import mlx.core as mx
 
-from ..cpu.patches import on_cpu
+from ..cpu import on_cpu
 
 
 def library(array) -> ModuleType:

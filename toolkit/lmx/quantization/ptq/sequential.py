@@ -20,8 +20,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...config.quant_spec import QuantSpec
-from ...cpu import malloc
-from ...cpu.patches import on_cpu
+from ...cpu import malloc, on_cpu
 from ...models.blockwise import BlockwiseModel
 from ...run.fs import atomic_folder
 from ..packing import expand, pack
@@ -362,7 +361,7 @@ def quantize_sequentially(
     # What MLX keeps of freed memory counts, too, where a model hardly fits.
     before = mx.set_cache_limit(KEPT_BYTES)
     try:
-        with malloc.lean():
+        with malloc.low_memory():
             tensors = walk.run(_affine_alone(solve, task))
     finally:
         mx.set_cache_limit(before)

@@ -1,0 +1,85 @@
+"""`cpu.enable` replaces all of it on a Linux CPU, and nothing elsewhere."""
+
+import subprocess
+import sys
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from lmx import cpu
+from lmx.cpu import patches
+from test_blas import BARE
+
+PROGRAM = """
+import sys
+from lmx import cpu
+assert "mlx.core" not in sys.modules
+import mlx.core as mx
+import mlx.nn as nn
+
+mx.set_default_device(mx.Device(getattr(mx, sys.argv[1])))
+sys.platform = sys.argv[2]
+mlx_functions = nn.silu, nn.gelu_approx, mx.fast.scaled_dot_product_attention
+model = nn.Sequential(nn.QuantizedLinear(64, 64))
+status = cpu.enable(model)
+again = cpu.enable(model)
+assert status == again
+functions = nn.silu, nn.gelu_approx, mx.fast.scaled_dot_product_attention
+print(
+    sum(a is not b for a, b in zip(functions, mlx_functions)),
+    type(model.layers[0]).__name__,
+    status.fast_functions,
+    status.keeps_memory,
+    status.blas.name.split()[0],
+)
+"""
+linux_cpu = pytest.mark.skipif(
+    sys.platform != "linux" or not cpu.on_cpu(), reason="needs a Linux CPU"
+)
+
+
+def enable(platform: str = "linux", **environment: str) -> str:
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM, "cpu", platform],
+        env=BARE | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+
+
+@linux_cpu
+def test_enable_replaces_functions_layers_and_blas():
+    assert enable().startswith("3 DequantizingLinear True ")
+    assert not enable().endswith("MLX's")
+
+
+@linux_cpu
+def test_lmx_cpu_off_changes_nothing():
+    assert enable(LMX_CPU="off") == "0 QuantizedLinear False False MLX's"
+
+
+@linux_cpu
+def test_enable_changes_nothing_on_macos():
+    assert enable("darwin") == "0 QuantizedLinear False False Accelerate"
+
+
+def test_enable_changes_nothing_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(cpu, "on_cpu", lambda: False)
+    model = nn.Sequential(nn.QuantizedLinear(64, 64))
+    status = cpu.enable(model)
+    assert type(model.layers[0]) is nn.QuantizedLinear
+    assert not status.fast_functions
+    assert not status.keeps_memory
+
+
+@linux_cpu
+def test_enable_replaces_swiglu_of_loaded_mlx_lm_models():
+    cpu.enable()
+    from mlx_lm.models import activations, llama
+
+    cpu.enable()
+    assert llama.swiglu is activations.swiglu
+    assert activations.swiglu.__module__ == patches.__name__
+    gate = mx.linspace(-3, 3, patches.MIN_GATE_VALUES)
+    assert mx.allclose(activations.swiglu(gate, gate), nn.sigmoid(gate) * gate * gate)
