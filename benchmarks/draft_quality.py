@@ -72,7 +72,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--loss", default="acceptance")
+    parser.add_argument("--loss", default="adaptive_kl_tv")
     parser.add_argument(
         "--on-policy", type=float, metavar="FRACTION", help="of steps, one draft more"
     )

@@ -33,7 +33,7 @@ def run(settings: dict) -> dict:
     count = settings["prompts"]
     asked = select_prompts(rows, target.tokenizer, count=count, longest=LONGEST_PROMPT)
     costs = measure_speculation_costs(
-        target.model, draft.model, prompt=mean_prompt_length(asked)
+        target.model, draft.model, prompt_length=mean_prompt_length(asked)
     )
     trial = DraftBenchmark(
         target.model,

@@ -2,9 +2,9 @@
 
 from statistics import mean, stdev
 
-LOOKUP, DISTILLED = "lookup", "distilled"
+LOOKUP, DISTILLED = "prompt_lookup", "distilled"
 COLUMNS = (
-    *("route", "chance", "±", "stand", "guesses", "tokens/round", "predicted"),
+    *("route", "predicted", "±", "accept", "drafted", "accepted len", "predicted"),
     *("apart", "speed-up", "±", "predicted"),
 )
 ROW = "{:15}{:>8}{:>8}{:>8}{:>9}{:>14}{:>11}{:>8}{:>10}{:>7}{:>11}"
@@ -28,7 +28,7 @@ def print_tables(runs: list[dict[str, dict]]) -> None:
             found = [run[route]["found"][heat] for run in runs]
             print(ROW.format(route, *_cells(found, "draft")))
         found = [run[DISTILLED]["found"][heat] for run in runs]
-        print(ROW.format(LOOKUP, *_cells(found, "lookup")))
+        print(ROW.format(LOOKUP, *_cells(found, LOOKUP)))
         chances = {
             route: [
                 run[route]["found"][heat]["predicted_acceptance_rate"] for run in runs
@@ -49,7 +49,7 @@ def _cells(found: list[dict], proposer: str) -> tuple[str, ...]:
     speedups = [column["speedup"] for column in columns]
     measured = (f"{mean(stood):.3f}" if stood else "-", f"{rounds:.3f}")
     speed = (f"{mean(speedups):.2f}x", _spread(speedups, 2))
-    guesses = f"{mean(one['draft_length'] for one in found):.1f}"
+    guesses = f"{mean(one['num_draft_tokens'] for one in found):.1f}"
     if proposer == LOOKUP:
         return "-", "-", measured[0], guesses, measured[1], "-", "-", *speed, "-"
     chances = [one["predicted_acceptance_rate"] for one in found]

@@ -25,7 +25,7 @@ class Lmx:
         start = time.perf_counter()
         chooser = BatchSampler(GREEDY, [prompt])
         steps = decode(
-            CacheState(self._model), [prompt], count, chooser, prefill_step=512
+            CacheState(self._model), [prompt], count, chooser, prefill_step_size=512
         )
         return _timed((tokens.item() for tokens, _ in steps), start)
 
@@ -58,14 +58,14 @@ class Lmx:
         speculator = SpeculativeDecoder(
             CacheState(self._model),
             DraftModelProposer(draft),
-            controller=DraftLengthController(longest=guesses, fixed=guesses),
+            draft_length=DraftLengthController(max_draft_tokens=guesses, fixed=guesses),
             sampling=Sampling(temperature=1.0),
         )
         said = list(speculator.decode(prompt, count))
         text = mx.array([[*prompt, *said]])
         p, q = (mx.softmax(m(text)[0, 16:], axis=-1) for m in (self._model, draft))
         return {
-            "tokens": speculator.report.accepted_length,
+            "tokens": speculator.stats.accepted_length,
             "sum_min": mx.minimum(p, q).sum(axis=-1).mean().item(),
             "sum_product": (p * q).sum(axis=-1).mean().item(),
         }

@@ -177,15 +177,17 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
     trial = DraftBenchmark(target, rival, Wordless(), {"all": prompts}, max_tokens=70)
     sampling = Sampling(temperature=temperature, seed=4)
     found = trial.run(sampling)
-    column = found.columns[DRAFT]
+    column = found.stats[DRAFT]
     assert 0.3 < column.acceptance_rate < 0.99
-    assert 1 < column.accepted_length < found.length + 1
+    assert 1 < column.accepted_length < found.num_draft_tokens + 1
     # Of draws so few are seen here that they vary by some percent; more are below.
     assert column.accepted_length == pytest.approx(
-        found.predicted_tokens, rel=0.12 if temperature else 1e-9
+        found.predicted_accepted_length, rel=0.12 if temperature else 1e-9
     )
-    assert found.columns[PROMPT_LOOKUP].speedup > 0
-    assert found.predicted_speedup == FREE.speedup(found.predicted_tokens, found.length)
+    assert found.stats[PROMPT_LOOKUP].speedup > 0
+    assert found.predicted_speedup == FREE.speedup(
+        found.predicted_accepted_length, found.num_draft_tokens
+    )
 
 
 def test_other_answers_to_the_prompts_predict_the_rounds():
@@ -211,22 +213,24 @@ def test_other_answers_to_the_prompts_predict_the_rounds():
     said = sum(len(found) - 1 for _, found in pairs)
     measured = said / (rounds.rounds + rounds.plain)
     assert curve[guesses - 1] == pytest.approx(measured, rel=0.05)
-    shared = [shares(target, draft, text.prompt, text.said) for text in texts]
+    shared = [shares(target, draft, text.prompt, text.tokens) for text in texts]
     whole = predict_accepted_length(shared, guesses)
     assert whole != pytest.approx(measured, rel=0.05)
 
 
 def answered(prompts, target, seed, propose=None, guesses=1):
     """Pairs of a prompt and what is said, and how its rounds went."""
-    controller = DraftLengthController(longest=guesses, fixed=guesses)
-    generator = Generator(target, Wordless(), propose=propose, controller=controller)
+    controller = DraftLengthController(max_draft_tokens=guesses, fixed=guesses)
+    generator = Generator(
+        target, Wordless(), make_proposer=propose, draft_length=controller
+    )
     pairs, rounds = [], SpeculativeStats()
     for number, prompt in enumerate(prompts):
         sampling = Sampling(temperature=0.6, seed=seed + number)
         found = generator.generate(prompt, max_tokens=30, sampling=sampling)
         pairs.append((prompt, found.tokens))
         if propose:
-            rounds.include(generator.speculation)
+            rounds.merge(generator.speculative_stats)
     return pairs, rounds
 
 
@@ -242,6 +246,8 @@ def test_a_model_that_drafts_for_itself_always_stands():
     target = build_model(model_config())
     text = [7, 250, 3, 9, 9]
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
-        stands = ReferenceCompletion(target, [1, 2], text, sampling).stands(target)
+        stands = ReferenceCompletion(target, [1, 2], text, sampling).acceptance_probs(
+            target
+        )
         assert np.allclose(stands, 1, atol=1e-5)
         assert predict_accepted_length([stands], 3) == pytest.approx(4, rel=1e-3)

@@ -86,7 +86,7 @@ def replays(tmp_path):
             begin=4,
             folder=tmp_path / "replays",
             draft=now,
-            end_tokens=frozenset(),
+            stop_tokens=frozenset(),
             info=lambda text: None,
         )
 

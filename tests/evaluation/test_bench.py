@@ -50,7 +50,7 @@ def test_every_case_and_column_is_measured(folder, capsys):
     for row in rows[2], rows[6]:
         assert row["acceptance_rate"] == 1
         assert 2 < row["accepted_length"] <= 3
-        assert row["parity"]["flips"] == 0
+        assert row["parity"]["mismatches"] == 0
 
 
 def test_the_table_and_the_other_model(folder, make_checkpoint, capsys):

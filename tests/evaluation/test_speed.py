@@ -42,10 +42,10 @@ def test_speculation_is_counted_over_all_prompts_but_the_warm_up():
 
         def generate(self, prompt, **options):
             done = super().generate(prompt, **options)
-            self.speculation = SpeculativeStats()
+            self.speculative_stats = SpeculativeStats()
             n = len(self.asked) - 1
             for stood in (min(n, 2), max(0, n - 2)):
-                self.speculation.add(2, stood)
+                self.speculative_stats.add(2, stood)
             return done
 
     generator = Guessing()

@@ -26,7 +26,7 @@ def some_requests(count, vocabulary, seed=0, longest=60):
             draw.integers(1, vocabulary, int(draw.integers(1, longest))).tolist(),
             max_tokens=int(draw.integers(1, 24)),
             sampling=SETTINGS[int(draw.integers(0, len(SETTINGS)))],
-            end_tokens=frozenset(draw.integers(0, vocabulary, 5).tolist()),
+            stop_tokens=frozenset(draw.integers(0, vocabulary, 5).tolist()),
         )
         for _ in range(count)
     ]
@@ -46,11 +46,11 @@ def answers(batcher, requests, arrivals=1):
 
 
 def alone(model, request, tokenizer):
-    pieces = Generator(model, tokenizer, prefill_step=16).stream(
+    pieces = Generator(model, tokenizer, prefill_step_size=16).stream(
         request.prompt,
         max_tokens=request.max_tokens,
         sampling=request.sampling,
-        stop_tokens=request.end_tokens,
+        stop_tokens=request.stop_tokens,
     )
     return [piece.token for piece in pieces]
 
@@ -59,7 +59,7 @@ def alone(model, request, tokenizer):
 def test_many_requests_get_what_each_gets_alone(name, count):
     model, tokenizer = tiny(name), byte_tokenizer()
     requests = some_requests(count, 256)
-    batcher = BatchGenerator(model, rows=16, prefill_step=16)
+    batcher = BatchGenerator(model, max_batch_size=16, prefill_step_size=16)
     found = answers(batcher, requests, arrivals=3)
     assert found == [alone(model, request, tokenizer) for request in requests]
     assert len({tuple(tokens) for tokens in found}) > 0.75 * count
@@ -71,7 +71,9 @@ def test_many_requests_get_what_each_gets_alone(name, count):
 def test_other_kinds_of_cache(family):
     model = family_model(family)
     requests = some_requests(12, VOCABULARY, longest=40)
-    found = answers(BatchGenerator(model, rows=5, prefill_step=8), requests)
+    found = answers(
+        BatchGenerator(model, max_batch_size=5, prefill_step_size=8), requests
+    )
     tokenizer = byte_tokenizer()
     assert found == [alone(model, request, tokenizer) for request in requests]
 
@@ -86,7 +88,7 @@ def test_what_cannot_hold_several_is_refused():
 
 
 def test_no_one_starves_behind_a_long_prompt():
-    batcher = BatchGenerator(tiny("llama"), rows=4, prefill_step=8)
+    batcher = BatchGenerator(tiny("llama"), max_batch_size=4, prefill_step_size=8)
     short, long = (
         GenerationRequest([1, 2], max_tokens=40),
         GenerationRequest([1] * 200, max_tokens=2),
@@ -106,7 +108,7 @@ def test_no_one_starves_behind_a_long_prompt():
 
 
 def test_first_come_first_served_when_the_batch_is_full():
-    batcher = BatchGenerator(tiny("llama"), rows=2)
+    batcher = BatchGenerator(tiny("llama"), max_batch_size=2)
     requests = [GenerationRequest([number + 1], max_tokens=4) for number in range(7)]
     for request in requests:
         batcher.submit(request)
@@ -121,7 +123,7 @@ def test_first_come_first_served_when_the_batch_is_full():
 
 def test_a_cancelled_request_frees_its_cache_and_says_no_more():
     model = tiny("llama")
-    batcher = BatchGenerator(model, rows=4)
+    batcher = BatchGenerator(model, max_batch_size=4)
     gone, stays = (
         GenerationRequest([1] * 300, max_tokens=99),
         GenerationRequest([2] * 20, max_tokens=9),
@@ -147,7 +149,7 @@ def test_a_cancelled_request_frees_its_cache_and_says_no_more():
 def test_a_cancelled_row_leaves_the_others_alone():
     model, tokenizer = tiny("gemma3"), byte_tokenizer()
     requests = some_requests(9, 256, seed=5)
-    batcher = BatchGenerator(model, rows=9)
+    batcher = BatchGenerator(model, max_batch_size=9)
     for request in requests:
         batcher.submit(request)
     found = {id(request): [] for request in requests}

@@ -32,7 +32,7 @@ def lmx(*words):
 
 
 def test_streams_the_text_and_reports_on_stderr(generator, run_folder, capsys):
-    expected = generator.ask("hello", max_tokens=12)
+    expected = generator.chat("hello", max_tokens=12)
     assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 12) == 0
     out, err = capsys.readouterr()
     assert out == expected.text + "\n"
@@ -67,7 +67,7 @@ def test_system_message_and_prompt_from_a_file(
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "né?"},
     ]
-    expected = generator.ask(messages, max_tokens=5).text + "\n"
+    expected = generator.chat(messages, max_tokens=5).text + "\n"
     options = ["--system", "be brief", "--max-tokens", 5, "--prompt-file"]
     file = tmp_path / "prompt.txt"
     file.write_text("né?", encoding="utf-8")

@@ -19,7 +19,7 @@ def simulate(controller, costs, draft, rate, tokens=2000, seed=0, noise=0.02):
         length = controller.length()
         if not length:
             seconds = sum(1 + noise * draw.standard_normal() for _ in range(BURST))
-            controller.learn_plain(BURST, seconds)
+            controller.record_plain(BURST, seconds)
             said += BURST
         else:
             seconds = costs[length] + draft * length
@@ -27,7 +27,7 @@ def simulate(controller, costs, draft, rate, tokens=2000, seed=0, noise=0.02):
             stood = 0
             while stood < length and draw.random() < rate:
                 stood += 1
-            controller.learn(length, stood, seconds)
+            controller.record_round(length, stood, seconds)
             said += stood + 1
         total += seconds
     return total / said
@@ -60,7 +60,7 @@ def test_a_parked_controller_notices_when_guesses_begin_to_stand():
 
 
 def test_tokens_of_a_round_are_those_of_theory():
-    controller = DraftLengthController(longest=4)
+    controller = DraftLengthController(max_draft_tokens=4)
     controller.stood, controller.tried = [8.0, 4.0, 2.0, 1.0], [10.0, 8.0, 4.0, 2.0]
     assert controller.tokens(0) == 1
     assert controller.tokens(3) == pytest.approx(1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.25)

@@ -35,7 +35,7 @@ def prompt_of(length, seed=0):
 def test_greedy_text_is_that_of_mlx_lm(model, tokenizer):
     from mlx_lm import generate
 
-    generator = Generator(model, tokenizer, prefill_step=8)
+    generator = Generator(model, tokenizer, prefill_step_size=8)
     texts = set()
     for length in LENGTHS:
         prompt = prompt_of(length)
@@ -61,7 +61,7 @@ def test_cached_logits_equal_uncached_at_every_position(model):
         assert error <= 1e-5 * spread, width
         session = CacheState(model)
         prefill(session, tokens[:, :40], width=width)
-        later = [session.read(tokens[:, i : i + 1]) for i in range(40, 48)]
+        later = [session.forward(tokens[:, i : i + 1]) for i in range(40, 48)]
         error = mx.max(mx.abs(mx.concatenate(later, axis=1) - whole[:, 40:])).item()
         assert error <= 1e-5 * spread, width
 
@@ -76,21 +76,21 @@ def test_a_lost_token_is_seen_by_that_comparison(model):
 
 def test_many_prompts_at_once_give_the_answers_of_each_alone(model):
     tokenizer = byte_tokenizer(eos=[*"aeiostuU", "<|im_end|>"])
-    generator = Generator(model, tokenizer, prefill_step=8)
+    generator = Generator(model, tokenizer, prefill_step_size=8)
     lengths = [5, 20, 5, 1, 20, 20, 5]
     prompts = [prompt_of(n, seed) for seed, n in enumerate(lengths)]
     alone = [generator.generate(prompt, max_tokens=30) for prompt in prompts]
-    assert generator.complete(prompts, max_tokens=30) == [g.text for g in alone]
+    assert generator.batch_generate(prompts, max_tokens=30) == [g.text for g in alone]
     assert len({len(g.tokens) for g in alone}) > 2  # rows end at different steps
 
 
 def test_more_prompts_than_a_batch_holds(llama, tokenizer):
     generator = Generator(llama, tokenizer)
     prompts = [prompt_of(3, seed) for seed in range(70)]
-    answers = generator.complete(prompts, max_tokens=3)
+    answers = generator.batch_generate(prompts, max_tokens=3)
     alone = [generator.generate(prompts[i], max_tokens=3).text for i in (0, 31, 32, 69)]
     assert [answers[i] for i in (0, 31, 32, 69)] == alone
-    assert generator.complete([], max_tokens=3) == []
+    assert generator.batch_generate([], max_tokens=3) == []
 
 
 @pytest.mark.parametrize("end", [257, 258])
@@ -104,7 +104,7 @@ def test_every_end_of_sequence_id_stops(end):
     generation = generator.generate(prompt, max_tokens=10)
     assert (generation.text, len(generation.tokens)) == ("abc", 3)
     assert generation.finish_reason == "stop"
-    assert generator.complete([prompt], max_tokens=10) == ["abc"]
+    assert generator.batch_generate([prompt], max_tokens=10) == ["abc"]
 
 
 def test_given_stop_tokens_replace_the_tokenizers():
@@ -144,11 +144,11 @@ def test_the_next_step_runs_before_the_token_is_read():
 
 def test_the_prompt_is_read_in_chunks_and_its_last_token_apart():
     generator, _ = scripted("a")
-    generator.prefill_step = 8
+    generator.prefill_step_size = 8
     list(generator.stream([1] * 20, max_tokens=1))
     assert [width for _, width in generator.model.calls] == [8, 8, 3, 1]
     generator.model.calls.clear()
-    generator.complete([[1] * 20] * 4, max_tokens=1)
+    generator.batch_generate([[1] * 20] * 4, max_tokens=1)
     assert generator.model.calls == [(4, 2)] * 9 + [(4, 1), (4, 1)]
 
 
@@ -180,7 +180,7 @@ def test_logprobs_are_those_of_the_model(model, tokenizer):
 def test_figures_of_a_generation(llama, tokenizer):
     seen = []
     generation = Generator(llama, tokenizer).generate(
-        [5, 6, 7], max_tokens=6, stop_tokens=(), on_piece=seen.append
+        [5, 6, 7], max_tokens=6, stop_tokens=(), on_token=seen.append
     )
     assert [p.token for p in seen] == generation.tokens
     assert len(generation.tokens) == 6
@@ -201,7 +201,7 @@ def test_prompts_that_cannot_be(llama, tokenizer):
     for ask in (
         generator.stream,
         generator.generate,
-        lambda p: generator.complete([p]),
+        lambda p: generator.batch_generate([p]),
     ):
         with pytest.raises(UserError, match="prompt is empty"):
             ask([])
@@ -225,13 +225,13 @@ TEMPLATE = (
 def test_encode_with_and_without_a_template(llama, tokenizer):
     plain, chat = Generator(llama, tokenizer), byte_tokenizer(template=TEMPLATE)
     messages = [{"role": "user", "content": "hi"}]
-    assert plain.encode("hi") == plain.encode(messages) == tokenizer.encode("hi")
+    assert plain.encode_chat("hi") == plain.encode_chat(messages) == tokenizer.encode("hi")
     asked = Generator(llama, chat)
-    assert chat.decode(asked.encode("hi")) == "<|im_start|>hi<|im_end|>>"
-    assert asked.encode("hi") == asked.encode(messages)
-    assert asked.ask("hi", max_tokens=3) is not None
+    assert chat.decode(asked.encode_chat("hi")) == "<|im_start|>hi<|im_end|>>"
+    assert asked.encode_chat("hi") == asked.encode_chat(messages)
+    assert asked.chat("hi", max_tokens=3) is not None
     with pytest.raises(UserError, match="refuses these messages: no system"):
-        asked.encode([{"role": "system", "content": "x"}, *messages])
+        asked.encode_chat([{"role": "system", "content": "x"}, *messages])
 
 
 def test_text_gets_one_bos(llama):
@@ -245,7 +245,9 @@ def test_text_gets_one_bos(llama):
     generator = Generator(llama, tokenizer)
     tokens = generator.encode_text("hi")
     assert tokens[0] == 256
-    assert generator.encode_text("<|im_start|>hi") == generator.encode("hi") == tokens
+    assert (
+        generator.encode_text("<|im_start|>hi") == generator.encode_chat("hi") == tokens
+    )
 
 
 def test_a_model_that_thinks_may_be_asked_not_to(llama):
@@ -253,8 +255,8 @@ def test_a_model_that_thinks_may_be_asked_not_to(llama):
     chat.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     thinker = type(chat)(chat._tokenizer, type(chat._detokenizer), chat.eos_token_ids)
     generator = Generator(llama, thinker)
-    assert thinker.decode(generator.encode("hi")).endswith(">?")
-    assert thinker.decode(generator.encode("hi", thinking=False)).endswith(">>")
+    assert thinker.decode(generator.encode_chat("hi")).endswith(">?")
+    assert thinker.decode(generator.encode_chat("hi", thinking=False)).endswith(">>")
 
 
 def test_the_wired_limit_is_put_back(llama, tokenizer, monkeypatch):

@@ -33,7 +33,7 @@ def speculated(model, sampling=GREEDY, **options):
     speculator = SpeculativeDecoder(
         CacheState(model),
         DraftModelProposer(model),
-        controller=DraftLengthController(longest=4, fixed=4),
+        draft_length=DraftLengthController(max_draft_tokens=4, fixed=4),
         sampling=sampling,
         **options,
     )
@@ -47,24 +47,28 @@ def test_flips_are_found_with_their_margins():
     found = check_parity(CacheState(model), PROMPT, said, GREEDY)
     plain = speculated(model)
     first = next(i for i in range(200) if plain[i] != said[i])
-    flip = found.flips[0]
-    assert (flip.place, flip.said, flip.best) == (first, said[first], plain[first])
+    flip = found.mismatches[0]
+    assert (flip.position, flip.token, flip.expected) == (
+        first,
+        said[first],
+        plain[first],
+    )
     logits = model(mx.array([[*PROMPT, *said[:first]]]))[0, -1]
     second, best = mx.sort(logits)[-2:].tolist()
     assert flip.margin == pytest.approx(best - second, abs=1e-4)
     report = found.to_json()
-    assert report["flips"] == len(found.flips) > 1
-    assert report["flips_per_1000"] == pytest.approx(5 * len(found.flips))
-    assert report["first_flip"]["place"] == first
+    assert report["mismatches"] == len(found.mismatches) > 1
+    assert report["mismatches_per_1000"] == pytest.approx(5 * len(found.mismatches))
+    assert report["first_mismatch"]["position"] == first
 
 
 def test_more_than_rounding_is_told_from_rounding():
     model = tiny("llama")
     plain = speculated(model)
-    assert check_parity(CacheState(model), PROMPT, plain, GREEDY).flips == []
+    assert check_parity(CacheState(model), PROMPT, plain, GREEDY).mismatches == []
     wrong = [*plain[:50], (plain[50] + 1) % 260, *plain[51:]]
     assert not check_parity(CacheState(model), PROMPT, wrong, GREEDY).to_json()[
-        "rounding_explains_all"
+        "all_from_rounding"
     ]
 
 
@@ -72,5 +76,7 @@ def test_verified_one_by_one_nothing_flips():
     """The passes of several tokens alone are off, so whoever has none is exact."""
     for sampling in (GREEDY, Sampling(repetition_penalty=1.2)):
         model = tiny("llama")
-        said = speculated(Uneven(model, 0.5), sampling, one_by_one=True, prefill_step=1)
-        assert check_parity(CacheState(model), PROMPT, said, sampling).flips == []
+        said = speculated(
+            Uneven(model, 0.5), sampling, sequential_verify=True, prefill_step_size=1
+        )
+        assert check_parity(CacheState(model), PROMPT, said, sampling).mismatches == []

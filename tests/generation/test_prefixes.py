@@ -18,7 +18,7 @@ FAMILIES = ["llama", "gemma3", "qwen3_next", "deepseek_v3", "falcon_h1", "llama4
 
 def read_in_parts(session, tokens, part=7):
     for start in range(0, tokens.shape[1], part):
-        logits = session.read(tokens[:, start : start + part])
+        logits = session.forward(tokens[:, start : start + part])
     return logits
 
 
@@ -40,7 +40,7 @@ def test_a_saved_session_goes_on_identically(family, tmp_path):
     )
     for token in ids(some_tokens(12, seed=1)):
         one = mx.array([[token]])
-        assert mx.array_equal(again.read(one), session.read(one))
+        assert mx.array_equal(again.forward(one), session.forward(one))
 
 
 def test_quantized_keys_are_saved_too(tmp_path):
@@ -53,13 +53,13 @@ def test_quantized_keys_are_saved_too(tmp_path):
     again = CacheState(model, kv_bits=8)
     prefix_cache.load_prompt_cache(again, tmp_path / "chat", digest="d")
     one = some_tokens(1, seed=1)
-    assert mx.array_equal(again.read(one), session.read(one))
+    assert mx.array_equal(again.forward(one), session.forward(one))
 
 
 def test_another_models_or_a_damaged_session_is_refused(tmp_path):
     model, tokens = tiny("llama"), some_tokens(9)
     session, folder = CacheState(model), tmp_path / "chat"
-    session.read(tokens)
+    session.forward(tokens)
     prefix_cache.save_prompt_cache(session, folder, digest="d", tokens=ids(tokens))
     with pytest.raises(UserError, match="another model"):
         prefix_cache.load_prompt_cache(CacheState(model), folder, digest="e")
@@ -86,18 +86,18 @@ def test_a_second_turn_is_that_of_a_fresh_session(family):
     first = some_tokens(LONG)
     session = CacheState(model)
     read_in_parts(session, first)
-    prefixes.keep(ids(first), session)
+    prefixes.insert(ids(first), session)
     # The kept one is a copy: its session goes another way.
-    session.read(some_tokens(3, seed=9))
+    session.forward(some_tokens(3, seed=9))
     for same in (LONG, LONG - 1, LONG - 4, 5, 0):
         second = ids(first)[:same] + ids(some_tokens(6, seed=same + 1))
-        resumed, length = prefixes.resume(second, lambda: CacheState(model))
+        resumed, length = prefixes.fetch(second, lambda: CacheState(model))
         assert length == resumed.length <= same
         if same == LONG:
             assert length == LONG
         rest = mx.array([second[length:]])
         whole = read_in_parts(CacheState(model), mx.array([second]))
-        close(resumed.read(rest)[:, -1], whole[:, -1])
+        close(resumed.forward(rest)[:, -1], whole[:, -1])
 
 
 def test_attention_reuses_all_it_shares_and_a_window_what_it_still_holds():
@@ -105,19 +105,19 @@ def test_attention_reuses_all_it_shares_and_a_window_what_it_still_holds():
     for family, expected in (("llama", 20), ("gemma3", 20), ("falcon_h1", 0)):
         model, prefixes = tiny(family), PrefixCache(1 << 30)
         session = CacheState(model)
-        session.read(mx.array([tokens]))
-        prefixes.keep(tokens, session)
+        session.forward(mx.array([tokens]))
+        prefixes.insert(tokens, session)
         asked = [*tokens[:20], 1, 2, 3]
-        _, length = prefixes.resume(asked, lambda model=model: CacheState(model))
+        _, length = prefixes.fetch(asked, lambda model=model: CacheState(model))
         assert length == expected, family
 
 
 def test_the_last_token_is_always_left_to_read():
     model, tokens = tiny("llama"), some_tokens(9)
     session, prefixes = CacheState(model), PrefixCache(1 << 30)
-    session.read(tokens)
-    prefixes.keep(ids(tokens), session)
-    assert prefixes.resume(ids(tokens), lambda: CacheState(model))[1] == 8
+    session.forward(tokens)
+    prefixes.insert(ids(tokens), session)
+    assert prefixes.fetch(ids(tokens), lambda: CacheState(model))[1] == 8
 
 
 def ends_by_length(generator, prompt):
@@ -150,13 +150,15 @@ def left_early(generator, prompt):
     "first_turn", [ends_by_length, ends_by_token, ends_by_text, left_early]
 )
 def test_the_next_turn_is_that_without_reuse(model, first_turn):
-    plain = Generator(random_model(model), byte_tokenizer(), prefill_step=8)
+    plain = Generator(random_model(model), byte_tokenizer(), prefill_step_size=8)
     prefixes = PrefixCache(1 << 30)
-    reusing = Generator(plain.model, plain.tokenizer, prefixes=prefixes, prefill_step=8)
+    reusing = Generator(
+        plain.model, plain.tokenizer, prefix_cache=prefixes, prefill_step_size=8
+    )
     for seed in range(3):
         prompt = [*range(seed, 60 + seed, 2)]
         said = first_turn(reusing, prompt)
-        session, length = prefixes.resume(
+        session, length = prefixes.fetch(
             [*prompt, *said, 0], lambda: CacheState(plain.model)
         )
         assert length == session.length >= len(prompt) + len(said) - 1
@@ -172,20 +174,19 @@ def test_memory_is_bounded_and_the_oldest_goes_first():
     def kept(prefixes, seed):
         tokens = some_tokens(9, seed=seed)
         session = CacheState(model)
-        session.read(tokens)
-        prefixes.keep(ids(tokens), session)
+        session.forward(tokens)
+        prefixes.insert(ids(tokens), session)
         return ids(tokens), session.nbytes
 
     prefixes = PrefixCache(1 << 30)
     _, size = kept(prefixes, 0)
     prefixes = PrefixCache(2 * size)
     one, two = kept(prefixes, 1)[0], kept(prefixes, 2)[0]
-    prefixes.resume([*one, 1], lambda: CacheState(model))
+    prefixes.fetch([*one, 1], lambda: CacheState(model))
     three = kept(prefixes, 3)[0]
     assert prefixes.nbytes <= 2 * size
     lengths = [
-        prefixes.resume([*t, 1], lambda: CacheState(model))[1]
-        for t in (one, two, three)
+        prefixes.fetch([*t, 1], lambda: CacheState(model))[1] for t in (one, two, three)
     ]
     assert lengths == [9, 0, 9]
     small = PrefixCache(size - 1)

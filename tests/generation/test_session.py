@@ -34,19 +34,19 @@ def test_a_session_reads_as_no_cache_and_takes_back(family):
     # Without any, mlx-lm's gemma3n does not share keys between layers.
     whole = model(tokens, cache=make_cache(model) if family == "gemma3n" else None)
     session = CacheState(model)
-    close(session.read(tokens[:, : WINDOW + 1]), whole[:, : WINDOW + 1])
+    close(session.forward(tokens[:, : WINDOW + 1]), whole[:, : WINDOW + 1])
     draw = np.random.default_rng(1)
     while session.length < LONG - 5:
         session.checkpoint()
         start, wrong = session.length, some_tokens(5, seed=session.length)
         right = int(draw.integers(0, 5))
         guess = mx.concatenate([tokens[:, start : start + right], wrong], axis=1)
-        session.read(guess[:, :2])
-        session.read(guess[:, 2:])
+        session.forward(guess[:, :2])
+        session.forward(guess[:, 2:])
         session.rollback(guess.shape[1] - right)
         assert session.length == start + right
         step = tokens[:, session.length : session.length + 1]
-        close(session.read(step)[:, 0], whole[:, session.length - 1])
+        close(session.forward(step)[:, 0], whole[:, session.length - 1])
 
 
 def test_stock_windows_cannot_take_back(monkeypatch):
@@ -55,12 +55,12 @@ def test_stock_windows_cannot_take_back(monkeypatch):
     model, tokens = tiny("gemma3"), some_tokens(LONG)
     session = CacheState(model)
     for place in range(2 * WINDOW):
-        session.read(tokens[:, place : place + 1])
+        session.forward(tokens[:, place : place + 1])
     session.checkpoint()
-    session.read(some_tokens(4, seed=1))
+    session.forward(some_tokens(4, seed=1))
     session.rollback(4)
     step = tokens[:, session.length : session.length + 1]
-    off = session.read(step)[:, 0] - model(tokens)[:, session.length - 1]
+    off = session.forward(step)[:, 0] - model(tokens)[:, session.length - 1]
     assert mx.abs(off).max().item() > 1e-3
 
 
@@ -71,9 +71,11 @@ def test_a_long_window_is_moved_on_without_loss(monkeypatch):
     whole, session = model(tokens), CacheState(model)
     for start in range(0, tokens.shape[1], 3):
         session.checkpoint()
-        session.read(some_tokens(4, seed=start))
+        session.forward(some_tokens(4, seed=start))
         session.rollback(4)
-        close(session.read(tokens[:, start : start + 3]), whole[:, start : start + 3])
+        close(
+            session.forward(tokens[:, start : start + 3]), whole[:, start : start + 3]
+        )
     held = session.caches[0].keys.shape[2]
     assert held <= WINDOW + 4 + 4 + 2 * 8
 
@@ -81,21 +83,24 @@ def test_a_long_window_is_moved_on_without_loss(monkeypatch):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_quantized_keys_and_values_are_near_and_taken_back(bits):
     model, tokens = tiny("llama", head_dim=32), some_tokens(40)
-    whole, exact = model(tokens), CacheState(model, kv_bits=bits, kv_start=100)
-    close(exact.read(tokens), whole)
-    session = CacheState(model, kv_bits=bits, kv_start=16)
-    session.read(tokens[:, :20])
+    whole, exact = (
+        model(tokens),
+        CacheState(model, kv_bits=bits, quantized_kv_start=100),
+    )
+    close(exact.forward(tokens), whole)
+    session = CacheState(model, kv_bits=bits, quantized_kv_start=16)
+    session.forward(tokens[:, :20])
     assert session.nbytes < exact.nbytes / 2
-    near = session.read(tokens[:, 20:30])
+    near = session.forward(tokens[:, 20:30])
     assert 0 < mx.abs(near - whole[:, 20:30]).max().item() < 0.2 * mx.abs(whole).max()
     session.checkpoint()
-    session.read(some_tokens(3, seed=1))
+    session.forward(some_tokens(3, seed=1))
     session.rollback(3)
-    again = session.read(tokens[:, 30:31])
-    plain = CacheState(model, kv_bits=bits, kv_start=16)
+    again = session.forward(tokens[:, 30:31])
+    plain = CacheState(model, kv_bits=bits, quantized_kv_start=16)
     for part in (tokens[:, :20], tokens[:, 20:30]):
-        plain.read(part)
-    close(again, plain.read(tokens[:, 30:31]))
+        plain.forward(part)
+    close(again, plain.forward(tokens[:, 30:31]))
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mamba"])
@@ -106,8 +111,8 @@ def test_what_cannot_be_quantized_is_refused(family):
 
 def test_more_than_was_read_since_the_checkpoint_is_our_own_fault():
     session = CacheState(tiny("llama"))
-    session.read(some_tokens(4))
+    session.forward(some_tokens(4))
     session.checkpoint()
-    session.read(some_tokens(2))
+    session.forward(some_tokens(2))
     with pytest.raises(AssertionError, match="since the checkpoint"):
         session.rollback(3)

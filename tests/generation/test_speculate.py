@@ -75,9 +75,13 @@ def tokens_of(generator, prompt=PROMPT, **options):
 
 
 def speculative(model, propose, length=None, **options):
-    controller = DraftLengthController(longest=8, fixed=length)
+    controller = DraftLengthController(max_draft_tokens=8, fixed=length)
     return Generator(
-        model, byte_tokenizer(), propose=propose, controller=controller, **options
+        model,
+        byte_tokenizer(),
+        make_proposer=propose,
+        draft_length=controller,
+        **options,
     )
 
 
@@ -146,8 +150,8 @@ def test_a_model_that_drafts_for_itself_needs_the_fewest_passes(length):
     assert tokens_of(generator, max_tokens=41) == plain
     # The prompt but its last token, that token alone, then rounds of forty tokens.
     assert len(calls) - 2 == math.ceil(40 / (length + 1))
-    assert generator.speculation.acceptance_rate == 1
-    assert generator.speculation.by_position == [1.0] * length
+    assert generator.speculative_stats.acceptance_rate == 1
+    assert generator.speculative_stats.acceptance_rate_by_position == [1.0] * length
 
 
 def test_stops_and_limits_fall_inside_of_guesses_that_stood():
@@ -192,7 +196,7 @@ def test_the_next_turn_begins_from_exactly_what_was_said(family):
     for length in (1, 4, 8):
         prefixes = PrefixCache(1 << 30)
         generator = speculative(
-            model, lambda: Noisy(PROMPT + said), length, prefixes=prefixes
+            model, lambda: Noisy(PROMPT + said), length, prefix_cache=prefixes
         )
         for limit in (1, 2, 3, 4, 5, 9, 20):
             first = tokens_of(generator, max_tokens=limit)
@@ -255,14 +259,14 @@ def test_sampled_text_keeps_its_distribution(monkeypatch):
     count, tokenizer = 2000, byte_tokenizer()
     monkeypatch.setattr("test_verify.SAMPLES", count)
     target, draft = laws(Sampling(temperature=1.0))
-    controller = DraftLengthController(longest=3)
+    controller = DraftLengthController(max_draft_tokens=3)
     said = np.zeros((count, 3), int)
     for seed in range(count):
         generator = Generator(
             Table(target),
             tokenizer,
-            propose=lambda seed=seed: DraftModelProposer(Table(draft), seed=seed),
-            controller=controller,
+            make_proposer=lambda seed=seed: DraftModelProposer(Table(draft), seed=seed),
+            draft_length=controller,
         )
         options = {"max_tokens": 3, "stop_tokens": ()}
         sampling = Sampling(temperature=1.0, seed=seed)

@@ -66,7 +66,7 @@ def chat(generator, turns, count):
     messages, answers = [], []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        answers.append(generator.ask(messages, max_tokens=count).text)
+        answers.append(generator.chat(messages, max_tokens=count).text)
         messages.append({"role": "assistant", "content": answers[-1]})
     return answers
 
@@ -111,14 +111,14 @@ def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch
 
     def counting(args, loaded):
         made = own(args, loaded)
-        resume = made.prefixes.resume
+        resume = made.prefix_cache.fetch
 
         def counted(*arguments):
             found = resume(*arguments)
             read.append(found[1])
             return found
 
-        made.prefixes.resume = counted
+        made.prefix_cache.fetch = counted
         return made
 
     monkeypatch.setattr(generate, "open_generator", counting)
@@ -152,10 +152,10 @@ def test_a_draft_changes_no_text(name, folder, draft, answered, monkeypatch):
     assert found["speculation"]["rounds"] > (0 if name == "prompt-lookup" else 5)
     assert found["parity"] == {
         "tokens": 60,
-        "flips": 0,
-        "flips_per_1000": 0.0,
-        "first_flip": None,
-        "rounding_explains_all": True,
+        "mismatches": 0,
+        "mismatches_per_1000": 0.0,
+        "first_mismatch": None,
+        "all_from_rounding": True,
     }
 
 
@@ -221,10 +221,10 @@ def test_rows_are_answered_in_order_as_if_alone(generator, folder, answered, tmp
     found = answered(folder, "--input-file", file, "--max-tokens", 9)
     sampling = Sampling(0.9, seed=4)
     expected = [
-        generator.ask("first", max_tokens=20),
-        generator.ask(messages, max_tokens=9, sampling=sampling),
-        generator.ask("third", max_tokens=0),
-        generator.ask("fourth", max_tokens=2),
+        generator.chat("first", max_tokens=20),
+        generator.chat(messages, max_tokens=9, sampling=sampling),
+        generator.chat("third", max_tokens=0),
+        generator.chat("fourth", max_tokens=2),
     ]
     assert [row["index"] for row in found] == [0, 1, 2, 3]
     for row, one in zip(found, expected, strict=True):
@@ -235,7 +235,7 @@ def test_rows_are_answered_in_order_as_if_alone(generator, folder, answered, tmp
 
 
 def test_a_row_ends_at_a_stop_text(generator, folder, answered, tmp_path):
-    text = generator.ask("first", max_tokens=20).text
+    text = generator.chat("first", max_tokens=20).text
     stop = text[4:6]
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "first"}\n{"prompt": "other"}\n')
@@ -272,7 +272,7 @@ def test_penalties_and_stops_reach_the_generator(generator, folder, answered):
     penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5}
     penalties["frequency_penalty"] = 0.3
     sampling = Sampling(**penalties)
-    expected = generator.ask("hello", max_tokens=30, sampling=sampling)
+    expected = generator.chat("hello", max_tokens=30, sampling=sampling)
     words += [f"--{n.replace('_', '-')}={v}" for n, v in penalties.items()]
     (found,) = answered(*words)
     assert found["tokens"] == expected.tokens
@@ -305,7 +305,7 @@ def test_an_adapter_changes_the_answer_and_the_session(
     words = [folder, "--json", "--prompt", "hello", "--max-tokens", 12]
     (plain,) = answered(*words, "--save-prompt-cache", tmp_path / "session")
     (found,) = answered(*words, "--adapter-path", tmp_path)
-    expected = Generator(adapted, generator.tokenizer).ask("hello", max_tokens=12)
+    expected = Generator(adapted, generator.tokenizer).chat("hello", max_tokens=12)
     assert found["text"] == expected.text != plain["text"]
     with pytest.raises(UserError, match="another model's"):
         lmx(
@@ -321,9 +321,9 @@ def test_guesses_can_be_verified_one_by_one(folder, draft, answered, monkeypatch
     """No pass of the target has two tokens then, but those of the prompt."""
     from lmx.generation.kv_cache import CacheState
 
-    widths, own = [], CacheState.read
+    widths, own = [], CacheState.forward
 
-    def read(self, tokens):
+    def forward(self, tokens):
         if self.model is not drafted[0]:
             widths.append(tokens.shape[1])
         return own(self, tokens)
@@ -346,7 +346,7 @@ def test_guesses_can_be_verified_one_by_one(folder, draft, answered, monkeypatch
     ]
     words += ["--num-draft-tokens", 3]
     (plain,) = answered(*words)
-    monkeypatch.setattr(CacheState, "read", read)
+    monkeypatch.setattr(CacheState, "forward", forward)
     drafted.clear()
     (found,) = answered(*words, "--sequential-verify")
     assert found["tokens"] == plain["tokens"]
@@ -375,7 +375,7 @@ def test_keys_and_values_can_be_kept_quantized(answered):
     (plain,) = answered(*words)
     (found,) = answered(*words, "--kv-bits", 4, "--quantized-kv-start", 12)
     loaded = load(folder)
-    options = {"kv_bits": 4, "kv_start": 12}
+    options = {"kv_bits": 4, "quantized_kv_start": 12}
     expected = Generator(loaded.model, loaded.tokenizer, **options)
     prompt = expected.encode_text("the quick")
     asked = {"max_tokens": 40, "sampling": Sampling(1.0)}

@@ -17,12 +17,7 @@ LORA = {"type": "lora", "rank": 8}
 GRID = {"bits": 4, "group_size": 32}
 ALWAYS = {"perplexity", "perplexity_stderr", "bits_per_weight", "bytes", "exact_match"}
 COMPARED = {"kl_mean", "kl_p99", "top1_agreement"}
-GUESSED = {
-    "acceptance_rate",
-    "acceptance_rate_by_position",
-    "accepted_length",
-    "speedup",
-}
+GUESSED = {"acceptance_rate", "acceptance_rate_by_position", "accepted_length", "speedup"}
 SPEEDS = {"ttft_ms", "prefill_tokens_per_second", "decode_tokens_per_second"}
 
 
@@ -62,8 +57,8 @@ def check_report(report, names):
         assert figures["generation"].keys() == SPEEDS
         for tail in figures["generation"].values():
             assert tail.keys() == {"p50", "p90", "p99"}
-        assert figures["speculation"].keys() == {"lookup"}
-        guessing = figures["speculation"]["lookup"]
+        assert figures["speculation"].keys() == {"prompt_lookup"}
+        guessing = figures["speculation"]["prompt_lookup"]
         assert guessing.keys() == GUESSED
         assert guessing["speedup"] > 0
         numbers = [v for v in figures.values() if isinstance(v, float)]
@@ -132,7 +127,7 @@ def test_stock_mlx_lm_says_the_same(whole, finished, kind):
     folder = run.output / "model"
     loaded = load(folder, compute="float32")
     generator = Generator(loaded.model, loaded.tokenizer)
-    prompts = [generator.encode(f"Add {n} and 1.") for n in (1, 22, 333)]
+    prompts = [generator.encode_chat(f"Add {n} and 1.") for n in (1, 22, 333)]
     found = [generator.generate(p, max_tokens=12).text for p in prompts]
     assert found == greedy(folder, prompts, 12)
     assert all(len(text) > 10 for text in found)

@@ -18,9 +18,9 @@ def chat(asked, answer, skill=None):
 class Generator:
     """Says what it was given."""
 
-    positions = 30
+    max_positions = 30
 
-    def encode(self, messages, *, thinking):
+    def encode_chat(self, messages, *, thinking):
         assert not thinking
         return [*messages[-1]["content"]]
 

@@ -33,7 +33,7 @@ REPORT = {
                 "model.layers.1.router": GRID | {"error": None},
             },
             "speculation": {
-                "lookup": {
+                "prompt_lookup": {
                     "acceptance_rate": 0.41,
                     "accepted_length": 1.9,
                     "speedup": 1.3,

@@ -107,13 +107,17 @@ def generate_requests(
     Raises:
         UserError: a prompt that the model cannot read.
     """
-    batcher = BatchGenerator(generator.model, prefill_step=generator.prefill_step)
-    ends, pending, waiting = generator.end_tokens(None), [], {}
+    batcher = BatchGenerator(
+        generator.model, prefill_step_size=generator.prefill_step_size
+    )
+    ends, pending, waiting = generator.resolve_stop_tokens(None), [], {}
     for index, row in enumerate(rows):
         own = {name: row[name] for name in ("temperature", "seed") if name in row}
         try:
             prompt = _encoded(generator, row, system, raw)
-            count = generator.allowed(prompt, row.get("max_tokens", max_tokens))
+            count = generator.clamp_max_tokens(
+                prompt, row.get("max_tokens", max_tokens)
+            )
             request = GenerationRequest(prompt, count, replace(sampling, **own), ends)
         except UserError as error:
             raise UserError(error.message, place=row["place"]) from error
@@ -136,7 +140,7 @@ def _take(row: BatchRequest, token: int, last: bool, batcher: BatchGenerator) ->
         return
     text, row.finish_reason = row.spoken.add(token, last=last)
     row.text += text
-    row.tokens += token not in row.request.end_tokens
+    row.tokens += token not in row.request.stop_tokens
     if row.finish_reason:
         batcher.cancel(row.request)
 
@@ -145,10 +149,10 @@ def _encoded(
     generator: Generator, row: dict, system: str | None, raw: bool
 ) -> list[int]:
     if "messages" in row:
-        return generator.encode(row["messages"])
+        return generator.encode_chat(row["messages"])
     if raw:
         return generator.encode_text(row["prompt"])
     messages = [{"role": "user", "content": row["prompt"]}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    return generator.encode(messages)
+    return generator.encode_chat(messages)

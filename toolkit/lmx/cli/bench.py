@@ -157,9 +157,9 @@ def _ways(
         return lambda: Generator(
             loaded.model,
             loaded.tokenizer,
-            propose=propose,
-            controller=draft_length_controller(args.num_draft_tokens),
-            one_by_one=args.sequential_verify,
+            make_proposer=propose,
+            draft_length=draft_length_controller(args.num_draft_tokens),
+            sequential_verify=args.sequential_verify,
         )
 
     makers = _makers(args, loaded, tokens).items()

@@ -174,10 +174,10 @@ def open_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generato
     return Generator(
         loaded.model,
         loaded.tokenizer,
-        prefixes=PrefixCache(KEPT) if keeps else None,
-        one_by_one=args.sequential_verify,
+        prefix_cache=PrefixCache(KEPT) if keeps else None,
+        sequential_verify=args.sequential_verify,
         kv_bits=args.kv_bits,
-        kv_start=args.quantized_kv_start,
+        quantized_kv_start=args.quantized_kv_start,
     )
 
 

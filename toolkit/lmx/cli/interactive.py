@@ -41,10 +41,10 @@ class InteractiveSession:
     def info(self, text: str) -> None:
         """Answer on stdout."""
         prompt = self._encode(text)
-        if self._args.draft_model and not self._generator.propose:
+        if self._args.draft_model and not self._generator.make_proposer:
             self._find_draft(prompt)
-        on_piece = {} if self._args.json else {"on_piece": write}
-        generation = self._generator.generate(prompt, **self._asked, **on_piece)
+        on_token = {} if self._args.json else {"on_token": write}
+        generation = self._generator.generate(prompt, **self._asked, **on_token)
         self._messages.append({"role": "assistant", "content": generation.text})
         self._report(prompt, generation)
 
@@ -52,7 +52,7 @@ class InteractiveSession:
         """Keep what was read, if that is asked for."""
         if not self._args.save_prompt_cache:
             return
-        found = self._generator.prefixes.newest(self._generator.fresh_session)
+        found = self._generator.prefix_cache.most_recent(self._generator.new_cache)
         if not found:
             raise UserError("nothing was read that could be saved")
         session, tokens = found
@@ -66,9 +66,9 @@ class InteractiveSession:
 
     def _load(self) -> None:
         folder = Path(self._args.prompt_cache_file).expanduser()
-        session = self._generator.fresh_session()
+        session = self._generator.new_cache()
         tokens = prefix_cache.load_prompt_cache(session, folder, digest=self._digest())
-        self._generator.prefixes.keep(tokens, session)
+        self._generator.prefix_cache.insert(tokens, session)
         if self._args.chat:
             self._messages = prefix_cache.load_messages(folder)
 
@@ -82,23 +82,23 @@ class InteractiveSession:
         if self._args.ignore_chat_template:
             return self._generator.encode_text(text)
         self._messages.append({"role": "user", "content": text})
-        return self._generator.encode(self._messages)
+        return self._generator.encode_chat(self._messages)
 
     def _find_draft(self, prompt: list[int]) -> None:
         args, generator = self._args, self._generator
-        generator.propose = proposer_factory(
+        generator.make_proposer = proposer_factory(
             args.draft_model,
             self._loaded,
             prompt,
             load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
         )
-        if generator.propose is None:
+        if generator.make_proposer is None:
             sys.stderr.write("no draft pays here: decoding plainly\n")
-        generator.controller = draft_length_controller(args.num_draft_tokens)
+        generator.draft_length = draft_length_controller(args.num_draft_tokens)
 
     def _report(self, prompt: list[int], generation: GenerationResult) -> None:
         facts = {"peak_memory_gb": mx.get_peak_memory() / 1e9}
-        if speculation := self._generator.speculation:
+        if speculation := self._generator.speculative_stats:
             facts["speculation"] = speculation.to_json()
         if self._args.check_parity:
             facts["parity"] = self._compared(prompt, generation)
@@ -111,7 +111,7 @@ class InteractiveSession:
             sys.stderr.write(summary(generation, facts) + "\n")
 
     def _compared(self, prompt: list[int], generation: GenerationResult) -> dict:
-        session, sampling = self._generator.fresh_session(), self._asked["sampling"]
+        session, sampling = self._generator.new_cache(), self._asked["sampling"]
         return check_parity(session, prompt, generation.tokens, sampling).to_json()
 
 
@@ -141,15 +141,15 @@ def summary(generation: GenerationResult, facts: dict) -> str:
 def flips(found: dict) -> str:
     """A comparison with plain decoding as a sentence."""
     text = (
-        f"{found['flips']} of {found['tokens']} tokens are not those of plain decoding "
-        f"({found['flips_per_1000']:.2f} in 1,000)"
+        f"{found['mismatches']} of {found['tokens']} tokens are not those of plain decoding "
+        f"({found['mismatches_per_1000']:.2f} in 1,000)"
     )
-    if first := found["first_flip"]:
+    if first := found["first_mismatch"]:
         text += (
-            f"; first at {first['place']}: {first['said']} instead of {first['best']}, "
+            f"; first at {first['position']}: {first['token']} instead of {first['expected']}, "
             f"margin {first['margin']:.4f}"
         )
-    return text + ("" if found["rounding_explains_all"] else ": MORE THAN ROUNDING")
+    return text + ("" if found["all_from_rounding"] else ": MORE THAN ROUNDING")
 
 
 def write(piece: GenerationResponse) -> None:

@@ -24,10 +24,10 @@ class ReferenceCompletion:
 
     target: Any
     prompt: Sequence[int]
-    said: Sequence[int]
+    tokens: Sequence[int]
     sampling: Sampling
 
-    def stands(self, draft: Any) -> np.ndarray:
+    def acceptance_probs(self, draft: Any) -> np.ndarray:
         """The chance [L - 1] that a guess stands at every token but the first.
 
         Of a token x that was drawn from p a guess from q had been accepted with
@@ -43,7 +43,7 @@ class ReferenceCompletion:
     @property
     def _guessed(self) -> mx.array:
         """The first token is no guess's."""
-        return mx.array(self.said[1:], mx.int32)
+        return mx.array(self.tokens[1:], mx.int32)
 
     @cached_property
     def _own_scores(self) -> mx.array:
@@ -59,7 +59,7 @@ class ReferenceCompletion:
 
     def _logits(self, model: Any) -> mx.array:
         """What the tokens but the first are drawn from by a model, [L - 1, V]."""
-        tokens = mx.array([[*self.prompt, *self.said]], mx.int32)
+        tokens = mx.array([[*self.prompt, *self.tokens]], mx.int32)
         logits = model(tokens)[0, len(self.prompt) : -1]
         return self._choice.logits(logits, self._choice.counts)
 
@@ -72,7 +72,7 @@ def all_acceptance_probs(
     texts: Sequence[ReferenceCompletion], draft: Any
 ) -> list[np.ndarray]:
     """What stands of a draft's guesses, of every text that has a second token."""
-    return [text.stands(draft) for text in texts if len(text.said) > 1]
+    return [text.acceptance_probs(draft) for text in texts if len(text.tokens) > 1]
 
 
 def predict_accepted_lengths(stands: Sequence[np.ndarray]) -> list[float]:

@@ -23,7 +23,8 @@ from .acceptance import (
 )
 from .cost_model import SpeculationCosts
 
-PLAIN, PROMPT_LOOKUP, BASELINE_MODEL, DRAFT = "plain", "lookup", "sibling", "draft"
+PLAIN, PROMPT_LOOKUP = "plain", "prompt_lookup"
+BASELINE_MODEL, DRAFT = "baseline_model", "draft"
 
 
 def decoding_modes(temperature: float, seed: int) -> dict[str, Sampling]:
@@ -44,7 +45,7 @@ class DecodingStats:
     Attributes:
         tokens_per_second: of all tokens but the first of every answer.
         speedup: that as a multiple of plain decoding's.
-        acceptance_rate: share of the guesses that stood, of those whose predecessors stood.
+        acceptance: share of the guesses that stood, of those whose predecessors stood.
         accepted_length: tokens of a step of the target, with guesses or without.
         guesses: of a round.
     """
@@ -53,7 +54,7 @@ class DecodingStats:
     speedup: float = 1.0
     acceptance_rate: float | None = None
     accepted_length: float | None = None
-    guesses: int = 0
+    num_draft_tokens: int = 0
 
 
 # By way of decoding.
@@ -73,28 +74,32 @@ class DraftBenchmarkResult:
         curve: the same for 1, 2, ... guesses.
     """
 
-    columns: StatsByPromptSet
-    suites: dict[str, StatsByPromptSet]
-    chance: float
-    length: int
-    predicted_tokens: float
+    stats: StatsByPromptSet
+    prompt_sets: dict[str, StatsByPromptSet]
+    predicted_acceptance_rate: float
+    num_draft_tokens: int
+    predicted_accepted_length: float
     predicted_speedup: float
-    curve: list[float]
+    predicted_accepted_lengths: list[float]
 
-    def named(self, how: str) -> dict[str, StatsByPromptSet]:
+    def by_name(self, how: str) -> dict[str, StatsByPromptSet]:
         """Over all prompts, by the name of the way of sampling, and by suite."""
-        own = {f"{how}, {suite}": columns for suite, columns in self.suites.items()}
-        return {how: self.columns} | own
+        own = {
+            f"{how}, {suite}": columns for suite, columns in self.prompt_sets.items()
+        }
+        return {how: self.stats} | own
 
     def to_json(self) -> dict:
         """For reports: by proposer, and what was predicted of the draft."""
-        return _to_json(self.columns) | {
-            "suites": {name: _to_json(own) for name, own in self.suites.items()},
-            "predicted_acceptance_rate": self.chance,
-            "num_draft_tokens": self.length,
-            "predicted_accepted_length": self.predicted_tokens,
+        return _to_json(self.stats) | {
+            "prompt_sets": {
+                name: _to_json(own) for name, own in self.prompt_sets.items()
+            },
+            "predicted_acceptance_rate": self.predicted_acceptance_rate,
+            "num_draft_tokens": self.num_draft_tokens,
+            "predicted_accepted_length": self.predicted_accepted_length,
             "predicted_speedup": self.predicted_speedup,
-            "predicted_curve": self.curve,
+            "predicted_accepted_lengths": self.predicted_accepted_lengths,
         }
 
 
@@ -136,9 +141,9 @@ class DraftBenchmark:
         suites: Mapping[str, Sequence[Sequence[int]]],
         *,
         max_tokens: int,
-        sibling: Candidate | None = None,
+        baseline_model: Candidate | None = None,
     ):
-        self.target, self.draft, self.sibling = target, draft, sibling
+        self.target, self.draft, self.baseline_model = target, draft, baseline_model
         self.tokenizer = tokenizer
         self.places = [name for name, own in suites.items() for _ in own]
         self.prompts = [prompt for own in suites.values() for prompt in own]
@@ -159,7 +164,7 @@ class DraftBenchmark:
         length, speedup = self.draft.costs.best(curve, mean)
         guesses = {PLAIN: 0, PROMPT_LOOKUP: length, DRAFT: length}
         answers[PROMPT_LOOKUP] = self._answered(PromptLookupProposer, length, sampling)
-        if other := self.sibling:
+        if other := self.baseline_model:
             own = predict_accepted_lengths(all_acceptance_probs(heard, other.model))
             guesses[BASELINE_MODEL], _ = other.costs.best(own, mean)
             answers[BASELINE_MODEL] = self._guessed(
@@ -206,8 +211,10 @@ class DraftBenchmark:
         generator = Generator(
             self.target,
             self.tokenizer,
-            propose=propose,
-            controller=DraftLengthController(longest=max(1, length), fixed=length),
+            make_proposer=propose,
+            draft_length=DraftLengthController(
+                max_draft_tokens=max(1, length), fixed=length
+            ),
         )
 
         def said(prompt: Sequence[int], number: int) -> _Completion:
@@ -220,7 +227,7 @@ class DraftBenchmark:
             start = time.perf_counter()
             tokens += [piece.token for piece in pieces]
             seconds = time.perf_counter() - start
-            return _Completion(tokens, seconds, generator.speculation)
+            return _Completion(tokens, seconds, generator.speculative_stats)
 
         # What is compiled when first used is not timed.
         said(self.prompts[0], 0)
@@ -234,7 +241,7 @@ def _stats(
     total = SpeculativeStats()
     if plain:
         for one in said:
-            total.include(one.rounds)
+            total.merge(one.rounds)
     tokens, steps = sum(len(one.tokens) - 1 for one in said), total.rounds + total.plain
     # Answers of one token each have no speed.
     rate = tokens / (sum(one.seconds for one in said) or math.inf)

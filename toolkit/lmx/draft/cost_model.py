@@ -33,11 +33,11 @@ class SpeculationCosts:
     Attributes:
         rounds: of a plain token, which is 1, and of rounds with 1, 2, ... guesses, all
             that belongs to them: guessing, verifying, choosing, taking back.
-        reading: of a prompt by the draft, which plain decoding does not have.
+        prefill: of a prompt by the draft, which plain decoding does not have.
     """
 
     rounds: tuple[float, ...]
-    reading: float = 0.0
+    prefill: float = 0.0
 
     def speedup(self, tokens: float, guesses: int, said: float = math.inf) -> float:
         """Of rounds of so many guesses that give so many tokens on average.
@@ -47,7 +47,7 @@ class SpeculationCosts:
         Args:
             said: tokens of an answer, over which the reading is spread.
         """
-        return 1 / (self.rounds[guesses] / tokens + self.reading / said)
+        return 1 / (self.rounds[guesses] / tokens + self.prefill / said)
 
     def best(
         self, tokens: Sequence[float], said: float = math.inf
@@ -64,11 +64,11 @@ class SpeculationCosts:
 
     def to_json(self) -> dict:
         """For reports."""
-        return {"rounds": list(self.rounds), "reading": self.reading}
+        return {"rounds": list(self.rounds), "prefill": self.prefill}
 
 
 def measure_speculation_costs(
-    target: Any, draft: Any, *, prompt: int
+    target: Any, draft: Any, *, prompt_length: int
 ) -> SpeculationCosts:
     """Time decoding with a target alone, and with all numbers of guesses of a draft.
 
@@ -80,9 +80,9 @@ def measure_speculation_costs(
     """
     counts = range(1, MAX_DRAFT_TOKENS + 1)
     with ExitStack() as stack:
-        ways = [_time_plain(target, prompt)]
-        ways += [_time_rounds(target, draft, prompt, guesses) for guesses in counts]
-        ways += [_time_prefill(draft, tokens) for tokens in (1, prompt)]
+        ways = [_time_plain(target, prompt_length)]
+        ways += [_time_rounds(target, draft, prompt_length, guesses) for guesses in counts]
+        ways += [_time_prefill(draft, tokens) for tokens in (1, prompt_length)]
         timed = [_Timer(stack.enter_context(closing(way))) for way in ways]
         for _ in range(REPEATS):
             for way in timed:
@@ -121,7 +121,7 @@ def _time_plain(target: Any, prompt: int) -> Iterator[None]:
     prompts = [[0] * prompt]
     choose = BatchSampler(DRAWN, prompts)
     session = CacheState(target)
-    for token, _ in decode(session, prompts, ENDLESS, choose, prefill_step=STEP):
+    for token, _ in decode(session, prompts, ENDLESS, choose, prefill_step_size=STEP):
         token.item()
         yield
 
@@ -131,7 +131,7 @@ def _time_rounds(target: Any, draft: Any, prompt: int, guesses: int) -> Iterator
     speculator = SpeculativeDecoder(
         CacheState(target),
         DraftModelProposer(draft),
-        controller=DraftLengthController(longest=guesses, fixed=guesses),
+        draft_length=DraftLengthController(max_draft_tokens=guesses, fixed=guesses),
         sampling=DRAWN,
     )
     done = 0
@@ -144,5 +144,5 @@ def _time_rounds(target: Any, draft: Any, prompt: int, guesses: int) -> Iterator
 def _time_prefill(draft: Any, count: int) -> Iterator[None]:
     """What a draft does when it first sees so many tokens, again and again."""
     while True:
-        mx.eval(CacheState(draft).read(mx.zeros((1, count), mx.int32)))
+        mx.eval(CacheState(draft).forward(mx.zeros((1, count), mx.int32)))
         yield

@@ -55,7 +55,7 @@ class OnPolicyBatches:
         begin: the first step of replays.
         folder: keeps what the draft wrote, so that a run that goes on learns from it.
         draft: gives the model as it is now.
-        end_tokens: those that end what is written.
+        stop_tokens: those that end what is written.
 
     Attributes:
         digest: a hash of all that decides about the batches but the draft.
@@ -69,7 +69,7 @@ class OnPolicyBatches:
         begin: int,
         folder: Path,
         draft: Callable[[], Any],
-        end_tokens: frozenset[int],
+        stop_tokens: frozenset[int],
         info: Callable[[str], None],
     ):
         self.lessons = lessons
@@ -77,7 +77,7 @@ class OnPolicyBatches:
         self.begin = begin
         self.folder = folder
         self.draft = draft
-        self.end_tokens = end_tokens
+        self.stop_tokens = stop_tokens
         self.info = info
         facts = [lessons.digest, begin, settings.model_dump()]
         self.digest = sha256(repr(facts).encode()).hexdigest()
@@ -132,7 +132,7 @@ class OnPolicyBatches:
             replay.tokens,
             min(self.settings.rollout_tokens, room),
             Sampling(temperature=1.0, seed=int(draws.integers(2**31))),
-            self.end_tokens,
+            self.stop_tokens,
         )
 
 

@@ -52,7 +52,7 @@ class DraftReport:
     digest: str
     tokenizer: str
     costs: SpeculationCosts
-    trials: dict[str, DraftBenchmarkResult]
+    benchmarks: dict[str, DraftBenchmarkResult]
     machine: str
 
     @property
@@ -67,44 +67,48 @@ class DraftReport:
 
     @property
     def _guessed(self) -> list[DecodingStats]:
-        columns = [found.columns[DRAFT] for found in self.trials.values()]
+        columns = [found.stats[DRAFT] for found in self.benchmarks.values()]
         return [column for column in columns if column.acceptance_rate is not None]
 
     @property
-    def length(self) -> int:
+    def num_draft_tokens(self) -> int:
         """Guesses of a round to recommend: what pays most on average."""
-        curves = [found.curve for found in self.trials.values()]
+        curves = [
+            found.predicted_accepted_lengths for found in self.benchmarks.values()
+        ]
         mean = [sum(tokens) / len(tokens) for tokens in zip(*curves, strict=True)]
         return self.costs.best(mean)[0]
 
     @property
-    def text(self) -> str:
+    def recommendation(self) -> str:
         """Whether to serve it here."""
-        return "ship" if self.speedup >= MIN_SPEEDUP else "do not ship"
+        return "recommended" if self.speedup >= MIN_SPEEDUP else "not recommended"
 
     def to_json(self) -> dict:
         """What draft.json and the report hold."""
         return {
-            "recommendation": self.text,
+            "recommendation": self.recommendation,
             "target": self.digest,
             "tokenizer": self.tokenizer,
             "machine": self.machine,
             "acceptance_rate": self.acceptance_rate,
             "speedup": self.speedup,
-            "num_draft_tokens": self.length,
+            "num_draft_tokens": self.num_draft_tokens,
             "costs": self.costs.to_json(),
-            "benchmark": {name: found.to_json() for name, found in self.trials.items()},
+            "benchmark": {
+                name: found.to_json() for name, found in self.benchmarks.items()
+            },
         }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Column names and rows, one column a way of decoding."""
-        names = list(next(iter(self.trials.values())).columns)
+        names = list(next(iter(self.benchmarks.values())).stats)
         rows = []
-        for how, found in self.trials.items():
-            columns = [found.columns[name] for name in names]
+        for how, found in self.benchmarks.items():
+            columns = [found.stats[name] for name in names]
             predicted = (
                 f"{found.predicted_speedup:.2f}x",
-                f"{found.predicted_tokens:.2f}",
+                f"{found.predicted_accepted_length:.2f}",
             )
             gain, rounds = (
                 [v if n == DRAFT else "-" for n in names] for v in predicted
@@ -118,7 +122,7 @@ class DraftReport:
                 [f"{how}: tokens a round, predicted", *rounds],
                 [f"{how}: guesses a round", *map(_guesses, columns)],
             ]
-            for suite, own in found.suites.items():
+            for suite, own in found.prompt_sets.items():
                 columns = [own[name] for name in names]
                 rows += [
                     [f"{how}, {suite}: speed-up", *map(_speedup, columns)],
@@ -139,12 +143,12 @@ def write_report(folder: Path, verdict: DraftReport, *, name: str, facts: dict) 
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     card = CARD.format(
         name=name,
-        verdict=verdict.text.capitalize(),
+        verdict=verdict.recommendation.capitalize(),
         machine=verdict.machine,
         version=__version__,
         digest=verdict.digest,
         table="\n".join(f"| {' | '.join(line)} |" for line in lines),
-        length=verdict.length,
+        length=verdict.num_draft_tokens,
     )
     (folder / "README.md").write_text(card)
 
@@ -163,4 +167,4 @@ def _rounds(column: DecodingStats) -> str:
 
 
 def _guesses(column: DecodingStats) -> str:
-    return str(column.guesses or "-")
+    return str(column.num_draft_tokens or "-")

@@ -39,8 +39,8 @@ def measure_exact_match(
     An answer is right when it equals the expected one, white space around both aside.
     """
     assert questions, "no questions to ask"
-    prompts = [generator.encode(q.messages, thinking=False) for q in questions]
-    answers = generator.complete(prompts, max_tokens=max_tokens)
+    prompts = [generator.encode_chat(q.messages, thinking=False) for q in questions]
+    answers = generator.batch_generate(prompts, max_tokens=max_tokens)
     by_skill, wrong = {}, []
     for question, said in zip(questions, answers, strict=True):
         is_right = said.strip() == question.answer.strip()

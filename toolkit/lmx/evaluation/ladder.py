@@ -64,7 +64,7 @@ class SpeedAblation:
     ):
         self.loaded, self.model = loaded, loaded.model
         self.prompts, self.tokens = prompts, tokens
-        self.guessing = {"propose": propose, "controller": controller}
+        self.guessing = {"make_proposer": propose, "draft_length": controller}
         self.repeats = repeats
 
     def climb(self, traffic: float) -> list[dict]:
@@ -153,7 +153,9 @@ class SpeedAblation:
         """Seconds of decoding until the longest answer ends; none leaves before."""
         choose = BatchSampler(GREEDY, self.prompts)
         session = CacheState(self.model)
-        steps = decode(session, self.prompts, self.tokens, choose, prefill_step=512)
+        steps = decode(
+            session, self.prompts, self.tokens, choose, prefill_step_size=512
+        )
         next(steps)[0].tolist()
         start = time.perf_counter()
         for tokens, _ in steps:
@@ -162,7 +164,7 @@ class SpeedAblation:
 
     def _continuous(self) -> float:
         """Seconds of decoding the same answers, each of which leaves when it ends."""
-        batcher = BatchGenerator(self.model, rows=len(self.prompts))
+        batcher = BatchGenerator(self.model, max_batch_size=len(self.prompts))
         for prompt, length in zip(self.prompts, self._lengths(), strict=True):
             batcher.submit(GenerationRequest(prompt, length))
         waiting = {id(prompt) for prompt in self.prompts}
@@ -192,9 +194,9 @@ class SpeedAblation:
         """Read for a token: its share of the weights, and its own cache."""
         session = CacheState(self.model, kv_bits=kv_bits)
         length = len(self.prompts[0]) + self.tokens // 2
-        session.read(mx.zeros((1, length), mx.int32))
+        session.forward(mx.zeros((1, length), mx.int32))
         session.evaluate()
-        held = sum(map(_read, session.leaves))
+        held = sum(map(_read, session.layer_caches))
         return weight_bytes(self.model, self.loaded.config) / rows + held
 
 

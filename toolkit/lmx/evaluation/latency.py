@@ -74,10 +74,10 @@ def measure_speculation(
         run = generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
         if number:
             rates.append(run.decode_tokens_per_second)
-            total.include(generator.speculation)
+            total.merge(generator.speculative_stats)
     return {
         "acceptance_rate": total.acceptance_rate,
-        "acceptance_rate_by_position": total.by_position,
+        "acceptance_rate_by_position": total.acceptance_rate_by_position,
         "accepted_length": total.accepted_length,
         "speedup": percentiles(rates)["p50"] / plain,
     }

@@ -120,8 +120,8 @@ class BenchmarkArm:
 
     def _alone(self, prompt: list[int], tokens: int, counts: bool) -> TimedRun:
         done = self._generator.generate(prompt, max_tokens=tokens, stop_tokens=())
-        if counts and self._generator.propose:
-            self._speculation.include(self._generator.speculation)
+        if counts and self._generator.make_proposer:
+            self._speculation.merge(self._generator.speculative_stats)
         self._last = prompt, done
         rates = (getattr(done, rate) for rate in RATES)
         return TimedRun([done.ttft_ms], *rates)
@@ -140,13 +140,13 @@ class BenchmarkArm:
             "peak_memory_gb": self._peak,
             "speedup": self._decode["p50"] / first._decode["p50"],
         }
-        if not self._generator.propose:
+        if not self._generator.make_proposer:
             return figures
         figures["acceptance_rate"] = self._speculation.acceptance_rate
         figures["accepted_length"] = self._speculation.accepted_length
         if exactly:
             prompt, done = self._last
-            fresh = self._generator.fresh_session()
+            fresh = self._generator.new_cache()
             found = check_parity(fresh, prompt, done.tokens, GREEDY)
             figures["parity"] = found.to_json()
         return figures
@@ -154,7 +154,7 @@ class BenchmarkArm:
 
 def run_batch(model: Any, texts: list[list[int]], tokens: Sequence[int]) -> TimedRun:
     """Time a batch in which row n decodes `tokens[n]` tokens, 2 or more."""
-    batcher, first, steps = BatchGenerator(model, rows=len(texts)), {}, []
+    batcher, first, steps = BatchGenerator(model, max_batch_size=len(texts)), {}, []
     start = time.perf_counter()
     for text, count in zip(texts, tokens, strict=True):
         batcher.submit(GenerationRequest(text, count))

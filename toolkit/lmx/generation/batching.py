@@ -23,13 +23,13 @@ class GenerationRequest:
 
     Attributes:
         prompt: tokens, at least one.
-        end_tokens: those that end the answer.
+        stop_tokens: those that end the answer.
     """
 
     prompt: Sequence[int]
     max_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
-    end_tokens: Collection[int] = frozenset()
+    stop_tokens: Collection[int] = frozenset()
 
 
 @dataclass(eq=False)
@@ -53,16 +53,18 @@ class BatchGenerator:
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
         rows: requests decoded together at most; the others wait in order.
-        prefill_step: tokens of a prompt that are read between two steps.
+        prefill_step_size: tokens of a prompt that are read between two steps.
 
     Raises:
         UserError: a cache of this model cannot hold several requests.
     """
 
-    def __init__(self, model: Any, *, rows: int = 32, prefill_step: int = 512):
+    def __init__(
+        self, model: Any, *, max_batch_size: int = 32, prefill_step_size: int = 512
+    ):
         self.model = model
-        self.rows = rows
-        self.prefill_step = prefill_step
+        self.max_batch_size = max_batch_size
+        self.prefill_step_size = prefill_step_size
         self._waiting: deque[_Sequence] = deque()
         self._batch: list[_Sequence] = []
         self._caches: list = []
@@ -137,8 +139,8 @@ class BatchGenerator:
 
     def _prefill(self) -> None:
         """Read a part of the first prompt that waits; of short ones, several."""
-        room = self.prefill_step
-        while self._waiting and room > 0 and len(self._batch) < self.rows:
+        room = self.prefill_step_size
+        while self._waiting and room > 0 and len(self._batch) < self.max_batch_size:
             row = self._waiting[0]
             prompt = row.request.prompt
             part = prompt[row.read : min(row.read + room, len(prompt) - 1)]
@@ -192,7 +194,7 @@ class BatchGenerator:
             if row.done:
                 continue
             row.said += 1
-            ends = token in row.request.end_tokens
+            ends = token in row.request.stop_tokens
             row.done = ends or row.said == row.request.max_tokens
             found.append((row.request, token, row.done))
         return found

@@ -27,14 +27,14 @@ class CachedGenerator:
     Attributes:
         model: loads it, for a `Batcher`.
         digest: a hash of what it is.
-        end_tokens: those that end an answer; the one that does is part of it.
+        stop_tokens: those that end an answer; the one that does is part of it.
         say: told how far it is.
         warn: told of what is damaged in the cache.
     """
 
     model: Callable[[], Any]
     digest: str
-    end_tokens: frozenset[int]
+    stop_tokens: frozenset[int]
     info: Callable[[str], None]
     warning: Callable[[str], None]
 
@@ -48,7 +48,7 @@ class CachedGenerator:
         """A question to this model; `draws` seed what is drawn for it alone."""
         seed = int(np.random.SeedSequence(draws).generate_state(1)[0])
         sampling = Sampling(temperature, seed=seed) if temperature else Sampling()
-        return GenerationRequest(prompt, max_tokens, sampling, self.end_tokens)
+        return GenerationRequest(prompt, max_tokens, sampling, self.stop_tokens)
 
 
 def replace_completions(
@@ -111,7 +111,7 @@ def generate_all_cached(
         asked = [[r.prompt, r.max_tokens, repr(r.sampling)] for r in block]
         kept = cache.get_or_create(
             "answers",
-            cache.key_of([answerer.digest, sorted(answerer.end_tokens), asked]),
+            cache.key_of([answerer.digest, sorted(answerer.stop_tokens), asked]),
             partial(_fill, requests=block, answerer=answerer),
             warning=answerer.warning,
         )
@@ -132,7 +132,7 @@ def generate_batch(
     model: Any, requests: Sequence[GenerationRequest]
 ) -> list[list[int]]:
     """What a model answers to requests, `BLOCK` of them decoded together."""
-    batcher = BatchGenerator(model, rows=BATCH_SIZE)
+    batcher = BatchGenerator(model, max_batch_size=BATCH_SIZE)
     for request in requests:
         batcher.submit(request)
     answers: dict[GenerationRequest, list[int]] = {request: [] for request in requests}

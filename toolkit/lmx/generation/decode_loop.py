@@ -49,7 +49,7 @@ def decode(
     count: int,
     choose: BatchSampler,
     *,
-    prefill_step: int,
+    prefill_step_size: int,
     logprobs: bool = False,
 ) -> Iterator[tuple[mx.array, mx.array | None]]:
     """Yield `count` times the next tokens [B] of B prompts of one length.
@@ -62,7 +62,7 @@ def decode(
     """
 
     def step(tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        logits = session.read(tokens)[:, -1, :]
+        logits = session.forward(tokens)[:, -1, :]
         chosen = choose(logits)
         scores = _logprobs(logits, chosen) if logprobs else None
         mx.async_eval(chosen, scores)
@@ -73,7 +73,7 @@ def decode(
     with wired_limit():
         tokens = mx.array(prompts)
         unread = tokens[:, session.length : -1]
-        prefill(session, unread, width=prefill_step // len(prompts))
+        prefill(session, unread, width=prefill_step_size // len(prompts))
         ahead = step(tokens[:, -1:])
         for number in range(1, count + 1):
             now = ahead
@@ -91,7 +91,7 @@ def prefill(session: CacheState, tokens: mx.array, *, width: int) -> None:
     """
     width = max(1, width)
     for start in range(0, tokens.shape[1], width):
-        session.read(tokens[:, start : start + width])
+        session.forward(tokens[:, start : start + width])
         session.evaluate()
         mx.clear_cache()
 

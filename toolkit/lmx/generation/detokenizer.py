@@ -51,15 +51,15 @@ class StreamingDetokenizer:
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
-        end_tokens: those that end the answer and have no text.
+        stop_tokens: those that end the answer and have no text.
         stops: texts that end it.
     """
 
     def __init__(
-        self, tokenizer: Any, end_tokens: Collection[int], stops: Sequence[str] = ()
+        self, tokenizer: Any, stop_tokens: Collection[int], stops: Sequence[str] = ()
     ):
         self._detokenizer = tokenizer.detokenizer
-        self._end_tokens = end_tokens
+        self._end_tokens = stop_tokens
         self._stops = StopStringMatcher(stops)
 
     def add(self, token: int, *, last: bool) -> tuple[str, FinishReason | None]:

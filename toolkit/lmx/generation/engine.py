@@ -29,14 +29,14 @@ class Generator:
     Args:
         model: maps tokens [B, L] and a cache to logits [B, L, V].
         tokenizer: mlx-lm's TokenizerWrapper.
-        prefill_step: tokens of the prompt per forward pass.
-        prefixes: what earlier answers have read, to begin from; None = keep nothing
+        prefill_step_size: tokens of the prompt per forward pass.
+        prefix_cache: what earlier answers have read, to begin from; None = keep nothing
             between calls.
-        propose: makes a proposer for every answer, to decode speculatively; answers
+        make_proposer: makes a proposer for every answer, to decode speculatively; answers
             with log-probabilities are decoded plainly.
         controller: how many tokens to guess; it learns from answer to answer.
         rule: how guesses are judged when sampling; see `verify`.
-        one_by_one: verify guesses one at a time; see `Speculator`.
+        sequential_verify: verify guesses one at a time; see `Speculator`.
         cache_options: those of `Session`.
 
     Attributes:
@@ -48,26 +48,26 @@ class Generator:
         model: Any,
         tokenizer: Any,
         *,
-        prefill_step: int = 512,
-        prefixes: PrefixCache | None = None,
-        propose: Callable[[], Proposer] | None = None,
-        controller: DraftLengthController | None = None,
+        prefill_step_size: int = 512,
+        prefix_cache: PrefixCache | None = None,
+        make_proposer: Callable[[], Proposer] | None = None,
+        draft_length: DraftLengthController | None = None,
         rule: Rule = "rejection",
-        one_by_one: bool = False,
+        sequential_verify: bool = False,
         **cache_options,
     ):
         self.model = model
         self.tokenizer = tokenizer
-        self.prefill_step = prefill_step
-        self.prefixes = prefixes
-        self.propose = propose
-        self.controller = controller or DraftLengthController()
+        self.prefill_step_size = prefill_step_size
+        self.prefix_cache = prefix_cache
+        self.make_proposer = make_proposer
+        self.draft_length = draft_length or DraftLengthController()
         self.rule = rule
-        self.one_by_one = one_by_one
-        self.speculation: SpeculativeStats | None = None
+        self.sequential_verify = sequential_verify
+        self.speculative_stats: SpeculativeStats | None = None
         self._cache_options = cache_options
         arguments = getattr(model, "args", None)
-        self.positions = getattr(arguments, "max_position_embeddings", None)
+        self.max_positions = getattr(arguments, "max_position_embeddings", None)
 
     def stream(
         self,
@@ -89,20 +89,20 @@ class Generator:
         Raises:
             UserError: an empty prompt, or one longer than the model's positions.
         """
-        count = self.allowed(prompt, max_tokens)
+        count = self.clamp_max_tokens(prompt, max_tokens)
         session = self._session(prompt)
-        if self.propose and not logprobs:
+        if self.make_proposer and not logprobs:
             steps = self._speculative(session, prompt, count, sampling)
         else:
             steps = self._plain(session, prompt, count, sampling, logprobs)
-        pieces = self._pieces(steps, count, self.end_tokens(stop_tokens), stop)
+        pieces = self._pieces(steps, count, self.resolve_stop_tokens(stop_tokens), stop)
         return self._remembered(pieces, prompt, session)
 
     def generate(
         self,
         prompt: Sequence[int],
         *,
-        on_piece: Callable[[GenerationResponse], object] = lambda piece: None,
+        on_token: Callable[[GenerationResponse], object] = lambda piece: None,
         **options,
     ) -> GenerationResult:
         """Generate a whole answer; `options` are those of `stream`."""
@@ -112,10 +112,12 @@ class Generator:
             last = time.perf_counter()
             first = first if pieces else last
             pieces.append(piece)
-            on_piece(piece)
+            on_token(piece)
         reason = pieces[-1].finish_reason if pieces else "length"
         tokens = [piece.token for piece in pieces]
-        ended = tokens and tokens[-1] in self.end_tokens(options.get("stop_tokens"))
+        ended = tokens and tokens[-1] in self.resolve_stop_tokens(
+            options.get("stop_tokens")
+        )
         return GenerationResult(
             text="".join(piece.text for piece in pieces),
             tokens=tokens[:-1] if ended else tokens,
@@ -126,11 +128,11 @@ class Generator:
             decode_tokens_per_second=_rate(len(pieces) - 1, last - first),
         )
 
-    def ask(self, prompt: str | Messages, **options) -> GenerationResult:
+    def chat(self, prompt: str | Messages, **options) -> GenerationResult:
         """Answer a chat: `generate` on the encoded prompt."""
-        return self.generate(self.encode(prompt), **options)
+        return self.generate(self.encode_chat(prompt), **options)
 
-    def complete(
+    def batch_generate(
         self,
         prompts: Sequence[Sequence[int]],
         *,
@@ -144,8 +146,8 @@ class Generator:
         """
         alike = defaultdict(list)
         for index, prompt in enumerate(prompts):
-            alike[len(prompt), self.allowed(prompt, max_tokens)].append(index)
-        stops, texts = self.end_tokens(stop_tokens), {}
+            alike[len(prompt), self.clamp_max_tokens(prompt, max_tokens)].append(index)
+        stops, texts = self.resolve_stop_tokens(stop_tokens), {}
         for (_, count), indices in alike.items():
             for start in range(0, len(indices), BATCH_SIZE):
                 batch = indices[start : start + BATCH_SIZE]
@@ -153,7 +155,9 @@ class Generator:
                 texts |= zip(batch, map(self._decode, rows), strict=True)
         return [texts[index] for index in range(len(prompts))]
 
-    def encode(self, prompt: str | Messages, *, thinking: bool = True) -> list[int]:
+    def encode_chat(
+        self, prompt: str | Messages, *, thinking: bool = True
+    ) -> list[int]:
         """The tokens of a chat up to where the answer begins; see `chat.encode`."""
         return encode_chat(self.tokenizer, prompt, thinking=thinking)
 
@@ -161,7 +165,7 @@ class Generator:
         """The tokens of bare text; see `chat.encode_text`."""
         return encode_text(self.tokenizer, text)
 
-    def allowed(self, prompt: Sequence[int], max_tokens: int) -> int:
+    def clamp_max_tokens(self, prompt: Sequence[int], max_tokens: int) -> int:
         """How many tokens may be generated: the last one needs no position.
 
         Raises:
@@ -170,30 +174,32 @@ class Generator:
         if not len(prompt):
             raise UserError("the prompt is empty", hint="give at least one token")
         room = max_tokens
-        if self.positions is not None:
-            room = self.positions - len(prompt) + 1
+        if self.max_positions is not None:
+            room = self.max_positions - len(prompt) + 1
         if room < 1 <= max_tokens:
             raise UserError(
                 f"the prompt has {len(prompt)} tokens; "
-                f"the model has positions for {self.positions}",
+                f"the model has positions for {self.max_positions}",
                 hint="shorten the prompt",
             )
         return min(max_tokens, room)
 
-    def end_tokens(self, stop_tokens: Collection[int] | None) -> frozenset[int]:
+    def resolve_stop_tokens(
+        self, stop_tokens: Collection[int] | None
+    ) -> frozenset[int]:
         """Those that end an answer: the given ones, else the tokenizer's."""
         return frozenset(
             self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         )
 
-    def fresh_session(self) -> CacheState:
+    def new_cache(self) -> CacheState:
         """A session that has read nothing."""
         return CacheState(self.model, **self._cache_options)
 
     def _session(self, prompt: Sequence[int]) -> CacheState:
-        if not self.prefixes:
-            return self.fresh_session()
-        return self.prefixes.resume(prompt, self.fresh_session)[0]
+        if not self.prefix_cache:
+            return self.new_cache()
+        return self.prefix_cache.fetch(prompt, self.new_cache)[0]
 
     def _plain(self, session: CacheState, prompt, count: int, sampling, logprobs: bool):
         steps = decode(
@@ -201,7 +207,7 @@ class Generator:
             [prompt],
             count,
             BatchSampler(sampling, [prompt]),
-            prefill_step=self.prefill_step,
+            prefill_step_size=self.prefill_step_size,
             logprobs=logprobs,
         )
         for token, score in steps:
@@ -210,14 +216,14 @@ class Generator:
     def _speculative(self, session: CacheState, prompt, count: int, sampling: Sampling):
         speculator = SpeculativeDecoder(
             session,
-            self.propose(),
-            controller=self.controller,
+            self.make_proposer(),
+            draft_length=self.draft_length,
             sampling=sampling,
             rule=self.rule,
-            one_by_one=self.one_by_one,
-            prefill_step=self.prefill_step,
+            sequential_verify=self.sequential_verify,
+            prefill_step_size=self.prefill_step_size,
         )
-        self.speculation = speculator.stats
+        self.speculative_stats = speculator.stats
         for token in speculator.decode(prompt, count):
             yield token, None
 
@@ -230,15 +236,15 @@ class Generator:
                 yield piece
         finally:
             pieces.close()
-            if self.prefixes and session.length:
+            if self.prefix_cache and session.length:
                 # Guesses may have stood that nobody wanted any more.
                 session.rollback(max(0, session.length - len(tokens)))
-                self.prefixes.keep(tokens[: session.length], session)
+                self.prefix_cache.insert(tokens[: session.length], session)
 
     def _pieces(
-        self, steps, count: int, end_tokens: frozenset[int], stops: Sequence[str]
+        self, steps, count: int, stop_tokens: frozenset[int], stops: Sequence[str]
     ) -> Iterator[GenerationResponse]:
-        spoken = StreamingDetokenizer(self.tokenizer, end_tokens, stops)
+        spoken = StreamingDetokenizer(self.tokenizer, stop_tokens, stops)
         for number, (token, logprob) in enumerate(steps, 1):
             text, reason = spoken.add(token, last=number == count)
             yield GenerationResponse(text, token, logprob, reason)
@@ -249,11 +255,11 @@ class Generator:
         answers = [[] for _ in prompts]
         unfinished = set(range(len(prompts)))
         steps = decode(
-            self.fresh_session(),
+            self.new_cache(),
             prompts,
             count,
             BatchSampler(GREEDY, prompts),
-            prefill_step=self.prefill_step,
+            prefill_step_size=self.prefill_step_size,
         )
         for tokens, _ in steps:
             for row, token in enumerate(tokens.tolist()):

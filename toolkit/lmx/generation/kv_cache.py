@@ -23,17 +23,19 @@ class CacheState:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
         kv_bits: 4 or 8 = keep keys and values quantized; None = as they are. Windows
             keep theirs: they are small already.
-        kv_start: tokens from which on they are quantized.
+        quantized_kv_start: tokens from which on they are quantized.
 
     Raises:
         UserError: keys and values of this model cannot be quantized.
     """
 
-    def __init__(self, model: Any, *, kv_bits: int | None = None, kv_start: int = 0):
+    def __init__(
+        self, model: Any, *, kv_bits: int | None = None, quantized_kv_start: int = 0
+    ):
         self.model = model
         self.caches = [_own(cache) for cache in make_cache(model)]
         self.length = 0
-        self._kv_bits, self._kv_start = kv_bits, kv_start
+        self._kv_bits, self._kv_start = kv_bits, quantized_kv_start
         if kv_bits:
             self._try_quantized()
         # Recurrent states at the checkpoint, and what was read since; None = there is
@@ -42,21 +44,21 @@ class CacheState:
         self._since: list[mx.array] | None = None
 
     @property
-    def leaves(self) -> list:
+    def layer_caches(self) -> list:
         """The caches, those in lists of caches one by one."""
         return [leaf for cache in self.caches for leaf in _leaves(cache)]
 
     @property
     def is_recurrent(self) -> bool:
         """Whether some layer keeps a state that sums up what it has read."""
-        return any(map(_is_recurrent, self.leaves))
+        return any(map(_is_recurrent, self.layer_caches))
 
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
-        return sum(leaf.nbytes for leaf in self.leaves if not leaf.empty())
+        return sum(leaf.nbytes for leaf in self.layer_caches if not leaf.empty())
 
-    def read(self, tokens: mx.array) -> mx.array:
+    def forward(self, tokens: mx.array) -> mx.array:
         """Read tokens [B, L]; their logits [B, L, V], not yet computed."""
         logits = self.model(tokens, cache=self.caches)
         self.length += tokens.shape[1]
@@ -72,15 +74,15 @@ class CacheState:
         self._states = [_copied(leaf.state) for leaf in self._recurrent()]
         self._since = []
 
-    def settle(self) -> None:
+    def commit(self) -> None:
         """What is read stays, until the next checkpoint; nothing is kept to undo it."""
         self._states, self._since = [], None
 
-    def rollback(self, count: int, *, one_by_one: bool = False) -> None:
+    def rollback(self, count: int, *, sequential_verify: bool = False) -> None:
         """Take back the last tokens, all of them read since the checkpoint.
 
         Args:
-            one_by_one: what must be read again is read in passes of one token.
+            sequential_verify: what must be read again is read in passes of one token.
         """
         since = sum(tokens.shape[1] for tokens in self._since or [])
         assert 0 <= count <= since, f"{count} tokens back, {since} since the checkpoint"
@@ -90,7 +92,7 @@ class CacheState:
         recurrent = self._recurrent()
         # What is read again must find all layers at the same place.
         back = since if recurrent else count
-        for leaf in self.leaves:
+        for leaf in self.layer_caches:
             if not _is_recurrent(leaf):
                 assert leaf.trim(back) == back
         for leaf, state in zip(recurrent, self._states, strict=True):
@@ -98,34 +100,36 @@ class CacheState:
         self.length -= back
         self._since = [stay] if not recurrent and stay.size else []
         if recurrent and stay.size:
-            width = 1 if one_by_one else stay.shape[1]
+            width = 1 if sequential_verify else stay.shape[1]
             for start in range(0, stay.shape[1], width):
-                self.read(stay[:, start : start + width])
+                self.forward(stay[:, start : start + width])
         self._check()
 
-    def forget(self, count: int) -> bool:
+    def trim(self, count: int) -> bool:
         """Take back the last tokens, however long ago they were read.
 
         Returns:
             False, with nothing done, where a cache does not hold what that takes.
         """
-        if not all(_reaches_back(leaf, count) for leaf in self.leaves):
+        if not all(_can_trim(leaf, count) for leaf in self.layer_caches):
             return False
-        for leaf in self.leaves if count else []:
+        for leaf in self.layer_caches if count else []:
             leaf.trim(count)
         self.length -= count
-        self.settle()
+        self.commit()
         self._check()
         return True
 
     def evaluate(self) -> None:
         """Compute the caches, and nothing else: a prompt's logits cost nothing."""
-        mx.eval([cache.state for cache in self.leaves])
+        mx.eval([cache.state for cache in self.layer_caches])
 
     @property
     def state(self) -> list[tuple[str, tuple]]:
         """Kind and state of every cache; a copy, which later steps do not change."""
-        return [(type(leaf).__name__, _copied(leaf.state)) for leaf in self.leaves]
+        return [
+            (type(leaf).__name__, _copied(leaf.state)) for leaf in self.layer_caches
+        ]
 
     def restore(self, state: list[tuple[str, tuple]], length: int) -> None:
         """Be where a session of the same model was that had this state and length.
@@ -135,20 +139,20 @@ class CacheState:
         """
         if any(kind == QUANTIZED for kind, _ in state):
             self.caches = [_emptied(cache) for cache in self.caches]
-        kinds = [type(leaf).__name__ for leaf in self.leaves]
+        kinds = [type(leaf).__name__ for leaf in self.layer_caches]
         if kinds != [kind for kind, _ in state]:
             raise UserError("this state is of other kinds of cache than the model's")
-        for leaf, (_, value) in zip(self.leaves, state, strict=True):
+        for leaf, (_, value) in zip(self.layer_caches, state, strict=True):
             leaf.state = _copied(value)
         self.length = length
-        self.settle()
+        self.commit()
         self._check()
 
     def _recurrent(self) -> list:
-        return [leaf for leaf in self.leaves if _is_recurrent(leaf)]
+        return [leaf for leaf in self.layer_caches if _is_recurrent(leaf)]
 
     def _check(self) -> None:
-        for leaf in self.leaves:
+        for leaf in self.layer_caches:
             offset = getattr(leaf, "offset", self.length)
             assert offset == self.length, f"{type(leaf).__name__} is at {offset}"
 
@@ -204,11 +208,11 @@ def _is_recurrent(leaf) -> bool:
     return not hasattr(leaf, "update_and_fetch")
 
 
-def _reaches_back(leaf, count: int) -> bool:
+def _can_trim(leaf, count: int) -> bool:
     if not count:
         return True
     if isinstance(leaf, WindowCache):
-        return leaf.reaches_back(count)
+        return leaf.can_trim(count)
     # Of mlx-lm's chunked cache the front is gone once it has begun anywhere but at 0.
     return not _is_recurrent(leaf) and not getattr(leaf, "start_position", 0)
 

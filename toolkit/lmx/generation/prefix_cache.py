@@ -30,7 +30,7 @@ class PrefixCache:
         """Bytes of all that is kept."""
         return sum(size for _, size in self._kept.values())
 
-    def keep(self, tokens: Sequence[int], session: CacheState) -> None:
+    def insert(self, tokens: Sequence[int], session: CacheState) -> None:
         """Remember a session that has read exactly these tokens."""
         assert len(tokens) == session.length
         size = session.nbytes
@@ -42,7 +42,7 @@ class PrefixCache:
         while self.nbytes > self.limit:
             self._kept.popitem(last=False)
 
-    def resume(
+    def fetch(
         self, tokens: Sequence[int], fresh: Callable[[], CacheState]
     ) -> tuple[CacheState, int]:
         """A session as far along these tokens as what is kept allows.
@@ -58,12 +58,12 @@ class PrefixCache:
                 break
             session = fresh()
             session.restore(self._kept[key][0], len(key))
-            if session.forget(len(key) - length):
+            if session.trim(len(key) - length):
                 self._kept.move_to_end(key)
                 return session, length
         return fresh(), 0
 
-    def newest(
+    def most_recent(
         self, fresh: Callable[[], CacheState]
     ) -> tuple[CacheState, list[int]] | None:
         """The session kept last and the tokens it has read; None = nothing is kept."""

@@ -62,14 +62,14 @@ class WindowCache:
         """Always, for the last `SLACK` tokens."""
         return True
 
-    def reaches_back(self, count: int) -> bool:
+    def can_trim(self, count: int) -> bool:
         """Whether what the next token sees is all here, `count` tokens taken back."""
         return self._first <= max(0, self.offset - count - self.max_size + 1)
 
     def trim(self, count: int) -> int:
         """Take back the last tokens; how many those were."""
         count = min(count, self.offset)
-        assert self.reaches_back(count), f"{count} tokens cannot be taken back"
+        assert self.can_trim(count), f"{count} tokens cannot be taken back"
         self.offset -= count
         return count
 

@@ -58,15 +58,15 @@ class DraftEvaluation:
         found = self._tried(draft)
         context.logger.table("draft", *found.table())
         context.logger.info(
-            f"verdict: {found.text}, {found.speedup:.2f}x measured on this machine, "
-            f"{found.length} guesses a round"
+            f"verdict: {found.recommendation}, {found.speedup:.2f}x measured on this machine, "
+            f"{found.num_draft_tokens} guesses a round"
         )
         facts |= {"bytes": checkpoint_size(folder).bytes}
         record = {"draft": found.to_json() | {"training": facts}}
         record["speculation"] = {
             name: {way: vars(column) for way, column in columns.items()}
-            for how, trial in found.trials.items()
-            for name, columns in trial.named(how).items()
+            for how, trial in found.benchmarks.items()
+            for name, columns in trial.by_name(how).items()
         }
         self._report(record)
         self._require(found)
@@ -107,7 +107,7 @@ class DraftEvaluation:
                 for name, own in self.schooling.suites.items()
             },
             max_tokens=config.max_tokens,
-            sibling=self.sibling and self._rival(self.sibling),
+            baseline_model=self.sibling and self._rival(self.sibling),
         )
         trials = {
             name: trial.run(sampling)

@@ -63,7 +63,7 @@ class DraftData:
                     prompt.tokens,
                     trial.max_tokens,
                     with_seed_offset(sampling, number),
-                    answerer.end_tokens,
+                    answerer.stop_tokens,
                 )
                 for number, prompt in enumerate(self.tried)
             ]
@@ -114,7 +114,7 @@ class DraftData:
         return longest
 
     @property
-    def end_tokens(self) -> frozenset[int]:
+    def stop_tokens(self) -> frozenset[int]:
         """Those that end an answer."""
         return frozenset(self.target.tokenizer.eos_token_ids)
 
@@ -124,7 +124,7 @@ class DraftData:
         return CachedGenerator(
             lambda: self.target.model,
             self.digest,
-            self.end_tokens,
+            self.stop_tokens,
             logger.info,
             logger.warning,
         )

@@ -103,7 +103,7 @@ class DraftDistillation:
         """Of the target and the model in a folder, as they would be served."""
         draft, tried = self.context.load(folder).model, self.schooling.tried
         return measure_speculation_costs(
-            self.target.model, draft, prompt=mean_prompt_length(tried)
+            self.target.model, draft, prompt_length=mean_prompt_length(tried)
         )
 
     def _rate(self, number: int, steps: int) -> float:
@@ -129,7 +129,7 @@ class DraftDistillation:
             predict_accepted_lengths(all_acceptance_probs(texts, model))
             for texts in exam.values()
         ]
-        said = [len(text.said) - 1 for texts in exam.values() for text in texts]
+        said = [len(text.tokens) - 1 for texts in exam.values() for text in texts]
         curve = np.mean(curves, axis=0).tolist()
         length, speedup = costs.best(curve, float(np.mean(said)) or math.inf)
         return {
@@ -199,7 +199,7 @@ class DraftDistillation:
             begin=config.steps - round(config.on_policy.fraction * config.steps),
             folder=self.context.folder / "replays",
             draft=step.serve,
-            end_tokens=self.schooling.end_tokens,
+            stop_tokens=self.schooling.stop_tokens,
             info=self.context.logger.info,
         )
 

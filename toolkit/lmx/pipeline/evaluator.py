@@ -28,7 +28,7 @@ from .samples import shown_rows
 SPEED_PROMPTS = 2
 # Facts of a draft, which have entries of their own in the report.
 DRAFT = ("draft", "speculation")
-PROPOSERS = {"lookup": PromptLookupProposer}
+PROPOSERS = {"prompt_lookup": PromptLookupProposer}
 
 # Gate: the path of its value among a model's figures, and whether more is better.
 THRESHOLDS = {
@@ -147,7 +147,7 @@ class Evaluator:
         plain = speed["decode_tokens_per_second"]["p50"]
         speculation = {}
         for name, propose in PROPOSERS.items():
-            guessing = Generator(loaded.model, loaded.tokenizer, propose=propose)
+            guessing = Generator(loaded.model, loaded.tokenizer, make_proposer=propose)
             speculation[name] = measure_speculation(
                 guessing, prompts, plain=plain, **length
             )

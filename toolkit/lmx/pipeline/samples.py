@@ -18,7 +18,7 @@ def write_samples(
 ) -> None:
     """Answer every prompt, into samples.jsonl."""
     for prompt in prompts:
-        answer = generator.ask(prompt, max_tokens=SAMPLE_TOKENS).text
+        answer = generator.chat(prompt, max_tokens=SAMPLE_TOKENS).text
         logger.sample({"step": step, "prompt": prompt, "answer": answer})
 
 
@@ -52,10 +52,10 @@ class SampleComparison:
         """
         if self.row.messages:
             asked = [*self.row.messages[:-1]]
-            prompt = generator.encode(asked, thinking=False)
+            prompt = generator.encode_chat(asked, thinking=False)
         else:
             prompt = generator.encode_text(self.prompt)
-        if generator.positions is None or len(prompt) <= generator.positions:
+        if generator.max_positions is None or len(prompt) <= generator.max_positions:
             answer = generator.generate(prompt, max_tokens=SAMPLE_TOKENS)
             self.answers[name] = answer.text
 

@@ -51,7 +51,7 @@ class SpeculativeStats:
         return sum(self.stood) / sum(self.tried) if self.tried else None
 
     @property
-    def by_position(self) -> list[float]:
+    def acceptance_rate_by_position(self) -> list[float]:
         """Share of guesses that stood where all before them did, place by place."""
         pairs = zip(self.stood, self.tried, strict=True)
         return [stood / tried if tried else 0.0 for stood, tried in pairs]
@@ -71,7 +71,7 @@ class SpeculativeStats:
             for place in range(number):
                 counts[place] += 1
 
-    def include(self, other: "SpeculativeStats") -> None:
+    def merge(self, other: "SpeculativeStats") -> None:
         """Count the rounds of another answer, too; times are not summed up."""
         self.rounds += other.rounds
         self.plain += other.plain
@@ -87,7 +87,7 @@ class SpeculativeStats:
             "rounds": self.rounds,
             "plain_tokens": self.plain,
             "acceptance_rate": self.acceptance_rate,
-            "acceptance_rate_by_position": self.by_position,
+            "acceptance_rate_by_position": self.acceptance_rate_by_position,
             "accepted_length": self.accepted_length,
             "predicted_speedup": self.predicted_speedup,
             "speedup": self.measured_speedup,
@@ -105,7 +105,7 @@ class SpeculativeDecoder:
         controller: may have learnt from earlier requests.
         rule: how guesses are judged when sampling; greedy text is compared token by
             token.
-        one_by_one: verify in forward passes of one token, so that rounding, too, is
+        sequential_verify: verify in forward passes of one token, so that rounding, too, is
             that of plain decoding. Guesses then save no time.
     """
 
@@ -114,19 +114,19 @@ class SpeculativeDecoder:
         session: CacheState,
         proposer: Proposer,
         *,
-        controller: DraftLengthController,
+        draft_length: DraftLengthController,
         sampling: Sampling,
         rule: verification.Rule = "rejection",
-        prefill_step: int = 512,
-        one_by_one: bool = False,
+        prefill_step_size: int = 512,
+        sequential_verify: bool = False,
     ):
         self.session = session
         self.proposer = proposer
-        self.controller = controller
+        self.draft_length = draft_length
         self.sampling = sampling
         self.rule = rule
-        self.prefill_step = prefill_step
-        self.one_by_one = one_by_one
+        self.prefill_step_size = prefill_step_size
+        self.sequential_verify = sequential_verify
         self.stats = SpeculativeStats()
         self._key = mx.random.key(sampling.seed)
         self._parts: list[tuple[float, float]] = []
@@ -145,8 +145,8 @@ class SpeculativeDecoder:
             return
         with wired_limit():
             unread = mx.array([prompt[self.session.length : -1]], mx.int32)
-            prefill(self.session, unread, width=self.prefill_step)
-            logits = self.session.read(mx.array([prompt[-1:]], mx.int32))[:, -1]
+            prefill(self.session, unread, width=self.prefill_step_size)
+            logits = self.session.forward(mx.array([prompt[-1:]], mx.int32))[:, -1]
             self._choice = TargetSampler(self.sampling, prompt, logits.shape[-1])
             self._context = [*prompt, self._drawn(logits).item()]
             yield self._context[-1]
@@ -163,7 +163,7 @@ class SpeculativeDecoder:
 
     def _wanted(self, left: int) -> int:
         """Guesses to ask for; the token after them comes by itself."""
-        return min(self.controller.length(), left - 1)
+        return min(self.draft_length.length(), left - 1)
 
     def _proposal(self, left: int) -> DraftTokens:
         length = self._wanted(left)
@@ -181,7 +181,9 @@ class SpeculativeDecoder:
         mx.eval(stood, token, proposal.tokens)
         checked = time.perf_counter()
         stood = stood.item()
-        self.session.rollback(len(proposal) - stood, one_by_one=self.one_by_one)
+        self.session.rollback(
+            len(proposal) - stood, sequential_verify=self.sequential_verify
+        )
         tokens = [*proposal.tokens[:stood].tolist(), token.item()]
         choice = self._choice
         choice.counts = choice.after(choice.counts, mx.array(tokens, mx.int32))
@@ -189,7 +191,9 @@ class SpeculativeDecoder:
         self.stats.add(len(proposal), stood)
         if is_split:
             self._parts.append((self._drafting + drafted - start, checked - drafted))
-        self.controller.learn(len(proposal), stood, self._drafting + checked - start)
+        self.draft_length.record_round(
+            len(proposal), stood, self._drafting + checked - start
+        )
         self._sum_up(self._drafting + checked - start)
         start = time.perf_counter()
         if (left := end - len(self._context)) > 0:
@@ -212,14 +216,14 @@ class SpeculativeDecoder:
 
     def _read(self, tokens: mx.array) -> mx.array:
         """Logits [k, V] behind tokens [k]."""
-        if not self.one_by_one:
-            return self.session.read(tokens[None])[0]
-        rows = [self.session.read(token[None, None])[0] for token in tokens]
+        if not self.sequential_verify:
+            return self.session.forward(tokens[None])[0]
+        rows = [self.session.forward(token[None, None])[0] for token in tokens]
         return mx.concatenate(rows)
 
     def _plain(self, count: int) -> Iterator[int]:
         """Decode without guesses, one step always in flight."""
-        self.session.settle()
+        self.session.commit()
         seconds, start = 0.0, time.perf_counter()
         ahead = self._step(mx.array(self._context[-1:], mx.int32))
         for number in range(1, count + 1):
@@ -233,13 +237,13 @@ class SpeculativeDecoder:
             if number == count:
                 # Who reads the tokens may leave with the last one.
                 self.stats.said += count
-                self.controller.learn_plain(count, seconds)
+                self.draft_length.record_plain(count, seconds)
                 self._sum_up(seconds)
             yield self._context[-1]
             start = time.perf_counter()
 
     def _step(self, token: mx.array) -> mx.array:
-        token = self._drawn(self.session.read(token[None])[:, -1])
+        token = self._drawn(self.session.forward(token[None])[:, -1])
         mx.async_eval(token)
         return token
 
@@ -256,7 +260,7 @@ class SpeculativeDecoder:
         return token.astype(mx.int32)
 
     def _sum_up(self, seconds: float) -> None:
-        stats, controller = self.stats, self.controller
+        stats, controller = self.stats, self.draft_length
         stats.seconds += seconds
         if controller.plain.is_known:
             by_itself = stats.said * controller.plain.mean

@@ -45,11 +45,11 @@ class DraftLengthController:
     """Chooses the number of guesses of every round.
 
     Args:
-        longest: guesses at most.
+        max_draft_tokens: guesses at most.
         fixed: always so many; None = the best by measurement, 0 included.
     """
 
-    longest: int = 8
+    max_draft_tokens: int = 8
     fixed: int | None = None
     plain: EMATimer = field(default_factory=EMATimer)
     rounds: dict[int, EMATimer] = field(default_factory=dict)
@@ -59,8 +59,8 @@ class DraftLengthController:
     lost: float = 0.0
 
     def __post_init__(self):
-        self.stood = [PRIOR] * self.longest
-        self.tried = [2 * PRIOR] * self.longest
+        self.stood = [PRIOR] * self.max_draft_tokens
+        self.tried = [2 * PRIOR] * self.max_draft_tokens
 
     @property
     def rates(self) -> list[float]:
@@ -92,10 +92,10 @@ class DraftLengthController:
             return self.fixed
         if not self.plain.is_known:
             return 0
-        first = min(2, self.longest)
+        first = min(2, self.max_draft_tokens)
         if not any(times.is_known for times in self.rounds.values()):
             return first
-        best = max(range(self.longest + 1), key=self._rate)
+        best = max(range(self.max_draft_tokens + 1), key=self._rate)
         # Parked, it looks again once it can be paid.
         if best == 0 and self.lost < PRICE * self.seconds:
             return first
@@ -106,12 +106,12 @@ class DraftLengthController:
         time, plain = self.time(count), self.time(0)
         return self.tokens(count) * plain / time if time and plain else None
 
-    def learn_plain(self, tokens: int, seconds: float) -> None:
+    def record_plain(self, tokens: int, seconds: float) -> None:
         """Plain decoding of some tokens took so long."""
         self.plain.add(seconds / tokens)
         self.seconds += seconds
 
-    def learn(self, guessed: int, stood: int, seconds: float) -> None:
+    def record_round(self, guessed: int, stood: int, seconds: float) -> None:
         """A round with `guessed` > 0 guesses, of which `stood` stood, took so long."""
         self.rounds.setdefault(guessed, EMATimer()).add(seconds)
         self.seconds += seconds
@@ -121,7 +121,7 @@ class DraftLengthController:
             self.stood[place] = MEMORY * self.stood[place] + (place < stood)
             self.tried[place] = MEMORY * self.tried[place] + 1
         # Long guesses are rare: what is before them tells of them, too.
-        for place in range(stood + 1, self.longest):
+        for place in range(stood + 1, self.max_draft_tokens):
             self.stood[place] += 0.1 * self.rates[place - 1]
             self.tried[place] += 0.1
 

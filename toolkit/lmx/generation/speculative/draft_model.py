@@ -43,7 +43,7 @@ class DraftModelProposer:
         for number in range(count):
             if number == 1:
                 self._session.checkpoint()
-            logits = choice.logits(self._session.read(token)[:, -1], counts)
+            logits = choice.logits(self._session.forward(token)[:, -1], counts)
             guess = self._chosen(logits, choice)
             mx.async_eval(guess)
             drawn_from.append(logits)

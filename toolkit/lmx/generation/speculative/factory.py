@@ -78,7 +78,7 @@ def proposer_factory(
 def draft_length_controller(guesses: int | None) -> DraftLengthController:
     """One that always asks for so many guesses; None = as many as pay."""
     return (
-        DraftLengthController(longest=guesses, fixed=guesses)
+        DraftLengthController(max_draft_tokens=guesses, fixed=guesses)
         if guesses
         else DraftLengthController()
     )

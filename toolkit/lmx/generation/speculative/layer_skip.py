@@ -48,7 +48,7 @@ def skip_layers(model: Any, skipped: Sequence[int]) -> Any:
     # Some models make caches for as many blocks as their configuration names.
     twin.make_cache = lambda: _kept(make_cache(model), gone)
     try:
-        CacheState(twin).read(mx.zeros((1, 1), mx.int32))
+        CacheState(twin).forward(mx.zeros((1, 1), mx.int32))
     except (IndexError, ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"this model does not run with fewer blocks: {error}",
@@ -79,7 +79,7 @@ def choose_skipped_layers(model: Any, tokens: mx.array) -> list[int]:
         draft = skip_layers(model, order[:skipped])
         rate, cost = _overlap(target, draft, tokens), _seconds(draft, 1)
         for guesses, seconds in rows.items():
-            controller = DraftLengthController(longest=guesses)
+            controller = DraftLengthController(max_draft_tokens=guesses)
             controller.stood = [rate] * guesses
             controller.tried = [1.0] * guesses
             speedup = controller.tokens(guesses) * plain / (seconds + guesses * cost)
@@ -129,6 +129,6 @@ def _seconds(model: Any, rows: int) -> float:
     session = CacheState(model)
     for _ in range(REPEATS + 1):
         start = time.perf_counter()
-        mx.eval(session.read(mx.zeros((1, rows), mx.int32)))
+        mx.eval(session.forward(mx.zeros((1, rows), mx.int32)))
         times.append(time.perf_counter() - start)
     return min(times[1:])

@@ -25,19 +25,19 @@ class TokenMismatch:
     Attributes:
         place: of the token in the answer, from 0.
         margin: logit of the best token less that of the second, of the row alone.
-        in_best_two: whether what was said is one of these.
+        in_top_two: whether what was said is one of these.
     """
 
-    place: int
-    said: int
-    best: int
+    position: int
+    token: int
+    expected: int
     margin: float
-    in_best_two: bool
+    in_top_two: bool
 
     @property
     def is_rounding(self) -> bool:
         """Whether rounding alone explains it."""
-        return self.in_best_two and self.margin <= ROUNDING_MARGIN
+        return self.in_top_two and self.margin <= ROUNDING_MARGIN
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class ParityReport:
     """An answer beside plain decoding, token by token."""
 
     tokens: int
-    flips: list[TokenMismatch]
+    mismatches: list[TokenMismatch]
 
     def to_json(self) -> dict:
-        """For reports; `first_flip` is where both texts part."""
-        first = vars(self.flips[0]) if self.flips else None
+        """For reports; `first_mismatch` is where both texts part."""
+        first = vars(self.mismatches[0]) if self.mismatches else None
         return {
             "tokens": self.tokens,
-            "flips": len(self.flips),
-            "flips_per_1000": 1000 * len(self.flips) / max(1, self.tokens),
-            "first_flip": first,
-            "rounding_explains_all": all(flip.is_rounding for flip in self.flips),
+            "mismatches": len(self.mismatches),
+            "mismatches_per_1000": 1000 * len(self.mismatches) / max(1, self.tokens),
+            "first_mismatch": first,
+            "all_from_rounding": all(flip.is_rounding for flip in self.mismatches),
         }
 
 
@@ -65,7 +65,7 @@ def check_parity(
     said: Sequence[int],
     sampling: Sampling,
     *,
-    prefill_step: int = 512,
+    prefill_step_size: int = 512,
 ) -> ParityReport:
     """Decode plainly along an answer: every row of logits is computed singly.
 
@@ -76,9 +76,9 @@ def check_parity(
     assert sampling.is_greedy
     assert not session.length
     flips, choice, before = [], None, prompt[-1]
-    prefill(session, mx.array([prompt[:-1]], mx.int32), width=prefill_step)
+    prefill(session, mx.array([prompt[:-1]], mx.int32), width=prefill_step_size)
     for place, token in enumerate(said):
-        logits = session.read(mx.array([[before]], mx.int32))[:, -1]
+        logits = session.forward(mx.array([[before]], mx.int32))[:, -1]
         choice = choice or TargetSampler(sampling, prompt, logits.shape[-1])
         logits = choice.logits(logits, choice.counts)[0]
         best = mx.argmax(logits).item()
