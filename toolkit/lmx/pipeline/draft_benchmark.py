@@ -123,7 +123,7 @@ class DraftEvaluation:
         prompt = mean_prompt_length(self.schooling.tried)
         return Candidate(
             draft.model,
-            measure_speculation_costs(self.target.model, draft.model, prompt=prompt),
+            measure_speculation_costs(self.target.model, draft.model, prompt_length=prompt),
         )
 
     def _report(self, record: dict) -> None:
