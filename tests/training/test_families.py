@@ -98,7 +98,7 @@ def test_trains_towards_its_codes(family, way, batch):
     step = TrainStep(model, fake_quant=FakeQuant(model, specs, mx.float32))
     losses = train(step, batch, rate=5e-3 if way == "full" else 2e-2, steps=3)
     assert losses[-1] < losses[0] - 0.05
-    codes = step.fake_quant.stored(step.parameters)
+    codes = step.fake_quant.export_tensors(step.parameters)
     weights = lora_model.fuse(model, base, step.parameters, mx.float32)
     for path, spec in specs.items():
         tensors = (codes[f"{path}.{name}"] for name in ("weight", "scales", "biases"))

@@ -155,7 +155,7 @@ def _spread(found: QATModel, origin: dict[str, mx.array], key: mx.array) -> None
             noise = mx.random.uniform(-0.5, 0.5, points.shape, key=own)
             wished = points + noise * width
         grid = kind(spec, found.loaded.dtype, found.rounding.scale_init)
-        layer.weight = grid.within(packed, wished)
+        layer.weight = grid.latent_within_cell(packed, wished)
         mx.eval(layer.weight)
 
 

@@ -18,8 +18,7 @@ from ..models.lora import io as adapter_files
 from ..models.lora import lora_model
 from ..models.lora.io import init_adapter
 from ..quantization.packing import expand
-from ..quantization.qat.fake_quant import FakeQuant
-from ..quantization.qat.qa_lora import QALoRAWeights
+from ..quantization.qat.fake_quant import FakeQuant, QALoRAWeights
 from ..run.fs import atomic_folder
 from ..training.checkpoint_policy import CheckpointPolicy
 from ..training.schedules import learning_rate_at
@@ -68,7 +67,7 @@ class TrainRun:
         folder, parameters = self.context.folder, self.parameters
         loaded, fake_quant = self.loaded, self.step.fake_quant
         dense = lora_model.fuse(loaded.model, self.base, parameters, loaded.dtype)
-        stored = fake_quant.stored(parameters) if fake_quant else {}
+        stored = fake_quant.export_tensors(parameters) if fake_quant else {}
         reference = model = self._write_dense(dict(dense), stored)
         if fake_quant:
             model = folder / "model"
@@ -162,7 +161,7 @@ class TrainRun:
         if config.adapter:
             step.rates |= lora_model.lr_multipliers(step.parameters, config.adapter)
         if fake_quant:
-            step.rates |= fake_quant.rates()
+            step.rates |= fake_quant.lr_multipliers()
         set_compute_dtype(loaded.model, step.compute)
         if config.packing:
             step.caches = document_caches(loaded, self.context, self.teaching)

@@ -129,8 +129,10 @@ class TrainStep:
         named = dict(tree_flatten(model.trainable_parameters()))
         if fake_quant:
             # Weights that are made of others are no masters; those others are.
-            named = {k: v for k, v in named.items() if k not in fake_quant.made}
-            named |= fake_quant.learned
+            named = {
+                k: v for k, v in named.items() if k not in fake_quant.derived_weights
+            }
+            named |= fake_quant.qparams
         self.shards = ShardedParameters(
             named if shard else {}, ranks, compute=compute, blocks=blocks
         )
@@ -194,7 +196,7 @@ class TrainStep:
 
     def reach(self, number: int) -> bool:
         """Be ready for a step, counted from 0; whether rounding changes with it."""
-        if not self.fake_quant or not self.fake_quant.reach(number, self.parameters):
+        if not self.fake_quant or not self.fake_quant.on_step(number, self.parameters):
             return False
         self._compile()
         return True
@@ -251,7 +253,7 @@ class TrainStep:
 
     def _set(self, parameters: dict[str, mx.array]) -> None:
         if self.fake_quant:
-            weights = self.fake_quant.served(parameters, self.compute)
+            weights = self.fake_quant.forward_weights(parameters, self.compute)
         else:
             weights = self.shards.placed(parameters)
         self.model.update(tree_unflatten(list(weights.items())))

@@ -13,7 +13,7 @@ class LoRALinear(nn.Module):
 
     With `merged` set, `linear.weight` already holds the (rounded) sum of both; then the
     forward is that one product, while A and B get the gradients the sum would give.
-    With `is_whole` set too, they get them through the sum and its own whole gradient.
+    With `grad_through_merge` set too, they get them through the sum and its own whole gradient.
     """
 
     TRAINED = ("lora_a", "lora_b")
@@ -31,7 +31,7 @@ class LoRALinear(nn.Module):
         self.dropout = nn.Dropout(dropout)
         self.lora_a = base_layer.init_lora_a(inputs, rank, key)
         self.lora_b = mx.zeros((rank, outputs))
-        self.merged = self.is_whole = False
+        self.merged = self.grad_through_merge = False
 
     @property
     def frozen(self) -> nn.Module:
@@ -44,7 +44,7 @@ class LoRALinear(nn.Module):
         return self._weight
 
     def __call__(self, x: mx.array) -> mx.array:
-        if self.merged and self.is_whole:
+        if self.merged and self.grad_through_merge:
             return self.linear(x)
         if self.merged:
             y = _merged_product(

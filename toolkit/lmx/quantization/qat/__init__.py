@@ -1,1 +1,1 @@
-"""Grids of quantization-aware training: one file each, found by their names."""
+"""Quantization-aware training."""

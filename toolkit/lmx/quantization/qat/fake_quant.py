@@ -1,11 +1,13 @@
-"""Quantization-aware weights: what the forward uses is what the export will store.
+"""Weights of quantization-aware training: the forward pass uses what the export stores.
 
-Every forward rounds with the very operations, types and adapter merge of the export, so
-expanding the exported codes gives the weights of the last forward bit for bit.
+Every forward pass quantizes with the operations, types and adapter merge of the export.
+The exported codes therefore dequantize, bit for bit, to the weights of the last forward
+pass.
 """
 
 from bisect import bisect
 from functools import partial
+from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,29 +16,29 @@ from mlx.utils import tree_flatten
 from ...config.qat import SYMMETRIC_QUANTIZERS, QATConfig
 from ...config.quant_spec import QuantSpec
 from ...models.lora.lora_model import adapted_layers
+from ..dequantize import PackedLayer
 from ..packing import expand
 from .quantizers import QUANTIZERS
 from .ste import straight_through
 
 
 class FakeQuant:
-    """The rounded weights of a model in training.
+    """The fake-quantized weights of a model in training.
 
-    Layers that are not trained are rounded at once, in the model, and stay so.
+    Layers that are not trained are quantized once, in the model.
 
     Args:
         model: as loaded, in the types its checkpoint stores; its layers may carry LoRA
             adapters.
-        specs: the grid of every rounded layer, by path.
-        dtype: the type the export stores scales in.
-        rounding: what is learned of the grids.
-        packed: codes, scales and biases by path and name that the layers begin with;
-            then the model's weights are what these stand for, in float32.
+        specs: the grid of every quantized layer, by path.
+        dtype: the type in which the export stores scales.
+        packed: initial codes, scales and biases, by path and name; the model's weights
+            are then their float32 values.
 
     Attributes:
-        learned: the first scales and biases, float32 vectors, by path and name.
-        made: paths of weights in the model that are made of others, which get their
-            gradients through the grid; the model says that these weights are trained.
+        qparams: initial scales and biases to train, float32 vectors, by path and name.
+        derived_weights: paths of weights in the model that are trainable so that
+            gradients reach their quantizers, but are computed from other parameters.
     """
 
     def __init__(
@@ -44,60 +46,64 @@ class FakeQuant:
         model: nn.Module,
         specs: dict[str, QuantSpec],
         dtype: mx.Dtype,
-        rounding: QATConfig | None = None,
-        packed: dict[str, dict[str, mx.array]] | None = None,
+        config: QATConfig | None = None,
+        packed: PackedLayer | None = None,
     ):
         self.dtype = dtype
-        self.rounding = rounding or QATConfig()
+        self.config = config or QATConfig()
         self._adapted = adapted_layers(model)
         self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
         self._specs = specs
-        widths = [*(phase.bits for phase in self.rounding.bit_schedule), 0]
+        min_bits = [*(step.bits for step in self.config.bit_schedule), 0]
         self._phases = [
-            {path: self._grid(spec, least) for path, spec in specs.items()}
-            for least in widths
+            {path: self._quantizer(spec, bits) for path, spec in specs.items()}
+            for bits in min_bits
         ]
-        self._grids = self._phases[-1]
-        # -1 = not rounded yet.
-        self._phase = -1 if self.rounding.fake_quant_after_n_steps else 0
+        self._quantizers = self._phases[-1]
+        # -1 = full precision.
+        self._phase = -1 if self.config.fake_quant_after_n_steps else 0
         modules = dict(model.named_modules())
-        still = {path for path in specs if not self._is_trained(path, modules[path])}
-        self._trained = [path for path in specs if path not in still]
-        self.learned, self._still = {}, {}
+        self._trained = [
+            path for path in specs if self._is_trained(path, modules[path])
+        ]
+        self.qparams, self._frozen = {}, {}
         for path in specs:
-            self._begin(path, modules[path], packed and packed[path])
-        self.made = self._let_through(modules)
+            self._init_layer(path, modules[path], packed and packed[path])
+        self.derived_weights = self._unfreeze_derived(modules)
 
-    def _begin(self, path: str, layer: nn.Module, packed: dict | None) -> None:
-        grid, is_adapted = self._grids[path], path in self._adapted
+    def _init_layer(self, path: str, layer: nn.Module, packed: dict | None) -> None:
+        quantizer = self._quantizers[path]
         if path in self._trained:
-            weight = layer.loaded if is_adapted else layer.weight
-            first = self._phases[0][path]
-            learned = grid.resume(packed) if packed else first.begin(weight)
-            self.learned |= _named(path, learned)
-            mx.eval(self.learned)
+            weight = layer.loaded if path in self._adapted else layer.weight
+            if packed:
+                qparams = quantizer.init_from_codes(packed)
+            else:
+                qparams = self._phases[0][path].init(weight)
+            self.qparams |= _with_path(path, qparams)
+            mx.eval(self.qparams)
             return
-        tensors = packed or grid.packed(layer.weight, grid.begin(layer.weight))
-        layer.weight = expand(tensors, self._specs[path], self.dtype)
-        self._still |= _named(path, tensors)
-        mx.eval(self._still, layer.weight)
+        packed = packed or quantizer.pack(layer.weight, quantizer.init(layer.weight))
+        layer.weight = expand(packed, self._specs[path], self.dtype)
+        self._frozen |= _with_path(path, packed)
+        mx.eval(self._frozen, layer.weight)
 
-    def rates(self) -> dict[str, float]:
-        """What the learning rate is multiplied by, by name, where it is not 1."""
-        if self.rounding.scale_lr_multiplier == 1:
+    def lr_multipliers(self) -> dict[str, float]:
+        """Learning-rate multipliers other than 1, by parameter."""
+        if self.config.scale_lr_multiplier == 1:
             return {}
-        return dict.fromkeys(self.learned, self.rounding.scale_lr_multiplier)
+        return dict.fromkeys(self.qparams, self.config.scale_lr_multiplier)
 
-    def reach(self, step: int, parameters: dict[str, mx.array]) -> bool:
-        """Be ready for a step, counted from 0; grids begin where the weights are then.
+    def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:
+        """Enter the phase of a step, counted from 0.
 
         Args:
-            parameters: get the first scales and biases of a phase, if this is its step.
+            parameters: get initial scales and biases of the current weights where a
+                phase starts with this step.
 
         Returns:
-            Whether the forward is another one now.
+            Whether the forward pass changes.
         """
-        starts = self.rounding.phase_starts
+        starts = self.config.phase_starts
         phase = bisect(starts, step) - 1
         if phase <= self._phase:
             return False
@@ -105,94 +111,143 @@ class FakeQuant:
         if step == starts[phase]:
             for path in self._trained:
                 weight = self._merged(path, parameters)
-                parameters |= _named(path, self._phases[phase][path].begin(weight))
+                qparams = self._phases[phase][path].init(weight)
+                parameters |= _with_path(path, qparams)
         return True
 
-    def served(
+    def forward_weights(
         self, parameters: dict[str, mx.array], compute: mx.Dtype
     ) -> dict[str, mx.array]:
-        """Trained weights as served, by path, straight-through to the masters.
+        """Weights of the forward pass, by path, straight-through to the masters.
 
-        Every one passes through the type it has in the model. Where a grid is
-        straight, an adapter's gradient does not come through here: `LoRALinear` takes
+        Every weight passes through the type it has in the checkpoint. Where a quantizer
+        is straight-through, an adapter gets no gradient from here: `LoRALinear` takes
         it from the product, at the cost of plain LoRA.
         """
         weights = {}
         for name, value in parameters.items():
-            if name not in self.learned:
+            if name not in self.qparams:
                 store = partial(mx.array.astype, dtype=self._types[name])
                 weights[name] = straight_through(store)(value).astype(compute)
         for path in self._trained:
             weight = self._merged(path, parameters)
             if self._phase >= 0:
-                learned = self._learned(path, parameters)
-                weight = self._phases[self._phase][path].rounded(weight, learned)
+                quantizer = self._phases[self._phase][path]
+                qparams = self._qparams(path, parameters)
+                weight = quantizer.fake_quantize(weight, qparams)
             inner = ".linear" if path in self._adapted else ""
             weights[f"{path}{inner}.weight"] = weight.astype(compute)
         return weights
 
-    def stored(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Codes, scales and biases of every rounded layer, as they are exported."""
-        tensors = dict(self._still)
+    def export_tensors(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Codes, scales and biases of every quantized layer, for a checkpoint."""
+        tensors = dict(self._frozen)
         for path in self._trained:
-            weight, learned = (
-                self._merged(path, parameters),
-                self._learned(path, parameters),
-            )
-            tensors |= _named(path, self._grids[path].packed(weight, learned))
+            weight = self._merged(path, parameters)
+            qparams = self._qparams(path, parameters)
+            tensors |= _with_path(path, self._quantizers[path].pack(weight, qparams))
         return tensors
 
-    def _grid(self, spec: QuantSpec, least: int = 0):
-        """The grid of a layer in a phase of at least so many bits."""
-        name = self.rounding.quantizer
-        if spec.mode == "affine" and spec.bits < least:
-            spec = spec.model_copy(update={"bits": least})
+    def _quantizer(self, spec: QuantSpec, min_bits: int):
+        """The quantizer of a layer in a phase with at least so many bits."""
+        name = self.config.quantizer
+        if spec.mode == "affine" and spec.bits < min_bits:
+            spec = spec.model_copy(update={"bits": min_bits})
         # A model may ask for other bits in some layers, or for another mode.
         if name in SYMMETRIC_QUANTIZERS and spec.bits != 2:
             name = "lsq"
         if spec.mode != "affine":
             name = "minmax"
-        return QUANTIZERS[name](spec, self.dtype, self.rounding.scale_init)
+        return QUANTIZERS[name](spec, self.dtype, self.config.scale_init)
 
     def _is_trained(self, path: str, module: nn.Module) -> bool:
-        if self.rounding.quantizer == "scales_only":
+        if self.config.quantizer == "scales_only":
             return self._specs[path].mode == "affine"
         return path in self._adapted or "weight" in module.trainable_parameters()
 
-    def _let_through(self, modules: dict[str, nn.Module]) -> set[str]:
-        """Let gradients come to the weights of grids that change them."""
-        made = set()
-        # A layer that is kept from rounding adds its adapter itself.
+    def _unfreeze_derived(self, modules: dict[str, nn.Module]) -> set[str]:
+        """Unfreeze derived weights whose quantizers need their gradients."""
+        derived = set()
+        # A layer that is not quantized adds its adapter itself.
         for path, layer in self._adapted.items():
             layer.merged = path in self._specs
         for path in self._trained:
-            if self._grids[path].IS_STRAIGHT:
+            if self._quantizers[path].IS_STRAIGHT_THROUGH:
                 continue
             layer, inner = modules[path], ""
             if path in self._adapted:
-                layer.is_whole, layer, inner = True, layer.linear, ".linear"
+                layer.grad_through_merge, layer, inner = True, layer.linear, ".linear"
             if "weight" not in layer.trainable_parameters():
                 layer.unfreeze(keys=["weight"], recurse=False)
-                made.add(f"{path}{inner}.weight")
-        return made
+                derived.add(f"{path}{inner}.weight")
+        return derived
 
-    def _learned(
+    def _qparams(
         self, path: str, parameters: dict[str, mx.array]
     ) -> dict[str, mx.array]:
-        names = ("scales", "biases")
-        paths = {name: f"{path}.{name}" for name in names}
-        return {k: parameters[v] for k, v in paths.items() if v in self.learned}
+        paths = {name: f"{path}.{name}" for name in ("scales", "biases")}
+        return {k: parameters[v] for k, v in paths.items() if v in self.qparams}
 
     def _merged(self, path: str, parameters: dict[str, mx.array]) -> mx.array | None:
-        """The weight before rounding; None of codes that stay."""
+        """The weight before quantization; None where the codes stay."""
         if path not in self._adapted:
             return parameters.get(f"{path}.weight")
         layer = self._adapted[path]
         trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINED}
-        if not layer.is_whole:
+        if not layer.grad_through_merge:
             trained = {k: mx.stop_gradient(v) for k, v in trained.items()}
         return layer.merge(layer.loaded, trained)
 
 
-def _named(path: str, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+class QALoRAWeights:
+    """`FakeQuant` for QA-LoRA: codes and scales stay, biases absorb the adapters.
+
+    Args:
+        model: carries `QALoRALinear` adapters.
+        packed: codes, scales and biases of all its quantized layers, as loaded.
+
+    Attributes:
+        qparams, derived_weights: empty; see `FakeQuant`.
+    """
+
+    qparams: ClassVar[dict[str, mx.array]] = {}
+    derived_weights: ClassVar[frozenset[str]] = frozenset()
+
+    def __init__(self, model: nn.Module, packed: PackedLayer):
+        self._layers = adapted_layers(model)
+        self._packed = packed
+
+    def lr_multipliers(self) -> dict[str, float]:
+        """No parameter has a multiplier."""
+        return {}
+
+    def on_step(self, step: int, parameters: dict[str, mx.array]) -> bool:
+        """The forward pass never changes."""
+        return False
+
+    def forward_weights(
+        self, parameters: dict[str, mx.array], compute: mx.Dtype
+    ) -> dict[str, mx.array]:
+        """Adapters, and the merged biases as stored, by path."""
+        weights = {name: value.astype(compute) for name, value in parameters.items()}
+        for path in self._layers:
+            biases = mx.stop_gradient(self._biases(path, parameters))
+            weights[f"{path}.linear.biases"] = biases.astype(compute)
+        return weights
+
+    def export_tensors(self, parameters: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Codes, scales and biases of every quantized layer, for a checkpoint."""
+        tensors = {}
+        for path, packed in self._packed.items():
+            tensors |= _with_path(path, packed)
+        return tensors | {
+            f"{path}.biases": self._biases(path, parameters) for path in self._layers
+        }
+
+    def _biases(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
+        layer = self._layers[path]
+        return layer.biases({n: parameters[f"{path}.{n}"] for n in layer.TRAINED})
+
+
+def _with_path(path: str, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
     return {f"{path}.{name}": value for name, value in tensors.items()}

@@ -1,172 +1,273 @@
-"""Scales and biases that are trained with the weights: LSQ with an offset."""
+"""Quantizers of quantization-aware training: what is trained of a weight's grid.
 
+A quantizer has a forward pass (`fake_quantize`), the same operation as a checkpoint
+stores it (`pack`), and trainable quantization parameters (`init`): float32 scales and
+biases by name, or none.
+"""
+
+from functools import partial
 from typing import ClassVar
 
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
+from ..affine_grid import ROUNDS, SHRINKS
 from ..packing import expand, pack
-from .affine import AffineSTE, numbers
-from .ste import straight_through
-from .stretched_elastic import SEQQuantizer, TernaryQuantizer
+from .ste import AffineSTE, codes_as_float, straight_through
+
+FRACTION_BITS = {mx.float32: 23, mx.float16: 10, mx.bfloat16: 7}
+
+
+class MinMaxQuantizer:
+    """MLX's own grid of the current weights, in every mode; trains no parameters.
+
+    Attributes:
+        IS_STRAIGHT_THROUGH: whether the weight's gradient is that of the quantized
+            weight everywhere, so that the backward pass can leave the quantizer out.
+    """
+
+    IS_STRAIGHT_THROUGH: ClassVar = True
+
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
+        self._spec, self._dtype = spec, dtype
+
+    def init(self, weight: mx.array) -> dict[str, mx.array]:
+        """No quantization parameters."""
+        return {}
+
+    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
+        """The quantized weight [..., K], float32, with the identity as its gradient."""
+        return straight_through(
+            lambda w: expand(self.pack(w, qparams), self._spec, self._dtype)
+        )(weight)
+
+    def pack(
+        self, weight: mx.array, qparams: dict[str, mx.array]
+    ) -> dict[str, mx.array]:
+        """Codes, scales and biases as a checkpoint stores them."""
+        return pack(weight, self._spec, self._dtype)
 
 
 class LSQQuantizer:
-    """A scale and a bias of every group, as masters in float32."""
+    """Learned scale and bias of every group: LSQ with an offset (arXiv 1902.08153)."""
 
-    IS_STRAIGHT: ClassVar = False
-    MARGIN: ClassVar = 0.0
+    IS_STRAIGHT_THROUGH: ClassVar = False
+    CLIP_MARGIN: ClassVar = 0.0
 
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, start: str):
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
         top = 2**spec.bits - 1
-        self._affine = AffineSTE(spec, dtype, top=top, margin=self.MARGIN)
-        self._start = start
+        self._affine = AffineSTE(spec, dtype, top=top, clip_margin=self.CLIP_MARGIN)
+        self._scale_init = scale_init
 
-    def begin(self, weight: mx.array) -> dict[str, mx.array]:
-        """The first scales and biases of a weight [..., K]."""
-        scales, biases = self._affine.begin(weight, self._start)
+    def init(self, weight: mx.array) -> dict[str, mx.array]:
+        """Initial scales and biases of a weight [..., K]."""
+        scales, biases = self._affine.init(weight, self._scale_init)
         return {"scales": scales, "biases": biases}
 
-    def resume(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
+    def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
         """The scales and biases that a checkpoint stores."""
         return {
             name: packed[name].astype(mx.float32).reshape(-1)
             for name in ("scales", "biases")
         }
 
-    def within(self, packed: dict[str, mx.array], wished: mx.array) -> mx.array:
-        """Weights that round to the stored codes, near others; see `Affine.within`."""
-        return self._affine.within(packed, wished)
+    def latent_within_cell(
+        self, packed: dict[str, mx.array], target: mx.array
+    ) -> mx.array:
+        """Latent weights near `target`; see `AffineSTE.latent_within_cell`."""
+        return self._affine.latent_within_cell(packed, target)
 
-    def rounded(self, weight: mx.array, learned: dict[str, mx.array]) -> mx.array:
-        """The weight [..., K] as served, float32; see `Affine.rounded`."""
-        return self._affine.rounded(weight, **learned)
+    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
+        """The quantized weight [..., K], float32; see `AffineSTE.fake_quantize`."""
+        return self._affine.fake_quantize(weight, **qparams)
 
-    def packed(
-        self, weight: mx.array, learned: dict[str, mx.array]
+    def pack(
+        self, weight: mx.array, qparams: dict[str, mx.array]
     ) -> dict[str, mx.array]:
-        """What a checkpoint stores of it."""
-        return self._affine.packed(weight, **learned)
-
-
-# --- from model.grids.kept: A grid that stays, whose codes are trained: above all that of a quantized model.
+        """Codes, scales and biases as a checkpoint stores them."""
+        return self._affine.pack(weight, **qparams)
 
 
 class FixedScaleQuantizer(LSQQuantizer):
-    """Scales and biases of the beginning; weights move between the points they make.
+    """Weights move between the levels of the initial grid, above all that of a
+    quantized model.
 
-    The outermost points have a cell of one step, as the others have: a weight that is
-    on one moves on from there.
+    The outermost levels have a cell of one step, as the others have, so that a weight
+    on an outermost level can move.
     """
 
-    MARGIN: ClassVar = 0.5
+    CLIP_MARGIN: ClassVar = 0.5
 
-    def begin(self, weight: mx.array) -> dict[str, mx.array]:
-        """Learns nothing; the grid of a weight is kept."""
-        self._kept = super().begin(weight)
-        mx.eval(self._kept)
+    def init(self, weight: mx.array) -> dict[str, mx.array]:
+        """No quantization parameters; the grid of `weight` stays."""
+        self._fixed = super().init(weight)
+        mx.eval(self._fixed)
         return {}
 
-    def resume(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Learns nothing; the grid that a checkpoint stores is kept."""
-        self._kept = super().resume(packed)
+    def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
+        """No quantization parameters; the grid that a checkpoint stores stays."""
+        self._fixed = super().init_from_codes(packed)
         return {}
 
-    def rounded(self, weight: mx.array, learned: dict[str, mx.array]) -> mx.array:
-        """The weight [..., K] as served, float32; see `Affine.rounded`."""
-        return super().rounded(weight, self._kept)
+    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
+        """The quantized weight [..., K], float32; see `AffineSTE.fake_quantize`."""
+        return super().fake_quantize(weight, self._fixed)
 
-    def packed(
-        self, weight: mx.array, learned: dict[str, mx.array]
+    def pack(
+        self, weight: mx.array, qparams: dict[str, mx.array]
     ) -> dict[str, mx.array]:
-        """What a checkpoint stores of it."""
-        return super().packed(weight, self._kept)
-
-
-# --- from model.grids.frozen: Codes that stay, with scales and biases that are trained (arXiv 2407.11062).
+        """Codes, scales and biases as a checkpoint stores them."""
+        return super().pack(weight, self._fixed)
 
 
 class ScalesOnlyQuantizer(LSQQuantizer):
-    """A learned grid without weights: its codes are those of the beginning.
+    """Fixed codes; scales and biases are trained (E2E-QP, arXiv 2407.11062).
 
     Attributes:
-        codes: packed, uint32 [..., K * bits / 32]; there once `begin` or `resume` ran.
+        codes: packed, uint32 [..., K * bits / 32]; set by `init` or `init_from_codes`.
     """
 
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, start: str):
-        super().__init__(spec, dtype, start)
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
+        super().__init__(spec, dtype, scale_init)
         self._spec, self._dtype = spec, dtype
         self.codes: mx.array | None = None
 
-    def begin(self, weight: mx.array) -> dict[str, mx.array]:
-        """The first scales and biases of a weight, whose codes for them are kept."""
-        learned = super().begin(weight)
-        self.codes = super().packed(weight, learned)["weight"]
+    def init(self, weight: mx.array) -> dict[str, mx.array]:
+        """Initial scales and biases of a weight; its codes for them stay."""
+        qparams = super().init(weight)
+        self.codes = super().pack(weight, qparams)["weight"]
         mx.eval(self.codes)
-        return learned
+        return qparams
 
-    def resume(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
-        """The scales and biases that a checkpoint stores, whose codes are kept."""
+    def init_from_codes(self, packed: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The scales and biases that a checkpoint stores; its codes stay."""
         self.codes = packed["weight"]
-        return super().resume(packed)
+        return super().init_from_codes(packed)
 
-    def rounded(self, weight: None, learned: dict[str, mx.array]) -> mx.array:
-        """What the codes stand for [..., K], float32.
+    def fake_quantize(self, weight: None, qparams: dict[str, mx.array]) -> mx.array:
+        """The dequantized codes [..., K], float32.
 
-        The slope of a scale is the sum of g * code, that of a bias the sum of g.
+        The gradient of a scale is the sum of g * code, that of a bias the sum of g.
         """
 
         @mx.custom_function
         def forward(scales, biases):
-            packed = self.packed(weight, {"scales": scales, "biases": biases})
+            packed = self.pack(weight, {"scales": scales, "biases": biases})
             return expand(packed, self._spec, self._dtype).astype(mx.float32)
 
         @forward.vjp
         def _(primals, cotangent, _):
             g = cotangent.reshape(-1, self._spec.group_size)
-            codes = numbers(self.codes, self._spec).reshape(g.shape)
+            codes = codes_as_float(self.codes, self._spec).reshape(g.shape)
             return (g * codes).sum(axis=-1), g.sum(axis=-1)
 
-        return forward(learned["scales"], learned["biases"])
+        return forward(qparams["scales"], qparams["biases"])
 
-    def packed(self, weight: None, learned: dict[str, mx.array]) -> dict[str, mx.array]:
-        """What a checkpoint stores."""
+    def pack(self, weight: None, qparams: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Codes, scales and biases as a checkpoint stores them."""
         shape = (*self.codes.shape[:-1], -1)
-        pair = {k: v.astype(self._dtype).reshape(shape) for k, v in learned.items()}
+        pair = {k: v.astype(self._dtype).reshape(shape) for k, v in qparams.items()}
         return {"weight": self.codes} | pair
 
 
-# --- from model.grids.minmax: MLX's own grid, made anew of the weights in every step.
+class StretchedElasticQuantizer:
+    """Symmetric levels scale * (code - ZERO_POINT), codes 0 ... 2 * ZERO_POINT: the
+    stretched elastic quantization of ParetoQ (arXiv 2502.02631).
 
-
-class MinMaxQuantizer:
-    """Rounds as `mx.quantize` does, in every mode; has nothing to learn.
+    Every level has a cell of one step, the outermost too; a weight further out has no
+    gradient. The clip alpha of the paper is the end of the cells: ZERO_POINT + 1/2
+    steps from zero.
 
     Attributes:
-        IS_STRAIGHT: whether the slope of the rounded weight is that of the weight, all
-            over, so that whoever knows the one need not ask the grid.
+        ZERO_POINT: half the last code.
+        SPARE_BITS: low fraction bits of a scale that stay zero, so that the
+            checkpoint's type holds every level exactly.
     """
 
-    IS_STRAIGHT: ClassVar = True
+    IS_STRAIGHT_THROUGH: ClassVar = False
+    ZERO_POINT: ClassVar[float]
+    SPARE_BITS: ClassVar[int]
 
-    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, start: str):
-        self._spec, self._dtype = spec, dtype
+    def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
+        top = round(2 * self.ZERO_POINT)
+        self._affine = AffineSTE(spec, dtype, top=top, clip_margin=0.5)
+        self._scale_init = scale_init
+        bits = FRACTION_BITS[dtype] - self.SPARE_BITS
+        self._round_scales = straight_through(partial(_round_fraction, bits=bits))
 
-    def begin(self, weight: mx.array) -> dict[str, mx.array]:
-        """The learned parameters: none."""
-        return {}
+    def init(self, weight: mx.array) -> dict[str, mx.array]:
+        """Initial scales: the outermost cells end at the largest weights ("minmax"), or
+        the error is least ("mse")."""
+        group_size = self._affine.spec.group_size
+        groups = weight.astype(mx.float32).reshape(-1, group_size)
+        scales = mx.abs(groups).max(axis=-1) / (self.ZERO_POINT + 0.5)
+        is_minmax = self._scale_init == "minmax"
+        return {"scales": scales if is_minmax else self._fit(groups, scales)}
 
-    def rounded(self, weight: mx.array, learned: dict[str, mx.array]) -> mx.array:
-        """The weight [..., K] as served, float32, straight through."""
-        return straight_through(
-            lambda w: expand(self.packed(w, learned), self._spec, self._dtype)
-        )(weight)
+    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
+        """The quantized weight [..., K], float32; see `AffineSTE.fake_quantize`."""
+        return self._affine.fake_quantize(weight, *self._grid(qparams))
 
-    def packed(
-        self, weight: mx.array, learned: dict[str, mx.array]
+    def pack(
+        self, weight: mx.array, qparams: dict[str, mx.array]
     ) -> dict[str, mx.array]:
-        """What a checkpoint stores of it."""
-        return pack(weight, self._spec, self._dtype)
+        """Codes, scales and biases as a checkpoint stores them."""
+        return self._affine.pack(weight, *self._grid(qparams))
+
+    def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+        """Scales and biases of the affine grid with these levels."""
+        scales = self._round_scales(qparams["scales"])
+        return scales, -self.ZERO_POINT * scales
+
+    def _fit(self, groups: mx.array, widest: mx.array) -> mx.array:
+        """The best of several fractions of the range, improved by least squares."""
+        best = widest
+        for shrink in SHRINKS:
+            best = self._better(groups, best, shrink * widest)
+        for _ in range(ROUNDS):
+            levels = self._levels(groups, best)
+            power = (levels * levels).sum(axis=-1)
+            fitted = (groups * levels).sum(axis=-1) / mx.where(power == 0, 1.0, power)
+            best = self._better(groups, best, mx.where(power == 0, best, fitted))
+        return best
+
+    def _better(self, groups, scales, candidates) -> mx.array:
+        errors = [
+            mx.square(self._levels(groups, s) * s[:, None] - groups).sum(axis=-1)
+            for s in (scales, candidates)
+        ]
+        return mx.where(errors[1] < errors[0], candidates, scales)
+
+    def _levels(self, groups: mx.array, scales: mx.array) -> mx.array:
+        inverse = mx.where(scales == 0, 0.0, 1 / scales)[:, None]
+        codes = mx.round(groups * inverse + self.ZERO_POINT)
+        return mx.clip(codes, 0, 2 * self.ZERO_POINT) - self.ZERO_POINT
+
+
+def _round_fraction(values: mx.array, bits: int) -> mx.array:
+    """The nearest float32 whose fraction has `bits` bits."""
+    dropped = 23 - bits
+    if not dropped:
+        return values
+    rounded = values.astype(mx.float32).view(mx.uint32) + (1 << (dropped - 1))
+    return ((rounded >> dropped) << dropped).view(mx.float32)
+
+
+class SEQQuantizer(StretchedElasticQuantizer):
+    """2 bits without a zero: -3/4, -1/4, 1/4 and 3/4 of a learned alpha.
+
+    Alpha is two steps. The last code's product, 3 * scale, has two more fraction bits
+    than the scale.
+    """
+
+    ZERO_POINT, SPARE_BITS = 1.5, 2
+
+
+class TernaryQuantizer(StretchedElasticQuantizer):
+    """Three levels in 2 bits: -1, 0 and 1 times a learned scale; the last code is
+    unused. Products of codes and the scale are the scale or its double."""
+
+    ZERO_POINT, SPARE_BITS = 1.0, 0
 
 
 QUANTIZERS = {

@@ -1,8 +1,19 @@
-"""Functions whose gradient is the identity."""
+"""Straight-through estimators: quantization in the forward pass, a gradient in the
+backward pass."""
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import mlx.core as mx
+
+from ...config.quant_spec import QuantSpec
+from ..affine_grid import fit_grid
+from ..packing import expand, pack, pack_codes
+
+# Distance, in steps, that a latent weight keeps from the border of its cell: rounding
+# errors must not move it into the next cell.
+CELL_MARGIN = 0.01
 
 
 def straight_through(
@@ -22,3 +33,118 @@ def straight_through(
         return cotangent
 
     return forward
+
+
+@dataclass(frozen=True)
+class AffineSTE:
+    """Affine quantization to levels scale * code + bias, codes 0 ... top, with the
+    gradients of LSQ with an offset.
+
+    Weights are [..., K] of any type. Scales and biases are float32 [M], one for each of
+    the M groups in the order of the weights. They are vectors, so that weight decay and
+    optimizers for matrices leave them alone.
+
+    Attributes:
+        dtype: the type in which scales and biases are stored and levels are computed.
+        clip_margin: steps beyond the outermost levels where a weight still has a
+            gradient.
+    """
+
+    spec: QuantSpec
+    dtype: mx.Dtype
+    top: int
+    clip_margin: float = 0.0
+
+    def pack(
+        self, weight: mx.array, scales: mx.array, biases: mx.array
+    ) -> dict[str, mx.array]:
+        """Codes of the nearest levels, with scales and biases, as a checkpoint stores
+        them."""
+        codes = self._nearest_codes(self._positions(weight, scales, biases))
+        codes = pack_codes(codes.reshape(weight.shape), self.spec.bits)
+        shape = (*weight.shape[:-1], -1)
+        scales, biases = (v.astype(self.dtype).reshape(shape) for v in (scales, biases))
+        return {"weight": codes, "scales": scales, "biases": biases}
+
+    def fake_quantize(
+        self, weight: mx.array, scales: mx.array, biases: mx.array
+    ) -> mx.array:
+        """The nearest levels, float32, with the gradients of LSQ with an offset.
+
+        With t = (w - bias) / scale (arXiv 1902.08153, 2004.09576): within the range dw
+        is g, d scale sums g (code - t); beyond it dw is 0, d scale sums g code and
+        d bias sums g. Those sums are scaled by 1 / sqrt(group size * top).
+        """
+
+        @mx.custom_function
+        def forward(weight, scales, biases):
+            packed = self.pack(weight, scales, biases)
+            return expand(packed, self.spec, self.dtype).astype(mx.float32)
+
+        @forward.vjp
+        def _(primals, cotangent, _):
+            positions = self._positions(*primals)
+            codes = self._nearest_codes(positions)
+            g = cotangent.reshape(positions.shape)
+            margin = self.clip_margin
+            inside = (positions >= -margin) & (positions <= self.top + margin)
+            factor = 1 / math.sqrt(self.spec.group_size * self.top)
+            d_scale = (g * mx.where(inside, codes - positions, codes)).sum(axis=-1)
+            d_bias = mx.where(inside, 0.0, g).sum(axis=-1)
+            d_weight = mx.where(inside, g, 0.0).reshape(cotangent.shape)
+            return d_weight, factor * d_scale, factor * d_bias
+
+        return forward(weight.astype(mx.float32), scales, biases)
+
+    def init(self, weight: mx.array, method: str) -> tuple[mx.array, mx.array]:
+        """Scales and biases of a weight: "minmax" of its range, "mse" of least error."""
+        if method == "minmax":
+            packed = pack(weight, self.spec, self.dtype)
+            pair = packed["scales"], packed["biases"]
+        else:
+            groups = weight.astype(mx.float32).reshape(-1, self.spec.group_size)
+            costs, groups = mx.ones(self.spec.group_size), mx.contiguous(groups.T)
+            pair = fit_grid(groups, costs, self.top + 1.0, self.dtype)
+        return tuple(v.astype(mx.float32).reshape(-1) for v in pair)
+
+    def latent_within_cell(
+        self, packed: dict[str, mx.array], target: mx.array
+    ) -> mx.array:
+        """Latent weights [..., K], float32, that quantize to the codes of `packed`.
+
+        Each is as near to its `target` as the cell of its code allows, and lies where
+        it has a gradient.
+        """
+        pair = (packed[k].astype(mx.float32).reshape(-1) for k in ("scales", "biases"))
+        scales, biases = pair
+        codes = codes_as_float(packed["weight"], self.spec)
+        codes = codes.reshape(-1, self.spec.group_size)
+        positions = self._positions(target, scales, biases)
+        reach = 0.5 - CELL_MARGIN
+        positions = mx.clip(positions, codes - reach, codes + reach)
+        low, high = -self.clip_margin, self.top + self.clip_margin
+        positions = mx.clip(positions, CELL_MARGIN + low, high - CELL_MARGIN)
+        weight = positions * scales[:, None] + biases[:, None]
+        # In a group whose scale is too small beside its bias, the levels are exact.
+        levels = expand(packed, self.spec, mx.float32).reshape(weight.shape)
+        same = self._nearest_codes(self._positions(weight, scales, biases)) == codes
+        return mx.where(same, weight, levels).reshape(target.shape)
+
+    def _positions(self, weight, scales, biases) -> mx.array:
+        """(w - bias) / scale by group, [M, group size]."""
+        groups = weight.astype(mx.float32).reshape(-1, self.spec.group_size)
+        scales, biases = (
+            v.astype(self.dtype).astype(mx.float32)[:, None] for v in (scales, biases)
+        )
+        return mx.where(scales == 0, 0.0, (groups - biases) / scales)
+
+    def _nearest_codes(self, positions: mx.array) -> mx.array:
+        return mx.clip(mx.round(positions), 0, self.top)
+
+
+def codes_as_float(codes: mx.array, spec: QuantSpec) -> mx.array:
+    """Packed codes [..., K * bits / 32] as float32 [..., K]."""
+    width = codes.shape[-1] * 32 // spec.bits
+    groups = (*codes.shape[:-1], width // spec.group_size)
+    identity = {"scales": mx.ones(groups), "biases": mx.zeros(groups)}
+    return expand({"weight": codes} | identity, spec, mx.float32)

@@ -15,8 +15,9 @@ from lmx.quantization.qat.quantizers import (
     LSQQuantizer,
     MinMaxQuantizer,
     ScalesOnlyQuantizer,
+    SEQQuantizer,
+    TernaryQuantizer,
 )
-from lmx.quantization.qat.stretched_elastic import SEQQuantizer, TernaryQuantizer
 from mlx.optimizers import Adam
 from pydantic import ValidationError
 
@@ -39,10 +40,10 @@ def normal(*shape, seed=0, scale=0.05):
 
 
 def begun(module, spec, dtype, weight, start="mse"):
-    """A grid and numbers it might have learned."""
-    grid = module(spec, dtype, start)
-    first = grid.begin(weight)
-    return grid, {
+    """A grid and qparams it might have learned."""
+    quantizer = module(spec, dtype, start)
+    first = quantizer.init(weight)
+    return quantizer, {
         name: value * (1 + 0.1 * mx.random.normal(value.shape, key=mx.random.key(i)))
         for i, (name, value) in enumerate(first.items())
     }
@@ -65,9 +66,9 @@ def test_the_recipe_has_the_names_of_the_files():
 def test_what_is_served_is_what_is_stored(module, spec, shape, dtype):
     """Bit for bit, by plain MLX; tests of `FakeQuant` have the compiled forward."""
     weight = normal(*shape)
-    grid, numbers = begun(module, spec, dtype, weight)
-    value = grid.rounded(weight, numbers)
-    packed = grid.packed(weight, numbers)
+    quantizer, qparams = begun(module, spec, dtype, weight)
+    value = quantizer.fake_quantize(weight, qparams)
+    packed = quantizer.pack(weight, qparams)
     stored = mx.dequantize(
         packed["weight"], packed["scales"], packed["biases"], spec.group_size, spec.bits
     )
@@ -92,18 +93,20 @@ def reference(weight, scales, biases, group, top, margin):
 def test_learned_gradients_are_lsqs(bits):
     spec = QuantSpec(bits=bits, group_size=32)
     weight, seen = normal(5, 96), normal(5, 96, seed=1, scale=1.0)
-    grid, numbers = begun(LSQQuantizer, spec, mx.float32, 0.8 * weight)
+    quantizer, qparams = begun(LSQQuantizer, spec, mx.float32, 0.8 * weight)
 
-    def loss(weight, numbers):
-        return (grid.rounded(weight, numbers) * seen).sum()
+    def loss(weight, qparams):
+        return (quantizer.fake_quantize(weight, qparams) * seen).sum()
 
-    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, numbers)
-    w, s, b, g = doubles(weight, numbers["scales"], numbers["biases"], seen)
+    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, qparams)
+    w, s, b, g = doubles(weight, qparams["scales"], qparams["biases"], seen)
     top = 2**bits - 1
     points, inside, slope = reference(w, s, b, 32, top, 0.0)
     assert 0 < inside.mean() < 1
     np.testing.assert_allclose(
-        np.array(grid.rounded(weight, numbers)), points.reshape(5, 96), atol=1e-6
+        np.array(quantizer.fake_quantize(weight, qparams)),
+        points.reshape(5, 96),
+        atol=1e-6,
     )
     factor, g = 1 / np.sqrt(32 * top), g.reshape(-1, 32)
     close(by_weight, (g * inside).reshape(5, 96))
@@ -114,18 +117,18 @@ def test_learned_gradients_are_lsqs(bits):
 def test_learned_gradients_are_finite_differences_of_the_clipped_line():
     """Straight-through: what is rounded off stays as it is when a number moves."""
     weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
-    grid, numbers = begun(LSQQuantizer, TWO, mx.float32, 0.8 * weight)
-    w, s, b, g = doubles(weight[0], numbers["scales"], numbers["biases"], seen[0])
+    quantizer, qparams = begun(LSQQuantizer, TWO, mx.float32, 0.8 * weight)
+    w, s, b, g = doubles(weight[0], qparams["scales"], qparams["biases"], seen[0])
     t = (w - b) / s
     off = np.rint(np.clip(t, 0, 3)) - np.clip(t, 0, 3)
 
     def surrogate(w, s, b):
         return ((np.clip((w - b) / s, 0, 3) + off) * s + b) @ g
 
-    def loss(weight, numbers):
-        return (grid.rounded(weight, numbers) * seen).sum()
+    def loss(weight, qparams):
+        return (quantizer.fake_quantize(weight, qparams) * seen).sum()
 
-    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, numbers)
+    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, qparams)
     step = 1e-7
     moves = step * np.eye(32)
     slopes = [surrogate(w + m, s, b) - surrogate(w - m, s, b) for m in moves]
@@ -145,17 +148,17 @@ def test_a_kept_grid_has_the_very_codes_it_began_with(spec, dtype):
     packed["weight"] = mx.random.randint(
         0, 2**31, packed["weight"].shape, key=mx.random.key(3)
     ).astype(mx.uint32)
-    grid = FixedScaleQuantizer(spec, dtype, "mse")
-    assert grid.resume(packed) == {}
+    quantizer = FixedScaleQuantizer(spec, dtype, "mse")
+    assert quantizer.init_from_codes(packed) == {}
     weight = expand(exact := widened(packed), spec, mx.float32)
-    again = grid.packed(weight, {})
+    again = quantizer.pack(weight, {})
     assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
     assert all(again[name].dtype == value.dtype for name, value in packed.items())
     # Every weight moves from there, those on outermost points too.
-    slope = mx.grad(lambda w: grid.rounded(w, {}).sum())(weight)
+    slope = mx.grad(lambda w: quantizer.fake_quantize(w, {}).sum())(weight)
     assert mx.all(slope == 1).item()
     moved = weight + 0.6 * mx.repeat(exact["scales"], spec.group_size, axis=-1)
-    assert not mx.array_equal(grid.packed(moved, {})["weight"], packed["weight"])
+    assert not mx.array_equal(quantizer.pack(moved, {})["weight"], packed["weight"])
 
 
 def widened(packed):
@@ -167,9 +170,9 @@ def widened(packed):
 def test_kept_gradients_are_finite_differences_of_the_clipped_line():
     """Over every point's cell, the outermost's too, and flat beyond."""
     weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
-    grid = FixedScaleQuantizer(TWO, mx.float32, "mse")
-    grid.begin(0.8 * weight)
-    packed = grid.packed(weight, {})
+    quantizer = FixedScaleQuantizer(TWO, mx.float32, "mse")
+    quantizer.init(0.8 * weight)
+    packed = quantizer.pack(weight, {})
     w, s, b, g = doubles(weight[0], packed["scales"][0], packed["biases"][0], seen[0])
     t = (w - b) / s
     off = np.clip(np.rint(t), 0, 3) - np.clip(t, -0.5, 3.5)
@@ -177,7 +180,7 @@ def test_kept_gradients_are_finite_differences_of_the_clipped_line():
     def surrogate(w):
         return ((np.clip((w - b) / s, -0.5, 3.5) + off) * s + b) @ g
 
-    found = mx.grad(lambda w: (grid.rounded(w, {}) * seen).sum())(weight)
+    found = mx.grad(lambda w: (quantizer.fake_quantize(w, {}) * seen).sum())(weight)
     moves = 1e-7 * np.eye(32)
     slopes = [surrogate(w + m) - surrogate(w - m) for m in moves]
     assert 0 < np.mean(np.abs(t - 1.5) > 2) < 0.5
@@ -189,19 +192,21 @@ def test_frozen_gradients_are_those_of_mlxs_product(bits):
     spec = QuantSpec(bits=bits, group_size=32)
     weight, x = normal(4, 96), normal(7, 96, seed=1, scale=1.0)
     seen = normal(7, 4, seed=2, scale=1.0)
-    grid, numbers = begun(ScalesOnlyQuantizer, spec, mx.float32, weight)
+    quantizer, qparams = begun(ScalesOnlyQuantizer, spec, mx.float32, weight)
 
-    def loss(numbers):
-        return ((x @ grid.rounded(None, numbers).T) * seen).sum()
+    def loss(qparams):
+        return ((x @ quantizer.fake_quantize(None, qparams).T) * seen).sum()
 
     def product(pair):
         scales, biases = pair
-        y = mx.quantized_matmul(x, grid.codes, scales, biases, group_size=32, bits=bits)
+        y = mx.quantized_matmul(
+            x, quantizer.codes, scales, biases, group_size=32, bits=bits
+        )
         return (y * seen).sum()
 
-    packed = grid.packed(None, numbers)
+    packed = quantizer.pack(None, qparams)
     expected = mx.grad(product)([packed["scales"], packed["biases"]])
-    found = mx.grad(loss)(numbers)
+    found = mx.grad(loss)(qparams)
     close(found["scales"], np.array(expected[0]).reshape(-1))
     close(found["biases"], np.array(expected[1]).reshape(-1))
 
@@ -211,9 +216,9 @@ def test_balanced_levels_are_the_papers(dtype):
     """alpha * (round(2 clip(w / alpha) - 1/2) + 1/2) / 2."""
     alpha = 0.75
     share = np.linspace(-1, 1, 64)
-    grid = SEQQuantizer(QuantSpec(bits=2, group_size=64), dtype, "minmax")
-    numbers = {"scales": mx.array([alpha / 2])}
-    value = grid.rounded(mx.array(share[None] * alpha, mx.float32), numbers)
+    quantizer = SEQQuantizer(QuantSpec(bits=2, group_size=64), dtype, "minmax")
+    qparams = {"scales": mx.array([alpha / 2])}
+    value = quantizer.fake_quantize(mx.array(share[None] * alpha, mx.float32), qparams)
     clipped = np.clip(share, -0.99, 0.99)
     expected = (np.rint(2 * clipped - 0.5) + 0.5) / 2
     np.testing.assert_array_equal(np.array(value[0]) / alpha, expected)
@@ -226,15 +231,15 @@ def test_balanced_levels_are_the_papers(dtype):
 def test_symmetric_gradients_are_the_papers(module):
     """d alpha is the level less w / alpha, beyond the ends the level alone."""
     weight, seen = normal(3, 64), normal(3, 64, seed=1, scale=1.0)
-    grid, numbers = begun(module, TWO, mx.float32, 0.8 * weight)
+    quantizer, qparams = begun(module, TWO, mx.float32, 0.8 * weight)
 
-    def loss(weight, numbers):
-        return (grid.rounded(weight, numbers) * seen).sum()
+    def loss(weight, qparams):
+        return (quantizer.fake_quantize(weight, qparams) * seen).sum()
 
-    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, numbers)
-    w, s, g = doubles(weight, grid.packed(weight, numbers)["scales"], seen)
+    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, qparams)
+    w, s, g = doubles(weight, quantizer.pack(weight, qparams)["scales"], seen)
     w, s, g = w.reshape(-1, 32), s.reshape(-1, 1), g.reshape(-1, 32)
-    middle = grid.MIDDLE
+    middle = quantizer.ZERO_POINT
     level = np.clip(np.rint(w / s + middle), 0, 2 * middle) - middle
     inside = np.abs(w / s) <= middle + 0.5
     assert 0 < inside.mean() < 1
@@ -249,8 +254,8 @@ def test_symmetric_gradients_are_the_papers(module):
 )
 def test_symmetric_levels_are_stored_without_loss(module, dtype):
     weight = normal(64, 256)
-    grid, numbers = begun(module, TWO, dtype, weight)
-    packed = grid.packed(weight, numbers)
+    quantizer, qparams = begun(module, TWO, dtype, weight)
+    packed = quantizer.pack(weight, qparams)
     value = expand(packed, TWO, dtype).reshape(-1, 32)
     scale, found = doubles(packed["scales"].reshape(-1, 1), value)
     levels = np.unique(found / scale)
@@ -259,7 +264,7 @@ def test_symmetric_levels_are_stored_without_loss(module, dtype):
     ]
     assert levels.tolist() == wanted
     # As near to what was learned as the type allows.
-    off = scale[:, 0] / doubles(numbers["scales"])[0] - 1
+    off = scale[:, 0] / doubles(qparams["scales"])[0] - 1
     assert np.abs(off).max() < {mx.bfloat16: 2**-6, mx.float16: 2**-9}.get(dtype, 1e-6)
 
 
@@ -277,12 +282,16 @@ def test_a_fitted_start_loses_less_than_the_range(module, spec):
     weight = normal(16, 256)
 
     def lost(start):
-        grid = module(spec, mx.float16, start)
-        return mx.square(grid.rounded(weight, grid.begin(weight)) - weight).sum().item()
+        quantizer = module(spec, mx.float16, start)
+        return (
+            mx.square(quantizer.fake_quantize(weight, quantizer.init(weight)) - weight)
+            .sum()
+            .item()
+        )
 
     assert lost("mse") < 0.9 * lost("minmax")
     if module is LSQQuantizer:
-        plain = MinMaxQuantizer(spec, mx.float16, "minmax").rounded(weight, {})
+        plain = MinMaxQuantizer(spec, mx.float16, "minmax").fake_quantize(weight, {})
         assert lost("minmax") <= mx.square(plain - weight).sum().item()
 
 
@@ -293,12 +302,14 @@ def test_learned_grids_lower_the_loss_more():
     x = mx.array(generator.normal(size=(256, 128)), mx.float32)
 
     def last(module):
-        grid = module(TWO, mx.float16, "minmax")
-        state = {"weight": start} | (numbers := grid.begin(start))
+        quantizer = module(TWO, mx.float16, "minmax")
+        state = {"weight": start} | (qparams := quantizer.init(start))
         optimizer = Adam(1e-3)
 
         def loss(state):
-            weight = grid.rounded(state["weight"], {k: state[k] for k in numbers})
+            weight = quantizer.fake_quantize(
+                state["weight"], {k: state[k] for k in qparams}
+            )
             return mx.square(x @ (weight - start).T).mean()
 
         for _ in range(40):
@@ -319,14 +330,14 @@ def test_groups_of_one_value(module):
     """Of zeros the scale may be zero too, and nothing becomes infinite."""
     weight = mx.concatenate([mx.zeros((1, 32)), mx.full((1, 32), 0.25)])
     for dtype, start in itertools.product(DTYPES, ("minmax", "mse")):
-        grid = module(TWO, dtype, start)
-        numbers = grid.begin(weight)
+        quantizer = module(TWO, dtype, start)
+        qparams = quantizer.init(weight)
 
-        def loss(weight, numbers, grid=grid):
-            return mx.square(grid.rounded(weight, numbers) - 1.0).sum()
+        def loss(weight, qparams, quantizer=quantizer):
+            return mx.square(quantizer.fake_quantize(weight, qparams) - 1.0).sum()
 
-        found = mx.grad(loss, argnums=(0, 1))(weight, numbers)
-        value = grid.rounded(weight, numbers)
+        found = mx.grad(loss, argnums=(0, 1))(weight, qparams)
+        value = quantizer.fake_quantize(weight, qparams)
         assert mx.all(mx.isfinite(value)).item()
         assert mx.abs(value - weight).max().item() < 0.09
         assert mx.all(mx.isfinite(found[0])).item()
@@ -344,14 +355,14 @@ def test_going_on_from_codes_begins_with_the_codes(module, dtype, spec):
     codes = mx.random.randint(0, 1 << 30, packed["weight"].shape, key=mx.random.key(2))
     packed["weight"] = codes.astype(mx.uint32)
     exact = {k: v if k == "weight" else v.astype(mx.float32) for k, v in packed.items()}
-    grid = module(spec, dtype, "mse")
-    numbers = grid.resume(packed)
-    again = grid.packed(expand(exact, spec, mx.float32), numbers)
+    quantizer = module(spec, dtype, "mse")
+    qparams = quantizer.init_from_codes(packed)
+    again = quantizer.pack(expand(exact, spec, mx.float32), qparams)
     for name, value in packed.items():
         assert mx.array_equal(again[name], value), name
     if spec.bits == 8 and dtype == mx.bfloat16 and module is LSQQuantizer:
         # Why the weights are float32.
-        short = grid.packed(expand(packed, spec, dtype), numbers)
+        short = quantizer.pack(expand(packed, spec, dtype), qparams)
         assert not mx.array_equal(short["weight"], packed["weight"])
 
 

@@ -16,7 +16,7 @@ from lmx.models.lora import io, lora_model
 from lmx.pipeline.context import write_model
 from lmx.quantization.dequantize import layer_specs, packed_layers
 from lmx.quantization.packing import pack
-from lmx.quantization.qat.qa_lora import QALoRAWeights
+from lmx.quantization.qat.fake_quant import QALoRAWeights
 from lmx.quantization.target_layers import QuantizationPlan
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
@@ -68,7 +68,7 @@ class Run:
             mx.eval(self.step(Batch(TOKENS, mask, ("", "")), 0.02, seed))
 
     def export(self, target):
-        stored = self.biases.stored(self.step.parameters)
+        stored = self.biases.export_tensors(self.step.parameters)
         dense = {k: v for k, v in self.base.items() if k not in stored}
         dense |= {f"{path}.weight": None for path in self.specs}
         write_model(

@@ -88,7 +88,7 @@ class Run:
         weights = {k: v for k, v in dense.items() if k not in rounded}
         checkpoint_writer.write_checkpoint(
             folder,
-            weights | self.step.fake_quant.stored(parameters),
+            weights | self.step.fake_quant.export_tensors(parameters),
             self.loaded.config,
             companions=self.loaded.path,
             specs=self.selection.specs,
@@ -187,9 +187,9 @@ def test_a_frozen_grid_keeps_every_code_and_all_else(make_checkpoint, tmp_path):
     run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
     names = {f"{p}.{n}" for p in run.selection.specs for n in ("scales", "biases")}
     assert run.step.parameters.keys() == names
-    before = run.step.fake_quant.stored(run.step.parameters)
+    before = run.step.fake_quant.export_tensors(run.step.parameters)
     run.train(2)
-    after = run.step.fake_quant.stored(run.step.parameters)
+    after = run.step.fake_quant.export_tensors(run.step.parameters)
     for name, value in before.items():
         is_code = name.endswith(".weight")
         assert mx.array_equal(value, after[name]) == is_code, name
@@ -215,11 +215,11 @@ def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
     path = "model.layers.0.mlp.up_proj"
     if grid == "lsq":
         # Of the weights as they are now.
-        begun = LSQQuantizer(run.selection.specs[path], mx.float32, "mse").begin(
+        begun = LSQQuantizer(run.selection.specs[path], mx.float32, "mse").init(
             parameters[f"{path}.weight"]
         )
         assert mx.array_equal(parameters[f"{path}.scales"], begun["scales"])
-        assert not mx.array_equal(fake_quant.learned[f"{path}.scales"], begun["scales"])
+        assert not mx.array_equal(fake_quant.qparams[f"{path}.scales"], begun["scales"])
     rounded, whole = (s(batch(2), 0.01, 2) for s in (run.step, plain))
     assert rounded[0].item() != pytest.approx(whole[0].item(), rel=0.01)
     assert_served_is_trained(run, tmp_path / "out")
@@ -266,7 +266,7 @@ def test_a_grid_that_comes_down_begins_with_the_weights_as_they_are(make_checkpo
     path = "model.layers.0.mlp.up_proj"
     before = run.step.parameters[f"{path}.scales"]
     run.step.reach(1)
-    begun = LSQQuantizer(run.selection.specs[path], mx.float16, "mse").begin(
+    begun = LSQQuantizer(run.selection.specs[path], mx.float16, "mse").init(
         run.step.parameters[f"{path}.weight"]
     )
     assert mx.array_equal(run.step.parameters[f"{path}.scales"], begun["scales"])
@@ -281,7 +281,7 @@ def test_a_layer_of_more_bits_keeps_them(make_checkpoint):
     run = Run(folder, QuantizationPlan(specs, {}), adapted=False, rounding=rounding)
     for number, bits in enumerate((4, 3, 2)):
         run.step.reach(number)
-        weights = run.step.fake_quant.served(run.step.parameters, mx.float32)
+        weights = run.step.fake_quant.forward_weights(run.step.parameters, mx.float32)
         for path, width in ((LINEAR[0], bits), (LINEAR[1], 6)):
             spec = QuantSpec(bits=width, group_size=32)
             packed = pack(run.step.parameters[f"{path}.weight"], spec, mx.float32)
@@ -390,7 +390,7 @@ def test_full_gradients_pass_straight_through(make_checkpoint):
         logits = step.model(one.tokens[:, :-1])
         return cross_entropy_sum(logits, one.tokens[:, 1:], one.mask)
 
-    rounded = step.fake_quant.served(step.parameters, mx.float32)
+    rounded = step.fake_quant.forward_weights(step.parameters, mx.float32)
     expected = mx.grad(plain)(rounded)
     for name, gradient in mx.grad(loss)(step.parameters).items():
         assert mx.array_equal(gradient, expected[name]), name
