@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from .base import ConfigModel
 from .errors import KeyPath
+from .key_hints import key_hint, value_hint
 from .schema import Recipe, StageEntry
 
 EXPECTED = {
@@ -60,7 +61,7 @@ def explain(error: dict, data: Any) -> Problem:
     if kind in LIMITS:
         return Problem(path, LIMITS[kind].format(**context, got=got))
     if expected := EXPECTED.get(kind):
-        return Problem(path, f"expected {expected}, got {got}", _type_hint(error))
+        return Problem(path, f"expected {expected}, got {got}", _type_hint(path, error))
     return Problem(path, f"{error['msg'][0].lower()}{error['msg'][1:]}, got {got}")
 
 
@@ -139,21 +140,26 @@ def _unknown_key(path: KeyPath, data: Any) -> Problem:
     names = fields(section)
     word = "stage kind" if section is StageEntry else "key"
     key = str(path[-1])
-    homes = [".".join(home) for home in _addresses(Recipe) if home[-1] == key]
-    if homes and not difflib.get_close_matches(key, names, n=1):
-        hint = f"'{key}' belongs to {homes[0].rpartition('.')[0] or 'the top level'}"
-    else:
-        hint = nearest(key, names)
+    hint = key_hint(key, set(names)) or _home_hint(key, names) or nearest(key, names)
     return Problem(path, f"unknown {word} '{key}'", hint, of="key")
 
 
-def _addresses(
-    section: type[ConfigModel], above: tuple = ()
-) -> Iterable[tuple[str, ...]]:
+def _home_hint(key: str, names: Iterable[str]) -> str | None:
+    """The block that has `key`, unless this block has a key of nearly that name."""
+    if difflib.get_close_matches(key, names, n=1):
+        return None
+    homes = [home for home in addresses(Recipe) if home.rpartition(".")[2] == key]
+    if not homes:
+        return None
+    return f"'{key}' belongs to {homes[0].rpartition('.')[0] or 'the top level'}"
+
+
+def addresses(section: type[ConfigModel], above: str = "") -> Iterable[str]:
+    """Dotted addresses of all keys of a section and the sections below it."""
     for key, info in fields(section).items():
-        yield (*above, key)
+        yield f"{above}{key}"
         for inner in sections(info.annotation):
-            yield from _addresses(inner, (*above, key))
+            yield from addresses(inner, f"{above}{key}.")
 
 
 def _missing(path: KeyPath, key: str, data: Any) -> Problem:
@@ -167,7 +173,7 @@ def _unknown_value(path: KeyPath, error: dict) -> Problem:
         path, value = (*path, "method"), context["tag"]
     expected = context.get("expected") or context["expected_tags"]
     names = [name.strip("'") for name in re.split(", | or ", expected)]
-    hint = nearest(value, names)
+    hint = value_hint(path, value, names) or nearest(value, names)
     if path[-1] == "method":
         return Problem(path, f"unknown method {shown(value)}", hint)
     choices = "one of " * (len(names) > 1) + ", ".join(names)
@@ -175,7 +181,9 @@ def _unknown_value(path: KeyPath, error: dict) -> Problem:
     return Problem(path, message, None if hint.startswith("available") else hint)
 
 
-def _type_hint(error: dict) -> str | None:
+def _type_hint(path: KeyPath, error: dict) -> str | None:
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
         return "write it in quotes to make it text"
+    if error["type"] == "bool_type":
+        return value_hint(path, error["input"], ["true", "false"])
     return None

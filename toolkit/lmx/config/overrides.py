@@ -4,11 +4,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from .errors import ConfigError, KeyPath
+from .key_hints import key_hint
 from .yaml_io import read
 
 
 class _BadOverride(Exception):
-    """An argument that fits nowhere; its text says why."""
+    """An argument that does not fit the recipe."""
+
+    def __init__(self, message: str, hint: str | None = None):
+        super().__init__(message)
+        self.hint = hint
 
 
 def merge(
@@ -27,8 +32,8 @@ def merge(
     for argument in arguments:
         try:
             origins |= dict.fromkeys(_set(data, argument), argument)
-        except _BadOverride as refusal:
-            faults.append(ConfigError(str(refusal), argument=argument))
+        except _BadOverride as error:
+            faults.append(ConfigError(str(error), hint=error.hint, argument=argument))
     return origins, faults
 
 
@@ -80,7 +85,9 @@ def _expanded(steps: list[str], data: dict) -> list[str]:
         return steps
     found = [n for n, s in enumerate(stages, 1) if isinstance(s, dict) and kind in s]
     if not found:
-        raise _BadOverride(f"this recipe has no stage '{kind}'")
+        kinds = {key for stage in stages if isinstance(stage, dict) for key in stage}
+        hint = key_hint(kind, kinds)
+        raise _BadOverride(f"this recipe has no stage '{kind}'", hint)
     if len(found) > 1:
         which = " or ".join(f"stages.{n}.{kind}" for n in found)
         raise _BadOverride(f"{len(found)} stages are '{kind}': say {which}")
