@@ -1,7 +1,7 @@
-"""Generating by lmx and by mlx-lm: prefill, decoding, batches, and speculation.
+"""Compare generation with lmx and mlx-lm: prefill, decoding, batches, speculation.
 
-The same checkpoint, made up here, the same prompts, the same BLAS. Every run is a
-process of its own; the sides alternate. The last table is of counts, not of times.
+Both use the same random checkpoint, prompts and BLAS. Each run is a separate process;
+the libraries alternate. The last table has counts, not times.
 """
 
 import argparse
@@ -15,57 +15,59 @@ import tempfile
 from pathlib import Path
 
 import random_llama
-from generate_sides import SIDES
+from generate_runners import LIBRARIES
 from lmx.models import checkpoint_writer
 
 CASES = {
     "prefill": "prompt tokens/s, one request",
     "decode": "tokens/s, one request",
-    "batch": "tokens/s, a batch with its prompts",
+    "batch": "tokens/s, a batch, prompts included",
 }
 ROW = "{:9}{:9}{:>12}{:>12}{:>9}  {}"
-GUESSES = (1, 2, 4)
-# Deviation of the logits, which makes the model sure of some tokens, as trained ones.
-SHARPNESS = 4.0
+NUM_DRAFT_TOKENS = (1, 2, 4)
+# Standard deviation of the logits, so that some tokens are likely, as after training.
+LOGIT_SCALE = 4.0
 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.side:
-        print(json.dumps(measure(SIDES[arguments.side], arguments)))
+    if arguments.library:
+        print(json.dumps(measure(LIBRARIES[arguments.library], arguments)))
         return
     with tempfile.TemporaryDirectory() as folder:
         arguments.folder = Path(folder)
         prepare(arguments)
         runs = compare(arguments)
         _print_times(runs, arguments)
-        if arguments.sampled:
-            found = (runs[side][0]["speculation"] for side in SIDES)
-            _print_speculation(*found, arguments)
+        if arguments.sampled_tokens:
+            results = (runs[library][0]["speculation"] for library in LIBRARIES)
+            _print_speculation(*results, arguments)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--bits", type=int, choices=(4, 8), help="absent = float32")
-    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
-    parser.add_argument("--tokens", type=int, default=96, help="decoded of a prompt")
-    parser.add_argument("--rows", type=int, default=16, help="of the batch")
-    parser.add_argument("--noise", type=float, default=0.1, help="of the draft")
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--bits", type=int, choices=(4, 8), help="default: float32")
+    parser.add_argument("--prompt-length", type=int, default=512)
+    parser.add_argument("--max-tokens", type=int, default=96, help="per prompt")
+    parser.add_argument("--batch-size", type=int, default=16)
     parser.add_argument(
-        "--sampled", type=int, default=600, help="with a draft; 0 = none"
+        "--noise", type=float, default=0.1, help="on the draft model's weights"
     )
-    parser.add_argument("--rounds", type=int, default=3, help="runs of every side")
-    parser.add_argument("--threads", type=int, help="of the BLAS; absent = all cores")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument(
+        "--sampled-tokens", type=int, default=600, help="with a draft; 0 = skip"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="runs per library")
+    parser.add_argument("--threads", type=int, help="BLAS threads; default: all cores")
+    parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def prepare(arguments: argparse.Namespace) -> None:
-    """Write a model, and a draft: the same weights with noise added to them."""
+    """Write the target and the draft model: the same weights with added noise."""
     import mlx.core as mx
     import mlx.nn as nn
     from lmx.config.quant_spec import QuantSpec
@@ -73,17 +75,19 @@ def prepare(arguments: argparse.Namespace) -> None:
     from lmx.models.loader import build_model
     from mlx.utils import tree_flatten, tree_unflatten
 
-    config = random_llama.configuration(arguments, tied=False, dtype="float32")
+    config = random_llama.configuration(
+        arguments, tie_word_embeddings=False, dtype="float32"
+    )
     tokenizer = arguments.folder / "tokenizer"
     tokenizer.mkdir()
     from_scratch.train_tokenizer([Path(__file__).read_text()], 512, tokenizer)
     weights = from_scratch.initial_weights(config, 0)
-    weights["model.norm.weight"] *= SHARPNESS / (0.02 * arguments.hidden**0.5)
+    weights["model.norm.weight"] *= LOGIT_SCALE / (0.02 * arguments.hidden_size**0.5)
     key = mx.random.key(1)
     noisy = {}
     for path, value in weights.items():
-        key, now = mx.random.split(key)
-        noise = mx.random.normal(value.shape, key=now) * mx.std(value)
+        key, subkey = mx.random.split(key)
+        noise = mx.random.normal(value.shape, key=subkey) * mx.std(value)
         noisy[path] = value + arguments.noise * noise if value.ndim > 1 else value
     for name, parameters in (("model", weights), ("draft", noisy)):
         specs = None
@@ -106,21 +110,22 @@ def prepare(arguments: argparse.Namespace) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> dict[str, list[dict]]:
-    """What every run of every side measured."""
-    runs: dict[str, list[dict]] = {side: [] for side in SIDES}
-    for number in range(arguments.rounds):
-        # Who goes first alternates, so that a machine that warms up favours nobody.
-        for side in list(SIDES)[:: -1 if number % 2 else 1]:
-            # Counts are the same every time.
-            sampled = 0 if number else arguments.sampled
-            runs[side].append(_run(side, sampled, arguments))
+    """The results of all runs, by library."""
+    runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
+    for number in range(arguments.repeats):
+        # The order alternates, so that changes of clock speed favour neither library.
+        for library in list(LIBRARIES)[:: -1 if number % 2 else 1]:
+            # The counts are the same in every run.
+            sampled = 0 if number else arguments.sampled_tokens
+            runs[library].append(_run(library, sampled, arguments))
     return runs
 
 
-def _run(side: str, sampled: int, arguments: argparse.Namespace) -> dict:
-    command = [sys.executable, __file__, "--side", side, "--sampled", str(sampled)]
-    for name in ("folder", "vocabulary", "prompt", "tokens", "rows"):
-        command += [f"--{name}", str(getattr(arguments, name))]
+def _run(library: str, sampled: int, arguments: argparse.Namespace) -> dict:
+    command = [sys.executable, __file__, "--library", library]
+    command += ["--sampled-tokens", str(sampled)]
+    for name in ("folder", "vocab_size", "prompt_length", "max_tokens", "batch_size"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     environment = dict(os.environ)
     environment.pop("LMX_CPU", None)
     if arguments.threads:
@@ -130,28 +135,31 @@ def _run(side: str, sampled: int, arguments: argparse.Namespace) -> dict:
 
 
 def measure(kind: type, arguments: argparse.Namespace) -> dict:
-    """One run of one side."""
-    side = kind(arguments.folder)
-    draw = random.Random(0)
+    """One run of one library."""
+    library = kind(arguments.folder)
+    rng = random.Random(0)
 
-    def prompt(length: int) -> list[int]:
-        return [draw.randrange(3, arguments.vocabulary) for _ in range(length)]
+    def random_prompt(length: int) -> list[int]:
+        return [rng.randrange(3, arguments.vocab_size) for _ in range(length)]
 
-    alone = prompt(arguments.prompt)
-    rows = [prompt(draw.randrange(16, 129)) for _ in range(arguments.rows)]
-    side.alone(alone, arguments.tokens)
-    side.batch(rows, 4)
-    first, last, said = side.alone(alone, arguments.tokens)
-    seconds, answers = side.batch(rows, arguments.tokens)
+    prompt = random_prompt(arguments.prompt_length)
+    prompts = [
+        random_prompt(rng.randrange(16, 129)) for _ in range(arguments.batch_size)
+    ]
+    # Warm up.
+    library.generate(prompt, arguments.max_tokens)
+    library.generate_batch(prompts, 4)
+    first, last, output = library.generate(prompt, arguments.max_tokens)
+    seconds, outputs = library.generate_batch(prompts, arguments.max_tokens)
     return {
-        "prefill": len(alone) / first,
-        "decode": (arguments.tokens - 1) / (last - first),
-        "batch": arguments.rows * arguments.tokens / seconds,
-        "said": [said, *answers],
-        "blas": side.blas,
+        "prefill": len(prompt) / first,
+        "decode": (arguments.max_tokens - 1) / (last - first),
+        "batch": arguments.batch_size * arguments.max_tokens / seconds,
+        "outputs": [output, *outputs],
+        "blas": library.blas,
         "speculation": {
-            str(guesses): side.speculate(alone[:16], arguments.sampled, guesses)
-            for guesses in (GUESSES if arguments.sampled else [])
+            str(count): library.speculate(prompt[:16], arguments.sampled_tokens, count)
+            for count in (NUM_DRAFT_TOKENS if arguments.sampled_tokens else [])
         },
     }
 
@@ -159,48 +167,54 @@ def measure(kind: type, arguments: argparse.Namespace) -> dict:
 def _print_times(runs: dict[str, list[dict]], arguments: argparse.Namespace) -> None:
     weights = f"{arguments.bits} bits" if arguments.bits else "float32"
     print(
-        f"Llama of {arguments.layers} layers, hidden size {arguments.hidden}, "
-        f"vocabulary {arguments.vocabulary}, {weights}; prompt of {arguments.prompt} "
-        f"tokens, {arguments.tokens} decoded,\nbatch of {arguments.rows} prompts of 16 "
-        f"to 128 tokens. Medians of {arguments.rounds} alternating runs; ratio = "
+        f"Llama, {arguments.num_layers} layers, hidden size {arguments.hidden_size}, "
+        f"vocabulary {arguments.vocab_size}, {weights}; prompt of "
+        f"{arguments.prompt_length} tokens, {arguments.max_tokens} decoded,\nbatch of "
+        f"{arguments.batch_size} prompts of 16 to 128 tokens. Medians of "
+        f"{arguments.repeats} alternating runs; ratio = "
         "tokens/s of lmx / tokens/s."
     )
-    print(ROW.format("case", "side", "tokens/s", "fastest", "ratio", "").rstrip())
+    print(ROW.format("case", "library", "tokens/s", "fastest", "ratio", "").rstrip())
     for case, title in CASES.items():
-        rates = {side: [run[case] for run in found] for side, found in runs.items()}
-        ours = statistics.median(rates["lmx"])
-        for side, found in rates.items():
-            median = statistics.median(found)
-            cells = f"{median:,.1f}", f"{max(found):,.1f}", f"{ours / median:.2f}x"
-            print(ROW.format(case, side, *cells, title))
-    texts = [found[0]["said"] for found in runs.values()]
+        rates = {name: [run[case] for run in entries] for name, entries in runs.items()}
+        lmx_rate = statistics.median(rates["lmx"])
+        for library, values in rates.items():
+            median = statistics.median(values)
+            cells = f"{median:,.1f}", f"{max(values):,.1f}", f"{lmx_rate / median:.2f}x"
+            print(ROW.format(case, library, *cells, title))
+    texts = [entries[0]["outputs"] for entries in runs.values()]
     same = sum(a == b for a, b in zip(*texts, strict=True))
-    print(f"{same} of {len(texts[0])} answers are the same, token by token;", end=" ")
-    print(" / ".join(sorted({run["blas"] for f in runs.values() for run in f})))
-
-
-def _print_speculation(ours: dict, theirs: dict, arguments) -> None:
+    print(f"{same} of {len(texts[0])} outputs have the same tokens;", end=" ")
     print(
-        f"\nTokens for every forward pass of the model at temperature 1 "
-        f"({arguments.sampled} tokens); the draft is the model\nwith noise of "
-        f"{arguments.noise} deviations. Closed forms: a guess stands with probability "
-        "sum min(p, q) by rejection\n(lmx), sum pq by matching (mlx-lm)."
+        " / ".join(
+            sorted({run["blas"] for entries in runs.values() for run in entries})
+        )
+    )
+
+
+def _print_speculation(lmx: dict, mlx_lm: dict, arguments) -> None:
+    print(
+        f"\nTokens per forward pass of the target at temperature 1 "
+        f"({arguments.sampled_tokens} tokens); the draft is the target\nwith noise of "
+        f"{arguments.noise} standard deviations. Expected: a draft token is accepted "
+        "with probability\nsum min(p, q) by rejection sampling (lmx), sum pq by "
+        "matching (mlx-lm)."
     )
     form = "{:>8}{:>8}{:>9}{:>8}{:>14}{:>8}{:>11}{:>8}"
-    names = ("guesses", "lmx", "mlx-lm", "ratio", "sum min(p,q)", "gives")
-    print(form.format(*names, "sum pq", "gives"))
-    for guesses in map(str, GUESSES):
-        run, count = ours[guesses], int(guesses)
+    names = ("draft", "lmx", "mlx-lm", "ratio", "sum min(p,q)", "expect")
+    print(form.format(*names, "sum pq", "expect"))
+    for count in NUM_DRAFT_TOKENS:
+        run = lmx[str(count)]
         a, b = run["sum_min"], run["sum_product"]
-        cells = [run["tokens"], theirs[guesses]["tokens"]]
+        cells = [run["tokens_per_pass"], mlx_lm[str(count)]["tokens_per_pass"]]
         cells += [f"{cells[0] / cells[1]:.2f}x", a, expected(a, count), b]
         cells = [c if isinstance(c, str) else f"{c:.3f}" for c in cells]
-        print(form.format(guesses, *cells, f"{expected(b, count):.3f}"))
+        print(form.format(count, *cells, f"{expected(b, count):.3f}"))
 
 
-def expected(rate: float, guesses: int) -> float:
-    """Tokens of a round if every guess stands with this probability."""
-    return sum(rate**place for place in range(guesses + 1))
+def expected(acceptance: float, count: int) -> float:
+    """Expected tokens per round with `count` draft tokens."""
+    return sum(acceptance**position for position in range(count + 1))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Our training step against mlx-lm's: same model, weights, batch and optimizer.
+"""Time a training step of lmx and of mlx-lm: same model, weights, batch, optimizer.
 
-Every run is a process of its own, because a process keeps the BLAS it began with; the
-sides alternate over the rounds. mlx-lm's side is its own `train`, timed by itself.
+Each run is a separate process, because a process keeps its first BLAS. The libraries
+alternate. mlx-lm runs its own `train` and reports its own times.
 """
 
 import argparse
@@ -16,126 +16,125 @@ import time
 
 import random_llama
 
-SIDES = ("lmx", "mlx-lm", "stock")
+LIBRARIES = ("lmx", "mlx-lm", "stock")
 CASES = {"full": "full", "lora": "LoRA rank 16"}
-RANK, SCALE, RATE, BETAS = 16, 2.0, 1e-4, (0.9, 0.95)
+RANK, SCALE, LEARNING_RATE, BETAS = 16, 2.0, 1e-4, (0.9, 0.95)
 ROW = "{:8}{:>9}{:>10}{:>10}{:>9}{:>8}  {:>10}{:>11}{:>12}  {}"
-# mlx-lm traces its step twice: before and after its optimizer has a state.
-WARM = 2
-# A step takes many seconds there, and hardly varies.
+# mlx-lm traces its step twice: before and after its optimizer has state.
+WARMUP_STEPS = 2
+# With the reference BLAS a step takes many seconds and hardly varies.
 STOCK_STEPS = 2
 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.side:
-        side = _lmx if arguments.side == "lmx" else _mlx_lm
-        print(json.dumps(side(arguments)))
+    if arguments.library:
+        run = _lmx if arguments.library == "lmx" else _mlx_lm
+        print(json.dumps(run(arguments)))
         return
-    _print_head(arguments)
+    _print_header(arguments)
     for case in [arguments.case] if arguments.case else CASES:
         _print_case(case, compare(case, arguments), arguments)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=2048)
-    parser.add_argument("--batch", type=int, default=8, help="rows")
-    parser.add_argument("--length", type=int, default=256, help="tokens a row")
-    parser.add_argument("--steps", type=int, default=6, help="timed in every run")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of every side")
-    parser.add_argument("--threads", type=int, help="of the BLAS; absent = all cores")
-    parser.add_argument("--case", choices=CASES, help="absent = all")
-    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=6, help="timed steps per run")
+    parser.add_argument("--repeats", type=int, default=3, help="runs per library")
+    parser.add_argument("--threads", type=int, help="BLAS threads; default: all cores")
+    parser.add_argument("--case", choices=CASES, help="default: all")
+    parser.add_argument("--library", choices=LIBRARIES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def compare(case: str, arguments: argparse.Namespace) -> dict[str, list[dict]]:
-    """The runs of every side; mlx-lm with the BLAS of MLX's wheel only once."""
-    runs: dict[str, list[dict]] = {side: [] for side in SIDES}
-    for number in range(arguments.rounds):
-        # Who goes first alternates, so that a machine that warms up favours nobody.
-        sides = ["lmx", "mlx-lm"][:: -1 if number % 2 else 1]
-        for side in sides:
-            runs[side].append(_run(side, case, arguments))
+    """All runs by library; mlx-lm with the BLAS of MLX's wheel runs once."""
+    runs: dict[str, list[dict]] = {library: [] for library in LIBRARIES}
+    for number in range(arguments.repeats):
+        # The order alternates, so that changes of clock speed favour neither library.
+        for library in ["lmx", "mlx-lm"][:: -1 if number % 2 else 1]:
+            runs[library].append(_run(library, case, arguments))
     if runs["lmx"][0]["replaced"]:
         runs["stock"] = [_run("stock", case, arguments)]
-    return {side: found for side, found in runs.items() if found}
+    return {library: entries for library, entries in runs.items() if entries}
 
 
-def _run(side: str, case: str, arguments: argparse.Namespace) -> dict:
-    steps = min(arguments.steps, STOCK_STEPS) if side == "stock" else arguments.steps
-    command = [sys.executable, __file__, "--side", side, "--case", case]
-    for name in ("hidden", "layers", "vocabulary", "batch", "length"):
-        command += [f"--{name}", str(getattr(arguments, name))]
+def _run(library: str, case: str, arguments: argparse.Namespace) -> dict:
+    steps = min(arguments.steps, STOCK_STEPS) if library == "stock" else arguments.steps
+    command = [sys.executable, __file__, "--library", library, "--case", case]
+    for name in ("hidden_size", "num_layers", "vocab_size", "batch_size", "seq_length"):
+        command += [f"--{name.replace('_', '-')}", str(getattr(arguments, name))]
     environment = dict(os.environ)
     environment.pop("LMX_CPU", None)
-    if side == "stock":
+    if library == "stock":
         environment["LMX_CPU"] = "off"
     if arguments.threads:
         environment["LMX_BLAS_THREADS"] = str(arguments.threads)
     command += ["--steps", str(steps)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    # mlx-lm writes its own report before it.
+    # mlx-lm prints its own report before this line.
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def _print_head(arguments: argparse.Namespace) -> None:
-    trained = arguments.batch * (arguments.length + 1 - _offset(arguments))
+def _print_header(arguments: argparse.Namespace) -> None:
+    per_sequence = arguments.seq_length + 1 - _prompt_length(arguments)
+    trained = arguments.batch_size * per_sequence
     print(
-        f"Llama of {arguments.layers} layers, hidden size {arguments.hidden}, "
-        f"vocabulary {arguments.vocabulary}, float32; "
-        f"batch {arguments.batch} x {arguments.length}, {trained} tokens trained.\n"
-        "Adam alike, no weight decay, no clipping; lmx also computes the gradient norm."
-        "\nBoth train the same parameters (mlx-lm's command leaves out embedding and "
+        f"Llama, {arguments.num_layers} layers, hidden size {arguments.hidden_size}, "
+        f"vocabulary {arguments.vocab_size}, float32; batch {arguments.batch_size} x "
+        f"{arguments.seq_length}, {trained} trained tokens.\n"
+        "Adam without weight decay or clipping; lmx also computes the gradient norm.\n"
+        "Both train the same parameters (the command mlx_lm.lora omits embedding and "
         "head).\n"
-        f"Medians of the steps after the first {WARM}; {arguments.rounds} alternating "
-        "runs. ratio = time / time of lmx.\n"
+        f"Medians of the steps after the first {WARMUP_STEPS}; {arguments.repeats} "
+        "alternating runs. ratio = time / time of lmx.\n"
         "stock = mlx-lm with the BLAS of MLX's wheel, one run.\n"
     )
 
 
 def _print_case(case: str, runs: dict[str, list[dict]], arguments) -> None:
     reference = runs["lmx"][0]
-    ours = statistics.median(_seconds(runs["lmx"]))
-    print(f"{CASES[case]}: {reference['parameters']:,} parameters trained")
+    lmx_median = statistics.median(_seconds(runs["lmx"]))
+    print(f"{CASES[case]}: {reference['parameters']:,} trained parameters")
     times = ("ms/step", "fastest", "tokens/s", "peak GB", "ratio")
-    print(ROW.format("side", *times, "first loss", "last loss", "most apart", "BLAS"))
-    for side, found in runs.items():
-        first = found[0]
-        assert first["parameters"] == reference["parameters"], "unequal work"
-        median = statistics.median(_seconds(found))
+    print(ROW.format("library", *times, "first loss", "last loss", "max diff", "BLAS"))
+    for library, entries in runs.items():
+        first = entries[0]
+        assert first["parameters"] == reference["parameters"], "unequal models"
+        median = statistics.median(_seconds(entries))
         losses = first["losses"]
         pairs = zip(losses, reference["losses"], strict=False)
         cells = (
             f"{1000 * median:,.1f}",
-            f"{1000 * min(_seconds(found)):,.1f}",
-            f"{arguments.batch * arguments.length / median:,.0f}",
+            f"{1000 * min(_seconds(entries)):,.1f}",
+            f"{arguments.batch_size * arguments.seq_length / median:,.0f}",
             f"{first['peak'] / 1e9:.2f}",
-            f"{median / ours:.2f}x",
+            f"{median / lmx_median:.2f}x",
             f"{losses[0]:.6f}",
             f"{losses[-1]:.6f}",
-            f"{max(abs(theirs - our) for theirs, our in pairs):.1e}",
+            f"{max(abs(loss - expected) for loss, expected in pairs):.1e}",
             first["blas"],
         )
-        print(ROW.format(side, *cells))
+        print(ROW.format(library, *cells))
     print()
 
 
 def _seconds(runs: list[dict]) -> list[float]:
-    return [second for run in runs for second in run["seconds"][WARM:]]
+    return [second for run in runs for second in run["seconds"][WARMUP_STEPS:]]
 
 
 def _model(arguments: argparse.Namespace):
-    """The model both sides train, with weights that are a function of the sizes."""
-
+    """The model that both libraries train; its weights depend only on the sizes."""
     return random_llama.model(random_llama.configuration(arguments, dtype="float32"))
 
 
-def _same_adapters(model) -> None:
-    """Both libraries draw theirs differently, though under the same names."""
+def _set_adapters(model) -> None:
+    """Give both libraries the same adapter weights; they initialise differently."""
     import mlx.core as mx
     from mlx.utils import tree_flatten, tree_unflatten
 
@@ -143,25 +142,25 @@ def _same_adapters(model) -> None:
     for path, value in sorted(tree_flatten(model.trainable_parameters())):
         if path.endswith("lora_a"):
             bound = 1 / math.sqrt(value.shape[0])
-            key, draw = mx.random.split(key)
+            key, subkey = mx.random.split(key)
             weights.append(
-                (path, mx.random.uniform(-bound, bound, value.shape, key=draw))
+                (path, mx.random.uniform(-bound, bound, value.shape, key=subkey))
             )
     model.update(tree_unflatten(weights))
 
 
 def _tokens(arguments: argparse.Namespace):
-    """Random tokens, int32 [batch, length + 1]."""
+    """Random tokens, int32 [batch_size, seq_length + 1]."""
     import numpy as np
 
-    shape = (arguments.batch, arguments.length + 1)
+    shape = (arguments.batch_size, arguments.seq_length + 1)
     generator = np.random.default_rng(0)
-    return generator.integers(0, arguments.vocabulary, shape).astype(np.int32)
+    return generator.integers(0, arguments.vocab_size, shape).astype(np.int32)
 
 
-def _offset(arguments: argparse.Namespace) -> int:
-    """The first token of a row that is trained; a prompt lies before it."""
-    return max(1, arguments.length // 8)
+def _prompt_length(arguments: argparse.Namespace) -> int:
+    """Tokens at the start of each sequence that are not trained."""
+    return max(1, arguments.seq_length // 8)
 
 
 def _result(seconds: list[float], losses: list[float], blas, count: int) -> dict:
@@ -192,16 +191,16 @@ def _lmx(arguments: argparse.Namespace) -> dict:
     model = _model(arguments)
     if arguments.case == "lora":
         lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
-        _same_adapters(model)
+        _set_adapters(model)
     step = TrainStep(model, beta1=BETAS[0], beta2=BETAS[1])
     tokens = _tokens(arguments)
-    trained = np.arange(1, tokens.shape[1]) >= _offset(arguments)
+    trained = np.arange(1, tokens.shape[1]) >= _prompt_length(arguments)
     mask = np.broadcast_to(trained, (len(tokens), len(trained)))
     batch = Batch(mx.array(tokens), mx.array(mask), ())
     seconds, losses = [], []
-    for number in range(WARM + arguments.steps):
+    for number in range(WARMUP_STEPS + arguments.steps):
         start = time.perf_counter()
-        loss, count, norm = step(batch, RATE, number)
+        loss, count, norm = step(batch, LEARNING_RATE, number)
         mx.eval(loss, count, norm, step.parameters, step.optimizer.state)
         seconds.append(time.perf_counter() - start)
         losses.append((loss / count).item())
@@ -230,24 +229,26 @@ def _mlx_lm(arguments: argparse.Namespace) -> dict:
     if arguments.case == "lora":
         model.freeze()
         settings = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
-        linear_to_lora_layers(model, arguments.layers, settings)
-        _same_adapters(model)
+        linear_to_lora_layers(model, arguments.num_layers, settings)
+        _set_adapters(model)
     trained = tree_flatten(model.trainable_parameters())
-    optimizer = optimizers.Adam(RATE, betas=list(BETAS), bias_correction=True)
+    optimizer = optimizers.Adam(LEARNING_RATE, betas=list(BETAS), bias_correction=True)
     with tempfile.TemporaryDirectory() as folder:
-        steps = WARM + arguments.steps
+        steps = WARMUP_STEPS + arguments.steps
         settings = trainer.TrainingArgs(
-            batch_size=arguments.batch,
+            batch_size=arguments.batch_size,
             iters=steps,
             steps_per_report=1,
             steps_per_save=steps + 1,
-            max_seq_length=arguments.length + 1,
+            max_seq_length=arguments.seq_length + 1,
             adapter_file=f"{folder}/adapters.safetensors",
         )
-        offset = _offset(arguments)
-        rows = [(row, offset) for row in _tokens(arguments).tolist()]
+        prompt = _prompt_length(arguments)
+        examples = [(tokens, prompt) for tokens in _tokens(arguments).tolist()]
         record = Record()
-        trainer.train(model, optimizer, rows, args=settings, training_callback=record)
+        trainer.train(
+            model, optimizer, examples, args=settings, training_callback=record
+        )
     size = sum(value.size for _, value in trained)
     return _result(record.seconds, record.losses, used, size)
 

@@ -1,11 +1,11 @@
-"""What `generate.py` compares: lmx and mlx-lm, below the text."""
+"""The generators that `generate.py` compares: lmx and mlx-lm, with token ids."""
 
 import time
 from pathlib import Path
 
 
 class Lmx:
-    """What `lmx generate` runs."""
+    """The decoder and the batch generator of `lmx generate`."""
 
     def __init__(self, folder: Path):
         from lmx import cpu
@@ -16,36 +16,38 @@ class Lmx:
         self._folder = folder
         self._model = load(folder / "model").model
 
-    def alone(self, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
-        """Seconds to the first token and to the last, and the tokens."""
+    def generate(self, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
+        """Seconds to the first and to the last token, and the tokens."""
         from lmx.generation.decode_loop import BatchSampler, decode
         from lmx.generation.engine import GREEDY
         from lmx.generation.kv_cache import CacheState
 
         start = time.perf_counter()
-        chooser = BatchSampler(GREEDY, [prompt])
+        sampler = BatchSampler(GREEDY, [prompt])
         steps = decode(
-            CacheState(self._model), [prompt], count, chooser, prefill_step_size=512
+            CacheState(self._model), [prompt], count, sampler, prefill_step_size=512
         )
         return _timed((tokens.item() for tokens, _ in steps), start)
 
-    def batch(self, prompts: list[list[int]], count: int) -> tuple[float, list]:
-        """Seconds of the whole batch, and the answers."""
+    def generate_batch(
+        self, prompts: list[list[int]], count: int
+    ) -> tuple[float, list]:
+        """Seconds of the batch, and the tokens of each request."""
         from lmx.generation.batching import BatchGenerator, GenerationRequest
 
         start = time.perf_counter()
-        batcher = BatchGenerator(self._model)
+        generator = BatchGenerator(self._model)
         requests = [GenerationRequest(prompt, count) for prompt in prompts]
-        answers: dict = {request: [] for request in requests}
+        outputs: dict = {request: [] for request in requests}
         for request in requests:
-            batcher.submit(request)
-        while not batcher.idle:
-            for request, token, _ in batcher.step():
-                answers[request].append(token)
-        return time.perf_counter() - start, list(answers.values())
+            generator.submit(request)
+        while not generator.idle:
+            for request, token, _ in generator.step():
+                outputs[request].append(token)
+        return time.perf_counter() - start, list(outputs.values())
 
-    def speculate(self, prompt: list[int], count: int, guesses: int) -> dict:
-        """Tokens for every forward pass of the model, and their closed forms."""
+    def speculate(self, prompt: list[int], count: int, num_draft_tokens: int) -> dict:
+        """Tokens per forward pass of the target, and the overlap of the models."""
         import mlx.core as mx
         from lmx.generation.kv_cache import CacheState
         from lmx.generation.sampling import Sampling
@@ -55,17 +57,19 @@ class Lmx:
         from lmx.models.loader import load
 
         draft = load(self._folder / "draft").model
-        speculator = SpeculativeDecoder(
+        decoder = SpeculativeDecoder(
             CacheState(self._model),
             DraftModelProposer(draft),
-            draft_length=DraftLengthController(max_draft_tokens=guesses, fixed=guesses),
+            draft_length=DraftLengthController(
+                max_draft_tokens=num_draft_tokens, fixed=num_draft_tokens
+            ),
             sampling=Sampling(temperature=1.0),
         )
-        said = list(speculator.decode(prompt, count))
-        text = mx.array([[*prompt, *said]])
+        output = list(decoder.decode(prompt, count))
+        text = mx.array([[*prompt, *output]])
         p, q = (mx.softmax(m(text)[0, 16:], axis=-1) for m in (self._model, draft))
         return {
-            "tokens": speculator.stats.accepted_length,
+            "tokens_per_pass": decoder.stats.accepted_length,
             "sum_min": mx.minimum(p, q).sum(axis=-1).mean().item(),
             "sum_product": (p * q).sum(axis=-1).mean().item(),
         }
@@ -83,8 +87,8 @@ class MlxLm:
         self._folder = folder
         self._model = load(str(folder / "model"))[0]
 
-    def alone(self, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
-        """Seconds to the first token and to the last, and the tokens."""
+    def generate(self, prompt: list[int], count: int) -> tuple[float, float, list[int]]:
+        """Seconds to the first and to the last token, and the tokens."""
         import mlx.core as mx
         from mlx_lm.generate import generate_step
 
@@ -92,20 +96,22 @@ class MlxLm:
         steps = generate_step(mx.array(prompt), self._model, max_tokens=count)
         return _timed((int(token) for token, _ in steps), start)
 
-    def batch(self, prompts: list[list[int]], count: int) -> tuple[float, list]:
-        """Seconds of the whole batch, and the answers."""
+    def generate_batch(
+        self, prompts: list[list[int]], count: int
+    ) -> tuple[float, list]:
+        """Seconds of the batch, and the tokens of each request."""
         from mlx_lm.generate import BatchGenerator
 
         start = time.perf_counter()
         generator = BatchGenerator(self._model, max_tokens=count)
-        answers: dict[int, list[int]] = {n: [] for n in generator.insert(prompts)}
-        while found := generator.next_generated():
-            for response in found:
-                answers[response.uid].append(response.token)
-        return time.perf_counter() - start, list(answers.values())
+        outputs: dict[int, list[int]] = {n: [] for n in generator.insert(prompts)}
+        while responses := generator.next_generated():
+            for response in responses:
+                outputs[response.uid].append(response.token)
+        return time.perf_counter() - start, list(outputs.values())
 
-    def speculate(self, prompt: list[int], count: int, guesses: int) -> dict:
-        """Tokens for every forward pass of the model: each has one of its own."""
+    def speculate(self, prompt: list[int], count: int, num_draft_tokens: int) -> dict:
+        """Tokens per forward pass of the target: each pass samples one token."""
         import mlx.core as mx
         from mlx_lm import load
         from mlx_lm.generate import speculative_generate_step
@@ -117,23 +123,23 @@ class MlxLm:
             mx.array(prompt),
             self._model,
             draft,
-            num_draft_tokens=guesses,
+            num_draft_tokens=num_draft_tokens,
             max_tokens=count,
             sampler=make_sampler(temp=1.0),
         )
-        own = [not from_draft for *_, from_draft in steps]
-        return {"num_tokens": len(own) / sum(own)}
+        from_target = [not from_draft for *_, from_draft in steps]
+        return {"tokens_per_pass": len(from_target) / sum(from_target)}
 
 
 def _timed(tokens, start: float) -> tuple[float, float, list[int]]:
-    said = [next(tokens)]
+    output = [next(tokens)]
     first = time.perf_counter() - start
-    said += tokens
-    return first, time.perf_counter() - start, said
+    output += tokens
+    return first, time.perf_counter() - start, output
 
 
 def _name(blas) -> str:
     return blas.name + (f", threads: {blas.threads}" if blas.threads else "")
 
 
-SIDES = {"lmx": Lmx, "mlx-lm": MlxLm}
+LIBRARIES = {"lmx": Lmx, "mlx-lm": MlxLm}

@@ -1,4 +1,4 @@
-"""One run of one side of `finetune.py`: `finetune_sides.py SIDE FOLDER` prints JSON."""
+"""One run of `finetune.py`: `finetune_runners.py LIBRARY FOLDER` prints JSON."""
 
 import json
 import resource
@@ -7,21 +7,21 @@ import time
 from pathlib import Path
 
 PROGRAM = Path(__file__)
-SIDES = ("lmx", "mlx-lm", "hf", "stock")
-RANK, SCALE, RATE, BETAS = 16, 2.0, 1e-3, (0.9, 0.95)
-# mlx-lm with MLX's own BLAS takes many seconds a step: warm-up steps, timed steps.
-STOCK = (1, 2)
+LIBRARIES = ("lmx", "mlx-lm", "hf", "stock")
+RANK, SCALE, LEARNING_RATE, BETAS = 16, 2.0, 1e-3, (0.9, 0.95)
+# With MLX's own BLAS a step takes many seconds: warm-up steps, timed steps.
+STOCK_STEPS = (1, 2)
 
 
 def main() -> None:
-    side, folder = sys.argv[1], Path(sys.argv[2])
+    library, folder = sys.argv[1], Path(sys.argv[2])
     settings = json.loads((folder / "settings.json").read_text())
-    run = {"lmx": _lmx, "hf": _hf}.get(side, _mlx_lm)
-    print(json.dumps(run(folder, settings, side)))
+    run = {"lmx": _lmx, "hf": _hf}.get(library, _mlx_lm)
+    print(json.dumps(run(folder, settings, library)))
 
 
 class Clock:
-    """What a run measures: an epoch to warm up, then the one that counts."""
+    """Measurements of a run: `warm` steps, then `timed` steps that count."""
 
     def __init__(self, warm: int, timed: int):
         self.warm, self.total = warm, warm + timed
@@ -31,24 +31,24 @@ class Clock:
         self._trained: list[int] = []
 
     def batch(self, number: int, positions: int, filled: int) -> None:
-        """Count the positions of a step's batch and those that hold a token."""
+        """Count the positions of a batch and those that are not padding."""
         if number >= self.warm:
             self.positions += positions
             self.filled += filled
 
     def step(self, mean_loss: float, trained: int) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         self._ends.append((time.perf_counter(), time.process_time()))
         self._losses.append(mean_loss * trained)
         self._trained.append(trained)
 
     def result(self, parameters: int, engine: str, **more) -> dict:
-        """What the comparison needs; losses are means over an epoch's tokens."""
+        """Results for the comparison. Losses are means over the tokens of an epoch."""
         warm = self.warm
-        (start, busy), (end, last) = self._ends[warm - 1], self._ends[-1]
+        (start, cpu_start), (end, cpu_end) = self._ends[warm - 1], self._ends[-1]
         return {
             "seconds": end - start,
-            "processor_seconds": last - busy,
+            "processor_seconds": cpu_end - cpu_start,
             "trained": sum(self._trained[warm:]),
             "steps": self.total - warm,
             "positions": self.positions,
@@ -68,7 +68,7 @@ def _tokens(folder: Path) -> list[tuple[list[int], list[bool]]]:
     return json.loads((folder / "tokens.json").read_text())
 
 
-def _of_mlx(blas) -> dict:
+def _mlx_facts(blas) -> dict:
     import mlx.core as mx
 
     return {"peak": mx.get_peak_memory(), "replaced": blas.path is not None}
@@ -98,14 +98,14 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
         Example(np.array(tokens, np.int32), np.array(mask), "")
         for tokens, mask in _tokens(folder)
     ]
-    length, steps = settings["length"], len(examples) // settings["batch"]
-    batches = _as_many_steps(BucketBatchSampler, examples, length, steps)
+    length, steps = settings["length"], len(examples) // settings["batch_size"]
+    batches = _batches_of_steps(BucketBatchSampler, examples, length, steps)
     model = load(folder / "model").model
     lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
-    widest = max(size * rung for rung, size, _ in batches.rungs)
-    config = TrainConfig(steps=1, batch_size=1)
-    sizes = {"vocabulary": settings["vocabulary"], "tokens": widest}
-    chunk = config.chunk(**sizes, on_cpu=on_cpu())
+    largest = max(size * length for length, size, _ in batches.rungs)
+    chunk = TrainConfig(steps=1, batch_size=1).chunk(
+        vocabulary=settings["vocab_size"], tokens=largest, on_cpu=on_cpu()
+    )
     step = TrainStep(
         model,
         beta1=BETAS[0],
@@ -114,45 +114,45 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
         chunked=ChunkedLoss(model, chunk),
     )
     clock = Clock(batches.per_epoch, batches.per_epoch)
-    waiting = None
+    pending = None
     for number in range(clock.total):
         batch = batches(number)
         clock.batch(number, batch.mask.size, _filled(batch.tokens))
-        outputs = step(batch, RATE, number)
+        outputs = step(batch, LEARNING_RATE, number)
         mx.async_eval(outputs, step.parameters, step.optimizer.state)
-        # As the training loop: while a step runs, the numbers of the one before.
-        _settle(clock, waiting)
-        waiting = outputs
-    _settle(clock, waiting)
+        # Like the trainer: read the results of a step while the next one runs.
+        _record(clock, pending)
+        pending = outputs
+    _record(clock, pending)
     size = sum(value.size for value in step.parameters.values())
-    return clock.result(size, _engine(used), **_of_mlx(used))
+    return clock.result(size, _engine(used), **_mlx_facts(used))
 
 
-def _as_many_steps(make, examples, length: int, steps: int):
-    """Batches of the fewest tokens of which an epoch has no more than `steps`.
+def _batches_of_steps(sampler, examples, length: int, steps: int):
+    """The smallest batches, in tokens, with which an epoch has at most `steps` steps.
 
-    Very few rows of many lengths take more steps, one for each length of the ladder.
+    Few examples of many lengths need more: one step for each bucket length.
     """
     tokens = length
     while True:
-        found = make(examples, max_seq_length=length, tokens=tokens)
-        if found.per_epoch <= max(steps, len(found.rungs)):
-            return found
+        batches = sampler(examples, max_seq_length=length, tokens=tokens)
+        if batches.per_epoch <= max(steps, len(batches.rungs)):
+            return batches
         tokens += 16
 
 
 def _filled(tokens) -> int:
-    # No row holds token 0 but as padding.
+    # Token 0 occurs only as padding.
     return (tokens[:, :-1] != 0).sum().item()
 
 
-def _settle(clock: Clock, outputs) -> None:
+def _record(clock: Clock, outputs) -> None:
     if outputs:
         loss, count, _ = (output.item() for output in outputs)
         clock.step(loss / count, int(count))
 
 
-def _mlx_lm(folder: Path, settings: dict, side: str) -> dict:
+def _mlx_lm(folder: Path, settings: dict, library: str) -> dict:
     from lmx.cpu import blas
 
     used = blas.use_openblas()
@@ -167,11 +167,11 @@ def _mlx_lm(folder: Path, settings: dict, side: str) -> dict:
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
     class Record(TrainingCallback):
-        before = 0
+        trained = 0
 
         def on_train_loss_report(self, info):
-            clock.step(info["train_loss"], info["trained_tokens"] - self.before)
-            self.before = info["trained_tokens"]
+            clock.step(info["train_loss"], info["trained_tokens"] - self.trained)
+            self.trained = info["trained_tokens"]
 
     def iterate(*arguments, **more):
         batches = trainer.iterate_batches(*arguments, **more)
@@ -182,14 +182,15 @@ def _mlx_lm(folder: Path, settings: dict, side: str) -> dict:
     model, tokenizer = load(str(folder / "model"))
     model.freeze()
     lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
-    linear_to_lora_layers(model, settings["layers"], lora)
-    wanted = {"data": str(folder), "train": True, "test": False}
-    wanted = SimpleNamespace(**wanted, mask_prompt=True)
-    rows, *_ = load_dataset(wanted, tokenizer)
-    steps = len(rows) // settings["batch"]
-    clock = Clock(*(STOCK if side == "stock" else (steps, steps)))
+    linear_to_lora_layers(model, settings["num_layers"], lora)
+    dataset = SimpleNamespace(
+        data=str(folder), train=True, test=False, mask_prompt=True
+    )
+    examples, *_ = load_dataset(dataset, tokenizer)
+    steps = len(examples) // settings["batch_size"]
+    clock = Clock(*(STOCK_STEPS if library == "stock" else (steps, steps)))
     options = trainer.TrainingArgs(
-        batch_size=settings["batch"],
+        batch_size=settings["batch_size"],
         iters=clock.total,
         steps_per_report=1,
         steps_per_save=clock.total + 1,
@@ -197,17 +198,17 @@ def _mlx_lm(folder: Path, settings: dict, side: str) -> dict:
         adapter_file=str(folder / "adapters.safetensors"),
         grad_checkpoint=settings["checkpointing"],
     )
-    optimizer = optimizers.Adam(RATE, betas=list(BETAS), bias_correction=True)
+    optimizer = optimizers.Adam(LEARNING_RATE, betas=list(BETAS), bias_correction=True)
     trainer.train(
         model,
         optimizer,
-        CacheDataset(rows),
+        CacheDataset(examples),
         args=options,
         iterate_batches=iterate,
         training_callback=Record(),
     )
     size = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
-    return clock.result(size, _engine(used), **_of_mlx(used))
+    return clock.result(size, _engine(used), **_mlx_facts(used))
 
 
 def _hf(folder: Path, settings: dict, _: str) -> dict:
@@ -224,15 +225,17 @@ def _hf(folder: Path, settings: dict, _: str) -> dict:
     lora = LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules="all-linear")
     model = get_peft_model(model, lora).train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=BETAS, weight_decay=0.0)
-    rows, size = _tokens(folder), settings["batch"]
-    clock = Clock(len(rows) // size, len(rows) // size)
-    lengths = [len(tokens) for tokens, _ in rows]
+    optimizer = torch.optim.AdamW(
+        trained, lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0
+    )
+    examples, size = _tokens(folder), settings["batch_size"]
+    clock = Clock(len(examples) // size, len(examples) // size)
+    lengths = [len(tokens) for tokens, _ in examples]
     for number in range(clock.total):
         if number % clock.warm == 0:
             order = list(LengthGroupedSampler(size, lengths=lengths))
         start = number % clock.warm * size
-        batch = _padded([rows[i] for i in order[start : start + size]])
+        batch = _padded([examples[i] for i in order[start : start + size]])
         mask = batch["attention_mask"]
         clock.batch(number, mask.numel(), int(mask.sum()))
         optimizer.zero_grad()
@@ -245,19 +248,19 @@ def _hf(folder: Path, settings: dict, _: str) -> dict:
     return clock.result(size, f"{threads} torch {torch.__version__}")
 
 
-def _padded(rows) -> dict:
-    """Rows filled up to the longest, as transformers' collators do."""
+def _padded(examples) -> dict:
+    """A batch padded to its longest example, as transformers' collators do."""
     import torch
 
-    shape = len(rows), max(len(tokens) for tokens, _ in rows)
-    inputs, filled = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).long()
+    shape = len(examples), max(len(tokens) for tokens, _ in examples)
+    inputs, attention = torch.zeros(shape, dtype=torch.long), torch.zeros(shape).long()
     labels = torch.full(shape, -100)
-    for row, (tokens, mask) in enumerate(rows):
+    for row, (tokens, mask) in enumerate(examples):
         ids, trained = torch.tensor(tokens), torch.tensor(mask)
         inputs[row, : len(ids)] = ids
-        filled[row, : len(ids)] = 1
+        attention[row, : len(ids)] = 1
         labels[row, : len(ids)] = torch.where(trained, ids, -100)
-    return {"input_ids": inputs, "attention_mask": filled, "labels": labels}
+    return {"input_ids": inputs, "attention_mask": attention, "labels": labels}
 
 
 if __name__ == "__main__":
