@@ -1,4 +1,4 @@
-"""The benchmarks at sizes where only what they compare matters, not how fast it is."""
+"""The benchmark programs, with sizes so small that only the comparisons are tested."""
 
 import re
 import subprocess
@@ -6,25 +6,23 @@ import sys
 from pathlib import Path
 
 import pytest
-from lmx import cpu
+from lmx.cpu import blas
 
+pytestmark = pytest.mark.slow
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-TINY = "--hidden 64 --layers 1 --vocabulary 320 --batch 2 --length 32 --steps 2"
 
 
-def table(case: str) -> tuple[str, dict[str, dict[str, str]]]:
-    """What `train_step.py` prints, and its rows by side and column."""
-    command = [sys.executable, str(BENCHMARKS / "train_step.py"), *TINY.split()]
-    command += ["--rounds", "1", "--threads", "1", "--case", case]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return text, columns(text)
+def run(program: str, options: str) -> str:
+    """The output of a benchmark program."""
+    command = [sys.executable, str(BENCHMARKS / program), *options.split()]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def columns(text: str) -> dict[str, dict[str, str]]:
-    """The rows of a table by side and column."""
+def parse_table(text: str) -> dict[str, dict[str, str]]:
+    """The cells of the table of a program by library and column."""
     split = re.compile(r" {2,}").split
     lines = text.splitlines()
-    start = next(i for i, line in enumerate(lines) if line.startswith("side "))
+    start = next(i for i, line in enumerate(lines) if line.startswith("library "))
     names, *rows = (split(line) for line in lines[start:] if line)
     return {row[0]: dict(zip(names, row, strict=True)) for row in rows}
 
@@ -33,80 +31,82 @@ def milliseconds(row: dict[str, str]) -> float:
     return float(row["ms/step"].replace(",", ""))
 
 
+def libraries() -> list[str]:
+    """Libraries in a table; "stock" only where lmx replaces MLX's BLAS."""
+    return ["lmx", "mlx-lm"] + ["stock"] * (blas.use_openblas().path is not None)
+
+
 @pytest.mark.parametrize(("case", "trained"), [("full", 73_920), ("lora", 20_480)])
-def test_both_sides_do_the_same_work(case, trained):
-    text, rows = table(case)
-    assert f"{trained:,} parameters trained" in text
-    replaced = cpu.enable().blas.path is not None
-    assert list(rows) == ["lmx", "mlx-lm"] + ["stock"] * replaced
-    ours = rows["lmx"]
+def test_train_step_losses_are_equal(case, trained):
+    text = run(
+        "train_step.py",
+        "--hidden-size 64 --num-layers 1 --vocab-size 320 --batch-size 2 "
+        f"--seq-length 32 --steps 2 --repeats 1 --threads 1 --case {case}",
+    )
+    assert f"{trained:,} trained parameters" in text
+    rows = parse_table(text)
+    assert list(rows) == libraries()
+    lmx = rows["lmx"]
     for row in rows.values():
         first, last = float(row["first loss"]), float(row["last loss"])
-        assert first == pytest.approx(float(ours["first loss"]), abs=1e-4)
-        # That they stay together means something only where training moves the loss.
-        assert float(row["most apart"]) < 1e-5 < first - last
-        ratio = milliseconds(row) / milliseconds(ours)
+        assert first == pytest.approx(float(lmx["first loss"]), abs=1e-4)
+        # Equal losses mean something only if training changes the loss.
+        assert float(row["max diff"]) < 1e-5 < first - last
+        ratio = milliseconds(row) / milliseconds(lmx)
         assert float(row["ratio"].rstrip("x")) == pytest.approx(ratio, rel=0.1)
-    assert rows["mlx-lm"]["BLAS"] == ours["BLAS"]
-    if replaced:
+    assert rows["mlx-lm"]["BLAS"] == lmx["BLAS"]
+    if "stock" in rows:
         assert rows["stock"]["BLAS"] == "MLX's own"
 
 
-@pytest.mark.parametrize("packing", [False, True])
-def test_data_are_measured_at_every_size(packing):
-    """It asserts itself that the second start finds the rows of the first."""
-    command = [
-        sys.executable,
-        str(BENCHMARKS / "data_scaling.py"),
-        "--rows",
-        "50",
-        "90",
-    ]
-    command += ["--batch", "4", "--steps", "9"] + ["--packing"] * packing
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+@pytest.mark.parametrize("packing", ["", " --packing"])
+def test_data_scaling_measures_every_size(packing):
+    # The program asserts that the second start uses the cache of the first.
+    text = run(
+        "data_scaling.py", f"--num-examples 50 90 --batch-size 4 --steps 9{packing}"
+    )
     *_, first, second = [line.split() for line in text.splitlines()]
     assert (first[0], second[0]) == ("50", "90")
     for row in (first, second):
-        numbers = [float(cell.replace(",", "")) for cell in row]
-        assert len(numbers) == 9
-        # Rows, rows a second and trained tokens a second.
-        assert min(numbers[0], numbers[3], numbers[8]) > 0
+        values = [float(cell.replace(",", "")) for cell in row]
+        assert len(values) == 9
+        # Examples, examples per second and trained tokens per second.
+        assert min(values[0], values[3], values[8]) > 0
 
 
-def test_fine_tuning_of_the_same_rows_in_as_many_steps():
-    command = [sys.executable, str(BENCHMARKS / "finetune.py"), "--case", "chat"]
-    command += ["--hidden", "64", "--layers", "1", "--limit", "16"]
-    command += ["--vocabulary", "1024"]
-    command += ["--rounds", "1", "--threads", "1"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_finetune_trains_the_same_examples_in_as_many_steps():
+    text = run(
+        "finetune.py",
+        "--case chat --hidden-size 64 --num-layers 1 --max-samples 16 "
+        "--vocab-size 1024 --repeats 1 --threads 1",
+    )
     assert "No --hf-python" in text
-    assert "20,480 parameters trained" in text
-    rows = columns(text)
-    replaced = cpu.enable().blas.path is not None
-    assert list(rows) == ["lmx", "mlx-lm"] + ["stock"] * replaced
-    ours, theirs = rows["lmx"], rows["mlx-lm"]
-    assert int(theirs["steps"]) == 2
-    for row in (ours, theirs):
+    assert "20,480 trained parameters" in text
+    rows = parse_table(text)
+    assert list(rows) == libraries()
+    lmx, mlx_lm = rows["lmx"], rows["mlx-lm"]
+    assert int(mlx_lm["steps"]) == 2
+    for row in (lmx, mlx_lm):
         assert float(row["last loss"]) < float(row["first loss"])
-    # Both have the whole epoch behind them, in batches of their own.
-    gap = float(ours["last loss"]) - float(theirs["last loss"])
-    assert abs(gap) < 0.05 * float(ours["last loss"])
+    # Both trained one epoch, in different batches.
+    gap = float(lmx["last loss"]) - float(mlx_lm["last loss"])
+    assert abs(gap) < 0.05 * float(lmx["last loss"])
 
 
-def test_generating_the_same_tokens():
-    command = [sys.executable, str(BENCHMARKS / "generate.py"), "--hidden", "64"]
-    command += ["--layers", "1", "--vocabulary", "512", "--prompt", "32"]
-    command += ["--tokens", "8", "--rows", "3", "--rounds", "1", "--threads", "1"]
-    command += ["--sampled", "250"]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def test_generate_outputs_have_the_same_tokens():
+    text = run(
+        "generate.py",
+        "--hidden-size 64 --num-layers 1 --vocab-size 512 --prompt-length 32 "
+        "--max-tokens 8 --batch-size 3 --repeats 1 --threads 1 --sampled-tokens 250",
+    )
     cells = [line.split() for line in text.splitlines()]
     for case in ("prefill", "decode", "batch"):
-        ours, theirs = (row for row in cells if row[:1] == [case] and "of" not in row)
-        assert (ours[1], theirs[1], ours[4]) == ("lmx", "mlx-lm", "1.00x")
-    assert "4 of 4 answers are the same" in text
-    for guesses in (1, 2, 4):
-        (row,) = [r for r in cells if r[:1] == [str(guesses)] and len(r) == 8]
-        ours, theirs, _, more, ours_expected, less, theirs_expected = row[1:]
-        assert float(more) > 2 * float(less)
-        assert float(ours) == pytest.approx(float(ours_expected), rel=0.2)
-        assert float(theirs) == pytest.approx(float(theirs_expected), rel=0.2)
+        lmx, mlx_lm = (row for row in cells if row[:1] == [case] and "of" not in row)
+        assert (lmx[1], mlx_lm[1], lmx[4]) == ("lmx", "mlx-lm", "1.00x")
+    assert "4 of 4 outputs have the same tokens" in text
+    for count in (1, 2, 4):
+        (row,) = [r for r in cells if r[:1] == [str(count)] and len(r) == 8]
+        lmx, mlx_lm, _, overlap, lmx_expected, product, mlx_lm_expected = row[1:]
+        assert float(overlap) > 2 * float(product)
+        assert float(lmx) == pytest.approx(float(lmx_expected), rel=0.2)
+        assert float(mlx_lm) == pytest.approx(float(mlx_lm_expected), rel=0.2)
