@@ -110,7 +110,7 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
     fake_quant = FakeQuant(model, specs, dtype, rounding) if rounding else None
     step = TrainStep(model, fake_quant=fake_quant, weight_decay=0.01, max_grad_norm=1.0)
     if fake_quant:
-        step.rates |= fake_quant.rates()
+        step.rates |= fake_quant.lr_multipliers()
     set_compute_dtype(model, mx.float32)
     return step
 
