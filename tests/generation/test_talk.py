@@ -8,11 +8,11 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from lmx.cli import generate
+from lmx.data.tokenizer_files import require_same_tokenizer
 from lmx.errors import UserError
 from lmx.generation.engine import Generator
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import factory
-from lmx.models.tokenizer_compat import require_same_tokenizer
 from mlx.utils import tree_map
 from tiny_generators import byte_tokenizer, chatting, tiny, write_folder
 

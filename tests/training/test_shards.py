@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lmx.data.batching import Batch
 from lmx.errors import UserError
-from lmx.models.safetensors_io import write_tensors
+from lmx.models.safetensors_io import stream_safetensors
 from lmx.run.distributed import SINGLE_PROCESS
 from lmx.training import checkpoint
 from lmx.training.checkpoint import TrainingProgress
@@ -363,12 +363,12 @@ def fail_in_the_middle(ranks, folder) -> None:
         next(values)
         raise OSError(errno.ENOSPC, "full")
 
-    write, checkpoint.write_tensors = checkpoint.write_tensors, fail
+    write, checkpoint.stream_safetensors = checkpoint.stream_safetensors, fail
     with pytest.raises(UserError) as caught:
         checkpoint.save(folder / "it", step, TrainingProgress(1))
     assert ("no space" in str(caught.value)) == ranks.is_first
     assert caught.value.code == 1
-    checkpoint.write_tensors = write
+    checkpoint.stream_safetensors = write
     checkpoint.save(folder / "it", step, TrainingProgress(2))
 
 
@@ -391,7 +391,7 @@ def test_a_file_written_piece_by_piece_is_that_of_mlx(tmp_path):
     layout = {name: (value.dtype, value.shape) for name, value in VALUES.items()}
     found, expected = tmp_path / "found", tmp_path / "expected.safetensors"
     metadata = {"progress": '{"step": 1, "é": "\\""}'}
-    write_tensors(found, layout, iter(VALUES.values()), metadata)
+    stream_safetensors(found, layout, iter(VALUES.values()), metadata)
     mx.save_safetensors(str(expected), VALUES, metadata=metadata)
     tensors, told = mx.load(str(found), format="safetensors", return_metadata=True)
     others, same = mx.load(str(expected), return_metadata=True)
@@ -409,9 +409,9 @@ def test_a_file_written_piece_by_piece_is_that_of_mlx(tmp_path):
 def test_a_file_is_as_announced(tmp_path, count):
     layout = {"a": (mx.float32, (2,))}
     with pytest.raises(ValueError, match="zip"):
-        write_tensors(tmp_path / "a", layout, [mx.zeros(2)] * count, {})
+        stream_safetensors(tmp_path / "a", layout, [mx.zeros(2)] * count, {})
     with pytest.raises(ValueError, match="announced"):
-        write_tensors(tmp_path / "a", layout, [mx.zeros(3)], {})
+        stream_safetensors(tmp_path / "a", layout, [mx.zeros(3)], {})
 
 
 def test_one_process_alone_has_no_shares():

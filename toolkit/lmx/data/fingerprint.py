@@ -6,7 +6,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from ..run.fs import hash_file
-from .tokenizer_files import end_tokens
+from .tokenizer_files import eos_token_ids
 
 LIBRARIES = ("tokenizers", "transformers", "jinja2", "mlx-lm")
 # The files of a checkpoint folder that a tokenizer may be made of.
@@ -25,7 +25,7 @@ def tokenizer(folder: Path) -> list:
     """What changes when the tokenizer of a checkpoint folder does."""
     found = {file for pattern in TOKENIZER for file in folder.glob(pattern)}
     hashes = [(str(f.relative_to(folder)), hash_file(f)) for f in sorted(found)]
-    return [hashes, end_tokens(folder)]
+    return [hashes, eos_token_ids(folder)]
 
 
 def versions() -> list[str]:

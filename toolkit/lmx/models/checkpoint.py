@@ -1,39 +1,39 @@
-"""What a checkpoint folder says of itself, read and checked before any weight is."""
+"""Checkpoint folders, read and checked before any weight is loaded."""
 
 import hashlib
-import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.cache import file_hash
-from ..data.tokenizer_files import read_json
 from ..errors import UserError
-from .safetensors_io import read_header
+from ..run.fs import read_json
+from .safetensors_io import MAX_HEADER_BYTES, read_header
 
-SAMPLE = 1 << 20
-"""Bytes at the end of a weight file that tell it from others of the same shapes."""
-
-PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-WAY_OUT = (
-    "if you trust them, load them with transformers and save_pretrained() them; of "
+INDEX_FILE = "model.safetensors.index.json"
+# Bytes at the end of a weight file that tell it from others of the same shapes.
+DIGEST_TAIL_BYTES = 1 << 20
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+PICKLE_HINT = (
+    "if you trust them, load them with transformers and save_pretrained() them; for "
     "models of the Hub, huggingface.co/spaces/safetensors/convert makes a revision"
 )
 
 
 def model_folder(model: str) -> str:
-    """What the user named, or the checkpoint in model/ where that is a run folder."""
+    """The checkpoint in model/ of a run directory; any other name as it is."""
     folder = Path(model).expanduser()
-    is_run = not (folder / "config.json").is_file()
     inner = folder / "model"
-    return str(inner) if is_run and (inner / "config.json").is_file() else model
+    is_checkpoint = (folder / "config.json").is_file()
+    is_run = not is_checkpoint and (inner / "config.json").is_file()
+    return str(inner) if is_run else model
 
 
 def read_config(path: Path) -> dict:
     """The config.json of a checkpoint folder.
 
     Raises:
-        UserError: there is none, or it is no model's.
+        UserError: it is missing, or it is no model's.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -44,12 +44,6 @@ def read_config(path: Path) -> dict:
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))
     return config
-
-
-def weights_digest(path: Path) -> str:
-    """A hash of a checkpoint's weights and of what makes a model of them."""
-    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
-    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
 def config_int(config: dict, name: str) -> int:
@@ -66,15 +60,15 @@ def check_weights(path: Path) -> None:
     if tensor_files(path):
         return
     files = [file.name for file in path.iterdir()]
-    pickles = sorted(name for name in files if Path(name).suffix in PICKLES)
-    # Of a pickled model of the Hub, the index alone is downloaded.
+    pickles = sorted(name for name in files if Path(name).suffix in PICKLE_SUFFIXES)
+    # Only the index of a pickled Hub model is downloaded.
     pickles += [name for name in files if name.endswith(".bin.index.json")]
     if pickles:
         raise UserError(
             f"no model*.safetensors here, only pickles ({pickles[0]}), "
             "which can run any program and are never loaded",
             place=str(path),
-            hint=WAY_OUT,
+            hint=PICKLE_HINT,
         )
     raise UserError("no model*.safetensors here", place=str(path))
 
@@ -82,35 +76,56 @@ def check_weights(path: Path) -> None:
 def tensor_files(path: Path) -> dict[str, Path]:
     """The file of every tensor.
 
-    An index that is right decides which files are of the model; a wrong one is as good
-    as none.
+    A correct index decides which files belong to the model; a wrong one is ignored.
 
     Raises:
-        UserError: a file is damaged, or files of several models lie here.
+        UserError: a file is damaged, or the folder has files of several models.
     """
     files = sorted(path.glob("model*.safetensors"))
-    held = {file: read_header(file) for file in files}
-    listed = {name: path / file for name, file in _weight_map(path).items()}
-    if listed and all(name in held.get(file, ()) for name, file in listed.items()):
-        files = [file for file in files if file in set(listed.values())]
+    headers = {file: read_header(file) for file in files}
+    indexed = {name: path / file for name, file in _weight_map(path).items()}
+    if indexed and all(name in headers.get(file, ()) for name, file in indexed.items()):
+        files = [file for file in files if file in set(indexed.values())]
     else:
-        listed = {}
-    places = dict(listed)
+        indexed = {}
+    tensors = dict(indexed)
     for file in files:
-        for name in held[file]:
-            if places.setdefault(name, file) != file and name not in listed:
+        for name in headers[file]:
+            if tensors.setdefault(name, file) != file and name not in indexed:
                 raise UserError(
-                    f"{name} is in {places[name].name} too: the files of two models?",
+                    f"{name} is in {tensors[name].name} too: the files of two models?",
                     place=str(file),
                     hint="remove one model's files, or give the index of the other's",
                 )
-    return places
+    return tensors
+
+
+def missing_shards(path: Path) -> list[str]:
+    """Files that the index names and the folder lacks."""
+    names = set(_weight_map(path).values())
+    return sorted(name for name in names if not (path / name).is_file())
+
+
+def _weight_map(path: Path) -> dict[str, str]:
+    """File names by tensor from the index; empty if the index is missing or broken."""
+    try:
+        files = read_json(path / INDEX_FILE).get("weight_map")
+    except (OSError, UserError):
+        return {}
+    files = files if isinstance(files, dict) else {}
+    return files if all(isinstance(file, str) for file in files.values()) else {}
+
+
+def weights_digest(path: Path) -> str:
+    """Sha256 of a checkpoint's config and weights, whole files."""
+    files = [path / "config.json", *sorted(path.glob("*.safetensors"))]
+    return hashlib.sha256("".join(map(file_hash, files)).encode()).hexdigest()
 
 
 def quick_digest(path: Path, adapter: Path | None = None) -> str:
-    """What tells a checkpoint, with its adapter, from others, without reading it all.
+    """Sha256 that identifies a checkpoint and its adapter without reading all of it.
 
-    Sha256 of its configuration and, of every weight file, name, size, header and end.
+    It covers the configurations and, for every weight file, name, size, header and end.
     """
     total = hashlib.sha256()
     for folder in filter(None, [path, adapter]):
@@ -126,33 +141,14 @@ def _digest_bytes(file: Path) -> bytes:
         return file.read_bytes()
     with file.open("rb") as stream:
         length = stream.read(8)
-        header = stream.read(min(int.from_bytes(length, "little"), 100 << 20))
-        stream.seek(max(0, file.stat().st_size - SAMPLE))
+        header = stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+        stream.seek(max(0, file.stat().st_size - DIGEST_TAIL_BYTES))
         return length + header + stream.read()
-
-
-def missing_shards(path: Path) -> list[str]:
-    """Files the index names that are not here."""
-    names = set(_weight_map(path).values())
-    return sorted(name for name in names if not (path / name).is_file())
-
-
-def _weight_map(path: Path) -> dict[str, str]:
-    """Names of files by tensor, as the index says; empty of one that says nothing."""
-    try:
-        places = read_json(path / "model.safetensors.index.json").get("weight_map")
-    except (OSError, UserError):
-        return {}
-    places = places if isinstance(places, dict) else {}
-    return places if all(isinstance(file, str) for file in places.values()) else {}
-
-
-# --- from model.sizes: Parameters, bytes and bits per weight of a checkpoint, from its files' headers.
 
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """What a checkpoint weighs; a quantized weight counts as one parameter."""
+    """Size of a checkpoint. A quantized weight counts as one parameter."""
 
     parameters: int
     bytes: int
@@ -163,16 +159,15 @@ class CheckpointSize:
 
 
 def checkpoint_size(folder: Path) -> CheckpointSize:
-    """Count without loading any weight.
+    """Count from the headers, without loading any weight.
 
     Raises:
         UserError: a weight file is damaged.
     """
-    config = json.loads((folder / "config.json").read_text())
     tensors = {}
     for file in sorted(folder.glob("model*.safetensors")):
         tensors |= read_header(file)
-    quantization = config.get("quantization") or {}
+    quantization = read_json(folder / "config.json").get("quantization") or {}
     parameters = 0
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
@@ -181,10 +176,9 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
             continue
         count = math.prod(tensor["shape"])
         if is_packed and leaf == "weight":
-            own = quantization.get(path)
-            bits = (own if isinstance(own, dict) else quantization)["bits"]
+            layer = quantization.get(path)
+            bits = (layer if isinstance(layer, dict) else quantization)["bits"]
             count = count * 32 // bits
         parameters += count
-    places = [tensor["data_offsets"] for tensor in tensors.values()]
-    size = sum(end - start for start, end in places)
-    return CheckpointSize(parameters, size)
+    ranges = [tensor["data_offsets"] for tensor in tensors.values()]
+    return CheckpointSize(parameters, sum(end - start for start, end in ranges))

@@ -1,4 +1,4 @@
-"""What published checkpoints hold that mlx-lm takes amiss, put right on the way in."""
+"""Repairs of published checkpoints that mlx-lm would misread, made while loading."""
 
 import re
 from collections.abc import Callable
@@ -15,66 +15,64 @@ from .checkpoint import read_config, tensor_files
 BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
 HEAD, EMBEDDING = "lm_head.", "model.embed_tokens."
 
-Classes = Callable[[dict], tuple[Callable[[Any], nn.Module], type]]
+# mlx-lm's choice of a model's class and arguments class by its config.
+ModelClasses = Callable[[dict], tuple[Callable[[Any], nn.Module], type]]
 
 
-def load_options(path: Path, classes: Classes) -> dict[str, Any]:
-    """What to have mlx-lm's `load_model` read a folder with.
-
-    Args:
-        classes: mlx-lm's own choice of a model's class and settings by its config.
+def load_options(path: Path, classes: ModelClasses) -> dict[str, Any]:
+    """Arguments for mlx-lm's `load_model` of a folder.
 
     Raises:
-        UserError: a file is damaged, or files of several models lie there.
+        UserError: a file is damaged, or the folder has files of several models.
     """
     config = read_config(path)
-    # Of code of its own, mlx-lm asks the class itself.
-    settings = None if "model_file" in config else classes(config)[1]
+    # With code in the checkpoint, mlx-lm takes the class from there.
+    arguments = None if "model_file" in config else classes(config)[1]
     return {
-        "model_config": _unsaid(config, settings, set(tensor_files(path))),
-        "get_model_classes": _tidying(path, classes),
+        "model_config": _implied_config(config, arguments, set(tensor_files(path))),
+        "get_model_classes": _with_fixed_tensors(path, classes),
     }
 
 
-def _unsaid(config: dict, settings: type | None, names: set[str]) -> dict:
-    """What the config leaves out, and the names of the tensors tell.
+def _implied_config(config: dict, arguments: type | None, names: set[str]) -> dict:
+    """Config keys that are missing, but follow from the names of the tensors.
 
-    mlx-lm ties the head of many a model that does not say, and would throw the stored
-    one away; Hugging Face's programs store none where it is tied.
+    mlx-lm ties the head of many models whose config does not say so, and would drop the
+    stored head. Hugging Face's programs store no head where it is tied.
     """
     key = "tie_word_embeddings"
-    is_asked = key in getattr(settings, "__dataclass_fields__", ())
-    is_said = key in config | config.get("text_config", {})
-    both = {f"{HEAD}weight", f"{EMBEDDING}weight"} <= names
-    return {key: False} if both and is_asked and not is_said else {}
+    is_argument = key in getattr(arguments, "__dataclass_fields__", ())
+    is_given = key in config | config.get("text_config", {})
+    has_both = {f"{HEAD}weight", f"{EMBEDDING}weight"} <= names
+    return {key: False} if has_both and is_argument and not is_given else {}
 
 
-def _tidying(path: Path, classes: Classes) -> Classes:
-    """Classes whose models tidy the tensors of `path` before they take them."""
+def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
+    """Classes whose models get the fixed tensors of `path` through `sanitize`."""
 
-    def tidy(config: dict) -> tuple[Callable[[Any], nn.Module], type]:
-        make, arguments = classes(config)
+    def fixed_classes(config: dict) -> tuple[Callable[[Any], nn.Module], type]:
+        model_class, arguments_class = classes(config)
 
-        def build(settings: Any) -> nn.Module:
-            model = make(settings)
-            own = getattr(model, "sanitize", lambda weights: weights)
+        def build(arguments: Any) -> nn.Module:
+            model = model_class(arguments)
+            original = getattr(model, "sanitize", lambda weights: weights)
             parameters = {name for name, _ in tree_flatten(model.parameters())}
 
             def sanitize(_: dict[str, mx.array]) -> dict[str, mx.array]:
-                # The class has its own again: a model is read once.
+                # A model is read once; after that the class has its own method again.
                 del model.sanitize
-                return own(_tensors(path, parameters))
+                return original(_fixed_tensors(path, parameters))
 
             model.sanitize = sanitize
             return model
 
-        return build, arguments
+        return build, arguments_class
 
-    return tidy
+    return fixed_classes
 
 
-def _tensors(path: Path, parameters: set[str]) -> dict[str, mx.array]:
-    """The tensors of a folder, unread, each from its right file and by its right name.
+def _fixed_tensors(path: Path, parameters: set[str]) -> dict[str, mx.array]:
+    """The tensors of a folder, unread, each from the right file with the right name.
 
     Args:
         parameters: names of the model's own.

@@ -1,4 +1,4 @@
-"""TODO."""
+"""Write checkpoints as mlx-lm, LM Studio and mlx-swift load them."""
 
 import json
 import math
@@ -8,14 +8,15 @@ from pathlib import Path
 import mlx.core as mx
 
 from ..config.quant_spec import QuantSpec
-from . import safetensors_io
+from .checkpoint import INDEX_FILE
+from .safetensors_io import write_safetensors
 
 SHARD_BYTES = 5 << 30
 
-# What a config says of another checkpoint or machine.
-FOREIGN = ("quantization", "quantization_config", "_name_or_path")
+# Config keys that describe another checkpoint or machine.
+FOREIGN_KEYS = ("quantization", "quantization_config", "_name_or_path")
 
-# Everything beside weights and config that makes a checkpoint speak as its base did.
+# Tokenizer, template and generation files of a checkpoint.
 COMPANIONS = (
     "tokenizer*.json",
     "*.model",
@@ -45,22 +46,22 @@ def write_checkpoint(
     Args:
         weights: tensors by mlx-lm's module paths; quantized layers as they were
             produced: `path.weight` (codes), `path.scales` and, if affine,
-            `path.biases`. Emptied on the way: what is unread is read, written and let
-            go, one after the other.
+            `path.biases`. The dictionary is emptied: unread tensors are read, written
+            and freed one by one.
         config: the model's config; its quantization block is replaced.
-        companions: the folder whose tokenizer and template files go along.
+        companions: the folder whose tokenizer and template files are copied.
         specs: grid of every quantized layer, by path.
-        kept: quantizable layers left unquantized, named for readers that assume the
-            default (mlx-swift does).
+        kept: quantizable layers left unquantized. They are listed for readers that
+            assume the default grid, as mlx-swift does.
     """
-    config = {k: v for k, v in config.items() if k not in FOREIGN}
-    # Readers take a model with this key for one that sees; mlx-lm drops it too.
+    config = {k: v for k, v in config.items() if k not in FOREIGN_KEYS}
+    # Readers take a model with this key for a vision model; mlx-lm drops it too.
     if not any("vision_tower" in name for name in weights):
         config.pop("vision_config", None)
     if specs:
         config["quantization"] = quantization_block(specs, kept or [])
         config["quantization_config"] = config["quantization"]
-    _write_json(folder / "config.json", _tagged(dict(sorted(config.items()))))
+    _write_json(folder / "config.json", _encode_nonfinite(dict(sorted(config.items()))))
     _copy_companions(companions, folder, with_code="model_file" in config)
     _write_weights(folder, weights, specs or {})
 
@@ -68,8 +69,8 @@ def write_checkpoint(
 def quantization_block(specs: dict[str, QuantSpec], kept: list[str]) -> dict:
     """The `quantization` entry of config.json.
 
-    The most frequent grid is the default; every other layer is listed by path, in
-    dictionaries of exactly the keys mlx-swift decodes, or `false` when not quantized.
+    The most frequent grid is the default. Every other layer is listed by path, with
+    exactly the keys that mlx-swift decodes, or with `false` if it is not quantized.
     """
     grids = [tuple(spec_parameters(spec).items()) for spec in specs.values()]
     default = max(sorted(set(grids)), key=grids.count)
@@ -81,19 +82,19 @@ def quantization_block(specs: dict[str, QuantSpec], kept: list[str]) -> dict:
 
 
 def spec_parameters(spec: QuantSpec) -> dict:
-    """A grid as mlx-lm names it."""
+    """A grid in mlx-lm's names."""
     return {"group_size": spec.group_size, "bits": spec.bits, "mode": spec.mode}
 
 
-def _tagged(value):
-    """Non-finite numbers, which JSON lacks, as Hugging Face and mlx-lm write them."""
+def _encode_nonfinite(value):
+    """Encode non-finite numbers as Hugging Face and mlx-lm do; JSON has none."""
     if isinstance(value, float) and not math.isfinite(value):
         names = {math.inf: "Infinity", -math.inf: "-Infinity"}
         return {"__float__": names.get(value, "NaN")}
     if isinstance(value, dict):
-        return {key: _tagged(entry) for key, entry in value.items()}
+        return {key: _encode_nonfinite(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_tagged(entry) for entry in value]
+        return [_encode_nonfinite(entry) for entry in value]
     return value
 
 
@@ -102,8 +103,8 @@ def _write_json(path: Path, value: dict) -> None:
 
 
 def _copy_companions(source: Path, folder: Path, *, with_code: bool) -> None:
-    settings = source / "tokenizer_config.json"
-    with_code |= settings.is_file() and b'"auto_map"' in settings.read_bytes()
+    tokenizer = source / "tokenizer_config.json"
+    with_code |= tokenizer.is_file() and b'"auto_map"' in tokenizer.read_bytes()
     for pattern in (*COMPANIONS, *(["*.py"] if with_code else [])):
         for file in filter(Path.is_file, source.glob(pattern)):
             shutil.copyfile(file, folder / file.name)
@@ -115,24 +116,22 @@ def _write_weights(
     total = sum(value.nbytes for value in weights.values())
     parameters = count_parameters(weights, specs)
     shards = _shards(weights)
-    places = {}
+    weight_map = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors"
         if len(shards) > 1:
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        safetensors_io.write_safetensors(
-            folder / file, {name: weights.pop(name) for name in names}
-        )
-        places |= dict.fromkeys(names, file)
+        write_safetensors(folder / file, {name: weights.pop(name) for name in names})
+        weight_map |= dict.fromkeys(names, file)
     index = {
         "metadata": {"total_size": total, "total_parameters": parameters},
-        "weight_map": dict(sorted(places.items())),
+        "weight_map": dict(sorted(weight_map.items())),
     }
-    _write_json(folder / "model.safetensors.index.json", index)
+    _write_json(folder / INDEX_FILE, index)
 
 
 def _shards(weights: dict[str, mx.array]) -> list[list[str]]:
-    """Names by file, in their order."""
+    """Names of the tensors of every file, in order."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, value in weights.items():
@@ -145,12 +144,12 @@ def _shards(weights: dict[str, mx.array]) -> list[list[str]]:
 
 
 def count_parameters(weights: dict[str, mx.array], specs: dict[str, QuantSpec]) -> int:
-    """Numbers the model has, a code counting as one and its grid as none."""
+    """Parameters of a model: a code counts as one, scales and biases as none."""
     total = 0
     for name, value in weights.items():
         path, _, leaf = name.rpartition(".")
         if path in specs and leaf in ("scales", "biases"):
             continue
-        codes = path in specs and leaf == "weight"
-        total += value.size * 32 // specs[path].bits if codes else value.size
+        is_packed = path in specs and leaf == "weight"
+        total += value.size * 32 // specs[path].bits if is_packed else value.size
     return total

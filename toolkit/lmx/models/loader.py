@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .. import cpu
-from ..data.tokenizer_files import end_tokens
+from ..data.tokenizer_files import eos_token_ids
 from ..errors import UserError
 from . import checkpoint_fixups
 from .checkpoint import check_weights, missing_shards, read_config
@@ -89,7 +89,7 @@ def load(
         with _explaining(path):
             mx.eval(model.parameters())
     # mlx-lm keeps only what generation_config.json names.
-    if ends := end_tokens(path):
+    if ends := eos_token_ids(path):
         config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return LoadedModel(model, tokenizer, config, path, dtype, lambda: read()[0])
@@ -271,7 +271,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     """
     # Left out, Hugging Face would ask on the terminal.
     extra = {"trust_remote_code": trust_remote_code}
-    ends = end_tokens(path) or None
+    ends = eos_token_ids(path) or None
     with _mlx_lm() as zoo:
         try:
             return zoo.load_tokenizer(path, extra, eos_token_ids=ends)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..data import cache, fingerprint
+from ..data.tokenizer_files import require_same_tokenizer
 from ..draft import report
 from ..draft.benchmark import Candidate, DraftBenchmark, decoding_modes
 from ..draft.compat import require_servable
@@ -16,7 +17,6 @@ from ..draft.report import DraftReport
 from ..errors import FAILED, UserError
 from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
-from ..models.tokenizer_compat import require_same_tokenizer
 from ..run.fs import atomic_folder, write_atomic
 from .context import ModelArtifact
 from .draft_dataset import DraftData
@@ -123,7 +123,9 @@ class DraftEvaluation:
         prompt = mean_prompt_length(self.schooling.tried)
         return Candidate(
             draft.model,
-            measure_speculation_costs(self.target.model, draft.model, prompt_length=prompt),
+            measure_speculation_costs(
+                self.target.model, draft.model, prompt_length=prompt
+            ),
         )
 
     def _report(self, record: dict) -> None:

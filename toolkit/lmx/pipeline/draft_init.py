@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..config.draft import DraftModelConfig
+from ..data.tokenizer_files import require_same_tokenizer
 from ..draft.compat import require_servable
 from ..draft.pruning import (
     PrunedShape,
@@ -21,7 +22,6 @@ from ..generation.speculative.layer_skip import rank_layers
 from ..models.dtypes import set_compute_dtype
 from ..models.from_scratch import initial_weights
 from ..models.loader import LoadedModel, compute_dtype
-from ..models.tokenizer_compat import require_same_tokenizer
 from ..quantization.dequantize import dequantized_model
 from ..run.fs import remove_folder
 from .context import StageContext, write_model

@@ -11,11 +11,11 @@ import numpy as np
 from ..config.train import TeacherConfig
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset
 from ..data.packing import PackedBatchSampler
+from ..data.tokenizer_files import require_same_tokenizer
 from ..errors import UserError
 from ..generation.completions import CachedGenerator, replace_completions
 from ..models.checkpoint import config_int, read_config, weights_digest
 from ..models.loader import LoadedModel, load_tokenizer
-from ..models.tokenizer_compat import require_same_tokenizer
 from ..training.distillation import DistillationLoss, OnlineTeacher
 from ..training.document_mask import DocumentCaches
 from ..training.teacher_cache import (

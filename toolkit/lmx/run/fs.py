@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -165,3 +166,16 @@ def need_space(path: Path, size: int) -> None:
             hint=HINT,
             code=FAILED,
         )
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; empty if the file holds another value.
+
+    Raises:
+        UserError: the file is not JSON.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"this is not JSON: {error}", place=str(path)) from error
+    return value if isinstance(value, dict) else {}

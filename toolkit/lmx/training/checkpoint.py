@@ -10,7 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..models.safetensors_io import write_tensors
+from ..models.safetensors_io import stream_safetensors
 from ..run.fs import atomic_folder, hash_file, need_space
 from .step import TrainStep
 
@@ -157,7 +157,7 @@ def _write(
         # In the same file, under the same hash.
         metadata = {"progress": json.dumps(vars(progress))}
         if step.shards:
-            write_tensors(weights, layout, whole, metadata)
+            stream_safetensors(weights, layout, whole, metadata)
         else:
             mx.save_safetensors(str(weights), _tensors(step), metadata=metadata)
         state = {"bytes": weights.stat().st_size, "sha256": hash_file(weights)}

@@ -16,6 +16,7 @@ import mlx.core as mx
 from ...data import cache
 from ...errors import UserError
 from ...models.safetensors_io import read_header
+from ...run.fs import read_json
 
 # Other numbers from the same adapter: another version.
 VERSION = 1
@@ -42,7 +43,7 @@ STARTS = (True, False, "gaussian", "orthogonal", "eva")
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter in peft's format."""
     file = folder / CONFIG
-    return file.is_file() and "peft_type" in _json(file)
+    return file.is_file() and "peft_type" in read_json(file)
 
 
 def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
@@ -55,7 +56,7 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
         UserError: a kind of adapter that mlx-lm does not have, or a damaged one.
     """
     place = str(folder)
-    config = _json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     _require_known(config, place)
     file = folder / WEIGHTS
     if not file.is_file():
@@ -175,11 +176,3 @@ def _scale(path: str, own: dict[str, mx.array], config: dict) -> float:
 def _blocks(paths: Iterable[str]) -> int:
     found = (re.search(r"\.layers\.(\d+)\.", path) for path in paths)
     return 1 + max((int(number[1]) for number in found if number), default=0)
-
-
-def _json(file: Path) -> dict:
-    try:
-        value = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise UserError(f"this is not JSON: {error}", place=str(file)) from error
-    return value if isinstance(value, dict) else {}

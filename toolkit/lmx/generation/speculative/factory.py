@@ -5,8 +5,8 @@ from functools import partial
 
 import mlx.core as mx
 
+from ...data.tokenizer_files import require_same_tokenizer
 from ...models.loader import LoadedModel
-from ...models.tokenizer_compat import require_same_tokenizer
 from .draft_length import DraftLengthController
 from .draft_model import DraftModelProposer
 from .layer_skip import choose_skipped_layers, skip_layers
