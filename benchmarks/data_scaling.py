@@ -208,9 +208,8 @@ def _tokens_per_second(batches, loaded, config, count: int) -> float:
     from lmx.training.document_mask import DocumentCaches
     from lmx.training.step import TrainStep
 
-    step = TrainStep(loaded.model)
-    if config.packing:
-        step.caches = DocumentCaches(loaded.model)
+    caches = DocumentCaches(loaded.model) if config.packing else None
+    step = TrainStep(loaded.model, document_caches=caches)
     shapes, seconds, trained = set(), 0.0, 0
     for number in range(count):
         start = time.perf_counter()

@@ -92,6 +92,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     from lmx.models.loader import load
     from lmx.models.lora import lora_model
     from lmx.training.chunked_loss import ChunkedLoss
+    from lmx.training.optimizers import OptimizerConfig
     from lmx.training.step import TrainStep
 
     examples = [
@@ -108,10 +109,9 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     )
     step = TrainStep(
         model,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
+        OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1]),
         gradient_checkpointing=settings["checkpointing"],
-        chunked=ChunkedLoss(model, chunk),
+        chunked_loss=ChunkedLoss(model, chunk),
     )
     clock = Clock(batches.per_epoch, batches.per_epoch)
     pending = None
@@ -148,7 +148,7 @@ def _filled(tokens) -> int:
 
 def _record(clock: Clock, outputs) -> None:
     if outputs:
-        loss, count, _ = (output.item() for output in outputs)
+        loss, count, *_ = (output.item() for output in outputs)
         clock.step(loss / count, int(count))
 
 

@@ -69,7 +69,7 @@ def compare(steps: dict, arguments) -> dict[str, list[tuple[float, ...]]]:
         # Who goes first alternates.
         for side in list(steps)[:: -1 if number % 2 else 1]:
             step, clock, busy = steps[side], time.perf_counter(), time.process_time()
-            loss, count, _ = step(batch, RATE, number)
+            loss, count, *_ = step(batch, RATE, number)
             mx.eval(loss, step.parameters, step.optimizer.state)
             spent = time.perf_counter() - clock, time.process_time() - busy
             found[side].append((*spent, (loss / count).item()))
@@ -98,6 +98,7 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
     from lmx.models.lora import lora_model
     from lmx.quantization.qat.fake_quant import FakeQuant
     from lmx.quantization.target_layers import select_layers
+    from lmx.training.optimizers import OptimizerConfig
     from lmx.training.step import TrainStep
 
     model, dtype = _model(arguments)
@@ -108,9 +109,12 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
     if case == "lora":
         lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(rounding))
     fake_quant = FakeQuant(model, specs, dtype, rounding) if rounding else None
-    step = TrainStep(model, fake_quant=fake_quant, weight_decay=0.01, max_grad_norm=1.0)
-    if fake_quant:
-        step.rates |= fake_quant.lr_multipliers()
+    optimizer = OptimizerConfig(
+        weight_decay=0.01,
+        max_grad_norm=1.0,
+        lr_multipliers=fake_quant.lr_multipliers() if fake_quant else {},
+    )
+    step = TrainStep(model, optimizer, fake_quant=fake_quant)
     set_compute_dtype(model, mx.float32)
     return step
 

@@ -186,13 +186,14 @@ def _lmx(arguments: argparse.Namespace) -> dict:
     from lmx.config.lora import LoRAConfig
     from lmx.data.batching import Batch
     from lmx.models.lora import lora_model
+    from lmx.training.optimizers import OptimizerConfig
     from lmx.training.step import TrainStep
 
     model = _model(arguments)
     if arguments.case == "lora":
         lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
         _set_adapters(model)
-    step = TrainStep(model, beta1=BETAS[0], beta2=BETAS[1])
+    step = TrainStep(model, OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1]))
     tokens = _tokens(arguments)
     trained = np.arange(1, tokens.shape[1]) >= _prompt_length(arguments)
     mask = np.broadcast_to(trained, (len(tokens), len(trained)))
@@ -200,7 +201,7 @@ def _lmx(arguments: argparse.Namespace) -> dict:
     seconds, losses = [], []
     for number in range(WARMUP_STEPS + arguments.steps):
         start = time.perf_counter()
-        loss, count, norm = step(batch, LEARNING_RATE, number)
+        loss, count, norm, _ = step(batch, LEARNING_RATE, number)
         mx.eval(loss, count, norm, step.parameters, step.optimizer.state)
         seconds.append(time.perf_counter() - start)
         losses.append((loss / count).item())

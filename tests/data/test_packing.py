@@ -168,7 +168,7 @@ def test_packed_rows_have_the_loss_of_their_examples():
         for example in examples(60, longest=40)
     )
     _, cut = batches(made, rows=4)
-    step = TrainStep(model, caches=DocumentCaches(model))
+    step = TrainStep(model, document_caches=DocumentCaches(model))
     sequences_per_batch = [cut(number) for number in range(cut.per_epoch)]
     alone = BucketBatchSampler(made, max_seq_length=LONGEST, rows=8).in_order()
     loss, tokens = step.evaluate(alone)

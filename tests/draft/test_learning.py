@@ -23,6 +23,7 @@ from lmx.generation.speculative.draft_length import DraftLengthController
 from lmx.generation.speculative.draft_model import DraftModelProposer
 from lmx.models.loader import build_model
 from lmx.run.logger import RunLogger
+from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 from mlx.utils import tree_map
 
@@ -94,11 +95,11 @@ def overlap(model, held_out):
 def trained(loss, steps=80):
     taught, model = lessons(8), student()
     objective = DraftLoss(loss, cross_entropy=0.1)
-    step = TrainStep(model, taught=objective, max_grad_norm=1.0)
+    step = TrainStep(model, OptimizerConfig(max_grad_norm=1.0), teacher_loss=objective)
     for number in range(steps):
         step(taught(number), 1e-2, number)
         mx.eval(step.parameters, step.optimizer.state)
-    return step.serve()
+    return step.materialize()
 
 
 def test_learning_raises_the_share_of_guesses_that_stand():

@@ -31,6 +31,7 @@ from lmx.quantization.packing import pack
 from lmx.quantization.target_layers import select_layers
 from lmx.run.fs import free_bytes
 from lmx.training.chunked_loss import ChunkedLoss
+from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
 
@@ -238,9 +239,9 @@ def network_step(shape, config) -> TrainStep:
     chunk = config.loss_chunk_tokens
     return TrainStep(
         network,
-        optimizer=config.optimizer,
+        OptimizerConfig(config.optimizer),
         gradient_checkpointing=config.gradient_checkpointing,
-        chunked=ChunkedLoss(network, chunk) if chunk else None,
+        chunked_loss=ChunkedLoss(network, chunk) if chunk else None,
     )
 
 

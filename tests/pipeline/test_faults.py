@@ -142,9 +142,9 @@ def test_groups_that_do_not_fit(tmp_path, capsys):
 def test_a_rate_beyond_reason(run, capsys):
     arguments = ("stages.1.train.learning_rate=1e30", "stages.1.train.warmup_ratio=0")
     said = fails(run, capsys, 1, *arguments)
-    assert "the loss or its gradient is not a number at step" in said
+    assert "the loss or its gradient is NaN or infinite at step" in said
     assert f"{run.folder / 'train.jsonl'}:" in said
-    record = run.json("stages/1-train/not-a-number.json")
+    record = run.json("stages/1-train/nan_batch.json")
     assert f"at step {record['step']}" in said
     assert len(record["rows"]) == 8
     assert run.json("manifest.json")["status"] == "failed"

@@ -121,7 +121,7 @@ def test_rows_that_changed_are_refused_on_resume(tmp_path, base, capsys):
     assert run.attacked("SIGKILL", "step", 5).returncode == -9
     write_rows(tmp_path / "train.jsonl", 1, 40)
     assert run() != 0
-    assert "not those this run began with" in capsys.readouterr().err
+    assert "examples have changed" in capsys.readouterr().err
 
 
 def test_rows_are_held_out_of_a_run(tmp_path, base, encoded):

@@ -146,9 +146,9 @@ def test_what_is_not_a_number_stops_both(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN | {"learning_rate": 1e38}})
     first, second = both(run)
     assert (first.returncode, second.returncode) == (1, 1)
-    assert "not a number at step" in first.stderr
+    assert "NaN or infinite at step" in first.stderr
     assert second.stderr == ""
-    record = run.json("stages/1-train/not-a-number.json")
+    record = run.json("stages/1-train/nan_batch.json")
     assert len(record["tokens"]) == TRAIN["batch_size"]
 
 
@@ -211,7 +211,7 @@ if os.environ["MLX_RANK"] == "1":
 @pytest.mark.parametrize(
     ("difference", "told"),
     [
-        (OTHER_ROWS, "reads other rows than"),
+        (OTHER_ROWS, "reads other examples than"),
         (OTHER_RECIPE, "runs another recipe than"),
         (OTHER_MODEL, "begins with another model than"),
     ],
@@ -235,7 +235,7 @@ import os, signal, threading
 from lmx.training import trainer
 from lmx.training.step import TrainStep
 
-trainer.PATIENCE = 0.5
+trainer.SHUTDOWN_SECONDS = 0.5
 rank, call, calls = os.environ["MLX_RANK"], TrainStep.__call__, []
 
 def hang(*arguments):

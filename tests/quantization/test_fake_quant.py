@@ -19,6 +19,7 @@ from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan, select_layers
 from lmx.training.losses import cross_entropy_sum
+from lmx.training.optimizers import OptimizerConfig
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten, tree_unflatten
 
@@ -40,12 +41,18 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 class Watched(TrainStep):
-    """A step that also returns the weights its compiled forward was made with."""
+    """A step that also returns the weights of its compiled forward pass."""
 
-    def _update(self, *batch_and_rate):
-        results = super()._update(*batch_and_rate)
+    def _train(self, *inputs):
+        outputs = super()._train(*inputs)
         used = dict(tree_flatten(self.model.parameters()))
-        return *results, {k: v for k, v in used.items() if "lora" not in k}
+        return *outputs, {k: v for k, v in used.items() if "lora" not in k}
+
+    def __call__(self, batch, learning_rate, seed):
+        mx.random.seed(seed)
+        self.model.train()
+        scalars = mx.array(learning_rate), mx.array(0.0)
+        return self._train_batch(*self._inputs(batch), *scalars)
 
 
 class Run:
@@ -68,12 +75,14 @@ class Run:
         if rounding and rounding.quantizer == "scales_only":
             model.freeze()
         fake_quant = FakeQuant(model, specs, self.loaded.dtype, rounding)
-        self.step = Watched(model, fake_quant=fake_quant, weight_decay=0.01)
+        self.step = Watched(
+            model, OptimizerConfig(weight_decay=0.01), fake_quant=fake_quant
+        )
         set_compute_dtype(model, mx.float32)
 
     def train(self, steps=1):
         for seed in range(steps):
-            self.step.reach(seed)
+            self.step.on_step(seed)
             results = self.step(batch(seed), 0.01, seed)
             mx.eval(results, self.step.parameters)
         return results
@@ -204,13 +213,15 @@ def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
     )
     folder = make_checkpoint(dtype="float32")
     run = Run(folder, rounding, adapted=False, rounding=rounding)
-    plain = Watched(load(folder, compute="stored").model, weight_decay=0.01)
+    plain = Watched(
+        load(folder, compute="stored").model, OptimizerConfig(weight_decay=0.01)
+    )
     for seed in range(2):
-        run.step.reach(seed)
+        run.step.on_step(seed)
         rounded, whole = (s(batch(seed), 0.01, seed) for s in (run.step, plain))
         assert rounded[0].item() == pytest.approx(whole[0].item(), rel=1e-6)
         mx.eval(run.step.parameters, plain.parameters)
-    run.step.reach(2)
+    run.step.on_step(2)
     fake_quant, parameters = run.step.fake_quant, run.step.parameters
     path = "model.layers.0.mlp.up_proj"
     if grid == "lsq":
@@ -240,7 +251,7 @@ def test_bits_come_down(make_checkpoint, tmp_path, grid, adapted):
         alone = QATConfig(bits=bits, **common)
         runs[bits] = Run(folder, alone, adapted=adapted, rounding=alone)
     for number, bits in enumerate((8, 8, 3, 2, 2)):
-        begins = run.step.reach(number)
+        begins = run.step.on_step(number)
         assert begins == (number in (2, 3)), number
         now = run.step.parameters
         losses = {}
@@ -265,7 +276,7 @@ def test_a_grid_that_comes_down_begins_with_the_weights_as_they_are(make_checkpo
     run.train(1)
     path = "model.layers.0.mlp.up_proj"
     before = run.step.parameters[f"{path}.scales"]
-    run.step.reach(1)
+    run.step.on_step(1)
     begun = LSQQuantizer(run.selection.specs[path], mx.float16, "mse").init(
         run.step.parameters[f"{path}.weight"]
     )
@@ -280,7 +291,7 @@ def test_a_layer_of_more_bits_keeps_them(make_checkpoint):
     folder = make_checkpoint(dtype="float32")
     run = Run(folder, QuantizationPlan(specs, {}), adapted=False, rounding=rounding)
     for number, bits in enumerate((4, 3, 2)):
-        run.step.reach(number)
+        run.step.on_step(number)
         weights = run.step.fake_quant.forward_weights(run.step.parameters, mx.float32)
         for path, width in ((LINEAR[0], bits), (LINEAR[1], 6)):
             spec = QuantSpec(bits=width, group_size=32)
@@ -383,7 +394,7 @@ def test_full_gradients_pass_straight_through(make_checkpoint):
     step, one = run.step, batch(3)
 
     def loss(parameters):
-        return step._loss_of(parameters, *one.arrays, None, None)
+        return step._train_loss(parameters, *one.arrays, None, None)
 
     def plain(weights):
         step.model.update(tree_unflatten(list(weights.items())))
@@ -412,7 +423,7 @@ def test_adapter_gradients_are_those_of_the_merged_weight(make_checkpoint, dtype
     layer = lora_model.adapted_layers(step.model)[path]
 
     def product(parameters, x):
-        step._set(parameters)
+        step._set_weights(parameters)
         return (layer(x) * seen).sum()
 
     gradients, dx = mx.grad(product, argnums=(0, 1))(step.parameters, x)

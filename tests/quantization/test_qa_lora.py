@@ -59,7 +59,7 @@ class Run:
         self.specs, self.packed = layer_specs(self.model), packed_layers(self.model)
         self.keys = lora_model.attach(self.model, ADAPTER, seed=1)
         self.biases = QALoRAWeights(self.model, self.packed)
-        self.step = TrainStep(self.model, compute=compute, fake_quant=self.biases)
+        self.step = TrainStep(self.model, compute_dtype=compute, fake_quant=self.biases)
         set_compute_dtype(self.model, compute)
 
     def train(self, steps=2):
@@ -81,9 +81,9 @@ class Run:
 def test_what_is_trained_is_what_is_stored(folder, tmp_path, compute):
     """Logits bit for bit, in files of the base's very size and codes."""
     run = Run(folder, compute)
-    before = run.step.serve()(TOKENS)
+    before = run.step.materialize()(TOKENS)
     run.train()
-    after = run.step.serve()(TOKENS)
+    after = run.step.materialize()(TOKENS)
     assert mx.abs(after - before).max().item() > 0.02
     target = run.export(tmp_path / "out")
     again = load(target, compute="stored")
@@ -108,7 +108,7 @@ def test_stock_mlx_lm_has_the_logits(folder, tmp_path):
     before, after = (mlx_lm.load(str(place))[0] for place in (folder, target))
     before.set_dtype(mx.float32)
     after.set_dtype(mx.float32)
-    trained = run.step.serve()(TOKENS)
+    trained = run.step.materialize()(TOKENS)
     assert mx.allclose(after(TOKENS), trained, rtol=1e-4, atol=1e-4)
     assert not mx.allclose(before(TOKENS), trained, rtol=1e-2, atol=1e-2)
 
@@ -174,7 +174,7 @@ def test_stock_mlx_lm_loads_the_adapters(make_checkpoint, tmp_path):
         num_layers=1,
     )
     stock, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
-    found = run.step.serve()(TOKENS)
+    found = run.step.materialize()(TOKENS)
     assert mx.allclose(stock(TOKENS), found, rtol=1e-4, atol=1e-4)
     plain, _ = mlx_lm.load(str(folder))
     assert not mx.allclose(plain(TOKENS), found, rtol=1e-2, atol=1e-2)
@@ -192,7 +192,7 @@ def test_gradients_are_those_of_the_biases(folder):
     layer = lora_model.adapted_layers(run.model)[path].train()
 
     def product(parameters, x):
-        run.step._set(parameters)
+        run.step._set_weights(parameters)
         return (layer(x) * seen).sum()
 
     gradients, dx = mx.grad(product, argnums=(0, 1))(parameters, x)
@@ -203,7 +203,7 @@ def test_gradients_are_those_of_the_biases(folder):
     d_biases = errors.T @ rows
     close(gradients[pair[0]], 1.5 * d_biases.T @ b.T)
     close(gradients[pair[1]], 1.5 * a.T @ d_biases.T)
-    run.step._set(parameters)
+    run.step._set_weights(parameters)
     served = mx.dequantize(
         *(layer.linear[n] for n in ("weight", "scales", "biases")),
         group_size=group,

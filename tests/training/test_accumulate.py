@@ -8,7 +8,7 @@ import pytest
 from lmx.data.batching import Batch
 from lmx.training.step import TrainStep
 from tiny_llamas import GRID_WAYS, llama, tokens_of
-from tiny_steps import Tiny, random_batch
+from tiny_steps import Tiny, make_step, random_batch
 
 
 def ragged(lengths) -> list[Batch]:
@@ -28,7 +28,7 @@ def joined(batches) -> Batch:
 
 def outputs(window, way="full", **settings):
     model, rounding = llama(way)
-    step = TrainStep(model, fake_quant=rounding, optimizer="sgd", **settings)
+    step = make_step(model, fake_quant=rounding, name="sgd", **settings)
     numbers = [v.item() for v in step(window, 0.0, 0)]
     return numbers, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
@@ -61,7 +61,7 @@ def test_windows_of_all_sizes_follow_each_other():
         [random_batch(seed=s) for s in range(first, last)]
         for first, last in ((0, 2), (2, 3), (3, 7), (7, 8))
     ]
-    step, plain = TrainStep(Tiny()), TrainStep(Tiny())
+    step, plain = make_step(Tiny()), make_step(Tiny())
     for seed, window in enumerate(windows):
         mx.eval(step(window, 1e-2, seed), step.parameters)
         mx.eval(plain(joined(window), 1e-2, seed), plain.parameters)
@@ -71,7 +71,7 @@ def test_windows_of_all_sizes_follow_each_other():
 
 def test_every_batch_of_a_window_has_its_own_dropout():
     def loss(count, seed=0):
-        step = TrainStep(Tiny(dropout=0.5))
+        step = make_step(Tiny(dropout=0.5))
         return step([random_batch()] * count, 0.0, seed)[0].item()
 
     assert loss(2) == loss(2) != loss(2, seed=1)
@@ -87,7 +87,7 @@ def test_one_trace_per_shape(monkeypatch):
         return real(self, tokens, *rest)
 
     monkeypatch.setattr(TrainStep, "_gradients", counted)
-    step = TrainStep(Tiny())
+    step = make_step(Tiny())
     for seed in range(4):
         window = [random_batch(length=length, seed=seed) for length in (4, 7, 4, 7)]
         mx.eval(step(window, 1e-2, seed), step.parameters)
@@ -97,7 +97,7 @@ def test_one_trace_per_shape(monkeypatch):
 def test_memory_does_not_grow_with_the_window():
     def peak(count):
         model, _ = llama(num_hidden_layers=3)
-        step, window = TrainStep(model), [tokens_of(8, 96)] * count
+        step, window = make_step(model), [tokens_of(8, 96)] * count
         mx.eval(step(window, 0.0, 0), step.parameters)
         gc.collect()
         mx.reset_peak_memory()

@@ -10,11 +10,11 @@ from lmx.training.checkpoint import TrainingProgress
 from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
 from tiny_llamas import llama, tokens_of
-from tiny_steps import Tiny, random_batch
+from tiny_steps import Tiny, make_step, random_batch
 
 
 def trained(steps: int) -> TrainStep:
-    step = TrainStep(Tiny(dropout=0.3), max_grad_norm=1.0, weight_decay=0.1)
+    step = make_step(Tiny(dropout=0.3), max_grad_norm=1.0, weight_decay=0.1)
     for number in range(steps):
         advance(step, number)
     return step
@@ -59,7 +59,7 @@ def test_gives_back_every_bit(tmp_path):
 def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, window):
     def begun():
         model, _ = llama("lora", dropout=0.3)
-        return TrainStep(model, optimizer=optimizer, weight_decay=0.1)
+        return make_step(model, name=optimizer, weight_decay=0.1)
 
     def train(step, first, last):
         for number in range(first, last):
@@ -90,7 +90,7 @@ def test_nothing_to_restore(tmp_path):
 
 def test_two_are_kept(two):
     checkpoint.save(two, trained(1), TrainingProgress(5))
-    assert [p.name for p in checkpoint.numbered(two)] == ["0000004", "0000005"]
+    assert [p.name for p in checkpoint.list_checkpoints(two)] == ["0000004", "0000005"]
 
 
 def flip(path, position):
@@ -127,7 +127,7 @@ def test_a_damaged_one_is_passed_over_aloud(two, damage):
 
 
 def test_all_damaged_is_a_start_from_the_beginning(two):
-    for folder in checkpoint.numbered(two):
+    for folder in checkpoint.list_checkpoints(two):
         cut(folder / "state.safetensors")
     step, said = trained(1), []
     assert checkpoint.restore(two, step, said.append) == TrainingProgress()
@@ -137,7 +137,7 @@ def test_all_damaged_is_a_start_from_the_beginning(two):
 def test_what_was_passed_over_is_no_spare(two):
     cut(two / "0000004" / "state.safetensors")
     checkpoint.save(two, trained(3), TrainingProgress(3))
-    assert [p.name for p in checkpoint.numbered(two)] == ["0000002", "0000003"]
+    assert [p.name for p in checkpoint.list_checkpoints(two)] == ["0000002", "0000003"]
 
 
 def test_progress_is_under_the_hash(two):

@@ -10,9 +10,8 @@ import pytest
 from lmx.models.loader import build_model
 from lmx.training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
 from lmx.training.losses import cross_entropy_sum
-from lmx.training.step import TrainStep
 from tiny_llamas import GRID_WAYS, WAYS, llama, tokens_of
-from tiny_steps import Tiny
+from tiny_steps import Tiny, make_step
 
 COMMON = {
     "hidden_size": 32,
@@ -61,8 +60,8 @@ FAMILIES = {
 
 def outputs(model, rounding, chunk, batch, **settings):
     chunked = ChunkedLoss(model, chunk) if chunk else None
-    options = settings | {"fake_quant": rounding, "optimizer": "sgd"}
-    step = TrainStep(model, chunked=chunked, **options)
+    options = settings | {"fake_quant": rounding, "name": "sgd"}
+    step = make_step(model, chunked_loss=chunked, **options)
     loss = step(batch, 0.0, 0)[0].item()
     assert step.evaluate([batch])[0] == pytest.approx(loss, rel=1e-5)
     return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
@@ -151,7 +150,7 @@ def test_full_logits_never_exist():
         model.freeze()
         model.layers[0].unfreeze()
         chunked = ChunkedLoss(model, chunk) if chunk else None
-        step, batch = TrainStep(model, chunked=chunked), tokens_of(8, 128)
+        step, batch = make_step(model, chunked_loss=chunked), tokens_of(8, 128)
         mx.eval(step(batch, 0.0, 0), step.parameters)
         gc.collect()
         mx.reset_peak_memory()
@@ -179,7 +178,7 @@ def test_the_head_runs_where_targets_are_trained(trained, chunk):
     assert len(batch.places) == 12 * parts
     assert set(trained) <= set(batch.places.tolist())
     model, _ = llama()
-    step = TrainStep(model, chunked=ChunkedLoss(model, chunk), optimizer="sgd")
+    step = make_step(model, chunked_loss=ChunkedLoss(model, chunk), name="sgd")
     seen, head = [], model.model.embed_tokens.as_linear
     model.model.embed_tokens.as_linear = lambda x: seen.append(x.shape[1]) or head(x)
     loss = step(batch, 0.0, 0)[0].item()

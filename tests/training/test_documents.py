@@ -10,6 +10,7 @@ from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from lmx.training.step import TrainStep
 from test_chunked import COMMON, FAMILIES, GEMMA3
 from tiny_llamas import GRID_WAYS, VOCABULARY, WAYS, llama
+from tiny_steps import make_step
 
 LENGTHS = [[9, 15, 4], [21, 6]]
 WIDTH = 31  # token slots of a row: 28 or 27 are filled
@@ -53,12 +54,12 @@ def alone(documents) -> list[Batch]:
 
 def gradients(step: TrainStep, batch: Batch):
     given = (*batch.arrays, None, None)
-    return mx.value_and_grad(step._loss_of)(step.parameters, *given)
+    return mx.value_and_grad(step._train_loss)(step.parameters, *given)
 
 
 def assert_packing_is_exact(model, **settings):
     documents = documents_of()
-    step = TrainStep(model, caches=DocumentCaches(model), **settings)
+    step = make_step(model, document_caches=DocumentCaches(model), **settings)
     step.model.train()
     loss, found = gradients(step, packed(documents))
     parts = [gradients(step, batch) for batch in alone(documents)]
@@ -102,12 +103,12 @@ def test_documents_longer_than_the_window_see_no_further():
 def test_checkpointed_blocks_and_loss_by_chunks_go_with_packing():
     model, _ = llama()
     assert_packing_is_exact(model, gradient_checkpointing=True)
-    assert_packing_is_exact(model, chunked=ChunkedLoss(model, 16))
+    assert_packing_is_exact(model, chunked_loss=ChunkedLoss(model, 16))
 
 
 def test_a_row_without_its_documents_is_another_thing():
     model, _ = llama()
-    step = TrainStep(model, caches=DocumentCaches(model))
+    step = make_step(model, document_caches=DocumentCaches(model))
     batch = packed(documents_of())
     merged = Batch(batch.tokens, batch.mask, batch.where)
     kept, lost = (gradients(step, b)[0].item() for b in (batch, merged))
@@ -116,7 +117,7 @@ def test_a_row_without_its_documents_is_another_thing():
 
 def test_padding_teaches_nothing_and_breaks_nothing():
     model, _ = llama()
-    step = TrainStep(model, caches=DocumentCaches(model))
+    step = make_step(model, document_caches=DocumentCaches(model))
     batch = packed(documents_of())
     other = mx.where(mx.arange(WIDTH) >= 28, mx.array(7, mx.int32), batch.tokens)
     changed = Batch(other, batch.mask, (), batch.documents)
@@ -127,7 +128,7 @@ def test_padding_teaches_nothing_and_breaks_nothing():
 
 def test_the_compiled_step_trains_and_evaluates_on_packed_rows():
     model, _ = llama()
-    step = TrainStep(model, caches=DocumentCaches(model))
+    step = make_step(model, document_caches=DocumentCaches(model))
     batch = packed(documents_of())
     before, _ = step.evaluate([batch])
     losses = [step(batch, 1e-2, number)[0].item() for number in range(5)]

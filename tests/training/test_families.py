@@ -17,9 +17,9 @@ from lmx.models.lora import lora_model
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.training.chunked_loss import ChunkedLoss
-from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
 from tiny_families import FAMILIES, VOCABULARY, WINDOW, config, member
+from tiny_steps import make_step
 
 LENGTH = 17
 # No gradient comes through the choice of experts or tokens, nor to a constant.
@@ -59,7 +59,7 @@ def train(step, batch, *, rate, steps=4):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trains_in_full(family, batch):
-    step = TrainStep(member(family))
+    step = make_step(member(family))
     before = dict(step.parameters)
     assert before.keys() == dict(tree_flatten(step.model.parameters())).keys()
     losses = train(step, batch, rate=4e-3)
@@ -74,7 +74,7 @@ def test_adapters_train_and_fuse(family, batch):
     model = member(family)
     base = dict(tree_flatten(model.parameters()))
     lora_model.attach(model, LoRAConfig(rank=2), seed=0)
-    step = TrainStep(model)
+    step = make_step(model)
     losses = train(step, batch, rate=1.5e-2)
     assert losses[-1] < losses[0] - 0.1
     idle = [k for k, v in step.parameters.items() if not mx.any(v != 0).item()]
@@ -83,7 +83,7 @@ def test_adapters_train_and_fuse(family, batch):
     plain = build_model(config(family))
     weights = lora_model.fuse(model, base, step.parameters, mx.float32)
     plain.load_weights(list(weights.items()))
-    assert TrainStep(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
+    assert make_step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
 
 
 @pytest.mark.parametrize("way", ["full", "adapters"])
@@ -95,7 +95,7 @@ def test_trains_towards_its_codes(family, way, batch):
     specs = select_layers(model, QuantizationConfig(bits=4, group_size=32)).specs
     if way == "adapters":
         lora_model.attach(model, LoRAConfig(rank=2), seed=0, merged=True)
-    step = TrainStep(model, fake_quant=FakeQuant(model, specs, mx.float32))
+    step = make_step(model, fake_quant=FakeQuant(model, specs, mx.float32))
     losses = train(step, batch, rate=5e-3 if way == "full" else 2e-2, steps=3)
     assert losses[-1] < losses[0] - 0.05
     codes = step.fake_quant.export_tensors(step.parameters)
@@ -107,14 +107,14 @@ def test_trains_towards_its_codes(family, way, batch):
     plain = build_model(config(family))
     plain.load_weights(list(weights.items()))
     trained = step.evaluate([batch])[0]
-    assert TrainStep(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
+    assert make_step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
 
 
 def outputs(family, batch, *, chunk=None, **settings):
     """Loss and gradients: momentum's first value is the gradient."""
     model = member(family)
     chunked = ChunkedLoss(model, chunk) if chunk else None
-    step = TrainStep(model, optimizer="sgd", chunked=chunked, **settings)
+    step = make_step(model, name="sgd", chunked_loss=chunked, **settings)
     loss = step(batch, 0.0, 0)[0].item()
     return loss, {k: step.optimizer.state[k]["v"] for k in step.parameters}
 
@@ -146,7 +146,7 @@ def test_a_step_can_be_compiled(family, batch):
     # It computes something itself, to try its cuts.
     chunked = ChunkedLoss(model, 7)
     mx.enable_compile()
-    step = TrainStep(model, gradient_checkpointing=True, chunked=chunked)
+    step = make_step(model, gradient_checkpointing=True, chunked_loss=chunked)
     assert step(batch, 1e-3, 0)[0].shape == ()
 
 
@@ -156,29 +156,29 @@ SLIDING = [f for f in FAMILIES if config(f) != config(f, window=LENGTH)]
 @pytest.mark.parametrize("family", SLIDING)
 def test_the_window_is_in_force_while_training(family, batch):
     """Or the tests above would not have seen the masks of sliding layers."""
-    narrow, wide = (TrainStep(member(family, window=w)) for w in (WINDOW, LENGTH))
+    narrow, wide = (make_step(member(family, window=w)) for w in (WINDOW, LENGTH))
     losses = [step(batch, 0.0, 0)[0].item() for step in (narrow, wide)]
     assert abs(losses[0] / losses[1] - 1) > 1e-5
 
 
 def test_keys_shared_through_a_cache_are_refused_aloud(batch):
     """AFM's last blocks read the cache of one before, past what runs twice."""
-    train(TrainStep(member("afm7")), batch, rate=3e-3)
+    train(make_step(member("afm7")), batch, rate=3e-3)
     with pytest.raises(UserError, match="share keys through a cache"):
-        TrainStep(member("afm7"), gradient_checkpointing=True)(batch, 1e-3, 0)
+        make_step(member("afm7"), gradient_checkpointing=True)(batch, 1e-3, 0)
 
 
 def test_what_computes_outside_of_mlx_is_refused_aloud(batch):
     """DBRX picks its experts with NumPy while it trains, which no trace can follow."""
     mx.enable_compile()
     with pytest.raises(UserError, match=r"cannot be trained here.*eval"):
-        TrainStep(member("dbrx"))(batch, 1e-3, 0)
+        make_step(member("dbrx"))(batch, 1e-3, 0)
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there the kernel runs, forward")
 def test_a_kernel_that_only_metal_has_is_refused_aloud(batch):
     with pytest.raises(UserError, match=r"cannot be trained here.*No Metal"):
-        TrainStep(member("bitnet"))(batch, 1e-3, 0)
+        make_step(member("bitnet"))(batch, 1e-3, 0)
 
 
 def test_a_layer_whose_weight_the_model_reads_is_refused_aloud(batch):
@@ -188,5 +188,5 @@ def test_a_layer_whose_weight_the_model_reads_is_refused_aloud(batch):
         model, LoRAConfig(rank=2, target_modules=["altup.prediction_coefs"]), seed=0
     )
     with pytest.raises(UserError, match="no attribute 'weight'") as caught:
-        TrainStep(model)(batch, 1e-3, 0)
+        make_step(model)(batch, 1e-3, 0)
     assert "adapter.layers: auto" in caught.value.hint

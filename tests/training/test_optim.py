@@ -17,8 +17,8 @@ def rates(schedule, *, steps=100, warmup=0.1, final=0.1, decay_ratio=0.2):
             steps,
             peak=2.0,
             schedule=schedule,
-            warmup=warmup,
-            final=final,
+            warmup_ratio=warmup,
+            min_lr_ratio=final,
             decay_ratio=decay_ratio,
         )
         for step in range(steps)

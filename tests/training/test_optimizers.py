@@ -4,13 +4,19 @@ import mlx.core as mx
 import mlx.optimizers as optimizers
 import numpy as np
 import pytest
-from lmx.training.optimizers import make_optimizer
-from lmx.training.step import TrainStep
+from lmx.training.optimizers import OptimizerConfig, make_optimizer
 from mlx.utils import tree_flatten
 from tiny_llamas import llama, tokens_of
+from tiny_steps import make_step
 
 NAMES = ("adamw", "adafactor", "lion", "muon", "sgd")
-SETTINGS = {"beta1": 0.9, "beta2": 0.95, "momentum": 0.8, "blocks": "layers."}
+
+
+def made(name, parameters):
+    config = OptimizerConfig(name, beta1=0.9, beta2=0.95, momentum=0.8)
+    return make_optimizer(config, parameters, block_prefix="layers.")
+
+
 REFERENCES = {
     "adamw": lambda: optimizers.Adam(0.1, [0.9, 0.95], bias_correction=True),
     "adafactor": lambda: optimizers.Adafactor(
@@ -37,14 +43,14 @@ def run(optimizer, steps=3):
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_equals_mlx(name):
-    found = run(make_optimizer(name, values(0), **SETTINGS))
+    found = run(made(name, values(0)))
     expected = run(REFERENCES[name]())
     for path in SHAPES:
         np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-6)
 
 
 def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
-    found = run(make_optimizer("muon", values(0), **SETTINGS))
+    found = run(made("muon", values(0)))
     rest = run(REFERENCES["adamw"]())
     muon = run(optimizers.Muon(0.1, 0.8, weight_decay=0.0))
     for path in ("head.weight", "layers.0.norm"):
@@ -63,7 +69,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
 def test_muon_moves_as_far_as_adamw(shape):
     gradient = mx.random.normal(shape, key=mx.random.key(0))
     parameters = {"layers.0.w": mx.zeros(shape)}
-    optimizer = make_optimizer("muon", parameters, **SETTINGS)
+    optimizer = made("muon", parameters)
     optimizer.learning_rate = mx.array(1.0)
     moved = optimizer.apply_gradients({"layers.0.w": gradient}, parameters)
     size = mx.sqrt(mx.square(moved["layers.0.w"]).mean()).item()
@@ -75,7 +81,7 @@ def test_muon_moves_as_far_as_adamw(shape):
 def test_the_loss_falls(name, way):
     model, rounding = llama(way)
     rate = 0.3 if name == "sgd" else 3e-3
-    step = TrainStep(model, fake_quant=rounding, optimizer=name, max_grad_norm=1.0)
+    step = make_step(model, fake_quant=rounding, name=name, max_grad_norm=1.0)
     losses = []
     for seed in range(8):
         losses.append(step(tokens_of(), rate, seed)[0].item())
@@ -88,8 +94,8 @@ def test_the_loss_falls(name, way):
 
 def test_weight_decay_is_the_same_for_all():
     for name in NAMES:
-        step = TrainStep(llama()[0], optimizer=name, weight_decay=0.5)
-        other = TrainStep(llama()[0], optimizer=name)
+        step = make_step(llama()[0], name=name, weight_decay=0.5)
+        other = make_step(llama()[0], name=name)
         before = other.parameters["model.layers.0.mlp.up_proj.weight"]
         for one in (step, other):
             mx.eval(one(tokens_of(), 0.1, 0), one.parameters)

@@ -9,12 +9,13 @@ import pytest
 from lmx.data.batching import Batch
 from lmx.run.distributed import SINGLE_PROCESS
 from lmx.training.document_mask import DocumentCaches
-from lmx.training.step import TrainStep, local_rows
+from lmx.training.step import TrainStep, shard_batch
 from lmx.training.teacher_targets import compress_targets
 from processes import cases_of, in_ring
 from test_accumulate import ragged
 from test_documents import documents_of, packed
 from tiny_llamas import llama, tokens_of
+from tiny_steps import make_step
 
 # A process's part of what is compared here.
 PROGRAM = """
@@ -24,7 +25,7 @@ import test_ranks
 from lmx.run import distributed as ranks
 test_ranks.{name}(ranks.join(), Path(sys.argv[1]))
 """
-SGD = {"optimizer": "sgd", "momentum": 0.9, "max_grad_norm": 1.0}
+SGD = {"name": "sgd", "momentum": 0.9, "max_grad_norm": 1.0}
 
 
 def without_last_row(batch: Batch) -> Batch:
@@ -57,13 +58,13 @@ def trained(ranks, case: str) -> dict[str, np.ndarray]:
     """Losses, tokens, norms, validation and weights of a short training."""
     way, settings = CASES[case]
     model, rounding = llama(way)
-    step = TrainStep(model, fake_quant=rounding, ranks=ranks, **settings)
+    step = make_step(model, fake_quant=rounding, ranks=ranks, **settings)
     return outcome(step, windows())
 
 
 def trained_on_documents(ranks) -> dict[str, np.ndarray]:
     model, _ = llama("full")
-    step = TrainStep(model, caches=DocumentCaches(model), ranks=ranks, **SGD)
+    step = make_step(model, document_caches=DocumentCaches(model), ranks=ranks, **SGD)
     rows = [[9, 15, 4], [21, 6], [30]]
     batches = [packed(documents_of(rows, seed=seed), rows) for seed in range(3)]
     return outcome(step, [[batch] for batch in batches])
@@ -168,7 +169,7 @@ def test_every_row_has_one_process(size):
     rows = [[9, 15, 4], [21, 6], [30], [5, 5], [12]]
     batch = packed(documents_of(rows), rows)
     batch = Batch(batch.tokens, batch.mask, tuple("abcde"), batch.documents)
-    shares = [local_rows(batch, Rank(rank, size)) for rank in range(size)]
+    shares = [shard_batch(batch, Rank(rank, size)) for rank in range(size)]
     assert len({one.tokens.shape for one in shares}) == 1
     assert sorted("".join("".join(one.where) for one in shares)) == list("abcde")
     for kind in range(3):
@@ -183,7 +184,7 @@ def test_a_row_brings_what_its_teacher_predicts():
     batch = tokens_of(5)
     target = compress_targets(mx.random.normal((5, 11, 320)), 3)
     shares = [
-        local_rows(replace(batch, target=tuple(target)), Rank(n, 2)) for n in (0, 1)
+        shard_batch(replace(batch, target=tuple(target)), Rank(n, 2)) for n in (0, 1)
     ]
     for row in range(5):
         own = shares[row % 2].target
@@ -196,7 +197,7 @@ def test_a_row_brings_what_its_teacher_predicts():
 
 def test_who_is_alone_gets_the_batch_itself():
     batch = tokens_of()
-    assert local_rows(batch, SINGLE_PROCESS) is batch
+    assert shard_batch(batch, SINGLE_PROCESS) is batch
 
 
 VALUES = [

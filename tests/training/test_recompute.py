@@ -10,15 +10,14 @@ from lmx.errors import UserError
 from lmx.models.hooks import ModuleProxy, find_blocks
 from lmx.training import gradient_checkpointing
 from lmx.training.gradient_checkpointing import checkpointed
-from lmx.training.step import TrainStep
 from tiny_llamas import GRID_WAYS, WAYS, llama, tokens_of
-from tiny_steps import Tiny
+from tiny_steps import Tiny, make_step
 
 
 def outputs(way, *, dropout=0.0, **settings):
     """Loss and gradients of a compiled step: momentum's first value is the gradient."""
     model, rounding = llama(way, dropout=dropout)
-    step = TrainStep(model, fake_quant=rounding, optimizer="sgd", **settings)
+    step = make_step(model, fake_quant=rounding, name="sgd", **settings)
     loss = step(tokens_of(), 0.0, 0)[0].item()
     return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
@@ -123,13 +122,13 @@ def test_a_block_used_twice_has_the_gradients_of_both():
 
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(UserError, match="no list of blocks"):
-        TrainStep(Tiny(), gradient_checkpointing=True)
+        make_step(Tiny(), gradient_checkpointing=True)
 
 
 def test_needs_less_memory():
     def peak(**settings):
         model, _ = llama(num_hidden_layers=6)
-        step, batch = TrainStep(model, **settings), tokens_of(8, 128)
+        step, batch = make_step(model, **settings), tokens_of(8, 128)
         mx.eval(step(batch, 0.0, 0), step.parameters)
         gc.collect()
         mx.reset_peak_memory()

@@ -12,7 +12,6 @@ from lmx.models.safetensors_io import stream_safetensors
 from lmx.run.distributed import SINGLE_PROCESS
 from lmx.training import checkpoint
 from lmx.training.checkpoint import TrainingProgress
-from lmx.training.checkpoint_policy import CheckpointPolicy
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.fsdp import ShardedParameters
 from lmx.training.step import TrainStep
@@ -23,7 +22,7 @@ from test_ranks import ALLOWED, SGD, assert_same_training, windows
 from tiny_families import VOCABULARY as FAMILY_VOCABULARY
 from tiny_families import member
 from tiny_llamas import llama, tokens_of
-from tiny_steps import Tiny, random_batch
+from tiny_steps import Tiny, make_step, random_batch
 
 PROGRAM = (
     SCATTER
@@ -52,7 +51,7 @@ CASES = {
 }
 # A step of AdamW is as long as its rate, even where a gradient is all rounding.
 RATES = {"adamw": 1e-3}
-BFLOAT = {"optimizer": "sgd", "compute": mx.bfloat16}
+BFLOAT = {"name": "sgd", "compute_dtype": mx.bfloat16}
 
 
 def begun(case: str, **more) -> TrainStep:
@@ -60,8 +59,8 @@ def begun(case: str, **more) -> TrainStep:
     model = Tiny() if shape is None else llama("full", **shape)[0]
     settings = settings | more
     if chunk := settings.pop("chunked", None):
-        settings["chunked"] = ChunkedLoss(model, chunk)
-    return TrainStep(model, **settings)
+        settings["chunked_loss"] = ChunkedLoss(model, chunk)
+    return make_step(model, **settings)
 
 
 def steps_of(case: str):
@@ -78,7 +77,7 @@ def outcome(step: TrainStep, windows, rate: float = 1e-2) -> dict[str, np.ndarra
         numbers.append([value.item() for value in told[:3]])
     valid = [batch for window in windows for batch in window]
     found = {"steps": np.array(numbers), "valid": np.array(step.evaluate(valid))}
-    weights = step.whole(dict.fromkeys(step.parameters, mx.float32))
+    weights = step.gather_parameters(dict.fromkeys(step.parameters, mx.float32))
     return found | {f"weight {k}": np.array(v) for k, v in weights.items()}
 
 
@@ -91,14 +90,14 @@ def held(step: TrainStep) -> int:
 def train_everything(ranks, folder) -> None:
     found = {}
     for case in CASES:
-        step = begun(case, ranks=ranks, shard=True)
+        step = begun(case, ranks=ranks, fsdp=True)
         trained = outcome(step, steps_of(case), RATES.get(case, 1e-2))
         found[case] = trained | {"held": np.array(held(step))}
-    for name, shard in (("shares", True), ("no shares", False)):
+    for name, fsdp in (("shares", True), ("no shares", False)):
         model, _ = llama("full")
-        step = TrainStep(model, ranks=ranks, shard=shard, **BFLOAT)
+        step = make_step(model, ranks=ranks, fsdp=fsdp, **BFLOAT)
         found[name] = outcome(step, windows()[:1])
-    step = begun("tied", ranks=ranks, shard=True)
+    step = begun("tied", ranks=ranks, fsdp=True)
     ranks.reduce_scatter = lambda values: mx.split(values, ranks.size)[ranks.rank]
     found["own gradients alone"] = outcome(step, windows())
     flat = {f"{c}|{k}": v for c, values in found.items() for k, v in values.items()}
@@ -148,7 +147,9 @@ def test_gradients_in_bfloat16_are_summed_in_float32(pair):
     found, expected = pair[0]["shares"], pair[0]["no shares"]
     assert_same_training(found, expected, 1e-6)
     model, _ = llama("full")
-    exact = outcome(TrainStep(model, **BFLOAT | {"compute": mx.float32}), windows()[:1])
+    exact = outcome(
+        make_step(model, **BFLOAT | {"compute_dtype": mx.float32}), windows()[:1]
+    )
     with pytest.raises(AssertionError):
         assert_same_training(exact, expected)
 
@@ -176,14 +177,16 @@ def test_shares_are_all_of_it(size):
         "number": mx.array(1.0),
     }
     shards = [
-        ShardedParameters(named, Rank(rank, size), compute=mx.float32, blocks=None)
+        ShardedParameters(
+            named, Rank(rank, size), compute_dtype=mx.float32, blocks=None
+        )
         for rank in range(size)
     ]
     assert [name for name in named if name in shards[0]] == ["cut", "vector"]
     for name, value in named.items():
-        parts = [one.cut(name, value) for one in shards]
+        parts = [one.shard(name, value) for one in shards]
         for one, part in zip(shards, parts, strict=True):
-            assert one.shape(name, part) == value.shape
+            assert one.full_shape(name, part) == value.shape
         joined = mx.concatenate(parts) if name in shards[0] else parts[0]
         assert mx.array_equal(joined, value)
 
@@ -191,11 +194,11 @@ def test_shares_are_all_of_it(size):
 def test_a_share_does_not_hold_on_to_the_whole():
     whole = mx.ones((1024, 1024))
     shards = ShardedParameters(
-        {"a": whole}, Rank(1, 2), compute=mx.float32, blocks=None
+        {"a": whole}, Rank(1, 2), compute_dtype=mx.float32, blocks=None
     )
     mx.eval(whole)
     before = mx.get_active_memory()
-    own = shards.cut("a", whole)
+    own = shards.shard("a", whole)
     mx.eval(own)
     del whole
     mx.clear_cache()
@@ -209,22 +212,20 @@ def train(step: TrainStep, first: int, last: int) -> None:
 
 def go_on(ranks, folder) -> None:
     """From the beginning, then from a file of one process, saving both."""
-    step = begun("odd", ranks=ranks, shard=True, **ADAMW, optimizer="adamw")
+    step = begun("odd", ranks=ranks, fsdp=True, **ADAMW, name="adamw")
     train(step, 0, 2)
     progress = TrainingProgress(2, 70, 1.5, best_step=2, best_loss=0.1 + 0.2)
     path = checkpoint.save(folder / "two", step, progress)
     assert (path is None) == (ranks.rank == 1)
     train(step, 2, 4)
-    CheckpointPolicy(best=True).save(
-        folder / "two", step, TrainingProgress(4, best_step=2)
-    )
+    checkpoint.save(folder / "two", step, TrainingProgress(4, best_step=2), best_step=2)
     own = bits(step)
-    other = begun("odd", ranks=ranks, shard=True, **ADAMW, optimizer="adamw")
+    other = begun("odd", ranks=ranks, fsdp=True, **ADAMW, name="adamw")
     train(other, 7, 8)
     assert checkpoint.restore(folder / "two", other, print).step == 4
     assert bits(other) == own
-    assert checkpoint.recall(folder / "two", other, 2)
-    assert not checkpoint.recall(folder / "two", other, 3)
+    assert checkpoint.load_weights(folder / "two", other, 2)
+    assert not checkpoint.load_weights(folder / "two", other, 3)
     checkpoint.save(folder / "recalled", other, TrainingProgress(2))
     assert checkpoint.restore(folder / "one", other, print).step == 4
     train(other, 4, 6)
@@ -253,7 +254,7 @@ def assert_close(found: dict, expected: dict) -> None:
 
 def test_checkpoints_are_those_of_one_process(tmp_path):
     def fresh():
-        return begun("odd", **ADAMW, optimizer="adamw")
+        return begun("odd", **ADAMW, name="adamw")
 
     whole = fresh()
     train(whole, 0, 4)
@@ -289,7 +290,7 @@ def count_messages(ranks, folder) -> None:
         sent = []
         for way in ("all_gather", "reduce_scatter"):
             setattr(ranks, way, counted(way, getattr(type(ranks), way), ranks, sent))
-        step = begun("tied", ranks=ranks, shard=True, gradient_checkpointing=again)
+        step = begun("tied", ranks=ranks, fsdp=True, gradient_checkpointing=again)
         mx.eval(step([tokens_of(4)], 1e-2, 0))
         told[str(again)] = sent
     (folder / f"{ranks.rank}.json").write_text(json.dumps(told))
@@ -331,7 +332,7 @@ def train_families(ranks, folder) -> None:
     mx.disable_compile()
     found = {}
     for family in UNLIKE:
-        step = TrainStep(member(family), ranks=ranks, shard=True, **SGD)
+        step = make_step(member(family), ranks=ranks, fsdp=True, **SGD)
         for key, value in outcome(step, [[family_batch()]] * 2).items():
             found[f"{family}|{key}"] = value
     np.savez(folder / f"{ranks.rank}.npz", **found)
@@ -348,7 +349,7 @@ def test_families_train_with_shares(tmp_path):
     mx.disable_compile()
     try:
         for family in UNLIKE:
-            expected = outcome(TrainStep(member(family), **SGD), [[family_batch()]] * 2)
+            expected = outcome(make_step(member(family), **SGD), [[family_batch()]] * 2)
             found = {key: told[f"{family}|{key}"] for key in expected}
             assert_same_training(found, expected, 1e-4)
     finally:
@@ -356,7 +357,7 @@ def test_families_train_with_shares(tmp_path):
 
 
 def fail_in_the_middle(ranks, folder) -> None:
-    step = begun("tied", ranks=ranks, shard=True)
+    step = begun("tied", ranks=ranks, fsdp=True)
 
     def fail(path, layout, values, metadata):
         next(values)
@@ -416,5 +417,5 @@ def test_a_file_is_as_announced(tmp_path, count):
 
 def test_one_process_alone_has_no_shares():
     step = begun("tied")
-    assert not step.shards
+    assert not step.sharding
     assert step.ranks is SINGLE_PROCESS

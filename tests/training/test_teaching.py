@@ -10,11 +10,10 @@ from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.distillation import DistillationLoss, OnlineTeacher
 from lmx.training.document_mask import DocumentCaches
 from lmx.training.losses import cross_entropy_sum
-from lmx.training.step import TrainStep
 from lmx.training.teacher_targets import compress_targets
 from test_documents import alone, documents_of, packed
 from tiny_llamas import VOCABULARY, llama, tokens_of
-from tiny_steps import Tiny, random_batch
+from tiny_steps import Tiny, make_step, random_batch
 
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "cakld")
 
@@ -36,11 +35,11 @@ def gradients(loss, *batches, way="full", chunk=None, **settings):
     model, rounding = llama(way)
     chunked = ChunkedLoss(model, chunk) if chunk else None
     if settings.pop("packing", False):
-        settings["caches"] = DocumentCaches(model)
+        settings["document_caches"] = DocumentCaches(model)
         if loss.live:
             loss.live.caches = DocumentCaches(loss.live.model)
-    settings |= {"fake_quant": rounding, "optimizer": "sgd", "chunked": chunked}
-    step = TrainStep(model, taught=loss, **settings)
+    settings |= {"fake_quant": rounding, "name": "sgd", "chunked_loss": chunked}
+    step = make_step(model, teacher_loss=loss, **settings)
     value = step(list(batches), 0.0, 0)[0].item()
     return value, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
@@ -133,7 +132,9 @@ def test_what_is_validated_is_what_is_trained(chunk, kept):
         target = compress_targets(logits, VOCABULARY, temperature=2.0)
         batch, loss.live = replace(batch, target=tuple(target)), None
     model, _ = llama()
-    step = TrainStep(model, taught=loss, chunked=chunk and ChunkedLoss(model, chunk))
+    step = make_step(
+        model, teacher_loss=loss, chunked_loss=chunk and ChunkedLoss(model, chunk)
+    )
     total, tokens = step.evaluate([batch, batch])
     assert total == pytest.approx(2 * expected, rel=1e-5)
     assert tokens == 2 * batch.mask.sum().item()
@@ -166,7 +167,7 @@ def test_the_student_becomes_the_teacher(divergence):
     teacher, (model, _) = another(), llama()
     before = np.array(teacher.model.embed_tokens.weight)
     step, batch = (
-        TrainStep(model, taught=taught(teacher, loss=divergence)),
+        make_step(model, teacher_loss=taught(teacher, loss=divergence)),
         tokens_of(8),
     )
     losses = [step(batch, 3e-3, n)[0].item() for n in range(25)]

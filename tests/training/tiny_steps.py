@@ -1,10 +1,14 @@
 """A model small enough to differentiate by hand, and random rows to train it on."""
 
+from dataclasses import fields
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from lmx.data.batching import Batch
 from lmx.data.tokenization import Example
+from lmx.training.optimizers import OptimizerConfig
+from lmx.training.step import TrainStep
 
 VOCABULARY, WIDTH = 11, 6
 
@@ -47,3 +51,10 @@ def random_examples(count: int, longest: int, *, seed: int = 0) -> list[Example]
         tokens = generator.integers(0, VOCABULARY, length).astype(np.int32)
         examples.append(Example(tokens, mask, f"rows.jsonl:{index + 1}"))
     return examples
+
+
+def make_step(model: nn.Module, kind: type[TrainStep] = TrainStep, **settings):
+    """A train step; the settings of the optimizer are among the others."""
+    names = {field.name for field in fields(OptimizerConfig)} & set(settings)
+    optimizer = OptimizerConfig(**{name: settings.pop(name) for name in names})
+    return kind(model, optimizer, **settings)

@@ -19,11 +19,11 @@ from ..draft.on_policy import OnPolicyBatches
 from ..models.checkpoint import config_int, weights_digest
 from ..models.dtypes import set_compute_dtype
 from ..models.loader import LoadedModel
-from ..training.checkpoint_policy import CheckpointPolicy
 from ..training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
+from ..training.optimizers import OptimizerConfig
 from ..training.schedules import learning_rate_at
 from ..training.step import TrainStep
-from ..training.trainer import Trainer, TrainerIntervals
+from ..training.trainer import Trainer, TrainerConfig
 from . import quantize
 from .context import ModelArtifact, StageContext, write_model
 from .draft_benchmark import DraftEvaluation
@@ -81,10 +81,10 @@ class DraftDistillation:
         )
         step = TrainStep(
             loaded.model,
-            taught=objective,
-            compute=compute,
-            max_grad_norm=1.0,
-            chunked=_chunked(loaded),
+            OptimizerConfig(max_grad_norm=1.0),
+            compute_dtype=compute,
+            chunked_loss=_chunked(loaded),
+            teacher_loss=objective,
         )
         set_compute_dtype(loaded.model, compute)
         return step, loaded
@@ -97,7 +97,7 @@ class DraftDistillation:
         for number in range(steps):
             step(self.schooling.lessons(number), self._rate(number, steps), number)
             mx.eval(step.parameters, step.optimizer.state)
-        return self._expected(step.serve(), costs)["predicted_speedup"]
+        return self._expected(step.materialize(), costs)["predicted_speedup"]
 
     def _costs(self, folder: Path) -> SpeculationCosts:
         """Of the target and the model in a folder, as they would be served."""
@@ -112,8 +112,8 @@ class DraftDistillation:
             steps,
             peak=self.config.learning_rate,
             schedule="cosine",
-            warmup=WARMUP,
-            final=FINAL,
+            warmup_ratio=WARMUP,
+            min_lr_ratio=FINAL,
         )
 
     def _expected(self, model, costs: SpeculationCosts) -> dict:
@@ -149,23 +149,23 @@ class DraftDistillation:
         step, loaded = self._step(student)
 
         def tell(done: int) -> None:
-            found = self._expected(step.serve(), costs)
+            found = self._expected(step.materialize(), costs)
             logger.metrics({"kind": "draft", "step": done} | found)
             logger.info(f"step {done}: {_told(found)}")
 
         loop = self._loop(step, tell)
-        loss = loop.run()
+        loss = loop.train()
         dense = self.context.folder / "dense"
-        weights = dict(tree_flatten(step.serve().parameters()))
+        weights = dict(tree_flatten(step.materialize().parameters()))
         weights = {k: v.astype(loaded.dtype) for k, v in weights.items()}
         parameters = sum(value.size for value in weights.values())
         write_model(dense, loaded, weights)
         return dense, {
             "parameters": parameters,
-            "steps": loop.left,
+            "steps": loop.selected_step,
             "trained_tokens": loop.progress.trained_tokens,
             "validation_loss": loss,
-            "expected": self._expected(step.serve(), costs),
+            "expected": self._expected(step.materialize(), costs),
         }
 
     def _loop(self, step: TrainStep, tell) -> Trainer:
@@ -173,18 +173,18 @@ class DraftDistillation:
         return Trainer(
             step,
             self._lessons(step),
-            steps=config.steps,
-            rate=lambda number: self._rate(number, config.steps),
-            valid=list(self.schooling.held_out),
-            cadence=TrainerIntervals(
-                config.logging_steps,
-                config.eval_steps,
-                config.save_steps,
-                self.context.folder / "checkpoints",
+            TrainerConfig(
+                steps=config.steps,
+                seed=self.context.seed,
+                checkpoint_dir=self.context.folder / "checkpoints",
+                logging_steps=config.logging_steps,
+                eval_steps=config.eval_steps,
+                save_steps=config.save_steps,
+                load_best_at_end=True,
             ),
+            learning_rate=lambda number: self._rate(number, config.steps),
+            eval_batches=list(self.schooling.held_out),
             logger=self.context.logger,
-            seed=self.context.seed,
-            keep=CheckpointPolicy(best=True),
             on_evaluate=tell,
         )
 
@@ -198,7 +198,7 @@ class DraftDistillation:
             config.on_policy,
             begin=config.steps - round(config.on_policy.fraction * config.steps),
             folder=self.context.folder / "replays",
-            draft=step.serve,
+            draft=step.materialize,
             stop_tokens=self.schooling.stop_tokens,
             info=self.context.logger.info,
         )

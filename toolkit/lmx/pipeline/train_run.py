@@ -20,10 +20,10 @@ from ..models.lora.io import init_adapter
 from ..quantization.packing import expand
 from ..quantization.qat.fake_quant import FakeQuant, QALoRAWeights
 from ..run.fs import atomic_folder
-from ..training.checkpoint_policy import CheckpointPolicy
+from ..training.optimizers import OptimizerConfig
 from ..training.schedules import learning_rate_at
 from ..training.step import TrainStep
-from ..training.trainer import Trainer, TrainerIntervals
+from ..training.trainer import Trainer, TrainerConfig
 from .batches import chunked_loss, document_caches, training_batches, validation_batches
 from .context import ModelArtifact, StageContext, write_model
 from .initial_model import origin, start
@@ -46,21 +46,21 @@ class TrainRun:
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
         self.adapted_keys = self._attach()
         self.teaching = self._teaching()
-        self.step = self._step()
-        self.loop = self._loop()
+        self.trainer = self._trainer()
+        self.step = self.trainer.step
 
     def run(self) -> None:
-        """Train to the end; see `Loop.run`."""
+        """Train to the end; see `Trainer.train`."""
         self._require_one_model()
         if self.config.fsdp:
             self._release()
-        loss = self.loop.run()
+        loss = self.trainer.train()
         # That against a teacher is another one than that of the rows' own tokens.
-        self.valid_loss = self._loss_of(self.step.serve()) if self.teaching else loss
+        self.valid_loss = self._loss_of(self.step.materialize()) if self.teaching else loss
         self.parameters = self.step.parameters
-        if self.step.shards:
+        if self.step.sharding:
             types = {path: value.dtype for path, value in self.base.items()}
-            self.parameters = self.step.whole(types)
+            self.parameters = self.step.gather_parameters(types)
 
     def write(self) -> ModelArtifact:
         """Write the trained checkpoint, its unquantized twin, and the adapter."""
@@ -93,13 +93,13 @@ class TrainRun:
 
     def _release(self) -> None:
         """Let go of all whole weights."""
-        cut = self.step.shards.cut
+        cut = self.step.sharding.shard
         self.base = {path: cut(path, value) for path, value in self.base.items()}
         mx.eval(self.base)
-        self.step.release()
+        self.step.free()
         own = self.step.parameters.items()
         kept = sum(value.size for _, value in own)
-        whole = sum(math.prod(self.step.shards.shape(k, v)) for k, v in own)
+        whole = sum(math.prod(self.step.sharding.full_shape(k, v)) for k, v in own)
         self.context.logger.info(
             f"every process keeps {kept / whole:.0%} of the trained weights"
         )
@@ -136,36 +136,95 @@ class TrainRun:
         moves = self.config.qat is not None
         return TeacherSetup(teacher, self.context, self.loaded, moves=moves)
 
-    def _step(self) -> TrainStep:
-        config, loaded = self.config, self.loaded
+    def _trainer(self) -> Trainer:
+        config, context, loaded = self.config, self.context, self.loaded
         fake_quant = self._fake_quant() if self.selection.specs else None
-        compute = training_dtype(config.compute_dtype, loaded.dtype)
-        if compute == mx.float32:
-            # Loses nothing, and the loss is tried out in the type it is made in.
-            set_compute_dtype(loaded.model, compute)
+        compute_dtype = training_dtype(config.compute_dtype, loaded.dtype)
+        if compute_dtype == mx.float32:
+            # Lossless, and the loss is verified in the dtype of the training.
+            set_compute_dtype(loaded.model, compute_dtype)
+        chunked = chunked_loss(config, context, loaded)
+        caches = None
+        if config.packing:
+            caches = document_caches(loaded, context, self.teaching)
+        settings = {"packing": caches is not None}
+        if self.teaching:
+            settings["answered"] = self.teaching.answered
+        batches = training_batches(config, context, loaded, **settings)
+        valid = validation_batches(config, context, loaded)
+        eval_batches = list(valid.in_order(config.eval_batches))
+        num_batches = config.batches(batches.per_epoch)
+        steps = math.ceil(num_batches / config.gradient_accumulation_steps)
+        require_time(config.qat, steps)
+        context.logger.info(
+            f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
+            f"epoch; {steps:,} steps are {num_batches / batches.per_epoch:.1f} epochs"
+        )
+        teacher_loss = None
+        if self.teaching:
+            teacher_loss, batches = self.teaching.prepare(batches, num_batches)
+            eval_batches = self.teaching.held_out(valid.examples, eval_batches)
         step = TrainStep(
             loaded.model,
-            compute=compute,
+            self._optimizer(fake_quant),
+            compute_dtype=compute_dtype,
             fake_quant=fake_quant,
-            optimizer=config.optimizer,
+            chunked_loss=chunked,
+            document_caches=caches,
+            teacher_loss=teacher_loss,
+            gradient_checkpointing=config.gradient_checkpointing,
+            ranks=context.ranks,
+            fsdp=config.fsdp,
+        )
+        set_compute_dtype(loaded.model, compute_dtype)
+        return Trainer(
+            step,
+            batches,
+            TrainerConfig(
+                steps=steps,
+                seed=context.seed,
+                checkpoint_dir=context.folder / "checkpoints",
+                logging_steps=config.logging_steps,
+                eval_steps=config.eval_steps,
+                save_steps=config.save_steps,
+                gradient_accumulation_steps=config.gradient_accumulation_steps,
+                num_batches=num_batches,
+                save_total_limit=config.save_total_limit,
+                load_best_at_end=config.load_best_at_end,
+                early_stopping_patience=config.early_stopping_patience,
+            ),
+            learning_rate=lambda number: learning_rate_at(
+                number,
+                steps,
+                peak=config.learning_rate,
+                schedule=config.lr_schedule,
+                warmup_ratio=config.warmup_ratio,
+                min_lr_ratio=config.min_lr_ratio,
+                decay_ratio=config.decay_ratio,
+            ),
+            eval_batches=eval_batches,
+            logger=context.logger,
+            on_evaluate=self._sample,
+        )
+
+    def _optimizer(
+        self, fake_quant: FakeQuant | QALoRAWeights | None
+    ) -> OptimizerConfig:
+        config, lr_multipliers = self.config, {}
+        if config.adapter:
+            trained = dict(tree_flatten(self.loaded.model.trainable_parameters()))
+            lr_multipliers |= lora_model.lr_multipliers(trained, config.adapter)
+        if fake_quant:
+            lr_multipliers |= fake_quant.lr_multipliers()
+        return OptimizerConfig(
+            name=config.optimizer,
             beta1=config.beta1,
             beta2=config.beta2,
             momentum=config.momentum,
             weight_decay=config.weight_decay,
             max_grad_norm=config.max_grad_norm,
-            gradient_checkpointing=config.gradient_checkpointing,
-            chunked=chunked_loss(config, self.context, loaded),
-            ranks=self.context.ranks,
-            shard=config.fsdp,
+            lr_multipliers=lr_multipliers,
         )
-        if config.adapter:
-            step.rates |= lora_model.lr_multipliers(step.parameters, config.adapter)
-        if fake_quant:
-            step.rates |= fake_quant.lr_multipliers()
-        set_compute_dtype(loaded.model, step.compute)
-        if config.packing:
-            step.caches = document_caches(loaded, self.context, self.teaching)
-        return step
 
     def _fake_quant(self) -> FakeQuant | QALoRAWeights:
         model, rounded = self.loaded.model, self.rounded
@@ -174,66 +233,16 @@ class TrainRun:
         specs, dtype = self.selection.specs, self.loaded.dtype
         return FakeQuant(model, specs, dtype, rounded.rounding, rounded.packed)
 
-    def _loop(self) -> Trainer:
-        config, context = self.config, self.context
-        settings = {"packing": self.step.caches is not None}
-        if self.teaching:
-            settings["answered"] = self.teaching.answered
-        batches = training_batches(config, context, self.loaded, **settings)
-        valid = validation_batches(config, context, self.loaded)
-        held_out = list(valid.in_order(config.eval_batches))
-        total = config.batches(batches.per_epoch)
-        steps = math.ceil(total / config.gradient_accumulation_steps)
-        require_time(config.qat, steps)
-        context.logger.info(
-            f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
-            f"epoch; {steps:,} steps are {total / batches.per_epoch:.1f} epochs"
-        )
-        if self.teaching:
-            self.step.taught, batches = self.teaching.prepare(batches, total)
-            held_out = self.teaching.held_out(valid.examples, held_out)
-        return Trainer(
-            self.step,
-            batches,
-            steps=steps,
-            accumulate=config.gradient_accumulation_steps,
-            total=total,
-            rate=lambda number: learning_rate_at(
-                number,
-                steps,
-                peak=config.learning_rate,
-                schedule=config.lr_schedule,
-                warmup=config.warmup_ratio,
-                final=config.min_lr_ratio,
-                decay_ratio=config.decay_ratio,
-            ),
-            valid=held_out,
-            cadence=TrainerIntervals(
-                config.logging_steps,
-                config.eval_steps,
-                config.save_steps,
-                context.folder / "checkpoints",
-            ),
-            logger=context.logger,
-            seed=context.seed,
-            keep=CheckpointPolicy(
-                config.save_total_limit,
-                config.load_best_at_end,
-                config.early_stopping_patience,
-            ),
-            on_evaluate=self._sample,
-        )
-
     def _sample(self, done: int) -> None:
         if not self.config.sample_prompts:
             return
-        ranks, model = self.context.ranks, self.step.serve()
+        ranks, model = self.context.ranks, self.step.materialize()
         with ranks.collective_errors():
             if ranks.is_first:
                 generator = Generator(model, self.loaded.tokenizer)
                 prompts, logger = self.config.sample_prompts, self.context.logger
                 write_samples(generator, prompts, logger, step=done)
-        self.step.release()
+        self.step.free()
 
     def _write_adapters(self) -> Path:
         adapter = self.config.adapter
@@ -259,12 +268,12 @@ class TrainRun:
 
     def _facts(self, model: Path) -> dict:
         return {
-            "steps": self.loop.progress.step,
-            "best_step": self.loop.progress.best_step,
-            "selected_step": self.loop.left,
-            "trained_tokens": self.loop.progress.trained_tokens,
+            "steps": self.trainer.progress.step,
+            "best_step": self.trainer.progress.best_step,
+            "selected_step": self.trainer.selected_step,
+            "trained_tokens": self.trainer.progress.trained_tokens,
             "trained_parameters": sum(v.size for v in self.parameters.values()),
-            "seconds": self.loop.progress.seconds,
+            "seconds": self.trainer.progress.seconds,
             "kept": self.selection.kept,
             "validation_loss": self.valid_loss,
             "improvement": self._gain(model),
@@ -286,7 +295,7 @@ class TrainRun:
         }
 
     def _loss_of(self, model: nn.Module) -> float:
-        return measure_perplexity(model, self.loop.valid).loss
+        return measure_perplexity(model, self.trainer.eval_batches).loss
 
 
 def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:

@@ -1,4 +1,4 @@
-"""Checkpoints of a training in progress: whole or absent, exact to resume."""
+"""Checkpoints of a running training: whole or absent, exact to resume."""
 
 import json
 import math
@@ -15,41 +15,44 @@ from ..run.fs import atomic_folder, hash_file, need_space
 from .step import TrainStep
 
 WEIGHTS = "state.safetensors"
-# Room for the new checkpoint beside the old ones, and some for the reports.
-SLACK = 16 << 20
+# Free bytes required beyond the new checkpoint, for logs and metrics.
+DISK_SLACK = 16 << 20
 
 
 @dataclass
 class TrainingProgress:
-    """Where a training stands; with the parameters and moments, all there is to know.
+    """The state of a training besides its parameters and moments.
 
-    Batches, the learning rate and everything random are functions of the step, so no
-    position in the data and no random state need be kept.
+    Batches, the learning rate and all random numbers are functions of the step, so no
+    data position and no random state is saved.
+
+    Attributes:
+        loss_since, tokens_since, seconds_since: sums since the last logged step.
+        valid_loss: of the last evaluation.
+        best_step, best_loss: of the evaluation with the lowest loss.
+        evals_since_best: evaluations after that one.
+        examples: a hash of the training examples.
     """
 
     step: int = 0
     trained_tokens: int = 0
     seconds: float = 0.0
-    # Sums since the last line of the report.
     loss_since: float = 0.0
     tokens_since: int = 0
     seconds_since: float = 0.0
-    # Of the last validation.
     valid_loss: float = 0.0
-    # Of the lowest one, and how many came after it.
     best_step: int = 0
     best_loss: float = math.inf
-    validations_since: int = 0
-    # A hash of the training examples.
+    evals_since_best: int = 0
     examples: str = ""
 
-    def judge(self, loss: float) -> None:
-        """Take in a validation of the step as it is now."""
+    def add_evaluation(self, loss: float) -> None:
+        """Record the validation loss of the current step."""
         self.valid_loss = loss
-        self.validations_since += 1
+        self.evals_since_best += 1
         if loss < self.best_loss:
             self.best_step, self.best_loss = self.step, loss
-            self.validations_since = 0
+            self.evals_since_best = 0
 
 
 def save(
@@ -57,80 +60,85 @@ def save(
     step: TrainStep,
     progress: TrainingProgress,
     *,
-    newest: int = 2,
-    spared: int | None = None,
+    save_total_limit: int = 2,
+    best_step: int | None = None,
 ) -> Path | None:
-    """Write `folder/<step>`, whole or not at all, and drop what is not kept.
+    """Write `folder/<step>` atomically and delete old checkpoints.
 
-    All processes call this; the first one writes, and gets the path.
+    All ranks call this; only the first one writes, and gets the path.
 
     Args:
-        newest: checkpoints kept, this one included.
-        spared: the step of one more that is kept, however old.
+        save_total_limit: newest checkpoints kept, this one included.
+        best_step: the step of one more checkpoint that is kept.
     """
-    whole = (step.shards.whole(_owner(k), v) for k, v in _tensors(step).items())
+    tensors = (
+        step.sharding.unshard(_parameter_path(name), value)
+        for name, value in _state_tensors(step).items()
+    )
     with step.ranks.collective_errors():
         try:
             if not step.ranks.is_first:
                 return None
-            target = _write(folder, step, progress, whole)
-            _drop(folder, target, newest, spared)
+            target = _write(folder, step, progress, tensors)
+            _delete_old(folder, target, save_total_limit, best_step)
             return target
         finally:
-            # The others wait for every tensor, though the disk may have refused one.
-            for _ in whole:
+            # Other ranks take part in every gather, even if this disk is full.
+            for _ in tensors:
                 pass
 
 
 def restore(
     folder: Path, step: TrainStep, warning: Callable[[str], None]
 ) -> TrainingProgress:
-    """Put the newest whole checkpoint into `step`; from the start when there is none.
+    """Load the newest undamaged checkpoint into `step`, if there is one.
 
-    All processes call this; the first one reads, and all have what it has.
+    All ranks call this; the first one reads and sends the tensors to the others.
 
     Args:
-        warn: told about every damaged checkpoint that is passed over.
+        warning: called for every damaged checkpoint that is skipped.
     """
     tensors, progress = None, TrainingProgress()
     with step.ranks.collective_errors():
         if step.ranks.is_first:
-            tensors, progress = _newest(folder, warning)
-    is_found = step.ranks.broadcast_object(tensors is not None)
-    if is_found or not step.shards:
-        _fill(step, _tensors(step) if tensors is None else tensors)
+            tensors, progress = _load_newest(folder, warning)
+    has_checkpoint = step.ranks.broadcast_object(tensors is not None)
+    if has_checkpoint or not step.sharding:
+        state = _state_tensors(step) if tensors is None else tensors
+        _load_in_place(step, step.parameters, state, "parameters:")
+        _load_in_place(step, step.optimizer.state, state, "optimizer:")
     return TrainingProgress(**step.ranks.broadcast_object(vars(progress)))
 
 
-def recall(folder: Path, step: TrainStep, number: int) -> bool:
-    """Put the parameters after `number` steps into `step`, if that checkpoint is whole.
+def load_weights(folder: Path, step: TrainStep, number: int) -> bool:
+    """Load the parameters after `number` steps; False if that checkpoint is damaged.
 
-    The optimizer is left as it is: nothing goes on from here. All processes call this.
+    The optimizer state is not loaded: training does not continue. All ranks call this.
     """
     tensors = None
     with step.ranks.collective_errors():
-        checkpoint = _place(folder, number)
-        if step.ranks.is_first and _is_whole(checkpoint):
+        checkpoint = _path(folder, number)
+        if step.ranks.is_first and _is_undamaged(checkpoint):
             tensors = mx.load(str(checkpoint / WEIGHTS))
     if not step.ranks.broadcast_object(tensors is not None):
         return False
-    _fill_parameters(step, tensors or {})
+    _load_in_place(step, step.parameters, tensors or {}, "parameters:")
     return True
 
 
-def numbered(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if p.name.isdigit())
 
 
-def _place(folder: Path, number: int) -> Path:
+def _path(folder: Path, number: int) -> Path:
     return folder / f"{number:07d}"
 
 
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether the files of a checkpoint are the ones written."""
+def _is_undamaged(checkpoint: Path) -> bool:
+    """Whether size and hash of the tensors are those that were written."""
     weights = checkpoint / WEIGHTS
     try:
         state = json.loads((checkpoint / "state.json").read_text())
@@ -143,43 +151,54 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def _write(
-    folder: Path, step: TrainStep, progress: TrainingProgress, whole: Iterator[mx.array]
+    folder: Path,
+    step: TrainStep,
+    progress: TrainingProgress,
+    tensors: Iterator[mx.array],
 ) -> Path:
     layout = {
-        name: (value.dtype, step.shards.shape(_owner(name), value))
-        for name, value in _tensors(step).items()
+        name: (value.dtype, step.sharding.full_shape(_parameter_path(name), value))
+        for name, value in _state_tensors(step).items()
     }
     size = sum(dtype.size * math.prod(shape) for dtype, shape in layout.values())
-    need_space(folder, size + SLACK)
-    target = _place(folder, progress.step)
+    need_space(folder, size + DISK_SLACK)
+    target = _path(folder, progress.step)
     with atomic_folder(target) as partial:
         weights = partial / WEIGHTS
-        # In the same file, under the same hash.
+        # In the file's metadata, so that the hash covers it.
         metadata = {"progress": json.dumps(vars(progress))}
+<<<<<<< HEAD
         if step.shards:
             stream_safetensors(weights, layout, whole, metadata)
+=======
+        if step.sharding:
+            write_tensors(weights, layout, tensors, metadata)
+>>>>>>> 0b45fd5 (Train step and trainer are configured by dataclasses and complete once constructed)
         else:
-            mx.save_safetensors(str(weights), _tensors(step), metadata=metadata)
+            mx.save_safetensors(str(weights), _state_tensors(step), metadata=metadata)
         state = {"bytes": weights.stat().st_size, "sha256": hash_file(weights)}
         (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n")
     return target
 
 
-def _drop(folder: Path, target: Path, newest: int, spared: int | None) -> None:
-    # Newer ones are those that were passed over as damaged.
-    kept = [p for p in numbered(folder) if p.name <= target.name][-newest:]
-    if spared is not None:
-        kept.append(_place(folder, spared))
-    for other in set(numbered(folder)) - set(kept):
+def _delete_old(
+    folder: Path, target: Path, save_total_limit: int, best_step: int | None
+) -> None:
+    # Newer checkpoints than the target are damaged: `restore` skipped them.
+    kept = [p for p in list_checkpoints(folder) if p.name <= target.name]
+    kept = kept[-save_total_limit:]
+    if best_step is not None:
+        kept.append(_path(folder, best_step))
+    for other in set(list_checkpoints(folder)) - set(kept):
         shutil.rmtree(other)
 
 
-def _newest(
+def _load_newest(
     folder: Path, warning: Callable[[str], None]
 ) -> tuple[dict[str, mx.array] | None, TrainingProgress]:
-    for checkpoint in reversed(numbered(folder)):
-        if not _is_whole(checkpoint):
-            warning(f"checkpoint {checkpoint} is damaged; using what was before it")
+    for checkpoint in reversed(list_checkpoints(folder)):
+        if not _is_undamaged(checkpoint):
+            warning(f"checkpoint {checkpoint} is damaged; using the one before it")
             continue
         path = str(checkpoint / WEIGHTS)
         tensors, metadata = mx.load(path, return_metadata=True)
@@ -187,52 +206,44 @@ def _newest(
     return None, TrainingProgress()
 
 
-def _tensors(step: TrainStep) -> dict[str, mx.array]:
-    """What a step is made of, by its names in files; of shares, this process's."""
+def _state_tensors(step: TrainStep) -> dict[str, mx.array]:
+    """Parameters and moments by their names in files; with FSDP, this rank's shards."""
     state = dict(tree_flatten(step.optimizer.state))
     return {f"parameters:{k}": v for k, v in step.parameters.items()} | {
         f"optimizer:{k}": v for k, v in state.items()
     }
 
 
-def _owner(name: str) -> str:
-    """The parameter that a tensor in a file is, or is a moment of."""
+def _parameter_path(name: str) -> str:
+    """The path of the parameter that a tensor in a file is, or is a moment of."""
     kind, _, path = name.partition(":")
     return path if kind == "parameters" else path.rpartition(".")[0]
 
 
-def _fill(step: TrainStep, tensors: dict[str, mx.array]) -> None:
-    _fill_parameters(step, tensors)
-    _replace(step, step.optimizer.state, tensors, "optimizer:")
-
-
-def _fill_parameters(step: TrainStep, tensors: dict[str, mx.array]) -> None:
-    _replace(step, step.parameters, tensors, "parameters:")
-
-
-def _replace(
-    step: TrainStep, state: dict, tensors: dict[str, mx.array], path: str
+def _load_in_place(
+    step: TrainStep, state: dict, tensors: dict[str, mx.array], prefix: str
 ) -> None:
-    # In place: optimizers and the compiled step hold on to these very dictionaries. By
-    # the paths they have now, because a parameter's name is one key, dots and all.
-    for name, value in state.items():
+    # In place, because the optimizer and the compiled step hold these dictionaries. By
+    # key, because the path of a parameter is one key, with its dots.
+    for key, value in state.items():
+        name = f"{prefix}{key}"
         if isinstance(value, dict):
-            _replace(step, value, tensors, f"{path}{name}.")
+            _load_in_place(step, value, tensors, f"{name}.")
         else:
-            state[name] = _received(step, f"{path}{name}", value, tensors)
+            state[key] = _receive(step, name, value, tensors)
 
 
-def _received(
+def _receive(
     step: TrainStep, name: str, value: mx.array, tensors: dict[str, mx.array]
 ) -> mx.array:
-    """The first process's tensor, in all processes, or this one's share of it."""
-    owner = _owner(name)
+    """The first rank's tensor on all ranks, or this rank's shard of it."""
+    path = _parameter_path(name)
     if step.ranks.is_first:
-        # Let go of when it is sent: read from a file, it may be one of too many.
-        whole = tensors.pop(name)
+        # Popped, so that at most one tensor read from the file is in memory.
+        full = tensors.pop(name)
     else:
-        whole = mx.zeros(step.shards.shape(owner, value), value.dtype)
-    [whole] = step.ranks.broadcast([whole])
-    own = step.shards.cut(owner, whole)
-    mx.eval(own)
-    return own
+        full = mx.zeros(step.sharding.full_shape(path, value), value.dtype)
+    [full] = step.ranks.broadcast([full])
+    local = step.sharding.shard(path, full)
+    mx.eval(local)
+    return local

@@ -1,7 +1,8 @@
-"""A process's rows of a batch, when several train together."""
+"""One compiled optimizer step: float32 master weights, loss per trained token."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,74 +19,46 @@ from .document_mask import DocumentCaches
 from .fsdp import ShardedParameters
 from .gradient_checkpointing import checkpointed
 from .losses import cross_entropy_sum
-from .optimizers import make_optimizer
+from .optimizers import OptimizerConfig, make_optimizer
 from .schedules import clip_grad_norm, decay_weights
 
 
-def local_rows(batch: Batch, ranks: ProcessGroup) -> Batch:
-    """Every `size`-th row of a batch; as many for every process.
+class StepOutput(NamedTuple):
+    """Scalars of one optimizer step over all ranks, not yet computed.
 
-    Who has a row less than others gets one whose mask is empty.
+    Attributes:
+        loss_sum: summed over the trained tokens of the step.
+        num_tokens: the trained tokens of the step.
+        grad_norm: before clipping.
+        stop_requests: number of ranks that were asked to stop.
     """
-    if ranks.size == 1:
-        return batch
-    arrays = [
-        value if value is None else _local_values(value, ranks)
-        for value in batch.arrays
-    ]
-    where = tuple(ranks.shard(batch.where))
-    target = batch.target and tuple(
-        _local_values(value, ranks) for value in batch.target
-    )
-    return Batch(arrays[0], arrays[1], where, arrays[2], target=target)
 
-
-def _local_values(values: mx.array, ranks: ProcessGroup) -> mx.array:
-    rows = values[ranks.rank :: ranks.size]
-    missing = -(-len(values) // ranks.size) - len(rows)
-    return mx.pad(rows, [(0, missing), *[(0, 0)] * (rows.ndim - 1)])
-
-
-# --- from train.untrainable: What goes wrong when a step is traced, in our words.
-
-
-@contextmanager
-def translate_trace_errors() -> Iterator[None]:
-    """Nothing is computed yet: what goes wrong in a trace is the model's fault."""
-    try:
-        yield
-    except (RuntimeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"this architecture cannot be trained here: {str(error).splitlines()[0]}",
-            hint="its code in mlx-lm has no gradient, or reads an adapted layer's "
-            "weight itself; adapter.layers: auto leaves such layers out",
-        ) from error
-
-
-# --- from train.step: One optimizer step, compiled: masters in float32, the loss per trained token.
+    loss_sum: mx.array
+    num_tokens: mx.array
+    grad_norm: mx.array
+    stop_requests: mx.array
 
 
 class TrainStep:
-    """The trained parameters of a model and the compiled step that improves them.
+    """The trained parameters of a model, and the compiled step that updates them.
 
-    The model itself is only the function: before every forward its trained weights are
-    set from the float32 masters, cast to the compute type and, in quantization-aware
-    training, rounded as the export will round them.
+    The model is only a function: before every forward pass its trained weights are set
+    from the float32 master weights, cast to the compute dtype and, in
+    quantization-aware training, quantized as the export will quantize them.
 
     Args:
-        model: with everything that is not trained frozen.
-        compute: type of the forward and backward pass.
-        fake_quant: the rounding to train with, or None.
-        optimizer: its name; see `make_optimizer`.
-        max_grad_norm: largest joint gradient norm, or None.
-        gradient_checkpointing: keep only what goes in and out of every block.
-        chunked: the loss without full logits, or None for the plain one.
-        caches: keep attention inside the documents of packed batches; None = no batch
-            is packed.
-        taught: the loss against a teacher, or None for that of the tokens alone.
-        ranks: the processes that train this model, each on its rows of every batch.
-        shard: every process keeps its share alone of parameters, gradients and moments;
-            not with a rounding, nor with "adafactor" or "muon".
+        model: everything that is not trained is frozen.
+        optimizer: its algorithm and hyperparameters.
+        compute_dtype: dtype of the forward and backward pass.
+        fake_quant: quantizes the weights of every forward pass; None = no QAT.
+        chunked_loss: computes the loss without full logits; None = the plain loss.
+        document_caches: keeps attention inside the documents of packed batches; None =
+            no batch is packed.
+        teacher_loss: the loss against a teacher; None = cross-entropy.
+        gradient_checkpointing: keeps only the inputs and outputs of every block.
+        ranks: the processes that train this model; each one gets its share of a batch.
+        fsdp: every rank holds only its shard of parameters, gradients and moments.
+            Incompatible with `fake_quant`, "adafactor" and "muon".
 
     Raises:
         UserError: gradient checkpointing of a model without blocks.
@@ -94,30 +67,24 @@ class TrainStep:
     def __init__(
         self,
         model: nn.Module,
+        optimizer: OptimizerConfig | None = None,
         *,
-        compute: mx.Dtype = mx.float32,
+        compute_dtype: mx.Dtype = mx.float32,
         fake_quant: FakeQuant | None = None,
-        optimizer: str = "adamw",
-        beta1: float = 0.9,
-        beta2: float = 0.95,
-        momentum: float = 0.95,
-        weight_decay: float = 0.0,
-        max_grad_norm: float | None = None,
+        chunked_loss: ChunkedLoss | None = None,
+        document_caches: DocumentCaches | None = None,
+        teacher_loss: DistillationLoss | None = None,
         gradient_checkpointing: bool = False,
-        chunked: ChunkedLoss | None = None,
-        caches: DocumentCaches | None = None,
-        taught: DistillationLoss | None = None,
         ranks: ProcessGroup = SINGLE_PROCESS,
-        shard: bool = False,
+        fsdp: bool = False,
     ):
         self.model = model
-        self.compute = compute
+        self.config = optimizer or OptimizerConfig()
+        self.compute_dtype = compute_dtype
         self.fake_quant = fake_quant
-        self.weight_decay = weight_decay
-        # What a parameter's learning rate is multiplied by, where it is not 1.
-        self.rates: dict[str, float] = {}
-        self.max_grad_norm, self.chunked = max_grad_norm, chunked
-        self.caches, self.taught = caches, taught
+        self.chunked_loss = chunked_loss
+        self.document_caches = document_caches
+        self.teacher_loss = teacher_loss
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
@@ -125,214 +92,254 @@ class TrainStep:
                 "this model has no list of blocks to run twice",
                 hint="gradient_checkpointing: false",
             )
-        self._recomputed = blocks if gradient_checkpointing else None
-        named = dict(tree_flatten(model.trainable_parameters()))
+        self._checkpointed_blocks = blocks if gradient_checkpointing else None
+        trained = dict(tree_flatten(model.trainable_parameters()))
         if fake_quant:
-            # Weights that are made of others are no masters; those others are.
-            named = {
-                k: v for k, v in named.items() if k not in fake_quant.derived_weights
+            # Weights merged from an adapter are not trained; the adapter is.
+            trained = {
+                k: v for k, v in trained.items() if k not in fake_quant.derived_weights
             }
-            named |= fake_quant.qparams
-        self.shards = ShardedParameters(
-            named if shard else {}, ranks, compute=compute, blocks=blocks
+            trained |= fake_quant.qparams
+        self.sharding = ShardedParameters(
+            trained if fsdp else {}, ranks, compute_dtype=compute_dtype, blocks=blocks
         )
         self.parameters = {
-            path: self.shards.cut(path, value).astype(mx.float32)
-            for path, value in named.items()
+            path: self.sharding.shard(path, value).astype(mx.float32)
+            for path, value in trained.items()
         }
         self.optimizer = make_optimizer(
-            optimizer,
+            self.config,
             self.parameters,
-            beta1=beta1,
-            beta2=beta2,
-            momentum=momentum,
-            blocks=blocks.prefix if blocks else "layers.",
+            block_prefix=blocks.prefix if blocks else "layers.",
         )
-        # Of the micro-batches of a step so far; empty between steps.
-        self._sums: dict[str, mx.array] = {}
+        # Gradients of the micro-batches so far; empty between steps.
+        self._grad_sums: dict[str, mx.array] = {}
         mx.eval(self.parameters, self.optimizer.state)
         self._compile()
 
     def _compile(self) -> None:
         state = [self.parameters, self.optimizer.state, mx.random.state]
-        summing = [self._sums, mx.random.state]
-        self._train = mx.compile(self._update, inputs=state, outputs=state)
-        self._add = mx.compile(self._sum, inputs=[*state, self._sums], outputs=summing)
-        self._finish = mx.compile(
-            self._improve, inputs=[*state, self._sums], outputs=state
+        accumulated = [self._grad_sums, mx.random.state]
+        self._train_batch = mx.compile(self._train, inputs=state, outputs=state)
+        self._accumulate_batch = mx.compile(
+            self._accumulate, inputs=[*state, self._grad_sums], outputs=accumulated
         )
-        self._evaluate = mx.compile(self._loss, inputs=state)
+        self._update_accumulated = mx.compile(
+            lambda *scalars: self._update(self._grad_sums, *scalars),
+            inputs=[*state, self._grad_sums],
+            outputs=state,
+        )
+        self._evaluate_batch = mx.compile(self._eval_loss, inputs=state)
 
     def __call__(
         self,
         batch: Batch | Sequence[Batch],
-        rate: float,
+        learning_rate: float,
         seed: int,
         stop: bool = False,
-    ) -> tuple[mx.array, ...]:
-        """Train on a batch, or on several as if they were one.
+    ) -> StepOutput:
+        """Train on a batch, or on several micro-batches as if they were one.
 
         Args:
-            rate: the learning rate.
-            seed: of everything random in this step, so that a resumed run draws alike.
-            stop: tells the other processes, if there are some, of a wish to stop.
-
-        Returns:
-            Summed loss, trained tokens and gradient norm, not yet computed; of several
-            processes, also how many of them wish to stop.
+            seed: of all random numbers of this step, so that a resumed run repeats it.
+            stop: whether this rank was asked to stop; all ranks get the sum.
 
         Raises:
             UserError: mlx-lm's code of this architecture has no gradient.
         """
         mx.random.seed(seed)
         self.model.train()
-        window = [batch] if isinstance(batch, Batch) else batch
-        window = [local_rows(one, self.ranks) for one in window]
-        stops = None if self.ranks.size == 1 else mx.array(float(stop))
-        if len(window) > 1:
-            return self._accumulate(window, mx.array(rate), stops)
+        batches = [batch] if isinstance(batch, Batch) else batch
+        batches = [shard_batch(b, self.ranks) for b in batches]
+        scalars = mx.array(learning_rate), mx.array(float(stop))
+        if len(batches) > 1:
+            return StepOutput(*self._train_accumulated(batches, *scalars))
         with translate_trace_errors():
-            return self._train(*self._given(window[0]), mx.array(rate), stops)
+            return StepOutput(*self._train_batch(*self._inputs(batches[0]), *scalars))
 
-    def reach(self, number: int) -> bool:
-        """Be ready for a step, counted from 0; whether rounding changes with it."""
-        if not self.fake_quant or not self.fake_quant.on_step(number, self.parameters):
+    def on_step(self, step: int) -> bool:
+        """Prepare for a step, counted from 0; returns whether fake quantization changes."""
+        if not self.fake_quant or not self.fake_quant.on_step(step, self.parameters):
             return False
         self._compile()
         return True
 
     def evaluate(self, batches) -> tuple[float, int]:
-        """Summed loss, as it is trained, and trained tokens; dropout off."""
+        """The summed training loss and the trained tokens of batches, without dropout."""
         self.model.eval()
-        loss = tokens = 0.0
-        # Who keeps a share is needed for every batch.
-        if self.shards:
-            own = (local_rows(batch, self.ranks) for batch in batches)
+        loss_sum = num_tokens = 0.0
+        if self.sharding:
+            # Every batch needs the shards of all ranks.
+            local_batches = (shard_batch(batch, self.ranks) for batch in batches)
         else:
-            own = self.ranks.shard(batches)
-        for batch in own:
-            loss += self._evaluate(*self._given(batch)).item()
-            tokens += batch.mask.sum().item()
-        loss, tokens = self.ranks.all_reduce_scalars(loss, tokens)
-        return loss, int(tokens)
+            local_batches = self.ranks.shard(batches)
+        for batch in local_batches:
+            loss_sum += self._evaluate_batch(*self._inputs(batch)).item()
+            num_tokens += batch.mask.sum().item()
+        loss_sum, num_tokens = self.ranks.all_reduce_scalars(loss_sum, num_tokens)
+        return loss_sum, int(num_tokens)
 
-    def serve(self) -> nn.Module:
-        """The model with the weights of the next forward in place, dropout off.
+    def materialize(self) -> nn.Module:
+        """The model with the weights of the next forward pass, in evaluation mode.
 
-        Of shares, the first process alone has it; all must call this, and `release`.
+        With FSDP only the first rank gets it, and all ranks must call this method and
+        then `free`.
         """
-        if self.shards:
-            weights = self.whole(dict.fromkeys(self.parameters, self.compute))
+        if self.sharding:
+            dtypes = dict.fromkeys(self.parameters, self.compute_dtype)
+            weights = self.gather_parameters(dtypes)
             self.model.update(tree_unflatten(list(weights.items())))
         else:
-            self._set(self.parameters)
+            self._set_weights(self.parameters)
         return self.model.eval()
 
-    def release(self) -> None:
-        """Leave the model no more than this process's share of the weights."""
-        if self.shards:
+    def free(self) -> None:
+        """With FSDP, leave only this rank's shards in the model."""
+        if self.sharding:
             self.model.update(tree_unflatten(list(self.parameters.items())))
 
-    def whole(self, types: dict[str, mx.Dtype]) -> dict[str, mx.array]:
-        """The trained parameters, gathered one by one; of other processes none.
+    def gather_parameters(self, dtypes: dict[str, mx.Dtype]) -> dict[str, mx.array]:
+        """The full trained parameters on the first rank, an empty dict on the others.
 
         Args:
-            types: of the results, by path.
+            dtypes: of the results, by path.
         """
-        found = {}
+        gathered = {}
         for path, value in self.parameters.items():
-            value = self.shards.whole(path, value.astype(types[path]))
+            value = self.sharding.unshard(path, value.astype(dtypes[path]))
             if self.ranks.is_first:
-                found[path] = value
-        return found
+                gathered[path] = value
+        return gathered
 
-    def _given(self, batch: Batch) -> tuple:
-        # Every number of places is a trace of its own.
-        places = batch.places if self.chunked else None
+    def _inputs(self, batch: Batch) -> tuple:
+        # Every number of places compiles once more, so pass them only if used.
+        places = batch.places if self.chunked_loss else None
         return *batch.arrays, places, batch.target
 
-    def _set(self, parameters: dict[str, mx.array]) -> None:
+    def _set_weights(self, parameters: dict[str, mx.array]) -> None:
         if self.fake_quant:
-            weights = self.fake_quant.forward_weights(parameters, self.compute)
+            weights = self.fake_quant.forward_weights(parameters, self.compute_dtype)
         else:
-            weights = self.shards.placed(parameters)
+            weights = self.sharding.forward_weights(parameters)
         self.model.update(tree_unflatten(list(weights.items())))
 
-    def _loss(self, *batch) -> mx.array:
-        value = self.chunked and self.chunked.value
-        return self._summed(self.parameters, batch, self.shards.gathering(), value)
-
-    def _loss_of(self, parameters: dict[str, mx.array], *batch) -> mx.array:
-        """The same, to be differentiated by the parameters."""
-        return self._summed(parameters, batch, self._running(), self.chunked)
-
-    def _summed(
-        self, parameters, batch, running: AbstractContextManager, chunked
-    ) -> mx.array:
-        tokens, mask, documents, places, target = batch
-        self._set(parameters)
-        inputs, labels = tokens[:, :-1], (tokens[:, 1:], mask)
-        within = self._within(documents)
-        if self.taught:
-            labels += self.taught.labels(inputs, documents, target)
-        loss = self.taught or cross_entropy_sum
-        with running:
-            if chunked:
-                return chunked(inputs, labels, places, loss=loss, **within)
-            return loss(self.model(inputs, **within), *labels)
-
-    def _running(self) -> AbstractContextManager:
-        if self._recomputed:
-            return checkpointed(self._recomputed, self.shards.forward)
-        return self.shards.gathering()
-
-    def _within(self, documents: mx.array | None) -> dict:
-        """What a packed batch's model is called with besides the tokens."""
-        return {} if documents is None else {"cache": self.caches(documents)}
-
-    def _gradients(self, *batch):
-        return mx.value_and_grad(self._loss_of)(self.parameters, *batch)
-
-    def _update(self, tokens, mask, documents, places, target, rate, stops):
-        loss, gradients = self._gradients(tokens, mask, documents, places, target)
-        return self._apply(gradients, loss, mask.sum(), rate, stops)
-
-    def _accumulate(
-        self, window: Sequence[Batch], rate: mx.array, stops: mx.array | None
+    def _train(
+        self, tokens, mask, documents, places, target, learning_rate, stop_requests
     ):
-        self._sums.update({k: mx.zeros_like(v) for k, v in self.parameters.items()})
-        loss = trained = mx.array(0.0)
-        for batch in window:
+        batch = tokens, mask, documents, places, target
+        loss_sum, gradients = self._gradients(*batch)
+        return self._update(
+            gradients, loss_sum, mask.sum(), learning_rate, stop_requests
+        )
+
+    def _train_accumulated(
+        self, batches: Sequence[Batch], learning_rate, stop_requests
+    ):
+        zeros = {k: mx.zeros_like(v) for k, v in self.parameters.items()}
+        self._grad_sums.update(zeros)
+        loss_sum = num_tokens = mx.array(0.0)
+        for batch in batches:
             with translate_trace_errors():
-                loss = loss + self._add(*self._given(batch))
-            trained = trained + batch.mask.sum()
-            # Not waited for; without it all batches might be in memory at once.
-            mx.async_eval(loss, trained, self._sums)
-        outputs = self._finish(loss, trained, rate, stops)
-        self._sums.clear()
+                loss_sum = loss_sum + self._accumulate_batch(*self._inputs(batch))
+            num_tokens = num_tokens + batch.mask.sum()
+            # Starts the work; else all micro-batches might be in memory at once.
+            mx.async_eval(loss_sum, num_tokens, self._grad_sums)
+        outputs = self._update_accumulated(
+            loss_sum, num_tokens, learning_rate, stop_requests
+        )
+        self._grad_sums.clear()
         return outputs
 
-    def _sum(self, *batch) -> mx.array:
-        loss, gradients = self._gradients(*batch)
-        self._sums.update({k: self._sums[k] + g for k, g in gradients.items()})
-        return loss
+    def _accumulate(self, *batch) -> mx.array:
+        loss_sum, gradients = self._gradients(*batch)
+        sums = {k: self._grad_sums[k] + g for k, g in gradients.items()}
+        self._grad_sums.update(sums)
+        return loss_sum
 
-    def _improve(self, loss: mx.array, trained: mx.array, rate: mx.array, stops):
-        return self._apply(self._sums, loss, trained, rate, stops)
+    def _gradients(self, *batch):
+        return mx.value_and_grad(self._train_loss)(self.parameters, *batch)
 
-    def _apply(self, gradients, loss: mx.array, trained: mx.array, rate, stops):
-        told = [] if stops is None else [stops]
-        numbers = [loss, trained, *told]
-        (loss, trained, *told), gradients = self.shards.all_sum(numbers, gradients)
-        trained = mx.maximum(trained, 1)
-        gradients = {k: g / trained for k, g in gradients.items()}
-        norm = self.shards.norm(gradients)
-        gradients = clip_grad_norm(gradients, norm, self.max_grad_norm)
-        self.optimizer.learning_rate = rate
-        decayed = decay_weights(self.parameters, rate, self.weight_decay)
-        stepped = self.optimizer.apply_gradients(gradients, decayed)
-        for name, ratio in self.rates.items():
-            old = self.parameters[name]
-            stepped[name] = old + ratio * (stepped[name] - old)
-        self.parameters.update(stepped)
-        return loss, trained, norm, *told
+    def _train_loss(self, parameters: dict[str, mx.array], *batch) -> mx.array:
+        if self._checkpointed_blocks:
+            blocks = checkpointed(
+                self._checkpointed_blocks, self.sharding.gathered_forward
+            )
+        else:
+            blocks = self.sharding.gathered_blocks()
+        return self._loss(parameters, batch, blocks, self.chunked_loss)
+
+    def _eval_loss(self, *batch) -> mx.array:
+        chunked = self.chunked_loss and self.chunked_loss.value
+        return self._loss(
+            self.parameters, batch, self.sharding.gathered_blocks(), chunked
+        )
+
+    def _loss(
+        self, parameters, batch, blocks: AbstractContextManager, chunked
+    ) -> mx.array:
+        tokens, mask, documents, places, target = batch
+        self._set_weights(parameters)
+        inputs, labels = tokens[:, :-1], (tokens[:, 1:], mask)
+        kwargs = {}
+        if documents is not None:
+            kwargs["cache"] = self.document_caches(documents)
+        if self.teacher_loss:
+            labels += self.teacher_loss.labels(inputs, documents, target)
+        loss = self.teacher_loss or cross_entropy_sum
+        with blocks:
+            if chunked:
+                return chunked(inputs, labels, places, loss=loss, **kwargs)
+            return loss(self.model(inputs, **kwargs), *labels)
+
+    def _update(self, gradients, loss_sum, num_tokens, learning_rate, stop_requests):
+        """Sum over all ranks, divide by the trained tokens, clip, and step."""
+        scalars, gradients = self.sharding.all_reduce(
+            [loss_sum, num_tokens, stop_requests], gradients
+        )
+        loss_sum, num_tokens, stop_requests = scalars
+        num_tokens = mx.maximum(num_tokens, 1)
+        gradients = {k: g / num_tokens for k, g in gradients.items()}
+        norm = self.sharding.grad_norm(gradients)
+        gradients = clip_grad_norm(gradients, norm, self.config.max_grad_norm)
+        self.optimizer.learning_rate = learning_rate
+        decayed = decay_weights(
+            self.parameters, learning_rate, self.config.weight_decay
+        )
+        updated = self.optimizer.apply_gradients(gradients, decayed)
+        for path, multiplier in self.config.lr_multipliers.items():
+            before = self.parameters[path]
+            updated[path] = before + multiplier * (updated[path] - before)
+        self.parameters.update(updated)
+        return loss_sum, num_tokens, norm, stop_requests
+
+
+def shard_batch(batch: Batch, ranks: ProcessGroup) -> Batch:
+    """Every `size`-th sequence of a batch, the same number for every rank.
+
+    Ranks with one sequence less than others get one with an empty loss mask.
+    """
+    if ranks.size == 1:
+        return batch
+
+    def shard(values: mx.array) -> mx.array:
+        local = values[ranks.rank :: ranks.size]
+        missing = -(-len(values) // ranks.size) - len(local)
+        return mx.pad(local, [(0, missing), *[(0, 0)] * (local.ndim - 1)])
+
+    arrays = [value if value is None else shard(value) for value in batch.arrays]
+    where = tuple(ranks.shard(batch.where))
+    target = batch.target and tuple(shard(value) for value in batch.target)
+    return Batch(arrays[0], arrays[1], where, arrays[2], target=target)
+
+
+@contextmanager
+def translate_trace_errors() -> Iterator[None]:
+    """Turn errors while tracing, which come from the model's code, into `UserError`."""
+    try:
+        yield
+    except (RuntimeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"this architecture cannot be trained: {str(error).splitlines()[0]}",
+            hint="its code in mlx-lm has no gradient, or reads an adapted layer's "
+            "weight itself; adapter.target_modules: auto excludes such layers",
+        ) from error

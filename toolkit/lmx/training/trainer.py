@@ -1,4 +1,4 @@
-"""The one training loop: full, LoRA and quantization-aware training alike."""
+"""The training loop of all train stages: full, LoRA and quantization-aware training."""
 
 import json
 import math
@@ -13,262 +13,310 @@ import numpy as np
 
 from ..data.batching import Batch, BucketBatchSampler
 from ..errors import FAILED, Interrupted, UserError
-from ..run.distributed import ProcessGroup
 from ..run.fs import write_atomic
 from ..run.logger import RunLogger
 from ..run.signals import ended_when_stuck, stop_requested
 from . import checkpoint
 from .checkpoint import TrainingProgress
-from .checkpoint_policy import CheckpointPolicy
-from .step import TrainStep
+from .step import StepOutput, TrainStep
 
-# Seconds that a step and a checkpoint may take after SIGTERM, of several processes.
-PATIENCE = 300
+# Seconds that a step and a checkpoint of several processes may take after SIGTERM.
+SHUTDOWN_SECONDS = 300
 
 
 @dataclass(frozen=True)
-class TrainerIntervals:
-    """How often things happen, in steps, and where checkpoints go."""
+class TrainerConfig:
+    """How long to train, how often to log, evaluate and save, and what to keep.
 
-    report: int
-    evaluate: int
-    checkpoint: int
-    folder: Path
+    Attributes:
+        steps: optimizer steps.
+        seed: of the random numbers of all steps.
+        checkpoint_dir: where checkpoints go.
+        logging_steps, eval_steps, save_steps: intervals in steps.
+        gradient_accumulation_steps: batches per optimizer step.
+        num_batches: batches in all, if the last step has fewer; None = no step has.
+        save_total_limit: newest checkpoints kept.
+        load_best_at_end: keep the weights with the lowest validation loss, those before
+            the first step included, instead of the last ones.
+        early_stopping_patience: consecutive evaluations without a lower validation loss
+            that end the training; None = train all steps.
+    """
+
+    steps: int
+    seed: int
+    checkpoint_dir: Path
+    logging_steps: int
+    eval_steps: int
+    save_steps: int
+    gradient_accumulation_steps: int = 1
+    num_batches: int | None = None
+    save_total_limit: int = 2
+    load_best_at_end: bool = False
+    early_stopping_patience: int | None = None
+
+
+@dataclass(frozen=True)
+class _RunningStep:
+    """A step that was launched and whose loss was not read yet."""
+
+    number: int
+    batches: list[Batch]
+    learning_rate: float
+    output: StepOutput
 
 
 class Trainer:
-    """Runs a `Step` over batches, with validation, checkpoints and a way to stop.
+    """Runs a `TrainStep` over batches: evaluates, saves, resumes, and stops on signals.
 
     Args:
-        accumulate: batches per step.
-        total: batches in all, if the last step has fewer.
-        rate: the learning rate of a step, counted from 0.
-        valid: validation batches, used again and again.
-        keep: which weights are left and when to stop; None = the last, at the end.
-        on_evaluate: called with the step after every validation, for samples, in all
-            processes.
+        batches: the batch of an index, from 0; a function of seed and index.
+        learning_rate: of a step, counted from 0.
+        eval_batches: validation batches, used in every evaluation.
+        on_evaluate: called on all ranks with the step after every evaluation.
+
+    Attributes:
+        progress: steps, tokens and losses so far.
+        selected_step: the step of the weights that `train` left.
     """
 
     def __init__(
         self,
         step: TrainStep,
         batches: BucketBatchSampler,
+        config: TrainerConfig,
         *,
-        steps: int,
-        rate: Callable[[int], float],
-        valid: Sequence[Batch],
-        cadence: TrainerIntervals,
+        learning_rate: Callable[[int], float],
+        eval_batches: Sequence[Batch],
         logger: RunLogger,
-        seed: int,
-        accumulate: int = 1,
-        total: int | None = None,
-        keep: CheckpointPolicy | None = None,
         on_evaluate: Callable[[int], None] = lambda step: None,
     ):
         self.step = step
+        self.ranks = step.ranks
         self.batches = batches
-        self.steps = steps
-        self.accumulate = accumulate
-        self.total = steps * accumulate if total is None else total
-        self.rate = rate
-        self.valid = valid
-        self.cadence = cadence
+        self.config = config
+        self.learning_rate = learning_rate
+        self.eval_batches = eval_batches
         self.logger = logger
-        self.seed = seed
-        self.keep = keep or CheckpointPolicy()
         self.on_evaluate = on_evaluate
         self.progress = TrainingProgress()
-        # Of the last step that is done, whether one of several processes would stop.
-        self._told = False
-        # The steps that the weights have seen which `run` leaves.
-        self.left = 0
-        self._pending: tuple | None = None
-        self._clock = 0.0
+        self.selected_step = 0
+        self._running: _RunningStep | None = None
+        # Whether any rank was asked to stop before the last finished step.
+        self._any_rank_stops = False
+        self._last_time = 0.0
 
-    def run(self) -> float:
+    def train(self) -> float:
         """Train to the end, from the newest checkpoint if there is one.
 
         Returns:
-            The validation loss of the weights left, per trained token.
+            The validation loss of the selected weights, per trained token.
 
         Raises:
-            Interrupted: stopped by a signal, after saving.
-            UserError: the loss is not a number, or the rows have changed since.
+            Interrupted: a signal stopped the training, after a checkpoint was saved.
+            UserError: the loss is NaN or infinite, or the examples have changed.
         """
+        config = self.config
         self._resume()
         with (
             stop_requested() as stopping,
-            self.logger.progress(self.steps, "training") as bar,
+            self.logger.progress(config.steps, "training") as bar,
             self.ranks.connection_errors(),
-            ended_when_stuck(PATIENCE) if self.ranks.size > 1 else nullcontext(),
+            ended_when_stuck(SHUTDOWN_SECONDS)
+            if self.ranks.size > 1
+            else nullcontext(),
         ):
-            self._clock = time.perf_counter()
-            for number in range(self.progress.step, self.steps):
-                if self.keep.is_over(self.progress):
-                    self._stop_early()
+            self._last_time = time.perf_counter()
+            for step in range(self.progress.step, config.steps):
+                if self._is_out_of_patience():
+                    self._log_early_stop()
                     break
-                self._launch(number, bar, stopping())
-                if self._is_pause(number + 1) or self._is_told(stopping):
-                    self._settle(bar)
-                    self._pause(number + 1, self._is_told(stopping))
-        return self._leave()
+                self._train_step(step, bar, stop=stopping())
+                if self._is_due(step + 1) or self._should_stop(stopping):
+                    self._finish_step(bar)
+                    self._evaluate_and_save(stop=self._should_stop(stopping))
+        return self._select_weights()
 
-    @property
-    def ranks(self) -> ProcessGroup:
-        """The processes that train together."""
-        return self.step.ranks
+    def _train_step(self, step: int, bar, *, stop: bool) -> None:
+        """Launch a step; while it runs, finish the step before it."""
+        batches, learning_rate = self._batches_of(step), self.learning_rate(step)
+        # Every rank but the first adds its number, so that ranks draw differently.
+        entropy = [self.config.seed, step]
+        if not self.ranks.is_first:
+            entropy.append(self.ranks.rank)
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
+        self.step.on_step(step)
+        output = self.step(batches, learning_rate, seed, stop)
+        mx.async_eval(output, self.step.parameters, self.step.optimizer.state)
+        self._finish_step(bar)
+        self._running = _RunningStep(step, batches, learning_rate, output)
 
-    def _is_told(self, stopping: Callable[[], bool]) -> bool:
-        # Several must stop after the same step, so they go by what they sent there.
-        return stopping() if self.ranks.size == 1 else self._told
+    def _finish_step(self, bar) -> None:
+        """Wait for the running step, count it, and log it when it is time."""
+        if self._running is None:
+            return
+        running, self._running = self._running, None
+        loss_sum, tokens, norm, stop_requests = (v.item() for v in running.output)
+        self._any_rank_stops = stop_requests > 0
+        if not (math.isfinite(loss_sum) and math.isfinite(norm)):
+            with self.ranks.collective_errors():
+                if self.ranks.is_first:
+                    self._raise_not_finite(running)
+        now = time.perf_counter()
+        progress = self.progress
+        progress.step = running.number + 1
+        progress.loss_since += loss_sum
+        progress.tokens_since += int(tokens)
+        progress.seconds_since += now - self._last_time
+        self._last_time = now
+        is_last = progress.step == self.config.steps
+        if progress.step % self.config.logging_steps == 0 or is_last:
+            self._log(running.learning_rate, norm, bar)
+
+    def _evaluate_and_save(self, *, stop: bool) -> None:
+        """Evaluate, save and stop as the finished step requires.
+
+        Evaluation comes before saving, so that a resumed run does not repeat it.
+        """
+        config, done = self.config, self.progress.step
+        if done % config.eval_steps == 0 or done == config.steps:
+            self._evaluate()
+        if stop or done % config.save_steps == 0 or self._is_new_best():
+            path = self._save()
+        if stop:
+            message = f"stopped after step {done}; saved {path}"
+            raise Interrupted(message if self.ranks.is_first else "")
+        self._last_time = time.perf_counter()
+
+    def _batches_of(self, step: int) -> list[Batch]:
+        size, count = self.config.gradient_accumulation_steps, self.config.num_batches
+        last = (step + 1) * size if count is None else min((step + 1) * size, count)
+        return [self.batches(index) for index in range(step * size, last)]
+
+    def _is_due(self, done: int) -> bool:
+        """Whether there is something to evaluate or save after `done` steps."""
+        config = self.config
+        intervals = (config.eval_steps, config.save_steps, config.steps)
+        return any(done % interval == 0 for interval in intervals)
+
+    def _should_stop(self, stopping: Callable[[], bool]) -> bool:
+        # All ranks must stop after the same step: they go by the sum of their requests.
+        return stopping() if self.ranks.size == 1 else self._any_rank_stops
+
+    def _is_new_best(self) -> bool:
+        is_best = self.progress.best_step == self.progress.step
+        return self.config.load_best_at_end and is_best
+
+    def _is_out_of_patience(self) -> bool:
+        patience = self.config.early_stopping_patience
+        return patience is not None and self.progress.evals_since_best >= patience
+
+    def _log_early_stop(self) -> None:
+        self._count_tokens()
+        self.logger.info(
+            f"stopping at step {self.progress.step} of {self.config.steps}: the "
+            f"validation loss has not improved since step {self.progress.best_step}"
+        )
 
     def _resume(self) -> None:
-        folder = self.cadence.folder
+        folder = self.config.checkpoint_dir
         self.progress = checkpoint.restore(folder, self.step, self.logger.warning)
-        examples = self.batches.digest
+        digest = self.batches.digest
         self.ranks.require_same(
-            examples,
-            "reads other rows",
+            digest,
+            "reads other examples",
             hint="give all machines the same data and the same tokenizer",
         )
         if self.progress.step:
-            if self.progress.examples != examples:
+            if self.progress.examples != digest:
                 raise UserError(
-                    "the training rows are not those this run began with",
+                    "the training examples have changed since this run started",
                     place=str(folder),
                     hint="restore the data, or start over with --restart",
                 )
             self.logger.info(f"resuming after step {self.progress.step}")
             self.logger.truncate(self.progress.step)
         else:
-            # A checkpoint of step 0 may know of a validation that comes again.
-            self.progress = TrainingProgress(examples=examples)
-            # Even of a run that died before its first checkpoint there may be rows.
+            # A checkpoint of step 0 holds an evaluation, which is repeated here.
+            self.progress = TrainingProgress(examples=digest)
+            # A run that died before its first checkpoint may have left metrics.
             self.logger.truncate(-1)
             self._evaluate()
-            if self.keep.wants(self.progress):
+            if self._is_new_best():
                 self._save()
 
-    def _launch(self, number: int, bar, stop: bool) -> None:
-        """Start a step; while it runs, read the numbers of the one before it."""
-        window, rate = self._window(number), self.rate(number)
-        # Processes draw alike only in what they draw alone.
-        source = [self.seed, number, *([self.ranks.rank] * (not self.ranks.is_first))]
-        draw = np.random.SeedSequence(source).generate_state(1)[0]
-        self.step.reach(number)
-        outputs = self.step(window, rate, int(draw), stop)
-        mx.async_eval(outputs, self.step.parameters, self.step.optimizer.state)
-        self._settle(bar)
-        self._pending = (number, window, rate, outputs)
+    def _evaluate(self) -> None:
+        step = self.progress.step
+        loss_sum, num_tokens = self.step.evaluate(self.eval_batches)
+        loss = loss_sum / num_tokens
+        self.progress.add_evaluation(loss)
+        with self.ranks.collective_errors():
+            self.logger.metrics({"kind": "valid", "step": step, "loss": loss})
+            self.logger.info(f"step {step}: validation loss {loss:#.4g}")
+        self.on_evaluate(step)
 
-    def _window(self, number: int) -> list[Batch]:
-        first = number * self.accumulate
-        last = min(first + self.accumulate, self.total)
-        return [self.batches(index) for index in range(first, last)]
+    def _save(self) -> Path | None:
+        """The path of the new checkpoint on the rank that writes it."""
+        return checkpoint.save(
+            self.config.checkpoint_dir,
+            self.step,
+            self.progress,
+            save_total_limit=self.config.save_total_limit,
+            best_step=self.progress.best_step if self.config.load_best_at_end else None,
+        )
 
-    def _settle(self, bar) -> None:
-        """Wait for the pending step, count it, logger it when it is time."""
-        if self._pending is None:
-            return
-        number, window, rate, outputs = self._pending
-        self._pending = None
-        loss, tokens, norm, *told = (output.item() for output in outputs)
-        self._told = any(told)
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            with self.ranks.collective_errors():
-                if self.ranks.is_first:
-                    self._stop_at_nan(number, window)
-        now = time.perf_counter()
+    def _log(self, learning_rate: float, norm: float, bar) -> None:
         progress = self.progress
-        progress.step = number + 1
-        progress.loss_since += loss
-        progress.tokens_since += int(tokens)
-        progress.seconds_since += now - self._clock
-        self._clock = now
-        if progress.step % self.cadence.report == 0 or progress.step == self.steps:
-            self._report(rate, norm, bar)
-
-    def _report(self, rate: float, norm: float, bar) -> None:
-        progress = self.progress
-        numbers = {
+        metrics = {
             "loss": progress.loss_since / progress.tokens_since,
-            "learning_rate": rate,
+            "learning_rate": learning_rate,
             "gradient_norm": norm,
             "tokens_per_second": progress.tokens_since / progress.seconds_since,
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
         }
-        self._count()
-        bar.update(progress.step, **numbers)
+        self._count_tokens()
+        bar.update(progress.step, **metrics)
         totals = {
             "trained_tokens": progress.trained_tokens,
             "seconds": progress.seconds,
         }
-        self.logger.metrics({"kind": "train", "step": progress.step} | numbers | totals)
+        self.logger.metrics({"kind": "train", "step": progress.step} | metrics | totals)
 
-    def _count(self) -> None:
+    def _count_tokens(self) -> None:
         progress = self.progress
         progress.trained_tokens += progress.tokens_since
         progress.seconds += progress.seconds_since
         progress.loss_since, progress.tokens_since, progress.seconds_since = 0.0, 0, 0.0
 
-    def _is_pause(self, done: int) -> bool:
-        every = (self.cadence.evaluate, self.cadence.checkpoint, self.steps)
-        return any(done % steps == 0 for steps in every)
-
-    def _pause(self, done: int, stopping: bool) -> None:
-        """Validate, save or stop after `done` steps.
-
-        In this order, so that what is saved has its validation behind it and a resumed
-        run owes none.
-        """
-        if done % self.cadence.evaluate == 0 or done == self.steps:
-            self._evaluate()
-        is_time = done % self.cadence.checkpoint == 0
-        if stopping or is_time or self.keep.wants(self.progress):
-            saved = self._save()
-        if stopping:
-            told = f"stopped after step {done}; saved {saved}"
-            raise Interrupted(told if self.ranks.is_first else "")
-        self._clock = time.perf_counter()
-
-    def _evaluate(self) -> None:
-        done = self.progress.step
-        loss, tokens = self.step.evaluate(self.valid)
-        loss /= tokens
-        self.progress.judge(loss)
-        with self.ranks.collective_errors():
-            self.logger.metrics({"kind": "valid", "step": done, "loss": loss})
-            self.logger.info(f"step {done}: validation loss {loss:#.4g}")
-        self.on_evaluate(done)
-
-    def _save(self) -> Path | None:
-        """Where the checkpoint is, if this process is the one that writes it."""
-        return self.keep.save(self.cadence.folder, self.step, self.progress)
-
-    def _stop_early(self) -> None:
+    def _select_weights(self) -> float:
+        """Leave the best or the last weights in the step; returns their loss."""
         progress = self.progress
-        self._count()
+        last, best = progress.step, progress.best_step
+        self.selected_step = last
+        if not self.config.load_best_at_end or best == last:
+            return progress.valid_loss
+        if not checkpoint.load_weights(self.config.checkpoint_dir, self.step, best):
+            self.logger.warning(
+                f"the best checkpoint, of step {best}, is damaged or missing: "
+                f"keeping the weights of step {last}"
+            )
+            return progress.valid_loss
         self.logger.info(
-            f"stopping at step {progress.step} of {self.steps}: no validation since "
-            f"step {progress.best_step} had a lower loss"
+            f"keeping step {best} of {last}: validation loss {progress.best_loss:#.4g} "
+            f"against {progress.valid_loss:#.4g} after the last step"
         )
+        self.selected_step = best
+        return progress.best_loss
 
-    def _leave(self) -> float:
-        progress, folder = self.progress, self.cadence.folder
-        self.left = self.keep.leave(folder, self.step, progress, self.logger)
-        is_last = self.left == progress.step
-        return progress.valid_loss if is_last else progress.best_loss
-
-    def _stop_at_nan(self, number: int, window: list[Batch]) -> None:
-        path = self.cadence.folder.parent / "not-a-number.json"
-        where = [place for batch in window for place in batch.where]
-        tokens = [row for batch in window for row in batch.tokens.tolist()]
-        rows = {"step": number + 1, "rows": where, "tokens": tokens}
-        write_atomic(path, json.dumps(rows) + "\n")
+    def _raise_not_finite(self, running: _RunningStep) -> None:
+        path = self.config.checkpoint_dir.parent / "nan_batch.json"
+        where = [place for batch in running.batches for place in batch.where]
+        tokens = [t for batch in running.batches for t in batch.tokens.tolist()]
+        record = {"step": running.number + 1, "examples": where, "tokens": tokens}
+        write_atomic(path, json.dumps(record) + "\n")
         raise UserError(
-            f"the loss or its gradient is not a number at step {number + 1}",
+            f"the loss or its gradient is NaN or infinite at step {running.number + 1}",
             place=", ".join(where[:4]),
             hint=f"lower learning_rate; the batch is in {path}; "
-            "the last checkpoint is kept and the same command goes on from it",
+            "the same command resumes from the last checkpoint",
             code=FAILED,
         )

@@ -193,8 +193,8 @@ class _BlockTrainer:
                 steps,
                 peak=self.config.learning_rate,
                 schedule="cosine",
-                warmup=WARMUP,
-                final=FINAL,
+                warmup_ratio=WARMUP,
+                min_lr_ratio=FINAL,
             )
             passage = self._passage(step)
             mx.eval(self._compiled(passage.tokens, *passage.states(), mx.array(rate)))

@@ -189,7 +189,7 @@ class ScaleTuner:
 
     def _trained(self, step: int, steps: int, rate: float) -> mx.array:
         now = learning_rate_at(
-            step, steps, peak=rate, schedule="cosine", warmup=WARMUP, final=0.0
+            step, steps, peak=rate, schedule="cosine", warmup_ratio=WARMUP, min_lr_ratio=0.0
         )
         for part in self._parts(step):
             tokens, counted = self.training.tokens[part], self.training.counted[part]

@@ -1,0 +1,264 @@
+"""The trainer: a resumed training ends with the same weights and the same logs."""
+
+import itertools
+import json
+import math
+import signal
+from contextlib import contextmanager
+
+import mlx.core as mx
+import pytest
+from lmx.data.batching import BucketBatchSampler
+from lmx.errors import Interrupted, UserError
+from lmx.run.fs import sweep
+from lmx.run.logger import RunLogger
+from lmx.training import checkpoint
+from lmx.training.step import TrainStep
+from lmx.training.trainer import Trainer, TrainerConfig
+from tiny_steps import Tiny, make_step, random_examples
+
+STEPS = 9
+TIMES = ("seconds", "tokens_per_second", "peak_memory_gb")
+
+
+@contextmanager
+def killed_at(moment, monkeypatch):
+    """Raise `Killed` in call number `turn` of an attribute of an owner."""
+    owner, name, turn = moment
+    real, calls = getattr(owner, name), itertools.count(1)
+
+    def deadly(*arguments, **settings):
+        if next(calls) == turn:
+            raise Killed
+        return real(*arguments, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, deadly)
+        # The body is the one statement that raises.
+        with pytest.raises(Killed):
+            yield
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing catches it."""
+
+
+def make_trainer(
+    folder, *, learning_rate=lambda step: 1e-2, on_evaluate=None, seed=5, **changes
+):
+    folder.mkdir(exist_ok=True)
+    logger = RunLogger(folder, quiet=True)
+    logger.stage = "1-train"
+    config = {"logging_steps": 2, "eval_steps": 4, "save_steps": 3, "steps": STEPS}
+    return Trainer(
+        make_step(Tiny(dropout=0.3), max_grad_norm=1.0),
+        make_batches(),
+        TrainerConfig(
+            seed=seed, checkpoint_dir=folder / "checkpoints", **config | changes
+        ),
+        learning_rate=learning_rate,
+        eval_batches=make_eval_batches(),
+        logger=logger,
+        on_evaluate=on_evaluate or (lambda step: logger.sample({"step": step})),
+    )
+
+
+def make_batches(seed=0):
+    return BucketBatchSampler(
+        random_examples(14, 16, seed=seed), max_seq_length=16, rows=4
+    )
+
+
+def make_eval_batches():
+    examples = random_examples(6, 16, seed=2)
+    return list(BucketBatchSampler(examples, max_seq_length=16, rows=4).in_order())
+
+
+def rows(folder, name="metrics.jsonl"):
+    lines = (folder / name).read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines
+    ]
+
+
+def outcome(folder, trainer, loss):
+    """Everything that an interruption must not change."""
+    weights = {k: bytes(memoryview(v)) for k, v in trainer.step.parameters.items()}
+    trained = trainer.progress.trained_tokens
+    return weights, loss, trained, rows(folder), rows(folder, "samples.jsonl")
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    trainer = make_trainer(folder)
+    return outcome(folder, trainer, trainer.train())
+
+
+def test_trainer_logs_training_and_evaluation(expected):
+    _, loss, trained, found, samples = expected
+    train = [row for row in found if row["kind"] == "train"]
+    valid = [row for row in found if row["kind"] == "valid"]
+    assert [row["step"] for row in train] == [2, 4, 6, 8, 9]
+    assert [row["step"] for row in valid] == [0, 4, 8, 9]
+    assert [row["step"] for row in samples] == [0, 4, 8, 9]
+    assert valid[-1]["loss"] == loss < valid[0]["loss"]
+    batches = make_batches()
+    masks = [batches(step).mask.sum().item() for step in range(STEPS)]
+    assert trained == train[-1]["trained_tokens"] == sum(masks)
+    assert train[0]["trained_tokens"] == sum(masks[:2])
+
+
+def test_trainer_logs_loss_per_token(tmp_path):
+    """With a learning rate of 0 the loss of two steps is one quotient of sums."""
+    trainer = make_trainer(tmp_path, learning_rate=lambda step: 0.0, steps=2)
+    trainer.step.model.dropout.p = 0.0
+    trainer.step.model.dropout._p_1 = 1.0
+    trainer.train()
+    batches = make_batches()
+    loss, tokens = trainer.step.evaluate([batches(0), batches(1)])
+    [row] = [row for row in rows(tmp_path) if row["kind"] == "train"]
+    assert row["loss"] == pytest.approx(loss / tokens, rel=1e-6)
+
+
+def test_gradient_accumulation_counts_one_step(tmp_path):
+    seen = []
+
+    class Watched(TrainStep):
+        def __call__(self, window, *settings):
+            seen.append([batch.where for batch in window])
+            return super().__call__(window, *settings)
+
+    trainer = make_trainer(
+        tmp_path,
+        steps=4,
+        gradient_accumulation_steps=3,
+        num_batches=10,
+        logging_steps=1,
+        save_steps=2,
+    )
+    trainer.step = make_step(Tiny(), Watched)
+    trainer.train()
+    batches = make_batches()
+    assert [len(window) for window in seen] == [3, 3, 3, 1]
+    places = [batches(index).where for index in range(10)]
+    assert list(itertools.chain(*seen)) == places
+    trained = [batches(index).mask.sum().item() for index in range(10)]
+    found = [row for row in rows(tmp_path) if row["kind"] == "train"]
+    assert [row["step"] for row in found] == [1, 2, 3, 4]
+    assert [row["trained_tokens"] for row in found] == [
+        sum(trained[:count]) for count in (3, 6, 9, 10)
+    ]
+    saved = checkpoint.list_checkpoints(tmp_path / "checkpoints")
+    assert [path.name for path in saved] == ["0000002", "0000004"]
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_nan_batch_holds_all_micro_batches(tmp_path, accumulate):
+    trainer = make_trainer(
+        tmp_path,
+        learning_rate=lambda step: math.nan,
+        gradient_accumulation_steps=accumulate,
+    )
+    with pytest.raises(UserError, match="NaN or infinite at step 2"):
+        trainer.train()
+    batch = make_batches()
+    window = [batch(accumulate + index) for index in range(accumulate)]
+    record = json.loads((tmp_path / "nan_batch.json").read_text())
+    assert record["examples"] == [place for one in window for place in one.where]
+    assert len(record["tokens"]) == sum(len(one.tokens) for one in window)
+
+
+# Kills that leave different files on disk: owner, name and number of the call.
+MOMENTS = {
+    "before the first step": (TrainStep, "__call__", 1),
+    "before the first checkpoint": (TrainStep, "__call__", 3),
+    "in the middle": (TrainStep, "__call__", 6),
+    "in the first evaluation": (RunLogger, "sample", 1),
+    "in a later evaluation": (RunLogger, "sample", 2),
+    "in the last evaluation": (RunLogger, "sample", 4),
+    "after a line of metrics": (RunLogger, "metrics", 4),
+    "while saving the first": (mx, "save_safetensors", 1),
+    "while saving the second": (mx, "save_safetensors", 2),
+    "while saving the last": (mx, "save_safetensors", 3),
+    "with the weights saved": (checkpoint, "hash_file", 2),
+    "before deleting the oldest": (checkpoint.shutil, "rmtree", 4),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_resume_after_kill_is_exact(tmp_path, monkeypatch, expected, moment):
+    with killed_at(MOMENTS[moment], monkeypatch):
+        make_trainer(tmp_path).train()
+    sweep(tmp_path)
+    trainer = make_trainer(tmp_path)
+    assert outcome(tmp_path, trainer, trainer.train()) == expected
+
+
+def test_finished_training_is_not_repeated(tmp_path, expected):
+    make_trainer(tmp_path).train()
+    trainer = make_trainer(tmp_path, learning_rate=pytest.fail)
+    assert outcome(tmp_path, trainer, trainer.train()) == expected
+
+
+def test_resume_refuses_changed_examples(tmp_path):
+    make_trainer(tmp_path).train()
+    trainer = make_trainer(tmp_path)
+    trainer.batches = make_batches(seed=9)
+    with pytest.raises(UserError, match="examples have changed"):
+        trainer.train()
+
+
+def test_seed_changes_dropout(tmp_path, expected):
+    """Negative control: dropout is active and changes the weights."""
+    trainer = make_trainer(tmp_path, seed=6)
+    assert outcome(tmp_path, trainer, trainer.train())[0] != expected[0]
+
+
+@pytest.mark.parametrize("kind", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("at", [1, 4, 5, STEPS - 1])
+def test_signal_saves_after_the_running_step(tmp_path, expected, kind, at):
+    def rate(step):
+        if step == at:
+            signal.raise_signal(kind)
+        return 1e-2
+
+    before = signal.getsignal(kind)
+    with pytest.raises(Interrupted, match=f"stopped after step {at + 1}; saved"):
+        make_trainer(tmp_path, learning_rate=rate).train()
+    assert signal.getsignal(kind) is before
+    assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[-1].name.endswith(
+        str(at + 1)
+    )
+    trainer = make_trainer(tmp_path)
+    assert outcome(tmp_path, trainer, trainer.train()) == expected
+
+
+def test_resume_skips_a_damaged_checkpoint(tmp_path, expected, capsys):
+    make_trainer(tmp_path).train()
+    *_, newest = checkpoint.list_checkpoints(tmp_path / "checkpoints")
+    (newest / "state.safetensors").write_bytes(b"gone")
+    trainer = make_trainer(tmp_path)
+    assert outcome(tmp_path, trainer, trainer.train()) == expected
+    assert f"{newest} is damaged" in capsys.readouterr().err
+    assert "resuming after step 6" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("rate", [1e38, math.nan])
+def test_nan_loss_stops_training(tmp_path, rate):
+    trainer = make_trainer(
+        tmp_path, learning_rate=lambda step: rate if step >= 4 else 1e-2
+    )
+    with pytest.raises(UserError, match="NaN or infinite at step") as caught:
+        trainer.train()
+    batch = make_batches()
+    record = json.loads((tmp_path / "nan_batch.json").read_text())
+    step = record["step"]
+    assert f"at step {step}" in caught.value.message
+    assert caught.value.code == 1
+    assert caught.value.place.split(", ") == list(batch(step - 1).where)
+    assert record["tokens"] == batch(step - 1).tokens.tolist()
+    assert "nan_batch.json" in caught.value.hint
+    # The checkpoint from before is good: with a finite learning rate the run ends.
+    assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[0].name == "0000003"
+    assert math.isfinite(make_trainer(tmp_path).train())
