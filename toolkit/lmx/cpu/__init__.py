@@ -6,6 +6,7 @@
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .blas import Blas
@@ -19,11 +20,14 @@ class CpuStatus:
         blas: the library that multiplies matrices.
         keeps_memory: freed arrays stay with the process (glibc).
         fast_functions: MLX's exponentials, activations and attention are replaced.
+        precompiled_header: the header that MLX's kernels are compiled with, if g++ is
+            there.
     """
 
     blas: Blas
     keeps_memory: bool
     fast_functions: bool
+    precompiled_header: Path | None
 
 
 def on_cpu() -> bool:
@@ -46,13 +50,15 @@ def enable(model: Any = None) -> CpuStatus:
             large inputs (`patches.dequantize_for_many_tokens`).
     """
     from . import blas, malloc, patches
+    from .precompiled_header import precompile_header
 
     if sys.platform != "linux" or os.environ.get("LMX_CPU") == "off" or not on_cpu():
-        return CpuStatus(blas.use_openblas(), False, False)
+        return CpuStatus(blas.use_openblas(), False, False, None)
     keeps_memory = malloc.keep_freed_memory()
     library = blas.use_openblas()
+    header = precompile_header()
     patches.replace_functions()
     patches.replace_swiglu()
     if model is not None:
         patches.dequantize_for_many_tokens(model)
-    return CpuStatus(library, keeps_memory, True)
+    return CpuStatus(library, keeps_memory, True, header)

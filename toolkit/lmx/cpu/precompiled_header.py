@@ -39,13 +39,13 @@ def precompile_header() -> Path | None:
     Returns:
         The file, or None where there is no g++, no header or no room for it (50 MB).
     """
+    target = kernel_cache() / f"{HEADER}.gch"
+    if target.is_file():
+        return target
     compiler = shutil.which("g++")
     include = Path(next(iter(mlx.__path__))) / "include"
     if sys.platform != "linux" or not compiler or not (include / HEADER).is_file():
         return None
-    target = kernel_cache() / f"{HEADER}.gch"
-    if target.is_file():
-        return target
     partial = target.with_name(f"{target.name}.partial")
     command = [compiler, *FLAGS, "-I", include, "-x", "c++-header", include / HEADER]
     try:
