@@ -30,7 +30,9 @@ PROGRAM = (
 import sys
 from pathlib import Path
 import test_shards
+from lmx import cpu
 from lmx.run import distributed as ranks
+cpu.enable()
 test_shards.{name}(ranks.join(), Path(sys.argv[1]))
 """
 )

@@ -167,13 +167,8 @@ def _write(
         weights = partial / WEIGHTS
         # In the file's metadata, so that the hash covers it.
         metadata = {"progress": json.dumps(vars(progress))}
-<<<<<<< HEAD
-        if step.shards:
-            stream_safetensors(weights, layout, whole, metadata)
-=======
         if step.sharding:
-            write_tensors(weights, layout, tensors, metadata)
->>>>>>> 0b45fd5 (Train step and trainer are configured by dataclasses and complete once constructed)
+            stream_safetensors(weights, layout, tensors, metadata)
         else:
             mx.save_safetensors(str(weights), _state_tensors(step), metadata=metadata)
         state = {"bytes": weights.stat().st_size, "sha256": hash_file(weights)}
