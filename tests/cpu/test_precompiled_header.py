@@ -62,5 +62,6 @@ def test_a_folder_that_cannot_be_written_is_no_error(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler_nothing_is_done(monkeypatch, tmp_path):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     assert precompile_header() is None

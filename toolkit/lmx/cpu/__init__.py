@@ -27,7 +27,7 @@ class CpuStatus:
     blas: Blas
     keeps_memory: bool
     fast_functions: bool
-    precompiled_header: Path | None
+    precompiled_header: Path | None = None
 
 
 def on_cpu() -> bool:
