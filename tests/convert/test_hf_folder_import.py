@@ -11,8 +11,7 @@ from lmx.convert.importers import load_model, resolve_checkpoint
 from lmx.convert.importers.affine_repack import pack, unpack
 from lmx.convert.importers.convert import convert
 from lmx.errors import UserError
-from lmx.models.dtypes import set_compute_dtype
-from lmx.models.loader import load
+from lmx.models.loader import load, set_compute_dtype
 from mlx.utils import tree_flatten
 from packers import awq, compressed, gptq, random_codes, write
 from safetensors.numpy import load_file, save_file

@@ -10,8 +10,7 @@ import mlx.nn as nn
 import pytest
 from lmx.cpu.patches import DequantizingLinear
 from lmx.errors import UserError
-from lmx.models.dtypes import set_compute_dtype
-from lmx.models.loader import checkpoint_folder, load, load_tokenizer
+from lmx.models.loader import checkpoint_folder, load, load_tokenizer, set_compute_dtype
 from mlx.utils import tree_flatten
 
 

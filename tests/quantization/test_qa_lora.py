@@ -10,8 +10,7 @@ from lmx.config.lora import LoRAConfig
 from lmx.config.quant_spec import QuantSpec
 from lmx.data.batching import Batch
 from lmx.errors import UserError
-from lmx.models.dtypes import set_compute_dtype
-from lmx.models.loader import load
+from lmx.models.loader import load, set_compute_dtype
 from lmx.models.lora import io, lora_model
 from lmx.pipeline.context import write_model
 from lmx.quantization.dequantize import layer_specs, packed_layers

@@ -1,4 +1,7 @@
-"""The only door to mlx-lm's model zoo and tokenizers: load, build, make caches."""
+"""Load and build models and tokenizers with mlx-lm.
+
+Only this module, the exporters and lm-eval's wrapper import mlx-lm.
+"""
 
 import importlib
 import re
@@ -11,27 +14,24 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import cpu
 from ..data.tokenizer_files import eos_token_ids
 from ..errors import UserError
 from . import checkpoint_fixups
 from .checkpoint import check_weights, missing_shards, read_config
-from .dtypes import cast, stored_dtype
 
 CHECKPOINT_PATTERNS = [
-    "*.json",
-    "*.safetensors",
-    "*.model",
-    "*.txt",
-    "*.jinja",
-    "*.tiktoken",
+    *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 ]
-# Some repositories hold all weights twice, once as their authors' program has them.
-TWICE = ["consolidated*.safetensors"]
+# Some repositories hold all weights twice, once in their authors' own layout.
+DUPLICATE_WEIGHTS = ["consolidated*.safetensors"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-FAULTS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
+LOAD_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+# mlx-lm rounds AWQ's biases and misreads GPTQ's words; convert.importers does neither.
+IMPORTED_METHODS = ("awq", "gptq")
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class LoadedModel:
     """A model as it was loaded.
 
     Attributes:
-        dtype: the type its checkpoint stores; the parameters in `model` may have been
-            cast to another for computing.
-        reread: gives the model again, its weights unread until they are used.
+        dtype: the type that the checkpoint stores; parameters in `model` may have been
+            cast to another type for computing.
+        reread: loads the model again, its weights unread until they are used.
     """
 
     model: nn.Module
@@ -67,14 +67,14 @@ def load(
     peft) go through `convert.importers.resolve_checkpoint` and `resolve_adapter` first.
 
     Args:
-        adapter: folder of a LoRA or DoRA adapter in mlx-lm's format.
         compute: "auto" (float32 on the CPU, where 16-bit matmuls are up to 50 times
             slower, else as stored), "stored", or the name of a type.
-        lazy: read weights when they are first used, and not here.
+        lazy: read weights when they are first used.
+        adapter: folder of a LoRA or DoRA adapter in mlx-lm's format.
 
     Raises:
         UserError: no such model, not a model, an unknown architecture, damaged files,
-            an adapter of another model.
+            or an adapter of another model.
     """
     path = checkpoint_folder(
         source, revision=revision, trust_remote_code=trust_remote_code
@@ -82,31 +82,31 @@ def load(
     check_loadable(path, trust_remote_code=trust_remote_code)
 
     def read() -> tuple[nn.Module, dict, mx.Dtype]:
-        return _read(path, trust_remote_code, compute, adapter)
+        return _load_lazily(path, trust_remote_code, compute, adapter)
 
     model, config, dtype = read()
     if not lazy:
-        with _explaining(path):
+        with _as_user_error(path):
             mx.eval(model.parameters())
-    # mlx-lm keeps only what generation_config.json names.
-    if ends := eos_token_ids(path):
-        config["eos_token_id"] = ends if len(ends) > 1 else ends[0]
+    # mlx-lm keeps only the end tokens that generation_config.json names.
+    if ids := eos_token_ids(path):
+        config["eos_token_id"] = ids if len(ids) > 1 else ids[0]
     tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
     return LoadedModel(model, tokenizer, config, path, dtype, lambda: read()[0])
 
 
-def _read(path: Path, trust_remote_code: bool, compute: str, adapter):
+def _load_lazily(path: Path, trust_remote_code: bool, compute: str, adapter):
     """A model whose weights are unread, its config, and the type it is stored in."""
-    with _mlx_lm() as zoo, _explaining(path):
-        model, config = zoo.load_model(
+    with _mlx_lm() as utils, _as_user_error(path):
+        model, config = utils.load_model(
             path,
             lazy=True,
             trust_remote_code=trust_remote_code,
-            **checkpoint_fixups.load_options(path, zoo._get_classes),
+            **checkpoint_fixups.load_options(path, utils._get_classes),
         )
-    dtype = stored_dtype(_complete(model))
+    dtype = stored_dtype(_prepare(model))
     if adapter:
-        _adapt(model, Path(adapter).expanduser())
+        _load_adapter(model, Path(adapter).expanduser())
     if compute != "stored":
         cast(model, compute_dtype(compute, dtype))
     cpu.enable(model)
@@ -124,17 +124,15 @@ def checkpoint_folder(
     path = Path(source).expanduser()
     if path.is_file():
         raise UserError("a checkpoint is a folder; this is a file", place=str(source))
-    return (
-        path
-        if path.exists()
-        else download_snapshot(source, revision, trust_remote_code)
-    )
+    if path.exists():
+        return path
+    return download_snapshot(source, revision, trust_remote_code)
 
 
 def download_snapshot(
     source: str | Path, revision: str | None = None, trust_remote_code: bool = False
 ) -> Path:
-    """The folder that holds a Hub id's files on this disk, downloaded if need be.
+    """The local folder of a Hub id; files that are not cached are downloaded.
 
     Raises:
         UserError: this cannot be a Hub id, or the Hub does not have it.
@@ -144,10 +142,13 @@ def download_snapshot(
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    patterns = CHECKPOINT_PATTERNS + (["*.py"] if trust_remote_code else [])
-    chosen = {"allow_patterns": patterns, "ignore_patterns": TWICE}
     try:
-        return Path(snapshot_download(str(source), revision=revision, **chosen))
+        folder = snapshot_download(
+            str(source),
+            revision=revision,
+            allow_patterns=CHECKPOINT_PATTERNS + ["*.py"] * trust_remote_code,
+            ignore_patterns=DUPLICATE_WEIGHTS,
+        )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         first_line = str(error).strip().splitlines()[0]
         raise UserError(
@@ -155,18 +156,26 @@ def download_snapshot(
             place=str(source),
             hint="check the name; offline, only models already downloaded are found",
         ) from error
+    return Path(folder)
 
 
 def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
-    """Check a checkpoint folder as far as that needs no weights.
+    """Check a checkpoint folder without loading weights.
 
     Raises:
-        UserError: no config, an unknown architecture, code of its own that nobody
-            asked to run, no weights or damaged files.
+        UserError: no config, an unknown architecture, code in the checkpoint that is
+            not trusted, another program's quantization, no weights, or damaged files.
     """
     config = read_config(path)
     place = str(path / "config.json")
-    _require_mlx_format(config, place)
+    quantization = config.get("quantization_config")
+    method = isinstance(quantization, dict) and quantization.get("quant_method")
+    if method in IMPORTED_METHODS:
+        raise UserError(
+            f"this checkpoint is in {method} format, not in MLX format",
+            place=place,
+            hint="import it first: lmx import SOURCE TARGET",
+        )
     check_weights(path)
     if "model_file" not in config:
         model_classes(config, place=place)
@@ -179,25 +188,13 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
         )
 
 
-def _require_mlx_format(config: dict, place: str) -> None:
-    quantization = config.get("quantization_config")
-    method = isinstance(quantization, dict) and quantization.get("quant_method")
-    # mlx-lm would read these too, but it rounds AWQ's biases and misreads GPTQ's words.
-    if method in ("awq", "gptq"):
-        raise UserError(
-            f"this checkpoint is quantized in {method} format, not in MLX format",
-            place=place,
-            hint="import it first: lmx import SOURCE TARGET",
-        )
-
-
-def _adapt(model: nn.Module, folder: Path) -> None:
+def _load_adapter(model: nn.Module, folder: Path) -> None:
     with _mlx_lm():
         from mlx_lm.tuner.utils import load_adapters
     try:
         load_adapters(model, str(folder))
         mx.eval(model.parameters())
-    except FAULTS as error:
+    except LOAD_ERRORS as error:
         raise UserError(
             f"the adapter does not load: {str(error).splitlines()[0]}",
             place=str(folder),
@@ -208,25 +205,21 @@ def _adapt(model: nn.Module, folder: Path) -> None:
 
 
 @contextmanager
-def _explaining(path: Path):
-    """What mlx-lm fails with, in our words."""
+def _as_user_error(path: Path):
+    """Turn mlx-lm's errors into UserErrors."""
     try:
         yield
-    except FAULTS as error:
-        raise _explained(path, error) from error
-
-
-def _explained(path: Path, error: Exception) -> UserError:
-    first, *more = str(error).split("\n")
-    details = " ".join([first.strip(), *more[:3]]) + " ..." * (len(more) > 3)
-    missing = missing_shards(path)
-    return UserError(
-        f"the model does not load: {details}",
-        place=str(path),
-        hint=f"{missing[0]} is missing"
-        if missing
-        else "are all its files of one model?",
-    )
+    except LOAD_ERRORS as error:
+        first, *more = str(error).split("\n")
+        details = " ".join([first.strip(), *more[:3]]) + " ..." * (len(more) > 3)
+        missing = missing_shards(path)
+        raise UserError(
+            f"the model does not load: {details}",
+            place=str(path),
+            hint=f"{missing[0]} is missing"
+            if missing
+            else "are all its files of one model?",
+        ) from error
 
 
 def model_classes(config: dict, *, place: str | None = None):
@@ -235,10 +228,10 @@ def model_classes(config: dict, *, place: str | None = None):
     Raises:
         UserError: mlx-lm has no such architecture.
     """
-    with _mlx_lm() as zoo:
+    with _mlx_lm() as utils:
         try:
-            return zoo._get_classes(config)
-        # Some of its modules are no models; one exits if a package is missing.
+            return utils._get_classes(config)
+        # Some of its modules are not models; one exits if a package is missing.
         except (ValueError, AttributeError, SystemExit) as error:
             raise UserError(
                 f"mlx-lm has no model type {config['model_type']!r}",
@@ -249,12 +242,12 @@ def model_classes(config: dict, *, place: str | None = None):
 
 def build_model(config: dict) -> nn.Module:
     """A model of this config with mlx-lm's random initial weights, float32."""
-    make, arguments = model_classes(config)
-    return _complete(make(arguments.from_dict(config)))
+    model_class, arguments_class = model_classes(config)
+    return _prepare(model_class(arguments_class.from_dict(config)))
 
 
-def _complete(model: nn.Module) -> nn.Module:
-    # mlx-lm's recurrent_gemma does not begin as a module does, and could not be frozen.
+def _prepare(model: nn.Module) -> nn.Module:
+    # mlx-lm's recurrent_gemma skips nn.Module.__init__, so it could not be frozen.
     if not hasattr(model, "_no_grad"):
         nn.Module.__init__(model)
     # Before the model computes: mlx-lm's compiled functions keep what they were traced
@@ -267,15 +260,15 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a checkpoint folder, in mlx-lm's wrapper.
 
     Raises:
-        UserError: the folder has none, or it cannot be read.
+        UserError: the folder has no tokenizer, or it cannot be read.
     """
-    # Left out, Hugging Face would ask on the terminal.
-    extra = {"trust_remote_code": trust_remote_code}
-    ends = eos_token_ids(path) or None
-    with _mlx_lm() as zoo:
+    # Without this key, Hugging Face would ask on the terminal.
+    options = {"trust_remote_code": trust_remote_code}
+    ids = eos_token_ids(path) or None
+    with _mlx_lm() as utils:
         try:
-            return zoo.load_tokenizer(path, extra, eos_token_ids=ends)
-        except FAULTS as error:
+            return utils.load_tokenizer(path, options, eos_token_ids=ids)
+        except LOAD_ERRORS as error:
             raise UserError(
                 f"the tokenizer does not load: {str(error).splitlines()[0]}",
                 place=str(path),
@@ -284,17 +277,43 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
 
 
 def make_cache(model: nn.Module) -> list:
-    """Fresh mlx-lm cache objects, one per layer, of the kinds the model asks for."""
+    """New mlx-lm cache objects of the kinds that the model uses, one per layer."""
     with _mlx_lm():
         from mlx_lm.models.cache import make_prompt_cache
     return make_prompt_cache(model)
 
 
 def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
-    """The type to compute in: see `load`."""
+    """The type to compute in; see `load`."""
     if name in DTYPES:
         return DTYPES[name]
     return mx.float32 if name == "auto" and cpu.on_cpu() else stored
+
+
+def stored_dtype(model: nn.Module) -> mx.Dtype:
+    """The floating type of most parameters (or their scales)."""
+    sizes: dict[mx.Dtype, int] = {}
+    for _, value in tree_flatten(model.parameters()):
+        if mx.issubdtype(value.dtype, mx.floating):
+            sizes[value.dtype] = sizes.get(value.dtype, 0) + value.size
+    return max(sizes, key=sizes.get)
+
+
+def set_compute_dtype(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Cast the floating parameters, except those that the model must keep as stored."""
+    cast(model, dtype)
+    mx.eval(model.parameters())
+
+
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """`set_compute_dtype` without evaluation."""
+    may_cast = getattr(model, "cast_predicate", lambda _: True)
+
+    def cast_one(path, value):
+        is_float = mx.issubdtype(value.dtype, mx.floating)
+        return value.astype(dtype) if is_float and may_cast(path) else value
+
+    model.update(tree_map_with_path(cast_one, model.parameters()))
 
 
 @contextmanager

@@ -19,9 +19,8 @@ from ..draft.pruning import (
     pruned_config,
 )
 from ..generation.speculative.layer_skip import rank_layers
-from ..models.dtypes import set_compute_dtype
 from ..models.from_scratch import initial_weights
-from ..models.loader import LoadedModel, compute_dtype
+from ..models.loader import LoadedModel, compute_dtype, set_compute_dtype
 from ..quantization.dequantize import dequantized_model
 from ..run.fs import remove_folder
 from .context import StageContext, write_model

@@ -17,8 +17,7 @@ from ..draft.dataset import DistillationBatches, mean_prompt_length
 from ..draft.losses import DraftLoss, acceptance_bounds
 from ..draft.on_policy import OnPolicyBatches
 from ..models.checkpoint import config_int, weights_digest
-from ..models.dtypes import set_compute_dtype
-from ..models.loader import LoadedModel
+from ..models.loader import LoadedModel, set_compute_dtype
 from ..training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
 from ..training.optimizers import OptimizerConfig
 from ..training.schedules import learning_rate_at

@@ -13,7 +13,7 @@ from ..convert.importers.peft import resolve_adapter
 from ..cpu import on_cpu
 from ..evaluation.perplexity import measure_perplexity
 from ..generation.engine import Generator
-from ..models.dtypes import set_compute_dtype
+from ..models.loader import set_compute_dtype
 from ..models.lora import io as adapter_files
 from ..models.lora import lora_model
 from ..models.lora.io import init_adapter
@@ -56,7 +56,9 @@ class TrainRun:
             self._release()
         loss = self.trainer.train()
         # That against a teacher is another one than that of the rows' own tokens.
-        self.valid_loss = self._loss_of(self.step.materialize()) if self.teaching else loss
+        self.valid_loss = (
+            self._loss_of(self.step.materialize()) if self.teaching else loss
+        )
         self.parameters = self.step.parameters
         if self.step.sharding:
             types = {path: value.dtype for path, value in self.base.items()}
