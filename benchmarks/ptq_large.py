@@ -1,8 +1,8 @@
-"""Quantize a model that is larger than the memory it takes, and kill it in the middle.
+"""Measure the memory to quantize a model that is larger than this memory.
 
-A Llama of 1.5 billion random weights is written to disk, quantized by gptq through a
-recipe, killed with SIGKILL when half of the blocks are done, and run again. Every run
-is a process of its own, whose largest resident size is printed.
+A Llama with 1.5 billion random weights is written to disk and quantized with gptq. The
+run is killed with SIGKILL when half of the blocks are done, and resumed. Each run is a
+separate process; the table has its peak resident memory.
 """
 
 import argparse
@@ -20,44 +20,44 @@ from pathlib import Path
 from lmx.models import checkpoint_writer
 
 LMX = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
-ROW = "{:12}{:>9}{:>10}{:>11}{:>9}"
+ROW = "{:14}{:>9}{:>10}{:>11}{:>9}"
 BLOCKS = "stages/*/scratch/walk/[0-9]*/tensors.safetensors"
 
 
 def main() -> None:
     arguments = _arguments()
-    if arguments.make:
-        make(Path(arguments.make), arguments)
+    if arguments.write:
+        write_inputs(Path(arguments.write), arguments)
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as scratch:
         folder = Path(scratch)
-        command = [sys.executable, __file__, *sys.argv[1:], "--make", str(folder)]
+        command = [sys.executable, __file__, *sys.argv[1:], "--write", str(folder)]
         subprocess.run(command, check=True)
         _measure(folder, arguments)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=5632)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--key-value-heads", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--intermediate-size", type=int, default=5632)
+    parser.add_argument("--num-layers", type=int, default=32)
+    parser.add_argument("--num-heads", type=int, default=32)
+    parser.add_argument("--num-key-value-heads", type=int, default=4)
+    parser.add_argument("--vocab-size", type=int, default=32000)
     parser.add_argument("--bits", type=int, default=4)
-    parser.add_argument("--calibration", type=int, default=8192, help="tokens")
-    parser.add_argument("--rounds", type=int, default=3, help="of refit and descent")
-    parser.add_argument("--threads", type=int, help="of the BLAS; absent = all cores")
-    parser.add_argument("--folder", help="where to work; absent = temporary files")
+    parser.add_argument("--num-tokens", type=int, default=8192, help="calibration")
+    parser.add_argument("--refine-iters", type=int, default=3)
+    parser.add_argument("--threads", type=int, help="BLAS threads; default: all cores")
+    parser.add_argument("--folder", help="for all files; default: a temporary one")
     parser.add_argument(
-        "--whole", action="store_true", help="compare with a run that is not killed"
+        "--uninterrupted", action="store_true", help="compare with a run without kill"
     )
-    parser.add_argument("--make", help=argparse.SUPPRESS)
+    parser.add_argument("--write", help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
-def make(folder: Path, arguments: argparse.Namespace) -> None:
-    """Write model and recipe; weights are made when they are written, one by one."""
+def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
+    """Write the model and the recipe. Weights are computed one at a time."""
     import mlx.core as mx
     from lmx.config.model import ScratchModelConfig
     from lmx.models import from_scratch
@@ -65,12 +65,12 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
     from mlx.utils import tree_flatten
 
     shape = ScratchModelConfig(
-        vocab_size=arguments.vocabulary,
-        hidden_size=arguments.hidden,
-        intermediate_size=arguments.intermediate,
-        num_hidden_layers=arguments.layers,
-        num_attention_heads=arguments.heads,
-        num_key_value_heads=arguments.key_value_heads,
+        vocab_size=arguments.vocab_size,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=arguments.intermediate_size,
+        num_hidden_layers=arguments.num_layers,
+        num_attention_heads=arguments.num_heads,
+        num_key_value_heads=arguments.num_key_value_heads,
         tie_word_embeddings=False,
         dtype="bfloat16",
     )
@@ -78,9 +78,9 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
     weights, key = {}, mx.random.key(0)
     for name, value in tree_flatten(build_model(config).parameters()):
         if value.ndim > 1:
-            key, draw = mx.random.split(key)
-            # Uniform ones cost less than normal ones.
-            value = mx.random.uniform(-0.05, 0.05, value.shape, mx.bfloat16, key=draw)
+            key, subkey = mx.random.split(key)
+            # Uniform random numbers are faster than normal ones.
+            value = mx.random.uniform(-0.05, 0.05, value.shape, mx.bfloat16, key=subkey)
         weights[name] = value.astype(mx.bfloat16)
     (folder / "tokenizer").mkdir()
     (folder / "model").mkdir()
@@ -90,28 +90,28 @@ def make(folder: Path, arguments: argparse.Namespace) -> None:
     checkpoint_writer.write_checkpoint(
         folder / "model", weights, config, companions=folder / "tokenizer"
     )
-    calibration = {"dataset": "builtin:stdlib", "num_tokens": arguments.calibration}
+    calibration = {"dataset": "builtin:stdlib", "num_tokens": arguments.num_tokens}
     stage = {"method": "gptq", "bits": arguments.bits, "calibration": calibration}
-    # Both run the whole model, which has no room here.
+    # Both options off: they run the whole model, which does not fit.
     stage |= {
         "scale_tuning": False,
         "rollback_if_worse": False,
-        "refine_iters": arguments.rounds,
+        "refine_iters": arguments.refine_iters,
     }
     recipe = {"model": str(folder / "model"), "stages": [{"quantize": stage}]}
-    # JSON is YAML.
+    # JSON is valid YAML.
     (folder / "recipe.yaml").write_text(json.dumps(recipe))
 
 
 @dataclass
 class Run:
-    """A process that quantizes.
+    """Measurements of a quantization process.
 
     Attributes:
-        seconds: from its start to its end.
-        peak: bytes, the largest resident size.
-        read: bytes that it read, from the disk or its cache; None where nobody counts.
-        blocks: how many it left quantized.
+        seconds: wall-clock time.
+        peak: peak resident memory in bytes.
+        read: bytes read from the disk or its cache; None if the system does not count.
+        blocks: quantized blocks at the end.
     """
 
     seconds: float
@@ -123,9 +123,9 @@ class Run:
 def run(
     folder: Path, output: str, arguments: argparse.Namespace, kill_at: int | None = None
 ) -> Run:
-    """Quantize; kill the process once that many blocks are done."""
+    """Quantize; kill the process when `kill_at` blocks are done."""
     recipe = [str(folder / "recipe.yaml"), f"output={folder / output}"]
-    started = time.perf_counter()
+    start = time.perf_counter()
     environment = os.environ | {"HF_HUB_OFFLINE": "1"}
     if arguments.threads:
         environment["LMX_BLAS_THREADS"] = str(arguments.threads)
@@ -135,19 +135,19 @@ def run(
     read, blocks = None, 0
     while True:
         read = _bytes_read(process.pid) or read
-        number, status, usage = os.wait4(process.pid, os.WNOHANG)
-        if number:
+        finished, status, usage = os.wait4(process.pid, os.WNOHANG)
+        if finished:
             break
         blocks = max(blocks, len(list((folder / output).glob(BLOCKS))))
         if kill_at is not None and blocks >= kill_at:
             process.send_signal(signal.SIGKILL)
         time.sleep(0.05)
     killed = os.WIFSIGNALED(status)
-    assert killed == (kill_at is not None), f"it ended with {status}"
+    assert killed == (kill_at is not None), f"exit status {status}"
     assert killed or os.WEXITSTATUS(status) == 0
     process.returncode = os.waitstatus_to_exitcode(status)
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Run(time.perf_counter() - started, peak, read, blocks)
+    return Run(time.perf_counter() - start, peak, read, blocks)
 
 
 def _bytes_read(pid: int) -> int | None:
@@ -160,25 +160,25 @@ def _bytes_read(pid: int) -> int | None:
 
 def _measure(folder: Path, arguments: argparse.Namespace) -> None:
     size = sum(f.stat().st_size for f in (folder / "model").glob("*.safetensors"))
-    print(f"{size / 1e9:.2f} GB of weights in {arguments.layers} blocks, bfloat16")
+    print(f"{size / 1e9:.2f} GB of weights in {arguments.num_layers} blocks, bfloat16")
     print(ROW.format("run", "seconds", "peak GB", "read GB", "blocks"))
-    half = max(1, arguments.layers // 2)
+    half = max(1, arguments.num_layers // 2)
     _show("killed", run(folder, "run", arguments, kill_at=half))
-    _show("gone on with", run(folder, "run", arguments))
+    _show("resumed", run(folder, "run", arguments))
     digest = _digest(folder / "run")
     print(f"sha256 of the weights {digest}")
-    if arguments.whole:
-        _show("whole", run(folder, "whole", arguments))
-        is_same = _digest(folder / "whole") == digest
-        print("the run that was killed left", "the same" if is_same else "OTHER BYTES")
-        if not is_same:
+    if arguments.uninterrupted:
+        _show("uninterrupted", run(folder, "uninterrupted", arguments))
+        is_equal = _digest(folder / "uninterrupted") == digest
+        print("the resumed run has", "the same bytes" if is_equal else "OTHER BYTES")
+        if not is_equal:
             sys.exit(1)
 
 
-def _show(name: str, found: Run) -> None:
-    read = "-" if found.read is None else f"{found.read / 1e9:.2f}"
-    peak = f"{found.peak / 1e9:.2f}"
-    print(ROW.format(name, f"{found.seconds:.1f}", peak, read, found.blocks))
+def _show(name: str, run: Run) -> None:
+    read = "-" if run.read is None else f"{run.read / 1e9:.2f}"
+    peak = f"{run.peak / 1e9:.2f}"
+    print(ROW.format(name, f"{run.seconds:.1f}", peak, read, run.blocks))
     sys.stdout.flush()
 
 

@@ -1,7 +1,7 @@
-"""A quantization-aware step of every grid beside the plain one of the same batch.
+"""Time a QAT step of every quantizer and a plain step on the same batch.
 
-Both steps live in one process and take turns, so that whatever else the machine does
-meets both. Without a checkpoint the model is a Llama of random weights.
+Both steps alternate in one process, so that other load on the machine affects both. The
+default model is a Llama with random weights.
 """
 
 import argparse
@@ -10,17 +10,17 @@ import time
 
 import random_llama
 
-GRIDS = {"minmax": 4, "learned": 4, "frozen": 4, "balanced": 2, "ternary": 2}
-GROUP, RANK, RATE = 64, 16, 1e-4
-# The first step traces, and the second is the first with warm caches.
-WARM = 2
-HEAD = """\
-{model}, batch {batch} x {length}, float32; medians of {steps} steps of either, in turn,
-after {warm}; groups of {group}; ratio = by the plain step; CPU ms = processor time;
+BITS = {"minmax": 4, "lsq": 4, "scales_only": 4, "seq": 2, "ternary": 2}
+GROUP_SIZE, RANK, LEARNING_RATE = 64, 16, 1e-4
+# The first step is traced; the second is the first with warm caches.
+WARMUP_STEPS = 2
+HEADER = """\
+{model}, batch {batch_size} x {seq_length}, float32; medians of {steps} alternating steps
+after {warmup}; groups of {group_size}; ratio = QAT / plain; CPU ms = processor time;
 BLAS: {blas}"""
 RANDOM = "random Llama"
-COLUMNS = ("grid", "bits", "ms/step", "plain", "ratio", "CPU ms", "plain", "ratio")
-ROW = "{:10}{:>5}{:>11}{:>10}{:>8}{:>11}{:>10}{:>8}  {}"
+COLUMNS = ("quantizer", "bits", "ms/step", "plain", "ratio", "CPU ms", "plain", "ratio")
+ROW = "{:12}{:>5}{:>11}{:>10}{:>8}{:>11}{:>10}{:>8}  {}"
 
 
 def main() -> None:
@@ -28,7 +28,14 @@ def main() -> None:
 
     arguments = _arguments()
     used = cpu.enable().blas
-    print(HEAD.format(**vars(arguments), warm=WARM, group=GROUP, blas=used.name))
+    print(
+        HEADER.format(
+            **vars(arguments),
+            warmup=WARMUP_STEPS,
+            group_size=GROUP_SIZE,
+            blas=used.name,
+        )
+    )
     for case in arguments.cases:
         _print_case(case, arguments)
 
@@ -36,13 +43,13 @@ def main() -> None:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=RANDOM, help="a checkpoint")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=8, help="rows")
-    parser.add_argument("--length", type=int, default=256, help="tokens a row")
-    parser.add_argument("--steps", type=int, default=7, help="timed of either")
-    parser.add_argument("--grids", nargs="+", choices=GRIDS, default=GRIDS)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--num-layers", type=int, default=8)
+    parser.add_argument("--vocab-size", type=int, default=8192)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=7, help="timed steps of each")
+    parser.add_argument("--quantizers", nargs="+", choices=BITS, default=BITS)
     cases = ("full", "lora")
     parser.add_argument("--cases", nargs="+", choices=cases, default=cases)
     return parser.parse_args()
@@ -51,46 +58,48 @@ def _arguments() -> argparse.Namespace:
 def _print_case(case: str, arguments: argparse.Namespace) -> None:
     print(f"\n{'full' if case == 'full' else f'LoRA rank {RANK}'}")
     print(ROW.format(*COLUMNS, "first loss, plain"))
-    for grid in arguments.grids:
-        # A frozen grid trains no weights, so no adapters of them either.
-        if (case, grid) == ("lora", "frozen"):
+    for name in arguments.quantizers:
+        # scales_only trains no weights, so it has no adapters.
+        if (case, name) == ("lora", "scales_only"):
             continue
-        sides = {"plain": None, "rounded": grid}
-        steps = {side: _step(case, kind, arguments) for side, kind in sides.items()}
-        print(ROW.format(grid, GRIDS[grid], *_cells(compare(steps, arguments))))
+        steps = {
+            "plain": _step(case, None, arguments),
+            "qat": _step(case, name, arguments),
+        }
+        print(ROW.format(name, BITS[name], *_cells(compare(steps, arguments))))
 
 
 def compare(steps: dict, arguments) -> dict[str, list[tuple[float, ...]]]:
-    """Seconds by the clock and of the processor, and the loss, of every step."""
+    """Wall-clock seconds, processor seconds and loss of every step."""
     import mlx.core as mx
 
-    batch, found = _batch(steps["plain"], arguments), {side: [] for side in steps}
-    for number in range(WARM + arguments.steps):
-        # Who goes first alternates.
-        for side in list(steps)[:: -1 if number % 2 else 1]:
-            step, clock, busy = steps[side], time.perf_counter(), time.process_time()
-            loss, count, *_ = step(batch, RATE, number)
+    batch, results = _batch(steps["plain"], arguments), {name: [] for name in steps}
+    for number in range(WARMUP_STEPS + arguments.steps):
+        # The order alternates.
+        for name in list(steps)[:: -1 if number % 2 else 1]:
+            step, start, cpu = steps[name], time.perf_counter(), time.process_time()
+            loss, count, *_ = step(batch, LEARNING_RATE, number)
             mx.eval(loss, step.parameters, step.optimizer.state)
-            spent = time.perf_counter() - clock, time.process_time() - busy
-            found[side].append((*spent, (loss / count).item()))
-    return found
+            seconds = time.perf_counter() - start, time.process_time() - cpu
+            results[name].append((*seconds, (loss / count).item()))
+    return results
 
 
 def _cells(runs: dict[str, list[tuple[float, ...]]]) -> list[str]:
     cells = []
     for column in range(2):
-        plain, rounded = (
-            statistics.median(run[column] for run in runs[side][WARM:])
-            for side in ("plain", "rounded")
+        plain, qat = (
+            statistics.median(run[column] for run in runs[name][WARMUP_STEPS:])
+            for name in ("plain", "qat")
         )
-        cells += [f"{1000 * rounded:,.1f}", f"{1000 * plain:,.1f}"]
-        cells.append(f"{rounded / plain:.2f}x")
-    losses = (f"{runs[side][0][2]:.4f}" for side in ("rounded", "plain"))
+        cells += [f"{1000 * qat:,.1f}", f"{1000 * plain:,.1f}"]
+        cells.append(f"{qat / plain:.2f}x")
+    losses = (f"{runs[name][0][2]:.4f}" for name in ("qat", "plain"))
     return [*cells, ", ".join(losses)]
 
 
-def _step(case: str, grid: str | None, arguments: argparse.Namespace):
-    """A step as a train stage makes it."""
+def _step(case: str, quantizer: str | None, arguments: argparse.Namespace):
+    """A step with the settings of a train stage."""
     import mlx.core as mx
     from lmx.config.lora import LoRAConfig
     from lmx.config.qat import QATConfig
@@ -102,13 +111,15 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
     from lmx.training.step import TrainStep
 
     model, dtype = _model(arguments)
-    rounding = grid and QATConfig(bits=GRIDS[grid], group_size=GROUP, quantizer=grid)
-    specs = select_layers(model, rounding).specs if rounding else {}
-    if grid == "frozen":
+    qat = quantizer and QATConfig(
+        bits=BITS[quantizer], group_size=GROUP_SIZE, quantizer=quantizer
+    )
+    specs = select_layers(model, qat).specs if qat else {}
+    if quantizer == "scales_only":
         model.freeze()
     if case == "lora":
-        lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(rounding))
-    fake_quant = FakeQuant(model, specs, dtype, rounding) if rounding else None
+        lora_model.attach(model, LoRAConfig(rank=RANK), seed=0, merged=bool(qat))
+    fake_quant = FakeQuant(model, specs, dtype, qat) if qat else None
     optimizer = OptimizerConfig(
         weight_decay=0.01,
         max_grad_norm=1.0,
@@ -120,7 +131,7 @@ def _step(case: str, grid: str | None, arguments: argparse.Namespace):
 
 
 def _model(arguments: argparse.Namespace):
-    """A model as stored, and the type that its checkpoint has."""
+    """The model and the dtype of its checkpoint."""
     from lmx.models.loader import load
 
     if arguments.model != RANDOM:
@@ -132,15 +143,15 @@ def _model(arguments: argparse.Namespace):
 
 
 def _batch(step, arguments: argparse.Namespace):
-    """Random tokens, all of them trained."""
+    """Random tokens; all of them are trained."""
     import mlx.core as mx
     import numpy as np
     from lmx.data.batching import Batch
 
-    vocabulary = step.model.args.vocab_size
-    shape = (arguments.batch, arguments.length + 1)
-    tokens = np.random.default_rng(0).integers(0, vocabulary, shape).astype(np.int32)
-    mask = np.ones((arguments.batch, arguments.length), bool)
+    vocab_size = step.model.args.vocab_size
+    shape = (arguments.batch_size, arguments.seq_length + 1)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, shape).astype(np.int32)
+    mask = np.ones((arguments.batch_size, arguments.seq_length), bool)
     return Batch(mx.array(tokens), mx.array(mask), ())
 
 
