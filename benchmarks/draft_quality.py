@@ -1,7 +1,8 @@
-"""A distilled draft beside the same cut untrained, taught by a corpus, and lookup.
+"""Compare a distilled draft model with baselines and with prompt lookup.
 
-All students are one cut of the target; every figure is of held-out prompts. What is
-done is kept in a folder, by seed and route: a benchmark that was killed goes on.
+All drafts are the same pruned copy of the target: untrained, trained on the corpus, or
+distilled. All results are of held-out prompts. Runs are kept in a folder by seed and
+draft, so the same command resumes.
 """
 
 import argparse
@@ -12,18 +13,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-import draft_sides
+import draft_runner
 from draft_table import print_tables
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "data"
-CODE = "builtin:stdlib"
+CODE_DATASET = "builtin:stdlib"
 SPLITS = ("train", "valid")
 TEMPERATURES = (0.0, 0.7, 1.0)
-# Of the pieces of code whose first halves are prompts.
+# Length of the code examples; their first halves are prompts.
 CHARACTERS = 600
-# A target of 31 million parameters, most of them in blocks, of which a draft has few.
-LARGE = {
+# A target of 31 million parameters, most of them in blocks; a draft keeps few blocks.
+LARGE_TARGET = {
     "vocab_size": 2048,
     "hidden_size": 384,
     "intermediate_size": 1024,
@@ -32,7 +33,7 @@ LARGE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-TRAINED = {
+TARGET_TRAINING = {
     "batch_tokens": 1024,
     "learning_rate": 1.5e-3,
     "weight_decay": 0.1,
@@ -46,9 +47,9 @@ def main() -> None:
     arguments.folder.mkdir(parents=True, exist_ok=True)
     target = _target(arguments)
     print(
-        f"{target}: a cut of {arguments.blocks} blocks, {arguments.steps} steps of "
-        f"{arguments.batch_tokens} tokens,\n{arguments.prompts} prompts to learn from, "
-        f"{arguments.trial_prompts} to be judged by, answers of up to "
+        f"{target}: drafts of {arguments.num_layers} blocks, {arguments.steps} steps "
+        f"of {arguments.batch_tokens} tokens,\n{arguments.num_prompts} training and "
+        f"{arguments.num_test_prompts} test prompts, completions of up to "
         f"{arguments.max_tokens} tokens, {arguments.seeds} seeds"
     )
     runs = [Seed(arguments, target, seed).run() for seed in range(arguments.seeds)]
@@ -59,42 +60,49 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(DATA / "tiny-base"))
     parser.add_argument(
-        "--large", type=int, metavar="STEPS", help="train a target of 31M; with --code"
+        "--large",
+        type=int,
+        metavar="STEPS",
+        help="first train a target of 31M parameters",
     )
-    parser.add_argument("--code", action="store_true", help="no chats among prompts")
+    parser.add_argument("--code-only", action="store_true", help="no chat prompts")
     parser.add_argument("--folder", type=Path, default=Path("draft-quality"))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=2, help="of the draft")
-    parser.add_argument("--prompts", type=int, default=3000)
-    parser.add_argument("--held-out", type=int, default=64)
-    parser.add_argument("--trial-prompts", type=int, default=32)
-    parser.add_argument("--max-tokens", type=int, default=64, help="of an answer")
+    parser.add_argument("--num-layers", type=int, default=2, help="of the draft")
+    parser.add_argument("--num-prompts", type=int, default=3000)
+    parser.add_argument("--num-eval-prompts", type=int, default=64)
+    parser.add_argument("--num-test-prompts", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int, default=64, help="per completion")
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--loss", default="adaptive_kl_tv")
     parser.add_argument(
-        "--on-policy", type=float, metavar="FRACTION", help="of steps, one draft more"
+        "--on-policy", type=float, metavar="FRACTION", help="of the steps; adds a draft"
     )
-    parser.add_argument("--threads", type=int, help="absent = all")
+    parser.add_argument("--threads", type=int, help="default: all cores")
     return parser.parse_args()
 
 
 def _target(arguments: argparse.Namespace) -> Path:
-    """The model to serve; a large one is trained here, once."""
+    """The target model; --large trains it once."""
     if arguments.large is None:
         return Path(arguments.model)
-    steps = TRAINED | {"steps": arguments.large}
+    training = TARGET_TRAINING | {"steps": arguments.large}
     recipe = {
-        "model": {"from_scratch": LARGE},
-        "data": {"train": [CODE], "valid": [CODE], "max_seq_length": 256},
-        "stages": [{"train": steps}, {"export": None}],
+        "model": {"from_scratch": LARGE_TARGET},
+        "data": {
+            "train": [CODE_DATASET],
+            "valid": [CODE_DATASET],
+            "max_seq_length": 256,
+        },
+        "stages": [{"train": training}, {"export": None}],
     }
-    return _trained(recipe, arguments.folder / "target", arguments.threads) / "model"
+    return _run_recipe(recipe, arguments.folder / "target", arguments.threads) / "model"
 
 
 class Seed:
-    """All routes with one seed, which draws prompts, answers and batches."""
+    """All drafts of one seed. The seed selects prompts, completions and batches."""
 
     def __init__(self, arguments: argparse.Namespace, target: Path, seed: int):
         self.arguments = arguments
@@ -103,51 +111,50 @@ class Seed:
         self.folder = arguments.folder / f"seed-{seed}"
 
     def run(self) -> dict[str, dict]:
-        """What was found, by route."""
+        """The results by draft."""
         self.folder.mkdir(exist_ok=True)
-        held_out = max(self.arguments.held_out, self.arguments.trial_prompts)
-        for split, count in zip(
-            SPLITS, (self.arguments.prompts, held_out), strict=True
-        ):
-            self._write_rows(split, count)
-        distilled = self._distilled("distilled")
-        student = next((distilled / "stages").glob("*-distill/student"))
+        given = self.arguments
+        num_valid = max(given.num_eval_prompts, given.num_test_prompts)
+        self._write_examples("train", given.num_prompts)
+        self._write_examples("valid", num_valid)
+        distilled = self._distill("distilled")
+        untrained = next((distilled / "stages").glob("*-draft/student"))
         drafts = {
-            "untrained cut": lambda: student,
-            "cross-entropy": lambda: self._taught_by_rows(student),
+            "untrained": lambda: untrained,
+            "cross-entropy": lambda: self._train_on_corpus(untrained),
             "distilled": lambda: distilled / "draft",
         }
-        if fraction := self.arguments.on_policy:
-            replayed = {"on_policy": {"fraction": fraction}}
+        if fraction := given.on_policy:
+            on_policy = {"on_policy": {"fraction": fraction}}
             drafts["on-policy"] = lambda: (
-                self._distilled("on-policy", replayed) / "draft"
+                self._distill("on-policy", on_policy) / "draft"
             )
-        return {name: self._judged(name, draft) for name, draft in drafts.items()}
+        return {name: self._benchmark(name, draft) for name, draft in drafts.items()}
 
-    def _distilled(self, name: str, settings: dict | None = None) -> Path:
+    def _distill(self, name: str, settings: dict | None = None) -> Path:
         given = self.arguments
-        answers = {
-            "num_prompts": given.prompts,
-            "num_eval_prompts": given.held_out,
+        data_generation = {
+            "num_prompts": given.num_prompts,
+            "num_eval_prompts": given.num_eval_prompts,
             "max_tokens": given.max_tokens,
             "temperatures": list(TEMPERATURES),
         }
         stage = {
-            "draft_model": {"num_layers": given.blocks},
-            "data_generation": answers,
+            "draft_model": {"num_layers": given.num_layers},
+            "data_generation": data_generation,
             "loss": given.loss,
             "benchmark": {"num_prompts": 2, "max_tokens": 8},
         }
         stages = [{"draft": stage | self._steps() | (settings or {})}]
         return self._run(stages, self.target, name)
 
-    def _taught_by_rows(self, student: Path) -> Path:
-        """As many steps of as many tokens, on the rows themselves."""
+    def _train_on_corpus(self, draft: Path) -> Path:
+        """As many steps and tokens, with cross-entropy on the examples."""
         stages = [
-            {"train": self._steps() | {"load_best_at_end": "True"}},
+            {"train": self._steps() | {"load_best_at_end": True}},
             {"export": None},
         ]
-        return self._run(stages, student, "cross-entropy") / "model"
+        return self._run(stages, draft, "cross-entropy") / "model"
 
     def _steps(self) -> dict:
         given = self.arguments
@@ -155,63 +162,64 @@ class Seed:
         return {name: getattr(given, name) for name in names}
 
     def _run(self, stages: list, model: Path, name: str) -> Path:
-        rows = {name: str(self.folder / f"{name}.jsonl") for name in SPLITS}
+        data = {split: str(self.folder / f"{split}.jsonl") for split in SPLITS}
         recipe = {
             "model": str(model.resolve()),
-            "data": rows | {"max_seq_length": draft_sides.LONGEST_PROMPT},
+            "data": data | {"max_seq_length": draft_runner.MAX_PROMPT_LENGTH},
             "seed": self.seed,
             "stages": stages,
         }
-        return _trained(recipe, self.folder / name, self.arguments.threads)
+        return _run_recipe(recipe, self.folder / name, self.arguments.threads)
 
-    def _write_rows(self, split: str, count: int) -> None:
-        """Pieces of code, and for a model that chats as many questions, in turn."""
+    def _write_examples(self, split: str, count: int) -> None:
+        """Write code examples and, without --code-only, as many chats."""
         path = self.folder / f"{split}.jsonl"
         if path.exists():
             return
-        draw = random.Random(self.seed if split == "train" else 0)
-        rows = _code(split, count, draw)
-        if not self.arguments.code:
+        rng = random.Random(self.seed if split == "train" else 0)
+        examples = _code_examples(split, count, rng)
+        if not self.arguments.code_only:
             lines = (DATA / "skills" / path.name).read_text().splitlines()
-            chats = draw.sample([json.loads(line) for line in lines], count // 2)
-            rows = [row for pair in zip(rows, chats, strict=False) for row in pair]
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            chats = rng.sample([json.loads(line) for line in lines], count // 2)
+            pairs = zip(examples, chats, strict=False)
+            examples = [example for pair in pairs for example in pair]
+        path.write_text("".join(json.dumps(e) + "\n" for e in examples))
 
-    def _judged(self, route: str, draft) -> dict:
-        kept = self.folder / f"{route.replace(' ', '-')}.json"
-        if not kept.exists():
+    def _benchmark(self, name: str, draft) -> dict:
+        file = self.folder / f"{name}.json"
+        if not file.exists():
             given = self.arguments
             settings = {
                 "target": str(self.target),
                 "draft": str(draft()),
-                "rows": str(self.folder / "valid.jsonl"),
-                "prompts": given.trial_prompts,
+                "data": str(self.folder / "valid.jsonl"),
+                "num_prompts": given.num_test_prompts,
                 "max_tokens": given.max_tokens,
                 "temperatures": TEMPERATURES,
                 "seed": self.seed,
             }
-            command = [str(draft_sides.PROGRAM), json.dumps(settings)]
-            found = _call(command, given.threads).splitlines()[-1]
-            kept.with_suffix(".part").write_text(found)
-            kept.with_suffix(".part").replace(kept)
-        return json.loads(kept.read_text())
+            command = [str(draft_runner.PROGRAM), json.dumps(settings)]
+            result = _call(command, given.threads).splitlines()[-1]
+            file.with_suffix(".part").write_text(result)
+            file.with_suffix(".part").replace(file)
+        return json.loads(file.read_text())
 
 
-def _code(split: str, count: int, draw: random.Random) -> list[dict]:
-    """Pieces of the standard library, no two of which overlap."""
+def _code_examples(split: str, count: int, rng: random.Random) -> list[dict]:
+    """Parts of the standard library that do not overlap."""
     from lmx.data.builtin import read
 
-    name = CODE.removeprefix("builtin:")
-    pieces = [
+    name = CODE_DATASET.removeprefix("builtin:")
+    parts = [
         text[start : start + CHARACTERS]
         for _, text in read(name, split)
         for start in range(0, len(text) - CHARACTERS, CHARACTERS)
     ]
-    return [{"text": piece} for piece in draw.sample(pieces, min(count, len(pieces)))]
+    return [{"text": part} for part in rng.sample(parts, min(count, len(parts)))]
 
 
-def _trained(recipe: dict, output: Path, threads: int | None) -> Path:
-    """Run a recipe, or go on with it; what is finished is not run again."""
+def _run_recipe(recipe: dict, output: Path, threads: int | None) -> Path:
+    """Run or resume a recipe."""
     path = output.with_suffix(".yaml")
     path.write_text(json.dumps(recipe | {"output": str(output.resolve())}))
     program = (

@@ -1,7 +1,7 @@
-"""One draft on trial for `draft_quality.py`, a process of its own.
+"""Benchmark one draft model for `draft_quality.py`, as a separate process.
 
-`draft_sides.py SETTINGS` reads JSON: target, draft, rows, prompts, max_tokens,
-temperatures and seed; it prints JSON, by way of sampling.
+`draft_runner.py SETTINGS` takes JSON with target, draft, data, num_prompts, max_tokens,
+temperatures and seed. It prints JSON with the results by temperature.
 """
 
 import json
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 PROGRAM = Path(__file__)
-LONGEST_PROMPT = 256
+MAX_PROMPT_LENGTH = 256
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
 
 
 def run(settings: dict) -> dict:
-    """Measure both models here, then let the draft guess what the target answers."""
+    """Time both models, then run the draft benchmark at every temperature."""
     from lmx import cpu
 
     cpu.enable()
@@ -29,24 +29,27 @@ def run(settings: dict) -> dict:
     from lmx.models.loader import load
 
     target, draft = load(settings["target"]), load(settings["draft"])
-    rows = RowReader(settings["rows"], split="valid")
-    count = settings["prompts"]
-    asked = select_prompts(rows, target.tokenizer, count=count, longest=LONGEST_PROMPT)
-    costs = measure_speculation_costs(
-        target.model, draft.model, prompt_length=mean_prompt_length(asked)
+    prompts = select_prompts(
+        RowReader(settings["data"], split="valid"),
+        target.tokenizer,
+        count=settings["num_prompts"],
+        longest=MAX_PROMPT_LENGTH,
     )
-    trial = DraftBenchmark(
+    costs = measure_speculation_costs(
+        target.model, draft.model, prompt_length=mean_prompt_length(prompts)
+    )
+    benchmark = DraftBenchmark(
         target.model,
         Candidate(draft.model, costs),
         target.tokenizer,
-        {"held out": [prompt.tokens for prompt in asked]},
+        {"test": [prompt.tokens for prompt in prompts]},
         max_tokens=settings["max_tokens"],
     )
-    found = {}
-    for heat in settings["temperatures"]:
-        sampling = Sampling(temperature=heat, seed=settings["seed"])
-        found[f"{heat:g}"] = trial.run(sampling).to_json()
-    return {"costs": costs.to_json(), "found": found}
+    results = {}
+    for temperature in settings["temperatures"]:
+        sampling = Sampling(temperature=temperature, seed=settings["seed"])
+        results[f"{temperature:g}"] = benchmark.run(sampling).to_json()
+    return {"costs": costs.to_json(), "results": results}
 
 
 if __name__ == "__main__":

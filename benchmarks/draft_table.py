@@ -1,69 +1,75 @@
-"""The tables of `draft_quality.py`: means over seeds, and what distilling gained."""
+"""The tables of `draft_quality.py`: means over seeds, and the gains of distillation."""
 
 from statistics import mean, stdev
 
-LOOKUP, DISTILLED = "prompt_lookup", "distilled"
+PROMPT_LOOKUP, DISTILLED = "prompt_lookup", "distilled"
 COLUMNS = (
-    *("route", "predicted", "±", "accept", "drafted", "accepted len", "predicted"),
-    *("apart", "speed-up", "±", "predicted"),
+    *("draft", "acceptance", "±", "accepted", "drafted", "length", "predicted"),
+    *("difference", "speed-up", "±", "predicted"),
 )
-ROW = "{:15}{:>8}{:>8}{:>8}{:>9}{:>14}{:>11}{:>8}{:>10}{:>7}{:>11}"
+ROW = "{:15}{:>11}{:>7}{:>10}{:>9}{:>8}{:>11}{:>12}{:>10}{:>7}{:>11}"
 
 
 def print_tables(runs: list[dict[str, dict]]) -> None:
-    """Print a table for every way of sampling.
+    """Print a table for every temperature.
 
     Args:
-        runs: what was found, by route, of every seed.
+        runs: results by draft, of every seed.
     """
     print(
-        "chance: of a guess to stand, at all places; stand: of the guesses made, those "
-        "that stood\nbehind others that did; apart: tokens a round, predicted over "
-        "measured"
+        "acceptance: acceptance rate at all positions of the target's completions; "
+        "accepted: share of\nthe draft tokens of the benchmark; length: accepted "
+        "length, tokens per round; difference: predicted\nover measured length"
     )
-    for heat in runs[0][DISTILLED]["found"]:
-        print("\ngreedy" if heat == "0" else f"\ntemperature {heat}")
+    for temperature in runs[0][DISTILLED]["results"]:
+        is_greedy = temperature == "0"
+        print("\ngreedy" if is_greedy else f"\ntemperature {temperature}")
         print(ROW.format(*COLUMNS))
-        for route in runs[0]:
-            found = [run[route]["found"][heat] for run in runs]
-            print(ROW.format(route, *_cells(found, "draft")))
-        found = [run[DISTILLED]["found"][heat] for run in runs]
-        print(ROW.format(LOOKUP, *_cells(found, LOOKUP)))
-        chances = {
-            route: [
-                run[route]["found"][heat]["predicted_acceptance_rate"] for run in runs
-            ]
-            for route in runs[0]
+        by_draft = {
+            draft: [run[draft]["results"][temperature] for run in runs]
+            for draft in runs[0]
         }
-        for route in runs[0]:
-            if route != DISTILLED:
-                pairs = zip(chances[DISTILLED], chances[route], strict=True)
-                gains = [ours - theirs for ours, theirs in pairs]
-                print(f"distilled over {route}: {mean(gains):+.3f} ± {_spread(gains)}")
+        for draft, results in by_draft.items():
+            print(ROW.format(draft, *_cells(results, "draft")))
+        print(ROW.format("prompt lookup", *_cells(by_draft[DISTILLED], PROMPT_LOOKUP)))
+        _print_gains(by_draft)
 
 
-def _cells(found: list[dict], proposer: str) -> tuple[str, ...]:
-    columns = [one[proposer] for one in found]
-    stood = [c["acceptance_rate"] for c in columns if c["acceptance_rate"] is not None]
-    rounds = mean(column["accepted_length"] for column in columns)
-    speedups = [column["speedup"] for column in columns]
-    measured = (f"{mean(stood):.3f}" if stood else "-", f"{rounds:.3f}")
-    speed = (f"{mean(speedups):.2f}x", _spread(speedups, 2))
-    guesses = f"{mean(one['num_draft_tokens'] for one in found):.1f}"
-    if proposer == LOOKUP:
-        return "-", "-", measured[0], guesses, measured[1], "-", "-", *speed, "-"
-    chances = [one["predicted_acceptance_rate"] for one in found]
-    predicted = mean(one["predicted_accepted_length"] for one in found)
-    gain = mean(one["predicted_speedup"] for one in found)
+def _print_gains(by_draft: dict[str, list[dict]]) -> None:
+    """The acceptance rate of the distilled draft minus that of the others."""
+    rates = {
+        draft: [result["predicted_acceptance_rate"] for result in results]
+        for draft, results in by_draft.items()
+    }
+    for draft, values in rates.items():
+        if draft != DISTILLED:
+            pairs = zip(rates[DISTILLED], values, strict=True)
+            gains = [distilled - other for distilled, other in pairs]
+            print(f"distilled - {draft}: {mean(gains):+.3f} ± {_spread(gains)}")
+
+
+def _cells(results: list[dict], proposer: str) -> tuple[str, ...]:
+    stats = [result[proposer] for result in results]
+    accepted = [s["acceptance_rate"] for s in stats if s["acceptance_rate"] is not None]
+    length = mean(s["accepted_length"] for s in stats)
+    speedups = [s["speedup"] for s in stats]
+    measured = f"{mean(accepted):.3f}" if accepted else "-"
+    speedup = f"{mean(speedups):.2f}x", _spread(speedups, 2)
+    drafted = f"{mean(result['num_draft_tokens'] for result in results):.1f}"
+    if proposer == PROMPT_LOOKUP:
+        return "-", "-", measured, drafted, f"{length:.3f}", "-", "-", *speedup, "-"
+    rates = [result["predicted_acceptance_rate"] for result in results]
+    predicted = mean(result["predicted_accepted_length"] for result in results)
+    gain = mean(result["predicted_speedup"] for result in results)
     return (
-        f"{mean(chances):.3f}",
-        _spread(chances),
-        measured[0],
-        guesses,
-        measured[1],
+        f"{mean(rates):.3f}",
+        _spread(rates),
+        measured,
+        drafted,
+        f"{length:.3f}",
         f"{predicted:.3f}",
-        f"{predicted / rounds - 1:+.1%}",
-        *speed,
+        f"{predicted / length - 1:+.1%}",
+        *speedup,
         f"{gain:.2f}x",
     )
 

@@ -1,9 +1,9 @@
-"""What quantization-aware training wins back of the loss that rounding costs.
+"""Measure the share of the RTN gap that quantization-aware training recovers.
 
-Every route trains on as many tokens as its twin in full precision, of the same rows,
-and is judged on the same test rows, by which nothing was chosen. A result is kept, and
-so is every run, so that the same command goes on after it was stopped. For `--rows`,
-`python data/make_skills.py FOLDER 116` makes four times as many to judge by.
+Each method trains on the same examples and number of tokens as its full-precision
+baseline. Test examples are used for evaluation only. Runs and results are kept, so the
+same command resumes. `python data/make_skills.py FOLDER 116` makes a dataset with four
+times as many test examples for `--data`.
 """
 
 import argparse
@@ -17,161 +17,175 @@ from itertools import islice
 from pathlib import Path
 
 import qat_table
-from qat_routes import AFTER, DATA, GROUP, ROUTES, Route
+from qat_methods import DATA, EXTRA_STEPS, GROUP_SIZE, METHODS, Method
 
-HEAD = """\
-{model}: {steps} steps of {batch} rows, groups of {group}; {seeds} seeds.
-recovered = (rtn of the twin - route) / (rtn of the twin - twin), of the loss and of the
-KL to the twin on test rows, in nats a token; errors by rows in pairs of one seed, else
-by seeds. late: after {share:.0%} of the steps; from codes: these in full precision,
-gptq, the rest from its codes; taught: these towards what the model predicted before
-gptq; after gptq: {after:.0%} more steps, without labels. CPU s = processor time of the
-route alone, without what it begins with."""
+HEADER = """\
+{model}: {steps} steps of {batch_size} examples, groups of {group_size}; {seeds} seeds.
+recovered = (RTN - method) / (RTN - baseline), of the loss and of the KL to the baseline
+on test examples, in nats per token; errors by pairs of examples for one seed, else by
+seeds. late: fake quantization after {fp_fraction:.0%} of the steps; from codes: these
+steps in full precision, then gptq, then QAT from its codes; distill: with the model
+before gptq as teacher; after gptq: {extra:.0%} more steps, without labels. CPU s =
+processor time of the method, without that of its start model."""
 
 
 def main() -> None:
     arguments = _arguments()
-    print(HEAD.format(**vars(arguments), group=GROUP, after=AFTER))
-    _require_same(arguments)
+    print(HEADER.format(**vars(arguments), group_size=GROUP_SIZE, extra=EXTRA_STEPS))
+    _require_same_settings(arguments)
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
     for seed in seeds:
-        for route in ROUTES:
-            for bits in arguments.bits if route.bits else [None]:
-                wanted = bits is None or bits in route.bits
-                if wanted and (not arguments.routes or route.name in arguments.routes):
-                    result(route, seed, bits, arguments)
+        for method in METHODS:
+            if arguments.methods and method.name not in arguments.methods:
+                continue
+            for bits in arguments.bits if method.bits else [None]:
+                if bits is None or bits in method.bits:
+                    get_result(method, seed, bits, arguments)
     for bits in arguments.bits:
         results = {
-            route.name: [read(route, seed, bits, arguments) for seed in seeds]
-            for route in ROUTES
+            method.name: [read_result(method, seed, bits, arguments) for seed in seeds]
+            for method in METHODS
         }
-        qat_table.print_tables(bits, ROUTES, results)
+        qat_table.print_tables(bits, METHODS, results)
 
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default=str(DATA / "tiny-base"))
     parser.add_argument(
-        "--rows", type=Path, default=DATA / "skills", help="train, valid, test .jsonl"
+        "--data", type=Path, default=DATA / "skills", help="train, valid, test .jsonl"
     )
-    parser.add_argument("--max-length", type=int, default=64, help="tokens of a row")
+    parser.add_argument("--max-seq-length", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
-    parser.add_argument("--steps", type=int, default=250, help="of every route")
-    parser.add_argument("--batch", type=int, default=64, help="rows a step")
-    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
-    parser.add_argument("--lora-rate", type=float, default=1e-3)
-    parser.add_argument("--codes-rate", type=float, default=3e-4, help="at 2 bits")
-    parser.add_argument("--share", type=float, default=0.9, help="of steps before gptq")
-    parser.add_argument("--cross-entropy", type=float, default=0.0, help="when taught")
-    parser.add_argument("--tune", type=int, default=200, help="steps after gptq")
+    parser.add_argument("--steps", type=int, default=250, help="of every method")
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--learning-rate", type=float, default=3e-4)
+    parser.add_argument("--lora-learning-rate", type=float, default=1e-3)
     parser.add_argument(
-        "--calibration", type=int, default=262144, help="tokens of gptq"
+        "--codes-learning-rate", type=float, default=3e-4, help="at 2 bits"
     )
-    parser.add_argument("--limit", type=int, help="rows of each kind; absent = all")
-    parser.add_argument("--routes", nargs="+", choices=[route.name for route in ROUTES])
+    parser.add_argument(
+        "--fp-fraction", type=float, default=0.9, help="of steps before gptq"
+    )
+    parser.add_argument("--ce-weight", type=float, default=0.0, help="with a teacher")
+    parser.add_argument(
+        "--scale-tuning-steps", type=int, default=200, help="after gptq"
+    )
+    parser.add_argument(
+        "--num-calibration-tokens", type=int, default=262144, help="for gptq"
+    )
+    parser.add_argument("--max-samples", type=int, help="per split; default: all")
+    parser.add_argument(
+        "--methods", nargs="+", choices=[method.name for method in METHODS]
+    )
     parser.add_argument("--folder", type=Path, default=Path("exports/qat_quality"))
     return parser.parse_args()
 
 
-def _require_same(arguments: argparse.Namespace) -> None:
-    """What is in the folder must have the settings that all of it will have."""
-    free = ("seeds", "first_seed", "bits", "routes", "folder")
-    asked = {key: v for key, v in vars(arguments).items() if key not in free}
-    asked["rows"] = str(arguments.rows)
+def _require_same_settings(arguments: argparse.Namespace) -> None:
+    """Exit if the folder has results of other settings."""
+    ignored = ("seeds", "first_seed", "bits", "methods", "folder")
+    settings = {key: v for key, v in vars(arguments).items() if key not in ignored}
+    settings["data"] = str(arguments.data)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     file = arguments.folder / "settings.json"
     if not file.is_file():
-        write(file, asked)
-    if (kept := json.loads(file.read_text())) != asked:
-        sys.exit(f"{arguments.folder} has results of other settings: {kept}")
+        write(file, settings)
+    if (stored := json.loads(file.read_text())) != settings:
+        sys.exit(f"{arguments.folder} has results of other settings: {stored}")
 
 
-def _place(route: Route, seed: int, bits: int | None, arguments) -> Path:
-    name = route.name.replace(",", "").replace(" ", "-")
-    return arguments.folder / f"{seed}-{name}{f'-{bits}' if route.bits else ''}"
+def _run_folder(method: Method, seed: int, bits: int | None, arguments) -> Path:
+    name = method.name.replace(",", "").replace(" ", "-")
+    return arguments.folder / f"{seed}-{name}{f'-{bits}' if method.bits else ''}"
 
 
-def read(route: Route, seed: int, bits: int | None, arguments) -> dict | None:
-    """A result that was kept, if there is one."""
-    file = _place(route, seed, bits, arguments).with_suffix(".json")
+def read_result(method: Method, seed: int, bits: int | None, arguments) -> dict | None:
+    """The stored result, or None."""
+    file = _run_folder(method, seed, bits, arguments).with_suffix(".json")
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def result(route: Route, seed: int, bits: int | None, arguments) -> dict:
-    """Run a route, or go on with it, and judge it; or what was kept of it."""
-    if kept := read(route, seed, bits, arguments):
-        return kept
-    place = _place(route, seed, bits, arguments)
-    twin = next(r for r in ROUTES if r.name == route.twin)
-    start = next((r for r in ROUTES if r.name == route.start), None)
-    needed = {r.name: r for r in (twin, start) if r and r is not route}
-    for other in needed.values():
-        result(other, seed, bits if other.bits else None, arguments)
-    if route is not twin:
-        arguments.twin = _model(_place(twin, seed, None, arguments))
-    origin = start and _model(_place(start, seed, bits, arguments))
-    began, busy = time.perf_counter(), _children()
-    facts = _run(place, str(origin or arguments.model), route, seed, bits, arguments)
-    spent = {"seconds": time.perf_counter() - began, "cpu": _children() - busy}
-    model = _fused(place) if route.fused else _model(place)
-    found = {"trained_loss": facts.get("validation_loss")} | spent
-    reference = model if route is twin else arguments.twin
-    found |= _judged(reference, model, arguments)
-    write(place.with_suffix(".json"), found)
-    return found
+def get_result(method: Method, seed: int, bits: int | None, arguments) -> dict:
+    """The stored result, or run or resume the method and evaluate its model."""
+    if stored := read_result(method, seed, bits, arguments):
+        return stored
+    folder = _run_folder(method, seed, bits, arguments)
+    by_name = {m.name: m for m in METHODS}
+    baseline, start = by_name[method.baseline], by_name.get(method.start)
+    for other in (baseline, start):
+        if other and other is not method:
+            get_result(other, seed, bits if other.bits else None, arguments)
+    if method is not baseline:
+        arguments.baseline = _model(_run_folder(baseline, seed, None, arguments))
+    model = arguments.model
+    if start:
+        model = _model(_run_folder(start, seed, bits, arguments))
+    wall, cpu = time.perf_counter(), _child_cpu_seconds()
+    facts = _run(folder, str(model), method, seed, bits, arguments)
+    result = {
+        "trained_loss": facts.get("validation_loss"),
+        "seconds": time.perf_counter() - wall,
+        "cpu": _child_cpu_seconds() - cpu,
+    }
+    model = _fuse(folder) if method.fused else _model(folder)
+    reference = model if method is baseline else arguments.baseline
+    result |= _evaluate(reference, model, arguments)
+    write(folder.with_suffix(".json"), result)
+    return result
 
 
 def write(file: Path, value: dict) -> None:
-    """Write JSON, whole or not at all."""
-    # Other seeds may be run beside this one, into the same folder.
+    """Write JSON atomically."""
+    # Other processes may write other seeds into the same folder.
     part = file.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(value))
     part.replace(file)
 
 
-def _children() -> float:
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
+def _child_cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
-def _run(place: Path, model: str, route: Route, seed: int, bits, arguments) -> dict:
-    """Run the recipe of a route; what its last stage tells."""
+def _run(folder: Path, model: str, method: Method, seed: int, bits, arguments) -> dict:
+    """Run the recipe of a method; returns the facts of its last stage."""
     recipe = {
         "model": str(Path(model).absolute()) if Path(model).exists() else model,
         "data": {split: _file(split, arguments) for split in ("train", "valid")},
         "seed": seed,
-        "output": str(place.absolute()),
-        "stages": route.stages(arguments, bits),
+        "output": str(folder.absolute()),
+        "stages": method.stages(arguments, bits),
     }
     recipe["data"] |= {
         "max_seq_length": arguments.max_seq_length,
-        "max_samples": arguments.limit,
+        "max_samples": arguments.max_samples,
     }
-    file = place.with_suffix(".yaml")
+    file = folder.with_suffix(".yaml")
     file.write_text(json.dumps(recipe))
     _call(
         "from lmx.cli.main import train",
         "train",
         [str(file), "--quiet", "--ignore-limits"],
     )
-    return _last(place)["facts"]["facts"]
+    return _last_stage(folder)["facts"]["facts"]
 
 
-def _last(place: Path) -> dict:
-    stages = json.loads((place / "manifest.json").read_text())["stages"]
+def _last_stage(folder: Path) -> dict:
+    stages = json.loads((folder / "manifest.json").read_text())["stages"]
     return stages[max(stages, key=lambda name: int(name.partition("-")[0]))]
 
 
-def _model(place: Path) -> Path:
-    return (place / _last(place)["facts"]["model"]).absolute()
+def _model(folder: Path) -> Path:
+    return (folder / _last_stage(folder)["facts"]["model"]).absolute()
 
 
-def _fused(place: Path) -> Path:
-    """The adapter put into the codes by mlx_lm, which rounds their sum anew."""
-    target, quantized = place / "fused", place / "stages/1-quantize/model"
-    given = ["--model", str(quantized), "--adapter-path", str(place / "adapters")]
+def _fuse(folder: Path) -> Path:
+    """Fuse the adapter with mlx_lm, which requantizes the sum."""
+    target, quantized = folder / "fused", folder / "stages/1-quantize/model"
+    given = ["--model", str(quantized), "--adapter-path", str(folder / "adapters")]
     _call("from mlx_lm.fuse import main", "main", [*given, "--save-path", str(target)])
     return target.absolute()
 
@@ -186,23 +200,23 @@ def _call(imports: str, name: str, arguments: list[str]) -> None:
 
 
 def _file(split: str, arguments: argparse.Namespace) -> str:
-    return str((arguments.rows / f"{split}.jsonl").absolute())
+    return str((arguments.data / f"{split}.jsonl").absolute())
 
 
-def _judged(twin: Path, model: Path, arguments: argparse.Namespace) -> dict:
-    """Sums by test row, and the mean loss on the validation rows."""
+def _evaluate(reference: Path, model: Path, arguments: argparse.Namespace) -> dict:
+    """Sums by test example, and the mean loss on the validation examples."""
     from lmx import cpu
 
     cpu.enable()
     from lmx.evaluation.gap_recovery import measure_per_sequence
     from lmx.models.loader import load
 
-    full, found = load(twin), load(model)
+    full, quantized = load(reference), load(model)
     test, valid = (_batches(full, split, arguments) for split in ("test", "valid"))
-    sums = measure_per_sequence(full.model, found.model, test)
-    others = measure_per_sequence(full.model, found.model, valid)
+    sums = measure_per_sequence(full.model, quantized.model, test)
+    valid_sums = measure_per_sequence(full.model, quantized.model, valid)
     lists = {name: values.tolist() for name, values in vars(sums).items()}
-    return lists | {"valid_loss": others.means["loss"]}
+    return lists | {"valid_loss": valid_sums.means["loss"]}
 
 
 def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:
@@ -210,12 +224,10 @@ def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:
     from lmx.data.dataset import RowReader
     from lmx.data.tokenization import encode_all
 
-    rows, length = (
-        RowReader(_file(split, arguments), split="train"),
-        arguments.max_seq_length,
-    )
-    rows = list(islice(rows, arguments.limit))
-    encoded = encode_all(rows, loaded.tokenizer, max_seq_length=length)
+    reader = RowReader(_file(split, arguments), split="train")
+    length = arguments.max_seq_length
+    examples = list(islice(reader, arguments.max_samples))
+    encoded = encode_all(examples, loaded.tokenizer, max_seq_length=length)
     batches = BucketBatchSampler(encoded.examples, max_seq_length=length, tokens=4096)
     return list(batches.in_order())
 

@@ -15,9 +15,9 @@ GROUP_SIZE, RANK, LEARNING_RATE = 64, 16, 1e-4
 # The first step is traced; the second is the first with warm caches.
 WARMUP_STEPS = 2
 HEADER = """\
-{model}, batch {batch_size} x {seq_length}, float32; medians of {steps} alternating steps
-after {warmup}; groups of {group_size}; ratio = QAT / plain; CPU ms = processor time;
-BLAS: {blas}"""
+{model}, batch {batch_size} x {seq_length}, float32; medians of {steps} alternating
+steps after {warmup}; groups of {group_size}; ratio = QAT / plain; CPU ms = processor
+time; BLAS: {blas}"""
 RANDOM = "random Llama"
 COLUMNS = ("quantizer", "bits", "ms/step", "plain", "ratio", "CPU ms", "plain", "ratio")
 ROW = "{:12}{:>5}{:>11}{:>10}{:>8}{:>11}{:>10}{:>8}  {}"
