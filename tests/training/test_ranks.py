@@ -22,9 +22,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import test_ranks
-from lmx import cpu
 from lmx.run import distributed as ranks
-cpu.enable()
 test_ranks.{name}(ranks.join(), Path(sys.argv[1]))
 """
 SGD = {"name": "sgd", "momentum": 0.9, "max_grad_norm": 1.0}
