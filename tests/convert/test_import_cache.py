@@ -40,7 +40,7 @@ def test_the_command_writes_a_folder(foreign, tmp_path, capsys):
     ("source", "target", "said"),
     [
         ("no/where/at/all", "target", "there is no such folder"),
-        ("twin", "target", "names no format that is imported"),
+        ("twin", "target", "has no supported format"),
         ("foreign", "there", "the target exists"),
     ],
 )

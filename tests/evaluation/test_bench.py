@@ -34,9 +34,9 @@ def test_every_case_and_column_is_measured(folder, capsys):
     assert code == 0
     rows = json.loads(out)[folder]
     name = f"draft {folder.rpartition('/')[2]}"
-    columns = [(1, "plain"), (1, "prompt-lookup"), (1, name), (3, "plain")]
+    columns = [(1, "standard"), (1, "prompt-lookup"), (1, name), (3, "standard")]
     cases = [(n, *column) for n in (9, 20) for column in columns]
-    assert [(r["prompt"], r["rows"], r["column"]) for r in rows] == cases
+    assert [(r["prompt_tokens"], r["batch_size"], r["decoder"]) for r in rows] == cases
     for row in rows:
         for key in ("ttft_ms", *throughput.RATES):
             assert row[key].keys() == {"p50", "p90", "p99"}
@@ -45,7 +45,7 @@ def test_every_case_and_column_is_measured(folder, capsys):
         for rate in throughput.RATES:
             assert row[rate]["p50"] >= row[rate]["p99"]
         assert row["peak_memory_gb"] > 0
-        assert (row["speedup"] == 1) == (row["column"] == "plain")
+        assert (row["speedup"] == 1) == (row["decoder"] == "standard")
     # The model is its own draft: all it guesses stands, two of three tokens.
     for row in rows[2], rows[6]:
         assert row["acceptance_rate"] == 1
@@ -59,16 +59,18 @@ def test_the_table_and_the_other_model(folder, make_checkpoint, capsys):
     assert code == 0
     lines = out.splitlines()
     assert lines[0] == folder
-    assert lines[1].startswith("Three figures are p50 / p90 / p99")
-    assert lines[2].split("  ")[-1].strip() == "stood"
+    assert lines[1].startswith("Values are p50 / p90 / p99")
+    assert lines[2].split("  ")[-1].strip() == "accept"
     assert [line.split()[:3] for line in lines[3:6]] == [
-        ["9", "1", "plain"],
+        ["9", "1", "standard"],
         ["9", "1", "prompt-lookup"],
-        ["9", "3", "plain"],
+        ["9", "3", "standard"],
     ]
     assert all(line.count(" / ") == 6 for line in lines[3:9])
     assert other in lines
-    ratios = [line for line in lines if line.startswith("prompt 20, rows 1, plain: ")]
+    ratios = [
+        line for line in lines if line.startswith("prompt 20, batch 1, standard: ")
+    ]
     assert ratios[0].count("x") == 2
 
 
@@ -81,11 +83,11 @@ def test_prompts_are_stretches_of_the_text():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--prompt-lengths", "125"], "model has positions for 128"),
+        (["--prompt-lengths", "125"], "exceed the model's maximum of 128"),
         (["--tokens", "1"], "--tokens must be 2 or more"),
         (["--ladder", "--compare", "x"], "no --compare"),
         (["--check-parity"], "need --draft-model"),
-        (["--corpus", "no-such-file"], "text cannot be read"),
+        (["--corpus", "no-such-file"], "cannot read the corpus"),
     ],
 )
 def test_faults_are_named(folder, capsys, words, says):

@@ -5,7 +5,7 @@ import io
 import json
 
 import pytest
-from lmx.cli import generate, interactive
+from lmx.cli import generate
 from lmx.errors import UserError
 from lmx.generation.sampling import Sampling
 from tiny_generators import chatting, write_folder
@@ -27,8 +27,8 @@ def run_folder(generator, tmp_path_factory):
 
 def lmx(*words):
     parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
-    return generate.run(parser.parse_args([str(word) for word in words]))
+    generate.add_generate_arguments(parser)
+    return generate.generate(parser.parse_args([str(word) for word in words]))
 
 
 def test_streams_the_text_and_reports_on_stderr(generator, run_folder, capsys):
@@ -36,7 +36,7 @@ def test_streams_the_text_and_reports_on_stderr(generator, run_folder, capsys):
     assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 12) == 0
     out, err = capsys.readouterr()
     assert out == expected.text + "\n"
-    assert f"{expected.prompt_tokens} prompt tokens, first token after " in err
+    assert f"{expected.prompt_tokens} prompt tokens, TTFT " in err
     assert err.count("tokens/s") == 2
     assert err.endswith(" GB\n")
     assert "\x1b" not in out + err
@@ -82,14 +82,14 @@ def test_no_tokens_asked(run_folder, capsys):
     assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 0) == 0
     out, err = capsys.readouterr()
     assert out == "\n"
-    assert "first token" not in err
+    assert "TTFT" not in err
 
 
 def test_interrupted_ends_the_line(run_folder, capsys, monkeypatch):
     def interrupt(piece):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(interactive, "write", interrupt)
+    monkeypatch.setattr(generate, "write_token", interrupt)
     assert lmx(run_folder, "--prompt", "hello") == 130
     assert capsys.readouterr() == ("\n", "")
 
@@ -98,7 +98,7 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
     def closed(piece):
         raise BrokenPipeError
 
-    monkeypatch.setattr(interactive, "write", closed)
+    monkeypatch.setattr(generate, "write_token", closed)
     assert lmx(run_folder, "--prompt", "hello") == 0
     assert capfd.readouterr() == ("", "")
 
@@ -106,12 +106,15 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--prompt-file", "no-such-file"], "prompt cannot be read"),
+        (["--prompt-file", "no-such-file"], "cannot read the prompt"),
         (
             ["--prompt", "x", "--ignore-chat-template", "--system", "y"],
-            "--ignore-chat-template has no chat",
+            "--system needs the chat template",
         ),
-        (["--prompt", "x", "--max-tokens", "-1"], "--max-tokens is -1"),
+        (
+            ["--prompt", "x", "--max-tokens", "-1"],
+            "--max-tokens must be 0 or more, got -1",
+        ),
         (["--prompt", "x", "--top-p", "7"], r"top_p is 7\.0"),
         (["--prompt", "", "--ignore-chat-template"], "prompt is empty"),
         (["--prompt", "x", "--stop", ""], "--stop is empty"),
@@ -142,11 +145,11 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
                 "--temperature",
                 "1",
             ],
-            "no --temperature",
+            "remove --temperature",
         ),
         (
             ["--input-file", "x", "--draft-model", "prompt-lookup"],
-            "no --draft-model, --kv-bits",
+            "does not work with --draft-model, --kv-bits",
         ),
         (["--prompt", "x", "--adapter-path", "no-such"], "the adapter does not load"),
         (["--prompt", "x", "--prompt-cache-file", "no-such"], "no saved session"),

@@ -45,8 +45,8 @@ def draft(tmp_path_factory):
 
 def lmx(*words):
     parser = argparse.ArgumentParser()
-    generate.add_arguments(parser)
-    return generate.run(parser.parse_args([str(word) for word in words]))
+    generate.add_generate_arguments(parser)
+    return generate.generate(parser.parse_args([str(word) for word in words]))
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch
     ]
     (expected,) = answered(*words)
     answered(*words[:-1], text, "--save-prompt-cache", session)
-    read, own = [], generate.open_generator
+    read, own = [], generate.make_generator
 
     def counting(args, loaded):
         made = own(args, loaded)
@@ -121,7 +121,7 @@ def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch
         made.prefix_cache.fetch = counted
         return made
 
-    monkeypatch.setattr(generate, "open_generator", counting)
+    monkeypatch.setattr(generate, "make_generator", counting)
     (found,) = answered(*words, "--prompt-cache-file", session)
     assert found["text"] == expected["text"]
     assert read == [len(text)]
@@ -171,10 +171,10 @@ def test_the_summary_tells_of_speculation(folder, draft, capsys):
     ]
     assert lmx(folder, *words, "--max-tokens", 30) == 0
     err = capsys.readouterr().err
-    assert "% of the guesses stood, " in err
-    assert " tokens a round, " in err
+    assert "acceptance rate " in err
+    assert "accepted length " in err
     assert err.endswith(
-        "0 of 30 tokens are not those of plain decoding (0.00 in 1,000)\n"
+        "0 of 30 tokens differ from standard decoding (0.00 per 1,000)\n"
     )
 
 
@@ -184,7 +184,7 @@ def test_no_draft_that_pays_is_no_draft(folder, capsys, monkeypatch):
         lmx(folder, "--prompt", "x", "--draft-model", "layer-skip", "--max-tokens", 3)
         == 0
     )
-    assert "no draft pays here" in capsys.readouterr().err
+    assert "no speed-up from drafting on this machine" in capsys.readouterr().err
 
 
 def test_a_draft_of_other_tokens_is_refused(folder, tmp_path):
@@ -248,12 +248,12 @@ def test_a_row_ends_at_a_stop_text(generator, folder, answered, tmp_path):
     ("row", "says"),
     [
         ("{", "not JSON"),
-        ("[]", "a row is an object"),
+        ("[]", "a request must be an object"),
         ('{"promt": "x"}', "unknown key 'promt'"),
         ("{}", "either prompt or messages"),
-        ('{"prompt": 3}', "prompt is 3"),
+        ('{"prompt": 3}', "prompt has the wrong type: 3"),
         ('{"prompt": "x", "max_tokens": -1}', "0 or more"),
-        ('{"messages": [{"role": "user"}]}', "a role and a content"),
+        ('{"messages": [{"role": "user"}]}', "the texts role and content"),
         ('{"prompt": "x", "temperature": -1}', r"temperature is -1"),
         (json.dumps({"prompt": "x" * 500}), "positions for 400"),
     ],

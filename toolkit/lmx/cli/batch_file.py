@@ -1,4 +1,4 @@
-"""Prompts of a JSONL file, answered together, one JSON line for every row."""
+"""JSONL requests of `lmx generate --input-file`, generated in continuous batches."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,17 +22,17 @@ KEYS = {
 
 @dataclass(eq=False)
 class BatchRequest:
-    """A request and its answer so far."""
+    """A request and its output so far."""
 
     index: int
     request: GenerationRequest
-    spoken: StreamingDetokenizer
+    detokenizer: StreamingDetokenizer
     text: str = ""
     tokens: int = 0
     finish_reason: str | None = None
 
     def to_json(self) -> dict:
-        """The answer."""
+        """The response."""
         return {
             "index": self.index,
             "text": self.text,
@@ -41,42 +41,51 @@ class BatchRequest:
             "finish_reason": self.finish_reason,
         }
 
+    def add(self, token: int, is_last: bool, batcher: BatchGenerator) -> None:
+        """Append a token; a stop string ends the request early."""
+        if self.finish_reason:
+            return
+        text, self.finish_reason = self.detokenizer.add(token, last=is_last)
+        self.text += text
+        self.tokens += token not in self.request.stop_tokens
+        if self.finish_reason:
+            batcher.cancel(self.request)
+
 
 def parse_requests(text: str, *, place: str) -> list[dict]:
-    """The rows of a JSONL file; empty lines are none.
+    """The records of a JSONL file; empty lines are skipped.
 
     Raises:
-        UserError: naming the line.
+        UserError: with the line.
     """
-    rows = []
+    records = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
+        position = f"{place}:{number}"
         try:
-            row = json.loads(line)
+            record = json.loads(line)
         except ValueError as error:
-            raise UserError(
-                f"this is not JSON: {error}", place=f"{place}:{number}"
-            ) from error
-        if fault := _fault(row):
-            raise UserError(fault, place=f"{place}:{number}")
-        rows.append(row | {"place": f"{place}:{number}"})
-    return rows
+            raise UserError(f"not JSON: {error}", place=position) from error
+        if message := _fault(record):
+            raise UserError(message, place=position)
+        records.append(record | {"place": position})
+    return records
 
 
-def _fault(row: Any) -> str | None:
-    if not isinstance(row, dict):
-        return "a row is an object"
-    for name, value in row.items():
+def _fault(record: Any) -> str | None:
+    if not isinstance(record, dict):
+        return "a request must be an object"
+    for name, value in record.items():
         if name not in KEYS:
-            return f"unknown key {name!r}; a row has {', '.join(KEYS)}"
+            return f"unknown key {name!r}; a request has {', '.join(KEYS)}"
         if not isinstance(value, KEYS[name]) or isinstance(value, bool):
-            return f"{name} is {value!r}"
-    if row.get("max_tokens", 0) < 0:
+            return f"{name} has the wrong type: {value!r}"
+    if record.get("max_tokens", 0) < 0:
         return "max_tokens must be 0 or more"
-    if not all(map(_is_message, row.get("messages", []))):
-        return "a message is an object with a role and a content, both texts"
-    if ("prompt" in row) == ("messages" in row):
+    if not all(map(_is_message, record.get("messages", []))):
+        return "a message must be an object with the texts role and content"
+    if ("prompt" in record) == ("messages" in record):
         return "give either prompt or messages"
     return None
 
@@ -89,41 +98,44 @@ def _is_message(message: Any) -> bool:
 
 def generate_requests(
     generator: Generator,
-    rows: Sequence[dict],
+    records: Sequence[dict],
     *,
     max_tokens: int,
     sampling: Sampling,
     stop: Sequence[str] = (),
     system: str | None = None,
-    raw: bool = False,
+    ignore_chat_template: bool = False,
 ) -> Iterator[dict]:
-    """Answer rows of `parse`; each comes when it and all before it are finished.
+    """Yield the responses in the order of the requests, each as soon as possible.
 
     Args:
-        max_tokens, sampling: of rows that do not say otherwise.
-        system: of rows with a prompt.
-        raw: continue prompts, without a chat template.
+        records: those of `parse_requests`.
+        max_tokens, sampling: defaults for requests without their own.
+        system: system message for requests with a prompt.
+        ignore_chat_template: use prompts as they are.
 
     Raises:
-        UserError: a prompt that the model cannot read.
+        UserError: a prompt cannot be encoded or is too long.
     """
     batcher = BatchGenerator(
         generator.model, prefill_step_size=generator.prefill_step_size
     )
-    ends, pending, waiting = generator.resolve_stop_tokens(None), [], {}
-    for index, row in enumerate(rows):
-        own = {name: row[name] for name in ("temperature", "seed") if name in row}
+    stop_tokens = generator.resolve_stop_tokens(None)
+    pending: list[BatchRequest] = []
+    by_request: dict[GenerationRequest, BatchRequest] = {}
+    for index, record in enumerate(records):
+        options = {k: record[k] for k in ("temperature", "seed") if k in record}
         try:
-            prompt = _encoded(generator, row, system, raw)
-            count = generator.clamp_max_tokens(
-                prompt, row.get("max_tokens", max_tokens)
-            )
-            request = GenerationRequest(prompt, count, replace(sampling, **own), ends)
+            prompt = _encode(generator, record, system, ignore_chat_template)
+            limit = record.get("max_tokens", max_tokens)
+            count = generator.clamp_max_tokens(prompt, limit)
+            settings = replace(sampling, **options)
+            request = GenerationRequest(prompt, count, settings, stop_tokens)
         except UserError as error:
-            raise UserError(error.message, place=row["place"]) from error
-        spoken = StreamingDetokenizer(generator.tokenizer, ends, stop)
-        pending.append(BatchRequest(index, request, spoken))
-        waiting[request] = pending[-1]
+            raise UserError(error.message, place=record["place"]) from error
+        detokenizer = StreamingDetokenizer(generator.tokenizer, stop_tokens, stop)
+        pending.append(BatchRequest(index, request, detokenizer))
+        by_request[request] = pending[-1]
         batcher.submit(request)
         if count <= 0:
             pending[-1].finish_reason = "length"
@@ -131,28 +143,18 @@ def generate_requests(
     while pending:
         while pending and pending[-1].finish_reason:
             yield pending.pop().to_json()
-        for request, token, last in batcher.step():
-            _take(waiting[request], token, last, batcher)
+        for request, token, is_last in batcher.step():
+            by_request[request].add(token, is_last, batcher)
 
 
-def _take(row: BatchRequest, token: int, last: bool, batcher: BatchGenerator) -> None:
-    if row.finish_reason:
-        return
-    text, row.finish_reason = row.spoken.add(token, last=last)
-    row.text += text
-    row.tokens += token not in row.request.stop_tokens
-    if row.finish_reason:
-        batcher.cancel(row.request)
-
-
-def _encoded(
-    generator: Generator, row: dict, system: str | None, raw: bool
+def _encode(
+    generator: Generator, record: dict, system: str | None, ignore_chat_template: bool
 ) -> list[int]:
-    if "messages" in row:
-        return generator.encode_chat(row["messages"])
-    if raw:
-        return generator.encode_text(row["prompt"])
-    messages = [{"role": "user", "content": row["prompt"]}]
+    if "messages" in record:
+        return generator.encode_chat(record["messages"])
+    if ignore_chat_template:
+        return generator.encode_text(record["prompt"])
+    messages = [{"role": "user", "content": record["prompt"]}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
     return generator.encode_chat(messages)

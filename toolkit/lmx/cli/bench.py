@@ -1,4 +1,4 @@
-"""`lmx bench`: tables of how fast a model generates."""
+"""`lmx bench`: latency and throughput by prompt length, batch size and decoder."""
 
 import argparse
 import json
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from ..models.checkpoint import model_folder
-from .generate import add_draft, draft_faults
+from .generate import add_draft_arguments, draft_argument_faults, parity_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,48 +19,58 @@ if TYPE_CHECKING:
     from ..models.loader import LoadedModel
 
 
-HEAD = "Three figures are p50 / p90 / p99: so many percent are no worse.\n"
+HEAD = "Values are p50 / p90 / p99: so many percent of the runs are no worse.\n"
 COLUMNS = (
-    *("prompt", "rows", "column", "first token, ms", "prefill, tokens/s"),
-    *("decode, tokens/s", "peak GB", "speed-up", "stood"),
+    *("prompt", "batch", "decoder", "TTFT (ms)", "prefill, tokens/s"),
+    *("decode, tokens/s", "peak GB", "speed-up", "accept"),
 )
-ROW = "{:>6}{:>6}  {:<18}{:>21}{:>25}{:>25}{:>9}{:>10}{:>7}"
+ROW = "{:>6}{:>6}  {:<18}{:>21}{:>25}{:>25}{:>9}{:>10}{:>9}"
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")
 RUNG = "{:<26}{:>10}{:>10}{:>12}{:>17}{:>8}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx bench`."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="model folder, run folder or Hub id")
-    add("--compare", metavar="OTHER", help="a second model, measured the same way")
-    add("--prompt-lengths", type=_numbers, default=[32, 512], metavar="N,N")
-    add("--batch-sizes", type=_numbers, default=[1, 4, 16], metavar="N,N")
-    add("--tokens", type=int, default=64, metavar="N", help="decoded; default 64")
-    add("--repeats", type=int, default=5, metavar="N", help="runs of a case; default 5")
-    add("--corpus", metavar="FILE", help="to cut prompts from; absent = lmx's own code")
-    add_draft(parser)
+    add("model", metavar="MODEL", help="model folder, run directory or Hub id")
+    add("--compare", metavar="OTHER", help="a second model to compare with")
+    add("--prompt-lengths", type=_positive_list, default=[32, 512], metavar="N,N")
+    add("--batch-sizes", type=_positive_list, default=[1, 4, 16], metavar="N,N")
+    add(
+        "--tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens to decode; default 64",
+    )
+    add("--repeats", type=int, default=5, metavar="N", help="runs per case; default 5")
+    add(
+        "--corpus",
+        metavar="FILE",
+        help="text for prompts; default: lmx's own source code",
+    )
+    add_draft_arguments(parser)
     add(
         "--ladder",
         action="store_true",
         help="what a cache, 4-bit weights, batches and guesses gain, one by one",
     )
-    add("--json", action="store_true", help="print JSON instead of a table")
+    add("--json", action="store_true", help="print JSON")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
 
 
-def _numbers(text: str) -> list[int]:
+def _positive_list(text: str) -> list[int]:
     numbers = [int(part) for part in text.split(",")]
     if min(numbers) < 1:
         raise ValueError
     return numbers
 
 
-def run(args: argparse.Namespace) -> int:
+def bench(args: argparse.Namespace) -> int:
     """Measure; the exit code is 0.
 
     Raises:
-        UserError: no such model, a prompt longer than its positions.
+        UserError: the model does not exist, or prompts exceed its maximum length.
     """
     _check(args)
     from .. import cpu
@@ -68,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     cpu.enable()
     from ..convert.importers import load_model
 
-    found = {}
+    results = {}
     for name in filter(None, [args.model, args.compare]):
         loaded = load_model(
             model_folder(name), trust_remote_code=args.trust_remote_code
@@ -76,11 +86,11 @@ def run(args: argparse.Namespace) -> int:
         measure = _ladder if args.ladder else _bench
         if not args.json:
             sys.stdout.write(f"{name}\n")
-        found[name] = measure(args, loaded)
+        results[name] = measure(args, loaded)
     if args.json:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(json.dumps(results, indent=2) + "\n")
     elif args.compare:
-        _compare(*found.values())
+        _compare(*results.values())
     return 0
 
 
@@ -92,15 +102,15 @@ def _check(args: argparse.Namespace) -> None:
         "--ladder climbs one model: no --compare with it": (
             args.ladder and args.compare is not None
         ),
-        **draft_faults(args),
+        **draft_argument_faults(args),
     }
-    for fault, holds in faults.items():
-        if holds:
-            raise UserError(fault)
+    for message, is_fault in faults.items():
+        if is_fault:
+            raise UserError(message)
 
 
-def _text(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]:
-    """The tokens that prompts are cut from."""
+def _corpus_tokens(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]:
+    """Tokens of the text from which prompts are cut."""
     from ..evaluation.throughput import sample_text
     from ..generation.prompt import encode_text
 
@@ -108,7 +118,7 @@ def _text(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]:
         text = Path(args.corpus).read_text(encoding="utf-8") if args.corpus else None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"the text cannot be read: {error}", place=args.corpus
+            f"cannot read the corpus: {error}", place=args.corpus
         ) from error
     tokens = encode_text(loaded.tokenizer, text or sample_text())
     positions = getattr(
@@ -117,22 +127,22 @@ def _text(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]:
     longest = max(args.prompt_lengths)
     if positions and longest + args.tokens > positions:
         raise UserError(
-            f"prompts of {longest} tokens and answers of {args.tokens} do not fit: the "
-            f"model has positions for {positions}",
-            hint="choose others with --prompt-lengths and --tokens",
+            f"prompts of {longest} and outputs of {args.tokens} tokens exceed the "
+            f"model's maximum of {positions}",
+            hint="reduce --prompt-lengths or --tokens",
         )
     return tokens
 
 
-def _makers(
+def _proposers(
     args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
 ) -> dict[str, "Callable[[], Proposer]"]:
-    """The proposers to compare, by the name of their column."""
+    """Factories of the proposers to compare, by decoder name."""
     from ..convert.importers import load_model
     from ..generation.speculative.factory import PROMPT_LOOKUP, proposer_factory
     from ..generation.speculative.prompt_lookup import PromptLookupProposer
 
-    makers = {PROMPT_LOOKUP: PromptLookupProposer}
+    proposers = {PROMPT_LOOKUP: PromptLookupProposer}
     if args.draft_model and args.draft_model != PROMPT_LOOKUP:
         make = proposer_factory(
             args.draft_model,
@@ -141,91 +151,92 @@ def _makers(
             load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
         )
         if make:
-            makers[f"draft {Path(args.draft_model).name}"] = make
+            proposers[f"draft {Path(args.draft_model).name}"] = make
         else:
-            sys.stderr.write("no draft pays here\n")
-    return makers
+            sys.stderr.write("no speed-up from drafting on this machine\n")
+    return proposers
 
 
-def _ways(
+def _decoders(
     args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
 ) -> "BenchmarkArms":
     from ..generation.engine import Generator
     from ..generation.speculative.factory import draft_length_controller
 
-    def guessing(propose):
+    def speculative(make_proposer):
         return lambda: Generator(
             loaded.model,
             loaded.tokenizer,
-            make_proposer=propose,
+            make_proposer=make_proposer,
             draft_length=draft_length_controller(args.num_draft_tokens),
             sequential_verify=args.sequential_verify,
         )
 
-    makers = _makers(args, loaded, tokens).items()
-    plain = {"plain": lambda: Generator(loaded.model, loaded.tokenizer)}
-    return plain | {name: guessing(propose) for name, propose in makers}
+    proposers = _proposers(args, loaded, tokens).items()
+    standard = {"standard": lambda: Generator(loaded.model, loaded.tokenizer)}
+    return standard | {name: speculative(make) for name, make in proposers}
 
 
 def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
     from ..evaluation.throughput import BenchmarkPlan, run_benchmark
     from ..generation.batching import BatchGenerator
-    from .interactive import flips
 
     if max(args.batch_sizes) > 1:
-        # Refuses, before anything is measured, a model that cannot.
+        # Raises for a model without batch support, before anything is measured.
         BatchGenerator(loaded.model)
 
-    tokens = _text(args, loaded)
-    ways = _ways(args, loaded, tokens)
-    sizes = args.prompt_lengths, args.batch_sizes, args.tokens, args.repeats
+    tokens = _corpus_tokens(args, loaded)
+    decoders = _decoders(args, loaded, tokens)
+    plan = BenchmarkPlan(
+        args.prompt_lengths,
+        args.batch_sizes,
+        args.tokens,
+        args.repeats,
+        check_parity=args.check_parity,
+    )
     if not args.json:
         sys.stdout.write(HEAD + ROW.format(*COLUMNS) + "\n")
-    found = []
-    for row in run_benchmark(
-        tokens, BenchmarkPlan(*sizes, check_parity=args.check_parity), ways
-    ):
-        found.append(row)
+    rows = []
+    for row in run_benchmark(tokens, plan, decoders):
+        rows.append(row)
         if not args.json:
             sys.stdout.write(_cells(row) + "\n")
             if "parity" in row:
-                sys.stdout.write(f"{'':15}{flips(row['parity'])}\n")
+                sys.stdout.write(f"{'':15}{parity_line(row['parity'])}\n")
             sys.stdout.flush()
-    return found
+    return rows
 
 
-def _compare(ours: list[dict], others: list[dict]) -> None:
-    """The second model's speed as a multiple of the first's."""
-    sys.stdout.write("tokens/s of the second over the first, p50\n")
-    same = {_case(row): row for row in ours}
-    for row in others:
-        if first := same.get(_case(row)):
+def _compare(first_rows: list[dict], second_rows: list[dict]) -> None:
+    """Print the speed of the second model relative to the first."""
+    sys.stdout.write("tokens/s of the second model divided by the first, p50\n")
+    by_case = {_case(row): row for row in first_rows}
+    for row in second_rows:
+        if first := by_case.get(_case(row)):
             ratios = (row[rate]["p50"] / first[rate]["p50"] for rate in RATES)
             sys.stdout.write(
-                "prompt {}, rows {}, {}: ".format(*_case(row))
+                "prompt {}, batch {}, {}: ".format(*_case(row))
                 + "prefill {:.2f}x, decode {:.2f}x\n".format(*ratios)
             )
 
 
 def _case(row: dict) -> tuple:
-    return row["prompt"], row["rows"], row["column"]
+    return row["prompt_tokens"], row["batch_size"], row["decoder"]
 
 
 def _cells(row: dict) -> str:
-    def three(name: str, digits: int = 0) -> str:
+    def percentiles(name: str, digits: int = 0) -> str:
         return " / ".join(f"{value:,.{digits}f}" for value in row[name].values())
 
-    stood = row.get("acceptance_rate")
+    accepted = row.get("acceptance_rate")
     return ROW.format(
-        row["prompt"],
-        row["rows"],
-        row["column"],
-        three("ttft_ms"),
-        three("prefill_tokens_per_second"),
-        three("decode_tokens_per_second", 1),
+        *_case(row),
+        percentiles("ttft_ms"),
+        percentiles("prefill_tokens_per_second"),
+        percentiles("decode_tokens_per_second", 1),
         f"{row['peak_memory_gb']:.2f}",
         f"{row['speedup']:.2f}x",
-        "-" if stood is None else f"{stood:.0%}",
+        "-" if accepted is None else f"{accepted:.0%}",
     )
 
 
@@ -235,9 +246,9 @@ def _ladder(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
     from ..evaluation.throughput import prompts
     from ..generation.speculative.factory import draft_length_controller
 
-    tokens = _text(args, loaded)
+    tokens = _corpus_tokens(args, loaded)
     texts = prompts(tokens, max(args.prompt_lengths), max(args.batch_sizes))
-    propose = list(_makers(args, loaded, tokens).values())[-1]
+    propose = list(_proposers(args, loaded, tokens).values())[-1]
     guesses = draft_length_controller(args.num_draft_tokens)
     rungs = SpeedAblation(loaded, texts, args.tokens, propose, guesses, args.repeats)
     traffic = memory_traffic()

@@ -1,5 +1,6 @@
-"""`lmx doctor`: what this machine computes with, and how fast."""
+"""`lmx doctor`: versions, device, BLAS, measured speed, cache and Hub."""
 
+import argparse
 import os
 import platform
 import sys
@@ -9,11 +10,16 @@ from .. import __version__, cpu
 from ..data import cache
 from ..evaluation.memory_bandwidth import _best, memory_traffic
 
-SIDE = 1024
+MATMUL_SIZE = 1024
 
 
-def run() -> int:
-    """Print versions, device, BLAS, measured speed and the Hub's state; returns 0."""
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """`lmx doctor` has no arguments of its own."""
+    parser.description = "Show hardware, versions and measured speed."
+
+
+def doctor(_: argparse.Namespace) -> int:
+    """Print one line per fact; the exit code is 0."""
     for label, value in (*_software(), *_machine(), *_speed(), *_disk(), *_hub()):
         sys.stdout.write(f"{label:<18}{value}\n")
         sys.stdout.flush()
@@ -37,26 +43,27 @@ def _machine() -> list[tuple[str, str]]:
     import mlx.core as mx
 
     status = cpu.enable()
-    facts = ", ".join(f"{k} {v}" for k, v in mx.device_info().items())
+    info = ", ".join(f"{k} {v}" for k, v in mx.device_info().items())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    found = [
-        ("system", platform.platform()),
-        ("device", f"{mx.default_device()}: {facts}"),
-        *_covered(mx.default_device().type == mx.gpu),
-        ("memory", f"{memory / 2**30:.1f} GiB"),
-        ("BLAS", status.blas.name),
-        ("CPU functions", "replaced" if status.fast_functions else "MLX's own"),
-    ]
-    details = {
+    blas = {
         "BLAS file": status.blas.path,
         "BLAS threads": status.blas.threads,
         "BLAS reason": status.blas.reason,
     }
-    return found + [(label, str(value)) for label, value in details.items() if value]
+    return [
+        ("system", platform.platform()),
+        ("device", f"{mx.default_device()}: {info}"),
+        *_unused_cuda(mx.default_device().type == mx.gpu),
+        ("memory", f"{memory / 2**30:.1f} GiB"),
+        ("BLAS", status.blas.name),
+        ("CPU functions", "replaced" if status.fast_functions else "MLX's own"),
+        *((label, str(value)) for label, value in blas.items() if value),
+    ]
 
 
-def _covered(on_gpu: bool) -> list[tuple[str, str]]:
-    """MLX's CPU and CUDA wheels hold a file of one name; the later one wins."""
+def _unused_cuda(on_gpu: bool) -> list[tuple[str, str]]:
+    """A hint if the CPU wheel hides a CUDA wheel: both install the same library file,
+    and the one installed last is in use."""
     cuda = [n for n in ("mlx-cuda-12", "mlx-cuda-13") if _version(n) != "not installed"]
     if on_gpu or not cuda:
         return []
@@ -65,16 +72,16 @@ def _covered(on_gpu: bool) -> list[tuple[str, str]]:
 
 
 def _speed() -> list[tuple[str, str]]:
-    """Of float32 products of large matrices, and of reading and writing memory."""
+    """Speed of a float32 matrix product and of memory."""
     import mlx.core as mx
 
-    square = mx.sin(mx.arange(SIDE * SIDE, dtype=mx.float32)).reshape(SIDE, SIDE)
+    size = MATMUL_SIZE
+    square = mx.sin(mx.arange(size * size, dtype=mx.float32)).reshape(size, size)
     mx.eval(square)
-    products = 2 * SIDE**3 / _best(lambda: mx.eval(square @ square))
-    moved = memory_traffic()
+    flops = 2 * size**3 / _best(lambda: mx.eval(square @ square))
     return [
-        ("matrix products", f"{products / 1e9:,.0f} GFLOP/s (float32, {SIDE} wide)"),
-        ("memory traffic", f"{moved / 1e9:,.1f} GB/s (MLX, one array)"),
+        ("matmul", f"{flops / 1e9:,.0f} GFLOP/s (float32, {size} x {size})"),
+        ("memory bandwidth", f"{memory_traffic() / 1e9:,.1f} GB/s (MLX, one array)"),
     ]
 
 

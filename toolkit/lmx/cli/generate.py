@@ -1,8 +1,12 @@
-"""The options of `lmx generate`, and the generator they ask for."""
+"""`lmx generate`: text on stdout, statistics on stderr."""
 
 import argparse
+import json
 import os
 import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,154 +14,148 @@ from ..errors import INTERRUPTED, UserError
 
 if TYPE_CHECKING:
     from ..generation.engine import Generator
+    from ..generation.outputs import GenerationResponse, GenerationResult
     from ..generation.sampling import Sampling
     from ..models.loader import LoadedModel
 
-
-KEPT = 4 << 30
-"""Bytes of earlier turns of a chat that are kept, to go on from them."""
+PREFIX_CACHE_BYTES = 4 << 30
+"""Maximum size of the KV caches of earlier chat turns."""
 SAMPLING = {
-    "temperature": (float, 0.0, "0 = greedy (the default)"),
-    "top-p": (float, 1.0, "nucleus; 1 = off"),
+    "temperature": (float, 0.0, "0 = greedy (default)"),
+    "top-p": (float, 1.0, "nucleus sampling; 1 = off"),
     "top-k": (int, 0, "0 = off"),
     "min-p": (float, 0.0, "0 = off"),
-    "repetition-penalty": (float, 1.0, "divides logits of what was said; 1 = off"),
-    "presence-penalty": (float, 0.0, "is subtracted from them; 0 = off"),
-    "frequency-penalty": (float, 0.0, "the same, as often as it was said; 0 = off"),
+    "repetition-penalty": (float, 1.0, "divides logits of earlier tokens; 1 = off"),
+    "presence-penalty": (float, 0.0, "subtracted from logits of earlier tokens"),
+    "frequency-penalty": (float, 0.0, "the same, times the number of occurrences"),
     "seed": (int, 0, "default 0"),
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx generate`."""
     add = parser.add_argument
-    add("model", metavar="MODEL", help="model folder, run folder or Hub id")
-    asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", metavar="TEXT", help="what to answer")
-    asked.add_argument("--prompt-file", metavar="FILE", help="- = standard input")
-    asked.add_argument(
-        "--chat", action="store_true", help="a turn for every line of standard input"
+    add("model", metavar="MODEL", help="model folder, run directory or Hub id")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", metavar="TEXT", help="the prompt")
+    source.add_argument("--prompt-file", metavar="FILE", help="- = standard input")
+    source.add_argument(
+        "--chat", action="store_true", help="one turn per line of standard input"
     )
-    asked.add_argument(
+    source.add_argument(
         "--input-file",
         metavar="FILE",
-        help='JSONL rows {"prompt": ...} or {"messages": ...}, answered together; '
-        "max_tokens, temperature and seed may stand in a row",
+        help='JSONL requests {"prompt": ...} or {"messages": ...}, generated as a '
+        "batch; a request may have max_tokens, temperature and seed",
     )
-    add("--system", metavar="TEXT", help="system message of the chat")
+    add("--system", metavar="TEXT", help="system message")
     add("--max-tokens", type=int, default=256, metavar="N", help="default 256")
-    add("--stop", action="append", default=[], metavar="TEXT", help="ends the answer")
+    add("--stop", action="append", default=[], metavar="TEXT", help="stop string")
     for name, (kind, default, about) in SAMPLING.items():
         add(f"--{name}", type=kind, default=default, metavar="X", help=about)
     add(
         "--ignore-chat-template",
         action="store_true",
-        help="continue the text: no chat template",
+        help="use the prompt as it is, without chat template",
     )
-    add(
-        "--adapter-path",
-        metavar="FOLDER",
-        help="LoRA or DoRA adapter, mlx-lm's or peft's",
-    )
-    add_draft(parser)
-    add("--kv-bits", type=int, choices=(4, 8), help="keep keys and values quantized")
+    add("--adapter-path", metavar="FOLDER", help="LoRA or DoRA adapter")
+    add_draft_arguments(parser)
+    add("--kv-bits", type=int, choices=(4, 8), help="quantize the KV cache")
     add(
         "--quantized-kv-start",
         type=int,
         default=0,
         metavar="N",
-        help="from N tokens on",
+        help="quantize the KV cache after N tokens; default 0",
     )
-    add(
-        "--save-prompt-cache",
-        metavar="FOLDER",
-        help="keep what was read, for another day",
-    )
-    add("--prompt-cache-file", metavar="FOLDER", help="go on from there")
-    add("--json", action="store_true", help="print one JSON object at the end instead")
+    add("--save-prompt-cache", metavar="FOLDER", help="save the KV cache at the end")
+    add("--prompt-cache-file", metavar="FOLDER", help="continue from a saved KV cache")
+    add("--json", action="store_true", help="print one JSON object instead of text")
     add("--revision", metavar="R", help="branch, tag or commit of a Hub id")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
 
 
-def add_draft(parser: argparse.ArgumentParser) -> None:
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of speculative decoding."""
     add = parser.add_argument
     add(
         "--draft-model",
         metavar="DRAFT",
-        help="guess ahead and verify, which changes no text: lookup (what followed "
-        "the same words before), self (fewer blocks of the model), a model folder or "
-        "Hub id, or lookup+ one of these",
+        help="speculative decoding with the same output: prompt-lookup "
+        "(n-grams of the context), layer-skip (some of the model's blocks), a model "
+        "folder or Hub id, or prompt-lookup+ one of these",
     )
     add(
         "--num-draft-tokens",
         type=int,
         metavar="N",
-        help="always guess N tokens; absent = as many as pay, by measurement",
+        help="draft tokens per step; absent = adapted to the measured speed-up",
     )
     add(
         "--check-parity",
         action="store_true",
-        help="decode plainly along the answer and tell which tokens rounding flipped",
+        help="compare with standard greedy decoding and report mismatches",
     )
     add(
         "--sequential-verify",
         action="store_true",
-        help="verify guesses in passes of one token: no flips, and no speed-up",
+        help="verify draft tokens one by one: no mismatches, and no speed-up",
     )
 
 
-def check_options(args: argparse.Namespace) -> None:
-    """Refuse what does not go together.
+def check_generate_arguments(args: argparse.Namespace) -> None:
+    """Refuse invalid combinations.
 
     Raises:
-        UserError: naming the options.
+        UserError: with the names of the options.
     """
-    sessions = args.save_prompt_cache or args.prompt_cache_file
-    greedy = args.temperature == 0
+    uses_cache_file = args.save_prompt_cache or args.prompt_cache_file
     faults = {
-        "--ignore-chat-template has no chat, so --system has no place in it": args.ignore_chat_template
-        and args.system is not None,
-        "--ignore-chat-template has no chat, so --chat has no place beside it": args.ignore_chat_template
-        and args.chat,
-        f"--max-tokens is {args.max_tokens}, but must be 0 or more": args.max_tokens
-        < 0,
+        "--system needs the chat template: remove --ignore-chat-template": (
+            args.ignore_chat_template and args.system is not None
+        ),
+        "--chat needs the chat template: remove --ignore-chat-template": (
+            args.ignore_chat_template and args.chat
+        ),
+        f"--max-tokens must be 0 or more, got {args.max_tokens}": args.max_tokens < 0,
         "--stop is empty": not all(args.stop),
-        f"--quantized-kv-start is {args.quantized_kv_start}, but must be 0 or more": args.quantized_kv_start
-        < 0,
-        "--quantized-kv-start needs --kv-bits": args.quantized_kv_start
-        and not args.kv_bits,
-        "--input-file decodes many rows at once: no --draft-model, --kv-bits or session "
-        "with it": args.input_file and (args.draft_model or args.kv_bits or sessions),
-        "--check-parity compares greedy text: no --temperature with it": (
-            args.check_parity and not greedy
+        f"--quantized-kv-start must be 0 or more, got {args.quantized_kv_start}": (
+            args.quantized_kv_start < 0
         ),
-        **draft_faults(args),
+        "--quantized-kv-start needs --kv-bits": (
+            args.quantized_kv_start and not args.kv_bits
+        ),
+        "--input-file does not work with --draft-model, --kv-bits and prompt caches": (
+            args.input_file and (args.draft_model or args.kv_bits or uses_cache_file)
+        ),
+        "--check-parity compares greedy decoding: remove --temperature": (
+            args.check_parity and args.temperature != 0
+        ),
+        **draft_argument_faults(args),
     }
-    for fault, holds in faults.items():
-        if holds:
-            raise UserError(fault)
+    for message, is_fault in faults.items():
+        if is_fault:
+            raise UserError(message)
 
 
-def draft_faults(args: argparse.Namespace) -> dict[str, bool]:
-    """What is wrong with the arguments of `add_draft`, and whether it is."""
+def draft_argument_faults(args: argparse.Namespace) -> dict[str, bool]:
+    """Messages about the arguments of `add_draft_arguments`, and whether they apply."""
     number = args.num_draft_tokens
-    alone = number is not None or args.check_parity or args.sequential_verify
+    needs_draft = number is not None or args.check_parity or args.sequential_verify
     return {
-        "--num-draft-tokens, --check-parity and --sequential-verify need --draft-model": (
-            alone and not args.draft_model
-        ),
-        f"--num-draft-tokens is {number}, but must be 1 or more": (
+        "--num-draft-tokens, --check-parity and --sequential-verify need "
+        "--draft-model": needs_draft and not args.draft_model,
+        f"--num-draft-tokens must be 1 or more, got {number}": (
             number is not None and number < 1
         ),
     }
 
 
 def sampling_from_args(args: argparse.Namespace) -> "Sampling":
-    """How tokens are chosen.
+    """The sampling options.
 
     Raises:
-        UserError: an impossible setting.
+        UserError: a value is out of range.
     """
     from ..generation.sampling import Sampling
 
@@ -165,49 +163,43 @@ def sampling_from_args(args: argparse.Namespace) -> "Sampling":
     return Sampling(**{name: getattr(args, name) for name in names})
 
 
-def open_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generator":
-    """The generator, which keeps what it reads where a later turn may want it."""
+def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generator":
+    """The generator, with a prefix cache if a later turn may use it."""
     from ..generation.engine import Generator
     from ..generation.prefix_cache import PrefixCache
 
-    keeps = args.chat or args.save_prompt_cache or args.prompt_cache_file
+    reuses = args.chat or args.save_prompt_cache or args.prompt_cache_file
     return Generator(
         loaded.model,
         loaded.tokenizer,
-        prefix_cache=PrefixCache(KEPT) if keeps else None,
+        prefix_cache=PrefixCache(PREFIX_CACHE_BYTES) if reuses else None,
         sequential_verify=args.sequential_verify,
         kv_bits=args.kv_bits,
         quantized_kv_start=args.quantized_kv_start,
     )
 
 
-# --- from generate.command: `lmx generate`: a prompt in, streamed text on stdout, the timings on stderr.
-
-
-__all__ = ["add_arguments", "run"]
-
-
-def run(args: argparse.Namespace) -> int:
-    """Generate; the exit code is 0, or 130 when interrupted.
+def generate(args: argparse.Namespace) -> int:
+    """Generate; the exit code is 0, or 130 after an interrupt.
 
     Raises:
-        UserError: no such model or file, an impossible setting.
+        UserError: the model or a file does not exist, or an option is invalid.
     """
-    check_options(args)
-    text = _text(args)
+    check_generate_arguments(args)
+    text = _read_input(args)
     try:
-        return _run(args, text)
+        return _generate(args, text)
     except KeyboardInterrupt:
         sys.stdout.write("\n")
         return INTERRUPTED
-    except BrokenPipeError:  # as in `| head`: nobody reads on
-        # What is still buffered would raise once more at exit.
+    except BrokenPipeError:  # as in `| head`
+        # Buffered output would raise the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
 
-def _text(args: argparse.Namespace) -> str:
-    """The prompt, or the rows; a chat has neither yet."""
+def _read_input(args: argparse.Namespace) -> str:
+    """The prompt or the content of the input file; empty for a chat."""
     file = args.input_file or args.prompt_file
     if not file:
         return args.prompt or ""
@@ -216,49 +208,47 @@ def _text(args: argparse.Namespace) -> str:
     try:
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"the prompt cannot be read: {error}", place=file) from error
+        raise UserError(f"cannot read the prompt: {error}", place=file) from error
 
 
-def _run(args: argparse.Namespace, text: str) -> int:
+def _generate(args: argparse.Namespace, text: str) -> int:
     from .. import cpu
 
     cpu.enable()
     from ..convert.importers import load_model
     from ..models.checkpoint import model_folder
-    from . import batch_file
-    from .interactive import InteractiveSession, print_json
+    from .batch_file import generate_requests, parse_requests
 
     sampling = sampling_from_args(args)
-    parsed = (
-        batch_file.parse_requests(text, place=args.input_file)
-        if args.input_file
-        else []
-    )
+    requests = parse_requests(text, place=args.input_file) if args.input_file else None
     loaded = load_model(
         model_folder(args.model),
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
         adapter=args.adapter_path,
     )
-    generator = open_generator(args, loaded)
-    asked = {"max_tokens": args.max_tokens, "sampling": sampling, "stop": args.stop}
-    if args.input_file:
-        asked |= {"system": args.system, "raw": args.ignore_chat_template}
-        for found in batch_file.generate_requests(generator, parsed, **asked):
-            print_json(found)
+    generator = make_generator(args, loaded)
+    if requests is not None:
+        for response in generate_requests(
+            generator,
+            requests,
+            max_tokens=args.max_tokens,
+            sampling=sampling,
+            stop=args.stop,
+            system=args.system,
+            ignore_chat_template=args.ignore_chat_template,
+        ):
+            print_json(response)
         return 0
-    talk = InteractiveSession(args, loaded, generator, asked)
-    if args.chat:
-        for line in _lines():
-            talk.info(line)
-    else:
-        talk.info(text)
-    talk.save()
+    session = InteractiveSession(args, loaded, generator, sampling)
+    for prompt in _chat_lines() if args.chat else [text]:
+        session.respond(prompt)
+    session.save()
     return 0
 
 
-def _lines():
-    """Lines of standard input up to /exit; on a terminal they are asked for."""
+def _chat_lines() -> Iterator[str]:
+    """Lines of standard input up to /exit; a terminal gets an input prompt."""
     while True:
         if sys.stdin.isatty():
             sys.stderr.write("> ")
@@ -268,3 +258,167 @@ def _lines():
             return
         if line.strip():
             yield line.rstrip("\n")
+
+
+class InteractiveSession:
+    """Prompts in sequence: a single one, or the turns of a chat."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        loaded: "LoadedModel",
+        generator: "Generator",
+        sampling: "Sampling",
+    ):
+        self._args, self._loaded = args, loaded
+        self._generator, self._sampling = generator, sampling
+        self._messages: list[dict[str, str]] = []
+        if args.prompt_cache_file:
+            self._load()
+        if args.system is not None and not self._messages:
+            self._messages = [{"role": "system", "content": args.system}]
+
+    def respond(self, text: str) -> None:
+        """Generate the response to one prompt and print it."""
+        prompt = self._encode(text)
+        if self._args.draft_model and not self._generator.make_proposer:
+            self._set_draft(prompt)
+        result = self._generator.generate(
+            prompt,
+            max_tokens=self._args.max_tokens,
+            sampling=self._sampling,
+            stop=self._args.stop,
+            on_token=(lambda _: None) if self._args.json else write_token,
+        )
+        self._messages.append({"role": "assistant", "content": result.text})
+        self._report(prompt, result)
+
+    def save(self) -> None:
+        """Save the KV cache if `--save-prompt-cache` is given."""
+        if not self._args.save_prompt_cache:
+            return
+        from ..generation.prefix_cache import save_prompt_cache
+
+        latest = self._generator.prefix_cache.most_recent(self._generator.new_cache)
+        if not latest:
+            raise UserError("no prompt was processed, so there is no cache to save")
+        cache, tokens = latest
+        save_prompt_cache(
+            cache,
+            Path(self._args.save_prompt_cache).expanduser(),
+            digest=self._digest(),
+            tokens=tokens,
+            messages=self._messages if self._args.chat else [],
+        )
+
+    def _load(self) -> None:
+        from ..generation import prefix_cache
+
+        folder = Path(self._args.prompt_cache_file).expanduser()
+        cache = self._generator.new_cache()
+        tokens = prefix_cache.load_prompt_cache(cache, folder, digest=self._digest())
+        self._generator.prefix_cache.insert(tokens, cache)
+        if self._args.chat:
+            self._messages = prefix_cache.load_messages(folder)
+
+    def _digest(self) -> str:
+        from ..models.checkpoint import quick_digest
+
+        adapter = self._args.adapter_path
+        return quick_digest(
+            self._loaded.path, Path(adapter).expanduser() if adapter else None
+        )
+
+    def _encode(self, text: str) -> list[int]:
+        if self._args.ignore_chat_template:
+            return self._generator.encode_text(text)
+        self._messages.append({"role": "user", "content": text})
+        return self._generator.encode_chat(self._messages)
+
+    def _set_draft(self, prompt: list[int]) -> None:
+        from ..convert.importers import load_model
+        from ..generation.speculative.factory import (
+            draft_length_controller,
+            proposer_factory,
+        )
+
+        args, generator = self._args, self._generator
+        generator.make_proposer = proposer_factory(
+            args.draft_model,
+            self._loaded,
+            prompt,
+            load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
+        )
+        if generator.make_proposer is None:
+            sys.stderr.write(
+                "no speed-up from drafting on this machine; using standard decoding\n"
+            )
+        generator.draft_length = draft_length_controller(args.num_draft_tokens)
+
+    def _report(self, prompt: list[int], result: "GenerationResult") -> None:
+        import mlx.core as mx
+
+        stats = {"peak_memory_gb": mx.get_peak_memory() / 1e9}
+        if speculation := self._generator.speculative_stats:
+            stats["speculation"] = speculation.to_json()
+        if self._args.check_parity:
+            from ..generation.speculative.parity import check_parity
+
+            cache = self._generator.new_cache()
+            report = check_parity(cache, prompt, result.tokens, self._sampling)
+            stats["parity"] = report.to_json()
+        if self._args.json:
+            print_json(asdict(result) | stats)
+            return
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        if not self._args.chat:
+            sys.stderr.write(summary(result, stats) + "\n")
+
+
+def summary(result: "GenerationResult", stats: dict) -> str:
+    """One or two lines of statistics."""
+    parts = [f"{result.prompt_tokens} prompt tokens"]
+    if result.ttft_ms is not None:
+        parts.append(f"TTFT {result.ttft_ms:.0f} ms")
+    for name in ("prefill", "decode"):
+        rate = getattr(result, f"{name}_tokens_per_second")
+        if rate is not None:
+            parts.append(f"{name} {rate:.1f} tokens/s")
+    speculation = stats.get("speculation", {})
+    for name, form in {
+        "acceptance_rate": "acceptance rate {:.0%}",
+        "accepted_length": "accepted length {:.2f}",
+        "speedup": "{:.2f}x the speed of standard decoding",
+    }.items():
+        if speculation.get(name) is not None:
+            parts.append(form.format(speculation[name]))
+    parts.append(f"peak memory {stats['peak_memory_gb']:.2f} GB")
+    text = ", ".join(parts)
+    return f"{text}\n{parity_line(stats['parity'])}" if "parity" in stats else text
+
+
+def parity_line(report: dict) -> str:
+    """The comparison with standard decoding as one sentence."""
+    text = (
+        f"{report['mismatches']} of {report['tokens']} tokens differ from standard "
+        f"decoding ({report['mismatches_per_1000']:.2f} per 1,000)"
+    )
+    if first := report["first_mismatch"]:
+        text += (
+            f"; the first at {first['position']}: {first['token']} instead of "
+            f"{first['expected']}, margin {first['margin']:.4f}"
+        )
+    return text + ("" if report["all_from_rounding"] else ": MORE THAN ROUNDING")
+
+
+def write_token(response: "GenerationResponse") -> None:
+    """Write the text of a token to stdout without delay."""
+    sys.stdout.write(response.text)
+    sys.stdout.flush()
+
+
+def print_json(record: dict) -> None:
+    """Write one JSON line to stdout without delay."""
+    sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
+    sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Every key of a recipe as the schema has it: where it stands, its values, meaning."""
+"""`lmx schema` and `lmx-train --list`: the recipe schema, methods and formats."""
 
 import argparse
 import json
@@ -7,6 +7,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -14,18 +15,31 @@ from pydantic.fields import FieldInfo
 
 from ..config.base import ConfigModel
 from ..config.messages import fields, nearest, sections
-from ..config.schema import Recipe
+from ..config.schema import Recipe, StageEntry
 from ..errors import UserError
 
+WIDTH = 88
+HEAD = """\
+# Recipe reference
+
+Generated from the schema by `lmx schema --markdown`. `lmx schema adapter` shows one
+block.
+
+A heading is the address of a block. With the name of a key it is an override:
+`lmx-train recipe.yaml stages.train.adapter.rank=8` sets `rank` in
+`stages.train.adapter`. In a recipe, every stage is an entry of the list `stages`, as in
+`- train:`. The default `absent` means that the key is not set. Any other key is an
+error; its message suggests the nearest key.
+"""
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-# A mapping whose keys are the user's own.
-OWN = "<pattern>"
+# Stands for the keys of a mapping, which the user chooses.
+PATTERN = "<pattern>"
 
 
 @dataclass(frozen=True)
 class KeyReference:
-    """A key: what it takes, what it is when left out, and what it means."""
+    """A key: its accepted values, default and meaning, as text."""
 
     name: str
     values: str
@@ -38,9 +52,9 @@ class BlockReference:
     """A block of keys.
 
     Attributes:
-        address: how an argument names it, as "stages.train.adapter"; "" = the top.
-        only: of which choice these keys are, as "method: gptq"; "" = of all.
-        keys: none where the meaning names another block that has the same.
+        address: dotted path, e.g. "stages.train.adapter"; "" = the top level.
+        only: the variant with these keys, e.g. "method: gptq"; "" = all variants.
+        keys: empty if `meaning` refers to another block with the same keys.
     """
 
     address: str
@@ -50,73 +64,77 @@ class BlockReference:
 
     @property
     def title(self) -> str:
-        """The address, and the choice that the keys belong to."""
+        """The address and the variant."""
         return ", ".join(filter(None, [self.address or "top level", self.only]))
 
 
 def blocks() -> list[BlockReference]:
-    """All blocks of the language, a block's own before those inside it."""
+    """All blocks of the schema, each before its inner blocks."""
     return list(_walk("", [Recipe], {}))
 
 
 def _walk(
-    address: str, choices: list[type[ConfigModel]], told: dict
+    address: str, variants: list[type[ConfigModel]], seen: dict
 ) -> Iterator[BlockReference]:
-    """The blocks at an address, whose keys are those of one of `choices`."""
-    name = frozenset(choices)
-    if name in told:
-        yield BlockReference(address, f"The keys of `{told[name]}`.")
+    """The blocks at an address that holds one of `variants`, and their inner blocks.
+
+    Args:
+        seen: address by variants, of blocks that were yielded before.
+    """
+    name = frozenset(variants)
+    if name in seen:
+        yield BlockReference(address, f"The keys of `{seen[name]}`.")
         return
-    told[name] = address
-    parts = [fields(section) for section in choices]
+    seen[name] = address
+    keys_of = [fields(variant) for variant in variants]
     common = {
         key: info
-        for key, info in parts[0].items()
-        if all(_same(info, part.get(key)) for part in parts)
+        for key, info in keys_of[0].items()
+        if all(_is_same_field(info, keys.get(key)) for keys in keys_of)
     }
-    yield BlockReference(address, _meaning(choices), "", _keys(common))
+    meaning = _one_line(variants[0].__doc__)
+    if len(variants) > 1:
+        meaning = "Keys that all variants below have."
+    yield BlockReference(address, meaning, "", _key_references(common))
     inner = dict(common)
-    for section, part in zip(choices, parts, strict=True):
-        if own := {key: info for key, info in part.items() if key not in common}:
-            inner |= own
-            tag, word = _tag(own)
-            rest = {key: info for key, info in own.items() if key != tag}
-            only = f"{tag}: {word}"
-            yield BlockReference(address, _line(section.__doc__), only, _keys(rest))
+    for variant, keys in zip(variants, keys_of, strict=True):
+        extra = {key: info for key, info in keys.items() if key not in common}
+        if not extra:
+            continue
+        inner |= extra
+        tag, value = _discriminator(extra)
+        meaning, only = _one_line(variant.__doc__), f"{tag}: {value}"
+        del extra[tag]
+        yield BlockReference(address, meaning, only, _key_references(extra))
     for key, info in inner.items():
-        if found := sections(info.annotation):
-            step = f"{key}.{OWN}" if get_origin(info.annotation) is dict else key
-            yield from _walk(f"{address}.{step}".lstrip("."), found, told)
+        if below := sections(info.annotation):
+            step = f"{key}.{PATTERN}" if get_origin(info.annotation) is dict else key
+            yield from _walk(f"{address}.{step}".lstrip("."), below, seen)
 
 
-def _same(one: FieldInfo, other: FieldInfo | None) -> bool:
+def _is_same_field(one: FieldInfo, other: FieldInfo | None) -> bool:
     names = ("annotation", "default", "description", "metadata")
     return other is not None and all(
         getattr(one, name) == getattr(other, name) for name in names
     )
 
 
-def _tag(own: dict[str, FieldInfo]) -> tuple[str, str]:
-    """The key that chooses between the blocks of a place, and its value here."""
-    words = {key: get_args(info.annotation) for key, info in own.items()}
-    return next((key, found[0]) for key, found in words.items() if len(found) == 1)
-
-
-def _meaning(choices: list[type[ConfigModel]]) -> str:
-    """What a block is; of several choices, each says it of itself."""
-    if len(choices) > 1:
-        return "Keys that all choices below have."
-    return _line(choices[0].__doc__)
-
-
-def _keys(found: dict[str, FieldInfo]) -> tuple[KeyReference, ...]:
-    return tuple(
-        KeyReference(name, _values(info), _default(info), _line(info.description))
-        for name, info in found.items()
+def _discriminator(keys: dict[str, FieldInfo]) -> tuple[str, str]:
+    """The key with one literal value, which selects the variant, and this value."""
+    values = {key: get_args(info.annotation) for key, info in keys.items()}
+    return next(
+        (key, literal[0]) for key, literal in values.items() if len(literal) == 1
     )
 
 
-def _line(text: str | None) -> str:
+def _key_references(keys: dict[str, FieldInfo]) -> tuple[KeyReference, ...]:
+    return tuple(
+        KeyReference(name, _values(info), _default(info), _one_line(info.description))
+        for name, info in keys.items()
+    )
+
+
+def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
@@ -131,121 +149,111 @@ def _default(info: FieldInfo) -> str:
 
 
 def _values(info: FieldInfo) -> str:
-    """What a key takes, in words; that null is allowed where it is the default, too,
-    goes without saying."""
-    told = _told(info.annotation, info.metadata)
+    """Accepted values as text, without null where it is the default."""
+    values = _alternatives(info.annotation, info.metadata)
     return ", or ".join(
-        part for part in told if part != "null" or info.default is not None
+        value for value in values if value != "null" or info.default is not None
     )
 
 
-def _told(annotation: Any, limits: list = ()) -> list[str]:
-    """The alternatives of a type, each in words."""
+def _alternatives(annotation: Any, limits: list = ()) -> list[str]:
+    """The alternatives of a type, each as text."""
     origin, inside = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _told(inside[0], [*_flat(inside[1:]), *limits])
+        return _alternatives(inside[0], [*_flat(inside[1:]), *limits])
     if origin in (Union, UnionType):
-        return list(dict.fromkeys(t for part in inside for t in _told(part, limits)))
+        return list(
+            dict.fromkeys(t for part in inside for t in _alternatives(part, limits))
+        )
     if origin is Literal:
-        return [", ".join(json.dumps(word).strip('"') for word in inside)]
+        return [", ".join(json.dumps(value).strip('"') for value in inside)]
     if origin is list:
-        return [f"list of {' or '.join(_told(inside[0]))}"]
+        return [f"list of {' or '.join(_alternatives(inside[0]))}"]
     if origin is dict:
-        return [f"mapping of {_plain(inside[0])} to {' or '.join(_told(inside[1]))}"]
+        values = " or ".join(_alternatives(inside[1]))
+        return [f"mapping of {_type_name(inside[0])} to {values}"]
     if annotation is NoneType:
         return ["null"]
-    return [_plain(annotation) + _limits(limits)]
+    return [_type_name(annotation) + _limits(limits)]
 
 
-def _plain(kind: type) -> str:
+def _type_name(kind: type) -> str:
     return "block" if issubclass(kind, ConfigModel) else KINDS[kind]
 
 
 def _flat(metadata: tuple) -> Iterator:
-    """Limits of a type, also those that a `Field` holds."""
+    """Limits of a type, including those inside a `Field`."""
     for item in metadata:
         yield from item.metadata if isinstance(item, FieldInfo) else (item,)
 
 
 def _limits(metadata: list) -> str:
-    found = [
+    limits = [
         f"{sign} {getattr(item, name):g}"
         for item in metadata
         for name, sign in LIMITS.items()
         if isinstance(getattr(item, name, None), int | float)
     ]
-    return f" {', '.join(found)}" if found else ""
+    return f" {', '.join(limits)}" if limits else ""
 
 
-# --- from recipe.keys: `lmx keys`: what a recipe may say, told from the schema.
-
-
-WIDTH = 88
-HEAD = """\
-# Every key of a recipe
-
-Made from the schema by `lmx keys --markdown`; `lmx keys adapter` shows a part of it.
-
-A heading is the address of a block. With a key behind it, it is the name of an
-argument: `rank` below `stages.train.adapter` is
-`lmx-train recipe.yaml stages.train.adapter.rank=8`. In a recipe every stage is an entry
-of the list `stages`, as `- train:`. Absent is a key that is left out. Any other key is
-an error, with the nearest one as a hint.
-"""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
-    parser.description = "Show the keys of a recipe: values, defaults and meaning."
+def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx schema`."""
+    parser.description = "Show the keys of a recipe with their values and defaults."
     parser.add_argument(
-        "name", nargs="?", help="a block or a key, as train, adapter or adapter.rank"
+        "name", nargs="?", help="a block or a key, e.g. train, adapter or adapter.rank"
     )
-    parser.add_argument("--markdown", action="store_true", help="all of it as a page")
+    parser.add_argument("--markdown", action="store_true", help="print docs/recipes.md")
+    parser.add_argument(
+        "--json", action="store_true", help="print the JSON Schema, e.g. for an editor"
+    )
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Print the blocks, or a part; returns the exit code.
+def schema(arguments: argparse.Namespace) -> int:
+    """Print the blocks, or one of them; returns the exit code.
 
     Raises:
-        UserError: nothing has this name.
+        UserError: no block or key has this name.
     """
-    if arguments.markdown:
+    if arguments.json:
+        text = json.dumps(Recipe.model_json_schema(), indent=2) + "\n"
+    elif arguments.markdown:
         text = markdown()
     elif arguments.name:
         text = "\n".join(map(_block_text, _named(arguments.name)))
     else:
         lines = [f"  {block.title:<44}{block.meaning}"[:WIDTH] for block in blocks()]
-        text = "\n".join(["blocks, each shown by `lmx keys NAME`:", *lines, ""])
+        text = "\n".join(["blocks, each shown by `lmx schema NAME`:", *lines, ""])
     sys.stdout.write(text)
     return 0
 
 
 def markdown() -> str:
-    """The whole language as a page."""
+    """The whole schema as a page."""
     return "\n".join([HEAD, *map(_section, blocks())])
 
 
 def _named(name: str) -> list[BlockReference]:
-    """The blocks of this name, else those that have such a key, with it alone."""
+    """The blocks of this name; else the blocks with such a key, and only this key."""
     every, end = blocks(), f".{name}"
-    if found := [b for b in every if f".{b.address}".endswith(end)]:
-        return found
-    found = [
+    if matches := [b for b in every if f".{b.address}".endswith(end)]:
+        return matches
+    matches = [
         BlockReference(block.address, "", block.only, (key,))
         for block in every
         for key in block.keys
         if f".{block.address}.{key.name}".endswith(end)
     ]
-    if not found:
+    if not matches:
         names = {b.address.rpartition(".")[2] for b in every}
         names |= {key.name for block in every for key in block.keys}
         hint = nearest(name, sorted(names - {""}))
-        raise UserError(f"nothing in a recipe is called '{name}'", hint=hint)
-    return found
+        raise UserError(f"a recipe has no block or key '{name}'", hint=hint)
+    return matches
 
 
 def _block_text(block: BlockReference) -> str:
-    """A block for the terminal."""
+    """A block as text for the terminal."""
     lines = [block.title, *_wrapped(block.meaning, 2)]
     for key in block.keys:
         lines += ["", *_wrapped(f"{key.name}: {key.values}; {_default_text(key)}", 2)]
@@ -263,7 +271,7 @@ def _wrapped(text: str, indent: int) -> list[str]:
 
 
 def _section(block: BlockReference) -> str:
-    """A block as a part of the page."""
+    """A block as a section of the page."""
     if block.only:
         title = f"### `{block.address}`, `{block.only}`"
     else:
@@ -281,8 +289,44 @@ def _section(block: BlockReference) -> str:
 
 
 def _escaped(text: str) -> str:
-    """As markdown in a table: bars are escaped, and outside of code marks, too."""
+    """Escape bars, and outside of code spans also < and *."""
     parts = re.split("(`[^`]*`)", text.replace("|", r"\|"))
     return "".join(
         p if p.startswith("`") else re.sub("([<*])", r"\\\1", p) for p in parts
     )
+
+
+def listing() -> str:
+    """Bundled recipes with their first comment; stages, methods, formats, trackers."""
+    from ..config.bundled import bundled_recipes
+    from ..convert.exporters.registry import FORMATS
+    from ..quantization.ptq import awq, gptq, rtn
+    from ..run import wandb_tracker
+
+    methods = {"rtn": rtn, "gptq": gptq, "awq": awq}
+    stages = {kind: info.description for kind, info in fields(StageEntry).items()}
+    recipes = {name: _first_comment(path) for name, path in bundled_recipes().items()}
+    return "\n\n".join(
+        [
+            _list("recipes", recipes),
+            _list("stages", stages),
+            _list("quantization methods", _summaries(methods)),
+            _list("export formats", _summaries(FORMATS)),
+            _list("trackers", _summaries({"wandb": wandb_tracker})),
+        ]
+    )
+
+
+def _summaries(modules: dict) -> dict[str, str]:
+    return {name: module.__doc__.splitlines()[0] for name, module in modules.items()}
+
+
+def _first_comment(path: Path) -> str:
+    lines = path.read_text("utf-8").splitlines()
+    return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
+
+
+def _list(title: str, items: dict[str, str]) -> str:
+    width = max(map(len, items), default=0)
+    lines = [f"  {name:<{width}}  {about}" for name, about in items.items()]
+    return "\n".join([f"{title}:", *lines])

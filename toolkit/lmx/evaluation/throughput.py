@@ -77,7 +77,7 @@ def run_benchmark(
         tokens: the text that prompts are cut from.
 
     Yields:
-        `prompt`, `rows`, `column`, `ttft_ms`, `prefill_tokens_per_second`
+        `prompt_tokens`, `batch_size`, `decoder`, `ttft_ms`, `prefill_tokens_per_second`
         and `decode_tokens_per_second` (each {p50, p90, p99}), `peak_memory_gb`,
         `speedup` over the first column and, with a proposer, `acceptance_rate`,
         `accepted_length` and perhaps `parity`.
@@ -92,7 +92,8 @@ def run_benchmark(
                     column.run(texts, plan.tokens, counts=number > 0)
             for column in measured:
                 figures = column.figures(measured[0], exactly=plan.check_parity)
-                yield {"prompt": length, "rows": rows, "column": column.name} | figures
+                case = {"prompt_tokens": length, "batch_size": rows}
+                yield case | {"decoder": column.name} | figures
 
 
 class BenchmarkArm:

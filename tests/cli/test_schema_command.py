@@ -1,5 +1,6 @@
 """`lmx schema`: what a recipe may say, as the schema says it."""
 
+import json
 from typing import Annotated, Literal
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_schema_is_told(whole):
                 KeyReference("named", "mapping of text to block", "{}", "By pattern."),
             ),
         ),
-        BlockReference("choice", "Keys that all choices below have.", keys=(inner,)),
+        BlockReference("choice", "Keys that all variants below have.", keys=(inner,)),
         BlockReference("choice", "The first choice.", "kind: one"),
         BlockReference("choice", "The second choice.", "kind: two", (most,)),
         BlockReference("choice.inner", "A block inside.", keys=(share,)),
@@ -105,3 +106,10 @@ def test_a_block_a_key_and_all_are_shown(capsys):
 def test_a_name_that_nothing_has_is_an_error_with_the_nearest(capsys):
     assert main.main(["schema", "learning_rte"]) == 2
     assert "did you mean 'learning_rate'?" in capsys.readouterr().err
+
+
+def test_json_schema_has_every_key_with_its_description(capsys):
+    found = json.loads(printed(capsys, "--json"))
+    assert found["properties"].keys() >= {"model", "data", "stages"}
+    rank = found["$defs"]["LoRAConfig"]["properties"]["rank"]
+    assert rank["description"] == "Rank of the update."

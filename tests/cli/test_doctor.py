@@ -10,11 +10,11 @@ from lmx.evaluation import memory_bandwidth
 @pytest.fixture
 def told(monkeypatch, capsys):
     """What doctor prints, by label, on a small job instead of a long one."""
-    monkeypatch.setattr(doctor, "SIDE", 64)
+    monkeypatch.setattr(doctor, "MATMUL_SIZE", 64)
     monkeypatch.setattr(memory_bandwidth, "COPIED_BYTES", 1 << 12)
 
     def run():
-        assert doctor.run() == 0
+        assert doctor.doctor(None) == 0
         lines = capsys.readouterr().out.splitlines()
         return {line[:18].strip(): line[18:] for line in lines}
 
@@ -36,8 +36,8 @@ def test_everything_is_told(told, monkeypatch, tmp_path):
     assert found["CPU functions"] == "MLX's own"
     assert "BLAS file" not in found
     assert float(found["memory"].split()[0]) > 0
-    assert "GFLOP/s" in found["matrix products"]
-    assert "GB/s" in found["memory traffic"]
+    assert "GFLOP/s" in found["matmul"]
+    assert "GB/s" in found["memory bandwidth"]
     assert found["cache"] == f"{tmp_path / 'none'}, 0.0 MB"
 
 
@@ -67,7 +67,7 @@ def test_the_token_is_never_printed(told, monkeypatch, tmp_path):
 
 def test_a_cuda_library_under_the_cpu_one_is_told(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: "0.32.4")
-    assert doctor._covered(on_gpu=True) == []
-    assert "--force-reinstall --no-deps mlx-cuda-12" in doctor._covered(False)[0][1]
+    assert doctor._unused_cuda(on_gpu=True) == []
+    assert "--force-reinstall --no-deps mlx-cuda-12" in doctor._unused_cuda(False)[0][1]
     monkeypatch.setattr(doctor, "_version", lambda name: "not installed")
-    assert doctor._covered(on_gpu=False) == []
+    assert doctor._unused_cuda(on_gpu=False) == []

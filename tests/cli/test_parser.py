@@ -1,0 +1,61 @@
+"""Options and verbs of other tools and of earlier versions get a hint."""
+
+import pytest
+from lmx.cli import main, parser
+
+
+@pytest.mark.parametrize(
+    ("argv", "hints"),
+    [
+        (["train", "r", "--check"], ["--check is called --dry-run here"]),
+        (
+            ["train", "r", "--fresh", "--force"],
+            [
+                "--fresh is called --restart here",
+                "--force is called --ignore-limits here",
+            ],
+        ),
+        (["keys"], ["keys is called schema here"]),
+        (["import", "a", "b"], ["import is called convert here"]),
+        (
+            ["generate", "m", "--prompt", "x", "--raw", "--adapter=a", "--draft", "b"],
+            [
+                "--raw is called --ignore-chat-template here",
+                "--adapter is called --adapter-path here",
+                "--draft is called --draft-model here",
+            ],
+        ),
+        # argparse names only the missing group; the hint is about --batch-file.
+        (
+            ["generate", "m", "--batch-file", "x"],
+            ["--batch-file is called --input-file here"],
+        ),
+        (["bench", "m", "--against", "x"], ["--against is called --compare here"]),
+        (["generate", "m", "--max_new_tokens", "5"], ["called --max-tokens here"]),
+    ],
+)
+def test_known_option_gets_the_name_here(argv, hints, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main.main(argv)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert all(f"hint: {hint}" in error or hint in error for hint in hints)
+
+
+def test_unknown_option_gets_no_hint(capsys):
+    with pytest.raises(SystemExit):
+        main.main(["train", "recipe", "--no-such-option"])
+    assert "hint" not in capsys.readouterr().err
+
+
+def test_hints_name_options_that_exist():
+    help_texts = []
+    for verb in main.VERBS:
+        arguments = parser.HintingParser(prog=verb)
+        if verb != "train":
+            main.add_arguments(verb, arguments)
+            help_texts.append(arguments.format_help())
+    known = " ".join([*help_texts, "--dry-run --restart --ignore-limits", *main.VERBS])
+    for name, target in parser.KNOWN.items():
+        if not target.startswith(("mlx_lm", "the recipe")):
+            assert all(word in known for word in target.split()), name

@@ -1,0 +1,61 @@
+"""An argument parser that knows option names of other tools and earlier versions."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+# Option or verb: its name here.
+KNOWN = {
+    "keys": "schema",
+    "import": "convert",
+    "finetune": "train",
+    "chat": "generate --chat",
+    "server": "mlx_lm.server",
+    "--check": "--dry-run",
+    "--fresh": "--restart",
+    "--overwrite": "--restart",
+    "--force": "--ignore-limits",
+    "--raw": "--ignore-chat-template",
+    "--adapter": "--adapter-path",
+    "--lora": "--adapter-path",
+    "--kv-start": "--quantized-kv-start",
+    "--draft": "--draft-model",
+    "--speculative-model": "--draft-model",
+    "--draft-tokens": "--num-draft-tokens",
+    "--num-speculative-tokens": "--num-draft-tokens",
+    "--exact-verify": "--check-parity",
+    "--one-by-one": "--sequential-verify",
+    "--batch-file": "--input-file",
+    "--save-session": "--save-prompt-cache",
+    "--load-session": "--prompt-cache-file",
+    "--temp": "--temperature",
+    "--system-prompt": "--system",
+    "--max-new-tokens": "--max-tokens",
+    "--against": "--compare",
+    "--text": "--corpus",
+    "--config": "the recipe without an option",
+}
+
+
+class HintingParser(argparse.ArgumentParser):
+    """A parser without abbreviations, whose errors hint at the right option."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace=None):
+        """As in argparse; keeps the words for the hints of an error."""
+        self._words = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the usage, the message and a hint per known name; exit with 2."""
+        words = [word.partition("=")[0].replace("_", "-") for word in self._words]
+        known = self._option_string_actions
+        hints = [
+            f"\n    hint: {word} is called {KNOWN[word]} here"
+            for word in dict.fromkeys(words)
+            if word in KNOWN and word not in known
+        ]
+        super().error(message + "".join(hints))

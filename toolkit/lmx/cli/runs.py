@@ -1,0 +1,95 @@
+"""`lmx report`, `lmx compare` and `lmx push`: what to do with finished runs."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ..run.compare import RunSummary, figures_table, read_runs, recipe_table
+from ..run.fs import write_atomic
+from ..run.html.comparison import comparison
+from ..run.html.page import write_page
+from ..run.logger import RunLogger
+
+METRICS_TITLE = "metrics of the last model of every run, and the change from run 1"
+RECIPES_TITLE = "recipe values that differ"
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx report`."""
+    parser.description = (
+        "Write report.html of a run again, from the files in its folder."
+    )
+    parser.add_argument("run", type=Path, help="run directory, e.g. exports/qat_4bit")
+
+
+def report(arguments: argparse.Namespace) -> int:
+    """Write the page and print its path; returns the exit code."""
+    sys.stdout.write(f"{write_page(arguments.run)}\n")
+    return 0
+
+
+def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx compare`."""
+    parser.description = "Compare the metrics and recipes of runs."
+    parser.add_argument(
+        "run", nargs="+", type=Path, help="run directory or report.json"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Print the tables; returns the exit code."""
+    runs = read_runs(arguments.run)
+    if arguments.html:
+        write_atomic(arguments.html, comparison(runs))
+    if arguments.json:
+        sys.stdout.write(json.dumps(_to_json(runs), indent=2) + "\n")
+        return 0
+    logger = RunLogger(None)
+    logger.table(METRICS_TITLE, *figures_table(runs))
+    columns, rows = recipe_table(runs)
+    if rows:
+        logger.info("")
+        logger.table(RECIPES_TITLE, columns, rows)
+    if arguments.html:
+        logger.info(str(arguments.html))
+    return 0
+
+
+def add_push_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx push`."""
+    parser.description = "Upload a model to the Hugging Face Hub."
+    parser.add_argument(
+        "folder", metavar="FOLDER", help="model folder or run directory"
+    )
+    parser.add_argument(
+        "name", metavar="USER/NAME", help="Hub repository, created if necessary"
+    )
+    parser.add_argument("--public", action="store_true", help="create it as public")
+
+
+def push(arguments: argparse.Namespace) -> int:
+    """Upload; the exit code is 0.
+
+    Raises:
+        UserError: the folder has no valid model, or the upload fails.
+    """
+    from ..convert.exporters import hub
+    from ..models.checkpoint import model_folder
+
+    folder = Path(model_folder(arguments.folder)).expanduser()
+    logger = RunLogger(None)
+    hub.push(folder, arguments.name, private=not arguments.public, info=logger.info)
+    return 0
+
+
+def _to_json(runs: list[RunSummary]) -> dict:
+    columns, rows = recipe_table(runs)
+    return {
+        "runs": [run.to_json() for run in runs],
+        "differences": {
+            key: dict(zip(columns[1:], values, strict=True)) for key, *values in rows
+        },
+    }
