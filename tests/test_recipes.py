@@ -1,4 +1,4 @@
-"""Every shipped recipe runs, at settings that take seconds."""
+"""Every included recipe runs, with settings that take seconds."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ SMALL = {
         "batch_tokens=512",
         "benchmark={num_prompts: 2, max_tokens: 12}",
     ],
-    # Of the 48 tokens that a model has to answer, one that knows nothing needs all.
+    # An untrained model generates the maximum of 48 tokens per example.
     "evaluate": [
         "num_tokens=200",
         "exact_match_samples=2",
@@ -29,20 +29,23 @@ SMALL = {
     ],
 }
 GPTQ = [
-    f"calibration.{v}"
-    for v in ("num_tokens=1024", "max_seq_length=128", "num_eval_tokens=256")
+    "calibration.num_tokens=1024",
+    "calibration.max_seq_length=128",
+    "calibration.num_eval_tokens=256",
+    "refine_iters=1",
 ]
-GPTQ.append("refine_iters=1")
-TUNE = [
-    f"scale_tuning.{v}" for v in ("steps=2", "batch_tokens=256", "learning_rate=1e-3")
+SCALE_TUNING = [
+    "scale_tuning.steps=2",
+    "scale_tuning.batch_tokens=256",
+    "scale_tuning.learning_rate=1e-3",
 ]
 BATCH = {"batch_size": "batch_size=4", "batch_tokens": "batch_tokens=256"}
 
 
-def shortened(path: Path) -> list[str]:
-    """Arguments that make a recipe small, by the keys it has."""
+def small_settings(path: Path) -> list[str]:
+    """Overrides that make a recipe small, for the keys that it has."""
     recipe = yaml.safe_load(path.read_text())
-    arguments = ["data.max_samples=40"]
+    overrides = ["data.max_samples=40"]
     stages, bits = [next(iter(stage.items())) for stage in recipe["stages"]], None
     for number, (kind, block) in enumerate(stages, 1):
         settings = [*SMALL.get(kind, [])]
@@ -51,49 +54,49 @@ def shortened(path: Path) -> list[str]:
             settings += ["steps=2"] if "steps" in block else ["epochs=0.01"]
         if kind == "quantize" and block["method"] == "gptq":
             settings, bits = settings + GPTQ, block.get("bits", 4)
-            # The compiling of one tuning is enough.
+            # One recipe with scale tuning is enough to compile it.
             if path.stem == "ptq_4bit":
                 settings.append("scale_tuning=false")
             elif block.get("scale_tuning") is not False:
-                settings += TUNE
+                settings += SCALE_TUNING
         if "mixed_precision" in (block or {}):
             settings += [
                 "mixed_precision.candidate_bits=[2, 3, 5]",
                 "mixed_precision.candidate_group_sizes=[128]",
             ]
         if kind == "evaluate" and bits:
-            # Of two bits, two steps make nothing good.
-            settings.append(
-                f"thresholds.max_perplexity_ratio={30 if bits == 2 else 1.5}"
-            )
-        arguments += [f"stages.{number}.{kind}.{setting}" for setting in settings]
+            # Two steps do not make a good 2-bit model.
+            ratio = 30 if bits == 2 else 1.5
+            settings.append(f"thresholds.max_perplexity_ratio={ratio}")
+        overrides += [f"stages.{number}.{kind}.{setting}" for setting in settings]
     if "from_scratch" in recipe["model"]:
-        arguments += [
+        overrides += [
             "model.from_scratch.num_hidden_layers=1",
             "model.from_scratch.vocab_size=512",
+            "data.max_seq_length=64",
         ]
-        arguments.append("data.max_seq_length=64")
-    return arguments
+    return overrides
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def small_base(tmp_path_factory):
     return write_small_base(tmp_path_factory.mktemp("small") / "model")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_shipped_recipe_runs(path, small, tmp_path, capsys):
-    arguments = [*shortened(path), f"output={tmp_path / 'run'}"]
+def test_recipe_runs(path, small_base, tmp_path, capsys):
+    overrides = [*small_settings(path), f"output={tmp_path / 'run'}"]
     if "from_scratch:" not in path.read_text():
-        arguments.append(f"model={small}")
-    assert train([str(path), *arguments]) == 0, capsys.readouterr().err
+        overrides.append(f"model={small_base}")
+    assert train([str(path), *overrides]) == 0, capsys.readouterr().err
     report = json.loads((tmp_path / "run/report.json").read_text())
-    names = {"base", "fine-tuned", "quantized"} - (
-        {"fine-tuned"} if "ptq" in path.stem else set()
-    )
+    names = {"base", "fine-tuned", "quantized"}
+    if "ptq" in path.stem:
+        names.remove("fine-tuned")
     assert report["models"].keys() <= names
     assert report["models"]
-    assert all(gate["passed"] for gate in report["thresholds"])
+    assert all(threshold["passed"] for threshold in report["thresholds"])
     assert (tmp_path / "run/model/config.json").is_file()
     if "- draft:" in path.read_text():
         draft = json.loads((tmp_path / "run/draft/draft.json").read_text())
@@ -101,8 +104,9 @@ def test_a_shipped_recipe_runs(path, small, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_shipped_recipe_is_short_and_says_what_it_is(path):
-    lines = path.read_text().splitlines()
+def test_recipe_is_short_and_described(path):
+    text = path.read_text()
+    lines = text.splitlines()
     assert len(lines) <= 40
     assert lines[0].startswith("# ")
-    assert "Qwen/Qwen3-0.6B" in path.read_text() or "from_scratch:" in path.read_text()
+    assert "Qwen/Qwen3-0.6B" in text or "from_scratch:" in text
