@@ -212,7 +212,7 @@ def test_other_answers_to_the_prompts_predict_the_rounds():
     )
     # The last token of an answer may be no round's.
     said = sum(len(found) - 1 for _, found in pairs)
-    measured = said / (rounds.rounds + rounds.plain)
+    measured = said / (rounds.rounds + rounds.standard_tokens)
     assert curve[guesses - 1] == pytest.approx(measured, rel=0.05)
     shared = [shares(target, draft, text.prompt, text.tokens) for text in texts]
     whole = predict_accepted_length(shared, guesses)

@@ -45,7 +45,7 @@ def test_speculation_is_counted_over_all_prompts_but_the_warm_up():
             self.speculative_stats = SpeculativeStats()
             n = len(self.asked) - 1
             for stood in (min(n, 2), max(0, n - 2)):
-                self.speculative_stats.add(2, stood)
+                self.speculative_stats.add_round(2, stood)
             return done
 
     generator = Guessing()

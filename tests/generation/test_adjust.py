@@ -59,10 +59,10 @@ def test_all_together_by_numpy():
         presence_penalty=0.3,
         frequency_penalty=0.2,
         logit_bias=((4, 1.0),),
-        allowed=(0, 1, 2, 4),
+        allowed_tokens=(0, 1, 2, 4),
     )
-    adjust = LogitsProcessor.needed(sampling, 9)
-    counts = adjust.count(adjust.begin(prompts), mx.array(more))
+    adjust = LogitsProcessor.create(sampling, 9)
+    counts = adjust.update(adjust.count_prompts(prompts), mx.array(more))
     expected = logits.astype(np.float64)
     for row, prompt in enumerate(prompts):
         history = [*prompt, more[row]]
@@ -76,12 +76,12 @@ def test_all_together_by_numpy():
 
 
 def test_neutral_settings_need_no_adjuster():
-    assert LogitsProcessor.needed(Sampling(temperature=1.0, top_p=0.5), 9) is None
+    assert LogitsProcessor.create(Sampling(temperature=1.0, top_p=0.5), 9) is None
 
 
 def test_only_allowed_tokens_come():
     generator = Generator(tiny("llama"), byte_tokenizer())
-    sampling = Sampling(temperature=1.0, allowed=(3, 4, 250), seed=1)
+    sampling = Sampling(temperature=1.0, allowed_tokens=(3, 4, 250), seed=1)
     answer = generator.generate([1, 2], max_tokens=30, sampling=sampling)
     assert {3, 250} <= set(answer.tokens) <= {3, 4, 250}
 
@@ -91,7 +91,7 @@ def test_only_allowed_tokens_come():
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
         ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
-        ({"allowed": ()}, "at least one token"),
+        ({"allowed_tokens": ()}, "at least one token"),
     ],
 )
 def test_impossible_settings_are_named(settings, says):
@@ -100,8 +100,8 @@ def test_impossible_settings_are_named(settings, says):
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, -1])
-@pytest.mark.parametrize("name", ["logit_bias", "allowed"])
+@pytest.mark.parametrize("name", ["logit_bias", "allowed_tokens"])
 def test_a_token_that_does_not_exist_is_named(name, token):
     value = ((token, 1.0),) if name == "logit_bias" else (token,)
     with pytest.raises(UserError, match=f"no token {token}"):
-        LogitsProcessor.needed(Sampling(**{name: value}), VOCABULARY)
+        LogitsProcessor.create(Sampling(**{name: value}), VOCABULARY)

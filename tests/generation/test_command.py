@@ -122,7 +122,7 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
             ["--prompt", "x", "--quantized-kv-start", "3"],
             "--quantized-kv-start needs --kv-bits",
         ),
-        (["--prompt", "x", "--kv-bits", "4"], "no group of 32 fits their width, 8"),
+        (["--prompt", "x", "--kv-bits", "4"], "no group size divides the head dimension 8"),
         (["--prompt", "x", "--check-parity"], "need --draft-model"),
         (
             [
@@ -152,7 +152,7 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
             "does not work with --draft-model, --kv-bits",
         ),
         (["--prompt", "x", "--adapter-path", "no-such"], "the adapter does not load"),
-        (["--prompt", "x", "--prompt-cache-file", "no-such"], "no saved session"),
+        (["--prompt", "x", "--prompt-cache-file", "no-such"], "not a saved prompt cache"),
     ],
 )
 def test_faults_are_named(run_folder, options, says):

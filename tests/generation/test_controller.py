@@ -16,10 +16,10 @@ def simulate(controller, costs, draft, rate, tokens=2000, seed=0, noise=0.02):
     draw = np.random.default_rng(seed)
     total, said = 0.0, 0
     while said < tokens:
-        length = controller.length()
+        length = controller.next_length()
         if not length:
             seconds = sum(1 + noise * draw.standard_normal() for _ in range(BURST))
-            controller.record_plain(BURST, seconds)
+            controller.record_standard(BURST, seconds)
             said += BURST
         else:
             seconds = costs[length] + draft * length
@@ -55,16 +55,21 @@ def test_hostile_text_costs_at_most_three_percent(costs, rate):
 def test_a_parked_controller_notices_when_guesses_begin_to_stand():
     controller = DraftLengthController()
     simulate(controller, STEEP, 0.05, 0.0)
-    assert controller.length() == 0 or controller.lost < 0.03 * controller.seconds
+    assert controller.next_length() == 0 or controller.lost < 0.03 * controller.seconds
     assert simulate(controller, STEEP, 0.05, 0.9, tokens=6000) < 0.8
 
 
 def test_tokens_of_a_round_are_those_of_theory():
     controller = DraftLengthController(max_draft_tokens=4)
-    controller.stood, controller.tried = [8.0, 4.0, 2.0, 1.0], [10.0, 8.0, 4.0, 2.0]
-    assert controller.tokens(0) == 1
-    assert controller.tokens(3) == pytest.approx(1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.25)
+    controller.accepted, controller.proposed = (
+        [8.0, 4.0, 2.0, 1.0],
+        [10.0, 8.0, 4.0, 2.0],
+    )
+    assert controller.expected_tokens(0) == 1
+    assert controller.expected_tokens(3) == pytest.approx(
+        1 + 0.8 + 0.8 * 0.5 + 0.8 * 0.25
+    )
 
 
 def test_a_fixed_length_is_kept():
-    assert DraftLengthController(fixed=5).length() == 5
+    assert DraftLengthController(fixed=5).next_length() == 5

@@ -38,14 +38,14 @@ def test_a_text_grows_and_is_told_apart():
 
 
 def test_the_oldest_text_is_forgotten_first_and_leaves_nothing():
-    memory = NGramIndex(limit=13)
+    memory = NGramIndex(max_tokens=13)
     first = PromptLookupProposer(memory)
     guess(first, [1, 2, 3, 4, 5])
     guess(PromptLookupProposer(memory), [11, 12, 13, 14, 15])
     guess(PromptLookupProposer(memory), [21, 22, 23, 24, 25])
     assert guess(PromptLookupProposer(memory), [1, 2, 3]) == []
     assert guess(PromptLookupProposer(memory), [21, 22, 23]) == [24, 25]
-    assert not any(run[0] < 10 for run in memory._places)
+    assert not any(run[0] < 10 for run in memory._positions)
     # What is forgotten may go on asking.
     assert guess(first, [1, 2, 3, 4, 5, 1, 2, 3]) == []
 

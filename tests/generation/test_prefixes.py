@@ -63,11 +63,11 @@ def test_another_models_or_a_damaged_session_is_refused(tmp_path):
     prefix_cache.save_prompt_cache(session, folder, digest="d", tokens=ids(tokens))
     with pytest.raises(UserError, match="another model"):
         prefix_cache.load_prompt_cache(CacheState(model), folder, digest="e")
-    with pytest.raises(UserError, match="no saved session"):
+    with pytest.raises(UserError, match="not a saved prompt cache"):
         prefix_cache.load_prompt_cache(
             CacheState(model), tmp_path / "nothing", digest="d"
         )
-    with pytest.raises(UserError, match="other kinds"):
+    with pytest.raises(UserError, match="does not match the caches"):
         prefix_cache.load_prompt_cache(CacheState(tiny("gemma3")), folder, digest="d")
     content = bytearray((folder / prefix_cache.ARRAYS_FILE).read_bytes())
     content[-1] ^= 1
@@ -76,7 +76,7 @@ def test_another_models_or_a_damaged_session_is_refused(tmp_path):
         prefix_cache.load_prompt_cache(CacheState(model), folder, digest="d")
     facts = json.loads((folder / prefix_cache.METADATA_FILE).read_text())
     (folder / prefix_cache.METADATA_FILE).write_text(json.dumps(facts)[:-20])
-    with pytest.raises(UserError, match="no saved session"):
+    with pytest.raises(UserError, match="not a saved prompt cache"):
         prefix_cache.load_prompt_cache(CacheState(model), folder, digest="d")
 
 

@@ -51,7 +51,9 @@ def test_a_session_reads_as_no_cache_and_takes_back(family):
 
 def test_stock_windows_cannot_take_back(monkeypatch):
     """The control: with mlx-lm's rotating cache the same is off, or refuses."""
-    monkeypatch.setattr("lmx.generation.kv_cache._own", lambda cache: cache)
+    monkeypatch.setattr(
+        "lmx.generation.kv_cache._with_window_cache", lambda cache: cache
+    )
     model, tokens = tiny("gemma3"), some_tokens(LONG)
     session = CacheState(model)
     for place in range(2 * WINDOW):
@@ -65,8 +67,8 @@ def test_stock_windows_cannot_take_back(monkeypatch):
 
 
 def test_a_long_window_is_moved_on_without_loss(monkeypatch):
-    monkeypatch.setattr("lmx.generation.window_cache.STEP", 8)
-    monkeypatch.setattr("lmx.generation.window_cache.SLACK", 4)
+    monkeypatch.setattr("lmx.generation.kv_cache.BUFFER_STEP", 8)
+    monkeypatch.setattr("lmx.generation.kv_cache.WINDOW_SLACK", 4)
     model, tokens = tiny("gemma3"), some_tokens(12 * WINDOW)
     whole, session = model(tokens), CacheState(model)
     for start in range(0, tokens.shape[1], 3):

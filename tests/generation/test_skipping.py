@@ -5,8 +5,8 @@ import pytest
 from lmx.errors import UserError
 from lmx.generation.engine import Generator
 from lmx.generation.speculative import layer_skip
+from lmx.generation.speculative.draft_model import DraftModelProposer
 from lmx.generation.speculative.layer_skip import (
-    Skipping,
     choose_skipped_layers,
     skip_layers,
 )
@@ -18,7 +18,9 @@ from tiny_generators import byte_tokenizer
 @pytest.mark.parametrize("family", ["llama", "qwen3", "falcon_h1"])
 def test_text_is_unchanged_and_weights_are_shared(family):
     model = sharpened(family)
-    generator = speculative(model, lambda: Skipping(model, [1]), 3)
+    generator = speculative(
+        model, lambda: DraftModelProposer(skip_layers(model, [1])), 3
+    )
     plain = tokens_of(Generator(model, byte_tokenizer()))
     assert tokens_of(generator) == plain
     assert len(model.layers) == 2
@@ -43,18 +45,20 @@ def test_a_block_that_does_nothing_is_the_first_to_go(monkeypatch):
         idle.self_attn.o_proj.weight *= 0
         idle.mlp.down_proj.weight *= 0
     # Of a machine on which a block is all that costs, and rows are free.
-    monkeypatch.setattr(layer_skip, "_seconds", lambda model, rows: len(model.layers))
+    monkeypatch.setattr(
+        layer_skip, "_forward_seconds", lambda model, rows: len(model.layers)
+    )
     assert set(choose_skipped_layers(model, some_tokens(40))) >= {2, 4}
-    monkeypatch.setattr(layer_skip, "_seconds", lambda model, rows: 6.0 * rows)
+    monkeypatch.setattr(layer_skip, "_forward_seconds", lambda model, rows: 6.0 * rows)
     assert choose_skipped_layers(model, some_tokens(40)) == []
 
 
 def test_a_model_that_asks_a_certain_block_is_refused():
     model = sharpened("gemma3")
-    with pytest.raises(UserError, match="with fewer blocks"):
-        Skipping(model, [1])
+    with pytest.raises(UserError, match="with fewer layers"):
+        skip_layers(model, [1])
 
 
 def test_a_model_without_blocks_is_refused():
-    with pytest.raises(UserError, match="no list of blocks"):
+    with pytest.raises(UserError, match="no list of layers"):
         choose_skipped_layers(lambda tokens: tokens, mx.array([PROMPT]))

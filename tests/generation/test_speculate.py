@@ -95,9 +95,9 @@ def test_greedy_text_is_that_of_plain_decoding(family):
         "draft": lambda: DraftModelProposer(draft),
         "itself": lambda: DraftModelProposer(model),
         "noisy": lambda: Noisy(PROMPT + plain),
-        "lookup": lambda: PromptLookupProposer(NGramIndex(shortest=1)),
+        "lookup": lambda: PromptLookupProposer(NGramIndex(ngram_size=1)),
         "chain": lambda: FallbackProposer(
-            PromptLookupProposer(NGramIndex(shortest=2)), DraftModelProposer(draft)
+            PromptLookupProposer(NGramIndex(ngram_size=2)), DraftModelProposer(draft)
         ),
     }
     for name in ("itself", "noisy", *FAMILIES[family]):

@@ -11,9 +11,9 @@ def shown(parts, stops):
     watch, out = StopStringMatcher(stops), ""
     for part in parts:
         out += watch.push(part)
-        if watch.hit:
+        if watch.matched:
             return out, True
-    return out + watch.rest(), False
+    return out + watch.flush(), False
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_nothing_that_may_be_a_stop_is_shown_early():
         "ENEy",
         "",
     ]
-    assert watch.rest() == "EN"
+    assert watch.flush() == "EN"
 
 
 def test_an_answer_ends_before_its_stop():

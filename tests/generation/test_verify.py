@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.generation.sampling import Sampling, filter_logits
-from lmx.generation.speculative import verification
+from lmx.generation.speculative.decoder import rejection_sample
 from lmx.generation.speculative.proposer import DraftTokens
 
 WORDS, SAMPLES, LENGTH = 8, 20000, 3
@@ -109,33 +109,27 @@ def excess(said, sampling):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_rejection_keeps_the_distribution(name, count):
-    said, _ = answers(verification.rejection, SETTINGS[name], count)
+    said, _ = answers(rejection_sample, SETTINGS[name], count)
     assert excess(said, SETTINGS[name]) < 1
 
 
-@pytest.mark.parametrize("rule", [verification.rejection, verification.match])
-def test_certain_guesses_keep_it_too(rule):
-    said, stood = answers(rule, SETTINGS["plain"], 2, greedy=True)
+def test_certain_guesses_keep_it_too():
+    said, stood = answers(rejection_sample, SETTINGS["plain"], 2, greedy=True)
     assert excess(said, SETTINGS["plain"]) < 1
     assert stood.mean() > 0.1
-
-
-def test_matching_keeps_it():
-    said, _ = answers(verification.match, SETTINGS["plain"], 2)
-    assert excess(said, SETTINGS["plain"]) < 1
 
 
 def raw_ratio(logits, proposal, key):
     """Judges by what the guesses were drawn from before it was filtered."""
     wider = replace(proposal, logits=0.3 * mx.maximum(proposal.logits, -20.0))
-    return verification.rejection(logits, wider, key)
+    return rejection_sample(logits, wider, key)
 
 
 def value_dependent(logits, proposal, key):
     """Drops a guess that its own draft thinks unlikely, and draws anew."""
     q = mx.softmax(proposal.logits, axis=-1)
     q = mx.take_along_axis(q, proposal.tokens[:, None], axis=-1)[:, 0]
-    stood, token = verification.rejection(logits, proposal, key)
+    stood, token = rejection_sample(logits, proposal, key)
     sure = mx.cumprod((q > 0.3).astype(mx.int32)).sum()
     again = mx.random.categorical(logits[sure], key=mx.random.split(key, 3)[2])
     return mx.minimum(stood, sure), mx.where(sure < stood, again, token)
@@ -143,14 +137,14 @@ def value_dependent(logits, proposal, key):
 
 def no_residual(logits, proposal, key):
     """Behind a guess that falls, draws from the target and not from what is left."""
-    stood, _ = verification.rejection(logits, proposal, key)
+    stood, _ = rejection_sample(logits, proposal, key)
     return stood, mx.random.categorical(logits[stood], key=mx.random.split(key, 3)[2])
 
 
 def bonus_of_the_draft(logits, proposal, key):
     """Behind guesses that all stand, draws from the draft."""
     last = proposal.logits[-1:]
-    return verification.rejection(mx.concatenate([logits[:-1], last]), proposal, key)
+    return rejection_sample(mx.concatenate([logits[:-1], last]), proposal, key)
 
 
 @pytest.mark.parametrize(
@@ -161,16 +155,12 @@ def test_wrong_rules_are_seen(wrong):
     assert excess(said, SETTINGS["plain"]) > 1.5
 
 
-@pytest.mark.parametrize(
-    ("rule", "share"),
-    [(verification.rejection, np.minimum), (verification.match, np.multiply)],
-)
-def test_so_many_guesses_stand_as_theory_says(rule, share):
-    """Of one guess: sum min(p, q) by rejection, sum p q by matching."""
+def test_so_many_guesses_stand_as_theory_says():
+    """Of one guess: sum min(p, q)."""
     sampling = SETTINGS["plain"]
     p, q = (np.array(mx.softmax(law[0, 0, 0, 0])) for law in laws(sampling))
-    expected = share(p, q).sum()
-    _, stood = answers(rule, sampling, 1)
+    expected = np.minimum(p, q).sum()
+    _, stood = answers(rejection_sample, sampling, 1)
     error = math.sqrt(expected * (1 - expected) / SAMPLES)
     assert abs(stood.mean() - expected) < 4 * error
 
@@ -180,7 +170,7 @@ def test_equal_distributions_always_stand():
     for seed in range(50):
         tokens = mx.array([seed % 3], mx.int32)
         proposal = DraftTokens(tokens, logits[:1])
-        stood, _ = verification.rejection(logits, proposal, mx.random.key(seed))
+        stood, _ = rejection_sample(logits, proposal, mx.random.key(seed))
         assert stood.item() == 1
 
 
@@ -189,5 +179,5 @@ def test_small_probabilities_are_no_zeros():
     logits = mx.log(mx.array([[1e-9, 1.0], [0.5, 0.5]]))
     proposal = DraftTokens(mx.array([0], mx.int32), mx.log(mx.array([[2e-9, 1.0]])))
     keys = mx.random.split(mx.random.key(0), 400)
-    stood = [verification.rejection(logits, proposal, key)[0].item() for key in keys]
+    stood = [rejection_sample(logits, proposal, key)[0].item() for key in keys]
     assert 0.4 < np.mean(stood) < 0.6

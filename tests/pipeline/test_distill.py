@@ -57,7 +57,7 @@ def distilled(base, tmp_path_factory):
 
 
 def answers_kept():
-    return sorted((cache.root() / "answers").rglob("index.json"))
+    return sorted((cache.root() / "completions").rglob("index.json"))
 
 
 def test_the_draft_says_what_it_is_and_whether_it_pays(distilled, base):

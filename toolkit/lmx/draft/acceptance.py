@@ -61,7 +61,7 @@ class ReferenceCompletion:
         """What the tokens but the first are drawn from by a model, [L - 1, V]."""
         tokens = mx.array([[*self.prompt, *self.tokens]], mx.int32)
         logits = model(tokens)[0, len(self.prompt) : -1]
-        return self._choice.logits(logits, self._choice.counts)
+        return self._choice.process(logits, self._choice.counts)
 
     def _scores(self, logits: mx.array) -> mx.array:
         own = mx.take_along_axis(logits, self._guessed[:, None], axis=-1)[:, 0]

@@ -242,7 +242,10 @@ def _stats(
     if plain:
         for one in said:
             total.merge(one.rounds)
-    tokens, steps = sum(len(one.tokens) - 1 for one in said), total.rounds + total.plain
+    tokens, steps = (
+        sum(len(one.tokens) - 1 for one in said),
+        total.rounds + total.standard_tokens,
+    )
     # Answers of one token each have no speed.
     rate = tokens / (sum(one.seconds for one in said) or math.inf)
     gain = rate / (plain.tokens_per_second or math.inf) if plain else 1.0

@@ -81,7 +81,9 @@ def measure_speculation_costs(
     counts = range(1, MAX_DRAFT_TOKENS + 1)
     with ExitStack() as stack:
         ways = [_time_plain(target, prompt_length)]
-        ways += [_time_rounds(target, draft, prompt_length, guesses) for guesses in counts]
+        ways += [
+            _time_rounds(target, draft, prompt_length, guesses) for guesses in counts
+        ]
         ways += [_time_prefill(draft, tokens) for tokens in (1, prompt_length)]
         timed = [_Timer(stack.enter_context(closing(way))) for way in ways]
         for _ in range(REPEATS):

@@ -17,7 +17,6 @@ from ..data.tokenization import Example
 from ..generation.completions import (
     CachedGenerator,
     completion_example,
-    generate_all_cached,
 )
 from ..generation.prompt import encode_chat, encode_text
 from ..run.logger import RunLogger
@@ -93,7 +92,7 @@ def generate_completions(
         answerer.request(prompt.tokens, settings.max_tokens, heat, (seed, number))
         for (number, prompt), heat in turns
     ]
-    pairs = zip(asked, generate_all_cached(requests, answerer), strict=True)
+    pairs = zip(asked, answerer.generate(requests), strict=True)
     return [
         completion_example(prompt.tokens, found, prompt.where)
         for prompt, found in pairs

@@ -1,1 +1,1 @@
-"""The KV-cached generator."""
+"""Text generation with a KV cache."""

@@ -1,7 +1,7 @@
-"""Many requests at once: each joins and leaves the batch at any step.
+"""Continuous batching: requests join and leave the batch at any step.
 
-One step decodes a token for every request in the batch and reads a part of the prompt
-of the one that waits longest, so that a long prompt holds nobody up for long.
+One step decodes a token for every request of the batch and processes one chunk of the
+oldest waiting prompt, so that a long prompt does not block the other requests.
 """
 
 from collections import deque
@@ -19,11 +19,11 @@ from .sampling import Sampling
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """A prompt and how it is answered.
+    """A prompt with its generation settings.
 
     Attributes:
-        prompt: tokens, at least one.
-        stop_tokens: those that end the answer.
+        prompt: token ids, at least one.
+        stop_tokens: tokens that end the completion.
     """
 
     prompt: Sequence[int]
@@ -34,29 +34,29 @@ class GenerationRequest:
 
 @dataclass(eq=False)
 class _Sequence:
-    """A request on its way."""
+    """The state of a request: prompt tokens prefilled, tokens launched and emitted."""
 
     request: GenerationRequest
     caches: list
-    choose: BatchSampler
-    read: int = 0
+    sampler: BatchSampler
+    prefilled: int = 0
     launched: int = 0
-    said: int = 0
-    done: bool = False
+    emitted: int = 0
+    finished: bool = False
 
 
 class BatchGenerator:
-    """Answers requests together, each as if it were alone.
+    """Generates completions for many requests; each gets the tokens it gets alone.
 
-    Not safe for use by several threads.
+    Not thread-safe.
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        rows: requests decoded together at most; the others wait in order.
-        prefill_step_size: tokens of a prompt that are read between two steps.
+        max_batch_size: requests decoded together; further requests wait in order.
+        prefill_step_size: prompt tokens processed between two decode steps.
 
     Raises:
-        UserError: a cache of this model cannot hold several requests.
+        UserError: a cache of this model cannot be batched.
     """
 
     def __init__(
@@ -68,133 +68,135 @@ class BatchGenerator:
         self._waiting: deque[_Sequence] = deque()
         self._batch: list[_Sequence] = []
         self._caches: list = []
-        # Tokens [B] that the batch reads next; they may still be on their way.
-        self._next = mx.zeros(0, mx.int32)
-        self._ahead: tuple[list[_Sequence], mx.array] | None = None
+        # The input tokens [B] of the next step; possibly not computed yet.
+        self._next_tokens = mx.zeros(0, mx.int32)
+        self._in_flight: tuple[list[_Sequence], mx.array] | None = None
         self._steps = 0
         for cache in make_cache(model):
             if not hasattr(type(cache), "merge"):
                 raise UserError(
-                    f"several requests do not fit into one {type(cache).__name__}",
-                    hint="answer them one after the other",
+                    f"this model's {type(cache).__name__} cannot hold several requests",
+                    hint="generate one completion at a time",
                 )
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is left to do."""
-        return not (self._waiting or self._batch or self._ahead)
+        """Whether all requests are finished."""
+        return not (self._waiting or self._batch or self._in_flight)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all caches."""
-        parts = [self._caches, *(row.caches for row in self._waiting)]
-        return sum(c.nbytes for caches in parts for c in caches if not c.empty())
+        groups = [self._caches, *(sequence.caches for sequence in self._waiting)]
+        return sum(c.nbytes for caches in groups for c in caches if not c.empty())
 
     def submit(self, request: GenerationRequest) -> None:
-        """Let a request wait for its turn."""
+        """Add a request to the queue."""
         assert len(request.prompt), "a prompt has at least one token"
         if request.max_tokens > 0:
-            choose = BatchSampler(request.sampling, [request.prompt])
-            row = _Sequence(request, make_cache(self.model), choose)
-            self._waiting.append(row)
+            sampler = BatchSampler(request.sampling, [request.prompt])
+            sequence = _Sequence(request, make_cache(self.model), sampler)
+            self._waiting.append(sequence)
 
     def cancel(self, request: GenerationRequest) -> None:
-        """Forget a request; its cache is freed at the next step."""
-        for row in (*self._waiting, *self._batch):
-            if row.request is request:
-                row.done = True
+        """Drop a request; its cache is freed at the next step."""
+        for sequence in (*self._waiting, *self._batch):
+            if sequence.request is request:
+                sequence.finished = True
 
     def step(self) -> list[tuple[GenerationRequest, int, bool]]:
-        """Decode one token for every request of the batch.
+        """Launch a decode step and return the tokens of the previous one.
 
         Returns:
-            Of every request that has one: a token, and whether it is the last. Those
-            of the step before: while they are read, this one already runs.
+            (request, token, whether it is the last) for every unfinished request.
         """
-        self._leave()
+        self._remove_finished()
         self._prefill()
-        ahead, self._ahead = self._ahead, self._launch()
+        previous, self._in_flight = self._in_flight, self._launch()
         self._steps += 1
         if self._steps % CLEAR_CACHE_INTERVAL == 0:
             mx.clear_cache()
-        return self._tokens(*ahead) if ahead else []
+        return self._collect(*previous) if previous else []
 
-    def _leave(self) -> None:
-        self._waiting = deque(row for row in self._waiting if not row.done)
-        stay = [
-            number
-            for number, row in enumerate(self._batch)
-            if not row.done and row.launched < row.request.max_tokens
+    def _remove_finished(self) -> None:
+        self._waiting = deque(s for s in self._waiting if not s.finished)
+        active = [
+            index
+            for index, sequence in enumerate(self._batch)
+            if not sequence.finished and sequence.launched < sequence.request.max_tokens
         ]
-        if len(stay) == len(self._batch):
+        if len(active) == len(self._batch):
             return
-        self._batch = [self._batch[number] for number in stay]
-        if not stay:
-            self._caches, self._next = [], mx.zeros(0, mx.int32)
+        self._batch = [self._batch[index] for index in active]
+        if not active:
+            self._caches, self._next_tokens = [], mx.zeros(0, mx.int32)
             return
-        kept = mx.array(stay)
-        self._next = self._next[kept]
+        indices = mx.array(active)
+        self._next_tokens = self._next_tokens[indices]
         for cache in self._caches:
-            cache.filter(kept)
+            cache.filter(indices)
 
     def _prefill(self) -> None:
-        """Read a part of the first prompt that waits; of short ones, several."""
-        room = self.prefill_step_size
-        while self._waiting and room > 0 and len(self._batch) < self.max_batch_size:
-            row = self._waiting[0]
-            prompt = row.request.prompt
-            part = prompt[row.read : min(row.read + room, len(prompt) - 1)]
-            if len(part):
-                self.model(mx.array([part]), cache=row.caches)
-                mx.async_eval([cache.state for cache in row.caches])
-            row.read += len(part)
-            # Even the shortest prompt takes some time.
-            room -= max(1, len(part))
-            if row.read == len(prompt) - 1:
+        """Process one chunk of the oldest waiting prompt, or several short prompts."""
+        budget = self.prefill_step_size
+        while self._waiting and budget > 0 and len(self._batch) < self.max_batch_size:
+            sequence = self._waiting[0]
+            prompt, start = sequence.request.prompt, sequence.prefilled
+            chunk = prompt[start : min(start + budget, len(prompt) - 1)]
+            if len(chunk):
+                self.model(mx.array([chunk]), cache=sequence.caches)
+                mx.async_eval([cache.state for cache in sequence.caches])
+            sequence.prefilled += len(chunk)
+            # A prompt of one token still takes some time.
+            budget -= max(1, len(chunk))
+            if sequence.prefilled == len(prompt) - 1:
                 self._join(self._waiting.popleft())
 
-    def _join(self, row: _Sequence) -> None:
-        alone = [type(cache).merge([cache]) for cache in row.caches]
-        row.caches = []
+    def _join(self, sequence: _Sequence) -> None:
+        """Add a prefilled sequence to the batch."""
+        caches = [type(cache).merge([cache]) for cache in sequence.caches]
+        sequence.caches = []
         if self._batch:
-            for cache, other in zip(self._caches, alone, strict=True):
-                cache.extend(other)
+            for batched, cache in zip(self._caches, caches, strict=True):
+                batched.extend(cache)
         else:
-            self._caches = alone
-        self._batch.append(row)
-        last = mx.array([row.request.prompt[-1]], mx.int32)
-        self._next = mx.concatenate([self._next, last])
+            self._caches = caches
+        self._batch.append(sequence)
+        last = mx.array([sequence.request.prompt[-1]], mx.int32)
+        self._next_tokens = mx.concatenate([self._next_tokens, last])
 
     def _launch(self) -> tuple[list[_Sequence], mx.array] | None:
         if not self._batch:
             return None
-        logits = self.model(self._next[:, None], cache=self._caches)[:, -1, :]
-        self._next = self._chosen(logits).astype(mx.int32)
-        mx.async_eval(self._next)
-        for row in self._batch:
-            row.launched += 1
-        return list(self._batch), self._next
+        logits = self.model(self._next_tokens[:, None], cache=self._caches)[:, -1, :]
+        self._next_tokens = self._sample(logits).astype(mx.int32)
+        mx.async_eval(self._next_tokens)
+        for sequence in self._batch:
+            sequence.launched += 1
+        return list(self._batch), self._next_tokens
 
-    def _chosen(self, logits: mx.array) -> mx.array:
-        """A token [B] for every row, by its own settings."""
-        if all(row.request.sampling == Sampling() for row in self._batch):
+    def _sample(self, logits: mx.array) -> mx.array:
+        """One token [B] per sequence, each with its own settings."""
+        if all(sequence.request.sampling == Sampling() for sequence in self._batch):
             return mx.argmax(logits, axis=-1)
-        parts = [
-            row.choose(logits[number : number + 1])
-            for number, row in enumerate(self._batch)
-        ]
-        return mx.concatenate(parts)
+        return mx.concatenate(
+            [
+                sequence.sampler(logits[index : index + 1])
+                for index, sequence in enumerate(self._batch)
+            ]
+        )
 
     @staticmethod
-    def _tokens(
-        rows: list[_Sequence], tokens: mx.array
+    def _collect(
+        sequences: list[_Sequence], tokens: mx.array
     ) -> list[tuple[GenerationRequest, int, bool]]:
-        found = []
-        for row, token in zip(rows, tokens.tolist(), strict=True):
-            if row.done:
+        responses = []
+        for sequence, token in zip(sequences, tokens.tolist(), strict=True):
+            if sequence.finished:
                 continue
-            row.said += 1
-            ends = token in row.request.stop_tokens
-            row.done = ends or row.said == row.request.max_tokens
-            found.append((row.request, token, row.done))
-        return found
+            request = sequence.request
+            sequence.emitted += 1
+            is_stop = token in request.stop_tokens
+            sequence.finished = is_stop or sequence.emitted == request.max_tokens
+            responses.append((request, token, sequence.finished))
+        return responses

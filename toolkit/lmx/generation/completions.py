@@ -1,4 +1,4 @@
-"""A model's own answers to the prompts of examples, to train on."""
+"""Cached completions of a teacher or target model, as training data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,23 +16,24 @@ from ..errors import UserError
 from .batching import BatchGenerator, GenerationRequest
 from .sampling import Sampling
 
-# Prompts whose answers are kept together: what was stopped goes on with the next block.
+# Completions are generated and cached in blocks: an interrupted run resumes with the
+# first missing block.
 BATCH_SIZE = 64
 
 
 @dataclass(frozen=True)
 class CachedGenerator:
-    """A model that is asked when an answer is not in the cache.
+    """Generates completions that are not in the cache yet.
 
     Attributes:
-        model: loads it, for a `Batcher`.
-        digest: a hash of what it is.
-        stop_tokens: those that end an answer; the one that does is part of it.
-        say: told how far it is.
-        warn: told of what is damaged in the cache.
+        load_model: returns a model for `BatchGenerator`; called only if needed.
+        digest: hash of the model.
+        stop_tokens: tokens that end a completion; the stop token is part of it.
+        info: logs progress.
+        warning: logs damaged cache entries.
     """
 
-    model: Callable[[], Any]
+    load_model: Callable[[], Any]
     digest: str
     stop_tokens: frozenset[int]
     info: Callable[[str], None]
@@ -43,107 +44,102 @@ class CachedGenerator:
         prompt: list[int],
         max_tokens: int,
         temperature: float,
-        draws: Sequence[int],
+        entropy: Sequence[int],
     ) -> GenerationRequest:
-        """A question to this model; `draws` seed what is drawn for it alone."""
-        seed = int(np.random.SeedSequence(draws).generate_state(1)[0])
+        """A request to this model. `entropy` determines the seed of its samples."""
+        seed = int(np.random.SeedSequence(entropy).generate_state(1)[0])
         sampling = Sampling(temperature, seed=seed) if temperature else Sampling()
         return GenerationRequest(prompt, max_tokens, sampling, self.stop_tokens)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
+        """The completions of the requests, from the cache or from the model."""
+        completions = []
+        for start in range(0, len(requests), BATCH_SIZE):
+            block = requests[start : start + BATCH_SIZE]
+            settings = [[r.prompt, r.max_tokens, repr(r.sampling)] for r in block]
+            entry = cache.get_or_create(
+                "completions",
+                cache.key_of([self.digest, sorted(self.stop_tokens), settings]),
+                partial(self._fill, requests=block),
+                warning=self.warning,
+            )
+            if entry.made:
+                done = min(start + BATCH_SIZE, len(requests))
+                self.info(f"generated {done:,} of {len(requests):,} completions")
+            completions += entry.facts["completions"]
+        return completions
+
+    def _fill(self, _: Path, *, requests: Sequence[GenerationRequest]) -> dict:
+        return {"completions": generate_batch(self.load_model(), requests)}
+
+
+def generate_batch(
+    model: Any, requests: Sequence[GenerationRequest]
+) -> list[list[int]]:
+    """The completions of the requests, `BATCH_SIZE` decoded together."""
+    generator = BatchGenerator(model, max_batch_size=BATCH_SIZE)
+    for request in requests:
+        generator.submit(request)
+    completions: dict[GenerationRequest, list[int]] = {r: [] for r in requests}
+    while not generator.idle:
+        for request, token, _ in generator.step():
+            completions[request].append(token)
+    mx.clear_cache()
+    return list(completions.values())
 
 
 def replace_completions(
     examples: ExampleDataset,
-    answerer: CachedGenerator,
+    generator: CachedGenerator,
     *,
     temperatures: Sequence[float],
     max_tokens: int,
     max_seq_length: int,
     seed: int,
 ) -> InMemoryExamples:
-    """The examples with answers of a model in place of their last ones.
+    """Examples whose last completion is replaced by the model's own completion.
 
-    A prompt is what comes before the last trained tokens; of bare text, its first token
-    alone (LLM-QAT, arXiv 2305.17888). The answer alone is trained.
+    The prompt is everything before the last trainable tokens; for raw text it is the
+    first token (LLM-QAT, arXiv 2305.17888). Only the new completion is trainable.
 
     Args:
-        temperatures: every prompt is answered once at each of these.
-        max_seq_length: tokens of prompt and answer together at most.
+        temperatures: one completion per prompt and temperature is generated.
+        max_seq_length: maximum tokens of prompt and completion together.
 
     Raises:
-        UserError: no prompt leaves room for an answer.
+        UserError: no prompt leaves room for a completion.
     """
-    places, requests = [], []
-    for number in range(len(examples)):
-        example = examples[number]
+    sources, requests = [], []
+    for index in range(len(examples)):
+        example = examples[index]
         prompt = prompt_tokens(example)
         room = min(max_tokens, max_seq_length - len(prompt))
-        for turn, temperature in enumerate(temperatures):
+        for sample, temperature in enumerate(temperatures):
             if room > 0:
-                draws = (seed, number, turn)
-                requests.append(answerer.request(prompt, room, temperature, draws))
-                places.append(example.where)
+                entropy = (seed, index, sample)
+                requests.append(generator.request(prompt, room, temperature, entropy))
+                sources.append(example.where)
     if not requests:
         raise UserError(
-            "no prompt leaves room for an answer", hint="raise data.max_seq_length"
+            "no prompt leaves room for a completion", hint="raise data.max_seq_length"
         )
-    answers = generate_all_cached(requests, answerer)
-    pairs = zip(requests, answers, places, strict=True)
+    completions = generator.generate(requests)
     return InMemoryExamples(
-        completion_example(request.prompt, answer, where)
-        for request, answer, where in pairs
+        completion_example(request.prompt, completion, where)
+        for request, completion, where in zip(
+            requests, completions, sources, strict=True
+        )
     )
 
 
 def prompt_tokens(example: Example) -> list[int]:
-    """The tokens before the last ones that are trained."""
+    """The tokens before the last run of trainable tokens."""
     last = int(np.flatnonzero(example.mask)[-1])
     untrained = np.flatnonzero(~example.mask[:last])
     return example.tokens[: untrained[-1] + 1].tolist()
 
 
-def generate_all_cached(
-    requests: Sequence[GenerationRequest], answerer: CachedGenerator
-) -> list[list[int]]:
-    """The answers to requests, by the cache or by the model."""
-    found = []
-    for start in range(0, len(requests), BATCH_SIZE):
-        block = requests[start : start + BATCH_SIZE]
-        asked = [[r.prompt, r.max_tokens, repr(r.sampling)] for r in block]
-        kept = cache.get_or_create(
-            "answers",
-            cache.key_of([answerer.digest, sorted(answerer.stop_tokens), asked]),
-            partial(_fill, requests=block, answerer=answerer),
-            warning=answerer.warning,
-        )
-        if kept.made:
-            done = min(start + BATCH_SIZE, len(requests))
-            answerer.info(f"answered {done:,} of {len(requests):,} prompts")
-        found += kept.facts["answers"]
-    return found
-
-
-def _fill(
-    _: Path, *, requests: Sequence[GenerationRequest], answerer: CachedGenerator
-) -> dict:
-    return {"answers": generate_batch(answerer.model(), requests)}
-
-
-def generate_batch(
-    model: Any, requests: Sequence[GenerationRequest]
-) -> list[list[int]]:
-    """What a model answers to requests, `BLOCK` of them decoded together."""
-    batcher = BatchGenerator(model, max_batch_size=BATCH_SIZE)
-    for request in requests:
-        batcher.submit(request)
-    answers: dict[GenerationRequest, list[int]] = {request: [] for request in requests}
-    while not batcher.idle:
-        for request, token, _ in batcher.step():
-            answers[request].append(token)
-    mx.clear_cache()
-    return list(answers.values())
-
-
-def completion_example(prompt: list[int], answer: list[int], where: str) -> Example:
-    """An example of which the answer is trained."""
-    tokens = np.array([*prompt, *answer], np.int32)
+def completion_example(prompt: list[int], completion: list[int], where: str) -> Example:
+    """An example whose completion is trainable."""
+    tokens = np.array([*prompt, *completion], np.int32)
     return Example(tokens, np.arange(len(tokens)) >= len(prompt), where)

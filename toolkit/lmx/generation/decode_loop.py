@@ -1,4 +1,4 @@
-"""The decoding loop: chunked prefill, then one step always in flight."""
+"""The decode loop: chunked prefill, then asynchronous decoding one step ahead."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,103 +14,103 @@ CLEAR_CACHE_INTERVAL = 256
 
 
 class BatchSampler:
-    """Chooses the next tokens of some rows, which it remembers.
+    """Samples the next token of every sequence and tracks their token history.
 
     Args:
-        prompts: of the rows, whole, whatever of them a session has read already.
+        prompts: complete prompts, including tokens that a cache has already processed.
     """
 
     def __init__(self, sampling: Sampling, prompts: Sequence[Sequence[int]]):
         self._sampling, self._prompts = sampling, prompts
         self._sample = make_sampler(sampling)
-        self._begun = False
+        self._initialized = False
 
     def __call__(self, logits: mx.array) -> mx.array:
-        """Tokens [B] by logits [B, V]."""
-        if not self._begun:
-            self._begin(logits.shape[-1])
-        if not self._adjust:
+        """Tokens [B] sampled from logits [B, V]."""
+        if not self._initialized:  # the first logits give the vocabulary size
+            self._initialized = True
+            self._processor = LogitsProcessor.create(self._sampling, logits.shape[-1])
+            if self._processor:
+                self._counts = self._processor.count_prompts(self._prompts)
+        if not self._processor:
             return self._sample(logits)
-        tokens = self._sample(self._adjust(logits, self._counts))
-        self._counts = self._adjust.count(self._counts, tokens)
+        tokens = self._sample(self._processor(logits, self._counts))
+        self._counts = self._processor.update(self._counts, tokens)
         return tokens
-
-    def _begin(self, vocabulary: int) -> None:
-        """How many tokens there are is known with the first logits."""
-        self._begun = True
-        self._adjust = LogitsProcessor.needed(self._sampling, vocabulary)
-        if self._adjust:
-            self._counts = self._adjust.begin(self._prompts)
 
 
 def decode(
-    session: CacheState,
+    cache: CacheState,
     prompts: Sequence[Sequence[int]],
-    count: int,
-    choose: BatchSampler,
+    max_tokens: int,
+    sampler: BatchSampler,
     *,
     prefill_step_size: int,
     logprobs: bool = False,
 ) -> Iterator[tuple[mx.array, mx.array | None]]:
-    """Yield `count` times the next tokens [B] of B prompts of one length.
+    """Yield `max_tokens` times the next tokens [B] of B prompts of equal length.
 
-    With them come their log-probabilities [B] under the model, if asked for. When a
-    step is yielded the next one already runs; the last step starts no other.
+    The second item is their log-probabilities [B] under the model, or None. While a
+    step is consumed, the next step already runs.
 
     Args:
-        session: may have read all but the last token of the prompts, or less.
+        cache: may already contain a prefix of the prompts, at most all but their last
+            token.
     """
 
     def step(tokens: mx.array) -> tuple[mx.array, mx.array | None]:
-        logits = session.forward(tokens)[:, -1, :]
-        chosen = choose(logits)
-        scores = _logprobs(logits, chosen) if logprobs else None
-        mx.async_eval(chosen, scores)
-        return chosen, scores
+        logits = cache.forward(tokens)[:, -1, :]
+        sampled = sampler(logits)
+        scores = _logprobs(logits, sampled) if logprobs else None
+        mx.async_eval(sampled, scores)
+        return sampled, scores
 
-    if not count:
+    if not max_tokens:
         return
     with wired_limit():
         tokens = mx.array(prompts)
-        unread = tokens[:, session.length : -1]
-        prefill(session, unread, width=prefill_step_size // len(prompts))
-        ahead = step(tokens[:, -1:])
-        for number in range(1, count + 1):
-            now = ahead
-            if number < count:
-                ahead = step(now[0][:, None])
-            yield now
-            if number % CLEAR_CACHE_INTERVAL == 0:
+        prefill(
+            cache,
+            tokens[:, cache.length : -1],
+            step_size=prefill_step_size // len(prompts),
+        )
+        next_step = step(tokens[:, -1:])
+        for n in range(1, max_tokens + 1):
+            current = next_step
+            if n < max_tokens:
+                next_step = step(current[0][:, None])
+            yield current
+            if n % CLEAR_CACHE_INTERVAL == 0:
                 mx.clear_cache()
 
 
-def prefill(session: CacheState, tokens: mx.array, *, width: int) -> None:
-    """Read tokens [B, L], `width` columns at a time.
+def prefill(cache: CacheState, tokens: mx.array, *, step_size: int) -> None:
+    """Process prompt tokens [B, L] in chunks of `step_size`.
 
-    The logits are never evaluated, so the output head costs nothing here.
+    The logits are never evaluated, so the LM head costs nothing.
     """
-    width = max(1, width)
-    for start in range(0, tokens.shape[1], width):
-        session.forward(tokens[:, start : start + width])
-        session.evaluate()
+    step_size = max(1, step_size)
+    for start in range(0, tokens.shape[1], step_size):
+        cache.forward(tokens[:, start : start + step_size])
+        cache.evaluate()
         mx.clear_cache()
 
 
 def _logprobs(logits: mx.array, tokens: mx.array) -> mx.array:
     logits = logits.astype(mx.float32)
-    chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return chosen - mx.logsumexp(logits, axis=-1)
+    sampled = mx.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return sampled - mx.logsumexp(logits, axis=-1)
 
 
 @contextmanager
 def wired_limit() -> Iterator[None]:
-    """Keep the weights resident on Apple GPUs: paged out, decoding crawls."""
+    """Keep the weights resident on Apple GPUs. Decoding is slow when they page out."""
     if not mx.metal.is_available():
         yield
         return
-    before = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
+    previous = mx.set_wired_limit(mx.device_info()["max_recommended_working_set_size"])
     try:
         yield
     finally:
-        mx.synchronize()  # the limit must not change under a step in flight
-        mx.set_wired_limit(before)
+        mx.synchronize()  # the limit must not change while a step is running
+        mx.set_wired_limit(previous)

@@ -1,4 +1,4 @@
-"""The generator: prompts in, text out, token by token or many prompts at once."""
+"""The generator: prompts in, text out, streamed or for many prompts at once."""
 
 import time
 from collections import defaultdict
@@ -16,31 +16,28 @@ from .sampling import Sampling
 from .speculative.decoder import SpeculativeDecoder, SpeculativeStats
 from .speculative.draft_length import DraftLengthController
 from .speculative.proposer import Proposer
-from .speculative.verification import Rule
 
 GREEDY = Sampling()
 BATCH_SIZE = 32
-"""Prompts decoded together by `Generator.complete`."""
+"""Prompts decoded together by `Generator.batch_generate`."""
 
 
 class Generator:
-    """Generates with a model of mlx-lm and its cache.
+    """Generates text with an mlx-lm model.
 
     Args:
-        model: maps tokens [B, L] and a cache to logits [B, L, V].
+        model: maps tokens [B, L] and a list of caches to logits [B, L, V].
         tokenizer: mlx-lm's TokenizerWrapper.
-        prefill_step_size: tokens of the prompt per forward pass.
-        prefix_cache: what earlier answers have read, to begin from; None = keep nothing
-            between calls.
-        make_proposer: makes a proposer for every answer, to decode speculatively; answers
-            with log-probabilities are decoded plainly.
-        controller: how many tokens to guess; it learns from answer to answer.
-        rule: how guesses are judged when sampling; see `verify`.
-        sequential_verify: verify guesses one at a time; see `Speculator`.
-        cache_options: those of `Session`.
+        prefill_step_size: prompt tokens per forward pass.
+        prefix_cache: reuses prompt prefixes of earlier calls; None = no reuse.
+        make_proposer: makes a draft-token proposer for every completion, for
+            speculative decoding. Requests with `logprobs` are decoded without it.
+        draft_length: chooses the number of draft tokens; adapts over all completions.
+        sequential_verify: verify draft tokens one at a time; see `SpeculativeDecoder`.
+        kv_bits, quantized_kv_start: as for `CacheState`.
 
     Attributes:
-        speculation: how it went with the last answer, if there was a proposer.
+        speculative_stats: statistics of the last completion; None without a proposer.
     """
 
     def __init__(
@@ -52,9 +49,9 @@ class Generator:
         prefix_cache: PrefixCache | None = None,
         make_proposer: Callable[[], Proposer] | None = None,
         draft_length: DraftLengthController | None = None,
-        rule: Rule = "rejection",
         sequential_verify: bool = False,
-        **cache_options,
+        kv_bits: int | None = None,
+        quantized_kv_start: int = 0,
     ):
         self.model = model
         self.tokenizer = tokenizer
@@ -62,12 +59,12 @@ class Generator:
         self.prefix_cache = prefix_cache
         self.make_proposer = make_proposer
         self.draft_length = draft_length or DraftLengthController()
-        self.rule = rule
         self.sequential_verify = sequential_verify
+        self.kv_bits = kv_bits
+        self.quantized_kv_start = quantized_kv_start
         self.speculative_stats: SpeculativeStats | None = None
-        self._cache_options = cache_options
-        arguments = getattr(model, "args", None)
-        self.max_positions = getattr(arguments, "max_position_embeddings", None)
+        config = getattr(model, "args", None)
+        self.max_positions = getattr(config, "max_position_embeddings", None)
 
     def stream(
         self,
@@ -79,57 +76,60 @@ class Generator:
         stop: Sequence[str] = (),
         logprobs: bool = False,
     ) -> Iterator[GenerationResponse]:
-        """Yield the answer token by token.
+        """Yield the completion token by token.
 
         Args:
-            stop_tokens: ids that end the answer; None = every end-of-sequence id of
-                the tokenizer. The one that is hit comes last and has no text.
-            stop: texts that end the answer and are no part of it.
+            stop_tokens: tokens that end the completion; None = all end-of-sequence
+                tokens of the tokenizer. The stop token comes last, with empty text.
+            stop: strings that end the completion and are not part of it.
 
         Raises:
-            UserError: an empty prompt, or one longer than the model's positions.
+            UserError: the prompt is empty, or longer than the model's positions.
         """
-        count = self.clamp_max_tokens(prompt, max_tokens)
-        session = self._session(prompt)
-        if self.make_proposer and not logprobs:
-            steps = self._speculative(session, prompt, count, sampling)
+        max_tokens = self.clamp_max_tokens(prompt, max_tokens)
+        if self.prefix_cache:
+            cache, _ = self.prefix_cache.fetch(prompt, self.new_cache)
         else:
-            steps = self._plain(session, prompt, count, sampling, logprobs)
-        pieces = self._pieces(steps, count, self.resolve_stop_tokens(stop_tokens), stop)
-        return self._remembered(pieces, prompt, session)
+            cache = self.new_cache()
+        if self.make_proposer and not logprobs:
+            steps = self._speculative(cache, prompt, max_tokens, sampling)
+        else:
+            steps = self._standard(cache, prompt, max_tokens, sampling, logprobs)
+        stop_tokens = self.resolve_stop_tokens(stop_tokens)
+        responses = self._detokenize(steps, max_tokens, stop_tokens, stop)
+        return self._store_prefix(responses, prompt, cache)
 
     def generate(
         self,
         prompt: Sequence[int],
         *,
-        on_token: Callable[[GenerationResponse], object] = lambda piece: None,
+        on_token: Callable[[GenerationResponse], object] = lambda response: None,
         **options,
     ) -> GenerationResult:
-        """Generate a whole answer; `options` are those of `stream`."""
-        pieces, start = [], time.perf_counter()
+        """Generate a whole completion. `options` are those of `stream`."""
+        responses, start = [], time.perf_counter()
         first = last = start
-        for piece in self.stream(prompt, **options):
+        for response in self.stream(prompt, **options):
             last = time.perf_counter()
-            first = first if pieces else last
-            pieces.append(piece)
-            on_token(piece)
-        reason = pieces[-1].finish_reason if pieces else "length"
-        tokens = [piece.token for piece in pieces]
-        ended = tokens and tokens[-1] in self.resolve_stop_tokens(
-            options.get("stop_tokens")
-        )
+            first = first if responses else last
+            responses.append(response)
+            on_token(response)
+        tokens = [response.token for response in responses]
+        stop_tokens = self.resolve_stop_tokens(options.get("stop_tokens"))
+        if tokens and tokens[-1] in stop_tokens:
+            tokens = tokens[:-1]
         return GenerationResult(
-            text="".join(piece.text for piece in pieces),
-            tokens=tokens[:-1] if ended else tokens,
+            text="".join(response.text for response in responses),
+            tokens=tokens,
             prompt_tokens=len(prompt),
-            finish_reason=reason,
-            ttft_ms=1000 * (first - start) if pieces else None,
+            finish_reason=responses[-1].finish_reason if responses else "length",
+            ttft_ms=1000 * (first - start) if responses else None,
             prefill_tokens_per_second=_rate(len(prompt), first - start),
-            decode_tokens_per_second=_rate(len(pieces) - 1, last - first),
+            decode_tokens_per_second=_rate(len(responses) - 1, last - first),
         )
 
     def chat(self, prompt: str | Messages, **options) -> GenerationResult:
-        """Answer a chat: `generate` on the encoded prompt."""
+        """Reply to a chat: `generate` on the encoded messages."""
         return self.generate(self.encode_chat(prompt), **options)
 
     def batch_generate(
@@ -139,37 +139,39 @@ class Generator:
         max_tokens: int = 256,
         stop_tokens: Collection[int] | None = None,
     ) -> list[str]:
-        """Greedy answers to many prompts, in their order.
+        """Greedy completions of many prompts, in their order.
 
-        Prompts of equal length are decoded together: no padding, so nothing about the
-        answers changes but the order of the sums inside a matmul.
+        Prompts of equal length are decoded together. Without padding, the only
+        difference to single prompts is the summation order inside a matmul.
         """
-        alike = defaultdict(list)
+        groups = defaultdict(list)
         for index, prompt in enumerate(prompts):
-            alike[len(prompt), self.clamp_max_tokens(prompt, max_tokens)].append(index)
-        stops, texts = self.resolve_stop_tokens(stop_tokens), {}
-        for (_, count), indices in alike.items():
+            groups[len(prompt), self.clamp_max_tokens(prompt, max_tokens)].append(index)
+        stop_tokens, texts = self.resolve_stop_tokens(stop_tokens), {}
+        for (_, count), indices in groups.items():
             for start in range(0, len(indices), BATCH_SIZE):
                 batch = indices[start : start + BATCH_SIZE]
-                rows = self._rows([prompts[i] for i in batch], count, stops)
-                texts |= zip(batch, map(self._decode, rows), strict=True)
+                completions = self._decode_batch(
+                    [prompts[index] for index in batch], count, stop_tokens
+                )
+                texts |= zip(batch, map(self._detokenize_all, completions), strict=True)
         return [texts[index] for index in range(len(prompts))]
 
     def encode_chat(
         self, prompt: str | Messages, *, thinking: bool = True
     ) -> list[int]:
-        """The tokens of a chat up to where the answer begins; see `chat.encode`."""
+        """Token ids of a chat with the generation prompt; see `prompt.encode_chat`."""
         return encode_chat(self.tokenizer, prompt, thinking=thinking)
 
     def encode_text(self, text: str) -> list[int]:
-        """The tokens of bare text; see `chat.encode_text`."""
+        """Token ids of raw text; see `prompt.encode_text`."""
         return encode_text(self.tokenizer, text)
 
     def clamp_max_tokens(self, prompt: Sequence[int], max_tokens: int) -> int:
-        """How many tokens may be generated: the last one needs no position.
+        """`max_tokens`, limited by the model's positions. The last needs no position.
 
         Raises:
-            UserError: an empty prompt, or one longer than the model's positions.
+            UserError: the prompt is empty, or longer than the model's positions.
         """
         if not len(prompt):
             raise UserError("the prompt is empty", hint="give at least one token")
@@ -178,8 +180,8 @@ class Generator:
             room = self.max_positions - len(prompt) + 1
         if room < 1 <= max_tokens:
             raise UserError(
-                f"the prompt has {len(prompt)} tokens; "
-                f"the model has positions for {self.max_positions}",
+                f"the prompt has {len(prompt)} tokens, but the model supports "
+                f"{self.max_positions} positions",
                 hint="shorten the prompt",
             )
         return min(max_tokens, room)
@@ -187,91 +189,99 @@ class Generator:
     def resolve_stop_tokens(
         self, stop_tokens: Collection[int] | None
     ) -> frozenset[int]:
-        """Those that end an answer: the given ones, else the tokenizer's."""
+        """The given stop tokens, or the tokenizer's end-of-sequence tokens if None."""
         return frozenset(
             self.tokenizer.eos_token_ids if stop_tokens is None else stop_tokens
         )
 
     def new_cache(self) -> CacheState:
-        """A session that has read nothing."""
-        return CacheState(self.model, **self._cache_options)
+        """An empty cache for this model."""
+        return CacheState(
+            self.model,
+            kv_bits=self.kv_bits,
+            quantized_kv_start=self.quantized_kv_start,
+        )
 
-    def _session(self, prompt: Sequence[int]) -> CacheState:
-        if not self.prefix_cache:
-            return self.new_cache()
-        return self.prefix_cache.fetch(prompt, self.new_cache)[0]
-
-    def _plain(self, session: CacheState, prompt, count: int, sampling, logprobs: bool):
+    def _standard(
+        self, cache: CacheState, prompt, max_tokens: int, sampling, logprobs: bool
+    ) -> Iterator[tuple[int, float | None]]:
         steps = decode(
-            session,
+            cache,
             [prompt],
-            count,
+            max_tokens,
             BatchSampler(sampling, [prompt]),
             prefill_step_size=self.prefill_step_size,
             logprobs=logprobs,
         )
-        for token, score in steps:
-            yield token.item(), None if score is None else score.item()
+        for token, logprob in steps:
+            yield token.item(), None if logprob is None else logprob.item()
 
-    def _speculative(self, session: CacheState, prompt, count: int, sampling: Sampling):
-        speculator = SpeculativeDecoder(
-            session,
+    def _speculative(
+        self, cache: CacheState, prompt, max_tokens: int, sampling: Sampling
+    ) -> Iterator[tuple[int, None]]:
+        decoder = SpeculativeDecoder(
+            cache,
             self.make_proposer(),
             draft_length=self.draft_length,
             sampling=sampling,
-            rule=self.rule,
             sequential_verify=self.sequential_verify,
             prefill_step_size=self.prefill_step_size,
         )
-        self.speculative_stats = speculator.stats
-        for token in speculator.decode(prompt, count):
+        self.speculative_stats = decoder.stats
+        for token in decoder.decode(prompt, max_tokens):
             yield token, None
 
-    def _remembered(self, pieces, prompt: Sequence[int], session: CacheState):
-        """The pieces; when they end, however they do, what was read is kept."""
+    def _store_prefix(self, responses, prompt: Sequence[int], cache: CacheState):
+        """Pass the responses on; at any kind of end, put the cache in the prefix cache.
+
+        The caller may abandon the stream early.
+        """
         tokens = list(prompt)
         try:
-            for piece in pieces:
-                tokens.append(piece.token)
-                yield piece
+            for response in responses:
+                tokens.append(response.token)
+                yield response
         finally:
-            pieces.close()
-            if self.prefix_cache and session.length:
-                # Guesses may have stood that nobody wanted any more.
-                session.rollback(max(0, session.length - len(tokens)))
-                self.prefix_cache.insert(tokens[: session.length], session)
+            responses.close()
+            if self.prefix_cache and cache.length:
+                # The cache may contain accepted draft tokens that were never yielded.
+                cache.rollback(max(0, cache.length - len(tokens)))
+                self.prefix_cache.insert(tokens[: cache.length], cache)
 
-    def _pieces(
-        self, steps, count: int, stop_tokens: frozenset[int], stops: Sequence[str]
+    def _detokenize(
+        self, steps, max_tokens: int, stop_tokens: frozenset[int], stop: Sequence[str]
     ) -> Iterator[GenerationResponse]:
-        spoken = StreamingDetokenizer(self.tokenizer, stop_tokens, stops)
-        for number, (token, logprob) in enumerate(steps, 1):
-            text, reason = spoken.add(token, last=number == count)
-            yield GenerationResponse(text, token, logprob, reason)
-            if reason:
+        detokenizer = StreamingDetokenizer(self.tokenizer, stop_tokens, stop)
+        for n, (token, logprob) in enumerate(steps, 1):
+            text, finish_reason = detokenizer.add(token, last=n == max_tokens)
+            yield GenerationResponse(text, token, logprob, finish_reason)
+            if finish_reason:
                 return
 
-    def _rows(self, prompts, count: int, stops: frozenset[int]) -> list[list[int]]:
-        answers = [[] for _ in prompts]
+    def _decode_batch(
+        self, prompts, max_tokens: int, stop_tokens: frozenset[int]
+    ) -> list[list[int]]:
+        """Greedy completions of prompts of equal length, without stop tokens."""
+        completions = [[] for _ in prompts]
         unfinished = set(range(len(prompts)))
         steps = decode(
             self.new_cache(),
             prompts,
-            count,
+            max_tokens,
             BatchSampler(GREEDY, prompts),
             prefill_step_size=self.prefill_step_size,
         )
         for tokens, _ in steps:
-            for row, token in enumerate(tokens.tolist()):
-                if token in stops:
-                    unfinished.discard(row)
-                elif row in unfinished:
-                    answers[row].append(token)
+            for index, token in enumerate(tokens.tolist()):
+                if token in stop_tokens:
+                    unfinished.discard(index)
+                elif index in unfinished:
+                    completions[index].append(token)
             if not unfinished:
                 break
-        return answers
+        return completions
 
-    def _decode(self, tokens: list[int]) -> str:
+    def _detokenize_all(self, tokens: list[int]) -> str:
         detokenizer = self.tokenizer.detokenizer
         for token in tokens:
             detokenizer.add_token(token)

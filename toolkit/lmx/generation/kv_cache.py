@@ -1,4 +1,4 @@
-"""One sequence and its caches: tokens go in, and the last ones can be taken back."""
+"""The cache state of one sequence, with rollback for every kind of layer cache."""
 
 from typing import Any
 
@@ -6,52 +6,50 @@ import mlx.core as mx
 
 from ..errors import UserError
 from ..models.loader import make_cache
-from .window_cache import WindowCache
 
 PLAIN, QUANTIZED = "KVCache", "QuantizedKVCache"
-GROUPS = (128, 64, 32)
+GROUP_SIZES = (128, 64, 32)
+WINDOW_SLACK = 64
+"""Positions that a sliding-window cache keeps beyond its window, for rollback."""
+BUFFER_STEP = 256
+"""Positions by which the buffer of a sliding-window cache grows."""
 
 
 class CacheState:
-    """What a model has read so far, under one contract for every kind of cache.
+    """The tokens a model has processed, with one interface for every kind of cache.
 
-    `length` is the number of tokens read, and every layer's cache agrees with it.
-    Attention takes tokens back by forgetting them. A recurrent state cannot: it is kept
-    at a checkpoint, and what was read since and stays is read again.
+    `length` is the number of processed tokens; every layer cache agrees with it.
+    Attention caches roll back by trimming. A recurrent state cannot be trimmed: it is
+    restored from the checkpoint, and the accepted tokens are processed again.
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        kv_bits: 4 or 8 = keep keys and values quantized; None = as they are. Windows
-            keep theirs: they are small already.
-        quantized_kv_start: tokens from which on they are quantized.
+        kv_bits: 4 or 8 = quantize keys and values; None = keep the model's dtype.
+            Sliding-window caches are small and never quantized.
+        quantized_kv_start: number of tokens from which on the cache is quantized.
 
     Raises:
-        UserError: keys and values of this model cannot be quantized.
+        UserError: the keys and values of this model cannot be quantized.
     """
 
     def __init__(
         self, model: Any, *, kv_bits: int | None = None, quantized_kv_start: int = 0
     ):
         self.model = model
-        self.caches = [_own(cache) for cache in make_cache(model)]
+        self.caches = [_with_window_cache(cache) for cache in make_cache(model)]
         self.length = 0
-        self._kv_bits, self._kv_start = kv_bits, quantized_kv_start
+        self._kv_bits, self._quantized_kv_start = kv_bits, quantized_kv_start
         if kv_bits:
             self._try_quantized()
-        # Recurrent states at the checkpoint, and what was read since; None = there is
-        # no checkpoint, and what is read stays.
-        self._states: list[tuple] = []
-        self._since: list[mx.array] | None = None
+        # Recurrent states at the checkpoint, and the tokens processed since then;
+        # None = no checkpoint is set.
+        self._checkpoint_states: list[tuple] = []
+        self._tokens_since: list[mx.array] | None = None
 
     @property
     def layer_caches(self) -> list:
-        """The caches, those in lists of caches one by one."""
-        return [leaf for cache in self.caches for leaf in _leaves(cache)]
-
-    @property
-    def is_recurrent(self) -> bool:
-        """Whether some layer keeps a state that sums up what it has read."""
-        return any(map(_is_recurrent, self.layer_caches))
+        """All caches in a flat list; nested cache lists are expanded."""
+        return [leaf for cache in self.caches for leaf in _flatten(cache)]
 
     @property
     def nbytes(self) -> int:
@@ -59,57 +57,57 @@ class CacheState:
         return sum(leaf.nbytes for leaf in self.layer_caches if not leaf.empty())
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Read tokens [B, L]; their logits [B, L, V], not yet computed."""
+        """Process tokens [B, L]; returns lazy logits [B, L, V]."""
         logits = self.model(tokens, cache=self.caches)
         self.length += tokens.shape[1]
-        if self._since is not None:
-            self._since.append(tokens)
-        if self._kv_bits and self.length > self._kv_start:
+        if self._tokens_since is not None:
+            self._tokens_since.append(tokens)
+        if self._kv_bits and self.length > self._quantized_kv_start:
             self._quantize()
-        self._check()
+        self._check_offsets()
         return logits
 
     def checkpoint(self) -> None:
-        """From here on what is read can be taken back."""
-        self._states = [_copied(leaf.state) for leaf in self._recurrent()]
-        self._since = []
+        """Set a checkpoint: tokens processed from here on can be rolled back."""
+        self._checkpoint_states = [_copy(leaf.state) for leaf in self._recurrent()]
+        self._tokens_since = []
 
     def commit(self) -> None:
-        """What is read stays, until the next checkpoint; nothing is kept to undo it."""
-        self._states, self._since = [], None
+        """Keep all processed tokens and drop the checkpoint."""
+        self._checkpoint_states, self._tokens_since = [], None
 
-    def rollback(self, count: int, *, sequential_verify: bool = False) -> None:
-        """Take back the last tokens, all of them read since the checkpoint.
+    def rollback(self, count: int, *, sequential: bool = False) -> None:
+        """Remove the last `count` tokens, all processed since the checkpoint.
 
         Args:
-            sequential_verify: what must be read again is read in passes of one token.
+            sequential: re-process tokens one at a time, for recurrent states.
         """
-        since = sum(tokens.shape[1] for tokens in self._since or [])
-        assert 0 <= count <= since, f"{count} tokens back, {since} since the checkpoint"
+        since = sum(tokens.shape[1] for tokens in self._tokens_since or [])
+        assert 0 <= count <= since, f"rollback of {count}, {since} since the checkpoint"
         if not count:
             return
-        stay = mx.concatenate(self._since, axis=1)[:, : since - count]
+        accepted = mx.concatenate(self._tokens_since, axis=1)[:, : since - count]
         recurrent = self._recurrent()
-        # What is read again must find all layers at the same place.
-        back = since if recurrent else count
+        # Before tokens are processed again, all layers must be at the checkpoint.
+        trimmed = since if recurrent else count
         for leaf in self.layer_caches:
             if not _is_recurrent(leaf):
-                assert leaf.trim(back) == back
-        for leaf, state in zip(recurrent, self._states, strict=True):
-            leaf.state = _copied(state)
-        self.length -= back
-        self._since = [stay] if not recurrent and stay.size else []
-        if recurrent and stay.size:
-            width = 1 if sequential_verify else stay.shape[1]
-            for start in range(0, stay.shape[1], width):
-                self.forward(stay[:, start : start + width])
-        self._check()
+                assert leaf.trim(trimmed) == trimmed
+        for leaf, state in zip(recurrent, self._checkpoint_states, strict=True):
+            leaf.state = _copy(state)
+        self.length -= trimmed
+        self._tokens_since = [accepted] if not recurrent and accepted.size else []
+        if recurrent and accepted.size:
+            step = 1 if sequential else accepted.shape[1]
+            for start in range(0, accepted.shape[1], step):
+                self.forward(accepted[:, start : start + step])
+        self._check_offsets()
 
     def trim(self, count: int) -> bool:
-        """Take back the last tokens, however long ago they were read.
+        """Remove the last `count` tokens, without a checkpoint.
 
         Returns:
-            False, with nothing done, where a cache does not hold what that takes.
+            False, with the state unchanged, if a cache cannot be trimmed that far.
         """
         if not all(_can_trim(leaf, count) for leaf in self.layer_caches):
             return False
@@ -117,60 +115,58 @@ class CacheState:
             leaf.trim(count)
         self.length -= count
         self.commit()
-        self._check()
+        self._check_offsets()
         return True
 
     def evaluate(self) -> None:
-        """Compute the caches, and nothing else: a prompt's logits cost nothing."""
+        """Evaluate the caches only, not the logits."""
         mx.eval([cache.state for cache in self.layer_caches])
 
     @property
     def state(self) -> list[tuple[str, tuple]]:
-        """Kind and state of every cache; a copy, which later steps do not change."""
-        return [
-            (type(leaf).__name__, _copied(leaf.state)) for leaf in self.layer_caches
-        ]
+        """Class name and state of every cache, copied."""
+        return [(type(leaf).__name__, _copy(leaf.state)) for leaf in self.layer_caches]
 
     def restore(self, state: list[tuple[str, tuple]], length: int) -> None:
-        """Be where a session of the same model was that had this state and length.
+        """Restore the state and length of another cache of the same model.
 
         Raises:
-            UserError: the state has caches of other kinds.
+            UserError: the state belongs to other kinds of cache.
         """
         if any(kind == QUANTIZED for kind, _ in state):
-            self.caches = [_emptied(cache) for cache in self.caches]
+            self.caches = [_as_quantized(cache) for cache in self.caches]
         kinds = [type(leaf).__name__ for leaf in self.layer_caches]
         if kinds != [kind for kind, _ in state]:
-            raise UserError("this state is of other kinds of cache than the model's")
+            raise UserError("the cache state does not match the caches of this model")
         for leaf, (_, value) in zip(self.layer_caches, state, strict=True):
-            leaf.state = _copied(value)
+            leaf.state = _copy(value)
         self.length = length
         self.commit()
-        self._check()
+        self._check_offsets()
 
     def _recurrent(self) -> list:
         return [leaf for leaf in self.layer_caches if _is_recurrent(leaf)]
 
-    def _check(self) -> None:
+    def _check_offsets(self) -> None:
         for leaf in self.layer_caches:
             offset = getattr(leaf, "offset", self.length)
             assert offset == self.length, f"{type(leaf).__name__} is at {offset}"
 
     def _try_quantized(self) -> None:
-        """That the model can read on with keys and values that are quantized."""
+        """Check that the model runs on with quantized keys and values."""
         caches, tokens = self.caches, mx.zeros((1, 2), mx.int32)
         try:
             self.model(tokens, cache=caches)
             self._quantize()
             if self.caches == caches:
-                raise TypeError("it has none of full attention")
+                raise TypeError("it has no full-attention cache")
             mx.eval(self.model(tokens, cache=self.caches))
         except (TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"this model's keys and values cannot be quantized: {error}",
-                hint="leave the cache as it is",
+                hint="remove --kv-bits",
             ) from error
-        self.caches = [_own(cache) for cache in make_cache(self.model)]
+        self.caches = [_with_window_cache(cache) for cache in make_cache(self.model)]
 
     def _quantize(self) -> None:
         self.caches = [self._quantized(cache) for cache in self.caches]
@@ -178,30 +174,144 @@ class CacheState:
     def _quantized(self, cache):
         if type(cache).__name__ != PLAIN:
             return cache
-        width = cache.keys.shape[-1], cache.values.shape[-1]
-        group = next((g for g in GROUPS if not any(w % g for w in width)), None)
-        if group is None:
-            raise ValueError(f"no group of 32 fits their width, {width[0]}")
-        return cache.to_quantized(group_size=group, bits=self._kv_bits)
+        widths = cache.keys.shape[-1], cache.values.shape[-1]
+        for group_size in GROUP_SIZES:
+            if not any(width % group_size for width in widths):
+                return cache.to_quantized(group_size=group_size, bits=self._kv_bits)
+        raise ValueError(f"no group size divides the head dimension {widths[0]}")
 
 
-def _own(cache):
-    """mlx-lm's cache, or ours where its own cannot take tokens back."""
+class WindowCache:
+    """Sliding-window KV cache that supports rollback.
+
+    It replaces mlx-lm's RotatingKVCache, which overwrites the oldest position in place.
+    Past the window that cache cannot be trimmed, and speculative decoding with it gives
+    wrong tokens without an error. Here the buffer is in temporal order and is moved
+    from time to time.
+
+    Args:
+        max_size: window size: the positions a token attends to, including itself.
+    """
+
+    def __init__(self, max_size: int):
+        self.max_size = max_size
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = 0
+        # Position of the first entry of the buffer, and the entries last attended to.
+        self._first = 0
+        self._visible = slice(0, 0)
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        """Append N positions [B, H, N, D]; returns all that they may attend to."""
+        count = keys.shape[2]
+        self._reserve(keys, values)
+        start = self.offset - self._first
+        self.keys[..., start : start + count, :] = keys
+        self.values[..., start : start + count, :] = values
+        self.offset += count
+        self._visible = slice(max(0, start - self.max_size + 1), start + count)
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """The last result of `update_and_fetch`, for layers that share keys."""
+        return self.keys[..., self._visible, :], self.values[..., self._visible, :]
+
+    def make_mask(
+        self, length: int, window_size: int | None = None, return_array: bool = False
+    ) -> mx.array | str | None:
+        """Mask of the next `length` tokens over the result of `update_and_fetch`."""
+        window = window_size or self.max_size
+        # mlx-lm's plamo3 creates its caches one position too small.
+        self.max_size = max(self.max_size, window)
+        before = min(self.offset, self.max_size - 1)
+        if before + length <= window and not return_array:
+            return None if length == 1 else "causal"
+        columns = mx.arange(before + length)
+        rows = mx.arange(before, before + length)[:, None]
+        return (columns <= rows) & (columns > rows - window)
+
+    def is_trimmable(self) -> bool:
+        """True: the last `WINDOW_SLACK` tokens can be trimmed at any time."""
+        return True
+
+    def can_trim(self, count: int) -> bool:
+        """Whether the full window is still buffered after trimming `count` tokens."""
+        return self._first <= max(0, self.offset - count - self.max_size + 1)
+
+    def trim(self, count: int) -> int:
+        """Remove the last tokens; returns the number removed."""
+        count = min(count, self.offset)
+        assert self.can_trim(count), f"cannot trim {count} tokens"
+        self.offset -= count
+        return count
+
+    def size(self) -> int:
+        """Positions that the next token may attend to."""
+        return min(self.offset, self.max_size)
+
+    def empty(self) -> bool:
+        """Whether nothing was stored yet."""
+        return self.keys is None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+
+    @property
+    def state(self) -> tuple:
+        """Keys, values, offset and first position: enough to restore the cache."""
+        return self.keys, self.values, self.offset, self._first
+
+    @state.setter
+    def state(self, state: tuple) -> None:
+        self.keys, self.values, self.offset, self._first = state
+
+    def _reserve(self, keys: mx.array, values: mx.array) -> None:
+        """Make room for more positions, dropping those that left the window."""
+        used, end = self.offset - self._first, keys.shape[2]
+        if self.keys is not None and used + end <= self.keys.shape[2]:
+            return
+        drop = max(0, used - (self.max_size - 1 + WINDOW_SLACK))
+        end += used - drop
+        size = end + BUFFER_STEP
+        if end < self.max_size:
+            size = -(-end // BUFFER_STEP) * BUFFER_STEP
+        self.keys = _resize(self.keys, keys, drop, used, size)
+        self.values = _resize(self.values, values, drop, used, size)
+        self._first += drop
+
+
+def _resize(
+    buffer: mx.array | None, like: mx.array, start: int, end: int, size: int
+) -> mx.array:
+    """A buffer of `size` positions that begins with the old buffer's [start:end]."""
+    batch, heads, _, width = like.shape
+    old = [] if buffer is None else [buffer[..., start:end, :]]
+    new = mx.zeros((batch, heads, size - (end - start), width), like.dtype)
+    return mx.concatenate([*old, new], axis=2)
+
+
+def _with_window_cache(cache):
+    """mlx-lm's cache, or a `WindowCache` in place of a RotatingKVCache."""
     if type(cache).__name__ == "RotatingKVCache" and not cache.keep:
         return WindowCache(cache.max_size)
     if hasattr(cache, "caches"):
-        cache.caches = tuple(_own(inner) for inner in cache.caches)
+        cache.caches = tuple(_with_window_cache(inner) for inner in cache.caches)
     return cache
 
 
-def _emptied(cache):
-    """A cache of plain attention, empty, of the quantized kind; another as it is."""
+def _as_quantized(cache):
+    """An empty full-attention cache as its quantized kind; others unchanged."""
     return cache.to_quantized() if type(cache).__name__ == PLAIN else cache
 
 
-def _leaves(cache) -> list:
+def _flatten(cache) -> list:
     inner = getattr(cache, "caches", None)
-    return [cache] if inner is None else [leaf for c in inner for leaf in _leaves(c)]
+    return [cache] if inner is None else [leaf for c in inner for leaf in _flatten(c)]
 
 
 def _is_recurrent(leaf) -> bool:
@@ -213,12 +323,12 @@ def _can_trim(leaf, count: int) -> bool:
         return True
     if isinstance(leaf, WindowCache):
         return leaf.can_trim(count)
-    # Of mlx-lm's chunked cache the front is gone once it has begun anywhere but at 0.
+    # mlx-lm's chunked cache drops its front once it starts at a position other than 0.
     return not _is_recurrent(leaf) and not getattr(leaf, "start_position", 0)
 
 
-def _copied(state):
-    """A state that later steps cannot change; arrays are written to in place."""
+def _copy(state):
+    """A copy of a cache state; needed because caches write arrays in place."""
     if isinstance(state, list | tuple):
-        return type(state)(_copied(part) for part in state)
+        return type(state)(_copy(part) for part in state)
     return mx.array(state) if isinstance(state, mx.array) else state

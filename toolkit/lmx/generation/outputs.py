@@ -1,4 +1,4 @@
-"""What comes out of the generator."""
+"""Outputs of the generator: streamed tokens and finished completions."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,27 +8,27 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class GenerationResponse:
-    """One token as it comes; its text is empty while a character is incomplete."""
+    """One streamed token. `text` is empty while a character is incomplete."""
 
     text: str
     token: int
     logprob: float | None = None
-    """Log-probability under the model, before any filter; when asked for."""
+    """Log-probability under the unfiltered model distribution; None = not requested."""
     finish_reason: FinishReason | None = None
-    """Set on the last piece only."""
+    """Set on the last response only."""
 
 
 @dataclass(frozen=True)
 class GenerationResult:
-    """A finished answer and how fast it came; None where no token could be timed."""
+    """A finished completion with its timings; a timing is None if unmeasurable."""
 
     text: str
     tokens: list[int]
-    """Those chosen, without the stop token."""
+    """The sampled tokens without the stop token."""
     prompt_tokens: int
     finish_reason: FinishReason
     ttft_ms: float | None
-    """From the call to the first token."""
+    """Time from the call to the first token, in milliseconds."""
     prefill_tokens_per_second: float | None
     decode_tokens_per_second: float | None
-    """Every token after the first, the stop token included."""
+    """Counts every token after the first, including the stop token."""

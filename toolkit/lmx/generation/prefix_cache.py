@@ -1,4 +1,4 @@
-"""Sessions by what they have read, so that a known beginning is not read again."""
+"""Prefix cache: reuse of processed prompt prefixes, in memory and on disk."""
 
 import json
 from collections import OrderedDict
@@ -13,134 +13,131 @@ from ..run.fs import atomic_folder, hash_file
 from .kv_cache import CacheState
 from .prompt import Messages
 
+ARRAYS_FILE, METADATA_FILE = "cache.safetensors", "metadata.json"
+
 
 class PrefixCache:
-    """The sessions used last, in bounded memory.
+    """Least-recently-used cache states in bounded memory.
 
     Args:
-        limit: bytes of caches in all; the least recently used ones go first.
+        max_bytes: total bytes of the stored caches.
     """
 
-    def __init__(self, limit: int):
-        self.limit = limit
-        self._kept: OrderedDict[tuple[int, ...], tuple[list, int]] = OrderedDict()
+    def __init__(self, max_bytes: int):
+        self.max_bytes = max_bytes
+        self._entries: OrderedDict[tuple[int, ...], tuple[list, int]] = OrderedDict()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all that is kept."""
-        return sum(size for _, size in self._kept.values())
+        """Total bytes of the stored caches."""
+        return sum(size for _, size in self._entries.values())
 
-    def insert(self, tokens: Sequence[int], session: CacheState) -> None:
-        """Remember a session that has read exactly these tokens."""
-        assert len(tokens) == session.length
-        size = session.nbytes
-        if not tokens or size > self.limit:
+    def insert(self, tokens: Sequence[int], cache: CacheState) -> None:
+        """Store a cache that has processed exactly these tokens."""
+        assert len(tokens) == cache.length
+        size = cache.nbytes
+        if not tokens or size > self.max_bytes:
             return
         key = tuple(tokens)
-        self._kept[key] = session.state, size
-        self._kept.move_to_end(key)
-        while self.nbytes > self.limit:
-            self._kept.popitem(last=False)
+        self._entries[key] = cache.state, size
+        self._entries.move_to_end(key)
+        while self.nbytes > self.max_bytes:
+            self._entries.popitem(last=False)
 
     def fetch(
-        self, tokens: Sequence[int], fresh: Callable[[], CacheState]
+        self, tokens: Sequence[int], new_cache: Callable[[], CacheState]
     ) -> tuple[CacheState, int]:
-        """A session as far along these tokens as what is kept allows.
+        """A cache that contains the longest stored prefix of the tokens.
 
-        The last token stays to be read, for its logits are wanted.
+        The last token is never included, because its logits are needed.
 
         Returns:
-            The session, and how many of the tokens it has read.
+            The cache, and the number of tokens it has processed.
         """
-        common = {key: _common(key, tokens[:-1]) for key in self._kept}
-        for key in sorted(common, key=common.get, reverse=True):
-            if not (length := common[key]):
+        lengths = {key: _common_prefix(key, tokens[:-1]) for key in self._entries}
+        for key in sorted(lengths, key=lengths.get, reverse=True):
+            if not (length := lengths[key]):
                 break
-            session = fresh()
-            session.restore(self._kept[key][0], len(key))
-            if session.trim(len(key) - length):
-                self._kept.move_to_end(key)
-                return session, length
-        return fresh(), 0
+            cache = new_cache()
+            cache.restore(self._entries[key][0], len(key))
+            if cache.trim(len(key) - length):
+                self._entries.move_to_end(key)
+                return cache, length
+        return new_cache(), 0
 
     def most_recent(
-        self, fresh: Callable[[], CacheState]
+        self, new_cache: Callable[[], CacheState]
     ) -> tuple[CacheState, list[int]] | None:
-        """The session kept last and the tokens it has read; None = nothing is kept."""
-        if not self._kept:
+        """The cache stored last and its tokens; None if the prefix cache is empty."""
+        if not self._entries:
             return None
-        key = next(reversed(self._kept))
-        session = fresh()
-        session.restore(self._kept[key][0], len(key))
-        return session, list(key)
+        key = next(reversed(self._entries))
+        cache = new_cache()
+        cache.restore(self._entries[key][0], len(key))
+        return cache, list(key)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    length = min(len(one), len(other))
-    return next((i for i in range(length) if one[i] != other[i]), length)
-
-
-# --- from generate.saved: A session in a folder: what a model has read, to go on from another day.
-
-
-ARRAYS_FILE, METADATA_FILE = "cache.safetensors", "session.json"
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    length = min(len(a), len(b))
+    return next((i for i in range(length) if a[i] != b[i]), length)
 
 
 def save_prompt_cache(
-    session: CacheState,
+    cache: CacheState,
     folder: Path,
     *,
     digest: str,
     tokens: Sequence[int],
     messages: Messages = (),
 ) -> None:
-    """Write a session and the tokens it has read, whole or not at all.
+    """Write a cache and its tokens to a folder, atomically.
 
     Args:
-        digest: of the model; no other may go on from here.
-        messages: of the chat that was read, to go on with it; see `messages`.
+        digest: hash of the model; only this model can load the cache.
+        messages: the chat that was processed; see `load_messages`.
     """
-    assert len(tokens) == session.length
-    kinds, states = zip(*session.state, strict=True)
-    arrays, plain = {}, {}
+    assert len(tokens) == cache.length
+    kinds, states = zip(*cache.state, strict=True)
+    arrays, scalars = {}, {}
     for name, value in tree_flatten(list(states)):
-        (arrays if isinstance(value, mx.array) else plain)[name] = value
+        (arrays if isinstance(value, mx.array) else scalars)[name] = value
     with atomic_folder(folder) as partial:
         mx.save_safetensors(str(partial / ARRAYS_FILE), arrays)
-        facts = {
+        metadata = {
             "digest": digest,
             "sha256": hash_file(partial / ARRAYS_FILE),
             "kinds": kinds,
-            "plain": plain,
+            "scalars": scalars,
             "tokens": [int(token) for token in tokens],
             "messages": list(messages),
         }
-        (partial / METADATA_FILE).write_text(json.dumps(facts))
+        (partial / METADATA_FILE).write_text(json.dumps(metadata))
 
 
-def load_prompt_cache(session: CacheState, folder: Path, *, digest: str) -> list[int]:
-    """Bring a session to where a saved one was; the tokens it has read.
+def load_prompt_cache(cache: CacheState, folder: Path, *, digest: str) -> list[int]:
+    """Restore a saved prompt cache into `cache`; returns its tokens.
 
     Raises:
-        UserError: there is none, it is damaged or another model's.
+        UserError: the folder holds no prompt cache, a damaged one, or one of another
+            model.
     """
     place = str(folder)
     try:
-        facts = json.loads((folder / METADATA_FILE).read_bytes())
-        damaged = hash_file(folder / ARRAYS_FILE) != facts["sha256"]
+        metadata = json.loads((folder / METADATA_FILE).read_bytes())
+        is_damaged = hash_file(folder / ARRAYS_FILE) != metadata["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"this is no saved session: {error}", place=place) from None
-    if damaged:
-        raise UserError("this saved session is damaged", place=place)
-    if facts["digest"] != digest:
-        raise UserError("this saved session is another model's", place=place)
+        raise UserError(f"not a saved prompt cache: {error}", place=place) from None
+    if is_damaged:
+        raise UserError("the saved prompt cache is damaged", place=place)
+    if metadata["digest"] != digest:
+        raise UserError("the saved prompt cache belongs to another model", place=place)
     arrays = mx.load(str(folder / ARRAYS_FILE))
-    states = tree_unflatten([*arrays.items(), *facts["plain"].items()])
-    state = list(zip(facts["kinds"], states, strict=True))
-    session.restore(state, len(facts["tokens"]))
-    return facts["tokens"]
+    states = tree_unflatten([*arrays.items(), *metadata["scalars"].items()])
+    state = list(zip(metadata["kinds"], states, strict=True))
+    cache.restore(state, len(metadata["tokens"]))
+    return metadata["tokens"]
 
 
 def load_messages(folder: Path) -> Messages:
-    """The chat of a session that `load` found to be whole; none if it was no chat."""
+    """The chat of a prompt cache that `load_prompt_cache` accepted; may be empty."""
     return json.loads((folder / METADATA_FILE).read_bytes())["messages"]

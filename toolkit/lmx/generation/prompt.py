@@ -1,4 +1,4 @@
-"""A chat or bare text as the tokens a model reads."""
+"""Prompt encoding: chat messages or raw text to token ids."""
 
 from typing import Any
 
@@ -10,20 +10,21 @@ Messages = list[dict[str, str]]
 def encode_chat(
     tokenizer: Any, prompt: str | Messages, *, thinking: bool = True
 ) -> list[int]:
-    """The tokens of a chat up to where the answer begins.
+    """Token ids of a chat, including the generation prompt.
 
-    Without a chat template, the bare text.
+    Without a chat template the message contents are encoded as raw text.
 
     Args:
         tokenizer: mlx-lm's TokenizerWrapper.
-        thinking: let a template that offers the choice open a chain of thought.
+        thinking: enable the chain of thought in templates that have a switch for it.
 
     Raises:
-        UserError: the template refuses these messages.
+        UserError: the chat template rejects the messages.
     """
     if not tokenizer.has_chat_template:
-        text = prompt if isinstance(prompt, str) else _contents(prompt)
-        return encode_text(tokenizer, text)
+        if not isinstance(prompt, str):
+            prompt = "\n".join(message["content"] for message in prompt)
+        return encode_text(tokenizer, prompt)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     from jinja2 import TemplateError
@@ -36,16 +37,12 @@ def encode_chat(
         )
     except TemplateError as error:
         raise UserError(
-            f"the model's chat template refuses these messages: {error}"
+            f"the model's chat template rejects these messages: {error}"
         ) from error
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """The tokens of bare text; text that opens with BOS gets no second one."""
+    """Token ids of raw text. BOS is not added if the text already starts with it."""
     bos = tokenizer.bos_token
     has_bos = bos is not None and text.startswith(bos)
     return tokenizer.encode(text, add_special_tokens=not has_bos)
-
-
-def _contents(messages: Messages) -> str:
-    return "\n".join(message["content"] for message in messages)

@@ -1,9 +1,9 @@
-"""Choosing the next token: the most likely one, or a draw from a filtered distribution.
+"""Token sampling: argmax, or a sample from a filtered distribution.
 
-Every filter is judged on the model's own distribution and a token must pass them all;
-the temperature comes last. That is what mlx-lm and LM Studio do, so the same settings
-mean the same distribution there. (transformers divides by the temperature first and
-applies top_p to what top_k has left.)
+All filters apply to the model's own distribution, and a token must pass every filter.
+The temperature is applied last. mlx-lm and LM Studio do the same, so equal settings
+give equal distributions. (transformers divides by the temperature first and applies
+top_p to the result of top_k.)
 """
 
 import math
@@ -22,41 +22,41 @@ MIN_TEMPERATURE = 1e-6  # below it, dividing by the temperature overflows float3
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to choose a token.
+    """Sampling settings of one request.
 
     Raises:
-        UserError: a value outside its range.
+        UserError: a value is outside its range.
     """
 
     temperature: float = 0.0
-    """0 = always the most likely token; 1 = the model's own distribution."""
+    """0 = greedy; 1 = the model's own distribution."""
     top_p: float = 1.0
-    """Keep the fewest most likely tokens that hold this much probability together."""
+    """Keep the smallest set of most likely tokens with at least this probability."""
     top_k: int = 0
-    """Keep so many of the most likely tokens, and those tied with the last; 0 = all."""
+    """Keep the k most likely tokens, and tokens tied with the last one; 0 = all."""
     min_p: float = 0.0
-    """Keep tokens at least this probable, as a share of the most likely token's."""
+    """Keep tokens with at least this share of the most likely token's probability."""
     repetition_penalty: float = 1.0
-    """Divides the logits of tokens already said, in the prompt too; 1 = off."""
+    """Divides the logits of tokens in the prompt or completion; 1 = off."""
     presence_penalty: float = 0.0
-    """Is subtracted from the logits of tokens already said."""
+    """Subtracted once from the logits of tokens in the prompt or completion."""
     frequency_penalty: float = 0.0
-    """Is subtracted as often as a token was said."""
+    """Subtracted from a token's logit once per occurrence."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Pairs of a token and what is added to its logit."""
-    allowed: tuple[int, ...] | None = None
-    """The only tokens that may be chosen; None = all."""
+    """Pairs of a token and the value added to its logit."""
+    allowed_tokens: tuple[int, ...] | None = None
+    """The only tokens that may be sampled; None = all."""
     seed: int = 0
-    """The same seed draws the same tokens."""
+    """Equal seeds give equal samples."""
 
     @property
     def is_greedy(self) -> bool:
-        """Whether always the most likely token is chosen."""
+        """Whether the most likely token is always chosen."""
         return self.temperature < MIN_TEMPERATURE
 
     @property
-    def penalises(self) -> bool:
-        """Whether what was said matters."""
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on earlier tokens."""
         neutral = self.presence_penalty == self.frequency_penalty == 0
         return not neutral or self.repetition_penalty != 1
 
@@ -69,48 +69,50 @@ class Sampling:
             "repetition_penalty": (0 < self.repetition_penalty < math.inf, "above 0"),
             "presence_penalty": (math.isfinite(self.presence_penalty), "a number"),
             "frequency_penalty": (math.isfinite(self.frequency_penalty), "a number"),
-            "allowed": (self.allowed != (), "at least one token"),
+            "allowed_tokens": (self.allowed_tokens != (), "at least one token"),
             "seed": (0 <= self.seed < 2**64, "between 0 and 2^64 - 1"),
         }
-        for name, (holds, allowed) in ranges.items():
-            if not holds:
+        for name, (is_valid, valid_range) in ranges.items():
+            if not is_valid:
                 value = getattr(self, name)
-                raise UserError(f"{name} is {value}, but must be {allowed}")
+                raise UserError(f"{name} is {value}, but must be {valid_range}")
 
 
 def make_sampler(sampling: Sampling) -> Sampler:
     """A function from logits [B, V] to tokens [B].
 
-    It counts its calls: the n-th draw depends on the seed and n alone, never on MLX's
-    global random state. Make a new one for every generation.
+    The sampler counts its calls: the n-th sample depends only on the seed and n, not on
+    MLX's global random state. Make a new sampler for every generation.
     """
     if sampling.is_greedy:
         return lambda logits: mx.argmax(logits, axis=-1)
     key = mx.random.key(sampling.seed)
     step = _compiled(replace(sampling, seed=0))
 
-    def draw(logits: mx.array) -> mx.array:
+    def sample(logits: mx.array) -> mx.array:
         nonlocal key
         token, key = step(logits, key)
         return token
 
-    return draw
+    return sample
 
 
-@lru_cache(maxsize=16)  # mx.compile never forgets a trace: one per setting, not per use
+@lru_cache(maxsize=16)  # mx.compile keeps every trace: one per setting, not per call
 def _compiled(sampling: Sampling) -> Callable:
     def step(logits: mx.array, key: mx.array) -> tuple[mx.array, mx.array]:
-        key, now = mx.random.split(key)
-        return mx.random.categorical(filter_logits(logits, sampling), key=now), key
+        key, subkey = mx.random.split(key)
+        tokens = mx.random.categorical(filter_logits(logits, sampling), key=subkey)
+        return tokens, key
 
     return mx.compile(step)
 
 
 def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
-    """The distribution to draw from, as unnormalised float32 log-probabilities.
+    """Filtered logits divided by the temperature, as float32 log-probabilities.
 
-    Logits [..., V] to [..., V]: removed tokens are -inf, the most likely is exactly 0.
-    It passes every filter, so something is always left.
+    They are unnormalized: logits [..., V] to [..., V], where removed tokens are -inf
+    and the most likely token is exactly 0. It passes every filter, so at least one
+    token is left.
     """
     logits = logits.astype(mx.float32)
     logits = logits - mx.max(logits, axis=-1, keepdims=True)
@@ -121,19 +123,19 @@ def filter_logits(logits: mx.array, sampling: Sampling) -> mx.array:
 
 
 def _threshold(logits: mx.array, sampling: Sampling) -> mx.array | float | None:
-    """The least logit [..., 1] that passes; the largest logit is 0."""
-    limits = []
+    """The smallest logit [..., 1] that passes all filters. The largest logit is 0."""
+    thresholds = []
     candidates = logits
     if 0 < sampling.top_k < logits.shape[-1]:
         candidates = mx.topk(logits, sampling.top_k, axis=-1)
-        limits.append(mx.min(candidates, axis=-1, keepdims=True))
+        thresholds.append(mx.min(candidates, axis=-1, keepdims=True))
     if sampling.top_p < 1:
-        # A token stays while those above it hold less than top_p of the whole.
+        # A token passes if all tokens above it hold less than top_p in total.
         ascending = mx.sort(candidates, axis=-1)
         mass = mx.exp(ascending - mx.logsumexp(logits, axis=-1, keepdims=True))
         above = mx.cumsum(mass, axis=-1, reverse=True, inclusive=False)
         removed = (above >= sampling.top_p).sum(axis=-1, keepdims=True)
-        limits.append(mx.take_along_axis(ascending, removed, axis=-1))
+        thresholds.append(mx.take_along_axis(ascending, removed, axis=-1))
     if sampling.min_p > 0:
-        limits.append(math.log(sampling.min_p))
-    return reduce(mx.maximum, limits) if limits else None
+        thresholds.append(math.log(sampling.min_p))
+    return reduce(mx.maximum, thresholds) if thresholds else None

@@ -11,7 +11,7 @@ from ..draft.dataset import DistillationBatches, Prompt
 from ..draft.prompt_sets import PromptSets, prompt_sets
 from ..errors import UserError
 from ..generation.batching import GenerationRequest
-from ..generation.completions import CachedGenerator, generate_all_cached
+from ..generation.completions import CachedGenerator
 from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
 from .context import StageContext
@@ -68,7 +68,7 @@ class DraftData:
                 for number, prompt in enumerate(self.tried)
             ]
             pairs = zip(
-                self.tried, generate_all_cached(requests, answerer), strict=True
+                self.tried, answerer.generate(requests), strict=True
             )
             texts[name] = [
                 ReferenceCompletion(self.target.model, prompt.tokens, said, sampling)

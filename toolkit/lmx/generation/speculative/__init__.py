@@ -1,1 +1,1 @@
-"""Guesses of what comes next, for the target to verify: one way, one file."""
+"""Speculative decoding: proposers, verification and adaptive draft length."""

@@ -1,130 +1,142 @@
-"""How many tokens to guess: as many as this machine and this text reward.
+"""Adaptive draft length: the number of draft tokens with the most tokens per second.
 
-A verified guess is not free: on many machines a forward pass of four rows takes much
-longer than one of a single row. So what is chosen each round is the number of guesses
-with most tokens per second, by the measured time of a round and the measured share of
-guesses that stand at every place.
+Verification is not free: on many machines a forward pass over four tokens takes much
+longer than over one. The controller therefore uses the measured time of every kind of
+round and the measured acceptance rate at every draft position.
 """
 
 from dataclasses import dataclass, field
 
-# Weight of what was measured before, round by round.
-MEMORY = 0.97
-# Guesses that stand, before any was seen: so many, of twice as many.
+# Decay of the acceptance counts per round.
+DECAY = 0.97
+# Accepted draft tokens assumed at every position at the start, out of twice as many.
 PRIOR = 1.0
-# Rounds of one length that are needed to trust their time; the first one warms up.
-TRIALS = 3
-# Share of the time that may be lost by trying out lengths that do not pay.
-PRICE = 0.02
+# Measurements needed before a mean time is used; the first one is a warm-up.
+MIN_MEASUREMENTS = 3
+# Maximum share of the time spent on trying draft lengths that do not pay off.
+EXPLORATION_BUDGET = 0.02
 
 
 @dataclass
 class EMATimer:
-    """A moving average of seconds; the first measurement is a warm-up and not in it."""
+    """Exponential moving average of seconds. The first measurement is ignored."""
 
     count: int = 0
     mean: float = 0.0
 
     def add(self, seconds: float) -> None:
-        """Measure once more."""
+        """Add a measurement."""
         self.count += 1
         if self.count == 2:
             self.mean = seconds
         elif self.count > 2:
-            # A machine is never too fast: what is much slower is somebody else's work.
+            # Clip slow outliers: they are caused by other processes.
             self.mean += 0.1 * (min(seconds, 4 * self.mean) - self.mean)
 
     @property
     def is_known(self) -> bool:
-        """Whether the average can be trusted."""
-        return self.count > TRIALS
+        """Whether there are enough measurements."""
+        return self.count > MIN_MEASUREMENTS
 
 
 @dataclass
 class DraftLengthController:
-    """Chooses the number of guesses of every round.
+    """Chooses the number of draft tokens of every round.
 
     Args:
-        max_draft_tokens: guesses at most.
-        fixed: always so many; None = the best by measurement, 0 included.
+        max_draft_tokens: largest draft length.
+        fixed: use this draft length always; None = adapt, and allow 0.
+
+    Attributes:
+        standard: seconds per token of standard decoding.
+        rounds: seconds per round, by draft length.
+        accepted, proposed: decayed counts by draft position.
+        seconds, lost: total time, and time lost against standard decoding.
     """
 
     max_draft_tokens: int = 8
     fixed: int | None = None
-    plain: EMATimer = field(default_factory=EMATimer)
+    standard: EMATimer = field(default_factory=EMATimer)
     rounds: dict[int, EMATimer] = field(default_factory=dict)
-    stood: list[float] = field(default_factory=list)
-    tried: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+    proposed: list[float] = field(default_factory=list)
     seconds: float = 0.0
     lost: float = 0.0
 
     def __post_init__(self):
-        self.stood = [PRIOR] * self.max_draft_tokens
-        self.tried = [2 * PRIOR] * self.max_draft_tokens
+        self.accepted = [PRIOR] * self.max_draft_tokens
+        self.proposed = [2 * PRIOR] * self.max_draft_tokens
 
     @property
-    def rates(self) -> list[float]:
-        """Share of guesses that stand where all before them do, place by place."""
-        return [a / b for a, b in zip(self.stood, self.tried, strict=True)]
+    def acceptance_rates(self) -> list[float]:
+        """Acceptance rate by position, given that all positions before are accepted."""
+        return [a / b for a, b in zip(self.accepted, self.proposed, strict=True)]
 
-    def tokens(self, count: int) -> float:
-        """Tokens of a round with `count` guesses, expected."""
-        total = standing = 1.0
-        for rate in self.rates[:count]:
-            standing *= rate
-            total += standing
+    def expected_tokens(self, num_draft_tokens: int) -> float:
+        """Expected tokens of a round, including the target's own token."""
+        total = all_accepted = 1.0
+        for rate in self.acceptance_rates[:num_draft_tokens]:
+            all_accepted *= rate
+            total += all_accepted
         return total
 
-    def time(self, count: int) -> float | None:
-        """Seconds of a round with `count` guesses; None = nothing near it is known."""
-        if not count:
-            return self.plain.mean if self.plain.is_known else None
-        known = {k: t.mean for k, t in self.rounds.items() if t.is_known}
-        if count in known or not known or not self.plain.is_known:
-            return known.get(count)
-        # The cost of a guess is taken from the measured length next to it.
-        near = min(known, key=lambda k: (abs(k - count), k))
-        return self.plain.mean + (known[near] - self.plain.mean) * count / near
+    def round_seconds(self, num_draft_tokens: int) -> float | None:
+        """Seconds of a round; None = not measured and no measurement to scale."""
+        if not num_draft_tokens:
+            return self.standard.mean if self.standard.is_known else None
+        known = {k: timer.mean for k, timer in self.rounds.items() if timer.is_known}
+        if num_draft_tokens in known or not known or not self.standard.is_known:
+            return known.get(num_draft_tokens)
+        # Scale the extra time of the nearest measured draft length.
+        near = min(known, key=lambda k: (abs(k - num_draft_tokens), k))
+        extra = (known[near] - self.standard.mean) * num_draft_tokens / near
+        return self.standard.mean + extra
 
-    def length(self) -> int:
-        """How many tokens to guess now; 0 = none, and decode plainly for a while."""
+    def next_length(self) -> int:
+        """The draft length of the next round; 0 = use standard decoding for a while."""
         if self.fixed is not None:
             return self.fixed
-        if not self.plain.is_known:
+        if not self.standard.is_known:
             return 0
         first = min(2, self.max_draft_tokens)
-        if not any(times.is_known for times in self.rounds.values()):
+        if not any(timer.is_known for timer in self.rounds.values()):
             return first
-        best = max(range(self.max_draft_tokens + 1), key=self._rate)
-        # Parked, it looks again once it can be paid.
-        if best == 0 and self.lost < PRICE * self.seconds:
+        best = max(range(self.max_draft_tokens + 1), key=self._tokens_per_second)
+        # If drafting is off, try it again when the exploration budget allows it.
+        if best == 0 and self.lost < EXPLORATION_BUDGET * self.seconds:
             return first
         return best
 
-    def speedup(self, count: int) -> float | None:
-        """Predicted tokens per second with so many guesses, as a multiple of plain."""
-        time, plain = self.time(count), self.time(0)
-        return self.tokens(count) * plain / time if time and plain else None
+    def predicted_speedup(self, num_draft_tokens: int) -> float | None:
+        """Predicted tokens per second, relative to standard decoding."""
+        seconds, standard = self.round_seconds(num_draft_tokens), self.round_seconds(0)
+        if not seconds or not standard:
+            return None
+        return self.expected_tokens(num_draft_tokens) * standard / seconds
 
-    def record_plain(self, tokens: int, seconds: float) -> None:
-        """Plain decoding of some tokens took so long."""
-        self.plain.add(seconds / tokens)
+    def record_standard(self, tokens: int, seconds: float) -> None:
+        """Add a measurement of standard decoding."""
+        self.standard.add(seconds / tokens)
         self.seconds += seconds
 
-    def record_round(self, guessed: int, stood: int, seconds: float) -> None:
-        """A round with `guessed` > 0 guesses, of which `stood` stood, took so long."""
-        self.rounds.setdefault(guessed, EMATimer()).add(seconds)
+    def record_round(
+        self, num_draft_tokens: int, num_accepted: int, seconds: float
+    ) -> None:
+        """Add a measurement of a round with at least one draft token."""
+        self.rounds.setdefault(num_draft_tokens, EMATimer()).add(seconds)
         self.seconds += seconds
-        # What guessing gains pays for trying.
-        self.lost = max(0.0, self.lost + seconds - (stood + 1) * self.plain.mean)
-        for place in range(min(stood + 1, guessed)):
-            self.stood[place] = MEMORY * self.stood[place] + (place < stood)
-            self.tried[place] = MEMORY * self.tried[place] + 1
-        # Long guesses are rare: what is before them tells of them, too.
-        for place in range(stood + 1, self.max_draft_tokens):
-            self.stood[place] += 0.1 * self.rates[place - 1]
-            self.tried[place] += 0.1
+        # Time gained by drafting pays for exploration.
+        standard_seconds = (num_accepted + 1) * self.standard.mean
+        self.lost = max(0.0, self.lost + seconds - standard_seconds)
+        for position in range(min(num_accepted + 1, num_draft_tokens)):
+            is_accepted = position < num_accepted
+            self.accepted[position] = DECAY * self.accepted[position] + is_accepted
+            self.proposed[position] = DECAY * self.proposed[position] + 1
+        # Long drafts are rare, so later positions also learn from the one before.
+        for position in range(num_accepted + 1, self.max_draft_tokens):
+            self.accepted[position] += 0.1 * self.acceptance_rates[position - 1]
+            self.proposed[position] += 0.1
 
-    def _rate(self, count: int) -> float:
-        time = self.time(count)
-        return self.tokens(count) / time if time else 0.0
+    def _tokens_per_second(self, num_draft_tokens: int) -> float:
+        seconds = self.round_seconds(num_draft_tokens)
+        return self.expected_tokens(num_draft_tokens) / seconds if seconds else 0.0

@@ -1,4 +1,4 @@
-"""Several proposers, the cheapest first."""
+"""Proposers by name, and the fallback proposer that combines them."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,72 +13,71 @@ from .layer_skip import choose_skipped_layers, skip_layers
 from .prompt_lookup import NGramIndex, PromptLookupProposer
 from .proposer import NO_DRAFT, DraftTokens, Proposer, TargetSampler
 
+PROMPT_LOOKUP, LAYER_SKIP = "prompt-lookup", "layer-skip"
+LAYER_SKIP_TOKENS = 128
+"""Tokens of the prompt on which the skipped layers are chosen."""
+
 
 class FallbackProposer:
-    """Asks one proposer after the other until one has a guess."""
+    """Uses the first of several proposers that has draft tokens."""
 
     def __init__(self, *proposers: Proposer):
         self._proposers = proposers
 
     def propose(
-        self, context: Sequence[int], count: int, choice: TargetSampler
+        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
     ) -> DraftTokens:
-        """The first guess that is not empty."""
+        """The first non-empty proposal."""
         for proposer in self._proposers:
-            if len(proposal := proposer.propose(context, count, choice)):
-                return proposal
+            draft = proposer.propose(context, num_draft_tokens, sampler)
+            if len(draft):
+                return draft
         return NO_DRAFT
-
-
-# --- from generate.drafting: `--draft-model`: who guesses, by name, and whether it speaks the model's tokens.
-
-
-PROMPT_LOOKUP, LAYER_SKIP = "prompt-lookup", "layer-skip"
-TRIED = 128
-"""Tokens of the prompt that `layer-skip` is chosen on."""
 
 
 def proposer_factory(
     name: str,
-    loaded: LoadedModel,
+    target: LoadedModel,
     sample: Sequence[int],
     *,
     load_draft: Callable[[str], LoadedModel],
 ) -> Callable[[], Proposer] | None:
-    """Makes a proposer for every answer; None = nothing pays on this machine.
+    """A function that makes a proposer for every completion.
 
     Args:
-        name: `prompt-lookup`, `layer-skip`, a model folder or Hub id, or `prompt-lookup+` one of
-            these.
-        sample: tokens of the kind the model will read.
+        name: `prompt-lookup`, `layer-skip`, a model folder or Hub id, or
+            `prompt-lookup+` followed by one of these.
+        sample: tokens typical of the prompts.
         load_draft: loads the model of a folder or Hub id.
 
+    Returns:
+        None if no speed-up is expected from `layer-skip` on this machine.
+
     Raises:
-        UserError: no such model, or it has other tokens.
+        UserError: the model does not exist or has a different tokenizer.
     """
-    first, plus, rest = name.partition("+")
-    # Answers to later prompts are guessed from earlier ones, too.
+    first, plus, second_name = name.partition("+")
+    # One index for all completions: later ones also look up in earlier ones.
     lookup = partial(PromptLookupProposer, NGramIndex())
     if name == PROMPT_LOOKUP:
         return lookup
     if first == PROMPT_LOOKUP and plus:
-        second = proposer_factory(rest, loaded, sample, load_draft=load_draft)
+        second = proposer_factory(second_name, target, sample, load_draft=load_draft)
         return (lambda: FallbackProposer(lookup(), second())) if second else lookup
     if name == LAYER_SKIP:
-        skipped = choose_skipped_layers(
-            loaded.model, mx.array([sample[:TRIED]], mx.int32)
-        )
-        twin = skip_layers(loaded.model, skipped)
-        return (lambda: DraftModelProposer(twin)) if skipped else None
+        tokens = mx.array([sample[:LAYER_SKIP_TOKENS]], mx.int32)
+        skipped = choose_skipped_layers(target.model, tokens)
+        draft_model = skip_layers(target.model, skipped)
+        return (lambda: DraftModelProposer(draft_model)) if skipped else None
     draft = load_draft(name)
-    require_same_tokenizer(loaded.tokenizer, draft.tokenizer, role="draft", place=name)
+    require_same_tokenizer(target.tokenizer, draft.tokenizer, role="draft", place=name)
     return lambda: DraftModelProposer(draft.model)
 
 
-def draft_length_controller(guesses: int | None) -> DraftLengthController:
-    """One that always asks for so many guesses; None = as many as pay."""
-    return (
-        DraftLengthController(max_draft_tokens=guesses, fixed=guesses)
-        if guesses
-        else DraftLengthController()
+def draft_length_controller(num_draft_tokens: int | None) -> DraftLengthController:
+    """A controller with a fixed draft length; None = an adaptive one."""
+    if not num_draft_tokens:
+        return DraftLengthController()
+    return DraftLengthController(
+        max_draft_tokens=num_draft_tokens, fixed=num_draft_tokens
     )

@@ -1,7 +1,7 @@
-"""Where speculative greedy text is not what plain decoding would have said.
+"""Parity check: compare speculative greedy output with standard decoding.
 
-Rounding differs between a forward pass of one token and one of many, so two tokens of
-nearly the same logit can change places (a flip). More than that would be a fault.
+A forward pass over many tokens rounds differently from one over a single token, so two
+tokens with nearly equal logits can swap. Any larger difference is an error.
 """
 
 from collections.abc import Sequence
@@ -15,17 +15,17 @@ from ..sampling import Sampling
 from .proposer import TargetSampler
 
 ROUNDING_MARGIN = 0.25
-"""Difference of logits up to which a flip can come from rounding alone."""
+"""Largest difference of logits that rounding alone can explain."""
 
 
 @dataclass(frozen=True)
 class TokenMismatch:
-    """A token that plain decoding, at the same place, would not have said.
+    """A token that differs from the one of standard decoding at the same position.
 
     Attributes:
-        place: of the token in the answer, from 0.
-        margin: logit of the best token less that of the second, of the row alone.
-        in_top_two: whether what was said is one of these.
+        position: index of the token in the completion, from 0.
+        margin: difference of the two largest logits in standard decoding.
+        in_top_two: whether the token is one of these two.
     """
 
     position: int
@@ -36,60 +36,60 @@ class TokenMismatch:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding alone explains it."""
+        """Whether rounding alone explains the difference."""
         return self.in_top_two and self.margin <= ROUNDING_MARGIN
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """An answer beside plain decoding, token by token."""
+    """The result of a parity check over `tokens` tokens."""
 
     tokens: int
     mismatches: list[TokenMismatch]
 
     def to_json(self) -> dict:
-        """For reports; `first_mismatch` is where both texts part."""
+        """The result for reports."""
         first = vars(self.mismatches[0]) if self.mismatches else None
         return {
             "tokens": self.tokens,
             "mismatches": len(self.mismatches),
             "mismatches_per_1000": 1000 * len(self.mismatches) / max(1, self.tokens),
             "first_mismatch": first,
-            "all_from_rounding": all(flip.is_rounding for flip in self.mismatches),
+            "all_from_rounding": all(m.is_rounding for m in self.mismatches),
         }
 
 
 def check_parity(
-    session: CacheState,
+    cache: CacheState,
     prompt: Sequence[int],
-    said: Sequence[int],
+    completion: Sequence[int],
     sampling: Sampling,
     *,
     prefill_step_size: int = 512,
 ) -> ParityReport:
-    """Decode plainly along an answer: every row of logits is computed singly.
+    """Compare a completion with standard decoding, one forward pass per token.
 
     Args:
-        session: fresh.
-        sampling: greedy, perhaps with penalties.
+        cache: empty.
+        sampling: greedy, possibly with penalties.
     """
     assert sampling.is_greedy
-    assert not session.length
-    flips, choice, before = [], None, prompt[-1]
-    prefill(session, mx.array([prompt[:-1]], mx.int32), width=prefill_step_size)
-    for place, token in enumerate(said):
-        logits = session.forward(mx.array([[before]], mx.int32))[:, -1]
-        choice = choice or TargetSampler(sampling, prompt, logits.shape[-1])
-        logits = choice.logits(logits, choice.counts)[0]
-        best = mx.argmax(logits).item()
-        if best != token:
-            flips.append(_flip(place, token, best, logits))
-        choice.counts = choice.after(choice.counts, mx.array([token], mx.int32))
-        before = token
-    return ParityReport(len(said), flips)
-
-
-def _flip(place: int, said: int, best: int, logits: mx.array) -> TokenMismatch:
-    second, first = mx.sort(logits)[-2:].tolist()
-    is_second = logits[said].item() >= second
-    return TokenMismatch(place, said, best, first - second, is_second)
+    assert not cache.length
+    mismatches, sampler, previous = [], None, prompt[-1]
+    prefill(cache, mx.array([prompt[:-1]], mx.int32), step_size=prefill_step_size)
+    for position, token in enumerate(completion):
+        logits = cache.forward(mx.array([[previous]], mx.int32))[:, -1]
+        sampler = sampler or TargetSampler(sampling, prompt, logits.shape[-1])
+        logits = sampler.process(logits, sampler.counts)[0]
+        expected = mx.argmax(logits).item()
+        if expected != token:
+            second, first = mx.sort(logits)[-2:].tolist()
+            in_top_two = logits[token].item() >= second
+            mismatches.append(
+                TokenMismatch(position, token, expected, first - second, in_top_two)
+            )
+        sampler.counts = sampler.counts_after(
+            sampler.counts, mx.array([token], mx.int32)
+        )
+        previous = token
+    return ParityReport(len(completion), mismatches)

@@ -1,4 +1,4 @@
-"""Guesses that what followed the last tokens before will follow them again."""
+"""Prompt lookup decoding: the continuation of an earlier n-gram is the draft."""
 
 from collections.abc import Sequence
 
@@ -6,98 +6,102 @@ import mlx.core as mx
 
 from .proposer import NO_DRAFT, DraftTokens, TargetSampler
 
-SHORTEST = 3
-# Places of a run that are looked at, the last ones, and tokens compared at each.
-CANDIDATES, LONGEST = 32, 64
+NGRAM_SIZE = 3
+MAX_INDEX_TOKENS = 1 << 20
+# The most recent occurrences that are compared, and the tokens compared at each.
+MAX_CANDIDATES, MAX_MATCH = 32, 64
 
 
 class PromptLookupProposer:
-    """Looks the last tokens up in a memory, where it puts the request's own.
+    """Looks up the last tokens in an n-gram index that includes the current text.
 
-    The longest run of tokens that was met before counts, and of those as long the last
-    one (prompt lookup; arXiv 2411.04975 looks into earlier answers, too).
+    The longest match wins; among equally long matches, the most recent one. Like
+    arXiv 2411.04975, the index may also contain earlier completions.
 
     Args:
-        memory: has what earlier requests read and said; None = an empty one.
+        index: contains the texts of earlier requests; None = a new index.
     """
 
-    def __init__(self, memory: "NGramIndex | None" = None):
-        self._memory = memory or NGramIndex()
-        self._text = self._memory.begin()
+    def __init__(self, index: "NGramIndex | None" = None):
+        self._index = index or NGramIndex()
+        self._text_id = self._index.add_text()
 
     def propose(
-        self, context: Sequence[int], count: int, choice: TargetSampler
+        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
     ) -> DraftTokens:
-        """What followed, as far as `count` tokens."""
-        self._memory.extend(self._text, context)
-        guess = self._memory.following(context, count)
-        return DraftTokens(mx.array(guess, mx.int32)) if guess else NO_DRAFT
+        """The continuation of the longest match, at most `num_draft_tokens` tokens."""
+        self._index.extend(self._text_id, context)
+        tokens = self._index.continuation(context, num_draft_tokens)
+        return DraftTokens(mx.array(tokens, mx.int32)) if tokens else NO_DRAFT
 
 
 class NGramIndex:
-    """Texts as tokens, and where every short run in them was met.
+    """Token sequences and the positions of all their n-grams.
 
     Args:
-        shortest: tokens of a run.
-        limit: tokens that are remembered; the oldest texts go first, the newest stays.
+        ngram_size: tokens of an n-gram: the minimum length of a match.
+        max_tokens: tokens in the index. The oldest texts are removed first, the newest
+            is always kept.
     """
 
-    def __init__(self, shortest: int = SHORTEST, limit: int = 1 << 20):
-        assert shortest > 0
-        self._shortest = shortest
-        self._limit = limit
-        self._size = 0
+    def __init__(
+        self, ngram_size: int = NGRAM_SIZE, max_tokens: int = MAX_INDEX_TOKENS
+    ):
+        assert ngram_size > 0
+        self._ngram_size = ngram_size
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
         self._texts: dict[int, list[int]] = {}
-        self._places: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        self._begun = 0
+        self._positions: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        self._last_id = 0
 
-    def begin(self) -> int:
-        """Remember one more text; its number."""
-        self._begun += 1
-        self._texts[self._begun] = []
-        return self._begun
+    def add_text(self) -> int:
+        """Add an empty text; returns its id."""
+        self._last_id += 1
+        self._texts[self._last_id] = []
+        return self._last_id
 
-    def extend(self, number: int, tokens: Sequence[int]) -> None:
-        """A text is all of these tokens now; one that is forgotten stays so."""
-        if number not in self._texts:
+    def extend(self, text_id: int, tokens: Sequence[int]) -> None:
+        """Set a text to all of `tokens`, which extend it. Removed texts are ignored."""
+        if text_id not in self._texts:
             return
-        text, size = self._texts[number], self._shortest
+        text, n = self._texts[text_id], self._ngram_size
         start = len(text)
         text.extend(tokens[start:])
-        self._size += len(text) - start
-        # A run is known once something follows it.
-        for end in range(max(size, start), len(text)):
-            run = tuple(text[end - size : end])
-            self._places.setdefault(run, []).append((number, end))
-        while self._size > self._limit and len(self._texts) > 1:
-            self._forget(next(iter(self._texts)))
+        self._num_tokens += len(text) - start
+        # An n-gram is indexed when a token follows it.
+        for end in range(max(n, start), len(text)):
+            ngram = tuple(text[end - n : end])
+            self._positions.setdefault(ngram, []).append((text_id, end))
+        while self._num_tokens > self._max_tokens and len(self._texts) > 1:
+            self._remove(next(iter(self._texts)))
 
-    def following(self, context: Sequence[int], count: int) -> list[int]:
-        """What followed the longest run of the last tokens that was met before."""
-        run = tuple(context[-self._shortest :])
-        best, guess = 0, []
-        for number, end in reversed(self._places.get(run, [])[-CANDIDATES:]):
-            text = self._texts[number]
-            length = _shared(text, end, context)
-            if length > best:
-                best, guess = length, text[end : end + count]
-        return guess
+    def continuation(self, context: Sequence[int], count: int) -> list[int]:
+        """The next `count` tokens after the longest match of the end of the context."""
+        ngram = tuple(context[-self._ngram_size :])
+        longest, tokens = 0, []
+        for text_id, end in reversed(self._positions.get(ngram, [])[-MAX_CANDIDATES:]):
+            text = self._texts[text_id]
+            length = _match_length(text, end, context)
+            if length > longest:
+                longest, tokens = length, text[end : end + count]
+        return tokens
 
-    def _forget(self, number: int) -> None:
-        text, size = self._texts.pop(number), self._shortest
-        self._size -= len(text)
-        for run in {tuple(text[end - size : end]) for end in range(size, len(text))}:
-            places = [place for place in self._places[run] if place[0] != number]
-            if places:
-                self._places[run] = places
+    def _remove(self, text_id: int) -> None:
+        text, n = self._texts.pop(text_id), self._ngram_size
+        self._num_tokens -= len(text)
+        for ngram in {tuple(text[end - n : end]) for end in range(n, len(text))}:
+            positions = [p for p in self._positions[ngram] if p[0] != text_id]
+            if positions:
+                self._positions[ngram] = positions
             else:
-                del self._places[run]
+                del self._positions[ngram]
 
 
-def _shared(text: Sequence[int], end: int, context: Sequence[int]) -> int:
-    """How many tokens before `end` are the last ones of the context."""
+def _match_length(text: Sequence[int], end: int, context: Sequence[int]) -> int:
+    """The number of tokens before `end` that equal the end of the context."""
     length = 0
-    most = min(end, len(context), LONGEST)
-    while length < most and text[end - 1 - length] == context[-1 - length]:
+    limit = min(end, len(context), MAX_MATCH)
+    while length < limit and text[end - 1 - length] == context[-1 - length]:
         length += 1
     return length

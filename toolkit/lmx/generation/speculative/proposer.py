@@ -1,4 +1,4 @@
-"""What a proposer guesses, and the contract of all proposers."""
+"""The interface of draft-token proposers, and the target's sampling distribution."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from ..sampling import Sampling, filter_logits
 
 @dataclass(frozen=True)
 class DraftTokens:
-    """Tokens that may come next.
+    """Draft tokens proposed for verification.
 
     Attributes:
-        tokens: int32 [k], not yet computed perhaps; k may be 0.
-        logits: float32 [k, V], those each token was drawn from: unnormalised
-            log-probabilities. None = no draw: the tokens were certain.
+        tokens: int32 [k], possibly lazy; k may be 0.
+        logits: float32 [k, V], the unnormalized log-probabilities each token was
+            sampled from. None = the tokens were chosen deterministically.
     """
 
     tokens: mx.array
@@ -31,67 +31,73 @@ NO_DRAFT = DraftTokens(mx.zeros(0, mx.int32))
 
 
 class Proposer(Protocol):
-    """Guesses what follows; must not change what the target will say.
+    """Proposes draft tokens. It must not change the target's output.
 
-    A proposer is told nothing of verdicts: it finds in the next context what of its
-    guess has stayed.
+    A proposer gets no feedback on acceptance: the next context contains the accepted
+    draft tokens.
     """
 
     def propose(
-        self, context: Sequence[int], count: int, choice: "TargetSampler"
+        self, context: Sequence[int], num_draft_tokens: int, sampler: "TargetSampler"
     ) -> DraftTokens:
-        """At most `count` tokens that may follow the context.
+        """At most `num_draft_tokens` tokens that may follow the context.
 
         Args:
-            context: all tokens so far, those of the prompt and those said.
+            context: all tokens of the prompt and the completion so far.
+            sampler: the target's sampling settings and token counts.
         """
         ...
 
 
 class TargetSampler:
-    """How the target chooses, for proposers that want to choose alike.
+    """The distribution the target samples from, shared with the proposer.
 
     Args:
-        sampling: of the request.
-        context: counted once, the tokens said before the first round.
-        vocabulary: tokens that the target tells apart.
+        sampling: settings of the request.
+        context: tokens before the first round, for the penalties.
+        vocab_size: the target's vocabulary size.
+
+    Attributes:
+        counts: occurrences [1, V] of every token so far; empty without penalties.
     """
 
-    def __init__(self, sampling: Sampling, context: Sequence[int], vocabulary: int):
+    def __init__(self, sampling: Sampling, context: Sequence[int], vocab_size: int):
         self.sampling = sampling
-        self.vocabulary = vocabulary
-        self.adjust = LogitsProcessor.needed(sampling, vocabulary)
-        self.counts = self.adjust.begin([context]) if self.adjust else mx.zeros((1, 0))
+        self.vocab_size = vocab_size
+        self._processor = LogitsProcessor.create(sampling, vocab_size)
+        self.counts = mx.zeros((1, 0))
+        if self._processor:
+            self.counts = self._processor.count_prompts([context])
 
     @property
     def is_greedy(self) -> bool:
-        """Whether always the most likely token is chosen."""
+        """Whether the most likely token is always chosen."""
         return self.sampling.is_greedy
 
-    def after(self, counts: mx.array, tokens: mx.array) -> mx.array:
-        """Counts [1, V] with tokens [k] more."""
-        for token in tokens if self.adjust else []:
-            counts = self.adjust.count(counts, token[None])
+    def counts_after(self, counts: mx.array, tokens: mx.array) -> mx.array:
+        """Counts [1, V] after tokens [k]."""
+        for token in tokens if self._processor else []:
+            counts = self._processor.update(counts, token[None])
         return counts
 
-    def along(self, tokens: mx.array) -> mx.array:
-        """Counts [k + 1, V] behind 0 ... k of the tokens [k]."""
-        rows = [self.counts]
-        for token in tokens if self.adjust else []:
-            rows.append(self.after(rows[-1], token[None]))
-        return mx.concatenate(rows)
+    def counts_along(self, tokens: mx.array) -> mx.array:
+        """Counts [k + 1, V] after the first 0 to k of the tokens [k]."""
+        counts = [self.counts]
+        for token in tokens if self._processor else []:
+            counts.append(self.counts_after(counts[-1], token[None]))
+        return mx.concatenate(counts)
 
-    def logits(self, logits: mx.array, counts: mx.array) -> mx.array:
-        """What tokens are drawn from, float32 [k, V], by logits [k, W] of a model.
+    def process(self, logits: mx.array, counts: mx.array) -> mx.array:
+        """Logits [k, W] of a model as float32 logits [k, V] to sample from.
 
-        A model may have more or fewer rows in its head than the target: those that
-        are not in both are never drawn.
+        The LM head of the draft model may have more or fewer rows than the target's
+        (padding). Tokens that are not in both are never sampled.
         """
-        width = min(logits.shape[-1], self.vocabulary)
+        width = min(logits.shape[-1], self.vocab_size)
         logits = logits[:, :width].astype(mx.float32)
-        if width < self.vocabulary:
-            missing = self.vocabulary - width
+        if width < self.vocab_size:
+            missing = self.vocab_size - width
             logits = mx.pad(logits, [(0, 0), (0, missing)], constant_values=-mx.inf)
-        if self.adjust:
-            logits = self.adjust(logits, counts)
+        if self._processor:
+            logits = self._processor(logits, counts)
         return logits if self.is_greedy else filter_logits(logits, self.sampling)
