@@ -39,7 +39,7 @@ def run(config: TrainConfig, context: "StageContext") -> "ModelArtifact":
         artefact = training.write() if ranks.is_first else context.current
     if twin is None:
         return artefact
-    selection, held_out = training.selection, training.loop.valid
+    selection, held_out = training.selection, training.trainer.eval_batches
     # Its weights and moments make room for the twin's.
     del training
     twin.train()
