@@ -109,9 +109,9 @@ def test_a_dense_export_has_the_same_logits(tmp_path, family):
         return value + 0.05 * mx.random.normal(value.shape, key=next(keys))
 
     model.update(tree_map(off, model.parameters()))
-    weights = hf.dequantized(model, mx.float32)
+    weights = hf.dequantized_weights(model, mx.float32)
     hf.write(tmp_path, weights, config, companions=tmp_path)
-    hf.verify_roundtrip(tmp_path, hf.dequantized(model, mx.float32), config)
+    hf.verify_roundtrip(tmp_path, hf.dequantized_weights(model, mx.float32), config)
     wanted = np.array(model(mx.array(TOKENS)))
     np.testing.assert_allclose(logits(opened(tmp_path)), wanted, rtol=1e-3, atol=1e-3)
     assert np.abs(wanted).max() > 0.5

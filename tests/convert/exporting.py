@@ -1,4 +1,4 @@
-"""What the formats are given, of checkpoints made in tests."""
+"""Exports of checkpoints made in tests."""
 
 from functools import partial
 
@@ -8,17 +8,18 @@ from lmx.models.loader import load
 from mlx.utils import tree_flatten
 
 
-def publish(module, model, target, *, adapters=None):
-    """A format's folder of a model; what it said."""
-    said = []
+def export(module, model, target, *, adapters=None):
+    """Export a model in a format; returns the log lines."""
+    lines = []
     target.mkdir()
-    opened = partial(load, compute="stored", lazy=True)
-    module.publish(target, ExportContext("name", model, adapters, opened, said.append))
-    return said
+    load_stored = partial(load, compute="stored", lazy=True)
+    context = ExportContext("name", model, adapters, load_stored, lines.append)
+    module.export(target, context)
+    return lines
 
 
-def rounded(source, target, packed):
-    """A checkpoint with codes, by path: (tensors by leaf, their spec)."""
+def quantized_checkpoint(source, target, packed):
+    """A checkpoint with quantized layers, by path: (tensors by leaf, spec)."""
     loaded = load(source, compute="stored")
     weights = dict(tree_flatten(loaded.model.parameters()))
     for path, (tensors, _) in packed.items():

@@ -5,16 +5,16 @@ import json
 import mlx.core as mx
 import numpy as np
 import pytest
-from exporting import publish, rounded
+from exporting import export, quantized_checkpoint
 from lmx.config.quant_spec import QuantSpec
-from lmx.convert.exporters import gguf as export
-from lmx.convert.gguf import export_blocks, export_tokenizer
-from lmx.convert.importers import gguf as foreign
+from lmx.convert.exporters import gguf as gguf_exporter
+from lmx.convert.gguf import blocks
+from lmx.convert.gguf import config as gguf_config
+from lmx.convert.gguf import tokenizer as gguf_tokenizer
 from lmx.convert.importers import load_model
-from lmx.convert.importers.affine_repack import pack
 from lmx.errors import UserError
 from lmx.models.loader import load, load_tokenizer
-from lmx.quantization.packing import pack as pack_nearest
+from lmx.quantization.packing import pack, pack_codes
 from tiny_checkpoints import QWEN3_MOE
 
 gguf = pytest.importorskip("gguf")
@@ -52,7 +52,7 @@ def grid(path_rows, width, bits, *, symmetric, size=32, dtype=mx.float16):
     if symmetric:
         biases = -(2 ** (bits - 1)) * scales
     tensors = {
-        "weight": pack(mx.array(codes), bits),
+        "weight": pack_codes(mx.array(codes), bits),
         "scales": mx.array(scales).astype(dtype),
         "biases": mx.array(biases).astype(dtype),
     }
@@ -86,7 +86,8 @@ def test_codes_are_written_as_they_are(
         DOWN: grid(128, 256, bits, **settings),
     }
     codes = {path: made for path, (made, _) in grids.items()}
-    said = publish(export, rounded(source, tmp_path / "codes", codes), tmp_path / "out")
+    model = quantized_checkpoint(source, tmp_path / "codes", codes)
+    lines = export(gguf_exporter, model, tmp_path / "out")
     _, tensors = read(tmp_path / "out")
     pairs = {
         "blk.0.attn_q.weight": interleaved(grids[Q][1], 2),
@@ -98,8 +99,8 @@ def test_codes_are_written_as_they_are(
         np.testing.assert_allclose(
             numbers(tensors[name]), wanted, rtol=tolerance, atol=tolerance
         )
-    assert ("2 of 2 quantized matrices are expanded" in said[-1]) == (kind == "F16")
-    assert f"2 {kind}" in said[0] or kind == "F16"
+    assert ("2 of 2 quantized matrices are dequantized" in lines[-1]) == (kind == "F16")
+    assert f"2 {kind}" in lines[0] or kind == "F16"
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_codes_are_written_as_they_are(
 )
 def test_dense_weights(make_checkpoint, tmp_path, dtype, kind):
     source = make_checkpoint(dtype=dtype, tie_word_embeddings=False)
-    publish(export, source, tmp_path / "out")
+    export(gguf_exporter, source, tmp_path / "out")
     reader, tensors = read(tmp_path / "out")
     weights = {
         k: np.array(v.astype(mx.float32))
@@ -143,7 +144,7 @@ def test_dense_weights(make_checkpoint, tmp_path, dtype, kind):
 )
 def test_lmx_reads_the_same_model(make_checkpoint, tmp_path, family, settings):
     source = make_checkpoint(model_type=family, dtype="float16", **settings)
-    publish(export, source, tmp_path / "out")
+    export(gguf_exporter, source, tmp_path / "out")
     [file] = (tmp_path / "out").iterdir()
     assert mx.allclose(
         load_model(file).model(TOKENS), load(source).model(TOKENS), rtol=1e-4, atol=1e-4
@@ -152,7 +153,7 @@ def test_lmx_reads_the_same_model(make_checkpoint, tmp_path, family, settings):
 
 def test_metadata(make_checkpoint, tmp_path):
     source = make_checkpoint(num_key_value_heads=1)
-    publish(export, source, tmp_path / "out")
+    export(gguf_exporter, source, tmp_path / "out")
     reader, _ = read(tmp_path / "out")
     found = {key: field.contents() for key, field in reader.fields.items()}
     assert found["general.architecture"] == "llama"
@@ -177,9 +178,9 @@ def test_metadata(make_checkpoint, tmp_path):
 def test_llama_3_s_positions(make_checkpoint, tmp_path):
     from mlx_lm.models.rope_utils import Llama3RoPE
 
-    scaling = {"rope_type": "llama3", "factor": 32.0} | foreign.LLAMA3
+    scaling = {"rope_type": "llama3", "factor": 32.0} | gguf_config.LLAMA3
     source = make_checkpoint(rope_scaling=scaling, rope_theta=5e5)
-    publish(export, source, tmp_path / "out")
+    export(gguf_exporter, source, tmp_path / "out")
     _, tensors = read(tmp_path / "out")
     stretched = np.array(Llama3RoPE(64, base=5e5, scaling_config=scaling)._freqs)
     plain = 5e5 ** (np.arange(0, 64, 2) / 64)
@@ -227,18 +228,17 @@ def sentencepiece(folder):
 
 
 def test_a_tokenizer_of_llama_2_s_kind(tmp_path):
-    from lmx.convert.gguf import import_tokenizer as reading
     from tokenizers import Tokenizer
 
     sentencepiece(tmp_path)
-    found = export_tokenizer.metadata(tmp_path, {"eos_token_id": 2}, 320)
+    found = gguf_tokenizer.to_metadata(tmp_path, {"eos_token_id": 2}, 320)
     assert found["tokenizer.ggml.model"] == "llama"
     assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
     assert found["tokenizer.ggml.token_type"][-1] == 5
     assert found["tokenizer.ggml.add_bos_token"] is True
     assert found["tokenizer.ggml.add_space_prefix"] is True
     (tmp_path / "back").mkdir()
-    reading.write(found, tmp_path / "back", beside=tmp_path)
+    gguf_tokenizer.write(found, tmp_path / "back", source=tmp_path)
     made = [
         Tokenizer.from_file(f"{p}/tokenizer.json")
         for p in (tmp_path, tmp_path / "back")
@@ -252,24 +252,24 @@ def test_a_tokenizer_of_llama_2_s_kind(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "stretched by 'yarn'"),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
         (
             {
                 "layer_types": ["full_attention", "sliding_attention"],
                 "num_hidden_layers": 2,
                 "sliding_window": 8,
             },
-            "see a window only",
+            "sliding-window layers",
         ),
-        ({"model_type": "olmo2"}, "olmo2 models are not written"),
-        (QWEN3_MOE, "qwen3_moe models are not written"),
+        ({"model_type": "olmo2"}, "export of olmo2 models is not supported"),
+        (QWEN3_MOE, "export of qwen3_moe models is not supported"),
     ],
 )
 def test_models_llama_cpp_would_compute_otherwise_are_refused(
     make_checkpoint, tmp_path, settings, said
 ):
     with pytest.raises(UserError, match=said):
-        publish(export, make_checkpoint(**settings), tmp_path / "out")
+        export(gguf_exporter, make_checkpoint(**settings), tmp_path / "out")
 
 
 def test_an_unknown_way_to_cut_words_is_refused(make_checkpoint, tmp_path):
@@ -282,8 +282,8 @@ def test_an_unknown_way_to_cut_words_is_refused(make_checkpoint, tmp_path):
         "use_regex": False,
     }
     (tmp_path / "tokenizer.json").write_text(json.dumps(made))
-    with pytest.raises(UserError, match="no name for how it cuts words"):
-        export_tokenizer.metadata(tmp_path, {}, 320)
+    with pytest.raises(UserError, match="no name for its pre-tokenizer"):
+        gguf_tokenizer.to_metadata(tmp_path, {}, 320)
 
 
 @pytest.mark.parametrize("part", ["blocks", "dense", "tokenizer"])
@@ -293,24 +293,24 @@ def test_what_comes_back_otherwise_is_refused(
     source = make_checkpoint()
     spec = QuantSpec(bits=4, group_size=32)
     weight = load(source, compute="stored").model.layers[0].mlp.down_proj.weight
-    made = pack_nearest(weight, spec, mx.float16)
-    codes = rounded(source, tmp_path / "codes", {DOWN: (made, spec)})
+    made = pack(weight, spec, mx.float16)
+    codes = quantized_checkpoint(source, tmp_path / "codes", {DOWN: (made, spec)})
     if part == "tokenizer":
-        real = export_tokenizer.metadata
+        real = gguf_tokenizer.to_metadata
 
         def other(*arguments):
             found = real(*arguments)
             return found | {"tokenizer.ggml.merges": found["tokenizer.ggml.merges"][:3]}
 
-        monkeypatch.setattr(export_tokenizer, "metadata", other)
+        monkeypatch.setattr(gguf_tokenizer, "to_metadata", other)
     else:
-        name = "grouped" if part == "blocks" else "dense"
-        real = getattr(export_blocks, name)
+        name = "from_affine_groups" if part == "blocks" else "from_dense"
+        real = getattr(blocks, name)
 
         def other(*arguments):
             kind, value = real(*arguments)
             return kind, value[::-1] if value.ndim > 1 else value
 
-        monkeypatch.setattr(export_blocks, name, other)
-    with pytest.raises(UserError, match="otherwise than it was"):
-        publish(export, codes, tmp_path / "out")
+        monkeypatch.setattr(blocks, name, other)
+    with pytest.raises(UserError, match="differs after reading"):
+        export(gguf_exporter, codes, tmp_path / "out")

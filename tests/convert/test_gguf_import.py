@@ -8,9 +8,10 @@ import mlx_lm
 import numpy as np
 import pytest
 from lmx.cli import main
-from lmx.convert.gguf import import_tokenizer, reader
+from lmx.convert.gguf import reader
+from lmx.convert.gguf import tokenizer as gguf_tokenizer
 from lmx.convert.importers import load_model, resolve_checkpoint
-from lmx.convert.importers.convert import convert
+from lmx.convert.importers.convert import convert_checkpoint
 from lmx.errors import UserError
 from lmx.models.loader import load, load_tokenizer
 from mlx.utils import tree_flatten
@@ -177,7 +178,7 @@ def test_logits_are_those_of_the_dense_model(make, kind, settings):
 def test_stock_mlx_lm_loads_the_same(make, tmp_path):
     path, _, _ = make("Q8_0", tie_word_embeddings=True)
     (tmp_path / "target").mkdir()
-    convert(path, tmp_path / "target")
+    convert_checkpoint(path, tmp_path / "target")
     stock, tokenizer = mlx_lm.load(str(tmp_path / "target"))
     found = dict(tree_flatten(stock.parameters()))
     for name, value in tree_flatten(
@@ -239,20 +240,29 @@ def test_an_unknown_stretch_is_refused(make):
         writer.add_tensor("rope_freqs.weight", np.linspace(1, 7, 64, dtype=np.float32))
 
     path, _, _ = make("F16", change=change)
-    with pytest.raises(UserError, match="stretches positions"):
+    with pytest.raises(UserError, match="unknown RoPE scaling"):
         resolve_checkpoint(path)
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda data: data[: len(data) // 2], "is not whole"),
-        (lambda data: data[:300], "cut short"),
-        (lambda data: b"GGML" + data[4:], "no GGUF file"),
-        (lambda data: b"", "no GGUF file"),
-        (lambda data: data.replace(b"blk.0.attn_q.", b"blk.0.attn_z."), "no place"),
-        (lambda data: data.replace(b"blk.0.attn_q.", b"blk.1.attn_q."), "no place"),
-        (lambda data: data.replace(b"llama", b"lamas"), "lamas models are not read"),
+        (lambda data: data[: len(data) // 2], "is incomplete"),
+        (lambda data: data[:300], "truncated"),
+        (lambda data: b"GGML" + data[4:], "not a GGUF file"),
+        (lambda data: b"", "not a GGUF file"),
+        (
+            lambda data: data.replace(b"blk.0.attn_q.", b"blk.0.attn_z."),
+            "has no tensor",
+        ),
+        (
+            lambda data: data.replace(b"blk.0.attn_q.", b"blk.1.attn_q."),
+            "has no tensor",
+        ),
+        (
+            lambda data: data.replace(b"llama", b"lamas"),
+            "lamas models are not sup",
+        ),
         (lambda data: data.replace(b"gpt2", b"bert"), "beside it"),
     ],
 )
@@ -271,7 +281,7 @@ def test_a_type_that_is_not_read_names_the_tensor(make):
     at = data.index(name) + len(name) + 4 + 2 * 8
     data[at] = 10  # Q2_K
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"blk.0.attn_q.weight is of ggml's type 10"):
+    with pytest.raises(UserError, match=r"blk.0.attn_q.weight has ggml's type 10"):
         reader.read(path)
 
 
@@ -302,7 +312,7 @@ def sentencepiece_file(path):
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
     }
-    import_tokenizer.write(metadata, path, beside=path)
+    gguf_tokenizer.write(metadata, path, source=path)
     return dict(zip(metadata["tokenizer.ggml.tokens"], scores, strict=True))
 
 
@@ -345,7 +355,7 @@ def test_words_are_cut_as_the_file_says(tmp_path, words, digits):
         "tokenizer.ggml.tokens": sorted(pre_tokenizers.ByteLevel.alphabet()),
         "tokenizer.ggml.merges": [],
     }
-    import_tokenizer.write(metadata, tmp_path, beside=tmp_path)
+    gguf_tokenizer.write(metadata, tmp_path, source=tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "It's 12345 (really)!\n\n  ok"
     cut = tokenizer.pre_tokenizer.pre_tokenize_str(text)

@@ -6,7 +6,7 @@ import re
 import mlx.core as mx
 import mlx_lm
 import pytest
-from exporting import publish, rounded
+from exporting import export, quantized_checkpoint
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.convert.exporters import hf
 from lmx.errors import UserError
@@ -41,7 +41,7 @@ def quantized(source, target, **settings):
         path: (pack(modules[path].weight, spec, loaded.dtype), spec)
         for path, spec in specs.items()
     }
-    return rounded(source, target, packed)
+    return quantized_checkpoint(source, target, packed)
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def quantized(source, target, **settings):
 )
 def test_mlx_lm_reads_the_same_model(make_checkpoint, tmp_path, base):
     source = make_checkpoint(base, dtype="bfloat16")
-    publish(hf, source, tmp_path / "out")
+    export(hf, source, tmp_path / "out")
     wanted, _ = mlx_lm.load(str(source))
     found, tokenizer = mlx_lm.load(str(tmp_path / "out"))
     found, wanted = (dict(tree_flatten(m.parameters())) for m in (found, wanted))
@@ -63,7 +63,7 @@ def test_mlx_lm_reads_the_same_model(make_checkpoint, tmp_path, base):
 def test_experts_and_convolutions_are_as_hugging_face_has_them(
     make_checkpoint, tmp_path
 ):
-    publish(hf, make_checkpoint(QWEN3_MOE), tmp_path / "experts")
+    export(hf, make_checkpoint(QWEN3_MOE), tmp_path / "experts")
     names = read_header(tmp_path / "experts" / "model.safetensors")
     assert not any("switch_mlp" in name for name in names)
     experts = [n for n in names if re.search(r"layers\.1\.mlp\.experts\.3\.", n)]
@@ -72,7 +72,7 @@ def test_experts_and_convolutions_are_as_hugging_face_has_them(
         "gate_proj",
         "up_proj",
     ]
-    publish(hf, make_checkpoint(MAMBA), tmp_path / "convolutions")
+    export(hf, make_checkpoint(MAMBA), tmp_path / "convolutions")
     names = read_header(tmp_path / "convolutions" / "model.safetensors")
     [shape] = {
         tuple(t["shape"]) for n, t in names.items() if n.endswith("conv1d.weight")
@@ -84,7 +84,7 @@ def test_experts_and_convolutions_are_as_hugging_face_has_them(
 def test_codes_are_expanded(make_checkpoint, tmp_path, base):
     source = make_checkpoint(base, dtype="float32")
     codes = quantized(source, tmp_path / "codes", bits=4, group_size=32)
-    publish(hf, codes, tmp_path / "out")
+    export(hf, codes, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not any("quantization" in key for key in config)
     wanted = mlx_lm.load(str(codes))[0](TOKENS)
@@ -96,8 +96,8 @@ def test_codes_are_expanded(make_checkpoint, tmp_path, base):
 
 def test_an_unknown_family_is_refused(make_checkpoint, tmp_path):
     source = make_checkpoint(model_type="helium")
-    with pytest.raises(UserError, match="names for helium models are not known"):
-        publish(hf, source, tmp_path / "out")
+    with pytest.raises(UserError, match="export of helium models is not supported"):
+        export(hf, source, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_an_unknown_family_is_refused(make_checkpoint, tmp_path):
 def test_what_comes_back_otherwise_is_refused(
     make_checkpoint, tmp_path, monkeypatch, damage
 ):
-    real = hf.rename_experts
-    monkeypatch.setattr(hf, "rename_experts", lambda tensors: damage(real(tensors)))
-    with pytest.raises(UserError, match="otherwise than it was"):
-        publish(hf, make_checkpoint(), tmp_path / "out")
+    real = hf.unstack_experts
+    monkeypatch.setattr(hf, "unstack_experts", lambda tensors: damage(real(tensors)))
+    with pytest.raises(UserError, match="differs after reading"):
+        export(hf, make_checkpoint(), tmp_path / "out")

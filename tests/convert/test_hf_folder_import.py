@@ -8,10 +8,10 @@ import mlx_lm
 import numpy as np
 import pytest
 from lmx.convert.importers import load_model, resolve_checkpoint
-from lmx.convert.importers.affine_repack import pack, unpack
-from lmx.convert.importers.convert import convert
+from lmx.convert.importers.convert import convert_checkpoint
 from lmx.errors import UserError
 from lmx.models.loader import load, set_compute_dtype
+from lmx.quantization.packing import pack_codes, unpack_codes
 from mlx.utils import tree_flatten
 from packers import awq, compressed, gptq, random_codes, write
 from safetensors.numpy import load_file, save_file
@@ -119,7 +119,7 @@ def expanded(folder):
 def converted(foreign, dtype=None):
     target = foreign.folder.with_name("target")
     target.mkdir()
-    convert(foreign.folder, target, dtype)
+    convert_checkpoint(foreign.folder, target, dtype)
     return target
 
 
@@ -196,10 +196,10 @@ def test_rounding_again_would_have_changed_the_codes(make):
     foreign = make(FORMATS["awq"])
     codes = foreign.layers[QUERY]
     tensors = mx.load(str(converted(foreign) / "model.safetensors"))
-    assert np.array_equal(unpack(tensors[f"{QUERY}.weight"], 4), codes.codes)
+    assert np.array_equal(unpack_codes(tensors[f"{QUERY}.weight"], 4), codes.codes)
     weight = mx.array(codes.weight.astype(np.float32))
     again, scales, biases = mx.quantize(weight, group_size=32, bits=4)
-    assert (np.array(unpack(again, 4)) != codes.codes).mean() > 0.2
+    assert (np.array(unpack_codes(again, 4)) != codes.codes).mean() > 0.2
     rounded = mx.dequantize(again, scales, biases, group_size=32, bits=4)
     assert mx.abs(rounded - weight).max().item() > 1e-3
 
@@ -207,11 +207,11 @@ def test_rounding_again_would_have_changed_the_codes(make):
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_codes_are_where_mlx_has_them(bits):
     codes = mx.random.randint(0, 2**bits, (3, 64), key=mx.random.key(bits))
-    words = pack(codes, bits)
+    words = pack_codes(codes, bits)
     scales, biases = mx.ones((3, 2)), mx.zeros((3, 2))
     seen = mx.dequantize(words, scales, biases, group_size=32, bits=bits)
     assert mx.array_equal(seen, codes)
-    assert mx.array_equal(unpack(words, bits), codes)
+    assert mx.array_equal(unpack_codes(words, bits), codes)
 
 
 def reordered(name, codes, rng):

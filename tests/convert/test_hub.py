@@ -73,9 +73,9 @@ def test_a_broken_push_goes_on_without_sending_again(stand_in, folder, capfd):
     stand_in.breaks = breaks
     assert push(folder, "alice/tiny") == 1
     said = capfd.readouterr().err
-    assert "alice/tiny: the Hub refuses, or does not answer: " in said
+    assert "alice/tiny: the Hub refuses or does not respond: " in said
     assert "Error while uploading 'model-0000" in said
-    assert "the same command goes on" in said
+    assert "run the same command again" in said
     assert TOKEN not in said
     assert stand_in.repositories["models/alice/tiny"].files == {}
     assert len(stand_in.sent) == 2
@@ -128,18 +128,18 @@ def test_a_broken_push_in_chunks_goes_on(stand_in, folder, tmp_path, monkeypatch
 @pytest.mark.parametrize(
     ("token", "name", "said"),
     [
-        (None, "alice/tiny", "there is no token here"),
-        ("hf_no\x01token", "alice/tiny", "is no token"),
+        (None, "alice/tiny", "there is no Hub token"),
+        ("hf_no\x01token", "alice/tiny", "the Hub token is invalid"),
         ("hf_nobodyHasThisOne", "alice/tiny", "Invalid user token"),
-        (READER, "alice/tiny", "the token of 'alice' may not write here"),
-        (TOKEN, "bob/tiny", "the token of 'alice' may not write here"),
-        (TOKEN, "club/tiny", "may not write here"),
-        (SCOPED, "alice/tiny", "may not write here"),
+        (READER, "alice/tiny", "the token of 'alice' may not write to this"),
+        (TOKEN, "bob/tiny", "the token of 'alice' may not write to this"),
+        (TOKEN, "club/tiny", "may not write to this"),
+        (SCOPED, "alice/tiny", "may not write to this"),
         (SCOPED, "lab/tiny", None),
         (TOKEN, "Alice/tiny", None),
         (TOKEN, "lab/other", None),
-        (TOKEN, "tiny", "no name of the Hub"),
-        (TOKEN, "lab/seen", "this repository is public, and a private one"),
+        (TOKEN, "tiny", "this is not a Hub id"),
+        (TOKEN, "lab/seen", "this repository is public, but a private one"),
     ],
 )
 def test_who_may_push(stand_in, monkeypatch, token, name, said):

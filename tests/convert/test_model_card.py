@@ -50,7 +50,7 @@ def test_figures_and_recipe(tmp_path):
         "| perplexity | 5.1 | 3.2 | 3.3 |\n| bits per weight | 16 | 16 | 4.5 |\n"
         in body
     )
-    assert "on 12,345 held-out tokens; skill accuracy is the share of 20" in prose
+    assert "on 12,345 held-out tokens; exact match is the share of 20" in prose
     assert "```yaml\nmodel: data/tiny-base\n```" in body
 
 

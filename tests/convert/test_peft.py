@@ -6,10 +6,10 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from exporting import publish
+from exporting import export
 from lmx.cli import main
 from lmx.config.lora import LoRAConfig
-from lmx.convert.exporters import peft as export
+from lmx.convert.exporters import peft as peft_exporter
 from lmx.convert.importers import peft
 from lmx.errors import UserError
 from lmx.models.loader import load
@@ -55,7 +55,7 @@ def trained(base, folder, **settings):
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_out_and_in_again_is_the_same_adapter(base, tmp_path, kind):
     wanted = trained(base, tmp_path / "own", type=kind)
-    publish(export, base, tmp_path / "peft", adapters=tmp_path / "own")
+    export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "own")
     assert main.main(["convert", str(tmp_path / "peft"), str(tmp_path / "back")]) == 0
     found, _ = mlx_lm.load(str(base), adapter_path=str(tmp_path / "back"))
     assert mx.allclose(found(TOKENS), wanted, rtol=1e-5, atol=1e-5)
@@ -117,10 +117,10 @@ Q = "model.layers.0.self_attn.q_proj"
         ({"init_lora_weights": "pissa"}, {}, "init_lora_weights: pissa"),
         ({"layer_replication": [[0, 1]]}, {}, "layer_replication"),
         ({"something_new": True}, {}, "something_new: True"),
-        ({"use_dora": True}, {}, "is not whole"),
-        ({}, {f"{Q}.lora_magnitude_vector": np.ones(128)}, "is not whole"),
-        ({}, {"lm_head.weight": np.ones((2, 2))}, "lm_head.weight is no matrix"),
-        ({}, {"model.embed_tokens.lora_embedding_A": np.ones((2, 2))}, "no matrix"),
+        ({"use_dora": True}, {}, "is incomplete"),
+        ({}, {f"{Q}.lora_magnitude_vector": np.ones(128)}, "is incomplete"),
+        ({}, {"lm_head.weight": np.ones((2, 2))}, "lm_head.weight does not belong"),
+        ({}, {"model.embed_tokens.lora_embedding_A": np.ones((2, 2))}, "not belong"),
     ],
 )
 def test_what_mlx_lm_cannot_be_given_is_refused(tmp_path, settings, weights, said):
@@ -132,22 +132,22 @@ def test_what_mlx_lm_cannot_be_given_is_refused(tmp_path, settings, weights, sai
 
 def test_adapters_that_peft_lacks_are_refused(base, tmp_path):
     trained(base, tmp_path / "own", target_modules=["model.embed_tokens"])
-    with pytest.raises(UserError, match=r"no such adapter as that of model.embed"):
-        publish(export, base, tmp_path / "peft", adapters=tmp_path / "own")
+    with pytest.raises(UserError, match=r"no adapter like that of model.embed"):
+        export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "own")
     with pytest.raises(UserError, match="no adapter was trained"):
-        publish(export, base, tmp_path / "none")
+        export(peft_exporter, base, tmp_path / "none")
 
 
 def test_another_adapter_read_back_is_refused(base, tmp_path, monkeypatch):
     trained(base, tmp_path / "own")
-    real = export.settings
+    real = peft_exporter.lora_config
 
     def other(config, paths):
         return real(config, paths) | {"lora_alpha": 1.0}
 
-    monkeypatch.setattr(export, "settings", other)
-    with pytest.raises(UserError, match="otherwise than it was"):
-        publish(export, base, tmp_path / "peft", adapters=tmp_path / "own")
+    monkeypatch.setattr(peft_exporter, "lora_config", other)
+    with pytest.raises(UserError, match="differs after reading"):
+        export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "own")
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -158,7 +158,7 @@ def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
     start = tmp_path / "own"
     if form == "peft":
         start = tmp_path / "peft"
-        publish(export, base, start, adapters=tmp_path / "own")
+        export(peft_exporter, base, start, adapters=tmp_path / "own")
     model = load(base).model
     ranks = {"self_attn.[qv]_proj": 4, "mlp.*": 6}
     lora_model.attach(

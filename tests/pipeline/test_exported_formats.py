@@ -42,9 +42,9 @@ def test_what_was_published_is_kept_whole(published):
 
 
 def test_one_that_is_not_proven_keeps_all_back(tmp_path, base, monkeypatch):
-    real = hf.rename_experts
+    real = hf.unstack_experts
     monkeypatch.setattr(
-        hf, "rename_experts", lambda t: real({n: v + 1 for n, v in t.items()})
+        hf, "unstack_experts", lambda t: real({n: v + 1 for n, v in t.items()})
     )
     run = Run(tmp_path, {"export": {"formats": ["mlx", "hf"]}}, model=base)
     assert run() == 1
@@ -81,8 +81,8 @@ def test_a_model_is_loaded_with_the_adapter_in_both_formats(published, base):
     [
         (["peft"], {}, "no adapter is trained"),
         (["mlx", "mlx"], {}, "named twice"),
-        (["hf"], {"model_type": "helium"}, "helium models are not known"),
-        (["gguf"], {"model_type": "gemma"}, "gemma models are not written as GGUF"),
+        (["hf"], {"model_type": "helium"}, "export of helium models is not supported"),
+        (["gguf"], {"model_type": "gemma"}, "GGUF export of gemma models is not supported"),
         (["onnx"], {}, "onnx"),
     ],
 )

@@ -55,7 +55,7 @@ def test_without_the_right_to_write_nothing_is_trained(
         assert stand_in.asked == []
     else:
         assert code == 2
-        wrong = "may not write here" if token else "there is no token here"
+        wrong = "may not write to this" if token else "there is no Hub token"
         assert f"alice/small: {wrong}" in said.err.replace("the token of 'alice' ", "")
     assert not run.output.exists()
 

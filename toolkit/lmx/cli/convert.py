@@ -30,8 +30,8 @@ def convert(args: argparse.Namespace) -> int:
     Raises:
         UserError: the source has no supported format, or the target exists.
     """
-    from ..convert.importers import convert as importer
-    from ..convert.importers import fetch_checkpoint, find, peft
+    from ..convert.importers import fetch_checkpoint, find_importable, peft
+    from ..convert.importers.convert import convert_checkpoint
     from ..models.checkpoint import checkpoint_size
     from ..models.loader import DTYPES as MLX_DTYPES
     from ..run.fs import atomic_folder
@@ -39,7 +39,7 @@ def convert(args: argparse.Namespace) -> int:
     target = Path(args.target).expanduser()
     path = fetch_checkpoint(args.source)
     is_adapter = peft.is_adapter(path)
-    source = None if is_adapter else find(path)
+    source = None if is_adapter else find_importable(path)
     if source is None and not is_adapter:
         raise UserError(
             "the folder has no supported format: gptq, awq, compressed-tensors "
@@ -50,9 +50,9 @@ def convert(args: argparse.Namespace) -> int:
         raise UserError("the target exists", place=str(target))
     with atomic_folder(target) as partial:
         if is_adapter:
-            peft.convert(path, partial)
+            peft.convert_adapter(path, partial)
         else:
-            importer.convert(source, partial, MLX_DTYPES.get(args.dtype))
+            convert_checkpoint(source, partial, MLX_DTYPES.get(args.dtype))
     if is_adapter:
         sys.stdout.write(f"{target}: an adapter for mlx-lm's --adapter-path\n")
         return 0

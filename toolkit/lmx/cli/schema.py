@@ -299,7 +299,7 @@ def _escaped(text: str) -> str:
 def listing() -> str:
     """Bundled recipes with their first comment; stages, methods, formats, trackers."""
     from ..config.bundled import bundled_recipes
-    from ..convert.exporters.registry import FORMATS
+    from ..convert.exporters import FORMATS
     from ..quantization.ptq import awq, gptq, rtn
     from ..run import wandb_tracker
 

@@ -1,1 +1,1 @@
-"""Export formats: one format, one file."""
+"""Checkpoint formats: importers, exporters and GGUF."""

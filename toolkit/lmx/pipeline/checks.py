@@ -11,7 +11,7 @@ from ..config.errors import KeyPath
 from ..config.messages import Problem, nearest
 from ..config.qat import CONTINUES_FROM_CODES
 from ..config.quant_spec import QuantizationConfig, QuantSpec
-from ..convert.exporters.registry import FORMATS
+from ..convert.exporters import FORMATS
 from ..errors import UserError
 
 Find = Callable[[str], Path | None]
@@ -265,7 +265,7 @@ def _formats(data: dict, stages: list, find: Find) -> Iterator[Problem]:
             if name == "peft" and not adapted:
                 hint = "train with `adapter:`, or leave peft out"
                 yield Problem(at, "no adapter is trained that could be exported", hint)
-            require = getattr(FORMATS.get(str(name)), "require", None)
+            require = getattr(FORMATS.get(str(name)), "check_supported", None)
             if require and "model_type" in config:
                 try:
                     require(config)

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config.export import ExportConfig
-from ..convert.exporters import hub
-from ..convert.exporters.registry import FORMATS
+from ..convert.exporters import FORMATS, hub
 
 if TYPE_CHECKING:
     from .context import ModelArtifact, StageContext
@@ -31,7 +30,7 @@ def run(config: ExportConfig, context: "StageContext") -> "ModelArtifact":
     with ExitStack() as together:
         for name, target in targets.items():
             partial = together.enter_context(atomic_folder(target))
-            FORMATS[name].publish(partial, published)
+            FORMATS[name].export(partial, published)
             if name == "mlx":
                 _write_card(partial, config, context)
     for name, target in targets.items():

@@ -9,7 +9,7 @@ from pathlib import Path
 from ..config import yaml_io
 from ..config.base import ConfigModel
 from ..config.loader import LoadedRecipe
-from ..convert.exporters.registry import FORMATS
+from ..convert.exporters import FORMATS
 from ..run.tables import BESIDE, one_line, recipe_values
 
 RUNS = Path("exports")

@@ -248,7 +248,7 @@ def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
         return ModelShape(config, size)
     folder = loaded.find(model.path)
     # What another program quantized is known when it has been imported.
-    if folder is None or importers.find(folder):
+    if folder is None or importers.find_importable(folder):
         return None
     config = read_config(folder)
     check_weights(folder)

@@ -23,10 +23,22 @@ def pack_codes(codes: mx.array, bits: int) -> mx.array:
 
 
 def unpack_codes(packed: mx.array, bits: int) -> mx.array:
-    """The codes [N, K], uint32, of packed rows [N, K * bits / 32]."""
-    stream = (packed[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
-    single = stream.reshape(len(packed), -1, bits)
-    return (single << mx.arange(bits, dtype=mx.uint32)).sum(axis=-1)
+    """The codes [..., K], uint32, of 32-bit words [..., K * bits / 32]."""
+    words = packed.view(mx.uint32)
+    if 32 % bits == 0:
+        shifts = mx.arange(0, 32, bits, dtype=mx.uint32)
+        codes = (words[..., None] >> shifts) & (2**bits - 1)
+        return codes.reshape(*packed.shape[:-1], -1)
+    # 32 codes fill `bits` words, and some lie in two of them.
+    words = words.reshape(*packed.shape[:-1], -1, bits)
+    codes = []
+    for index in range(32):
+        word, shift = divmod(index * bits, 32)
+        code = words[..., word] >> shift
+        if shift + bits > 32:
+            code = code | (words[..., word + 1] << (32 - shift))
+        codes.append(code & (2**bits - 1))
+    return mx.stack(codes, axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def pack(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.array]:

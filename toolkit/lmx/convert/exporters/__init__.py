@@ -1,1 +1,10 @@
-"""Export formats."""
+"""The export formats.
+
+A format is a module with `FOLDER`, its folder in the run directory, and
+`export(folder, context)`, which writes the model into an empty folder and verifies it.
+`check_supported(config)`, if present, refuses model types that the format cannot hold.
+"""
+
+from . import gguf, hf, mlx, peft
+
+FORMATS = {"mlx": mlx, "hf": hf, "peft": peft, "gguf": gguf}

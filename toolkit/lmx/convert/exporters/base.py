@@ -1,4 +1,4 @@
-"""What the export formats are given."""
+"""The input of every export format."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from ...models.loader import LoadedModel
 
 @dataclass(frozen=True)
 class ExportContext:
-    """A model on its way out.
+    """A model to export.
 
     Attributes:
-        name: what a file of it is called.
-        model: the checkpoint folder that was measured.
-        adapters: folder of the adapter that was trained, in mlx-lm's format, if any.
-        load: opens a checkpoint as it is stored, its weights unread.
-        say: tells the user.
+        name: the base name of single-file formats.
+        model: the MLX checkpoint folder that was evaluated.
+        adapters: folder of the trained adapter in mlx-lm's format, if any.
+        load: loads a checkpoint lazily in its stored dtype.
+        info: logs a line.
     """
 
     name: str

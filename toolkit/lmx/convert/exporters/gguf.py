@@ -1,7 +1,7 @@
-"""A GGUF file for llama.cpp, of Llama and Qwen models: codes as they are, else float16.
+"""GGUF for llama.cpp, of Llama and Qwen models: exact codes, else float16.
 
-Codes of 2 to 5 bits, and symmetric ones of 8, go over unchanged where float16 holds
-their scales; every other matrix is written expanded.
+Codes of 2 to 5 bits, and symmetric codes of 8 bits, are copied if float16 holds their
+scales. Every other matrix is written dequantized.
 """
 
 from pathlib import Path
@@ -12,37 +12,36 @@ from .base import ExportContext
 FOLDER = "gguf"
 
 
-def require(config: dict) -> None:
-    """Refuse a model that llama.cpp does not know, or would compute otherwise.
+def check_supported(config: dict) -> None:
+    """Refuse a model that llama.cpp lacks or computes differently.
 
     Raises:
-        UserError: naming what it is.
+        UserError: names what is not supported.
     """
-    from ..gguf.config import metadata
+    from ..gguf.config import to_metadata
 
-    metadata(config)
+    to_metadata(config)
 
 
-def publish(folder: Path, published: ExportContext) -> None:
-    """Write NAME.gguf and read it back.
+def export(folder: Path, context: ExportContext) -> None:
+    """Write NAME.gguf and verify it.
 
     Raises:
-        UserError: a model or tokenizer that has no such form, or another weight came
-            back.
+        UserError: GGUF cannot hold the model or tokenizer, or a weight differs after
+            reading the file.
     """
     from ..gguf.writer import verify_roundtrip, write
 
-    loaded = published.load(published.model)
-    file = folder / f"{published.name}.gguf"
-    kinds = write(file, loaded, name=published.name)
+    loaded = context.load(context.model)
+    file = folder / f"{context.name}.gguf"
+    types = write(file, loaded, name=context.name)
     verify_roundtrip(file, loaded)
-    told = ", ".join(f"{kinds.count(kind)} {kind}" for kind in sorted(set(kinds)))
-    published.info(f"matrices of {file.name}: {told}")
-    modules = [module for _, module in loaded.model.named_modules()]
-    quantized = sum(map(is_quantized, modules))
-    expanded = quantized - sum(kind.startswith("Q") for kind in kinds)
-    if expanded:
-        published.info(
-            f"{expanded} of {quantized} quantized matrices are expanded there: ggml "
-            "has no such codes, or float16 does not hold their scales"
+    counts = ", ".join(f"{types.count(name)} {name}" for name in sorted(set(types)))
+    context.info(f"matrices of {file.name}: {counts}")
+    quantized = sum(is_quantized(module) for module in loaded.model.modules())
+    dequantized = quantized - sum(name.startswith("Q") for name in types)
+    if dequantized:
+        context.info(
+            f"{dequantized} of {quantized} quantized matrices are dequantized in it: "
+            "ggml has no such codes, or float16 does not hold their scales"
         )

@@ -1,7 +1,7 @@
-"""Hugging Face's checkpoint, unquantized, as transformers and what builds on it load.
+"""Hugging Face's unquantized checkpoint, which transformers and its users load.
 
-Its names are those of mlx-lm but where mlx-lm joins experts or turns convolutions; the
-written files are given to mlx-lm's own renaming and must come back as they were.
+The names are mlx-lm's, except where mlx-lm stacks experts or transposes convolutions.
+mlx-lm's own `sanitize` must map the written files back to the original tensors.
 """
 
 import re
@@ -19,32 +19,49 @@ from .base import ExportContext
 
 FOLDER = "hf"
 
-# Model types whose files were loaded in transformers and gave the same logits.
-FAMILIES = """
+# Model types whose exports were loaded in transformers and gave the same logits.
+SUPPORTED = """
     llama mistral qwen2 qwen3 gemma gemma2 gemma3_text phi phi3 glm4 cohere cohere2
     olmo2 starcoder2 stablelm granite smollm3 exaone4 ernie4_5 nemotron
     hunyuan_v1_dense qwen3_moe qwen2_moe mixtral phimoe olmoe glm4_moe mamba mamba2
     lfm2
 """
 EXPERTS = re.compile(r"(.*)\.switch_mlp\.(\w+)\.weight")
-# Mixtral's names, and those of its kin: known by the block they are in.
-NUMBERED = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
-MIXTRAL = "block_sparse_moe"
+# Mixtral's names of the expert layers, in blocks of this name.
+MIXTRAL_LAYERS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+MIXTRAL_BLOCK = "block_sparse_moe"
 
 
-def publish(folder: Path, published: ExportContext) -> None:
-    """Write the model with its codes expanded, in the type it stores; prove it.
+def check_supported(config: dict) -> None:
+    """Refuse a model type whose Hugging Face names may differ from mlx-lm's.
 
     Raises:
-        UserError: a family whose names are not known here, or mlx-lm reads other
-            weights from what was written.
+        UserError: it is not one of `SUPPORTED`.
     """
-    loaded = published.load(published.model)
-    require(loaded.config)
-    dense = dequantized(loaded.model, loaded.dtype)
-    write(folder, dense, loaded.config, companions=loaded.path)
-    # Unread once more, so that of what is large little is in memory.
-    verify_roundtrip(folder, dequantized(loaded.reread(), loaded.dtype), loaded.config)
+    supported = SUPPORTED.split()
+    if config["model_type"] not in supported or "model_file" in config:
+        raise UserError(
+            f"Hugging Face export of {config['model_type']} models is not supported",
+            hint=f"supported model types: {', '.join(sorted(supported))}",
+            code=FAILED,
+        )
+
+
+def export(folder: Path, context: ExportContext) -> None:
+    """Write the model dequantized, in its stored dtype, and verify it.
+
+    Raises:
+        UserError: the model type is not supported, or mlx-lm reads other weights from
+        the
+            export.
+    """
+    loaded = context.load(context.model)
+    check_supported(loaded.config)
+    weights = dequantized_weights(loaded.model, loaded.dtype)
+    write(folder, weights, loaded.config, companions=loaded.path)
+    # Read again lazily, so that only a part of the weights is in memory.
+    expected = dequantized_weights(loaded.reread(), loaded.dtype)
+    verify_roundtrip(folder, expected, loaded.config)
 
 
 def write(
@@ -53,85 +70,70 @@ def write(
     """Write a checkpoint into an existing, empty folder.
 
     Args:
-        weights: dense, by mlx-lm's names; emptied on the way.
+        weights: dense, by mlx-lm's names; the dict is emptied meanwhile.
         config: the model's config; its quantization is left out.
-        companions: the folder whose tokenizer and template files go along.
+        companions: the folder whose tokenizer and template files are copied.
     """
-    named = rename_experts(weights)
+    renamed = unstack_experts(weights)
     weights.clear()
-    checkpoint_writer.write_checkpoint(folder, named, config, companions=companions)
+    checkpoint_writer.write_checkpoint(folder, renamed, config, companions=companions)
 
 
-def require(config: dict) -> None:
-    """Refuse a model whose names Hugging Face may have otherwise.
-
-    Raises:
-        UserError: it is none of `FAMILIES`.
-    """
-    known = FAMILIES.split()
-    if config["model_type"] not in known or "model_file" in config:
-        raise UserError(
-            f"Hugging Face's names for {config['model_type']} models are not known "
-            "here",
-            hint=f"families that are: {', '.join(sorted(known))}",
-            code=FAILED,
-        )
-
-
-def dequantized(model: nn.Module, dtype: mx.Dtype) -> dict[str, mx.array]:
-    """All weights of a model by mlx-lm's names, unread; codes as what they stand for.
+def dequantized_weights(model: nn.Module, dtype: mx.Dtype) -> dict[str, mx.array]:
+    """All weights of a model by mlx-lm's names, lazy, quantized ones dequantized.
 
     Args:
-        dtype: of the weights that were codes.
+        dtype: the dtype of dequantized weights.
     """
     tensors = dict(tree_flatten(model.parameters()))
     for path, module in model.named_modules():
         if base_layer.is_quantized(module):
-            names = ("weight", "scales", "biases", "global_scale")
-            own = {name: tensors.pop(f"{path}.{name}", None) for name in names}
-            tensors[f"{path}.weight"] = base_layer.dequantize(module, own).astype(dtype)
+            leaves = ("weight", "scales", "biases", "global_scale")
+            parts = {leaf: tensors.pop(f"{path}.{leaf}", None) for leaf in leaves}
+            weight = base_layer.dequantize(module, parts)
+            tensors[f"{path}.weight"] = weight.astype(dtype)
     return tensors
 
 
-def rename_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """By Hugging Face's names: experts apart, convolutions [channels, 1, width]."""
-    found = {}
+def unstack_experts(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """By Hugging Face's names: single experts, convolutions [channels, 1, width]."""
+    renamed = {}
     for name, value in tensors.items():
         if experts := EXPERTS.fullmatch(name):
             block, leaf = experts.groups()
-            leaf = NUMBERED[leaf] if MIXTRAL in block else leaf
-            for number in range(len(value)):
-                found[f"{block}.experts.{number}.{leaf}.weight"] = value[number]
+            leaf = MIXTRAL_LAYERS[leaf] if MIXTRAL_BLOCK in block else leaf
+            for index in range(len(value)):
+                renamed[f"{block}.experts.{index}.{leaf}.weight"] = value[index]
         elif value.ndim == 3:
-            found[name] = value.swapaxes(1, 2)
+            renamed[name] = value.swapaxes(1, 2)
         else:
-            found[name] = value
-    return found
+            renamed[name] = value
+    return renamed
 
 
-def verify_roundtrip(folder: Path, wanted: dict[str, mx.array], config: dict) -> None:
-    """Read a folder back through mlx-lm's own renaming, tensor by tensor.
+def verify_roundtrip(folder: Path, expected: dict[str, mx.array], config: dict) -> None:
+    """Read a folder through mlx-lm's `sanitize` and compare every tensor.
 
     Args:
-        wanted: by mlx-lm's names; emptied on the way.
+        expected: by mlx-lm's names; the dict is emptied meanwhile.
 
     Raises:
-        UserError: another weight came back, one is missing or there is one more.
+        UserError: a weight differs, or is missing, or has no counterpart.
     """
-    found: dict[str, mx.array] = {}
+    weights: dict[str, mx.array] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        found |= mx.load(str(file))
+        weights |= mx.load(str(file))
     sanitize = getattr(build_model(config), "sanitize", lambda tensors: tensors)
-    found = sanitize(found)
-    strange = found.keys() ^ wanted.keys()
-    for name in list(wanted) if not strange else []:
-        value, back = wanted.pop(name), found.pop(name)
-        if value.dtype != back.dtype or not mx.array_equal(value, back, equal_nan=True):
-            strange = {name}
+    weights = sanitize(weights)
+    differing = weights.keys() ^ expected.keys()
+    for name in list(expected) if not differing else []:
+        value, read = expected.pop(name), weights.pop(name)
+        if value.dtype != read.dtype or not mx.array_equal(value, read, equal_nan=True):
+            differing = {name}
             break
-    if strange:
+    if differing:
         raise UserError(
-            f"mlx-lm reads {sorted(strange)[0]} otherwise than it was; "
+            f"{sorted(differing)[0]} differs after reading the export with mlx-lm; "
             "nothing is published",
             place=str(folder),
             code=FAILED,

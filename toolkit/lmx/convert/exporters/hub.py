@@ -1,4 +1,4 @@
-"""The Hugging Face Hub: who may write there, and a checkpoint folder sent to it."""
+"""Pushes checkpoint folders to the Hugging Face Hub; checks access beforehand."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -12,80 +12,82 @@ from ...config.export import HUB_REPO_ID
 from ...errors import FAILED, UserError
 from ...models.checkpoint import check_weights, read_config
 
-TOKENS = "huggingface.co/settings/tokens"
-# What a card says of the terms a model may be used under.
-TERMS = ("license", "license_name", "license_link")
-READ_ONLY = ("read", "no_access")
+TOKENS_URL = "huggingface.co/settings/tokens"
+# The license entries of a model card.
+LICENSE_KEYS = ("license", "license_name", "license_link")
+READ_ONLY_ROLES = ("read", "no_access")
 
 
 def require_token(name: str) -> str:
-    """This machine's token of the Hub, without asking the Hub.
+    """This machine's token for the Hub, without a request to the Hub.
 
     Raises:
-        UserError: the Hub is switched off here, no token is here, or it is no token.
+        UserError: the Hub is offline, or there is no valid token.
     """
     from huggingface_hub import constants, get_token
 
     if not re.match(HUB_REPO_ID, name):
         raise UserError(
-            "this is no name of the Hub", hint="it looks like user/name", place=name
+            "this is not a Hub id", hint="a Hub id looks like user/name", place=name
         )
     if constants.HF_HUB_OFFLINE:
         raise UserError(
             "HF_HUB_OFFLINE is set, so nothing can be pushed",
-            hint="unset it; or leave hub_repo_id out, and `lmx push` the model later",
+            hint="unset it; or remove hub_repo_id, and `lmx push` the model later",
             place=name,
         )
-    with _explained(name):
+    with _hub_errors(name):
         token = get_token()
-    # The HTTP client would show one that it cannot send.
+    # The HTTP client would print a token that it cannot send.
     if not token or not re.fullmatch(r"[!-~]+", token):
         raise UserError(
-            "the Hub's token here is no token" if token else "there is no token here",
-            hint=f"`hf auth login`, or set HF_TOKEN, to one that may write ({TOKENS})",
+            "the Hub token is invalid" if token else "there is no Hub token",
+            hint="`hf auth login`, or set HF_TOKEN, with a token that may write "
+            f"({TOKENS_URL})",
             place=name,
         )
     return token
 
 
 def require_write_access(name: str, *, private: bool) -> None:
-    """Refuse what the Hub would refuse, or would show to everybody, before any work.
+    """Refuse a push that the Hub would refuse, or that would be public by mistake.
 
     Raises:
-        UserError: no token, one that may not write there, or a public repository of
-            this name where a private one is wanted.
+        UserError: there is no token, the token may not write to the repository, or the
+            repository is public and `private` is set.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
     api = HfApi(token=require_token(name))
-    with _explained(name):
-        who = api.whoami()
+    with _hub_errors(name):
+        user = api.whoami()
         try:
             is_public = not api.model_info(name).private
         except RepositoryNotFoundError:
             is_public = False
-    if not _may_write(who, name):
+    if not _may_write(user, name):
         raise UserError(
-            f"the token of {who['name']!r} may not write here",
-            hint=f"make one that may ({TOKENS}), or push to {who['name']}/...",
+            f"the token of {user['name']!r} may not write to this repository",
+            hint=f"make one that may ({TOKENS_URL}), or push to {user['name']}/...",
             place=name,
         )
     if private and is_public:
         raise UserError(
-            "this repository is public, and a private one was asked for",
-            hint="private: false (lmx push --public), or another name",
+            "this repository is public, but a private one is required",
+            hint="set private: false (lmx push --public), or use another name",
             place=name,
         )
 
 
-def _may_write(who: dict, name: str) -> bool:
-    """Whether a token may, as far as the Hub's answer about it says."""
+def _may_write(user: dict, name: str) -> bool:
+    """Whether the token of a `whoami` response may write to a repository."""
     owner = name.partition("/")[0].lower()
-    roles = {org["name"].lower(): org.get("roleInOrg") for org in who.get("orgs", [])}
-    if owner != who["name"].lower() and roles.get(owner, "no_access") in READ_ONLY:
+    roles = {org["name"].lower(): org.get("roleInOrg") for org in user.get("orgs", [])}
+    role = roles.get(owner, "no_access")
+    if owner != user["name"].lower() and role in READ_ONLY_ROLES:
         return False
-    access = who.get("auth", {}).get("accessToken", {})
+    access = user.get("auth", {}).get("accessToken", {})
     if access.get("role") != "fineGrained":
         return access.get("role") != "read"
     return any(
@@ -98,13 +100,13 @@ def _may_write(who: dict, name: str) -> bool:
 def push(
     folder: Path, name: str, *, private: bool, info: Callable[[str], None]
 ) -> None:
-    """Send a checkpoint folder; what an earlier, broken push has sent stays sent.
+    """Upload a checkpoint folder. Files of an interrupted push are not sent again.
 
     Args:
-        private: of a repository that is made now.
+        private: visibility of a new repository.
 
     Raises:
-        UserError: the folder is no sound model, or the Hub refuses or breaks off.
+        UserError: the folder is not a valid checkpoint, or the Hub refuses or fails.
     """
     from huggingface_hub import HfApi
 
@@ -115,7 +117,7 @@ def push(
     files = [p for p in folder.rglob("*") if p.is_file() and p.name[0] != "."]
     size = sum(file.stat().st_size for file in files)
     info(f"pushing {len(files)} files, {size / 1e6:,.1f} MB, to {name}")
-    with _explained(name):
+    with _hub_errors(name):
         api.create_repo(name, private=private, exist_ok=True)
         commit = api.upload_folder(
             repo_id=name,
@@ -127,7 +129,7 @@ def push(
 
 
 def license_metadata(name: str, revision: str | None) -> dict[str, str]:
-    """What the card of a model of the Hub says of its license; empty if unknown."""
+    """License entries of the card of a Hub model; empty if there are none."""
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -139,7 +141,7 @@ def license_metadata(name: str, revision: str | None) -> dict[str, str]:
 
 
 def license_metadata_of(card: Path) -> dict[str, str]:
-    """What a model card says of the license; empty if nothing, or there is none."""
+    """License entries of a model card; empty if there are none, or no card."""
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     block = re.match(r"---\s*\n(.*?)\n---\s*(\n|$)", text, re.DOTALL)
     try:
@@ -147,24 +149,24 @@ def license_metadata_of(card: Path) -> dict[str, str]:
     except yaml.YAMLError:
         return {}
     metadata = metadata if isinstance(metadata, dict) else {}
-    return {key: metadata[key] for key in TERMS if key in metadata}
+    return {key: metadata[key] for key in LICENSE_KEYS if key in metadata}
 
 
 @contextmanager
-def _explained(name: str) -> Iterator[None]:
-    """What the Hub's client fails with, in our words.
+def _hub_errors(name: str) -> Iterator[None]:
+    """Turn errors of the Hub's client into `UserError`.
 
-    Its releases differ in what they raise; most have no class in common.
+    Its releases raise different exceptions, most without a common class.
     """
     try:
         yield
     except Exception as error:
         cause = f": {error.__cause__}" if type(error) is RuntimeError else ""
-        # An address to upload to holds a key of its own behind the question mark.
-        said = re.sub(r"\?\S+", "", f"{error}{cause}") or type(error).__name__
+        # The query of an upload URL holds a key.
+        message = re.sub(r"\?\S+", "", f"{error}{cause}") or type(error).__name__
         raise UserError(
-            f"the Hub refuses, or does not answer: {' '.join(said.split())}",
-            hint="the same command goes on: what has arrived is not sent again",
+            f"the Hub refuses or does not respond: {' '.join(message.split())}",
+            hint="run the same command again: uploaded files are not sent again",
             place=name,
             code=FAILED,
         ) from error

@@ -1,4 +1,4 @@
-"""mlx-lm's checkpoint format, as stock mlx-lm, LM Studio and mlx-swift load it."""
+"""mlx-lm's checkpoint format, which mlx-lm, LM Studio and mlx-swift load."""
 
 import shutil
 from pathlib import Path
@@ -10,16 +10,16 @@ from .base import ExportContext
 FOLDER = "model"
 
 
-def publish(folder: Path, published: ExportContext) -> None:
-    """Copy the checkpoint into an empty folder, byte for byte as it was measured.
+def export(folder: Path, context: ExportContext) -> None:
+    """Copy the evaluated checkpoint into an empty folder, byte for byte.
 
     Raises:
         UserError: the copy differs.
     """
-    shutil.copytree(published.model, folder, dirs_exist_ok=True)
-    if hash_folder(folder) != hash_folder(published.model):
+    shutil.copytree(context.model, folder, dirs_exist_ok=True)
+    if hash_folder(folder) != hash_folder(context.model):
         raise UserError(
-            "the copy differs from what was measured; is the disk sound?",
+            "the copy differs from the evaluated checkpoint; check the disk",
             place=str(folder),
             code=FAILED,
         )

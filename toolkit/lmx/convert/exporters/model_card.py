@@ -1,4 +1,4 @@
-"""The model card: what this model is, how it was made, and what was measured."""
+"""The model card: origin, recipe and measurements of a model."""
 
 from pathlib import Path
 
@@ -20,13 +20,13 @@ TEMPLATE = """\
 {% for row in rows %}| {{ row | join(" | ") }} |
 {% endfor %}
 
-Perplexity, KL divergence (nats per token, from the column before) and agreement are on
-{{ tokens }} held-out tokens{% if asked %}; skill accuracy is the share of
-{{ asked }} questions answered exactly{% endif %}.
-The figures are of these very files, reloaded.
+Perplexity, KL divergence (nats per token, against the previous column) and top-1
+agreement are measured on {{ tokens }} held-out tokens{% if questions %}; exact match
+is the share of {{ questions }} questions answered exactly{% endif %}.
+The files in this repository were reloaded for the measurement.
 
 {% endif %}
-## Use
+## Usage
 
 ```bash
 lmx generate . --prompt "..."
@@ -57,11 +57,11 @@ def write_card(
     """Write README.md.
 
     Args:
-        base: the Hub id the model comes from, if it does.
-        origin: where it comes from, in words, otherwise.
-        terms: the card's entries of the license.
-        datasets: Hub ids of the data it was trained on.
-        report: the run's report; empty when nothing was measured.
+        base: Hub id of the base model, if it is on the Hub.
+        origin: description of the base model, if it is not on the Hub.
+        terms: the license entries of the metadata.
+        datasets: Hub ids of the training data.
+        report: the run's report; empty if nothing was measured.
         table: column names and rows of the measured models.
     """
     from jinja2 import Environment, StrictUndefined
@@ -92,7 +92,7 @@ def write_card(
         models=columns[1:],
         rows=rows,
         tokens=f"{last.get('tokens', 0):,}",
-        asked=sum(asked for _, asked in by_skill.values()),
+        questions=sum(count for _, count in by_skill.values()),
         recipe=recipe.strip(),
     )
     (folder / "README.md").write_text(text)

@@ -7,27 +7,27 @@ import mlx.core as mx
 
 from ...errors import FAILED, UserError
 from ...models import safetensors_io
-from ..importers import peft as foreign
+from ..importers import peft as peft_importer
 from .base import ExportContext
-from .hf import require
+from .hf import check_supported as check_hf_supported
 
 FOLDER = "peft"
 
 
-def publish(folder: Path, published: ExportContext) -> None:
-    """Write the adapter that was trained, and read it back.
+def export(folder: Path, context: ExportContext) -> None:
+    """Write the trained adapter and verify it.
 
     Raises:
-        UserError: none was trained, or peft has no such adapter.
+        UserError: no adapter was trained, or peft cannot hold it.
     """
-    if published.adapters is None:
+    if context.adapters is None:
         raise UserError(
             "no adapter was trained, so there is none to export as peft",
-            hint="train with `adapter:`, or leave peft out of formats",
+            hint="train with `adapter:`, or remove peft from formats",
         )
-    require(published.load(published.model).config)
-    config = json.loads((published.adapters / foreign.CONFIG).read_text())
-    tensors = mx.load(str(published.adapters / "adapters.safetensors"))
+    check_hf_supported(context.load(context.model).config)
+    config = json.loads((context.adapters / peft_importer.CONFIG).read_text())
+    tensors = mx.load(str(context.adapters / "adapters.safetensors"))
     write(folder, dict(tensors), config)
     verify_roundtrip(folder, tensors, config)
 
@@ -37,41 +37,46 @@ def write(folder: Path, tensors: dict[str, mx.array], config: dict) -> None:
 
     Args:
         tensors: by mlx-lm's names.
-        config: mlx-lm's adapter config; `model`, where it is there, names the base.
+        config: mlx-lm's adapter config; its key `model`, if present, names the base
+            model.
 
     Raises:
-        UserError: a layer whose adapter peft does not have.
+        UserError: peft has no adapter for one of the layers.
     """
-    leaves = {own: (leaf, turned) for leaf, (own, turned) in foreign.LEAVES.items()}
-    named = {}
+    leaves = {
+        leaf: (name, transposed)
+        for name, (leaf, transposed) in peft_importer.LEAVES.items()
+    }
+    renamed = {}
     for name, value in tensors.items():
-        path, _, own = name.rpartition(".")
-        if own not in leaves or value.ndim > 2 or "embed" in path:
+        path, _, leaf = name.rpartition(".")
+        if leaf not in leaves or value.ndim > 2 or "embed" in path:
             raise UserError(
-                f"peft has no such adapter as that of {path}",
-                hint="leave embeddings and experts out of adapter.layers, or peft out "
-                "of formats",
+                f"peft has no adapter like that of {path}",
+                hint="remove embeddings and experts from adapter.target_modules, or "
+                "peft from formats",
                 code=FAILED,
             )
-        leaf, turned = leaves[own]
-        named[f"{foreign.PREFIX}{path}.{leaf}"] = value.T if turned else value
+        peft_leaf, transposed = leaves[leaf]
+        peft_name = f"{peft_importer.PREFIX}{path}.{peft_leaf}"
+        renamed[peft_name] = value.T if transposed else value
     paths = sorted({name.rpartition(".")[0] for name in tensors})
-    safetensors_io.write_safetensors(folder / foreign.WEIGHTS, named)
-    text = json.dumps(settings(config, paths), indent=2) + "\n"
-    (folder / foreign.CONFIG).write_text(text)
+    safetensors_io.write_safetensors(folder / peft_importer.WEIGHTS, renamed)
+    text = json.dumps(lora_config(config, paths), indent=2) + "\n"
+    (folder / peft_importer.CONFIG).write_text(text)
 
 
-def settings(config: dict, paths: list[str]) -> dict:
-    """peft's LoraConfig for mlx-lm's adapter config on the layers of these paths."""
-    own = config["lora_parameters"]
+def lora_config(config: dict, paths: list[str]) -> dict:
+    """peft's LoraConfig of mlx-lm's adapter config, for the layers of these paths."""
+    lora = config["lora_parameters"]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": config.get("model"),
         "inference_mode": True,
-        "r": own["rank"],
-        "lora_alpha": own["scale"] * own["rank"],
-        "lora_dropout": own["dropout"],
+        "r": lora["rank"],
+        "lora_alpha": lora["scale"] * lora["rank"],
+        "lora_dropout": lora["dropout"],
         "use_dora": config["fine_tune_type"] == "dora",
         "use_rslora": False,
         "bias": "none",
@@ -82,21 +87,21 @@ def settings(config: dict, paths: list[str]) -> dict:
     }
 
 
-def verify_roundtrip(folder: Path, wanted: dict[str, mx.array], config: dict) -> None:
-    """Read a folder back as mlx-lm's and compare.
+def verify_roundtrip(folder: Path, expected: dict[str, mx.array], config: dict) -> None:
+    """Read a folder as mlx-lm's adapter and compare it.
 
     Raises:
-        UserError: another adapter came back.
+        UserError: the adapter differs.
     """
-    found, back = foreign.read(folder)
-    same = found.keys() == wanted.keys() and all(
-        mx.array_equal(found[name], value) for name, value in wanted.items()
+    tensors, read_config = peft_importer.read(folder)
+    equal = tensors.keys() == expected.keys() and all(
+        mx.array_equal(tensors[name], value) for name, value in expected.items()
     )
-    own, read = config["lora_parameters"], back["lora_parameters"]
-    close = abs(read["scale"] - own["scale"]) <= 1e-6 * own["scale"]
-    if not (same and close and read["rank"] == own["rank"]):
+    lora, read = config["lora_parameters"], read_config["lora_parameters"]
+    same_scale = abs(read["scale"] - lora["scale"]) <= 1e-6 * lora["scale"]
+    if not (equal and same_scale and read["rank"] == lora["rank"]):
         raise UserError(
-            "the adapter is read back otherwise than it was; nothing is published",
+            "the adapter differs after reading the export; nothing is published",
             place=str(folder),
             code=FAILED,
         )

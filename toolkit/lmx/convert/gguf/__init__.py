@@ -1,1 +1,1 @@
-"""GGUF files: reading, writing, quantization blocks, tokenizers."""
+"""llama.cpp's GGUF files: reader, writer, blocks, config and tokenizer."""

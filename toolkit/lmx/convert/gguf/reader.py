@@ -1,8 +1,10 @@
-"""GGUF files: metadata and where every tensor is, without the tensors' numbers.
+"""Reads GGUF files, versions 2 and 3: metadata and memory-mapped tensors.
 
-The layout of versions 2 and 3 (ggml's gguf.md): magic, version, counts of tensors and
-of metadata; metadata as key, type, value; of every tensor name, sizes (the innermost
-first), type and offset; then, aligned, the tensors. All little-endian.
+The layout (ggml's gguf.md): magic, version, counts of tensors and of metadata; metadata
+as key, type, value; for every tensor its name, shape (innermost size first), type and
+offset; then the aligned tensors. All values are little-endian. `gguf.GGUFReader` makes
+one NumPy view of every array element, so a large vocabulary takes it seconds and much
+memory.
 """
 
 import math
@@ -17,11 +19,11 @@ from ...errors import UserError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-# Metadata types, by number; 8 is a string, 9 an array.
-NUMBERS = dict(enumerate("BbHhIif?", 0)) | {10: "Q", 11: "q", 12: "d"}
+# Metadata types by number, as struct codes; 8 is a string, 9 an array.
+SCALARS = dict(enumerate("BbHhIif?", 0)) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-# Name, numbers in a block and bytes of a block, by ggml's number of a type.
-KINDS = {
+# Name, values per block and bytes per block, by ggml's type number.
+GGML_TYPES = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
     2: ("Q4_0", 32, 18),
@@ -37,103 +39,103 @@ KINDS = {
 
 
 @dataclass(frozen=True)
-class Tensor:
+class GGUFTensor:
     """A tensor of a file.
 
     Attributes:
-        kind: ggml's name of its type.
+        ggml_type: the name of its type.
         shape: the outermost size first.
-        blocks: uint8 [..., bytes of a block], a view of the file.
+        blocks: uint8 [..., bytes per block], a view of the file.
     """
 
-    kind: str
+    ggml_type: str
     shape: tuple[int, ...]
     blocks: np.ndarray
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Metadata and tensors of a file, by name.
 
     Raises:
-        UserError: no GGUF file, one cut short, or a tensor of a type not known here.
+        UserError: not a GGUF file, a truncated one, or a tensor of an unknown type.
     """
     data = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
     try:
         return _read(_Cursor(data), data)
     except (struct.error, UnicodeDecodeError, KeyError) as error:
         raise UserError(
-            "this is no GGUF file, or it is cut short", place=str(path)
+            "this is not a GGUF file, or it is truncated", place=str(path)
         ) from error
     except UserError as error:
         raise UserError(error.message, place=str(path), hint=error.hint) from error
 
 
 class _Cursor:
-    """Reads values one after the other."""
+    """Reads values in sequence."""
 
     def __init__(self, data: np.ndarray):
         self._data = memoryview(data)
-        self.place = 0
+        self.position = 0
 
-    def number(self, code: str) -> int | float | bool:
-        return self.numbers(code, 1)[0]
+    def scalar(self, code: str) -> int | float | bool:
+        return self.scalars(code, 1)[0]
 
-    def numbers(self, code: str, count: int) -> tuple:
+    def scalars(self, code: str, count: int) -> tuple:
         layout = struct.Struct(f"<{count}{code}")
-        found = layout.unpack_from(self._data, self.place)
-        self.place += layout.size
-        return found
+        values = layout.unpack_from(self._data, self.position)
+        self.position += layout.size
+        return values
 
     def string(self) -> str:
-        length = self.number("Q")
-        text = bytes(self._data[self.place : self.place + length])
-        self.place += length
+        length = self.scalar("Q")
+        text = bytes(self._data[self.position : self.position + length])
+        self.position += length
         return text.decode()
 
     def value(self, kind: int) -> Any:
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
-            return self.number(NUMBERS[kind])
-        kind, count = self.number("I"), self.number("Q")
-        if kind in NUMBERS:
-            return list(self.numbers(NUMBERS[kind], count))
+            return self.scalar(SCALARS[kind])
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind in SCALARS:
+            return list(self.scalars(SCALARS[kind], count))
         return [self.value(kind) for _ in range(count)]
 
 
-def _read(cursor: _Cursor, data: np.ndarray) -> tuple[dict, dict[str, Tensor]]:
-    magic, version = bytes(cursor.numbers("B", 4)), cursor.number("I")
+def _read(cursor: _Cursor, data: np.ndarray) -> tuple[dict, dict[str, GGUFTensor]]:
+    magic, version = bytes(cursor.scalars("B", 4)), cursor.scalar("I")
     if magic != MAGIC or version not in VERSIONS:
         raise UserError(
-            f"this is no GGUF file of version {' or '.join(map(str, VERSIONS))}"
+            f"this is not a GGUF file of version {' or '.join(map(str, VERSIONS))}"
         )
-    tensors, count = cursor.numbers("Q", 2)
-    metadata = {cursor.string(): cursor.value(cursor.number("I")) for _ in range(count)}
-    entries = [_entry(cursor) for _ in range(tensors)]
+    tensors, count = cursor.scalars("Q", 2)
+    metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(count)}
+    entries = [_tensor_info(cursor) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
-    start = math.ceil(cursor.place / alignment) * alignment
+    start = math.ceil(cursor.position / alignment) * alignment
     return metadata, {n: _tensor(n, *entry, data[start:]) for n, *entry in entries}
 
 
-def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
-    """Name, shape, type and offset."""
-    name, count = cursor.string(), cursor.number("I")
-    shape = cursor.numbers("Q", count)[::-1]
-    return name, shape, cursor.number("I"), cursor.number("Q")
+def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+    """Name, shape, type number and offset."""
+    name, dimensions = cursor.string(), cursor.scalar("I")
+    shape = cursor.scalars("Q", dimensions)[::-1]
+    return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 
 
 def _tensor(
-    name: str, shape: tuple[int, ...], kind: int, offset: int, data: np.ndarray
-) -> Tensor:
-    if kind not in KINDS:
+    name: str, shape: tuple[int, ...], number: int, offset: int, data: np.ndarray
+) -> GGUFTensor:
+    if number not in GGML_TYPES:
         raise UserError(
-            f"{name} is of ggml's type {kind}, which is not read here",
-            hint=f"types that are: {', '.join(name for name, *_ in KINDS.values())}",
+            f"{name} has ggml's type {number}, which is not supported",
+            hint=f"supported types: {', '.join(n for n, *_ in GGML_TYPES.values())}",
         )
-    title, numbers, size = KINDS[kind]
-    count = math.prod(shape) // numbers
-    found = data[offset : offset + count * size]
-    if len(found) < count * size:
-        raise UserError(f"the file is cut short: {name} is not whole")
-    blocks = found.reshape(*shape[:-1], shape[-1] // numbers, size)
-    return Tensor(title, shape, blocks)
+    ggml_type, block_values, block_bytes = GGML_TYPES[number]
+    size = math.prod(shape) // block_values * block_bytes
+    raw = data[offset : offset + size]
+    if len(raw) < size:
+        raise UserError(f"the file is truncated: {name} is incomplete")
+    blocks = raw.reshape(*shape[:-1], shape[-1] // block_values, block_bytes)
+    return GGUFTensor(ggml_type, shape, blocks)

@@ -1,4 +1,4 @@
-"""Writing a model's GGUF file, and reading it back."""
+"""Writes a model as a GGUF file, and verifies the file by reading it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,13 +12,12 @@ from mlx.utils import tree_flatten
 from ...errors import FAILED, UserError
 from ...models.loader import LoadedModel
 from ...models.lora import base_layer
-from ..exporters.hf import dequantized
-from ..importers import gguf as foreign
-from . import config as gguf_config
-from . import export_blocks, export_tokenizer
+from ..exporters.hf import dequantized_weights
+from ..importers import gguf as gguf_importer
+from . import blocks, config, tokenizer
 
-NAMES = {path: name for name, path in foreign.NAMES.items()}
-# What llama.cpp calls a file by most of its matrices.
+GGUF_NAMES = {path: name for name, path in gguf_importer.MODULE_PATHS.items()}
+# llama.cpp's number of a file type, named after the type of most matrices.
 FILE_TYPES = {
     "F32": 0,
     "F16": 1,
@@ -33,26 +32,26 @@ QUANTIZATION_VERSION = 2
 
 
 def write(file: Path, loaded: LoadedModel, *, name: str) -> list[str]:
-    """Write a model's file; gives ggml's types of its matrices.
+    """Write the file of a model; returns ggml's types of its matrices.
 
     Raises:
-        UserError: a model or a tokenizer that has no such form.
+        UserError: GGUF cannot hold the model or its tokenizer.
     """
     import gguf
 
-    metadata = gguf_config.metadata(loaded.config)
-    rows, _ = base_layer.weight_shape(loaded.model.model.embed_tokens)
-    metadata |= export_tokenizer.metadata(loaded.path, loaded.config, rows)
+    metadata = config.to_metadata(loaded.config)
+    vocab_size, _ = base_layer.weight_shape(loaded.model.model.embed_tokens)
+    metadata |= tokenizer.to_metadata(loaded.path, loaded.config, vocab_size)
     writer = gguf.GGUFWriter(file, metadata.pop("general.architecture"))
-    kinds = []
-    # Twice through all tensors, so that no two of them are in memory.
-    for tensor, kind, value in _tensors(loaded):
-        raw = gguf.GGMLQuantizationType[kind]
+    types = []
+    # The header needs all sizes first. A second pass writes the values, so that only
+    # one tensor is in memory.
+    for tensor, ggml_type, value in _tensors(loaded):
+        raw = gguf.GGMLQuantizationType[ggml_type]
         writer.add_tensor_info(tensor, value.shape, value.dtype, value.nbytes, raw)
-        kinds += [kind] if value.ndim > 1 else []
+        types += [ggml_type] if value.ndim > 1 else []
     writer.add_name(name)
-    most = max(sorted(set(kinds)), key=kinds.count)
-    writer.add_file_type(FILE_TYPES[most])
+    writer.add_file_type(FILE_TYPES[max(sorted(set(types)), key=types.count)])
     writer.add_quantization_version(QUANTIZATION_VERSION)
     for key, value in metadata.items():
         _adder(writer, value)(key, value)
@@ -62,96 +61,108 @@ def write(file: Path, loaded: LoadedModel, *, name: str) -> list[str]:
     for _, _, value in _tensors(loaded):
         writer.write_tensor_data(value)
     writer.close()
-    return kinds
-
-
-def _adder(writer: Any, value: Any):
-    """The writer's method for a value of this kind."""
-    by_kind = {bool: "bool", int: "uint32", float: "float32", str: "string"}
-    return getattr(writer, f"add_{by_kind.get(type(value), 'array')}")
-
-
-def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray]]:
-    """llama.cpp's name of every tensor, ggml's type, and its numbers or bytes."""
-    model, config = loaded.reread(), loaded.config
-    frequencies = gguf_config.frequencies(config)
-    if frequencies is not None:
-        yield foreign.FREQUENCIES, "F32", frequencies
-    own = dict(tree_flatten(model.parameters()))
-    for path, module in model.named_modules():
-        if base_layer.is_quantized(module):
-            leaves = ("weight", "scales", "biases", "global_scale")
-            parts = {leaf: own.pop(f"{path}.{leaf}", None) for leaf in leaves}
-            found = None
-            if module.mode == "affine":
-                found = export_blocks.grouped(parts, module.bits, module.group_size)
-            kind, value = found or export_blocks.dense(
-                base_layer.dequantize(module, parts)
-            )
-            yield _name(f"{path}.weight"), kind, _ordered(path, value, config)
-    for name in list(own):
-        kind, value = export_blocks.dense(own.pop(name))
-        yield _name(name), kind, _ordered(name.rpartition(".")[0], value, config)
-
-
-def _name(name: str) -> str:
-    """llama.cpp's name of a tensor."""
-    path, _, leaf = name.rpartition(".")
-    first, _, inner = path.removeprefix("model.layers.").partition(".")
-    if path.startswith("model.layers.") and inner in NAMES:
-        return f"blk.{first}.{NAMES[inner]}.{leaf}"
-    if path in NAMES:
-        return f"{NAMES[path]}.{leaf}"
-    raise UserError(f"the tensor {name} has no name in GGUF known here", code=FAILED)
-
-
-def _ordered(path: str, value: np.ndarray, config: dict) -> np.ndarray:
-    """Rows of q and k as llama.cpp has them in Llama models: the two numbers of a
-    rotated pair side by side; Hugging Face has the halves of a head."""
-    kind = gguf_config.ARCHITECTURES[config["model_type"]]
-    if not path.endswith((".q_proj", ".k_proj")) or not foreign.ARCHITECTURES[kind]:
-        return value
-    head = gguf_config.head_size(config)
-    halves = value.reshape(-1, 2, head // 2, *value.shape[1:])
-    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+    return types
 
 
 def verify_roundtrip(file: Path, loaded: LoadedModel) -> None:
-    """Read a file back and compare every weight and what the tokenizer makes of a text.
+    """Read a file and compare every weight, and the tokenizer on a test text.
 
     Raises:
-        UserError: naming what came back otherwise.
+        UserError: names what differs.
     """
     from tokenizers import Tokenizer
 
     with TemporaryDirectory() as scratch:
-        _, found, layers = foreign.read(file, Path(scratch))
-        made = [
-            Tokenizer.from_file(f"{p}/tokenizer.json") for p in (scratch, loaded.path)
+        _, weights, layers = gguf_importer.read(file, Path(scratch))
+        encoded = [
+            Tokenizer.from_file(f"{folder}/tokenizer.json").encode(tokenizer.PROBE).ids
+            for folder in (scratch, loaded.path)
         ]
     for path, layer in layers.items():
         parts = layer.tensors()
-        scales, biases = (parts[n].astype(mx.float32) for n in ("scales", "biases"))
-        grid = {"group_size": layer.size, "bits": layer.bits}
-        found[f"{path}.weight"] = mx.dequantize(parts["weight"], scales, biases, **grid)
-    wanted = dequantized(loaded.reread(), mx.float32)
-    strange = sorted(found.keys() ^ wanted.keys())
-    strange += [
-        name for name in wanted if not strange and not _same(wanted, found, name)
-    ]
-    encoded = [tokenizer.encode(export_tokenizer.PROBE).ids for tokenizer in made]
+        weights[f"{path}.weight"] = mx.dequantize(
+            parts["weight"],
+            parts["scales"].astype(mx.float32),
+            parts["biases"].astype(mx.float32),
+            group_size=layer.group_size,
+            bits=layer.bits,
+        )
+    expected = dequantized_weights(loaded.reread(), mx.float32)
+    differing = sorted(weights.keys() ^ expected.keys())
+    if not differing:
+        differing = [n for n in expected if not _equal(expected[n], weights[n])]
     if encoded[0] != encoded[1]:
-        strange.append("the tokenizer")
-    if strange:
+        differing.append("the tokenizer")
+    if differing:
         raise UserError(
-            f"{strange[0]} is read back otherwise than it was; nothing is published",
+            f"{differing[0]} differs after reading the GGUF file; nothing is published",
             place=str(file),
             code=FAILED,
         )
 
 
-def _same(wanted: dict[str, mx.array], found: dict[str, mx.array], name: str) -> bool:
-    """Whether a weight came back, or, expanded, as the nearest of float16."""
-    value, back = wanted[name].astype(mx.float32), found[name].astype(mx.float32)
-    half = value.astype(mx.float16).astype(mx.float32)
-    return mx.array_equal(back, value).item() or mx.array_equal(back, half).item()
+def _adder(writer: Any, value: Any):
+    """The writer's method for a value of this type."""
+    by_type = {bool: "bool", int: "uint32", float: "float32", str: "string"}
+    return getattr(writer, f"add_{by_type.get(type(value), 'array')}")
+
+
+def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray]]:
+    """llama.cpp's name of every tensor, ggml's type, and its values or blocks."""
+    model = loaded.reread()
+    factors = config.rope_factors(loaded.config)
+    if factors is not None:
+        yield config.ROPE_FREQUENCIES, "F32", factors
+    tensors = dict(tree_flatten(model.parameters()))
+    for path, module in model.named_modules():
+        if base_layer.is_quantized(module):
+            leaves = ("weight", "scales", "biases", "global_scale")
+            parts = {leaf: tensors.pop(f"{path}.{leaf}", None) for leaf in leaves}
+            grouped = None
+            if module.mode == "affine":
+                grouped = blocks.from_affine_groups(
+                    parts, module.bits, module.group_size
+                )
+            ggml_type, value = grouped or blocks.from_dense(
+                base_layer.dequantize(module, parts)
+            )
+            yield (
+                _gguf_name(f"{path}.weight"),
+                ggml_type,
+                _permute_qk(path, value, loaded.config),
+            )
+    for name in list(tensors):
+        ggml_type, value = blocks.from_dense(tensors.pop(name))
+        path = name.rpartition(".")[0]
+        yield _gguf_name(name), ggml_type, _permute_qk(path, value, loaded.config)
+
+
+def _gguf_name(name: str) -> str:
+    """llama.cpp's name of a tensor."""
+    path, _, leaf = name.rpartition(".")
+    layer, _, inner = path.removeprefix("model.layers.").partition(".")
+    if path.startswith("model.layers.") and inner in GGUF_NAMES:
+        return f"blk.{layer}.{GGUF_NAMES[inner]}.{leaf}"
+    if path in GGUF_NAMES:
+        return f"{GGUF_NAMES[path]}.{leaf}"
+    raise UserError(f"GGUF has no name for the tensor {name}", code=FAILED)
+
+
+def _permute_qk(path: str, value: np.ndarray, settings: dict) -> np.ndarray:
+    """The rows of q and k in llama.cpp's order for Llama models.
+
+    llama.cpp rotates adjacent rows of a head; Hugging Face rotates its two halves.
+    """
+    kind = config.ARCHITECTURES[settings["model_type"]]
+    if not path.endswith((".q_proj", ".k_proj")) or not config.PERMUTED_QK[kind]:
+        return value
+    head = config.head_size(settings)
+    halves = value.reshape(-1, 2, head // 2, *value.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
+
+
+def _equal(expected: mx.array, value: mx.array) -> bool:
+    """Whether a weight is the same, or, dequantized, the same in float16."""
+    expected, value = expected.astype(mx.float32), value.astype(mx.float32)
+    half = expected.astype(mx.float16).astype(mx.float32)
+    return mx.array_equal(value, expected).item() or mx.array_equal(value, half).item()

@@ -1,5 +1,8 @@
-"""Checkpoints that other programs quantized, as MLX's: the same weights, not rounded
-again. A format is a file: GPTQ, AWQ, compressed-tensors and GGUF."""
+"""Imports checkpoints of other formats as MLX folders, without requantization.
+
+Formats: GPTQ, AWQ and compressed-tensors folders (`hf_folder.FORMATS`), and GGUF files.
+PEFT adapters: `peft`.
+"""
 
 import warnings
 from pathlib import Path
@@ -11,7 +14,7 @@ from ...errors import UserError
 if TYPE_CHECKING:
     from ...models.loader import LoadedModel
 
-# Other numbers or files from the same checkpoint: another version.
+# Part of the cache key; changes when an import writes other values or files.
 VERSION = 1
 
 
@@ -61,8 +64,8 @@ def resolve_checkpoint(
     path = fetch_checkpoint(
         source, revision=revision, trust_remote_code=trust_remote_code
     )
-    importable = find(path)
-    return imported(importable) if importable else path
+    importable = find_importable(path)
+    return import_cached(importable) if importable else path
 
 
 def fetch_checkpoint(
@@ -76,7 +79,7 @@ def fetch_checkpoint(
     from ...models.loader import download_snapshot
 
     path = Path(source).expanduser()
-    if path.is_file() and not find(path):
+    if path.is_file() and not find_importable(path):
         raise UserError(
             "a model is a folder or a GGUF file; this is neither", place=str(source)
         )
@@ -87,39 +90,42 @@ def fetch_checkpoint(
     )
 
 
-def find(path: Path) -> Path | None:
-    """What there is to import at a path: the folder or its GGUF file; else None.
+def find_importable(path: Path) -> Path | None:
+    """The folder or GGUF file at a path if it must be imported; else None.
 
     Raises:
-        UserError: a folder with several GGUF files and no model of its own.
+        UserError: the folder has several GGUF files and no config.json.
     """
     if path.is_file():
         return path if path.suffix == ".gguf" else None
     if (path / "config.json").is_file():
         from ...models.checkpoint import read_config
-        from .hf_folder import format_of
+        from .hf_folder import find_format
 
-        return path if format_of(read_config(path)) else None
-    found = sorted(path.glob("*.gguf"))
-    if len(found) > 1:
+        return path if find_format(read_config(path)) else None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
         raise UserError(
-            f"this folder has {len(found)} GGUF files",
+            f"this folder has {len(files)} GGUF files",
             place=str(path),
-            hint=f"name one of them: {found[0]}",
+            hint=f"name one of them: {files[0]}",
         )
-    return found[0] if found else None
+    return files[0] if files else None
 
 
-def imported(source: Path) -> Path:
-    """The folder in the cache that holds `source`, found by `find`, as MLX's.
+def import_cached(source: Path) -> Path:
+    """The MLX folder of `source` in the cache; it is converted at the first call.
+
+    Args:
+        source: a result of `find_importable`.
 
     Raises:
         UserError: it cannot be imported, or the cache cannot be written.
     """
     from ...models.loader import CHECKPOINT_PATTERNS
-    from .convert import convert
+    from .convert import convert_checkpoint
 
-    # A card or a picture beside them does not make another model.
+    # Other files, such as a model card, do not change the import.
     names = CHECKPOINT_PATTERNS if source.is_dir() else [source.name, "tokenizer*.json"]
     folder = source if source.is_dir() else source.parent
     inputs = sorted({file for name in names for file in folder.glob(name)})
@@ -127,12 +133,12 @@ def imported(source: Path) -> Path:
     size = sum(file.stat().st_size for file in inputs)
 
     def fill(folder: Path) -> dict:
-        convert(source, folder)
+        convert_checkpoint(source, folder)
         return {"source": source.name}
 
     key = cache.key_of([VERSION, facts])
-    # Scales of float32 take twice the room.
-    kept = cache.get_or_create(
+    # Float32 scales take more space than the published ones.
+    entry = cache.get_or_create(
         "imports", key, fill, warning=warnings.warn, space=3 * size // 2
     )
-    return kept.folder
+    return entry.folder

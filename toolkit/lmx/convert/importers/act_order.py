@@ -1,73 +1,77 @@
-"""Columns in an order of their own ("desc_act"), where that can be undone exactly."""
+"""Undoes activation order (`desc_act`, `g_idx`) where that is exact.
+
+With activation order, the columns of a group are not adjacent, which MLX cannot store.
+"""
 
 import mlx.core as mx
 import numpy as np
 
 from ...errors import UserError
-from .affine_repack import Groups
+from .affine_repack import AffineGroups
 
-# The down projection of a gated block reads the product of these two, number by number.
-READER, PRODUCERS = "down_proj", ("gate_proj", "up_proj")
+# The down projection of a gated MLP reads the elementwise product of these two.
+CONSUMER, PRODUCERS = "down_proj", ("gate_proj", "up_proj")
 
 
-def settle(layers: dict[str, Groups], dense: dict[str, mx.array]) -> None:
-    """Sort by group the columns of every layer whose groups are not runs of columns.
+def undo_activation_order(
+    layers: dict[str, AffineGroups], dense: dict[str, mx.array]
+) -> None:
+    """Sort the columns by group in every layer whose groups are not adjacent columns.
 
-    The rows of the layers that produce its input follow, so that the model computes
-    the same.
+    The rows of the layers that produce its input are permuted alike, so that the model
+    computes the same.
 
     Raises:
-        UserError: other layers read that input too, or groups have sizes MLX lacks.
+        UserError: other layers read that input too, or MLX lacks the group size.
     """
     for name, layer in list(layers.items()):
-        if layer.size:
+        if layer.group_size:
             continue
-        order = np.argsort(layer.owners, kind="stable")
-        if (layer.owners[order] == layer.owners).all():
-            sizes = sorted(set(np.bincount(layer.owners).tolist()))
+        order = np.argsort(layer.group_index, kind="stable")
+        if (layer.group_index[order] == layer.group_index).all():
+            sizes = sorted(set(np.bincount(layer.group_index).tolist()))
             raise UserError(
                 f"groups of {', '.join(map(str, sizes))} columns do not divide into "
-                "groups of 32, 64 or 128, which are what MLX has",
+                "groups of 32, 64 or 128 columns, the sizes that MLX supports",
                 place=name,
             )
         producers = _producers(name, layers, dense)
-        layers[name] = layer.columns(order)
-        if not producers or not layers[name].size:
+        layers[name] = layer.permute_columns(order)
+        if not producers or not layers[name].group_size:
             raise UserError(
-                "the columns of a group are not side by side (desc_act), and the order "
-                "of this layer's input cannot be changed, as other layers read it",
+                "the columns of a group are not adjacent (desc_act), and the input of "
+                "this layer cannot be permuted, because other layers read it",
                 place=name,
-                hint="look for a checkpoint made with desc_act or actorder off, or "
-                "with static groups",
+                hint="use a checkpoint made without desc_act or actorder, or with "
+                "static groups",
             )
         for producer in producers:
-            _reorder(producer, order, layers, dense)
+            _permute_rows(producer, order, layers, dense)
 
 
 def _producers(
-    name: str, layers: dict[str, Groups], dense: dict[str, mx.array]
+    name: str, layers: dict[str, AffineGroups], dense: dict[str, mx.array]
 ) -> list[str]:
-    """The layers whose rows alone a layer reads; none if that is not known."""
-    block, _, last = name.rpartition(".")
-    inside = {n.removeprefix(f"{block}.").split(".")[0] for n in _below(block, dense)}
-    inside |= {n.removeprefix(f"{block}.") for n in _below(block, layers)}
-    if last != READER or inside != {READER, *PRODUCERS}:
+    """The layers whose outputs only `name` reads; empty if that is not certain."""
+    block, _, leaf = name.rpartition(".")
+    prefix = f"{block}."
+    members = {
+        n.removeprefix(prefix).split(".")[0] for n in dense if n.startswith(prefix)
+    }
+    members |= {n.removeprefix(prefix) for n in layers if n.startswith(prefix)}
+    if leaf != CONSUMER or members != {CONSUMER, *PRODUCERS}:
         return []
     return [f"{block}.{producer}" for producer in PRODUCERS]
 
 
-def _below(block: str, names: dict) -> list[str]:
-    return [name for name in names if name.startswith(f"{block}.")]
-
-
-def _reorder(
+def _permute_rows(
     name: str,
     order: np.ndarray,
-    layers: dict[str, Groups],
+    layers: dict[str, AffineGroups],
     dense: dict[str, mx.array],
 ) -> None:
     if name in layers:
-        layers[name] = layers[name].rows(order)
+        layers[name] = layers[name].permute_rows(order)
     for leaf in ("weight", "bias"):
         if f"{name}.{leaf}" in dense:
             dense[f"{name}.{leaf}"] = dense[f"{name}.{leaf}"][mx.array(order)]

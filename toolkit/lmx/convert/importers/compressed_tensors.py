@@ -1,9 +1,10 @@
-"""Checkpoints of llm-compressor in the format "pack-quantized" of compressed-tensors.
+"""llm-compressor checkpoints in the format "pack-quantized" of compressed-tensors.
 
-Per layer of K inputs and N outputs: weight_packed int32 [N, K * bits / 32], every row
-one stream of codes; weight_scale [N, G]; if asymmetric, weight_zero_point int32
-[N * bits / 32, G], every column one stream; weight_shape (N, K); where inputs were
-ordered, weight_g_idx [K]. Codes and zeros are signed and stored 2^(bits - 1) higher.
+Tensors of a layer with K inputs and N outputs: weight_packed int32 [N, K * bits / 32],
+where every row is a stream of codes; weight_scale [N, G]; if asymmetric,
+weight_zero_point int32 [N * bits / 32, G], where every column is a stream; weight_shape
+(N, K); with activation order, weight_g_idx [K]. Codes and zero points are signed and
+stored with an offset of 2^(bits - 1).
 """
 
 import math
@@ -12,9 +13,10 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import UserError
-from .affine_repack import Groups, from_zeros, part, require_shape, unpack
+from ...quantization.packing import unpack_codes
+from .affine_repack import AffineGroups, from_zero_points, require_shape, require_tensor
 
-MARK = "weight_packed"
+CODES = "weight_packed"
 LEAVES = (
     "weight_packed",
     "weight_scale",
@@ -23,67 +25,63 @@ LEAVES = (
     "weight_g_idx",
 )
 FORMAT = "pack-quantized"
-WIDTHS = (4, 8)
+BITS = (4, 8)
 
 
 def reads(settings: dict) -> bool:
     """Whether a config's `quantization_config` names this format."""
-    packed = settings.get("format") == FORMAT
-    return settings.get("quant_method") == "compressed-tensors" and packed
+    is_packed = settings.get("format") == FORMAT
+    return settings.get("quant_method") == "compressed-tensors" and is_packed
 
 
-def layer(parts: dict[str, mx.array], settings: dict, name: str) -> Groups:
-    """A layer's tensors by their last names, in groups.
+def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> AffineGroups:
+    """A layer from its tensors by leaf name.
 
     Raises:
-        UserError: codes of a width MLX lacks; tensors missing or of wrong shapes.
+        UserError: a code width that MLX lacks; tensors are missing or have wrong
+        shapes.
     """
-    packed, scales = parts[MARK], part(parts, name, "weight_scale")
-    outputs, inputs = part(parts, name, "weight_shape").tolist()
-    bits = _width(packed, inputs, settings, name)
-    require_shape(packed, (outputs, inputs * bits // 32), f"{name}.{MARK}")
+    packed = tensors[CODES]
+    scales = require_tensor(tensors, name, "weight_scale")
+    outputs, inputs = require_tensor(tensors, name, "weight_shape").tolist()
+    schemes = [group["weights"] for group in settings["config_groups"].values()]
+    bits = _bits(packed, inputs, schemes, name)
+    require_shape(packed, (outputs, inputs * bits // 32), f"{name}.{CODES}")
     groups = scales.shape[-1]
     require_shape(scales, (outputs, groups), f"{name}.weight_scale")
     zeros = mx.full((outputs, groups), 2 ** (bits - 1))
-    if "weight_zero_point" in parts or not _symmetric(settings):
-        stored = part(parts, name, "weight_zero_point")
+    is_symmetric = all(scheme.get("symmetric", True) for scheme in schemes)
+    if "weight_zero_point" in tensors or not is_symmetric:
+        stored = require_tensor(tensors, name, "weight_zero_point")
         rows = math.ceil(outputs * bits / 32)
         require_shape(stored, (rows, groups), f"{name}.weight_zero_point")
-        zeros = unpack(mx.contiguous(stored.T), bits)[:, :outputs].T.astype(mx.int32)
-    owners = _owners(parts, inputs, groups, name)
-    words = packed.view(mx.uint32)
-    return Groups(words, *from_zeros(scales, zeros), owners, bits)
+        streams = mx.contiguous(stored.T)
+        zeros = unpack_codes(streams, bits)[:, :outputs].T.astype(mx.int32)
+    scales, biases = from_zero_points(scales, zeros)
+    group_index = _group_index(tensors, inputs, groups, name)
+    return AffineGroups(packed.view(mx.uint32), scales, biases, group_index, bits)
 
 
-def _schemes(settings: dict) -> list[dict]:
-    return [group["weights"] for group in settings["config_groups"].values()]
-
-
-def _symmetric(settings: dict) -> bool:
-    return all(scheme.get("symmetric", True) for scheme in _schemes(settings))
-
-
-def _width(packed: mx.array, inputs: int, settings: dict, name: str) -> int:
-    widths = {scheme["num_bits"] for scheme in _schemes(settings)}
-    found = packed.shape[-1] * 32 / inputs
-    if found not in widths or found not in WIDTHS:
+def _bits(packed: mx.array, inputs: int, schemes: list[dict], name: str) -> int:
+    bits = packed.shape[-1] * 32 / inputs
+    if bits not in {scheme["num_bits"] for scheme in schemes} or bits not in BITS:
         raise UserError(
-            f"{packed.shape[-1]} words in a row of {inputs} inputs are no codes of "
-            f"{' or '.join(map(str, WIDTHS))} bits as the config has them",
-            place=f"{name}.{MARK}",
+            f"{packed.shape[-1]} words in a row of {inputs} inputs are not codes of "
+            f"{' or '.join(map(str, BITS))} bits, which the config declares",
+            place=f"{name}.{CODES}",
         )
-    return int(found)
+    return int(bits)
 
 
-def _owners(
-    parts: dict[str, mx.array], inputs: int, groups: int, name: str
+def _group_index(
+    tensors: dict[str, mx.array], inputs: int, groups: int, name: str
 ) -> np.ndarray:
-    if "weight_g_idx" not in parts:
+    if "weight_g_idx" not in tensors:
         return np.arange(inputs) // math.ceil(inputs / groups)
-    owners = np.array(parts["weight_g_idx"])
-    if owners.shape != (inputs,) or owners.min() < 0 or owners.max() >= groups:
+    index = np.array(tensors["weight_g_idx"])
+    if index.shape != (inputs,) or index.min() < 0 or index.max() >= groups:
         raise UserError(
-            f"it must name one of {groups} groups for each of {inputs} inputs",
+            f"it must hold one of {groups} groups for each of {inputs} inputs",
             place=f"{name}.weight_g_idx",
         )
-    return owners
+    return index

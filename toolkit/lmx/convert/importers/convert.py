@@ -1,4 +1,4 @@
-"""From another program's checkpoint to a folder of MLX's, and never rounded again."""
+"""Writes a checkpoint of another format as an MLX folder, without requantization."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,20 +12,23 @@ from ...errors import UserError
 from ...models import checkpoint_writer
 from ...models.loader import build_model
 from . import gguf, hf_folder
-from .affine_repack import SIZES, Groups
+from .affine_repack import GROUP_SIZES, AffineGroups
 
-WIDTHS = (2, 3, 4, 5, 6, 8)
+BITS = (2, 3, 4, 5, 6, 8)
 
 
-def convert(source: Path, target: Path, dtype: mx.Dtype | None = None) -> None:
-    """Write a checkpoint of MLX's with the weights of `source`.
+def convert_checkpoint(
+    source: Path, target: Path, dtype: mx.Dtype | None = None
+) -> None:
+    """Write the weights of `source` as an MLX checkpoint.
 
     Args:
-        target: a folder, existing and empty.
-        dtype: what scales, biases and dense weights are rounded to; None = nothing is.
+        source: a folder or a GGUF file.
+        target: an existing, empty folder.
+        dtype: scales, biases and dense weights are cast to it; None = they stay exact.
 
     Raises:
-        UserError: naming the tensor that is damaged or that MLX cannot hold as it is.
+        UserError: names the tensor that is damaged or that MLX cannot hold exactly.
     """
     with TemporaryDirectory() as scratch:
         if source.is_dir():
@@ -35,98 +38,106 @@ def convert(source: Path, target: Path, dtype: mx.Dtype | None = None) -> None:
             companions = Path(scratch)
             config, dense, layers = gguf.read(source, companions)
         model = build_model(config)
-        weights = _renamed(model, dense, layers, place=str(source))
+        weights = _rename(model, dense, layers, place=str(source))
         modules = {
             path: module
             for path, module in model.named_modules()
             if hasattr(module, "to_quantized")
         }
-        weights, specs = _fitted(weights, model, modules, place=str(source))
+        weights, specs = _check(weights, model, modules, place=str(source))
         if dtype:
             weights = {name: _cast(value, dtype) for name, value in weights.items()}
-        kept = [path for path in modules if path not in specs]
+        unquantized = [path for path in modules if path not in specs]
         checkpoint_writer.write_checkpoint(
-            target, weights, config, companions=companions, specs=specs, kept=kept
+            target,
+            weights,
+            config,
+            companions=companions,
+            specs=specs,
+            kept=unquantized,
         )
 
 
-def _renamed(
+def _rename(
     model: nn.Module,
     dense: dict[str, mx.array],
-    layers: dict[str, Groups],
+    layers: dict[str, AffineGroups],
     *,
     place: str,
 ) -> dict[str, mx.array]:
-    """All tensors by the names mlx-lm has for them, experts joined.
+    """All tensors by mlx-lm's names, experts stacked.
 
-    Its models rename what is called weight, and few of them scales and biases, too. So
-    these are passed in turn as if they were weights.
+    mlx-lm's `sanitize` renames tensors called weight; few models rename scales and
+    biases too. So scales and biases pass through it in turn as if they were weights.
     """
     tensors = {path: layer.tensors() for path, layer in layers.items()}
     sanitize = getattr(model, "sanitize", lambda weights: weights)
-    found: dict[str, mx.array] = {}
+    renamed: dict[str, mx.array] = {}
     for leaf in ("weight", "scales", "biases"):
-        parts = {f"{path}.weight": own[leaf] for path, own in tensors.items()}
+        as_weights = {f"{path}.weight": parts[leaf] for path, parts in tensors.items()}
         try:
-            names = sanitize(dense | parts)
+            sanitized = sanitize(dense | as_weights)
         except (ValueError, KeyError) as error:
             raise UserError(
-                f"mlx-lm's model cannot take these tensors: {error}", place=place
+                f"mlx-lm's model does not accept these tensors: {error}", place=place
             ) from error
-        found = found or names
-        # Only words are of this type, joined or not.
-        for name in [n for n in names if found[n].dtype == mx.uint32]:
-            found[name.removesuffix("weight") + leaf] = names[name]
-    return found
+        renamed = renamed or sanitized
+        # Only packed codes are uint32, stacked or not.
+        for name in [n for n in sanitized if renamed[n].dtype == mx.uint32]:
+            renamed[name.removesuffix("weight") + leaf] = sanitized[name]
+    return renamed
 
 
-def _fitted(
+def _check(
     weights: dict[str, mx.array],
     model: nn.Module,
     modules: dict[str, nn.Module],
     *,
     place: str,
 ) -> tuple[dict[str, mx.array], dict[str, QuantSpec]]:
-    """The weights, each known to fit into the model, and the grids of its layers."""
-    wanted = {name: value.shape for name, value in tree_flatten(model.parameters())}
+    """The weights that the model has, with their shapes checked, and the specs."""
+    shapes = {name: value.shape for name, value in tree_flatten(model.parameters())}
     specs = {
-        path: _spec(weights, path, wanted[f"{path}.weight"], place)
+        path: _spec(weights, path, shapes[f"{path}.weight"], place)
         for path in modules
         if f"{path}.scales" in weights
     }
-    fitted = {}
+    checked = {}
     for name, value in weights.items():
         path, _, leaf = name.rpartition(".")
-        packed = path in specs and leaf in ("weight", "scales", "biases")
-        if packed or value.shape == wanted.get(name):
-            fitted[name] = value
+        is_packed = path in specs and leaf in ("weight", "scales", "biases")
+        if is_packed or value.shape == shapes.get(name):
+            checked[name] = value
+        elif name in shapes:
+            raise UserError(
+                f"{name} has the shape {list(value.shape)}, but the config requires "
+                f"{list(shapes[name])}",
+                place=place,
+            )
         # AutoGPTQ gives every layer a bias, of zeros where the model has none.
-        elif name in wanted or leaf != "bias" or value.any().item():
-            raise UserError(_misfit(name, value.shape, wanted.get(name)), place=place)
-    if missing := sorted(wanted.keys() - fitted.keys()):
+        elif leaf != "bias" or value.any().item():
+            raise UserError(
+                f"mlx-lm's model of this config has no tensor {name}", place=place
+            )
+    if missing := sorted(shapes.keys() - checked.keys()):
         raise UserError(f"the tensor {missing[0]} is missing", place=place)
-    return fitted, specs
-
-
-def _misfit(name: str, shape: tuple[int, ...], wanted: tuple[int, ...] | None) -> str:
-    if wanted is None:
-        return f"the tensor {name} has no place in mlx-lm's model of this config"
-    return f"{name} is {list(shape)}, but the config wants {list(wanted)}"
+    return checked, specs
 
 
 def _spec(
     weights: dict[str, mx.array], path: str, shape: tuple[int, ...], place: str
 ) -> QuantSpec:
-    words, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
-    bits = words.shape[-1] * 32 / shape[-1]
-    size = shape[-1] / scales.shape[-1]
-    if words.shape[:-1] != shape[:-1] or bits not in WIDTHS or size not in SIZES:
-        inputs = f"{list(words.shape[:-1])} rows of {words.shape[-1]} words"
+    packed, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
+    bits = packed.shape[-1] * 32 / shape[-1]
+    group_size = shape[-1] / scales.shape[-1]
+    fits = packed.shape[:-1] == shape[:-1] and bits in BITS
+    if not fits or group_size not in GROUP_SIZES:
         raise UserError(
-            f"{path} has {inputs}, but the config wants a matrix {list(shape)}",
+            f"{path} has {list(packed.shape[:-1])} rows of {packed.shape[-1]} words, "
+            f"but the config requires a matrix {list(shape)}",
             place=place,
         )
-    return QuantSpec(bits=int(bits), group_size=int(size))
+    return QuantSpec(bits=int(bits), group_size=int(group_size))
 
 
 def _cast(value: mx.array, dtype: mx.Dtype) -> mx.array:

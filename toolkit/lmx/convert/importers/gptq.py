@@ -1,9 +1,10 @@
-"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them.
+"""GPTQ checkpoints, as AutoGPTQ and GPTQModel write them (arXiv 2210.17323).
 
-Per layer of K inputs and N outputs: qweight int32 [K * bits / 32, N], every column one
-stream of bits; scales [G, N]; qzeros int32 [G, N * bits / 32], every row one stream;
-g_idx int32 [K], the group of every input. weight = (code - zero) * scale, where the
-first version of the format stores zero - 1. Turned, qweight is what MLX stores.
+Tensors of a layer with K inputs and N outputs: qweight int32 [K * bits / 32, N], where
+every column is a stream of bits; scales [G, N]; qzeros int32 [G, N * bits / 32], where
+every row is a stream; g_idx int32 [K], the group of every input.
+weight = (code - zero point) * scale. Version 1 of the format stores zero point - 1. MLX
+stores the transpose of qweight.
 """
 
 import math
@@ -12,13 +13,14 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import UserError
-from .affine_repack import Groups, from_zeros, part, require_shape, unpack
+from ...quantization.packing import unpack_codes
+from .affine_repack import AffineGroups, from_zero_points, require_shape, require_tensor
 
-MARK = "qweight"
+CODES = "qweight"
 LEAVES = ("qweight", "qzeros", "scales", "g_idx")
-# What is added to the zeros that are stored.
-OFFSETS = {"gptq": 1, "gptq_v2": 0}
-WIDTHS = (2, 3, 4, 8)
+# Added to the stored zero points, by format version.
+ZERO_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+BITS = (2, 3, 4, 8)
 
 
 def reads(settings: dict) -> bool:
@@ -26,70 +28,68 @@ def reads(settings: dict) -> bool:
     return settings.get("quant_method") == "gptq"
 
 
-def layer(parts: dict[str, mx.array], settings: dict, name: str) -> Groups:
-    """A layer's tensors by their last names, in groups.
+def read_layer(tensors: dict[str, mx.array], settings: dict, name: str) -> AffineGroups:
+    """A layer from its tensors by leaf name.
 
     Raises:
-        UserError: another version of the format; tensors missing or of wrong shapes.
+        UserError: another version of the format; tensors are missing or have wrong
+            shapes.
     """
-    offset = _offset(settings)
-    qweight, scales = parts[MARK], part(parts, name, "scales")
-    rows, outputs = qweight.shape
-    inputs, bits = _width(parts, settings, rows, name)
-    owners = _owners(parts, settings, inputs, scales.shape[0], name)
-    groups = int(owners.max()) + 1
-    require_shape(scales, (groups, outputs), f"{name}.scales")
-    zeros = mx.full((groups, outputs), 2 ** (bits - 1))
-    if "qzeros" in parts or not settings.get("sym"):
-        qzeros = part(parts, name, "qzeros")
-        require_shape(qzeros, (groups, outputs * bits // 32), f"{name}.qzeros")
-        zeros = unpack(qzeros, bits).astype(mx.int32) + offset
-    words = mx.contiguous(qweight.T).view(mx.uint32)
-    return Groups(words, *from_zeros(scales.T, zeros.T), owners, bits)
-
-
-def _offset(settings: dict) -> int:
     version = settings.get("checkpoint_format", "gptq")
-    if version not in OFFSETS:
+    if version not in ZERO_OFFSETS:
         raise UserError(
             f"GPTQ weights in the layout {version!r} are packed for one kernel",
-            hint=f"look for a checkpoint in the layout {' or '.join(OFFSETS)}",
+            hint=f"use a checkpoint in the layout {' or '.join(ZERO_OFFSETS)}",
         )
-    return OFFSETS[version]
+    qweight, scales = tensors[CODES], require_tensor(tensors, name, "scales")
+    rows, outputs = qweight.shape
+    inputs, bits = _inputs_and_bits(tensors, settings, rows, name)
+    group_index = _group_index(tensors, settings, inputs, scales.shape[0], name)
+    groups = int(group_index.max()) + 1
+    require_shape(scales, (groups, outputs), f"{name}.scales")
+    zeros = mx.full((groups, outputs), 2 ** (bits - 1))
+    if "qzeros" in tensors or not settings.get("sym"):
+        qzeros = require_tensor(tensors, name, "qzeros")
+        require_shape(qzeros, (groups, outputs * bits // 32), f"{name}.qzeros")
+        zeros = unpack_codes(qzeros, bits).astype(mx.int32) + ZERO_OFFSETS[version]
+    packed = mx.contiguous(qweight.T).view(mx.uint32)
+    scales, biases = from_zero_points(scales.T, zeros.T)
+    return AffineGroups(packed, scales, biases, group_index, bits)
 
 
-def _width(
-    parts: dict[str, mx.array], settings: dict, rows: int, name: str
+def _inputs_and_bits(
+    tensors: dict[str, mx.array], settings: dict, rows: int, name: str
 ) -> tuple[int, int]:
-    """Inputs of the layer, and bits of its codes: one of those the config names."""
-    for bits in sorted(_declared(settings, "bits")):
-        if bits not in WIDTHS:
-            raise UserError(f"GPTQ codes have {WIDTHS} bits, not {bits}", place=name)
+    """Inputs of the layer and bits of its codes, one of the widths in the config."""
+    for bits in sorted(_declared_values(settings, "bits")):
+        if bits not in BITS:
+            raise UserError(f"GPTQ codes have {BITS} bits, not {bits}", place=name)
         inputs = rows * 32 // bits
-        if "g_idx" not in parts or parts["g_idx"].shape == (inputs,):
+        if "g_idx" not in tensors or tensors["g_idx"].shape == (inputs,):
             return inputs, bits
     raise UserError(
-        f"{rows} rows of codes do not fit to {parts['g_idx'].size} inputs",
+        f"{rows} rows of packed codes do not fit to {tensors['g_idx'].size} inputs",
         place=f"{name}.qweight",
-        hint="the checkpoint is damaged, or its config is of another one",
+        hint="the checkpoint is damaged, or its config belongs to another one",
     )
 
 
-def _owners(
-    parts: dict[str, mx.array], settings: dict, inputs: int, groups: int, name: str
+def _group_index(
+    tensors: dict[str, mx.array], settings: dict, inputs: int, groups: int, name: str
 ) -> np.ndarray:
-    if "g_idx" in parts:
-        owners = np.array(parts["g_idx"])
-        if owners.min() < 0:
-            raise UserError("it names a group below zero", place=f"{name}.g_idx")
-        return owners
-    sizes = {size if size > 0 else inputs for size in _declared(settings, "group_size")}
+    if "g_idx" in tensors:
+        index = np.array(tensors["g_idx"])
+        if index.min() < 0:
+            raise UserError("a group index is negative", place=f"{name}.g_idx")
+        return index
+    declared = _declared_values(settings, "group_size")
+    sizes = {size if size > 0 else inputs for size in declared}
     fitting = [size for size in sizes if math.ceil(inputs / size) == groups]
     return np.arange(inputs) // (fitting or sorted(sizes))[0]
 
 
-def _declared(settings: dict, key: str) -> set[int]:
-    """What the config says of all layers, and of those it treats apart."""
-    apart = (settings.get("dynamic") or {}).values()
-    blocks = [block for block in (settings, *apart) if isinstance(block, dict)]
+def _declared_values(settings: dict, key: str) -> set[int]:
+    """The values of a key in the config: for all layers and for single ones."""
+    overrides = (settings.get("dynamic") or {}).values()
+    blocks = [block for block in (settings, *overrides) if isinstance(block, dict)]
     return {block[key] for block in blocks if key in block}

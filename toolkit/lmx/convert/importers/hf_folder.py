@@ -1,4 +1,4 @@
-"""A folder of safetensors with layers quantized in one of the formats beside this."""
+"""Hugging Face folders of safetensors whose layers are quantized in another format."""
 
 from pathlib import Path
 from types import ModuleType
@@ -9,55 +9,59 @@ from ...errors import UserError
 from ...models.checkpoint import read_config
 from ...models.safetensors_io import read_header
 from . import act_order, awq, compressed_tensors, gptq
-from .affine_repack import Groups
+from .affine_repack import AffineGroups
 
-FORMATS = (awq, compressed_tensors, gptq)
-
-
-def format_of(config: dict) -> ModuleType | None:
-    """The module that reads a checkpoint's format, if it is one of these."""
-    settings = _settings(config)
-    return next((module for module in FORMATS if module.reads(settings)), None)
+# The modules by the `quant_method` of a config. A module has `reads`, `read_layer`,
+# `LEAVES` (the tensors of a layer) and `CODES` (the tensor that every layer has).
+FORMATS = {"awq": awq, "compressed-tensors": compressed_tensors, "gptq": gptq}
 
 
-def _settings(config: dict) -> dict:
-    # MLX's own checkpoints have such a block too, with no method in it.
-    for part in (config, config.get("text_config") or {}):
-        if isinstance(part.get("quantization_config"), dict):
-            return part["quantization_config"]
+def find_format(config: dict) -> ModuleType | None:
+    """The module that reads the format of a checkpoint, if one does."""
+    settings = _quantization_config(config)
+    return next((m for m in FORMATS.values() if m.reads(settings)), None)
+
+
+def _quantization_config(config: dict) -> dict:
+    # MLX checkpoints have the block too, without a `quant_method`.
+    for block in (config, config.get("text_config") or {}):
+        if isinstance(block.get("quantization_config"), dict):
+            return block["quantization_config"]
     return {}
 
 
-def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, Groups]]:
+def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups]]:
     """Config, dense tensors and quantized layers of a folder, by their names there.
 
     Raises:
-        UserError: damaged files, tensors that do not fit together, groups MLX lacks.
+        UserError: files are damaged, tensors do not fit together, or MLX lacks the
+        group
+            size.
     """
     config = read_config(path)
-    module, settings = format_of(config), _settings(config)
-    dense = _tensors(path)
+    module, settings = find_format(config), _quantization_config(config)
+    dense = _load_tensors(path)
     layers = {}
-    for mark in sorted(name for name in dense if name.endswith(f".{module.MARK}")):
-        name = mark.removesuffix(f".{module.MARK}")
-        present = [leaf for leaf in module.LEAVES if f"{name}.{leaf}" in dense]
-        parts = {leaf: dense.pop(f"{name}.{leaf}") for leaf in present}
-        layers[name] = module.layer(parts, settings, name)
+    for codes in sorted(name for name in dense if name.endswith(f".{module.CODES}")):
+        name = codes.removesuffix(f".{module.CODES}")
+        leaves = [leaf for leaf in module.LEAVES if f"{name}.{leaf}" in dense]
+        tensors = {leaf: dense.pop(f"{name}.{leaf}") for leaf in leaves}
+        layers[name] = module.read_layer(tensors, settings, name)
     for name in dense:
         if name.rpartition(".")[2] in module.LEAVES:
             raise UserError(
-                f"the tensor {module.MARK} of this layer is missing", place=name
+                f"the tensor {module.CODES} of this layer is missing", place=name
             )
-    act_order.settle(layers, dense)
+    act_order.undo_activation_order(layers, dense)
     return config, dense, layers
 
 
-def _tensors(path: Path) -> dict[str, mx.array]:
+def _load_tensors(path: Path) -> dict[str, mx.array]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise UserError("no *.safetensors here", place=str(path))
-    found = {}
+        raise UserError("the folder has no *.safetensors", place=str(path))
+    tensors = {}
     for file in files:
         read_header(file)
-        found |= mx.load(str(file))
-    return found
+        tensors |= mx.load(str(file))
+    return tensors

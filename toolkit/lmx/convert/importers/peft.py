@@ -1,7 +1,7 @@
-"""Adapters of Hugging Face's peft (LoRA, rsLoRA, DoRA) as mlx-lm's, and back.
+"""Adapters of Hugging Face's peft (LoRA, rsLoRA, DoRA) in mlx-lm's format.
 
-peft has A [rank, in] and B [out, rank], mlx-lm has both turned; peft's scale is alpha /
-rank, or alpha / sqrt(rank) where `use_rslora` says so.
+peft stores A [rank, in] and B [out, rank]; mlx-lm stores their transposes. peft's scale
+is alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
 """
 
 import json
@@ -18,26 +18,26 @@ from ...errors import UserError
 from ...models.safetensors_io import read_header
 from ...run.fs import read_json
 
-# Other numbers from the same adapter: another version.
+# Part of the cache key; changes when an import writes other values.
 VERSION = 1
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-# mlx-lm's name of a tensor and whether it is turned, by peft's name.
+# mlx-lm's name of a tensor and whether it is transposed, by peft's name.
 LEAVES = {
     "lora_A.weight": ("lora_a", True),
     "lora_B.weight": ("lora_b", True),
     "lora_magnitude_vector": ("m", False),
 }
-# Settings that change nothing of what a trained adapter computes, or that are read.
-KNOWN = """
+# Settings that are read, or that do not change what a trained adapter computes.
+SUPPORTED_KEYS = """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision
     inference_mode r target_modules exclude_modules lora_alpha lora_dropout bias
     use_rslora init_lora_weights layers_to_transform layers_pattern rank_pattern
     alpha_pattern megatron_core use_dora qalora_group_size eva_config
     ensure_weight_tying runtime_config
 """
-# Beginnings that leave the base weights as they are; others subtract from them.
-STARTS = (True, False, "gaussian", "orthogonal", "eva")
+# Initializations that do not change the base weights.
+SUPPORTED_INITS = (True, False, "gaussian", "orthogonal", "eva")
 
 
 def is_adapter(folder: Path) -> bool:
@@ -47,17 +47,17 @@ def is_adapter(folder: Path) -> bool:
 
 
 def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
-    """Tensors by mlx-lm's names and mlx-lm's adapter config of a peft folder.
+    """Tensors by mlx-lm's names, and mlx-lm's adapter config, of a peft folder.
 
-    Layers of a smaller rank get zeros up to the largest, which add nothing; where
-    scales differ the one in the config is 1 and every B is multiplied by its own.
+    Layers of a smaller rank are padded with zeros to the largest rank. If scales
+    differ, the scale in the config is 1 and every B is multiplied by its scale.
 
     Raises:
-        UserError: a kind of adapter that mlx-lm does not have, or a damaged one.
+        UserError: mlx-lm has no such adapter, or the folder is damaged.
     """
     place = str(folder)
     config = read_json(folder / CONFIG)
-    _require_known(config, place)
+    _check_supported(config, place)
     file = folder / WEIGHTS
     if not file.is_file():
         raise UserError(f"this adapter has no {WEIGHTS}", place=place)
@@ -65,49 +65,50 @@ def read(folder: Path) -> tuple[dict[str, mx.array], dict]:
     layers: dict[str, dict[str, mx.array]] = {}
     for name, value in mx.load(str(file)).items():
         path, leaf = _path(name, place)
-        own, turned = LEAVES[leaf]
-        layers.setdefault(path, {})[own] = value.T if turned else value
-    wanted = {"lora_a", "lora_b", *(["m"] if config.get("use_dora") else [])}
-    for path, own in layers.items():
-        if own.keys() != wanted or own["lora_a"].shape[1] != len(own["lora_b"]):
-            raise UserError(f"the adapter of {path} is not whole", place=place)
+        name, transposed = LEAVES[leaf]
+        layers.setdefault(path, {})[name] = value.T if transposed else value
+    leaves = {"lora_a", "lora_b", *(["m"] if config.get("use_dora") else [])}
+    for path, layer in layers.items():
+        complete = layer.keys() == leaves
+        if not complete or layer["lora_a"].shape[1] != len(layer["lora_b"]):
+            raise UserError(f"the adapter of {path} is incomplete", place=place)
     if not layers:
         raise UserError("this adapter has no matrices", place=place)
-    return _joined(layers, config)
+    return _to_mlx_lm(layers, config)
 
 
-def _joined(layers: dict[str, dict[str, mx.array]], config: dict):
-    scales = {path: _scale(path, own, config) for path, own in layers.items()}
-    rank = max(len(own["lora_b"]) for own in layers.values())
+def _to_mlx_lm(layers: dict[str, dict[str, mx.array]], config: dict):
+    scales = {path: _scale(path, layer, config) for path, layer in layers.items()}
+    rank = max(len(layer["lora_b"]) for layer in layers.values())
     scale = next(iter(scales.values())) if len(set(scales.values())) == 1 else 1.0
     tensors = {}
-    for path, own in layers.items():
-        missing = rank - len(own["lora_b"])
-        tensors[f"{path}.lora_a"] = mx.pad(own["lora_a"], [(0, 0), (0, missing)])
-        b = own["lora_b"]
+    for path, layer in layers.items():
+        missing = rank - len(layer["lora_b"])
+        tensors[f"{path}.lora_a"] = mx.pad(layer["lora_a"], [(0, 0), (0, missing)])
+        b = layer["lora_b"]
         if scales[path] != scale:
             b = (scales[path] / scale) * b.astype(mx.float32)
         tensors[f"{path}.lora_b"] = mx.pad(b, [(0, missing), (0, 0)])
-        if "m" in own:
-            tensors[f"{path}.m"] = own["m"]
+        if "m" in layer:
+            tensors[f"{path}.m"] = layer["m"]
     return tensors, {
         "fine_tune_type": "dora" if config.get("use_dora") else "lora",
-        "num_layers": _blocks(layers),
+        "num_layers": _block_count(layers),
         "lora_parameters": {
             "rank": rank,
             "scale": scale,
             "dropout": config.get("lora_dropout") or 0.0,
-            # Whole paths: no other block gets an adapter.
+            # Full paths, so that no other block gets an adapter.
             "keys": sorted(layers),
         },
     }
 
 
 def resolve_adapter(source: str | Path) -> Path:
-    """The folder of an adapter in mlx-lm's format: itself, or what is made of peft's.
+    """The folder of an adapter in mlx-lm's format; peft's is converted in the cache.
 
     Raises:
-        UserError: no adapter, or one that mlx-lm does not have.
+        UserError: there is no adapter, or mlx-lm has no such adapter.
     """
     folder = Path(source).expanduser()
     if not (folder / CONFIG).is_file():
@@ -118,7 +119,7 @@ def resolve_adapter(source: str | Path) -> Path:
     facts = {file.name: cache.file_hash(file) for file in files}
 
     def fill(target: Path) -> dict:
-        convert(folder, target)
+        convert_adapter(folder, target)
         return {"source": folder.name}
 
     key = cache.key_of(["peft", VERSION, facts])
@@ -128,28 +129,32 @@ def resolve_adapter(source: str | Path) -> Path:
     ).folder
 
 
-def convert(source: Path, target: Path) -> None:
-    """Write the adapter of a peft folder into an empty one, in mlx-lm's format.
+def convert_adapter(source: Path, target: Path) -> None:
+    """Write the adapter of a peft folder into an empty folder in mlx-lm's format.
 
     Raises:
         UserError: see `read`.
     """
     tensors, config = read(source)
-    turned = {name: mx.contiguous(value) for name, value in tensors.items()}
-    mx.save_safetensors(str(target / "adapters.safetensors"), turned)
+    tensors = {name: mx.contiguous(value) for name, value in tensors.items()}
+    mx.save_safetensors(str(target / "adapters.safetensors"), tensors)
     (target / CONFIG).write_text(json.dumps(config, indent=4) + "\n")
 
 
-def _require_known(config: dict, place: str) -> None:
-    kind, known = config.get("peft_type"), KNOWN.split()
-    strange = [key for key, value in config.items() if value and key not in known]
+def _check_supported(config: dict, place: str) -> None:
+    kind, supported = config.get("peft_type"), SUPPORTED_KEYS.split()
+    unsupported = [
+        key for key, value in config.items() if value and key not in supported
+    ]
     if config.get("bias", "none") != "none":
-        strange.append("bias")
-    if config.get("init_lora_weights", True) not in STARTS:
-        strange.append("init_lora_weights")
-    if kind != "LORA" or strange:
-        what = f"{strange[0]}: {config[strange[0]]}" if strange else f"type {kind}"
-        raise UserError(f"peft adapters with {what} are not read here", place=place)
+        unsupported.append("bias")
+    if config.get("init_lora_weights", True) not in SUPPORTED_INITS:
+        unsupported.append("init_lora_weights")
+    if kind != "LORA" or unsupported:
+        what = f"type {kind}"
+        if unsupported:
+            what = f"{unsupported[0]}: {config[unsupported[0]]}"
+        raise UserError(f"peft adapters with {what} are not supported", place=place)
 
 
 def _path(name: str, place: str) -> tuple[str, str]:
@@ -157,14 +162,15 @@ def _path(name: str, place: str) -> tuple[str, str]:
         if name.startswith(PREFIX) and name.endswith(f".{leaf}"):
             return name[len(PREFIX) : -len(leaf) - 1], leaf
     raise UserError(
-        f"the tensor {name} is no matrix of a linear layer's adapter",
+        f"the tensor {name} does not belong to the adapter of a linear layer",
         place=place,
-        hint="embeddings, experts and layers trained in full have none in mlx-lm",
+        hint="adapters of embeddings, experts and fully trained layers are not "
+        "supported",
     )
 
 
-def _scale(path: str, own: dict[str, mx.array], config: dict) -> float:
-    rank = len(own["lora_b"])
+def _scale(path: str, layer: dict[str, mx.array], config: dict) -> float:
+    rank = len(layer["lora_b"])
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", path):
@@ -173,6 +179,6 @@ def _scale(path: str, own: dict[str, mx.array], config: dict) -> float:
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
-def _blocks(paths: Iterable[str]) -> int:
-    found = (re.search(r"\.layers\.(\d+)\.", path) for path in paths)
-    return 1 + max((int(number[1]) for number in found if number), default=0)
+def _block_count(paths: Iterable[str]) -> int:
+    matches = (re.search(r"\.layers\.(\d+)\.", path) for path in paths)
+    return 1 + max((int(match[1]) for match in matches if match), default=0)

@@ -1,0 +1,277 @@
+"""The tokenizer of a GGUF file's metadata as tokenizer.json, and back."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ...errors import FAILED, UserError
+
+KEY = "tokenizer.ggml."
+# ggml's token types.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
+BOUNDARY = "▁"  # sentencepiece's space
+FILES = ("tokenizer.json", "tokenizer_config.json")
+# ggml's names of the special tokens, and Hugging Face's.
+SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+# The patterns that split a text into words before it is encoded, by llama.cpp's name;
+# several patterns apply in sequence.
+LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+LLAMA3 = "llama-bpe"
+PRE_TOKENIZERS = {
+    LLAMA3: [LETTERS + r"\p{N}{1,3}" + OTHERS],
+    "qwen2": [LETTERS + r"\p{N}" + OTHERS],
+    "deepseek-r1-qwen": [LETTERS + r"\p{N}" + OTHERS],
+    "smollm": [r"\p{N}", GPT2],
+    "gpt-2": [GPT2],
+    "default": [GPT2],
+}
+# All patterns split this text differently: digits, words, spaces, lines, other letters.
+PROBE = (
+    "It's 12345 (really)!\n\n  don't  WE'LL see: naïve Straße, 東京 🙂\t\r\n x_1=3.14; "
+    "'quoted' ... \n"
+)
+
+
+def special_token_ids(metadata: dict[str, Any]) -> dict:
+    """The `bos_token_id` and `eos_token_id` of a config."""
+    eos = [metadata.get(f"{KEY}{name}_token_id") for name in ("eos", "eot")]
+    eos = list(dict.fromkeys(token for token in eos if token is not None))
+    ids = {
+        "bos_token_id": metadata.get(f"{KEY}bos_token_id"),
+        "eos_token_id": eos or None,
+    }
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def write(metadata: dict[str, Any], folder: Path, *, source: Path) -> None:
+    """Write tokenizer.json and tokenizer_config.json.
+
+    Args:
+        source: the folder of the GGUF file. Its tokenizer files are copied if lmx
+        cannot
+            build the tokenizer.
+
+    Raises:
+        UserError: lmx cannot build the tokenizer and `source` has none.
+    """
+    model = metadata.get(f"{KEY}model")
+    pre_tokenizer = metadata.get(f"{KEY}pre", "default")
+    if model == "llama":
+        tokenizer = _build_sentencepiece(metadata)
+    elif model == "gpt2" and pre_tokenizer in PRE_TOKENIZERS:
+        tokenizer = _build_byte_level(metadata, pre_tokenizer)
+    elif all((source / name).is_file() for name in FILES):
+        for name in FILES:
+            shutil.copyfile(source / name, folder / name)
+        return
+    else:
+        raise UserError(
+            f"the tokenizer in this file ({model}, {pre_tokenizer}) is not supported",
+            hint="put tokenizer.json and tokenizer_config.json of the model beside it",
+        )
+    _add_special_tokens(tokenizer, metadata)
+    tokenizer.save(str(folder / FILES[0]))
+    text = json.dumps(_tokenizer_config(metadata), indent=2) + "\n"
+    (folder / FILES[1]).write_text(text)
+
+
+def to_metadata(folder: Path, config: dict, vocab_size: int) -> dict[str, Any]:
+    """The metadata of the tokenizer in a checkpoint folder.
+
+    Args:
+        vocab_size: rows of the model's embedding.
+
+    Raises:
+        UserError: the tokenizer is neither byte-level nor sentencepiece BPE, or
+            llama.cpp has no name for its pre-tokenizer.
+    """
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    serialized = json.loads(tokenizer.to_str())
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    if max(vocabulary.values()) >= vocab_size:
+        raise _unsupported("it has more tokens than the model")
+    tokens = [f"[PAD{index}]" for index in range(vocab_size)]
+    types = [UNUSED] * vocab_size
+    added = {token["content"]: token["special"] for token in serialized["added_tokens"]}
+    for text, index in vocabulary.items():
+        tokens[index] = text
+        types[index] = _token_type(text, serialized["model"], added)
+    file = folder / FILES[1]
+    settings = json.loads(file.read_text()) if file.is_file() else {}
+    metadata = {f"{KEY}tokens": tokens, f"{KEY}token_type": types}
+    metadata |= _model_metadata(tokenizer, serialized["model"], tokens)
+    metadata |= _special_token_metadata(tokenizer, settings, config)
+    return metadata | _template_metadata(folder, settings)
+
+
+def byte_level_pre_tokenizer(name: str) -> Any:
+    """The pre-tokenizer that llama.cpp calls by this name, one of `PRE_TOKENIZERS`."""
+    from tokenizers import Regex, pre_tokenizers
+
+    patterns = PRE_TOKENIZERS[name]
+    splits = [pre_tokenizers.Split(Regex(p), "isolated") for p in patterns]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return pre_tokenizers.Sequence([*splits, letters])
+
+
+def _build_byte_level(metadata: dict[str, Any], pre_tokenizer: str) -> Any:
+    """Byte-level BPE, as in GPT-2."""
+    from tokenizers import Tokenizer, decoders, models
+
+    vocabulary = {text: i for i, text in enumerate(metadata[f"{KEY}tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata[f"{KEY}merges"]]
+    is_llama3 = pre_tokenizer == LLAMA3
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=is_llama3))
+    tokenizer.pre_tokenizer = byte_level_pre_tokenizer(pre_tokenizer)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _build_sentencepiece(metadata: dict[str, Any]) -> Any:
+    """Sentencepiece BPE with byte fallback, as in Llama 2."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    tokens, types = metadata[f"{KEY}tokens"], metadata[f"{KEY}token_type"]
+    vocabulary = {text: i for i, text in enumerate(tokens)}
+    model = models.BPE(
+        vocabulary,
+        _merges_from_scores(vocabulary, metadata[f"{KEY}scores"], types),
+        unk_token=tokens[types.index(UNKNOWN)] if UNKNOWN in types else None,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    space_prefix = metadata.get(f"{KEY}add_space_prefix", True)
+    prefix = [normalizers.Prepend(BOUNDARY)] * space_prefix
+    spaces = normalizers.Replace(" ", BOUNDARY)
+    tokenizer.normalizer = normalizers.Sequence([*prefix, spaces])
+    steps = [decoders.Replace(BOUNDARY, " "), decoders.ByteFallback(), decoders.Fuse()]
+    strip = [decoders.Strip(" ", 1, 0)] * space_prefix
+    tokenizer.decoder = decoders.Sequence([*steps, *strip])
+    return tokenizer
+
+
+def _merges_from_scores(
+    vocabulary: dict[str, int], scores: list[float], types: list[int]
+) -> list[tuple[str, str]]:
+    """All pairs of tokens that form a token, ordered by its score, highest first."""
+    merges = []
+    for text, index in vocabulary.items():
+        cuts = range(1, len(text)) if types[index] == NORMAL else ()
+        for cut in cuts:
+            left, right = text[:cut], text[cut:]
+            if left in vocabulary and right in vocabulary:
+                pair = vocabulary[left], vocabulary[right]
+                merges.append((-scores[index], *pair, left, right))
+    return [(left, right) for *_, left, right in sorted(merges)]
+
+
+def _add_special_tokens(tokenizer: Any, metadata: dict[str, Any]) -> None:
+    """Add the tokens that are matched before the text is split, and the BOS."""
+    from tokenizers import AddedToken, processors
+
+    tokens, types = metadata[f"{KEY}tokens"], metadata.get(f"{KEY}token_type", [])
+    for text, token_type in zip(tokens, types, strict=False):
+        added = AddedToken(text, normalized=False, special=token_type != USER_DEFINED)
+        if token_type == USER_DEFINED:
+            tokenizer.add_tokens([added])
+        elif token_type in (CONTROL, UNKNOWN):
+            tokenizer.add_special_tokens([added])
+    bos = metadata.get(f"{KEY}bos_token_id")
+    kind = metadata.get(f"{KEY}model"), metadata.get(f"{KEY}pre")
+    default = "llama" in kind or LLAMA3 in kind
+    if bos is not None and metadata.get(f"{KEY}add_bos_token", default):
+        first = tokens[bos]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[first, "$A"],
+            pair=[first, "$A", first, "$B"],
+            special_tokens=[(first, bos)],
+        )
+
+
+def _tokenizer_config(metadata: dict[str, Any]) -> dict:
+    tokens = metadata[f"{KEY}tokens"]
+    settings = {
+        f"{name}_token": tokens[metadata[f"{KEY}{ggml}_token_id"]]
+        for ggml, name in SPECIAL_TOKENS.items()
+        if f"{KEY}{ggml}_token_id" in metadata
+    }
+    settings |= {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+    }
+    template = metadata.get("tokenizer.chat_template")
+    return settings | ({"chat_template": template} if template else {})
+
+
+def _token_type(text: str, model: dict, added: dict[str, bool]) -> int:
+    if text == model.get("unk_token"):
+        return UNKNOWN
+    if text in added:
+        return CONTROL if added[text] else USER_DEFINED
+    is_byte = model.get("byte_fallback") and BYTE_TOKEN.fullmatch(text)
+    return BYTE if is_byte else NORMAL
+
+
+def _model_metadata(tokenizer: Any, model: dict, tokens: list[str]) -> dict[str, Any]:
+    """How words become tokens: by merges, or by scores (sentencepiece)."""
+    if model["type"] != "BPE":
+        raise _unsupported(f"its type is {model['type']}, not BPE")
+    merges = [m.split(" ") if isinstance(m, str) else m for m in model["merges"]]
+    if model.get("byte_fallback"):
+        # The earlier a merge, the higher the score of its token.
+        ranks: dict[str, int] = {}
+        for rank, (left, right) in enumerate(merges):
+            ranks.setdefault(left + right, rank)
+        first = tokenizer.encode("a", add_special_tokens=False).tokens[0]
+        return {
+            f"{KEY}model": "llama",
+            f"{KEY}scores": [-float(ranks.get(text, len(merges))) for text in tokens],
+            f"{KEY}add_space_prefix": first.startswith(BOUNDARY),
+        }
+    current = tokenizer.pre_tokenizer
+    words = current.pre_tokenize_str(PROBE) if current else None
+    for name in PRE_TOKENIZERS:
+        if byte_level_pre_tokenizer(name).pre_tokenize_str(PROBE) == words:
+            return {
+                f"{KEY}model": "gpt2",
+                f"{KEY}pre": name,
+                f"{KEY}merges": [" ".join(pair) for pair in merges],
+            }
+    raise _unsupported("llama.cpp has no name for its pre-tokenizer")
+
+
+def _special_token_metadata(
+    tokenizer: Any, settings: dict, config: dict
+) -> dict[str, Any]:
+    metadata = {}
+    for ggml, name in SPECIAL_TOKENS.items():
+        token = settings.get(f"{name}_token")
+        text = token["content"] if isinstance(token, dict) else token
+        if text and (index := tokenizer.token_to_id(text)) is not None:
+            metadata[f"{KEY}{ggml}_token_id"] = index
+    ids = config.get("eos_token_id")
+    ids = ids if isinstance(ids, list) else [ids]
+    eos = metadata.setdefault(f"{KEY}eos_token_id", ids[0])
+    if others := [token for token in ids if token not in (eos, None)]:
+        metadata[f"{KEY}eot_token_id"] = others[0]
+    first = tokenizer.encode("a").ids[0]
+    metadata[f"{KEY}add_bos_token"] = first == metadata.get(f"{KEY}bos_token_id")
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def _template_metadata(folder: Path, settings: dict) -> dict[str, str]:
+    file = folder / "chat_template.jinja"
+    text = file.read_text() if file.is_file() else settings.get("chat_template")
+    return {"tokenizer.chat_template": text} if isinstance(text, str) else {}
+
+
+def _unsupported(reason: str) -> UserError:
+    return UserError(f"GGUF cannot hold this tokenizer: {reason}", code=FAILED)
