@@ -1,9 +1,8 @@
-"""Every command that README and docs show is run, every recipe in them is one, and what
-they say of both is so.
+"""Commands and recipes in README and docs/ work, and the pages are consistent.
 
-A word behind the language of a block, as in "bash network", means that its commands
-want what a test does not have: another machine, the Hub, a longer run. They are read up
-to the point where their work would begin.
+A second word in the info string of a block, as in "bash network", marks commands that a
+test cannot run: they need another machine, the Hub or hours. Such commands are parsed
+up to the point where their work begins.
 """
 
 import re
@@ -28,19 +27,29 @@ PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 }
+# Their links are checked; their commands are not run.
+OTHER_PAGES = [
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "benchmarks/README.md",
+    "benchmarks/RESULTS.md",
+    "data/SOURCES.md",
+    "tests/README.md",
+]
+MAX_README_LINES = 150
 BIN = Path(sys.executable).parent
 BLOCK = re.compile(r"^```(\w+)(?: (\w+))?\n(.*?)^```", re.DOTALL | re.MULTILINE)
-# Run by test_recipes.py and test_benchmarks.py, at settings of their own.
-TESTED_APART = re.compile(
+# Run by test_recipes.py and test_benchmarks.py with their own settings.
+RUN_ELSEWHERE = re.compile(
     r"lmx-train recipes/(?!qat_4bit)\w+\.yaml"
     r"|python benchmarks/(train_step|finetune|generate)\.py.*"
 )
-# Programs of others, which are shown beside ours.
-OTHERS = {"hf", "mlx_lm.generate", "mlx_lm.server", "python"}
-# Ours, and what they call.
+# Programs of other packages.
+EXTERNAL = {"hf", "mlx_lm.generate", "mlx_lm.server", "python"}
+# Our programs and their entry points.
 PROGRAMS = {"lmx": "main", "lmx-train": "train"}
-CALL = "import sys; from lmx.cli import main as cli; sys.exit(cli.{}())"
-# Started as they were installed; who needs no imports of its own costs a fourth.
+ENTRY_POINT = "import sys; from lmx.cli import main as cli; sys.exit(cli.{}())"
+# Started as installed. The others run in the fork server, which is four times as fast.
 INSTALLED = {
     "lmx-train recipes/qat_4bit.yaml",
     "lmx-train --list",
@@ -48,9 +57,15 @@ INSTALLED = {
     "lmx doctor",
     'lmx generate exports/qat_4bit --prompt "Sort: 31, 7, 12"',
 }
-WORK = ("pipeline.runner", "cli.generate", "cli.convert", "cli.push")
-# What a recipe has that is shown by its stages alone.
-AROUND = {
+# The functions that begin the work of a command.
+WORK = (
+    "pipeline.runner.run",
+    "cli.generate.generate",
+    "cli.convert.convert",
+    "cli.runs.push",
+)
+# The rest of a recipe that is shown as a list of stages.
+RECIPE = {
     "model": "data/tiny-base",
     "data": {"train": "data/skills/train.jsonl", "valid": "data/skills/valid.jsonl"},
 }
@@ -65,56 +80,76 @@ SMALL = [
     "stages.evaluate.latency_tokens=8",
 ]
 SMALL_BENCHMARKS = {
-    # Wide enough to be killed between two blocks.
-    "ptq_large": "--hidden 128 --intermediate 128 --layers 3 --heads 2 "
-    "--key-value-heads 2 --vocabulary 320 --calibration 1024 --rounds 1 --whole",
-    "ptq_time": "--hidden 64 --layers 1 --vocabulary 320 --tokens 256 --length 64",
-    "qat_step": "--hidden 64 --layers 1 --vocabulary 512 --batch 2 --length 32 "
-    "--steps 3 --grids minmax learned",
-    "qat_quality": "--model small-base --seeds 1 --bits 2 --steps 2 --batch 4 "
-    "--tune 1 --limit 40 --calibration 1024 --routes 'rtn of the twin' 'qat minmax'",
-    "draft_quality": "--model small-base --seeds 1 --prompts 8 --held-out 4 "
-    "--trial-prompts 2 --max-tokens 8 --steps 2 --batch-tokens 512 --blocks 1",
+    # Large enough to be killed between two blocks.
+    "ptq_large": "--hidden-size 128 --intermediate-size 128 --num-layers 3 "
+    "--num-heads 2 --num-key-value-heads 2 --vocab-size 320 --num-tokens 1024 "
+    "--refine-iters 1 --uninterrupted",
+    "ptq_time": "--hidden-size 64 --num-layers 1 --vocab-size 320 --num-tokens 256 "
+    "--seq-length 64",
+    "qat_step": "--hidden-size 64 --num-layers 1 --vocab-size 512 --batch-size 2 "
+    "--seq-length 32 --steps 3 --quantizers minmax lsq",
+    "qat_quality": "--model small-base --seeds 1 --bits 2 --steps 2 --batch-size 4 "
+    "--scale-tuning-steps 1 --max-samples 40 --num-calibration-tokens 1024 "
+    "--methods rtn 'qat minmax'",
+    "draft_quality": "--model small-base --seeds 1 --num-prompts 8 "
+    "--num-eval-prompts 4 --num-test-prompts 2 --max-tokens 8 --steps 2 "
+    "--batch-tokens 512 --num-layers 1",
 }
 SMALL_BENCH = ["--tokens=8", "--repeats=1", "--prompt-lengths=16"]
 
 
 def blocks(language: str) -> list[tuple[str, str, str]]:
-    """Page, mark and text of every block of a language."""
+    """Page, second word and text of every code block in a language."""
     return [
         (page, mark, text)
-        for page, whole in PAGES.items()
-        for found, mark, text in BLOCK.findall(whole)
-        if found == language
+        for page, content in PAGES.items()
+        for block_language, mark, text in BLOCK.findall(content)
+        if block_language == language
     ]
 
 
 def commands(*, marked: bool) -> list[str]:
+    """Commands in blocks with a second word, or in blocks without one."""
     lines = [
         (bool(mark), line.partition("  #")[0].strip())
         for _, mark, text in blocks("bash")
         for line in text.splitlines()
         if line.strip()
     ]
-    return [line for is_marked, line in lines if is_marked == marked]
+    return [
+        line.partition(" # ")[0].strip()
+        for is_marked, line in lines
+        if is_marked == marked
+    ]
+
+
+def without_installation(command: str) -> str:
+    """The last command of a line, without the path of the environment."""
+    return command.split(" && ")[-1].removeprefix(".venv/bin/")
+
+
+SHOWN = sorted({without_installation(command) for command in commands(marked=False)})
+RUN = [c for c in SHOWN if "pytest" not in c and not RUN_ELSEWHERE.fullmatch(c)]
+PARSED = sorted({*commands(marked=True), *filter(RUN_ELSEWHERE.fullmatch, SHOWN)})
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory) -> Path:
-    """A folder where the main job was run as the README says, but for its length."""
-    folder = tmp_path_factory.mktemp("workplace")
-    done = run("lmx-train recipes/qat_4bit.yaml", folder)
-    assert done.returncode == 0, done.stderr
-    # For benchmarks, which compare what is made of one model.
+def workspace(tmp_path_factory) -> Path:
+    """A folder in which the main job of the README was run with few steps."""
+    folder = tmp_path_factory.mktemp("workspace")
+    process = run("lmx-train recipes/qat_4bit.yaml", folder)
+    assert process.returncode == 0, process.stderr
+    # The benchmarks' model.
     write_small_base(folder / "small-base")
-    # What --restart would set aside.
+    # The name that --restart gives to an earlier run.
     runs = folder / "exports"
     shutil.copytree(runs / "qat_4bit", runs / "qat_4bit.old-1")
     return folder
 
 
 def run(shown: str, folder: Path) -> subprocess.CompletedProcess:
-    said, _, command = shown.rpartition(" | ")
+    """Run a shown command, with small settings, in `folder`."""
+    echo, _, command = shown.rpartition(" | ")
     program, *arguments = shlex.split(command)
     if program == "lmx-train" and not any(a.startswith("--") for a in arguments):
         arguments += [a for a in SMALL if a.partition("=")[0] not in command]
@@ -122,16 +157,16 @@ def run(shown: str, folder: Path) -> subprocess.CompletedProcess:
         arguments += SMALL_BENCH
     if program == "python":
         arguments += shlex.split(SMALL_BENCHMARKS[Path(arguments[0]).stem])
-    ours = re.compile(r"(?:^|(?<=\+))(?=recipes/|benchmarks/|data/)")
-    arguments = [ours.sub(f"{ROOT}/", argument) for argument in arguments]
-    said = said and shlex.split(said)[1]
+    in_checkout = re.compile(r"(?:^|(?<=\+))(?=recipes/|benchmarks/|data/)")
+    arguments = [in_checkout.sub(f"{ROOT}/", argument) for argument in arguments]
+    stdin = echo and shlex.split(echo)[1]
     if program in PROGRAMS and shown not in INSTALLED:
-        called = CALL.format(PROGRAMS[program])
-        return warm.run(called, *arguments, cwd=folder, said=said, timeout=240)
+        entry_point = ENTRY_POINT.format(PROGRAMS[program])
+        return warm.run(entry_point, *arguments, cwd=folder, said=stdin, timeout=240)
     return subprocess.run(
         [BIN / program, *arguments],
         cwd=folder,
-        input=said,
+        input=stdin,
         capture_output=True,
         text=True,
         timeout=240,
@@ -139,104 +174,98 @@ def run(shown: str, folder: Path) -> subprocess.CompletedProcess:
     )
 
 
-def main_part(command: str) -> str:
-    """What is left of a line when the installing is done."""
-    command = command.split(" && ")[-1]
-    return re.sub(r"^(uv run (--extra test )?|\.venv/bin/)", "", command)
-
-
-TESTED = sorted({main_part(command) for command in commands(marked=False)})
-RUN = [c for c in TESTED if "pytest" not in c and not TESTED_APART.fullmatch(c)]
-READ = sorted({*commands(marked=True), *filter(TESTED_APART.fullmatch, TESTED)})
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("command", RUN)
-def test_a_shown_command_works(command, workplace):
-    done = run(command, workplace)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_shown_command_runs(command, workspace):
+    process = run(command, workspace)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip()
 
 
-@pytest.mark.parametrize("command", READ)
-def test_a_command_for_elsewhere_is_understood(command, monkeypatch):
-    reached = []
-    for module in WORK:
-        monkeypatch.setattr(
-            f"lmx.{module}.run", lambda *_, **__: reached.append(1) or 0
-        )
+@pytest.mark.parametrize("command", PARSED)
+def test_marked_command_is_parsed(command, monkeypatch):
+    calls = []
+    for function in WORK:
+        monkeypatch.setattr(f"lmx.{function}", lambda *_, **__: calls.append(1) or 0)
     program, *arguments = shlex.split(command.rpartition(" -- ")[2])
     if program == "python":
         assert (ROOT / arguments[0]).is_file()
-    if program not in OTHERS:
-        verb = {"lmx": main.main, "lmx-train": main.train}[program]
-        assert verb(arguments) == 0
-        assert reached
+    if program not in EXTERNAL:
+        entry_point = {"lmx": main.main, "lmx-train": main.train}[program]
+        assert entry_point(arguments) == 0
+        assert calls
 
 
 @pytest.mark.parametrize(
     ("page", "text"), [(page, text) for page, _, text in blocks("yaml")]
 )
-def test_a_shown_recipe_is_one(page, text, tmp_path):
+def test_shown_recipe_is_valid(page, text, tmp_path):
     shown = yaml.safe_load(text)
     if isinstance(shown, list):
-        text = yaml.safe_dump(AROUND | {"stages": shown})
+        text = yaml.safe_dump(RECIPE | {"stages": shown})
     recipe = tmp_path / "shown.yaml"
     recipe.write_text(text)
     assert plan(load_recipe(recipe, [])).steps
 
 
-def test_the_page_of_keys_is_made_of_the_schema():
+def test_recipe_reference_is_up_to_date():
     assert PAGES["docs/recipes.md"] == markdown(), (
-        "lmx schema --markdown > docs/recipes.md"
+        "run: lmx schema --markdown > docs/recipes.md"
     )
 
 
-def test_links_lead_somewhere():
-    for page, text in PAGES.items():
-        for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
-            target = (ROOT / page).parent / path if path else ROOT / page
-            assert target.exists(), f"{page}: {path}"
-            assert not anchor or anchor in anchors(target), f"{page}: {path}#{anchor}"
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES])
+def test_links_exist(page):
+    text = (ROOT / page).read_text()
+    for path, anchor in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", text):
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), path
+        assert not anchor or anchor in anchors(target), f"{path}#{anchor}"
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link may name in a page, as GitHub makes it of the headings."""
+    """The anchors that GitHub makes from the headings of a page."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", t.lower()).replace(" ", "-") for t in titles}
 
 
-def test_every_page_is_linked_from_the_readme():
+def test_readme_links_every_page():
     assert all(f"]({page})" in README for page in PAGES if page != "README.md")
 
 
-def test_the_main_job_ends_with_the_table_and_a_model(workplace):
-    text = (workplace / "exports/qat_4bit/log.txt").read_text()
-    assert re.search(r"base +tuned +quantized", text)
-    assert (workplace / "exports/qat_4bit/model/model.safetensors").is_file()
+def test_readme_is_short():
+    assert len(README.splitlines()) <= MAX_README_LINES
 
 
-def test_programs_are_run_as_they_were_installed():
+@pytest.mark.slow
+def test_main_job_ends_with_a_table_and_a_model(workspace):
+    text = (workspace / "exports/qat_4bit/log.txt").read_text()
+    assert re.search(r"base +fine-tuned.* +quantized", text)
+    assert (workspace / "exports/qat_4bit/model/model.safetensors").is_file()
+
+
+def test_installed_programs_are_shown():
     assert set(RUN) >= INSTALLED
 
 
-def test_ci_installs_and_tests_as_the_readme_says():
+def test_ci_runs_the_test_command_of_the_readme():
     script = (ROOT / ".ci/run").read_text()
-    shown = [c for c in TESTED if "pytest" in c]
+    shown = [command for command in SHOWN if "pytest" in command]
     assert shown == ["python -m pytest -n 2"]
     assert shown[0] in script
     assert 'pip install -e ".[test]"' in README
     assert '-e ".[test' in script
 
 
-def test_the_shown_recipe_is_the_shipped_one_with_other_words():
+def test_readme_recipe_is_the_included_one():
     shown = yaml.safe_load(re.search(r"```yaml\n(.*?)```", README, re.DOTALL)[1])
-    shipped = yaml.safe_load((ROOT / "recipes/qat_4bit.yaml").read_text())
-    trained, shipped_trained = shown["stages"][0], shipped["stages"][0]
-    assert trained["train"].items() <= shipped_trained["train"].items()
-    assert shown["stages"][1:] == shipped["stages"][1:]
-    assert shown["data"] == shipped["data"]
+    included = yaml.safe_load((ROOT / "recipes/qat_4bit.yaml").read_text())
+    shown_train, train = shown["stages"][0]["train"], included["stages"][0]["train"]
+    assert shown_train.items() <= train.items()
+    assert shown["stages"][1:] == included["stages"][1:]
+    assert shown["data"] == included["data"]
 
 
-def test_every_recipe_is_named():
+def test_readme_lists_every_recipe():
     names = set(re.findall(r"`recipes/(\w+)\.yaml`", README))
     assert names == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
