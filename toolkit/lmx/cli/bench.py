@@ -14,7 +14,7 @@ from .generate import add_draft_arguments, draft_argument_faults, parity_line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ..evaluation.throughput import BenchmarkArms
+    from ..evaluation.latency import BenchmarkArms
     from ..generation.speculative.proposer import Proposer
     from ..models.loader import LoadedModel
 
@@ -26,7 +26,6 @@ COLUMNS = (
 )
 ROW = "{:>6}{:>6}  {:<18}{:>21}{:>25}{:>25}{:>9}{:>10}{:>9}"
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")
-RUNG = "{:<26}{:>10}{:>10}{:>12}{:>17}{:>8}"
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,17 +43,8 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens to decode; default 64",
     )
     add("--repeats", type=int, default=5, metavar="N", help="runs per case; default 5")
-    add(
-        "--corpus",
-        metavar="FILE",
-        help="text for prompts; default: lmx's own source code",
-    )
+    add("--corpus", metavar="FILE", help="text for prompts; default: a sample text")
     add_draft_arguments(parser)
-    add(
-        "--ladder",
-        action="store_true",
-        help="what a cache, 4-bit weights, batches and guesses gain, one by one",
-    )
     add("--json", action="store_true", help="print JSON")
     add("--trust-remote-code", action="store_true", help="run the model's own Python")
 
@@ -83,10 +73,9 @@ def bench(args: argparse.Namespace) -> int:
         loaded = load_model(
             model_folder(name), trust_remote_code=args.trust_remote_code
         )
-        measure = _ladder if args.ladder else _bench
         if not args.json:
             sys.stdout.write(f"{name}\n")
-        results[name] = measure(args, loaded)
+        results[name] = _bench(args, loaded)
     if args.json:
         sys.stdout.write(json.dumps(results, indent=2) + "\n")
     elif args.compare:
@@ -99,9 +88,6 @@ def _check(args: argparse.Namespace) -> None:
         "--tokens must be 2 or more": args.tokens < 2,
         "--repeats must be 1 or more": args.repeats < 1,
         "--compare is the model itself": args.compare == args.model,
-        "--ladder climbs one model: no --compare with it": (
-            args.ladder and args.compare is not None
-        ),
         **draft_argument_faults(args),
     }
     for message, is_fault in faults.items():
@@ -111,16 +97,10 @@ def _check(args: argparse.Namespace) -> None:
 
 def _corpus_tokens(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]:
     """Tokens of the text from which prompts are cut."""
-    from ..evaluation.throughput import sample_text
+    from ..evaluation.latency import sample_text
     from ..generation.prompt import encode_text
 
-    try:
-        text = Path(args.corpus).read_text(encoding="utf-8") if args.corpus else None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"cannot read the corpus: {error}", place=args.corpus
-        ) from error
-    tokens = encode_text(loaded.tokenizer, text or sample_text())
+    tokens = encode_text(loaded.tokenizer, sample_text(args.corpus))
     positions = getattr(
         getattr(loaded.model, "args", None), "max_position_embeddings", 0
     )
@@ -178,7 +158,7 @@ def _decoders(
 
 
 def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
-    from ..evaluation.throughput import BenchmarkPlan, run_benchmark
+    from ..evaluation.latency import BenchmarkPlan, run_benchmark
     from ..generation.batching import BatchGenerator
 
     if max(args.batch_sizes) > 1:
@@ -237,45 +217,4 @@ def _cells(row: dict) -> str:
         f"{row['peak_memory_gb']:.2f}",
         f"{row['speedup']:.2f}x",
         "-" if accepted is None else f"{accepted:.0%}",
-    )
-
-
-def _ladder(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
-    from ..evaluation.ladder import SpeedAblation
-    from ..evaluation.memory_bandwidth import memory_traffic
-    from ..evaluation.throughput import prompts
-    from ..generation.speculative.factory import draft_length_controller
-
-    tokens = _corpus_tokens(args, loaded)
-    texts = prompts(tokens, max(args.prompt_lengths), max(args.batch_sizes))
-    propose = list(_proposers(args, loaded, tokens).values())[-1]
-    guesses = draft_length_controller(args.num_draft_tokens)
-    rungs = SpeedAblation(loaded, texts, args.tokens, propose, guesses, args.repeats)
-    traffic = memory_traffic()
-    rows = rungs.climb(traffic)
-    if not args.json:
-        head = (
-            "step",
-            "tokens/s",
-            "speed-up",
-            "cumulative",
-            "roofline, tok/s",
-            "share",
-        )
-        sys.stdout.write(f"memory traffic {traffic / 1e9:,.1f} GB/s\n")
-        for cells in [head, *map(_rung, rows)]:
-            sys.stdout.write(RUNG.format(*cells).rstrip() + "\n")
-    return rows
-
-
-def _rung(row: dict) -> tuple[str, ...]:
-    if row["note"]:
-        return row["step"], "-", "-", "-", "-", f"  {row['note']}"
-    ratios = (row[name] for name in ("speedup", "cumulative"))
-    return (
-        row["step"],
-        f"{row['tokens_per_second']:,.1f}",
-        *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
-        f"{row['roofline_tokens_per_second']:,.0f}",
-        f"{row['roofline_share']:.0%}",
     )

@@ -1,12 +1,26 @@
 """How fast a model generates: time to the first token, prefill and decode rates."""
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from ..generation.engine import Generator
+import mlx.core as mx
+import numpy as np
+
+from ..errors import UserError
+from ..generation.batching import BatchGenerator, GenerationRequest
+from ..generation.engine import GREEDY, Generator
 from ..generation.outputs import GenerationResult
 from ..generation.speculative.decoder import SpeculativeStats
+from ..generation.speculative.parity import check_parity
 
 PERCENTILES = (50, 90, 99)
+RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")
+SAMPLE_TEXT = Path(__file__).with_name("sample_text.txt")
+BenchmarkArms = dict[str, Callable[[], Generator]]
+"""Makers of generators by name. The first one decodes without drafting."""
 
 
 def measure_latency(
@@ -16,13 +30,13 @@ def measure_latency(
     max_tokens: int = 64,
     repeats: int = 3,
 ) -> dict[str, dict[str, float]]:
-    """Time every prompt `repeats` times, after one warm-up that does not count.
+    """Time every prompt `repeats` times, after one warm-up run.
 
     Every run decodes exactly `max_tokens` (at least 2), past any end of sequence.
 
     Returns:
         `ttft_ms`, `prefill_tokens_per_second`, `decode_tokens_per_second`, each as
-        {p50, p90, p99}: the value that so many percent of the runs are no worse than.
+        {p50, p90, p99}: see `percentiles`.
     """
 
     def run(prompt) -> GenerationResult:
@@ -30,23 +44,17 @@ def measure_latency(
 
     run(prompts[0])
     runs = [run(prompt) for _ in range(repeats) for prompt in prompts]
-    return {
-        "ttft_ms": percentiles([r.ttft_ms for r in runs]),
-        "prefill_tokens_per_second": percentiles(
-            [r.prefill_tokens_per_second for r in runs], more_is_better=True
-        ),
-        "decode_tokens_per_second": percentiles(
-            [r.decode_tokens_per_second for r in runs], more_is_better=True
-        ),
+    rates = {
+        rate: percentiles([getattr(r, rate) for r in runs], more_is_better=True)
+        for rate in RATES
     }
+    return {"ttft_ms": percentiles([r.ttft_ms for r in runs])} | rates
 
 
 def percentiles(
     values: Sequence[float], *, more_is_better: bool = False
 ) -> dict[str, float]:
-    """{p50, p90, p99}: the value that so many percent are no worse than."""
-    import numpy as np
-
+    """{p50, p90, p99}: the value that 50, 90 or 99 percent are at least as good as."""
     return {
         f"p{p}": float(np.percentile(values, 100 - p if more_is_better else p))
         for p in PERCENTILES
@@ -60,24 +68,193 @@ def measure_speculation(
     max_tokens: int = 64,
     plain: float,
 ) -> dict[str, float | list[float] | None]:
-    """How much a generator's proposer gains, after one warm-up that does not count.
+    """How much a generator gains from its proposer, after one warm-up run.
 
     Args:
         plain: tokens per second decoded without it.
 
     Returns:
-        `acceptance_rate` (share of the guesses that stood), `accepted_length` (both None
-        where nothing was guessed), `acceptance_rate_by_position`, a list, and `speedup`.
+        `acceptance_rate`, `accepted_length` (both None without draft tokens),
+        `acceptance_rate_by_position`, a list, and `speedup`.
     """
-    total, rates = SpeculativeStats(), []
+    stats, rates = SpeculativeStats(), []
     for number, prompt in enumerate([prompts[0], *prompts]):
         run = generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
         if number:
             rates.append(run.decode_tokens_per_second)
-            total.merge(generator.speculative_stats)
+            stats.merge(generator.speculative_stats)
     return {
-        "acceptance_rate": total.acceptance_rate,
-        "acceptance_rate_by_position": total.acceptance_rate_by_position,
-        "accepted_length": total.accepted_length,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_rate_by_position": stats.acceptance_rate_by_position,
+        "accepted_length": stats.accepted_length,
         "speedup": percentiles(rates)["p50"] / plain,
     }
+
+
+def sample_text(corpus: str | Path | None = None) -> str:
+    """The text of a file; None = a fixed English text of 900 tokens.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        return Path(corpus or SAMPLE_TEXT).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"cannot read the corpus: {error}", place=str(corpus)
+        ) from error
+
+
+def cut_prompts(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:
+    """Prompts with equally spaced starts in a text, which repeats after its end."""
+    stride = max(1, len(tokens) // count)
+    starts = (number * stride for number in range(count))
+    return [[tokens[(s + n) % len(tokens)] for n in range(length)] for s in starts]
+
+
+@dataclass(frozen=True)
+class BenchmarkPlan:
+    """What `run_benchmark` measures: every prompt length with every batch size.
+
+    Attributes:
+        max_tokens: decoded per prompt, past any end of sequence.
+        repeats: runs of every case, after one warm-up run.
+        check_parity: compare one completion of every proposer with plain decoding.
+    """
+
+    prompt_lengths: Sequence[int]
+    batch_sizes: Sequence[int]
+    max_tokens: int
+    repeats: int
+    check_parity: bool = False
+
+
+@dataclass(frozen=True)
+class TimedRun:
+    """One timed completion, or one timed batch.
+
+    Attributes:
+        ttft_ms: milliseconds to the first token of every sequence.
+        prefill, decode: tokens per second of all sequences together. In a batch,
+            decoding starts after the first token of the last sequence.
+    """
+
+    ttft_ms: list[float]
+    prefill: float
+    decode: float
+
+
+def run_benchmark(
+    tokens: Sequence[int], plan: BenchmarkPlan, arms: BenchmarkArms
+) -> Iterator[dict]:
+    """Measure every case with every arm; yields each result when it is known.
+
+    Arms alternate, so that a machine that warms up favors none. Batches are decoded
+    without drafting: a batch already uses what verification of draft tokens would.
+
+    Args:
+        tokens: the text that prompts are cut from.
+
+    Yields:
+        `prompt_tokens`, `batch_size`, `decoder`, `ttft_ms`, `prefill_tokens_per_second`
+        and `decode_tokens_per_second` (each {p50, p90, p99}), `peak_memory_gb`,
+        `speedup` over the first arm and, with a proposer, `acceptance_rate`,
+        `accepted_length` and perhaps `parity`.
+    """
+    for length in plan.prompt_lengths:
+        for size in plan.batch_sizes:
+            prompts = cut_prompts(tokens, length, size)
+            makers = list(arms.items())[: None if size == 1 else 1]
+            measured = [BenchmarkArm(name, make()) for name, make in makers]
+            for number in range(plan.repeats + 1):
+                for arm in measured[:: -1 if number % 2 else 1]:
+                    arm.run(prompts, plan.max_tokens, is_warmup=number == 0)
+            for arm in measured:
+                result = arm.result(measured[0], with_parity=plan.check_parity)
+                case = {"prompt_tokens": length, "batch_size": size}
+                yield case | {"decoder": arm.name} | result
+
+
+class BenchmarkArm:
+    """The runs of one generator on one case."""
+
+    def __init__(self, name: str, generator: Generator):
+        self.name = name
+        self._generator = generator
+        self._runs: list[TimedRun] = []
+        self._peak_memory_gb = 0.0
+        self._stats = SpeculativeStats()
+        # Prompt and completion of the last run without a batch.
+        self._last: tuple[list[int], GenerationResult] | None = None
+
+    def run(
+        self, prompts: list[list[int]], max_tokens: int, *, is_warmup: bool
+    ) -> None:
+        """Decode all prompts once."""
+        mx.reset_peak_memory()
+        if len(prompts) == 1:
+            run = self._run_single(prompts[0], max_tokens, is_warmup)
+        else:
+            lengths = [max_tokens] * len(prompts)
+            run = run_batch(self._generator.model, prompts, lengths)
+        self._peak_memory_gb = max(self._peak_memory_gb, mx.get_peak_memory() / 1e9)
+        if not is_warmup:
+            self._runs.append(run)
+
+    def _run_single(
+        self, prompt: list[int], max_tokens: int, is_warmup: bool
+    ) -> TimedRun:
+        result = self._generator.generate(prompt, max_tokens=max_tokens, stop_tokens=())
+        if self._generator.make_proposer and not is_warmup:
+            self._stats.merge(self._generator.speculative_stats)
+        self._last = prompt, result
+        return TimedRun([result.ttft_ms], *(getattr(result, rate) for rate in RATES))
+
+    @property
+    def _decode_rates(self) -> dict[str, float]:
+        return percentiles([run.decode for run in self._runs], more_is_better=True)
+
+    def result(self, first: "BenchmarkArm", *, with_parity: bool) -> dict:
+        """What `run_benchmark` yields of an arm, compared with the first one."""
+        prefill = [run.prefill for run in self._runs]
+        result = {
+            "ttft_ms": percentiles([ms for run in self._runs for ms in run.ttft_ms]),
+            RATES[0]: percentiles(prefill, more_is_better=True),
+            RATES[1]: self._decode_rates,
+            "peak_memory_gb": self._peak_memory_gb,
+            "speedup": self._decode_rates["p50"] / first._decode_rates["p50"],
+        }
+        if not self._generator.make_proposer:
+            return result
+        result["acceptance_rate"] = self._stats.acceptance_rate
+        result["accepted_length"] = self._stats.accepted_length
+        if with_parity:
+            prompt, last = self._last
+            cache = self._generator.new_cache()
+            report = check_parity(cache, prompt, last.tokens, GREEDY)
+            result["parity"] = report.to_json()
+        return result
+
+
+def run_batch(
+    model: Any, prompts: list[list[int]], max_tokens: Sequence[int]
+) -> TimedRun:
+    """Time a batch in which prompt n decodes `max_tokens[n]` tokens, 2 or more."""
+    generator = BatchGenerator(model, max_batch_size=len(prompts))
+    first_times: dict[GenerationRequest, float] = {}
+    steps = []
+    start = time.perf_counter()
+    for prompt, count in zip(prompts, max_tokens, strict=True):
+        generator.submit(GenerationRequest(prompt, count))
+    while not generator.idle:
+        outputs = generator.step()
+        steps.append((time.perf_counter() - start, len(outputs)))
+        for request, *_ in outputs:
+            first_times.setdefault(request, steps[-1][0])
+    last_first, end = max(first_times.values()), steps[-1][0]
+    decoded = sum(count for seconds, count in steps if seconds > last_first)
+    return TimedRun(
+        [1000 * seconds for seconds in first_times.values()],
+        sum(map(len, prompts)) / last_first,
+        decoded / (end - last_first),
+    )

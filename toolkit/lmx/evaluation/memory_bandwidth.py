@@ -1,4 +1,4 @@
-"""TODO."""
+"""Memory bandwidth, the roofline of decoding."""
 
 import time
 from collections.abc import Callable
@@ -7,18 +7,18 @@ COPIED_BYTES = 1 << 28
 REPEATS = 5
 
 
-def memory_traffic() -> float:
+def measure_memory_bandwidth() -> float:
     """Bytes per second that MLX reads and writes."""
     import mlx.core as mx
 
-    long = mx.zeros(COPIED_BYTES // 4)
-    mx.eval(long)
+    array = mx.zeros(COPIED_BYTES // 4)
+    mx.eval(array)
     # Every byte is read once and written once.
-    return 2 * COPIED_BYTES / _best(lambda: mx.eval(-long))
+    return 2 * COPIED_BYTES / shortest_time(lambda: mx.eval(-array))
 
 
-def _best(work: Callable[[], None]) -> float:
-    """Seconds of the fastest of a few: other programs can only make it slower."""
+def shortest_time(work: Callable[[], None]) -> float:
+    """Seconds of the fastest of a few runs: other programs only make a run slower."""
     times = []
     for _ in range(REPEATS):
         start = time.perf_counter()

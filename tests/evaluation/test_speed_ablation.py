@@ -1,0 +1,75 @@
+"""The ablation benchmark: steps, ratios, and the bytes behind its roofline."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from lmx.evaluation import memory_bandwidth
+from lmx.models.loader import load
+from mlx.utils import tree_flatten
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+WIDE = LLAMA | {"num_hidden_layers": 2, "max_position_embeddings": 128}
+
+
+@pytest.fixture
+def speed_ablation(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    import speed_ablation
+
+    return speed_ablation
+
+
+def test_speed_ablation_compares_every_step(
+    speed_ablation, make_checkpoint, capsys, monkeypatch
+):
+    monkeypatch.setattr(memory_bandwidth, "COPIED_BYTES", 1 << 16)
+    folder = str(make_checkpoint(WIDE, dtype="float32"))
+    options = ["--prompt-length=20", "--batch-size=4", "--max-tokens=8", "--json"]
+    monkeypatch.setattr(sys, "argv", ["speed_ablation.py", folder, *options])
+    speed_ablation.main()
+    steps = {row["step"]: row for row in json.loads(capsys.readouterr().out)}
+    best = "4-bit weights"
+    assert {name: row["compared_with"] for name, row in steps.items()} == {
+        "no cache": None,
+        "cache": "no cache",
+        best: "cache",
+        "8-bit cache": best,
+        "batch of 4, static": best,
+        "batch of 4, continuous": "batch of 4, static",
+        "speculative": best,
+    }
+    for name, row in steps.items():
+        rate, before = row["tokens_per_second"], steps.get(row["compared_with"])
+        assert row["cumulative"] == rate / steps["no cache"]["tokens_per_second"]
+        if before:
+            assert row["speedup"] == rate / before["tokens_per_second"], name
+        roofline = row["roofline_tokens_per_second"]
+        assert row["roofline_share"] == pytest.approx(rate / roofline)
+    # Quantization reads fewer bytes per weight, and a batch shares them.
+    rooflines = {name: row["roofline_tokens_per_second"] for name, row in steps.items()}
+    assert rooflines[best] > 3 * rooflines["cache"]
+    assert rooflines["batch of 4, static"] > rooflines[best]
+
+
+def sizes(model) -> dict[str, int]:
+    return {path: value.nbytes for path, value in tree_flatten(model.parameters())}
+
+
+def test_weight_bytes_skip_untied_embeddings(speed_ablation, make_checkpoint):
+    tied = load(make_checkpoint(WIDE, dtype="float32"))
+    all_bytes = sum(sizes(tied.model).values())
+    assert speed_ablation.weight_bytes(tied.model, tied.config) == all_bytes
+    untied = load(make_checkpoint(WIDE, dtype="float32", tie_word_embeddings=False))
+    assert speed_ablation.weight_bytes(untied.model, untied.config) == all_bytes
+
+
+def test_weight_bytes_skip_inactive_experts(speed_ablation, make_checkpoint):
+    loaded = load(make_checkpoint(QWEN3_MOE, dtype="float32"))
+    of = sizes(loaded.model)
+    experts = sum(size for path, size in of.items() if "switch_mlp" in path)
+    others = sum(of.values()) - experts - of["model.embed_tokens.weight"]
+    # Two of four experts are active.
+    expected = others + experts // 2
+    assert speed_ablation.weight_bytes(loaded.model, loaded.config) == expected
