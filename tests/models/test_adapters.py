@@ -9,8 +9,9 @@ import mlx_lm
 import pytest
 from lmx.config.lora import LoRAConfig
 from lmx.errors import UserError
+from lmx.models import quantized_layers
 from lmx.models.loader import load
-from lmx.models.lora import base_layer, io, lora_model
+from lmx.models.lora import io, lora_model
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import QWEN3_MOE
 
@@ -239,13 +240,15 @@ def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, ki
 def test_an_embedding_of_codes(grid, kind):
     group_size, bits, mode = GRIDS[grid]
     layer = nn.Embedding(40, 96).to_quantized(group_size, bits, mode)
-    expanded = base_layer.dequantized_weight(layer)
-    layer = lora_model.KINDS[kind]["embedding"](layer, 4, 1.5, 0.0, mx.random.key(1))
+    expanded = quantized_layers.dequantized_weight(layer)
+    layer = lora_model.LAYER_CLASSES[kind]["embedding"](
+        layer, 4, 1.5, 0.0, mx.random.key(1)
+    )
     assert io.layers_mlx_lm_cannot_load({"embed": layer}) == ["embed"] * (
         kind == "dora"
     )
     layer.lora_b = 0.1 * mx.random.normal((4, 96), key=mx.random.key(2))
-    trained = {name: layer[name] for name in layer.TRAINED}
+    trained = {name: layer[name] for name in layer.TRAINABLE}
     merged = layer.merge(expanded, trained)
     assert not near(merged, expanded, 1e-2)
     tokens, x = mx.arange(7), mx.random.normal((3, 96), key=mx.random.key(3))

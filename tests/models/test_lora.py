@@ -102,7 +102,7 @@ def test_the_merge_is_the_sum(folder):
     names = (f"{path}.lora_a", f"{path}.lora_b")
     a, b = (np.array(trained[name], dtype=np.float64) for name in names)
     expected = np.array(base[f"{path}.weight"], dtype=np.float64) + 1.5 * (a @ b).T
-    merged = layer.merge(layer.loaded, own(trained, path))
+    merged = layer.merge(layer.base_weight, own(trained, path))
     np.testing.assert_allclose(np.array(merged), expected, atol=1e-6)
 
 
@@ -112,7 +112,7 @@ def test_the_merged_forward_has_plain_loras_gradients(folder, path):
     plain, trained, *_ = adapt(folder, [path])
     merged, *_ = adapt(folder, [path], merged=True)
     for name, layer in lora_model.adapted_layers(merged).items():
-        layer.linear.weight = layer.merge(layer.loaded, own(trained, name))
+        layer.linear.weight = layer.merge(layer.base_weight, own(trained, name))
 
     def loss(model):
         def of(parameters):

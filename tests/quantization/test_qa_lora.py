@@ -126,7 +126,7 @@ def test_saved_adapters_are_plain_loras(folder, tmp_path):
     )
     tensors = mx.load(str(tmp_path / "adapters.safetensors"))
     for path, layer in layers.items():
-        trained = {n: run.step.parameters[f"{path}.{n}"] for n in layer.TRAINED}
+        trained = {n: run.step.parameters[f"{path}.{n}"] for n in layer.TRAINABLE}
         weight = mx.dequantize(
             *(
                 run.packed[path][name].astype(t)
@@ -142,7 +142,7 @@ def test_saved_adapters_are_plain_loras(folder, tmp_path):
         product = tensors[f"{path}.lora_a"] @ tensors[f"{path}.lora_b"]
         expected = weight + 1.5 * product.T
         assert mx.allclose(layer.merge(weight, trained), expected, atol=1e-6)
-        biases = layer.biases(trained).astype(mx.float32)
+        biases = layer.merge_biases(trained).astype(mx.float32)
         moved = biases - run.packed[path]["biases"].astype(mx.float32)
         # A group's first column says it all, but for the rounding of the biases.
         coarse = mx.finfo(run.loaded.dtype).eps * mx.abs(biases).max().item()

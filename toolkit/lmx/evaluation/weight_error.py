@@ -4,8 +4,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..models import quantized_layers
 from ..models.loader import LoadedModel
-from ..models.lora import base_layer
 
 
 def measure_layers(reference: LoadedModel, quantized: LoadedModel) -> dict[str, dict]:
@@ -31,7 +31,7 @@ def measure_layers(reference: LoadedModel, quantized: LoadedModel) -> dict[str, 
 
 
 def _is_layer(module: nn.Module) -> bool:
-    return base_layer.is_quantized(module) or hasattr(module, "to_quantized")
+    return quantized_layers.is_quantized(module) or hasattr(module, "to_quantized")
 
 
 def _same_around(reference: nn.Module, model: nn.Module, layers: set[str]) -> bool:
@@ -51,12 +51,12 @@ def _same_around(reference: nn.Module, model: nn.Module, layers: set[str]) -> bo
 
 def _error(before: nn.Module, after: nn.Module) -> float | None:
     if (
-        base_layer.weight_shape(before) != base_layer.weight_shape(after)
+        quantized_layers.weight_shape(before) != quantized_layers.weight_shape(after)
         or "global_scale" in after
     ):
         return None
     weight, moved = (
-        base_layer.dequantized_weight(before),
-        base_layer.dequantized_weight(after),
+        quantized_layers.dequantized_weight(before),
+        quantized_layers.dequantized_weight(after),
     )
     return (mx.square(moved - weight).sum() / mx.square(weight).sum()).item()

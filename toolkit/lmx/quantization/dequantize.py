@@ -8,8 +8,8 @@ from mlx.utils import tree_flatten
 
 from ..config.quant_spec import QuantSpec
 from ..errors import UserError
+from ..models import quantized_layers
 from ..models.loader import LoadedModel, build_model
-from ..models.lora import base_layer
 
 PackedLayer = dict[str, dict[str, mx.array]]
 
@@ -19,7 +19,7 @@ def layer_specs(model: nn.Module) -> dict[str, QuantSpec]:
     return {
         path: QuantSpec(bits=m.bits, group_size=m.group_size, mode=m.mode)
         for path, m in model.named_modules()
-        if base_layer.is_quantized(m)
+        if quantized_layers.is_quantized(m)
     }
 
 
@@ -28,7 +28,7 @@ def packed_layers(model: nn.Module) -> PackedLayer:
     return {
         path: {n: module[n] for n in ("weight", "scales", "biases") if n in module}
         for path, module in model.named_modules()
-        if base_layer.is_quantized(module)
+        if quantized_layers.is_quantized(module)
     }
 
 
@@ -55,7 +55,7 @@ def dequantized_model(
     for path, stored in packed.items():
         for name in stored:
             del tensors[f"{path}.{name}"]
-        dense = base_layer.dequantize(modules[path], stored)
+        dense = quantized_layers.dequantize(modules[path], stored)
         tensors[f"{path}.weight"] = dense.astype(dtype)
     config = {k: v for k, v in loaded.config.items() if "quantization" not in k}
     model = build_model(config)

@@ -6,7 +6,7 @@ scales. Every other matrix is written dequantized.
 
 from pathlib import Path
 
-from ...models.lora.base_layer import is_quantized
+from ...models.quantized_layers import is_quantized
 from .base import ExportContext
 
 FOLDER = "gguf"

@@ -12,9 +12,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...errors import FAILED, UserError
-from ...models import checkpoint_writer
+from ...models import checkpoint_writer, quantized_layers
 from ...models.loader import build_model
-from ...models.lora import base_layer
 from .base import ExportContext
 
 FOLDER = "hf"
@@ -87,10 +86,10 @@ def dequantized_weights(model: nn.Module, dtype: mx.Dtype) -> dict[str, mx.array
     """
     tensors = dict(tree_flatten(model.parameters()))
     for path, module in model.named_modules():
-        if base_layer.is_quantized(module):
+        if quantized_layers.is_quantized(module):
             leaves = ("weight", "scales", "biases", "global_scale")
             parts = {leaf: tensors.pop(f"{path}.{leaf}", None) for leaf in leaves}
-            weight = base_layer.dequantize(module, parts)
+            weight = quantized_layers.dequantize(module, parts)
             tensors[f"{path}.weight"] = weight.astype(dtype)
     return tensors
 

@@ -10,8 +10,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from ...errors import FAILED, UserError
+from ...models import quantized_layers
 from ...models.loader import LoadedModel
-from ...models.lora import base_layer
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
 from . import blocks, config, tokenizer
@@ -40,7 +40,7 @@ def write(file: Path, loaded: LoadedModel, *, name: str) -> list[str]:
     import gguf
 
     metadata = config.to_metadata(loaded.config)
-    vocab_size, _ = base_layer.weight_shape(loaded.model.model.embed_tokens)
+    vocab_size, _ = quantized_layers.weight_shape(loaded.model.model.embed_tokens)
     metadata |= tokenizer.to_metadata(loaded.path, loaded.config, vocab_size)
     writer = gguf.GGUFWriter(file, metadata.pop("general.architecture"))
     types = []
@@ -115,7 +115,7 @@ def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray]]:
         yield config.ROPE_FREQUENCIES, "F32", factors
     tensors = dict(tree_flatten(model.parameters()))
     for path, module in model.named_modules():
-        if base_layer.is_quantized(module):
+        if quantized_layers.is_quantized(module):
             leaves = ("weight", "scales", "biases", "global_scale")
             parts = {leaf: tensors.pop(f"{path}.{leaf}", None) for leaf in leaves}
             grouped = None
@@ -124,7 +124,7 @@ def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray]]:
                     parts, module.bits, module.group_size
                 )
             ggml_type, value = grouped or blocks.from_dense(
-                base_layer.dequantize(module, parts)
+                quantized_layers.dequantize(module, parts)
             )
             yield (
                 _gguf_name(f"{path}.weight"),

@@ -1,1 +1,1 @@
-"""Low-rank adapters: one file for each kind of layer they wrap."""
+"""Low-rank adapters."""

@@ -1,47 +1,49 @@
-"""Adapters of linear layers: LoRA (arXiv 2106.09685), DoRA (arXiv 2402.09353)."""
+"""Adapter layers: LoRA (arXiv 2106.09685), DoRA (2402.09353), QA-LoRA (2309.14717)."""
 
+import math
 from typing import ClassVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from . import base_layer
+from .. import quantized_layers
 
 
 class LoRALinear(nn.Module):
     """A frozen linear layer plus scale * (x A) B, with A [in, rank] and B [rank, out].
 
-    With `merged` set, `linear.weight` already holds the (rounded) sum of both; then the
-    forward is that one product, while A and B get the gradients the sum would give.
-    With `grad_through_merge` set too, they get them through the sum and its own whole gradient.
+    If `merged` is set, `linear.weight` holds the (quantized) sum of both. The forward
+    pass is then one product, and A and B get the gradients that the sum would give. If
+    `grad_through_merge` is set too, A and B get them through the sum, from the gradient
+    of the whole weight.
     """
 
-    TRAINED = ("lora_a", "lora_b")
+    TRAINABLE = ("lora_a", "lora_b")
     RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
 
     def __init__(
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
     ):
         super().__init__()
-        outputs, inputs = base_layer.weight_shape(linear)
+        outputs, inputs = quantized_layers.weight_shape(linear)
         self.linear = linear
-        # Kept as loaded: in quantization-aware training `linear.weight` is the sum.
-        self._weight = linear.weight
+        # In quantization-aware training `linear.weight` becomes the sum.
+        self._base_weight = linear.weight
         self.scale = scale
         self.dropout = nn.Dropout(dropout)
-        self.lora_a = base_layer.init_lora_a(inputs, rank, key)
+        self.lora_a = init_lora_a(inputs, rank, key)
         self.lora_b = mx.zeros((rank, outputs))
         self.merged = self.grad_through_merge = False
 
     @property
-    def frozen(self) -> nn.Module:
+    def base_layer(self) -> nn.Module:
         """The wrapped layer."""
         return self.linear
 
     @property
-    def loaded(self) -> mx.array:
-        """The weight before training, as it was loaded."""
-        return self._weight
+    def base_weight(self) -> mx.array:
+        """The weight before training."""
+        return self._base_weight
 
     def __call__(self, x: mx.array) -> mx.array:
         if self.merged and self.grad_through_merge:
@@ -57,39 +59,40 @@ class LoRALinear(nn.Module):
     def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
         """The weight plus scale * (A B) transposed, float32 [out, in].
 
-        One library call, which compiling cannot fuse with its neighbours: the merge of
-        the export has the very bits of the merge in training.
+        One library call, which compilation does not fuse with its neighbours: the
+        merge of the export gives the bits of the merge in training.
         """
         a, b = trained["lora_a"], trained["lora_b"]
         return mx.addmm(weight.astype(mx.float32), b.T, a.T, alpha=self.scale)
 
 
 class DoRALinear(LoRALinear):
-    """LoRA whose sum has rows of the learnt norms m [out]; its own are no variables."""
+    """LoRA whose merged weight has rows of the trained norms m [out].
 
-    TRAINED = ("lora_a", "lora_b", "m")
+    The norms of the sum itself are constants in the backward pass.
+    """
+
+    TRAINABLE = ("lora_a", "lora_b", "m")
 
     def __init__(
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
     ):
         super().__init__(linear, rank, scale, dropout, key)
-        self._squares = base_layer.dequantized_weight(linear).square().sum(axis=1)
+        self._squares = quantized_layers.dequantized_weight(linear).square().sum(axis=1)
         self.m = mx.sqrt(self._squares)
 
     def __call__(self, x: mx.array) -> mx.array:
         bias = self.linear.bias if "bias" in self.linear else 0.0
         product = self.linear(self.lora_a.T.astype(x.dtype)) - bias
         b = self.lora_b.T
-        norms = base_layer.row_norms(
-            self._squares, product, b, self.lora_a.T, self.scale
-        )
+        norms = row_norms(self._squares, product, b, self.lora_a.T, self.scale)
         ratio = (self.m / norms).astype(x.dtype)
-        # Not ratio * (y - bias) + bias, which would not begin as the base.
+        # ratio * (y - bias) + bias would not start exactly as the base layer.
         return ratio * super().__call__(x) + (1 - ratio) * bias
 
     def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
-        """The sum with its rows rescaled to m, float32 [out, in]."""
-        return base_layer.rescale_rows(super().merge(weight, trained), trained["m"])
+        """The LoRA sum with its rows rescaled to m, float32 [out, in]."""
+        return rescale_rows(super().merge(weight, trained), trained["m"])
 
 
 @mx.custom_function
@@ -100,38 +103,38 @@ def _merged_product(x, weight, lora_a, scaled_b):
 @_merged_product.vjp
 def _merged_product_vjp(primals, cotangent, _):
     x, weight, lora_a, scaled_b = primals
-    rows = x.reshape(-1, x.shape[-1])
-    errors = cotangent.reshape(-1, cotangent.shape[-1])
+    tokens = x.reshape(-1, x.shape[-1])
+    gradients = cotangent.reshape(-1, cotangent.shape[-1])
     return (
         cotangent @ weight,
         mx.zeros_like(weight),
-        rows.T @ (errors @ scaled_b.T),
-        (rows @ lora_a).T @ errors,
+        tokens.T @ (gradients @ scaled_b.T),
+        (tokens @ lora_a).T @ gradients,
     )
 
 
-# --- from model.adapters.embedding: Adapters of embeddings, which may be the output head too.
-
-
 class LoRAEmbedding(nn.Module):
-    """A frozen embedding plus scale * A B: A is [tokens, rank], B [rank, width]."""
+    """A frozen embedding, which may also be the output head, plus scale * A B.
 
-    TRAINED = ("lora_a", "lora_b")
+    A is [tokens, rank], B is [rank, width].
+    """
+
+    TRAINABLE = ("lora_a", "lora_b")
     RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
 
     def __init__(
         self, embedding: nn.Module, rank: int, scale: float, dropout: float, key
     ):
         super().__init__()
-        tokens, width = base_layer.weight_shape(embedding)
+        tokens, width = quantized_layers.weight_shape(embedding)
         self.embedding = embedding
         self.scale = scale
         self.dropout = nn.Dropout(dropout)
-        self.lora_a = base_layer.init_lora_a(tokens, rank, key)
+        self.lora_a = init_lora_a(tokens, rank, key)
         self.lora_b = mx.zeros((rank, width))
 
     @property
-    def frozen(self) -> nn.Module:
+    def base_layer(self) -> nn.Module:
         """The wrapped layer."""
         return self.embedding
 
@@ -154,18 +157,20 @@ class LoRAEmbedding(nn.Module):
 
 
 class DoRAEmbedding(LoRAEmbedding):
-    """LoRA whose sum has rows of the learnt norms m [tokens].
+    """LoRA whose merged weight has rows of the trained norms m [tokens].
 
-    Stock mlx-lm knows it on dense embeddings only.
+    Stock mlx-lm has it for dense embeddings only.
     """
 
-    TRAINED = ("lora_a", "lora_b", "m")
+    TRAINABLE = ("lora_a", "lora_b", "m")
 
     def __init__(
         self, embedding: nn.Module, rank: int, scale: float, dropout: float, key
     ):
         super().__init__(embedding, rank, scale, dropout, key)
-        self._squares = base_layer.dequantized_weight(embedding).square().sum(axis=1)
+        self._squares = (
+            quantized_layers.dequantized_weight(embedding).square().sum(axis=1)
+        )
         self.m = mx.sqrt(self._squares)
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -180,42 +185,37 @@ class DoRAEmbedding(LoRAEmbedding):
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits [..., tokens] of x [..., width], where the embedding is the head."""
         product = self.embedding.as_linear(self.lora_b.astype(x.dtype))
-        norms = base_layer.row_norms(
-            self._squares, product, self.lora_a, self.lora_b, self.scale
-        )
+        norms = row_norms(self._squares, product, self.lora_a, self.lora_b, self.scale)
         return (self.m / norms).astype(x.dtype) * super().as_linear(x)
 
     def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
-        """The sum with its rows rescaled to m, float32 [tokens, width]."""
-        return base_layer.rescale_rows(super().merge(weight, trained), trained["m"])
-
-
-# --- from model.adapters.experts: LoRA of the experts of a mixture, every expert with matrices of its own.
+        """The LoRA sum with its rows rescaled to m, float32 [tokens, width]."""
+        return rescale_rows(super().merge(weight, trained), trained["m"])
 
 
 class LoRAExperts(nn.Module):
-    """A frozen expert layer plus scale * B A of the experts that the router chose.
+    """Frozen experts plus scale * B A of the experts that the router chose.
 
     A is [experts, rank, in], B is [experts, out, rank]: mlx-lm's LoRASwitchLinear.
     """
 
-    TRAINED = ("lora_a", "lora_b")
+    TRAINABLE = ("lora_a", "lora_b")
     RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 2}
 
     def __init__(
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
     ):
         super().__init__()
-        experts, outputs, inputs = base_layer.weight_shape(linear)
+        experts, outputs, inputs = quantized_layers.weight_shape(linear)
         self.linear = linear
         self.scale = scale
         self.dropout = nn.Dropout(dropout)
-        a = base_layer.init_lora_a(inputs, rank, key, before=(experts,))
+        a = init_lora_a(inputs, rank, key, before=(experts,))
         self.lora_a = mx.contiguous(a.swapaxes(1, 2))
         self.lora_b = mx.zeros((experts, outputs, rank))
 
     @property
-    def frozen(self) -> nn.Module:
+    def base_layer(self) -> nn.Module:
         """The wrapped layer."""
         return self.linear
 
@@ -232,3 +232,100 @@ class LoRAExperts(nn.Module):
         """The weight plus scale * B A, float32 [experts, out, in]."""
         a, b = trained["lora_a"], trained["lora_b"]
         return weight.astype(mx.float32) + self.scale * (b @ a)
+
+
+class QALoRALinear(nn.Module):
+    """A frozen quantized layer plus scale * (s A) B: s [groups] are sums of x by group.
+
+    All weights of a group get the same update, so the group's bias absorbs it. The
+    biases of `linear` already hold the sum as it will be stored: the forward pass is
+    its one product, and A [groups, rank] and B [rank, out] get the gradients that the
+    sum would give.
+    """
+
+    TRAINABLE = ("lora_a", "lora_b")
+    RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
+
+    def __init__(
+        self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
+    ):
+        super().__init__()
+        outputs, inputs = quantized_layers.weight_shape(linear)
+        self.linear = linear
+        # In training, `linear.biases` is the sum, in the type of training.
+        self._base_biases = linear.biases
+        self.scale = scale
+        # The inputs are sums of a group; this keeps the step as long as LoRA's.
+        a = init_lora_a(inputs // linear.group_size, rank, key)
+        self.lora_a = a / math.sqrt(linear.group_size)
+        self.lora_b = mx.zeros((rank, outputs))
+
+    @property
+    def base_layer(self) -> nn.Module:
+        """The wrapped layer."""
+        return self.linear
+
+    def __call__(self, x: mx.array) -> mx.array:
+        y = self.linear(x)
+        if not self.training:
+            return y
+        # The product has the gradient for x; this zero has those for A and B.
+        groups = mx.stop_gradient(x).reshape(*x.shape[:-1], -1, self.linear.group_size)
+        update = (groups.sum(axis=-1) @ self.lora_a) @ self.lora_b
+        return y + (self.scale * (update - mx.stop_gradient(update))).astype(y.dtype)
+
+    def merge_biases(self, trained: dict[str, mx.array]) -> mx.array:
+        """The biases [out, groups] plus scale * (A B) transposed, in the stored type.
+
+        One library call, as in `LoRALinear.merge`.
+        """
+        a, b, biases = trained["lora_a"], trained["lora_b"], self._base_biases
+        merged = mx.addmm(biases.astype(mx.float32), b.T, a.T, alpha=self.scale)
+        return merged.astype(biases.dtype)
+
+    def merge(self, weight: mx.array, trained: dict[str, mx.array]) -> mx.array:
+        """A dense weight plus the update of its groups, float32 [out, in]."""
+        plain = self.as_plain_lora(trained)
+        update = (plain["lora_a"] @ plain["lora_b"]).T
+        return weight.astype(mx.float32) + self.scale * update
+
+    def as_plain_lora(self, trained: dict[str, mx.array]) -> dict[str, mx.array]:
+        """The same adapter in plain LoRA's matrices, A [in, rank] and B."""
+        a = mx.repeat(trained["lora_a"], self.linear.group_size, axis=0)
+        return trained | {"lora_a": a}
+
+
+def init_lora_a(
+    rows: int, columns: int, key: mx.array, *, before: tuple[int, ...] = ()
+) -> mx.array:
+    """Initial A of a layer with `rows` inputs, uniform as in mlx-lm."""
+    bound = 1 / math.sqrt(rows)
+    return mx.random.uniform(-bound, bound, (*before, rows, columns), key=key)
+
+
+def row_norms(
+    squares: mx.array,
+    product: mx.array,
+    left: mx.array,
+    right: mx.array,
+    scale: float,
+) -> mx.array:
+    """Norms of the rows of W + scale * left right, detached, without that sum.
+
+    Args:
+        squares: squared norms of the rows of W [rows, columns].
+        product: right W^T, [rank, rows].
+        left: [rows, rank].
+        right: [rank, columns].
+    """
+    product, left, right = (v.astype(mx.float32) for v in (product, left, right))
+    crossed = (left * product.T).sum(axis=1)
+    update = ((left @ (right @ right.T)) * left).sum(axis=1)
+    total = squares + 2 * scale * crossed + scale**2 * update
+    return mx.stop_gradient(mx.sqrt(total))
+
+
+def rescale_rows(weight: mx.array, magnitude: mx.array) -> mx.array:
+    """A weight with its rows rescaled to these norms."""
+    norms = mx.sqrt(weight.square().sum(axis=1))
+    return (magnitude / norms)[:, None] * weight

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model: where they go, and the weights they leave."""
+"""Attach low-rank adapters to a model, and fuse them into its weights."""
 
 from fnmatch import fnmatchcase
 
@@ -8,9 +8,15 @@ from mlx.utils import tree_unflatten
 
 from ...config.lora import LoRAConfig
 from ...errors import UserError
-from . import base_layer
-from .layers import DoRAEmbedding, DoRALinear, LoRAEmbedding, LoRAExperts, LoRALinear
-from .qa_lora import QALoRALinear
+from ..quantized_layers import dequantize, is_affine_quantized, is_quantized
+from .layers import (
+    DoRAEmbedding,
+    DoRALinear,
+    LoRAEmbedding,
+    LoRAExperts,
+    LoRALinear,
+    QALoRALinear,
+)
 from .target_modules import (
     EMBEDDING,
     EXPERTS,
@@ -19,81 +25,82 @@ from .target_modules import (
     find_target_modules,
 )
 
-# Patterns that mean more than they spell.
+# Patterns that are not shell patterns of one path.
 AUTO, EVERYTHING = "auto", "*"
-KINDS = {
+LAYER_CLASSES = {
     "lora": {LINEAR: LoRALinear, EMBEDDING: LoRAEmbedding, EXPERTS: LoRAExperts},
     "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
     "qa_lora": {LINEAR: QALoRALinear},
 }
-ADAPTED = tuple({kind for kinds in KINDS.values() for kind in kinds.values()})
+ADAPTED = tuple({c for classes in LAYER_CLASSES.values() for c in classes.values()})
 
 
 def attach(
     model: nn.Module, adapter: LoRAConfig, *, seed: int, merged: bool = False
 ) -> list[str]:
-    """Freeze the model and put adapters on its layers, dense or quantized.
+    """Freeze the model and attach adapters to its layers, dense or quantized.
 
     Args:
-        merged: see `LoRALinear`; then only linear layers are adapted.
+        merged: see `LoRALinear`; only linear layers are then adapted.
 
     Returns:
-        The adapted paths within a block; whole ones for layers outside the blocks.
+        The adapted paths within a block; whole paths for layers outside the blocks.
 
     Raises:
-        UserError: no layer matches a pattern, or there are not so many blocks.
+        UserError: no layer matches a pattern, or the model has fewer blocks.
     """
     model.freeze()
-    kinds = {LINEAR: LoRALinear} if merged else KINDS[adapter.type]
-    chosen = _choose(model, adapter, kinds)
+    classes = {LINEAR: LoRALinear} if merged else LAYER_CLASSES[adapter.type]
+    targets = _match_targets(model, adapter, classes)
     key, layers = mx.random.key(seed), []
-    for place, rank in sorted(chosen, key=lambda pair: pair[0].path):
-        key, draw = mx.random.split(key)
-        scale = adapter.scale(rank)
-        layer = kinds[place.kind](place.layer, rank, scale, adapter.dropout, draw)
+    for target, rank in sorted(targets, key=lambda pair: pair[0].path):
+        key, layer_key = mx.random.split(key)
+        layer = classes[target.kind](
+            target.layer, rank, adapter.scale(rank), adapter.dropout, layer_key
+        )
         if merged:
             layer.merged = True
-        layers.append((place.path, layer))
+        layers.append((target.path, layer))
     model.update_modules(tree_unflatten(layers))
     for _, layer in layers:
-        layer.unfreeze(keys=list(layer.TRAINED), recurse=False)
-    return sorted({place.key for place, _ in chosen})
+        layer.unfreeze(keys=list(layer.TRAINABLE), recurse=False)
+    return sorted({target.key for target, _ in targets})
 
 
-def _choose(
-    model: nn.Module, adapter: LoRAConfig, kinds
+def _match_targets(
+    model: nn.Module, adapter: LoRAConfig, classes: dict
 ) -> list[tuple[TargetModule, int]]:
-    """The layers that a pattern means, each with its rank."""
-    places = [
-        p for p in find_target_modules(model, adapter.num_layers) if p.kind in kinds
+    """The layers that a pattern matches, each with its rank."""
+    targets = [
+        target
+        for target in find_target_modules(model, adapter.num_layers)
+        if target.kind in classes
     ]
     if adapter.type == "qa_lora":
-        places = [
-            place for place in places if base_layer.is_affine_quantized(place.layer)
-        ]
+        targets = [target for target in targets if is_affine_quantized(target.layer)]
     ranks = adapter.ranks.items()
     for pattern, rank in ranks:
-        if not any(_means(pattern, place, rank) for place in places):
-            names = sorted({place.key for place in places})
+        if not any(_matches(pattern, target, rank) for target in targets):
+            names = sorted({target.key for target in targets})
             smaller = "a lower rank, or by name: " if pattern == AUTO else "there are: "
             raise UserError(
                 f"no layer that {adapter.type} adapts here matches {pattern!r}",
                 hint=smaller + ", ".join(names),
             )
-    chosen = []
-    for place in places:
-        meant = (rank for pattern, rank in ranks if _means(pattern, place, rank))
-        if rank := next(meant, None):
-            chosen.append((place, rank))
-    return chosen
+    matches = []
+    for target in targets:
+        matching = (rank for pattern, rank in ranks if _matches(pattern, target, rank))
+        if rank := next(matching, None):
+            matches.append((target, rank))
+    return matches
 
 
-def _means(pattern: str, place: TargetModule, rank: int) -> bool:
+def _matches(pattern: str, target: TargetModule, rank: int) -> bool:
     if pattern == AUTO:
-        return place.in_block and place.pays(rank)
+        return target.in_block and target.is_worthwhile(rank)
     if pattern == EVERYTHING:
-        return place.in_block
-    return fnmatchcase(place.key, pattern)
+        return target.in_block
+    return fnmatchcase(target.key, pattern)
 
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -104,7 +111,7 @@ def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
 def lr_multipliers(
     parameters: dict[str, mx.array], adapter: LoRAConfig
 ) -> dict[str, float]:
-    """What the learning rate is multiplied by, by parameter, where it is not 1."""
+    """Learning-rate multipliers other than 1, by parameter."""
     if adapter.loraplus_lr_ratio == 1:
         return {}
     names = (name for name in parameters if name.endswith(".lora_b"))
@@ -119,27 +126,27 @@ def fuse(
 ) -> dict[str, mx.array]:
     """The weights of a trained model without adapters, by mlx-lm's paths, all dense.
 
-    Rounding the sum of a quantized layer and its adapter to the old grid would lose
-    what is less than a step of it, so such a layer becomes dense, and all the others.
+    Quantizing the sum of a quantized layer and its adapter to the old grid would lose
+    every change below one step, so such a layer becomes dense, and all others too.
 
     Args:
         base: the weights before training, by path.
         parameters: the trained parameters, adapters included.
-        dtype: the type of weights that `base` has as codes; all others keep theirs.
+        dtype: the type of weights that are codes in `base`; all others keep theirs.
     """
-    result = {k: parameters.get(k, v) for k, v in base.items()}
-    types = {k: v.dtype for k, v in base.items()}
+    weights = {k: parameters.get(k, v) for k, v in base.items()}
+    dtypes = {k: v.dtype for k, v in base.items()}
     layers = adapted_layers(model)
-    wrapped = {id(layer.frozen): path for path, layer in layers.items()}
+    wrapped = {id(layer.base_layer): path for path, layer in layers.items()}
     for path, module in model.named_modules():
-        if base_layer.is_quantized(module):
+        if is_quantized(module):
             path = wrapped.get(id(module), path)
             names = ("weight", "scales", "biases", "global_scale")
-            tensors = {n: result.pop(f"{path}.{n}", None) for n in names}
-            result[f"{path}.weight"] = base_layer.dequantize(module, tensors)
-            types[f"{path}.weight"] = dtype
+            tensors = {n: weights.pop(f"{path}.{n}", None) for n in names}
+            weights[f"{path}.weight"] = dequantize(module, tensors)
+            dtypes[f"{path}.weight"] = dtype
     for path, layer in layers.items():
-        trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINED}
+        trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
         name = f"{path}.weight"
-        result[name] = layer.merge(result[name], trained)
-    return {k: v.astype(types[k]) for k, v in result.items()}
+        weights[name] = layer.merge(weights[name], trained)
+    return {k: v.astype(dtypes[k]) for k, v in weights.items()}

@@ -1,15 +1,15 @@
-"""The layers of a model that an adapter could go on, and which of them it should."""
+"""The layers of a model that an adapter can be attached to."""
 
 from typing import NamedTuple
 
 import mlx.nn as nn
 
 from ...errors import UserError
-from . import base_layer
+from .. import quantized_layers
 
-# The router of a mixture of experts decides who computes; adapting it unbalances them.
+# The router of a mixture of experts; adapting it would unbalance the experts.
 ROUTERS = ("gate", "router", "shared_expert_gate")
-# These only choose tokens, by their order, through which no gradient comes.
+# It only selects tokens by rank, so no gradient reaches it.
 INDEXER = "indexer"
 LINEAR, EMBEDDING, EXPERTS = "linear", "embedding", "experts"
 
@@ -17,8 +17,9 @@ LINEAR, EMBEDDING, EXPERTS = "linear", "embedding", "experts"
 class TargetModule(NamedTuple):
     """A layer that can be adapted.
 
-    `key` is its path within its block, or the whole path outside the blocks; `inside`
-    says whether it is in one.
+    Attributes:
+        key: its path within its block, or the whole path outside the blocks.
+        inside: whether it is in a block.
     """
 
     path: str
@@ -32,40 +33,45 @@ class TargetModule(NamedTuple):
         """Whether it is a linear or expert layer of a block."""
         return self.inside and self.kind != EMBEDDING
 
-    def pays(self, rank: int) -> bool:
-        """Whether gradients reach it and an adapter is smaller than the layer."""
-        *_, outputs, inputs = base_layer.weight_shape(self.layer)
-        smaller = rank * (outputs + inputs) < outputs * inputs
-        return smaller and INDEXER not in self.key.split(".")
+    def is_worthwhile(self, rank: int) -> bool:
+        """Whether gradients reach the layer and an adapter is smaller than it."""
+        *_, outputs, inputs = quantized_layers.weight_shape(self.layer)
+        is_smaller = rank * (outputs + inputs) < outputs * inputs
+        return is_smaller and INDEXER not in self.key.split(".")
 
 
-def find_target_modules(model: nn.Module, last: int | None) -> list[TargetModule]:
-    """All of them, routers left out, of the `last` blocks (None: of all) and outside.
+def find_target_modules(
+    model: nn.Module, num_layers: int | None = None
+) -> list[TargetModule]:
+    """Layers of the last `num_layers` blocks (None: of all) and outside the blocks.
+
+    Routers are left out.
 
     Raises:
-        UserError: there are not so many blocks.
+        UserError: the model has fewer blocks.
     """
     blocks = list(model.layers)
-    if last and last > len(blocks):
+    if num_layers and num_layers > len(blocks):
         raise UserError(
-            f"last_layers is {last}, but this model has {len(blocks)} blocks"
+            f"num_layers is {num_layers}, but this model has {len(blocks)} blocks"
         )
     keys = {id(m): key for block in blocks for key, m in block.named_modules()}
-    meant = {id(m) for block in blocks[-(last or 0) :] for m in block.modules()}
-    mixtures = _mixtures(model)
-    places = []
+    last_blocks = blocks[-(num_layers or 0) :]
+    included = {id(m) for block in last_blocks for m in block.modules()}
+    num_experts = _num_experts(model)
+    targets = []
     for path, module in model.named_modules():
         kind, inside = _kind(module), id(module) in keys
         key = keys.get(id(module), path)
-        if kind is None or _is_router(path, key, module, mixtures):
+        if kind is None or _is_router(path, key, module, num_experts):
             continue
-        if not inside or id(module) in meant:
-            places.append(TargetModule(path, key, module, kind, inside))
-    return places
+        if not inside or id(module) in included:
+            targets.append(TargetModule(path, key, module, kind, inside))
+    return targets
 
 
 def _kind(module: nn.Module) -> str | None:
-    # By name, for only the loader may import mlx-lm.
+    # By name: only the loader imports mlx-lm.
     if type(module).__name__ in ("SwitchLinear", "QuantizedSwitchLinear"):
         return EXPERTS
     if type(module) is nn.Linear or isinstance(module, nn.QuantizedLinear):
@@ -75,18 +81,18 @@ def _kind(module: nn.Module) -> str | None:
     return None
 
 
-def _mixtures(model: nn.Module) -> dict[str, int]:
-    """Numbers of experts by path of the module that has the group of them."""
+def _num_experts(model: nn.Module) -> dict[str, int]:
+    """Number of experts by path of the module that contains their group."""
     return {
-        path.rsplit(".", 2)[0]: base_layer.weight_shape(module)[0]
+        path.rsplit(".", 2)[0]: quantized_layers.weight_shape(module)[0]
         for path, module in model.named_modules()
         if _kind(module) == EXPERTS
     }
 
 
-def _is_router(path: str, key: str, module: nn.Module, mixtures: dict) -> bool:
-    """By its name, or an output for every expert beside their group."""
+def _is_router(path: str, key: str, module: nn.Module, num_experts: dict) -> bool:
+    """By its name, or by one output per expert beside their group."""
     if set(key.split(".")) & set(ROUTERS):
         return True
-    experts = mixtures.get(path.rpartition(".")[0])
-    return experts is not None and base_layer.weight_shape(module)[-2] == experts
+    experts = num_experts.get(path.rpartition(".")[0])
+    return experts is not None and quantized_layers.weight_shape(module)[-2] == experts

@@ -74,7 +74,7 @@ class FakeQuant:
     def _init_layer(self, path: str, layer: nn.Module, packed: dict | None) -> None:
         quantizer = self._quantizers[path]
         if path in self._trained:
-            weight = layer.loaded if path in self._adapted else layer.weight
+            weight = layer.base_weight if path in self._adapted else layer.weight
             if packed:
                 qparams = quantizer.init_from_codes(packed)
             else:
@@ -193,10 +193,10 @@ class FakeQuant:
         if path not in self._adapted:
             return parameters.get(f"{path}.weight")
         layer = self._adapted[path]
-        trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINED}
+        trained = {name: parameters[f"{path}.{name}"] for name in layer.TRAINABLE}
         if not layer.grad_through_merge:
             trained = {k: mx.stop_gradient(v) for k, v in trained.items()}
-        return layer.merge(layer.loaded, trained)
+        return layer.merge(layer.base_weight, trained)
 
 
 class QALoRAWeights:
@@ -246,7 +246,9 @@ class QALoRAWeights:
 
     def _biases(self, path: str, parameters: dict[str, mx.array]) -> mx.array:
         layer = self._layers[path]
-        return layer.biases({n: parameters[f"{path}.{n}"] for n in layer.TRAINED})
+        return layer.merge_biases(
+            {n: parameters[f"{path}.{n}"] for n in layer.TRAINABLE}
+        )
 
 
 def _with_path(path: str, tensors: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -1,0 +1,60 @@
+"""Shape and float32 weight of a layer, dense or quantized."""
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import UserError
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Whether the layer stores codes and scales."""
+    return "scales" in layer and hasattr(layer, "group_size")
+
+
+def is_affine_quantized(layer: nn.Module) -> bool:
+    """Whether the layer stores codes, scales and biases of an affine grid."""
+    return is_quantized(layer) and layer.mode == "affine"
+
+
+def weight_shape(layer: nn.Module) -> tuple[int, ...]:
+    """The shape [..., out, in] of a layer's weight.
+
+    From the scales: at 3, 5 and 6 bits no division of the packed width gives it.
+    """
+    if not is_quantized(layer):
+        return tuple(layer.weight.shape)
+    *rows, groups = layer.scales.shape
+    return (*rows, groups * layer.group_size)
+
+
+def dequantize(layer: nn.Module, tensors: dict[str, mx.array]) -> mx.array:
+    """The float32 weight [..., out, in] of a layer, from its tensors by name.
+
+    Raises:
+        UserError: nvfp4 with a second scale for the whole tensor.
+    """
+    if not is_quantized(layer):
+        return tensors["weight"].astype(mx.float32)
+    if tensors.get("global_scale") is not None:
+        raise UserError("nvfp4 with a global scale cannot carry an adapter yet")
+    return mx.dequantize(
+        tensors["weight"],
+        _to_float32(tensors["scales"]),
+        _to_float32(tensors.get("biases")),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+        dtype=mx.float32,
+    )
+
+
+def dequantized_weight(layer: nn.Module) -> mx.array:
+    """`dequantize` of the layer's current tensors."""
+    return dequantize(layer, dict(layer.items()))
+
+
+def _to_float32(values: mx.array | None) -> mx.array | None:
+    """Scales in float32; those of the floating-point modes are codes and stay."""
+    if values is None or not mx.issubdtype(values.dtype, mx.floating):
+        return values
+    return values.astype(mx.float32)
