@@ -21,7 +21,7 @@ def run(settings: dict) -> dict:
     from lmx import cpu
 
     cpu.enable()
-    from lmx.data.dataset import RowReader
+    from lmx.data.dataset import RecordReader
     from lmx.draft.benchmark import Candidate, DraftBenchmark
     from lmx.draft.cost_model import measure_speculation_costs
     from lmx.draft.dataset import mean_prompt_length, select_prompts
@@ -30,7 +30,7 @@ def run(settings: dict) -> dict:
 
     target, draft = load(settings["target"]), load(settings["draft"])
     prompts = select_prompts(
-        RowReader(settings["data"], split="valid"),
+        RecordReader(settings["data"], split="valid"),
         target.tokenizer,
         count=settings["num_prompts"],
         longest=MAX_PROMPT_LENGTH,

@@ -118,7 +118,7 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     from lmx.models.loader import load
 
     path = arguments.data or _random_chats(folder / "random.jsonl")
-    source = list(dataset.RowReader(str(path)))
+    source = list(dataset.RecordReader(str(path)))
     config = random_llama.configuration(
         arguments, vocab_size=case.vocab_size, dtype="float32"
     )
@@ -133,7 +133,7 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     chats = _chats(source, count, 16 if case.joined else 1)
     text = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     (folder / "train.jsonl").write_text(text)
-    examples = list(dataset.RowReader(str(folder / "train.jsonl")))
+    examples = list(dataset.RecordReader(str(folder / "train.jsonl")))
     encoded = encode_all(examples, load(model).tokenizer, max_seq_length=case.length)
     assert len(encoded.examples) == count, "an example was skipped"
     tokens = [[e.tokens.tolist(), e.mask.tolist()] for e in encoded.examples]

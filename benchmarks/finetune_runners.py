@@ -103,7 +103,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     batches = _batches_of_steps(BucketBatchSampler, examples, length, steps)
     model = load(folder / "model").model
     lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
-    largest = max(size * length for length, size, _ in batches.rungs)
+    largest = max(size * length for length, size, _ in batches.buckets)
     chunk = TrainConfig(steps=1, batch_size=1).chunk(
         vocabulary=settings["vocab_size"], tokens=largest, on_cpu=on_cpu()
     )
@@ -136,7 +136,7 @@ def _batches_of_steps(sampler, examples, length: int, steps: int):
     tokens = length
     while True:
         batches = sampler(examples, max_seq_length=length, tokens=tokens)
-        if batches.per_epoch <= max(steps, len(batches.rungs)):
+        if batches.per_epoch <= max(steps, len(batches.buckets)):
             return batches
         tokens += 16
 

@@ -249,10 +249,10 @@ def write_inputs(
 def _tokens(model: Path, source: str, split: str, count: int, length: int, seed: int):
     """Sequences of a source as lmx makes them, int32 [n, length]."""
     from lmx.data.calibration import concatenated_sequences
-    from lmx.data.dataset import RowReader
+    from lmx.data.dataset import RecordReader
     from lmx.models.loader import load_tokenizer
 
-    source, tokenizer = RowReader(source, split=split), load_tokenizer(model)
+    source, tokenizer = RecordReader(source, split=split), load_tokenizer(model)
     return concatenated_sequences(
         source, tokenizer, length=length, tokens=count, seed=seed
     ).tokens

@@ -63,7 +63,7 @@ def _arguments() -> argparse.Namespace:
 
 def _prepare(folder: Path, arguments: argparse.Namespace) -> int:
     """Write the model and the inputs of the runs; returns the number of parameters."""
-    from lmx.data.dataset import RowReader
+    from lmx.data.dataset import RecordReader
     from lmx.models import from_scratch
 
     width = -(-8 * arguments.hidden_size // 3 // GROUP_SIZE) * GROUP_SIZE
@@ -71,7 +71,7 @@ def _prepare(folder: Path, arguments: argparse.Namespace) -> int:
     tokenizer, model = folder / "tokenizer", folder / "model"
     tokenizer.mkdir()
     model.mkdir()
-    texts = (row.as_text() for row in islice(RowReader(SOURCE), NUM_DOCUMENTS))
+    texts = (row.as_text() for row in islice(RecordReader(SOURCE), NUM_DOCUMENTS))
     from_scratch.train_tokenizer(texts, arguments.vocab_size, tokenizer)
     weights = from_scratch.initial_weights(config, 0)
     # Writing frees the weights, so count them first.

@@ -221,10 +221,10 @@ def _evaluate(reference: Path, model: Path, arguments: argparse.Namespace) -> di
 
 def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:
     from lmx.data.batching import BucketBatchSampler
-    from lmx.data.dataset import RowReader
+    from lmx.data.dataset import RecordReader
     from lmx.data.tokenization import encode_all
 
-    reader = RowReader(_file(split, arguments), split="train")
+    reader = RecordReader(_file(split, arguments), split="train")
     length = arguments.max_seq_length
     examples = list(islice(reader, arguments.max_samples))
     encoded = encode_all(examples, loaded.tokenizer, max_seq_length=length)

@@ -7,7 +7,7 @@ from lmx.data.calibration import (
     concatenated_sequences,
     per_example_sequences,
 )
-from lmx.data.row_formats import Row
+from lmx.data.record_formats import Record
 from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.models.loader import load_tokenizer
@@ -22,7 +22,7 @@ def tokenizer(tokenizer_folder):
 
 def chats(count):
     return [
-        Row(
+        Record(
             f"rows:{n}", prompt=f"question {n} " * (1 + n % 3), completion=f"answer {n}"
         )
         for n in range(count)
@@ -59,9 +59,7 @@ def test_everything_may_be_trained_on(tokenizer):
     found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
     lengths = [
         len(e.tokens)
-        for e in encode_all(
-            rows, tokenizer, max_seq_length=64, loss_on="all"
-        ).examples
+        for e in encode_all(rows, tokenizer, max_seq_length=64, loss_on="all").examples
     ]
     assert sorted(found.counted.sum(axis=1).tolist()) == sorted(n - 1 for n in lengths)
 
@@ -81,7 +79,7 @@ def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
 
 
 def test_rows_without_an_answer_are_an_error(tokenizer):
-    rows = [Row("rows:1", prompt="long " * 80, completion="never seen")]
+    rows = [Record("rows:1", prompt="long " * 80, completion="never seen")]
     with pytest.raises(UserError, match="no row has an answer"):
         per_example_sequences(
             rows, tokenizer, tokens=100, **SETTINGS | {"loss_on": "completions"}

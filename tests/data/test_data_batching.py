@@ -37,7 +37,7 @@ class Former(BucketBatchSampler):
         epoch, position = divmod(step, self.per_epoch)
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         plan = []
-        for length, size, members in self.rungs:
+        for length, size, members in self.buckets:
             order = generator.permutation(members.astype(np.int64))
             plan += [
                 (length, size, order[start : start + size])
@@ -194,9 +194,9 @@ def test_in_order_covers_everything_once():
 
 def test_a_few_in_order_are_of_every_length():
     cut = batches()
-    few = list(cut.in_order(len(cut.rungs)))
-    assert len(few) == len(cut.rungs)
-    assert len({batch.mask.shape[1] for batch in few}) == len(cut.rungs)
+    few = list(cut.in_order(len(cut.buckets)))
+    assert len(few) == len(cut.buckets)
+    assert len({batch.mask.shape[1] for batch in few}) == len(cut.buckets)
 
 
 def test_lengths_at_the_edges_fit():

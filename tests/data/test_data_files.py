@@ -16,20 +16,20 @@ CHAT = {"messages": [USER, ANSWER]}
 
 def test_a_json_list_and_a_gzipped_file(write, tmp_path):
     path = write(json.dumps([CHAT, CHAT]), "rows.json")
-    assert [row.where for row in dataset.RowReader(path)] == [
+    assert [row.where for row in dataset.RecordReader(path)] == [
         f"{path}[0]",
         f"{path}[1]",
     ]
     zipped = tmp_path / "rows.jsonl.gz"
     zipped.write_bytes(gzip.compress(json.dumps(CHAT).encode()))
-    assert len(list(dataset.RowReader(str(zipped)))) == 1
+    assert len(list(dataset.RecordReader(str(zipped)))) == 1
 
 
 def test_a_text_file_is_a_document_or_several(write):
     path = write("one\n\ntwo\n", "a.txt")
-    assert [row.text for row in dataset.RowReader(path)] == ["one\n\ntwo\n"]
+    assert [row.text for row in dataset.RecordReader(path)] == ["one\n\ntwo\n"]
     path = write("one\n<|endoftext|>\ntwo\n", "b.txt")
-    rows = list(dataset.RowReader(path))
+    rows = list(dataset.RecordReader(path))
     assert [(r.text, r.where) for r in rows] == [
         ("one\n", f"{path}:1"),
         ("two\n", f"{path}:3"),
@@ -42,14 +42,14 @@ def test_parquet(tmp_path):
 
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([CHAT, CHAT]), path)
-    found = dataset.RowReader(str(path))
+    found = dataset.RecordReader(str(path))
     assert found.format == "chat"
-    assert list(found)[1] == dataset.Row(f"{path}[1]", messages=(USER, ANSWER))
+    assert list(found)[1] == dataset.Record(f"{path}[1]", messages=(USER, ANSWER))
 
 
 def test_line_separators_inside_json_do_not_end_a_line(write):
     path = write(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False))
-    [row] = dataset.RowReader(path)
+    [row] = dataset.RecordReader(path)
     assert row.text == "a\u2028b\x85c"
 
 
@@ -58,20 +58,20 @@ def test_a_folder_gives_the_files_of_the_split(write, tmp_path):
         write([{"text": name}], name)
     write("not data", "README.md")
     for split, name in [("train", "train.jsonl"), ("test", "test.jsonl")]:
-        rows = list(dataset.RowReader(str(tmp_path), split=split))
+        rows = list(dataset.RecordReader(str(tmp_path), split=split))
         assert [row.text for row in rows] == [name]
-    first = next(iter(dataset.RowReader(str(tmp_path), split="valid")))
+    first = next(iter(dataset.RecordReader(str(tmp_path), split="valid")))
     assert first.text.startswith("val-")
 
 
 def test_a_folder_without_split_names_gives_all_its_files(write, tmp_path):
     write([{"text": "a"}], "a.jsonl")
     write([{"text": "b"}], "b.jsonl")
-    assert [r.text for r in dataset.RowReader(str(tmp_path))] == ["a", "b"]
+    assert [r.text for r in dataset.RecordReader(str(tmp_path))] == ["a", "b"]
     assert not dataset.has_split(str(tmp_path), "valid")
     write([{"text": "v"}], "dev.jsonl")
     assert dataset.has_split(str(tmp_path), "valid")
-    assert [r.text for r in dataset.RowReader(str(tmp_path))] == ["a", "b"]
+    assert [r.text for r in dataset.RecordReader(str(tmp_path))] == ["a", "b"]
 
 
 FAULTS = {
@@ -102,20 +102,20 @@ def test_faults(write, name, text, message):
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     with pytest.raises(UserError, match=message) as fault:
-        list(dataset.RowReader(write(text, name)))
+        list(dataset.RecordReader(write(text, name)))
     assert name in fault.value.place
 
 
 def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
     with pytest.raises(UserError, match="there is no such file"):
-        dataset.RowReader(str(tmp_path / "none.jsonl"))
+        dataset.RecordReader(str(tmp_path / "none.jsonl"))
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'{"text": "\xff\xfe"}')
     with pytest.raises(UserError, match="is not UTF-8 text"):
-        dataset.RowReader(str(path))
+        dataset.RecordReader(str(path))
 
 
 def test_a_folder_without_the_split_says_what_it_holds(write, tmp_path):
     write([CHAT], "test.jsonl")
     with pytest.raises(UserError, match=r"no file of the split 'train'.*test\.jsonl"):
-        dataset.RowReader(str(tmp_path))
+        dataset.RecordReader(str(tmp_path))

@@ -5,13 +5,13 @@ import tracemalloc
 
 import pytest
 from lmx.data import cache, splits
-from lmx.data.row_formats import Row
-from lmx.data.splits import EVAL_SHARE, choose_eval_rows, random_u64
+from lmx.data.record_formats import Record
+from lmx.data.splits import EVAL_SHARE, choose_eval_records, random_u64
 from lmx.errors import UserError
 
 
 def rows(count):
-    return [Row(f"f:{n}", prompt=str(n), completion="x") for n in range(count)]
+    return [Record(f"f:{n}", prompt=str(n), completion="x") for n in range(count)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
@@ -19,11 +19,11 @@ def rows(count):
 @pytest.mark.parametrize("count", [2, 3, 7, 50, 1_000])
 def test_every_row_is_in_one_part(count, most, seed):
     made = rows(count)
-    found = choose_eval_rows(made, seed, most)
+    found = choose_eval_records(made, seed, most)
     rest = list(found.rest(made, seed))
     assert sorted(rest + found.rows, key=made.index) == made
     assert 1 <= len(found.rows) <= min(most, count - 1)
-    assert choose_eval_rows(iter(made), seed, most) == found
+    assert choose_eval_records(iter(made), seed, most) == found
 
 
 @pytest.mark.parametrize("most", [3, 30, 2_000])
@@ -34,7 +34,7 @@ def test_they_are_those_of_the_lowest_draws(most):
     below = sum(random_u64(seed, index) < EVAL_SHARE * 2**64 for index in range(count))
     expected = {f"f:{index}" for index in order[: min(most, below)]}
     assert {
-        row.where for row in choose_eval_rows(rows(count), seed, most).rows
+        row.where for row in choose_eval_records(rows(count), seed, most).rows
     } == expected
 
 
@@ -43,12 +43,12 @@ def test_two_rows_below_the_share_are_not_both_held_out():
     seed = next(
         s for s in range(10**6) if random_u64(s, 0) < low and random_u64(s, 1) < low
     )
-    assert len(choose_eval_rows(rows(2), seed).rows) == 1
+    assert len(choose_eval_records(rows(2), seed).rows) == 1
 
 
 def test_the_share_is_about_a_twentieth_and_depends_on_the_seed():
     made = rows(20_000)
-    first, second = (choose_eval_rows(made, seed).rows for seed in (0, 1))
+    first, second = (choose_eval_records(made, seed).rows for seed in (0, 1))
     assert 900 < len(first) < 1_100
     common = {row.where for row in first} & {row.where for row in second}
     assert len(common) < 100
@@ -70,23 +70,23 @@ def _mix(value):
 
 def test_one_document_gives_its_tail():
     text = "".join(f"line {n}\n" for n in range(100))
-    one = [Row("f:1", text=text)]
-    found = choose_eval_rows(one, 0)
+    one = [Record("f:1", text=text)]
+    found = choose_eval_records(one, 0)
     [head], [tail] = found.rest(one, 0), found.rows
     assert head.text + tail.text == text
     assert tail.text.startswith("line ")
     assert 0.03 < len(tail.text) / len(text) < 0.08
     with pytest.raises(UserError, match="none can be held out"):
-        choose_eval_rows(rows(1), 0)
+        choose_eval_records(rows(1), 0)
 
 
 def test_rows_are_not_kept_in_memory():
     def many():
         for number in range(20_000):
-            yield Row(f"f:{number}", text=random.Random(number).randbytes(500).hex())
+            yield Record(f"f:{number}", text=random.Random(number).randbytes(500).hex())
 
     tracemalloc.start()
-    found = choose_eval_rows(many(), 0, 100)
+    found = choose_eval_records(many(), 0, 100)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(found.rows) == 100
@@ -97,7 +97,7 @@ def test_rows_are_not_kept_in_memory():
 def test_what_a_row_holds_survives_the_cache(cache_folder):
     turns = ({"role": "user", "content": "é\u2028", "tool_calls": [{"a": 1}]},)
     held = splits.EvalSplit(
-        [Row("f:1", messages=turns, skill="s"), Row("f:2", text="b\n")], 2**64 - 1
+        [Record("f:1", messages=turns, skill="s"), Record("f:2", text="b\n")], 2**64 - 1
     )
     kept = cache.get_or_create(
         "test", "k", lambda f: splits.write_eval_split(f, held), warning=print

@@ -84,17 +84,17 @@ CHAT = {"messages": [USER, ANSWER]}
 )
 def test_every_format(write, record, name, fields):
     path = write([{**record, "skill": "greeting", "id": 7}])
-    found = dataset.RowReader(path)
+    found = dataset.RecordReader(path)
     assert found.format == name
-    assert list(found) == [dataset.Row(f"{path}:1", **fields, skill="greeting")]
-    assert found.tally.bad == 0
+    assert list(found) == [dataset.Record(f"{path}:1", **fields, skill="greeting")]
+    assert found.stats.bad == 0
 
 
 def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
     path = write([{"text": "stray"}, *[CHAT] * 5, {"messages": [USER]}, "no object"])
-    found = dataset.RowReader(path)
+    found = dataset.RecordReader(path)
     assert (found.format, len(list(found))) == ("chat", 5)
-    assert found.tally.named == (
+    assert found.stats.named == (
         (f"{path}:1", "not chat: it holds text"),
         (f"{path}:7", "no assistant turn with content"),
         (f"{path}:8", "not chat: it holds no object"),
@@ -116,9 +116,9 @@ def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
     ],
 )
 def test_bad_chats(write, messages, reason):
-    found = dataset.RowReader(write([CHAT, {"messages": messages}]))
-    assert len(list(found)) == found.tally.bad == 1
-    assert found.tally.named[0][1].startswith(reason)
+    found = dataset.RecordReader(write([CHAT, {"messages": messages}]))
+    assert len(list(found)) == found.stats.bad == 1
+    assert found.stats.named[0][1].startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -131,26 +131,28 @@ def test_bad_chats(write, messages, reason):
     ],
 )
 def test_bad_completions(write, record, reason):
-    found = dataset.RowReader(write([{"prompt": "a", "completion": "b"}, record]))
+    found = dataset.RecordReader(write([{"prompt": "a", "completion": "b"}, record]))
     assert len(list(found)) == 1
-    assert [why for _, why in found.tally.named] == [reason]
+    assert [why for _, why in found.stats.named] == [reason]
 
 
 def test_columns_rename(write):
     path = write([{"question": "1+1", "answer": "2", "text": "ignored", "skill": "s"}])
     columns = {"prompt": "question", "completion": "answer"}
-    found = dataset.RowReader(path, columns=columns)
+    found = dataset.RecordReader(path, columns=columns)
     assert found.format == "completion"
     [row] = found
     assert (row.prompt, row.completion, row.skill) == ("1+1", "2", "s")
-    assert dataset.RowReader(path).format == "text"
+    assert dataset.RecordReader(path).format == "text"
 
 
 def test_limit_and_find_and_builtin(write, tmp_path):
     write([{"text": str(number)} for number in range(9)])
-    found = dataset.RowReader("rows.jsonl", find=lambda name: tmp_path / name, limit=4)
+    found = dataset.RecordReader(
+        "rows.jsonl", find=lambda name: tmp_path / name, limit=4
+    )
     assert [row.text for row in found] == ["0", "1", "2", "3"]
-    rows = list(dataset.RowReader("builtin:stdlib", split="valid", limit=2))
+    rows = list(dataset.RecordReader("builtin:stdlib", split="valid", limit=2))
     assert rows[0].where.startswith("builtin:stdlib/")
     assert dataset.has_split("builtin:stdlib", "valid")
 
@@ -161,21 +163,21 @@ def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
         for number in range(50_000):
             stream.write(json.dumps({"text": f"{number} " * 40}) + "\n")
     tracemalloc.start()
-    found = dataset.RowReader(str(path))
+    found = dataset.RecordReader(str(path))
     count = sum(1 for _ in found)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert count == found.tally.rows == 50_000
+    assert count == found.stats.rows == 50_000
     # All of them are 11 MB of text alone.
     assert peak < 1_000_000
 
 
 def test_rows_can_be_read_again_and_in_part(write):
-    found = dataset.RowReader(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
+    found = dataset.RecordReader(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
     next(iter(found))
-    assert found.tally is None
+    assert found.stats is None
     assert list(found) == list(found)
-    assert (found.tally.rows, found.tally.bad) == (5, 1)
+    assert (found.stats.rows, found.stats.bad) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ def test_rows_can_be_read_again_and_in_part(write):
 )
 def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
     with pytest.raises(UserError, match="no format fits; the keys found are") as fault:
-        list(dataset.RowReader(write([record])))
+        list(dataset.RecordReader(write([record])))
     assert all(key in fault.value.message for key in record)
     assert fault.value.hint.endswith(f"data:\n  columns: {mapping}")
 
@@ -200,16 +202,16 @@ def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
 def test_columns_that_are_not_there_or_not_ours(write):
     path = write([{"q": "?", "a": "!"}])
     with pytest.raises(UserError, match="columns names question, not there"):
-        dataset.RowReader(path, columns={"prompt": "question", "completion": "a"})
+        dataset.RecordReader(path, columns={"prompt": "question", "completion": "a"})
     with pytest.raises(UserError, match="no column 'promt'") as fault:
-        dataset.RowReader(path, columns={"promt": "q"})
+        dataset.RecordReader(path, columns={"promt": "q"})
     assert fault.value.hint == "did you mean 'prompt'?"
 
 
 def test_a_hub_data_set_by_our_names_of_splits(hub):
-    found = dataset.RowReader("someone/rows", split="valid")
+    found = dataset.RecordReader("someone/rows", split="valid")
     assert [row.where for row in found][:1] == ["someone/rows/validation[0]"]
-    assert len(list(dataset.RowReader("someone/rows", streaming=True, limit=2))) == 2
+    assert len(list(dataset.RecordReader("someone/rows", streaming=True, limit=2))) == 2
     assert hub == [("validation", False), ("train", True)]
     assert dataset.source_fingerprint("someone/rows", "train")[2:] == [
         "abc",
@@ -221,12 +223,12 @@ def test_a_hub_data_set_by_our_names_of_splits(hub):
 
 def test_faults_of_the_hub(hub, monkeypatch):
     with pytest.raises(UserError, match="no split for 'test'"):
-        dataset.RowReader("someone/rows", split="test")
+        dataset.RecordReader("someone/rows", split="test")
     with pytest.raises(UserError, match=r"no file or folder.*no data set someone/else"):
-        dataset.RowReader("someone/else")
+        dataset.RecordReader("someone/else")
     monkeypatch.setattr(dataset, "_online", lambda endpoint: False)
     with pytest.raises(UserError, match="the Hub cannot be reached"):
-        dataset.RowReader("someone/rows")
+        dataset.RecordReader("someone/rows")
 
 
 def test_a_closed_port_is_offline(monkeypatch):

@@ -107,7 +107,7 @@ def test_bad_rows_are_named(tmp_path):
     warned = []
     found = splits(warned=warned, train=path, valid=path)
     assert len(list(found.train)) == len(found.valid) == 3
-    tally = found.train.tallies[path]
+    tally = found.train.stats[path]
     assert (tally.rows, tally.bad, len(tally.named)) == (3, 8, 5)
     assert warned[0].startswith(f"{path}:4: row skipped: ")
     assert warned[5] == f"{path}: 3 more rows skipped"
@@ -142,7 +142,7 @@ def test_held_out_rows_are_found_once(tmp_path, cache_folder, monkeypatch):
     other.write_text((json.dumps(chat) + "\n") * 30)
     both = [path, str(other)]
     held = splits(train=both).valid
-    monkeypatch.setattr("lmx.data.splits.choose_eval_rows", None)
+    monkeypatch.setattr("lmx.data.splits.choose_eval_records", None)
     assert splits(train=both).valid == held
     with pytest.raises(TypeError):
         assert splits(train=both, seed=1).valid
@@ -157,4 +157,7 @@ def test_a_stream_of_the_hub_needs_no_limit(hub, cache_folder):
     # It names a split for validation.
     assert len(list(found.train)) == len(found.valid) == 50
     assert hub == [("train", True), ("validation", True)]
-    assert len(list(splits(train="someone/rows", streaming=True, max_samples=7).train)) == 7
+    assert (
+        len(list(splits(train="someone/rows", streaming=True, max_samples=7).train))
+        == 7
+    )

@@ -7,8 +7,8 @@ import pytest
 from lmx.config.quantize import CalibrationConfig
 from lmx.data.batching import BucketBatchSampler
 from lmx.data.calibration import CalibrationBatch
-from lmx.data.dataset import RowReader
-from lmx.data.row_formats import Row
+from lmx.data.dataset import RecordReader
+from lmx.data.record_formats import Record
 from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.evaluation.gap_recovery import measure_per_sequence
@@ -50,7 +50,7 @@ def test_answers_alone_are_judged(tmp_path, base):
     given = {"method": "gptq", "calibration": calibration, "scale_tuning": tune}
     run, facts = facts_of(tmp_path, base, **given)
     found = load(run.output / "stages/1-quantize/model")
-    rows = [*RowReader(str(tmp_path / "valid.jsonl"), split="train")]
+    rows = [*RecordReader(str(tmp_path / "valid.jsonl"), split="train")]
     examples = encode_all(rows, found.tokenizer, max_seq_length=32).examples
     batches = BucketBatchSampler(examples, max_seq_length=32, tokens=1024).in_order()
     sums = measure_per_sequence(load(base).model, found.model, list(batches))
@@ -87,7 +87,7 @@ def calibrating(monkeypatch, train, valid):
 
     monkeypatch.setattr("lmx.pipeline.calibration.concatenated_sequences", windows)
     rows = {
-        split: [Row(str(n), text=str(n)) for n in numbers]
+        split: [Record(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))
     }
     context = SimpleNamespace(

@@ -175,8 +175,8 @@ def sparse(places, rows=4, length=24):
 def test_the_head_runs_where_targets_are_trained(trained, chunk):
     batch = sparse(list(trained))
     parts = -(-max(1, len(trained)) // 12)
-    assert len(batch.places) == 12 * parts
-    assert set(trained) <= set(batch.places.tolist())
+    assert len(batch.head_positions) == 12 * parts
+    assert set(trained) <= set(batch.head_positions.tolist())
     model, _ = llama()
     step = make_step(model, chunked_loss=ChunkedLoss(model, chunk), name="sgd")
     seen, head = [], model.model.embed_tokens.as_linear
@@ -184,11 +184,11 @@ def test_the_head_runs_where_targets_are_trained(trained, chunk):
     loss = step(batch, 0.0, 0)[0].item()
     found = {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
     # Once to follow the trunk, which is not computed, then for the chunks.
-    assert sum(seen[1:]) == len(batch.places)
+    assert sum(seen[1:]) == len(batch.head_positions)
     assert_alike((loss, found), outputs(*llama(), None, batch))
 
 
 def test_all_targets_need_no_places():
-    assert sparse(range(96)).places is None
-    assert sparse(range(90)).places is None
-    assert len(sparse(range(80)).places) == 84
+    assert sparse(range(96)).head_positions is None
+    assert sparse(range(90)).head_positions is None
+    assert len(sparse(range(80)).head_positions) == 84

@@ -46,7 +46,7 @@ class Batch:
     mask: mx.array
     where: tuple[str, ...]
     documents: mx.array | None = None
-    members: tuple[int, ...] = ()
+    example_indices: tuple[int, ...] = ()
     target: tuple[mx.array, ...] | None = None
 
     @property
@@ -55,7 +55,7 @@ class Batch:
         return self.tokens, self.mask, self.documents
 
     @cached_property
-    def places(self) -> mx.array | None:
+    def head_positions(self) -> mx.array | None:
         """Where the head is needed: int32 [T] into the B * L targets, or None = at all.
 
         The trained ones, and as many others as make T a multiple of an eighth of B * L:
@@ -131,7 +131,7 @@ class BucketBatchSampler:
         )
         self.seed = seed
         self._epoch, self._order, self._shuffle = -1, [], np.zeros(0)
-        self.rungs: list[tuple[int, int, np.ndarray]] = []
+        self.buckets: list[tuple[int, int, np.ndarray]] = []
         inputs = self.examples.lengths - 1
         low = 0
         for length in bucket_lengths(max_seq_length):
@@ -140,8 +140,8 @@ class BucketBatchSampler:
             if count := len(members):
                 most = rows or max(1, tokens // length)
                 size = balanced_batch_size(count, most)
-                self.rungs.append((length, size, members.astype(np.int32)))
-        counts = [-(-len(members) // size) for _, size, members in self.rungs]
+                self.buckets.append((length, size, members.astype(np.int32)))
+        counts = [-(-len(members) // size) for _, size, members in self.buckets]
         # Of every rung the number of its first batch, and of all batches.
         self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
@@ -162,7 +162,7 @@ class BucketBatchSampler:
             self._begin(epoch)
         number = self._shuffle[position]
         rung = np.searchsorted(self._firsts, number, side="right") - 1
-        length, size, _ = self.rungs[rung]
+        length, size, _ = self.buckets[rung]
         start = (number - self._firsts[rung]) * size
         return self._collate(length, size, self._order[rung][start : start + size])
 
@@ -170,7 +170,7 @@ class BucketBatchSampler:
         """Every batch once, unshuffled, spread over the rungs; for validation."""
         plan = [
             (start / len(members), length, size, members[start : start + size])
-            for length, size, members in self.rungs
+            for length, size, members in self.buckets
             for start in range(0, len(members), size)
         ]
         for _, length, size, members in sorted(plan, key=lambda p: p[:2])[:limit]:
@@ -178,7 +178,7 @@ class BucketBatchSampler:
 
     def _begin(self, epoch: int) -> None:
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-        self._order = [generator.permutation(members) for _, _, members in self.rungs]
+        self._order = [generator.permutation(members) for _, _, members in self.buckets]
         self._shuffle = generator.permutation(self.per_epoch)
         self._epoch = epoch
 
@@ -196,7 +196,7 @@ class BucketBatchSampler:
             mx.array(tokens),
             mx.array(mask),
             tuple(where),
-            members=tuple(members.tolist()),
+            example_indices=tuple(members.tolist()),
         )
 
 

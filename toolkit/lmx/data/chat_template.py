@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import UserError
-from .row_formats import Row
+from .record_formats import Record
 
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -25,7 +25,7 @@ class RenderedChat:
         marked: tokens and mask as the template's own markers give them.
     """
 
-    row: Row
+    row: Record
     text: str
     spans: tuple[tuple[int, int], ...]
     bare: bool = False
@@ -50,7 +50,7 @@ class RenderedChat:
         yield self.text[last:], False
 
 
-def render(row: Row, tokenizer, *, everything: bool = False) -> RenderedChat:
+def render(row: Record, tokenizer, *, everything: bool = False) -> RenderedChat:
     """Find the answers of a row, or take all of its text as one.
 
     Raises:
@@ -74,7 +74,9 @@ def _has_template(tokenizer) -> bool:
     return tokenizer.chat_template is not None if has is None else has
 
 
-def _chat(row: Row, messages: list[dict], tokenizer, everything: bool) -> RenderedChat:
+def _chat(
+    row: Record, messages: list[dict], tokenizer, everything: bool
+) -> RenderedChat:
     if not _has_template(tokenizer):
         raise UserError(
             "chat rows need a chat template, and this model's tokenizer has none",

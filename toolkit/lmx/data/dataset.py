@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 from urllib.request import getproxies
 
 from ..errors import UserError
-from . import builtin, readers, row_formats
-from .row_formats import Row
+from . import builtin, readers, record_formats
+from .record_formats import Record
 
 LOOKED_AT = 200
 NAMED = 5
@@ -26,8 +26,8 @@ _NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 __all__ = [
     "ReadStats",
-    "Row",
-    "RowReader",
+    "Record",
+    "RecordReader",
     "has_split",
     "source_fingerprint",
     "source_size",
@@ -52,7 +52,7 @@ class ReadStats:
     named: tuple[tuple[str, str], ...]
 
 
-class RowReader:
+class RecordReader:
     """The rows of one source, read anew record by record by every iteration.
 
     Args:
@@ -83,27 +83,27 @@ class RowReader:
         streaming: bool = False,
         limit: int | None = None,
     ):
-        row_formats.check_columns(dict(columns))
+        record_formats.check_columns(dict(columns))
         self.source = source
-        self.tally: ReadStats | None = None
+        self.stats: ReadStats | None = None
         self._columns = dict(columns)
         self._limit = limit
         self._open = _opened(source, split, find, streaming)
         first = [record for _, record in islice(self._records(), LOOKED_AT)]
         if not first:
             raise UserError("there are no rows here; the source is empty", place=source)
-        found = Counter(map(row_formats.format_of, first))
+        found = Counter(map(record_formats.format_of, first))
         del found[None]
         if not found:
             raise _no_format(source, first[0], self._columns)
         self.format = found.most_common(1)[0][0]
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Record]:
         good, bad, named, keys = 0, 0, [], "none"
         for where, record in self._records():
             try:
                 row = _row(where, record, self.format)
-            except row_formats.BadRow as error:
+            except record_formats.BadRecord as error:
                 bad += 1
                 if bad <= NAMED:
                     named.append((where, str(error)))
@@ -114,11 +114,11 @@ class RowReader:
             yield row
         if not good:
             raise _all_bad(self.source, self.format, bad, named[0], keys)
-        self.tally = ReadStats(self.source, self.format, good, bad, tuple(named))
+        self.stats = ReadStats(self.source, self.format, good, bad, tuple(named))
 
-    def _records(self) -> Iterator[readers.Placed]:
+    def _records(self) -> Iterator[readers.LocatedRecord]:
         for where, record in islice(self._open(), self._limit):
-            yield where, row_formats.apply_columns(record, self._columns)
+            yield where, record_formats.apply_columns(record, self._columns)
 
 
 def has_split(source: str, split: str, *, find: Find = Path) -> bool:
@@ -179,13 +179,13 @@ def _opened(source: str, split: str, find: Find, streaming: bool):
     return lambda: (placed for file in found for placed in readers.read_records(file))
 
 
-def _row(where: str, record: object, name: str) -> Row:
-    if row_formats.format_of(record) != name:
+def _row(where: str, record: object, name: str) -> Record:
+    if record_formats.format_of(record) != name:
         keys = ", ".join(record) if isinstance(record, dict) else "no object"
-        raise row_formats.BadRow(f"not {name}: it holds {keys or 'no keys'}")
+        raise record_formats.BadRecord(f"not {name}: it holds {keys or 'no keys'}")
     skill = record.get("skill")
-    fields = row_formats.FORMATS[name].parse(record)
-    return Row(where, **fields, skill=skill if isinstance(skill, str) else None)
+    fields = record_formats.FORMATS[name].parse(record)
+    return Record(where, **fields, skill=skill if isinstance(skill, str) else None)
 
 
 def _no_format(source: str, record: object, columns: Mapping[str, str]) -> UserError:
@@ -198,7 +198,7 @@ def _no_format(source: str, record: object, columns: Mapping[str, str]) -> UserE
     keys = list(record)
     missing = [their for their in columns.values() if their not in keys]
     absent = f"; columns names {', '.join(missing)}, not there" if missing else ""
-    name, renaming = row_formats.nearest(keys)
+    name, renaming = record_formats.nearest(keys)
     pairs = ", ".join(f"{our}: {their}" for our, their in renaming.items())
     return UserError(
         f"no format fits; the keys found are {', '.join(keys) or 'none'}{absent}",
@@ -213,7 +213,7 @@ def _all_bad(source: str, name: str, bad: int, first, keys: str) -> UserError:
     return UserError(
         f"no row can be used; all {bad} are bad as {name}, the first because "
         f"{reason} ({where}); keys found: {keys}",
-        hint=f"a {name} row needs {' and '.join(row_formats.FORMATS[name].keys)}",
+        hint=f"a {name} row needs {' and '.join(record_formats.FORMATS[name].keys)}",
         place=source,
     )
 
@@ -257,7 +257,7 @@ def _hub_opened(source: str, split: str, streaming: bool):
     except faults as error:
         raise _unreachable(source, error) from None
 
-    def records() -> Iterator[readers.Placed]:
+    def records() -> Iterator[readers.LocatedRecord]:
         try:
             for index, row in enumerate(rows):
                 yield f"{source}/{name}[{index}]", row

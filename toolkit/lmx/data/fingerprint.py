@@ -16,7 +16,7 @@ TOKENIZER = (
 )
 # The modules of this folder that make rows of sources and tokens of rows.
 CODE = (
-    *("builtin", "readers", "dataset", "row_formats"),
+    *("builtin", "readers", "dataset", "record_formats"),
     *("splits", "token_store", "tokenization", "chat_template"),
 )
 

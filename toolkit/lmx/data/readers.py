@@ -19,7 +19,7 @@ SPLITS = {
 END_OF_DOCUMENT = "<|endoftext|>"
 
 # A record and its place, `file:line` or `file[index]`.
-Placed = tuple[str, object]
+LocatedRecord = tuple[str, object]
 
 
 def list_data_files(path: Path, split: str) -> list[Path]:
@@ -63,7 +63,7 @@ def _split(path: Path) -> str | None:
     return next((name for name, known in SPLITS.items() if stem in known), None)
 
 
-def read_records(path: Path) -> Iterator[Placed]:
+def read_records(path: Path) -> Iterator[LocatedRecord]:
     """Every record of one file.
 
     Raises:
@@ -107,7 +107,7 @@ def _open(path: Path):
     return opened(path, "rt", encoding="utf-8-sig", newline="\n")
 
 
-def _lines(path: Path) -> Iterator[Placed]:
+def _lines(path: Path) -> Iterator[LocatedRecord]:
     with _open(path) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -120,7 +120,7 @@ def _lines(path: Path) -> Iterator[Placed]:
                 raise _fault(path, broken, at=f":{number}", hint=hint) from None
 
 
-def _list(path: Path) -> Iterator[Placed]:
+def _list(path: Path) -> Iterator[LocatedRecord]:
     with _open(path) as file:
         text = file.read()
     hint = "a .json file is one list of objects; one object per line is .jsonl"
@@ -134,7 +134,7 @@ def _list(path: Path) -> Iterator[Placed]:
     yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
 
 
-def _documents(path: Path) -> Iterator[Placed]:
+def _documents(path: Path) -> Iterator[LocatedRecord]:
     """The file as one document, or as several between lines of END_OF_DOCUMENT."""
     with _open(path) as file:
         start, held = 1, []
@@ -148,7 +148,7 @@ def _documents(path: Path) -> Iterator[Placed]:
             yield f"{path}:{start}", {"text": "".join(held)}
 
 
-def _table(path: Path) -> Iterator[Placed]:
+def _table(path: Path) -> Iterator[LocatedRecord]:
     import pyarrow
     from pyarrow import parquet
 

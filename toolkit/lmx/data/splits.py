@@ -11,8 +11,8 @@ from ..config.data import DataConfig
 from ..errors import UserError
 from . import cache, fingerprint
 from .cache import CacheEntry
-from .dataset import ReadStats, RowReader, has_split, source_fingerprint, source_size
-from .row_formats import Row
+from .dataset import ReadStats, RecordReader, has_split, source_fingerprint, source_size
+from .record_formats import Record
 
 EVAL_SHARE = 0.05
 EVAL_MAX_EXAMPLES = 2_000
@@ -29,10 +29,10 @@ class EvalSplit:
             document there is.
     """
 
-    rows: list[Row]
+    rows: list[Record]
     edge: int | None
 
-    def rest(self, rows: Iterable[Row], seed: int) -> Iterator[Row]:
+    def rest(self, rows: Iterable[Record], seed: int) -> Iterator[Record]:
         """The other rows of the source, in their order."""
         for index, row in enumerate(rows):
             if self.edge is None:
@@ -52,8 +52,8 @@ def random_u64(seed: int, index: int) -> int:
     return state
 
 
-def choose_eval_rows(
-    rows: Iterable[Row], seed: int, most: int = EVAL_MAX_EXAMPLES
+def choose_eval_records(
+    rows: Iterable[Record], seed: int, most: int = EVAL_MAX_EXAMPLES
 ) -> EvalSplit:
     """Hold out the rows whose draw lies in the lowest `SHARE`.
 
@@ -94,12 +94,12 @@ def write_eval_split(folder: Path, held: EvalSplit) -> dict:
 def read_eval_split(kept: CacheEntry) -> EvalSplit:
     """What `write` wrote."""
     with (kept.folder / ROWS).open(encoding="utf-8") as stream:
-        rows = [Row(**json.loads(line)) for line in stream]
+        rows = [Record(**json.loads(line)) for line in stream]
     rows = [replace(r, messages=r.messages and tuple(r.messages)) for r in rows]
     return EvalSplit(rows, kept.facts["edge"])
 
 
-def _cut(row: Row) -> tuple[Row, Row]:
+def _cut(row: Record) -> tuple[Record, Record]:
     """A document without its tail, and the tail, cut at the end of a line."""
     text = row.text or ""
     cut = text.rfind("\n", 0, round(len(text) * (1 - EVAL_SHARE))) + 1
@@ -129,23 +129,23 @@ class TrainDataset:
     def __init__(
         self,
         sources: list[str],
-        read: Callable[[str], RowReader],
+        read: Callable[[str], RecordReader],
         held: Callable[[], dict[str, EvalSplit]] | None,
         seed: int,
     ):
         self.sources = sources
-        self.tallies: dict[str, ReadStats] = {}
+        self.stats: dict[str, ReadStats] = {}
         self._read = read
         self._held = held
         self._seed = seed
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[Record]:
         held = self._held() if self._held else {}
         for source in self.sources:
             rows = self._read(source)
             part = held.get(source)
             yield from part.rest(rows, self._seed) if part else rows
-            self.tallies[source] = rows.tally
+            self.stats[source] = rows.stats
 
 
 class Splits:
@@ -175,7 +175,7 @@ class Splits:
         self.warning = warning
 
     @cached_property
-    def valid(self) -> list[Row]:
+    def valid(self) -> list[Record]:
         """All validation rows."""
         if not self._valid_sources:
             held = [row for part in self._held.values() for row in part.rows]
@@ -185,7 +185,7 @@ class Splits:
         for source in dict.fromkeys(self._valid_sources):
             rows = self._read(source, "valid")
             found[source] = list(rows)
-            log_read_stats("valid", rows.tally, self.info, self.warning)
+            log_read_stats("valid", rows.stats, self.info, self.warning)
         return [row for source in self._valid_sources for row in found[source]]
 
     @cached_property
@@ -246,11 +246,11 @@ class Splits:
 
     def _choose(self, source: str) -> EvalSplit:
         self.info(f"valid: setting rows of {source} aside")
-        return choose_eval_rows(self._read(source, "train"), self.seed, self._most)
+        return choose_eval_records(self._read(source, "train"), self.seed, self._most)
 
-    def _read(self, source: str, split: str) -> RowReader:
+    def _read(self, source: str, split: str) -> RecordReader:
         data = self.data
-        return RowReader(
+        return RecordReader(
             source,
             split=split,
             find=self.find,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .cache import CacheEntry
-from .row_formats import Row
+from .record_formats import Record
 from .tokenization import (
     EncodeResult,
     Example,
@@ -80,7 +80,7 @@ class TokenStore:
 
 def write_token_store(
     folder: Path,
-    rows: Iterable[Row],
+    rows: Iterable[Record],
     tokenizer,
     *,
     max_seq_length: int,
@@ -134,7 +134,7 @@ def _append(
     places.write(text, np.array([len(name) for name in names]))
 
 
-def _blocks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+def _blocks(rows: Iterable[Record]) -> Iterator[list[Record]]:
     """Rows that are encoded together, few enough for any memory."""
     block, characters = [], 0
     for row in rows:

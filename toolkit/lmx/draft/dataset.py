@@ -12,7 +12,7 @@ import numpy as np
 from ..config.draft import DataGenerationConfig
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, InMemoryExamples
-from ..data.row_formats import Row
+from ..data.record_formats import Record
 from ..data.tokenization import Example
 from ..generation.completions import (
     CachedGenerator,
@@ -37,7 +37,7 @@ class Prompt:
     where: str
 
 
-def prompt_from_row(row: Row, tokenizer: Any) -> list[int]:
+def prompt_from_row(row: Record, tokenizer: Any) -> list[int]:
     """What a row asks, templates applied; of bare text its first half."""
     if row.text is not None:
         tokens = encode_text(tokenizer, row.text)
@@ -50,12 +50,12 @@ def prompt_from_row(row: Row, tokenizer: Any) -> list[int]:
 
 
 def select_prompts(
-    rows: Iterable[Row],
+    rows: Iterable[Record],
     tokenizer: Any,
     *,
     count: int,
     longest: int,
-    ask: Callable[[Row, Any], list[int]] = prompt_from_row,
+    ask: Callable[[Record, Any], list[int]] = prompt_from_row,
 ) -> list[Prompt]:
     """What the first rows ask.
 
@@ -185,7 +185,7 @@ class DistillationBatches:
     def __getitem__(self, number: int) -> Batch:
         batch = self._batches[number]
         own = np.ones(batch.mask.shape, bool)
-        for row, member in enumerate(batch.members):
+        for row, member in enumerate(batch.example_indices):
             own[row, self._own[member] - 1 :] = False
         return replace(batch, target=(*self._target(number), mx.array(own)))
 

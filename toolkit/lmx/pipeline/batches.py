@@ -76,7 +76,7 @@ def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenS
         facts = token_store.write_token_store(
             folder, rows.train, loaded.tokenizer, **settings, info=logger.info
         )
-        return facts | {"sources": [vars(t) for t in rows.train.tallies.values()]}
+        return facts | {"sources": [vars(t) for t in rows.train.stats.values()]}
 
     tokenizer = [
         fingerprint.tokenizer(loaded.path),

@@ -8,8 +8,8 @@ from typing import Any
 from ..config.base import ConfigModel
 from ..config.loader import LoadedRecipe
 from ..convert.exporters import hub
-from ..data.dataset import BUILTIN, RowReader
-from ..data.row_formats import Row
+from ..data.dataset import BUILTIN, RecordReader
+from ..data.record_formats import Record
 from ..data.tokenization import (
     LAST_ONLY,
     EncodeResult,
@@ -34,12 +34,12 @@ class RowReservoir:
     """Every n-th of many rows, so many that they hold about `SAMPLED` characters."""
 
     def __init__(self):
-        self.rows: list[Row] = []
+        self.rows: list[Record] = []
         self.total = 0
         self._every = 1
         self._characters = 0
 
-    def add(self, row: Row) -> None:
+    def add(self, row: Record) -> None:
         """Count a row, and hold it if it is its turn."""
         if self.total % self._every == 0:
             self.rows.append(row)
@@ -130,7 +130,7 @@ def _rows(
         if not source.startswith(BUILTIN) and loaded.find(source) is None:
             lines.append((split, f"{source}: on the Hub, not read by this check"))
             continue
-        rows = RowReader(
+        rows = RecordReader(
             source,
             split=split,
             find=lambda name: loaded.find(name) or Path(name),
@@ -139,7 +139,7 @@ def _rows(
         )
         for row in rows:
             sample.add(row)
-        found = rows.tally
+        found = rows.stats
         text = f"{source}: {found.rows:,} rows, format {found.format}"
         lines.append((split, text))
         lines += [(split, f"skipped: {where}: {why}") for where, why in found.named]
@@ -149,7 +149,7 @@ def _rows(
 
 
 def _tokens(
-    loaded: LoadedRecipe, sample: list[Row], total: int, tokenizer: Any
+    loaded: LoadedRecipe, sample: list[Record], total: int, tokenizer: Any
 ) -> tuple[list[int], list[Line]]:
     """Lengths of the sample's examples in tokens, and what to say of them."""
     if not sample:
@@ -191,7 +191,7 @@ def _lengths(encoded: EncodeResult, looked_at: int, total: int) -> Iterator[Line
         yield "tokens", f"dropped: {where}: {reason}"
 
 
-def _example(row: Row | Example, text: str, marks: str) -> Iterator[Line]:
+def _example(row: Record | Example, text: str, marks: str) -> Iterator[Line]:
     yield "example", f"{row.where}{marks}:"
     for line in (text[:SHOWN] + " ..." * (len(text) > SHOWN)).splitlines():
         yield "", f"  {line}"

@@ -143,7 +143,7 @@ class TeacherSetup:
         """
         if not self.teacher.offline:
             return batches
-        wanted = {member for batch in batches for member in batch.members}
+        wanted = {member for batch in batches for member in batch.example_indices}
         return EvalBatchesWithTargets(
             batches, self._kept(examples, np.array(sorted(wanted)))
         )
@@ -229,5 +229,5 @@ def _wanted(batches: BucketBatchSampler | PackedBatchSampler, total: int) -> np.
     """The numbers of the examples in the first batches, that many."""
     if total >= batches.per_epoch:
         return np.arange(len(batches.examples))
-    found = {member for n in range(total) for member in batches(n).members}
+    found = {member for n in range(total) for member in batches(n).example_indices}
     return np.array(sorted(found))

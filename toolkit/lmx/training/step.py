@@ -213,7 +213,7 @@ class TrainStep:
 
     def _inputs(self, batch: Batch) -> tuple:
         # Every number of places compiles once more, so pass them only if used.
-        places = batch.places if self.chunked_loss else None
+        places = batch.head_positions if self.chunked_loss else None
         return *batch.arrays, places, batch.target
 
     def _set_weights(self, parameters: dict[str, mx.array]) -> None:

@@ -77,7 +77,7 @@ class CachedTargets:
         """The batch with its target, of zeros where nothing is trained."""
         mask = np.array(batch.mask)
         found = []
-        for pieces in zip(*map(self._of, batch.members), strict=True):
+        for pieces in zip(*map(self._of, batch.example_indices), strict=True):
             values = np.concatenate(pieces)
             array = np.zeros((*mask.shape, *values.shape[1:]), values.dtype)
             array[mask] = values
@@ -178,7 +178,7 @@ def _predictions(
     for batch in BucketBatchSampler(
         examples, max_seq_length=longest, tokens=tokens
     ).in_order():
-        numbers = [np.arange(starts[m], ends[m]) for m in batch.members]
+        numbers = [np.arange(starts[m], ends[m]) for m in batch.example_indices]
         numbers, places = np.concatenate(numbers), np.flatnonzero(np.array(batch.mask))
         looked = teacher.look(batch.tokens[:, :-1]).flatten(0, 1)
         targets = batch.tokens[:, 1:].reshape(-1)

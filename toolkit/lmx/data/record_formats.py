@@ -15,7 +15,7 @@ ROLES = {
 
 
 @dataclass(frozen=True)
-class Row:
+class Record:
     """One row: messages, or prompt and completion, or text.
 
     Attributes:
@@ -39,7 +39,7 @@ class Row:
         return f"{self.prompt}\n{self.completion}"
 
 
-class BadRow(ValueError):
+class BadRecord(ValueError):
     """A row of the wrong shape: skipped, counted and named."""
 
 
@@ -49,14 +49,14 @@ def _string(value: object, name: str) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = str(value)
     if not isinstance(value, str):
-        raise BadRow(f"{name} is {_kind_of(value)}, not text")
+        raise BadRecord(f"{name} is {_kind_of(value)}, not text")
     return value
 
 
 def _part(part: object, name: str) -> str:
     if isinstance(part, dict) and part.get("type") == "text":
         return _string(part.get("text"), name)
-    raise BadRow(f"{name} has a part that is not text")
+    raise BadRecord(f"{name} has a part that is not text")
 
 
 def _kind_of(value: object) -> str:
@@ -67,21 +67,21 @@ def _kind_of(value: object) -> str:
 def _filled(value: object, name: str) -> str:
     text = _string(value, name)
     if not text.strip():
-        raise BadRow(f"{name} is empty")
+        raise BadRecord(f"{name} is empty")
     return text
 
 
 def _turn(message: object, number: int) -> dict:
     """One message with our names of keys and roles; its other keys are kept."""
     if not isinstance(message, dict):
-        raise BadRow(f"message {number} is {_kind_of(message)}, not an object")
+        raise BadRecord(f"message {number} is {_kind_of(message)}, not an object")
     rest = {key: value for key, value in message.items() if value is not None}
     role = rest.pop("role", rest.pop("from", None))
     if role not in ROLES:
-        raise BadRow(f"message {number} has the role {role!r}")
+        raise BadRecord(f"message {number} has the role {role!r}")
     content = rest.pop("content", rest.pop("value", None))
     if content is None and not rest.get("tool_calls"):
-        raise BadRow(f"message {number} has no content")
+        raise BadRecord(f"message {number} has no content")
     content = "" if content is None else _string(content, f"message {number}")
     return {"role": ROLES[role], "content": content, **rest}
 
@@ -96,14 +96,14 @@ def _turns(value: object, role: str) -> list[dict]:
 def _conversation(turns: list[dict]) -> dict:
     answers = [turn for turn in turns if turn["role"] == "assistant"]
     if not any(turn["content"].strip() or turn.get("tool_calls") for turn in answers):
-        raise BadRow("no assistant turn with content")
+        raise BadRecord("no assistant turn with content")
     return {"messages": tuple(turns)}
 
 
 def _chat(record: dict) -> dict:
     messages = record.get("messages", record.get("conversations"))
     if not isinstance(messages, list):
-        raise BadRow(f"messages is {_kind_of(messages)}, not a list")
+        raise BadRecord(f"messages is {_kind_of(messages)}, not a list")
     return _conversation(_turns(messages, "user"))
 
 
@@ -126,7 +126,7 @@ def _preference(record: dict) -> dict:
         if turns and turns[0]["role"] != "assistant":
             return _conversation(turns)
     elif prompt is None:
-        raise BadRow("chosen is text, but there is no prompt")
+        raise BadRecord("chosen is text, but there is no prompt")
     return _prompt_and_completion(prompt, answer, "chosen")
 
 
