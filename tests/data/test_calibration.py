@@ -7,7 +7,7 @@ from lmx.data.calibration import (
     concatenated_sequences,
     per_example_sequences,
 )
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.models.loader import load_tokenizer
@@ -22,7 +22,7 @@ def tokenizer(tokenizer_folder):
 
 def chats(count):
     return [
-        Record(
+        DataRecord(
             f"rows:{n}", prompt=f"question {n} " * (1 + n % 3), completion=f"answer {n}"
         )
         for n in range(count)
@@ -79,7 +79,7 @@ def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
 
 
 def test_rows_without_an_answer_are_an_error(tokenizer):
-    rows = [Record("rows:1", prompt="long " * 80, completion="never seen")]
+    rows = [DataRecord("rows:1", prompt="long " * 80, completion="never seen")]
     with pytest.raises(UserError, match="no row has an answer"):
         per_example_sequences(
             rows, tokenizer, tokens=100, **SETTINGS | {"loss_on": "completions"}

@@ -44,7 +44,7 @@ def test_parquet(tmp_path):
     parquet.write_table(pyarrow.Table.from_pylist([CHAT, CHAT]), path)
     found = dataset.RecordReader(str(path))
     assert found.format == "chat"
-    assert list(found)[1] == dataset.Record(f"{path}[1]", messages=(USER, ANSWER))
+    assert list(found)[1] == dataset.DataRecord(f"{path}[1]", messages=(USER, ANSWER))
 
 
 def test_line_separators_inside_json_do_not_end_a_line(write):

@@ -5,13 +5,13 @@ import tracemalloc
 
 import pytest
 from lmx.data import cache, splits
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.data.splits import EVAL_SHARE, choose_eval_records, random_u64
 from lmx.errors import UserError
 
 
 def rows(count):
-    return [Record(f"f:{n}", prompt=str(n), completion="x") for n in range(count)]
+    return [DataRecord(f"f:{n}", prompt=str(n), completion="x") for n in range(count)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
@@ -70,7 +70,7 @@ def _mix(value):
 
 def test_one_document_gives_its_tail():
     text = "".join(f"line {n}\n" for n in range(100))
-    one = [Record("f:1", text=text)]
+    one = [DataRecord("f:1", text=text)]
     found = choose_eval_records(one, 0)
     [head], [tail] = found.rest(one, 0), found.rows
     assert head.text + tail.text == text
@@ -83,7 +83,9 @@ def test_one_document_gives_its_tail():
 def test_rows_are_not_kept_in_memory():
     def many():
         for number in range(20_000):
-            yield Record(f"f:{number}", text=random.Random(number).randbytes(500).hex())
+            yield DataRecord(
+                f"f:{number}", text=random.Random(number).randbytes(500).hex()
+            )
 
     tracemalloc.start()
     found = choose_eval_records(many(), 0, 100)
@@ -97,7 +99,8 @@ def test_rows_are_not_kept_in_memory():
 def test_what_a_row_holds_survives_the_cache(cache_folder):
     turns = ({"role": "user", "content": "é\u2028", "tool_calls": [{"a": 1}]},)
     held = splits.EvalSplit(
-        [Record("f:1", messages=turns, skill="s"), Record("f:2", text="b\n")], 2**64 - 1
+        [DataRecord("f:1", messages=turns, skill="s"), DataRecord("f:2", text="b\n")],
+        2**64 - 1,
     )
     kept = cache.get_or_create(
         "test", "k", lambda f: splits.write_eval_split(f, held), warning=print

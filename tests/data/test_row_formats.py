@@ -86,7 +86,7 @@ def test_every_format(write, record, name, fields):
     path = write([{**record, "skill": "greeting", "id": 7}])
     found = dataset.RecordReader(path)
     assert found.format == name
-    assert list(found) == [dataset.Record(f"{path}:1", **fields, skill="greeting")]
+    assert list(found) == [dataset.DataRecord(f"{path}:1", **fields, skill="greeting")]
     assert found.stats.bad == 0
 
 

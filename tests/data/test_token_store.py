@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from lmx.data import cache, token_store, tokenization
 from lmx.data.batching import BucketBatchSampler
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.errors import UserError
 from lmx.models.loader import load_tokenizer
 
@@ -24,10 +24,12 @@ def rows(count=60):
     for number in range(count):
         where = f"Straße.jsonl:{number + 1}"
         if number % 3 == 0:
-            made.append(Record(where, text=f"text {number} " * 9))
+            made.append(DataRecord(where, text=f"text {number} " * 9))
         else:
             prompt = "long " * 30 if number % 10 == 7 else f"say {number}"
-            made.append(Record(where, prompt=prompt, completion=f"{number} is said"))
+            made.append(
+                DataRecord(where, prompt=prompt, completion=f"{number} is said")
+            )
     return made
 
 
@@ -87,7 +89,7 @@ def test_batches_from_disk_are_those_from_memory(cache_folder, tokenizer):
 
 
 def test_nothing_to_train_on(cache_folder, tokenizer):
-    long = [Record(f"f:{n}", prompt="word " * 90, completion="x") for n in range(3)]
+    long = [DataRecord(f"f:{n}", prompt="word " * 90, completion="x") for n in range(3)]
     with pytest.raises(UserError, match="nothing to train on: all 3 rows") as fault:
         stored(long, tokenizer)
     assert fault.value.hint == "raise data.max_seq_length"
@@ -97,7 +99,7 @@ def test_nothing_to_train_on(cache_folder, tokenizer):
 
 def test_few_characters_are_encoded_at_once(monkeypatch):
     monkeypatch.setattr(token_store, "BLOCK_CHARACTERS", 100)
-    made = [Record(f"f:{n}", text="x" * 60) for n in range(5)]
+    made = [DataRecord(f"f:{n}", text="x" * 60) for n in range(5)]
     assert [len(block) for block in token_store._blocks(made)] == [2, 2, 1]
 
 
@@ -124,7 +126,9 @@ def test_rows_are_not_kept_in_memory(cache_folder, tokenizer, monkeypatch):
 
     monkeypatch.setattr(token_store, "encode_block", encode)
     tracemalloc.start()
-    kept = stored((Record(f"f:{n}", text="x" * 100) for n in range(count)), tokenizer)
+    kept = stored(
+        (DataRecord(f"f:{n}", text="x" * 100) for n in range(count)), tokenizer
+    )
     found = token_store.TokenStore(kept)
     batches = BucketBatchSampler(found, max_seq_length=64, rows=32)
     for step in range(40):

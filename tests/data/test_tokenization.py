@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from lmx.data import tokenization
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.errors import UserError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -71,7 +71,7 @@ def chat(*contents, system=None):
     turns = [{"role": roles[i % 2], "content": c} for i, c in enumerate(contents)]
     if system:
         turns.insert(0, {"role": "system", "content": system})
-    return Record("f:1", messages=tuple(turns))
+    return DataRecord("f:1", messages=tuple(turns))
 
 
 def one(row, tokenizer, **options):
@@ -180,7 +180,7 @@ def test_a_token_across_the_edge_is_split_as_generation_would():
 
 def test_a_completion_whose_first_token_would_merge_with_the_prompt():
     tokenizer = build(None)
-    row = Record("f:1", prompt="use", completion="r")
+    row = DataRecord("f:1", prompt="use", completion="r")
     joined = tokenizer.encode("user", add_special_tokens=False)
     prompt = tokenizer.encode("use", add_special_tokens=False)
     assert joined[: len(prompt)] != prompt
@@ -194,19 +194,21 @@ def test_bos_is_there_once():
     bos = tokenizer.bos_token_id
     for row in (
         chat("a", "b"),
-        Record("f:1", text="hello"),
-        Record("f:1", text="<s>hello"),
-        Record("f:1", prompt="hello", completion=" user"),
+        DataRecord("f:1", text="hello"),
+        DataRecord("f:1", text="<s>hello"),
+        DataRecord("f:1", prompt="hello", completion=" user"),
     ):
         tokens = one(row, tokenizer).tokens.tolist()
         assert (tokens[0], tokens.count(bos)) == (bos, 1)
     tokenizer.chat_template = None
-    tokens = one(Record("f:1", prompt="a", completion="b"), tokenizer).tokens.tolist()
+    tokens = one(
+        DataRecord("f:1", prompt="a", completion="b"), tokenizer
+    ).tokens.tolist()
     assert (tokens[0], tokens.count(bos)) == (bos, 1)
 
 
 def test_a_completion_takes_the_chat_template_where_there_is_one(chatml):
-    row = Record("f:1", prompt="1+1?", completion="2", skill="addition")
+    row = DataRecord("f:1", prompt="1+1?", completion="2", skill="addition")
     example = one(row, chatml)
     assert example.tokens.tolist() == one(chat("1+1?", "2"), chatml).tokens.tolist()
     assert (example.where, example.skill) == ("f:1", "addition")
@@ -222,7 +224,7 @@ def test_a_completion_takes_the_chat_template_where_there_is_one(chatml):
 def test_windows_train_every_token_of_a_text_but_the_first_once(chatml, count):
     tokens = chatml.encode("z" * (count - 1), add_special_tokens=False)
     tokens.append(chatml.eos_token_id)
-    row = Record("f:1", text="z" * (count - 1))
+    row = DataRecord("f:1", text="z" * (count - 1))
     windows = tokenization.encode(row, chatml, max_seq_length=8)
     assert all(2 <= len(w.tokens) <= 8 for w in windows)
     learned = [t for w in windows for t, on in zip(w.tokens, w.mask, strict=True) if on]
@@ -232,7 +234,7 @@ def test_windows_train_every_token_of_a_text_but_the_first_once(chatml, count):
 
 
 def test_an_end_token_inside_a_text_does_not_end_its_training(chatml):
-    example = one(Record("f:1", text="a<|im_end|>b"), chatml)
+    example = one(DataRecord("f:1", text="a<|im_end|>b"), chatml)
     assert example.mask.tolist() == [False, True, True, True]
 
 
@@ -276,7 +278,7 @@ def test_a_tokenizer_without_a_fast_backend_and_the_wrapper_of_mlx_lm(chatml):
         encode, decode = chatml.encode, chatml.decode
         apply_chat_template = chatml.apply_chat_template
 
-    rows = [chat("a?", "A", "b?", "B"), Record("f:2", text="hello user")]
+    rows = [chat("a?", "A", "b?", "B"), DataRecord("f:2", text="hello user")]
     expected = tokenization.encode_all(rows, chatml, max_seq_length=99).examples
     for other in (Slow(), utils.TokenizerWrapper(chatml)):
         found = tokenization.encode_all(rows, other, max_seq_length=99).examples

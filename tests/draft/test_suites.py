@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.draft.prompt_sets import AGAIN, prompt_sets
 from lmx.models.loader import load_tokenizer
 
@@ -19,7 +19,7 @@ def tokenizer():
 def chat(number):
     turns = ("user", f"Add {number} and 1."), ("assistant", f"It is {number + 1}!")
     messages = tuple({"role": role, "content": said} for role, said in turns)
-    return Record(f"chats:{number}", messages=messages)
+    return DataRecord(f"chats:{number}", messages=messages)
 
 
 def taken(rows, tokenizer, count=6, longest=200):
@@ -28,7 +28,7 @@ def taken(rows, tokenizer, count=6, longest=200):
 
 
 def test_every_kind_has_its_share_and_copying_too(tokenizer):
-    rows = [Record(f"texts:{n}", text=TEXT) for n in range(9)] + [
+    rows = [DataRecord(f"texts:{n}", text=TEXT) for n in range(9)] + [
         chat(n) for n in range(9)
     ]
     found = taken(rows, tokenizer)
@@ -46,10 +46,10 @@ def test_every_kind_has_its_share_and_copying_too(tokenizer):
 def test_what_is_to_be_copied_stands_in_the_prompt(tokenizer):
     (prompt,) = taken([chat(4)], tokenizer, count=2)["copying"]
     assert prompt.index("It is 5!") < prompt.index(AGAIN)
-    row = Record("pairs:1", prompt="Name a colour.", completion="Blue.")
+    row = DataRecord("pairs:1", prompt="Name a colour.", completion="Blue.")
     (prompt,) = taken([row], tokenizer, count=2)["copying"]
     assert prompt.index("Name a colour.") < prompt.index("Blue.") < prompt.index(AGAIN)
-    (prompt,) = taken([Record("texts:1", text=TEXT)], tokenizer, count=2)["copying"]
+    (prompt,) = taken([DataRecord("texts:1", text=TEXT)], tokenizer, count=2)["copying"]
     half = TEXT[: len(TEXT) // 2]
     # The half, and its beginning once more: what follows in it is to be said.
     assert prompt.startswith(half)
@@ -61,12 +61,15 @@ def test_a_call_of_a_tool_is_not_said_again(tokenizer):
     turns = ({"role": "user", "content": "Add."}, {"role": "assistant", "content": ""})
     turns[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
     assert "copying" not in prompt_sets(
-        [Record("tools:1", messages=turns)], tokenizer, count=2, longest=200
+        [DataRecord("tools:1", messages=turns)], tokenizer, count=2, longest=200
     )
 
 
 def test_long_prompts_make_room_for_the_next(tokenizer):
-    rows = [Record("texts:long", text=TEXT * 9), Record("texts:short", text=TEXT)]
+    rows = [
+        DataRecord("texts:long", text=TEXT * 9),
+        DataRecord("texts:short", text=TEXT),
+    ]
     found = prompt_sets(rows, tokenizer, count=4, longest=60)
     assert {prompt.where for own in found.values() for prompt in own} == {"texts:short"}
     assert not prompt_sets(rows, tokenizer, count=4, longest=3)

@@ -14,7 +14,7 @@ from lmx.config.model import ScratchModelConfig
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.train import TeacherConfig, TrainConfig
 from lmx.data.batching import Batch as Rows
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.models import checkpoint_writer, from_scratch
 from lmx.models.loader import build_model
 from lmx.models.lora import lora_model
@@ -88,7 +88,7 @@ def test_a_sample_is_every_nth_row(count, monkeypatch):
     monkeypatch.setattr(dry_run, "SAMPLED", 600)
     sample = dry_run.RowReservoir()
     for number in range(count):
-        sample.add(Record(str(number), text="x" * 10))
+        sample.add(DataRecord(str(number), text="x" * 10))
         assert len(sample.rows) <= 60
     places = [int(row.where) for row in sample.rows]
     assert sample.total == count
@@ -98,7 +98,7 @@ def test_a_sample_is_every_nth_row(count, monkeypatch):
 
 def test_a_row_larger_than_a_sample_is_looked_at():
     sample = dry_run.RowReservoir()
-    sample.add(Record("f:1", text="x" * (dry_run.SAMPLED + 1)))
+    sample.add(DataRecord("f:1", text="x" * (dry_run.SAMPLED + 1)))
     assert len(sample.rows) == 1
 
 

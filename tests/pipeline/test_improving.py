@@ -8,7 +8,7 @@ from lmx.config.quantize import CalibrationConfig
 from lmx.data.batching import BucketBatchSampler
 from lmx.data.calibration import CalibrationBatch
 from lmx.data.dataset import RecordReader
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.evaluation.gap_recovery import measure_per_sequence
@@ -87,7 +87,7 @@ def calibrating(monkeypatch, train, valid):
 
     monkeypatch.setattr("lmx.pipeline.calibration.concatenated_sequences", windows)
     rows = {
-        split: [Record(str(n), text=str(n)) for n in numbers]
+        split: [DataRecord(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))
     }
     context = SimpleNamespace(

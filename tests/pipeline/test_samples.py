@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.pipeline.samples import OPENING, shown_rows
 
 
@@ -12,7 +12,7 @@ def chat(asked, answer, skill=None):
         {"role": "user", "content": asked},
         {"role": "assistant", "content": answer},
     )
-    return Record("here:1", messages=turns, skill=skill)
+    return DataRecord("here:1", messages=turns, skill=skill)
 
 
 class Generator:
@@ -35,8 +35,8 @@ class Generator:
     ("row", "prompt", "expected"),
     [
         (chat("Hi?", "Yes."), "Hi?", "Yes."),
-        (Record("x", prompt="one plus", completion=" two"), "one plus", " two"),
-        (Record("x", text="To be\nor not"), "To be or not", None),
+        (DataRecord("x", prompt="one plus", completion=" two"), "one plus", " two"),
+        (DataRecord("x", text="To be\nor not"), "To be or not", None),
     ],
 )
 def test_every_kind_of_row_asks_for_something(row, prompt, expected):
@@ -50,7 +50,7 @@ def test_every_kind_of_row_asks_for_something(row, prompt, expected):
 
 
 def test_of_a_text_the_opening_is_shown():
-    [shown] = shown_rows([Record("x", text="word " * 500)], 4)
+    [shown] = shown_rows([DataRecord("x", text="word " * 500)], 4)
     assert shown.prompt == " ".join(["word"] * OPENING)
 
 
@@ -62,6 +62,6 @@ def test_what_the_model_cannot_read_has_no_answer():
 
 def test_kinds_come_in_turn_and_empty_rows_not_at_all():
     rows = [chat(f"{skill}{n}", "x", skill) for skill in "ab" for n in range(3)]
-    rows.insert(0, Record("x", prompt="", completion="unasked"))
+    rows.insert(0, DataRecord("x", prompt="", completion="unasked"))
     assert [row.prompt for row in shown_rows(rows, 3)] == ["a0", "b0", "a1"]
     assert shown_rows(rows, 0) == []

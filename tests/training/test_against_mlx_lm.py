@@ -22,7 +22,7 @@ import yaml
 from lmx.config.lora import LoRAConfig
 from lmx.data import tokenization
 from lmx.data.batching import Batch, BucketBatchSampler
-from lmx.data.record_formats import Record
+from lmx.data.record_formats import DataRecord
 from lmx.data.tokenization import Example
 from lmx.models.hooks import find_blocks
 from lmx.models.loader import load_tokenizer
@@ -302,7 +302,7 @@ def test_every_turn_is_trained(tokenizer_folder):
     roles = ("user", "assistant") * 2
     messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]
 
-    row = Record("f:1", messages=messages)
+    row = DataRecord("f:1", messages=messages)
     [example] = tokenization.encode(row, tokenizer, max_seq_length=999)
     ours = tokenizer.decode(example.tokens[example.mask].tolist())
     assert "2 it is" in ours

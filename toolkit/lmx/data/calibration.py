@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 
 from ..errors import UserError
-from .record_formats import Record
+from .record_formats import DataRecord
 from .tokenization import Example, LossOn, encode_block
 
 # Rows that are chosen from, the first ones of the source.
@@ -65,7 +65,7 @@ class CalibrationBatch:
 
 
 def concatenated_sequences(
-    rows: Iterable[Record], tokenizer, *, length: int, tokens: int, seed: int
+    rows: Iterable[DataRecord], tokenizer, *, length: int, tokens: int, seed: int
 ) -> CalibrationBatch:
     """Whole documents in random order, joined and cut; every position counts.
 
@@ -95,7 +95,7 @@ def concatenated_sequences(
 
 
 def per_example_sequences(
-    rows: Iterable[Record],
+    rows: Iterable[DataRecord],
     tokenizer,
     *,
     length: int,
@@ -131,7 +131,7 @@ def per_example_sequences(
 
 
 def _blocks(
-    rows: Iterable[Record], tokenizer, seed: int, **settings
+    rows: Iterable[DataRecord], tokenizer, seed: int, **settings
 ) -> Iterator[list[Example]]:
     chosen = list(islice(rows, CHOICE))
     random.Random(seed).shuffle(chosen)

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ..errors import UserError
-from .record_formats import Record
+from .record_formats import DataRecord
 
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -25,7 +25,7 @@ class RenderedChat:
         marked: tokens and mask as the template's own markers give them.
     """
 
-    row: Record
+    row: DataRecord
     text: str
     spans: tuple[tuple[int, int], ...]
     bare: bool = False
@@ -50,7 +50,7 @@ class RenderedChat:
         yield self.text[last:], False
 
 
-def render(row: Record, tokenizer, *, everything: bool = False) -> RenderedChat:
+def render(row: DataRecord, tokenizer, *, everything: bool = False) -> RenderedChat:
     """Find the answers of a row, or take all of its text as one.
 
     Raises:
@@ -75,7 +75,7 @@ def _has_template(tokenizer) -> bool:
 
 
 def _chat(
-    row: Record, messages: list[dict], tokenizer, everything: bool
+    row: DataRecord, messages: list[dict], tokenizer, everything: bool
 ) -> RenderedChat:
     if not _has_template(tokenizer):
         raise UserError(

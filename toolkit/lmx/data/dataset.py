@@ -15,7 +15,7 @@ from urllib.request import getproxies
 
 from ..errors import UserError
 from . import builtin, readers, record_formats
-from .record_formats import Record
+from .record_formats import DataRecord
 
 LOOKED_AT = 200
 NAMED = 5
@@ -26,7 +26,7 @@ _NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 __all__ = [
     "ReadStats",
-    "Record",
+    "DataRecord",
     "RecordReader",
     "has_split",
     "source_fingerprint",
@@ -98,7 +98,7 @@ class RecordReader:
             raise _no_format(source, first[0], self._columns)
         self.format = found.most_common(1)[0][0]
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[DataRecord]:
         good, bad, named, keys = 0, 0, [], "none"
         for where, record in self._records():
             try:
@@ -179,13 +179,13 @@ def _opened(source: str, split: str, find: Find, streaming: bool):
     return lambda: (placed for file in found for placed in readers.read_records(file))
 
 
-def _row(where: str, record: object, name: str) -> Record:
+def _row(where: str, record: object, name: str) -> DataRecord:
     if record_formats.format_of(record) != name:
         keys = ", ".join(record) if isinstance(record, dict) else "no object"
         raise record_formats.BadRecord(f"not {name}: it holds {keys or 'no keys'}")
     skill = record.get("skill")
     fields = record_formats.FORMATS[name].parse(record)
-    return Record(where, **fields, skill=skill if isinstance(skill, str) else None)
+    return DataRecord(where, **fields, skill=skill if isinstance(skill, str) else None)
 
 
 def _no_format(source: str, record: object, columns: Mapping[str, str]) -> UserError:

@@ -15,7 +15,7 @@ ROLES = {
 
 
 @dataclass(frozen=True)
-class Record:
+class DataRecord:
     """One row: messages, or prompt and completion, or text.
 
     Attributes:

@@ -12,7 +12,7 @@ from ..errors import UserError
 from . import cache, fingerprint
 from .cache import CacheEntry
 from .dataset import ReadStats, RecordReader, has_split, source_fingerprint, source_size
-from .record_formats import Record
+from .record_formats import DataRecord
 
 EVAL_SHARE = 0.05
 EVAL_MAX_EXAMPLES = 2_000
@@ -29,10 +29,10 @@ class EvalSplit:
             document there is.
     """
 
-    rows: list[Record]
+    rows: list[DataRecord]
     edge: int | None
 
-    def rest(self, rows: Iterable[Record], seed: int) -> Iterator[Record]:
+    def rest(self, rows: Iterable[DataRecord], seed: int) -> Iterator[DataRecord]:
         """The other rows of the source, in their order."""
         for index, row in enumerate(rows):
             if self.edge is None:
@@ -53,7 +53,7 @@ def random_u64(seed: int, index: int) -> int:
 
 
 def choose_eval_records(
-    rows: Iterable[Record], seed: int, most: int = EVAL_MAX_EXAMPLES
+    rows: Iterable[DataRecord], seed: int, most: int = EVAL_MAX_EXAMPLES
 ) -> EvalSplit:
     """Hold out the rows whose draw lies in the lowest `SHARE`.
 
@@ -94,12 +94,12 @@ def write_eval_split(folder: Path, held: EvalSplit) -> dict:
 def read_eval_split(kept: CacheEntry) -> EvalSplit:
     """What `write` wrote."""
     with (kept.folder / ROWS).open(encoding="utf-8") as stream:
-        rows = [Record(**json.loads(line)) for line in stream]
+        rows = [DataRecord(**json.loads(line)) for line in stream]
     rows = [replace(r, messages=r.messages and tuple(r.messages)) for r in rows]
     return EvalSplit(rows, kept.facts["edge"])
 
 
-def _cut(row: Record) -> tuple[Record, Record]:
+def _cut(row: DataRecord) -> tuple[DataRecord, DataRecord]:
     """A document without its tail, and the tail, cut at the end of a line."""
     text = row.text or ""
     cut = text.rfind("\n", 0, round(len(text) * (1 - EVAL_SHARE))) + 1
@@ -139,7 +139,7 @@ class TrainDataset:
         self._held = held
         self._seed = seed
 
-    def __iter__(self) -> Iterator[Record]:
+    def __iter__(self) -> Iterator[DataRecord]:
         held = self._held() if self._held else {}
         for source in self.sources:
             rows = self._read(source)
@@ -175,7 +175,7 @@ class Splits:
         self.warning = warning
 
     @cached_property
-    def valid(self) -> list[Record]:
+    def valid(self) -> list[DataRecord]:
         """All validation rows."""
         if not self._valid_sources:
             held = [row for part in self._held.values() for row in part.rows]

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from .cache import CacheEntry
-from .record_formats import Record
+from .record_formats import DataRecord
 from .tokenization import (
     EncodeResult,
     Example,
@@ -80,7 +80,7 @@ class TokenStore:
 
 def write_token_store(
     folder: Path,
-    rows: Iterable[Record],
+    rows: Iterable[DataRecord],
     tokenizer,
     *,
     max_seq_length: int,
@@ -134,7 +134,7 @@ def _append(
     places.write(text, np.array([len(name) for name in names]))
 
 
-def _blocks(rows: Iterable[Record]) -> Iterator[list[Record]]:
+def _blocks(rows: Iterable[DataRecord]) -> Iterator[list[DataRecord]]:
     """Rows that are encoded together, few enough for any memory."""
     block, characters = [], 0
     for row in rows:

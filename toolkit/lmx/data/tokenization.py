@@ -9,7 +9,7 @@ import numpy as np
 
 from ..errors import UserError
 from . import chat_template
-from .record_formats import Record
+from .record_formats import DataRecord
 
 LossOn = Literal["completions", "all"]
 
@@ -50,7 +50,7 @@ class EncodeResult:
 
 
 def encode(
-    row: Record, tokenizer, *, max_seq_length: int, loss_on: LossOn = "completions"
+    row: DataRecord, tokenizer, *, max_seq_length: int, loss_on: LossOn = "completions"
 ) -> list[Example]:
     """The examples of one row: several windows of a long text, none if untrainable."""
     settings = {"max_seq_length": max_seq_length, "loss_on": loss_on}
@@ -58,7 +58,7 @@ def encode(
 
 
 def encode_all(
-    rows: Sequence[Record],
+    rows: Sequence[DataRecord],
     tokenizer,
     *,
     max_seq_length: int,
@@ -94,7 +94,7 @@ def no_trainable_examples(rows: int, dropped: Sequence[tuple[str, str]]) -> User
 
 
 def encode_block(
-    rows: Iterable[Record], tokenizer, *, max_seq_length: int, loss_on: LossOn
+    rows: Iterable[DataRecord], tokenizer, *, max_seq_length: int, loss_on: LossOn
 ) -> EncodeResult:
     """`encode_all` for a part of the rows, of which none may have a token to train."""
     encoded = EncodeResult()

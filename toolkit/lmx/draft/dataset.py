@@ -12,7 +12,7 @@ import numpy as np
 from ..config.draft import DataGenerationConfig
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, InMemoryExamples
-from ..data.record_formats import Record
+from ..data.record_formats import DataRecord
 from ..data.tokenization import Example
 from ..generation.completions import (
     CachedGenerator,
@@ -37,7 +37,7 @@ class Prompt:
     where: str
 
 
-def prompt_from_row(row: Record, tokenizer: Any) -> list[int]:
+def prompt_from_row(row: DataRecord, tokenizer: Any) -> list[int]:
     """What a row asks, templates applied; of bare text its first half."""
     if row.text is not None:
         tokens = encode_text(tokenizer, row.text)
@@ -50,12 +50,12 @@ def prompt_from_row(row: Record, tokenizer: Any) -> list[int]:
 
 
 def select_prompts(
-    rows: Iterable[Record],
+    rows: Iterable[DataRecord],
     tokenizer: Any,
     *,
     count: int,
     longest: int,
-    ask: Callable[[Record, Any], list[int]] = prompt_from_row,
+    ask: Callable[[DataRecord, Any], list[int]] = prompt_from_row,
 ) -> list[Prompt]:
     """What the first rows ask.
 

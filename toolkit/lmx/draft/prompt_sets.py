@@ -8,7 +8,7 @@ copying, where what is to be said stands in the prompt, as in edits.
 from collections.abc import Iterable
 from typing import Any
 
-from ..data.record_formats import Record
+from ..data.record_formats import DataRecord
 from ..generation.prompt import encode_chat, encode_text
 from .dataset import Prompt, prompt_from_row, select_prompts
 
@@ -19,7 +19,7 @@ PromptSets = dict[str, list[Prompt]]
 
 
 def prompt_sets(
-    rows: Iterable[Record], tokenizer: Any, *, count: int, longest: int
+    rows: Iterable[DataRecord], tokenizer: Any, *, count: int, longest: int
 ) -> PromptSets:
     """The first prompts of every kind that the rows have, and copying.
 
@@ -39,7 +39,7 @@ def prompt_sets(
     return {kind: own[: max(1, count // len(kept))] for kind, own in kept.items()}
 
 
-def _copied(row: Record, tokenizer: Any) -> list[int]:
+def _copied(row: DataRecord, tokenizer: Any) -> list[int]:
     """A prompt that has all of what is to be said."""
     if row.text is not None:
         # The half that is the prompt elsewhere, and half of it again.

@@ -9,7 +9,7 @@ from ..data.calibration import (
     concatenated_sequences,
     per_example_sequences,
 )
-from ..data.record_formats import Record
+from ..data.record_formats import DataRecord
 from ..data.splits import Splits
 from ..errors import UserError
 from .context import StageContext
@@ -74,7 +74,7 @@ class CalibrationData:
         return found
 
     @cached_property
-    def _validation(self) -> list[Record]:
+    def _validation(self) -> list[DataRecord]:
         data = self.context.data
         return self.context.rows.valid if data.valid or data.train else []
 
@@ -92,12 +92,12 @@ class CalibrationData:
             return max(1, min(enough, len(found) // 4))
         return 0
 
-    def _others(self) -> Iterator[Record]:
+    def _others(self) -> Iterator[DataRecord]:
         """The source's rows that are not validation rows too."""
         held = {row.as_text() for row in self._validation} if self.judging else set()
         return (row for row in self._rows.train if row.as_text() not in held)
 
-    def _windows(self, rows: Iterable[Record], tokens: int) -> CalibrationBatch:
+    def _windows(self, rows: Iterable[DataRecord], tokens: int) -> CalibrationBatch:
         settings = {
             "length": self.calibration.max_seq_length,
             "seed": self.context.seed,

@@ -9,7 +9,7 @@ from ..config.base import ConfigModel
 from ..config.loader import LoadedRecipe
 from ..convert.exporters import hub
 from ..data.dataset import BUILTIN, RecordReader
-from ..data.record_formats import Record
+from ..data.record_formats import DataRecord
 from ..data.tokenization import (
     LAST_ONLY,
     EncodeResult,
@@ -34,12 +34,12 @@ class RowReservoir:
     """Every n-th of many rows, so many that they hold about `SAMPLED` characters."""
 
     def __init__(self):
-        self.rows: list[Record] = []
+        self.rows: list[DataRecord] = []
         self.total = 0
         self._every = 1
         self._characters = 0
 
-    def add(self, row: Record) -> None:
+    def add(self, row: DataRecord) -> None:
         """Count a row, and hold it if it is its turn."""
         if self.total % self._every == 0:
             self.rows.append(row)
@@ -149,7 +149,7 @@ def _rows(
 
 
 def _tokens(
-    loaded: LoadedRecipe, sample: list[Record], total: int, tokenizer: Any
+    loaded: LoadedRecipe, sample: list[DataRecord], total: int, tokenizer: Any
 ) -> tuple[list[int], list[Line]]:
     """Lengths of the sample's examples in tokens, and what to say of them."""
     if not sample:
@@ -191,7 +191,7 @@ def _lengths(encoded: EncodeResult, looked_at: int, total: int) -> Iterator[Line
         yield "tokens", f"dropped: {where}: {reason}"
 
 
-def _example(row: Record | Example, text: str, marks: str) -> Iterator[Line]:
+def _example(row: DataRecord | Example, text: str, marks: str) -> Iterator[Line]:
     yield "example", f"{row.where}{marks}:"
     for line in (text[:SHOWN] + " ..." * (len(text) > SHOWN)).splitlines():
         yield "", f"  {line}"

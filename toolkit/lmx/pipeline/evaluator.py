@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..config.evaluate import EvaluateConfig
 from ..data.batching import Batch, BucketBatchSampler
-from ..data.record_formats import Record
+from ..data.record_formats import DataRecord
 from ..data.tokenization import encode_all
 from ..errors import FAILED, UserError
 from ..evaluation.divergence import measure_divergence
@@ -206,7 +206,7 @@ def _enough(batches: BucketBatchSampler, tokens: int) -> list[Batch]:
     return chosen
 
 
-def choose_questions(rows: list[Record], count: int) -> list[ExactMatchItem]:
+def choose_questions(rows: list[DataRecord], count: int) -> list[ExactMatchItem]:
     """The first rows of every kind of skill, in turn, up to `count`."""
     by_skill: dict[str, list[ExactMatchItem]] = defaultdict(list)
     for row in rows:

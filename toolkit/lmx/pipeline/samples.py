@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from ..data.record_formats import Record
+from ..data.record_formats import DataRecord
 from ..generation.engine import Generator
 from ..run.logger import RunLogger
 
@@ -26,7 +26,7 @@ def write_samples(
 class SampleComparison:
     """A row, and what each model of the run makes of it."""
 
-    row: Record
+    row: DataRecord
     answers: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -68,7 +68,7 @@ class SampleComparison:
         }
 
 
-def shown_rows(rows: list[Record], count: int) -> list[SampleComparison]:
+def shown_rows(rows: list[DataRecord], count: int) -> list[SampleComparison]:
     """The first rows of every kind of skill, in turn, that ask for something."""
     kinds = defaultdict(list)
     for row in rows:
