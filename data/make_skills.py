@@ -1,8 +1,8 @@
-"""Write data/skills/: chat questions with one exact answer each, from a fixed seed.
+"""Write data/skills/: chats with one question and one exact answer, from a fixed seed.
 
-    python data/make_skills.py [FOLDER [TEST_ROWS_OF_EVERY_KIND]]
+    python data/make_skills.py [FOLDER [TEST_EXAMPLES_PER_KIND]]
 
-No task (a kind with its numbers and words, however phrased) is in two of the files.
+No task (a kind with its numbers and words, in any wording) is in two of the files.
 """
 
 # ruff: noqa: SIM905 (a paragraph of words reads better than 250 quoted ones)
@@ -64,7 +64,7 @@ ROMAN = {
     **{10: "X", 9: "IX", 5: "V", 4: "IV", 1: "I"},
 }
 
-# A task: its phrasings, the first of which names it, and the one answer.
+# A task: its wordings, the first of which identifies it, and the answer.
 Task = tuple[list[str], str]
 
 
@@ -83,8 +83,8 @@ def addition(r: random.Random) -> Task:
 
 def subtraction(r: random.Random) -> Task:
     b, a = sorted((r.randint(1, 99), r.randint(1, 99)))
-    asked = [f"What is {a} - {b}?", f"Subtract {b} from {a}.", f"{a} - {b} ="]
-    return asked, str(a - b)
+    wordings = [f"What is {a} - {b}?", f"Subtract {b} from {a}.", f"{a} - {b} ="]
+    return wordings, str(a - b)
 
 
 def multiplication(r: random.Random) -> Task:
@@ -95,40 +95,40 @@ def multiplication(r: random.Random) -> Task:
 def count_letter(r: random.Random) -> Task:
     word = r.choice(WORDS)
     letter = r.choice(word) if r.random() < 0.8 else r.choice("aeionrst")
-    asked = [
+    wordings = [
         f"How many times is the letter {letter} in {word}?",
         f"Count the letter {letter} in {word}.",
         f"How often does {word} have the letter {letter}?",
     ]
-    return asked, str(word.count(letter))
+    return wordings, str(word.count(letter))
 
 
 def count_words(r: random.Random) -> Task:
     words = r.choices(WORDS, k=r.randint(2, 7))
     text = " ".join(words)
-    asked = [f"How many words: {text}", f"Count the words: {text}"]
-    return asked, str(len(words))
+    wordings = [f"How many words: {text}", f"Count the words: {text}"]
+    return wordings, str(len(words))
 
 
 def sort_numbers(r: random.Random) -> Task:
     numbers = r.sample(range(100), r.randint(3, 5))
     text = _listed(numbers)
     if r.random() < 0.7:
-        asked = [f"Sort: {text}", f"Sort these numbers: {text}"]
-        return asked, _listed(sorted(numbers))
-    asked = [f"Sort from high to low: {text}", f"Sort in falling order: {text}"]
-    return asked, _listed(sorted(numbers, reverse=True))
+        wordings = [f"Sort: {text}", f"Sort these numbers: {text}"]
+        return wordings, _listed(sorted(numbers))
+    wordings = [f"Sort from high to low: {text}", f"Sort in falling order: {text}"]
+    return wordings, _listed(sorted(numbers, reverse=True))
 
 
 def sort_words(r: random.Random) -> Task:
     words = r.sample(WORDS, r.randint(2, 4))
     text = _listed(words)
-    asked = [
+    wordings = [
         f"Sort by the alphabet: {text}",
         f"Put in alphabetical order: {text}",
         f"Sort these words: {text}",
     ]
-    return asked, _listed(sorted(words))
+    return wordings, _listed(sorted(words))
 
 
 def reverse(r: random.Random) -> Task:
@@ -145,17 +145,17 @@ def letter_case(r: random.Random) -> Task:
     name, change = r.choice(
         [("upper", str.upper), ("lower", str.lower), ("title", str.title)]
     )
-    given = words.upper() if name == "lower" else words
-    asked = [f"Write in {name} case: {given}", f"Change to {name} case: {given}"]
-    return asked, change(words)
+    text = words.upper() if name == "lower" else words
+    wordings = [f"Write in {name} case: {text}", f"Change to {name} case: {text}"]
+    return wordings, change(words)
 
 
 def json_get(r: random.Random) -> Task:
     keys = r.sample(list(FIELDS), r.randint(2, 3))
     record = {key: r.choice(FIELDS[key]) for key in keys}
     key, text = r.choice(keys), _compact(record)
-    asked = [f"What is the {key} in {text}?", f"Get {key} from {text}"]
-    return asked, str(record[key])
+    wordings = [f"What is the {key} in {text}?", f"Get {key} from {text}"]
+    return wordings, str(record[key])
 
 
 def json_make(r: random.Random) -> Task:
@@ -168,54 +168,60 @@ def json_make(r: random.Random) -> Task:
 def date(r: random.Random) -> Task:
     day = datetime.date(2000, 1, 1) + datetime.timedelta(r.randrange(30 * 365))
     word, step = r.choice([("after", 1), ("after", 1), ("before", -1)])
-    asked = [f"What day comes {word} {day}?", f"Which date is one day {word} {day}?"]
-    return asked, str(day + datetime.timedelta(step))
+    wordings = [f"What day comes {word} {day}?", f"Which date is one day {word} {day}?"]
+    return wordings, str(day + datetime.timedelta(step))
 
 
 def units(r: random.Random) -> Task:
     (one, many), factor = r.choice(list(UNITS.items()))
     count = r.randint(2, 60)
     plural = {"foot": "feet", "dozen": "dozen"}.get(one, one + "s")
-    asked = [f"How many {many} are {count} {plural}?", f"{count} {plural} in {many}:"]
-    return asked, str(count * factor)
+    wordings = [
+        f"How many {many} are {count} {plural}?",
+        f"{count} {plural} in {many}:",
+    ]
+    return wordings, str(count * factor)
 
 
 def extreme(r: random.Random) -> Task:
     numbers = r.sample(range(100), r.randint(3, 5))
     names, pick = r.choice([(("largest", "max"), max), (("smallest", "min"), min)])
     text = _listed(numbers)
-    asked = [f"What is the {names[0]} of {text}?", f"{names[1]} of {text}"]
-    return asked, str(pick(numbers))
+    wordings = [f"What is the {names[0]} of {text}?", f"{names[1]} of {text}"]
+    return wordings, str(pick(numbers))
 
 
 def letter_at(r: random.Random) -> Task:
     word = r.choice(WORDS)
     name, index = r.choice([("first", 0), ("last", -1), ("second", 1), ("third", 2)])
-    asked = [f"What is the {name} letter of {word}?", f"The {name} letter of {word}:"]
-    return asked, word[index]
+    wordings = [
+        f"What is the {name} letter of {word}?",
+        f"The {name} letter of {word}:",
+    ]
+    return wordings, word[index]
 
 
 def remove_vowels(r: random.Random) -> Task:
     words = " ".join(r.sample(WORDS, r.randint(1, 2)))
-    asked = [f"Remove the vowels: {words}", f"Write without vowels: {words}"]
-    return asked, "".join(c for c in words if c not in "aeiou")
+    wordings = [f"Remove the vowels: {words}", f"Write without vowels: {words}"]
+    return wordings, "".join(c for c in words if c not in "aeiou")
 
 
 def compare(r: random.Random) -> Task:
     a, b = r.sample(range(100), 2)
     if r.random() < 0.5:
         sign = r.choice("<>")
-        asked = [f"Is {a} {sign} {b}?", f"True or not: {a} {sign} {b}?"]
-        return asked, "yes" if (a < b) == (sign == "<") else "no"
+        wordings = [f"Is {a} {sign} {b}?", f"True or not: {a} {sign} {b}?"]
+        return wordings, "yes" if (a < b) == (sign == "<") else "no"
     name, pick = r.choice([("larger", max), ("smaller", min)])
-    asked = [f"Which is {name}, {a} or {b}?", f"The {name} of {a} and {b}:"]
-    return asked, str(pick(a, b))
+    wordings = [f"Which is {name}, {a} or {b}?", f"The {name} of {a} and {b}:"]
+    return wordings, str(pick(a, b))
 
 
 def even_odd(r: random.Random) -> Task:
     number = r.randrange(1000)
-    asked = [f"Is {number} even or odd?", f"Even or odd: {number}"]
-    return asked, "odd" if number % 2 else "even"
+    wordings = [f"Is {number} even or odd?", f"Even or odd: {number}"]
+    return wordings, "odd" if number % 2 else "even"
 
 
 def next_number(r: random.Random) -> Task:
@@ -239,16 +245,19 @@ def roman(r: random.Random) -> Task:
     number = r.randint(1, 399)
     letters = _roman(number)
     if r.random() < 0.5:
-        asked = [f"Write {number} in Roman numerals.", f"{number} as a Roman numeral:"]
-        return asked, letters
+        wordings = [
+            f"Write {number} in Roman numerals.",
+            f"{number} as a Roman numeral:",
+        ]
+        return wordings, letters
     return [f"What number is {letters}?", f"Roman {letters} as a number:"], str(number)
 
 
 def hexadecimal(r: random.Random) -> Task:
     number = r.randrange(400)
     if r.random() < 0.5:
-        asked = [f"Write {number} in hex.", f"Convert {number} to hexadecimal."]
-        return asked, f"0x{number:x}"
+        wordings = [f"Write {number} in hex.", f"Convert {number} to hexadecimal."]
+        return wordings, f"0x{number:x}"
     return [f"Write 0x{number:x} in decimal.", f"0x{number:x} as decimal:"], str(number)
 
 
@@ -260,42 +269,44 @@ KINDS: tuple[Callable[[random.Random], Task], ...] = (
 
 
 def tasks(kind: Callable[[random.Random], Task], count: int) -> list[dict]:
-    """`count` rows of one kind, no two of the same task."""
-    # A generator per kind, so that a change of one kind leaves the others' rows alone.
+    """`count` examples of one kind, all of different tasks."""
+    # One generator per kind, so that a change of one kind does not change the others.
     r = random.Random(f"{SEED} {kind.__name__}")
-    rows: dict[str, dict] = {}
-    for _ in range(20 * count):  # A kind of few tasks repeats itself.
-        if len(rows) == count:
-            return list(rows.values())
-        asked, answer = kind(r)
-        question = r.choice(asked)
+    examples: dict[str, dict] = {}
+    for _ in range(20 * count):  # Some kinds have few tasks, so tasks repeat.
+        if len(examples) == count:
+            return list(examples.values())
+        wordings, answer = kind(r)
+        question = r.choice(wordings)
         turns = [("user", question), ("assistant", answer)]
         messages = [{"role": role, "content": content} for role, content in turns]
-        rows.setdefault(asked[0], {"messages": messages, "skill": kind.__name__})
-    sys.exit(f"{kind.__name__} has no {count} tasks; ask for fewer")
+        examples.setdefault(wordings[0], {"messages": messages, "skill": kind.__name__})
+    sys.exit(f"{kind.__name__} has fewer than {count} tasks")
 
 
 def make(test: int = PER_KIND["test"]) -> dict[str, list[dict]]:
-    """All rows by split, in a random order; so many test rows of every kind."""
+    """All examples by split, in random order; `test` test examples of every kind."""
     counts = PER_KIND | {"test": test}
     splits: dict[str, list[dict]] = {split: [] for split in counts}
     for kind in KINDS:
-        rows = iter(tasks(kind, sum(counts.values())))
+        examples = iter(tasks(kind, sum(counts.values())))
         for split, count in counts.items():
-            splits[split] += [next(rows) for _ in range(count)]
-    for split, rows in splits.items():
-        random.Random(f"{SEED} {split}").shuffle(rows)
+            splits[split] += [next(examples) for _ in range(count)]
+    for split, examples in splits.items():
+        random.Random(f"{SEED} {split}").shuffle(examples)
     return splits
 
 
 def main(folder: Path, test: int = PER_KIND["test"]) -> None:
     """Write one JSONL file per split."""
     folder.mkdir(parents=True, exist_ok=True)
-    for split, rows in make(test).items():
-        lines = [json.dumps(row, separators=(",", ":")) + "\n" for row in rows]
+    for split, examples in make(test).items():
+        lines = [
+            json.dumps(example, separators=(",", ":")) + "\n" for example in examples
+        ]
         path = folder / f"{split}.jsonl"
         path.write_text("".join(lines), encoding="utf-8", newline="\n")
-        print(f"{path}: {len(rows):,} rows, {path.stat().st_size:,} bytes")
+        print(f"{path}: {len(examples):,} examples, {path.stat().st_size:,} bytes")
 
 
 if __name__ == "__main__":
