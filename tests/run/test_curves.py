@@ -7,7 +7,7 @@ import sys
 import xml.etree.ElementTree as ElementTree
 
 import pytest
-from lmx.run.html.curves_svg import draw_curves
+from lmx.run.html.page import draw_curves
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINES = [("loss", "training"), ("loss", "validation"), ("learning_rate", "training")]
@@ -82,9 +82,9 @@ def test_the_same_rows_are_the_same_bytes(tmp_path):
     drawn(tmp_path, WHOLE)
     first = (tmp_path / "stages" / "curves.svg").read_bytes()
     program = (
-        "import sys; from pathlib import Path; from lmx.run.html import curves_svg;"
+        "import sys; from pathlib import Path; from lmx.run.html import page;"
         "folder = Path(sys.argv[1]);"
-        "curves_svg.draw_curves(folder, '1-train', folder / 'again.svg')"
+        "page.draw_curves(folder, '1-train', folder / 'again.svg')"
     )
     subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import pytest
 from lmx.errors import UserError
-from lmx.run.html.charts import Scale, around
-from lmx.run.html.layer_map import layer_maps
+from lmx.run.html.charts import Scale, scale_for
 from lmx.run.html.page import TEMPLATES, page, write_page
+from lmx.run.html.sections import layer_maps
 from pages import MANIFEST, REPORT, RESOLVED, ROWS, SHIFT, Page, make_run
 
 SECTIONS = [
@@ -191,7 +191,7 @@ def test_what_is_damaged_is_named(tmp_path, name, text):
 
 
 def test_no_run_no_page(tmp_path):
-    with pytest.raises(UserError, match="no run folder"):
+    with pytest.raises(UserError, match="not a run directory"):
         write_page(tmp_path)
     assert not list(tmp_path.iterdir())
 
@@ -256,7 +256,7 @@ def test_ticks_are_round_and_within(low, high):
 
 def test_one_value_alone_has_a_scale():
     for value in (0.0, 5.0, -2.0):
-        assert around([value], 0, 100, zero=False)(value) == 50
+        assert scale_for([value], 0, 100, zero=False)(value) == 50
 
 
 def test_the_map_has_a_place_for_every_layer():

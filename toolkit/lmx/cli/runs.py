@@ -5,10 +5,9 @@ import json
 import sys
 from pathlib import Path
 
-from ..run.compare import RunSummary, figures_table, read_runs, recipe_table
+from ..run.compare import RunSummary, metrics_table, read_runs, recipe_table
 from ..run.fs import write_atomic
-from ..run.html.comparison import comparison
-from ..run.html.page import write_page
+from ..run.html.page import comparison_page, write_page
 from ..run.logger import RunLogger
 
 METRICS_TITLE = "metrics of the last model of every run, and the change from run 1"
@@ -43,12 +42,12 @@ def compare(arguments: argparse.Namespace) -> int:
     """Print the tables; returns the exit code."""
     runs = read_runs(arguments.run)
     if arguments.html:
-        write_atomic(arguments.html, comparison(runs))
+        write_atomic(arguments.html, comparison_page(runs))
     if arguments.json:
         sys.stdout.write(json.dumps(_to_json(runs), indent=2) + "\n")
         return 0
     logger = RunLogger(None)
-    logger.table(METRICS_TITLE, *figures_table(runs))
+    logger.table(METRICS_TITLE, *metrics_table(runs))
     columns, rows = recipe_table(runs)
     if rows:
         logger.info("")

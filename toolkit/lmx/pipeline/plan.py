@@ -10,7 +10,7 @@ from ..config import yaml_io
 from ..config.base import ConfigModel
 from ..config.loader import LoadedRecipe
 from ..convert.exporters import FORMATS
-from ..run.tables import BESIDE, one_line, recipe_values
+from ..run.tables import OUTPUT_KEYS, one_line, recipe_values
 
 RUNS = Path("exports")
 
@@ -66,7 +66,7 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
 def recipe_hash(resolved: str) -> str:
     """Sha256 of a resolved recipe; where its results go is no part of it."""
     data = yaml_io.read(resolved).data
-    for key in BESIDE:
+    for key in OUTPUT_KEYS:
         data.pop(key, None)
     canonical = json.dumps(data, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()

@@ -49,7 +49,7 @@ def run(config: TrainConfig, context: "StageContext") -> "ModelArtifact":
 
 
 def _draw(context: "StageContext") -> None:
-    from ..run.html.curves_svg import draw_curves
+    from ..run.html.page import draw_curves
 
     target = context.folder / "curves.svg"
     if draw_curves(context.output, context.folder.name, target):

@@ -1,4 +1,4 @@
-"""Runs beside each other: what was measured, and what their recipes differ in."""
+"""Comparison of runs: their metrics, and the recipe values that differ."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,11 @@ ABSENT = "-"
 
 @dataclass(frozen=True)
 class RunSummary:
-    """One run: the figures of its last model, and its recipe by dotted key.
+    """One run: the metrics of its last model, and its recipe by dotted key.
 
     Attributes:
-        status: None of a report.json alone, of which no recipe is known either.
+        status: None for a report.json without run directory; its recipe is empty.
+        metrics: the records of metrics.jsonl.
     """
 
     name: str
@@ -28,49 +29,50 @@ class RunSummary:
     metrics: list[dict]
 
     def to_json(self) -> dict:
-        """For programs; the curves are in the run's own metrics.jsonl."""
-        own = {key: value for key, value in vars(self).items() if key != "metrics"}
-        return own | {"path": str(self.path)}
+        """All fields but the curves, which are in metrics.jsonl."""
+        fields = {key: value for key, value in vars(self).items() if key != "metrics"}
+        return fields | {"path": str(self.path)}
 
 
 def read_runs(paths: list[Path]) -> list[RunSummary]:
-    """Read run folders, or report.json files, under names that differ.
+    """Read run directories or report.json files, under distinct names.
 
     Raises:
-        UserError: one is neither.
+        UserError: a path does not exist, or is repeated.
     """
-    return [_side(name, path) for name, path in zip(_names(paths), paths, strict=True)]
-
-
-def figures_table(sides: list[RunSummary]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows; every run but the first with its distance from the first."""
-    rows = [
-        ["model", *(side.model or ABSENT for side in sides)],
-        ["status", *(side.status or ABSENT for side in sides)],
-        ["thresholds passed", *map(_passed, sides)],
+    return [
+        _summary(name, path) for name, path in zip(_names(paths), paths, strict=True)
     ]
-    for figure in metrics_of([side.figures for side in sides]):
-        if any(figure.value(side.figures) is not None for side in sides):
-            rows.append([figure.label, *(_cell(figure, s, sides[0]) for s in sides)])
-    return ["", *(side.name for side in sides)], rows
 
 
-def recipe_table(sides: list[RunSummary]) -> tuple[list[str], list[list[str]]]:
-    """Columns and rows: the values in which the recipes that are known differ."""
-    known = [side for side in sides if side.recipe]
-    keys = dict.fromkeys(key for side in known for key in side.recipe)
+def metrics_table(runs: list[RunSummary]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows; runs after the first also have their change from it."""
+    rows = [
+        ["model", *(run.model or ABSENT for run in runs)],
+        ["status", *(run.status or ABSENT for run in runs)],
+        ["thresholds passed", *map(_passed, runs)],
+    ]
+    for metric in metrics_of([run.figures for run in runs]):
+        if any(metric.value(run.figures) is not None for run in runs):
+            rows.append([metric.label, *(_cell(metric, s, runs[0]) for s in runs)])
+    return ["", *(run.name for run in runs)], rows
+
+
+def recipe_table(runs: list[RunSummary]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows of the values that differ between the known recipes."""
+    known = [run for run in runs if run.recipe]
+    keys = dict.fromkeys(key for run in known for key in run.recipe)
     rows = []
     for key in keys:
         values = [
-            one_line(side.recipe[key]) if key in side.recipe else ABSENT
-            for side in known
+            one_line(run.recipe[key]) if key in run.recipe else ABSENT for run in known
         ]
         if len(set(values)) > 1:
             rows.append([key, *values])
-    return ["key", *(side.name for side in known)], rows
+    return ["key", *(run.name for run in known)], rows
 
 
-def _side(name: str, path: Path) -> RunSummary:
+def _summary(name: str, path: Path) -> RunSummary:
     if path.is_dir():
         record = Record.read(path)
         report, status = record.report, record.manifest["status"]
@@ -78,7 +80,7 @@ def _side(name: str, path: Path) -> RunSummary:
     elif path.is_file():
         report, status, recipe, metrics = read_report(path), None, {}, []
     else:
-        raise UserError("there is no such run", place=str(path))
+        raise UserError("no such run", place=str(path))
     models = report.get("models", {})
     model = [*models][-1] if models else None
     thresholds = report.get("thresholds", [])
@@ -87,26 +89,27 @@ def _side(name: str, path: Path) -> RunSummary:
 
 
 def _names(paths: list[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
-    own = [p.resolve() for p in paths]
-    own = [path.parent if path.name == "report.json" else path for path in own]
-    longest = max(len(path.parts) for path in own)
+    """The last parts of the paths, as many as are needed for distinct names."""
+    resolved = [path.resolve() for path in paths]
+    resolved = [p.parent if p.name == "report.json" else p for p in resolved]
+    longest = max(len(path.parts) for path in resolved)
     for count in range(1, longest + 1):
-        names = ["/".join(path.parts[-count:]) for path in own]
+        names = ["/".join(path.parts[-count:]) for path in resolved]
         if len(set(names)) == len(names):
             return names
-    raise UserError("the same run is named twice", hint="name each run once")
+    raise UserError("a run is given twice", hint="give each run once")
 
 
-def _passed(side: RunSummary) -> str:
-    if not side.thresholds:
+def _passed(run: RunSummary) -> str:
+    if not run.thresholds:
         return ABSENT
-    return f"{sum(threshold['passed'] for threshold in side.thresholds)} of {len(side.thresholds)}"
+    passed = sum(threshold["passed"] for threshold in run.thresholds)
+    return f"{passed} of {len(run.thresholds)}"
 
 
-def _cell(figure: Metric, side: RunSummary, first: RunSummary) -> str:
-    text = figure.show(side.figures)
-    value, start = figure.value(side.figures), figure.value(first.figures)
-    if side is first or value is None or not start or value == start:
+def _cell(metric: Metric, run: RunSummary, first: RunSummary) -> str:
+    text = metric.show(run.figures)
+    value, start = metric.value(run.figures), metric.value(first.figures)
+    if run is first or value is None or not start or value == start:
         return text
     return f"{text} ({value / start - 1:+.1%})"

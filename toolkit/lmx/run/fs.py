@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..errors import FAILED, UserError
@@ -179,3 +179,19 @@ def read_json(path: Path) -> dict:
     except ValueError as error:
         raise UserError(f"this is not JSON: {error}", place=str(path)) from error
     return value if isinstance(value, dict) else {}
+
+
+def read_jsonl(path: Path) -> list[dict]:
+    """All records of a JSONL file; empty if the file does not exist."""
+    records = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        # The last line of a killed run may be incomplete.
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return records
+
+
+def stage_metrics(run_dir: Path, stage: str) -> list[dict]:
+    """The records of a stage in metrics.jsonl, oldest first."""
+    records = read_jsonl(run_dir / "metrics.jsonl")
+    return [record for record in records if record["stage"] == stage]

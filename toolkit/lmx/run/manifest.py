@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import UserError
-from .metrics_file import rows_of
+from .fs import stage_metrics
 
 NAME = "manifest.json"
 PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm", "numpy")
@@ -72,7 +72,7 @@ def crash_note(path: Path, manifest: dict | None) -> str | None:
     if stage is None:
         return f"{text}, before its first stage"
     text += f" in stage {stage}"
-    trained = [row for row in rows_of(path, stage) if "peak_memory_gb" in row]
+    trained = [row for row in stage_metrics(path, stage) if "peak_memory_gb" in row]
     if not trained:
         return text
     row = trained[-1]

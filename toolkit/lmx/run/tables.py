@@ -1,30 +1,32 @@
-"""The values of a recipe, each by one dotted key."""
+"""Recipe values by dotted key, and metrics as table rows for log, card and page."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-# Keys that say where results go, and are no part of what is tried.
-BESIDE = ("output", "tracker")
+# Keys that do not change the result.
+OUTPUT_KEYS = ("output", "tracker")
 
 
 def recipe_values(data: dict) -> dict[str, Any]:
-    """All values of a resolved recipe that say what is tried."""
-    return flat({key: value for key, value in data.items() if key not in BESIDE})
+    """All values of a resolved recipe that affect the result."""
+    return flatten(
+        {key: value for key, value in data.items() if key not in OUTPUT_KEYS}
+    )
 
 
-def flat(value: Any, key: str = "") -> dict[str, Any]:
-    """Values by dotted key, lists of blocks counted from 1, empty blocks kept."""
+def flatten(value: Any, key: str = "") -> dict[str, Any]:
+    """Values by dotted key. Lists of blocks count from 1; empty blocks stay."""
     if isinstance(value, dict) and value:
         inner = value.items()
     elif isinstance(value, list) and any(isinstance(v, dict | list) for v in value):
         inner = enumerate(value, 1)
     else:
         return {key: value}
-    found: dict[str, Any] = {}
-    for name, part in inner:
-        found |= flat(part, f"{key}.{name}" if key else str(name))
-    return found
+    values: dict[str, Any] = {}
+    for name, item in inner:
+        values |= flatten(item, f"{key}.{name}" if key else str(name))
+    return values
 
 
 def one_line(value: Any) -> str:
@@ -32,17 +34,15 @@ def one_line(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-# --- from run.summary: The figures of a run's models as people read them: console, card and page.
-
-
 @dataclass(frozen=True)
 class Metric:
-    """One thing measured of a model.
+    """A metric of a model.
 
     Attributes:
-        path: the keys to its value in a model's entry of report.json.
-        form: how a value is written.
-        error: those to its standard error, if it has one.
+        path: keys of the value in the model's entry of report.json.
+        form: format string of the value.
+        error: keys of the standard error, if there is one.
+        scale: factor from the stored value to the shown unit.
     """
 
     label: str
@@ -52,9 +52,9 @@ class Metric:
     scale: float = 1.0
 
     def value(self, figures: dict) -> float | None:
-        """The value in its unit; None where it was not measured."""
-        found = _look_up(figures, self.path)
-        return None if found is None else found * self.scale
+        """The value in the shown unit; None = not measured."""
+        value = _look_up(figures, self.path)
+        return None if value is None else value * self.scale
 
     def show(self, figures: dict) -> str:
         """The value as text, with its standard error."""
@@ -68,13 +68,13 @@ class Metric:
 
 METRICS = (
     Metric("perplexity", ("perplexity",), "{:.3f}", ("perplexity_stderr",)),
-    Metric("KL to the model before", ("kl_mean",), "{:.4f}", ("kl_stderr",)),
-    Metric("KL, 99th percentile", ("kl_p99",), "{:.3f}"),
+    Metric("KL vs. reference", ("kl_mean",), "{:.4f}", ("kl_stderr",)),
+    Metric("KL p99", ("kl_p99",), "{:.3f}"),
     Metric("top-1 agreement", ("top1_agreement",), "{:.1%}"),
-    Metric("skill accuracy", ("exact_match",), "{:.1%}", ("exact_match_stderr",)),
+    Metric("exact match", ("exact_match",), "{:.1%}", ("exact_match_stderr",)),
     Metric("bits per weight", ("bits_per_weight",), "{:.2f}"),
     Metric("size, MB", ("bytes",), "{:.2f}", scale=1e-6),
-    Metric("first token, ms", ("generation", "ttft_ms", "p50"), "{:.1f}"),
+    Metric("TTFT (ms)", ("generation", "ttft_ms", "p50"), "{:.1f}"),
     Metric(
         "decode, tokens/s", ("generation", "decode_tokens_per_second", "p50"), "{:.0f}"
     ),
@@ -82,7 +82,7 @@ METRICS = (
 
 
 def metrics_of(models: list[dict]) -> list[Metric]:
-    """What can be said of these models, and every metric of the tasks measured."""
+    """The standard metrics, and every metric of the evaluated tasks."""
     measured = [figures.get("tasks", {}) for figures in models]
     names = {
         (task, metric): None
@@ -95,32 +95,32 @@ def metrics_of(models: list[dict]) -> list[Metric]:
 
 
 def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
-    """Column names and rows of what was measured, one column a model."""
+    """Columns and rows of the metrics, one column per model."""
     rows = [
-        [figure.label, *(figure.show(figures) for figures in models.values())]
-        for figure in metrics_of([*models.values()])
+        [metric.label, *(metric.show(figures) for figures in models.values())]
+        for metric in metrics_of([*models.values()])
     ]
     return ["", *models], rows
 
 
 def recovery_table(recovered: dict) -> tuple[list[str], list[list[str]]]:
-    """What a training won back of the cost of rounding, as report.json has it."""
+    """Columns and rows of `gap_recovered` in report.json."""
     models = [
         recovered.get(name, {}) for name in ("fp_baseline", "fp_baseline_rtn", "qat")
     ]
     rows = []
     for label, name in (("loss", "loss"), ("KL to the FP baseline", "kl")):
-        figure = Metric(label, (name,), "{:.4f}", (f"{name}_stderr",))
-        share = Metric(label, (name,), "{:.1%}", (f"{name}_stderr",))
-        rows.append([label, *map(figure.show, models), share.show(recovered)])
-    kept = Metric("", ("gain_retained",), "{:.1%}").show(recovered)
-    rows.append(["gain retained after export", "", "", kept, ""])
+        metric = Metric(label, (name,), "{:.4f}", (f"{name}_stderr",))
+        fraction = Metric(label, (name,), "{:.1%}", (f"{name}_stderr",))
+        rows.append([label, *map(metric.show, models), fraction.show(recovered)])
+    retained = Metric("", ("gain_retained",), "{:.1%}").show(recovered)
+    rows.append(["gain retained after export", "", "", retained, ""])
     return ["", "FP baseline", "FP baseline + RTN", "QAT", "gap recovered"], rows
 
 
 def _score(task: str, metric: str) -> Metric:
-    name, comma, answers = metric.partition(",")
-    error = ("tasks", task, f"{name}_stderr{comma}{answers}")
+    name, comma, filters = metric.partition(",")
+    error = ("tasks", task, f"{name}_stderr{comma}{filters}")
     return Metric(f"{task}: {metric}", ("tasks", task, metric), "{:.3f}", error)
 
 

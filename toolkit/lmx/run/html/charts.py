@@ -1,4 +1,4 @@
-"""Axes: round numbers between two values, and where a value lies on paper."""
+"""Line and bar charts as shapes in SVG coordinates; the templates write the SVG."""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ TICKS = 5
 
 @dataclass(frozen=True)
 class Scale:
-    """Values from `low` to `high` on paper from `start` to `end`."""
+    """A linear map from values [low, high] to coordinates [start, end]."""
 
     low: float
     high: float
@@ -24,15 +24,15 @@ class Scale:
 
     @property
     def ticks(self) -> list[tuple[float, str]]:
-        """Place and label of the round numbers in between."""
+        """Coordinates and labels of the round numbers in the range."""
         step = round_step(self.high - self.low)
         first, last = math.ceil(self.low / step), math.floor(self.high / step)
         values = [round(n * step, 12) for n in range(first, last + 1)]
         return [(self(value), format_number(value)) for value in values]
 
 
-def around(values: list[float], start: float, end: float, *, zero: bool) -> Scale:
-    """A scale that holds the values, and 0 if asked; never of no extent."""
+def scale_for(values: list[float], start: float, end: float, *, zero: bool) -> Scale:
+    """A scale with all values, and with 0 if `zero`. Its range is never empty."""
     low, high = min(values), max(values)
     low = min(0.0, low) if zero else low
     if high == low:
@@ -41,24 +41,22 @@ def around(values: list[float], start: float, end: float, *, zero: bool) -> Scal
 
 
 def round_step(extent: float) -> float:
-    """1, 2 or 5 times a power of ten, so that about `TICKS` of it are the extent."""
+    """1, 2 or 5 times a power of ten, about `TICKS` of which give the extent."""
     rough = extent / TICKS
     power = 10.0 ** math.floor(math.log10(rough))
     return next(n * power for n in (1, 2, 5, 10) if n * power >= rough * 0.999)
 
 
-# --- from run.page.charts: Lines and bars as shapes on paper; the templates make SVG of them.
-
-
 LEFT, RIGHT, TOP, BOTTOM = 50, 340, 10, 172
-# Points that a line on paper can show, and those of which each has a mark.
-MOST, MARKED = 240, 40
-TABLED = 12
+MAX_POINTS = 240
+# Lines with at most this many points have a mark at each.
+MAX_MARKS = 40
+TABLE_ROWS = 12
 
 
 @dataclass(frozen=True)
 class Line:
-    """A named line; a value that is None leaves a gap."""
+    """A named line; None is a gap."""
 
     name: str
     points: list[tuple[float, float | None]]
@@ -71,7 +69,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Path:
-    """A line on paper: what SVG calls `d`, and the points to mark."""
+    """A drawn line: the attribute `d` of an SVG path, and the points to mark."""
 
     name: str
     d: str
@@ -80,7 +78,7 @@ class Path:
 
 @dataclass(frozen=True)
 class Chart:
-    """A picture of lines or bars, with what it says in words and as a table."""
+    """A chart of lines or bars, with a description and a table for accessibility."""
 
     width: ClassVar[int] = 360
     height: ClassVar[int] = 210
@@ -104,20 +102,20 @@ class Chart:
 def line_chart(
     key: str, title: str, unit: str, lines: list[Line], *, across: str = "step"
 ) -> Chart | None:
-    """A chart of lines; None if no line has a value."""
+    """A line chart; None if no line has a value."""
     lines = [line for line in lines if line.known]
     if not lines:
         return None
     xs = [x for line in lines for x, _ in line.known]
     ys = [y for line in lines for _, y in line.known]
-    x = around(xs, LEFT, RIGHT, zero=True)
-    y = around(ys, BOTTOM, TOP, zero=min(ys) >= 0 and min(ys) < 0.5 * max(ys))
+    x = scale_for(xs, LEFT, RIGHT, zero=True)
+    y = scale_for(ys, BOTTOM, TOP, zero=min(ys) >= 0 and min(ys) < 0.5 * max(ys))
     return Chart(
         key=key,
         title=title,
         unit=unit,
         across=across,
-        description=" ".join(_told(line, across) for line in lines),
+        description=" ".join(_describe(line, across) for line in lines),
         columns=[across, *(line.name for line in lines)],
         rows=_rows(lines),
         down_ticks=y.ticks,
@@ -140,13 +138,13 @@ def bar_chart(
     """A histogram; None if it is empty.
 
     Args:
-        bars: what each stands for, and its height; None = nothing to show.
-        labels: below the bars, by place from 0 (left edge) to `len(bars)`.
+        bars: name and height of each; None = no bar.
+        labels: position on the axis from 0 (left edge) to `len(bars)`, and text.
     """
     heights = [height for _, height in bars if height is not None]
     if not any(heights):
         return None
-    y = around([*heights, 1.0] if percent else heights, BOTTOM, TOP, zero=True)
+    y = scale_for([*heights, 1.0] if percent else heights, BOTTOM, TOP, zero=True)
     x = Scale(0, len(bars), LEFT, RIGHT)
     write = "{:.1%}".format if percent else format_number
     shown = [(name, height) for name, height in bars if height is not None]
@@ -176,51 +174,51 @@ def bar_chart(
     )
 
 
-def thinned(points: list[tuple[float, float | None]]) -> list:
-    """Few enough points: each the mean of neighbours, at the last one's place."""
-    size = -(-len(points) // MOST)
+def downsample(points: list[tuple[float, float | None]]) -> list:
+    """At most MAX_POINTS points: means of neighbors, at the position of the last."""
+    size = -(-len(points) // MAX_POINTS)
     if size <= 1:
         return points
-    found = []
+    means = []
     for start in range(0, len(points), size):
-        part = points[start : start + size]
-        values = [y for _, y in part if y is not None]
-        found.append((part[-1][0], sum(values) / len(values) if values else None))
-    return found
+        chunk = points[start : start + size]
+        values = [y for _, y in chunk if y is not None]
+        means.append((chunk[-1][0], sum(values) / len(values) if values else None))
+    return means
 
 
 def _path(line: Line, x: Scale, y: Scale) -> Path:
     parts, pen = [], "M"
-    for at, value in thinned(line.points):
+    for at, value in downsample(line.points):
         if value is None:
             pen = "M"
             continue
         parts.append(f"{pen}{x(at)} {y(value)}")
         pen = "L"
     marks = [(x(at), y(value)) for at, value in line.known]
-    return Path(line.name, " ".join(parts), marks if len(marks) <= MARKED else [])
+    return Path(line.name, " ".join(parts), marks if len(marks) <= MAX_MARKS else [])
 
 
-def _told(line: Line, across: str) -> str:
+def _describe(line: Line, across: str) -> str:
     (first, start), (last, end) = line.known[0], line.known[-1]
-    where, least = min(line.known, key=lambda point: point[1])
-    _, most = max(line.known, key=lambda point: point[1])
+    at_lowest, lowest = min(line.known, key=lambda point: point[1])
+    _, highest = max(line.known, key=lambda point: point[1])
     return (
         f"{line.name}: {format_number(start)} at {across} {format_number(first)}, "
         f"{format_number(end)} at {across} {format_number(last)}; "
-        f"lowest {format_number(least)} at {across} {format_number(where)}, "
-        f"highest {format_number(most)}."
+        f"lowest {format_number(lowest)} at {across} {format_number(at_lowest)}, "
+        f"highest {format_number(highest)}."
     )
 
 
 def _rows(lines: list[Line]) -> list[list[str]]:
-    """Some of the values, evenly spread, first and last among them."""
+    """Up to TABLE_ROWS evenly spaced rows, including the first and the last."""
     values = [dict(line.known) for line in lines]
-    places = sorted({x for line in lines for x, _ in line.known})
-    count = min(TABLED, len(places))
+    xs = sorted({x for line in lines for x, _ in line.known})
+    count = min(TABLE_ROWS, len(xs))
     gaps = max(1, count - 1)
-    chosen = [places[round(i * (len(places) - 1) / gaps)] for i in range(count)]
+    rows_at = [xs[round(i * (len(xs) - 1) / gaps)] for i in range(count)]
     return [
         [format_number(x), *(format_number(v[x]) if x in v else "-" for v in values)]
-        for x in chosen
+        for x in rows_at
     ]

@@ -1,25 +1,26 @@
-"""Put the page together."""
+"""report.html of a run, the page that compares runs, and curves as SVG."""
 
 from functools import cache
 from pathlib import Path
 
-from ..fs import write_atomic
+from ..compare import RunSummary, metrics_table, recipe_table
+from ..fs import stage_metrics, write_atomic
 from ..tables import recovery_table, table
 from . import sections
-from .curves import curves
-from .layer_map import layer_maps
+from .charts import Chart, Line, line_chart
 from .record import Record
-from .sections import histograms, speculations
 
 NAME = "report.html"
+# Curves in the SVG file. They do not depend on time, so that the file is reproducible.
+SVG_CURVES = ("loss", "learning_rate", "gradient_norm")
 TEMPLATES = Path(__file__).parent / "templates"
 
 
 def write_page(folder: Path) -> Path:
-    """Write report.html of a run folder, with what is known so far; returns its path.
+    """Write report.html of a run directory, finished or not; returns its path.
 
     Raises:
-        UserError: this is no run folder, a file is damaged, or the disk refuses.
+        UserError: this is not a run directory, or a file is damaged or not writable.
     """
     target = folder / NAME
     write_atomic(target, page(folder))
@@ -27,12 +28,12 @@ def write_page(folder: Path) -> Path:
 
 
 def page(folder: Path) -> str:
-    """The page of a run folder; see `write_page`."""
+    """The page of a run directory; see `write_page`."""
     return render("report.html", **_values(Record.read(folder)))
 
 
 def render(template: str, **values) -> str:
-    """Fill a template; whatever goes into it is escaped."""
+    """Fill a template; all values are escaped."""
     return _environment().get_template(template).render(**values)
 
 
@@ -61,10 +62,10 @@ def _values(record: Record) -> dict:
         "models": columns[1:],
         "figures": rows if record.models else [],
         "gap_recovered": gap_recovered and recovery_table(gap_recovered),
-        "curves": curves(record.metrics),
-        "histograms": histograms(record.models),
-        "maps": layer_maps(record.models),
-        "speculations": speculations(record.report),
+        "curves": sections.curves(record.metrics),
+        "histograms": sections.histograms(record.models),
+        "maps": sections.layer_maps(record.models),
+        "speculations": sections.speculations(record.report),
         "side_by_side": record.report.get("samples", []),
         "samples": record.samples,
         "uses": sections.uses(record),
@@ -74,3 +75,48 @@ def _values(record: Record) -> dict:
         "versions": sections.versions(record),
         "hashes": sections.hashes(record),
     }
+
+
+def comparison_page(runs: list[RunSummary]) -> str:
+    """The page of `lmx compare`, with the curves of all runs in the same charts."""
+    charts = [_overlay("valid", "loss", "Validation loss", "nats per token", runs)]
+    for key, title, unit in sections.CURVES:
+        charts.append(_overlay("train", key, title, unit, runs))
+    return render(
+        "compare.html",
+        names=[run.name for run in runs],
+        figures=metrics_table(runs),
+        recipes=recipe_table(runs),
+        charts=[chart for chart in charts if chart],
+    )
+
+
+def _overlay(
+    kind: str, key: str, title: str, unit: str, runs: list[RunSummary]
+) -> Chart | None:
+    """One curve of the first training stage of every run."""
+    lines = []
+    for run in runs:
+        stages = (r["stage"] for r in run.metrics if r.get("kind") == "train")
+        points = sections.points(run.metrics, next(stages, None), kind, key)
+        lines.append(Line(run.name, points))
+    return line_chart(f"{kind}-{key}", title, unit, lines)
+
+
+def draw_curves(folder: Path, stage: str, target: Path) -> bool:
+    """Draw the curves of a stage as SVG; False if it has none.
+
+    The same metrics give the same bytes. null is a gap.
+
+    Args:
+        folder: the run directory.
+
+    Raises:
+        UserError: the file is not writable.
+    """
+    charts = sections.curves(stage_metrics(folder, stage)).get(stage, [])
+    keys = [f"{stage}-{name}" for name in SVG_CURVES]
+    charts = [chart for chart in charts if chart.key in keys]
+    if charts:
+        write_atomic(target, render("curves.svg", stage=stage, charts=charts))
+    return bool(charts)

@@ -1,4 +1,4 @@
-"""All that the files of a run folder say, as far as they are there."""
+"""The content of a run directory, as far as its files exist."""
 
 import json
 from dataclasses import dataclass
@@ -8,21 +8,21 @@ import yaml
 
 from ...errors import UserError
 from .. import manifest
-from ..metrics_file import read_rows
+from ..fs import read_jsonl
 
-# Lines of log.txt that tell how a run ended.
+# Final lines of log.txt that the page shows.
 LAST_LINES = 6
 
 
 @dataclass(frozen=True)
 class Record:
-    """A run read back.
+    """The files of a run.
 
     Attributes:
-        report: empty when nothing has been measured yet.
-        resolved: every value of the recipe, defaults and arguments among them.
-        log: the last lines.
-        folders: which of the published folders are there.
+        report: empty before the first evaluation.
+        resolved: all values of the recipe, including defaults and overrides.
+        log: the last lines of log.txt.
+        folders: the published folders that exist.
     """
 
     path: Path
@@ -38,25 +38,25 @@ class Record:
 
     @classmethod
     def read(cls, path: Path) -> "Record":
-        """Read a run folder.
+        """Read a run directory.
 
         Raises:
-            UserError: it is none, or one of its files is damaged.
+            UserError: it is not a run directory, or one of its files is damaged.
         """
-        facts = manifest.read(path)
-        if facts is None:
+        content = manifest.read(path)
+        if content is None:
             raise UserError(
-                "this is no run folder: it has no manifest.json",
+                "not a run directory: it has no manifest.json",
                 place=str(path),
-                hint="name a folder that lmx-train has left, as exports/<recipe>",
+                hint="give the output folder of lmx-train, e.g. exports/<recipe>",
             )
         resolved = _text(path / "resolved.yaml")
         return cls(
             path=path,
-            manifest=facts,
+            manifest=content,
             report=read_report(path / "report.json"),
-            metrics=read_rows(path / "metrics.jsonl"),
-            samples=read_rows(path / "samples.jsonl"),
+            metrics=read_jsonl(path / "metrics.jsonl"),
+            samples=read_jsonl(path / "samples.jsonl"),
             recipe=_text(path / "recipe.yaml"),
             resolved_text=resolved,
             resolved=_resolved(path, resolved),
@@ -70,27 +70,27 @@ class Record:
 
     @property
     def output(self) -> str:
-        """The run folder, from where the run was started."""
+        """The run directory, relative to where the run was started."""
         return self.resolved.get("output") or f"exports/{self.manifest['name']}"
 
     @property
     def models(self) -> dict[str, dict]:
-        """What was measured of every model, by name."""
+        """Metrics by model."""
         return self.report.get("models", {})
 
 
 def read_report(file: Path) -> dict:
-    """A report.json; empty if there is none.
+    """A report.json; empty if the file does not exist.
 
     Raises:
-        UserError: it is something else.
+        UserError: the file is not a report.
     """
     try:
         report = json.loads(_text(file) or "{}")
     except ValueError as error:
-        raise UserError("this is no report of lmx", place=str(file)) from error
+        raise UserError("not a report of lmx", place=str(file)) from error
     if not isinstance(report, dict) or not isinstance(report.get("models", {}), dict):
-        raise UserError("this is no report of lmx", place=str(file))
+        raise UserError("not a report of lmx", place=str(file))
     return report
 
 
@@ -99,7 +99,7 @@ def _resolved(path: Path, text: str) -> dict:
         return yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
         place = str(path / "resolved.yaml")
-        raise UserError("this is no recipe of a run", place=place) from error
+        raise UserError("not the recipe of a run", place=place) from error
 
 
 def _text(file: Path) -> str:
