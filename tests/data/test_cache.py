@@ -114,7 +114,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
 
 
 def test_too_little_space(cache_folder):
-    with pytest.raises(UserError, match="MB are needed here") as fault:
+    with pytest.raises(UserError, match="this needs") as fault:
         cache.get_or_create("test", "key", fill, warning=print, space=10**18)
     assert "LMX_CACHE" in fault.value.hint
 

@@ -32,12 +32,12 @@ def test_every_format_is_the_same_model(published):
 
 
 def test_what_was_published_is_kept_whole(published):
-    recorded = published.json("manifest.json")["stages"]["2-export"]["artefacts"]
+    recorded = published.json("manifest.json")["stages"]["2-export"]["artifacts"]
     assert {"model", "hf", "peft", "gguf"} <= recorded.keys()
     before = len(published.log)
     (published.output / "gguf" / "tiny.gguf").write_bytes(b"other")
     assert published() == 0
-    assert "gguf is damaged or gone" in published.log[before:]
+    assert "gguf is damaged or missing" in published.log[before:]
     load(published.output / "gguf")
 
 

@@ -65,7 +65,7 @@ def test_killed(tmp_path, base, expected, kind, where, turn):
     assert run.attacked("SIGKILL", where, turn).returncode == -signal.SIGKILL
     assert bool(run.half_written()) == (where == "save")
     assert run() == 0
-    assert "ended without a goodbye in stage 1-train" in run.log
+    assert "crashed or was killed in stage 1-train" in run.log
     assert run.outcome() == expected(kind)
     assert not run.half_written()
 
@@ -118,7 +118,7 @@ def test_newest_checkpoint_damaged(tmp_path, base, expected, capsys, damage):
     capsys.readouterr()
     assert run() == 0
     warnings = capsys.readouterr().err
-    assert "dense is damaged or gone: stage 1-train runs again" in warnings
+    assert "dense is damaged or missing: stage 1-train runs again" in warnings
     assert f"checkpoint {newest} is damaged" in warnings
     assert "resuming after step 10" in run.log
     assert run.outcome() == expected("full")

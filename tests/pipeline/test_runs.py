@@ -231,7 +231,7 @@ def test_a_damaged_artefact_is_made_again(tmp_path, whole, capsys, damaged, agai
     weights.write_bytes(weights.read_bytes()[:-1])
     lines = len(run.log.splitlines())
     assert run() == 0
-    assert f"{damaged} is damaged or gone" in capsys.readouterr().err
+    assert f"{damaged} is damaged or missing" in capsys.readouterr().err
     said = [line[20:] for line in run.log.splitlines()[lines:]]
     stages = [line for line in said if line.startswith("stage ")]
     assert [s.removeprefix("stage ") for s in stages if "before" not in s] == again
@@ -247,7 +247,7 @@ def test_a_changed_recipe_is_refused(tmp_path, whole, capsys):
     run = copied(whole, tmp_path)
     assert run("seed=7", "stages.1.train.steps=5") == 2
     said = capsys.readouterr().err
-    assert "a run of another recipe" in said
+    assert "the run of another recipe" in said
     assert "seed: 0 -> 7" in said
     assert "steps: 45 -> 5" in said
     assert "tiny.yaml" not in said.split("hint")[0].split("\n", 1)[1]
@@ -271,7 +271,7 @@ def test_one_process_at_a_time(tmp_path, whole, capsys):
     with open(run.output / ".lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert run() == 2
-        assert "another process works in this folder" in capsys.readouterr().err
+        assert "another process uses this folder" in capsys.readouterr().err
         assert run("--restart") == 2
     assert run() == 0
 

@@ -84,7 +84,7 @@ MANIFEST = {
     "started": "2026-01-01T10:00:00+0000",
     "ended": "2026-01-01T10:02:05+0000",
     "at": "2-validate",
-    "stages": {"1-train": {"facts": {}, "artefacts": {"model": {"a": "cd" * 32}}}},
+    "stages": {"1-train": {"facts": {}, "artifacts": {"model": {"a": "cd" * 32}}}},
 }
 ROWS = [
     {"stage": "1-train", "kind": "valid", "step": 0, "loss": 3.0},

@@ -39,9 +39,9 @@ def test_files_and_folders_have_the_usual_rights(tmp_path):
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.ENOSPC, "no space is left"),
+        (errno.ENOSPC, "no space left"),
         (errno.EROFS, "read-only"),
-        (errno.EACCES, "no right to write"),
+        (errno.EACCES, "no write permission"),
     ],
 )
 def test_a_refusing_disk_leaves_the_old_file_and_nothing_else(
@@ -66,7 +66,7 @@ def test_a_refusing_disk_leaves_the_old_file_and_nothing_else(
 def test_faults_of_the_program_pass(tmp_path):
     with pytest.raises(FileNotFoundError), fs.atomic_folder(tmp_path / "a"):
         (tmp_path / "nowhere" / "x").write_text("")
-    with pytest.raises(RuntimeError, match="shape"), fs.explained(tmp_path):
+    with pytest.raises(RuntimeError, match="shape"), fs.disk_errors(tmp_path):
         raise RuntimeError("[matmul] shape")
     assert names(tmp_path) == []
 
@@ -149,7 +149,7 @@ with atomic_folder(Path(sys.argv[1]) / "model") as partial:
     (tmp_path / "kept.partial.txt").write_text("")
     subprocess.run([sys.executable, "-c", program, tmp_path], check=False)
     assert len(names(tmp_path)) == 2
-    fs.sweep(tmp_path)
+    fs.remove_partial_files(tmp_path)
     assert names(tmp_path) == ["kept.partial.txt"]
 
 
@@ -165,8 +165,8 @@ def test_hashes_are_sha256_by_relative_name(tmp_path):
 
 def test_space_is_asked_for_beforehand(tmp_path):
     there = tmp_path / "not" / "yet"
-    fs.need_space(there, 1)
+    fs.require_space(there, 1)
     assert not there.exists()
     with pytest.raises(UserError, match="are free") as caught:
-        fs.need_space(there, 1 << 60)
+        fs.require_space(there, 1 << 60)
     assert caught.value.code == 1

@@ -19,7 +19,7 @@ with RunDir.open(
     recipe_text="seed: 1", resolved="seed: 1", recipe_hash="one",
     difference=lambda old, new: "",
 ) as run:
-    run.enter("1-train")
+    run.start_stage("1-train")
     (run.path / "metrics.jsonl").write_text(
         '{"stage": "1-train", "step": 20, "peak_memory_gb": 1.5}\\n'
         '{"stage": "1-train", "step": 30, "loss": 2.0}\\n'
@@ -70,7 +70,7 @@ def holder(path):
 def test_a_new_run(path):
     with start(path) as run:
         assert manifest(path)["status"] == "running"
-        assert run.died is None
+        assert run.crash_note is None
         run.set_status("done")
     facts = manifest(path)
     assert (facts["status"], facts["recipe_hash"]) == ("done", "one")
@@ -90,16 +90,16 @@ def test_a_second_process_is_told_of_the_first(path, holder):
         start(path, restart=True)
     holder.communicate()
     with start(path) as run:
-        assert run.died is None
+        assert run.crash_note is None
 
 
 def test_a_killed_run_lets_go_and_leaves_its_last_words(path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     with start(path) as run:
-        assert run.died == (
-            "the last run ended without a goodbye in stage 1-train, "
-            "after step 20, peak 1.50 GB"
+        assert run.crash_note == (
+            "the previous run crashed or was killed in stage 1-train, "
+            "after step 20, peak memory 1.50 GB"
         )
 
 
@@ -108,7 +108,7 @@ def test_a_fault_lets_go_and_is_recorded(path):
         _ = 1 / 0
     assert manifest(path)["status"] == "failed"
     with start(path) as run:
-        assert run.died is None
+        assert run.crash_note is None
 
 
 def test_a_status_that_was_recorded_stays(path):
@@ -136,10 +136,10 @@ def test_a_changed_recipe_is_refused_with_its_difference(path):
 
 def test_fresh_sets_the_old_run_aside(path):
     with start(path) as run:
-        run.finish("1-train", {}, [])
+        run.complete_stage("1-train", {}, [])
     for number, recipe_hash in enumerate(["two", "three"], 1):
         with start(path, recipe_hash, restart=True) as run:
-            assert run.finished("1-train", pytest.fail) is None
+            assert run.completed_stage("1-train", pytest.fail) is None
             aside = path.with_name(f"try.old-{number}")
             assert manifest(aside)["recipe_hash"] == ["one", "two"][number - 1]
     assert "1-train" in manifest(path.with_name("try.old-1"))["stages"]
@@ -154,7 +154,9 @@ def test_fresh_in_a_new_folder_sets_nothing_aside(path):
 def test_a_folder_of_something_else_is_left_alone(path, restart):
     path.mkdir(parents=True)
     (path / "manifest.json").write_text('{"name": "an app"}')
-    with pytest.raises(UserError, match=r"not a run of lmx; it holds manifest\.json"):
+    with pytest.raises(
+        UserError, match=r"not a run directory of lmx: it has manifest\.json"
+    ):
         start(path, restart=restart)
     assert [p.name for p in path.iterdir()] == ["manifest.json"]
 
@@ -168,7 +170,7 @@ def test_hidden_files_of_others_do_not_matter(path):
 def test_a_manifest_that_cannot_be_read(path):
     start(path).__exit__(None)
     (path / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="manifest cannot be read"):
+    with pytest.raises(UserError, match="cannot read the manifest"):
         start(path)
     start(path, restart=True).__exit__(None)
     assert (path.with_name("try.old-1") / "manifest.json").read_text() == "{"
@@ -176,7 +178,7 @@ def test_a_manifest_that_cannot_be_read(path):
 
 def test_output_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="a file is in the way") as caught:
+    with pytest.raises(UserError, match="a file exists in place") as caught:
         start(tmp_path / "file")
     assert caught.value.code == 1
     with pytest.raises(UserError, match="is a file, not a folder"):
@@ -186,23 +188,23 @@ def test_output_that_cannot_be_written(tmp_path):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_read_only_output(tmp_path):
     tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="no right to write"):
+    with pytest.raises(UserError, match="no write permission"):
         start(tmp_path / "try")
 
 
 def leave(run, stage, text="whole"):
     folder = run.stage_folder(stage)
     (folder / "weights").write_text(text)
-    run.finish(stage, {"loss": 2.5}, [folder])
+    run.complete_stage(stage, {"loss": 2.5}, [folder])
     return folder / "weights"
 
 
 def test_a_finished_stage_is_remembered(path):
     with start(path) as run:
         leave(run, "1-train")
-        assert run.finished("2-validate", pytest.fail) is None
+        assert run.completed_stage("2-validate", pytest.fail) is None
     with start(path) as run:
-        assert run.finished("1-train", pytest.fail) == {"loss": 2.5}
+        assert run.completed_stage("1-train", pytest.fail) == {"loss": 2.5}
 
 
 @pytest.mark.parametrize("damage", ["change", "remove"])
@@ -214,25 +216,25 @@ def test_a_damaged_stage_runs_again_and_says_so(path, damage):
         else:
             weights.unlink()
         said = []
-        assert run.finished("1-train", said.append) is None
-        assert "stages/1-train is damaged or gone" in said[0]
+        assert run.completed_stage("1-train", said.append) is None
+        assert "stages/1-train is damaged or missing" in said[0]
 
 
 def test_stages_can_be_taken_back(path):
     with start(path) as run:
         leave(run, "1-train")
         leave(run, "2-validate")
-        run.forget(["2-validate", "3-export"])
+        run.discard_stages(["2-validate", "3-export"])
         assert (run.path / "stages/1-train").is_dir()
         assert not (run.path / "stages/2-validate").exists()
     with start(path) as run:
-        assert run.finished("1-train", pytest.fail)
-        assert run.finished("2-validate", pytest.fail) is None
+        assert run.completed_stage("1-train", pytest.fail)
+        assert run.completed_stage("2-validate", pytest.fail) is None
 
 
 def test_a_stage_must_leave_something(path):
     with start(path) as run, pytest.raises(AssertionError, match="empty"):
-        run.finish("1-train", {}, [run.stage_folder("1-train")])
+        run.complete_stage("1-train", {}, [run.stage_folder("1-train")])
 
 
 def test_leftovers_of_a_killed_run_are_swept(path):

@@ -2,7 +2,7 @@
 
 import mlx.core as mx
 import pytest
-from lmx.run.fs import sweep
+from lmx.run.fs import remove_partial_files
 from lmx.run.logger import RunLogger
 from lmx.training import checkpoint
 from lmx.training.step import TrainStep
@@ -139,7 +139,7 @@ def test_resume_after_kill_selects_the_same_weights(
 ):
     with killed_at(MOMENTS[moment], monkeypatch):
         make(tmp_path, **BOTH).train()
-    sweep(tmp_path)
+    remove_partial_files(tmp_path)
     trainer = make(tmp_path, **BOTH)
     assert (
         outcome(tmp_path, trainer, trainer.train()),

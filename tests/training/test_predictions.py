@@ -130,7 +130,7 @@ def test_only_what_is_wanted_is_made_and_its_size_is_told(monkeypatch):
     for member in wanted:
         assert all(map(np.array_equal, few._of(member), every._of(member)))
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: 100)
-    with pytest.raises(UserError, match="MB are needed"):
+    with pytest.raises(UserError, match="this needs .* MB"):
         kept(Teacher(), digest="full")
 
 

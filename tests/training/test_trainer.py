@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 from lmx.data.batching import BucketBatchSampler
 from lmx.errors import Interrupted, UserError
-from lmx.run.fs import sweep
+from lmx.run.fs import remove_partial_files
 from lmx.run.logger import RunLogger
 from lmx.training import checkpoint
 from lmx.training.step import TrainStep
@@ -190,7 +190,7 @@ MOMENTS = {
 def test_resume_after_kill_is_exact(tmp_path, monkeypatch, expected, moment):
     with killed_at(MOMENTS[moment], monkeypatch):
         make_trainer(tmp_path).train()
-    sweep(tmp_path)
+    remove_partial_files(tmp_path)
     trainer = make_trainer(tmp_path)
     assert outcome(tmp_path, trainer, trainer.train()) == expected
 

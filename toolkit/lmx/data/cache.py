@@ -81,8 +81,8 @@ def get_or_create(
             return CacheEntry(folder, facts, made=False)
         if folder.exists():
             warning(f"{folder}: damaged, made again")
-        fs.sweep(place)
-        fs.need_space(place, space)
+        fs.remove_partial_files(place)
+        fs.require_space(place, space)
         with fs.atomic_folder(folder) as partial:
             facts = fill(partial)
             sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
@@ -143,7 +143,7 @@ def _locked(place: Path) -> Iterator[None]:
 def _written(place: Path) -> Iterator[None]:
     """Say of a disk that refuses how to choose another."""
     try:
-        with fs.explained(place):
+        with fs.disk_errors(place):
             yield
     except UserError as error:
         if error.hint != fs.HINT:

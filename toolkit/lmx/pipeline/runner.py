@@ -115,8 +115,8 @@ def run(
                 f"{ranks.size} processes over {backend()}; every batch is cut in "
                 f"{ranks.size}"
             )
-        if folder.died:
-            logger.warning(folder.died)
+        if folder.crash_note:
+            logger.warning(folder.crash_note)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
             with tracking, ranks.connection_errors():
@@ -180,10 +180,12 @@ def _run_stages(
     context = _context(loaded, folder, logger, ranks)
     for position, step in enumerate(plan.steps):
         with ranks.collective_errors():
-            facts = folder.finished(step.name, logger.warning)
+            facts = folder.completed_stage(step.name, logger.warning)
             if facts is None:
-                folder.forget([later.name for later in plan.steps[position + 1 :]])
-                folder.enter(step.name)
+                folder.discard_stages(
+                    [later.name for later in plan.steps[position + 1 :]]
+                )
+                folder.start_stage(step.name)
         facts = ranks.broadcast_object(facts)
         if facts is not None:
             logger.info(f"stage {step.name}: done before")
@@ -214,7 +216,7 @@ def _run_stage(
     with ranks.collective_errors():
         if ranks.is_first:
             facts = artefact.to_json(folder.path)
-            folder.finish(step.name, facts, _own(artefact, folder.path))
+            folder.complete_stage(step.name, facts, _own(artefact, folder.path))
     return ranks.broadcast_object(facts if ranks.is_first else None)
 
 

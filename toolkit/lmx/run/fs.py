@@ -1,4 +1,4 @@
-"""Files that are whole or absent: atomic writes, folders and hashes."""
+"""Atomic files and folders, hashes, disk errors, JSON and JSONL."""
 
 import errno
 import hashlib
@@ -13,53 +13,53 @@ from pathlib import Path
 from ..errors import FAILED, UserError
 
 _REASONS = {
-    errno.ENOSPC: "no space is left on this disk",
-    errno.EDQUOT: "your disk quota is used up",
-    errno.EROFS: "this disk is read-only",
-    errno.EACCES: "you have no right to write here",
-    errno.EPERM: "you have no right to write here",
-    errno.EFBIG: "the file would be larger than allowed here",
-    errno.ENOTDIR: "a part of this path is a file, not a folder",
-    errno.EEXIST: "a file is in the way of a folder",
-    errno.ENOLCK: "files cannot be locked on this disk",
-    errno.ENOTSUP: "files cannot be locked on this disk",
-    errno.ENAMETOOLONG: "the name is too long for this disk",
+    errno.ENOSPC: "no space left on the disk",
+    errno.EDQUOT: "the disk quota is exceeded",
+    errno.EROFS: "the disk is read-only",
+    errno.EACCES: "no write permission",
+    errno.EPERM: "no write permission",
+    errno.EFBIG: "the file is too large for the disk",
+    errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.EEXIST: "a file exists in place of the folder",
+    errno.ENOLCK: "the disk does not support file locks",
+    errno.ENOTSUP: "the disk does not support file locks",
+    errno.ENAMETOOLONG: "the name is too long for the disk",
 }
-HINT = "free some space or choose another folder with output=..."
+HINT = "free some space, or use another folder with output=..."
 PARTIAL = ".partial"
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
-    """Turn what a disk can refuse into a `UserError`; other faults pass."""
+def disk_errors(path: Path) -> Iterator[None]:
+    """Convert disk errors to `UserError`; other exceptions pass."""
     try:
         yield
     except OSError as error:
         if error.errno not in _REASONS:
             raise
-        raise _refused(path, _REASONS[error.errno]) from error
+        raise _write_error(path, _REASONS[error.errno]) from error
     except RuntimeError as error:
-        # MLX's writers fail with this and do not say why.
+        # MLX reports a failed write without the reason.
         if not str(error).startswith("[write]"):
             raise
-        reason = f"the disk refused, with {free_bytes(path) / 1e6:,.0f} MB free"
-        raise _refused(path, reason) from error
+        reason = f"MLX failed, with {free_bytes(path) / 1e6:,.0f} MB free"
+        raise _write_error(path, reason) from error
 
 
-def _refused(path: Path, reason: str) -> UserError:
+def _write_error(path: Path, reason: str) -> UserError:
     return UserError(f"cannot write: {reason}", place=str(path), hint=HINT, code=FAILED)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part.
+    """Write a file. A reader sees the old or the new content, never a part.
 
     Raises:
-        UserError: the disk refuses; nothing of the new file is left.
+        UserError: a disk error; the old file stays.
     """
     data = content.encode() if isinstance(content, str) else content
-    with explained(path):
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _beside(path)
+        partial = _partial_path(path)
         try:
             with partial.open("xb") as stream:
                 stream.write(data)
@@ -73,14 +73,16 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield a folder to fill that becomes `path` at the end, or nothing on a fault.
+    """Yield a temporary folder that becomes `path` at the end.
+
+    After an exception, `path` is unchanged.
 
     Raises:
-        UserError: the disk refuses.
+        UserError: a disk error.
     """
-    with explained(path):
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = _beside(path)
+        partial = _partial_path(path)
         partial.mkdir()
         try:
             yield partial
@@ -93,15 +95,15 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_folder(path: Path) -> None:
-    """Delete a folder, if it is there, so that no reader sees a part of it."""
+    """Delete a folder, if it exists, so that no reader sees a part of it."""
     if path.exists():
-        aside = _beside(path)
+        aside = _partial_path(path)
         os.rename(path, aside)
         shutil.rmtree(aside)
 
 
-def sweep(path: Path) -> None:
-    """Remove what writers that were killed left half-written below a folder of ours."""
+def remove_partial_files(path: Path) -> None:
+    """Remove temporary files and folders of killed writers below a folder."""
     for partial in sorted(path.rglob(f".*{PARTIAL}"), reverse=True):
         if partial.is_dir():
             shutil.rmtree(partial)
@@ -113,15 +115,15 @@ def _replace_folder(partial: Path, path: Path) -> None:
     if not path.exists():
         os.rename(partial, path)
         return
-    # A folder that is not empty cannot be replaced in one step.
-    aside = _beside(path)
+    # A non-empty folder cannot be replaced in one step.
+    aside = _partial_path(path)
     os.rename(path, aside)
     os.rename(partial, path)
     shutil.rmtree(aside)
 
 
-def _beside(path: Path) -> Path:
-    """A new name on the same disk, by which `sweep` knows what was never finished."""
+def _partial_path(path: Path) -> Path:
+    """A new name on the same disk, which `remove_partial_files` recognizes."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}{PARTIAL}")
 
 
@@ -134,34 +136,34 @@ def _sync(path: Path) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Sha256 of a file, hexadecimal."""
+    """SHA-256 of a file, hexadecimal."""
     with path.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def hash_folder(path: Path) -> dict[str, str]:
-    """Sha256 of every file below a folder, by relative name."""
+    """SHA-256 of every file below a folder, by relative name."""
     files = sorted(p for p in path.rglob("*") if p.is_file())
     return {str(file.relative_to(path)): hash_file(file) for file in files}
 
 
 def free_bytes(path: Path) -> int:
-    """Free space where `path` is or will be."""
+    """Free bytes on the disk of `path`, which need not exist."""
     while not path.exists():
         path = path.absolute().parent
     return shutil.disk_usage(path).free
 
 
-def need_space(path: Path, size: int) -> None:
-    """Refuse beforehand what will not fit.
+def require_space(path: Path, size: int) -> None:
+    """Check that `size` bytes are free on the disk of `path`.
 
     Raises:
-        UserError: fewer than `size` bytes are free there.
+        UserError: fewer bytes are free.
     """
     free = free_bytes(path)
     if free < size:
         raise UserError(
-            f"{size / 1e6:,.0f} MB are needed here and {free / 1e6:,.0f} MB are free",
+            f"this needs {size / 1e6:,.0f} MB, and {free / 1e6:,.0f} MB are free",
             place=str(path),
             hint=HINT,
             code=FAILED,
@@ -177,7 +179,7 @@ def read_json(path: Path) -> dict:
     try:
         value = json.loads(path.read_bytes())
     except ValueError as error:
-        raise UserError(f"this is not JSON: {error}", place=str(path)) from error
+        raise UserError(f"not JSON: {error}", place=str(path)) from error
     return value if isinstance(value, dict) else {}
 
 

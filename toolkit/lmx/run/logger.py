@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from .fs import explained, write_atomic
+from .fs import disk_errors, write_atomic
 from .trackers import TrackerThread
 
 # What a terminal would obey: escape sequences, and control characters but tab and line.
@@ -107,7 +107,7 @@ class RunLogger:
             return
         path = self.folder / name
         # Unbuffered: a line is one write, whole for whoever reads along.
-        with explained(path), path.open("ab", buffering=0) as stream:
+        with disk_errors(path), path.open("ab", buffering=0) as stream:
             stream.write(text.encode(errors="replace"))
 
     def _show(self, text: str, *, to=None) -> None:

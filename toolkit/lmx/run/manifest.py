@@ -1,4 +1,4 @@
-"""What a run says about itself in manifest.json, and what can be told of a dead one."""
+"""manifest.json: command, versions, machine, status and stages of a run."""
 
 import json
 import os
@@ -15,7 +15,11 @@ PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm", "numpy")
 
 
 def read(path: Path) -> dict | None:
-    """The manifest of the run in a folder; None where there is no run."""
+    """The manifest of a run directory; None if the folder has no run.
+
+    Raises:
+        UserError: the file is damaged.
+    """
     file = path / NAME
     if not file.exists():
         return None
@@ -23,7 +27,7 @@ def read(path: Path) -> dict | None:
         manifest = json.loads(file.read_text())
     except ValueError as error:
         raise UserError(
-            "the manifest cannot be read",
+            "cannot read the manifest",
             place=str(file),
             hint="use --restart to start over, or output=... for another folder",
         ) from error
@@ -31,7 +35,7 @@ def read(path: Path) -> dict | None:
 
 
 def new(name: str, command: str, recipe_hash: str, stages: dict) -> dict:
-    """The manifest of a run that starts now, with the stages done before."""
+    """The manifest of a run that starts now, with its completed stages."""
     return {
         "name": name,
         "command": command,
@@ -46,7 +50,7 @@ def new(name: str, command: str, recipe_hash: str, stages: dict) -> dict:
         },
         "started": now(),
         "ended": None,
-        "at": None,
+        "current_stage": None,
         "stages": stages,
     }
 
@@ -59,21 +63,21 @@ def _version(package: str) -> str | None:
 
 
 def now() -> str:
-    """The time with its distance from UTC."""
+    """The local time with its UTC offset."""
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
 def crash_note(path: Path, manifest: dict | None) -> str | None:
-    """Where the last run stopped, if it could not say so itself."""
+    """Where the previous run stopped, if it crashed or was killed; else None."""
     if manifest is None or manifest["status"] != "running":
         return None
-    stage = manifest["at"]
-    text = "the last run ended without a goodbye"
+    stage = manifest["current_stage"]
+    text = "the previous run crashed or was killed"
     if stage is None:
         return f"{text}, before its first stage"
     text += f" in stage {stage}"
-    trained = [row for row in stage_metrics(path, stage) if "peak_memory_gb" in row]
-    if not trained:
+    records = [r for r in stage_metrics(path, stage) if "peak_memory_gb" in r]
+    if not records:
         return text
-    row = trained[-1]
-    return f"{text}, after step {row['step']}, peak {row['peak_memory_gb']:.2f} GB"
+    step, peak = records[-1]["step"], records[-1]["peak_memory_gb"]
+    return f"{text}, after step {step}, peak memory {peak:.2f} GB"

@@ -1,4 +1,4 @@
-"""The run folder: one owner at a time, a manifest, stages that are done or not."""
+"""The run directory: one owner at a time, a manifest, completed stages."""
 
 import fcntl
 import json
@@ -10,25 +10,31 @@ from pathlib import Path
 
 from ..errors import UserError
 from . import manifest
-from .fs import explained, hash_file, hash_folder, sweep, write_atomic
+from .fs import (
+    disk_errors,
+    hash_file,
+    hash_folder,
+    remove_partial_files,
+    write_atomic,
+)
 from .html.page import write_page
 
 RECIPE, RESOLVED = "recipe.yaml", "resolved.yaml"
 
 
 class RunDir:
-    """An open run folder, locked until closed. Made by `open`.
+    """An open run directory, locked until it is closed. Use `open` to make one.
 
     Attributes:
         path: the folder.
-        died: what is known of a last run that ended without a goodbye, or None.
+        crash_note: where the previous run crashed or was killed; None = it did not.
     """
 
-    def __init__(self, path: Path, lock: int, facts: dict, died: str | None):
+    def __init__(self, path: Path, lock: int, content: dict, crash_note: str | None):
         self.path = path
-        self.died = died
+        self.crash_note = crash_note
         self._lock = lock
-        self._manifest = facts
+        self._manifest = content
 
     @classmethod
     def open(
@@ -43,20 +49,20 @@ class RunDir:
         difference: Callable[[str, str], str],
         restart: bool = False,
     ) -> "RunDir":
-        """Create or reopen a run folder.
+        """Create or reopen a run directory.
 
         Args:
-            command: what the user typed.
+            command: the command line of the user.
             difference: a readable diff of two resolved recipes.
-            restart: set an earlier run aside, as `<path>.old-N`, and start over.
+            restart: rename an earlier run to `<path>.old-N` and start over.
 
         Raises:
-            UserError: another process works there, the folder holds another recipe's
-                run or something else, or the disk refuses.
+            UserError: another process uses the folder, it has the run of another
+                recipe or other files, or the disk reports an error.
         """
         if restart:
-            _set_aside(path)
-        with explained(path), ExitStack() as undo:
+            _move_aside(path)
+        with disk_errors(path), ExitStack() as undo:
             path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
             undo.callback(os.close, lock)
@@ -65,7 +71,7 @@ class RunDir:
                 _refuse_foreign(path)
             elif old["recipe_hash"] != recipe_hash:
                 _refuse_changed(path, resolved, difference)
-            sweep(path)
+            remove_partial_files(path)
             new = manifest.new(name, command, recipe_hash, old["stages"] if old else {})
             folder = cls(path, lock, new, manifest.crash_note(path, old))
             write_atomic(path / RECIPE, recipe_text)
@@ -79,63 +85,65 @@ class RunDir:
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         if kind and self._manifest["status"] == "running":
-            # The fault that ends the run is the one to tell, not a full disk.
+            # Report the error that ended the run, not a full disk.
             with suppress(UserError):
                 self.set_status("failed")
         os.close(self._lock)
 
     def set_status(self, status: str) -> None:
-        """Record running, done, failed or interrupted; tell it in report.html."""
+        """Record running, done, failed or interrupted, also in report.html."""
         self._manifest["status"] = status
         self._manifest["ended"] = None if status == "running" else manifest.now()
         self._save()
-        self._tell()
+        self._write_page()
 
     def stage_folder(self, stage: str) -> Path:
-        """The folder of a stage, made when missing."""
+        """The folder of a stage, created if necessary."""
         folder = self.path / "stages" / stage
-        with explained(folder):
+        with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def enter(self, stage: str) -> None:
-        """Record which stage is at work, to name it after a sudden death."""
-        self._manifest["at"] = stage
+    def start_stage(self, stage: str) -> None:
+        """Record the current stage, for the crash note of the next run."""
+        self._manifest["current_stage"] = stage
         self._save()
 
-    def finish(self, stage: str, facts: dict, artefacts: list[Path]) -> None:
-        """Record a stage as done, with the hashes of the folders it left.
+    def complete_stage(self, stage: str, facts: dict, artifacts: list[Path]) -> None:
+        """Record a stage as complete, with the hashes of its artifacts.
 
         Args:
-            facts: what `finished` gives back, as JSON can hold it.
-            artefacts: folders in the run folder, not empty.
+            facts: the result of `completed_stage`, valid as JSON.
+            artifacts: folders in the run directory, not empty.
         """
-        hashes = {str(p.relative_to(self.path)): hash_folder(p) for p in artefacts}
-        assert all(hashes.values()), f"stage {stage} left an empty folder"
-        self._manifest["stages"][stage] = {"facts": facts, "artefacts": hashes}
+        hashes = {str(p.relative_to(self.path)): hash_folder(p) for p in artifacts}
+        assert all(hashes.values()), f"stage {stage} has an empty artifact"
+        self._manifest["stages"][stage] = {"facts": facts, "artifacts": hashes}
         self._save()
-        self._tell()
+        self._write_page()
 
-    def finished(self, stage: str, warning: Callable[[str], None]) -> dict | None:
-        """The facts of a stage that is done and whose artefacts are as it left them."""
+    def completed_stage(
+        self, stage: str, warning: Callable[[str], None]
+    ) -> dict | None:
+        """The facts of a complete stage; None if an artifact is missing or changed."""
         record = self._manifest["stages"].get(stage)
         if record is None:
             return None
-        for artefact, hashes in record["artefacts"].items():
-            if not _is_whole(self.path / artefact, hashes):
-                warning(f"{artefact} is damaged or gone: stage {stage} runs again")
+        for artifact, hashes in record["artifacts"].items():
+            if not _is_unchanged(self.path / artifact, hashes):
+                warning(f"{artifact} is damaged or missing: stage {stage} runs again")
                 return None
         return record["facts"]
 
-    def forget(self, stages: list[str]) -> None:
-        """Take stages back, with all they left: what they began from is made anew."""
+    def discard_stages(self, stages: list[str]) -> None:
+        """Delete the records and folders of stages whose input will change."""
         for stage in stages:
             self._manifest["stages"].pop(stage, None)
             shutil.rmtree(self.path / "stages" / stage, ignore_errors=True)
         self._save()
 
-    def _tell(self) -> None:
-        # `lmx report` can make it again; a run must not end for it.
+    def _write_page(self) -> None:
+        # An error here must not end the run: `lmx report` can write the page again.
         with suppress(UserError):
             write_page(self.path)
 
@@ -152,9 +160,9 @@ def _lock(path: Path) -> int:
         owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
         os.close(handle)
         raise UserError(
-            f"another process works in this folder (process {owner})",
+            f"another process uses this folder (process {owner})",
             place=str(path),
-            hint="wait for it, or choose another folder with output=...",
+            hint="wait until it ends, or use another folder with output=...",
         ) from error
     os.ftruncate(handle, 0)
     os.write(handle, str(os.getpid()).encode())
@@ -162,15 +170,15 @@ def _lock(path: Path) -> int:
 
 
 def _refuse_foreign(path: Path) -> None:
-    # Hidden names are our lock and those of a file browser or a synchronizer.
+    # Hidden files are the lock, or belong to a file browser or a synchronizer.
     names = (p.name for p in path.iterdir() if not p.name.startswith("."))
-    strange = sorted(set(names) - {RECIPE, RESOLVED})
-    if strange:
+    unknown = sorted(set(names) - {RECIPE, RESOLVED})
+    if unknown:
         (path / ".lock").unlink()
         raise UserError(
-            f"this folder is not a run of lmx; it holds {', '.join(strange[:3])}",
+            f"not a run directory of lmx: it has {', '.join(unknown[:3])}",
             place=str(path),
-            hint="choose an empty or new folder with output=...",
+            hint="use an empty or new folder with output=...",
         )
 
 
@@ -180,19 +188,19 @@ def _refuse_changed(
     before = (path / RESOLVED).read_text()
     lines = difference(before, resolved).replace("\n", "\n    ")
     raise UserError(
-        f"this folder holds a run of another recipe:\n    {lines}",
+        f"this folder has the run of another recipe:\n    {lines}",
         place=str(path),
-        hint=f"use --restart to start over (the old run is kept as {_aside(path).name}), "
+        hint=f"use --restart to start over (the old run moves to {_aside(path).name}), "
         "or output=... for another folder",
     )
 
 
-def _set_aside(path: Path) -> None:
-    """Move the run in a folder, readable or not, out of the way, if there is one."""
+def _move_aside(path: Path) -> None:
+    """Rename the folder of an earlier run, if there is one, even an unreadable one."""
     with suppress(UserError):
         if manifest.read(path) is None:
             return
-    with explained(path):
+    with disk_errors(path):
         lock = _lock(path)
         os.rename(path, _aside(path))
         os.close(lock)
@@ -205,20 +213,17 @@ def _aside(path: Path) -> Path:
     return aside
 
 
-def _is_whole(path: Path, hashes: dict[str, str]) -> bool:
+def _is_unchanged(path: Path, hashes: dict[str, str]) -> bool:
     return all(
         (path / name).is_file() and hash_file(path / name) == digest
         for name, digest in hashes.items()
     )
 
 
-# --- from run.guest: In the place of run folder and report where a process neither writes nor tells.
-
-
 class NullRunDir:
-    """The run folder as a place alone, which only the first process writes to."""
+    """No-op run directory for ranks other than 0."""
 
-    died = None
+    crash_note = None
 
     def __init__(self, path: Path):
         self.path = path
@@ -230,19 +235,19 @@ class NullRunDir:
         pass
 
     def stage_folder(self, stage: str) -> Path:
-        """The folder of a stage, seen from here or not."""
+        """The folder of a stage; it may exist only on another machine."""
         return self.path / "stages" / stage
 
-    def finished(self, stage: str, warning) -> None:
-        """Nothing is known here."""
+    def completed_stage(self, stage: str, warning) -> None:
+        """Rank 0 alone reads the manifest."""
 
     def set_status(self, status: str) -> None:
-        """The first process records it, as all else."""
+        """Rank 0 alone writes the manifest."""
 
-    enter = set_status
+    start_stage = set_status
 
-    def finish(self, stage: str, facts: dict, artefacts: list[Path]) -> None:
-        """See `set_status`."""
+    def complete_stage(self, stage: str, facts: dict, artifacts: list[Path]) -> None:
+        """Rank 0 alone writes the manifest."""
 
-    def forget(self, stages: list[str]) -> None:
-        """See `set_status`."""
+    def discard_stages(self, stages: list[str]) -> None:
+        """Rank 0 alone writes the manifest."""

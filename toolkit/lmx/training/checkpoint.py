@@ -11,7 +11,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..models.safetensors_io import stream_safetensors
-from ..run.fs import atomic_folder, hash_file, need_space
+from ..run.fs import atomic_folder, hash_file, require_space
 from .step import TrainStep
 
 WEIGHTS = "state.safetensors"
@@ -161,7 +161,7 @@ def _write(
         for name, value in _state_tensors(step).items()
     }
     size = sum(dtype.size * math.prod(shape) for dtype, shape in layout.values())
-    need_space(folder, size + DISK_SLACK)
+    require_space(folder, size + DISK_SLACK)
     target = _path(folder, progress.step)
     with atomic_folder(target) as partial:
         weights = partial / WEIGHTS

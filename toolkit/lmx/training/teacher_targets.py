@@ -15,7 +15,7 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..run.fs import atomic_folder, need_space
+from ..run.fs import atomic_folder, require_space
 
 TENSORS = "target.safetensors"
 
@@ -109,7 +109,7 @@ def write_teacher_targets(
             positions = sum(parts[n].size for n in missing)
             size = positions * bytes_per_token(top_k, logits.shape[-1])
             info(f"predictions for {positions:,} tokens: {size / 1e6:,.1f} MB on disk")
-            need_space(folder, size)
+            require_space(folder, size)
         target = compress_targets(logits, top_k, temperature)
         _write(_place(folder, number), target, _index_type(logits.shape[-1]))
     return TeacherTargetFiles(folder, parts, counted, key)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, path_of
-from ...run.fs import need_space
+from ...run.fs import require_space
 from ..ptq.input_statistics import sampled_label_loss
 
 
@@ -60,7 +60,7 @@ def collect_stats(
         sources, found = _watch(model, paths, window[None], key)
         if number == 0:
             size = sum(value.nbytes for value in found.values())
-            need_space(folder, size * len(tokens))
+            require_space(folder, size * len(tokens))
         mx.save_safetensors(str(folder / f"part-{number:04d}.safetensors"), found)
     return CalibrationStats(folder, sources, tokens.size)
 

@@ -19,7 +19,7 @@ from ...models.hooks import (
     override_inputs,
     override_outputs,
 )
-from ...run.fs import need_space
+from ...run.fs import require_space
 from . import activation_cache
 from .activation_cache import FULL, INPUTS, ROUNDED
 from .error_propagation import CalibrationShard, sum_up
@@ -172,7 +172,7 @@ class BlockCalibration:
         windows = sum(part.size for part in self.tokens) / hidden.shape[1]
         each = (hidden.nbytes + sum(inputs.values())) * (1 + self.compares)
         each += hidden.nbytes * len(self._adding)
-        need_space(self.after.parent, ceil(windows * each))
+        require_space(self.after.parent, ceil(windows * each))
 
     def _adds(self, group: list[str]) -> bool:
         """Whether what layers give is added to the residual stream as it is."""

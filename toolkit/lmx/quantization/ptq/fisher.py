@@ -15,7 +15,7 @@ import mlx.nn as nn
 
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import GradientTap, hook_calls, path_of
-from ...run.fs import need_space
+from ...run.fs import require_space
 from . import activation_cache
 from .input_statistics import sampled_label_loss
 
@@ -87,7 +87,7 @@ class ForwardBackwardPass:
                 sizes = [part.size for part in self.parts]
                 kept = sum(sizes) + sum(sizes[: self.back]) * len(self.blockwise)
                 states = kept * hidden.shape[-1] * 4
-                need_space(self.folder, states + besides)
+                require_space(self.folder, states + besides)
             self._save(0, part, hidden)
         for number in range(len(self.blockwise)):
             with self.blockwise.at_hand(number, self.compute):

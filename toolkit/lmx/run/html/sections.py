@@ -57,7 +57,7 @@ def hashes(record: Record) -> list[tuple[str, str]]:
     """SHA-256 of the recipe and of every file that a stage wrote."""
     rows = [("resolved recipe", record.manifest["recipe_hash"])]
     for stage in record.manifest.get("stages", {}).values():
-        for folder, files in stage.get("artefacts", {}).items():
+        for folder, files in stage.get("artifacts", {}).items():
             rows += [(f"{folder}/{name}", digest) for name, digest in files.items()]
     return list(dict.fromkeys(rows))
 
