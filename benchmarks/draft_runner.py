@@ -33,7 +33,7 @@ def run(settings: dict) -> dict:
         RecordReader(settings["data"], split="valid"),
         target.tokenizer,
         count=settings["num_prompts"],
-        longest=MAX_PROMPT_LENGTH,
+        max_prompt_tokens=MAX_PROMPT_LENGTH,
     )
     costs = measure_speculation_costs(
         target.model, draft.model, prompt_length=mean_prompt_length(prompts)

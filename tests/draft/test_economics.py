@@ -35,9 +35,9 @@ def test_rounds_begin_where_the_ones_before_them_end():
 def test_the_textbook_case_and_rows_that_cost():
     flat = SpeculationCosts(tuple(1 + 0.08 * k for k in range(9)))
     tokens = [sum(0.8**i for i in range(k + 1)) for k in range(1, 9)]
-    length, speedup = flat.best(tokens)
+    length, speedup = flat.best_draft_length(tokens)
     # Leviathan et al., theorem 3.8.
     assert (length, round(speedup, 2)) == (6, 2.67)
     steep = SpeculationCosts((1.0, *(1.98 + 0.98 * k for k in range(8))))
-    assert steep.best(tokens)[0] == 1
-    assert steep.best(tokens)[1] < 1
+    assert steep.best_draft_length(tokens)[0] == 1
+    assert steep.best_draft_length(tokens)[1] < 1

@@ -39,7 +39,7 @@ def test_answers_are_cut_where_the_draft_is_wrong():
             row = lesson.where.index(replay.where)
             assert replay.tokens == read[row, : len(replay.tokens)].tolist()
             assert len(replay.tokens) - 1 in judged(lesson, row)
-            assert replay.asked == 4
+            assert replay.prompt_length == 4
     assert cut == expected > 10
 
 

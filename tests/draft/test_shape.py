@@ -2,7 +2,6 @@
 
 import mlx.core as mx
 import pytest
-from lmx.draft.compat import require_servable
 from lmx.draft.pruning import (
     PrunedShape,
     channel_importance,
@@ -11,6 +10,7 @@ from lmx.draft.pruning import (
     prune,
     pruned_config,
 )
+from lmx.draft.report import require_servable
 from lmx.errors import UserError
 from lmx.generation.speculative.layer_skip import skip_layers
 from lmx.models.loader import build_model
@@ -99,7 +99,7 @@ def test_the_blocks_kept_are_those_most_missed():
     ("shape", "what"),
     [
         (PrunedShape((0, 4)), "no block 4"),
-        (PrunedShape((0,), hidden_size=64), "64 cannot be left"),
+        (PrunedShape((0,), hidden_size=64), "from 32 to 64"),
     ],
 )
 def test_what_is_not_there_cannot_be_left(shape, what):
@@ -112,7 +112,7 @@ def test_what_is_not_there_cannot_be_left(shape, what):
     [
         ({"max_position_embeddings": 64}, "positions"),
         ({"vocab_size": 49}, "49 rows"),
-        ({"model_file": "own.py"}, "code of its own"),
+        ({"model_file": "own.py"}, "its own code"),
     ],
 )
 def test_what_no_engine_could_serve_is_refused(changes, what):

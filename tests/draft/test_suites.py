@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from lmx.data.record_formats import DataRecord
-from lmx.draft.prompt_sets import AGAIN, prompt_sets
+from lmx.draft.dataset import COPY_INSTRUCTION, prompt_sets
 from lmx.models.loader import load_tokenizer
 
 TINY_BASE = Path(__file__).parents[2] / "data/tiny-base"
@@ -23,7 +23,7 @@ def chat(number):
 
 
 def taken(rows, tokenizer, count=6, longest=200):
-    found = prompt_sets(rows, tokenizer, count=count, longest=longest)
+    found = prompt_sets(rows, tokenizer, count=count, max_prompt_tokens=longest)
     return {k: [tokenizer.decode(p.tokens) for p in own] for k, own in found.items()}
 
 
@@ -45,10 +45,14 @@ def test_every_kind_has_its_share_and_copying_too(tokenizer):
 
 def test_what_is_to_be_copied_stands_in_the_prompt(tokenizer):
     (prompt,) = taken([chat(4)], tokenizer, count=2)["copying"]
-    assert prompt.index("It is 5!") < prompt.index(AGAIN)
+    assert prompt.index("It is 5!") < prompt.index(COPY_INSTRUCTION)
     row = DataRecord("pairs:1", prompt="Name a colour.", completion="Blue.")
     (prompt,) = taken([row], tokenizer, count=2)["copying"]
-    assert prompt.index("Name a colour.") < prompt.index("Blue.") < prompt.index(AGAIN)
+    assert (
+        prompt.index("Name a colour.")
+        < prompt.index("Blue.")
+        < prompt.index(COPY_INSTRUCTION)
+    )
     (prompt,) = taken([DataRecord("texts:1", text=TEXT)], tokenizer, count=2)["copying"]
     half = TEXT[: len(TEXT) // 2]
     # The half, and its beginning once more: what follows in it is to be said.
@@ -61,7 +65,10 @@ def test_a_call_of_a_tool_is_not_said_again(tokenizer):
     turns = ({"role": "user", "content": "Add."}, {"role": "assistant", "content": ""})
     turns[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
     assert "copying" not in prompt_sets(
-        [DataRecord("tools:1", messages=turns)], tokenizer, count=2, longest=200
+        [DataRecord("tools:1", messages=turns)],
+        tokenizer,
+        count=2,
+        max_prompt_tokens=200,
     )
 
 
@@ -70,6 +77,6 @@ def test_long_prompts_make_room_for_the_next(tokenizer):
         DataRecord("texts:long", text=TEXT * 9),
         DataRecord("texts:short", text=TEXT),
     ]
-    found = prompt_sets(rows, tokenizer, count=4, longest=60)
+    found = prompt_sets(rows, tokenizer, count=4, max_prompt_tokens=60)
     assert {prompt.where for own in found.values() for prompt in own} == {"texts:short"}
-    assert not prompt_sets(rows, tokenizer, count=4, longest=3)
+    assert not prompt_sets(rows, tokenizer, count=4, max_prompt_tokens=3)

@@ -156,8 +156,8 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
         run.output / "model"
     )
     assert answers_kept() == before
-    assert "answered 24 of 24" in distilled.log
-    assert "answered 24 of 24" not in run.log
+    assert "generated 24 of 24" in distilled.log
+    assert "generated 24 of 24" not in run.log
     assert "MB on disk" not in run.log
     config = json.loads((run.output / "draft/config.json").read_text())
     assert config["quantization"]["bits"] == 8

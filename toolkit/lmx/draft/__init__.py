@@ -1,1 +1,1 @@
-"""Draft models: small ones that guess what a large one will say."""
+"""Draft models for speculative decoding: training data, losses and benchmarks."""

@@ -1,4 +1,4 @@
-"""Texts that a target said, for drafts to guess: what of their guesses would stand."""
+"""Teacher-forced estimates of the acceptance rate and the accepted length."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ from .cost_model import MAX_DRAFT_TOKENS
 
 @dataclass(frozen=True)
 class ReferenceCompletion:
-    """What a target said to a prompt.
+    """A completion sampled from the target.
 
     Attributes:
         target: maps tokens [B, L] to logits [B, L, V].
-        said: drawn by the target with `sampling`.
+        tokens: the completion, sampled with `sampling`.
     """
 
     target: Any
@@ -28,83 +28,85 @@ class ReferenceCompletion:
     sampling: Sampling
 
     def acceptance_probs(self, draft: Any) -> np.ndarray:
-        """The chance [L - 1] that a guess stands at every token but the first.
+        """The acceptance probability [L - 1] at every token but the first.
 
-        Of a token x that was drawn from p a guess from q had been accepted with
-        probability min(1, q(x) / p(x)), which over all x is sum min(p, q); a greedy
-        guess stands where it is x.
+        For a token x sampled from p, min(1, q(x) / p(x)) has the expectation
+        sum min(p, q), the acceptance rate of a draft token sampled from q. With greedy
+        decoding the probability is 1 where the draft's argmax is x, else 0.
         """
         logits = self._logits(draft)
         if self.sampling.is_greedy:
-            return np.array(mx.argmax(logits, axis=-1) == self._guessed).astype(float)
-        ratio = mx.exp(self._scores(logits) - self._own_scores)
+            matches = mx.argmax(logits, axis=-1) == self._drafted_tokens
+            return np.array(matches).astype(float)
+        ratio = mx.exp(self._logprobs(logits) - self._target_logprobs)
         return np.array(mx.minimum(1.0, ratio)).astype(float)
 
     @property
-    def _guessed(self) -> mx.array:
-        """The first token is no guess's."""
+    def _drafted_tokens(self) -> mx.array:
+        """All tokens but the first, which is never drafted."""
         return mx.array(self.tokens[1:], mx.int32)
 
     @cached_property
-    def _own_scores(self) -> mx.array:
-        scores = self._scores(self._logits(self.target))
-        mx.eval(scores)
-        return scores
+    def _target_logprobs(self) -> mx.array:
+        logprobs = self._logprobs(self._logits(self.target))
+        mx.eval(logprobs)
+        return logprobs
 
     @cached_property
-    def _choice(self) -> TargetSampler:
-        # Nothing is computed where only the width is looked at.
-        width = self.target(mx.zeros((1, 1), mx.int32)).shape[-1]
-        return TargetSampler(self.sampling, self.prompt, width)
+    def _sampler(self) -> TargetSampler:
+        # Only the shape is used, so nothing is computed.
+        vocab_size = self.target(mx.zeros((1, 1), mx.int32)).shape[-1]
+        return TargetSampler(self.sampling, self.prompt, vocab_size)
 
     def _logits(self, model: Any) -> mx.array:
-        """What the tokens but the first are drawn from by a model, [L - 1, V]."""
+        """A model's processed logits [L - 1, V] for all tokens but the first."""
         tokens = mx.array([[*self.prompt, *self.tokens]], mx.int32)
         logits = model(tokens)[0, len(self.prompt) : -1]
-        return self._choice.process(logits, self._choice.counts)
+        return self._sampler.process(logits, self._sampler.counts)
 
-    def _scores(self, logits: mx.array) -> mx.array:
-        own = mx.take_along_axis(logits, self._guessed[:, None], axis=-1)[:, 0]
-        return own - mx.logsumexp(logits, axis=-1)
+    def _logprobs(self, logits: mx.array) -> mx.array:
+        logit = mx.take_along_axis(logits, self._drafted_tokens[:, None], axis=-1)[:, 0]
+        return logit - mx.logsumexp(logits, axis=-1)
 
 
 def all_acceptance_probs(
-    texts: Sequence[ReferenceCompletion], draft: Any
+    completions: Sequence[ReferenceCompletion], draft: Any
 ) -> list[np.ndarray]:
-    """What stands of a draft's guesses, of every text that has a second token."""
-    return [text.acceptance_probs(draft) for text in texts if len(text.tokens) > 1]
+    """The acceptance probabilities of every completion with at least two tokens."""
+    return [c.acceptance_probs(draft) for c in completions if len(c.tokens) > 1]
 
 
-def predict_accepted_lengths(stands: Sequence[np.ndarray]) -> list[float]:
-    """Tokens of rounds with 1, 2, ... guesses, along texts."""
+def predict_accepted_lengths(acceptance_probs: Sequence[np.ndarray]) -> list[float]:
+    """The predicted accepted length with 1, 2, ... `MAX_DRAFT_TOKENS` draft tokens."""
     return [
-        predict_accepted_length(stands, guesses)
-        for guesses in range(1, MAX_DRAFT_TOKENS + 1)
+        predict_accepted_length(acceptance_probs, num_draft_tokens)
+        for num_draft_tokens in range(1, MAX_DRAFT_TOKENS + 1)
     ]
 
 
-def predict_accepted_length(texts: Sequence[np.ndarray], guesses: int) -> float:
-    """Of rounds of so many guesses, on average, along texts of a target.
+def predict_accepted_length(
+    acceptance_probs: Sequence[np.ndarray], num_draft_tokens: int
+) -> float:
+    """Predicted mean tokens per round, along completions of the target.
 
-    Rounds begin where the ones before them end, so the chances of every place to be a
-    beginning are followed through the text; the first token of a text is no round's.
+    A round starts where the one before it ended, so the probability that a round starts
+    is propagated through the positions of a completion.
 
     Args:
-        texts: for every token but the first of an answer, the chance that a guess
-            stands there: [L - 1] each.
+        acceptance_probs: [L - 1] per completion, for all tokens but the first.
     """
     tokens, rounds = 0, 0.0
-    for stands in texts:
-        length = len(stands)
-        begins = np.zeros(length + 1)
-        begins[0] = 1.0
-        for place in range(length):
-            chance = begins[place]
+    for probs in acceptance_probs:
+        length = len(probs)
+        starts = np.zeros(length + 1)
+        starts[0] = 1.0
+        for position in range(length):
+            chance = starts[position]
             rounds += chance
-            # The round ends with the first guess that falls, or one token after all.
-            for end in range(place, min(place + guesses, length)):
-                begins[end + 1] += chance * (1 - stands[end])
-                chance *= stands[end]
-            begins[min(place + guesses + 1, length)] += chance
+            # A round ends at the first rejection, or one token after the last draft.
+            for end in range(position, min(position + num_draft_tokens, length)):
+                starts[end + 1] += chance * (1 - probs[end])
+                chance *= probs[end]
+            starts[min(position + num_draft_tokens + 1, length)] += chance
         tokens += length
     return tokens / rounds if rounds else 1.0

@@ -1,9 +1,9 @@
-"""A draft put to the test: what was predicted of it, and what is measured."""
+"""Draft benchmark: predicted and measured speed-up of speculative decoding."""
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -28,26 +28,27 @@ BASELINE_MODEL, DRAFT = "baseline_model", "draft"
 
 
 def decoding_modes(temperature: float, seed: int) -> dict[str, Sampling]:
-    """How a draft is tried, by name: greedily, and drawn at a temperature."""
-    drawn = Sampling(temperature=temperature, seed=seed)
-    return {"greedy": Sampling(), f"temperature {temperature:g}": drawn}
+    """The sampling settings of a benchmark by name: greedy, and sampled."""
+    sampled = Sampling(temperature=temperature, seed=seed)
+    return {"greedy": Sampling(), f"temperature {temperature:g}": sampled}
 
 
-def with_seed_offset(sampling: Sampling, number: int) -> Sampling:
-    """Of the prompt of a number: every answer has draws of its own."""
-    return replace(sampling, seed=sampling.seed + number)
+def with_seed_offset(sampling: Sampling, offset: int) -> Sampling:
+    """Settings with another seed, so that every prompt has independent samples."""
+    return replace(sampling, seed=sampling.seed + offset)
 
 
 @dataclass(frozen=True)
 class DecodingStats:
-    """How one way of decoding went over some prompts.
+    """Speed and acceptance of one decoder over a set of prompts.
 
     Attributes:
-        tokens_per_second: of all tokens but the first of every answer.
-        speedup: that as a multiple of plain decoding's.
-        acceptance: share of the guesses that stood, of those whose predecessors stood.
-        accepted_length: tokens of a step of the target, with guesses or without.
-        guesses: of a round.
+        tokens_per_second: over all tokens but the first of every completion.
+        speedup: relative to plain decoding.
+        acceptance_rate: accepted share of the draft tokens whose predecessors were
+            accepted; None = no draft tokens.
+        accepted_length: tokens per forward pass of the target.
+        num_draft_tokens: draft tokens per round.
     """
 
     tokens_per_second: float
@@ -57,59 +58,45 @@ class DecodingStats:
     num_draft_tokens: int = 0
 
 
-# By way of decoding.
-StatsByPromptSet = dict[str, DecodingStats]
+DecoderStats = dict[str, DecodingStats]
+"""Statistics by decoder: plain, prompt lookup, baseline model and draft."""
 
 
 @dataclass(frozen=True)
 class DraftBenchmarkResult:
-    """A draft's trial with one way of sampling.
+    """The result of a benchmark in one decoding mode.
 
     Attributes:
-        columns: over all prompts.
-        suites: the same by suite.
-        chance: of a guess to stand, at all places of the plain answers on average.
-        length: guesses of a round, those that are predicted to pay most.
-        predicted_tokens: of such a round, along the plain answers.
-        curve: the same for 1, 2, ... guesses.
+        stats: over all prompts.
+        prompt_sets: by prompt set.
+        predicted_acceptance_rate: teacher-forced, mean over all positions.
+        num_draft_tokens: the draft length with the best predicted speed-up.
+        predicted_accepted_length: with this draft length.
+        predicted_accepted_lengths: with 1, 2, ... draft tokens.
     """
 
-    stats: StatsByPromptSet
-    prompt_sets: dict[str, StatsByPromptSet]
+    stats: DecoderStats
+    prompt_sets: dict[str, DecoderStats]
     predicted_acceptance_rate: float
     num_draft_tokens: int
     predicted_accepted_length: float
     predicted_speedup: float
     predicted_accepted_lengths: list[float]
 
-    def by_name(self, how: str) -> dict[str, StatsByPromptSet]:
-        """Over all prompts, by the name of the way of sampling, and by suite."""
-        own = {
-            f"{how}, {suite}": columns for suite, columns in self.prompt_sets.items()
-        }
-        return {how: self.stats} | own
+    def by_name(self, mode: str) -> dict[str, DecoderStats]:
+        """The statistics over all prompts as `mode`, and of every prompt set."""
+        sets = {f"{mode}, {name}": stats for name, stats in self.prompt_sets.items()}
+        return {mode: self.stats} | sets
 
     def to_json(self) -> dict:
-        """For reports: by proposer, and what was predicted of the draft."""
-        return _to_json(self.stats) | {
-            "prompt_sets": {
-                name: _to_json(own) for name, own in self.prompt_sets.items()
-            },
-            "predicted_acceptance_rate": self.predicted_acceptance_rate,
-            "num_draft_tokens": self.num_draft_tokens,
-            "predicted_accepted_length": self.predicted_accepted_length,
-            "predicted_speedup": self.predicted_speedup,
-            "predicted_accepted_lengths": self.predicted_accepted_lengths,
-        }
-
-
-def _to_json(columns: StatsByPromptSet) -> dict:
-    return {name: vars(column) for name, column in columns.items()}
+        """The statistics by decoder and the predictions, for reports."""
+        result = asdict(self)
+        return result.pop("stats") | result
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A model that guesses, and what its rounds cost."""
+    """A draft model with its measured costs."""
 
     model: Any
     costs: SpeculationCosts
@@ -117,20 +104,20 @@ class Candidate:
 
 @dataclass(frozen=True)
 class _Completion:
-    """An answer, the seconds that its tokens but the first took, and its rounds."""
+    """A completion, and the seconds for all tokens but the first."""
 
     tokens: list[int]
     seconds: float
-    rounds: SpeculativeStats
+    stats: SpeculativeStats | None
 
 
 class DraftBenchmark:
-    """Prompts answered plainly, with lookup and with a draft.
+    """Decodes prompts without a draft, with prompt lookup, and with draft models.
 
     Args:
         target: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        suites: tokens of prompts, by the suite's name.
-        sibling: another draft, for a column of its own.
+        prompt_sets: prompt tokens by the name of the prompt set.
+        baseline_model: another draft model to compare with.
     """
 
     def __init__(
@@ -138,116 +125,138 @@ class DraftBenchmark:
         target: Any,
         draft: Candidate,
         tokenizer: Any,
-        suites: Mapping[str, Sequence[Sequence[int]]],
+        prompt_sets: Mapping[str, Sequence[Sequence[int]]],
         *,
         max_tokens: int,
         baseline_model: Candidate | None = None,
     ):
         self.target, self.draft, self.baseline_model = target, draft, baseline_model
         self.tokenizer = tokenizer
-        self.places = [name for name, own in suites.items() for _ in own]
-        self.prompts = [prompt for own in suites.values() for prompt in own]
+        self.set_names = [name for name, own in prompt_sets.items() for _ in own]
+        self.prompts = [prompt for own in prompt_sets.values() for prompt in own]
         self.max_tokens = max_tokens
 
     def run(self, sampling: Sampling) -> DraftBenchmarkResult:
-        """Answer all prompts in every way; the text is the target's in each."""
-        answers = {PLAIN: self._answered(None, 0, sampling)}
-        texts = [said.tokens for said in answers[PLAIN]]
-        pairs = zip(self.prompts, texts, strict=True)
-        heard = [
-            ReferenceCompletion(self.target, prompt, said, sampling)
-            for prompt, said in pairs
+        """Decode all prompts with every decoder; the output is the target's in each."""
+        completions = {PLAIN: self._decode(None, 0, sampling)}
+        references = [
+            ReferenceCompletion(self.target, prompt, completion.tokens, sampling)
+            for prompt, completion in zip(self.prompts, completions[PLAIN], strict=True)
         ]
-        stands = all_acceptance_probs(heard, self.draft.model)
-        curve = predict_accepted_lengths(stands)
-        mean = float(np.mean([len(text) - 1 for text in texts])) or math.inf
-        length, speedup = self.draft.costs.best(curve, mean)
-        guesses = {PLAIN: 0, PROMPT_LOOKUP: length, DRAFT: length}
-        answers[PROMPT_LOOKUP] = self._answered(PromptLookupProposer, length, sampling)
-        if other := self.baseline_model:
-            own = predict_accepted_lengths(all_acceptance_probs(heard, other.model))
-            guesses[BASELINE_MODEL], _ = other.costs.best(own, mean)
-            answers[BASELINE_MODEL] = self._guessed(
-                other, guesses[BASELINE_MODEL], sampling
+        mean = np.mean([len(reference.tokens) - 1 for reference in references])
+        mean_length = float(mean) or math.inf
+        probs = all_acceptance_probs(references, self.draft.model)
+        lengths = predict_accepted_lengths(probs)
+        best, speedup = self.draft.costs.best_draft_length(lengths, mean_length)
+        num_draft_tokens = {PLAIN: 0, PROMPT_LOOKUP: best, DRAFT: best}
+        completions[PROMPT_LOOKUP] = self._decode(PromptLookupProposer, best, sampling)
+        if baseline := self.baseline_model:
+            other = all_acceptance_probs(references, baseline.model)
+            num_draft_tokens[BASELINE_MODEL], _ = baseline.costs.best_draft_length(
+                predict_accepted_lengths(other), mean_length
             )
-        answers[DRAFT] = self._guessed(self.draft, length, sampling)
-        suites = {
-            name: self._columns(answers, guesses, name)
-            for name in dict.fromkeys(self.places)
-        }
-        places = np.concatenate([*stands, []])
-        chance = float(places.mean()) if places.size else 0.0
-        columns = self._columns(answers, guesses)
+            completions[BASELINE_MODEL] = self._decode_with(
+                baseline, num_draft_tokens[BASELINE_MODEL], sampling
+            )
+        completions[DRAFT] = self._decode_with(self.draft, best, sampling)
+        all_probs = np.concatenate([*probs, []])
         return DraftBenchmarkResult(
-            columns, suites, chance, length, curve[length - 1], speedup, curve
+            stats=self._stats(completions, num_draft_tokens),
+            prompt_sets={
+                name: self._stats(completions, num_draft_tokens, name)
+                for name in dict.fromkeys(self.set_names)
+            },
+            predicted_acceptance_rate=float(all_probs.mean())
+            if all_probs.size
+            else 0.0,
+            num_draft_tokens=best,
+            predicted_accepted_length=lengths[best - 1],
+            predicted_speedup=speedup,
+            predicted_accepted_lengths=lengths,
         )
 
-    def _guessed(
-        self, rival: Candidate, length: int, sampling: Sampling
+    def _decode_with(
+        self, candidate: Candidate, num_draft_tokens: int, sampling: Sampling
     ) -> list[_Completion]:
-        # Of the same draws for every answer all would be lucky, or none.
-        draws = count()
-        return self._answered(
-            lambda: DraftModelProposer(rival.model, seed=next(draws)), length, sampling
+        # One seed per completion: with a common seed, their samples would correlate.
+        seeds = count()
+        return self._decode(
+            lambda: DraftModelProposer(candidate.model, seed=next(seeds)),
+            num_draft_tokens,
+            sampling,
         )
 
-    def _columns(
+    def _decode(
         self,
-        answers: dict[str, list[_Completion]],
-        guesses: dict[str, int],
-        suite: str | None = None,
-    ) -> StatsByPromptSet:
-        """Of one suite, or of all."""
-        taken = [suite in (None, place) for place in self.places]
-        found: StatsByPromptSet = {}
-        for name, said in answers.items():
-            own = [one for one, is_of_it in zip(said, taken, strict=True) if is_of_it]
-            found[name] = _stats(own, found.get(PLAIN), guesses[name])
-        return found
-
-    def _answered(
-        self, propose: Callable[[], Proposer] | None, length: int, sampling: Sampling
+        make_proposer: Callable[[], Proposer] | None,
+        num_draft_tokens: int,
+        sampling: Sampling,
     ) -> list[_Completion]:
         generator = Generator(
             self.target,
             self.tokenizer,
-            make_proposer=propose,
+            make_proposer=make_proposer,
             draft_length=DraftLengthController(
-                max_draft_tokens=max(1, length), fixed=length
+                max_draft_tokens=max(1, num_draft_tokens), fixed=num_draft_tokens
             ),
         )
 
-        def said(prompt: Sequence[int], number: int) -> _Completion:
-            settings = {
-                "max_tokens": self.max_tokens,
-                "sampling": with_seed_offset(sampling, number),
-            }
-            pieces = generator.stream(prompt, **settings)
-            tokens = [next(pieces).token]
+        def complete(prompt: Sequence[int], index: int) -> _Completion:
+            responses = generator.stream(
+                prompt,
+                max_tokens=self.max_tokens,
+                sampling=with_seed_offset(sampling, index),
+            )
+            tokens = [next(responses).token]
             start = time.perf_counter()
-            tokens += [piece.token for piece in pieces]
+            tokens += [response.token for response in responses]
             seconds = time.perf_counter() - start
             return _Completion(tokens, seconds, generator.speculative_stats)
 
-        # What is compiled when first used is not timed.
-        said(self.prompts[0], 0)
-        return [said(prompt, number) for number, prompt in enumerate(self.prompts)]
+        # Warm-up: compilation is not timed.
+        complete(self.prompts[0], 0)
+        return [complete(prompt, index) for index, prompt in enumerate(self.prompts)]
+
+    def _stats(
+        self,
+        completions: dict[str, list[_Completion]],
+        num_draft_tokens: dict[str, int],
+        set_name: str | None = None,
+    ) -> DecoderStats:
+        """The statistics of every decoder, over one prompt set or over all."""
+        results: DecoderStats = {}
+        for name, all_completions in completions.items():
+            selected = [
+                completion
+                for completion, owner in zip(
+                    all_completions, self.set_names, strict=True
+                )
+                if set_name in (None, owner)
+            ]
+            results[name] = _decoding_stats(
+                selected, results.get(PLAIN), num_draft_tokens[name]
+            )
+        return results
 
 
-def _stats(
-    said: list[_Completion], plain: DecodingStats | None, guesses: int
+def _decoding_stats(
+    completions: list[_Completion], plain: DecodingStats | None, num_draft_tokens: int
 ) -> DecodingStats:
-    """How answers went; `plain` is the same prompts' without guesses."""
+    """The statistics of one decoder. `plain` is None for plain decoding itself."""
+    tokens = sum(len(completion.tokens) - 1 for completion in completions)
+    # Completions of a single token have no decode time.
+    seconds = sum(completion.seconds for completion in completions) or math.inf
+    rate = tokens / seconds
+    if plain is None:
+        return DecodingStats(rate)
     total = SpeculativeStats()
-    if plain:
-        for one in said:
-            total.merge(one.rounds)
-    tokens, steps = (
-        sum(len(one.tokens) - 1 for one in said),
-        total.rounds + total.standard_tokens,
+    for completion in completions:
+        total.merge(completion.stats)
+    passes = total.rounds + total.standard_tokens
+    return DecodingStats(
+        rate,
+        speedup=rate / (plain.tokens_per_second or math.inf),
+        acceptance_rate=total.acceptance_rate,
+        accepted_length=tokens / passes if passes else None,
+        num_draft_tokens=num_draft_tokens,
     )
-    # Answers of one token each have no speed.
-    rate = tokens / (sum(one.seconds for one in said) or math.inf)
-    gain = rate / (plain.tokens_per_second or math.inf) if plain else 1.0
-    rounds = tokens / steps if steps else None
-    return DecodingStats(rate, gain, total.acceptance_rate, rounds, guesses)

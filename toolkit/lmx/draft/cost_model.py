@@ -1,4 +1,4 @@
-"""What guessing costs on this machine, and what it brings."""
+"""Cost model of speculative decoding: measured round times and predicted speed-up."""
 
 import math
 import time
@@ -18,94 +18,101 @@ from ..generation.speculative.draft_length import DraftLengthController
 from ..generation.speculative.draft_model import DraftModelProposer
 
 MAX_DRAFT_TOKENS = 8
-"""Guesses of a round, at most."""
 REPEATS = 7
-# Tokens of a prompt that are read at once, and those to decode, more than enough.
-STEP, ENDLESS = 512, 1 << 20
-# Drawn, which takes longer than choosing the likeliest.
-DRAWN = Sampling(temperature=1.0)
+PREFILL_STEP_SIZE = 512
+# More tokens than are ever decoded.
+UNLIMITED = 1 << 20
+# Sampling takes longer than argmax.
+SAMPLING = Sampling(temperature=1.0)
 
 
 @dataclass(frozen=True)
 class SpeculationCosts:
-    """Of a target and its draft, in tokens of plain decoding.
+    """Times of a target and its draft, in units of one standard decode step.
 
     Attributes:
-        rounds: of a plain token, which is 1, and of rounds with 1, 2, ... guesses, all
-            that belongs to them: guessing, verifying, choosing, taking back.
-        prefill: of a prompt by the draft, which plain decoding does not have.
+        rounds: time of a standard step, which is 1, and of rounds with 1, 2, ... draft
+            tokens: drafting, verification, sampling and rollback.
+        prefill: time the draft model needs for the prompt.
     """
 
     rounds: tuple[float, ...]
     prefill: float = 0.0
 
-    def speedup(self, tokens: float, guesses: int, said: float = math.inf) -> float:
-        """Of rounds of so many guesses that give so many tokens on average.
+    def speedup(
+        self,
+        accepted_length: float,
+        num_draft_tokens: int,
+        completion_length: float = math.inf,
+    ) -> float:
+        """The predicted speed-up over standard decoding.
 
-        As arXiv 2211.17192, theorem 3.8, but with rounds that cost what they cost.
+        As in arXiv 2211.17192, theorem 3.8, but with measured round times.
 
         Args:
-            said: tokens of an answer, over which the reading is spread.
+            accepted_length: mean tokens per round.
+            completion_length: tokens over which the prefill time is spread.
         """
-        return 1 / (self.rounds[guesses] / tokens + self.prefill / said)
+        prefill = self.prefill / completion_length
+        return 1 / (self.rounds[num_draft_tokens] / accepted_length + prefill)
 
-    def best(
-        self, tokens: Sequence[float], said: float = math.inf
+    def best_draft_length(
+        self, accepted_lengths: Sequence[float], completion_length: float = math.inf
     ) -> tuple[int, float]:
-        """The number of guesses that pays most, at least 1, and its speed-up.
+        """The number of draft tokens, at least 1, with the best speed-up; and both.
 
         Args:
-            tokens: of a round, by number of guesses from 1 on.
-            said: as above.
+            accepted_lengths: mean tokens per round with 1, 2, ... draft tokens.
         """
-        found = {k: self.speedup(t, k, said) for k, t in enumerate(tokens, 1)}
-        length = max(found, key=found.get)
-        return length, found[length]
+        speedups = {
+            num_draft_tokens: self.speedup(length, num_draft_tokens, completion_length)
+            for num_draft_tokens, length in enumerate(accepted_lengths, 1)
+        }
+        best = max(speedups, key=speedups.get)
+        return best, speedups[best]
 
     def to_json(self) -> dict:
-        """For reports."""
+        """The costs for reports."""
         return {"rounds": list(self.rounds), "prefill": self.prefill}
 
 
 def measure_speculation_costs(
     target: Any, draft: Any, *, prompt_length: int
 ) -> SpeculationCosts:
-    """Time decoding with a target alone, and with all numbers of guesses of a draft.
+    """Measure standard decoding, and rounds with every number of draft tokens.
 
-    All in turn, the shortest of some each, so that what else the machine does at a
-    time is not taken for what one of them costs.
+    The measurements take turns, and the shortest time of each counts, so that load from
+    other processes affects none of them alone.
 
     Args:
-        prompt: tokens of one.
+        prompt_length: tokens of the prompt.
     """
     counts = range(1, MAX_DRAFT_TOKENS + 1)
     with ExitStack() as stack:
-        ways = [_time_plain(target, prompt_length)]
-        ways += [
-            _time_rounds(target, draft, prompt_length, guesses) for guesses in counts
-        ]
-        ways += [_time_prefill(draft, tokens) for tokens in (1, prompt_length)]
-        timed = [_Timer(stack.enter_context(closing(way))) for way in ways]
+        steps = [_standard_steps(target, prompt_length)]
+        steps += [_rounds(target, draft, prompt_length, count) for count in counts]
+        steps += [_prefills(draft, tokens) for tokens in (1, prompt_length)]
+        timers = [_Timer(stack.enter_context(closing(step))) for step in steps]
         for _ in range(REPEATS):
-            for way in timed:
-                way.run()
-    *rounds, token, whole = (way.seconds for way in timed)
-    # Fewer guesses take no longer; where they seem to, it was somebody else's work.
+            for timer in timers:
+                timer.run()
+    *rounds, one_token, prompt = (timer.seconds for timer in timers)
+    # A shorter draft never takes longer; a measurement that says so is noise.
     rounds = np.minimum.accumulate(rounds[::-1])[::-1]
-    # A round reads a token by itself.
-    reading = max(0.0, whole - token)
+    # A round already includes one token of the prefill.
+    prefill = max(0.0, prompt - one_token)
     return SpeculationCosts(
-        tuple((rounds / rounds[0]).tolist()), reading / float(rounds[0])
+        tuple((rounds / rounds[0]).tolist()), prefill / float(rounds[0])
     )
 
 
 class _Timer:
-    """A way of decoding, and the shortest its steps took."""
+    """The shortest time of a repeated step."""
 
     def __init__(self, steps: Iterator[None]):
         self.seconds = math.inf
         self._steps = steps
-        # What is compiled when first used is not timed, nor is reading the prompt.
+        # Compilation and prefill are not timed.
         for _ in range(2):
             next(steps)
 
@@ -113,38 +120,46 @@ class _Timer:
         mx.synchronize()
         start = time.perf_counter()
         next(self._steps)
-        # What it leaves in flight for its next step is as much as it found done.
+        # A step leaves as much work in flight as the step before it left.
         mx.synchronize()
         self.seconds = min(self.seconds, time.perf_counter() - start)
 
 
-def _time_plain(target: Any, prompt: int) -> Iterator[None]:
-    """Tokens, one by one."""
-    prompts = [[0] * prompt]
-    choose = BatchSampler(DRAWN, prompts)
-    session = CacheState(target)
-    for token, _ in decode(session, prompts, ENDLESS, choose, prefill_step_size=STEP):
+def _standard_steps(target: Any, prompt_length: int) -> Iterator[None]:
+    prompts = [[0] * prompt_length]
+    sampler = BatchSampler(SAMPLING, prompts)
+    for token, _ in decode(
+        CacheState(target),
+        prompts,
+        UNLIMITED,
+        sampler,
+        prefill_step_size=PREFILL_STEP_SIZE,
+    ):
         token.item()
         yield
 
 
-def _time_rounds(target: Any, draft: Any, prompt: int, guesses: int) -> Iterator[None]:
-    """Rounds, one by one, each with the reading of the tokens of the one before."""
-    speculator = SpeculativeDecoder(
+def _rounds(
+    target: Any, draft: Any, prompt_length: int, num_draft_tokens: int
+) -> Iterator[None]:
+    """Rounds, each including the time to yield the tokens of the one before."""
+    decoder = SpeculativeDecoder(
         CacheState(target),
         DraftModelProposer(draft),
-        draft_length=DraftLengthController(max_draft_tokens=guesses, fixed=guesses),
-        sampling=DRAWN,
+        draft_length=DraftLengthController(
+            max_draft_tokens=num_draft_tokens, fixed=num_draft_tokens
+        ),
+        sampling=SAMPLING,
     )
-    done = 0
-    for _ in speculator.decode([0] * prompt, ENDLESS):
-        if speculator.stats.rounds > done:
-            done = speculator.stats.rounds
+    rounds = 0
+    for _ in decoder.decode([0] * prompt_length, UNLIMITED):
+        if decoder.stats.rounds > rounds:
+            rounds = decoder.stats.rounds
             yield
 
 
-def _time_prefill(draft: Any, count: int) -> Iterator[None]:
-    """What a draft does when it first sees so many tokens, again and again."""
+def _prefills(draft: Any, num_tokens: int) -> Iterator[None]:
+    """Forward passes of the draft over a new prompt."""
     while True:
-        mx.eval(CacheState(draft).forward(mx.zeros((1, count), mx.int32)))
+        mx.eval(CacheState(draft).forward(mx.zeros((1, num_tokens), mx.int32)))
         yield

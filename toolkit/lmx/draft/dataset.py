@@ -1,4 +1,4 @@
-"""What a target answers to the prompts of rows."""
+"""Training and benchmark data of draft models: prompts, completions and batches."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +14,7 @@ from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, InMemoryExamples
 from ..data.record_formats import DataRecord
 from ..data.tokenization import Example
-from ..generation.completions import (
-    CachedGenerator,
-    completion_example,
-)
+from ..generation.completions import CachedGenerator, completion_example
 from ..generation.prompt import encode_chat, encode_text
 from ..run.logger import RunLogger
 from ..training.teacher_targets import (
@@ -28,99 +25,157 @@ from ..training.teacher_targets import (
     write_teacher_targets,
 )
 
+CHAT, TEXT, COPYING = "chat", "text", "copying"
+COPY_INSTRUCTION = "Say that again."
+
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to answer, and the place of their row."""
+    """Token ids of a prompt, and the location of its record."""
 
     tokens: list[int]
     where: str
 
 
-def prompt_from_row(row: DataRecord, tokenizer: Any) -> list[int]:
-    """What a row asks, templates applied; of bare text its first half."""
-    if row.text is not None:
-        tokens = encode_text(tokenizer, row.text)
+PromptSets = dict[str, list[Prompt]]
+
+
+def prompt_from_record(record: DataRecord, tokenizer: Any) -> list[int]:
+    """The prompt of a record with the chat template; the first half of raw text."""
+    if record.text is not None:
+        tokens = encode_text(tokenizer, record.text)
         return list(tokens[: len(tokens) // 2])
-    if row.messages is None:
-        return list(encode_chat(tokenizer, row.prompt))
-    turns = [message["role"] for message in row.messages]
-    last = max((n for n, role in enumerate(turns) if role == "assistant"), default=0)
-    return list(encode_chat(tokenizer, [*row.messages[:last]])) if last else []
+    if record.messages is None:
+        return list(encode_chat(tokenizer, record.prompt))
+    roles = [message["role"] for message in record.messages]
+    last = max((n for n, role in enumerate(roles) if role == "assistant"), default=0)
+    return list(encode_chat(tokenizer, [*record.messages[:last]])) if last else []
 
 
 def select_prompts(
-    rows: Iterable[DataRecord],
+    records: Iterable[DataRecord],
     tokenizer: Any,
     *,
     count: int,
-    longest: int,
-    ask: Callable[[DataRecord, Any], list[int]] = prompt_from_row,
+    max_prompt_tokens: int,
+    to_prompt: Callable[[DataRecord, Any], list[int]] = prompt_from_record,
 ) -> list[Prompt]:
-    """What the first rows ask.
+    """The prompts of the first records.
 
     Args:
-        count: that many, or what the rows have.
-        longest: tokens; longer prompts are left out.
-        ask: gives the tokens of a row.
+        count: maximum number of prompts.
+        max_prompt_tokens: longer prompts are skipped.
+        to_prompt: returns the prompt tokens of a record; empty = skip the record.
     """
-    found = []
-    for row in rows:
-        tokens = ask(row, tokenizer)
-        if 0 < len(tokens) <= longest:
-            found.append(Prompt(tokens, row.where))
-        if len(found) == count:
+    prompts = []
+    for record in records:
+        tokens = to_prompt(record, tokenizer)
+        if 0 < len(tokens) <= max_prompt_tokens:
+            prompts.append(Prompt(tokens, record.where))
+        if len(prompts) == count:
             break
-    return found
+    return prompts
 
 
-def mean_prompt_length(asked: Sequence[Prompt]) -> int:
-    """Tokens of a prompt, on average."""
-    return round(sum(len(prompt.tokens) for prompt in asked) / len(asked))
+def mean_prompt_length(prompts: Sequence[Prompt]) -> int:
+    """Mean tokens per prompt, rounded."""
+    return round(sum(len(prompt.tokens) for prompt in prompts) / len(prompts))
+
+
+def prompt_sets(
+    records: Iterable[DataRecord], tokenizer: Any, *, count: int, max_prompt_tokens: int
+) -> PromptSets:
+    """Benchmark prompts by kind: chat, text continuation, and copying.
+
+    The acceptance rate depends mainly on the kind of text, so results are reported per
+    kind. In copying prompts the completion is part of the prompt, as in editing.
+
+    Args:
+        count: maximum number of prompts, split evenly; at least one per kind.
+        max_prompt_tokens: longer prompts are skipped.
+    """
+    sets: PromptSets = {CHAT: [], TEXT: [], COPYING: []}
+    for record in records:
+        kind = CHAT if record.text is None else TEXT
+        for name, to_prompt in {
+            kind: prompt_from_record,
+            COPYING: _copy_prompt,
+        }.items():
+            if len(sets[name]) < count:
+                sets[name] += select_prompts(
+                    [record],
+                    tokenizer,
+                    count=1,
+                    max_prompt_tokens=max_prompt_tokens,
+                    to_prompt=to_prompt,
+                )
+    sets = {name: prompts for name, prompts in sets.items() if prompts}
+    return {
+        name: prompts[: max(1, count // len(sets))] for name, prompts in sets.items()
+    }
+
+
+def _copy_prompt(record: DataRecord, tokenizer: Any) -> list[int]:
+    """A prompt that contains its completion; empty if there is nothing to copy."""
+    if record.text is not None:
+        half = record.text[: len(record.text) // 2]
+        return encode_text(tokenizer, f"{half}\n{half[: len(half) // 2]}")
+    messages = record.messages or (
+        {"role": "user", "content": record.prompt},
+        {"role": "assistant", "content": record.completion},
+    )
+    last = max(
+        n for n, message in enumerate(messages) if message["role"] == "assistant"
+    )
+    if not messages[last]["content"]:  # a tool call
+        return []
+    instruction = {"role": "user", "content": COPY_INSTRUCTION}
+    return encode_chat(tokenizer, [*messages[: last + 1], instruction])
 
 
 def generate_completions(
-    asked: Sequence[Prompt],
-    settings: DataGenerationConfig,
-    answerer: CachedGenerator,
+    prompts: Sequence[Prompt],
+    config: DataGenerationConfig,
+    generator: CachedGenerator,
     *,
     seed: int,
 ) -> list[Example]:
-    """Prompts with answers to be learnt; the temperatures take turns."""
-    turns = zip(enumerate(asked), cycle(settings.temperatures))
+    """Training examples: prompts with the target's completions.
+
+    The temperatures of the config are used in turn.
+    """
     requests = [
-        answerer.request(prompt.tokens, settings.max_tokens, heat, (seed, number))
-        for (number, prompt), heat in turns
+        generator.request(prompt.tokens, config.max_tokens, temperature, (seed, index))
+        for (index, prompt), temperature in zip(
+            enumerate(prompts), cycle(config.temperatures)
+        )
     ]
-    pairs = zip(asked, answerer.generate(requests), strict=True)
     return [
-        completion_example(prompt.tokens, found, prompt.where)
-        for prompt, found in pairs
+        completion_example(prompt.tokens, completion, prompt.where)
+        for prompt, completion in zip(
+            prompts, generator.generate(requests), strict=True
+        )
     ]
-
-
-# --- from draft.targets: Answers of a target in batches, with what it predicted at every place.
 
 
 class DistillationBatches:
-    """Fixed batches of answers, in an order that every epoch draws anew.
+    """Batches of completions with the target's predictions, shuffled every epoch.
 
-    The target of a batch has the parts of a `Target`, and bool [B, L]: whether the next
-    token is the teacher's own.
+    The target of a batch has the parts of a `TeacherTarget`, then bool [B, L]: whether
+    the next token was sampled from the target.
 
     Args:
-        teacher: logits [B, L, V] of tokens [B, L].
-        key: of the teacher.
-        tokens: padded tokens of a batch, at most.
-        top_k: tokens named of every prediction; None = all.
-        logger: told how large the predictions are, which are made once and kept in the
-            cache; None = the teacher is asked anew for every batch, as with `top_k`
-            None.
-        guessed: last tokens of every example that are not the teacher's own; None = no
-            token.
+        teacher: maps tokens [B, L] to logits [B, L, V].
+        key: hash of the teacher.
+        tokens: maximum tokens per batch, including padding.
+        top_k: tokens stored per prediction; None = the teacher runs for every batch.
+        logger: logs the size of the predictions, which are computed once and cached;
+            None = the teacher runs for every batch.
+        num_draft_tokens: per example, the tokens at its end that the draft generated;
+            None = no such tokens.
 
     Attributes:
-        digest: a hash of answers and predictions.
+        digest: hash of the completions and predictions.
     """
 
     def __init__(
@@ -134,31 +189,29 @@ class DistillationBatches:
         top_k: int | None,
         seed: int,
         logger: RunLogger | None,
-        guessed: Sequence[int] | None = None,
+        num_draft_tokens: Sequence[int] | None = None,
     ):
         batches = BucketBatchSampler(
             examples, max_seq_length=max_seq_length, tokens=tokens
         )
         facts = [key, InMemoryExamples(examples).digest, max_seq_length, tokens, top_k]
         self.digest = sha256(repr(facts).encode()).hexdigest()
+        self.key = key
         self.max_seq_length = max_seq_length
+        self.tokens = tokens
+        self.top_k = top_k
         self.seed = seed
         self._batches = list(batches.in_order())
         self._teacher = teacher
-        self._settings = {
-            "key": key,
-            "max_seq_length": max_seq_length,
-            "tokens": tokens,
-        }
-        self._settings |= {"top_k": top_k, "seed": seed}
-        # Of every example, how many tokens are the teacher's own.
-        guessed = guessed or [0] * len(examples)
-        pairs = zip(examples, guessed, strict=True)
-        self._own = [len(example.tokens) - count for example, count in pairs]
-        self._kept = None
+        num_draft_tokens = num_draft_tokens or [0] * len(examples)
+        self._num_target_tokens = [
+            len(example.tokens) - count
+            for example, count in zip(examples, num_draft_tokens, strict=True)
+        ]
+        self._cached_targets = None
         if logger and top_k is not None:
-            self._kept = write_teacher_targets(
-                cache.root() / "lessons" / cache.key_of(facts),
+            self._cached_targets = write_teacher_targets(
+                cache.root() / "draft_targets" / cache.key_of(facts),
                 [mx.contiguous(batch.tokens[:, :-1]) for batch in self._batches],
                 teacher,
                 digest=key,
@@ -166,39 +219,47 @@ class DistillationBatches:
                 info=logger.info,
             )
 
-    def like(
-        self, examples: list[Example], guessed: Sequence[int]
+    def with_examples(
+        self, examples: list[Example], num_draft_tokens: Sequence[int]
     ) -> "DistillationBatches":
-        """Others of the same teacher, which is asked for every batch."""
-        settings = self._settings | {"logger": None, "guessed": guessed}
-        return DistillationBatches(examples, self._teacher, **settings)
+        """Batches of other examples, with predictions that are not cached."""
+        return DistillationBatches(
+            examples,
+            self._teacher,
+            key=self.key,
+            max_seq_length=self.max_seq_length,
+            tokens=self.tokens,
+            top_k=self.top_k,
+            seed=self.seed,
+            logger=None,
+            num_draft_tokens=num_draft_tokens,
+        )
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0, over as many epochs as it takes."""
-        epoch, place = divmod(step, len(self))
+        """The batch of a step, from 0, over any number of epochs."""
+        epoch, position = divmod(step, len(self))
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self))
-        return self[int(order[place])]
+        return self[int(order[position])]
 
-    def __getitem__(self, number: int) -> Batch:
-        batch = self._batches[number]
-        own = np.ones(batch.mask.shape, bool)
-        for row, member in enumerate(batch.example_indices):
-            own[row, self._own[member] - 1 :] = False
-        return replace(batch, target=(*self._target(number), mx.array(own)))
+    def __getitem__(self, index: int) -> Batch:
+        batch = self._batches[index]
+        is_target_token = np.ones(batch.mask.shape, bool)
+        for sequence, example in enumerate(batch.example_indices):
+            end = self._num_target_tokens[example] - 1
+            is_target_token[sequence, end:] = False
+        target = (*self._target(index), mx.array(is_target_token))
+        return replace(batch, target=target)
 
     def __iter__(self) -> Iterator[Batch]:
-        return (self[number] for number in range(len(self)))
+        return (self[index] for index in range(len(self)))
 
-    def _target(self, number: int) -> TeacherTarget:
-        if self._kept:
-            return self._kept[number]
-        logits = self._teacher(self._batches[number].tokens[:, :-1])
-        top_k = self._settings["top_k"]
-        return (
-            full_targets(logits)
-            if top_k is None
-            else decompress_targets(*compress_targets(logits, top_k))
-        )
+    def _target(self, index: int) -> TeacherTarget:
+        if self._cached_targets:
+            return self._cached_targets[index]
+        logits = self._teacher(self._batches[index].tokens[:, :-1])
+        if self.top_k is None:
+            return full_targets(logits)
+        return decompress_targets(*compress_targets(logits, self.top_k))

@@ -1,7 +1,8 @@
-"""What makes guesses stand: measures beside those of `train.distillation`.
+"""Losses that maximize the acceptance rate of a draft model.
 
-They too are of the tokens a target names and of the rest as one outcome, and so never
-more than over the whole vocabulary.
+Like the divergences of `training.distillation`, they compare the target's top-k tokens
+and treat all other tokens as one outcome. So they are lower bounds of the divergences
+over the whole vocabulary.
 """
 
 import mlx.core as mx
@@ -24,62 +25,63 @@ from ..training.teacher_targets import TeacherTarget
 def total_variation(
     teacher: TopKDistribution, student: TopKDistribution
 ) -> tuple[mx.array, mx.array]:
-    """The share of guesses that fall, 1 - sum min(p, q)."""
+    """Terms of 1 - sum min(p, q), the rejection rate, and their gradients."""
     losses = mx.maximum(teacher.probs - student.probs, 0.0)
     return losses, mx.where(losses > 0, -student.probs, 0.0)
 
 
 def adaptive_kl_tv(eta: float) -> Measure:
-    """Forward KL while guesses fall, total variation once they stand.
+    """Moves from forward KL to total variation as the acceptance rate rises.
 
-    lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha) (arXiv 2602.23881), where
-    alpha is each position's own, so that no batch changes another position's loss.
+    lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha) (arXiv 2602.23881). Here
+    alpha is computed per position, so that the loss does not depend on the batch.
     """
 
     def measure(
         teacher: TopKDistribution, student: TopKDistribution
     ) -> tuple[mx.array, mx.array]:
-        shared = mx.minimum(teacher.probs, student.probs)
-        weight = mx.exp(-eta * shared.sum(axis=-1, keepdims=True))
-        far = MEASURES["forward_kl"](teacher, student)
-        near = total_variation(teacher, student)
-        pairs = zip(far, near, strict=True)
-        losses, slopes = (weight * f + (1 - weight) * n for f, n in pairs)
-        return losses, slopes
+        overlap = mx.minimum(teacher.probs, student.probs)
+        weight = mx.exp(-eta * overlap.sum(axis=-1, keepdims=True))
+        kl = MEASURES["forward_kl"](teacher, student)
+        tv = total_variation(teacher, student)
+        losses, gradients = (
+            weight * k + (1 - weight) * t for k, t in zip(kl, tv, strict=True)
+        )
+        return losses, gradients
 
     return measure
 
 
 class DraftLoss:
-    """A draft's loss, summed over the positions that count, for `train.step.Step`.
+    """The loss of a draft model, summed over trainable positions, for `TrainStep`.
 
     Args:
-        loss: the measure's name.
-        eta: of acceptance.
-        cross_entropy: weight of the loss on the tokens that the target said; the
-            measure has the rest.
+        loss: name of the divergence.
+        eta: of `adaptive_kl_tv`.
+        cross_entropy: weight of the cross-entropy on tokens of the target. The
+            divergence has the remaining weight.
     """
 
     def __init__(
         self, loss: DraftLossName, *, eta: float = 3.0, cross_entropy: float = 0.0
     ):
-        own = {
+        divergences = MEASURES | {
             "total_variation": total_variation,
             "adaptive_kl_tv": adaptive_kl_tv(eta),
         }
-        self.measure = (own | MEASURES)[loss]
+        self.measure = divergences[loss]
         self.cross_entropy = cross_entropy
 
     def labels(self, inputs, documents, target: tuple) -> tuple:
-        """What a batch brings along: a target's three parts, or all log-probs; then
-        whether a token is the target's own."""
+        """The arrays of a batch's target: its top-k distribution, or all log-probs;
+        then whether a token was sampled from the target."""
         return tuple(part for part in target if part is not None)
 
     def __call__(
         self, logits: mx.array, tokens: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
-        """The sum, in nats, of logits [..., V] and the `labels` of the same places."""
-        *parts, own = labels
+        """The loss sum in nats of logits [..., V], with `labels` of equal positions."""
+        *parts, is_target_token = labels
         target = (
             TeacherTarget(*parts)
             if len(parts) > 1
@@ -93,27 +95,27 @@ class DraftLoss:
         )
         loss = (1 - self.cross_entropy) * loss
         if self.cross_entropy:
-            plain = cross_entropy_sum(logits, tokens, mask & own)
-            loss = loss + self.cross_entropy * plain
+            ce = cross_entropy_sum(logits, tokens, mask & is_target_token)
+            loss = loss + self.cross_entropy * ce
         return loss
 
 
 def distribution_overlap(
     logits: mx.array, target: TeacherTarget
 ) -> tuple[mx.array, mx.array]:
-    """Bounds [...] of the share of drawn guesses that stand, sum min(p, q).
+    """Lower and upper bounds [...] of the acceptance rate sum min(p, q).
 
-    What the target does not name overlaps by nothing at least, and by the smaller of
-    both rests at most; a target that names all tokens gives the share itself.
+    The tokens outside the target's top k overlap by at least 0 and at most the smaller
+    of both remaining probabilities. Without top k, both bounds are exact.
     """
     logits = logits.astype(mx.float32)
     student, _ = of_student(logits, target.indices)
-    shared = mx.minimum(of_teacher(target).probs, student.probs)
-    most = shared.sum(axis=-1)
-    return (most if target.log_rest is None else most - shared[..., -1]), most
+    overlap = mx.minimum(of_teacher(target).probs, student.probs)
+    upper = overlap.sum(axis=-1)
+    return (upper if target.log_rest is None else upper - overlap[..., -1]), upper
 
 
-def acceptance_bounds(model: nn.Module, lesson: Batch) -> tuple[mx.array, mx.array]:
-    """Bounds [B, L] of the chance that a drawn guess stands, place by place."""
-    *target, _ = lesson.target
-    return distribution_overlap(model(lesson.tokens[:, :-1]), TeacherTarget(*target))
+def acceptance_bounds(model: nn.Module, batch: Batch) -> tuple[mx.array, mx.array]:
+    """Bounds [B, L] of the acceptance rate of sampled draft tokens, by position."""
+    *target, _ = batch.target
+    return distribution_overlap(model(batch.tokens[:, :-1]), TeacherTarget(*target))

@@ -1,8 +1,8 @@
-"""Lessons of the last steps: where the draft's guesses fell, and how it went on there.
+"""On-policy training: batches that continue from the draft's rejected tokens.
 
-Error-position replay after Draft-OPD (arXiv 2605.29343). The draft guesses along the
-answers of the target; in each of them one guess that fell is picked, the draft writes
-on from that place, and the target tells what it would have said instead.
+Error-position replay after Draft-OPD (arXiv 2605.29343). In every completion of the
+target one rejected draft token is picked. The draft generates from that position, and
+the target's predictions on these tokens are the training targets.
 """
 
 import json
@@ -28,43 +28,44 @@ from .losses import acceptance_bounds
 
 @dataclass(frozen=True)
 class ErrorReplay:
-    """An answer of the target up to where a guess fell, and the draft's own words.
+    """A completion of the target up to a rejection, continued by the draft.
 
     Attributes:
-        tokens: of the prompt, the answer and the guesses.
-        asked: tokens of the prompt.
-        guessed: tokens of the draft, the last ones.
+        tokens: prompt, completion and draft tokens.
+        prompt_length: number of prompt tokens.
+        num_draft_tokens: number of draft tokens at the end.
     """
 
     tokens: list[int]
-    asked: int
+    prompt_length: int
     where: str
-    guessed: int = 0
+    num_draft_tokens: int = 0
 
     @property
     def example(self) -> Example:
-        """Trained behind the prompt."""
-        trained = np.arange(len(self.tokens)) >= self.asked
-        return Example(np.array(self.tokens, np.int32), trained, self.where)
+        """An example in which all tokens after the prompt are trainable."""
+        mask = np.arange(len(self.tokens)) >= self.prompt_length
+        return Example(np.array(self.tokens, np.int32), mask, self.where)
 
 
 class OnPolicyBatches:
-    """Batches of a training that begins with lessons and ends with replays of them.
+    """Off-policy batches at first, then batches of error replays.
 
     Args:
-        begin: the first step of replays.
-        folder: keeps what the draft wrote, so that a run that goes on learns from it.
-        draft: gives the model as it is now.
-        stop_tokens: those that end what is written.
+        batches: the off-policy batches.
+        begin: the first step with replays.
+        folder: stores the replays, so that a resumed run trains on the same ones.
+        draft: returns the current draft model.
+        stop_tokens: tokens that end a rollout.
 
     Attributes:
-        digest: a hash of all that decides about the batches but the draft.
+        digest: hash of everything that determines the batches, except the draft.
     """
 
     def __init__(
         self,
-        lessons: DistillationBatches,
-        settings: OnPolicyConfig,
+        batches: DistillationBatches,
+        config: OnPolicyConfig,
         *,
         begin: int,
         folder: Path,
@@ -72,87 +73,91 @@ class OnPolicyBatches:
         stop_tokens: frozenset[int],
         info: Callable[[str], None],
     ):
-        self.lessons = lessons
-        self.settings = settings
+        self.batches = batches
+        self.config = config
         self.begin = begin
         self.folder = folder
         self.draft = draft
         self.stop_tokens = stop_tokens
         self.info = info
-        facts = [lessons.digest, begin, settings.model_dump()]
+        facts = [batches.digest, begin, config.model_dump()]
         self.digest = sha256(repr(facts).encode()).hexdigest()
-        # Steps come in their order, so of earlier ones nothing is wanted again.
-        self._replayed = lru_cache(maxsize=1)(self._made_or_kept)
+        # Steps are requested in order, so one interval is enough.
+        self._replay_batches = lru_cache(maxsize=1)(self._load_or_make)
 
     def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0."""
+        """The batch of a step, from 0."""
         if step < self.begin:
-            return self.lessons(step)
-        part, place = divmod(step - self.begin, self.settings.rollout_interval)
-        return self._replayed(part)(place)
+            return self.batches(step)
+        interval, offset = divmod(step - self.begin, self.config.rollout_interval)
+        return self._replay_batches(interval)(offset)
 
-    def _made_or_kept(self, part: int) -> DistillationBatches:
-        place = self.folder / f"{part:05d}.json"
-        if place.is_file():
-            found = [ErrorReplay(**kept) for kept in json.loads(place.read_text())]
+    def _load_or_make(self, interval: int) -> DistillationBatches:
+        path = self.folder / f"{interval:05d}.json"
+        if path.is_file():
+            replays = [ErrorReplay(**record) for record in json.loads(path.read_text())]
         else:
-            found = self._made(part)
-            write_atomic(place, json.dumps([asdict(replay) for replay in found]))
-        if not found:
-            return self.lessons
-        examples = [replay.example for replay in found]
-        return self.lessons.like(examples, [replay.guessed for replay in found])
-
-    def _made(self, part: int) -> list[ErrorReplay]:
-        """Replays of the lessons whose turn it would be."""
-        refresh = self.settings.rollout_interval
-        first = self.begin + part * refresh
-        draws = np.random.default_rng([self.lessons.seed, first])
-        draft = self.draft()
-        cut = [
-            replay
-            for step in range(first, first + refresh)
-            for replay in find_rejections(draft, self.lessons(step), draws)
-        ]
-        self.info(f"step {first}: {len(cut):,} guesses that fell are replayed")
-        written = generate_batch(
-            draft, [self._request(replay, draws) for replay in cut]
+            replays = self._make(interval)
+            write_atomic(path, json.dumps([asdict(replay) for replay in replays]))
+        if not replays:
+            return self.batches
+        return self.batches.with_examples(
+            [replay.example for replay in replays],
+            [replay.num_draft_tokens for replay in replays],
         )
+
+    def _make(self, interval: int) -> list[ErrorReplay]:
+        """Replays of the off-policy batches that this interval replaces."""
+        length = self.config.rollout_interval
+        first = self.begin + interval * length
+        rng = np.random.default_rng([self.batches.seed, first])
+        draft = self.draft()
+        replays = [
+            replay
+            for step in range(first, first + length)
+            for replay in find_rejections(draft, self.batches(step), rng)
+        ]
+        self.info(f"step {first}: replaying {len(replays):,} rejected draft tokens")
+        rollouts = generate_batch(draft, [self._request(r, rng) for r in replays])
         return [
-            replace(replay, tokens=replay.tokens + guesses, guessed=len(guesses))
-            for replay, guesses in zip(cut, written, strict=True)
+            replace(
+                replay,
+                tokens=replay.tokens + draft_tokens,
+                num_draft_tokens=len(draft_tokens),
+            )
+            for replay, draft_tokens in zip(replays, rollouts, strict=True)
         ]
 
     def _request(
-        self, replay: ErrorReplay, draws: np.random.Generator
+        self, replay: ErrorReplay, rng: np.random.Generator
     ) -> GenerationRequest:
-        """Asks the draft to write on, as far as batches have room."""
-        room = self.lessons.max_seq_length + 1 - len(replay.tokens)
+        """A rollout of the draft, limited by the batches' sequence length."""
+        room = self.batches.max_seq_length + 1 - len(replay.tokens)
         return GenerationRequest(
             replay.tokens,
-            min(self.settings.rollout_tokens, room),
-            Sampling(temperature=1.0, seed=int(draws.integers(2**31))),
+            min(self.config.rollout_tokens, room),
+            Sampling(temperature=1.0, seed=int(rng.integers(2**31))),
             self.stop_tokens,
         )
 
 
 def find_rejections(
-    draft: Any, lesson: Batch, draws: np.random.Generator
+    draft: Any, batch: Batch, rng: np.random.Generator
 ) -> list[ErrorReplay]:
-    """The answers of a batch, each up to a place where a guess of the draft falls.
+    """The completions of a batch, each cut at a position where the draft is rejected.
 
-    The place is drawn by the chance that a guess falls there, 1 - sum min(p, q). The
-    first token of an answer is no guess's. An answer where all stands is left out.
+    The position is sampled with the rejection probability 1 - sum min(p, q). The first
+    token of a completion is never drafted. Completions without a rejection are skipped.
     """
-    tokens, mask = np.array(lesson.tokens), np.array(lesson.mask)
-    _, most = acceptance_bounds(draft, lesson)
-    falls = np.maximum(0.0, 1.0 - np.array(most, np.float64))
-    found = []
-    for row, where in enumerate(lesson.where):
-        first, *guessed = np.flatnonzero(mask[row])
-        shares = falls[row, guessed]
-        if shares.sum() > 0:
-            place = draws.choice(guessed, p=shares / shares.sum())
-            said = tokens[row, : place + 1].tolist()
-            found.append(ErrorReplay(said, int(first) + 1, where))
-    return found
+    tokens, mask = np.array(batch.tokens), np.array(batch.mask)
+    _, upper_bound = acceptance_bounds(draft, batch)
+    rejection_probs = np.maximum(0.0, 1.0 - np.array(upper_bound, np.float64))
+    replays = []
+    for index, where in enumerate(batch.where):
+        first, *drafted = np.flatnonzero(mask[index])
+        probs = rejection_probs[index, drafted]
+        if probs.sum() > 0:
+            position = rng.choice(drafted, p=probs / probs.sum())
+            accepted = tokens[index, : position + 1].tolist()
+            replays.append(ErrorReplay(accepted, int(first) + 1, where))
+    return replays

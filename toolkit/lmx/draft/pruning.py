@@ -1,42 +1,42 @@
-"""A student cut from a larger model: fewer blocks, narrower ones."""
+"""Structured pruning: a draft model cut from a larger model in depth and width."""
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UserError
-from ..models.hooks import ModuleProxy, find_blocks, replace_module
+from ..models.hooks import find_blocks, hook_calls
 
-# Layers of a block by which side of them the residual stream is on.
-READING = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-WRITING = ("o_proj", "down_proj")
-# Norms of the heads, which are not as wide as the stream, unless by accident.
-OF_HEADS = ("q_norm", "k_norm")
+# Linear layers of a block that read from, or write to, the residual stream.
+READS_RESIDUAL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+WRITES_RESIDUAL = ("o_proj", "down_proj")
+# Norms over a head. Their width is the head dimension, not the hidden size.
+HEAD_NORMS = ("q_norm", "k_norm")
+INPUT_NORM, DOWN_PROJ = "input_layernorm", "mlp.down_proj"
 
 
 @dataclass(frozen=True)
 class ChannelImportance:
-    """Mean magnitudes of activations (as in Minitron, arXiv 2407.14679).
+    """Mean magnitudes of activations, as in Minitron (arXiv 2407.14679).
 
     Attributes:
-        hidden: of the residual stream, [width], over all blocks.
-        inner: of the feed-forward layer of every block, [inner width].
+        hidden: of the residual stream [hidden_size], over all blocks.
+        intermediate: of the MLP [intermediate_size], per block.
     """
 
     hidden: mx.array
-    inner: list[mx.array]
+    intermediate: list[mx.array]
 
 
 @dataclass(frozen=True)
 class PrunedShape:
-    """What is left of a model.
+    """The shape of a pruned model.
 
     Attributes:
-        layers: numbers of the blocks, in their order.
-        hidden_size, intermediate_size: None = as they are.
+        layers: indices of the blocks to keep, ascending.
+        hidden_size, intermediate_size: None = unchanged.
     """
 
     layers: tuple[int, ...]
@@ -45,32 +45,33 @@ class PrunedShape:
 
     @property
     def is_narrower(self) -> bool:
-        """Whether channels go, and so must be looked at."""
+        """Whether channels are removed, which needs their importance."""
         return bool(self.hidden_size or self.intermediate_size)
 
 
 def pruned_config(config: dict, shape: PrunedShape) -> dict:
-    """The config of a model of this shape.
+    """The config of a model pruned to this shape.
 
     Raises:
-        UserError: there is not so much of it, or it says its sizes in another way.
+        UserError: the shape is larger than the model, or the config lacks a size.
     """
     sizes = {"num_hidden_layers": len(shape.layers)}
     for name in ("hidden_size", "intermediate_size"):
-        sizes |= {name: getattr(shape, name) or config.get(name)}
+        sizes[name] = getattr(shape, name) or config.get(name)
     for name, size in sizes.items():
         if not isinstance(config.get(name), int) or size is None:
-            raise UserError(f"this model's config has no {name} to make smaller")
+            raise UserError(f"cannot prune: this model's config has no {name}")
         if size > config[name]:
-            raise UserError(f"{name} is {config[name]}, so {size} cannot be left")
+            raise UserError(f"cannot prune {name} from {config[name]} to {size}")
     count = config["num_hidden_layers"]
     if shape.layers[-1] >= count:
         raise UserError(
-            f"there is no block {shape.layers[-1]}: the model has {count}, from 0 on"
+            f"there is no block {shape.layers[-1]}: the model has blocks 0 to "
+            f"{count - 1}"
         )
-    # What is said block by block is said of those that stay.
+    # Lists with one item per block are reduced to the kept blocks.
     lists = {
-        key: [value[number] for number in shape.layers]
+        key: [value[layer] for layer in shape.layers]
         for key, value in config.items()
         if isinstance(value, list) and len(value) == count and key != "eos_token_id"
     }
@@ -84,109 +85,107 @@ def prune(
     model: nn.Module,
     weights: dict[str, mx.array],
     shape: PrunedShape,
-    activity: ChannelImportance | None,
+    importance: ChannelImportance | None,
 ) -> dict[str, mx.array]:
-    """The weights of a student of this shape, by name.
+    """The weights of the pruned model, by name.
 
     Args:
-        weights: of `model`, dense.
-        activity: of its channels, if it gets narrower.
+        weights: of `model`, not quantized.
+        importance: of the channels; needed if the shape is narrower.
     """
     prefix = find_blocks(model).prefix
-    found = {}
-    for name, value in weights.items():
+    pruned = {}
+    for name, weight in weights.items():
         if not name.startswith(prefix):
-            found[name] = value
+            pruned[name] = weight
             continue
-        number, _, rest = name.removeprefix(prefix).partition(".")
-        if int(number) in shape.layers:
+        index, _, parameter = name.removeprefix(prefix).partition(".")
+        layer = int(index)
+        if layer in shape.layers:
             if shape.intermediate_size:
-                kept = most_important(
-                    activity.inner[int(number)], shape.intermediate_size
+                channels = most_important(
+                    importance.intermediate[layer], shape.intermediate_size
                 )
-                value = _inner(rest, value, kept)
-            found[f"{prefix}{shape.layers.index(int(number))}.{rest}"] = value
+                weight = _prune_intermediate(parameter, weight, channels)
+            pruned[f"{prefix}{shape.layers.index(layer)}.{parameter}"] = weight
     if shape.hidden_size:
-        kept = most_important(activity.hidden, shape.hidden_size)
-        width = activity.hidden.size
-        found = {k: _narrow(k, v, kept, width) for k, v in found.items()}
-    return found
+        channels = most_important(importance.hidden, shape.hidden_size)
+        width = importance.hidden.size
+        pruned = {
+            name: _prune_hidden(name, weight, channels, width)
+            for name, weight in pruned.items()
+        }
+    return pruned
 
 
-def most_important_blocks(order: Sequence[int], kept: int) -> tuple[int, ...]:
-    """Blocks to keep of those ordered by how little they are missed."""
-    return tuple(sorted(order[len(order) - kept :]))
+def most_important_blocks(order: Sequence[int], count: int) -> tuple[int, ...]:
+    """The blocks to keep, of blocks in ascending order of importance."""
+    return tuple(sorted(order[len(order) - count :]))
 
 
-def _inner(name: str, value: mx.array, kept: mx.array) -> mx.array:
+def most_important(importance: mx.array, count: int) -> mx.array:
+    """Indices of the most important channels, ascending."""
+    return mx.sort(mx.argsort(-importance)[:count])
+
+
+def _prune_intermediate(name: str, weight: mx.array, channels: mx.array) -> mx.array:
     if "gate_proj" in name or "up_proj" in name:
-        return value[kept]
-    return value[:, kept] if name.endswith("down_proj.weight") else value
+        return weight[channels]
+    return weight[:, channels] if name.endswith("down_proj.weight") else weight
 
 
-def _narrow(name: str, value: mx.array, kept: mx.array, width: int) -> mx.array:
-    """A weight between the channels of the residual stream that stay."""
-    layer, _, kind = name.rpartition(".")
-    last = layer.rpartition(".")[2]
-    if last in OF_HEADS or (last in READING and kind == "bias"):
-        return value
-    if last in WRITING:
-        return value[kept]
-    if value.shape[-1] == width:
-        return value[..., kept]
+def _prune_hidden(
+    name: str, weight: mx.array, channels: mx.array, width: int
+) -> mx.array:
+    """A weight without the removed channels of the residual stream."""
+    path, _, parameter = name.rpartition(".")
+    layer = path.rpartition(".")[2]
+    if layer in HEAD_NORMS or (layer in READS_RESIDUAL and parameter == "bias"):
+        return weight
+    if layer in WRITES_RESIDUAL:
+        return weight[channels]
+    if weight.shape[-1] == width:
+        return weight[..., channels]
     raise UserError(
-        f"it is not known how {name} gets narrower",
-        hint="leave hidden_size out, and cut layers or intermediate_size",
+        f"cannot prune the hidden size of {name}",
+        hint="remove hidden_size; prune num_layers or intermediate_size",
     )
-
-
-# --- from draft.activity: How active the channels of a model are: those that are not can go.
 
 
 def channel_importance(model: nn.Module, tokens: mx.array) -> ChannelImportance:
-    """Run tokens [1, L] and look at what goes through the blocks.
+    """Measure the activations of the model on tokens [1, L].
 
     Raises:
-        UserError: the feed-forward layers are not the usual ones.
+        UserError: the blocks have no input_layernorm or no MLP with a down_proj.
     """
     blocks = find_blocks(model)
     layers = blocks.trunk[blocks.name] if blocks else []
-    if not layers or not all(_is_usual(layer) for layer in layers):
+    if not layers or not all(
+        INPUT_NORM in layer and "down_proj" in getattr(layer, "mlp", {})
+        for layer in layers
+    ):
         raise UserError(
-            "this model's blocks have no feed-forward layer with a down_proj",
-            hint="leave hidden_size and intermediate_size out, and cut layers alone",
+            "cannot prune channels: this model's blocks have no MLP with a down_proj",
+            hint="remove hidden_size and intermediate_size; prune num_layers",
         )
-    streams, inner = [], []
-    with ExitStack() as stack:
-        for layer in layers:
-            norm, down = "input_layernorm", "down_proj"
-            seen = _recording(layer[norm], streams.append)
-            stack.enter_context(replace_module(layer, norm, seen))
-            seen = _recording(layer.mlp[down], inner.append)
-            stack.enter_context(replace_module(layer.mlp, down, seen))
+    inputs: dict[str, mx.array] = {}
+
+    def record(path: str, forward, x: mx.array) -> mx.array:
+        inputs[path] = x
+        return forward(x)
+
+    paths = {
+        name: [f"{blocks.prefix}{index}.{name}" for index in range(len(layers))]
+        for name in (INPUT_NORM, DOWN_PROJ)
+    }
+    with hook_calls(model, paths[INPUT_NORM] + paths[DOWN_PROJ], record):
         mx.eval(model(tokens))
     return ChannelImportance(
-        _mean(mx.concatenate(streams)), [_mean(part) for part in inner]
+        _mean_magnitude(mx.concatenate([inputs[path] for path in paths[INPUT_NORM]])),
+        [_mean_magnitude(inputs[path]) for path in paths[DOWN_PROJ]],
     )
 
 
-def most_important(activity: mx.array, count: int) -> mx.array:
-    """Numbers of the channels to keep, in their order."""
-    return mx.sort(mx.argsort(-activity)[:count])
-
-
-def _is_usual(layer: nn.Module) -> bool:
-    return "input_layernorm" in layer and "down_proj" in getattr(layer, "mlp", {})
-
-
-def _recording(module: nn.Module, record: Callable) -> ModuleProxy:
-    def call(x):
-        record(x)
-        return module(x)
-
-    return ModuleProxy(module, call)
-
-
-def _mean(x: mx.array) -> mx.array:
+def _mean_magnitude(x: mx.array) -> mx.array:
     width = x.shape[-1]
     return mx.abs(x.astype(mx.float32)).reshape(-1, width).mean(axis=0)

@@ -1,15 +1,20 @@
-"""What is said of a finished draft: draft.json, its card, and whether it pays."""
+"""Publication of a draft: compatibility check, draft.json and model card."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import __version__
+from ..errors import UserError
+from ..models.checkpoint import config_int
+from ..models.loader import build_model, make_cache
 from .benchmark import DRAFT, DecodingStats, DraftBenchmarkResult
 from .cost_model import SpeculationCosts
 
+FULL_ATTENTION_CACHE = "KVCache"
 MIN_SPEEDUP = 1.05
-"""The speed-up from which on a draft is worth its memory."""
+"""Smallest speed-up that is worth the memory of a draft model."""
 
 CARD = """\
 ---
@@ -23,148 +28,187 @@ tags:
 
 # {name}: draft model
 
-**{verdict}** on {machine}. Made with lmx {version} for one target alone, the model
+**{recommendation}** on {machine}. Trained with lmx {version} for one target: the model
 whose files have the digest `{digest}`.
 
 {table}
 
-Speed-ups are over plain decoding, on held-out prompts, with {length} guesses a round;
-guesses change no word of what the target says.
+Speed-ups are relative to plain decoding, on validation prompts, with {num_draft_tokens}
+draft tokens per round. Speculative decoding does not change the output distribution.
 
 ## Use
 
 ```bash
-mlx_lm.server --model TARGET --draft-model . --num-draft-tokens {length}
+mlx_lm.server --model TARGET --draft-model . --num-draft-tokens {num_draft_tokens}
 ```
 """
 
 
+def require_servable(
+    config: dict, target_config: dict, num_tokens: int, *, place: str
+) -> None:
+    """Check that mlx-lm can serve a draft with this config for the target.
+
+    mlx-lm and LM Studio compare only the vocabulary sizes. Other differences lower the
+    acceptance rate without an error. Token ids are checked by
+    `models.tokenizer_compat`.
+
+    Args:
+        num_tokens: tokens of the tokenizer.
+
+    Raises:
+        UserError: the draft has its own code, a cache without rollback, fewer positions
+            than the target, or too small an LM head.
+    """
+    if "model_file" in config:
+        raise UserError("mlx-lm cannot serve a draft with its own code", place=place)
+    caches = make_cache(build_model(config))
+    kinds = {type(cache).__name__ for cache in caches} - {FULL_ATTENTION_CACHE}
+    if kinds:
+        raise UserError(
+            "a draft needs full attention, because rejected tokens are rolled back; "
+            f"this one has a {sorted(kinds)[0]}",
+            place=place,
+            hint="draft_model: {init_from: <a small model with full attention>}",
+        )
+    positions = config_int(config, "max_position_embeddings")
+    target_positions = config_int(target_config, "max_position_embeddings")
+    if positions < target_positions:
+        raise UserError(
+            f"the draft has {positions:,} positions, the target {target_positions:,}; "
+            "later draft tokens would be rejected",
+            place=place,
+            hint="use a model with as many positions as the target",
+        )
+    vocab_size = config_int(config, "vocab_size")
+    if vocab_size < num_tokens:
+        raise UserError(
+            f"the draft's LM head has {vocab_size:,} rows for {num_tokens:,} tokens",
+            place=place,
+        )
+
+
 @dataclass(frozen=True)
 class DraftReport:
-    """A draft and how its trials went.
+    """A draft with its benchmark results.
 
     Attributes:
-        digest: of the target's files.
-        tokenizer: a hash of the tokenizer both have.
-        trials: by way of sampling.
+        target_digest: hash of the target's files.
+        tokenizer_digest: hash of the tokenizer of both models.
+        benchmarks: results by decoding mode.
+        machine: the platform of the measurements.
     """
 
-    digest: str
-    tokenizer: str
+    target_digest: str
+    tokenizer_digest: str
     costs: SpeculationCosts
     benchmarks: dict[str, DraftBenchmarkResult]
     machine: str
 
     @property
     def speedup(self) -> float:
-        """The smallest measured; 0 where answers are too short for a guess."""
-        return min((column.speedup for column in self._guessed), default=0.0)
+        """The smallest measured speed-up; 0 if no draft token was proposed."""
+        return min((stats.speedup for stats in self._draft_stats), default=0.0)
 
     @property
     def acceptance_rate(self) -> float:
-        """The smallest measured; 0 where answers are too short for a guess."""
-        return min((column.acceptance_rate for column in self._guessed), default=0.0)
+        """The smallest measured acceptance rate; 0 if no draft token was proposed."""
+        return min((stats.acceptance_rate for stats in self._draft_stats), default=0.0)
 
     @property
-    def _guessed(self) -> list[DecodingStats]:
-        columns = [found.stats[DRAFT] for found in self.benchmarks.values()]
-        return [column for column in columns if column.acceptance_rate is not None]
+    def _draft_stats(self) -> list[DecodingStats]:
+        """The draft's statistics in every mode with at least one draft token."""
+        stats = [result.stats[DRAFT] for result in self.benchmarks.values()]
+        return [one for one in stats if one.acceptance_rate is not None]
 
     @property
     def num_draft_tokens(self) -> int:
-        """Guesses of a round to recommend: what pays most on average."""
-        curves = [
-            found.predicted_accepted_lengths for found in self.benchmarks.values()
-        ]
-        mean = [sum(tokens) / len(tokens) for tokens in zip(*curves, strict=True)]
-        return self.costs.best(mean)[0]
+        """The draft length with the best predicted speed-up over all modes."""
+        lengths = [b.predicted_accepted_lengths for b in self.benchmarks.values()]
+        mean = [sum(column) / len(column) for column in zip(*lengths, strict=True)]
+        return self.costs.best_draft_length(mean)[0]
 
     @property
     def recommendation(self) -> str:
-        """Whether to serve it here."""
+        """Whether the draft is fast enough to be served on this machine."""
         return "recommended" if self.speedup >= MIN_SPEEDUP else "not recommended"
 
     def to_json(self) -> dict:
-        """What draft.json and the report hold."""
+        """The contents of draft.json."""
         return {
             "recommendation": self.recommendation,
-            "target": self.digest,
-            "tokenizer": self.tokenizer,
+            "target": self.target_digest,
+            "tokenizer": self.tokenizer_digest,
             "machine": self.machine,
             "acceptance_rate": self.acceptance_rate,
             "speedup": self.speedup,
             "num_draft_tokens": self.num_draft_tokens,
             "costs": self.costs.to_json(),
             "benchmark": {
-                name: found.to_json() for name, found in self.benchmarks.items()
+                mode: result.to_json() for mode, result in self.benchmarks.items()
             },
         }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
-        """Column names and rows, one column a way of decoding."""
-        names = list(next(iter(self.benchmarks.values())).stats)
+        """Column names and rows of the results, one column per decoder."""
+        decoders = list(next(iter(self.benchmarks.values())).stats)
         rows = []
-        for how, found in self.benchmarks.items():
-            columns = [found.stats[name] for name in names]
-            predicted = (
-                f"{found.predicted_speedup:.2f}x",
-                f"{found.predicted_accepted_length:.2f}",
-            )
-            gain, rounds = (
-                [v if n == DRAFT else "-" for n in names] for v in predicted
-            )
-            rows += [
-                [f"{how}: tokens/s", *(f"{c.tokens_per_second:.0f}" for c in columns)],
-                [f"{how}: speed-up", *map(_speedup, columns)],
-                [f"{how}: speed-up, predicted", *gain],
-                [f"{how}: guesses that stand", *map(_share, columns)],
-                [f"{how}: tokens a round", *map(_rounds, columns)],
-                [f"{how}: tokens a round, predicted", *rounds],
-                [f"{how}: guesses a round", *map(_guesses, columns)],
-            ]
-            for suite, own in found.prompt_sets.items():
-                columns = [own[name] for name in names]
-                rows += [
-                    [f"{how}, {suite}: speed-up", *map(_speedup, columns)],
-                    [f"{how}, {suite}: tokens a round", *map(_rounds, columns)],
-                ]
-        return ["", *names], rows
+        for mode, result in self.benchmarks.items():
+
+            def row(label: str, form: Callable, stats=result.stats, name=mode):
+                cells = (form(stats[decoder]) for decoder in decoders)
+                rows.append([f"{name}: {label}", *cells])
+
+            def predicted(label: str, value: str, name=mode):
+                cells = (value if decoder == DRAFT else "-" for decoder in decoders)
+                rows.append([f"{name}: {label} (predicted)", *cells])
+
+            row("tokens/s", lambda stats: f"{stats.tokens_per_second:.0f}")
+            row("speed-up", _speedup)
+            predicted("speed-up", f"{result.predicted_speedup:.2f}x")
+            row("acceptance rate", _acceptance_rate)
+            row("accepted length", _accepted_length)
+            predicted("accepted length", f"{result.predicted_accepted_length:.2f}")
+            row("draft tokens", lambda stats: str(stats.num_draft_tokens or "-"))
+            for name, stats in result.prompt_sets.items():
+                row("speed-up", _speedup, stats, f"{mode}, {name}")
+                row("accepted length", _accepted_length, stats, f"{mode}, {name}")
+        return ["", *decoders], rows
 
 
-def write_report(folder: Path, verdict: DraftReport, *, name: str, facts: dict) -> None:
-    """Write draft.json and README.md beside the draft's weights.
+def write_report(
+    folder: Path, report: DraftReport, *, name: str, training: dict
+) -> None:
+    """Write draft.json and README.md next to the draft's weights.
 
     Args:
-        facts: how it was made.
+        training: the training record for draft.json.
     """
-    record = verdict.to_json() | {"training": facts, "lmx": __version__}
+    record = report.to_json() | {"training": training, "lmx": __version__}
     (folder / "draft.json").write_text(json.dumps(record, indent=2) + "\n")
-    columns, rows = verdict.table()
+    columns, rows = report.table()
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     card = CARD.format(
         name=name,
-        verdict=verdict.recommendation.capitalize(),
-        machine=verdict.machine,
+        recommendation=report.recommendation.capitalize(),
+        machine=report.machine,
         version=__version__,
-        digest=verdict.digest,
+        digest=report.target_digest,
         table="\n".join(f"| {' | '.join(line)} |" for line in lines),
-        length=verdict.num_draft_tokens,
+        num_draft_tokens=report.num_draft_tokens,
     )
     (folder / "README.md").write_text(card)
 
 
-def _speedup(column: DecodingStats) -> str:
-    return f"{column.speedup:.2f}x"
+def _speedup(stats: DecodingStats) -> str:
+    return f"{stats.speedup:.2f}x"
 
 
-def _share(column: DecodingStats) -> str:
-    return "-" if column.acceptance_rate is None else f"{column.acceptance_rate:.1%}"
+def _acceptance_rate(stats: DecodingStats) -> str:
+    rate = stats.acceptance_rate
+    return "-" if rate is None else f"{rate:.1%}"
 
 
-def _rounds(column: DecodingStats) -> str:
-    rounds = column.accepted_length
-    return "-" if rounds is None else f"{rounds:.2f}"
-
-
-def _guesses(column: DecodingStats) -> str:
-    return str(column.num_draft_tokens or "-")
+def _accepted_length(stats: DecodingStats) -> str:
+    length = stats.accepted_length
+    return "-" if length is None else f"{length:.2f}"

@@ -10,10 +10,9 @@ from ..data import cache, fingerprint
 from ..data.tokenizer_files import require_same_tokenizer
 from ..draft import report
 from ..draft.benchmark import Candidate, DraftBenchmark, decoding_modes
-from ..draft.compat import require_servable
 from ..draft.cost_model import measure_speculation_costs
 from ..draft.dataset import mean_prompt_length
-from ..draft.report import DraftReport
+from ..draft.report import DraftReport, require_servable
 from ..errors import FAILED, UserError
 from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
@@ -155,6 +154,6 @@ class DraftEvaluation:
         target = self.context.output / SHIPPED
         with atomic_folder(target) as partial:
             shutil.copytree(source, partial, dirs_exist_ok=True)
-            report.write_report(partial, found, name=self.context.name, facts=facts)
+            report.write_report(partial, found, name=self.context.name, training=facts)
         self.context.logger.info(f"draft: {target}")
         return target

@@ -7,8 +7,7 @@ from ..data.tokenization import Example
 from ..draft import dataset
 from ..draft.acceptance import ReferenceCompletion
 from ..draft.benchmark import decoding_modes, with_seed_offset
-from ..draft.dataset import DistillationBatches, Prompt
-from ..draft.prompt_sets import PromptSets, prompt_sets
+from ..draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_sets
 from ..errors import UserError
 from ..generation.batching import GenerationRequest
 from ..generation.completions import CachedGenerator
@@ -67,9 +66,7 @@ class DraftData:
                 )
                 for number, prompt in enumerate(self.tried)
             ]
-            pairs = zip(
-                self.tried, answerer.generate(requests), strict=True
-            )
+            pairs = zip(self.tried, answerer.generate(requests), strict=True)
             texts[name] = [
                 ReferenceCompletion(self.target.model, prompt.tokens, said, sampling)
                 for prompt, said in pairs
@@ -81,7 +78,7 @@ class DraftData:
         """Prompts of the trial, of the validation rows."""
         rows, count = self.context.rows.valid, self.config.benchmark.num_prompts
         tokenizer, longest = self.target.tokenizer, self._longest
-        found = prompt_sets(rows, tokenizer, count=count, longest=longest)
+        found = prompt_sets(rows, tokenizer, count=count, max_prompt_tokens=longest)
         self._require(found)
         return found
 
@@ -92,7 +89,9 @@ class DraftData:
 
     def _asked(self, rows, count: int) -> list[Prompt]:
         tokenizer, longest = self.target.tokenizer, self._longest
-        asked = dataset.select_prompts(rows, tokenizer, count=count, longest=longest)
+        asked = dataset.select_prompts(
+            rows, tokenizer, count=count, max_prompt_tokens=longest
+        )
         self._require(asked)
         return asked
 

@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 
 from ..config.draft import DraftModelConfig
 from ..data.tokenizer_files import require_same_tokenizer
-from ..draft.compat import require_servable
 from ..draft.pruning import (
     PrunedShape,
     channel_importance,
@@ -18,6 +17,7 @@ from ..draft.pruning import (
     prune,
     pruned_config,
 )
+from ..draft.report import require_servable
 from ..generation.speculative.layer_skip import rank_layers
 from ..models.from_scratch import initial_weights
 from ..models.loader import LoadedModel, compute_dtype, set_compute_dtype

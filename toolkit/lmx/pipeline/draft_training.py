@@ -130,7 +130,9 @@ class DraftDistillation:
         ]
         said = [len(text.tokens) - 1 for texts in exam.values() for text in texts]
         curve = np.mean(curves, axis=0).tolist()
-        length, speedup = costs.best(curve, float(np.mean(said)) or math.inf)
+        length, speedup = costs.best_draft_length(
+            curve, float(np.mean(said)) or math.inf
+        )
         return {
             "acceptance_lower_bound": float(low / count),
             "acceptance_upper_bound": float(high / count),
