@@ -4,7 +4,7 @@ import mlx.core as mx
 import pytest
 from lmx.models.loader import load
 from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
-from lmx.training.teacher_targets import write_teacher_targets
+from lmx.training.teacher_cache import cache_part_targets
 from test_contract import quantize
 
 TOKENS = [mx.random.randint(0, 320, (2, 16), key=mx.random.key(1))]
@@ -15,7 +15,7 @@ def case(make_checkpoint, tmp_path_factory):
     folder = tmp_path_factory.mktemp("gates")
     source = make_checkpoint()
     _, tensors, _ = quantize("rtn", source, folder / "q")
-    held_out = write_teacher_targets(
+    held_out = cache_part_targets(
         folder / "h",
         TOKENS,
         load(source).model,

@@ -9,7 +9,7 @@ from lmx.models.loader import load
 from lmx.quantization.ptq.candidates import CandidateModel
 from lmx.quantization.ptq.scale_tuning import KINDS, ScaleTuner
 from lmx.run.logger import RunLogger
-from lmx.training.teacher_targets import write_teacher_targets
+from lmx.training.teacher_cache import cache_part_targets
 from mlx.utils import tree_flatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -33,8 +33,8 @@ def case(request, make_checkpoint, tmp_path_factory):
     quantize("rtn", source, folder / "q", bits=3)
     teacher = load(source).model
     settings = {"digest": "a", "top_k": 320, "info": lambda _: None}
-    training = write_teacher_targets(folder / "t", parts_of(1, 6), teacher, **settings)
-    held_out = write_teacher_targets(folder / "h", parts_of(2, 3), teacher, **settings)
+    training = cache_part_targets(folder / "t", parts_of(1, 6), teacher, **settings)
+    held_out = cache_part_targets(folder / "h", parts_of(2, 3), teacher, **settings)
     return folder / "q", training, held_out
 
 
@@ -174,7 +174,7 @@ def test_a_step_of_many_parts_is_that_of_one(case, tmp_path):
     for name, (tokens, count) in {"parts": (parts, counted), "whole": whole}.items():
         settings = {"digest": "b", "top_k": 320, "info": lambda _: None}
         folder = tmp_path / name
-        targets = write_teacher_targets(
+        targets = cache_part_targets(
             folder, tokens, lambda x: 2 * teacher(x), counted=count, **settings
         )
         run = tuning((path, targets, held_out), folder, batch_tokens=128)

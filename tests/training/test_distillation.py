@@ -69,7 +69,7 @@ def test_the_gradient_is_that_of_finite_differences(top_k, temperature):
     found = mx.grad(lambda x: kl_sum(x, target, mask, temperature=temperature))(student)
 
     indices, p = np.array(target.indices), np.exp(np.array(target.log_probs, float))
-    rest = np.exp(np.array(target.log_rest, float))
+    rest = np.exp(np.array(target.log_tail, float))
 
     def loss(x):
         q = softmax(x, temperature)

@@ -11,7 +11,11 @@ from lmx.data.packing import PackedBatchSampler, pack
 from lmx.errors import UserError
 from lmx.training import teacher_cache
 from lmx.training.distillation import OnlineTeacher, divergence_sum
-from lmx.training.teacher_cache import TeacherClient, cache_teacher_targets, confidence
+from lmx.training.teacher_cache import (
+    TeacherClient,
+    cache_teacher_targets,
+    teacher_confidence,
+)
 from lmx.training.teacher_targets import bytes_per_token, full_targets
 from tiny_steps import VOCABULARY, Tiny, random_examples
 
@@ -26,12 +30,12 @@ class Teacher(OnlineTeacher):
         super().__init__(Tiny())
         self.asked, self.calls, self.stop_at = 0, 0, stop_at
 
-    def look(self, inputs, documents=None):
+    def hidden(self, inputs, documents=None):
         self.calls += 1
         if self.calls == self.stop_at:
             raise KeyboardInterrupt
         self.asked += inputs.size
-        return super().look(inputs, documents)
+        return super().hidden(inputs, documents)
 
 
 @pytest.fixture(autouse=True)
@@ -64,13 +68,13 @@ def test_every_trained_token_gets_its_own(packed, temperature):
     for number in range(3):
         batch = targets(batches(packed)(number))
         logits = Tiny()(batch.tokens[:, :-1]) / temperature
-        indices, log_probs, log_rest = map(np.array, batch.target)
+        indices, log_probs, log_tail = map(np.array, batch.target)
         mask = np.array(batch.mask)
         wanted = np.array(full_targets(logits).log_probs)
         chosen = np.take_along_axis(wanted, indices, axis=-1)
         np.testing.assert_allclose(log_probs[mask], chosen[mask], rtol=1e-3, atol=1e-3)
         assert np.array_equal(np.sort(indices[mask])[0], np.arange(VOCABULARY))
-        assert np.all(log_rest[mask] == -np.inf)
+        assert np.all(log_tail[mask] == -np.inf)
         student = 2 * logits[..., ::-1]
         found, live = (
             divergence_sum(student, target, batch.mask).item() / mask.sum()
@@ -83,7 +87,7 @@ def test_every_trained_token_gets_its_own(packed, temperature):
 
 
 def test_they_are_made_once_and_go_on_where_they_stopped(monkeypatch):
-    monkeypatch.setattr(teacher_cache, "BLOCK", 40)
+    monkeypatch.setattr(teacher_cache, "BLOCK_TOKENS", 40)
     with pytest.raises(KeyboardInterrupt):
         kept(Teacher(stop_at=3))
     second, third = Teacher(), Teacher()
@@ -128,7 +132,9 @@ def test_only_what_is_wanted_is_made_and_its_size_is_told(monkeypatch):
     assert f"{count} trained tokens, {bytes_per_token(4, VOCABULARY)} bytes" in lines[0]
     every = kept(Teacher())
     for member in wanted:
-        assert all(map(np.array_equal, few._of(member), every._of(member)))
+        assert all(
+            map(np.array_equal, few._of_example(member), every._of_example(member))
+        )
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: 100)
     with pytest.raises(UserError, match="this needs .* MB"):
         kept(Teacher(), digest="full")
@@ -142,7 +148,7 @@ def test_how_sure_a_teacher_is():
             token = int(example.tokens[place])
             probabilities.append(np.exp(log_probs[int(place) - 1, token].item()))
     first, second = Teacher(), Teacher()
-    found = confidence(EXAMPLES, ALL, source(first))
+    found = teacher_confidence(EXAMPLES, ALL, source(first))
     assert found == pytest.approx(np.mean(probabilities), rel=1e-5)
-    assert confidence(EXAMPLES, ALL, source(second)) == found
+    assert teacher_confidence(EXAMPLES, ALL, source(second)) == found
     assert (first.asked > 0, second.asked) == (True, 0)

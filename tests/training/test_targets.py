@@ -4,11 +4,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import UserError
-from lmx.training import teacher_targets
+from lmx.training.teacher_cache import cache_part_targets
 from lmx.training.teacher_targets import (
     bytes_per_token,
     compress_targets,
-    write_teacher_targets,
+    index_dtype,
 )
 
 VOCABULARY = 40
@@ -33,7 +33,7 @@ class Teacher:
 def made(
     folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, info=None
 ):
-    return write_teacher_targets(
+    return cache_part_targets(
         folder,
         parts,
         teacher,
@@ -65,16 +65,16 @@ def test_they_are_the_teachers_likeliest_and_the_rest(tmp_path, top_k, temperatu
         chosen = np.take_along_axis(wanted, indices, axis=-1)
         assert np.allclose(np.exp(target.log_probs), chosen, rtol=5e-3)
         rest = 1 - chosen.sum(axis=-1)
-        assert np.allclose(np.exp(target.log_rest), rest, rtol=5e-3, atol=1e-9)
-        total = np.exp(target.log_probs).sum(axis=-1) + np.exp(target.log_rest)
+        assert np.allclose(np.exp(target.log_tail), rest, rtol=5e-3, atol=1e-9)
+        total = np.exp(target.log_probs).sum(axis=-1) + np.exp(target.log_tail)
         assert np.allclose(total, 1, atol=1e-6)
 
 
 def test_a_tiny_rest_is_exact():
     logits = mx.concatenate([mx.array([40.0, 39.0]), mx.arange(6) / 7])[None, None]
-    rest = compress_targets(logits, 2).log_rest.item()
+    rest = compress_targets(logits, 2).log_tail.item()
     assert rest == pytest.approx(np.log(softmax(logits)[..., 2:].sum()), abs=1e-5)
-    assert compress_targets(logits, 8).log_rest.item() == -np.inf
+    assert compress_targets(logits, 8).log_tail.item() == -np.inf
 
 
 def test_the_size_is_known_beforehand(tmp_path, monkeypatch):
@@ -83,19 +83,19 @@ def test_the_size_is_known_beforehand(tmp_path, monkeypatch):
     wanted = 30 * bytes_per_token(8, VOCABULARY)
     assert bytes_per_token(8, VOCABULARY) == 8 * 4 + 4
     assert bytes_per_token(256, 150_000) == 256 * 6 + 4
-    files = [*tmp_path.rglob("*.safetensors")]
+    files = [*tmp_path.rglob("*.npy")]
     # Every file has a header besides.
     assert 0 <= sum(f.stat().st_size for f in files) - wanted < 512 * len(found)
     assert "30 tokens" in lines[0]
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: wanted - 1)
     with pytest.raises(UserError, match="this needs .* MB"):
         made(tmp_path / "full", Teacher())
-    assert not [*(tmp_path / "full").rglob("*.safetensors")]
+    assert not [*(tmp_path / "full").rglob("*.npy")]
 
 
 def test_large_vocabularies_have_wider_indices():
-    assert teacher_targets._index_type(1 << 16) == mx.uint16
-    assert teacher_targets._index_type((1 << 16) + 1) == mx.uint32
+    assert index_dtype(1 << 16) == np.uint16
+    assert index_dtype((1 << 16) + 1) == np.uint32
 
 
 def test_they_go_on_where_they_were_stopped(tmp_path):

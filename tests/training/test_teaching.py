@@ -36,8 +36,8 @@ def gradients(loss, *batches, way="full", chunk=None, **settings):
     chunked = ChunkedLoss(model, chunk) if chunk else None
     if settings.pop("packing", False):
         settings["document_caches"] = DocumentCaches(model)
-        if loss.live:
-            loss.live.caches = DocumentCaches(loss.live.model)
+        if loss.online:
+            loss.online.document_caches = DocumentCaches(loss.online.model)
     settings |= {"fake_quant": rounding, "name": "sgd", "chunked_loss": chunked}
     step = make_step(model, teacher_loss=loss, **settings)
     value = step(list(batches), 0.0, 0)[0].item()
@@ -130,7 +130,7 @@ def test_what_is_validated_is_what_is_trained(chunk, kept):
     if kept:
         logits = teacher(batch.tokens[:, :-1])
         target = compress_targets(logits, VOCABULARY, temperature=2.0)
-        batch, loss.live = replace(batch, target=tuple(target)), None
+        batch, loss.online = replace(batch, target=tuple(target)), None
     model, _ = llama()
     step = make_step(
         model, teacher_loss=loss, chunked_loss=chunk and ChunkedLoss(model, chunk)
@@ -156,9 +156,9 @@ def test_a_teacher_whose_vocabulary_is_filled_up_further():
 def test_a_teacher_that_does_not_split_gives_whole_logits():
     batch = random_batch()
     teacher = OnlineTeacher(Tiny())
-    assert teacher.look(batch.tokens).shape == (3, 8, 11)
+    assert teacher.hidden(batch.tokens).shape == (3, 8, 11)
     assert mx.array_equal(
-        teacher.logits(teacher.look(batch.tokens)[0]), Tiny()(batch.tokens)[0]
+        teacher.logits(teacher.hidden(batch.tokens)[0]), Tiny()(batch.tokens)[0]
     )
 
 

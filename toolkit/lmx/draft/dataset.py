@@ -17,12 +17,12 @@ from ..data.tokenization import Example
 from ..generation.completions import CachedGenerator, completion_example
 from ..generation.prompt import encode_chat, encode_text
 from ..run.logger import RunLogger
+from ..training.teacher_cache import cache_part_targets
 from ..training.teacher_targets import (
     TeacherTarget,
     compress_targets,
     decompress_targets,
     full_targets,
-    write_teacher_targets,
 )
 
 CHAT, TEXT, COPYING = "chat", "text", "copying"
@@ -210,7 +210,7 @@ class DistillationBatches:
         ]
         self._cached_targets = None
         if logger and top_k is not None:
-            self._cached_targets = write_teacher_targets(
+            self._cached_targets = cache_part_targets(
                 cache.root() / "draft_targets" / cache.key_of(facts),
                 [mx.contiguous(batch.tokens[:, :-1]) for batch in self._batches],
                 teacher,

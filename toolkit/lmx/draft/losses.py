@@ -11,12 +11,12 @@ import mlx.nn as nn
 from ..config.draft import DraftLossName
 from ..data.batching import Batch
 from ..training.distillation import (
-    MEASURES,
-    Measure,
+    DIVERGENCES,
+    DivergenceFn,
     TopKDistribution,
     divergence_sum,
-    of_student,
-    of_teacher,
+    student_distribution,
+    teacher_distribution,
 )
 from ..training.losses import cross_entropy_sum
 from ..training.teacher_targets import TeacherTarget
@@ -30,7 +30,7 @@ def total_variation(
     return losses, mx.where(losses > 0, -student.probs, 0.0)
 
 
-def adaptive_kl_tv(eta: float) -> Measure:
+def adaptive_kl_tv(eta: float) -> DivergenceFn:
     """Moves from forward KL to total variation as the acceptance rate rises.
 
     lambda KL + (1 - lambda) TV with lambda = exp(-eta alpha) (arXiv 2602.23881). Here
@@ -42,7 +42,7 @@ def adaptive_kl_tv(eta: float) -> Measure:
     ) -> tuple[mx.array, mx.array]:
         overlap = mx.minimum(teacher.probs, student.probs)
         weight = mx.exp(-eta * overlap.sum(axis=-1, keepdims=True))
-        kl = MEASURES["forward_kl"](teacher, student)
+        kl = DIVERGENCES["forward_kl"](teacher, student)
         tv = total_variation(teacher, student)
         losses, gradients = (
             weight * k + (1 - weight) * t for k, t in zip(kl, tv, strict=True)
@@ -65,7 +65,7 @@ class DraftLoss:
     def __init__(
         self, loss: DraftLossName, *, eta: float = 3.0, cross_entropy: float = 0.0
     ):
-        divergences = MEASURES | {
+        divergences = DIVERGENCES | {
             "total_variation": total_variation,
             "adaptive_kl_tv": adaptive_kl_tv(eta),
         }
@@ -109,10 +109,10 @@ def distribution_overlap(
     of both remaining probabilities. Without top k, both bounds are exact.
     """
     logits = logits.astype(mx.float32)
-    student, _ = of_student(logits, target.indices)
-    overlap = mx.minimum(of_teacher(target).probs, student.probs)
+    student, _ = student_distribution(logits, target.indices)
+    overlap = mx.minimum(teacher_distribution(target).probs, student.probs)
     upper = overlap.sum(axis=-1)
-    return (upper if target.log_rest is None else upper - overlap[..., -1]), upper
+    return (upper if target.log_tail is None else upper - overlap[..., -1]), upper
 
 
 def acceptance_bounds(model: nn.Module, batch: Batch) -> tuple[mx.array, mx.array]:

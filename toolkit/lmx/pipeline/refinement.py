@@ -11,7 +11,7 @@ from ..quantization.packing import pack
 from ..quantization.ptq.candidates import CandidateModel, CandidateSelector
 from ..quantization.ptq.scale_tuning import ScaleTuner
 from ..quantization.target_layers import QuantizationPlan
-from ..training.teacher_targets import TeacherTargetFiles, write_teacher_targets
+from ..training.teacher_cache import PartTargets, cache_part_targets
 from .calibration import CalibrationData
 from .context import StageContext, write_model
 
@@ -77,7 +77,7 @@ class PostQuantRefinement:
             "selected_candidate": gates.kept,
         }
 
-    def _targets(self) -> tuple[TeacherTargetFiles, TeacherTargetFiles | None]:
+    def _targets(self) -> tuple[PartTargets, PartTargets | None]:
         """What the unquantized model predicts where it is judged, and where trained."""
         reference = self.context.load(self.loaded.path)
         digest = weights_digest(reference.path)
@@ -86,7 +86,7 @@ class PostQuantRefinement:
             name: str, windows: CalibrationBatch, at_once: int, temperature: float
         ):
             parts = windows.parts(at_once)
-            return write_teacher_targets(
+            return cache_part_targets(
                 self.context.folder / name,
                 [mx.array(part.tokens) for part in parts],
                 reference.model,

@@ -22,7 +22,7 @@ from ..training.teacher_cache import (
     CachedTargets,
     TeacherClient,
     cache_teacher_targets,
-    confidence,
+    teacher_confidence,
 )
 from .context import StageContext
 from .initial_model import start
@@ -107,7 +107,7 @@ class TeacherSetup:
             CannotPack: the teacher does not keep them apart.
         """
         if not self.teacher.offline:
-            self.live.caches = DocumentCaches(self.live.model)
+            self.live.document_caches = DocumentCaches(self.live.model)
 
     def prepare(
         self, batches: BucketBatchSampler | PackedBatchSampler, total: int
@@ -123,7 +123,7 @@ class TeacherSetup:
         teacher, share = self.teacher, 0.0
         wanted = _wanted(batches, total)
         if teacher.loss == "cakld":
-            share = confidence(batches.examples, wanted, self.source)
+            share = teacher_confidence(batches.examples, wanted, self.source)
             self.context.logger.info(f"confidence of the teacher: {share:.3f}")
         if teacher.offline:
             targets = self._kept(batches.examples, wanted)

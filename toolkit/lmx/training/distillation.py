@@ -1,9 +1,10 @@
-"""Losses against a teacher's predictions, as sums over trained positions.
+"""Divergences from a teacher's predictions, summed over trained tokens.
 
-They compare the probabilities of the tokens that a target names, and of the rest as one
-outcome. With g the derivatives of a loss by the student's log-probabilities, q these
-probabilities and G the sum of g, a named token's logit has the derivative g - q G; that
-of the rest falls to the other tokens by their share of it.
+They compare the probabilities of the tokens in a target, and the probability of all
+other tokens as one more outcome (the tail). With g the derivatives of a loss with
+respect to the student's log-probabilities, q these probabilities and G the sum of g, the
+logit of a target's token has the derivative g - q G. That of the tail is shared among
+the other tokens in proportion to their probability.
 """
 
 from collections.abc import Callable
@@ -15,24 +16,25 @@ import mlx.nn as nn
 from ..config.train import DivergenceName, TeacherConfig
 from .chunked_loss import ChunkedLossUnsupported, TrunkHeadSplit
 from .document_mask import DocumentCaches
-from .losses import cross_entropy_sum, exponentials_of
+from .losses import cross_entropy_sum, exp_nonpositive
 from .teacher_targets import TeacherTarget, full_targets
 
-# Log-probability of what a teacher holds for impossible: no loss becomes infinite.
-FLOOR = -100.0
-# What is added up is not less, so that it has a logarithm.
-LEAST = 1e-37
+# The lowest log-probability of a teacher, so that no loss is infinite.
+MIN_LOG_PROB = -100.0
+# The lowest sum of which a logarithm is taken.
+MIN_SUM = 1e-37
 
 
 class TopKDistribution(NamedTuple):
     """Log-probabilities [..., n] of the outcomes, and probabilities."""
 
-    logs: mx.array
+    log_probs: mx.array
     probs: mx.array
 
 
-# Losses [..., n] of (teacher, student), and their derivatives by the student's logs.
-Measure = Callable[[TopKDistribution, TopKDistribution], tuple[mx.array, mx.array]]
+# Losses [..., n] of (teacher, student), and their derivatives with respect to the
+# student's log-probabilities.
+DivergenceFn = Callable[[TopKDistribution, TopKDistribution], tuple[mx.array, mx.array]]
 
 
 def divergence_sum(
@@ -40,32 +42,32 @@ def divergence_sum(
     target: TeacherTarget,
     mask: mx.array | None = None,
     *,
-    divergence: DivergenceName | Measure = "forward_kl",
+    divergence: DivergenceName | DivergenceFn = "forward_kl",
     confidence: mx.array | float = 0.0,
     temperature: float = 1.0,
 ) -> mx.array:
     """Summed divergence of the student from the teacher, in nats and float32.
 
-    With a rest, never more than over the whole vocabulary.
+    With a top-k target it is never larger than over the full vocabulary.
 
     Args:
         logits: the student's, [..., V].
         target: of the same positions, at the same temperature.
         mask: bool [...], True where a position counts; None = everywhere.
-        divergence: KL(teacher || student), KL(student || teacher), the mean of both
-            from the middle between the two, or, by confidence, a mix of both; or a
-            measure of one's own.
-        confidence: share of KL(student || teacher) in that mix; the mean probability
-            that the teacher gives the true tokens (CAKLD, arXiv 2402.10631).
-        temperature: what the logits are divided by.
+        divergence: "forward_kl" is KL(teacher || student), "reverse_kl" is KL(student
+            || teacher), "jsd" the mean of both KLs to the mean of the distributions,
+            "cakld" a mix of both by `confidence`; or a function.
+        confidence: weight of the reverse KL in "cakld": the mean probability that the
+            teacher gives the true tokens (arXiv 2402.10631).
+        temperature: divides the logits.
     """
-    measure = divergence
-    if not callable(measure):
-        measure = MEASURES.get(divergence) or _by_confidence(confidence)
+    function = divergence
+    if not callable(function):
+        function = DIVERGENCES.get(divergence) or _cakld(confidence)
     logits = logits.astype(mx.float32) / temperature
     if mask is None:
         mask = mx.ones(logits.shape[:-1], mx.bool_)
-    return _sum(logits, target, mask, measure)
+    return _masked_sum(logits, target, mask, function)
 
 
 def kl_sum(
@@ -79,119 +81,123 @@ def kl_sum(
     return divergence_sum(logits, target, mask, temperature=temperature)
 
 
-def _sum(logits: mx.array, target: TeacherTarget, mask: mx.array, measure: Measure):
-    teacher, indices = of_teacher(target), target.indices
+def _masked_sum(
+    logits: mx.array, target: TeacherTarget, mask: mx.array, divergence: DivergenceFn
+) -> mx.array:
+    teacher, indices = teacher_distribution(target), target.indices
 
     @mx.custom_function
-    def total(logits):
+    def loss_sum(logits):
         """The sum, and what its gradient needs."""
-        student, parts = of_student(logits, indices)
-        losses, slopes = measure(teacher, student)
-        found = mx.where(mask, losses.sum(axis=-1), 0.0).sum()
-        return found, slopes, student.probs, *parts
+        student, tail_sums = student_distribution(logits, indices)
+        losses, derivatives = divergence(teacher, student)
+        total = mx.where(mask, losses.sum(axis=-1), 0.0).sum()
+        return total, derivatives, student.probs, *tail_sums
 
-    @total.vjp
+    @loss_sum.vjp
     def _(_, cotangents, outputs):
-        _, slopes, probs, *parts = outputs
-        slopes = slopes * mx.where(mask, cotangents[0], 0.0)[..., None]
-        whole = slopes.sum(axis=-1, keepdims=True)
+        _, derivatives, probs, *tail_sums = outputs
+        derivatives = derivatives * mx.where(mask, cotangents[0], 0.0)[..., None]
+        total = derivatives.sum(axis=-1, keepdims=True)
         if indices is None:
-            return slopes - probs * whole
-        others, rest, total = parts
-        share = slopes[..., -1] / rest - whole[..., 0] / total
-        at_named = (slopes - probs * whole)[..., :-1]
-        return mx.put_along_axis(others * share[..., None], indices, at_named, axis=-1)
+            return derivatives - probs * total
+        others, tail, exp_sum = tail_sums
+        scale = derivatives[..., -1] / tail - total[..., 0] / exp_sum
+        top_k = (derivatives - probs * total)[..., :-1]
+        return mx.put_along_axis(others * scale[..., None], indices, top_k, axis=-1)
 
-    return total(logits)[0]
-
-
-def of_teacher(target: TeacherTarget) -> TopKDistribution:
-    """What a target names, and the rest if it has one."""
-    logs = target.log_probs
-    if target.log_rest is not None:
-        logs = mx.concatenate([logs, target.log_rest[..., None]], axis=-1)
-    logs = mx.maximum(logs, FLOOR)
-    return TopKDistribution(logs, exponentials_of(logs))
+    return loss_sum(logits)[0]
 
 
-def of_student(
+def teacher_distribution(target: TeacherTarget) -> TopKDistribution:
+    """The distribution over a target's tokens, and over the tail if it has one."""
+    log_probs = target.log_probs
+    if target.log_tail is not None:
+        log_probs = mx.concatenate([log_probs, target.log_tail[..., None]], axis=-1)
+    log_probs = mx.maximum(log_probs, MIN_LOG_PROB)
+    return TopKDistribution(log_probs, exp_nonpositive(log_probs))
+
+
+def student_distribution(
     logits: mx.array, indices: mx.array | None
 ) -> tuple[TopKDistribution, tuple[mx.array, ...]]:
-    """Its outcomes; with a rest also exponentials of what is no named token, and sums.
+    """The student's distribution over the same outcomes.
 
-    Those of the tokens named are taken out of the others, so the rest is a sum of its
-    own, exact however small it is.
+    The tail is summed over the other tokens, so that it is exact however small it is.
+
+    Returns:
+        The distribution and, with `indices`, the exponentials of all other tokens [...,
+        V], their sum [...] and the sum over all tokens [...].
     """
     logits = logits - logits.max(axis=-1, keepdims=True)
-    others = exponentials_of(logits)
+    others = exp_nonpositive(logits)
     if indices is None:
         total = others.sum(axis=-1, keepdims=True)
         return TopKDistribution(logits - mx.log(total), others / total), ()
-    named = mx.take_along_axis(others, indices, axis=-1)
+    top_k = mx.take_along_axis(others, indices, axis=-1)
     others = mx.put_along_axis(others, indices, mx.array(0.0), axis=-1)
-    rest = mx.maximum(others.sum(axis=-1), LEAST)
-    total = rest + named.sum(axis=-1)
+    tail = mx.maximum(others.sum(axis=-1), MIN_SUM)
+    total = tail + top_k.sum(axis=-1)
     logs = mx.take_along_axis(logits, indices, axis=-1)
-    logs = mx.concatenate([logs, mx.log(rest)[..., None]], axis=-1)
-    sums = mx.concatenate([named, rest[..., None]], axis=-1)
+    logs = mx.concatenate([logs, mx.log(tail)[..., None]], axis=-1)
+    sums = mx.concatenate([top_k, tail[..., None]], axis=-1)
     student = TopKDistribution(logs - mx.log(total)[..., None], sums / total[..., None])
-    return student, (others, rest, total)
+    return student, (others, tail, total)
 
 
-def _forward(
+def _forward_kl(
     teacher: TopKDistribution, student: TopKDistribution
 ) -> tuple[mx.array, mx.array]:
-    return teacher.probs * (teacher.logs - student.logs), -teacher.probs
+    return teacher.probs * (teacher.log_probs - student.log_probs), -teacher.probs
 
 
-def _reverse(
+def _reverse_kl(
     teacher: TopKDistribution, student: TopKDistribution
 ) -> tuple[mx.array, mx.array]:
-    losses = student.probs * (student.logs - teacher.logs)
+    losses = student.probs * (student.log_probs - teacher.log_probs)
     return losses, losses + student.probs
 
 
-def _jensen_shannon(
+def _jsd(
     teacher: TopKDistribution, student: TopKDistribution
 ) -> tuple[mx.array, mx.array]:
-    middle = mx.log(mx.maximum((teacher.probs + student.probs) / 2, LEAST))
-    of_teacher = teacher.probs * (teacher.logs - middle)
-    of_student = student.probs * (student.logs - middle)
+    mean = mx.log(mx.maximum((teacher.probs + student.probs) / 2, MIN_SUM))
+    of_teacher = teacher.probs * (teacher.log_probs - mean)
+    of_student = student.probs * (student.log_probs - mean)
     return (of_teacher + of_student) / 2, of_student / 2
 
 
-def _by_confidence(confidence: mx.array | float) -> Measure:
-    def measure(
+def _cakld(confidence: mx.array | float) -> DivergenceFn:
+    def divergence(
         teacher: TopKDistribution, student: TopKDistribution
     ) -> tuple[mx.array, mx.array]:
-        pairs = zip(_reverse(teacher, student), _forward(teacher, student), strict=True)
-        losses, slopes = (confidence * r + (1 - confidence) * f for r, f in pairs)
-        return losses, slopes
+        reverse, forward = _reverse_kl(teacher, student), _forward_kl(teacher, student)
+        losses, derivatives = (
+            confidence * r + (1 - confidence) * f
+            for r, f in zip(reverse, forward, strict=True)
+        )
+        return losses, derivatives
 
-    return measure
+    return divergence
 
 
-MEASURES: dict[str, Measure] = {
-    "forward_kl": _forward,
-    "reverse_kl": _reverse,
-    "jsd": _jensen_shannon,
+DIVERGENCES: dict[str, DivergenceFn] = {
+    "forward_kl": _forward_kl,
+    "reverse_kl": _reverse_kl,
+    "jsd": _jsd,
 }
 
 
-# --- from train.teaching: The loss of a student: what its teacher predicts, mixed with the tokens alone.
-
-
 class OnlineTeacher:
-    """A model that runs beside its student.
+    """A frozen model in memory that predicts for every batch of its student.
 
     Args:
-        model: gives logits of its own; never trained.
-        caches: keep its attention inside the documents of packed batches.
+        document_caches: keep its attention inside the documents of packed batches.
     """
 
-    def __init__(self, model: nn.Module, caches: DocumentCaches | None = None):
+    def __init__(self, model: nn.Module, document_caches: DocumentCaches | None = None):
         self.model = model
-        self.caches = caches
+        self.document_caches = document_caches
         model.freeze()
         model.eval()
         try:
@@ -199,41 +205,42 @@ class OnlineTeacher:
         except ChunkedLossUnsupported:
             self._split = None
 
-    def look(self, inputs: mx.array, documents: mx.array | None = None) -> mx.array:
-        """What `logits` are made of, [B, L, ...]: few numbers, if the model splits."""
-        within = {} if documents is None else {"cache": self.caches(documents)}
+    def hidden(self, inputs: mx.array, documents: mx.array | None = None) -> mx.array:
+        """Inputs of `logits`, [B, L, ...]: the LM head's, or the logits themselves."""
+        kwargs = {}
+        if documents is not None:
+            kwargs["cache"] = self.document_caches(documents)
         if self._split:
-            return self._split.hidden(inputs, **within)
-        return self.model(inputs, **within)
+            return self._split.hidden(inputs, **kwargs)
+        return self.model(inputs, **kwargs)
 
-    def logits(self, looked: mx.array) -> mx.array:
-        """Logits [..., V] of some positions [...] of what `look` gave."""
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Logits [..., V] of any positions [...] of what `hidden` returned."""
         if not self._split:
-            return looked
-        flat = self._split.logits(looked.reshape(-1, looked.shape[-1]))
-        return flat.reshape(*looked.shape[:-1], -1)
+            return hidden
+        flat = self._split.logits(hidden.reshape(-1, hidden.shape[-1]))
+        return flat.reshape(*hidden.shape[:-1], -1)
 
 
 class DistillationLoss:
-    """Summed over the trained positions: the divergence from a teacher, as much as the
-    cross-entropy leaves room for.
+    """The loss against a teacher, mixed with cross-entropy, over the trained tokens.
 
-    The divergence counts times the squared temperature, which makes its gradients as
-    large at any temperature (arXiv 1503.02531).
+    The divergence is multiplied by the squared temperature, which makes its gradients
+    equally large at any temperature (arXiv 1503.02531).
 
     Args:
-        live: the teacher; None = batches bring its predictions along.
+        online: the teacher; None = batches hold its predictions.
         confidence: see `divergence_sum`.
     """
 
     def __init__(
         self,
-        settings: TeacherConfig,
-        live: OnlineTeacher | None = None,
+        config: TeacherConfig,
+        online: OnlineTeacher | None = None,
         confidence: float = 0.0,
     ):
-        self.settings = settings
-        self.live = live
+        self.config = config
+        self.online = online
         self.confidence = confidence
 
     def labels(
@@ -242,39 +249,39 @@ class DistillationLoss:
         documents: mx.array | None,
         target: tuple[mx.array, ...] | None,
     ) -> tuple[mx.array, ...]:
-        """What the loss needs of the teacher, [B, L, ...] each, without a gradient."""
-        if self.live:
-            return (mx.stop_gradient(self.live.look(inputs, documents)),)
+        """The teacher's part of the loss, [B, L, ...] each, without a gradient."""
+        if self.online:
+            return (mx.stop_gradient(self.online.hidden(inputs, documents)),)
         return target
 
     def __call__(
         self, logits: mx.array, targets: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
-        """The sum, of logits [..., V] and all others [..., ...]."""
-        settings = self.settings
-        shared, target = self._predicted(logits, labels)
+        """The summed loss of logits [..., V] and targets, mask, labels [..., ...]."""
+        config = self.config
+        shared, target = self._shared_vocabulary(logits, labels)
         divergence = divergence_sum(
             shared,
             target,
             mask,
-            divergence=settings.loss,
+            divergence=config.loss,
             confidence=self.confidence,
-            temperature=settings.temperature,
+            temperature=config.temperature,
         )
-        loss = (1 - settings.ce_weight) * settings.temperature**2 * divergence
-        if settings.ce_weight:
-            plain = cross_entropy_sum(logits, targets, mask)
-            loss = loss + settings.ce_weight * plain
+        loss = (1 - config.ce_weight) * config.temperature**2 * divergence
+        if config.ce_weight:
+            cross_entropy = cross_entropy_sum(logits, targets, mask)
+            loss = loss + config.ce_weight * cross_entropy
         return loss
 
-    def _predicted(
+    def _shared_vocabulary(
         self, logits: mx.array, labels: tuple[mx.array, ...]
     ) -> tuple[mx.array, TeacherTarget]:
-        """The student's logits, and the target, of the tokens that both have."""
-        if not self.live:
+        """The student's logits and the target, of the tokens that both models have."""
+        if not self.online:
             return logits, TeacherTarget(*labels)
-        of_teacher = self.live.logits(*labels)
-        # Models of one family may fill up the vocabulary to different sizes.
-        shared = min(logits.shape[-1], of_teacher.shape[-1])
-        target = full_targets(of_teacher[..., :shared], self.settings.temperature)
-        return logits[..., :shared], target
+        teacher_logits = self.online.logits(*labels)
+        # Models of one family may pad the vocabulary to different sizes.
+        size = min(logits.shape[-1], teacher_logits.shape[-1])
+        target = full_targets(teacher_logits[..., :size], self.config.temperature)
+        return logits[..., :size], target

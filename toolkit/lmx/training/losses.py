@@ -23,7 +23,7 @@ def _cross_entropy(logits: mx.array, targets: mx.array, mask: mx.array):
     logits = logits.astype(mx.float32)
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)
     largest = logits.max(axis=-1, keepdims=True)
-    exponentials = exponentials_of(logits - largest)
+    exponentials = exp_nonpositive(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
     losses = (mx.log(total) + largest - chosen).squeeze(-1)
     return mx.where(mask, losses, 0.0).sum(), exponentials, total
@@ -44,7 +44,7 @@ def _(primals, cotangents, outputs):
     return gradient.astype(logits.dtype), mx.zeros_like(targets), mx.zeros_like(mask)
 
 
-def exponentials_of(x: mx.array) -> mx.array:
+def exp_nonpositive(x: mx.array) -> mx.array:
     """e^x of float32 numbers that are not above zero, fast; no gradient on the CPU."""
     if not on_cpu():
         return mx.exp(x)

@@ -1,10 +1,16 @@
-"""A teacher's predictions for examples, made once, in the cache that all runs share.
+"""Teacher predictions on disk, computed once and resumed after an interruption.
 
-They are kept in blocks under the hash of the teacher and of the block's tokens, so what
-was killed goes on with the next block, and other runs with the same rows find them.
+There are two indexes of the same blocks (`save_targets`). `CachedTargets` reads the
+trained tokens of any example, from blocks in the cache that all runs share.
+`PartTargets` reads whole parts of a fixed text, from a folder of the caller, at the
+batch shapes that the caller chose: the shape of a batch changes the rounding of the
+teacher's logits, so neither index can serve the other's readers with the same bits.
 """
 
-from collections.abc import Callable, Iterator
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,36 +21,37 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
+from ..run.fs import atomic_folder, require_space
 from .distillation import OnlineTeacher
 from .teacher_targets import (
     TeacherTarget,
     bytes_per_token,
     compress_targets,
     decompress_targets,
+    load_targets,
+    save_targets,
 )
 
-# Trained tokens of a block, tokens a teacher reads at once, and positions whose logits
-# exist at once.
-BLOCK, AT_ONCE, CHUNK = 1 << 15, 2048, 256
-# Trained tokens that tell how sure a teacher is.
-JUDGED = 1 << 14
+# Trained tokens per block, tokens per forward pass, and positions per chunk of logits.
+BLOCK_TOKENS, BATCH_TOKENS, LOGIT_POSITIONS = 1 << 15, 2048, 256
+# Trained tokens over which the confidence of a teacher is averaged.
+CONFIDENCE_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True)
 class TeacherClient:
-    """A teacher that is asked when an answer is not in the cache.
+    """A teacher that is loaded only if a prediction is not in the cache.
 
     Attributes:
-        live: loads it.
-        digest: a hash of what it is.
-        vocabulary: tokens of which predictions are taken, from the first on.
-        say: told how much there is to do.
-        warn: told of what is damaged in the cache.
+        load: loads it.
+        digest: a hash of the teacher.
+        vocab_size: predictions cover this many tokens, from the first on.
+        info, warning: loggers of progress and of damaged blocks.
     """
 
-    live: Callable[[], OnlineTeacher]
+    load: Callable[[], OnlineTeacher]
     digest: str
-    vocabulary: int
+    vocab_size: int
     info: Callable[[str], None]
     warning: Callable[[str], None]
 
@@ -54,18 +61,12 @@ class CachedTargets:
 
     Args:
         folders: of the blocks.
-        blocks: the numbers of their examples.
+        blocks: the indices of their examples.
         counts: trained tokens of all examples, int [examples].
     """
 
     def __init__(self, folders: list[Path], blocks: list[np.ndarray], counts):
-        self._arrays = [
-            [
-                np.load(folder / f"{name}.npy", mmap_mode="r")
-                for name in TeacherTarget._fields
-            ]
-            for folder in folders
-        ]
+        self._arrays = [load_targets(folder) for folder in folders]
         self._counts = counts
         self._block = np.zeros(len(counts), np.int32)
         self._start = np.zeros(len(counts), np.int64)
@@ -74,141 +75,233 @@ class CachedTargets:
             self._start[members] = np.cumsum(counts[members]) - counts[members]
 
     def __call__(self, batch: Batch) -> Batch:
-        """The batch with its target, of zeros where nothing is trained."""
+        """The batch with its target, which is zero where nothing is trained."""
         mask = np.array(batch.mask)
-        found = []
-        for pieces in zip(*map(self._of, batch.example_indices), strict=True):
+        target = []
+        for pieces in zip(*map(self._of_example, batch.example_indices), strict=True):
             values = np.concatenate(pieces)
             array = np.zeros((*mask.shape, *values.shape[1:]), values.dtype)
             array[mask] = values
-            found.append(mx.array(array))
-        return replace(batch, target=tuple(decompress_targets(*found)))
+            target.append(mx.array(array))
+        return replace(batch, target=tuple(decompress_targets(*target)))
 
-    def _of(self, member: int) -> list[np.ndarray]:
+    def _of_example(self, member: int) -> list[np.ndarray]:
         start = self._start[member]
-        here = slice(start, start + self._counts[member])
-        return [array[here] for array in self._arrays[self._block[member]]]
+        tokens = slice(start, start + self._counts[member])
+        return [array[tokens] for array in self._arrays[self._block[member]]]
 
 
 def cache_teacher_targets(
     examples: ExampleDataset,
-    wanted: np.ndarray,
-    source: TeacherClient,
+    members: np.ndarray,
+    teacher: TeacherClient,
     *,
     top_k: int,
     temperature: float,
 ) -> CachedTargets:
-    """Ask a teacher for all that is not yet kept.
+    """Compute the predictions that are not in the cache.
 
     Args:
-        wanted: numbers of the examples that will be trained on.
-        top_k: tokens kept of a position.
+        members: indices of the examples that are trained on.
+        top_k: tokens kept per position.
 
     Raises:
         UserError: the disk is too small.
     """
     counts = np.zeros(len(examples), np.int64)
-    counts[wanted] = [_trained(examples[n]) for n in wanted]
-    total, each = counts.sum(), bytes_per_token(top_k, source.vocabulary)
-    source.info(
-        f"the teacher's predictions for {total:,} trained tokens, {each:,} bytes of "
-        f"each: {total * each / 1e6:,.1f} MB in {cache.root() / 'targets'}"
+    counts[members] = [_num_trained(examples[n]) for n in members]
+    total, token_bytes = counts.sum(), bytes_per_token(top_k, teacher.vocab_size)
+    teacher.info(
+        f"teacher predictions for {total:,} trained tokens, {token_bytes:,} bytes "
+        f"each: {total * token_bytes / 1e6:,.1f} MB in {cache.root() / 'targets'}"
     )
-    edges = np.flatnonzero(np.diff(counts[wanted].cumsum() // BLOCK)) + 1
-    blocks = np.split(wanted, edges)
-    settings = {"vocabulary": source.vocabulary, "top_k": top_k}
+    edges = np.flatnonzero(np.diff(counts[members].cumsum() // BLOCK_TOKENS)) + 1
+    blocks = np.split(members, edges)
+    settings = {"vocabulary": teacher.vocab_size, "top_k": top_k}
     settings["temperature"] = temperature
-    folders, left = [], int(total)
-    for number, members in enumerate(blocks, 1):
-        own = InMemoryExamples(examples[n] for n in members)
-        kept = cache.get_or_create(
+    folders, remaining = [], int(total)
+    for number, block in enumerate(blocks, 1):
+        block_examples = InMemoryExamples(examples[n] for n in block)
+        entry = cache.get_or_create(
             "targets",
-            cache.key_of([source.digest, settings, own.digest]),
-            partial(_fill, examples=own, source=source, **settings),
-            warning=source.warning,
-            space=left * each,
+            cache.key_of([teacher.digest, settings, block_examples.digest]),
+            partial(_fill_block, block_examples, teacher, top_k, temperature),
+            warning=teacher.warning,
+            space=remaining * token_bytes,
         )
-        if kept.made and len(blocks) > 1:
-            source.info(f"the teacher's predictions: {number} of {len(blocks)} blocks")
-        folders.append(kept.folder)
-        left -= int(counts[members].sum())
+        if entry.made and len(blocks) > 1:
+            teacher.info(f"teacher predictions: {number} of {len(blocks)} blocks")
+        folders.append(entry.folder)
+        remaining -= int(counts[block].sum())
     return CachedTargets(folders, blocks, counts)
 
 
-def confidence(
-    examples: ExampleDataset, wanted: np.ndarray, source: TeacherClient
+def teacher_confidence(
+    examples: ExampleDataset, members: np.ndarray, teacher: TeacherClient
 ) -> float:
-    """The mean probability that a teacher gives the true tokens.
+    """The mean probability that a teacher gives the true tokens (CAKLD).
 
-    Of the first of the examples `wanted`, as many as make `JUDGED` trained tokens; it
-    is measured once for these.
+    It is measured once, over the first of the examples `members`, as many as have
+    `CONFIDENCE_TOKENS` trained tokens.
     """
-    ends = np.cumsum([_trained(examples[n]) for n in wanted[:JUDGED]])
-    count = np.searchsorted(ends, JUDGED) + 1
-    own = InMemoryExamples(examples[n] for n in wanted[:count])
+    first = members[:CONFIDENCE_TOKENS]
+    ends = np.cumsum([_num_trained(examples[n]) for n in first])
+    count = np.searchsorted(ends, CONFIDENCE_TOKENS) + 1
+    selected = InMemoryExamples(examples[n] for n in members[:count])
 
     def fill(_) -> dict:
         total = count = 0
-        for _, tokens, logits in _predictions(own, source):
+        for _, tokens, logits in _predictions(selected, teacher):
             logits = nn.log_softmax(logits)
             chosen = mx.take_along_axis(logits, tokens[:, None], axis=-1)
             total += mx.exp(chosen).sum().item()
             count += len(tokens)
         return {"mean": total / count}
 
-    key = cache.key_of([source.digest, source.vocabulary, own.digest])
-    return cache.get_or_create("confidence", key, fill, warning=source.warning).facts[
-        "mean"
-    ]
+    key = cache.key_of([teacher.digest, teacher.vocab_size, selected.digest])
+    entry = cache.get_or_create("confidence", key, fill, warning=teacher.warning)
+    return entry.facts["mean"]
 
 
-def _trained(example) -> int:
+def _num_trained(example) -> int:
     return int(example.mask[1:].sum())
 
 
 def _predictions(
-    examples: InMemoryExamples, source: TeacherClient
+    examples: InMemoryExamples, teacher: TeacherClient
 ) -> Iterator[tuple[np.ndarray, mx.array, mx.array]]:
-    """Of all trained tokens, a few at once: their numbers, they, and their logits."""
-    ends = np.cumsum([_trained(example) for example in examples])
+    """Indices, tokens and logits of all trained tokens, in chunks."""
+    ends = np.cumsum([_num_trained(example) for example in examples])
     starts = np.concatenate([[0], ends])
     longest = int(examples.lengths.max()) - 1
-    tokens = max(AT_ONCE, longest)
-    teacher = source.live()
+    tokens = max(BATCH_TOKENS, longest)
+    online = teacher.load()
     for batch in BucketBatchSampler(
         examples, max_seq_length=longest, tokens=tokens
     ).in_order():
         numbers = [np.arange(starts[m], ends[m]) for m in batch.example_indices]
         numbers, places = np.concatenate(numbers), np.flatnonzero(np.array(batch.mask))
-        looked = teacher.look(batch.tokens[:, :-1]).flatten(0, 1)
+        hidden = online.hidden(batch.tokens[:, :-1]).flatten(0, 1)
         targets = batch.tokens[:, 1:].reshape(-1)
-        for start in range(0, len(places), CHUNK):
-            part = mx.array(places[start : start + CHUNK])
-            logits = teacher.logits(looked[part])[:, : source.vocabulary]
-            own = numbers[start : start + CHUNK]
-            yield own, targets[part], logits.astype(mx.float32)
+        for start in range(0, len(places), LOGIT_POSITIONS):
+            chunk = mx.array(places[start : start + LOGIT_POSITIONS])
+            logits = online.logits(hidden[chunk])[:, : teacher.vocab_size]
+            chunk_numbers = numbers[start : start + LOGIT_POSITIONS]
+            yield chunk_numbers, targets[chunk], logits.astype(mx.float32)
 
 
-def _fill(
-    folder: Path,
-    *,
+def _fill_block(
     examples: InMemoryExamples,
-    source: TeacherClient,
-    vocabulary: int,
+    teacher: TeacherClient,
     top_k: int,
     temperature: float,
+    folder: Path,
 ) -> dict:
     """Write the predictions of a block's trained tokens, in the examples' order."""
-    count, kept = sum(map(_trained, examples)), min(top_k, vocabulary)
-    wide = vocabulary > 1 << 16
-    indices = np.zeros((count, kept), np.uint32 if wide else np.uint16)
-    log_probs, log_rest = np.zeros((count, kept), np.float16), np.zeros(count, "f4")
-    for numbers, _, logits in _predictions(examples, source):
+    count, k = sum(map(_num_trained, examples)), min(top_k, teacher.vocab_size)
+    block = TeacherTarget(
+        np.zeros((count, k), np.uint32),
+        np.zeros((count, k), np.float16),
+        np.zeros(count, np.float32),
+    )
+    for numbers, _, logits in _predictions(examples, teacher):
         target = compress_targets(logits, top_k, temperature)
-        indices[numbers] = np.array(target.indices)
-        log_probs[numbers] = np.array(target.log_probs)
-        log_rest[numbers] = np.array(target.log_rest)
-    arrays = TeacherTarget(indices, log_probs, log_rest)
-    for name, array in arrays._asdict().items():
-        np.save(folder / f"{name}.npy", array)
+        for array, values in zip(block, target, strict=True):
+            array[numbers] = np.array(values)
+    save_targets(folder, block, teacher.vocab_size)
     return {}
+
+
+class PartTargets(Sequence):
+    """The predictions that `cache_part_targets` wrote, part by part.
+
+    Attributes:
+        tokens: of the parts, int32 [B, L] each.
+        counted: bool [B, L] each, True where a position counts.
+        key: a hash of tokens, counted positions, teacher and settings.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tokens: Sequence[mx.array],
+        counted: Sequence[mx.array],
+        key: str,
+    ):
+        self.tokens = tokens
+        self.counted = counted
+        self.key = key
+        self._folder = folder
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, part: int) -> TeacherTarget:
+        """The target of every position of a part; its probabilities sum to one."""
+        folder = _part_folder(self._folder, range(len(self.tokens))[part])
+        return decompress_targets(*map(mx.array, load_targets(folder)))
+
+
+def cache_part_targets(
+    folder: Path,
+    parts: Sequence[mx.array],
+    teacher: Callable[[mx.array], mx.array],
+    *,
+    counted: Sequence[mx.array] | None = None,
+    digest: str,
+    top_k: int,
+    temperature: float = 1.0,
+    info: Callable[[str], None],
+) -> PartTargets:
+    """Write the teacher's predictions for parts of a text that are not in `folder`.
+
+    Args:
+        folder: of these targets only; targets of anything else in it are deleted.
+        parts: int32 [B, L] each, of any B and L.
+        teacher: logits [B, L, V] of such tokens.
+        counted: bool [B, L] each; None = every position counts.
+        digest: a hash of the teacher.
+        top_k: tokens kept per position; all, if the vocabulary is smaller.
+        temperature: divides the logits.
+        info: logs the size beforehand.
+
+    Raises:
+        UserError: the disk is too small.
+    """
+    if counted is None:
+        counted = [mx.ones(part.shape, mx.bool_) for part in parts]
+    key = _parts_key(parts, counted, digest, top_k, temperature)
+    state = folder / "targets.json"
+    if not (state.is_file() and json.loads(state.read_text()) == key):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        state.write_text(json.dumps(key))
+    missing = [n for n in range(len(parts)) if not _part_folder(folder, n).is_dir()]
+    for number in missing:
+        logits = teacher(parts[number])
+        vocab_size = logits.shape[-1]
+        if number == missing[0]:
+            positions = sum(parts[n].size for n in missing)
+            size = positions * bytes_per_token(top_k, vocab_size)
+            info(
+                f"teacher predictions for {positions:,} tokens: {size / 1e6:,.1f} MB "
+                "on disk"
+            )
+            require_space(folder, size)
+        target = compress_targets(logits, top_k, temperature)
+        with atomic_folder(_part_folder(folder, number)) as partial_folder:
+            save_targets(partial_folder, target, vocab_size)
+    return PartTargets(folder, parts, counted, key)
+
+
+def _part_folder(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}"
+
+
+def _parts_key(parts, counted, digest: str, top_k: int, temperature: float) -> str:
+    key = hashlib.sha256(json.dumps([digest, top_k, temperature]).encode())
+    for part, counts in zip(parts, counted, strict=True):
+        key.update(json.dumps(part.shape).encode())
+        key.update(memoryview(part.astype(mx.int32)))
+        key.update(memoryview(counts))
+    return key.hexdigest()

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...training.distillation import kl_sum
-from ...training.teacher_targets import TeacherTargetFiles
+from ...training.teacher_cache import PartTargets
 
 
 class CandidateModel:
@@ -46,7 +46,7 @@ class CandidateModel:
         }
 
     def divergence(
-        self, targets: TeacherTargetFiles, parts: int | None = None
+        self, targets: PartTargets, parts: int | None = None
     ) -> float:
         """KL(teacher || this model as it is), in nats, mean over what counts.
 
@@ -80,7 +80,7 @@ class CandidateSelector:
     def __init__(
         self,
         student: CandidateModel,
-        held_out: TeacherTargetFiles,
+        held_out: PartTargets,
         info: Callable[[str], None],
     ):
         self.tensors: dict[str, mx.array] = {}

@@ -18,7 +18,8 @@ from ...run.fs import atomic_folder
 from ...run.logger import RunLogger
 from ...training.distillation import kl_sum
 from ...training.schedules import clip_grad_norm, learning_rate_at
-from ...training.teacher_targets import TeacherTarget, TeacherTargetFiles
+from ...training.teacher_cache import PartTargets
+from ...training.teacher_targets import TeacherTarget
 from .candidates import CandidateModel
 
 
@@ -97,8 +98,8 @@ class ScaleTuner:
         self,
         config: ScaleTuningConfig,
         student: CandidateModel,
-        training: TeacherTargetFiles,
-        held_out: TeacherTargetFiles,
+        training: PartTargets,
+        held_out: PartTargets,
         *,
         folder: Path,
         seed: int,
@@ -209,9 +210,9 @@ class ScaleTuner:
         random = np.random.default_rng([self.seed, turn])
         return int(random.permutation(len(self.training))[place])
 
-    def _add(self, tokens, counted, indices, log_probs, log_rest) -> None:
+    def _add(self, tokens, counted, indices, log_probs, log_tail) -> None:
         """Add up gradients of a part: every token of a step counts alike."""
-        target = TeacherTarget(indices, log_probs, log_rest)
+        target = TeacherTarget(indices, log_probs, log_tail)
 
         def loss_of(served):
             self.student.model.update(tree_unflatten(list(served.items())))
