@@ -1,4 +1,4 @@
-"""The knapsack against every choice there is."""
+"""The knapsack solver against exhaustive search."""
 
 from itertools import pairwise, product
 
@@ -28,7 +28,7 @@ def exhaustive(items, budget):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_best_of_all_choices(seed):
+def test_solve_finds_the_best_choice(seed):
     items = items_of(seed, items=2 + seed % 4, options=2 + seed % 3)
     for budget in range(0, 61 * len(items), 23):
         best, choice = exhaustive(items, budget), solve(items, budget)
@@ -41,8 +41,8 @@ def test_the_best_of_all_choices(seed):
         assert cost == pytest.approx(best, rel=1e-9)
 
 
-def test_greedy_alone_is_not_enough():
-    """So the comparison with it says something."""
+def test_greedy_misses_the_best_choice():
+    """Negative control: the comparison with it can fail."""
     items = [items_of(seed, items=4, options=4) for seed in range(20)]
     worse = [
         weighed(i, greedy(i, 100))[1] > 1.001 * exhaustive(i, 100)
@@ -53,7 +53,7 @@ def test_greedy_alone_is_not_enough():
 
 
 @pytest.mark.parametrize("states", [1 << 17, 64])
-def test_within_the_budget_and_no_worse_than_greedy_however_many_items(states):
+def test_solve_fits_the_budget_and_beats_greedy_with_many_items(states):
     items = items_of(3, items=60, options=18, largest=100_000)
     for budget in range(500_000, 5_000_000, 400_000):
         choice = solve(items, budget, states=states)
@@ -62,7 +62,7 @@ def test_within_the_budget_and_no_worse_than_greedy_however_many_items(states):
         assert cost <= weighed(items, greedy(items, budget))[1]
 
 
-def test_a_larger_budget_never_costs_more():
+def test_solve_costs_no_more_with_a_larger_budget():
     items = items_of(5, items=20, options=9, largest=5_000)
     costs = [
         weighed(items, solve(items, budget))[1] for budget in range(15_000, 90_000, 977)

@@ -1,5 +1,5 @@
-"""What a layer's rounding costs: the signals against gradients by weight, the costs
-against NumPy, and the predictions against the divergence they are of."""
+"""Layer sensitivities: the statistics against weight gradients, the costs against
+NumPy, and the predictions against measured divergences."""
 
 import mlx.core as mx
 import numpy as np
@@ -7,10 +7,10 @@ import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.models.hooks import path_of
 from lmx.models.loader import build_model
-from lmx.quantization.mixed_precision.calibration_stats import collect_stats
-from lmx.quantization.mixed_precision.grid_evaluator import GridEvaluator
+from lmx.quantization.mixed_precision.search import GridEvaluator
 from lmx.quantization.mixed_precision.sensitivity import (
     LayerStatistics,
+    collect_stats,
     input_energies,
     sensitivity,
 )
@@ -34,30 +34,30 @@ def model_of(name):
     return model.eval()
 
 
-def watched(model, folder, count=2):
+def collected(model, folder, count=2):
     paths = [p for p, m in model.named_modules() if hasattr(m, "to_quantized")]
     tokens = mx.random.randint(0, 64, (count, 40), key=mx.random.key(3))
     return paths, tokens, collect_stats(model, paths, tokens, folder, seed=0)
 
 
-def drawn(model, tokens, part, signals):
-    """The tokens that were drawn: where the slope by a logit is below zero."""
-    [*_, head] = [c for c in signals.sources if c.startswith(HEADS)]
-    labels = part[f"slopes.{head}"].argmin(axis=-1)
+def sampled_labels(model, tokens, tensors, stats):
+    """The sampled tokens: where the gradient of a logit is below zero."""
+    [*_, head] = [c for c in stats.sources if c.startswith(HEADS)]
+    labels = tensors[f"gradients.{head}"].argmin(axis=-1)
     logits = np.array(model(tokens)[0], dtype=np.float64)
     share = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
     share[np.arange(len(share)), np.array(labels)] -= 1
-    np.testing.assert_allclose(part[f"slopes.{head}"], share, atol=2e-5)
+    np.testing.assert_allclose(tensors[f"gradients.{head}"], share, atol=2e-5)
     return labels
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_signals_make_the_gradients_by_weight(name, tmp_path):
-    """A weight's gradient is the sum of inputs times slopes, over all its calls."""
+def test_collect_stats_inputs_and_gradients_give_weight_gradients(name, tmp_path):
+    """A weight gradient is the sum of inputs times output gradients, by call."""
     model = model_of(name)
-    paths, tokens, signals = watched(model, tmp_path, count=1)
-    [part] = signals.parts()
-    labels = drawn(model, tokens, part, signals)
+    paths, tokens, stats = collected(model, tmp_path, count=1)
+    [tensors] = stats.sequences()
+    labels = sampled_labels(model, tokens, tensors, stats)
 
     def loss(parameters):
         model.update(parameters)
@@ -66,32 +66,32 @@ def test_signals_make_the_gradients_by_weight(name, tmp_path):
         return (mx.logsumexp(logits, axis=-1) - chosen).sum()
 
     before = model.parameters()
-    wanted = dict(tree_flatten(mx.grad(loss)(before)))
+    expected = dict(tree_flatten(mx.grad(loss)(before)))
     model.update(before)
-    assert {path_of(call) for call in signals.sources} == set(paths)
+    assert {path_of(call) for call in stats.sources} == set(paths)
     for path in paths:
-        found = np.zeros(wanted[f"{path}.weight"].shape)
-        for call in signals.calls(path):
-            source = signals.sources[call]
-            x, slopes = (
-                np.array(part[k]) for k in (f"inputs.{source}", f"slopes.{call}")
+        found = np.zeros(expected[f"{path}.weight"].shape)
+        for call in stats.calls(path):
+            source = stats.sources[call]
+            x, gradients = (
+                np.array(tensors[k]) for k in (f"inputs.{source}", f"gradients.{call}")
             )
-            experts = part.get(f"experts.{source}")
+            experts = tensors.get(f"experts.{source}")
             if experts is not None:
-                np.add.at(found, np.array(experts), slopes[:, :, None] * x[:, None])
+                np.add.at(found, np.array(experts), gradients[:, :, None] * x[:, None])
             elif x.ndim == 1:
-                np.add.at(found, x, slopes)
+                np.add.at(found, x, gradients)
             else:
-                found += slopes.T @ x
+                found += gradients.T @ x
         scale = abs(found).max()
         np.testing.assert_allclose(
-            wanted[f"{path}.weight"], found, atol=1e-4 * scale, err_msg=path
+            expected[f"{path}.weight"], found, atol=1e-4 * scale, err_msg=path
         )
 
 
-def test_layers_with_one_input_are_found_whatever_their_names(tmp_path):
-    signals = watched(model_of("experts"), tmp_path)[2]
-    groups = [[path.split(".", 3)[-1] for path in g] for g in signals.groups()]
+def test_calibration_stats_group_layers_with_one_input(tmp_path):
+    stats = collected(model_of("experts"), tmp_path)[2]
+    groups = [[path.split(".", 3)[-1] for path in g] for g in stats.groups()]
     assert groups[1:6] == [
         ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
         ["self_attn.o_proj"],
@@ -102,48 +102,51 @@ def test_layers_with_one_input_are_found_whatever_their_names(tmp_path):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_costs_are_half_the_mean_squares_of_the_answers(name, tmp_path):
+def test_sensitivity_is_half_the_mean_squared_change(name, tmp_path):
     model = model_of(name)
-    paths, tokens, signals = watched(model, tmp_path)
+    paths, tokens, stats = collected(model, tmp_path)
     modules, spec = dict(model.named_modules()), QuantSpec(bits=3, group_size=32)
     for path in paths:
         weight = modules[path].weight
-        layer = LayerStatistics(weight, input_energies(path, weight.shape[-1], signals))
-        off = np.array(layer.rounded(spec), dtype=np.float64) - np.array(weight)
+        layer = LayerStatistics(weight, input_energies(path, weight.shape[-1], stats))
+        off = np.array(layer.fake_quantize(spec), dtype=np.float64) - np.array(weight)
         total = 0.0
-        for part in signals.parts():
-            for call in signals.calls(path):
-                source = signals.sources[call]
-                x, slopes = part[f"inputs.{source}"], np.array(part[f"slopes.{call}"])
-                experts = part.get(f"experts.{source}")
-                for row, slope in enumerate(slopes):
+        for tensors in stats.sequences():
+            for call in stats.calls(path):
+                source = stats.sources[call]
+                x, gradients = (
+                    tensors[f"inputs.{source}"],
+                    np.array(tensors[f"gradients.{call}"]),
+                )
+                experts = tensors.get(f"experts.{source}")
+                for row, gradient in enumerate(gradients):
                     matrix = off if experts is None else off[experts[row].item()]
                     is_token = x.ndim == 1
                     moved = (
                         matrix[x[row].item()] if is_token else matrix @ np.array(x[row])
                     )
-                    total += (slope @ moved) ** 2
-        [cost] = sensitivity(path, layer, [spec], signals)
+                    total += (gradient @ moved) ** 2
+        [cost] = sensitivity(path, layer, [spec], stats)
         assert cost == pytest.approx(total / 2 / tokens.size, rel=1e-3), path
 
 
-def test_quick_rounding_is_nearer_on_the_inputs_than_mlx(tmp_path):
+def test_layer_statistics_fake_quantize_beats_mlx_on_the_inputs(tmp_path):
     model = model_of("untied")
-    signals = watched(model, tmp_path)[2]
+    stats = collected(model, tmp_path)[2]
     path, spec = "model.layers.1.mlp.down_proj", QuantSpec(bits=2, group_size=64)
     weight = dict(model.named_modules())[path].weight
-    costs = input_energies(path, weight.shape[-1], signals)
+    costs = input_energies(path, weight.shape[-1], stats)
     [*packed] = mx.quantize(weight, 64, 2)
     plain = mx.dequantize(*packed, 64, 2)
-    ours = LayerStatistics(weight, costs).rounded(spec)
+    ours = LayerStatistics(weight, costs).fake_quantize(spec)
     lost = [((w - weight) ** 2 * costs).sum().item() for w in (ours, plain)]
     assert lost[0] < 0.8 * lost[1]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_predictions_are_near_the_divergence_of_every_layer_alone(name, tmp_path):
+def test_sensitivity_predicts_the_divergence_of_one_quantized_layer(name, tmp_path):
     model = model_of(name)
-    paths, tokens, signals = watched(model, tmp_path, count=12)
+    paths, tokens, stats = collected(model, tmp_path, count=12)
     if name == "experts":
         # Whatever is before a router also changes who computes, all at once.
         paths = [p for p in paths if "layers.1.mlp.switch" in p or p == "lm_head"]
@@ -152,17 +155,17 @@ def test_predictions_are_near_the_divergence_of_every_layer_alone(name, tmp_path
     for path in paths:
         weight = before[f"{path}.weight"]
         layers[path] = LayerStatistics(
-            weight, input_energies(path, weight.shape[-1], signals)
+            weight, input_energies(path, weight.shape[-1], stats)
         )
-    columns = {path: layer.costs for path, layer in layers.items()}
-    trial = GridEvaluator(model, columns, tokens, tmp_path, mx.float32)
+    energies = {path: layer.costs for path, layer in layers.items()}
+    evaluator = GridEvaluator(model, energies, tokens, tmp_path, mx.float32)
     spec = QuantSpec(bits=4, group_size=32)
-    off = []
+    errors = []
     for path, layer in layers.items():
-        [predicted] = sensitivity(path, layer, [spec], signals)
-        off.append(np.log(predicted / trial({path: spec})))
-        trial.close()
-    assert np.median(np.abs(off)) < 0.2
-    assert np.abs(off).max() < 1
+        [predicted] = sensitivity(path, layer, [spec], stats)
+        errors.append(np.log(predicted / evaluator({path: spec})))
+        evaluator.close()
+    assert np.median(np.abs(errors)) < 0.2
+    assert np.abs(errors).max() < 1
     after = dict(tree_flatten(model.parameters()))
     assert all(mx.array_equal(after[name], value) for name, value in before.items())

@@ -1,8 +1,8 @@
-"""Grids by layer that lose least within a budget of bytes.
+"""Mixed precision: grids by layer with the least divergence for a size budget.
 
-What every grid costs is predicted layer by layer (sensitivity.py); a knapsack makes
-choices of the predictions (choices.py); several such choices are tried, and the one
-that moves the model's predictions least is taken.
+The divergence that every grid costs is predicted layer by layer (sensitivity.py). A
+knapsack makes several plans of the predictions (knapsack.py). All plans are measured,
+and the one whose predictions diverge least from the model is selected.
 """
 
 import hashlib
@@ -14,102 +14,115 @@ from tempfile import TemporaryDirectory
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
+from ...config.quant_spec import QuantSpec
 from ...config.quantize import PTQConfig
 from ...data.cache import CacheEntry, file_hash, get_or_create, key_of
 from ...errors import UserError
 from ...run.fs import write_atomic
+from ..packing import expand, pack
 from ..ptq.base import PTQContext
 from ..target_layers import QuantizationPlan
-from .calibration_stats import collect_stats
-from .grid_evaluator import GridEvaluator
-from .sensitivity import LayerStatistics, input_energies, sensitivity
-from .size_model import SizeModel, SpecByLayer, candidate_plans, spec_name
+from . import knapsack
+from .sensitivity import LayerStatistics, collect_stats, input_energies, sensitivity
+from .size_model import SizeModel, SpecByLayer
 
-# Tokens that layers are watched on, and those that choices are compared on.
-WATCHED, HELD_OUT = 4096, 4096
-# Of measured sensitivities that are kept; another one makes them anew.
+# Tokens for sensitivities, and tokens for comparing plans.
+CALIBRATION_TOKENS, HELD_OUT_TOKENS = 4096, 4096
+# Predictions hold for small errors and for one quantized layer, so plans are also made
+# of these powers of them.
+POWERS = (0.85, 1.15)
+# A new version discards cached sensitivities.
 VERSION = 1
-COLUMNS = "columns.safetensors"
+ENERGIES_FILE = "columns.safetensors"
 
 
 def search_plan(
     config: PTQConfig,
-    selection: QuantizationPlan,
+    plan: QuantizationPlan,
     task: PTQContext,
     model: nn.Module,
     source: Path,
 ) -> tuple[QuantizationPlan, dict]:
-    """Choose grids for all layers that neither recipe nor model asks one for.
+    """Choose grids for all layers whose grid neither the recipe nor the model names.
 
     Args:
-        task: of its model, only types and shapes are looked at.
-        model: the same in the type it computes in; it is left as it was.
-        source: the folder it comes from, whose content names what is kept of it.
+        task: only types and shapes of its model are used.
+        model: the same model in the type it computes in; unchanged on return.
+        source: the folder of the model; its content is the key of cached sensitivities.
 
     Returns:
-        The selection with these grids, and facts of how they were found.
+        The plan with these grids, and facts for the report.
 
     Raises:
         UserError: the budget is too small for any choice, or holds the dense model.
     """
-    weighing = SizeModel.of(task, selection, config.mixed_precision)
-    limit = weighing.limit(config.mixed_precision)
-    watched, held_out = _tokens(config, task)
+    sizes = SizeModel.of(task, plan, config.mixed_precision)
+    limit = sizes.max_bytes(config.mixed_precision)
+    calibration, held_out = _tokens(config, task)
     with TemporaryDirectory(dir=task.folder) as scratch:
-        measured = _measured(model, weighing, watched, task, source, Path(scratch))
+        folder = Path(scratch)
+        measured = _sensitivities(model, sizes, calibration, task, source, folder)
         write_atomic(task.folder / "sensitivity.json", json.dumps(measured.facts))
-        found = candidate_plans(weighing, **measured.facts, limit=limit)
-        columns = mx.load(str(measured.folder / COLUMNS))
-        trial = GridEvaluator(model, columns, held_out, Path(scratch), task.dtype)
-        losses = {name: trial(selection.specs | grids) for name, grids in found.items()}
-        trial.close()
+        candidates = candidate_plans(sizes, **measured.facts, limit=limit)
+        energies = mx.load(str(measured.folder / ENERGIES_FILE))
+        evaluator = GridEvaluator(model, energies, held_out, folder, task.dtype)
+        losses = {
+            name: evaluator(plan.specs | specs) for name, specs in candidates.items()
+        }
+        evaluator.close()
     best = min(losses, key=losses.get)
-    _tell(found, losses, best, weighing, task)
-    size = weighing.bytes(found[best])
+    _log(candidates, losses, best, sizes, task)
+    size = sizes.total_bytes(candidates[best])
     assert size <= limit
-    facts = {"bytes": size, "bits_per_weight": weighing.bits(size)}
-    facts |= {"candidates": losses, "selected": best}
-    return replace(selection, specs=selection.specs | found[best]), facts
+    facts = {
+        "bytes": size,
+        "bits_per_weight": sizes.bits_per_weight(size),
+        "candidates": losses,
+        "selected": best,
+    }
+    return replace(plan, specs=plan.specs | candidates[best]), facts
 
 
 def _tokens(config: PTQConfig, task: PTQContext) -> tuple[mx.array, mx.array]:
-    """Windows to watch the layers on, and others to compare choices on."""
-    wanted = WATCHED + HELD_OUT
-    allowed = config.calibration.num_tokens or wanted
-    found = task.windows(min(allowed, wanted))
-    if len(found) < 2:
+    """Sequences for sensitivities, and others for comparing plans."""
+    default = CALIBRATION_TOKENS + HELD_OUT_TOKENS
+    allowed = config.calibration.num_tokens or default
+    windows = task.windows(min(allowed, default))
+    if len(windows) < 2:
         raise UserError(
             "a budget needs two windows of calibration tokens, and there is one",
             hint="give calibration a smaller length, or another source",
         )
-    watched = max(1, len(found) * WATCHED // wanted)
-    parts = found[:watched], found[watched:]
-    return tuple(mx.array(part.tokens) for part in parts)
+    split = max(1, len(windows) * CALIBRATION_TOKENS // default)
+    return tuple(mx.array(p.tokens) for p in (windows[:split], windows[split:]))
 
 
-def _measured(
+def _sensitivities(
     model: nn.Module,
-    weighing: SizeModel,
-    tokens,
+    sizes: SizeModel,
+    tokens: mx.array,
     task: PTQContext,
     source: Path,
-    scratch,
+    scratch: Path,
 ) -> CacheEntry:
-    """Groups of layers, and costs by path; made once for a model, tokens and grids."""
-    options = weighing.options
+    """Groups of layers and sensitivities by path, cached by model, tokens and grids."""
+    options = sizes.options
 
     def fill(folder: Path) -> dict:
-        task.logger.info(f"measuring what {len(options)} layers lose on every grid")
-        signals = collect_stats(model, list(options), tokens, scratch, seed=0)
+        task.logger.info(
+            f"measuring the sensitivity of {len(options)} layers to every grid"
+        )
+        stats = collect_stats(model, list(options), tokens, scratch, seed=0)
         modules = dict(model.named_modules())
-        groups, costs, columns = signals.groups(), {}, {}
+        groups, costs, energies = stats.groups(), {}, {}
         for path in (path for group in groups for path in group):
             weight = modules[path].weight.astype(task.dtype)
-            columns[path] = input_energies(path, weight.shape[-1], signals)
-            layer = LayerStatistics(weight, columns[path])
-            costs[path] = sensitivity(path, layer, options[path], signals)
-        mx.save_safetensors(str(folder / COLUMNS), columns)
+            energies[path] = input_energies(path, weight.shape[-1], stats)
+            layer = LayerStatistics(weight, energies[path])
+            costs[path] = sensitivity(path, layer, options[path], stats)
+        mx.save_safetensors(str(folder / ENERGIES_FILE), energies)
         return {"groups": groups, "costs": costs}
 
     key = key_of(
@@ -124,24 +137,169 @@ def _measured(
     return get_or_create("sensitivity", key, fill, warning=task.logger.warning)
 
 
-def _tell(
-    found: dict[str, SpecByLayer],
+def candidate_plans(
+    sizes: SizeModel, groups: list[list[str]], costs: dict[str, list[float]], limit: int
+) -> dict[str, SpecByLayer]:
+    """Grids of all free layers that fit into `limit` bytes, by how they were chosen.
+
+    Args:
+        groups: layers that share their input, and so a grid.
+        costs: sensitivities of a layer for each of its options.
+    """
+    unmeasured = [[path] for path in sizes.free if path not in costs]
+    costs = _complete_costs(sizes, costs)
+    tied = groups + unmeasured
+    alone = [[path] for group in groups for path in group] + unmeasured
+    rules = {"sensitivity": (tied, 1.0), "sensitivity, layers untied": (alone, 1.0)}
+    rules |= {f"sensitivity ** {power:g}": (tied, power) for power in POWERS}
+    plans = {}
+    for name, (layers, power) in rules.items():
+        items = [_item(group, sizes, costs, power) for group in layers]
+        choice = knapsack.solve(items, limit - sizes.fixed_bytes)
+        assert choice is not None
+        specs = {
+            path: sizes.options[path][option]
+            for group, option in zip(layers, choice, strict=True)
+            for path in group
+        }
+        if specs not in plans.values():
+            plans[name] = specs
+    return plans | _uniform_plan(sizes, costs, limit)
+
+
+def _item(group: list[str], sizes: SizeModel, costs: dict, power: float):
+    """Sizes and costs of the grids that a group of layers shares."""
+    options = sizes.options[group[0]]
+    layer_sizes = [
+        [sizes.layer_bytes(path, spec) for spec in options] for path in group
+    ]
+    layer_costs = [costs[path] for path in group]
+    return np.array(layer_sizes).sum(axis=0), np.array(layer_costs).sum(axis=0) ** power
+
+
+def _complete_costs(sizes: SizeModel, costs: dict) -> dict[str, list[float]]:
+    """Costs of all free layers.
+
+    A layer without a gradient (it only routes, or no token reached it) gets the largest
+    cost per weight of all layers.
+    """
+    measured = {path: layer for path, layer in costs.items() if any(layer)}
+    largest: dict[QuantSpec, float] = {}
+    for path, layer in measured.items():
+        for spec, cost in zip(sizes.options[path], layer, strict=True):
+            per_weight = cost / sizes.free[path]
+            largest[spec] = max(largest.get(spec, 0.0), per_weight)
+    return {
+        path: measured.get(path)
+        or [count * largest.get(spec, 0.0) for spec in sizes.options[path]]
+        for path, count in sizes.free.items()
+    }
+
+
+def _uniform_plan(sizes: SizeModel, costs: dict, limit: int) -> dict[str, SpecByLayer]:
+    """The one grid for all layers that fits with the least predicted cost, if any."""
+    options = sizes.options
+    fitting = {}
+    for spec in max(options.values(), key=len):
+        specs = dict.fromkeys(options, spec)
+        is_common = all(spec in candidates for candidates in options.values())
+        if is_common and sizes.total_bytes(specs) <= limit:
+            cost = sum(costs[path][options[path].index(spec)] for path in costs)
+            fitting[cost] = {f"uniform {_spec_name(spec)}": specs}
+    return fitting[min(fitting)] if fitting else {}
+
+
+def _spec_name(spec: QuantSpec) -> str:
+    return f"{spec.bits} bits g{spec.group_size}"
+
+
+def _log(
+    candidates: dict[str, SpecByLayer],
     losses: dict[str, float],
     best: str,
-    weighing: SizeModel,
+    sizes: SizeModel,
     task: PTQContext,
 ) -> None:
-    rows = [
-        [name, f"{weighing.bits(weighing.bytes(grids)):.3f}", f"{losses[name]:.5f}"]
-        for name, grids in found.items()
-    ]
-    columns = ["grids by layer, of", "bits per weight", "KL when rounded"]
-    task.logger.table(f"grids are taken of: {best}", columns, rows)
+    rows = []
+    for name, specs in candidates.items():
+        bits = sizes.bits_per_weight(sizes.total_bytes(specs))
+        rows.append([name, f"{bits:.3f}", f"{losses[name]:.5f}"])
+    columns = ["plan", "bits per weight", "KL after RTN"]
+    task.logger.table(f"mixed precision: selected {best}", columns, rows)
     weights: Counter = Counter()
-    for path, spec in found[best].items():
-        weights[spec_name(spec)] += weighing.free[path]
-        task.logger.debug(f"{path}: {spec_name(spec)}")
+    for path, spec in candidates[best].items():
+        weights[_spec_name(spec)] += sizes.free[path]
+        task.logger.debug(f"{path}: {_spec_name(spec)}")
     shares = [
         f"{n / weights.total():.0%} {name}" for name, n in sorted(weights.items())
     ]
     task.logger.info("weights: " + ", ".join(shares))
+
+
+class GridEvaluator:
+    """Measures the divergence of a model on candidate grids from the model itself.
+
+    Args:
+        model: in the type it computes in; `close` restores its weights.
+        energies: costs of an error by column, by path of the layers whose grids are
+            fitted to them; other layers are quantized by RTN.
+        tokens: int32 [n, L].
+        folder: where the model's own logits are written.
+        dtype: the type the checkpoint stores.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        energies: dict[str, mx.array],
+        tokens: mx.array,
+        folder: Path,
+        dtype: mx.Dtype,
+    ):
+        self.model, self.energies, self.tokens = model, energies, tokens
+        self.folder, self.dtype = folder, dtype
+        self._modules = dict(model.named_modules())
+        self._dense: dict[str, mx.array] = {}
+        self._specs: dict[str, QuantSpec] = {}
+        for number, sequence in enumerate(tokens):
+            logits = model(sequence[None])
+            mx.save_safetensors(self._logits_file(number), {"logits": logits})
+
+    def __call__(self, specs: dict[str, QuantSpec]) -> float:
+        """KL(model || model on these grids), nats per token."""
+        for path, spec in specs.items():
+            if self._specs.get(path) != spec:
+                self._quantize(path, spec)
+        total = 0.0
+        for number, sequence in enumerate(self.tokens):
+            logits = mx.load(self._logits_file(number))["logits"]
+            reference = _log_softmax(logits)
+            difference = reference - _log_softmax(self.model(sequence[None]))
+            total += (mx.exp(reference) * difference).sum().item()
+        return total / self.tokens.size
+
+    def close(self) -> None:
+        """Restore the model's own weights."""
+        for path, weight in self._dense.items():
+            self._modules[path].weight = weight
+        self._specs.clear()
+
+    def _quantize(self, path: str, spec: QuantSpec) -> None:
+        module = self._modules[path]
+        dense = self._dense.setdefault(path, module.weight)
+        stored = dense.astype(self.dtype)
+        if path in self.energies:
+            layer = LayerStatistics(stored, self.energies[path])
+            quantized = layer.fake_quantize(spec)
+        else:
+            quantized = expand(pack(stored, spec, self.dtype), spec, self.dtype)
+        module.weight = quantized.astype(dense.dtype)
+        mx.eval(module.weight)
+        self._specs[path] = spec
+
+    def _logits_file(self, number: int) -> str:
+        return str(self.folder / f"logits-{number:04d}.safetensors")
+
+
+def _log_softmax(logits: mx.array) -> mx.array:
+    return nn.log_softmax(logits.astype(mx.float32))

@@ -97,7 +97,7 @@ class AffineSTE:
         return forward(weight.astype(mx.float32), scales, biases)
 
     def init(self, weight: mx.array, method: str) -> tuple[mx.array, mx.array]:
-        """Scales and biases of a weight: "minmax" of its range, "mse" of least error."""
+        """Scales and biases of a weight: from its range ("minmax") or least error."""
         if method == "minmax":
             packed = pack(weight, self.spec, self.dtype)
             pair = packed["scales"], packed["biases"]

@@ -1,0 +1,1 @@
+"""Mixed precision: bits and group size by layer for a target size."""
