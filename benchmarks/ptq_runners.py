@@ -58,17 +58,17 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     """Run a recipe with `lmx-train`."""
     import numpy as np
     from lmx.cli import main
-    from lmx.pipeline import calibration
+    from lmx.pipeline import quantize
 
     used: list = []
-    original = calibration.concatenated_sequences
+    original = quantize.concatenated_sequences
 
     def recorded(*args, **kwargs):
         sequences = original(*args, **kwargs)
         used.append(sequences.tokens)
         return sequences
 
-    calibration.concatenated_sequences = recorded
+    quantize.concatenated_sequences = recorded
     recipe = {
         "model": settings["model"],
         "seed": settings["seed"],

@@ -10,9 +10,15 @@ import lmx
 import pytest
 from lmx.config import schema
 from lmx.config.base import ConfigModel
+from lmx.config.draft import DraftThresholds
 from lmx.config.evaluate import EvaluationThresholds
-from lmx.pipeline import evaluator
+from lmx.pipeline.draft_benchmark import DRAFT_THRESHOLDS
+from lmx.pipeline.evaluate import THRESHOLDS as EVALUATION_THRESHOLDS
 
+THRESHOLDS = {
+    EvaluationThresholds: EVALUATION_THRESHOLDS,
+    DraftThresholds: DRAFT_THRESHOLDS,
+}
 ROOT = Path(lmx.__file__).parent
 LINES, FUNCTION_LINES = 500, 60
 # A module imports its own layer and the layers below it. The lowest layer comes first.
@@ -261,9 +267,9 @@ def is_validator(function: ast.FunctionDef) -> bool:
 @pytest.mark.parametrize("model", config_models(), ids=lambda c: c.__qualname__)
 def test_every_recipe_key_is_read(model):
     keys = set(vars(model).get("__annotations__", {})) & set(model.model_fields)
-    if model is EvaluationThresholds:
-        # Read together: each is paired with a measurement and a direction.
-        assert keys == set(evaluator.THRESHOLDS)
+    if model in THRESHOLDS:
+        # Read together: each is paired with a measurement.
+        assert keys == set(THRESHOLDS[model])
     elif model is not schema.StageEntry:
         unread = sorted(keys - attributes_read())
         assert not unread, f"nothing reads {unread}"

@@ -17,8 +17,7 @@ import warm
 import yaml
 from lmx.cli import main
 from lmx.cli.schema import markdown
-from lmx.config.loader import load_recipe
-from lmx.pipeline.plan import plan
+from lmx.pipeline.plan import load, plan
 from small_base import write_small_base
 
 ROOT = Path(__file__).parents[1]
@@ -205,7 +204,7 @@ def test_shown_recipe_is_valid(page, text, tmp_path):
         text = yaml.safe_dump(RECIPE | {"stages": shown})
     recipe = tmp_path / "shown.yaml"
     recipe.write_text(text)
-    assert plan(load_recipe(recipe, [])).steps
+    assert plan(load(recipe)).stages
 
 
 def test_recipe_reference_is_up_to_date():

@@ -27,7 +27,7 @@ TESTS = Path(__file__).parent
 IMPORTED = (
     "lmx.cli.main",
     "lmx.config.loader",
-    "lmx.pipeline.draft_estimate",
+    "lmx.pipeline.estimate",
     "lmx.pipeline.resources",
     "lmx.pipeline.runner",
     "lmx.pipeline.train_run",

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from lmx.config.bundled import BUNDLED
 from lmx.config.errors import ConfigErrors
-from lmx.config.loader import load_recipe
 from lmx.errors import USAGE
+from lmx.pipeline.plan import load as load_recipe
 
 BAD = Path(__file__).parent / "bad"
 RECIPES = sorted(BAD.glob("*.yaml"))

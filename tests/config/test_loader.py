@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 from lmx.config.bundled import BUNDLED
 from lmx.config.errors import ConfigErrors
-from lmx.config.loader import load_recipe, root_of
+from lmx.config.loader import root_of
 from lmx.errors import UserError
 from lmx.pipeline.plan import difference, plan, recipe_hash
+from lmx.pipeline.plan import load as load_recipe
 
 RECIPE = """\
 # A recipe that uses most keys.
@@ -178,10 +179,14 @@ def test_names_of_the_hub_are_left_alone(tmp_path, monkeypatch):
 def test_plan(recipe, monkeypatch):
     steps = plan(load_recipe(recipe))
     assert steps.output == Path("exports/whole")
-    assert [step.name for step in steps.steps] == ["1-train", "2-evaluate", "3-export"]
-    train, evaluate, export = steps.steps
+    assert [stage.name for stage in steps.stages] == [
+        "1-train",
+        "2-evaluate",
+        "3-export",
+    ]
+    train, evaluate, export = steps.stages
     own = Path("exports/whole/stages/1-train")
-    assert train.inputs == ("fresh", "builtin:stdlib", "rows.jsonl")
+    assert train.inputs == ("from scratch", "builtin:stdlib", "rows.jsonl")
     assert train.outputs == (own,)
     assert evaluate.inputs == (str(own), "rows.jsonl")
     assert export.inputs == (str(own),)
@@ -205,9 +210,9 @@ def test_difference_reads_as_arguments(recipe):
     ).resolved
     assert difference(old, new) == textwrap.dedent(
         """\
-        data.columns.prompt: "question" -> (gone)
+        data.columns.prompt: "question" -> (removed)
         seed: 3 -> 4
         stages.1.train.steps: 10 -> 50
-        data.columns: (new) -> {}"""
+        data.columns: (added) -> {}"""
     )
     assert difference(old, old) == ""

@@ -12,7 +12,7 @@ from lmx.config.evaluate import EvaluateConfig
 from lmx.errors import UserError
 from lmx.evaluation import lm_eval
 from lmx.models.loader import load
-from lmx.pipeline.runner import _require_elsewhere
+from lmx.pipeline.evaluate import EvaluateStage
 from lmx.run.tables import table
 
 TASK = {
@@ -128,14 +128,11 @@ def test_without_the_extra_or_the_file_nothing_begins(tmp_path, monkeypatch, cap
     assert "no such file or folder: 'mine.yaml'" in said
 
 
-def test_several_processes_do_not_measure_them(monkeypatch):
-    monkeypatch.setattr(lm_eval, "require", lambda tasks: None)
-    plan = SimpleNamespace(
-        steps=[SimpleNamespace(config=EvaluateConfig(tasks=["a.yaml"]))]
-    )
-    _require_elsewhere(plan, SimpleNamespace(size=1))
-    with pytest.raises(UserError, match="measured by one process"):
-        _require_elsewhere(plan, SimpleNamespace(size=2))
+def test_several_processes_do_not_measure_them():
+    stage = EvaluateStage(EvaluateConfig(tasks=["a.yaml"]))
+    stage.check_ranks(SimpleNamespace(size=1))
+    with pytest.raises(UserError, match="run in one process"):
+        stage.check_ranks(SimpleNamespace(size=2))
 
 
 def test_rows_of_tasks_in_the_table():

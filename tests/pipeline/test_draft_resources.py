@@ -9,8 +9,12 @@ from lmx.config.draft import DraftConfig
 from lmx.config.model import ScratchModelConfig
 from lmx.models import from_scratch
 from lmx.pipeline import resources
-from lmx.pipeline.draft_estimate import drafting, lessons
-from lmx.pipeline.estimate import BatchShape, ModelShape
+from lmx.pipeline.estimate import (
+    BatchShape,
+    ModelShape,
+    draft_training_cost,
+    generation_cost,
+)
 
 SHAPE = ScratchModelConfig(
     vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=8
@@ -29,7 +33,7 @@ stages:
 
 def told(student: dict, find=lambda name: None, **settings):
     config = DraftConfig(draft_model=student, **settings)
-    return drafting(target(), config, BATCH, 4, find)
+    return draft_training_cost(target(), config, BATCH, 4, find)
 
 
 def target() -> ModelShape:
@@ -65,7 +69,7 @@ def test_a_live_target_costs_time_and_no_disk():
     assert live.operations - kept.operations == 2 * target().parameters * 1024
     answers = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
     configs = [DraftConfig(data_generation=answers | {"top_k": k}) for k in (64, None)]
-    disk, none = (lessons(target(), config, 30.0) for config in configs)
+    disk, none = (generation_cost(target(), config, 30.0) for config in configs)
     # Two bytes for a token of 2048, two for its log-probability, four for the rest.
     assert (disk.tokens, disk.bytes) == (5000, 5000 * (64 * 4 + 4))
     assert (none.bytes, none.operations) == (0, disk.operations / 2)
@@ -94,7 +98,11 @@ def test_check_tells_of_answers_memory_and_time(tmp_path, capsys):
     recipe.write_text(RECIPE)
     assert main.train([str(recipe), "--dry-run"]) == 0
     printed = capsys.readouterr().out
-    for expected in ("answers  1-draft: at most ", "(target ", "for 10 steps"):
+    for expected in (
+        "data     1-draft: generates at most ",
+        "(target ",
+        "for 10 steps",
+    ):
         assert expected in printed
 
 

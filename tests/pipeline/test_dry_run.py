@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from lmx import cpu
 from lmx.cli import main
-from lmx.config.loader import load_recipe
 from lmx.config.model import ScratchModelConfig
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.train import TeacherConfig, TrainConfig
@@ -22,11 +21,10 @@ from lmx.pipeline import dry_run, resources
 from lmx.pipeline.estimate import (
     BatchShape,
     ModelShape,
-    disk,
-    quantized_bytes,
-    training,
+    Workload,
+    training_cost,
 )
-from lmx.pipeline.plan import plan
+from lmx.pipeline.plan import load, plan
 from lmx.quantization.packing import pack
 from lmx.quantization.target_layers import select_layers
 from lmx.run.fs import free_bytes
@@ -85,7 +83,7 @@ def here(model, tmp_path, monkeypatch) -> Path:
 
 @pytest.mark.parametrize("count", [1, 5, 99, 10_000])
 def test_a_sample_is_every_nth_row(count, monkeypatch):
-    monkeypatch.setattr(dry_run, "SAMPLED", 600)
+    monkeypatch.setattr(dry_run, "SAMPLE_CHARACTERS", 600)
     sample = dry_run.RowReservoir()
     for number in range(count):
         sample.add(DataRecord(str(number), text="x" * 10))
@@ -98,7 +96,7 @@ def test_a_sample_is_every_nth_row(count, monkeypatch):
 
 def test_a_row_larger_than_a_sample_is_looked_at():
     sample = dry_run.RowReservoir()
-    sample.add(DataRecord("f:1", text="x" * (dry_run.SAMPLED + 1)))
+    sample.add(DataRecord("f:1", text="x" * (dry_run.SAMPLE_CHARACTERS + 1)))
     assert len(sample.rows) == 1
 
 
@@ -109,15 +107,15 @@ def test_all_is_told(here, capsys):
         "llama, 90,432 parameters, 181 kB, vocabulary 320",
         "13 of 15 layers are quantized",
         "its width 96 is no multiple of 64: model.layers.0.mlp.down_proj",
-        "rows.jsonl: 8 rows, format chat",
+        "rows.jsonl: 8 examples, format chat",
         "skipped: rows.jsonl:9: ",
-        "8 of 8 rows looked at: 7 examples of ",
-        "1 truncated, 1 dropped",
-        "dropped: rows.jsonl:8: ",
+        "8 of 8 examples tokenized: 7 sequences of ",
+        "1 truncated, 1 skipped",
+        "skipped: rows.jsonl:8: ",
         "count to three<|im_end|>\n",
         "⟦one two three<|im_end|>⟧",
         "1-train: tiny, rows.jsonl -> exports/recipe/stages/1-train",
-        "for 7 steps, roughly, at the ",
+        " for 7 steps at the ",
         "disk     needs ",
     ):
         assert expected in printed
@@ -132,7 +130,7 @@ def test_a_fresh_model_has_guessed_lengths(here, capsys):
     assert main.train(["recipe.yaml", "--dry-run", *arguments]) == 0
     printed = capsys.readouterr().out
     assert "its tokenizer is trained at the start of the run" in printed
-    assert "3 characters each are assumed" in printed
+    assert "assume 3 characters per token" in printed
     assert "one two three" in printed
 
 
@@ -140,7 +138,7 @@ def test_a_hub_model_is_left_alone(here, capsys):
     assert main.train(["recipe.yaml", "--dry-run", "model=org/model"]) == 0
     printed = capsys.readouterr().out
     assert "org/model: not on this disk" in printed
-    assert "rows.jsonl: 8 rows" in printed
+    assert "rows.jsonl: 8 examples" in printed
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])
@@ -214,7 +212,7 @@ def test_memory_is_near_the_measured_peak(adapter, settings):
         vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4
     )
     config = TrainConfig(adapter=adapter, steps=1, batch_size=4, **settings)
-    told = training(anatomy(shape), config, BatchShape(128, 512, 512), 4)
+    told = training_cost(anatomy(shape), config, BatchShape(128, 512, 512), 4)
     step = network_step(shape, config)
     assert sum(v.size for v in step.parameters.values()) == told.trained
     tokens = mx.array(np.random.default_rng(0).integers(0, 2048, (4, 129)), mx.int32)
@@ -248,7 +246,7 @@ def network_step(shape, config) -> TrainStep:
 def test_what_costs_time_and_what_saves_memory():
     def told(**settings):
         config = TrainConfig(steps=1, batch_size=8, **settings)
-        return training(anatomy(SHAPE), config, BatchShape(64, 512, 512), 4)
+        return training_cost(anatomy(SHAPE), config, BatchShape(64, 512, 512), 4)
 
     plain, lean, many = (
         told(),
@@ -272,7 +270,7 @@ def test_what_costs_time_and_what_saves_memory():
 def test_processes_with_shares_divide_what_they_keep(monkeypatch):
     def told(shard):
         config = TrainConfig(steps=1, batch_size=8, fsdp=shard)
-        return training(anatomy(SHAPE), config, BatchShape(64, 512, 512), 2)
+        return training_cost(anatomy(SHAPE), config, BatchShape(64, 512, 512), 2)
 
     plain, alone = told(False), told(True)
     assert alone.memory == plain.memory
@@ -306,7 +304,7 @@ def test_operations_of_full_training_are_six_per_parameter_and_token():
         num_attention_heads=1,
         max_position_embeddings=64,
     )
-    told = training(
+    told = training_cost(
         anatomy(shape), TrainConfig(steps=1, batch_size=1), BatchShape(8, 8, 8.0), 4
     )
     norms = 3 * 64
@@ -329,19 +327,25 @@ def test_quantized_size_is_the_size_written():
     rounded = {f"{path}.weight" for path in specs}
     rest = tree_flatten(network.parameters())
     written += sum(value.nbytes for name, value in rest if name not in rounded)
-    assert quantized_bytes(shape, specs) == written
+    assert shape.quantized_bytes(specs) == written
 
 
 def test_disk_holds_artefacts_and_checkpoints(here):
-    steps = plan(load_recipe("recipe.yaml", ["stages.train.qat=null"])).steps
     shape = anatomy(SHAPE)
-    told = training(shape, steps[0].config, BatchShape(64, 128, 128), 4)
-    stages = [step.config for step in steps]
+    workload = Workload(shape, mx.float16, [64], 64, 0, lambda name: None)
+
+    def disk(*overrides: str) -> tuple[int, int]:
+        stages = plan(load("recipe.yaml", ["stages.train.qat=null", *overrides])).stages
+        needs = [each.stage.resources(workload, shape.bytes) for each in stages]
+        return sum(each.disk for each in needs), needs[0].training.trained
+
     # The trained model, its published copy, and three states of three tensors each.
-    assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 36 * told.trained
-    more = {"save_total_limit": 5, "load_best_at_end": True}
-    stages[0] = stages[0].model_copy(update=more)
-    assert disk(shape, stages, {0: told}) == 2 * shape.bytes + 84 * told.trained
+    needed, trained = disk()
+    assert needed == 2 * shape.bytes + 36 * trained
+    needed, _ = disk(
+        "stages.train.save_total_limit=5", "stages.train.load_best_at_end=true"
+    )
+    assert needed == 2 * shape.bytes + 84 * trained
 
 
 def test_free_disk_is_that_of_the_nearest_folder_there_is(tmp_path):

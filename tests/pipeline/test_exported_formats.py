@@ -82,7 +82,11 @@ def test_a_model_is_loaded_with_the_adapter_in_both_formats(published, base):
         (["peft"], {}, "no adapter is trained"),
         (["mlx", "mlx"], {}, "named twice"),
         (["hf"], {"model_type": "helium"}, "export of helium models is not supported"),
-        (["gguf"], {"model_type": "gemma"}, "GGUF export of gemma models is not supported"),
+        (
+            ["gguf"],
+            {"model_type": "gemma"},
+            "GGUF export of gemma models is not supported",
+        ),
         (["onnx"], {}, "onnx"),
     ],
 )

@@ -13,7 +13,7 @@ from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.evaluation.gap_recovery import measure_per_sequence
 from lmx.models.loader import load
-from lmx.pipeline.calibration import CalibrationData
+from lmx.pipeline.quantize import CalibrationData
 from tiny_runs import Run
 
 QUANTIZE = {
@@ -33,7 +33,7 @@ def facts_of(folder, base, **settings):
 def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
     run, facts = facts_of(tmp_path, base, method="gptq", scale_tuning=TUNE)
     found = facts["eval_kl"]
-    assert list(found) == ["rounding", "gptq", "tuned"]
+    assert list(found) == ["rtn", "gptq", "scale_tuning"]
     assert found[facts["selected_candidate"]] == min(found.values())
     assert "gptq: held-out KL" in run.log
     left = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
@@ -64,8 +64,8 @@ def test_answers_alone_are_judged(tmp_path, base):
     ("settings", "judged"),
     [
         ({"method": "rtn"}, None),
-        ({"method": "rtn", "scale_tuning": TUNE}, ["rtn", "tuned"]),
-        ({"method": "gptq", "scale_tuning": False}, ["rounding", "gptq"]),
+        ({"method": "rtn", "scale_tuning": TUNE}, ["rtn", "scale_tuning"]),
+        ({"method": "gptq", "scale_tuning": False}, ["rtn", "gptq"]),
         ({"method": "gptq", "scale_tuning": False, "rollback_if_worse": False}, None),
     ],
 )
@@ -85,7 +85,7 @@ def calibrating(monkeypatch, train, valid):
         tokens = np.array(numbers, np.int32)[:, None]
         return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
 
-    monkeypatch.setattr("lmx.pipeline.calibration.concatenated_sequences", windows)
+    monkeypatch.setattr("lmx.pipeline.quantize.concatenated_sequences", windows)
     rows = {
         split: [DataRecord(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))
@@ -99,15 +99,15 @@ def calibrating(monkeypatch, train, valid):
     calibration = CalibrationConfig.model_construct(
         dataset=None, max_seq_length=1, num_eval_tokens=3
     )
-    return CalibrationData(calibration, context, None, judging=True)
+    return CalibrationData(calibration, context, None, holds_out=True)
 
 
 @pytest.mark.parametrize("valid", [[], [100, 101], [2, 3, 4]])
 def test_nothing_is_watched_that_is_judged_by(monkeypatch, valid):
     found = calibrating(monkeypatch, range(20), valid)
-    watched = set(found.watched(8).tokens.flatten().tolist())
+    watched = set(found.train_sequences(8).tokens.flatten().tolist())
     assert len(watched) == 8
-    held_out = set(found.held_out.tokens.flatten().tolist())
+    held_out = set(found.eval_sequences.tokens.flatten().tolist())
     assert held_out
     assert not watched & held_out
     assert held_out == set(valid) if valid else held_out == {0, 1, 2}

@@ -81,7 +81,7 @@ def test_a_broken_push_is_resumed_by_the_same_command(
         "license": "mit",
     }
     said = everything_said(run, capfd)
-    assert "stage 1-train: done before" in said
+    assert "stage 1-train: already complete, skipping" in said
     assert "pushed: https://huggingface.co/alice/small/commit/" in said
     assert TOKEN not in said
 

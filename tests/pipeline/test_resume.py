@@ -89,13 +89,13 @@ def test_stopped_while_measuring(tmp_path, base, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lmx.pipeline.evaluator.measure_perplexity", stop)
+        patch.setattr("lmx.pipeline.evaluate.measure_perplexity", stop)
         assert run("--ignore-limits") == 130
     assert run.json("manifest.json")["status"] == "interrupted"
     again = resume_command(capsys.readouterr().err)
     assert again == run.arguments("--ignore-limits")
     assert main.train(again) == 0
-    assert "stage 1-quantize: done before" in run.log
+    assert "stage 1-quantize: already complete, skipping" in run.log
 
 
 def finished(tmp_path, base):

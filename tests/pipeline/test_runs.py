@@ -17,7 +17,12 @@ LORA = {"type": "lora", "rank": 8}
 GRID = {"bits": 4, "group_size": 32}
 ALWAYS = {"perplexity", "perplexity_stderr", "bits_per_weight", "bytes", "exact_match"}
 COMPARED = {"kl_mean", "kl_p99", "top1_agreement"}
-GUESSED = {"acceptance_rate", "acceptance_rate_by_position", "accepted_length", "speedup"}
+GUESSED = {
+    "acceptance_rate",
+    "acceptance_rate_by_position",
+    "accepted_length",
+    "speedup",
+}
 SPEEDS = {"ttft_ms", "prefill_tokens_per_second", "decode_tokens_per_second"}
 
 
@@ -210,7 +215,7 @@ def test_finished_stages_are_skipped(tmp_path, whole):
     assert run() == 0
     said = [line[20:] for line in run.log.splitlines()[lines:]]
     assert said[1:-1] == [
-        f"stage {name}: done before"
+        f"stage {name}: already complete, skipping"
         for name in ("1-train", "2-quantize", "3-evaluate", "4-export")
     ]
     assert hash_folder(run.output / "model") == before
@@ -234,7 +239,7 @@ def test_a_damaged_artefact_is_made_again(tmp_path, whole, capsys, damaged, agai
     assert f"{damaged} is damaged or missing" in capsys.readouterr().err
     said = [line[20:] for line in run.log.splitlines()[lines:]]
     stages = [line for line in said if line.startswith("stage ")]
-    assert [s.removeprefix("stage ") for s in stages if "before" not in s] == again
+    assert [s.removeprefix("stage ") for s in stages if "already" not in s] == again
     for name in ("stages/1-train/dense", "stages/2-quantize/model"):
         assert hash_folder(run.output / name) == hash_folder(whole.output / name)
     mended = (run.output / "model" / "model.safetensors").read_bytes()

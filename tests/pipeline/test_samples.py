@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from lmx.data.record_formats import DataRecord
-from lmx.pipeline.samples import OPENING, shown_rows
+from lmx.pipeline.evaluate import OPENING_WORDS, choose_samples
 
 
 def chat(asked, answer, skill=None):
@@ -40,8 +40,8 @@ class Generator:
     ],
 )
 def test_every_kind_of_row_asks_for_something(row, prompt, expected):
-    [shown] = shown_rows([row], 4)
-    shown.ask("fine-tuned", Generator())
+    [shown] = choose_samples([row], 4)
+    shown.generate("fine-tuned", Generator())
     assert shown.to_json() == {
         "prompt": prompt,
         "expected": expected,
@@ -50,18 +50,18 @@ def test_every_kind_of_row_asks_for_something(row, prompt, expected):
 
 
 def test_of_a_text_the_opening_is_shown():
-    [shown] = shown_rows([DataRecord("x", text="word " * 500)], 4)
-    assert shown.prompt == " ".join(["word"] * OPENING)
+    [shown] = choose_samples([DataRecord("x", text="word " * 500)], 4)
+    assert shown.prompt == " ".join(["word"] * OPENING_WORDS)
 
 
 def test_what_the_model_cannot_read_has_no_answer():
-    [shown] = shown_rows([chat("a" * 31, "b")], 4)
-    shown.ask("fine-tuned", Generator())
+    [shown] = choose_samples([chat("a" * 31, "b")], 4)
+    shown.generate("fine-tuned", Generator())
     assert shown.answers == {}
 
 
 def test_kinds_come_in_turn_and_empty_rows_not_at_all():
     rows = [chat(f"{skill}{n}", "x", skill) for skill in "ab" for n in range(3)]
     rows.insert(0, DataRecord("x", prompt="", completion="unasked"))
-    assert [row.prompt for row in shown_rows(rows, 3)] == ["a0", "b0", "a1"]
-    assert shown_rows(rows, 0) == []
+    assert [row.prompt for row in choose_samples(rows, 3)] == ["a0", "b0", "a1"]
+    assert choose_samples(rows, 0) == []

@@ -76,7 +76,7 @@ def expected(tmp_path_factory, plain):
 
 def test_only_the_first_one_tells(expected):
     run, (first, second) = expected
-    assert "2 processes over ring; every batch is cut in 2" in first.stdout
+    assert "2 processes over ring; each trains on 1/2 of every batch" in first.stdout
     assert second.stdout == second.stderr == ""
     assert run.json("manifest.json")["status"] == "done"
     steps = [row["step"] for row in run.rows() if row["stage"] == "1-train"]
@@ -113,7 +113,7 @@ def test_a_signal_to_one_stops_both(tmp_path, expected, rank, kind):
     assert run.json("manifest.json")["status"] == "interrupted"
     assert resume_command(first.stderr) == run.arguments()
     assert [done.returncode for done in both(run)] == [0, 0]
-    assert "stage 1-train: done before" in run.log
+    assert "stage 1-train: already complete, skipping" in run.log
     assert "resuming after step" in run.log
     assert run.outcome() == expected[0].outcome()
 

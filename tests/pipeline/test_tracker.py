@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import warm
 import yaml
-from lmx.config.loader import load_recipe
 from lmx.errors import UserError
+from lmx.pipeline.plan import load
 from tiny_runs import TRAIN, VALIDATE, Run
 
 PROGRAM = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
@@ -123,4 +123,4 @@ def test_without_a_key_nothing_is_asked(make, tmp_path):
 def test_a_tracker_has_a_type(make):
     run = make({"train": TRAIN}, project="lmx")
     with pytest.raises(UserError, match="tracker"):
-        load_recipe(run.recipe, [])
+        load(run.recipe)

@@ -125,7 +125,7 @@ class Run:
 
 def resume_command(log: str) -> list[str]:
     """The arguments of the command that an interrupted run says to give."""
-    [line] = [line for line in log.splitlines() if "to go on:" in line]
-    program, *arguments = shlex.split(line.split("to go on:")[1])
+    [line] = [line for line in log.splitlines() if "to resume:" in line]
+    program, *arguments = shlex.split(line.split("to resume:")[1])
     assert program == "lmx-train"
     return arguments

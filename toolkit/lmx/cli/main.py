@@ -107,20 +107,19 @@ def _train(arguments: argparse.Namespace) -> int:
         sys.stdout.write(listing() + "\n")
         return 0
     path = bundled.locate(arguments.recipe)
-    from ..config.loader import load_recipe
-    from ..pipeline.plan import plan
+    from ..pipeline.plan import load, plan
 
-    loaded = load_recipe(path, arguments.overrides)
-    steps = plan(loaded)
+    loaded = load(path, arguments.overrides)
+    stages = plan(loaded)
     if arguments.dry_run:
         from ..pipeline.dry_run import dry_run
 
-        return dry_run(loaded, steps, ignore_limits=arguments.ignore_limits)
+        return dry_run(loaded, stages, ignore_limits=arguments.ignore_limits)
     from ..pipeline.runner import run
 
     return run(
         loaded,
-        steps,
+        stages,
         restart=arguments.restart,
         ignore_limits=arguments.ignore_limits,
         quiet=arguments.quiet,

@@ -1,7 +1,7 @@
 """A recipe file and its arguments become a checked recipe, or all faults at once."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import UserError
-from ..pipeline.checks import complaints
 from . import yaml_io
 from .errors import ConfigError, ConfigErrors, KeyPath
 from .messages import Problem, explain, path_of
 from .overrides import merge
 from .schema import Recipe
+
+Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
 
 SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 
@@ -44,8 +45,14 @@ class LoadedRecipe:
         return find(relative, self.root)
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """Read, override and check a recipe, without touching any weight.
+def load_recipe(
+    path: str | Path, overrides: Sequence[str] = (), check: Check | None = None
+) -> LoadedRecipe:
+    """Read, override and check a recipe, without reading any weight.
+
+    Args:
+        check: the problems of raw recipe data that the schema does not see, given a
+            function that finds files; None = check the schema alone.
 
     Raises:
         RecipeFaults: every fault of the file and the arguments.
@@ -59,7 +66,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe
     root = root_of(path)
     origins, faults = merge(document.data, overrides)
     recipe, found = _validate(document.data)
-    found += complaints(document.data, lambda source: find(source, root))
+    if check:
+        found += check(document.data, lambda source: find(source, root))
     faults += document.faults
     faults += [
         _place(complaint, document, origins)

@@ -1,18 +1,20 @@
-"""What a stage is given: where it works, what it reads, whom it tells."""
+"""What a stage works with: its folder, the current model, the data, logger and ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from ..config.data import DataConfig
 from ..config.model import ModelConfig
 from ..convert.importers import resolve_checkpoint
 from ..data.splits import Splits
 from ..errors import UserError
-from ..models import checkpoint_writer
+from ..models import checkpoint_writer, from_scratch
 from ..models.loader import LoadedModel, load
 from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
@@ -24,14 +26,15 @@ PATHS = ("model", "reference", "adapters", "draft")
 
 @dataclass(frozen=True)
 class ModelArtifact:
-    """A model a stage left on disk.
+    """The current model as a stage left it on disk.
 
     Attributes:
         model: the checkpoint folder, which mlx-lm loads.
-        reference: its unquantized twin; the same folder when nothing is quantized.
+        reference: its full-precision baseline; the same folder if the model is not
+            quantized.
         adapters: folder of the adapter that was trained, if any.
-        facts: what the report and the model card tell of how it was made.
-        draft: folder of the draft model that was distilled from it, if any.
+        facts: how the model was made, for the report and the model card.
+        draft: folder of the draft model distilled from it, if any.
         published: folders that an export left beside the model.
     """
 
@@ -46,8 +49,14 @@ class ModelArtifact:
     def is_quantized(self) -> bool:
         return self.model != self.reference
 
+    def folders_in(self, output: Path) -> list[Path]:
+        """The artifact's folders inside the run directory, which have hashes."""
+        folders = {self.model, self.reference, self.adapters, self.draft}
+        folders = {*folders, *self.published} - {None}
+        return sorted(path for path in folders if path.is_relative_to(output))
+
     def to_json(self, output: Path) -> dict:
-        """A record for the manifest; paths in the run folder are relative to it."""
+        """A record for the manifest; paths in the run directory are relative to it."""
 
         def relative(path: Path | None) -> str | None:
             if path is None:
@@ -61,7 +70,7 @@ class ModelArtifact:
 
     @classmethod
     def from_json(cls, record: dict, output: Path) -> "ModelArtifact":
-        """What `to_json` recorded."""
+        """The artifact of a record that `to_json` made."""
         paths = {name: record[name] and output / record[name] for name in PATHS}
         published = tuple(output / path for path in record["published"])
         return cls(**paths, facts=record["facts"], published=published)
@@ -76,12 +85,14 @@ def write_model(
 ) -> None:
     """Write a checkpoint like `loaded`, whole or not at all.
 
+    `weights` and `packed` are emptied, so that a lazily loaded weight that is used
+    nowhere else is freed once it is written.
+
     Args:
-        weights: of all layers, dense.
-        selection: what is quantized; None = nothing.
-        packed: codes, scales and biases that take the place of the weights selected,
-            and what else takes the place of a weight. Both are emptied on the way, so
-            that what is unread and in no other place is let go once it is written.
+        weights: of all layers, not quantized.
+        selection: which layers are quantized; None = none.
+        packed: codes, scales and biases of the selected layers, and other tensors that
+            replace those in `weights`.
     """
     specs = selection.specs if selection else {}
     for path in specs:
@@ -102,16 +113,16 @@ def write_model(
 
 @dataclass(frozen=True)
 class StageContext:
-    """A stage's surroundings.
+    """The surroundings of a stage.
 
     Attributes:
         folder: the stage's own folder, which exists.
-        output: the run folder.
+        output: the run directory.
         source: the recipe's model.
-        current: the model artefact so far; None while a fresh model is untrained.
-        find: the path of a file the recipe names.
-        rows: training and validation rows, each read when first asked for.
-        ranks: the processes of the run; only the first one writes.
+        current: the current model; None while a model from scratch is untrained.
+        find: the path of a file that the recipe names; None if there is none.
+        rows: training and validation examples, each read when first used.
+        ranks: the processes of the run; only rank 0 writes.
     """
 
     folder: Path
@@ -129,18 +140,18 @@ class StageContext:
     def load(
         self, path: Path, compute: str = "auto", *, lazy: bool = False
     ) -> LoadedModel:
-        """Load a checkpoint with the permissions the recipe gives."""
+        """Load an MLX checkpoint with the permissions of the recipe."""
         trust = self.source.trust_remote_code
         return load(path, trust_remote_code=trust, compute=compute, lazy=lazy)
 
-    def named(self, name: str) -> Path:
-        """The folder of another model that the recipe names, fetched if need be."""
+    def resolve(self, name: str) -> Path:
+        """The MLX folder of another model that the recipe names: see importers."""
         trust = self.source.trust_remote_code
         return resolve_checkpoint(self.find(name) or name, trust_remote_code=trust)
 
     @cached_property
     def base(self) -> Path | None:
-        """The folder of the recipe's model; None for a fresh one."""
+        """The folder of the recipe's model; None if it is from scratch."""
         if self.source.path is None:
             return None
         local = self.find(self.source.path)
@@ -149,23 +160,55 @@ class StageContext:
             revision=self.source.revision,
             trust_remote_code=self.source.trust_remote_code,
         )
-        # As the manifest has it, or a stage would take it for another model.
+        # The manifest has absolute paths. A relative one would look like another model.
         return folder.absolute()
 
-    def called(self, model: Path) -> str:
-        """The folder of a model; of the recipe's own what the recipe calls it."""
+    @property
+    def initial_model(self) -> Path:
+        """The checkpoint that a train stage begins with; see `create_from_scratch`."""
+        return self.current.model if self.current else self.folder / "from_scratch"
+
+    def unquantized_weights(self) -> dict[str, mx.array]:
+        """Lazy weights that the current model was quantized from; empty if unknown."""
+        current = self.current
+        # A training after the quantization has moved the codes away from these weights.
+        if not (current and current.is_quantized and "method" in current.facts):
+            return {}
+        folder = self.require_visible(current.reference)
+        loaded = self.load(folder, compute="stored", lazy=True)
+        return dict(tree_flatten(loaded.model.parameters()))
+
+    def display_name(self, model: Path) -> str:
+        """A model's folder, or the recipe's name for it if it is the recipe's model."""
         return self.source.path if model == self.base else str(model)
 
-    def visible(self, model: Path) -> Path:
-        """The folder of a model that the first process left, if it is seen from here.
+    def require_visible(self, model: Path) -> Path:
+        """The folder of a model that rank 0 wrote.
 
         Raises:
             UserError: this process is on another machine, without that folder.
         """
         if not self.ranks.is_first and not model.exists():
             raise UserError(
-                "the first process left a model here that this machine does not see",
+                "rank 0 wrote a model here, and this machine does not see it",
                 place=str(model),
-                hint="put the run folder where all machines see it, with output=...",
+                hint="put the run directory where all machines see it, with output=...",
             )
         return model
+
+
+def create_from_scratch(context: StageContext) -> None:
+    """Write a model from scratch: a tokenizer trained on the data, random weights."""
+    target = context.initial_model
+    if context.current or target.is_dir():
+        return
+    config = from_scratch.llama_config(context.source.from_scratch)
+    weights = from_scratch.initial_weights(config, context.seed)
+    context.logger.info("training the tokenizer")
+    with TemporaryDirectory() as scratch, atomic_folder(target) as partial:
+        texts = (row.as_text() for row in context.rows.train)
+        size = context.source.from_scratch.vocab_size
+        from_scratch.train_tokenizer(texts, size, Path(scratch))
+        checkpoint_writer.write_checkpoint(
+            partial, weights, config, companions=Path(scratch)
+        )

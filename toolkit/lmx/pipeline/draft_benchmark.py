@@ -1,4 +1,4 @@
-"""The end of a distill stage: the draft on trial, its figures, gates and folder."""
+"""The end of a draft stage: benchmark, report, thresholds and draft/."""
 
 import json
 import platform
@@ -18,142 +18,142 @@ from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
 from ..run.fs import atomic_folder, write_atomic
 from .context import ModelArtifact
-from .draft_dataset import DraftData
+from .draft_setup import DraftData
 
 # The measured value that each threshold limits.
 DRAFT_THRESHOLDS = {"min_acceptance_rate": "acceptance_rate", "min_speedup": "speedup"}
-SHIPPED = "draft"
+DRAFT_FOLDER = "draft"
 
 
 class DraftEvaluation:
-    """Measures a finished draft, as it will be served, beside its target.
+    """Benchmarks a finished draft model as it will be served, and publishes it.
 
     Args:
-        schooling: what it was taught with.
+        data: of the distillation.
 
     Raises:
-        UserError: no engine could serve the sibling beside it.
+        UserError: no engine could serve the baseline model as a draft model.
     """
 
-    def __init__(self, schooling: DraftData):
-        self.schooling = schooling
-        self.config = schooling.config
-        self.context = schooling.context
-        self.target = schooling.target
-        self.sibling = self._sibling()
+    def __init__(self, data: DraftData):
+        self.data = data
+        self.config = data.config
+        self.context = data.context
+        self.target = data.target
+        self.baseline = self._load_baseline()
 
     def run(self, folder: Path, facts: dict) -> ModelArtifact:
-        """Judge the draft in a folder and publish it.
+        """Benchmark the draft model in a folder, write the report, and publish it.
 
         Args:
-            facts: how it was made.
+            facts: about its training.
 
         Raises:
-            UserError: a gate is missed, or no engine could serve the draft.
+            UserError: a threshold is missed, or no engine could serve the draft model.
         """
         context = self.context
         draft = context.load(folder)
-        self._require_servable(draft)
-        found = self._tried(draft)
-        context.logger.table("draft", *found.table())
+        self._require_draft_servable(draft)
+        result = self._benchmark(draft)
+        context.logger.table("draft", *result.table())
         context.logger.info(
-            f"verdict: {found.recommendation}, {found.speedup:.2f}x measured on this machine, "
-            f"{found.num_draft_tokens} guesses a round"
+            f"{result.recommendation}: speed-up {result.speedup:.2f}x measured on this "
+            f"machine with {result.num_draft_tokens} draft tokens"
         )
         facts |= {"bytes": checkpoint_size(folder).bytes}
-        record = {"draft": found.to_json() | {"training": facts}}
+        record = {"draft": result.to_json() | {"training": facts}}
         record["speculation"] = {
-            name: {way: vars(column) for way, column in columns.items()}
-            for how, trial in found.benchmarks.items()
-            for name, columns in trial.by_name(how).items()
+            name: {decoder: vars(stats) for decoder, stats in columns.items()}
+            for mode, benchmark in result.benchmarks.items()
+            for name, columns in benchmark.by_name(mode).items()
         }
-        self._report(record)
-        self._require(found)
-        target = self._publish(folder, found, facts)
-        return replace(
-            context.current, draft=target, facts=context.current.facts | record
-        )
+        self._write_report(record)
+        self._check_thresholds(result)
+        target = self._publish(folder, result, facts)
+        facts = context.current.facts | record
+        return replace(context.current, draft=target, facts=facts)
 
-    def _sibling(self) -> LoadedModel | None:
+    def _load_baseline(self) -> LoadedModel | None:
         name = self.config.benchmark.baseline_model
         if name is None:
             return None
-        found, own = self.context.load(self.context.named(name)), self.target
+        target = self.target
+        baseline = self.context.load(self.context.resolve(name))
         require_same_tokenizer(
-            own.tokenizer, found.tokenizer, role="sibling", place=name
+            target.tokenizer, baseline.tokenizer, role="baseline model", place=name
         )
-        tokens = len(own.tokenizer.get_vocab())
-        require_servable(found.config, own.config, tokens, place=name)
-        return found
+        tokens = len(target.tokenizer.get_vocab())
+        require_servable(baseline.config, target.config, tokens, place=name)
+        return baseline
 
-    def _require_servable(self, draft: LoadedModel) -> None:
-        ours, theirs, place = draft.tokenizer, self.target.tokenizer, str(draft.path)
-        require_same_tokenizer(theirs, ours, role="draft", place=place)
-        if ours.chat_template != theirs.chat_template:
+    def _require_draft_servable(self, draft: LoadedModel) -> None:
+        target, tokenizer = self.target.tokenizer, draft.tokenizer
+        place = str(draft.path)
+        require_same_tokenizer(target, tokenizer, role="draft", place=place)
+        if tokenizer.chat_template != target.chat_template:
             raise UserError("the draft has another chat template", place=place)
-        tokens = len(theirs.get_vocab())
+        tokens = len(target.get_vocab())
         require_servable(draft.config, self.target.config, tokens, place=place)
 
-    def _tried(self, draft: LoadedModel) -> DraftReport:
+    def _benchmark(self, draft: LoadedModel) -> DraftReport:
         config, context, target = self.config.benchmark, self.context, self.target
-        rival = self._rival(draft)
-        trial = DraftBenchmark(
+        candidate = self._candidate(draft)
+        benchmark = DraftBenchmark(
             target.model,
-            rival,
+            candidate,
             target.tokenizer,
             {
-                name: [prompt.tokens for prompt in own]
-                for name, own in self.schooling.suites.items()
+                name: [prompt.tokens for prompt in prompts]
+                for name, prompts in self.data.prompt_sets.items()
             },
             max_tokens=config.max_tokens,
-            baseline_model=self.sibling and self._rival(self.sibling),
+            baseline_model=self.baseline and self._candidate(self.baseline),
         )
-        trials = {
-            name: trial.run(sampling)
-            for name, sampling in decoding_modes(
-                config.temperature, context.seed
-            ).items()
-        }
-        tokenizer = cache.key_of(fingerprint.tokenizer(target.path))
-        digest = self.schooling.digest
-        return DraftReport(digest, tokenizer, rival.costs, trials, platform.platform())
-
-    def _rival(self, draft: LoadedModel) -> Candidate:
-        prompt = mean_prompt_length(self.schooling.tried)
-        return Candidate(
-            draft.model,
-            measure_speculation_costs(
-                self.target.model, draft.model, prompt_length=prompt
-            ),
+        modes = decoding_modes(config.temperature, context.seed)
+        results = {name: benchmark.run(sampling) for name, sampling in modes.items()}
+        return DraftReport(
+            self.data.digest,
+            cache.key_of(fingerprint.tokenizer(target.path)),
+            candidate.costs,
+            results,
+            platform.platform(),
         )
 
-    def _report(self, record: dict) -> None:
-        """Add to report.json, which a validate stage may have begun."""
+    def _candidate(self, draft: LoadedModel) -> Candidate:
+        length = mean_prompt_length(self.data.benchmark_prompts)
+        costs = measure_speculation_costs(
+            self.target.model, draft.model, prompt_length=length
+        )
+        return Candidate(draft.model, costs)
+
+    def _write_report(self, record: dict) -> None:
+        """Add to report.json, which an evaluate stage may have begun."""
         path = self.context.output / "report.json"
         before = json.loads(path.read_text()) if path.exists() else {}
         empty = {"name": self.context.name, "models": {}, "thresholds": []}
-        report = empty | before | record
-        write_atomic(path, json.dumps(report, indent=2) + "\n")
+        merged = empty | before | record
+        write_atomic(path, json.dumps(merged, indent=2) + "\n")
 
-    def _require(self, found: DraftReport) -> None:
+    def _check_thresholds(self, result: DraftReport) -> None:
         missed = [
             f"{name} is {value:.3g}, limit {limit:g}"
             for name, limit in self.config.thresholds.model_dump().items()
             if limit is not None
-            and (value := getattr(found, DRAFT_THRESHOLDS[name])) < limit
+            and (value := getattr(result, DRAFT_THRESHOLDS[name])) < limit
         ]
         if missed:
             raise UserError(
-                f"the draft misses its thresholds: {'; '.join(missed)}; none is published",
+                f"the draft misses its thresholds: {'; '.join(missed)}; nothing is "
+                "published",
                 place=str(self.context.folder),
                 hint="train longer, on more prompts, or keep more blocks",
                 code=FAILED,
             )
 
-    def _publish(self, source: Path, found: DraftReport, facts: dict) -> Path:
-        target = self.context.output / SHIPPED
+    def _publish(self, source: Path, result: DraftReport, facts: dict) -> Path:
+        target = self.context.output / DRAFT_FOLDER
         with atomic_folder(target) as partial:
             shutil.copytree(source, partial, dirs_exist_ok=True)
-            report.write_report(partial, found, name=self.context.name, training=facts)
+            report.write_report(partial, result, name=self.context.name, training=facts)
         self.context.logger.info(f"draft: {target}")
         return target

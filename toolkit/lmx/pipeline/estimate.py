@@ -1,65 +1,78 @@
-"""What a run will need, from shapes alone: memory, arithmetic and disk.
+"""Resource estimates from shapes alone: memory, arithmetic and disk of a stage.
 
-The formulas, with P parameters, T trained ones, c bytes of the compute type, and n
-tokens in the largest batch:
+With P parameters, T trained parameters, c bytes of the compute dtype, and n tokens in
+the largest batch, training takes:
 
     weights      the checkpoint, c P, and float32 masters of the T
-    optimizer    4 T for the gradient, and for every moment, of which AdamW has two,
-                 Adafactor none to speak of and the others one; 4 T more where several
-                 batches are added up
+    optimizer    4 T for the gradients and for every moment: AdamW has two, Adafactor
+                 practically none, the others one; 4 T more with gradient accumulation
     step         the larger of the backward pass and the update (8 T);
-                 the backward pass keeps c n (in + out) over all matrices,
-                 2 c n heads length per attention layer, 16 n vocabulary for the
-                 loss, and (4 + c) for every weight that is rounded in training;
-                 with checkpointed blocks, of these n width c per block and the rest of
-                 one block alone; with the loss by chunks, the 16 n vocabulary of
-                 several chunks alone, and 8 for every trained number of the head
+                 the backward pass keeps c n (in + out) of every matrix,
+                 2 c n heads length of every attention layer, 16 n vocabulary for the
+                 loss, and (4 + c) of every weight that has a fake quantizer;
+                 with gradient checkpointing, n width c of every block and the
+                 activations of one block alone; with a chunked loss, the
+                 16 n vocabulary of a few chunks, and 8 of every weight of the head
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
-                 and 12 length width per attention layer; 2 P more with checkpointed
-                 blocks; all that for every batch of a step
+                 and 12 length width per attention layer; 2 P more with gradient
+                 checkpointing; all that for every batch of a step
 
-A teacher that runs beside its student is taken to be as large: c P more, and 2 P more
-operations per token.
+An online teacher is assumed to be as large as the model: c P of memory and 2 P
+operations per token more. With fsdp, checkpoint, masters, gradients and moments are
+divided by the number of processes.
 
-What processes keep a share of is divided by their number, where that is known: the
-checkpoint, masters, gradients and moments.
+A draft model is trained in full. With P parameters of the target, D of the draft model,
+and at most N tokens of prompts and completions, distillation takes besides:
 
-Measured on Llama shapes of 3 to 11 million parameters, full, LoRA and with rounding,
-the measured peak is about this sum, and up to 1.5 times it where blocks are
-checkpointed and the loss is made by small chunks, too.
+    target       c P of memory throughout
+    data         2 P operations per generated token, 2 P more for its prediction, and
+                 k (2 + index) + 4 bytes of disk per token of N
+    online       2 P per token of every step if predictions are not stored
+    on-policy    2 P + 4 D per token of the on-policy steps, for the draft model's
+                 rollout and the target's prediction
 """
 
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..config.base import ConfigModel
+from ..config.draft import DraftConfig, DraftModelConfig
 from ..config.quant_spec import QuantSpec
+from ..config.train import TrainConfig
 from ..cpu import on_cpu
-from ..models.checkpoint import checkpoint_size, config_int
+from ..draft.pruning import PrunedShape, pruned_config
+from ..models.checkpoint import checkpoint_size, config_int, read_config
 from ..models.loader import build_model
 from ..models.lora import lora_model
 from ..quantization.target_layers import QuantizationPlan, select_layers
 from ..run.launcher import processes
+from ..training.teacher_targets import bytes_per_token
 
 MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
-# Buffers of the chunks of the loss that a device has in work at once.
+# Chunks of the loss whose buffers exist at once.
 CHUNKS_AT_ONCE = 3
 # Per logit, with its exponential and its gradient: on a GPU, and on the CPU, where
-# every step of making them leaves an array.
+# every step of the computation leaves an array.
 LOGIT_BYTES = (16, 28)
+# Fractions of the target's blocks that `num_layers: auto` compares.
+DEPTH_FRACTIONS = (0.125, 0.25, 0.375, 0.5)
+QUANTIZATION_KEYS = ("quantization", "quantization_config")
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What is known of a model without its weights.
+    """A model's architecture and size, without its weights.
 
     Attributes:
-        bytes: its size on disk.
         config: its config.json.
+        bytes: its size on disk.
     """
 
     config: dict
@@ -76,21 +89,35 @@ class ModelShape:
 
     @property
     def parameters(self) -> int:
-        """Numbers the model has."""
+        """Number of parameters."""
         return _count(self.model().parameters())
 
     def setting(self, name: str) -> int:
-        """A number of the config, of its language part if it has several; else 0."""
+        """An integer of the config, of its language part if it has several; else 0."""
         return config_int(self.config, name)
 
     def selection(self, quantization: ConfigModel) -> QuantizationPlan:
-        """The layers a quantization rounds, and those it keeps."""
+        """The layers that a quantization block quantizes, and those it leaves."""
         return select_layers(self.model(), quantization)
+
+    def quantized_bytes(self, specs: dict[str, QuantSpec]) -> int:
+        """Size on disk with these layers quantized; the others keep their dtype."""
+        model = self.model()
+        matrices = _matrices(model)
+        total = _count(model.parameters())
+        bits = 8 * self.bytes
+        for path, spec in specs.items():
+            scales = 32 if spec.mode == "affine" else 8
+            size = prod(matrices[f"{path}.weight"])
+            bits += size * (
+                spec.bits + scales / spec.group_size - 8 * self.bytes / total
+            )
+        return int(bits / 8)
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """A step's batch: the longest rows, the most tokens, and the tokens on average."""
+    """A batch: tokens of its longest sequence, most tokens, and tokens on average."""
 
     length: int
     tokens: int
@@ -99,7 +126,7 @@ class BatchShape:
 
 @dataclass(frozen=True)
 class TrainingCost:
-    """What a train stage takes: parameters, bytes by part, operations per step."""
+    """Cost of a training: parameters, bytes of memory by part, operations per step."""
 
     parameters: int
     trained: int
@@ -107,114 +134,206 @@ class TrainingCost:
     operations: float
 
 
-def training(
-    anatomy: ModelShape, stage: ConfigModel, batch: BatchShape, compute: int
+@dataclass(frozen=True)
+class GenerationCost:
+    """Cost of generating the data of a draft model.
+
+    Attributes:
+        tokens: of prompts and completions, at most.
+        bytes: of the stored predictions; 0 = none are stored.
+        operations: for completions and predictions.
+    """
+
+    tokens: int
+    bytes: int
+    operations: float
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The model and the data that stages are estimated for.
+
+    Attributes:
+        shape: the recipe's model.
+        dtype: the dtype its checkpoint stores.
+        lengths: padded lengths in tokens of a sample of the training examples.
+        max_seq_length: of the data block.
+        examples: training examples; 0 = unknown.
+        find: the path of a file that the recipe names; None if there is none.
+    """
+
+    shape: ModelShape
+    dtype: mx.Dtype
+    lengths: list[int]
+    max_seq_length: int
+    examples: float
+    find: Callable[[str], Path | None]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example."""
+        return max(self.lengths)
+
+    @property
+    def mean_length(self) -> float:
+        """Tokens of an example on average."""
+        return sum(self.lengths) / len(self.lengths)
+
+
+@dataclass(frozen=True)
+class StageResources:
+    """What a stage needs of the machine.
+
+    Attributes:
+        model_bytes: size of the checkpoint that the next stage begins with.
+        disk: bytes that the stage writes.
+        dtype: the dtype it computes in.
+        training: cost of its training, if it trains.
+        generation: cost of its data, if it generates data.
+        steps: optimizer steps; None = unknown before the data is read.
+        remedies: overrides of the recipe that need less memory.
+    """
+
+    model_bytes: int
+    disk: int = 0
+    dtype: mx.Dtype = mx.float32
+    training: TrainingCost | None = None
+    generation: GenerationCost | None = None
+    steps: int | None = None
+    remedies: tuple[str, ...] = ()
+
+
+def training_cost(
+    shape: ModelShape, config: TrainConfig, batch: BatchShape, compute: int
 ) -> TrainingCost:
-    """What a train stage takes, computing in a type of `compute` bytes.
+    """Cost of a train stage that computes in a dtype of `compute` bytes.
 
     Raises:
         UserError: a pattern of the adapter matches no layer, or mlx-lm has no such
             architecture.
     """
-    model = anatomy.model()
+    model = shape.model()
     total = _count(model.parameters())
     matrices = _matrices(model)
-    rounded = grids = 0
-    if stage.qat:
-        for path, spec in select_layers(model, stage.qat).specs.items():
+    quantized = learned = 0
+    if config.qat:
+        for path, spec in select_layers(model, config.qat).specs.items():
             size = prod(matrices[f"{path}.weight"])
-            rounded += size
-            grids += stage.qat.learned_per_group * size // spec.group_size
-    trained = _trained(model, stage) + grids
-    masters_are_weights = stage.adapter is None and compute == 4 and not stage.fsdp
+            quantized += size
+            learned += config.qat.learned_per_group * size // spec.group_size
+    trained = _trained(model, config) + learned
+    masters_are_weights = config.adapter is None and compute == 4 and not config.fsdp
     masters = 0 if masters_are_weights else 4 * trained
-    backward = _activations(anatomy, matrices, batch, compute, stage)
-    backward += _loss(anatomy, batch, stage) + (4 + compute) * rounded
-    sums = 1 + MOMENTS[stage.optimizer] + (stage.gradient_accumulation_steps > 1)
-    parts = processes() if stage.fsdp else 1
+    backward = _activations(shape, matrices, batch, compute, config)
+    backward += _loss(shape, batch, config) + (4 + compute) * quantized
+    copies = 1 + MOMENTS[config.optimizer] + (config.gradient_accumulation_steps > 1)
+    shards = processes() if config.fsdp else 1
     memory = {
-        "weights": (anatomy.bytes + masters) // parts + compute * total,
-        "optimizer": 4 * sums * trained // parts,
-        "step": max(backward, 8 * trained // parts),
+        "weights": (shape.bytes + masters) // shards + compute * total,
+        "optimizer": 4 * copies * trained // shards,
+        "step": max(backward, 8 * trained // shards),
     }
-    live = stage.teacher is not None and not stage.teacher.offline
-    if live:
+    online = config.teacher is not None and not config.teacher.offline
+    if online:
         memory["teacher"] = compute * total
-    seen = sum(prod(s) * share for s, share in _used(anatomy, matrices))
-    width = anatomy.setting("num_hidden_layers") * anatomy.setting("hidden_size")
-    to_weights = trained if stage.adapter else seen
-    per_token = (4 + 2 * stage.gradient_checkpointing) * seen + 2 * to_weights
-    per_token += 12 * batch.length * width + 2 * live * seen
-    tokens = batch.mean_tokens * stage.gradient_accumulation_steps
-    return TrainingCost(
-        total, trained, memory, stage.num_trainings * per_token * tokens
-    )
+    active = sum(prod(s) * share for s, share in _active(shape, matrices))
+    width = shape.setting("num_hidden_layers") * shape.setting("hidden_size")
+    to_weights = trained if config.adapter else active
+    per_token = (4 + 2 * config.gradient_checkpointing) * active + 2 * to_weights
+    per_token += 12 * batch.length * width + 2 * online * active
+    tokens = batch.mean_tokens * config.gradient_accumulation_steps
+    operations = config.num_trainings * per_token * tokens
+    return TrainingCost(total, trained, memory, operations)
 
 
-def quantized_bytes(anatomy: ModelShape, specs: dict[str, QuantSpec]) -> int:
-    """Size on disk with these grids; the rest keeps the type it is stored in."""
-    model = anatomy.model()
-    matrices = _matrices(model)
-    total = _count(model.parameters())
-    bits = 8 * anatomy.bytes
-    for path, spec in specs.items():
-        scales = 32 if spec.mode == "affine" else 8
-        size = prod(matrices[f"{path}.weight"])
-        bits += size * (
-            spec.bits + scales / spec.group_size - 8 * anatomy.bytes / total
-        )
-    return int(bits / 8)
+def draft_training_cost(
+    target: ModelShape,
+    config: DraftConfig,
+    batch: BatchShape,
+    compute: int,
+    find: Callable[[str], Path | None],
+) -> TrainingCost | None:
+    """Cost of training a draft model with the target in memory; None = unknown.
 
-
-def disk(
-    anatomy: ModelShape, stages: list[ConfigModel], loads: dict[int, TrainingCost]
-) -> int:
-    """Bytes a run writes, its artefacts and all checkpoints at once.
+    The cost is unknown if the model that the draft model is cut from is on the Hub.
 
     Args:
-        stages: every stage's config, in order.
-        loads: of the train stages, by their position in `stages`.
+        compute: bytes of the compute dtype.
+
+    Raises:
+        UserError: no such draft model can be cut.
     """
-    size, needed = anatomy.bytes, 0
-    for index, stage in enumerate(stages):
-        # A draft is small beside the model it is distilled from.
-        if hasattr(stage, "draft_model"):
-            continue
-        quantization = getattr(stage, "qat", None) or getattr(
-            stage, "quantization", None
-        )
-        if load := loads.get(index):
-            if "quantization" in anatomy.config:
-                # An adapter is fused into expanded weights, of 16 bits as a rule.
-                size = 2 * load.parameters
-            # One more is written while all others are kept.
-            checkpoints = 1 + stage.save_total_limit + stage.load_best_at_end
-            own = max(size, anatomy.bytes) + checkpoints * 12 * load.trained
-            needed += own * stage.num_trainings
-        if hasattr(stage, "method"):
-            quantization = stage
-        if quantization:
-            size = quantized_bytes(anatomy, anatomy.selection(quantization).specs)
-            if budget := getattr(quantization, "mixed_precision", None):
-                size = budget.max_bytes(anatomy.parameters)
-            needed += size
-        if hasattr(stage, "formats"):
-            # All but model/ may hold every weight in 16 bits.
-            others = {"hf", "gguf"} & set(stage.formats)
-            needed += size + len(others) * 2 * anatomy.parameters
-    return needed
+    draft = _draft_shape(target, config.draft_model, find)
+    if draft is None:
+        return None
+    alone = TrainConfig(steps=config.steps, batch_tokens=config.batch_tokens)
+    cost, total = training_cost(draft, alone, batch, compute), target.parameters
+    online = 2 * total * (config.data_generation.top_k is None)
+    if config.on_policy:
+        online += config.on_policy.fraction * (2 * total + 4 * draft.parameters)
+    memory = {"target": compute * total} | cost.memory
+    operations = cost.operations + online * batch.mean_tokens
+    return replace(cost, memory=memory, operations=operations)
 
 
-def _trained(model: nn.Module, stage: ConfigModel) -> int:
-    """Weights a train stage trains; puts its adapter on the model."""
-    if stage.qat and stage.qat.quantizer == "scales_only":
+def generation_cost(
+    target: ModelShape, config: DraftConfig, prompt_length: float
+) -> GenerationCost:
+    """Cost of the data of a draft model.
+
+    Args:
+        prompt_length: tokens of a prompt on average.
+    """
+    data, vocabulary = config.data_generation, target.setting("vocab_size")
+    count = data.num_prompts + data.num_eval_prompts
+    tokens = int(count * (prompt_length + data.max_tokens))
+    size = bytes_per_token(data.top_k, vocabulary) if data.top_k else 0
+    passes = 2 if data.top_k else 1
+    operations = 2 * target.parameters * passes * tokens
+    return GenerationCost(tokens, size * tokens, operations)
+
+
+def _draft_shape(
+    target: ModelShape, draft: DraftModelConfig, find: Callable[[str], Path | None]
+) -> ModelShape | None:
+    config = target.config
+    if draft.init_from:
+        folder = find(draft.init_from)
+        if folder is None:
+            return None
+        config = read_config(folder)
+    config = {k: value for k, value in config.items() if k not in QUANTIZATION_KEYS}
+    count = config.get("num_hidden_layers")
+    if not isinstance(count, int):
+        return None
+    layers = draft.num_layers
+    if layers == "auto":
+        layers = math.ceil(max(DEPTH_FRACTIONS) * count)
+    if draft.from_scratch:
+        config["num_hidden_layers"] = count = layers
+    numbers = layers if isinstance(layers, list) else range(min(layers, count))
+    sizes = (draft.hidden_size, draft.intermediate_size)
+    config = pruned_config(config, PrunedShape(tuple(sorted(numbers)), *sizes))
+    shape = ModelShape(config, 0)
+    return replace(shape, bytes=config_dtype(config).size * shape.parameters)
+
+
+def config_dtype(config: dict) -> mx.Dtype:
+    """The dtype that a config.json names; transformers 5 calls it `dtype`."""
+    name = config.get("torch_dtype") or config.get("dtype") or "bfloat16"
+    return getattr(mx, name, mx.bfloat16)
+
+
+def _trained(model: nn.Module, config: TrainConfig) -> int:
+    """Number of weights that a train stage trains; attaches its adapter."""
+    if config.qat and config.qat.quantizer == "scales_only":
         return 0
-    if stage.adapter:
-        # Of a model that is yet to be quantized; QA-LoRA's matrices are smaller.
-        adapter = stage.adapter
-        if stage.keeps_codes:
+    if config.adapter:
+        # The layers are not quantized here. QA-LoRA's matrices are smaller.
+        adapter = config.adapter
+        if config.keeps_codes:
             adapter = adapter.model_copy(update={"type": "lora"})
-        merged = stage.qat is not None or stage.keeps_codes
+        merged = config.qat is not None or config.keeps_codes
         lora_model.attach(model, adapter, seed=0, merged=merged)
     return _count(model.trainable_parameters())
 
@@ -229,42 +348,42 @@ def _matrices(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: value.shape for name, value in named if value.ndim > 1}
 
 
-def _used(anatomy: ModelShape, matrices: dict) -> list[tuple[tuple[int, ...], float]]:
-    """Every matrix tokens are multiplied with, and the share of tokens it sees."""
+def _active(shape: ModelShape, matrices: dict) -> list[tuple[tuple[int, ...], float]]:
+    """Every matrix that tokens are multiplied with, and the share of tokens it sees."""
     has_head = any("lm_head" in name for name in matrices)
-    chosen = anatomy.setting("num_experts_per_tok")
+    experts = shape.setting("num_experts_per_tok")
     return [
-        (shape, chosen / shape[0] if chosen and len(shape) == 3 else 1.0)
-        for name, shape in matrices.items()
+        (size, experts / size[0] if experts and len(size) == 3 else 1.0)
+        for name, size in matrices.items()
         if not (has_head and "embed" in name)
     ]
 
 
 def _activations(
-    anatomy: ModelShape,
+    shape: ModelShape,
     matrices: dict,
     batch: BatchShape,
     compute: int,
-    stage: ConfigModel,
+    config: TrainConfig,
 ) -> int:
-    """Bytes the blocks' forward pass keeps for the backward pass."""
-    kept = sum(
-        (shape[-1] + shape[-2]) * (share * shape[0] if len(shape) == 3 else 1)
-        for shape, share in _used(anatomy, matrices)
+    """Bytes that the blocks' forward pass keeps for the backward pass."""
+    values = sum(
+        (size[-1] + size[-2]) * (share * size[0] if len(size) == 3 else 1)
+        for size, share in _active(shape, matrices)
     )
-    layers, heads = map(anatomy.setting, ("num_hidden_layers", "num_attention_heads"))
-    kept += 2 * layers * heads * batch.length
-    if stage.gradient_checkpointing:
-        kept = layers * anatomy.setting("hidden_size") + kept / max(1, layers)
-    return int(batch.tokens * compute * kept)
+    layers, heads = map(shape.setting, ("num_hidden_layers", "num_attention_heads"))
+    values += 2 * layers * heads * batch.length
+    if config.gradient_checkpointing:
+        values = layers * shape.setting("hidden_size") + values / max(1, layers)
+    return int(batch.tokens * compute * values)
 
 
-def _loss(anatomy: ModelShape, batch: BatchShape, stage: ConfigModel) -> int:
+def _loss(shape: ModelShape, batch: BatchShape, config: TrainConfig) -> int:
     """Bytes of the logits, their exponentials and their gradients."""
-    vocabulary = anatomy.setting("vocab_size")
-    of_token = LOGIT_BYTES[on_cpu()] * vocabulary
-    chunk = stage.chunk(vocabulary=vocabulary, tokens=batch.tokens, on_cpu=on_cpu())
+    vocabulary = shape.setting("vocab_size")
+    per_token = LOGIT_BYTES[on_cpu()] * vocabulary
+    chunk = config.chunk(vocabulary=vocabulary, tokens=batch.tokens, on_cpu=on_cpu())
     if chunk is None or CHUNKS_AT_ONCE * chunk >= batch.tokens:
-        return of_token * batch.tokens
-    head = 0 if stage.adapter else vocabulary * anatomy.setting("hidden_size")
-    return of_token * CHUNKS_AT_ONCE * chunk + 8 * head
+        return per_token * batch.tokens
+    head = 0 if config.adapter else vocabulary * shape.setting("hidden_size")
+    return per_token * CHUNKS_AT_ONCE * chunk + 8 * head

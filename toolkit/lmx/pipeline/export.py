@@ -1,81 +1,116 @@
-"""The export stage: publish the proven artefact in the formats asked."""
+"""The export stage: write, verify and publish the current model."""
 
 import json
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..config.export import ExportConfig
+from ..config.messages import Problem
 from ..convert.exporters import FORMATS, hub
+from ..convert.exporters.base import ExportContext
+from ..convert.exporters.model_card import write_card
+from ..data.dataset import hub_id
+from ..errors import UserError
+from ..run.fs import atomic_folder
+from ..run.tables import table
+from .context import ModelArtifact, StageContext
+from .estimate import StageResources, Workload
+from .stage import ModelState, RawStage, Stage
 
-if TYPE_CHECKING:
-    from .context import ModelArtifact, StageContext
 
+class ExportStage(Stage):
+    """Publish the current model in the recipe's formats, and on the Hub."""
 
-def run(config: ExportConfig, context: "StageContext") -> "ModelArtifact":
-    """Write all formats, prove each by reading it back, then publish them together."""
-    from ..convert.exporters.base import ExportContext
-    from ..run.fs import atomic_folder
+    kind = "export"
+    config: ExportConfig
 
-    current = context.current
-    published = ExportContext(
-        name=context.name,
-        model=current.model,
-        adapters=current.adapters,
-        load=lambda folder: context.load(folder, compute="stored", lazy=True),
-        info=context.logger.info,
-    )
-    targets = {name: context.output / FORMATS[name].FOLDER for name in config.formats}
-    with ExitStack() as together:
-        for name, target in targets.items():
-            partial = together.enter_context(atomic_folder(target))
-            FORMATS[name].export(partial, published)
-            if name == "mlx":
-                _write_card(partial, config, context)
-    for name, target in targets.items():
-        context.logger.info(f"exported {name}: {target}")
-    model = targets.get("mlx", current.model)
-    context.logger.info(f'try it: lmx generate {model} --prompt "..."')
-    if config.hub_repo_id:
-        hub.push(
-            model, config.hub_repo_id, private=config.private, info=context.logger.info
+    def outputs(self, output: Path) -> list[Path]:
+        return [output / FORMATS[name].FOLDER for name in self.config.formats]
+
+    @classmethod
+    def check(cls, raw: RawStage, state: ModelState) -> Iterator[Problem]:
+        yield from super().check(raw, state)
+        for path, name in raw.items("formats"):
+            if name == "peft" and not state.has_adapter:
+                hint = "train with `adapter:`, or leave peft out"
+                yield Problem(path, "there is no trained adapter to export", hint)
+            require = getattr(FORMATS.get(name), "check_supported", None)
+            if require and "model_type" in state.config:
+                try:
+                    require(state.config)
+                except UserError as error:
+                    yield Problem(path, error.message, error.hint)
+
+    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+        # These formats may hold every weight in 16 bits.
+        dense = {"hf", "gguf"} & set(self.config.formats)
+        disk = model_bytes + len(dense) * 2 * workload.shape.parameters
+        return StageResources(model_bytes, disk)
+
+    def offline_checks(self) -> Iterator[str]:
+        if name := self.config.hub_repo_id:
+            hub.require_token(name)
+            visibility = "private" if self.config.private else "public"
+            yield f"pushed to {name} on the Hub, {visibility}"
+
+    def remote_checks(self) -> None:
+        if name := self.config.hub_repo_id:
+            hub.require_write_access(name, private=self.config.private)
+
+    def run(self, context: StageContext) -> ModelArtifact:
+        """Write and verify every format, then move all of them into place."""
+        config, current = self.config, context.current
+        source = ExportContext(
+            name=context.name,
+            model=current.model,
+            adapters=current.adapters,
+            load=lambda folder: context.load(folder, compute="stored", lazy=True),
+            info=context.logger.info,
         )
-    return replace(current, model=model, published=tuple(targets.values()))
+        targets = dict(zip(config.formats, self.outputs(context.output), strict=True))
+        with ExitStack() as together:
+            for name, target in targets.items():
+                partial = together.enter_context(atomic_folder(target))
+                FORMATS[name].export(partial, source)
+                if name == "mlx":
+                    self._write_card(partial, context)
+        for name, target in targets.items():
+            context.logger.info(f"exported {name}: {target}")
+        model = targets.get("mlx", current.model)
+        context.logger.info(f'try it: lmx generate {model} --prompt "..."')
+        if name := config.hub_repo_id:
+            hub.push(model, name, private=config.private, info=context.logger.info)
+        return replace(current, model=model, published=tuple(targets.values()))
 
+    def _write_card(self, folder: Path, context: StageContext) -> None:
+        report_file = context.output / "report.json"
+        report = json.loads(report_file.read_text()) if report_file.exists() else {}
+        path = context.source.path
+        is_on_hub = path is not None and context.find(path) is None
+        ids = [hub_id(source, context.find) for source in context.data.train]
+        write_card(
+            folder,
+            name=context.name,
+            recipe=(context.output / "recipe.yaml").read_text(),
+            base=path if is_on_hub else None,
+            origin=f"`{path}`" if path else "random weights",
+            terms=self._license(context),
+            datasets=list(dict.fromkeys(name[0] for name in ids if name)),
+            is_quantized=context.current.is_quantized,
+            report=report,
+            table=table(report["models"]) if report else ([], []),
+        )
 
-def _write_card(folder: Path, config: ExportConfig, context: "StageContext") -> None:
-    from ..convert.exporters.model_card import write_card
-    from ..data.dataset import hub_id
-    from ..run.tables import table
-
-    measured = context.output / "report.json"
-    report = json.loads(measured.read_text()) if measured.exists() else {}
-    path = context.source.path
-    on_hub = path is not None and context.find(path) is None
-    ids = [hub_id(source, context.find) for source in context.data.train]
-    write_card(
-        folder,
-        name=context.name,
-        recipe=(context.output / "recipe.yaml").read_text(),
-        base=path if on_hub else None,
-        origin=f"`{path}`" if path else "random weights",
-        terms=_terms(config, context),
-        datasets=list(dict.fromkeys(found[0] for found in ids if found)),
-        is_quantized=context.current.is_quantized,
-        report=report,
-        table=table(report["models"]) if report else ([], []),
-    )
-
-
-def _terms(config: ExportConfig, context: "StageContext") -> dict[str, str]:
-    """The license the recipe names, else that of the model it starts from."""
-    if config.license:
-        return {"license": config.license}
-    if context.base is None:
-        return {}
-    source = context.source
-    found = hub.license_metadata_of(context.base / "README.md")
-    if found or context.find(source.path):
-        return found
-    return hub.license_metadata(source.path, source.revision)
+    def _license(self, context: StageContext) -> dict[str, str]:
+        """The license that the recipe names, else that of the recipe's model."""
+        if self.config.license:
+            return {"license": self.config.license}
+        if context.base is None:
+            return {}
+        source = context.source
+        metadata = hub.license_metadata_of(context.base / "README.md")
+        if metadata or context.find(source.path):
+            return metadata
+        return hub.license_metadata(source.path, source.revision)

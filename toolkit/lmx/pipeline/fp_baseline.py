@@ -17,7 +17,7 @@ from ..quantization.packing import pack
 from ..quantization.target_layers import QuantizationPlan
 from ..run.tables import recovery_table
 from .context import ModelArtifact, StageContext, write_model
-from .initial_model import start
+from .train_run import TrainRun
 
 NAME = "fp_baseline"
 
@@ -39,7 +39,9 @@ class FullPrecisionBaseline:
             update={"qat": None, "compare_full_precision": False, "sample_prompts": []}
         )
         current = context.current
-        origin = context.visible(current.reference if current else start(context))
+        origin = context.require_visible(
+            current.reference if current else context.initial_model
+        )
         if "quantization" in read_config(origin):
             raise UserError(
                 "the twin in full precision has nothing to begin with: this model is "
@@ -57,8 +59,6 @@ class FullPrecisionBaseline:
 
     def train(self) -> None:
         """Train it, if that is not done yet; a run that was stopped goes on."""
-        from .train_run import TrainRun
-
         ranks, logger = self.context.ranks, self.context.logger
         if ranks.broadcast_object(self.dense.is_dir()):
             return

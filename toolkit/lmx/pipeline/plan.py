@@ -1,70 +1,95 @@
-"""What a recipe will do: its stages in order, with what each reads and leaves."""
+"""A recipe as a plan: loaded, checked, its stages with their inputs and outputs."""
 
 import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..config import yaml_io
-from ..config.base import ConfigModel
-from ..config.loader import LoadedRecipe
-from ..convert.exporters import FORMATS
+from ..config.errors import KeyPath
+from ..config.loader import LoadedRecipe, load_recipe
+from ..config.messages import Problem, nearest
+from ..config.quant_spec import QuantSpec
+from ..data.builtin import BUILTINS
+from ..data.dataset import BUILTIN
 from ..run.tables import OUTPUT_KEYS, one_line, recipe_values
+from .stage import (
+    Find,
+    ModelState,
+    RawStage,
+    Stage,
+    is_missing,
+    looks_local,
+    missing_source,
+    quantization_values,
+    read_config,
+)
+from .stages import STAGES
 
 RUNS = Path("exports")
+GGUF = ".gguf"
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage of a plan.
+    """A stage of a plan.
 
     Attributes:
-        index: position in the recipe, from 1.
-        inputs: the model artefact read (a folder, a Hub id or "fresh"), a teacher or
-            sibling of another name, then the data.
-        outputs: folders left behind; the first one is the stage's own.
+        inputs: the current model (a folder, a Hub id or "from scratch"), further models
+            that the stage names, then its datasets.
+        outputs: folders that the stage writes; the first one is its own.
     """
 
-    index: int
-    kind: str
+    stage: Stage
     inputs: tuple[str, ...]
     outputs: tuple[Path, ...]
-    config: ConfigModel
 
     @property
     def name(self) -> str:
-        """The stage's folder in the run folder."""
-        return f"{self.index}-{self.kind}"
+        """The stage's folder in the run directory."""
+        return self.stage.name
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The steps of a recipe, its run folder, and the hash that names the experiment."""
+    """The stages of a recipe, its run directory, and the hash of the experiment."""
 
     output: Path
-    steps: tuple[PlannedStage, ...]
+    stages: tuple[PlannedStage, ...]
     recipe_hash: str
 
 
+def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+    """Read, override and check a recipe file, without reading any weight.
+
+    Raises:
+        ConfigErrors: all errors of the file and the overrides.
+        UserError: the file cannot be read.
+    """
+    return load_recipe(path, overrides, check=check_recipe)
+
+
 def plan(loaded: LoadedRecipe) -> RunPlan:
-    """Lay out a recipe's stages; a relative run folder is in the working directory."""
+    """The plan of a recipe; a relative run directory is in the working directory."""
     recipe = loaded.recipe
     output = Path(os.path.expanduser(recipe.output or RUNS / loaded.name))
-    artefact = recipe.model.path or "fresh"
-    steps = []
-    for index, stage in enumerate(recipe.stages, 1):
-        outputs = _outputs(output, index, stage.kind, stage.config)
-        rows, others = _rows(recipe.data, stage.kind), _others(stage.config)
-        inputs = tuple(dict.fromkeys((artefact, *others, *rows)))
-        steps.append(PlannedStage(index, stage.kind, inputs, outputs, stage.config))
-        if stage.kind in ("train", "quantize"):
-            artefact = str(outputs[0])
-    return RunPlan(output, tuple(steps), recipe_hash(loaded.resolved))
+    current = recipe.model.path or "from scratch"
+    stages = []
+    for index, entry in enumerate(recipe.stages, 1):
+        stage = STAGES[entry.kind](entry.config, index)
+        folder = output / "stages" / stage.name
+        inputs = tuple(dict.fromkeys((current, *stage.inputs(recipe.data))))
+        stages.append(PlannedStage(stage, inputs, (folder, *stage.outputs(output))))
+        if stage.changes_model:
+            current = str(folder)
+    return RunPlan(output, tuple(stages), recipe_hash(loaded.resolved))
 
 
 def recipe_hash(resolved: str) -> str:
-    """Sha256 of a resolved recipe; where its results go is no part of it."""
+    """Sha256 of a resolved recipe without the keys that say where results go."""
     data = yaml_io.read(resolved).data
     for key in OUTPUT_KEYS:
         data.pop(key, None)
@@ -73,46 +98,110 @@ def recipe_hash(resolved: str) -> str:
 
 
 def difference(old: str, new: str) -> str:
-    """The values in which two resolved recipes differ, one line each, as arguments."""
+    """The values in which two resolved recipes differ, one override per line."""
     before, after = (recipe_values(yaml_io.read(text).data) for text in (old, new))
     lines = []
     for key in [*before, *(k for k in after if k not in before)]:
         if key not in after:
-            lines.append(f"{key}: {one_line(before[key])} -> (gone)")
+            lines.append(f"{key}: {one_line(before[key])} -> (removed)")
         elif key not in before:
-            lines.append(f"{key}: (new) -> {one_line(after[key])}")
+            lines.append(f"{key}: (added) -> {one_line(after[key])}")
         elif before[key] != after[key]:
             lines.append(f"{key}: {one_line(before[key])} -> {one_line(after[key])}")
     return "\n".join(lines)
 
 
-def _outputs(
-    output: Path, index: int, kind: str, config: ConfigModel
-) -> tuple[Path, ...]:
-    own = output / "stages" / f"{index}-{kind}"
-    if kind == "export":
-        return own, *(output / FORMATS[name].FOLDER for name in config.formats)
-    if kind == "draft":
-        return own, output / "draft"
-    if kind == "train" and config.adapter is not None:
-        return own, output / "adapters"
-    return (own,)
+def check_recipe(data: dict, find: Find) -> list[Problem]:
+    """Every problem of raw recipe data that needs more than one key, or a file.
+
+    Args:
+        find: the path of a file that the recipe names; None if there is none.
+    """
+    problems = [*_check_model(data, find), *_check_datasets(data, find)]
+    state = _initial_state(data, find)
+    for raw in _raw_stages(data, find):
+        if stage := STAGES.get(raw.kind):
+            problems += stage.check(raw, state)
+            state = stage.next_state(raw, state)
+        else:
+            # The schema reports the unknown kind. It may have trained the model.
+            state = replace(state, is_untrained=False)
+    return problems
 
 
-def _rows(data: ConfigModel, kind: str) -> tuple[str, ...]:
-    if kind in ("train", "draft"):
-        return (*data.train, *data.valid)
-    return tuple(data.valid or data.train) if kind == "evaluate" else ()
+def _raw_stages(data: dict, find: Find) -> Iterator[RawStage]:
+    stages, block = data.get("stages"), data.get("data")
+    datasets = block if isinstance(block, dict) else {}
+    for index, entry in enumerate(stages if isinstance(stages, list) else []):
+        if isinstance(entry, dict) and len(entry) == 1:
+            [(kind, block)] = entry.items()
+            block = block if isinstance(block, dict) else {}
+            yield RawStage(("stages", index, kind), kind, block, datasets, find)
 
 
-def _others(config: ConfigModel) -> tuple[str, ...]:
-    teacher = getattr(config, "teacher", None)
-    student, trial = (
-        getattr(config, name, None) for name in ("draft_model", "benchmark")
-    )
-    named = (
-        teacher and teacher.model,
-        student and student.init_from,
-        trial and trial.baseline_model,
-    )
-    return tuple(filter(None, named))
+def _initial_state(data: dict, find: Find) -> ModelState:
+    """The recipe's model before its first stage."""
+    model, (_, source) = data.get("model"), _model_path(data)
+    folder = find(source) if source else None
+    config, quantization = read_config(folder), None
+    if folder and folder.suffix == GGUF and folder.is_file():
+        from ..convert.importers.gguf import is_quantized
+
+        quantization = {} if is_quantized(folder) else None
+    elif "quantization" in config:
+        quantization = quantization_values(config["quantization"], QuantSpec)
+    elif "quantization_config" in config:
+        quantization = {}
+    is_untrained = isinstance(model, dict) and model.get("from_scratch") is not None
+    return ModelState(config, is_untrained, quantization)
+
+
+def _model_path(data: dict) -> tuple[KeyPath, str | None]:
+    """The keys of the model's path in the recipe, and the path."""
+    model = data.get("model")
+    if isinstance(model, dict) and isinstance(model.get("path"), str):
+        return ("model", "path"), model["path"]
+    return ("model",), model if isinstance(model, str) else None
+
+
+def _check_model(data: dict, find: Find) -> Iterator[Problem]:
+    path, source = _model_path(data)
+    model = data.get("model")
+    place = find(source) if source else None
+    if source and place is None and looks_local(source, find):
+        yield missing_source(path, source, find)
+    elif place and not place.is_dir() and place.suffix != GGUF:
+        yield Problem(path, f"a model is a folder; '{source}' is a file")
+    elif place and place.is_dir() and not _is_checkpoint(place):
+        message = f"the folder '{source}' is not a model: it has no config.json"
+        yield Problem(path, message)
+    block = model if isinstance(model, dict) else {}
+    is_local = place is not None or block.get("from_scratch")
+    if is_local and block.get("revision") is not None:
+        hint = "a revision belongs to a Hub id"
+        yield Problem(("model", "revision"), "this model is not on the Hub", hint)
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / "config.json").is_file() or any(folder.glob(f"*{GGUF}"))
+
+
+def _check_datasets(data: dict, find: Find) -> Iterator[Problem]:
+    for path, source in _datasets(data.get("data")):
+        if source.startswith(BUILTIN):
+            if (name := source.removeprefix(BUILTIN)) not in BUILTINS:
+                hint = nearest(name, BUILTINS)
+                yield Problem(path, f"unknown built-in data '{name}'", hint)
+        elif is_missing(source, find):
+            yield missing_source(path, source, find)
+
+
+def _datasets(block: Any) -> Iterator[tuple[KeyPath, str]]:
+    for split in ("train", "valid"):
+        sources = block.get(split) if isinstance(block, dict) else None
+        if isinstance(sources, str):
+            yield ("data", split), sources
+        elif isinstance(sources, list):
+            for index, source in enumerate(sources):
+                if isinstance(source, str):
+                    yield ("data", split, index), source

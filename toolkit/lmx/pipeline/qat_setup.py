@@ -86,7 +86,9 @@ def prepare(
         found = _from_codes(rounding, loaded, logger)
         at_points = rounding.latent_init == "codes"
         if rounding.latent_init is None:
-            at_points = rounding.quantizer == "scales_only" or config.is_self_distillation
+            at_points = (
+                rounding.quantizer == "scales_only" or config.is_self_distillation
+            )
         if not at_points:
             _spread(found, origin(), mx.random.key(seed))
         return found

@@ -25,7 +25,6 @@ from ..training.teacher_cache import (
     teacher_confidence,
 )
 from .context import StageContext
-from .initial_model import start
 
 # What its kept predictions depend on.
 KEPT = ("top_k", "temperature")
@@ -155,20 +154,20 @@ class TeacherSetup:
     def _folder(self, moves: bool) -> Path:
         named, context = self.teacher.model, self.context
         if named is not None:
-            return context.named(named).absolute()
+            return context.resolve(named).absolute()
         if context.current is None:
             raise UserError(
                 "a fresh model has nothing to teach itself",
                 hint="name another one in teacher.model",
             )
-        folder = context.visible(context.current.reference)
+        folder = context.require_visible(context.current.reference)
         if "quantization" in read_config(folder):
             raise UserError(
                 "this model came quantized, so its full-precision base is not known",
                 place=str(folder),
                 hint="name it in teacher.model",
             )
-        if folder == start(context) and not moves and not self.teacher.ce_weight:
+        if folder == context.initial_model and not moves and not self.teacher.ce_weight:
             raise UserError(
                 "student and teacher are the same model, so there is nothing to learn",
                 hint="name another one in teacher.model, or add quantization:",

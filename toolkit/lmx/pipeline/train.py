@@ -1,56 +1,211 @@
-"""The train stage: full or LoRA, plain or quantization-aware, through the one loop."""
+"""The train stage: full fine-tuning or adapters, with or without fake quantization."""
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
+from ..config.data import DataConfig
+from ..config.messages import Problem
+from ..config.qat import CONTINUES_FROM_CODES, QATConfig
 from ..config.train import TrainConfig
+from ..run.distributed import ProcessGroup
+from ..run.html.page import draw_curves
+from ..training import fsdp
+from .context import ModelArtifact, StageContext, create_from_scratch
+from .estimate import BatchShape, StageResources, Workload, training_cost
+from .fp_baseline import FullPrecisionBaseline
+from .stage import ModelState, RawStage, Stage, needs_training_data, quantization_values
+from .train_run import TrainRun, training_dtype
 
-if TYPE_CHECKING:
-    from .context import ModelArtifact, StageContext
+CONTINUES = (
+    f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
+)
 
 
-# All processes of a run take part.
-TOGETHER = True
+class TrainStage(Stage):
+    """Train the current model; leaves a checkpoint, quantized with `qat:`."""
 
+    kind = "train"
+    runs_on_all_ranks = True
+    changes_model = True
+    needs_trained_model = False
+    other_models = (("teacher", "model"),)
+    config: TrainConfig
 
-def run(config: TrainConfig, context: "StageContext") -> "ModelArtifact":
-    """Train the current model; leave it as a checkpoint, rounded if so trained."""
-    from .fp_baseline import FullPrecisionBaseline
-    from .initial_model import begin
-    from .train_run import TrainRun
+    def datasets(self, data: DataConfig) -> list[str]:
+        return [*data.train, *data.valid]
 
-    ranks = context.ranks
-    with ranks.collective_errors():
-        if ranks.is_first:
-            begin(context)
-    with ranks.collective_errors():
-        twin = (
-            FullPrecisionBaseline(config, context)
-            if config.compare_full_precision
-            else None
+    def outputs(self, output: Path) -> list[Path]:
+        return [output / "adapters"] if self.config.adapter else []
+
+    @classmethod
+    def check(cls, raw: RawStage, state: ModelState) -> Iterator[Problem]:
+        yield from super().check(raw, state)
+        yield from needs_training_data(raw)
+        has_adapter, has_qat = (
+            raw.value(key) is not None for key in ("adapter", "qat")
         )
-        training = TrainRun(config, context)
-    try:
-        training.run()
-    finally:
-        # Also of what was stopped, or went wrong.
-        if ranks.is_first:
-            _draw(context)
-    with ranks.collective_errors():
-        artefact = training.write() if ranks.is_first else context.current
-    if twin is None:
-        return artefact
-    selection, held_out = training.selection, training.trainer.eval_batches
-    # Its weights and moments make room for the twin's.
-    del training
-    twin.train()
-    with ranks.collective_errors():
-        is_first = ranks.is_first
-        return twin.compared(artefact, selection, held_out) if is_first else artefact
+        adapter_path = (*raw.path, "adapter")
+        if state.is_untrained and has_adapter:
+            hint = "leave adapter out: a model from scratch is trained in full"
+            yield Problem(adapter_path, "an adapter needs a trained model", hint, "key")
+        elif state.quantization is None and _keeps_codes(raw):
+            message = "a qa_lora adapter needs a quantized model; this one is not"
+            hint = "quantize it first, or use type: lora"
+            yield Problem(adapter_path, message, hint, "key")
+        if state.quantization is None:
+            return
+        if has_qat:
+            yield from _check_qat_of_codes(raw, state.quantization)
+        elif not has_adapter:
+            message = "a quantized model cannot be trained in full"
+            hint = f"add `adapter:`, or `qat:` with {CONTINUES}; or train first"
+            yield Problem(raw.path, message, hint, "key")
+
+    @classmethod
+    def next_state(cls, raw: RawStage, state: ModelState) -> ModelState:
+        has_adapter, qat = raw.value("adapter") is not None, raw.value("qat")
+        quantization = state.quantization
+        if qat is not None:
+            quantization = quantization_values(qat)
+        elif has_adapter and not _keeps_codes(raw):
+            # The adapter is fused into dequantized weights.
+            quantization = None
+        state = super().next_state(raw, state)
+        return replace(state, quantization=quantization, has_adapter=has_adapter)
+
+    @property
+    def quantization(self) -> QATConfig | None:
+        return self.config.qat
+
+    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+        config, shape = self.config, workload.shape
+        dtype = training_dtype(config.compute_dtype, workload.dtype)
+        batch = self._batch(workload)
+        cost = training_cost(shape, config, batch, dtype.size)
+        if "quantization" in shape.config:
+            # An adapter is fused into dequantized weights, usually of 16 bits.
+            model_bytes = 2 * cost.parameters
+        # A new checkpoint is written before an old one is removed.
+        checkpoints = 1 + config.save_total_limit + config.load_best_at_end
+        disk = max(model_bytes, shape.bytes) + checkpoints * 12 * cost.trained
+        disk *= config.num_trainings
+        if config.qat:
+            model_bytes = shape.quantized_bytes(shape.selection(config.qat).specs)
+            disk += model_bytes
+        return StageResources(
+            model_bytes,
+            disk,
+            dtype,
+            cost,
+            steps=self._steps(workload, batch),
+            remedies=tuple(self._remedies(workload.max_seq_length)),
+        )
+
+    def check_ranks(self, ranks: ProcessGroup) -> None:
+        if self.config.fsdp:
+            fsdp.require_fsdp_support(ranks)
+
+    def run(self, context: StageContext) -> ModelArtifact:
+        config, ranks = self.config, context.ranks
+        with ranks.collective_errors():
+            if ranks.is_first:
+                create_from_scratch(context)
+        with ranks.collective_errors():
+            baseline = None
+            if config.compare_full_precision:
+                baseline = FullPrecisionBaseline(config, context)
+            training = TrainRun(config, context)
+        try:
+            training.run()
+        finally:
+            # Also after an interruption or an error.
+            if ranks.is_first:
+                _draw_curves(context)
+        with ranks.collective_errors():
+            artifact = training.write() if ranks.is_first else context.current
+        if baseline is None:
+            return artifact
+        selection, eval_batches = training.selection, training.trainer.eval_batches
+        # The baseline needs the memory of this training's weights and moments.
+        del training
+        baseline.train()
+        with ranks.collective_errors():
+            if ranks.is_first:
+                artifact = baseline.compared(artifact, selection, eval_batches)
+            return artifact
+
+    def _batch(self, workload: Workload) -> BatchShape:
+        config, window = self.config, workload.max_seq_length
+        if config.packing:
+            tokens = config.sequences_per_batch(window) * window
+            return BatchShape(window, tokens, tokens)
+        longest = workload.longest
+        if config.batch_tokens:
+            tokens = max(config.batch_tokens, longest)
+            return BatchShape(longest, tokens, tokens)
+        size = config.batch_size
+        return BatchShape(longest, size * longest, size * workload.mean_length)
+
+    def _steps(self, workload: Workload, batch: BatchShape) -> int | None:
+        config = self.config
+        if config.steps is not None or not workload.examples:
+            return config.steps
+        examples = batch.mean_tokens / workload.mean_length
+        batches = config.batches(workload.examples / examples)
+        return math.ceil(batches / config.gradient_accumulation_steps)
+
+    def _remedies(self, window: int) -> Iterator[str]:
+        config, address = self.config, self.address
+        if not config.gradient_checkpointing:
+            yield f"{address}.gradient_checkpointing=true"
+        if config.loss_chunk_tokens is None:
+            yield f"{address}.loss_chunk_tokens=auto"
+        accumulation = 2 * config.gradient_accumulation_steps
+        twice = f"{address}.gradient_accumulation_steps={accumulation}"
+        if (config.batch_tokens or 0) > window:
+            half = max(window, config.batch_tokens // 2)
+            yield f"{address}.batch_tokens={half} {twice}"
+        elif (config.batch_size or 1) > 1:
+            yield f"{address}.batch_size={config.batch_size // 2} {twice}"
+        yield f"data.max_seq_length={max(8, window // 2)}"
+        if config.adapter is None:
+            yield f"{address}.adapter={{rank: 16}}"
 
 
-def _draw(context: "StageContext") -> None:
-    from ..run.html.page import draw_curves
+def _keeps_codes(raw: RawStage) -> bool:
+    return raw.value("adapter", "type") == "qa_lora"
 
+
+def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
+    """Why a qat block cannot continue from a quantized model's codes."""
+    path = (*raw.path, "qat")
+    quantizer = raw.value("qat", "quantizer") or "minmax"
+    # An adapter has the quantizer fixed_scale unless the recipe names another.
+    keeps = quantizer == "minmax" and raw.value("adapter") is not None
+    if quantizer not in CONTINUES_FROM_CODES and not keeps:
+        message = (
+            f"the model is quantized here, and {quantizer} would quantize it again"
+        )
+        yield Problem(path, message, f"{CONTINUES} continues from the codes", "key")
+    for key in ("fake_quant_after_n_steps", "bit_schedule"):
+        if raw.value("qat", key):
+            message = "the model is quantized here, and training begins with its codes"
+            yield Problem((*path, key), message, f"leave {key} out", "key")
+    after = quantization_values(raw.value("qat"))
+    names = [key for key in before if key in after and before[key] != after[key]]
+    if names:
+        old, new = (
+            ", ".join(f"{key}: {values[key]}" for key in names)
+            for values in (before, after)
+        )
+        message = f"the model is quantized here with {old}; this block has {new}"
+        hint = "use the same values: training continues from the codes"
+        yield Problem(path, message, hint, "key")
+
+
+def _draw_curves(context: StageContext) -> None:
     target = context.folder / "curves.svg"
     if draw_curves(context.output, context.folder.name, target):
         context.logger.info(f"curves: {target}")

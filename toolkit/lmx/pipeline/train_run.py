@@ -1,7 +1,6 @@
 """How a train stage is put together from model, data and loop, and what it leaves."""
 
 import math
-from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,9 +25,8 @@ from ..training.step import TrainStep
 from ..training.trainer import Trainer, TrainerConfig
 from .batches import chunked_loss, document_caches, training_batches, validation_batches
 from .context import ModelArtifact, StageContext, write_model
-from .initial_model import origin, start
+from .evaluate import SAMPLE_TOKENS
 from .qat_setup import prepare, require_time
-from .samples import write_samples
 from .teacher import TeacherSetup
 
 
@@ -38,9 +36,9 @@ class TrainRun:
     def __init__(self, config: TrainConfig, context: StageContext):
         self.config = config
         self.context = context
-        self.start = context.visible(start(context))
+        self.start = context.require_visible(context.initial_model)
         loaded = context.load(self.start, compute="stored")
-        known = {"origin": partial(origin, context), "seed": context.seed}
+        known = {"origin": context.unquantized_weights, "seed": context.seed}
         self.rounded = prepare(config, loaded, context.logger, **known)
         self.loaded, self.selection = self.rounded.loaded, self.rounded.selection
         self.base = dict(tree_flatten(self.loaded.model.parameters()))
@@ -242,8 +240,10 @@ class TrainRun:
         with ranks.collective_errors():
             if ranks.is_first:
                 generator = Generator(model, self.loaded.tokenizer)
-                prompts, logger = self.config.sample_prompts, self.context.logger
-                write_samples(generator, prompts, logger, step=done)
+                for prompt in self.config.sample_prompts:
+                    answer = generator.chat(prompt, max_tokens=SAMPLE_TOKENS).text
+                    row = {"step": done, "prompt": prompt, "answer": answer}
+                    self.context.logger.sample(row)
         self.step.free()
 
     def _write_adapters(self) -> Path:
@@ -264,7 +264,7 @@ class TrainRun:
                 adapter=adapter,
                 keys=self.adapted_keys,
                 num_layers=adapter.num_layers or len(self.loaded.model.layers),
-                base=self.context.called(self.start),
+                base=self.context.display_name(self.start),
             )
         return target
 

@@ -1,0 +1,283 @@
+"""What the distillation of a draft model starts from: its data and its weights."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..config.draft import DraftConfig, DraftModelConfig
+from ..data.tokenization import Example
+from ..data.tokenizer_files import require_same_tokenizer
+from ..draft import dataset
+from ..draft.acceptance import ReferenceCompletion
+from ..draft.benchmark import decoding_modes, with_seed_offset
+from ..draft.dataset import DistillationBatches, Prompt, PromptSets, prompt_sets
+from ..draft.pruning import (
+    PrunedShape,
+    channel_importance,
+    most_important_blocks,
+    prune,
+    pruned_config,
+)
+from ..draft.report import require_servable
+from ..errors import UserError
+from ..generation.batching import GenerationRequest
+from ..generation.completions import CachedGenerator
+from ..generation.speculative.layer_skip import rank_layers
+from ..models.checkpoint import config_int
+from ..models.from_scratch import initial_weights
+from ..models.loader import LoadedModel, compute_dtype, set_compute_dtype
+from ..quantization.dequantize import dequantized_model
+from ..run.fs import remove_folder
+from .context import StageContext, write_model
+from .estimate import DEPTH_FRACTIONS
+
+
+class DraftData:
+    """Prompts and target completions of a draft stage, each made when first used.
+
+    Args:
+        digest: hash of the target's files.
+    """
+
+    def __init__(
+        self,
+        config: DraftConfig,
+        context: StageContext,
+        target: LoadedModel,
+        digest: str,
+    ):
+        self.config = config
+        self.context = context
+        self.target = target
+        self.digest = digest
+
+    @cached_property
+    def train_batches(self) -> DistillationBatches:
+        """Completions of the training prompts, with the target's predictions."""
+        count = self.config.data_generation.num_prompts
+        prompts = self._select_prompts(self.context.rows.train, count)
+        return self._batches(self._completions(prompts))
+
+    @cached_property
+    def eval_batches(self) -> DistillationBatches:
+        """The same of the validation prompts."""
+        count = self.config.data_generation.num_eval_prompts
+        prompts = self._select_prompts(self.context.rows.valid, count)
+        return self._batches(self._completions(prompts))
+
+    @cached_property
+    def references(self) -> dict[str, list[ReferenceCompletion]]:
+        """The target's completions of the benchmark prompts, by decoding mode."""
+        config, generator = self.config.benchmark, self._generator
+        modes = decoding_modes(config.temperature, self.context.seed)
+        references = {}
+        for name, sampling in modes.items():
+            requests = [
+                GenerationRequest(
+                    prompt.tokens,
+                    config.max_tokens,
+                    with_seed_offset(sampling, number),
+                    generator.stop_tokens,
+                )
+                for number, prompt in enumerate(self.benchmark_prompts)
+            ]
+            completions = generator.generate(requests)
+            references[name] = [
+                ReferenceCompletion(self.target.model, prompt.tokens, tokens, sampling)
+                for prompt, tokens in zip(
+                    self.benchmark_prompts, completions, strict=True
+                )
+            ]
+        return references
+
+    @cached_property
+    def prompt_sets(self) -> PromptSets:
+        """Benchmark prompts of the validation examples, by set."""
+        rows, count = self.context.rows.valid, self.config.benchmark.num_prompts
+        tokenizer, longest = self.target.tokenizer, self._max_prompt_tokens
+        prompts = prompt_sets(rows, tokenizer, count=count, max_prompt_tokens=longest)
+        self._require_prompts(prompts)
+        return prompts
+
+    @property
+    def benchmark_prompts(self) -> list[Prompt]:
+        """The prompts of all sets, in order."""
+        return [prompt for prompts in self.prompt_sets.values() for prompt in prompts]
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """The tokens that end a completion."""
+        return frozenset(self.target.tokenizer.eos_token_ids)
+
+    def _select_prompts(self, rows, count: int) -> list[Prompt]:
+        tokenizer, longest = self.target.tokenizer, self._max_prompt_tokens
+        prompts = dataset.select_prompts(
+            rows, tokenizer, count=count, max_prompt_tokens=longest
+        )
+        self._require_prompts(prompts)
+        return prompts
+
+    def _require_prompts(self, prompts) -> None:
+        if not prompts:
+            raise UserError(
+                f"no example has a prompt of at most {self._max_prompt_tokens} tokens",
+                hint="raise data.max_seq_length, or lower data_generation.max_tokens",
+            )
+
+    @property
+    def _max_prompt_tokens(self) -> int:
+        """Tokens of a prompt that leaves room for its completion."""
+        longest = self.context.data.max_seq_length
+        if positions := config_int(self.target.config, "max_position_embeddings"):
+            config = self.config
+            new = max(config.data_generation.max_tokens, config.benchmark.max_tokens)
+            longest = min(longest, positions - new)
+        return longest
+
+    @property
+    def _generator(self) -> CachedGenerator:
+        logger = self.context.logger
+        return CachedGenerator(
+            lambda: self.target.model,
+            self.digest,
+            self.stop_tokens,
+            logger.info,
+            logger.warning,
+        )
+
+    def _completions(self, prompts: list[Prompt]) -> list[Example]:
+        context, config = self.context, self.config.data_generation
+        context.logger.info(f"{len(prompts):,} prompts for the target to complete")
+        return dataset.generate_completions(
+            prompts, config, self._generator, seed=context.seed
+        )
+
+    def _batches(self, examples: list[Example]) -> DistillationBatches:
+        config, context = self.config.data_generation, self.context
+        return DistillationBatches(
+            examples,
+            self.target.model,
+            key=self.digest,
+            max_seq_length=context.data.max_seq_length + config.max_tokens,
+            tokens=self.config.batch_tokens,
+            top_k=config.top_k,
+            seed=context.seed,
+            logger=context.logger,
+        )
+
+
+class DraftInitializer:
+    """Makes the initial draft model: pruned from a model, or with random weights.
+
+    Args:
+        target: the model that will be served.
+        tokens: of completions, int32 [1, L], on which the importance of blocks and
+            channels is measured.
+
+    Raises:
+        UserError: the model to prune has another tokenizer than the target.
+    """
+
+    def __init__(
+        self,
+        config: DraftModelConfig,
+        context: StageContext,
+        target: LoadedModel,
+        tokens: mx.array,
+    ):
+        self.config = config
+        self.context = context
+        self.target = target
+        self.tokens = tokens
+        self.source = self._load_source()
+        self.weights = dict(tree_flatten(self.source.model.parameters()))
+        compute = compute_dtype("auto", self.source.dtype)
+        set_compute_dtype(self.source.model, compute)
+
+    def init(self, predict_speedup: Callable[[Path], float]) -> Path:
+        """The folder of the initial draft model, which is made once.
+
+        Args:
+            predict_speedup: the predicted speed-up of the model in a folder.
+        """
+        folder = self.context.folder / "initial"
+        if folder.is_dir():
+            return folder
+        shapes = self._candidate_shapes()
+        if len(shapes) == 1:
+            return self._write(folder, shapes[0])
+        speedups = {}
+        for shape in shapes:
+            name = f"candidate-{len(shape.layers)}"
+            candidate = self._write(self.context.folder / name, shape)
+            speedups[shape] = predict_speedup(candidate)
+            remove_folder(candidate)
+        best = max(speedups, key=speedups.get)
+        by_depth = ", ".join(f"{len(s.layers)}: {v:.2f}x" for s, v in speedups.items())
+        self.context.logger.info(
+            f"predicted speed-up by number of blocks: {by_depth}; selected "
+            f"{len(best.layers)}"
+        )
+        return self._write(folder, best)
+
+    def _load_source(self) -> LoadedModel:
+        """The model to prune, dequantized, in its stored dtype."""
+        context, name = self.context, self.config.init_from
+        path = context.resolve(name) if name else context.current.reference
+        loaded = context.load(path, compute="stored")
+        require_same_tokenizer(
+            self.target.tokenizer,
+            loaded.tokenizer,
+            role="draft",
+            place=str(name or path),
+        )
+        if "quantization" in loaded.config:
+            loaded, _ = dequantized_model(loaded, loaded.dtype)
+        return loaded
+
+    def _candidate_shapes(self) -> list[PrunedShape]:
+        config, count = self.config, len(self.source.model.layers)
+        sizes = (config.hidden_size, config.intermediate_size)
+        if isinstance(config.num_layers, list):
+            return [PrunedShape(tuple(sorted(config.num_layers)), *sizes)]
+        counts = [config.num_layers]
+        if config.num_layers == "auto":
+            counts = sorted({max(1, math.ceil(f * count)) for f in DEPTH_FRACTIONS})
+        if config.from_scratch:
+            return [PrunedShape(tuple(range(counts[0])), *sizes)]
+        if max(counts) >= count:
+            return [PrunedShape(tuple(range(min(max(counts), count))), *sizes)]
+        order = rank_layers(self.source.model, self.tokens)
+        return [PrunedShape(most_important_blocks(order, n), *sizes) for n in counts]
+
+    def _write(self, folder: Path, shape: PrunedShape) -> Path:
+        source, config = self.source, self.source.config
+        if self.config.from_scratch:
+            # A model from scratch may be deeper than the model of its shape.
+            config = config | {"num_hidden_layers": len(shape.layers)}
+        config = pruned_config(config, shape)
+        config["eos_token_id"] = self.target.config.get("eos_token_id")
+        tokens = len(self.target.tokenizer.get_vocab())
+        require_servable(config, self.target.config, tokens, place=str(source.path))
+        blocks = ", ".join(map(str, shape.layers))
+        origin = f"blocks {blocks} of {source.path}"
+        if self.config.from_scratch:
+            origin = "random weights"
+            names = {v: k for k, v in vars(mx).items() if isinstance(v, mx.Dtype)}
+            config["torch_dtype"] = names[source.dtype]
+            weights = initial_weights(config, self.context.seed)
+        else:
+            importance = None
+            if shape.is_narrower:
+                importance = channel_importance(source.model, self.tokens)
+            weights = prune(source.model, self.weights, shape, importance)
+        # The target's tokenizer and chat template, whatever the model is pruned from.
+        like = replace(source, config=config, path=self.target.path)
+        write_model(folder, like, weights)
+        self.context.logger.info(f"initial draft model: {origin}")
+        return folder

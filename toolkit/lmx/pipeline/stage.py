@@ -1,0 +1,236 @@
+"""The protocol of a stage kind: what it reads and writes, checks, costs and does."""
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from pydantic import ValidationError
+
+from ..config.base import ConfigModel
+from ..config.data import DataConfig
+from ..config.errors import KeyPath
+from ..config.messages import Problem, nearest
+from ..config.quant_spec import QuantizationConfig, QuantSpec
+from ..run.distributed import ProcessGroup
+from .context import ModelArtifact, StageContext
+from .estimate import StageResources, Workload
+
+Find = Callable[[str], Path | None]
+
+FILE_SUFFIXES = (".jsonl", ".json", ".txt", ".parquet", ".csv", ".gguf", ".safetensors")
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The current model between two stages, as far as the raw recipe tells.
+
+    Attributes:
+        config: config.json of the recipe's model; empty if it cannot be read here.
+        is_untrained: the model is from scratch, and no stage has trained it.
+        quantization: values of its quantization block, empty if they are unknown;
+            None = full precision.
+        has_adapter: the last train stage trained an adapter.
+        has_draft: a draft stage has distilled a draft model from the current model.
+    """
+
+    config: dict
+    is_untrained: bool = False
+    quantization: dict | None = None
+    has_adapter: bool = False
+    has_draft: bool = False
+
+
+@dataclass(frozen=True)
+class RawStage:
+    """A stage of a recipe before validation: any key may be missing or malformed.
+
+    Attributes:
+        path: where the stage's block is in the recipe.
+        data: the recipe's data block.
+        find: the path of a file that the recipe names; None if there is none.
+    """
+
+    path: KeyPath
+    kind: str
+    block: dict
+    data: dict
+    find: Find
+
+    def value(self, *keys: str) -> Any:
+        """The value at these keys of the stage's block; None if there is none."""
+        value: Any = self.block
+        for key in keys:
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def items(self, key: str) -> Iterator[tuple[KeyPath, str]]:
+        """Paths and values of the strings in a list of the stage's block."""
+        values = self.block.get(key)
+        for index, value in enumerate(values if isinstance(values, list) else []):
+            if isinstance(value, str):
+                yield (*self.path, key, index), value
+
+
+class Stage(ABC):
+    """A stage of a recipe. A stage kind is one subclass.
+
+    The class-level methods check raw recipe data, so that all errors of a recipe are
+    reported together even if a block does not fit the schema.
+
+    Attributes:
+        config: the stage's block.
+        index: position in the recipe, from 1.
+        kind: the stage's key in a recipe.
+        runs_on_all_ranks: every process calls `run`, not rank 0 alone.
+        changes_model: the stage leaves a new current model in its folder.
+        needs_trained_model: the stage cannot use a model with random weights.
+        other_models: keys of further models that the stage's block may name.
+    """
+
+    kind: ClassVar[str]
+    runs_on_all_ranks: ClassVar[bool] = False
+    changes_model: ClassVar[bool] = False
+    needs_trained_model: ClassVar[bool] = True
+    other_models: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    def __init__(self, config: ConfigModel, index: int = 1):
+        self.config = config
+        self.index = index
+
+    @property
+    def name(self) -> str:
+        """The stage's folder in the run directory."""
+        return f"{self.index}-{self.kind}"
+
+    @property
+    def address(self) -> str:
+        """The start of an override of the stage's keys."""
+        return f"stages.{self.index}.{self.kind}"
+
+    def inputs(self, data: DataConfig) -> list[str]:
+        """The models that the stage names, then the datasets it reads."""
+        blocks = [(getattr(self.config, key), name) for key, name in self.other_models]
+        models = [getattr(block, name) for block, name in blocks if block is not None]
+        return [*filter(None, models), *self.datasets(data)]
+
+    def datasets(self, data: DataConfig) -> list[str]:
+        """The datasets that the stage reads."""
+        return []
+
+    def outputs(self, output: Path) -> list[Path]:
+        """Folders of the run directory that the stage writes besides its own."""
+        return []
+
+    @classmethod
+    def check(cls, raw: RawStage, state: ModelState) -> Iterator[Problem]:
+        """Problems that need more than one key, or a file. Subclasses add to them."""
+        if cls.changes_model and state.has_draft:
+            yield Problem(
+                raw.path,
+                "this stage changes the model that the draft was distilled from",
+                "distil last, from the model that will be served",
+                "key",
+            )
+        if cls.needs_trained_model and state.is_untrained:
+            hint = "begin with a train stage"
+            yield Problem(
+                raw.path, "the model from scratch is untrained", hint, "block"
+            )
+        for key, name in cls.other_models:
+            source = raw.value(key, name)
+            if isinstance(source, str) and is_missing(source, raw.find):
+                yield missing_source((*raw.path, key, name), source, raw.find)
+
+    @classmethod
+    def next_state(cls, raw: RawStage, state: ModelState) -> ModelState:
+        """The current model after the stage."""
+        return replace(state, is_untrained=False)
+
+    @property
+    def quantization(self) -> QuantizationConfig | None:
+        """How the stage quantizes the current model; None = not at all."""
+        return None
+
+    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+        """What the stage needs of the machine.
+
+        Args:
+            model_bytes: size of the checkpoint that the stage begins with.
+        """
+        return StageResources(model_bytes)
+
+    def offline_checks(self) -> Iterator[str]:
+        """Lines for the dry run, from checks that need no network.
+
+        Raises:
+            UserError: a check fails.
+        """
+        yield from ()
+
+    def check_ranks(self, ranks: ProcessGroup) -> None:  # noqa: B027
+        """Raise UserError if these processes cannot run the stage."""
+
+    def remote_checks(self) -> None:  # noqa: B027
+        """Raise UserError if a program or a server would refuse the stage's work."""
+
+    @abstractmethod
+    def run(self, context: StageContext) -> ModelArtifact:
+        """Do the work in `context.folder`; returns the current model after it.
+
+        Raises:
+            UserError: the stage cannot do its work, or a threshold is missed.
+        """
+
+
+def needs_training_data(raw: RawStage) -> Iterator[Problem]:
+    """The problem of a stage that trains and finds no training data."""
+    if not raw.data.get("train"):
+        hint = "name training examples in data.train"
+        yield Problem(raw.path, "nothing to train on", hint, of="key")
+
+
+def quantization_values(block: Any, kind: type[QuantSpec] = QuantizationConfig) -> dict:
+    """The values of a raw quantization block; empty if they are not valid."""
+    block = block if isinstance(block, dict) else {}
+    try:
+        values = {k: v for k, v in block.items() if k in kind.model_fields}
+        return kind(**values).model_dump()
+    except ValidationError:
+        return {}
+
+
+def is_missing(source: str, find: Find) -> bool:
+    """Whether a model or dataset must be on this disk, and is not."""
+    return find(source) is None and looks_local(source, find)
+
+
+def looks_local(source: str, find: Find) -> bool:
+    """Whether a model or dataset must be on this disk, and not on the Hub."""
+    name = source.partition("@")[0]
+    if source.startswith((".", "/", "~")) or name.count("/") > 1:
+        return True
+    owner, slash, _ = name.partition("/")
+    folder = find(owner) if slash else None
+    return source.endswith(FILE_SUFFIXES) or (folder is not None and folder.is_dir())
+
+
+def missing_source(path: KeyPath, source: str, find: Find) -> Problem:
+    """The problem of a file that does not exist, with the nearest name beside it."""
+    folder = find(str(Path(source).parent))
+    names = [p.name for p in folder.iterdir()] if folder and folder.is_dir() else []
+    hint = nearest(Path(source).name, names)
+    if not (hint or "").startswith("did"):
+        hint = "a relative path starts at the working directory, else beside recipes/"
+    return Problem(path, f"no such file or folder: '{source}'", hint)
+
+
+def read_config(folder: Path | None) -> dict:
+    """A checkpoint's config.json; empty if there is none that can be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text()) if folder else {}
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
