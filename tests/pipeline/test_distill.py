@@ -105,7 +105,7 @@ def test_the_card_and_the_page_tell_of_every_suite_and_of_the_sibling(distilled)
     for how in ("greedy", "temperature 0.7"):
         for kind in ("chat", "copying"):
             assert f"| {how}, {kind}: speed-up | 1.00x |" in card
-            assert f"Speculative decoding of {how}, {kind}:" in page
+            assert f"Speculative decoding, {how}, {kind}" in page
     rows = re.findall(r"<tr><th[^>]*>(\w+)</th>(.*?)</tr>", page, re.DOTALL)
     shown = [cells for name, cells in rows if name == "baseline_model"]
     assert len(shown) == 6
