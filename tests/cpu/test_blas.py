@@ -164,7 +164,7 @@ def test_processes_share_the_processors(monkeypatch):
         blas.os, "sched_getaffinity", lambda _: range(16), raising=False
     )
     for neighbours, threads in [(1, 8), (2, 4), (3, 2), (20, 1)]:
-        monkeypatch.setattr(blas.launcher, "neighbours", lambda n=neighbours: n)
+        monkeypatch.setattr(blas.launcher, "local_process_count", lambda n=neighbours: n)
         assert blas._thread_count() == threads
     monkeypatch.setenv("LMX_BLAS_THREADS", "5")
     assert blas._thread_count() == 5

@@ -135,7 +135,7 @@ def test_the_death_of_one_ends_the_other_and_costs_nothing(tmp_path, expected, r
     ended = in_ring(ATTACK, *attack, folder=tmp_path)
     assert ended[rank].returncode == -signal.SIGKILL
     assert ended[1 - rank].returncode == 1
-    assert "another process of this run is gone" in ended[1 - rank].stderr
+    assert "lost the connection to another process" in ended[1 - rank].stderr
     assert run.json("manifest.json")["status"] == ("running", "failed")[rank]
     if rank == 0:
         assert [done.returncode for done in both(run)] == [0, 0]
@@ -295,7 +295,7 @@ class TestLauncher:
     """What is known before anything is connected."""
 
     def test_alone(self, monkeypatch):
-        assert (launcher.launched_rank(), launcher.neighbours()) == (None, 1)
+        assert (launcher.launched_rank(), launcher.local_process_count()) == (None, 1)
         monkeypatch.setenv("MLX_RANK", "0")
         assert launcher.launched_rank() is None
 
@@ -303,7 +303,7 @@ class TestLauncher:
         (tmp_path / "hosts").write_text("\n")
         monkeypatch.setenv("MLX_RANK", "0")
         monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
-        assert (launcher.launched_rank(), launcher.neighbours()) == (None, 1)
+        assert (launcher.launched_rank(), launcher.local_process_count()) == (None, 1)
 
     @pytest.mark.parametrize(
         ("said", "rank", "backend", "neighbours", "processes"),
@@ -336,15 +336,15 @@ class TestLauncher:
             monkeypatch.setenv(name, value)
         assert launcher.launched_rank() == rank
         assert launcher.backend() == backend
-        assert launcher.neighbours() == neighbours
-        assert launcher.processes() == processes
+        assert launcher.local_process_count() == neighbours
+        assert launcher.process_count() == processes
 
     def test_jaccl_lists_the_devices_of_all(self, tmp_path, monkeypatch):
         (tmp_path / "devices").write_text('[[null, "rdma_a"], ["rdma_b", null]]')
         monkeypatch.setenv("MLX_RANK", "0")
         monkeypatch.setenv("MLX_JACCL_COORDINATOR", "a:1")
         monkeypatch.setenv("MLX_IBV_DEVICES", str(tmp_path / "devices"))
-        assert launcher.processes() == 2
+        assert launcher.process_count() == 2
 
     def test_neighbours_share_a_machine(self, tmp_path, monkeypatch):
         hosts = tmp_path / "hosts"
@@ -352,5 +352,5 @@ class TestLauncher:
         monkeypatch.setenv("MLX_HOSTFILE", str(hosts))
         for rank, count in enumerate([1, 2, 2]):
             monkeypatch.setenv("MLX_RANK", str(rank))
-            assert launcher.neighbours() == count
-            assert launcher.processes() == 3
+            assert launcher.local_process_count() == count
+            assert launcher.process_count() == 3

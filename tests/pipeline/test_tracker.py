@@ -107,7 +107,7 @@ def test_a_broken_tracker_stops_nothing(make, expected, tmp_path, place):
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = launch(run, FAILS_AT=place, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
-    reason = f"going on without it: ConnectionError: {place} refused"
+    reason = f"continuing without it: ConnectionError: {place} refused"
     assert done.stderr.splitlines() == [f"warning: the tracker has failed, {reason}"]
     assert run.outcome() == expected
 

@@ -35,10 +35,10 @@ def reported(folder, start):
     """Report three rows to a tracker."""
     logger = RunLogger(folder, quiet=True)
     logger.stage = "1-train"
-    logger.tracking = TrackerThread(start, logger.warning)
+    logger.tracker = TrackerThread(start, logger.warning)
     for row in ROWS:
         logger.metrics(row | {"norm": float("nan")})
-    logger.tracking.finish({"base/loss": 2.0}, 0)
+    logger.tracker.finish({"base/loss": 2.0}, 0)
     return [x for x in (folder / "log.txt").read_text().splitlines() if "tracker" in x]
 
 
@@ -56,7 +56,7 @@ def test_every_row_arrives_as_it_is_written(tmp_path):
 def test_a_fault_is_told_once(tmp_path, capsys, place, error):
     [line] = reported(tmp_path, lambda: Recorder(place, error))
     reason = f"{error.__name__}: no such host"
-    assert line.endswith(f"the tracker has failed, going on without it: {reason}")
+    assert line.endswith(f"the tracker failed, continuing without it: {reason}")
     assert capsys.readouterr().err.count("tracker") == 1
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == len(ROWS)
 
@@ -72,7 +72,7 @@ def test_what_the_environment_keeps_secret_is_not_told(tmp_path, monkeypatch):
 
 
 def test_a_tracker_that_hangs_is_left_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr(trackers, "PATIENCE", 0.05)
+    monkeypatch.setattr(trackers, "FINISH_TIMEOUT", 0.05)
     release = threading.Event()
 
     def start():

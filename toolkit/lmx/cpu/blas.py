@@ -149,7 +149,7 @@ def _thread_count() -> int:
         if value:
             return int(value)
     threads = min(len(os.sched_getaffinity(0)), _cpu_quota())
-    return max(1, threads // launcher.neighbours())
+    return max(1, threads // launcher.local_process_count())
 
 
 def _cpu_quota() -> int:

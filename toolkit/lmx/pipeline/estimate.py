@@ -52,7 +52,7 @@ from ..models.checkpoint import checkpoint_size, config_int, read_config
 from ..models.loader import build_model
 from ..models.lora import lora_model
 from ..quantization.target_layers import QuantizationPlan, select_layers
-from ..run.launcher import processes
+from ..run.launcher import process_count
 from ..training.teacher_targets import bytes_per_token
 
 MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
@@ -227,7 +227,7 @@ def training_cost(
     backward = _activations(shape, matrices, batch, compute, config)
     backward += _loss(shape, batch, config) + (4 + compute) * quantized
     copies = 1 + MOMENTS[config.optimizer] + (config.gradient_accumulation_steps > 1)
-    shards = processes() if config.fsdp else 1
+    shards = process_count() if config.fsdp else 1
     memory = {
         "weights": (shape.bytes + masters) // shards + compute * total,
         "optimizer": 4 * copies * trained // shards,

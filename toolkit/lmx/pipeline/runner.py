@@ -92,13 +92,13 @@ def tracked(loaded: LoadedRecipe, logger: RunLogger) -> Iterator[None]:
         name=loaded.name,
         recipe=yaml_io.read(loaded.resolved).data,
     )
-    logger.tracking = TrackerThread(start, logger.warning)
+    logger.tracker = TrackerThread(start, logger.warning)
     code = 1
     try:
         yield
         code = 0
     finally:
-        logger.tracking.finish(_summary(logger.folder / "report.json"), code)
+        logger.tracker.finish(_summary(logger.folder / "report.json"), code)
 
 
 def _summary(path: Path) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Several processes that train one model: sums over them, and one fate for all."""
+"""Process group: collectives, and propagation of errors and interrupts to all ranks."""
 
 import json
 import math
@@ -13,27 +13,27 @@ from ..errors import FAILED, INTERRUPTED, Interrupted, UserError
 from . import launcher
 
 Item = TypeVar("Item")
-# Bytes that travel at once: many small arrays would wait for the line one by one.
-BUCKET = 32 << 20
-# How MLX begins to speak of a connection that is no more.
-LINKS = ("[ring]", "[jaccl]", "[nccl]", "[mpi]")
+# Bytes per all-reduce. Small arrays are concatenated, because each call has latency.
+BUCKET_BYTES = 32 << 20
+# Prefixes of MLX's messages about lost connections.
+BACKEND_PREFIXES = ("[ring]", "[jaccl]", "[nccl]", "[mpi]")
 
 
 class RemoteError(UserError):
-    """Another process of the run has failed, and tells why itself."""
+    """Another process of the run failed; it prints its own message."""
 
     def __init__(self, code: int):
         super().__init__("", code=code)
 
 
 class ProcessGroup:
-    """The processes of a run; one that is alone pays nothing for it.
+    """The processes of a run. With one process, collectives have no cost.
 
-    Every method that talks to the others must be called by all, in the same order.
+    All processes must call the collective methods in the same order.
 
     Attributes:
-        rank: this process's number, from 0.
-        size: how many there are.
+        rank: rank of this process, from 0.
+        size: number of processes.
     """
 
     def __init__(self, group: mx.distributed.Group | None = None):
@@ -43,21 +43,21 @@ class ProcessGroup:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that writes and tells."""
+        """Whether this is rank 0, which writes files and logs."""
         return self.rank == 0
 
     def shard(self, items: Iterable[Item]) -> Iterator[Item]:
-        """This process's share of some items: every `size`-th."""
+        """The items of this rank: every `size`-th."""
         return islice(items, self.rank, None, self.size)
 
     def all_sum(self, values: Sequence[mx.array]) -> list[mx.array]:
-        """The sums of arrays over all processes, not yet computed, in float32."""
+        """Lazy sums of arrays over all processes, in float32."""
         if self.size == 1:
             return list(values)
         flat = [value.astype(mx.float32).reshape(-1) for value in values]
         sums: list[mx.array] = []
         for bucket in _buckets(flat):
-            # One after the other, in the same order everywhere.
+            # The dependency gives all ranks the same order of calls.
             [joined] = mx.depends([mx.concatenate(bucket)], sums[-1:])
             total = mx.distributed.all_sum(joined, group=self._group)
             ends = accumulate(value.size for value in bucket[:-1])
@@ -66,24 +66,24 @@ class ProcessGroup:
         return [total.reshape(value.shape) for total, value in pairs]
 
     def all_gather(self, value: mx.array) -> mx.array:
-        """The rows of all processes below each other, not yet computed."""
+        """The lazy concatenation of the arrays of all ranks along axis 0."""
         return mx.distributed.all_gather(value, group=self._group)
 
     def reduce_scatter(self, value: mx.array) -> mx.array:
-        """This process's share of the rows of a sum over all, not yet computed.
+        """This rank's slice of the lazy sum over all ranks, along axis 0.
 
-        Only NCCL and JACCL can; others raise a RuntimeError.
+        Only NCCL and JACCL support it; other backends raise a RuntimeError.
         """
         return mx.distributed.sum_scatter(value, group=self._group)
 
-    def all_reduce_scalars(self, *numbers: float) -> list[float]:
-        """The sums of numbers over all processes, computed."""
+    def all_reduce_scalars(self, *values: float) -> list[float]:
+        """Sums of numbers over all processes, in float64."""
         if self.size == 1:
-            return list(numbers)
-        # As two parts each: one float32 would lose digits.
-        whole = mx.array(numbers, mx.float32)
-        rest = [n - w for n, w in zip(numbers, whole.tolist(), strict=True)]
-        parts = [whole, mx.array(rest, mx.float32)]
+            return list(values)
+        # Two float32 parts per number, because MLX has no float64 collectives.
+        high = mx.array(values, mx.float32)
+        low = [v - h for v, h in zip(values, high.tolist(), strict=True)]
+        parts = [high, mx.array(low, mx.float32)]
         gathered = [
             mx.distributed.all_gather(p[None], group=self._group) for p in parts
         ]
@@ -91,21 +91,21 @@ class ProcessGroup:
         return [math.fsum(column) for column in zip(*rows, strict=True)]
 
     def broadcast(self, values: Sequence[mx.array]) -> list[mx.array]:
-        """The first process's values of arrays, of any type, bit for bit."""
+        """The arrays of rank 0, of any dtype, bit for bit."""
         if self.size == 1:
             return list(values)
-        found = []
+        received = []
         for value in values:
-            # As bytes: of a sum with zero, -0.0 and some NaN would come out changed.
+            # As bytes: a sum with zero would change -0.0 and some NaN.
             data = mx.contiguous(value).reshape(-1).view(mx.uint8)
             data = data if self.is_first else mx.zeros_like(data)
             data = mx.distributed.all_sum(data, group=self._group)
-            found.append(data.view(value.dtype).reshape(value.shape))
-            mx.eval(found[-1])
-        return found
+            received.append(data.view(value.dtype).reshape(value.shape))
+            mx.eval(received[-1])
+        return received
 
     def broadcast_object(self, value: Any) -> Any:
-        """The first process's value, of what JSON can hold; the others' is ignored."""
+        """The JSON value of rank 0; those of other ranks are ignored."""
         if self.size == 1:
             return value
         text = json.dumps(value).encode() if self.is_first else b""
@@ -115,56 +115,57 @@ class ProcessGroup:
         return json.loads(bytes(data.tolist()))
 
     def require_same(self, value: Any, what: str, *, hint: str) -> None:
-        """Raise a `UserError` in whoever has another value than the first process.
+        """Raise a `UserError` on ranks whose value differs from that of rank 0.
 
         Args:
-            what: what it then does, such as "reads other rows".
+            what: the difference in words, such as "reads other data".
         """
-        firsts = self.broadcast_object(value)
+        expected = self.broadcast_object(value)
         with self.collective_errors():
-            if value != firsts:
+            if value != expected:
                 raise UserError(
                     f"process {self.rank} {what} than the first one", hint=hint
                 )
 
     @contextmanager
     def collective_errors(self) -> Iterator[None]:
-        """What fails in one process while this is open fails in all when it closes.
+        """Raise on all ranks if one of them raises in this context.
 
-        Inside of it nothing may talk to the others, who may have failed.
+        Collectives inside the context are not allowed, because other ranks may have
+        failed.
 
         Raises:
-            Elsewhere: another one failed, with its exit code.
-            Interrupted: another one was stopped.
+            RemoteError: another process failed; has its exit code.
+            Interrupted: another process was interrupted.
         """
         try:
             yield
-        except BaseException as fault:
+        except BaseException as error:
             with suppress(RuntimeError):
-                self._worst(_code(fault))
+                self._max_code(_exit_code(error))
             raise
-        worst = self._worst(0)
-        if worst == INTERRUPTED:
+        code = self._max_code(0)
+        if code == INTERRUPTED:
             raise Interrupted
-        if worst:
-            raise RemoteError(worst)
+        if code:
+            raise RemoteError(code)
 
     @contextmanager
     def connection_errors(self) -> Iterator[None]:
-        """Turn the loss of another process into a `UserError`."""
+        """Convert lost connections to `UserError`."""
         try:
             yield
-        except RuntimeError as fault:
-            if self.size == 1 or not str(fault).startswith(LINKS):
+        except RuntimeError as error:
+            if self.size == 1 or not str(error).startswith(BACKEND_PREFIXES):
                 raise
             raise UserError(
-                f"another process of this run is gone: {fault}",
-                hint="its own message says why; the same command goes on from the "
-                "last checkpoint",
+                f"lost the connection to another process: {error}",
+                hint="see the message of that process; the same command resumes from "
+                "the last checkpoint",
                 code=FAILED,
-            ) from fault
+            ) from error
 
-    def _worst(self, code: int) -> int:
+    def _max_code(self, code: int) -> int:
         if self.size == 1:
             return code
         codes = mx.distributed.all_gather(mx.array([code]), group=self._group)
@@ -175,28 +176,28 @@ SINGLE_PROCESS = ProcessGroup()
 
 
 def join() -> ProcessGroup:
-    """The processes that a launcher started, connected; else `ALONE`.
+    """Connect the launched processes; SINGLE_PROCESS without a launcher.
 
     Raises:
-        UserError: they cannot be connected.
+        UserError: the connection fails.
     """
     rank = launcher.launched_rank()
     if rank is None:
         return SINGLE_PROCESS
     try:
         group = mx.distributed.init(strict=True)
-    except RuntimeError as fault:
+    except RuntimeError as error:
         raise UserError(
-            f"the processes cannot be connected over {launcher.backend()}: {fault}",
+            f"cannot connect the processes with {launcher.backend()}: {error}",
             hint="see `mlx.launch --help` for hosts and backends",
-        ) from fault
+        ) from error
     return ProcessGroup(group) if group.size() > 1 else SINGLE_PROCESS
 
 
 def _buckets(values: list[mx.array]) -> Iterator[list[mx.array]]:
     bucket, size = [], 0
     for value in values:
-        if bucket and size + value.nbytes > BUCKET:
+        if bucket and size + value.nbytes > BUCKET_BYTES:
             yield bucket
             bucket, size = [], 0
         bucket.append(value)
@@ -205,9 +206,9 @@ def _buckets(values: list[mx.array]) -> Iterator[list[mx.array]]:
         yield bucket
 
 
-def _code(fault: BaseException) -> int:
-    """The exit code that the command line gives to a fault."""
-    if isinstance(fault, UserError):
-        return fault.code
-    stopped = isinstance(fault, KeyboardInterrupt | Interrupted)
-    return INTERRUPTED if stopped else FAILED
+def _exit_code(error: BaseException) -> int:
+    """The exit code of the command line for an error."""
+    if isinstance(error, UserError):
+        return error.code
+    is_interrupt = isinstance(error, KeyboardInterrupt | Interrupted)
+    return INTERRUPTED if is_interrupt else FAILED

@@ -1,4 +1,4 @@
-"""What a run tells: the console, log.txt, metrics.jsonl and samples.jsonl."""
+"""Output of a run: the console, log.txt, metrics.jsonl and samples.jsonl."""
 
 import json
 import math
@@ -12,47 +12,47 @@ from pathlib import Path
 from .fs import disk_errors, write_atomic
 from .trackers import TrackerThread
 
-# What a terminal would obey: escape sequences, and control characters but tab and line.
+# Terminal escape sequences, and control characters except tab and newline.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class RunLogger:
-    """Lines for people and rows for programs.
+    """Log lines for people and JSONL records for programs.
 
-    On a terminal there is colour and a live bar; elsewhere plain lines, flushed. What
-    goes into the files never has control characters.
+    On a terminal the output has colors and a progress bar; elsewhere it is plain lines.
+    Control characters are removed.
 
     Args:
-        folder: the run folder, or None for the console alone.
-        quiet: only warnings and tables reach the console.
+        folder: the run directory; None = only the console.
+        quiet: print only warnings and tables to the console.
     """
 
     def __init__(self, folder: Path | None, *, quiet: bool = False):
         self.folder = folder
         self.quiet = quiet
         self.stage = ""
-        self.tracking: TrackerThread | None = None
+        self.tracker: TrackerThread | None = None
         self._bar = None
 
     def info(self, text: str) -> None:
-        """A line of progress."""
+        """Log a line."""
         self.debug(text)
         if not self.quiet:
             self._show(text)
 
     def warning(self, text: str) -> None:
-        """A line nobody should miss."""
+        """Log a warning; the console gets it on stderr, also when quiet."""
         self.debug(f"warning: {text}")
         self._show(f"warning: {text}", to=sys.stderr)
 
     def debug(self, text: str) -> None:
-        """Lines for log.txt alone."""
+        """Log lines to log.txt only."""
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = _CONTROL.sub("", text).split("\n")
         self._append("log.txt", "".join(f"{stamp} {line}\n" for line in lines))
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
-        """A table, also when quiet; only the first column is aligned to the left."""
+        """Print a table, also when quiet. Only the first column is left-aligned."""
         cells = [columns, *rows]
         text = "\n".join([title, *_aligned(cells)])
         self.debug(text)
@@ -61,52 +61,53 @@ class RunLogger:
         else:
             self._show(text)
 
-    def metrics(self, row: dict) -> None:
-        """One row of metrics.jsonl; what is not a finite number becomes null."""
-        row = self._append_row("metrics.jsonl", row)
-        if self.tracking:
-            self.tracking.log(row)
+    def metrics(self, record: dict) -> None:
+        """Append a record to metrics.jsonl. Numbers that are not finite become null."""
+        record = self._append_record("metrics.jsonl", record)
+        if self.tracker:
+            self.tracker.log(record)
 
-    def sample(self, row: dict) -> None:
-        """One row of samples.jsonl."""
-        self._append_row("samples.jsonl", row)
+    def sample(self, record: dict) -> None:
+        """Append a record to samples.jsonl."""
+        self._append_record("samples.jsonl", record)
 
     def truncate(self, step: int) -> None:
-        """Drop this stage's rows beyond `step`, which a resumed run writes again."""
+        """Drop this stage's records after `step`; the resumed run repeats them."""
         for name in ("metrics.jsonl", "samples.jsonl"):
             path = self.folder and self.folder / name
             if path and path.exists():
                 lines = path.read_text().splitlines(keepends=True)
-                kept = [line for line in lines if self._is_kept(line, step)]
-                write_atomic(path, "".join(kept))
+                valid = [line for line in lines if self._is_valid(line, step)]
+                write_atomic(path, "".join(valid))
 
     @contextmanager
     def progress(self, total: int, description: str) -> Iterator["ProgressBar"]:
-        """A bar with the time left on a terminal, lines elsewhere."""
+        """A progress bar on a terminal, lines elsewhere, with the remaining time."""
         progress = ProgressBar(self, total, description)
         try:
             yield progress
         finally:
             progress.close()
 
-    def _is_kept(self, line: str, step: int) -> bool:
+    def _is_valid(self, line: str, step: int) -> bool:
         try:
-            row = json.loads(line)
+            record = json.loads(line)
         except ValueError:
-            # Half a row, where a run was killed.
+            # The last line of a killed run may be incomplete.
             return False
-        return row["stage"] != self.stage or row.get("step", 0) <= step
+        return record["stage"] != self.stage or record.get("step", 0) <= step
 
-    def _append_row(self, name: str, row: dict) -> dict:
-        row = {"stage": self.stage} | {key: _finite(row[key]) for key in row}
-        self._append(name, json.dumps(row, ensure_ascii=False) + "\n")
-        return row
+    def _append_record(self, name: str, record: dict) -> dict:
+        values = {key: _finite(value) for key, value in record.items()}
+        record = {"stage": self.stage} | values
+        self._append(name, json.dumps(record, ensure_ascii=False) + "\n")
+        return record
 
     def _append(self, name: str, text: str) -> None:
         if self.folder is None:
             return
         path = self.folder / name
-        # Unbuffered: a line is one write, whole for whoever reads along.
+        # Unbuffered: each line is one write, so that a reader never sees a part.
         with disk_errors(path), path.open("ab", buffering=0) as stream:
             stream.write(text.encode(errors="replace"))
 
@@ -134,7 +135,7 @@ class RunLogger:
 
 
 class ProgressBar:
-    """Progress of one long piece of work; made by `Report.progress`."""
+    """Progress of a long operation; made by `RunLogger.progress`."""
 
     def __init__(self, logger: RunLogger, total: int, description: str):
         self._logger = logger
@@ -142,25 +143,25 @@ class ProgressBar:
         self._description = description
         self._started: tuple[float, int] | None = None
         self._task = None
-        # A terminal has room for one live display; work inside other work has lines.
+        # A terminal shows one bar at a time; nested operations log lines.
         if sys.stdout.isatty() and not logger.quiet and logger._bar is None:
             self._open_bar()
 
-    def update(self, done: int, **numbers: float) -> None:
-        """Say how far the work is, with figures such as loss=2.5."""
-        figures = "  ".join(
+    def update(self, done: int, **values: float) -> None:
+        """Show the progress, with values such as loss=2.5."""
+        text = "  ".join(
             f"{name.replace('_', ' ')} {format_number(value)}"
-            for name, value in numbers.items()
+            for name, value in values.items()
         )
-        line = f"{self._description} {done}/{self._total}  {figures}"
+        line = f"{self._description} {done}/{self._total}  {text}"
         if self._task is not None:
             self._logger.debug(line)
-            self._logger._bar.update(self._task, completed=done, figures=figures)
+            self._logger._bar.update(self._task, completed=done, values=text)
         else:
             self._logger.info(f"{line}  {self._remaining(done)}".rstrip())
 
     def close(self) -> None:
-        """Take the bar off the screen's last line."""
+        """Remove the bar from the screen."""
         if self._task is not None:
             self._logger._bar.stop()
             self._logger._bar = None
@@ -169,21 +170,21 @@ class ProgressBar:
         from rich import progress as rich
         from rich.table import Column
 
-        # The figures are what gives way on a narrow terminal.
+        # On a narrow terminal the values are truncated.
         bar = rich.Progress(
             rich.TextColumn("{task.description}"),
             rich.BarColumn(bar_width=20),
             rich.MofNCompleteColumn(),
             rich.TimeRemainingColumn(),
             rich.TextColumn(
-                "{task.fields[figures]}",
+                "{task.fields[values]}",
                 table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
             ),
             expand=True,
-            # Updates of slow training are minutes apart.
+            # In slow trainings, updates are minutes apart.
             speed_estimate_period=600,
         )
-        self._task = bar.add_task(self._description, total=self._total, figures="")
+        self._task = bar.add_task(self._description, total=self._total, values="")
         self._logger._bar = bar
         bar.start()
 
@@ -192,13 +193,13 @@ class ProgressBar:
         if self._started is None:
             self._started = (now, done)
             return ""
-        since, first = self._started
-        left = (now - since) / max(1, done - first) * (self._total - done)
-        return f"about {format_duration(left)} left" if left else ""
+        start, first = self._started
+        remaining = (now - start) / max(1, done - first) * (self._total - done)
+        return f"about {format_duration(remaining)} left" if remaining else ""
 
 
 def format_number(value: float) -> str:
-    """Four significant digits, thousands grouped, small numbers with an exponent."""
+    """A number with four significant digits and grouped thousands."""
     if isinstance(value, int):
         return f"{value:,}"
     if 1000 <= abs(value) < math.inf:
@@ -207,7 +208,7 @@ def format_number(value: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """45 s, 12 min, 3.5 h."""
+    """A duration such as 45 s, 12 min or 3.5 h."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
@@ -229,7 +230,7 @@ def _aligned(rows: list[list[str]]) -> list[str]:
 
 
 class NullLogger(RunLogger):
-    """Tells nobody anything: the first process does."""
+    """No-op logger for ranks other than 0."""
 
     def __init__(self):
         super().__init__(None, quiet=True)

@@ -1,4 +1,4 @@
-"""Stopping on Ctrl-C and SIGTERM at a moment of the program's own choosing."""
+"""SIGINT and SIGTERM as a request that the program polls."""
 
 import os
 import signal
@@ -11,12 +11,12 @@ from ..errors import INTERRUPTED
 
 @contextmanager
 def stop_requested() -> Iterator[Callable[[], bool]]:
-    """While open, the first SIGINT or SIGTERM only sets what the callable returns.
+    """Yield a function that returns whether SIGINT or SIGTERM has arrived.
 
-    A second signal acts as ever, for those who cannot wait. Outside the main thread,
-    which alone receives signals, nothing is changed.
+    The first signal only sets this flag; a second one has its default effect. Outside
+    the main thread, which alone receives signals, the flag stays False.
     """
-    seen: list[int] = []
+    received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
@@ -24,34 +24,34 @@ def stop_requested() -> Iterator[Callable[[], bool]]:
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
     def note(kind, _):
-        seen.append(kind)
+        received.append(kind)
         for each in kinds:
             signal.signal(each, before[each])
 
     for kind in kinds:
         signal.signal(kind, note)
     try:
-        yield lambda: bool(seen)
+        yield lambda: bool(received)
     finally:
         for kind in kinds:
             signal.signal(kind, before[kind])
 
 
 @contextmanager
-def ended_when_stuck(seconds: float) -> Iterator[None]:
-    """SIGTERM ends the process if this is still open `seconds` after it.
+def exit_if_stuck(seconds: float) -> Iterator[None]:
+    """Exit the process if this context is still open `seconds` after a SIGTERM.
 
-    Who waits for another process waits outside of Python, which hears no signal there;
-    if that process is dead, it would hear none for ever.
+    A collective that waits for a dead process blocks outside Python for ever, where
+    Python's signal handlers do not run.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer)
-    left = threading.Event()
+    closed = threading.Event()
 
     def watch():
         while kinds := os.read(reader, 1):
-            if kinds[0] == signal.SIGTERM and not left.wait(seconds):
+            if kinds[0] == signal.SIGTERM and not closed.wait(seconds):
                 os._exit(INTERRUPTED)
         os.close(reader)
 
@@ -59,6 +59,6 @@ def ended_when_stuck(seconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        left.set()
+        closed.set()
         signal.set_wakeup_fd(before)
         os.close(writer)

@@ -1,4 +1,4 @@
-"""A tracker beside the run: in a thread of its own, never in the way."""
+"""Experiment trackers, in a thread, so that a slow or broken one never blocks a run."""
 
 import os
 import re
@@ -9,44 +9,44 @@ from threading import Thread
 from .wandb_tracker import start_wandb
 
 TRACKERS = {"wandb": start_wandb}
-# Seconds that the end of a run waits for a tracker.
-PATIENCE = 60
+# Seconds that the end of a run waits for the tracker.
+FINISH_TIMEOUT = 60
 _SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 
 
 class TrackerThread:
-    """Rows on their way to a tracker, which may be slow, or fail.
+    """Sends records to a tracker in a daemon thread.
 
-    The first thing that goes wrong is told, once, and nothing is sent after it.
+    The first error is logged as a warning, and ends the tracking.
 
     Args:
         start: opens the tracker; called in the thread.
-        warn: told what went wrong, in the thread of the run.
+        warning: logs the error; called in the thread of the run.
     """
 
     def __init__(self, start: Callable, warning: Callable[[str], None]):
         self._start = start
-        self._warn = warning
+        self._warning = warning
         self._jobs: SimpleQueue = SimpleQueue()
-        self._fault: str | None = None
-        self._told = False
-        # A daemon: a tracker that hangs must not keep the process alive.
+        self._error: str | None = None
+        self._has_warned = False
+        # A daemon thread: a tracker that hangs must not keep the process alive.
         self._thread = Thread(target=self._work, daemon=True, name="tracker")
         self._thread.start()
 
-    def log(self, row: dict) -> None:
-        """Hand over a row; returns at once."""
-        self._jobs.put(lambda tracker: tracker.log(row))
-        self._tell()
+    def log(self, record: dict) -> None:
+        """Queue a record of metrics.jsonl; does not block."""
+        self._jobs.put(lambda tracker: tracker.log(record))
+        self._warn_once()
 
     def finish(self, summary: dict, code: int) -> None:
-        """Hand over the end of the run and wait for it, though not for ever."""
+        """Queue the end of the run and wait up to FINISH_TIMEOUT seconds."""
         self._jobs.put(lambda tracker: tracker.finish(summary, code))
         self._jobs.put(None)
-        self._thread.join(PATIENCE)
+        self._thread.join(FINISH_TIMEOUT)
         if self._thread.is_alive():
-            self._fault = f"it has not finished within {PATIENCE} s"
-        self._tell()
+            self._error = f"it has not finished within {FINISH_TIMEOUT} s"
+        self._warn_once()
 
     def _work(self) -> None:
         try:
@@ -54,18 +54,18 @@ class TrackerThread:
             while job := self._jobs.get():
                 job(tracker)
         except BaseException as error:
-            # Somebody else's program; whatever it does must not end the run.
-            self._fault = f"{type(error).__name__}: {error}"
+            # No error of third-party code may end the run.
+            self._error = f"{type(error).__name__}: {error}"
 
-    def _tell(self) -> None:
-        if self._fault and not self._told:
-            self._told = True
-            reason = _plain(self._fault)
-            self._warn(f"the tracker has failed, going on without it: {reason}")
+    def _warn_once(self) -> None:
+        if self._error and not self._has_warned:
+            self._has_warned = True
+            reason = _redact(self._error)
+            self._warning(f"the tracker failed, continuing without it: {reason}")
 
 
-def _plain(text: str) -> str:
-    """The first line, without what the environment holds in confidence."""
+def _redact(text: str) -> str:
+    """The first line, without the values of secret environment variables."""
     for name, value in os.environ.items():
         if value and _SECRET.search(name):
             text = text.replace(value, "***")

@@ -1,4 +1,4 @@
-"""Weights & Biases: charts on its server, or files in the run folder to send later."""
+"""Weights & Biases: online, or as files in the run directory for `wandb sync`."""
 
 import os
 import secrets
@@ -7,25 +7,25 @@ from pathlib import Path
 from ..config.schema import WandbConfig
 from .fs import write_atomic
 
-# Seconds to reach the server, and to send what is left at the end.
-PATIENCE = 30
+# Seconds to reach the server, and to send the remaining data at the end.
+TIMEOUT = 30
 
 
 def start_wandb(
     config: WandbConfig, *, folder: Path, name: str, recipe: dict
 ) -> "WandbTracker":
-    """Open the run, or the one that was begun in this run folder.
+    """Start a wandb run, or resume the one of this run directory.
 
     Args:
-        folder: the run folder; wandb's files go into its folder `wandb`.
-        recipe: the resolved recipe, shown with the run.
+        folder: the run directory; wandb's files are in its folder `wandb`.
+        recipe: the resolved recipe, logged as config.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     if config.mode == "online":
         wandb.setup(wandb.Settings(silent=True))
-        # Else it would ask for a key in the terminal.
+        # Without this check, wandb asks for a key on the terminal.
         if not wandb.login(prompt=False, verify=False):
             raise RuntimeError("there is no API key: see `wandb login`")
     run = wandb.init(
@@ -46,45 +46,44 @@ def start_wandb(
             x_disable_meta=True,
             x_disable_stats=True,
             x_save_requirements=False,
-            init_timeout=PATIENCE,
-            finish_timeout=PATIENCE,
+            init_timeout=TIMEOUT,
+            finish_timeout=TIMEOUT,
         ),
     )
     return WandbTracker(run)
 
 
 class WandbTracker:
-    """An open run."""
+    """An open wandb run."""
 
     def __init__(self, run):
         self._run = run
         self._stages: set[str] = set()
 
-    def log(self, row: dict) -> None:
-        """Take in a row of metrics.jsonl.
+    def log(self, record: dict) -> None:
+        """Log a record of metrics.jsonl.
 
-        Charts are over the stage's step, so that rows which a resumed run writes again
-        fall on those written before.
+        The x axis is the stage's step, so that a resumed run overwrites repeated steps.
         """
-        stage, kind = row["stage"], row["kind"]
+        stage, kind = record["stage"], record["kind"]
         if stage not in self._stages:
             self._stages.add(stage)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        figures = {
+        values = {
             f"{stage}/{kind}/{key}": value
-            for key, value in row.items()
+            for key, value in record.items()
             if isinstance(value, int | float) and key != "step"
         }
-        self._run.log({f"{stage}/step": row["step"]} | figures)
+        self._run.log({f"{stage}/step": record["step"]} | values)
 
     def finish(self, summary: dict, code: int) -> None:
-        """Say how the run ended, with the figures of its report by dotted name."""
+        """Log the final metrics and the exit code."""
         self._run.summary.update(summary)
         self._run.finish(exit_code=code)
 
 
 def _run_id(path: Path) -> str:
-    """The name by which the server knows this run folder."""
+    """The id of the wandb run, stored in the run directory."""
     if not path.exists():
         write_atomic(path, secrets.token_hex(4))
     return path.read_text()

@@ -15,7 +15,7 @@ from ..data.batching import Batch, BucketBatchSampler
 from ..errors import FAILED, Interrupted, UserError
 from ..run.fs import write_atomic
 from ..run.logger import RunLogger
-from ..run.signals import ended_when_stuck, stop_requested
+from ..run.signals import exit_if_stuck, stop_requested
 from . import checkpoint
 from .checkpoint import TrainingProgress
 from .step import StepOutput, TrainStep
@@ -121,7 +121,7 @@ class Trainer:
             stop_requested() as stopping,
             self.logger.progress(config.steps, "training") as bar,
             self.ranks.connection_errors(),
-            ended_when_stuck(SHUTDOWN_SECONDS)
+            exit_if_stuck(SHUTDOWN_SECONDS)
             if self.ranks.size > 1
             else nullcontext(),
         ):
