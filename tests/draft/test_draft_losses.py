@@ -64,7 +64,7 @@ def sums(name, logits, target):
 
 @pytest.mark.parametrize("top_k", [2, 4])
 @pytest.mark.parametrize("name", EXPECTED)
-def test_losses_are_those_of_the_named_outcomes(name, top_k):
+def test_draft_loss_matches_top_k_reference(name, top_k):
     teacher, draft = pair()
     target = compress_targets(mx.array(teacher), top_k)
     found = sums(name, mx.array(draft), target)
@@ -74,7 +74,7 @@ def test_losses_are_those_of_the_named_outcomes(name, top_k):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_of_a_target_that_runs_beside_they_are_exact(name):
+def test_draft_loss_is_exact_for_full_targets(name):
     teacher, draft = pair(1)
     found = sums(name, mx.array(draft), full_targets(mx.array(teacher)))
     expected = EXPECTED[name](softmax(teacher), softmax(draft))
@@ -82,7 +82,7 @@ def test_of_a_target_that_runs_beside_they_are_exact(name):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_gradients_are_those_of_finite_differences(name):
+def test_draft_loss_gradients_match_finite_differences(name):
     teacher, draft = pair(2, positions=2)
     target = compress_targets(mx.array(teacher), 3)
     kept = np.array(target.indices)
@@ -110,7 +110,7 @@ def test_gradients_are_those_of_finite_differences(name):
 
 
 @pytest.mark.parametrize("top_k", [1, 3, 6])
-def test_bounds_hold_the_overlap_of_the_whole_vocabulary(top_k):
+def test_overlap_bounds_contain_exact_overlap(top_k):
     teacher, draft = pair(3, positions=200)
     target = compress_targets(mx.array(teacher), top_k)
     least, most = map(np.array, distribution_overlap(mx.array(draft), target))
@@ -120,7 +120,7 @@ def test_bounds_hold_the_overlap_of_the_whole_vocabulary(top_k):
     assert (least < most - 1e-6).any()
 
 
-def test_only_positions_that_count_are_summed_and_mixed_with_the_tokens_said():
+def test_draft_loss_sums_trainable_positions_with_cross_entropy():
     teacher, draft = pair(4)
     target = compress_targets(mx.array(teacher), VOCABULARY)
     tokens = mx.array([[0, 1, 2, 3, 4]])

@@ -8,7 +8,7 @@ from lmx.data.batching import Batch
 from lmx.draft.losses import DraftLoss
 from lmx.draft.on_policy import OnPolicyBatches, find_rejections
 from lmx.training.teacher_targets import compress_targets, full_targets
-from test_learning import VOCABULARY, law_of, lessons, student
+from test_draft_benchmark import VOCABULARY, law_of, lessons, student
 
 WRONG = 5
 
@@ -28,7 +28,7 @@ def judged(lesson, row):
     return np.flatnonzero(np.array(lesson.mask)[row])[1:]
 
 
-def test_answers_are_cut_where_the_draft_is_wrong():
+def test_find_rejections_cuts_at_draft_errors():
     draws, cut, expected = np.random.default_rng(0), 0, 0
     for lesson in lessons(None):
         read = np.array(lesson.tokens)[:, :-1]
@@ -43,7 +43,7 @@ def test_answers_are_cut_where_the_draft_is_wrong():
     assert cut == expected > 10
 
 
-def test_places_are_drawn_by_their_chance_to_fall():
+def test_find_rejections_samples_by_rejection_probability():
     random = np.random.default_rng(3)
     tokens = mx.array(random.integers(0, VOCABULARY, (1, 7)), mx.int32)
     mask = mx.array([[False, False, True, True, True, True]])
@@ -104,7 +104,7 @@ def rows(batch):
     return found
 
 
-def test_the_last_steps_hold_what_the_draft_wrote_and_what_the_target_says(replays):
+def test_on_policy_batches_hold_draft_tokens_and_target_predictions(replays):
     begun, draft, made = replays
     taught = begun()
     plain = lessons(8)
@@ -133,7 +133,7 @@ def test_the_last_steps_hold_what_the_draft_wrote_and_what_the_target_says(repla
     assert made == [0, 1]
 
 
-def test_a_run_that_goes_on_learns_from_the_same_words(replays):
+def test_resumed_run_reuses_replays(replays):
     begun, draft, made = replays
     first = [begun()(step).tokens.tolist() for step in (5, 7)]
     asked = len(made)
@@ -143,7 +143,7 @@ def test_a_run_that_goes_on_learns_from_the_same_words(replays):
     assert begun()(9).tokens.tolist() != first[1]
 
 
-def test_words_of_the_draft_are_no_labels():
+def test_draft_tokens_are_not_labels():
     """The divergence counts at every place, the tokens where the target said them."""
     random = np.random.default_rng(1)
     p, q = (mx.array(random.normal(size=(1, 4, VOCABULARY))) for _ in range(2))

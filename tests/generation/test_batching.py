@@ -6,7 +6,7 @@ from lmx.errors import UserError
 from lmx.generation.batching import BatchGenerator, GenerationRequest
 from lmx.generation.engine import Generator
 from lmx.generation.sampling import Sampling
-from test_session import tiny as family_model
+from test_kv_cache import tiny as family_model
 from tiny_families import VOCABULARY
 from tiny_generators import byte_tokenizer, tiny
 
@@ -56,7 +56,7 @@ def alone(model, request, tokenizer):
 
 
 @pytest.mark.parametrize(("name", "count"), [("llama", 80), ("gemma3", 32)])
-def test_many_requests_get_what_each_gets_alone(name, count):
+def test_batch_generator_matches_single_requests(name, count):
     model, tokenizer = tiny(name), byte_tokenizer()
     requests = some_requests(count, 256)
     batcher = BatchGenerator(model, max_batch_size=16, prefill_step_size=16)
@@ -68,7 +68,7 @@ def test_many_requests_get_what_each_gets_alone(name, count):
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "mamba", "deepseek_v3"])
-def test_other_kinds_of_cache(family):
+def test_batch_generator_supports_other_caches(family):
     model = family_model(family)
     requests = some_requests(12, VOCABULARY, longest=40)
     found = answers(
@@ -78,7 +78,7 @@ def test_other_kinds_of_cache(family):
     assert found == [alone(model, request, tokenizer) for request in requests]
 
 
-def test_what_cannot_hold_several_is_refused():
+def test_batch_generator_rejects_caches_without_merge():
     from mlx_lm.models.cache import ChunkedKVCache
 
     model = tiny("llama")
@@ -87,7 +87,7 @@ def test_what_cannot_hold_several_is_refused():
         BatchGenerator(model)
 
 
-def test_no_one_starves_behind_a_long_prompt():
+def test_batch_generator_decodes_during_long_prefill():
     batcher = BatchGenerator(tiny("llama"), max_batch_size=4, prefill_step_size=8)
     short, long = (
         GenerationRequest([1, 2], max_tokens=40),
@@ -107,7 +107,7 @@ def test_no_one_starves_behind_a_long_prompt():
     assert order.count(late) == 3
 
 
-def test_first_come_first_served_when_the_batch_is_full():
+def test_batch_generator_keeps_request_order_when_full():
     batcher = BatchGenerator(tiny("llama"), max_batch_size=2)
     requests = [GenerationRequest([number + 1], max_tokens=4) for number in range(7)]
     for request in requests:
@@ -121,7 +121,7 @@ def test_first_come_first_served_when_the_batch_is_full():
     assert firsts == requests
 
 
-def test_a_cancelled_request_frees_its_cache_and_says_no_more():
+def test_cancel_frees_cache_and_stops_output():
     model = tiny("llama")
     batcher = BatchGenerator(model, max_batch_size=4)
     gone, stays = (
@@ -146,7 +146,7 @@ def test_a_cancelled_request_frees_its_cache_and_says_no_more():
     assert not batcher.nbytes
 
 
-def test_a_cancelled_row_leaves_the_others_alone():
+def test_cancel_does_not_change_other_requests():
     model, tokenizer = tiny("gemma3"), byte_tokenizer()
     requests = some_requests(9, 256, seed=5)
     batcher = BatchGenerator(model, max_batch_size=9)
@@ -162,7 +162,7 @@ def test_a_cancelled_row_leaves_the_others_alone():
         assert found[id(request)] == alone(model, request, tokenizer)
 
 
-def test_the_next_step_runs_before_tokens_are_read():
+def test_batch_generator_launches_next_step_early():
     model = tiny("llama")
     calls = []
 

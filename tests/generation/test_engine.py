@@ -32,7 +32,7 @@ def prompt_of(length, seed=0):
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
-def test_greedy_text_is_that_of_mlx_lm(model, tokenizer):
+def test_generate_matches_mlx_lm(model, tokenizer):
     from mlx_lm import generate
 
     generator = Generator(model, tokenizer, prefill_step_size=8)
@@ -45,7 +45,7 @@ def test_greedy_text_is_that_of_mlx_lm(model, tokenizer):
     assert len(texts) == len(LENGTHS)
 
 
-def test_cached_logits_equal_uncached_at_every_position(model):
+def test_cached_logits_match_uncached(model):
     from lmx.generation.decode_loop import prefill
     from lmx.generation.kv_cache import CacheState
     from lmx.models.loader import make_cache
@@ -66,7 +66,7 @@ def test_cached_logits_equal_uncached_at_every_position(model):
         assert error <= 1e-5 * spread, width
 
 
-def test_a_lost_token_is_seen_by_that_comparison(model):
+def test_cached_logits_comparison_detects_lost_token(model):
     tokens = mx.array([prompt_of(48)])
     whole, short = model(tokens)[:, -1], model(tokens[:, 1:])[:, -1]
     error = mx.max(mx.abs(whole - short)).item()
@@ -74,7 +74,7 @@ def test_a_lost_token_is_seen_by_that_comparison(model):
     assert error > 1e-3 * mx.max(mx.abs(whole)).item()
 
 
-def test_many_prompts_at_once_give_the_answers_of_each_alone(model):
+def test_batch_generate_matches_single_prompts(model):
     tokenizer = byte_tokenizer(eos=[*"aeiostuU", "<|im_end|>"])
     generator = Generator(model, tokenizer, prefill_step_size=8)
     lengths = [5, 20, 5, 1, 20, 20, 5]
@@ -84,7 +84,7 @@ def test_many_prompts_at_once_give_the_answers_of_each_alone(model):
     assert len({len(g.tokens) for g in alone}) > 2  # rows end at different steps
 
 
-def test_more_prompts_than_a_batch_holds(llama, tokenizer):
+def test_batch_generate_splits_into_batches(llama, tokenizer):
     generator = Generator(llama, tokenizer)
     prompts = [prompt_of(3, seed) for seed in range(70)]
     answers = generator.batch_generate(prompts, max_tokens=3)
@@ -94,7 +94,7 @@ def test_more_prompts_than_a_batch_holds(llama, tokenizer):
 
 
 @pytest.mark.parametrize("end", [257, 258])
-def test_every_end_of_sequence_id_stops(end):
+def test_generate_stops_at_every_eos_token(end):
     eos = ("<|im_end|>", "<|end|>")
     generator, prompt = scripted("abc", ids=[end, 40], eos=eos)
     pieces = list(generator.stream(prompt, max_tokens=10))
@@ -107,7 +107,7 @@ def test_every_end_of_sequence_id_stops(end):
     assert generator.batch_generate([prompt], max_tokens=10) == ["abc"]
 
 
-def test_given_stop_tokens_replace_the_tokenizers():
+def test_stop_tokens_replace_eos_tokens():
     generator, prompt = scripted("abc", ids=[257, 40])
     b = generator.tokenizer.encode("b")
     assert generator.generate(prompt, max_tokens=9, stop_tokens=b).text == "a"
@@ -116,7 +116,7 @@ def test_given_stop_tokens_replace_the_tokenizers():
     assert past.finish_reason == "length"
 
 
-def test_characters_come_whole():
+def test_stream_yields_complete_characters():
     text = "né 🎈🧑‍🚀!"
     # Each byte may have one successor only: spell every character apart.
     for character in text:
@@ -127,12 +127,12 @@ def test_characters_come_whole():
         assert not any("\ufffd" in p.text for p in pieces)
 
 
-def test_half_a_character_at_the_end_is_shown_as_such():
+def test_generate_ends_with_replacement_for_partial_character():
     generator, prompt = scripted("🎈", ids=[257])
     assert generator.generate(prompt, max_tokens=2).text == "\ufffd"
 
 
-def test_the_next_step_runs_before_the_token_is_read():
+def test_stream_launches_next_step_early():
     generator, prompt = scripted("abcdefgh")
     calls = generator.model.calls
     stream = generator.stream(prompt, max_tokens=4)
@@ -142,7 +142,7 @@ def test_the_next_step_runs_before_the_token_is_read():
     assert len(calls) == 4  # none beyond the last token
 
 
-def test_the_prompt_is_read_in_chunks_and_its_last_token_apart():
+def test_prefill_is_chunked():
     generator, _ = scripted("a")
     generator.prefill_step_size = 8
     list(generator.stream([1] * 20, max_tokens=1))
@@ -152,7 +152,7 @@ def test_the_prompt_is_read_in_chunks_and_its_last_token_apart():
     assert generator.model.calls == [(4, 2)] * 9 + [(4, 1), (4, 1)]
 
 
-def test_seeds_reproduce_and_differ(llama, tokenizer):
+def test_seeds_determine_samples(llama, tokenizer):
     generator = Generator(llama, tokenizer)
 
     def tokens(seed):
@@ -166,7 +166,7 @@ def test_seeds_reproduce_and_differ(llama, tokenizer):
     assert len({tuple(tokens(seed)) for seed in range(5)}) == 5
 
 
-def test_logprobs_are_those_of_the_model(model, tokenizer):
+def test_logprobs_match_float64_reference(model, tokenizer):
     prompt, options = prompt_of(5), {"max_tokens": 20, "logprobs": True}
     pieces = list(Generator(model, tokenizer).stream(prompt, **options))
     tokens = [p.token for p in pieces]
@@ -177,7 +177,7 @@ def test_logprobs_are_those_of_the_model(model, tokenizer):
     np.testing.assert_allclose([p.logprob for p in pieces], expected, atol=1e-4)
 
 
-def test_figures_of_a_generation(llama, tokenizer):
+def test_generate_reports_timings(llama, tokenizer):
     seen = []
     generation = Generator(llama, tokenizer).generate(
         [5, 6, 7], max_tokens=6, stop_tokens=(), on_token=seen.append
@@ -190,13 +190,13 @@ def test_figures_of_a_generation(llama, tokenizer):
     assert generation.decode_tokens_per_second > 0
 
 
-def test_no_tokens_asked_none_given(llama, tokenizer):
+def test_generate_accepts_zero_max_tokens(llama, tokenizer):
     generation = Generator(llama, tokenizer).generate([5], max_tokens=0)
     assert (generation.text, generation.tokens) == ("", [])
     assert (generation.finish_reason, generation.ttft_ms) == ("length", None)
 
 
-def test_prompts_that_cannot_be(llama, tokenizer):
+def test_generator_rejects_empty_and_long_prompts(llama, tokenizer):
     generator = Generator(llama, tokenizer)
     for ask in (
         generator.stream,
@@ -209,7 +209,7 @@ def test_prompts_that_cannot_be(llama, tokenizer):
             ask([1] * 401)
 
 
-def test_generation_ends_where_the_positions_do(llama, tokenizer):
+def test_generation_ends_at_max_positions(llama, tokenizer):
     generation = Generator(llama, tokenizer).generate([1] * 398, stop_tokens=())
     assert len(generation.tokens) == 3
     assert generation.finish_reason == "length"
@@ -222,7 +222,7 @@ TEMPLATE = (
 )
 
 
-def test_encode_with_and_without_a_template(llama, tokenizer):
+def test_encode_chat_with_and_without_template(llama, tokenizer):
     plain, chat = Generator(llama, tokenizer), byte_tokenizer(template=TEMPLATE)
     messages = [{"role": "user", "content": "hi"}]
     assert (
@@ -236,7 +236,7 @@ def test_encode_with_and_without_a_template(llama, tokenizer):
         asked.encode_chat([{"role": "system", "content": "x"}, *messages])
 
 
-def test_text_gets_one_bos(llama):
+def test_encode_text_adds_one_bos(llama):
     from tokenizers.processors import TemplateProcessing
 
     tokenizer = byte_tokenizer()
@@ -252,7 +252,7 @@ def test_text_gets_one_bos(llama):
     )
 
 
-def test_a_model_that_thinks_may_be_asked_not_to(llama):
+def test_encode_chat_can_disable_thinking(llama):
     chat = byte_tokenizer(template=TEMPLATE)
     chat.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
     thinker = type(chat)(chat._tokenizer, type(chat._detokenizer), chat.eos_token_ids)
@@ -261,7 +261,7 @@ def test_a_model_that_thinks_may_be_asked_not_to(llama):
     assert thinker.decode(generator.encode_chat("hi", thinking=False)).endswith(">>")
 
 
-def test_the_wired_limit_is_put_back(llama, tokenizer, monkeypatch):
+def test_wired_limit_is_restored(llama, tokenizer, monkeypatch):
     limits = [111]
 
     def set_limit(limit):
@@ -280,7 +280,7 @@ def test_the_wired_limit_is_put_back(llama, tokenizer, monkeypatch):
     assert limits == [111, 777, 111]
 
 
-def test_the_tiny_models_say_different_things(tokenizer):
+def test_tiny_models_generate_varied_tokens(tokenizer):
     """The other tests would pass on a model that repeats itself for ever."""
     for name in MODELS:
         generator = Generator(tiny(name), tokenizer)

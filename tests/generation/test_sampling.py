@@ -54,18 +54,18 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
-def test_draws_follow_the_reference(settings):
+def test_sampler_matches_reference_distribution(settings):
     statistic, critical = chi_square(draw(**settings), reference(LOGITS, **settings))
     assert statistic < critical
 
 
-def test_the_chi_square_sees_a_wrong_temperature():
+def test_chi_square_detects_wrong_temperature():
     drawn = draw(temperature=1.0)
     statistic, critical = chi_square(drawn, reference(LOGITS, temperature=1.05))
     assert statistic > critical
 
 
-def test_successive_draws_follow_the_reference_and_are_independent():
+def test_sampler_steps_are_independent():
     sampler = make_sampler(Sampling(temperature=1.0, seed=5))
     row = mx.array(LOGITS[None, :3], mx.float32)
     drawn = np.concatenate([np.array(sampler(row)) for _ in range(3000)])
@@ -82,7 +82,7 @@ def kept(logits, **settings):
     return np.isfinite(np.array(filter_logits(mx.array(logits), settings))).tolist()
 
 
-def test_top_p_keeps_the_token_that_crosses_the_threshold():
+def test_top_p_keeps_token_that_crosses_threshold():
     logits = np.log([0.5, 0.25, 0.125, 0.125]).astype(np.float32)
     assert kept(logits, top_p=0.6) == [True, True, False, False]
     assert kept(logits, top_p=0.4) == [True, False, False, False]
@@ -91,7 +91,7 @@ def test_top_p_keeps_the_token_that_crosses_the_threshold():
     assert kept(logits[::-1].copy(), top_p=0.6) == [False, False, True, True]
 
 
-def test_ties_stay_or_go_together():
+def test_filters_keep_ties_together():
     logits = np.array([3.0, 2.0, 2.0, 2.0, 1.0], np.float32)
     assert kept(logits, top_k=2) == [True, True, True, True, False]
     assert kept(logits, top_k=1) == [True, False, False, False, False]
@@ -100,20 +100,20 @@ def test_ties_stay_or_go_together():
     assert kept(even, top_p=0.1) == [True] * 4
 
 
-def test_min_p_is_a_share_of_the_most_likely():
+def test_min_p_is_relative_to_most_likely():
     logits = np.log([0.6, 0.2, 0.13, 0.07]).astype(np.float32)
     assert kept(logits, min_p=0.3) == [True, True, False, False]
     assert kept(logits, min_p=1.0) == [True, False, False, False]
 
 
-def test_top_p_sees_the_whole_distribution_and_not_what_top_k_left():
+def test_top_p_applies_to_full_distribution():
     logits = np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32)
     assert kept(logits, top_k=2, top_p=0.5) == [True, True, False, False]
     # What transformers would do: 0.4 / 0.7 = 0.57 is above 0.5, one token left.
     assert kept(logits[:2], top_p=0.5) == [True, False]
 
 
-def test_same_filters_as_mlx_lm():
+def test_filters_match_mlx_lm():
     from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
     rng = np.random.default_rng(0)
@@ -127,7 +127,7 @@ def test_same_filters_as_mlx_lm():
     assert (ours > 0).sum(axis=-1).min() > 1
 
 
-def test_the_seed_alone_decides():
+def test_sampler_depends_on_seed_only():
     mx.random.seed(1)
     first = draw(seed=7, temperature=1.0)
     mx.random.seed(2)
@@ -135,7 +135,7 @@ def test_the_seed_alone_decides():
     assert (draw(seed=8, temperature=1.0) != first).any()
 
 
-def test_drawing_leaves_the_global_state_alone():
+def test_sampler_keeps_global_random_state():
     mx.random.seed(1)
     before = [np.array(s) for s in mx.random.state]
     draw(seed=7, temperature=1.0)
@@ -144,7 +144,7 @@ def test_drawing_leaves_the_global_state_alone():
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32])
-def test_extreme_logits_leave_one_token(dtype):
+def test_filter_logits_handles_extreme_values(dtype):
     logits = mx.array([[-1e4, 6e4, 0.0, -mx.inf]]).astype(dtype)
     settings = Sampling(temperature=1e-5, top_p=0.5, top_k=2, min_p=0.9)
     assert make_sampler(settings)(logits).tolist() == [1]
@@ -163,6 +163,6 @@ def test_extreme_logits_leave_one_token(dtype):
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_impossible_settings_are_named(settings, says):
+def test_sampling_rejects_invalid_values(settings, says):
     with pytest.raises(UserError, match=says):
         Sampling(**settings)

@@ -16,8 +16,8 @@ from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
 from lmx.generation.speculative.proposer import DraftTokens
 from mlx.utils import tree_map
-from test_session import tiny as family_model
-from test_verify import excess, laws
+from test_kv_cache import tiny as family_model
+from test_rejection_sampling import excess, laws
 from tiny_families import VOCABULARY, WINDOW
 from tiny_generators import byte_tokenizer
 
@@ -86,7 +86,7 @@ def speculative(model, propose, length=None, **options):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_that_of_plain_decoding(family):
+def test_speculative_greedy_matches_plain_decoding(family):
     model, draft = sharpened(family), sharpened("llama", seed=1)
     plain = tokens_of(Generator(model, byte_tokenizer()))
     assert len(plain) > 4 * WINDOW
@@ -108,7 +108,7 @@ def test_greedy_text_is_that_of_plain_decoding(family):
             assert tokens_of(generator) == plain, (name, length)
 
 
-def test_mlx_lm_says_something_else_past_the_window():
+def test_mlx_lm_differs_past_the_window():
     """The control: its check that tokens can be taken back is made once, too early."""
     from mlx_lm.generate import speculative_generate_step
 
@@ -121,7 +121,7 @@ def test_mlx_lm_says_something_else_past_the_window():
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_penalties_and_biases_see_what_they_see_without(name):
+def test_speculative_decoding_applies_penalties_exactly(name):
     model, draft = sharpened("llama"), sharpened("llama", seed=1)
     options = {"sampling": SETTINGS[name], "max_tokens": 3 * WINDOW}
     plain = tokens_of(Generator(model, byte_tokenizer()), **options)
@@ -135,7 +135,7 @@ def test_penalties_and_biases_see_what_they_see_without(name):
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 8])
-def test_a_model_that_drafts_for_itself_needs_the_fewest_passes(length):
+def test_self_draft_needs_fewest_forward_passes(length):
     model, calls = sharpened("llama"), []
 
     class Watched:
@@ -154,7 +154,7 @@ def test_a_model_that_drafts_for_itself_needs_the_fewest_passes(length):
     assert generator.speculative_stats.acceptance_rate_by_position == [1.0] * length
 
 
-def test_stops_and_limits_fall_inside_of_guesses_that_stood():
+def test_stops_and_limits_inside_accepted_tokens():
     model = sharpened("llama")
     plain_generator = Generator(model, byte_tokenizer())
     plain = tokens_of(plain_generator)
@@ -184,7 +184,7 @@ def test_stops_and_limits_fall_inside_of_guesses_that_stood():
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3_next"])
-def test_the_next_turn_begins_from_exactly_what_was_said(family):
+def test_prefix_cache_after_speculative_decoding_is_exact(family):
     model = sharpened(family)
     plain = Generator(model, byte_tokenizer())
     said = tokens_of(plain)
@@ -254,10 +254,10 @@ class _Read:
         return ()
 
 
-def test_sampled_text_keeps_its_distribution(monkeypatch):
+def test_speculative_sampling_keeps_distribution(monkeypatch):
     """Through the whole engine, with lengths as the controller chooses them."""
     count, tokenizer = 2000, byte_tokenizer()
-    monkeypatch.setattr("test_verify.SAMPLES", count)
+    monkeypatch.setattr("test_rejection_sampling.SAMPLES", count)
     target, draft = laws(Sampling(temperature=1.0))
     controller = DraftLengthController(max_draft_tokens=3)
     said = np.zeros((count, 3), int)

@@ -8,12 +8,12 @@ from lmx.draft.cost_model import SpeculationCosts
 
 @pytest.mark.parametrize("guesses", [1, 3, 8])
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.9, 1.0])
-def test_equal_chances_give_the_geometric_series(rate, guesses):
+def test_accepted_length_is_geometric_series_for_constant_rate(rate, guesses):
     found = predict_accepted_length([np.full(20_000, rate)], guesses)
     assert found == pytest.approx(sum(rate**i for i in range(guesses + 1)), rel=1e-3)
 
 
-def test_rounds_begin_where_the_ones_before_them_end():
+def test_accepted_length_matches_simulation():
     """Chances that depend on the place: rounds drawn by hand are as long."""
     random = np.random.default_rng(0)
     stands = np.tile([0.95, 0.1, 0.5, 0.9, 0.9, 0.2], 20)
@@ -32,7 +32,7 @@ def test_rounds_begin_where_the_ones_before_them_end():
     )
 
 
-def test_the_textbook_case_and_rows_that_cost():
+def test_best_draft_length_matches_theorem_and_steep_costs():
     flat = SpeculationCosts(tuple(1 + 0.08 * k for k in range(9)))
     tokens = [sum(0.8**i for i in range(k + 1)) for k in range(1, 9)]
     length, speedup = flat.best_draft_length(tokens)

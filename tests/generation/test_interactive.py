@@ -71,21 +71,21 @@ def chat(generator, turns, count):
     return answers
 
 
-def test_a_chat_keeps_the_conversation_and_ends_at_exit(generator, folder, answered):
+def test_chat_keeps_conversation_and_ends_at_exit(generator, folder, answered):
     turns = ["hello", "and then?", "why"]
     stdin = "hello\n\nand then?\nwhy\n/exit\nnever asked\n"
     found = answered(folder, "--chat", "--json", "--max-tokens", 7, stdin=stdin)
     assert [turn["text"] for turn in found] == chat(generator, turns, 7)
 
 
-def test_a_chat_streams_text_alone(generator, folder, capsys, monkeypatch):
+def test_chat_streams_text_only(generator, folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert lmx(folder, "--chat", "--max-tokens", 5) == 0
     (answer,) = chat(generator, ["hello"], 5)
     assert capsys.readouterr() == (answer + "\n", "")
 
 
-def test_a_chat_goes_on_another_day(generator, folder, answered, tmp_path):
+def test_chat_continues_from_saved_prompt_cache(generator, folder, answered, tmp_path):
     asked = [folder, "--chat", "--json", "--max-tokens", 6]
     session = tmp_path / "session"
     answered(*asked, "--save-prompt-cache", session, stdin="one\n")
@@ -93,7 +93,7 @@ def test_a_chat_goes_on_another_day(generator, folder, answered, tmp_path):
     assert turn["text"] == chat(generator, ["one", "two"], 6)[1]
 
 
-def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch):
+def test_saved_prompt_cache_is_reused(folder, answered, tmp_path, monkeypatch):
     session = tmp_path / "session"
     text = "the quick brown fox jumps over the lazy dog"
     words = [
@@ -127,7 +127,7 @@ def test_what_was_read_is_not_read_again(folder, answered, tmp_path, monkeypatch
     assert read == [len(text)]
 
 
-def test_a_session_of_another_model_is_refused(folder, draft, answered, tmp_path):
+def test_prompt_cache_of_another_model_is_rejected(folder, draft, answered, tmp_path):
     """Of the same shapes: configuration and sizes alone would not tell."""
     session = tmp_path / "session"
     answered(folder, "--json", "--prompt", "x", "--save-prompt-cache", session)
@@ -138,7 +138,7 @@ def test_a_session_of_another_model_is_refused(folder, draft, answered, tmp_path
 @pytest.mark.parametrize(
     "name", ["prompt-lookup", "layer-skip", "model", "prompt-lookup+model"]
 )
-def test_a_draft_changes_no_text(name, folder, draft, answered, monkeypatch):
+def test_draft_does_not_change_text(name, folder, draft, answered, monkeypatch):
     # What pays is measured; here one block is left out, whatever the clock says.
     monkeypatch.setattr(factory, "choose_skipped_layers", lambda model, tokens: [1])
     name = name.replace("model", str(draft))
@@ -159,7 +159,7 @@ def test_a_draft_changes_no_text(name, folder, draft, answered, monkeypatch):
     }
 
 
-def test_the_summary_tells_of_speculation(folder, draft, capsys):
+def test_summary_reports_speculation(folder, draft, capsys):
     words = [
         "--prompt",
         "x",
@@ -178,7 +178,7 @@ def test_the_summary_tells_of_speculation(folder, draft, capsys):
     )
 
 
-def test_no_draft_that_pays_is_no_draft(folder, capsys, monkeypatch):
+def test_no_speedup_disables_draft(folder, capsys, monkeypatch):
     monkeypatch.setattr(factory, "choose_skipped_layers", lambda model, tokens: [])
     assert (
         lmx(folder, "--prompt", "x", "--draft-model", "layer-skip", "--max-tokens", 3)
@@ -187,7 +187,7 @@ def test_no_draft_that_pays_is_no_draft(folder, capsys, monkeypatch):
     assert "no speed-up from drafting on this machine" in capsys.readouterr().err
 
 
-def test_a_draft_of_other_tokens_is_refused(folder, tmp_path):
+def test_draft_with_other_tokenizer_is_rejected(folder, tmp_path):
     other = chatting()
     write_folder(other, tmp_path)
     text = (tmp_path / "tokenizer.json").read_text()
@@ -197,7 +197,7 @@ def test_a_draft_of_other_tokens_is_refused(folder, tmp_path):
         lmx(folder, "--prompt", "x", "--draft-model", tmp_path)
 
 
-def test_special_tokens_are_compared_too():
+def test_tokenizer_check_compares_special_tokens():
     own, other = byte_tokenizer(), byte_tokenizer()
     require_same_tokenizer(own, other, role="draft", place="here")
     other.add_special_tokens({"additional_special_tokens": ["a"]})
@@ -205,7 +205,7 @@ def test_special_tokens_are_compared_too():
         require_same_tokenizer(own, other, role="draft", place="here")
 
 
-def test_rows_are_answered_in_order_as_if_alone(generator, folder, answered, tmp_path):
+def test_input_file_completions_keep_order(generator, folder, answered, tmp_path):
     messages = [
         {"role": "user", "content": "long"},
         {"role": "assistant", "content": "x"},
@@ -234,7 +234,9 @@ def test_rows_are_answered_in_order_as_if_alone(generator, folder, answered, tmp
         assert row["finish_reason"] == one.finish_reason
 
 
-def test_a_row_ends_at_a_stop_text(generator, folder, answered, tmp_path):
+def test_input_file_completion_ends_at_stop_string(
+    generator, folder, answered, tmp_path
+):
     text = generator.chat("first", max_tokens=20).text
     stop = text[4:6]
     file = tmp_path / "rows.jsonl"
@@ -258,7 +260,7 @@ def test_a_row_ends_at_a_stop_text(generator, folder, answered, tmp_path):
         (json.dumps({"prompt": "x" * 500}), "400 positions"),
     ],
 )
-def test_a_bad_row_is_named_before_any_is_answered(folder, capsys, tmp_path, row, says):
+def test_input_file_errors_come_before_generation(folder, capsys, tmp_path, row, says):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "good"}\n' + row + "\n")
     with pytest.raises(UserError, match=says) as caught:
@@ -267,7 +269,7 @@ def test_a_bad_row_is_named_before_any_is_answered(folder, capsys, tmp_path, row
     assert capsys.readouterr().out == ""
 
 
-def test_penalties_and_stops_reach_the_generator(generator, folder, answered):
+def test_penalties_and_stop_options_are_applied(generator, folder, answered):
     words = [folder, "--json", "--prompt", "hello", "--max-tokens", 30]
     penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5}
     penalties["frequency_penalty"] = 0.3
@@ -281,9 +283,7 @@ def test_penalties_and_stops_reach_the_generator(generator, folder, answered):
     assert found["text"] == expected.text[: expected.text.index(stop)]
 
 
-def test_an_adapter_changes_the_answer_and_the_session(
-    generator, folder, answered, tmp_path
-):
+def test_adapter_changes_text_and_prompt_cache(generator, folder, answered, tmp_path):
     from mlx.utils import tree_flatten
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -317,7 +317,9 @@ def test_an_adapter_changes_the_answer_and_the_session(
         )
 
 
-def test_guesses_can_be_verified_one_by_one(folder, draft, answered, monkeypatch):
+def test_sequential_verify_uses_single_token_passes(
+    folder, draft, answered, monkeypatch
+):
     """No pass of the target has two tokens then, but those of the prompt."""
     from lmx.generation.kv_cache import CacheState
 
@@ -358,7 +360,7 @@ def test_guesses_can_be_verified_one_by_one(folder, draft, answered, monkeypatch
     assert 4 in widths
 
 
-def test_keys_and_values_can_be_kept_quantized(answered):
+def test_kv_bits_quantizes_the_cache(answered):
     from lmx.models.loader import load
 
     folder = Path(__file__).parents[2] / "data/tiny-base"
@@ -383,7 +385,7 @@ def test_keys_and_values_can_be_kept_quantized(answered):
     assert found["tokens"] != plain["tokens"]
 
 
-def test_a_terminal_is_asked(folder, capsys, monkeypatch):
+def test_chat_prompts_on_a_terminal(folder, capsys, monkeypatch):
     class Terminal(io.StringIO):
         def isatty(self):
             return True

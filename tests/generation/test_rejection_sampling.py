@@ -108,12 +108,12 @@ def excess(said, sampling):
 
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_rejection_keeps_the_distribution(name, count):
+def test_rejection_sampling_keeps_distribution(name, count):
     said, _ = answers(rejection_sample, SETTINGS[name], count)
     assert excess(said, SETTINGS[name]) < 1
 
 
-def test_certain_guesses_keep_it_too():
+def test_rejection_sampling_keeps_distribution_for_greedy_drafts():
     said, stood = answers(rejection_sample, SETTINGS["plain"], 2, greedy=True)
     assert excess(said, SETTINGS["plain"]) < 1
     assert stood.mean() > 0.1
@@ -150,12 +150,12 @@ def bonus_of_the_draft(logits, proposal, key):
 @pytest.mark.parametrize(
     "wrong", [raw_ratio, value_dependent, no_residual, bonus_of_the_draft]
 )
-def test_wrong_rules_are_seen(wrong):
+def test_chi_square_detects_wrong_acceptance_rules(wrong):
     said, _ = answers(wrong, SETTINGS["plain"], 1)
     assert excess(said, SETTINGS["plain"]) > 1.5
 
 
-def test_so_many_guesses_stand_as_theory_says():
+def test_acceptance_rate_matches_theory():
     """Of one guess: sum min(p, q)."""
     sampling = SETTINGS["plain"]
     p, q = (np.array(mx.softmax(law[0, 0, 0, 0])) for law in laws(sampling))
@@ -165,7 +165,7 @@ def test_so_many_guesses_stand_as_theory_says():
     assert abs(stood.mean() - expected) < 4 * error
 
 
-def test_equal_distributions_always_stand():
+def test_equal_distributions_are_always_accepted():
     logits = mx.log(mx.array([[0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]))
     for seed in range(50):
         tokens = mx.array([seed % 3], mx.int32)
@@ -174,7 +174,7 @@ def test_equal_distributions_always_stand():
         assert stood.item() == 1
 
 
-def test_small_probabilities_are_no_zeros():
+def test_small_probabilities_are_not_zero():
     """In 16 bits 1e-9 would be none, and the ratio of two of them no number."""
     logits = mx.log(mx.array([[1e-9, 1.0], [0.5, 0.5]]))
     proposal = DraftTokens(mx.array([0], mx.int32), mx.log(mx.array([[2e-9, 1.0]])))

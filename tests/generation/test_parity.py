@@ -40,7 +40,7 @@ def speculated(model, sampling=GREEDY, **options):
     return list(speculator.decode(PROMPT, 200))
 
 
-def test_flips_are_found_with_their_margins():
+def test_check_parity_reports_mismatches_with_margins():
     model = tiny("llama")
     uneven = Uneven(model, 0.5)
     said = speculated(uneven)
@@ -62,7 +62,7 @@ def test_flips_are_found_with_their_margins():
     assert report["first_mismatch"]["position"] == first
 
 
-def test_more_than_rounding_is_told_from_rounding():
+def test_check_parity_separates_errors_from_rounding():
     model = tiny("llama")
     plain = speculated(model)
     assert check_parity(CacheState(model), PROMPT, plain, GREEDY).mismatches == []
@@ -72,7 +72,7 @@ def test_more_than_rounding_is_told_from_rounding():
     ]
 
 
-def test_verified_one_by_one_nothing_flips():
+def test_sequential_verify_has_no_mismatches():
     """The passes of several tokens alone are off, so whoever has none is exact."""
     for sampling in (GREEDY, Sampling(repetition_penalty=1.2)):
         model = tiny("llama")

@@ -27,7 +27,7 @@ def taken(rows, tokenizer, count=6, longest=200):
     return {k: [tokenizer.decode(p.tokens) for p in own] for k, own in found.items()}
 
 
-def test_every_kind_has_its_share_and_copying_too(tokenizer):
+def test_prompt_sets_split_evenly_with_copying(tokenizer):
     rows = [DataRecord(f"texts:{n}", text=TEXT) for n in range(9)] + [
         chat(n) for n in range(9)
     ]
@@ -43,7 +43,7 @@ def test_every_kind_has_its_share_and_copying_too(tokenizer):
     assert list(taken(rows[9:], tokenizer)) == ["chat", "copying"]
 
 
-def test_what_is_to_be_copied_stands_in_the_prompt(tokenizer):
+def test_copy_prompts_contain_completion(tokenizer):
     (prompt,) = taken([chat(4)], tokenizer, count=2)["copying"]
     assert prompt.index("It is 5!") < prompt.index(COPY_INSTRUCTION)
     row = DataRecord("pairs:1", prompt="Name a colour.", completion="Blue.")
@@ -61,7 +61,7 @@ def test_what_is_to_be_copied_stands_in_the_prompt(tokenizer):
     assert 10 < len(prompt) - len(half) < len(half)
 
 
-def test_a_call_of_a_tool_is_not_said_again(tokenizer):
+def test_copy_prompts_skip_tool_calls(tokenizer):
     turns = ({"role": "user", "content": "Add."}, {"role": "assistant", "content": ""})
     turns[1]["tool_calls"] = [{"function": {"name": "add", "arguments": {}}}]
     assert "copying" not in prompt_sets(
@@ -72,7 +72,7 @@ def test_a_call_of_a_tool_is_not_said_again(tokenizer):
     )
 
 
-def test_long_prompts_make_room_for_the_next(tokenizer):
+def test_prompt_sets_skip_long_prompts(tokenizer):
     rows = [
         DataRecord("texts:long", text=TEXT * 9),
         DataRecord("texts:short", text=TEXT),

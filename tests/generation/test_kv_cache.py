@@ -29,7 +29,7 @@ def close(ours, theirs):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_session_reads_as_no_cache_and_takes_back(family):
+def test_cache_state_matches_no_cache_after_rollback(family):
     model, tokens = tiny(family), some_tokens(LONG)
     # Without any, mlx-lm's gemma3n does not share keys between layers.
     whole = model(tokens, cache=make_cache(model) if family == "gemma3n" else None)
@@ -49,7 +49,7 @@ def test_a_session_reads_as_no_cache_and_takes_back(family):
         close(session.forward(step)[:, 0], whole[:, session.length - 1])
 
 
-def test_stock_windows_cannot_take_back(monkeypatch):
+def test_rotating_cache_fails_after_rollback(monkeypatch):
     """The control: with mlx-lm's rotating cache the same is off, or refuses."""
     monkeypatch.setattr(
         "lmx.generation.kv_cache._with_window_cache", lambda cache: cache
@@ -66,7 +66,7 @@ def test_stock_windows_cannot_take_back(monkeypatch):
     assert mx.abs(off).max().item() > 1e-3
 
 
-def test_a_long_window_is_moved_on_without_loss(monkeypatch):
+def test_window_cache_moves_buffer_without_loss(monkeypatch):
     monkeypatch.setattr("lmx.generation.kv_cache.BUFFER_STEP", 8)
     monkeypatch.setattr("lmx.generation.kv_cache.WINDOW_SLACK", 4)
     model, tokens = tiny("gemma3"), some_tokens(12 * WINDOW)
@@ -83,7 +83,7 @@ def test_a_long_window_is_moved_on_without_loss(monkeypatch):
 
 
 @pytest.mark.parametrize("bits", [4, 8])
-def test_quantized_keys_and_values_are_near_and_taken_back(bits):
+def test_quantized_cache_is_close_and_rolls_back(bits):
     model, tokens = tiny("llama", head_dim=32), some_tokens(40)
     whole, exact = (
         model(tokens),
@@ -106,12 +106,12 @@ def test_quantized_keys_and_values_are_near_and_taken_back(bits):
 
 
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mamba"])
-def test_what_cannot_be_quantized_is_refused(family):
+def test_cache_state_rejects_unsupported_quantization(family):
     with pytest.raises(UserError, match="cannot be quantized"):
         CacheState(tiny(family), kv_bits=8)
 
 
-def test_more_than_was_read_since_the_checkpoint_is_our_own_fault():
+def test_rollback_beyond_checkpoint_is_an_error():
     session = CacheState(tiny("llama"))
     session.forward(some_tokens(4))
     session.checkpoint()

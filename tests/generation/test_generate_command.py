@@ -31,7 +31,7 @@ def lmx(*words):
     return generate.generate(parser.parse_args([str(word) for word in words]))
 
 
-def test_streams_the_text_and_reports_on_stderr(generator, run_folder, capsys):
+def test_generate_streams_text_and_reports_on_stderr(generator, run_folder, capsys):
     expected = generator.chat("hello", max_tokens=12)
     assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 12) == 0
     out, err = capsys.readouterr()
@@ -42,7 +42,7 @@ def test_streams_the_text_and_reports_on_stderr(generator, run_folder, capsys):
     assert "\x1b" not in out + err
 
 
-def test_json_is_one_object(generator, run_folder, capsys):
+def test_generate_json_is_one_object(generator, run_folder, capsys):
     sampling = Sampling(0.8, top_p=0.9, top_k=50, min_p=0.01, seed=3)
     expected = generator.generate(
         generator.tokenizer.encode("hello"), max_tokens=9, sampling=sampling
@@ -60,7 +60,7 @@ def test_json_is_one_object(generator, run_folder, capsys):
     assert err == ""
 
 
-def test_system_message_and_prompt_from_a_file(
+def test_generate_reads_prompt_file_and_system_message(
     generator, run_folder, capsys, tmp_path, monkeypatch
 ):
     messages = [
@@ -78,14 +78,14 @@ def test_system_message_and_prompt_from_a_file(
     assert capsys.readouterr().out == expected
 
 
-def test_no_tokens_asked(run_folder, capsys):
+def test_generate_command_accepts_zero_max_tokens(run_folder, capsys):
     assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 0) == 0
     out, err = capsys.readouterr()
     assert out == "\n"
     assert "TTFT" not in err
 
 
-def test_interrupted_ends_the_line(run_folder, capsys, monkeypatch):
+def test_generate_interrupt_ends_the_line(run_folder, capsys, monkeypatch):
     def interrupt(piece):
         raise KeyboardInterrupt
 
@@ -94,7 +94,7 @@ def test_interrupted_ends_the_line(run_folder, capsys, monkeypatch):
     assert capsys.readouterr() == ("\n", "")
 
 
-def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
+def test_generate_ignores_broken_pipe(run_folder, capfd, monkeypatch):
     def closed(piece):
         raise BrokenPipeError
 
@@ -122,7 +122,10 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
             ["--prompt", "x", "--quantized-kv-start", "3"],
             "--quantized-kv-start needs --kv-bits",
         ),
-        (["--prompt", "x", "--kv-bits", "4"], "no group size divides the head dimension 8"),
+        (
+            ["--prompt", "x", "--kv-bits", "4"],
+            "no group size divides the head dimension 8",
+        ),
         (["--prompt", "x", "--check-parity"], "need --draft-model"),
         (
             [
@@ -152,15 +155,18 @@ def test_a_reader_who_leaves_is_no_fault(run_folder, capfd, monkeypatch):
             "does not work with --draft-model, --kv-bits",
         ),
         (["--prompt", "x", "--adapter-path", "no-such"], "the adapter does not load"),
-        (["--prompt", "x", "--prompt-cache-file", "no-such"], "not a saved prompt cache"),
+        (
+            ["--prompt", "x", "--prompt-cache-file", "no-such"],
+            "not a saved prompt cache",
+        ),
     ],
 )
-def test_faults_are_named(run_folder, options, says):
+def test_generate_rejects_invalid_options(run_folder, options, says):
     with pytest.raises(UserError, match=says):
         lmx(run_folder, *options)
 
 
-def test_prompt_is_required(run_folder, capsys):
+def test_generate_requires_a_prompt(run_folder, capsys):
     with pytest.raises(SystemExit):
         lmx(run_folder)
     assert "--prompt" in capsys.readouterr().err

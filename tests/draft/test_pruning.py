@@ -49,14 +49,14 @@ def student_of(model, shape, activity=None):
     return student, config
 
 
-def test_fewer_blocks_are_the_model_without_the_others():
+def test_prune_depth_matches_skip_layers():
     model = model_of(CONFIG)
     student, config = student_of(model, PrunedShape((0, 3)))
     assert mx.allclose(student(TOKENS), skip_layers(model, [1, 2])(TOKENS), atol=1e-6)
     assert config["num_hidden_layers"] == len(config["layer_types"]) == 2
 
 
-def test_channels_of_the_inner_layer_that_do_nothing_can_go():
+def test_prune_intermediate_removes_idle_channels():
     model = model_of(CONFIG)
     idle = mx.arange(48) % 3 == 0
     for layer in model.layers:
@@ -69,7 +69,7 @@ def test_channels_of_the_inner_layer_that_do_nothing_can_go():
     assert mx.allclose(student(TOKENS), model(TOKENS), atol=1e-5)
 
 
-def test_a_narrower_stream_keeps_its_most_active_channels():
+def test_prune_hidden_keeps_most_active_channels():
     model = model_of(CONFIG)
     silent = mx.arange(32) % 4 == 1
     model.model.embed_tokens.weight *= mx.where(silent, 0.0, 1.0)
@@ -91,7 +91,7 @@ def test_a_narrower_stream_keeps_its_most_active_channels():
     assert mx.allclose(student(TOKENS), model(TOKENS), atol=1e-4)
 
 
-def test_the_blocks_kept_are_those_most_missed():
+def test_most_important_blocks_keeps_last_in_order():
     assert most_important_blocks([2, 0, 3, 1], 2) == (1, 3)
 
 
@@ -102,7 +102,7 @@ def test_the_blocks_kept_are_those_most_missed():
         (PrunedShape((0,), hidden_size=64), "from 32 to 64"),
     ],
 )
-def test_what_is_not_there_cannot_be_left(shape, what):
+def test_pruned_config_rejects_larger_shapes(shape, what):
     with pytest.raises(UserError, match=what):
         pruned_config(CONFIG, shape)
 
@@ -115,13 +115,13 @@ def test_what_is_not_there_cannot_be_left(shape, what):
         ({"model_file": "own.py"}, "its own code"),
     ],
 )
-def test_what_no_engine_could_serve_is_refused(changes, what):
+def test_require_servable_rejects_incompatible_drafts(changes, what):
     require_servable(CONFIG, CONFIG, 50, place="here")
     with pytest.raises(UserError, match=what):
         require_servable(CONFIG | changes, CONFIG, 50, place="here")
 
 
-def test_a_sliding_window_is_refused():
+def test_require_servable_rejects_sliding_windows():
     window = {
         "model_type": "gemma3_text",
         "hidden_size": 32,

@@ -10,13 +10,13 @@ from lmx.generation.speculative.layer_skip import (
     choose_skipped_layers,
     skip_layers,
 )
-from test_session import some_tokens, tiny
-from test_speculate import PROMPT, sharpened, speculative, tokens_of
+from test_kv_cache import some_tokens, tiny
+from test_speculative_decoder import PROMPT, sharpened, speculative, tokens_of
 from tiny_generators import byte_tokenizer
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "falcon_h1"])
-def test_text_is_unchanged_and_weights_are_shared(family):
+def test_layer_skip_keeps_output_and_shares_weights(family):
     model = sharpened(family)
     generator = speculative(
         model, lambda: DraftModelProposer(skip_layers(model, [1])), 3
@@ -27,7 +27,7 @@ def test_text_is_unchanged_and_weights_are_shared(family):
     assert skip_layers(model, [1]).layers[0] is model.layers[0]
 
 
-def test_fewer_blocks_are_the_model_that_has_no_others():
+def test_skip_layers_matches_smaller_model():
     model = tiny("llama", num_hidden_layers=3)
     smaller = tiny("llama", num_hidden_layers=2)
     for path in ("embed_tokens", "norm"):
@@ -38,7 +38,7 @@ def test_fewer_blocks_are_the_model_that_has_no_others():
     assert mx.array_equal(skip_layers(model, [1])(tokens), smaller(tokens))
 
 
-def test_a_block_that_does_nothing_is_the_first_to_go(monkeypatch):
+def test_choose_skipped_layers_skips_idle_layers_first(monkeypatch):
     model = tiny("llama", num_hidden_layers=6)
     for name in (2, 4):
         idle = model.model.layers[name]
@@ -53,12 +53,12 @@ def test_a_block_that_does_nothing_is_the_first_to_go(monkeypatch):
     assert choose_skipped_layers(model, some_tokens(40)) == []
 
 
-def test_a_model_that_asks_a_certain_block_is_refused():
+def test_skip_layers_rejects_models_that_need_a_layer():
     model = sharpened("gemma3")
     with pytest.raises(UserError, match="with fewer layers"):
         skip_layers(model, [1])
 
 
-def test_a_model_without_blocks_is_refused():
+def test_choose_skipped_layers_rejects_models_without_layers():
     with pytest.raises(UserError, match="no list of layers"):
         choose_skipped_layers(lambda tokens: tokens, mx.array([PROMPT]))

@@ -102,7 +102,7 @@ def trained(loss, steps=80):
     return step.materialize()
 
 
-def test_learning_raises_the_share_of_guesses_that_stand():
+def test_training_raises_acceptance_rate():
     held_out = lessons(8, seed=1)
     *_, before = overlap(student(), held_out)
     shares = {
@@ -115,7 +115,7 @@ def test_learning_raises_the_share_of_guesses_that_stand():
     assert shares["adaptive_kl_tv"][2] >= shares["forward_kl"][2] - 0.01
 
 
-def test_what_is_asked_again_is_read_from_the_cache():
+def test_distillation_targets_are_cached():
     calls, law = [], law_of()
 
     def counted(tokens):
@@ -168,7 +168,7 @@ def model_config():
 
 # What is greedy is exact, and needs no many draws.
 @pytest.mark.parametrize(("temperature", "count"), [(0.0, 3), (0.8, 8)])
-def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
+def test_draft_benchmark_matches_predicted_accepted_length(temperature, count):
     mx.random.seed(3)
     target = build_model(model_config())
     target.lm_head.weight *= 25
@@ -191,7 +191,7 @@ def test_tokens_of_a_round_are_as_many_as_predicted(temperature, count):
     )
 
 
-def test_other_answers_to_the_prompts_predict_the_rounds():
+def test_other_completions_predict_accepted_length():
     """As in training; the overlap of both laws without the temperature does not."""
     mx.random.seed(3)
     target = build_model(model_config())
@@ -242,7 +242,7 @@ def shares(target, draft, prompt, said):
     return np.array(mx.minimum(*laws).sum(axis=-1))[len(prompt) :].astype(float)
 
 
-def test_a_model_that_drafts_for_itself_always_stands():
+def test_acceptance_probs_of_target_itself_are_one():
     mx.random.seed(3)
     target = build_model(model_config())
     text = [7, 250, 3, 9, 9]

@@ -54,7 +54,7 @@ def answers(load, *, temperatures=(0.0,), max_seq_length=30, seed=0, digest="a")
     return replace_completions(ROWS, answerer, temperatures=temperatures, **settings)
 
 
-def test_they_are_what_the_model_says(model):
+def test_replace_completions_matches_generator(model):
     generator = Generator(model, byte_tokenizer())
     found = answers(Asked(model))
     assert len(found) == len(ROWS)
@@ -75,7 +75,7 @@ def test_they_are_what_the_model_says(model):
     assert len(lengths) > 1
 
 
-def test_the_prompt_is_all_before_the_last_answer():
+def test_prompt_tokens_end_before_last_completion():
     tokens = np.arange(8, dtype=np.int32)
     turns = np.array([0, 0, 1, 1, 0, 0, 1, 1], bool)
     assert prompt_tokens(Example(tokens, turns, "")) == [0, 1, 2, 3, 4, 5]
@@ -83,7 +83,7 @@ def test_the_prompt_is_all_before_the_last_answer():
     assert prompt_tokens(Example(tokens, text, "")) == [0]
 
 
-def test_every_temperature_answers_once_and_draws_are_repeated(model):
+def test_replace_completions_samples_every_temperature_reproducibly(model):
     found = answers(Asked(model), temperatures=(0.0, 1.0, 1.0))
     texts = [row.tokens.tolist() for row in found]
     assert len(found) == 3 * len(ROWS)
@@ -95,7 +95,7 @@ def test_every_temperature_answers_once_and_draws_are_repeated(model):
     assert texts != [row.tokens.tolist() for row in other]
 
 
-def test_they_are_kept_and_go_on_where_they_stopped(model, monkeypatch):
+def test_completions_are_cached_and_resume(model, monkeypatch):
     monkeypatch.setattr(completions, "BATCH_SIZE", 2)
     with pytest.raises(KeyboardInterrupt):
         answers(Asked(model, stop_at=2))
@@ -106,7 +106,7 @@ def test_they_are_kept_and_go_on_where_they_stopped(model, monkeypatch):
     assert (second.times, third.times, other.times) == (2, 0, 3)
 
 
-def test_prompts_without_room_are_left_out(model):
+def test_replace_completions_skips_prompts_without_room(model):
     assert len(answers(Asked(model), max_seq_length=4)) == 2
     assert all(len(r.tokens) <= 4 for r in answers(Asked(model), max_seq_length=4))
     with pytest.raises(UserError, match="leaves room"):

@@ -9,7 +9,7 @@ from lmx.generation import prefix_cache
 from lmx.generation.engine import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import PrefixCache
-from test_session import LONG, close, some_tokens, tiny
+from test_kv_cache import LONG, close, some_tokens, tiny
 from tiny_generators import MODELS, byte_tokenizer
 from tiny_generators import tiny as random_model
 
@@ -27,7 +27,7 @@ def ids(tokens):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_session_goes_on_identically(family, tmp_path):
+def test_saved_prompt_cache_continues_identically(family, tmp_path):
     model, tokens = tiny(family), some_tokens(LONG)
     session = CacheState(model)
     read_in_parts(session, tokens)
@@ -43,7 +43,7 @@ def test_a_saved_session_goes_on_identically(family, tmp_path):
         assert mx.array_equal(again.forward(one), session.forward(one))
 
 
-def test_quantized_keys_are_saved_too(tmp_path):
+def test_saved_prompt_cache_keeps_quantized_keys(tmp_path):
     model, tokens = tiny("llama", head_dim=32), some_tokens(LONG)
     session = CacheState(model, kv_bits=8)
     read_in_parts(session, tokens)
@@ -56,7 +56,7 @@ def test_quantized_keys_are_saved_too(tmp_path):
     assert mx.array_equal(again.forward(one), session.forward(one))
 
 
-def test_another_models_or_a_damaged_session_is_refused(tmp_path):
+def test_load_prompt_cache_rejects_other_models_and_damage(tmp_path):
     model, tokens = tiny("llama"), some_tokens(9)
     session, folder = CacheState(model), tmp_path / "chat"
     session.forward(tokens)
@@ -81,7 +81,7 @@ def test_another_models_or_a_damaged_session_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_second_turn_is_that_of_a_fresh_session(family):
+def test_prefix_cache_matches_fresh_cache(family):
     model, prefixes = tiny(family), PrefixCache(1 << 30)
     first = some_tokens(LONG)
     session = CacheState(model)
@@ -100,7 +100,7 @@ def test_a_second_turn_is_that_of_a_fresh_session(family):
         close(resumed.forward(rest)[:, -1], whole[:, -1])
 
 
-def test_attention_reuses_all_it_shares_and_a_window_what_it_still_holds():
+def test_prefix_cache_reuses_common_prefix():
     tokens = ids(some_tokens(LONG))
     for family, expected in (("llama", 20), ("gemma3", 20), ("falcon_h1", 0)):
         model, prefixes = tiny(family), PrefixCache(1 << 30)
@@ -112,7 +112,7 @@ def test_attention_reuses_all_it_shares_and_a_window_what_it_still_holds():
         assert length == expected, family
 
 
-def test_the_last_token_is_always_left_to_read():
+def test_prefix_cache_leaves_last_token():
     model, tokens = tiny("llama"), some_tokens(9)
     session, prefixes = CacheState(model), PrefixCache(1 << 30)
     session.forward(tokens)
@@ -149,7 +149,7 @@ def left_early(generator, prompt):
 @pytest.mark.parametrize(
     "first_turn", [ends_by_length, ends_by_token, ends_by_text, left_early]
 )
-def test_the_next_turn_is_that_without_reuse(model, first_turn):
+def test_prefix_cache_does_not_change_next_turn(model, first_turn):
     plain = Generator(random_model(model), byte_tokenizer(), prefill_step_size=8)
     prefixes = PrefixCache(1 << 30)
     reusing = Generator(
@@ -168,7 +168,7 @@ def test_the_next_turn_is_that_without_reuse(model, first_turn):
         assert again.tokens == plain.generate(second, **options).tokens
 
 
-def test_memory_is_bounded_and_the_oldest_goes_first():
+def test_prefix_cache_evicts_least_recently_used():
     model = tiny("llama")
 
     def kept(prefixes, seed):

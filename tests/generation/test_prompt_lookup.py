@@ -8,27 +8,27 @@ def guess(lookup, context, count=3):
     return lookup.propose(context, count, None).tokens.tolist()
 
 
-def test_what_followed_before_is_guessed():
+def test_prompt_lookup_drafts_earlier_continuation():
     assert guess(PromptLookupProposer(), [1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6]
     assert guess(PromptLookupProposer(), [1, 2, 3, 4, 5, 6, 1, 2, 9]) == []
     assert guess(PromptLookupProposer(), [1, 2]) == []
 
 
-def test_the_longest_run_counts_and_of_those_the_last():
+def test_prompt_lookup_prefers_longest_then_latest_match():
     longer = [7, 1, 2, 3, 40, 8, 1, 2, 3, 50, 7, 1, 2, 3]
     assert guess(PromptLookupProposer(), longer, 1) == [40]
     last = [1, 2, 3, 40, 1, 2, 3, 50, 1, 2, 3]
     assert guess(PromptLookupProposer(), last, 1) == [50]
 
 
-def test_earlier_requests_are_remembered():
+def test_ngram_index_is_shared_between_requests():
     memory = NGramIndex()
     assert guess(PromptLookupProposer(memory), [1, 2, 3, 4, 5]) == []
     assert guess(PromptLookupProposer(memory), [9, 1, 2, 3]) == [4, 5]
     assert guess(PromptLookupProposer(), [9, 1, 2, 3]) == []
 
 
-def test_a_text_grows_and_is_told_apart():
+def test_ngram_index_extends_texts_independently():
     memory = NGramIndex()
     one, two = PromptLookupProposer(memory), PromptLookupProposer(memory)
     guess(one, [1, 2, 3])
@@ -37,7 +37,7 @@ def test_a_text_grows_and_is_told_apart():
     assert guess(two, [5, 6, 7, 1, 2, 3]) == [4]
 
 
-def test_the_oldest_text_is_forgotten_first_and_leaves_nothing():
+def test_ngram_index_removes_oldest_text():
     memory = NGramIndex(max_tokens=13)
     first = PromptLookupProposer(memory)
     guess(first, [1, 2, 3, 4, 5])
@@ -51,7 +51,7 @@ def test_the_oldest_text_is_forgotten_first_and_leaves_nothing():
 
 
 @pytest.mark.parametrize("shortest", [1, 2, 4])
-def test_shorter_runs_are_no_reason(shortest):
+def test_ngram_index_ignores_shorter_matches(shortest):
     run = list(range(shortest))
     assert guess(PromptLookupProposer(NGramIndex(shortest)), [*run, 77, *run], 1) == [
         77

@@ -29,7 +29,7 @@ def processors(settings):
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_greedy_tokens_are_those_of_mlx_lm(name):
+def test_logits_processor_matches_mlx_lm(name):
     from mlx_lm.generate import generate_step
 
     prompt = np.random.default_rng(0).integers(0, 256, 24).tolist()
@@ -50,7 +50,7 @@ def test_greedy_tokens_are_those_of_mlx_lm(name):
     assert ours.tokens != generator.generate(prompt, **options).tokens
 
 
-def test_all_together_by_numpy():
+def test_logits_processor_matches_numpy_reference():
     draw = np.random.default_rng(0)
     logits = draw.normal(size=(2, 9)).astype(np.float32)
     prompts, more = [[1, 1, 2], [8, 0, 0]], [3, 0]
@@ -75,11 +75,11 @@ def test_all_together_by_numpy():
     np.testing.assert_allclose(adjust(mx.array(logits), counts), expected, rtol=1e-6)
 
 
-def test_neutral_settings_need_no_adjuster():
+def test_logits_processor_is_none_for_neutral_settings():
     assert LogitsProcessor.create(Sampling(temperature=1.0, top_p=0.5), 9) is None
 
 
-def test_only_allowed_tokens_come():
+def test_allowed_tokens_restrict_sampling():
     generator = Generator(tiny("llama"), byte_tokenizer())
     sampling = Sampling(temperature=1.0, allowed_tokens=(3, 4, 250), seed=1)
     answer = generator.generate([1, 2], max_tokens=30, sampling=sampling)
@@ -94,14 +94,14 @@ def test_only_allowed_tokens_come():
         ({"allowed_tokens": ()}, "at least one token"),
     ],
 )
-def test_impossible_settings_are_named(settings, says):
+def test_sampling_rejects_invalid_values(settings, says):
     with pytest.raises(UserError, match=says):
         Sampling(**settings)
 
 
 @pytest.mark.parametrize("token", [VOCABULARY, -1])
 @pytest.mark.parametrize("name", ["logit_bias", "allowed_tokens"])
-def test_a_token_that_does_not_exist_is_named(name, token):
+def test_logits_processor_rejects_unknown_tokens(name, token):
     value = ((token, 1.0),) if name == "logit_bias" else (token,)
     with pytest.raises(UserError, match=f"no token {token}"):
         LogitsProcessor.create(Sampling(**{name: value}), VOCABULARY)

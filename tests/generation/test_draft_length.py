@@ -35,7 +35,7 @@ def simulate(controller, costs, draft, rate, tokens=2000, seed=0, noise=0.02):
 
 @pytest.mark.parametrize("costs", [FLAT, STEEP])
 @pytest.mark.parametrize("rate", [0.5, 0.8, 0.95])
-def test_it_comes_near_the_best_fixed_length(costs, rate):
+def test_controller_is_close_to_best_fixed_length(costs, rate):
     fixed = [
         simulate(DraftLengthController(fixed=k), costs, 0.05, rate, tokens=20000)
         for k in range(9)
@@ -47,19 +47,19 @@ def test_it_comes_near_the_best_fixed_length(costs, rate):
 @pytest.mark.parametrize(
     ("costs", "rate"), [(FLAT, 0.0), (STEEP, 0.05), (HOPELESS, 0.5)]
 )
-def test_hostile_text_costs_at_most_three_percent(costs, rate):
+def test_controller_overhead_is_small_when_drafting_is_useless(costs, rate):
     for seed in range(5):
         assert simulate(DraftLengthController(), costs, 0.1, rate, seed=seed) < 1.03
 
 
-def test_a_parked_controller_notices_when_guesses_begin_to_stand():
+def test_controller_resumes_drafting_when_acceptance_rises():
     controller = DraftLengthController()
     simulate(controller, STEEP, 0.05, 0.0)
     assert controller.next_length() == 0 or controller.lost < 0.03 * controller.seconds
     assert simulate(controller, STEEP, 0.05, 0.9, tokens=6000) < 0.8
 
 
-def test_tokens_of_a_round_are_those_of_theory():
+def test_expected_tokens_match_closed_form():
     controller = DraftLengthController(max_draft_tokens=4)
     controller.accepted, controller.proposed = (
         [8.0, 4.0, 2.0, 1.0],
@@ -71,5 +71,5 @@ def test_tokens_of_a_round_are_those_of_theory():
     )
 
 
-def test_a_fixed_length_is_kept():
+def test_controller_keeps_fixed_length():
     assert DraftLengthController(fixed=5).next_length() == 5

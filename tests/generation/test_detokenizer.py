@@ -28,7 +28,7 @@ def shown(parts, stops):
         ("né🎈b", ["🎈"], "né"),
     ],
 )
-def test_however_it_is_cut(text, stops, expected):
+def test_stop_string_is_found_across_chunks(text, stops, expected):
     places = range(1, len(text))
     for count in range(len(text)):
         for cuts in combinations(places, count):
@@ -38,7 +38,7 @@ def test_however_it_is_cut(text, stops, expected):
             assert (out, hit) == (expected, expected != text), parts
 
 
-def test_nothing_that_may_be_a_stop_is_shown_early():
+def test_stop_string_matcher_holds_back_partial_match():
     watch = StopStringMatcher(["END"])
     assert [watch.push(part) for part in ("xE", "N", "Ey", "EN")] == [
         "x",
@@ -49,7 +49,7 @@ def test_nothing_that_may_be_a_stop_is_shown_early():
     assert watch.flush() == "EN"
 
 
-def test_an_answer_ends_before_its_stop():
+def test_completion_ends_before_stop_string():
     generator, prompt = scripted("abcdefgh", ids=[257])
     answer = generator.generate(prompt, max_tokens=20, stop=["de", "zz"])
     assert (answer.text, answer.finish_reason) == ("abc", "stop")
