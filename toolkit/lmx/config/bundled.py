@@ -1,4 +1,4 @@
-"""The recipes that travel with the package, and all that a recipe can name."""
+"""The recipes that are part of the package, and how to find a recipe by name."""
 
 import os
 from pathlib import Path
@@ -6,21 +6,21 @@ from pathlib import Path
 from ..errors import UserError
 
 _PACKAGE = Path(__file__).parents[1]
-_CARRIED = _PACKAGE / "shipped"
-# A wheel carries recipes and small data inside; a checkout keeps them beside.
-BUNDLED = _CARRIED if _CARRIED.is_dir() else _PACKAGE.parents[1]
+_IN_WHEEL = _PACKAGE / "shipped"
+# In a wheel, recipes and data are inside the package; in a checkout, next to it.
+BUNDLED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parents[1]
 
 
 def bundled_recipes() -> dict[str, Path]:
-    """The shipped recipes by name."""
+    """The bundled recipes by name."""
     return {path.stem: path for path in sorted((BUNDLED / "recipes").glob("*.yaml"))}
 
 
 def locate(name: str) -> Path:
-    """The file of a recipe: a path, or the name of a shipped recipe.
+    """The file of a recipe, given by path or by the name of a bundled recipe.
 
     Raises:
-        UserError: neither exists.
+        UserError: there is no such file or bundled recipe.
     """
     path = Path(os.path.expanduser(name))
     if path.is_file():
@@ -28,9 +28,9 @@ def locate(name: str) -> Path:
     if path.is_dir():
         raise UserError("a recipe is a YAML file; this is a folder", place=name)
     known = bundled_recipes()
-    shipped = BUNDLED / path
-    if name in known or shipped.is_file():
-        return known.get(name, shipped)
+    bundled = BUNDLED / path
+    if name in known or bundled.is_file():
+        return known.get(name, bundled)
     from .messages import nearest
 
     raise UserError(f"no such recipe: '{name}'", hint=nearest(path.stem, known))

@@ -1,4 +1,4 @@
-"""Faults of a recipe, all told at once: where, what, and what instead."""
+"""Errors of a recipe: position, message and hint, all reported at once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ KeyPath = tuple[str | int, ...]
 
 
 class SourcePosition(NamedTuple):
-    """A position in a text, counted from 1."""
+    """A position in a text. Lines and columns count from 1."""
 
     line: int
     column: int
@@ -19,7 +19,7 @@ class SourcePosition(NamedTuple):
 
 @dataclass(frozen=True)
 class ConfigError:
-    """One fault, at a place of the file or in an argument; neither = the whole file."""
+    """One error, in the file or in an argument; without position, in the whole file."""
 
     message: str
     place: SourcePosition | None = None
@@ -27,27 +27,29 @@ class ConfigError:
     argument: str | None = None
 
     def render(self, file: Path, lines: Sequence[str]) -> str:
-        """The fault in one to three lines: where and what, the line, the hint."""
-        where, shown = str(file), []
+        """One to three lines: position and message, the line of the file, the hint."""
+        where, details = str(file), []
         if self.argument:
             where = f"argument '{self.argument}'"
         elif self.place:
             line, column = self.place
             where = f"{file}:{line}:{column}"
-            shown = [text] if (text := "".join(lines[line - 1 : line]).strip()) else []
-        shown += [f"hint: {self.hint}"] if self.hint else []
-        return "\n    ".join([f"{where}: {self.message}", *shown])
+            details = (
+                [text] if (text := "".join(lines[line - 1 : line]).strip()) else []
+            )
+        details += [f"hint: {self.hint}"] if self.hint else []
+        return "\n    ".join([f"{where}: {self.message}", *details])
 
 
 class ConfigErrors(UserError):
-    """Everything wrong with a recipe, in the order of its lines, arguments last."""
+    """All errors of a recipe, in the order of its lines, arguments last."""
 
-    def __init__(self, file: Path, text: str, faults: Sequence[ConfigError]):
-        self.faults = sorted(
-            faults, key=lambda f: (f.argument is not None, f.place or (0, 0))
+    def __init__(self, file: Path, text: str, errors: Sequence[ConfigError]):
+        self.errors = sorted(
+            errors, key=lambda e: (e.argument is not None, e.place or (0, 0))
         )
-        count = f"{len(faults)} problem{'s' * (len(faults) > 1)}; nothing was run."
+        count = f"{len(errors)} problem{'s' * (len(errors) > 1)}; nothing was run."
         lines = text.splitlines()
         super().__init__(
-            "\n".join([f.render(file, lines) for f in self.faults] + [count])
+            "\n".join([e.render(file, lines) for e in self.errors] + [count])
         )

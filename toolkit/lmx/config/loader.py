@@ -1,4 +1,4 @@
-"""A recipe file and its arguments become a checked recipe, or all faults at once."""
+"""Loading of a recipe file with overrides: a validated recipe, or all its errors."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -22,14 +22,14 @@ SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 
 @dataclass(frozen=True)
 class LoadedRecipe:
-    """A checked recipe and where it came from.
+    """A validated recipe and its source.
 
     Attributes:
-        name: the file's stem, which names the run folder.
-        text: the file as given.
-        overrides: the arguments as given.
-        root: where relative paths are looked for after the working directory.
-        resolved: every value written out, as YAML that loads to the same recipe.
+        name: the stem of the file, which is the name of the run directory.
+        text: the content of the file.
+        overrides: the arguments after the file.
+        root: second folder for relative paths, after the working directory.
+        resolved: YAML with all values, which loads to the same recipe.
     """
 
     recipe: Recipe
@@ -41,41 +41,41 @@ class LoadedRecipe:
     resolved: str
 
     def find(self, relative: str) -> Path | None:
-        """A file or folder from the working directory, else from the root."""
+        """An existing path, from the working directory or else from the root."""
         return find(relative, self.root)
 
 
 def load_recipe(
     path: str | Path, overrides: Sequence[str] = (), check: Check | None = None
 ) -> LoadedRecipe:
-    """Read, override and check a recipe, without reading any weight.
+    """Read a recipe, apply overrides and validate it. Reads no weights.
 
     Args:
-        check: the problems of raw recipe data that the schema does not see, given a
-            function that finds files; None = check the schema alone.
+        check: returns further problems of the raw recipe data, given a function that
+            finds files; None = validate against the schema only.
 
     Raises:
-        RecipeFaults: every fault of the file and the arguments.
+        ConfigErrors: all errors of the file and the arguments.
         UserError: the file cannot be read.
     """
     path = Path(path)
     text = _text(path)
     document = yaml_io.read(text)
     if not isinstance(document.data, dict):
-        raise ConfigErrors(path, text, document.faults or [_no_block(document.data)])
+        raise ConfigErrors(path, text, document.errors or [_not_a_block(document.data)])
     root = root_of(path)
-    origins, faults = merge(document.data, overrides)
-    recipe, found = _validate(document.data)
+    origins, errors = merge(document.data, overrides)
+    recipe, problems = _validate(document.data)
     if check:
-        found += check(document.data, lambda source: find(source, root))
-    faults += document.faults
-    faults += [
-        _place(complaint, document, origins)
-        for complaint in found
-        if not _follows(complaint, document.unread)
+        problems += check(document.data, lambda source: find(source, root))
+    errors += document.errors
+    errors += [
+        _locate(problem, document, origins)
+        for problem in problems
+        if not _follows(problem, document.invalid)
     ]
-    if faults:
-        raise ConfigErrors(path, text, faults)
+    if errors:
+        raise ConfigErrors(path, text, errors)
     resolved = yaml_io.write(_plain(recipe))
     return LoadedRecipe(recipe, path.stem, path, text, tuple(overrides), root, resolved)
 
@@ -84,13 +84,13 @@ def find(relative: str, root: Path) -> Path | None:
     """An existing path: absolute, from the working directory, or from `root`."""
     path = os.path.expanduser(relative)  # unlike pathlib's, it never raises
     candidates = (Path(path), root / path)
-    return next((found for found in candidates if os.path.exists(found)), None)
+    return next((c for c in candidates if os.path.exists(c)), None)
 
 
 def root_of(recipe: Path) -> Path:
-    """The folder that holds the recipe's `recipes`, else the recipe's own folder."""
-    above = recipe.resolve().parents
-    return next((p.parent for p in above if p.name == "recipes"), above[0])
+    """The parent of the folder `recipes` with the recipe, else the recipe's folder."""
+    parents = recipe.resolve().parents
+    return next((p.parent for p in parents if p.name == "recipes"), parents[0])
 
 
 def _text(path: Path) -> str:
@@ -104,13 +104,13 @@ def _text(path: Path) -> str:
         raise UserError(message, place=str(path)) from error
 
 
-def _no_block(data: Any) -> ConfigError:
+def _not_a_block(data: Any) -> ConfigError:
     if data is None:
         return ConfigError(
             "the recipe is empty", hint="`lmx-train --list` shows examples"
         )
     return ConfigError(
-        "a recipe is a block of `key: value` lines", yaml_io.SourcePosition(1, 1)
+        "a recipe must be a block of `key: value` lines", yaml_io.SourcePosition(1, 1)
     )
 
 
@@ -125,7 +125,7 @@ def _validate(data: dict) -> tuple[Recipe | None, list[Problem]]:
 
 
 def _switch(error: dict, data: Any) -> bool:
-    """Make yes, no, on or off a boolean where one is declared; whether that was it."""
+    """Convert yes, no, on or off where the schema has a boolean; returns success."""
     word = error["input"]
     if error["type"] != "bool_type" or str(word).lower() not in SWITCHES:
         return False
@@ -136,28 +136,29 @@ def _switch(error: dict, data: Any) -> bool:
     return True
 
 
-def _follows(complaint: Problem, unread: list[KeyPath]) -> bool:
-    """Whether a value that could not be read, and was told, made this complaint."""
-    size = len(complaint.path)
-    return complaint.of != "key" and any(p[:size] == complaint.path for p in unread)
+def _follows(problem: Problem, invalid: list[KeyPath]) -> bool:
+    """Whether the problem only follows from a value that has its own error."""
+    size = len(problem.path)
+    return problem.of != "key" and any(p[:size] == problem.path for p in invalid)
 
 
-def _place(
-    complaint: Problem, document: yaml_io.Document, origins: dict[KeyPath, str]
+def _locate(
+    problem: Problem, document: yaml_io.Document, origins: dict[KeyPath, str]
 ) -> ConfigError:
-    path = complaint.path
-    fault = ConfigError(complaint.message, hint=complaint.hint)
-    above = [path[:size] for size in range(len(path), -1, -1)]
-    if argument := next((origins[p] for p in above if p in origins), None):
-        return replace(fault, argument=argument)
-    if complaint.of == "block":
-        below = [a for p, a in origins.items() if p[: len(path)] == path]
-        note = f" (with argument '{below[0]}')" if below else ""
-        fault = replace(fault, message=fault.message + note)
-    # A key missing at the top level has no line to show.
-    table = document.values if complaint.of == "value" else document.keys
-    known = (table.get(p) or document.values.get(p) for p in above if p)
-    return replace(fault, place=next(filter(None, known), None))
+    """The error with the argument or the position in the file that causes it."""
+    path = problem.path
+    error = ConfigError(problem.message, hint=problem.hint)
+    prefixes = [path[:size] for size in range(len(path), -1, -1)]
+    if argument := next((origins[p] for p in prefixes if p in origins), None):
+        return replace(error, argument=argument)
+    if problem.of == "block":
+        inside = [a for p, a in origins.items() if p[: len(path)] == path]
+        note = f" (with argument '{inside[0]}')" if inside else ""
+        error = replace(error, message=error.message + note)
+    # A missing top-level key has no line in the file.
+    table = document.values if problem.of == "value" else document.keys
+    positions = (table.get(p) or document.values.get(p) for p in prefixes if p)
+    return replace(error, place=next(filter(None, positions), None))
 
 
 def _plain(recipe: Recipe) -> dict:

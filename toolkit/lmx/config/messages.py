@@ -1,4 +1,4 @@
-"""Pydantic's errors in plain words, with the nearest key or value."""
+"""Messages for pydantic errors, with hints, and navigation in the schema."""
 
 import difflib
 import json
@@ -37,7 +37,7 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """A fault at a path of the recipe, of the key, the value or the block there."""
+    """A problem at a path of the recipe, with its key, its value or its block."""
 
     path: KeyPath
     message: str
@@ -46,7 +46,7 @@ class Problem:
 
 
 def explain(error: dict, data: Any) -> Problem:
-    """One error of pydantic about `data`, as a complaint."""
+    """The problem behind one pydantic error about `data`."""
     kind, context = error["type"], error.get("ctx", {})
     path = path_of(error["loc"], data)
     got = shown(error["input"])
@@ -66,7 +66,7 @@ def explain(error: dict, data: Any) -> Problem:
 
 
 def path_of(location: Iterable[str | int], data: Any) -> KeyPath:
-    """The keys of a pydantic location that `data` has; tags of unions are left out."""
+    """The keys of a pydantic location that exist in `data`, without union tags."""
     path: list[str | int] = []
     for step in location:
         known = range(len(data)) if isinstance(data, list) else data
@@ -77,7 +77,7 @@ def path_of(location: Iterable[str | int], data: Any) -> KeyPath:
 
 
 def shown(value: Any) -> str:
-    """A value as a person would name it."""
+    """A value as text for a message."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):
@@ -86,7 +86,7 @@ def shown(value: Any) -> str:
 
 
 def nearest(name: Any, names: Iterable[str]) -> str | None:
-    """Did you mean ..., else all there is."""
+    """The nearest name as a hint, else all names."""
     names = list(names)
     close = difflib.get_close_matches(str(name), names, n=1)
     if close:
@@ -95,19 +95,19 @@ def nearest(name: Any, names: Iterable[str]) -> str | None:
 
 
 def fields(section: type[ConfigModel]) -> dict[str, FieldInfo]:
-    """A section's fields by the keys a recipe uses."""
+    """The fields of a section by recipe key."""
     return {info.alias or name: info for name, info in section.model_fields.items()}
 
 
 def sections(annotation: Any) -> list[type[ConfigModel]]:
-    """The sections a field may hold."""
+    """The sections in the type of a field."""
     if isinstance(annotation, type) and issubclass(annotation, ConfigModel):
         return [annotation]
-    return [found for part in get_args(annotation) for found in sections(part)]
+    return [inner for part in get_args(annotation) for inner in sections(part)]
 
 
 def section_at(path: KeyPath, data: Any) -> type[ConfigModel] | None:
-    """The section that rules the block at `path` of `data`."""
+    """The section of the block at `path` of `data`."""
     section: type[ConfigModel] | None = Recipe
     inner: list[type[ConfigModel]] = []
     for step in path:
@@ -115,7 +115,7 @@ def section_at(path: KeyPath, data: Any) -> type[ConfigModel] | None:
         if isinstance(step, int):
             continue
         if inner:
-            # A key of the user's own: what it names is of the sections after it.
+            # The user chose this key; its value has one of the inner sections.
             section, inner = _choice(inner, data), []
             continue
         info = fields(section).get(step) if section else None
@@ -183,7 +183,7 @@ def _unknown_value(path: KeyPath, error: dict) -> Problem:
 
 def _type_hint(path: KeyPath, error: dict) -> str | None:
     if error["type"] == "string_type" and isinstance(error["input"], int | float):
-        return "write it in quotes to make it text"
+        return "use quotes to make it text"
     if error["type"] == "bool_type":
         return value_hint(path, error["input"], ["true", "false"])
     return None

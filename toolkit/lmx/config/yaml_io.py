@@ -1,4 +1,4 @@
-"""YAML that means what it looks like, with the place of every key and value."""
+"""YAML without surprising scalars, with the position of every key and value."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,8 +9,8 @@ import yaml
 from .errors import ConfigError, KeyPath, SourcePosition
 
 TAG = "tag:yaml.org,2002:"
-# In this order, as PyYAML takes the first that matches.
-PLAIN = {
+# PyYAML takes the first match in this order.
+SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     "bool": (r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     "int": (r"[-+]?(0|[1-9][0-9_]*)", list("-+0123456789")),
@@ -20,32 +20,32 @@ PLAIN = {
         list("-+.0123456789"),
     ),
 }
-PROBLEMS = {
+MESSAGES = {
     r"character '\t'": "a tab: YAML is indented with spaces",
-    "expected <block end>": "the indentation does not fit the lines above",
-    "could not find expected ':'": "this is not of the form `key: value`",
+    "expected <block end>": "the indentation does not match the lines above",
+    "could not find expected ':'": "expected the form `key: value`",
     "mapping values are not allowed": (
-        "a second ':' where text was expected: quote the text, or mend the indentation"
+        "a second ':' where text was expected: quote the text, or fix the indentation"
     ),
-    "another document": "a recipe is one document: leave `---` out",
-    "unexpected end of stream": "this quote is never closed",
-    "expected ',' or": "this bracket is never closed, or a comma is missing in it",
-    "but found '<stream end>'": "this bracket is never closed",
+    "another document": "a recipe is one document: remove `---`",
+    "unexpected end of stream": "this quote is not closed",
+    "expected ',' or": "this bracket is not closed, or a comma is missing in it",
+    "but found '<stream end>'": "this bracket is not closed",
 }
 UNCLOSED = re.compile("end of stream|stream end|expected ',' or")
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader without YAML 1.1's surprises: see PLAIN for all that is not text."""
+    """SafeLoader without the implicit types of YAML 1.1: SCALARS has all types."""
 
-    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - PyYAML's own declaration
+    yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - declared by PyYAML
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes what YAML 1.1 or this module would not read as text."""
+    """SafeDumper that quotes text which YAML 1.1 or `read` takes for another type."""
 
 
-for _name, (_pattern, _first) in PLAIN.items():
+for _name, (_pattern, _first) in SCALARS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(
             TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first
@@ -57,25 +57,25 @@ class Document:
     """Data read from YAML.
 
     Attributes:
-        data: dicts with text keys, lists and scalars; None where the text is faulty.
-        keys: place of every key, by the path of its value.
-        values: place of every value, by its path.
-        faults: syntax errors, duplicate keys, tags that are not data.
-        unread: paths of values that a fault stands for.
+        data: dicts with text keys, lists and scalars; None in place of invalid values.
+        keys: position of every key, by the path of its value.
+        values: position of every value, by its path.
+        errors: syntax errors, duplicate keys and tags that are not data.
+        invalid: paths of values with an error.
     """
 
     data: Any = None
     keys: dict[KeyPath, SourcePosition] = field(default_factory=dict)
     values: dict[KeyPath, SourcePosition] = field(default_factory=dict)
-    faults: list[ConfigError] = field(default_factory=list)
-    unread: list[KeyPath] = field(default_factory=list)
+    errors: list[ConfigError] = field(default_factory=list)
+    invalid: list[KeyPath] = field(default_factory=list)
 
     def _build(
         self, node: yaml.Node, path: KeyPath, above: tuple[int, ...] = ()
     ) -> Any:
-        self.values[path] = _place(node.start_mark)
+        self.values[path] = _position(node.start_mark)
         if id(node) in above:
-            return self._unread(node, path, "an alias cannot hold itself")
+            return self._invalid_value(node, path, "an alias cannot contain itself")
         above = (*above, id(node))
         match node.tag.removeprefix(TAG), node:
             case "map", yaml.MappingNode():
@@ -86,53 +86,53 @@ class Document:
             case ("str" | "null" | "bool" | "int" | "float") as kind, yaml.ScalarNode():
                 return self._scalar(kind, node, path)
         tag = node.tag.replace(TAG, "!!")
-        return self._unread(node, path, f"the tag {tag} is no plain data")
+        return self._invalid_value(node, path, f"the tag {tag} is not plain data")
 
     def _mapping(self, node: yaml.MappingNode, path: KeyPath, above: tuple) -> dict:
         built: dict[str, Any] = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
-                self._fault(key, "a key is a word, not a list or a block")
+                self._add_error(key, "a key must be text, not a list or a block")
             elif key.value in built:
                 first = self.keys[(*path, key.value)]
-                self._fault(
+                self._add_error(
                     key,
                     f"duplicate key '{key.value}', "
                     f"already given at {first.line}:{first.column}",
                 )
             else:
-                here = (*path, key.value)
-                self.keys[here] = _place(key.start_mark)
-                built[key.value] = self._build(value, here, above)
+                inner = (*path, key.value)
+                self.keys[inner] = _position(key.start_mark)
+                built[key.value] = self._build(value, inner, above)
         return built
 
     def _scalar(self, kind: str, node: yaml.ScalarNode, path: KeyPath) -> Any:
         try:
             return _scalar(kind, node.value)
         except ValueError:
-            message = f"{node.value!r} is not of the type its tag says"
-            return self._unread(node, path, message)
+            message = f"{node.value!r} does not match its tag"
+            return self._invalid_value(node, path, message)
 
-    def _unread(self, node: yaml.Node, path: KeyPath, message: str) -> None:
-        self.unread.append(path)
-        self._fault(node, message)
+    def _invalid_value(self, node: yaml.Node, path: KeyPath, message: str) -> None:
+        self.invalid.append(path)
+        self._add_error(node, message)
 
-    def _fault(self, node: yaml.Node, message: str) -> None:
-        self.faults.append(ConfigError(message, _place(node.start_mark)))
+    def _add_error(self, node: yaml.Node, message: str) -> None:
+        self.errors.append(ConfigError(message, _position(node.start_mark)))
 
 
 def read(text: str) -> Document:
-    """Read one YAML document; its faults are collected, not raised."""
+    """Read one YAML document; errors are collected in it, not raised."""
     document = Document()
     try:
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
-        document.faults.append(_syntax(error))
+        document.errors.append(_syntax(error))
     except yaml.reader.ReaderError as error:
         before = text[: error.position]
         line = before.count("\n") + 1
         place = SourcePosition(line, error.position - (before.rfind("\n") + 1) + 1)
-        document.faults.append(ConfigError("a control character, not text", place))
+        document.errors.append(ConfigError("a control character is not allowed", place))
     else:
         if node is not None:
             document.data = document._build(node, ())
@@ -140,7 +140,7 @@ def read(text: str) -> Document:
 
 
 def write(data: Any) -> str:
-    """YAML text that `read` and any other YAML reader take for the same data."""
+    """YAML text that `read` and other YAML readers parse to the same data."""
     return yaml.dump(
         data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=88
     )
@@ -159,14 +159,14 @@ def _scalar(kind: str, text: str) -> Any:
     return text
 
 
-def _place(mark: yaml.Mark) -> SourcePosition:
+def _position(mark: yaml.Mark) -> SourcePosition:
     return SourcePosition(mark.line + 1, mark.column + 1)
 
 
 def _syntax(error: yaml.MarkedYAMLError) -> ConfigError:
     problem = str(error.problem)
-    # What runs to the end of the file was opened long before it.
+    # An unclosed quote or bracket: report where it was opened.
     opened = error.context_mark if UNCLOSED.search(problem) else None
-    place = _place(opened or error.problem_mark or error.context_mark)
-    words = (words for part, words in PROBLEMS.items() if part in problem)
-    return ConfigError(next(words, f"not YAML: {problem}"), place)
+    place = _position(opened or error.problem_mark or error.context_mark)
+    messages = (text for part, text in MESSAGES.items() if part in problem)
+    return ConfigError(next(messages, f"not YAML: {problem}"), place)
