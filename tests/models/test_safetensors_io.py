@@ -26,7 +26,7 @@ def file(tmp_path):
     return path
 
 
-def test_mlx_reads_what_it_writes_itself(file, tmp_path):
+def test_write_safetensors_equals_mlx_file_content(file, tmp_path):
     plain = tmp_path / "plain.safetensors"
     mx.save_safetensors(str(plain), TENSORS, metadata={"format": "mlx"})
     (ours, our_notes), (theirs, notes) = (
@@ -40,7 +40,7 @@ def test_mlx_reads_what_it_writes_itself(file, tmp_path):
         assert mx.array_equal(ours[name], value)
 
 
-def test_hugging_face_reads_it(tmp_path):
+def test_write_safetensors_is_readable_by_hugging_face(tmp_path):
     path = tmp_path / "x.safetensors"
     safetensors_io.write_safetensors(
         path, {k: v for k, v in TENSORS.items() if k != "b"}
@@ -50,7 +50,7 @@ def test_hugging_face_reads_it(tmp_path):
         np.testing.assert_array_equal(value, np.array(TENSORS[name]))
 
 
-def test_every_tensor_lies_at_a_multiple_of_its_type(file):
+def test_write_safetensors_aligns_tensors(file):
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
     assert length % 8 == 0
@@ -59,7 +59,7 @@ def test_every_tensor_lies_at_a_multiple_of_its_type(file):
         assert header[name]["data_offsets"][0] % value.dtype.size == 0
 
 
-def test_tensors_are_computed_and_let_go_one_by_one(tmp_path):
+def test_write_safetensors_holds_few_tensors_in_memory(tmp_path):
     """Ten of a megabyte each, never more than a few at once."""
     size = 1 << 20
     tensors = {str(n): mx.random.normal((size // 4,)) for n in range(10)}

@@ -147,7 +147,7 @@ def assert_served_is_trained(run, folder):
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exported_weights_are_the_trained_ones(
+def test_exported_weights_equal_forward_weights(
     make_checkpoint, tmp_path, dtype, adapted
 ):
     """Every grid there is, each on a layer of its own."""
@@ -171,7 +171,7 @@ def test_exported_weights_are_the_trained_ones(
     ],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_exported_weights_are_the_trained_ones_on_learned_grids(
+def test_exported_weights_equal_forward_weights_for_every_quantizer(
     make_checkpoint, tmp_path, dtype, grid, adapted
 ):
     """Where a layer's mode or bits do not go with the grid, another takes its place."""
@@ -190,7 +190,7 @@ def test_exported_weights_are_the_trained_ones_on_learned_grids(
     assert_served_is_trained(run, tmp_path / "out")
 
 
-def test_a_frozen_grid_keeps_every_code_and_all_else(make_checkpoint, tmp_path):
+def test_scales_only_keeps_codes_and_other_weights(make_checkpoint, tmp_path):
     rounding = QATConfig(bits=3, group_size=32, quantizer="scales_only")
     run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
     names = {f"{p}.{n}" for p in run.selection.specs for n in ("scales", "biases")}
@@ -206,7 +206,7 @@ def test_a_frozen_grid_keeps_every_code_and_all_else(make_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("grid", ["minmax", "lsq"])
-def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
+def test_fake_quant_starts_after_n_steps(make_checkpoint, tmp_path, grid):
     rounding = QATConfig(
         bits=2, group_size=32, quantizer=grid, fake_quant_after_n_steps=2
     )
@@ -237,7 +237,7 @@ def test_rounding_begins_with_its_step(make_checkpoint, tmp_path, grid):
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("grid", ["minmax", "lsq"])
-def test_bits_come_down(make_checkpoint, tmp_path, grid, adapted):
+def test_bit_schedule_steps_equal_runs_of_those_bits(make_checkpoint, tmp_path, grid, adapted):
     """Every step is one of a training that has its bits from the beginning."""
     folder = make_checkpoint(dtype="bfloat16")
     down = [{"bits": 8, "steps": 2}, {"bits": 3, "steps": 1}]
@@ -268,7 +268,7 @@ def test_bits_come_down(make_checkpoint, tmp_path, grid, adapted):
     assert_served_is_trained(run, tmp_path / "out")
 
 
-def test_a_grid_that_comes_down_begins_with_the_weights_as_they_are(make_checkpoint):
+def test_bit_schedule_reinitializes_scales_from_current_weights(make_checkpoint):
     down = [{"bits": 4, "steps": 1}]
     rounding = QATConfig(bits=2, group_size=32, quantizer="lsq", bit_schedule=down)
     run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
@@ -283,7 +283,7 @@ def test_a_grid_that_comes_down_begins_with_the_weights_as_they_are(make_checkpo
     assert not mx.array_equal(before, begun["scales"])
 
 
-def test_a_layer_of_more_bits_keeps_them(make_checkpoint):
+def test_bit_schedule_keeps_layers_of_more_bits(make_checkpoint):
     down = [{"bits": 4, "steps": 1}, {"bits": 3, "steps": 1}]
     rounding = QATConfig(bits=2, group_size=32, bit_schedule=down)
     specs = {LINEAR[0]: GRIDS[0], LINEAR[1]: QuantSpec(bits=6, group_size=32)}
@@ -304,7 +304,7 @@ def test_a_layer_of_more_bits_keeps_them(make_checkpoint):
 @pytest.mark.parametrize(
     ("embeddings", "head"), itertools.product([False, True], repeat=2)
 )
-def test_embeddings_and_head_by_choice(
+def test_embeddings_and_head_are_quantized_by_choice(
     make_checkpoint, tmp_path, tied, embeddings, head, adapted
 ):
     folder = make_checkpoint(tie_word_embeddings=tied, attention_bias=True)
@@ -331,7 +331,7 @@ def test_embeddings_and_head_by_choice(
         ("ternary", False),
     ],
 )
-def test_stock_mlx_lm_has_the_loss_of_training(
+def test_stock_mlx_lm_has_the_training_loss(
     make_checkpoint, tmp_path, adapted, grid
 ):
     import mlx_lm
@@ -350,7 +350,7 @@ def test_stock_mlx_lm_has_the_loss_of_training(
     assert run.step.evaluate([again])[0] == pytest.approx(loss, rel=1e-5)
 
 
-def test_a_mixture_of_experts_too(make_checkpoint, tmp_path):
+def test_mixture_of_experts_exports_forward_weights(make_checkpoint, tmp_path):
     from tiny_checkpoints import QWEN3_MOE
 
     folder = make_checkpoint(QWEN3_MOE)
@@ -359,7 +359,7 @@ def test_a_mixture_of_experts_too(make_checkpoint, tmp_path):
     assert_served_is_trained(run, tmp_path / "out")
 
 
-def test_weights_of_another_type_keep_it(make_checkpoint, tmp_path):
+def test_other_dtypes_are_kept(make_checkpoint, tmp_path):
     """As a mixture's router corrections, in float32 in a 16-bit checkpoint."""
     folder = shutil.copytree(make_checkpoint(), tmp_path / "mixed")
     weights = mx.load(str(folder / "model.safetensors"))
@@ -375,7 +375,7 @@ def test_weights_of_another_type_keep_it(make_checkpoint, tmp_path):
     assert not mx.array_equal(half, stored["model.norm.weight"])
 
 
-def test_rounding_twice_would_change_codes():
+def test_quantizing_twice_would_change_codes():
     """Why codes are exported as produced: the check above can fail."""
     weight = mx.random.normal((64, 256), key=mx.random.key(0))
     spec = QuantSpec(bits=4)
@@ -387,7 +387,7 @@ def test_rounding_twice_would_change_codes():
     assert not mx.array_equal(other["weight"], once["weight"])
 
 
-def test_full_gradients_pass_straight_through(make_checkpoint):
+def test_full_gradients_are_straight_through(make_checkpoint):
     """The gradient of every master is that of the rounded weight itself."""
     run = Run(make_checkpoint(dtype="float32"), QuantizationConfig(), adapted=False)
     step, one = run.step, batch(3)
@@ -408,7 +408,7 @@ def test_full_gradients_pass_straight_through(make_checkpoint):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adapter_gradients_are_those_of_the_merged_weight(make_checkpoint, dtype):
+def test_adapter_gradients_equal_those_of_the_merged_weight(make_checkpoint, dtype):
     """Against NumPy in float64: y = x round(W0 + s (A B)^T)^T, straight through."""
     run = Run(make_checkpoint(dtype=dtype), QuantizationConfig(), adapted=True)
     step = run.step

@@ -56,7 +56,7 @@ def test_greedy_misses_the_best_choice():
 def test_solve_fits_the_budget_and_beats_greedy_with_many_items(states):
     items = items_of(3, items=60, options=18, largest=100_000)
     for budget in range(500_000, 5_000_000, 400_000):
-        choice = solve(items, budget, states=states)
+        choice = solve(items, budget, max_states=states)
         size, cost = weighed(items, choice)
         assert size <= budget
         assert cost <= weighed(items, greedy(items, budget))[1]

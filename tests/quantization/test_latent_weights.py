@@ -36,7 +36,7 @@ def begun(module, bits, dtype, shape=(8, 256), distance=1.0):
 @pytest.mark.parametrize(
     "module", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
 )
-def test_codes_stay_and_every_weight_has_a_gradient(module, bits, dtype):
+def test_latent_weights_keep_codes_and_gradients(module, bits, dtype):
     quantizer, packed, _, wished = begun(module, bits, dtype, shape=(2, 4, 256))
     weight = quantizer.latent_within_cell(packed, wished)
     qparams = quantizer.init_from_codes(packed)
@@ -55,7 +55,7 @@ def test_codes_stay_and_every_weight_has_a_gradient(module, bits, dtype):
 @pytest.mark.parametrize(
     "module", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
 )
-def test_each_is_as_near_to_what_was_wished_for_as_its_cell_lets_it_be(module, bits):
+def test_latent_weights_are_nearest_to_the_target_within_their_cell(module, bits):
     quantizer, packed, points, wished = begun(module, bits, mx.float32, distance=0.4)
     scales, biases = (
         np.repeat(np.array(packed[name], np.float64), GROUP, axis=-1)
@@ -75,7 +75,7 @@ def test_each_is_as_near_to_what_was_wished_for_as_its_cell_lets_it_be(module, b
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-9], ids=["of one value", "hidden"])
-def test_groups_whose_codes_float32_cannot_tell_begin_at_their_points(scale):
+def test_latent_weights_start_at_the_level_where_float32_cannot_resolve_steps(scale):
     spec = QuantSpec(bits=4, group_size=GROUP)
     quantizer = LSQQuantizer(spec, mx.float32, "mse")
     codes = pack(normal(4, GROUP), spec, mx.float32)["weight"]

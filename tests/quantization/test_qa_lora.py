@@ -77,7 +77,7 @@ class Run:
 
 
 @pytest.mark.parametrize("compute", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
-def test_what_is_trained_is_what_is_stored(folder, tmp_path, compute):
+def test_exported_checkpoint_has_the_training_logits(folder, tmp_path, compute):
     """Logits bit for bit, in files of the base's very size and codes."""
     run = Run(folder, compute)
     before = run.step.materialize()(TOKENS)
@@ -100,7 +100,7 @@ def test_what_is_trained_is_what_is_stored(folder, tmp_path, compute):
     }
 
 
-def test_stock_mlx_lm_has_the_logits(folder, tmp_path):
+def test_stock_mlx_lm_has_the_training_logits(folder, tmp_path):
     run = Run(folder)
     run.train()
     target = run.export(tmp_path / "out")
@@ -112,7 +112,7 @@ def test_stock_mlx_lm_has_the_logits(folder, tmp_path):
     assert not mx.allclose(before(TOKENS), trained, rtol=1e-2, atol=1e-2)
 
 
-def test_saved_adapters_are_plain_loras(folder, tmp_path):
+def test_save_adapter_writes_plain_lora(folder, tmp_path):
     run = Run(folder)
     run.train()
     layers = lora_model.adapted_layers(run.model)
@@ -150,7 +150,7 @@ def test_saved_adapters_are_plain_loras(folder, tmp_path):
         assert mx.abs(moved - first).max().item() <= coarse
 
 
-def test_stock_mlx_lm_loads_the_adapters(make_checkpoint, tmp_path):
+def test_stock_mlx_lm_loads_saved_qa_lora(make_checkpoint, tmp_path):
     """Onto the packed base: the same but for rounding."""
     loaded = load(make_checkpoint(dtype="float32"), compute="stored")
     weights = dict(tree_flatten(loaded.model.parameters()))
@@ -179,7 +179,7 @@ def test_stock_mlx_lm_loads_the_adapters(make_checkpoint, tmp_path):
     assert not mx.allclose(plain(TOKENS), found, rtol=1e-2, atol=1e-2)
 
 
-def test_gradients_are_those_of_the_biases(folder):
+def test_gradients_equal_those_of_the_biases(folder):
     """Against NumPy in float64, and by x those of the weight that is multiplied."""
     run = Run(folder)
     path = "model.layers.0.mlp.down_proj"
@@ -211,7 +211,7 @@ def test_gradients_are_those_of_the_biases(folder):
     close(dx.reshape(15, 256), errors @ np.array(served, dtype=np.float64))
 
 
-def test_a_model_without_codes_is_refused(make_checkpoint):
+def test_attach_refuses_a_model_without_codes(make_checkpoint):
     with pytest.raises(UserError, match="no layer that qa_lora adapts"):
         lora_model.attach(load(make_checkpoint()).model, ADAPTER, seed=0)
 

@@ -53,7 +53,7 @@ def doubles(*arrays):
     return [np.array(a.astype(mx.float32), dtype=np.float64) for a in arrays]
 
 
-def test_the_recipe_has_the_names_of_the_files():
+def test_config_lists_all_quantizers():
     names = typing.get_args(QATConfig.model_fields["quantizer"].annotation)
     assert set(names) == set(QUANTIZERS)
 
@@ -63,7 +63,7 @@ def test_the_recipe_has_the_names_of_the_files():
 @pytest.mark.parametrize(
     ("module", "spec"), KINDS, ids=lambda v: getattr(v, "__name__", str(v))[-60:]
 )
-def test_what_is_served_is_what_is_stored(module, spec, shape, dtype):
+def test_fake_quantize_equals_the_dequantized_pack(module, spec, shape, dtype):
     """Bit for bit, by plain MLX; tests of `FakeQuant` have the compiled forward."""
     weight = normal(*shape)
     quantizer, qparams = begun(module, spec, dtype, weight)
@@ -90,7 +90,7 @@ def reference(weight, scales, biases, group, top, margin):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_learned_gradients_are_lsqs(bits):
+def test_lsq_gradients_match_the_paper(bits):
     spec = QuantSpec(bits=bits, group_size=32)
     weight, seen = normal(5, 96), normal(5, 96, seed=1, scale=1.0)
     quantizer, qparams = begun(LSQQuantizer, spec, mx.float32, 0.8 * weight)
@@ -114,7 +114,7 @@ def test_learned_gradients_are_lsqs(bits):
     close(found["biases"], factor * (g * ~inside).sum(axis=1))
 
 
-def test_learned_gradients_are_finite_differences_of_the_clipped_line():
+def test_lsq_gradients_match_finite_differences():
     """Straight-through: what is rounded off stays as it is when a number moves."""
     weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
     quantizer, qparams = begun(LSQQuantizer, TWO, mx.float32, 0.8 * weight)
@@ -142,7 +142,7 @@ def test_learned_gradients_are_finite_differences_of_the_clipped_line():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_a_kept_grid_has_the_very_codes_it_began_with(spec, dtype):
+def test_fixed_scale_quantizer_starts_with_the_stored_codes(spec, dtype):
     """Those of a method too, which are not the nearest to the weights they are of."""
     packed = pack(normal(6, 256), spec, dtype)
     packed["weight"] = mx.random.randint(
@@ -167,7 +167,7 @@ def widened(packed):
     return packed | pair
 
 
-def test_kept_gradients_are_finite_differences_of_the_clipped_line():
+def test_fixed_scale_gradients_match_finite_differences():
     """Over every point's cell, the outermost's too, and flat beyond."""
     weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
     quantizer = FixedScaleQuantizer(TWO, mx.float32, "mse")
@@ -188,7 +188,7 @@ def test_kept_gradients_are_finite_differences_of_the_clipped_line():
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_frozen_gradients_are_those_of_mlxs_product(bits):
+def test_scales_only_gradients_match_quantized_matmul(bits):
     spec = QuantSpec(bits=bits, group_size=32)
     weight, x = normal(4, 96), normal(7, 96, seed=1, scale=1.0)
     seen = normal(7, 4, seed=2, scale=1.0)
@@ -212,7 +212,7 @@ def test_frozen_gradients_are_those_of_mlxs_product(bits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_balanced_levels_are_the_papers(dtype):
+def test_seq_levels_match_the_paper(dtype):
     """alpha * (round(2 clip(w / alpha) - 1/2) + 1/2) / 2."""
     alpha = 0.75
     share = np.linspace(-1, 1, 64)
@@ -228,7 +228,7 @@ def test_balanced_levels_are_the_papers(dtype):
 @pytest.mark.parametrize(
     "module", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
 )
-def test_symmetric_gradients_are_the_papers(module):
+def test_stretched_elastic_gradients_match_the_paper(module):
     """d alpha is the level less w / alpha, beyond the ends the level alone."""
     weight, seen = normal(3, 64), normal(3, 64, seed=1, scale=1.0)
     quantizer, qparams = begun(module, TWO, mx.float32, 0.8 * weight)
@@ -252,7 +252,7 @@ def test_symmetric_gradients_are_the_papers(module):
 @pytest.mark.parametrize(
     "module", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
 )
-def test_symmetric_levels_are_stored_without_loss(module, dtype):
+def test_stretched_elastic_levels_are_stored_exactly(module, dtype):
     weight = normal(64, 256)
     quantizer, qparams = begun(module, TWO, dtype, weight)
     packed = quantizer.pack(weight, qparams)
@@ -278,7 +278,7 @@ def test_symmetric_levels_are_stored_without_loss(module, dtype):
     ],
     ids=lambda v: getattr(v, "__name__", "")[-10:],
 )
-def test_a_fitted_start_loses_less_than_the_range(module, spec):
+def test_init_mse_has_less_error_than_minmax(module, spec):
     weight = normal(16, 256)
 
     def lost(start):
@@ -295,7 +295,7 @@ def test_a_fitted_start_loses_less_than_the_range(module, spec):
         assert lost("minmax") <= mx.square(plain - weight).sum().item()
 
 
-def test_learned_grids_lower_the_loss_more():
+def test_trained_scales_lower_the_loss_more():
     """A layer with a few large weights, over the same steps from the same weights."""
     generator = np.random.default_rng(0)
     start = mx.array(0.02 * generator.standard_t(4, (32, 128)), mx.float32)
@@ -326,7 +326,7 @@ def test_learned_grids_lower_the_loss_more():
 
 
 @pytest.mark.parametrize("module", [LSQQuantizer, SEQQuantizer, TernaryQuantizer])
-def test_groups_of_one_value(module):
+def test_constant_groups_stay_finite(module):
     """Of zeros the scale may be zero too, and nothing becomes infinite."""
     weight = mx.concatenate([mx.zeros((1, 32)), mx.full((1, 32), 0.25)])
     for dtype, start in itertools.product(DTYPES, ("minmax", "mse")):
@@ -349,7 +349,7 @@ def test_groups_of_one_value(module):
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_going_on_from_codes_begins_with_the_codes(module, dtype, spec):
+def test_init_from_codes_keeps_the_codes(module, dtype, spec):
     """Also of codes that are not the nearest to any weight, as GPTQ's."""
     packed = pack(normal(8, 256), spec, dtype)
     codes = mx.random.randint(0, 1 << 30, packed["weight"].shape, key=mx.random.key(2))
@@ -404,7 +404,7 @@ def down(*widths):
         ),
     ],
 )
-def test_settings_that_contradict(settings, said):
+def test_config_refuses_contradictions(settings, said):
     with pytest.raises(ValidationError, match=said):
         QATConfig(**settings)
 

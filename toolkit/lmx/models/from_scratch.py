@@ -1,4 +1,4 @@
-"""A model from scratch: configuration, byte-level BPE tokenizer, initial weights."""
+"""Models from scratch: configuration, byte-level BPE tokenizer, initial weights."""
 
 import json
 import math
@@ -13,7 +13,7 @@ from .loader import DTYPES, build_model
 
 END_OF_TEXT, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
-# ChatML, with markers that let other tools find the assistant's tokens.
+# ChatML; the generation markers tell other tools where the assistant's tokens are.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' }}"
@@ -26,10 +26,10 @@ CHAT_TEMPLATE = (
 )
 
 
-def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Train a byte-level BPE and write the files that make it a chat tokenizer.
+def train_tokenizer(texts: Iterable[str], vocab_size: int, folder: Path) -> None:
+    """Train a byte-level BPE and write the files of a chat tokenizer.
 
-    Digits are single tokens, so that numbers of any length are read alike.
+    Every digit is one token, so that numbers of any length are split alike.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -42,14 +42,14 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT, START, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END,
         "pad_token": END_OF_TEXT,
@@ -57,52 +57,53 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, folder: Path) -> None
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
-    _write_json(folder / "tokenizer_config.json", settings)
-    # Both end an answer: the end of a turn, and the end of a document.
-    ends = {"eos_token_id": [2, 0], "pad_token_id": 0}
-    _write_json(folder / "generation_config.json", ends)
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
+    # A completion ends with the end of a turn or the end of a document.
+    generation_config = {"eos_token_id": [2, 0], "pad_token_id": 0}
+    _write_json(folder / "generation_config.json", generation_config)
 
 
-def llama_config(fresh: ScratchModelConfig) -> dict:
-    """A config.json in Hugging Face's terms for a Llama-type model."""
+def llama_config(scratch: ScratchModelConfig) -> dict:
+    """The config.json, in Hugging Face's keys, of a Llama-type model."""
     return {
         "architectures": ["LlamaForCausalLM"],
-        "model_type": fresh.model_type,
-        "vocab_size": fresh.vocab_size,
-        "hidden_size": fresh.hidden_size,
-        "intermediate_size": fresh.intermediate_size,
-        "num_hidden_layers": fresh.num_hidden_layers,
-        "num_attention_heads": fresh.num_attention_heads,
-        "num_key_value_heads": fresh.num_key_value_heads or fresh.num_attention_heads,
-        "head_dim": fresh.hidden_size // fresh.num_attention_heads,
-        "max_position_embeddings": fresh.max_position_embeddings,
-        "rope_theta": fresh.rope_theta,
+        "model_type": scratch.model_type,
+        "vocab_size": scratch.vocab_size,
+        "hidden_size": scratch.hidden_size,
+        "intermediate_size": scratch.intermediate_size,
+        "num_hidden_layers": scratch.num_hidden_layers,
+        "num_attention_heads": scratch.num_attention_heads,
+        "num_key_value_heads": scratch.num_key_value_heads
+        or scratch.num_attention_heads,
+        "head_dim": scratch.hidden_size // scratch.num_attention_heads,
+        "max_position_embeddings": scratch.max_position_embeddings,
+        "rope_theta": scratch.rope_theta,
         "rms_norm_eps": 1e-5,
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": fresh.tie_word_embeddings,
-        "torch_dtype": fresh.dtype,
+        "tie_word_embeddings": scratch.tie_word_embeddings,
+        "torch_dtype": scratch.dtype,
         "eos_token_id": [2, 0],
         "pad_token_id": 0,
     }
 
 
 def initial_weights(config: dict, seed: int) -> dict[str, mx.array]:
-    """Normal weights of deviation 0.02, smaller where they enter the residual stream.
+    """Normal weights of standard deviation 0.02, smaller in residual projections.
 
     GPT-2's rule: the two projections of a block that add to the residual stream are
     scaled by 1 / sqrt(2 * layers). Norm weights stay one.
     """
-    residual = 0.02 / math.sqrt(2 * config["num_hidden_layers"])
+    residual_std = 0.02 / math.sqrt(2 * config["num_hidden_layers"])
     key = mx.random.key(seed)
     weights = {}
     for path, value in tree_flatten(build_model(config).parameters()):
         if value.ndim > 1:
-            key, draw = mx.random.split(key)
-            into_residual = path.endswith(("o_proj.weight", "down_proj.weight"))
-            deviation = residual if into_residual else 0.02
-            value = mx.random.normal(value.shape, scale=deviation, key=draw)
+            key, value_key = mx.random.split(key)
+            is_residual = path.endswith(("o_proj.weight", "down_proj.weight"))
+            std = residual_std if is_residual else 0.02
+            value = mx.random.normal(value.shape, scale=std, key=value_key)
         weights[path] = value.astype(DTYPES[config["torch_dtype"]])
     return weights
 

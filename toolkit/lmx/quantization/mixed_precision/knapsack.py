@@ -1,111 +1,113 @@
-"""One option for every item, of the least cost that a budget holds.
+"""Multiple-choice knapsack: one option for every item, of least cost in a budget.
 
-The multiple-choice knapsack: item by item with all partial choices that no other beats
-in both size and cost (Nemhauser and Ullmann 1969), without those that end above a known
-choice by a Lagrangian bound (Dyer, Kayal and Walker 1984). Exact as long as there are
-no more than `STATES` such partial choices.
+Dynamic programming item by item over the partial choices that no other beats in both
+size and cost (Nemhauser and Ullmann 1969). Partial choices whose Lagrangian bound is
+above a known choice are dropped (Dyer, Kayal and Walker 1984). The result is exact
+while there are at most `MAX_STATES` partial choices.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-# Partial choices kept at most; the cheapest of every small range of sizes stay.
-STATES = 1 << 17
+# Maximum partial choices. Above it, the cheapest of every small range of sizes stay.
+MAX_STATES = 1 << 17
 
 Items = Sequence[tuple[np.ndarray, np.ndarray]]
 
 
-def solve(items: Items, budget: int, *, states: int = STATES) -> list[int] | None:
-    """The option of every item; None if the budget holds no choice at all.
+def solve(
+    items: Items, budget: int, *, max_states: int = MAX_STATES
+) -> list[int] | None:
+    """The option of every item; None if no choice fits into the budget.
 
     Args:
-        items: sizes (whole numbers) and costs of every item's options.
-        budget: what the sizes may sum up to.
+        items: sizes (integers) and costs of every item's options.
+        budget: maximum sum of the sizes.
     """
     if sum(int(sizes.min()) for sizes, _ in items) > budget:
         return None
-    price, known = _relaxed(items, budget)
-    known = _improved(items, known, budget)
-    least = _cost(items, known)
-    # Of what comes after each item, cost and priced size at the least.
-    ahead = [(costs + price * sizes).min() for sizes, costs in items]
-    ahead = np.append(np.cumsum(ahead[::-1])[::-1], 0.0)
-    room = np.cumsum([0, *(int(s.min()) for s, _ in items[::-1])])[::-1]
+    price, known = _relax(items, budget)
+    known = _improve(items, known, budget)
+    known_cost = _cost(items, known)
+    # Lower bounds for the items after each item: cost plus priced size, and size.
+    remaining = [(costs + price * sizes).min() for sizes, costs in items]
+    remaining = np.append(np.cumsum(remaining[::-1])[::-1], 0.0)
+    remaining_size = np.cumsum([0, *(int(s.min()) for s, _ in items[::-1])])[::-1]
     size, cost = np.zeros(1, np.int64), np.zeros(1)
     trail = []
     for number, (sizes, costs) in enumerate(items, 1):
-        grown = (size[:, None] + sizes).reshape(-1)
-        dearer = (cost[:, None] + costs).reshape(-1)
-        bound = dearer + ahead[number] + price * (grown - budget)
-        alive = (grown + room[number] <= budget) & (bound <= least * (1 + 1e-9))
-        chosen = np.flatnonzero(alive)
-        chosen = chosen[_unbeaten(grown[chosen], dearer[chosen], states)]
-        if not len(chosen):
+        new_size = (size[:, None] + sizes).reshape(-1)
+        new_cost = (cost[:, None] + costs).reshape(-1)
+        bound = new_cost + remaining[number] + price * (new_size - budget)
+        fits = new_size + remaining_size[number] <= budget
+        kept = np.flatnonzero(fits & (bound <= known_cost * (1 + 1e-9)))
+        kept = kept[_undominated(new_size[kept], new_cost[kept], max_states)]
+        if not len(kept):
             return known
-        trail.append(np.divmod(chosen, len(sizes)))
-        size, cost = grown[chosen], dearer[chosen]
-    found, state = [], int(cost.argmin())
+        trail.append(np.divmod(kept, len(sizes)))
+        size, cost = new_size[kept], new_cost[kept]
+    choice, state = [], int(cost.argmin())
     for parents, options in reversed(trail):
-        found.append(int(options[state]))
+        choice.append(int(options[state]))
         state = parents[state]
-    found = found[::-1]
-    return found if _cost(items, found) < least else known
+    choice = choice[::-1]
+    return choice if _cost(items, choice) < known_cost else known
 
 
 def greedy(items: Items, budget: int) -> list[int] | None:
-    """From the smallest options on, the step that saves most cost per size, in turn."""
+    """From the smallest options on, take steps that save most cost per size."""
     choice = [int(np.lexsort((costs, sizes))[0]) for sizes, costs in items]
     if _size(items, choice) > budget:
         return None
-    return _improved(items, choice, budget)
+    return _improve(items, choice, budget)
 
 
-def _relaxed(items: Items, budget: int) -> tuple[float, list[int]]:
-    """The price of size at which the items by themselves choose what the budget holds.
+def _relax(items: Items, budget: int) -> tuple[float, list[int]]:
+    """The Lagrangian relaxation: a price of size at which independent choices fit.
 
     Returns:
-        The lowest such price, nearly, and that choice.
+        The lowest such price, nearly, and the choice.
     """
-    # Slopes between options are all the prices at which a choice changes.
-    slopes = np.unique(np.concatenate([_slopes(*item) for item in items] + [[0.0]]))
-    low, high = 0, len(slopes) - 1
+    # A choice changes only at the exchange rates between two options.
+    prices = np.unique(np.concatenate([_prices(*item) for item in items] + [[0.0]]))
+    low, high = 0, len(prices) - 1
     while low < high:
         middle = (low + high) // 2
-        if _size(items, _priced(items, slopes[middle])) <= budget:
+        if _size(items, _choose(items, prices[middle])) <= budget:
             high = middle
         else:
             low = middle + 1
-    return float(slopes[low]), _priced(items, slopes[low])
+    return float(prices[low]), _choose(items, prices[low])
 
 
-def _slopes(sizes: np.ndarray, costs: np.ndarray) -> np.ndarray:
+def _prices(sizes: np.ndarray, costs: np.ndarray) -> np.ndarray:
     more = sizes[:, None] - sizes
     saved = costs - costs[:, None]
-    wanted = (more > 0) & (saved > 0)
-    return saved[wanted] / more[wanted]
+    is_exchange = (more > 0) & (saved > 0)
+    return saved[is_exchange] / more[is_exchange]
 
 
-def _priced(items: Items, price: float) -> list[int]:
-    """Every item's best option at a price; of equals, up to rounding, the smallest."""
-    chosen = []
+def _choose(items: Items, price: float) -> list[int]:
+    """Every item's best option at a price; the smallest of equals up to rounding."""
+    choice = []
     for sizes, costs in items:
-        whole = costs + price * sizes
-        near = whole <= whole.min() + 1e-9 * abs(whole.min())
-        chosen.append(int(np.where(near, sizes, np.iinfo(np.int64).max).argmin()))
-    return chosen
+        total = costs + price * sizes
+        is_best = total <= total.min() + 1e-9 * abs(total.min())
+        choice.append(int(np.where(is_best, sizes, np.iinfo(np.int64).max).argmin()))
+    return choice
 
 
-def _improved(items: Items, choice: list[int], budget: int) -> list[int]:
-    """Take what saves most for its size as long as anything that fits saves."""
+def _improve(items: Items, choice: list[int], budget: int) -> list[int]:
+    """Take the step that saves most cost per size while any step fits."""
     choice = list(choice)
     while True:
-        left = budget - _size(items, choice)
+        space = budget - _size(items, choice)
         best, step = 0.0, None
         for number, (sizes, costs) in enumerate(items):
             more = sizes - sizes[choice[number]]
             saved = costs[choice[number]] - costs
-            rate = np.where(more > left, 0.0, saved / np.maximum(more, 0.5))
+            rate = np.where(more > space, 0.0, saved / np.maximum(more, 0.5))
             if rate.max() > best:
                 best, step = rate.max(), (number, int(rate.argmax()))
         if step is None:
@@ -113,15 +115,15 @@ def _improved(items: Items, choice: list[int], budget: int) -> list[int]:
         choice[step[0]] = step[1]
 
 
-def _unbeaten(sizes: np.ndarray, costs: np.ndarray, states: int) -> np.ndarray:
-    """Positions of those that none both smaller and cheaper beats, by size."""
+def _undominated(sizes: np.ndarray, costs: np.ndarray, max_states: int) -> np.ndarray:
+    """Indices, by size, of choices that no smaller and cheaper choice dominates."""
     order = np.lexsort((costs, sizes))
     lowest = np.minimum.accumulate(costs[order])
     order = order[np.append(True, lowest[1:] < lowest[:-1])] if len(order) else order
-    if len(order) <= states:
+    if len(order) <= max_states:
         return order
     # Costs fall with size, so the last of a range is its cheapest.
-    ranges = (sizes[order] - sizes[order[0]]) * states // (np.ptp(sizes[order]) + 1)
+    ranges = (sizes[order] - sizes[order[0]]) * max_states // (np.ptp(sizes[order]) + 1)
     return order[np.append(ranges[1:] != ranges[:-1], True)]
 
 

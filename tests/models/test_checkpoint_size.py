@@ -9,7 +9,7 @@ from lmx.models.checkpoint import checkpoint_size
 from lmx.models.safetensors_io import read_header
 
 
-def test_a_plain_checkpoint(make_checkpoint):
+def test_checkpoint_size_of_a_dense_checkpoint(make_checkpoint):
     folder = make_checkpoint()
     tensors = mx.load(str(folder / "model.safetensors"))
     sizes = checkpoint_size(folder)
@@ -18,7 +18,7 @@ def test_a_plain_checkpoint(make_checkpoint):
     assert sizes.bits_per_weight == 16
 
 
-def test_codes_count_as_one_parameter_each_in_every_shard(tmp_path):
+def test_checkpoint_size_counts_each_code_as_one_parameter(tmp_path):
     config = {"quantization": {"bits": 3, "group_size": 32, "b": {"bits": 8}}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     for number, (name, bits) in enumerate({"a": 3, "b": 8, "c": None}.items()):
@@ -35,7 +35,7 @@ def test_codes_count_as_one_parameter_each_in_every_shard(tmp_path):
     assert sizes.bytes == 256 * 3 // 8 + 32 + 256 + 32 + 512
 
 
-def test_a_file_cut_short(make_checkpoint, tmp_path):
+def test_read_header_names_a_truncated_file(make_checkpoint, tmp_path):
     whole = (make_checkpoint() / "model.safetensors").read_bytes()
     file = tmp_path / "model.safetensors"
     file.write_bytes(whole[:-1])

@@ -150,7 +150,7 @@ SOUND = [
 
 
 @pytest.mark.parametrize("publish", SOUND, ids=lambda f: f.__name__)
-def test_the_same_model_in_another_guise(folder, publish, capfd):
+def test_load_gives_the_same_model_from_every_layout(folder, publish, capfd):
     expected = parameters(folder)
     _, answer, _ = generate(folder, capfd)
     publish(folder)
@@ -162,7 +162,7 @@ def test_the_same_model_in_another_guise(folder, publish, capfd):
     assert same["text"] == answer["text"]
 
 
-def test_types_that_are_mixed(folder, capfd):
+def test_load_reads_mixed_dtypes(folder, capfd):
     types = [mx.bfloat16, mx.float16, mx.float32]
     stored = {
         name: value.astype(types[number % 3])
@@ -176,7 +176,7 @@ def test_types_that_are_mixed(folder, capfd):
     assert generate(folder, capfd)[0] == 0
 
 
-def test_a_head_of_its_own_that_no_config_tells_of(folder, tmp_path, capfd):
+def test_load_keeps_a_stored_head_that_the_config_omits(folder, tmp_path, capfd):
     """mlx-lm takes an unsaid head for tied, and drops the one that is stored."""
     weights = read(folder)
     own = mx.random.normal(weights[EMBEDDING].shape, key=mx.random.key(1))
@@ -195,7 +195,7 @@ def test_a_head_of_its_own_that_no_config_tells_of(folder, tmp_path, capfd):
 @pytest.mark.parametrize(
     "place", ["tokenizer_config.json", "chat_template.jinja", None]
 )
-def test_a_tokenizer_with_and_without_a_chat_template(folder, place, capfd):
+def test_generate_uses_the_chat_template_if_present(folder, place, capfd):
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
     edit(folder / "tokenizer_config.json", chat_template=None)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -211,7 +211,7 @@ def test_a_tokenizer_with_and_without_a_chat_template(folder, place, capfd):
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_each_of_several_ends_is_one(folder, file, capfd):
+def test_generate_stops_at_every_end_token(folder, file, capfd):
     prompt = load(folder).tokenizer.encode("add")
     logits = load(folder).model(mx.array([prompt]))[0, -1]
     first = int(mx.argmax(logits))
@@ -294,7 +294,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("spoil", FAULTS, ids=lambda f: f.__name__)
-def test_what_cannot_be_loaded_is_named(folder, spoil, capfd):
+def test_load_names_what_cannot_be_loaded(folder, spoil, capfd):
     place, said = spoil(folder)
     with pytest.raises(UserError) as caught:
         load(folder)

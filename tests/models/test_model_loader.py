@@ -31,7 +31,7 @@ def refusal(source, **options):
     return caught.value
 
 
-def test_computes_in_float32_on_the_cpu_and_remembers_what_is_stored(make_checkpoint):
+def test_load_computes_in_float32_on_the_cpu_and_keeps_the_stored_dtype(make_checkpoint):
     folder = make_checkpoint(dtype="bfloat16")
     files = mx.load(str(folder / "model.safetensors"))
     loaded = load(folder)
@@ -42,13 +42,13 @@ def test_computes_in_float32_on_the_cpu_and_remembers_what_is_stored(make_checkp
 
 
 @pytest.mark.parametrize("compute", ["stored", "bfloat16"])
-def test_other_types_to_compute_in(folder, compute):
+def test_load_casts_to_the_compute_dtype(folder, compute):
     model = load(folder, compute=compute).model
     wanted = {"stored": mx.float16, "bfloat16": mx.bfloat16}[compute]
     assert {v.dtype for _, v in tree_flatten(model.parameters())} == {wanted}
 
 
-def test_types_as_stored_even_where_mixed(folder):
+def test_load_as_stored_keeps_mixed_dtypes(folder):
     weights = mx.load(str(folder / "model.safetensors"))
     weights["model.norm.weight"] = mx.full((128,), 1 + 2**-20)
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
@@ -57,7 +57,7 @@ def test_types_as_stored_even_where_mixed(folder):
     assert stored["model.embed_tokens.weight"].dtype == mx.float16
 
 
-def test_what_a_model_must_keep_in_float32_stays_so():
+def test_set_compute_dtype_respects_cast_predicate():
     class Corrected(nn.Module):
         cast_predicate = staticmethod(lambda path: "correction" not in path)
 
@@ -82,7 +82,7 @@ def test_what_a_model_must_keep_in_float32_stays_so():
         (None, None, {2}),
     ],
 )
-def test_stops_at_every_end_any_file_names(folder, config, generation, ends):
+def test_load_merges_end_tokens_of_all_files(folder, config, generation, ends):
     """The tokenizer's own, 2, is always one."""
     edit(folder / "config.json", eos_token_id=config)
     edit(folder / "generation_config.json", eos_token_id=generation)
@@ -97,13 +97,13 @@ def flat(ends):
     return ends if isinstance(ends, list) else [ends] * (ends is not None)
 
 
-def test_a_folder_that_is_no_model(tmp_path):
+def test_load_refuses_a_folder_without_config(tmp_path):
     fault = refusal(tmp_path)
     assert fault.message == "this folder is not a model: it has no config.json"
     assert fault.place == str(tmp_path)
 
 
-def test_a_file(folder):
+def test_load_refuses_a_file(folder):
     assert "a checkpoint is a folder" in refusal(folder / "config.json").message
 
 
@@ -117,7 +117,7 @@ def test_a_file(folder):
         (b"\xff\xfe", "not JSON"),
     ],
 )
-def test_a_broken_config(folder, text, said):
+def test_load_refuses_a_broken_config(folder, text, said):
     file = folder / "config.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
     fault = refusal(folder)
@@ -128,25 +128,25 @@ def test_a_broken_config(folder, text, said):
 # `base` and `cache` are modules of the zoo that are no models, `olmo` ends the process
 # where a package is missing.
 @pytest.mark.parametrize("model_type", ["nonesuch", "base", "cache", "olmo"])
-def test_an_unknown_model_type(folder, model_type):
+def test_load_refuses_an_unknown_model_type(folder, model_type):
     edit(folder / "config.json", model_type=model_type)
     fault = refusal(folder)
     assert fault.message == f"mlx-lm has no model type {model_type!r}"
     assert fault.place == str(folder / "config.json")
 
 
-def test_a_config_without_a_needed_key(folder):
+def test_load_names_a_missing_config_key(folder):
     edit(folder / "config.json", hidden_size=None)
     assert "hidden_size" in refusal(folder).message
 
 
-def test_a_broken_generation_config(folder):
+def test_load_refuses_a_broken_generation_config(folder):
     (folder / "generation_config.json").write_text("{")
     assert refusal(folder).place == str(folder / "generation_config.json")
 
 
 @pytest.mark.parametrize("pickle", ["pytorch_model.bin", None])
-def test_no_safetensors(folder, pickle):
+def test_load_refuses_a_folder_without_safetensors(folder, pickle):
     (folder / "model.safetensors").unlink()
     if pickle:
         (folder / pickle).write_bytes(b"\x80\x04")
@@ -157,7 +157,7 @@ def test_no_safetensors(folder, pickle):
 
 
 @pytest.mark.parametrize("size", [0, 4, 100, 20_000, -1])
-def test_a_file_cut_short_is_named(folder, size):
+def test_load_names_a_truncated_file(folder, size):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
     fault = refusal(folder)
@@ -166,7 +166,7 @@ def test_a_file_cut_short_is_named(folder, size):
 
 
 @pytest.mark.parametrize("header", [b"[1]", b'{"a": {"dtype": "F32"}}', b'{"a": 1}'])
-def test_a_file_that_is_something_else_is_named(folder, header):
+def test_load_names_a_file_of_another_format(folder, header):
     file = folder / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     fault = refusal(folder)
@@ -174,7 +174,7 @@ def test_a_file_that_is_something_else_is_named(folder, header):
     assert "damaged" in fault.message
 
 
-def test_missing_tensors(folder):
+def test_load_names_missing_tensors(folder):
     weights = mx.load(str(folder / "model.safetensors"))
     for name in [name for name in weights if "mlp" in name]:
         del weights[name]
@@ -185,7 +185,7 @@ def test_missing_tensors(folder):
     assert "\n" not in fault.message
 
 
-def test_a_missing_shard_is_named(folder):
+def test_load_names_a_missing_shard(folder):
     weights = mx.load(str(folder / "model.safetensors"))
     norm = weights.pop("model.norm.weight")
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
@@ -200,13 +200,13 @@ def test_a_missing_shard_is_named(folder):
     load(folder)
 
 
-def test_a_wrong_shape(folder):
+def test_load_names_a_wrong_shape(folder):
     edit(folder / "config.json", vocab_size=321)
     assert "321" in refusal(folder).message
 
 
 @pytest.mark.parametrize("spoil", ["missing", "no JSON", "no tokenizer"])
-def test_a_broken_tokenizer(folder, spoil):
+def test_load_refuses_a_broken_tokenizer(folder, spoil):
     file = folder / "tokenizer.json"
     if spoil == "missing":
         file.unlink()
@@ -218,7 +218,7 @@ def test_a_broken_tokenizer(folder, spoil):
 
 
 @pytest.mark.parametrize("name", ["nobody/nothing-at-all", "./not/here", "a/b/c"])
-def test_a_name_the_hub_cannot_give_offline(monkeypatch, name, tmp_path):
+def test_checkpoint_folder_refuses_unknown_names_offline(monkeypatch, name, tmp_path):
     import huggingface_hub.constants as constants
 
     monkeypatch.chdir(tmp_path)
@@ -239,7 +239,7 @@ from pathlib import Path
 """
 
 
-def test_code_of_a_checkpoint_runs_only_when_asked(folder):
+def test_checkpoint_code_runs_only_with_trust_remote_code(folder):
     edit(folder / "config.json", model_file="own.py")
     (folder / "own.py").write_text(CODE)
     fault = refusal(folder)
@@ -250,12 +250,12 @@ def test_code_of_a_checkpoint_runs_only_when_asked(folder):
     assert (folder / "ran").exists()
 
 
-def test_code_that_is_missing(folder):
+def test_missing_checkpoint_code_is_named(folder):
     edit(folder / "config.json", model_file="own.py")
     assert "own.py" in refusal(folder, trust_remote_code=True).message
 
 
-def test_code_of_a_tokenizer_is_refused_without_asking(folder, monkeypatch):
+def test_tokenizer_code_is_refused_without_a_prompt(folder, monkeypatch):
     """Hugging Face would ask on the terminal; nobody may be there."""
 
     def ask(*_):
@@ -272,7 +272,7 @@ def test_code_of_a_tokenizer_is_refused_without_asking(folder, monkeypatch):
     assert not (folder / "ran").exists()
 
 
-def test_a_quantized_model_computes_with_expanding_layers(folder, tmp_path):
+def test_quantized_models_use_dequantizing_layers(folder, tmp_path):
     import mlx_lm
 
     target = tmp_path / "quantized"
@@ -282,7 +282,7 @@ def test_a_quantized_model_computes_with_expanding_layers(folder, tmp_path):
     assert layer.scales.dtype == mx.float32
 
 
-def test_the_limit_on_open_files_stays():
+def test_importing_mlx_lm_keeps_the_limit_on_open_files():
     code = """
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (512, resource.getrlimit(7)[1]))

@@ -60,7 +60,7 @@ def folder(make_checkpoint):
     )
 
 
-def test_stock_mlx_lm_loads_what_is_saved(folder, tmp_path, patterns):
+def test_stock_mlx_lm_loads_a_saved_adapter(folder, tmp_path, patterns):
     model, trained, _, keys = adapt(folder, patterns)
     save(tmp_path, model, trained, keys)
     stock, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
@@ -69,7 +69,7 @@ def test_stock_mlx_lm_loads_what_is_saved(folder, tmp_path, patterns):
     assert not mx.allclose(plain(TOKENS), model(TOKENS), rtol=1e-2, atol=1e-2)
 
 
-def test_the_saved_config_is_one_mlx_swift_reads(folder, tmp_path, patterns):
+def test_save_adapter_config_is_readable_by_mlx_swift(folder, tmp_path, patterns):
     model, trained, _, keys = adapt(folder, patterns)
     save(tmp_path, model, trained, keys)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
@@ -84,7 +84,7 @@ def test_the_saved_config_is_one_mlx_swift_reads(folder, tmp_path, patterns):
     assert not any("layers." in key for key in keys)
 
 
-def test_fused_weights_forward_alike(folder, patterns):
+def test_fuse_gives_the_adapted_logits(folder, patterns):
     model, trained, base, _ = adapt(folder, patterns)
     expected = model(TOKENS)
     weights = lora_model.fuse(model, base, trained, mx.float32)
@@ -94,7 +94,7 @@ def test_fused_weights_forward_alike(folder, patterns):
     assert mx.allclose(plain(TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_merge_is_the_sum(folder):
+def test_merge_equals_the_float64_sum(folder):
     """W + scale (A B)^T, by NumPy in float64."""
     model, trained, base, _ = adapt(folder, ["mlp.down_proj"])
     path = "model.layers.1.mlp.down_proj"
@@ -107,7 +107,7 @@ def test_the_merge_is_the_sum(folder):
 
 
 @pytest.mark.parametrize("path", ["mlp.down_proj", "self_attn.q_proj"])
-def test_the_merged_forward_has_plain_loras_gradients(folder, path):
+def test_merged_forward_has_plain_lora_gradients(folder, path):
     """What plain LoRA costs and gives, from the one product with the merged weight."""
     plain, trained, *_ = adapt(folder, [path])
     merged, *_ = adapt(folder, [path], merged=True)
@@ -127,7 +127,7 @@ def test_the_merged_forward_has_plain_loras_gradients(folder, path):
         assert mx.allclose(found[name] / scale, gradient / scale, rtol=0, atol=1e-5)
 
 
-def test_begins_as_the_base_and_trains_adapters_alone(folder):
+def test_attach_starts_as_the_base_and_freezes_it(folder):
     model = load(folder).model
     before = model(TOKENS)
     lora_model.attach(model, LoRAConfig(**OPTIONS, target_modules=LLAMA_ALL), seed=0)
@@ -137,7 +137,7 @@ def test_begins_as_the_base_and_trains_adapters_alone(folder):
     assert {name.rpartition(".")[2] for name in names} == {"lora_a", "lora_b"}
 
 
-def test_the_seed_decides_the_start(folder):
+def test_attach_depends_on_the_seed(folder):
     draws = []
     for seed in (1, 1, 2):
         model = load(folder).model
@@ -154,7 +154,7 @@ def test_the_seed_decides_the_start(folder):
     assert 0.9 < limit <= 1
 
 
-def test_dropout_only_while_training(folder):
+def test_dropout_applies_only_in_training(folder):
     model, *_ = adapt(folder, ["mlp.*"], dropout=0.5)
     served = model.eval()(TOKENS)
     assert mx.array_equal(model(TOKENS), served)
@@ -162,7 +162,7 @@ def test_dropout_only_while_training(folder):
     assert not mx.allclose(model.train()(TOKENS), served)
 
 
-def test_an_unknown_pattern_is_refused_with_what_there_is(folder):
+def test_attach_refuses_an_unknown_pattern_and_lists_layers(folder):
     model = load(folder).model
     with pytest.raises(UserError) as caught:
         lora_model.attach(model, LoRAConfig(target_modules=["mlp.*", "attn.*"]), seed=0)
@@ -170,14 +170,14 @@ def test_an_unknown_pattern_is_refused_with_what_there_is(folder):
     assert "mlp.down_proj, mlp.gate_proj" in caught.value.hint
 
 
-def test_routers_are_left_alone(make_checkpoint):
+def test_default_target_modules_skip_routers(make_checkpoint):
     model = load(make_checkpoint(QWEN3_MOE)).model
     keys = lora_model.attach(model, LoRAConfig(), seed=0)
     experts = [f"mlp.switch_mlp.{x}_proj" for x in ("down", "gate", "up")]
     assert keys == [*experts, *(f"self_attn.{x}_proj" for x in "koqv")]
 
 
-def test_blocks_of_any_name(tmp_path):
+def test_attach_finds_blocks_of_any_name(tmp_path):
     """GPT-2 calls them h, and mlx-lm finds them as `model.layers` all the same."""
     from mlx_lm.models import gpt2
 

@@ -32,7 +32,7 @@ def generate(*arguments):
     )
 
 
-def test_a_revision_is_what_runs_and_stays_for_offline(
+def test_generate_uses_the_revision_and_its_offline_cache(
     stand_in, files, monkeypatch, capfd
 ):
     later = files | {"config.json": b"{}"}
@@ -51,7 +51,7 @@ def test_a_revision_is_what_runs_and_stays_for_offline(
     assert len(stand_in.asked) == asked
 
 
-def test_only_what_a_model_needs_is_fetched(stand_in, files):
+def test_download_snapshot_skips_unneeded_files(stand_in, files):
     more = files | {
         "pytorch_model.bin": b"\x80\x04",
         "consolidated.safetensors": b"all of it again",
@@ -68,7 +68,7 @@ def test_only_what_a_model_needs_is_fetched(stand_in, files):
 @pytest.mark.parametrize(
     ("name", "revision"), [("lab/nothing", None), ("lab/tiny", "v9")]
 )
-def test_what_the_hub_does_not_have(stand_in, files, name, revision):
+def test_checkpoint_folder_names_what_the_hub_lacks(stand_in, files, name, revision):
     stand_in.repositories["models/lab/tiny"] = Repository(files)
     with pytest.raises(UserError) as caught:
         checkpoint_folder(name, revision=revision)

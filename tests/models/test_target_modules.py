@@ -61,13 +61,13 @@ def adapted(family, layers="auto", *, rank=3, **changes):
 
 
 @pytest.mark.parametrize("family", MEANT)
-def test_auto(family):
+def test_auto_adapts_all_linear_layers_of_the_blocks(family):
     assert adapted(family) == MEANT[family]
 
 
 @pytest.mark.parametrize("layers", ["auto", ["*"]])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_routers_are_never_adapted(family, layers):
+def test_attach_skips_routers(family, layers):
     routers = {"gate", "router", "wg", "classifier", "shared_expert_gate"}
     keys = adapted(family, layers, rank=1)
     assert keys
@@ -91,14 +91,14 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize(("outputs", "router"), [(4, True), (8, False)])
-def test_a_router_is_known_by_its_outputs(outputs, router):
+def test_find_target_modules_recognizes_a_router_by_its_outputs(outputs, router):
     keys = lora_model.attach(Model(outputs), LoRAConfig(rank=1), seed=0)
     assert ("chooser" not in keys) == router
     assert "shared.gate_proj" in keys
     assert "switch_mlp.up_proj" in keys
 
 
-def test_quantized_experts_and_routers_too():
+def test_find_target_modules_handles_quantized_experts():
     model = member("qwen3_moe")
     nn.quantize(model, group_size=32, bits=4, class_predicate=_wide_enough)
     assert isinstance(model.layers[0].mlp.gate, nn.QuantizedLinear)
@@ -111,7 +111,7 @@ def _wide_enough(_, module):
     return hasattr(module, "to_quantized") and module.weight.shape[-1] % 32 == 0
 
 
-def test_no_adapter_larger_than_its_layer():
+def test_auto_skips_layers_smaller_than_their_adapter():
     """Keys and values of Llama are 32 x 16: 512 numbers, as 32 + 16 times 10.7."""
     assert "self_attn.k_proj" in adapted("llama", rank=10)
     assert "self_attn.k_proj" not in adapted("llama", rank=11)
@@ -121,14 +121,14 @@ def test_no_adapter_larger_than_its_layer():
     assert caught.value.hint.startswith("a lower rank, or by name: lm_head, mlp.")
 
 
-def test_what_only_chooses_tokens_is_in_everything_and_not_in_auto():
+def test_auto_skips_indexers_and_star_adapts_them():
     choosing = adapted("deepseek_v32", ["*"]) - adapted("deepseek_v32")
     assert choosing == {f"self_attn.indexer.{x}" for x in ("wq_b", "wk")} | {
         "self_attn.indexer.weights_proj"
     }
 
 
-def test_auto_goes_with_patterns_and_ranks():
+def test_auto_combines_with_patterns_and_ranks():
     model = member("qwen3_moe")
     layers = {"self_attn.q_proj": 2, "auto": 4, "lm_head": 1}
     keys = lora_model.attach(model, LoRAConfig(target_modules=layers), seed=0)

@@ -117,7 +117,7 @@ def dense_model(folder, tensors, tmp_path):
 @pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", ["dense", *GRIDS])
-def test_begins_as_the_base_and_ends_as_the_fused(bases, tmp_path, grid, kind, experts):
+def test_adapted_model_starts_as_the_base_and_equals_the_fused_model(bases, tmp_path, grid, kind, experts):
     run = Adapted(bases(grid, experts=experts), type=kind, target_modules=EVERYTHING)
     assert near(run.first, run.before)
     assert not near(run.after, run.before, 1e-2)
@@ -128,7 +128,7 @@ def test_begins_as_the_base_and_ends_as_the_fused(bases, tmp_path, grid, kind, e
 @pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", ["dense", *GRIDS])
-def test_stock_mlx_lm_loads_it(bases, tmp_path, grid, kind, experts):
+def test_stock_mlx_lm_loads_saved_adapters(bases, tmp_path, grid, kind, experts):
     """What mlx-lm cannot load for faults of its own is left out: see `files.save`."""
     wrong = grid in ("3 bits", "5 bits", "6 bits") and kind == "dora"
     layers = ["*"] if kind == "dora" and grid != "dense" else EVERYTHING
@@ -147,7 +147,7 @@ def test_stock_mlx_lm_loads_it(bases, tmp_path, grid, kind, experts):
 @pytest.mark.parametrize("grid", ["dense", "4 bits"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("stable", [False, True])
-def test_ranks_by_pattern_and_last_layers(bases, tmp_path, grid, kind, stable):
+def test_ranks_by_pattern_and_num_layers(bases, tmp_path, grid, kind, stable):
     layers = {"mlp.*": 3, "*_proj": 6}
     run = Adapted(
         bases(grid), type=kind, target_modules=layers, use_rslora=stable, num_layers=2
@@ -163,7 +163,7 @@ def test_ranks_by_pattern_and_last_layers(bases, tmp_path, grid, kind, stable):
     assert near(run.stock(tmp_path), run.after, 1e-4)
 
 
-def test_experts_of_different_ranks(bases, tmp_path):
+def test_save_adapter_pads_experts_of_different_ranks(bases, tmp_path):
     layers = {"mlp.switch_mlp.up_proj": 2, "*": 5}
     run = Adapted(bases(experts=True), target_modules=layers)
     assert near(run.stock(tmp_path), run.after, 1e-4)
@@ -194,7 +194,7 @@ def explicit(run, trained):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
-def test_gradients_are_those_of_the_sum(bases, kind, experts):
+def test_gradients_equal_those_of_the_merged_weight(bases, kind, experts):
     """Dense, tied embedding included; 80 tokens, so that experts are sorted."""
     run = Adapted(bases(experts=experts), type=kind, target_modules=EVERYTHING)
     plain = load(run.folder).model.eval()
@@ -215,7 +215,7 @@ def test_gradients_are_those_of_the_sum(bases, kind, experts):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, kind):
+def test_gradients_on_quantized_layers_equal_those_on_dense_ones(bases, tmp_path, grid, kind):
     """The dense twin of a quantized model gives its adapters the same gradients."""
     run = Adapted(bases(grid), type=kind, target_modules=EVERYTHING)
     plain = load(run.folder).model
@@ -237,7 +237,7 @@ def test_gradients_on_codes_are_those_on_their_weights(bases, tmp_path, grid, ki
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_an_embedding_of_codes(grid, kind):
+def test_quantized_embedding_adapters_merge(grid, kind):
     group_size, bits, mode = GRIDS[grid]
     layer = nn.Embedding(40, 96).to_quantized(group_size, bits, mode)
     expanded = quantized_layers.dequantized_weight(layer)
@@ -257,20 +257,20 @@ def test_an_embedding_of_codes(grid, kind):
     assert near(layer.as_linear(x), x @ merged.T)
 
 
-def test_embeddings_and_heads_only_by_name(bases):
+def test_embeddings_and_heads_are_adapted_only_by_name(bases):
     folder = bases(tie_word_embeddings=False)
     assert not any("embed" in k or "head" in k for k in Adapted(folder).keys)
     run = Adapted(folder, target_modules=["lm_head", "*embed*"])
     assert run.keys == ["lm_head", "model.embed_tokens"]
 
 
-def test_dora_leaves_experts_alone(bases):
+def test_dora_skips_experts(bases):
     folder = bases(experts=True)
     assert not any("switch" in key for key in Adapted(folder, type="dora").keys)
     with pytest.raises(UserError, match="no layer that dora adapts here matches"):
         Adapted(folder, type="dora", target_modules=["mlp.switch_mlp.*"])
 
 
-def test_more_last_layers_than_there_are(bases):
+def test_num_layers_above_the_block_count_is_refused(bases):
     with pytest.raises(UserError, match="this model has 3 blocks"):
         Adapted(bases(), num_layers=4)

@@ -36,7 +36,7 @@ def tokenizer(tokenizer_folder):
     return AutoTokenizer.from_pretrained(tokenizer_folder)
 
 
-def test_the_config_is_a_llama_of_the_asked_shape():
+def test_llama_config_builds_the_configured_shape():
     model = build_model(from_scratch.llama_config(SMALL))
     shapes = {name: v.shape for name, v in tree_flatten(model.parameters())}
     assert shapes["model.embed_tokens.weight"] == (320, 128)
@@ -50,7 +50,7 @@ def test_the_config_is_a_llama_of_the_asked_shape():
     assert "lm_head" not in build_model(tied)
 
 
-def test_deviations_of_the_first_weights():
+def test_initial_weights_have_gpt2_deviations():
     weights = from_scratch.initial_weights(from_scratch.llama_config(SMALL), 0)
     for name, value in weights.items():
         assert value.dtype == mx.float16
@@ -64,7 +64,7 @@ def test_deviations_of_the_first_weights():
         assert abs(value.mean().item()) < 4 * deviation / value.size**0.5
 
 
-def test_the_seed_decides_the_weights():
+def test_initial_weights_depend_on_the_seed():
     config = from_scratch.llama_config(SMALL)
     first, same, other = (
         from_scratch.initial_weights(config, seed) for seed in (1, 1, 2)
@@ -77,7 +77,7 @@ def test_the_seed_decides_the_weights():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_fresh_checkpoint_loads_and_ends_at_both_tokens(
+def test_scratch_checkpoint_loads_with_both_end_tokens(
     tmp_path, tokenizer_folder, dtype
 ):
     config = from_scratch.llama_config(SMALL.model_copy(update={"dtype": dtype}))
@@ -98,7 +98,7 @@ def test_a_fresh_checkpoint_loads_and_ends_at_both_tokens(
     assert loaded.config["eos_token_id"] == [2, 0]
 
 
-def test_special_tokens(tokenizer):
+def test_tokenizer_has_the_special_tokens(tokenizer):
     names = [from_scratch.END_OF_TEXT, from_scratch.START, from_scratch.END]
     assert tokenizer.convert_tokens_to_ids(names) == [0, 1, 2]
     assert tokenizer.eos_token == from_scratch.END
@@ -125,23 +125,23 @@ def characters(seed):
         "é é",
     ],
 )
-def test_any_text_comes_back(tokenizer, text):
+def test_tokenizer_roundtrips_any_text(tokenizer, text):
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(tokens) == text
 
 
-def test_every_digit_is_a_token(tokenizer):
+def test_tokenizer_splits_digits(tokenizer):
     for text in ("1234567890", "x=2026-11", " 42", "9" * 30):
         tokens = [tokenizer.decode(token) for token in tokenizer.encode(text)]
         digits = [token for token in tokens if any(c.isdigit() for c in token)]
         assert digits == [c for c in text if c.isdigit()]
 
 
-def test_common_words_are_shorter_than_their_bytes(tokenizer):
+def test_tokenizer_compresses_common_words(tokenizer):
     assert len(tokenizer.encode("the quick brown fox")) < 12
 
 
-def test_the_chat_template_and_its_generation_marks(tokenizer):
+def test_chat_template_marks_assistant_tokens(tokenizer):
     text = tokenizer.apply_chat_template(CHAT, tokenize=False)
     assert text == "".join(
         f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT
@@ -159,7 +159,7 @@ def test_the_chat_template_and_its_generation_marks(tokenizer):
     assert tokenizer.decode(trained) == "4, naïve 🙂<|im_end|>Yes.<|im_end|>"
 
 
-def test_the_generation_prompt_is_a_prefix(tokenizer):
+def test_generation_prompt_is_a_prefix_of_the_chat(tokenizer):
     asked = tokenizer.apply_chat_template(
         CHAT[:2], tokenize=False, add_generation_prompt=True
     )
@@ -168,7 +168,7 @@ def test_the_generation_prompt_is_a_prefix(tokenizer):
     assert asked.endswith("<|im_start|>assistant\n")
 
 
-def test_the_same_texts_leave_the_same_bytes(tmp_path, tokenizer_folder):
+def test_train_tokenizer_is_deterministic(tmp_path, tokenizer_folder):
     from_scratch.train_tokenizer(iter(TEXTS), 320, tmp_path)
     files = sorted(file.name for file in tokenizer_folder.iterdir())
     assert files == sorted(file.name for file in tmp_path.iterdir())
