@@ -113,9 +113,9 @@ class Seed:
     def run(self) -> dict[str, dict]:
         """The results by draft."""
         self.folder.mkdir(exist_ok=True)
-        given = self.arguments
-        num_valid = max(given.num_eval_prompts, given.num_test_prompts)
-        self._write_examples("train", given.num_prompts)
+        arguments = self.arguments
+        num_valid = max(arguments.num_eval_prompts, arguments.num_test_prompts)
+        self._write_examples("train", arguments.num_prompts)
         self._write_examples("valid", num_valid)
         distilled = self._distill("distilled")
         untrained = next((distilled / "stages").glob("*-draft/student"))
@@ -124,7 +124,7 @@ class Seed:
             "cross-entropy": lambda: self._train_on_corpus(untrained),
             "distilled": lambda: distilled / "draft",
         }
-        if fraction := given.on_policy:
+        if fraction := arguments.on_policy:
             on_policy = {"on_policy": {"fraction": fraction}}
             drafts["on-policy"] = lambda: (
                 self._distill("on-policy", on_policy) / "draft"
@@ -132,17 +132,17 @@ class Seed:
         return {name: self._benchmark(name, draft) for name, draft in drafts.items()}
 
     def _distill(self, name: str, settings: dict | None = None) -> Path:
-        given = self.arguments
+        arguments = self.arguments
         data_generation = {
-            "num_prompts": given.num_prompts,
-            "num_eval_prompts": given.num_eval_prompts,
-            "max_tokens": given.max_tokens,
+            "num_prompts": arguments.num_prompts,
+            "num_eval_prompts": arguments.num_eval_prompts,
+            "max_tokens": arguments.max_tokens,
             "temperatures": list(TEMPERATURES),
         }
         stage = {
-            "draft_model": {"num_layers": given.num_layers},
+            "draft_model": {"num_layers": arguments.num_layers},
             "data_generation": data_generation,
-            "loss": given.loss,
+            "loss": arguments.loss,
             "benchmark": {"num_prompts": 2, "max_tokens": 8},
         }
         stages = [{"draft": stage | self._steps() | (settings or {})}]
@@ -157,9 +157,9 @@ class Seed:
         return self._run(stages, draft, "cross-entropy") / "model"
 
     def _steps(self) -> dict:
-        given = self.arguments
+        arguments = self.arguments
         names = ("steps", "batch_tokens", "learning_rate")
-        return {name: getattr(given, name) for name in names}
+        return {name: getattr(arguments, name) for name in names}
 
     def _run(self, stages: list, model: Path, name: str) -> Path:
         data = {split: str(self.folder / f"{split}.jsonl") for split in SPLITS}
@@ -188,18 +188,18 @@ class Seed:
     def _benchmark(self, name: str, draft) -> dict:
         file = self.folder / f"{name}.json"
         if not file.exists():
-            given = self.arguments
+            arguments = self.arguments
             settings = {
                 "target": str(self.target),
                 "draft": str(draft()),
                 "data": str(self.folder / "valid.jsonl"),
-                "num_prompts": given.num_test_prompts,
-                "max_tokens": given.max_tokens,
+                "num_prompts": arguments.num_test_prompts,
+                "max_tokens": arguments.max_tokens,
                 "temperatures": TEMPERATURES,
                 "seed": self.seed,
             }
             command = [str(draft_runner.PROGRAM), json.dumps(settings)]
-            result = _call(command, given.threads).splitlines()[-1]
+            result = _call(command, arguments.threads).splitlines()[-1]
             file.with_suffix(".part").write_text(result)
             file.with_suffix(".part").replace(file)
         return json.loads(file.read_text())

@@ -262,8 +262,8 @@ def call_runner(
     runner: str, folder: Path, target: Path, options: dict, threads: int | None
 ) -> dict:
     """Run one method in a separate process and return its measurements."""
-    given = [runner, str(folder), str(target), json.dumps(options)]
-    output = _call([str(ptq_runners.PROGRAM), *given], threads)
+    command = [runner, str(folder), str(target), json.dumps(options)]
+    output = _call([str(ptq_runners.PROGRAM), *command], threads)
     # mlx-lm prints its own report before this line.
     return json.loads(output.splitlines()[-1]) | {"folder": str(target)}
 
@@ -275,8 +275,8 @@ def _evaluate(runs: list[dict], folder: Path, arguments: argparse.Namespace) -> 
     files = {run["folder"]: Path(run["folder"]) / ptq_divergence.RESULT for run in runs}
     missing = [path for path, file in files.items() if not file.is_file()]
     if missing:
-        given = [model, str(folder / "eval.npy"), *missing]
-        _call([str(ptq_divergence.PROGRAM), *given], arguments.threads)
+        command = [model, str(folder / "eval.npy"), *missing]
+        _call([str(ptq_divergence.PROGRAM), *command], arguments.threads)
     for run in runs:
         run |= np.load(files[run["folder"]])
 

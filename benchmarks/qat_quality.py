@@ -185,8 +185,10 @@ def _model(folder: Path) -> Path:
 def _fuse(folder: Path) -> Path:
     """Fuse the adapter with mlx_lm, which requantizes the sum."""
     target, quantized = folder / "fused", folder / "stages/1-quantize/model"
-    given = ["--model", str(quantized), "--adapter-path", str(folder / "adapters")]
-    _call("from mlx_lm.fuse import main", "main", [*given, "--save-path", str(target)])
+    command = ["--model", str(quantized), "--adapter-path", str(folder / "adapters")]
+    _call(
+        "from mlx_lm.fuse import main", "main", [*command, "--save-path", str(target)]
+    )
     return target.absolute()
 
 

@@ -59,7 +59,7 @@ def _mean(sums: list[float], tokens: list[float]) -> tuple[float, float]:
 
 
 def _over_seeds(pairs: list[tuple[float, float]]) -> tuple[float, float]:
-    """The mean and its error: by seeds, or the given error of a single seed."""
+    """The mean and its error: by seeds, or that of a single seed."""
     if len(pairs) == 1:
         return pairs[0]
     values = np.array([value for value, _ in pairs])
