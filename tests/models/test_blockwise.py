@@ -1,4 +1,4 @@
-"""A model run block by block: its logits, and how little of it is in memory."""
+"""BlockwiseModel: same logits as the model, with one block in memory at a time."""
 
 import mlx.core as mx
 import pytest
@@ -20,81 +20,92 @@ def llama(**changes):
 
 @pytest.fixture
 def deep(make_checkpoint):
-    """Sixteen equal blocks, nearly all there is."""
+    """Sixteen equal blocks hold nearly all parameters."""
     return make_checkpoint(num_hidden_layers=16, dtype="float32")
 
 
-def bytes_of(model):
+def num_bytes(model):
     return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
 
 
 def peak(work):
-    """The most memory that was in use, beyond what is in use already."""
+    """Peak memory beyond what is in use already."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     work()
     return mx.get_peak_memory() - before
 
 
+def logits_of(blockwise, parts, dtype=None):
+    """Logits of each part of the tokens, computed block by block."""
+    hidden = [blockwise.embed(tokens) for tokens in parts]
+    mx.eval(hidden)
+    for index in range(len(blockwise)):
+        with blockwise.loaded_block(index, dtype):
+            for number, tokens in enumerate(parts):
+                hidden[number] = blockwise.run_block(index, tokens, hidden[number])
+                mx.eval(hidden[number])
+    logits = [blockwise.logits(*pair) for pair in zip(parts, hidden, strict=True)]
+    mx.eval(logits)
+    blockwise.unload()
+    return logits
+
+
 @pytest.mark.parametrize("family", SEQUENCES)
-def test_logits_are_the_model_s(family, tmp_path):
+def test_logits_match_the_model(family):
     model = member(family).eval()
     blockwise = BlockwiseModel(model)
-    blockwise.check(PARTS[0])
-    wanted = [model(tokens) for tokens in PARTS]
-    for folder in (None, tmp_path):
-        found = list(blockwise.logits(PARTS, folder=folder))
-        for ours, theirs in zip(found, wanted, strict=True):
-            assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert len(list(tmp_path.iterdir())) == len(PARTS)
+    blockwise.verify(PARTS[0])
+    expected = [model(tokens) for tokens in PARTS]
+    for ours, theirs in zip(logits_of(blockwise, PARTS), expected, strict=True):
+        assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_in_another_type_and_the_model_as_before():
+def test_blocks_run_in_another_dtype_and_the_model_is_restored():
     model = llama()
     model.set_dtype(mx.bfloat16)
-    [plain] = BlockwiseModel(model).logits(PARTS[:1])
-    [exact] = BlockwiseModel(model).logits(PARTS[:1], compute=mx.float32)
+    [plain] = logits_of(BlockwiseModel(model), PARTS[:1])
+    [exact] = logits_of(BlockwiseModel(model), PARTS[:1], mx.float32)
     assert plain.dtype == mx.bfloat16
     assert exact.dtype == mx.float32
     assert {v.dtype for _, v in tree_flatten(model.parameters())} == {mx.bfloat16}
     model.set_dtype(mx.float32)
-    wanted = model(PARTS[0])
-    assert mx.allclose(exact, wanted, rtol=1e-4, atol=1e-4)
-    assert not mx.allclose(plain.astype(mx.float32), wanted, rtol=1e-4, atol=1e-4)
+    expected = model(PARTS[0])
+    assert mx.allclose(exact, expected, rtol=1e-4, atol=1e-4)
+    assert not mx.allclose(plain.astype(mx.float32), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_one_block_is_in_memory_at_a_time(deep):
     loaded = load(deep, lazy=True)
-    size = bytes_of(loaded.model)
+    size = num_bytes(loaded.model)
 
-    def walk(reread):
+    def run(reread):
         blockwise = BlockwiseModel(load(deep, lazy=True).model, reread)
-        for logits in blockwise.logits(PARTS):
-            mx.eval(logits)
+        logits_of(blockwise, PARTS)
         return blockwise
 
-    assert peak(lambda: walk(loaded.reread)) < size / 4
-    # All that is read stays where nothing unread can take its place.
-    assert peak(lambda: walk(None)) > 0.9 * size
+    assert peak(lambda: run(loaded.reread)) < size / 4
+    # Without `reread`, all weights that were read stay in memory.
+    assert peak(lambda: run(None)) > 0.9 * size
     before = mx.get_active_memory()
-    kept = walk(loaded.reread)
+    blockwise = run(loaded.reread)
     assert mx.get_active_memory() - before < size / 8
-    assert mx.array_equal(kept.model(PARTS[0]), load(deep).model(PARTS[0]))
+    assert mx.array_equal(blockwise.model(PARTS[0]), load(deep).model(PARTS[0]))
 
 
-def test_the_check_reads_one_block_at_a_time(deep):
+def test_verify_reads_one_block_at_a_time(deep):
     loaded = load(deep, lazy=True)
-    check = BlockwiseModel(loaded.model, loaded.reread).check
-    assert peak(lambda: check(PARTS[0])) < bytes_of(loaded.model) / 4
+    verify = BlockwiseModel(loaded.model, loaded.reread).verify
+    assert peak(lambda: verify(PARTS[0])) < num_bytes(loaded.model) / 4
 
 
-def test_weights_are_read_when_they_are_used(deep):
-    size = bytes_of(load(deep, lazy=True).model)
+def test_lazy_weights_are_read_on_use(deep):
+    size = num_bytes(load(deep, lazy=True).model)
     assert peak(lambda: load(deep, lazy=True)) < size / 100
     assert peak(lambda: load(deep)) >= size
 
 
-def test_a_block_called_twice_is_no_sequence():
+def test_verify_refuses_blocks_that_are_called_twice():
     model = llama()
 
     class Looping(type(model.model)):
@@ -104,11 +115,11 @@ def test_a_block_called_twice_is_no_sequence():
 
     model.model.__class__ = Looping
     with pytest.raises(UserError, match="once each"):
-        BlockwiseModel(model).check(PARTS[0])
+        BlockwiseModel(model).verify(PARTS[0])
 
 
-def test_a_model_without_blocks_is_refused():
+def test_model_without_blocks_is_refused():
     model = llama()
     model.model.layers = []
-    with pytest.raises(UserError, match="no list of blocks"):
+    with pytest.raises(UserError, match="no list of transformer blocks"):
         BlockwiseModel(model)

@@ -1,4 +1,4 @@
-"""The method as a whole: closer to the model than rounding, and what it tells."""
+"""GPTQ as a whole: less divergence than RTN, and its log lines."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import mlx.core as mx
 import numpy as np
 import pytest
+from calibration_windows import windows_of
 from lmx.config import quantize
 from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.models.loader import build_model
@@ -15,13 +16,12 @@ from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
-from tiny_windows import windows_of
 
 SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192}
 
 
 def model_of(config=LLAMA, **changes):
-    """Attention and logits sharp enough to tell tokens apart."""
+    """Weights are scaled up, so that attention and logits differ between tokens."""
     mx.random.seed(5)
     model = build_model(config | changes)
     weights = {
@@ -35,12 +35,12 @@ CONFIGS = {"gptq": GPTQConfig, "rtn": RTNConfig}
 
 
 def tokens_of(seed, count=96):
-    """Some tokens far more often than others, as in text."""
+    """Token frequencies are uneven, as in text."""
     share = mx.random.uniform(shape=(count, 32), key=mx.random.key(seed))
     return (320 * share**3).astype(mx.int32)
 
 
-class Report(SimpleNamespace):
+class RecordingLogger(SimpleNamespace):
     def __init__(self):
         super().__init__(lines=[])
         self.info = self.warning = self.debug = self.lines.append
@@ -49,15 +49,20 @@ class Report(SimpleNamespace):
 def quantized(
     method, model, folder, *, tokens=None, counted=None, logger=None, **settings
 ):
-    """Tensors, and the model with the weights they stand for."""
+    """Tensors, and the model with their dequantized weights."""
     config = CONFIGS[method](**settings)
     specs = select_layers(model, config).specs
     dense = dict(tree_flatten(model.parameters()))
     windows = windows_of(tokens_of(1) if tokens is None else tokens, counted)
     task = PTQContext(
-        model, specs, mx.float32, lambda *_: windows, folder, logger or Report()
+        model,
+        specs,
+        mx.float32,
+        lambda *_: windows,
+        folder,
+        logger or RecordingLogger(),
     )
-    tensors = METHODS[method](config, task)
+    tensors = METHODS[method](config, task).quantize()
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
         packed = {name: tensors[f"{path}.{name}"] for name in names}
@@ -67,7 +72,7 @@ def quantized(
 
 
 def divergence(model, other):
-    """Mean KL on tokens that were not calibrated on."""
+    """Mean KL on tokens outside the calibration set."""
     tokens = tokens_of(2)
     p, q = (m(tokens).astype(mx.float32) for m in (model, other))
     p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (p, q))
@@ -75,32 +80,32 @@ def divergence(model, other):
 
 
 @pytest.fixture(scope="module")
-def found_by_gptq(tmp_path_factory):
-    """A function of bits and ties to the quantized model and the logger, made once."""
+def gptq_models(tmp_path_factory):
+    """Cached function from bits and tying to the quantized model and its logger."""
 
     @cache
     def of(bits, tied):
-        logger, folder = Report(), tmp_path_factory.mktemp("gptq")
+        logger, folder = RecordingLogger(), tmp_path_factory.mktemp("gptq")
         model = model_of(**SIZES, tie_word_embeddings=tied)
         return quantized("gptq", model, folder, bits=bits, logger=logger)[1], logger
 
     return of
 
 
-# Where an embedding is used says nothing of its bits.
+# Tying and bits are independent.
 @pytest.mark.parametrize(("bits", "tied"), [(2, True), (3, False), (4, True)])
-def test_closer_than_rounding_on_other_tokens(tmp_path, found_by_gptq, bits, tied):
+def test_gptq_divergence_is_below_rtn(tmp_path, gptq_models, bits, tied):
     changes = SIZES | {"tie_word_embeddings": tied}
     model = model_of(**changes)
     _, plain = quantized("rtn", model_of(**changes), tmp_path, bits=bits)
-    others = {"rtn": plain, "gptq": found_by_gptq(bits, tied)[0]}
-    found = {method: divergence(model, other) for method, other in others.items()}
-    assert 0 < found["gptq"] < 0.8 * found["rtn"]
+    others = {"rtn": plain, "gptq": gptq_models(bits, tied)[0]}
+    kl = {method: divergence(model, other) for method, other in others.items()}
+    assert 0 < kl["gptq"] < 0.8 * kl["rtn"]
 
 
-def test_every_part_helps(tmp_path):
+def test_every_option_reduces_the_divergence(tmp_path):
     model = model_of(**SIZES)
-    # Its errors, which are larger, say nothing of how the blocks' layers are solved.
+    # The embedding has larger errors than the layers under test.
     settings = {"bits": 3, "overrides": {"model.embed_tokens": "skip"}}
 
     def loss(name, **changes):
@@ -114,41 +119,41 @@ def test_every_part_helps(tmp_path):
     assert whole < 0.95 * loss("rows alone", output_hessian=False)
 
 
-def test_filling_changes_nothing(tmp_path):
-    """Windows of many lengths are as good as alone, whatever is behind them."""
+def test_padding_does_not_change_the_result(tmp_path):
+    """Tokens after the last counted position have no effect."""
     draw, tokens = np.random.default_rng(0), np.array(tokens_of(1))
     counted = np.zeros(tokens.shape, bool)
     ends = draw.integers(8, 31, len(tokens))
     for row, end in zip(counted, ends, strict=True):
         row[end - 4 : end] = True
     narrow = SIZES | {"hidden_size": 64, "intermediate_size": 128}
-    found = []
+    results = []
     for number in range(2):
-        behind = np.arange(32) >= ends[:, None]
-        filled = np.where(behind, draw.integers(0, 320, tokens.shape), tokens)
-        given = {"tokens": mx.array(filled), "counted": counted}
-        given |= {"bits": 3, "refine_iters": 1}
+        is_padding = np.arange(32) >= ends[:, None]
+        padded = np.where(is_padding, draw.integers(0, 320, tokens.shape), tokens)
+        settings = {"tokens": mx.array(padded), "counted": counted}
+        settings |= {"bits": 3, "refine_iters": 1}
         folder = tmp_path / str(number)
-        found.append(quantized("gptq", model_of(**narrow), folder, **given)[0])
-    assert all(mx.array_equal(found[0][k], found[1][k]).item() for k in found[0])
+        results.append(quantized("gptq", model_of(**narrow), folder, **settings)[0])
+    assert all(mx.array_equal(results[0][k], results[1][k]).item() for k in results[0])
 
 
-def test_experts_that_saw_little_are_named(tmp_path):
-    logger = Report()
+def test_experts_with_few_tokens_are_logged(tmp_path):
+    logger = RecordingLogger()
     tokens = tokens_of(1, count=2)
     model = model_of(QWEN3_MOE, num_hidden_layers=1)
     quantized("gptq", model, tmp_path, tokens=tokens, logger=logger)
-    assert any("experts saw fewer than" in line for line in logger.lines)
+    assert any("experts received fewer than" in line for line in logger.lines)
     assert any("calibration has 64 tokens" in line for line in logger.lines)
 
 
-def test_what_is_lost_is_in_the_log(found_by_gptq):
-    _, logger = found_by_gptq(4, True)
-    lines = [line for line in logger.lines if "output lost" in line]
+def test_output_errors_are_logged(gptq_models):
+    _, logger = gptq_models(4, True)
+    lines = [line for line in logger.lines if "relative output error" in line]
     clusters = [line for line in lines if "embed_tokens, cluster" in line]
     assert len(clusters) > 1
     assert len(lines) == 2 * 7 + len(clusters)
-    assert all("round to nearest" in line and "kept" in line for line in lines)
+    assert all("RTN" in line and "best" in line for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +163,7 @@ def test_what_is_lost_is_in_the_log(found_by_gptq):
         {"mixed_precision": {"target_bpw": 3}},
     ],
 )
-def test_what_takes_all_tokens_alike_is_refused_with_answers(more):
+def test_options_without_token_weights_refuse_completions(more):
     calibration = {"loss_on": "completions"}
     quantize.GPTQConfig(calibration=calibration)
     with pytest.raises(
@@ -169,6 +174,6 @@ def test_what_takes_all_tokens_alike_is_refused_with_answers(more):
         quantize.AWQConfig(calibration=calibration)
 
 
-def test_only_affine_grids():
+def test_gptq_refuses_floating_point_modes():
     with pytest.raises(ValueError, match="affine"):
         quantize.GPTQConfig(mode="mxfp4")

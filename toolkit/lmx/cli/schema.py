@@ -300,17 +300,16 @@ def listing() -> str:
     """Bundled recipes with their first comment; stages, methods, formats, trackers."""
     from ..config.bundled import bundled_recipes
     from ..convert.exporters import FORMATS
-    from ..quantization.ptq import awq, gptq, rtn
+    from ..quantization.ptq.methods import METHODS
     from ..run import wandb_tracker
 
-    methods = {"rtn": rtn, "gptq": gptq, "awq": awq}
     stages = {kind: info.description for kind, info in fields(StageEntry).items()}
     recipes = {name: _first_comment(path) for name, path in bundled_recipes().items()}
     return "\n\n".join(
         [
             _list("recipes", recipes),
             _list("stages", stages),
-            _list("quantization methods", _summaries(methods)),
+            _list("quantization methods", _summaries(METHODS)),
             _list("export formats", _summaries(FORMATS)),
             _list("trackers", _summaries({"wandb": wandb_tracker})),
         ]

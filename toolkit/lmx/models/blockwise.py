@@ -1,8 +1,7 @@
-"""A model run block by block, with the weights of one block in memory at a time."""
+"""Run a model block by block, with the weights of one block in memory at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,171 +11,142 @@ from ..cpu import malloc
 from ..errors import UserError
 from .hooks import ModuleProxy, find_blocks, replace_module
 
-# What a block that is called in another way fails with.
-FAULTS = (AttributeError, TypeError, KeyError, ValueError)
+# Errors of a block that expects to be called in another way.
+CALL_ERRORS = (AttributeError, TypeError, KeyError, ValueError)
 
 
 class BlockwiseModel:
-    """A model as a sequence of blocks.
+    """A model as a sequence of transformer blocks.
 
     Args:
-        model: its weights may be unread.
-        reread: gives the same model, its weights unread, to put them in the place of
-            those that were used; None = weights stay in memory.
+        model: its weights may be lazy (not yet read from disk).
+        reread: returns the same model with lazy weights. They replace weights that were
+            used, so that these are freed. None = weights stay in memory.
 
     Attributes:
-        blocks: the model's own.
-        prefix: what the names of all their parameters begin with, before the number.
+        blocks: the modules of the model.
+        prefix: prefix of the names of all block parameters, before the block index.
 
     Raises:
         UserError: the model has no list of blocks.
     """
 
     def __init__(self, model: nn.Module, reread: Callable[[], nn.Module] | None = None):
-        found = find_blocks(model)
-        if found is None:
+        blocks = find_blocks(model)
+        if blocks is None:
             raise UserError(
-                "this model has no list of blocks to walk through", hint="method: rtn"
+                "this model has no list of transformer blocks", hint="method: rtn"
             )
         self.model = model
         self.reread = reread
-        self.prefix = found.prefix
-        self._trunk, self._name = found.trunk, found.name
-        self.blocks: list[nn.Module] = list(found.trunk[found.name])
-        self._unread: dict[int, nn.Module] = {}
+        self.prefix = blocks.prefix
+        self._trunk, self._name = blocks.trunk, blocks.name
+        self.blocks: list[nn.Module] = list(blocks.trunk[blocks.name])
+        self._lazy_blocks: dict[int, nn.Module] = {}
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def first(self, tokens: mx.array) -> mx.array:
-        """Hidden states [B, L, width] in front of the first block."""
-        return self._arguments(0, tokens)[0][0]
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Hidden states [B, L, width] before the first block."""
+        return self._block_arguments(0, tokens)[0][0]
 
-    def run(self, number: int, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """What a block makes of hidden states [B, L, width]."""
-        arguments, settings = self._arguments(number, tokens)
-        return self.blocks[number](hidden, *arguments[1:], **settings)
+    def run_block(self, index: int, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """The output of a block for hidden states [B, L, width]."""
+        args, kwargs = self._block_arguments(index, tokens)
+        return self.blocks[index](hidden, *args[1:], **kwargs)
 
-    def last(self, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """The logits [B, L, vocabulary] of what comes out of the last block."""
+    def logits(self, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """Logits [B, L, vocabulary] from the output of the last block."""
         calls = [lambda *_, **__: hidden] + [_identity] * (len(self) - 1)
-        with self._replaced(calls):
+        with self._replace_calls(calls):
             return self.model(tokens)
 
-    def logits(
-        self,
-        parts: list[mx.array],
-        *,
-        compute: mx.Dtype | None = None,
-        folder: Path | None = None,
-    ) -> Iterator[mx.array]:
-        """The logits [B, L, vocabulary] of every part of the tokens, one by one.
-
-        Args:
-            parts: tokens [B, L], as many as are run at once.
-            compute: the type to run blocks in; None = as the model is.
-            folder: where hidden states are kept; None = in memory.
-        """
-        hidden = [
-            _kept(self.first(tokens), number, folder)
-            for number, tokens in enumerate(parts)
-        ]
-        for block in range(len(self)):
-            with self.at_hand(block, compute):
-                for number, tokens in enumerate(parts):
-                    outputs = self.run(block, tokens, hidden[number])
-                    hidden[number] = _kept(outputs, number, folder)
-        for tokens in parts:
-            yield self.last(tokens, hidden.pop(0))
-        self.let_go()
-
     @contextmanager
-    def at_hand(
-        self, number: int, compute: mx.Dtype | None = None
+    def loaded_block(
+        self, index: int, dtype: mx.Dtype | None = None
     ) -> Iterator[nn.Module]:
-        """A block to be used, its floating weights in `compute`; then they are let go.
+        """A block with its floating-point weights in `dtype`; they are freed on exit.
 
-        The block is as it was afterwards, whatever weights it was given.
+        Weights that were assigned to the block inside the context are dropped.
         """
-        block = self.blocks[number]
-        before = None if self.reread else block.parameters()
-        if compute is not None:
-            block.update(tree_map(lambda v: cast(v, compute), block.parameters()))
+        block = self.blocks[index]
+        original = None if self.reread else block.parameters()
+        if dtype is not None:
+            block.update(tree_map(lambda v: cast(v, dtype), block.parameters()))
         try:
             yield block
         finally:
-            block.update(before or self._take_unread(number).parameters())
+            block.update(original or self._take_lazy_block(index).parameters())
             mx.clear_cache()
             malloc.trim()
 
-    def let_go(self) -> None:
-        """Let go of all weights that were read, those outside the blocks too."""
+    def unload(self) -> None:
+        """Free all weights that were read, including those outside the blocks."""
         if self.reread:
             self.model.update(self.reread().parameters())
 
-    def check(self, tokens: mx.array) -> None:
-        """That block after block makes what the model makes.
+    def verify(self, tokens: mx.array) -> None:
+        """Compare the logits of the block-by-block run with those of the model.
 
         Raises:
-            UserError: something else comes out, or a block does not run by itself.
+            UserError: the logits differ, or a block does not run on its own.
         """
         order: list[int] = []
         try:
-            own = self.first(tokens)
+            hidden = self.embed(tokens)
 
-            def in_both_ways(number: int):
-                def call(*arguments, **settings):
-                    nonlocal own
-                    order.append(number)
-                    with self.at_hand(number) as block:
-                        output = block(*arguments, **settings)
-                        own = self.run(number, tokens, own)
-                        mx.eval(output, own)
+            def run_both(index: int):
+                def call(*args, **kwargs):
+                    nonlocal hidden
+                    order.append(index)
+                    with self.loaded_block(index) as block:
+                        output = block(*args, **kwargs)
+                        hidden = self.run_block(index, tokens, hidden)
+                        mx.eval(output, hidden)
                     return output
 
                 return call
 
-            with self._replaced([in_both_ways(i) for i in range(len(self))]):
+            with self._replace_calls([run_both(i) for i in range(len(self))]):
                 expected = self.model(tokens)
-            off = mx.abs(self.last(tokens, own) - expected)
-        except FAULTS as error:
-            raise _no_sequence(error) from error
+            error = mx.abs(self.logits(tokens, hidden) - expected)
+        except CALL_ERRORS as call_error:
+            raise _not_sequential(call_error) from call_error
         if order != list(range(len(self))):
-            raise _no_sequence("they are not called once each, one after the other")
-        if not (off.max() <= 1e-3 * mx.abs(expected).max()).item():
-            raise _no_sequence("other logits come out")
+            raise _not_sequential("they are not called once each, in order")
+        if not (error.max() <= 1e-3 * mx.abs(expected).max()).item():
+            raise _not_sequential("the logits differ")
 
-    def _arguments(self, number: int, tokens: mx.array) -> tuple[tuple, dict]:
-        """What the model calls a block with, were all before it the identity."""
+    def _block_arguments(self, index: int, tokens: mx.array) -> tuple[tuple, dict]:
+        """The arguments of a block if all blocks before it were the identity."""
         calls: dict[int, tuple] = {}
 
-        def passing(index: int):
-            def call(*arguments, **settings):
-                calls[index] = (arguments, settings)
-                return arguments[0]
+        def record(index: int):
+            def call(*args, **kwargs):
+                calls[index] = (args, kwargs)
+                return args[0]
 
             return call
 
-        with self._replaced([passing(i) for i in range(len(self))]):
+        with self._replace_calls([record(i) for i in range(len(self))]):
             self.model(tokens)
-        return calls[number]
+        return calls[index]
 
-    def _replaced(self, calls: list):
-        pairs = zip(self.blocks, calls, strict=True)
-        return replace_module(
-            self._trunk, self._name, [ModuleProxy(*pair) for pair in pairs]
-        )
+    def _replace_calls(self, calls: list[Callable]):
+        proxies = [ModuleProxy(*p) for p in zip(self.blocks, calls, strict=True)]
+        return replace_module(self._trunk, self._name, proxies)
 
-    def _take_unread(self, number: int) -> nn.Module:
-        """A block like this one, its weights unread."""
-        if number not in self._unread:
-            found = find_blocks(self.reread())
-            self._unread = dict(enumerate(found.trunk[found.name]))
-        return self._unread.pop(number)
+    def _take_lazy_block(self, index: int) -> nn.Module:
+        """The same block with lazy weights."""
+        if index not in self._lazy_blocks:
+            blocks = find_blocks(self.reread())
+            self._lazy_blocks = dict(enumerate(blocks.trunk[blocks.name]))
+        return self._lazy_blocks.pop(index)
 
 
 def cast(value: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Floating numbers in `dtype`; codes as they are."""
+    """Cast floating-point values. Codes stay as they are."""
     return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value
 
 
@@ -184,17 +154,7 @@ def _identity(hidden: mx.array, *_, **__) -> mx.array:
     return hidden
 
 
-def _kept(hidden: mx.array, part: int, folder: Path | None) -> mx.array:
-    """The same states, in memory, or unread from a file."""
-    mx.eval(hidden)
-    if folder is None:
-        return hidden
-    path = str(folder / f"hidden-{part:04d}.safetensors")
-    mx.save_safetensors(path, {"hidden": hidden})
-    return mx.load(path)["hidden"]
-
-
-def _no_sequence(reason) -> UserError:
+def _not_sequential(reason) -> UserError:
     return UserError(
         f"the blocks of this model cannot be run one by one: {reason}",
         hint="method: rtn",

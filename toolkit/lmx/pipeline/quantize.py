@@ -102,7 +102,7 @@ class QuantizeStage(Stage):
             )
             task = replace(task, specs=selection.specs)
             facts["mixed_precision"] = result
-        tensors = METHODS[config.method](config, task)
+        tensors = METHODS[config.method](config, task).quantize()
         if uses_eval_tokens:
             refinement = PostQuantRefinement(
                 config, context, calibration, loaded, selection
@@ -261,8 +261,8 @@ class PostQuantRefinement:
         model = CandidateModel(self.context.load(candidate).model, self.loaded.dtype)
         selector = CandidateSelector(model, eval_targets, self.context.logger.info)
         if self.config.rollback_if_worse and self.config.method != "rtn":
-            selector.judge("rtn", self._rtn(tensors))
-        selector.judge(self.config.method, tensors)
+            selector.add("rtn", self._rtn(tensors))
+        selector.add(self.config.method, tensors)
         if self.config.scale_tuning:
             tuner = ScaleTuner(
                 self.config.scale_tuning,
@@ -273,10 +273,10 @@ class PostQuantRefinement:
                 seed=self.context.seed,
                 logger=self.context.logger,
             )
-            selector.judge("scale_tuning", selector.tensors | tuner.run())
+            selector.add("scale_tuning", selector.tensors | tuner.run())
         return selector.tensors, {
             "eval_kl": selector.divergences,
-            "selected_candidate": selector.kept,
+            "selected_candidate": selector.best_name,
         }
 
     def _targets(self) -> tuple[PartTargets, PartTargets | None]:

@@ -1,4 +1,4 @@
-"""Grids: codes, scales and biases, and those of a group that lose least."""
+"""Affine grids (codes, scales and biases), and the search for the best one."""
 
 from dataclasses import dataclass, fields
 
@@ -8,14 +8,14 @@ from ..cpu import on_cpu
 from ..cpu.fast_exp import ROUNDER
 from .backend import compiled, library, round_to_dtype
 
-# How far the ends of the weights' range are drawn in, as a share of it.
-SHRINKS = (0.96, 0.92, 0.88, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38)
-ROUNDS = 5
+# Factors by which the range of the weights is shrunk in the search for a start.
+SHRINK_FACTORS = (0.96, 0.92, 0.88, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38)
+LEAST_SQUARES_ITERS = 5
 
 
 @dataclass(frozen=True)
 class AffineGrid:
-    """Codes [N, K], scales and biases [N, G]: float32, of values that can be stored."""
+    """Codes [N, K], scales [N, G] and biases [N, G], float32, of storable values."""
 
     codes: mx.array
     scales: mx.array
@@ -23,10 +23,11 @@ class AffineGrid:
 
     @property
     def group(self) -> int:
+        """Columns that share a scale."""
         return self.codes.shape[1] // self.scales.shape[1]
 
     def weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
-        """What the codes stand for [N, K], by arithmetic in `dtype`."""
+        """The dequantized weight [N, K], float32, computed in `dtype`."""
         shape = (*self.scales.shape, self.group)
         codes = self.codes.reshape(shape).astype(dtype)
         scales, biases = (
@@ -35,92 +36,94 @@ class AffineGrid:
         return (codes * scales + biases).reshape(self.codes.shape).astype(mx.float32)
 
     def over(self, other: "AffineGrid", rows: mx.array) -> "AffineGrid":
-        """This in the rows that are True, the other elsewhere."""
+        """This grid in the rows that are True, `other` elsewhere."""
         pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return AffineGrid(*(mx.where(rows[:, None], a, b) for a, b in pairs))
 
 
 def safe_scale(scale, levels: float):
-    """Scales to divide by, and the highest codes; where one is 0 they are 1 and 0."""
+    """Scales to divide by, and the highest codes. A scale of 0 gives 1 and 0."""
     where = library(scale).where
     return where(scale == 0, 1.0, scale), where(scale == 0, scale, levels - 1)
 
 
 def nearest(steps, top):
-    """The whole numbers 0 ... top, as floats, nearest to some."""
-    its = library(steps)
-    codes = its.minimum(its.maximum(steps, 0), top)
-    if its is not mx:
-        return its.rint(codes)
-    # They are small enough for what is five times faster than rounding on a CPU.
+    """Round to the nearest code in 0 ... `top`, as float."""
+    backend = library(steps)
+    codes = backend.minimum(backend.maximum(steps, 0), top)
+    if backend is not mx:
+        return backend.rint(codes)
+    # Codes are small enough for this trick, five times faster than rounding on a CPU.
     return (codes + ROUNDER) - ROUNDER if on_cpu() else mx.round(codes)
 
 
 def fit_grid(weight, cost, levels: float, dtype: mx.Dtype):
-    """Scales and biases of groups, a column of an array each.
+    """Fit scales and biases of groups; a group is a column of the arrays.
 
-    The best of many starts, the range from the smallest to the largest weight among
-    them, is improved by least squares: codes for the grid, then the grid for the codes.
-    Every grid is judged as it will be stored, so none is worse than the plain range.
+    The search starts from many ranges, the full range of the weights among them.
+    Alternating least squares then improves the best one: codes for the grid, and the
+    grid for the codes. Every grid is evaluated as it is stored, so the result is never
+    worse than the full range.
 
     Args:
-        weight: float32 [g, N], of MLX or NumPy: numbers of N grids side by side are
-            several times as fast on a CPU as those of one.
+        weight: float32 [g, N], MLX or NumPy. Operations on N groups side by side are
+            several times faster on a CPU than on one.
         cost: float32 [g], of a squared error in each row.
-        levels: codes of the grid.
-        dtype: the type scales and biases are stored in.
+        levels: number of codes.
+        dtype: dtype that scales and biases are stored in.
 
     Returns:
-        Both float32 [N], of values that `dtype` has.
+        Scales and biases, float32 [N], of values that `dtype` can represent.
     """
     low, high = weight.min(axis=0), weight.max(axis=0)
     scale = (high - low) / (levels - 1)
     scale, bias = round_to_dtype(scale, dtype), round_to_dtype(low, dtype)
     best = _error(weight, cost, scale, bias, levels), scale, bias
-    for shrink in SHRINKS:
-        tried = (
+    for shrink in SHRINK_FACTORS:
+        candidate = (
             round_to_dtype(shrink * scale, dtype),
             round_to_dtype(shrink * low, dtype),
         )
-        best = _better(weight, cost, levels, *best, *tried)
-    for _ in range(ROUNDS):
+        best = _better(weight, cost, levels, *best, *candidate)
+    for _ in range(LEAST_SQUARES_ITERS):
         scale, bias = _least_squares(weight, cost, levels, *best[1:])
-        tried = round_to_dtype(scale, dtype), round_to_dtype(bias, dtype)
-        best = _better(weight, cost, levels, *best, *tried)
+        candidate = round_to_dtype(scale, dtype), round_to_dtype(bias, dtype)
+        best = _better(weight, cost, levels, *best, *candidate)
     return best[1:]
 
 
-def _better(weight, cost, levels, least, scale, bias, other_scale, other_bias):
-    error = _error(weight, cost, other_scale, other_bias, levels)
-    where, is_better = library(weight).where, error < least
-    pairs = ((error, least), (other_scale, scale), (other_bias, bias))
+def _better(weight, cost, levels, error, scale, bias, other_scale, other_bias):
+    other_error = _error(weight, cost, other_scale, other_bias, levels)
+    where, is_better = library(weight).where, other_error < error
+    pairs = ((other_error, error), (other_scale, scale), (other_bias, bias))
     return tuple(where(is_better, new, old) for new, old in pairs)
 
 
 def _error(weight, cost, scale, bias, levels):
-    unit, top = safe_scale(scale, levels)
-    return cost @ _squares(weight, 1 / unit, bias, top) * (unit * unit)
+    divisor, top = safe_scale(scale, levels)
+    squares = _squared_errors(weight, 1 / divisor, bias, top)
+    return cost @ squares * (divisor * divisor)
 
 
 @compiled
-def _squares(weight, inverse, bias, top):
+def _squared_errors(weight, inverse, bias, top):
     steps = (weight - bias) * inverse
-    off = steps - nearest(steps, top)
-    return off * off
+    error = steps - nearest(steps, top)
+    return error * error
 
 
 def _least_squares(weight, cost, levels, scale, bias):
-    """The best grid for the codes that a grid gives."""
+    """The best scales and biases for the codes that a grid gives."""
     where = library(weight).where
     share = cost / cost.sum()
-    unit, top = safe_scale(scale, levels)
-    codes = _codes(weight, 1 / unit, bias, top)
+    divisor, top = safe_scale(scale, levels)
+    codes = _codes(weight, 1 / divisor, bias, top)
     mean_code, mean = share @ codes, share @ weight
     squares, products = _products(weight, codes, mean_code, mean)
-    spread, together = share @ squares, share @ products
-    # Where all codes are one, the scale is free and the bias alone decides.
-    is_flat = spread == 0
-    fitted = where(is_flat, scale, together / where(is_flat, 1.0, spread))
+    variance, covariance = share @ squares, share @ products
+    # If all codes are equal, the scale is free and only the bias matters.
+    is_flat = variance == 0
+    fitted = where(is_flat, scale, covariance / where(is_flat, 1.0, variance))
     return fitted, mean - fitted * mean_code
 
 

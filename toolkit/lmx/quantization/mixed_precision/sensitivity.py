@@ -15,8 +15,8 @@ import mlx.nn as nn
 from ...config.quant_spec import QuantSpec
 from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, path_of
 from ...run.fs import require_space
-from ..ptq.gptq_columns import fit_groups
-from ..ptq.input_statistics import sampled_label_loss
+from ..ptq.fisher import sampled_label_loss
+from ..ptq.gptq_solver import fit_groups
 
 # Weights quantized at once.
 CHUNK_WEIGHTS = 1 << 24

@@ -1,36 +1,58 @@
-"""What passes through a model, on disk by parts of the tokens.
+"""Activations on disk, by stream and by shard of the calibration tokens.
 
-Hidden states of the full-precision model and of the quantized one, and what goes into
-the layers of the block at work.
+The streams are the hidden states of the full-precision model, those of the quantized
+model, and the inputs of the layers of the current block.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
 
-FULL, ROUNDED, INPUTS = "full", "rounded", "inputs"
+FULL, QUANTIZED, INPUTS = "full", "quantized", "inputs"
 
 
-def save(folder: Path, stream: str, part: int, arrays: dict[str, mx.array]) -> None:
-    """Write what one part of the tokens is in a stream."""
-    mx.save_safetensors(str(_file(folder, stream, part)), arrays)
+def save(folder: Path, stream: str, shard: int, arrays: dict[str, mx.array]) -> None:
+    """Write the arrays of one shard of a stream."""
+    mx.save_safetensors(str(_file(folder, stream, shard)), arrays)
 
 
-def load(folder: Path, stream: str, part: int) -> dict[str, mx.array]:
-    """What `save` wrote, unread."""
-    return mx.load(str(_file(folder, stream, part)))
+def load(folder: Path, stream: str, shard: int) -> dict[str, mx.array]:
+    """The arrays that `save` wrote, lazily."""
+    return mx.load(str(_file(folder, stream, shard)))
 
 
 def drop(folder: Path, stream: str = "*") -> None:
-    """Delete a stream, or all of them."""
+    """Delete a stream, or all streams."""
     for file in folder.glob(f"stream-{stream}-*"):
         file.unlink()
 
 
 def newest(folder: Path) -> Path:
-    """Of the folders in this one that hold streams, the last by name."""
-    return max(file.parent for file in folder.glob(f"*/stream-{ROUNDED}-0000.*"))
+    """The subfolder with streams that is last by name."""
+    return max(file.parent for file in folder.glob(f"*/stream-{QUANTIZED}-0000.*"))
 
 
-def _file(folder: Path, stream: str, part: int) -> Path:
-    return folder / f"stream-{stream}-{part:04d}.safetensors"
+def _file(folder: Path, stream: str, shard: int) -> Path:
+    return folder / f"stream-{stream}-{shard:04d}.safetensors"
+
+
+@dataclass(frozen=True)
+class ActivationShard:
+    """The hidden states of one shard of the tokens around a block.
+
+    Attributes:
+        tokens: int32 [B, L].
+        before, after: folders of the hidden states around the block.
+    """
+
+    tokens: mx.array
+    index: int
+    before: Path
+    after: Path
+
+    def states(self) -> tuple[mx.array, mx.array]:
+        """Input of the block in the quantized model and its output in the
+        full-precision model, both [B, L, width] and lazy."""
+        hidden = load(self.before, QUANTIZED, self.index)["hidden"]
+        return hidden, load(self.after, FULL, self.index)["hidden"]

@@ -1,169 +1,152 @@
-"""Ranges of groups drawn in, where that loses less of what a layer puts out.
+"""AWQ (arXiv 2306.00978): scaled channels and clipped ranges, then RTN.
 
-AWQ's clipping (arXiv 2306.00978, as its code has it): weights beyond the range are cut
-off, and the grid of what is left is finer.
+Channels with large inputs are scaled up before a layer is quantized, and its block
+undoes the scale elsewhere. Clipping shrinks the range of a group, so that its grid is
+finer. Both are searched on the inputs of the quantized model, and applied only if they
+reduce the error of the block on other tokens.
 """
 
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
-from ...config.quantize import AWQConfig
 from ..packing import expand, pack
-from .awq_scaling import AWQScaler, BlockError, ScalingResult, rounded
-from .base import PTQContext
-from .block_context import BlockContext, Weights
+from .awq_scaling import AWQScaler, BlockError, ScalingResult, quantized_weights
+from .base import BlockContext, PTQMethod, QuantizedTensor, Weights
 from .input_statistics import InputStatistics
-from .sequential import QuantizedTensor, quantize_sequentially, quantized_tensor
+from .sequential import SequentialPipeline
 
-# How far both ends are drawn in, as a share of them.
-SHRINKS = tuple(1 - step / 20 for step in range(1, 11))
-# Numbers of a weight tried at once.
-AT_ONCE = 1 << 24
-
-
-def group_costs(squares: mx.array, group: int) -> mx.array:
-    """The second moments of every group's inputs, [G, g, g], out of all, [K, K]."""
-    groups = mx.arange(len(squares) // group)
-    return squares.reshape(-1, group, len(groups), group)[groups, :, groups]
+# Factors by which both ends of a range are clipped.
+CLIP_FACTORS = tuple(1 - step / 20 for step in range(1, 11))
+# Elements of a weight that are clipped at once.
+MAX_ELEMENTS = 1 << 24
 
 
-def clipped(
-    weight: mx.array, costs: mx.array, spec: QuantSpec, dtype: mx.Dtype
+class AWQ(PTQMethod):
+    """Scale salient channels, clip ranges, and round to nearest."""
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.scaler = AWQScaler(context)
+        self._clipped: set[str] = set()
+
+    def quantize(self) -> dict[str, mx.array]:
+        tensors = SequentialPipeline.from_method(self).run()
+        self.scaler.log_summary()
+        return tensors
+
+    def prepare_block(self, block: BlockContext) -> Weights:
+        result = self.scaler.scale(block)
+        self._clipped = self._layers_to_clip(block, result)
+        names = ", ".join(sorted(self._clipped)) or "none"
+        self.context.logger.debug(f"clipped ranges in {block.prefix}: {names}")
+        return result.weights
+
+    def quantize_group(
+        self, weights: dict[str, mx.array], statistics: InputStatistics | None
+    ) -> dict[str, QuantizedTensor]:
+        context, quantized = self.context, {}
+        for path, weight in weights.items():
+            if path in self._clipped and statistics is not None:
+                tensors = self._clip(path, weight, statistics)
+                quantized[path] = context.quantized_tensor(path, tensors)
+            else:
+                quantized[path] = context.rtn(path, weight)
+        return quantized
+
+    def _layers_to_clip(self, block: BlockContext, result: ScalingResult) -> set[str]:
+        """Layers whose clipping reduces the error of the block, tried one by one."""
+        weights = quantized_weights(
+            result.weights, block.paths, self.scaler.quantizer(block)
+        )
+        best_error, clipped_paths = result.after, set()
+        for path in block.paths:
+            statistics = _input_statistics(result.search, result.weights, path)
+            if statistics is None:
+                continue
+            name, full_path = f"{path}.weight", block.prefix + path
+            spec, dtype = self.context.specs[full_path], self.context.dtype
+            tensors = self._clip(full_path, result.weights[name], statistics)
+            dense = expand(tensors, spec, dtype).astype(mx.float32)
+            error = result.validation.error(weights | {name: dense})
+            if error < best_error:
+                weights, best_error = weights | {name: dense}, error
+                clipped_paths.add(full_path)
+        return clipped_paths
+
+    def _clip(self, path: str, weight: mx.array, statistics: InputStatistics):
+        spec, dtype = self.context.specs[path], self.context.dtype
+        moments = statistics.second_moments
+        if weight.ndim == 2:
+            return clip(weight, group_moments(moments, spec.group_size), spec, dtype)
+        experts = [
+            clip(expert, group_moments(own_moments, spec.group_size), spec, dtype)
+            for expert, own_moments in zip(weight, moments, strict=True)
+        ]
+        return {k: mx.stack([expert[k] for expert in experts]) for k in experts[0]}
+
+
+def group_moments(moments: mx.array, group_size: int) -> mx.array:
+    """The second moments of each group's inputs [G, g, g], from all of them [K, K]."""
+    groups = mx.arange(len(moments) // group_size)
+    return moments.reshape(-1, group_size, len(groups), group_size)[groups, :, groups]
+
+
+def clip(
+    weight: mx.array, moments: mx.array, spec: QuantSpec, dtype: mx.Dtype
 ) -> dict[str, mx.array]:
-    """Round a weight [N, K] on the best of the grids that drawn-in ranges have.
+    """Quantize a weight [N, K] with the best clipped range of each group of each row.
 
-    Every group of a row has its own; MLX's own, of the whole range, is one of them.
+    MLX's own grid, of the full range, is one of the candidates.
 
     Args:
-        costs: float32 [G, g, g], of `group_costs`.
-        dtype: the type the checkpoint stores.
+        moments: float32 [G, g, g], see `group_moments`.
+        dtype: dtype that the checkpoint stores.
 
     Returns:
-        What a checkpoint stores: weight (codes), scales and biases.
+        The stored tensors: weight (codes), scales and biases.
     """
-    rows = max(1, AT_ONCE // weight.shape[1])
+    rows = max(1, MAX_ELEMENTS // weight.shape[1])
     parts = [
-        _clipped(weight[start : start + rows], costs, spec, dtype)
+        _clip_rows(weight[start : start + rows], moments, spec, dtype)
         for start in range(0, len(weight), rows)
     ]
     return {k: mx.concatenate([part[k] for part in parts]) for k in parts[0]}
 
 
-def _clipped(weight: mx.array, costs: mx.array, spec: QuantSpec, dtype: mx.Dtype):
-    groups = weight.astype(mx.float32).reshape(len(weight), len(costs), -1)
+def _clip_rows(weight: mx.array, moments: mx.array, spec: QuantSpec, dtype: mx.Dtype):
+    groups = weight.astype(mx.float32).reshape(len(weight), len(moments), -1)
     low, high = (f(groups, axis=-1, keepdims=True) for f in (mx.min, mx.max))
-    best, least = None, None
-    for shrink in (1.0, *SHRINKS):
-        inside = mx.clip(groups, shrink * low, shrink * high)
-        packed = pack(inside.reshape(weight.shape), spec, dtype)
+    best, best_error = None, None
+    for factor in (1.0, *CLIP_FACTORS):
+        clipped = mx.clip(groups, factor * low, factor * high)
+        packed = pack(clipped.reshape(weight.shape), spec, dtype)
         off = expand(packed, spec, dtype).reshape(groups.shape) - groups
         off = off.swapaxes(0, 1)
-        error = ((off @ costs) * off).sum(axis=-1).T
+        error = ((off @ moments) * off).sum(axis=-1).T
         by_group = {k: v.reshape(*error.shape, -1) for k, v in packed.items()}
         if best is None:
-            best, least = by_group, error
+            best, best_error = by_group, error
         else:
-            is_better = (error < least)[..., None]
+            is_better = (error < best_error)[..., None]
             best = {k: mx.where(is_better, by_group[k], best[k]) for k in best}
-            least = mx.minimum(error, least)
-        mx.eval(best, least)
+            best_error = mx.minimum(error, best_error)
+        mx.eval(best, best_error)
     return {name: value.reshape(len(weight), -1) for name, value in best.items()}
 
 
-# --- from quant.methods.awq: AWQ (arXiv 2306.00978): scales and clipped ranges, then plain rounding.
-#
-# Channels with large inputs are scaled up before the layer is rounded, which its block
-# makes up for elsewhere, and ranges are clipped. Both are searched on the inputs that the
-# quantized model has, and done only where a block then loses less on other tokens.
-
-
-def quantize(config: AWQConfig, task: PTQContext) -> dict[str, mx.array]:
-    """Codes, scales and biases of the layers in `task.specs`, as they are stored, and
-    the dense weights that had a scale folded in."""
-    method = AWQ(task)
-    tensors = quantize_sequentially(
-        config,
-        task,
-        method.solve,
-        method.prepare,
-        compares=False,
-        weighs_embeddings=False,
-    )
-    method.folding.sum_up()
-    return tensors
-
-
-class AWQ:
-    def __init__(self, task: PTQContext):
-        self.task = task
-        self.folding = AWQScaler(task)
-        self._clipped: set[str] = set()
-
-    def prepare(self, opened: BlockContext) -> Weights:
-        """Fold, and find out which layers are better clipped."""
-        found = self.folding.folded(opened)
-        self._clipped = self._worth_clipping(opened, found)
-        names = ", ".join(sorted(self._clipped)) or "none"
-        self.task.logger.debug(f"clipped ranges in {opened.prefix}: {names}")
-        return found.weights
-
-    def solve(
-        self, weights: dict[str, mx.array], moments: InputStatistics | None
-    ) -> dict[str, QuantizedTensor]:
-        """Round layers that share an input."""
-        task, found = self.task, {}
-        for path, weight in weights.items():
-            if path in self._clipped and moments is not None:
-                tensors = self._clip(path, weight, moments)
-            else:
-                tensors = pack(weight, task.specs[path], task.dtype)
-            found[path] = quantized_tensor(tensors, task.specs[path], task.dtype)
-        return found
-
-    def _worth_clipping(self, opened: BlockContext, found: ScalingResult) -> set[str]:
-        """Layers by which the block loses less when clipped, tried one by one."""
-        rounding = self._rounding(opened)
-        now = rounded(found.weights, opened.paths, rounding)
-        least, chosen = found.after, set()
-        for path in opened.paths:
-            moments = _moments(found.search, found.weights, path)
-            if moments is None:
-                continue
-            name, whole = f"{path}.weight", opened.prefix + path
-            spec, dtype = self.task.specs[whole], self.task.dtype
-            tensors = self._clip(whole, found.weights[name], moments)
-            dense = expand(tensors, spec, dtype).astype(mx.float32)
-            error = found.held.error(now | {name: dense})
-            if error < least:
-                now, least = now | {name: dense}, error
-                chosen.add(whole)
-        return chosen
-
-    def _rounding(self, opened: BlockContext):
-        return lambda path, weight: self.folding.rounded(opened.prefix + path, weight)
-
-    def _clip(self, path: str, weight: mx.array, moments: InputStatistics):
-        spec, dtype = self.task.specs[path], self.task.dtype
-        if weight.ndim == 2:
-            costs = group_costs(moments.squares, spec.group_size)
-            return clipped(weight, costs, spec, dtype)
-        parts = [
-            clipped(own, group_costs(squares, spec.group_size), spec, dtype)
-            for own, squares in zip(weight, moments.squares, strict=True)
-        ]
-        return {name: mx.stack([part[name] for part in parts]) for name in parts[0]}
-
-
-def _moments(trial: BlockError, weights: Weights, path: str) -> InputStatistics | None:
-    """Of what goes into a layer of the block in full precision; None = nothing."""
-    seen = trial.inputs(weights, [path])
-    if path not in seen.rows:
+def _input_statistics(
+    block: BlockError, weights: Weights, path: str
+) -> InputStatistics | None:
+    """Statistics of a layer's input in the full-precision block. None = not called."""
+    captured = block.capture_inputs(weights, [path])
+    if path not in captured.rows:
         return None
-    weight, rows = weights[f"{path}.weight"], seen.rows[path]
-    experts = len(weight) if path in seen.experts else None
-    found = InputStatistics.empty(weight.shape[-1], experts=experts, with_cross=False)
+    weight, rows = weights[f"{path}.weight"], captured.rows[path]
+    experts = len(weight) if path in captured.experts else None
+    width = weight.shape[-1]
+    statistics = InputStatistics.empty(width, experts=experts, with_cross=False)
     if experts is None:
-        found.add(rows)
+        statistics.add(rows)
     else:
-        found.add_routed(rows, seen.experts[path])
-    return found
+        statistics.add_routed(rows, captured.experts[path])
+    return statistics

@@ -1,4 +1,8 @@
-"""What a quantization method is given."""
+"""The interface of post-training quantization methods.
+
+A method is a class in `methods.METHODS`. A calibrated method is a `PTQMethod`: the
+`SequentialPipeline` calls its hooks for every block of the model.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,12 +11,20 @@ from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_unflatten
 
 from ...config.quant_spec import QuantSpec
 from ...run.logger import RunLogger
+from ..packing import expand, pack
+from .activation_cache import ActivationShard
+from .input_statistics import InputStatistics
 
 if TYPE_CHECKING:
     from ...data.calibration import CalibrationBatch
+
+Weights = dict[str, mx.array]
+# Maps hidden states [B, L, width] to the output of a block.
+BlockForward = Callable[[mx.array], mx.array]
 
 
 @dataclass(frozen=True)
@@ -20,13 +32,13 @@ class PTQContext:
     """A model to quantize.
 
     Attributes:
-        model: its weights may be unread.
-        specs: grid by path of the layers to quantize.
-        dtype: the type the checkpoint stores.
-        windows: at least so many calibration tokens, if the source has them.
-        folder: where a method may keep what it has done so far; deleted when the
-            checkpoint is written.
-        reread: the model again, its weights unread; None = they stay in memory.
+        model: its weights may be lazy (not yet read from disk).
+        specs: quantization grid by path of each layer to quantize.
+        dtype: dtype that the checkpoint stores.
+        windows: returns at least this many calibration tokens, if the dataset has them.
+        folder: where a method keeps its state. It is deleted once the checkpoint is
+            written.
+        reread: returns the same model with lazy weights. None = weights stay in memory.
     """
 
     model: nn.Module
@@ -36,3 +48,116 @@ class PTQContext:
     folder: Path
     logger: RunLogger
     reread: Callable[[], nn.Module] | None = None
+
+    def quantized_tensor(
+        self, path: str, tensors: dict[str, mx.array]
+    ) -> "QuantizedTensor":
+        """Packed tensors of a layer with their dequantized weight."""
+        weight = expand(tensors, self.specs[path], self.dtype)
+        return QuantizedTensor(tensors, weight)
+
+    def rtn(self, path: str, weight: mx.array) -> "QuantizedTensor":
+        """Quantize the weight of a layer with RTN."""
+        tensors = pack(weight, self.specs[path], self.dtype)
+        return self.quantized_tensor(path, tensors)
+
+
+@dataclass(frozen=True)
+class QuantizedTensor:
+    """The stored tensors of a quantized layer and its dequantized weight."""
+
+    tensors: dict[str, mx.array]
+    weight: mx.array
+
+
+@dataclass(frozen=True)
+class BlockContext:
+    """A block before it is quantized.
+
+    Attributes:
+        prefix: prefix of the names of the block's parameters in the model.
+        weights: float32 parameters of the block by name in the block.
+        dtypes: dtypes that the checkpoint stores them in.
+        paths: paths in the block of the layers to quantize.
+        samples: two samples of the block's input in the quantized model, float32
+            [B, L, width], each with the forward function of the block for it or for its
+            first sequences.
+    """
+
+    prefix: str
+    block: nn.Module
+    weights: Weights
+    dtypes: dict[str, mx.Dtype]
+    paths: list[str]
+    samples: list[tuple[BlockForward, mx.array]]
+
+
+@dataclass(frozen=True)
+class QuantizedBlock:
+    """A block after all its layers were quantized.
+
+    Attributes:
+        prefix: prefix of the names of the block's parameters in the model.
+        tensors: stored tensors of the block by name in the model.
+        run: maps tokens and hidden states to the output of the block.
+        shards: hidden states around the block.
+    """
+
+    prefix: str
+    block: nn.Module
+    tensors: dict[str, mx.array]
+    run: Callable[[mx.array, mx.array], mx.array]
+    shards: list[ActivationShard]
+
+
+class PTQMethod:
+    """Base class of calibrated quantization methods.
+
+    Attributes:
+        needs_cross_moments: run the full-precision stream too, at the cost of a second
+            forward pass. Without it statistics have no `cross`, and `finalize_block`
+            has no target.
+        weighs_embeddings: estimate the cost of errors in embeddings.
+        weighs_outputs: estimate the Fisher information of layer outputs.
+    """
+
+    needs_cross_moments = False
+    weighs_embeddings = False
+    weighs_outputs = False
+
+    def __init__(self, config, context: PTQContext):
+        self.config = config
+        self.context = context
+
+    def quantize(self) -> dict[str, mx.array]:
+        """Quantize the layers in `context.specs`.
+
+        Returns:
+            Packed codes, scales and biases by name, and the dense weights that changed.
+        """
+        raise NotImplementedError
+
+    def prepare_block(self, block: BlockContext) -> Weights | None:
+        """New weights for an equivalent block before it is quantized. None = as is."""
+        return None
+
+    def quantize_group(
+        self, weights: dict[str, mx.array], statistics: InputStatistics | None
+    ) -> dict[str, QuantizedTensor]:
+        """Quantize layers on affine grids that share their input.
+
+        Args:
+            weights: by path in the model.
+            statistics: of their input. None if they receive no hidden states. The
+                caller holds no reference to them, so a method may free them.
+        """
+        raise NotImplementedError
+
+    def finalize_block(self, block: QuantizedBlock) -> dict[str, QuantizedTensor]:
+        """Better tensors for layers of a quantized block, by path."""
+        return {}
+
+
+def set_weights(block: nn.Module, weights: Weights) -> None:
+    """Set parameters of a block by their names in it."""
+    block.update(tree_unflatten(list(weights.items())))

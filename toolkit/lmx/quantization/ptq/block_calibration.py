@@ -1,8 +1,8 @@
-"""The calibration tokens' way through one block, as its layers are quantized.
+"""Calibration statistics of the layers of one block, and of the layers after the last.
 
-What goes into a layer is kept on disk until the block is done: a later pass begins
-there, for MLX computes nothing whose result is not used, and so no layer of the
-quantized stream multiplies much more than once.
+The inputs of quantized layers stay on disk until the block is done. A later pass starts
+from them: MLX does not compute what is not used, so each layer of the quantized stream
+runs only about once.
 """
 
 from collections.abc import Iterator
@@ -11,6 +11,7 @@ from math import ceil
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import (
@@ -21,203 +22,287 @@ from ...models.hooks import (
 )
 from ...run.fs import require_space
 from . import activation_cache
-from .activation_cache import FULL, INPUTS, ROUNDED
-from .error_propagation import CalibrationShard, sum_up
-from .input_statistics import InputStatistics
+from .activation_cache import FULL, INPUTS, QUANTIZED
+from .input_statistics import CalibrationShard, InputStatistics
 
-OF_FULL = f"{INPUTS}-{FULL}"
+FULL_INPUTS = f"{INPUTS}-{FULL}"
 RESIDUAL = ".residual"
-# How far off the sum may be, as a share: as much as low precision makes of it.
-AS_IT_IS = 0.02
+# Largest relative error of a sum in the residual stream, given low precision.
+RESIDUAL_TOLERANCE = 0.02
 
 
 class BlockCalibration:
-    """One block, its weights at hand, between the hidden states around it.
+    """One block with its weights loaded, between the hidden states around it.
 
     Args:
-        paths: of the layers to quantize, in the block.
-        tokens: int32 [B, L], in parts.
-        before, after: the folders of the hidden states.
-        compares: whether there is a full-precision stream too.
+        paths: paths in the block of the layers to quantize.
+        tokens: int32 [B, L] by shard.
+        before, after: folders of the hidden states around the block.
+        full_precision: whether there is a full-precision stream.
 
     Attributes:
-        groups: layers that share their input, in the order of their calls.
+        groups: paths of layers that share their input, in the order of their calls.
 
     Raises:
-        UserError: there is too little room for what is kept.
+        UserError: the disk has too little space.
     """
 
     def __init__(
         self,
         blockwise: BlockwiseModel,
-        number: int,
+        index: int,
         paths: list[str],
         tokens: list[mx.array],
         before: Path,
         after: Path,
         *,
-        compares: bool,
+        full_precision: bool,
     ):
         self.blockwise = blockwise
-        self.number = number
+        self.index = index
         self.tokens = tokens
         self.before = before
         self.after = after
-        self.compares = compares
-        seen = self._looked_at(paths)
-        self.groups = seen.groups()
-        self._again = seen.called_again
-        self._known: list[list[str]] = []
-        self._adding = [g[0] for g in self.groups if compares and self._adds(g)]
-        self._check_space(seen)
+        self.full_precision = full_precision
+        captured = self._run_one_window(paths)
+        self.groups = captured.groups()
+        self._called_again = captured.called_again
+        self._cached: list[list[str]] = []
+        self._residual_writers = [
+            group[0]
+            for group in self.groups
+            if full_precision and self._adds_to_residual(group)
+        ]
+        self._check_space(captured)
 
-    def pass_full(self) -> None:
-        """The full-precision stream, and what goes into the layers, on disk.
+    def run_full_precision(self) -> None:
+        """Run the full-precision stream and cache the inputs of the layers.
 
-        That of a mixture's experts is not compared and so not kept.
+        Inputs of a mixture's experts are not compared and not cached.
         """
-        paths = [g[0] for g in self.groups if self._experts(g[0]) is None]
-        for part in range(len(self.tokens)):
-            with capture_inputs(self._block, paths) as seen:
-                outputs = self._run(part, FULL)
-            activation_cache.save(self.after, FULL, part, {"hidden": outputs})
-            kept = dict(seen.rows)
-            for path in self._adding:
-                with self._without(path):
-                    kept[f"{path}{RESIDUAL}"] = self._run(part, FULL)
-            activation_cache.save(self.after, OF_FULL, part, kept)
+        paths = [g[0] for g in self.groups if self._num_experts(g[0]) is None]
+        for shard in range(len(self.tokens)):
+            with capture_inputs(self._block, paths) as captured:
+                outputs = self._run(shard, FULL)
+            activation_cache.save(self.after, FULL, shard, {"hidden": outputs})
+            inputs = dict(captured.rows)
+            for path in self._residual_writers:
+                with self._block_until(path):
+                    inputs[f"{path}{RESIDUAL}"] = self._run(shard, FULL)
+            activation_cache.save(self.after, FULL_INPUTS, shard, inputs)
 
-    def moments(
+    def statistics(
         self, group: list[str], weights: list[mx.array] | None = None
     ) -> InputStatistics:
-        """Of what goes into layers, those of earlier groups being quantized.
+        """Statistics of the input of a group. Earlier groups are quantized already.
 
         Args:
-            weights: of the tokens, float32 [B * L] by part; None = all count alike. Of
-                those that go to experts it counts only whether they are 0.
+            weights: token weights, float32 [B * L] by shard. None = all 1. For a
+                mixture of experts, tokens of weight 0 are left out and all others
+                count alike.
         """
         path = group[0]
-        width = dict(self._block.named_modules())[path].weight.shape[-1]
-        experts = self._experts(path)
-        compares = self.compares and experts is None
-        found = InputStatistics.empty(width, experts=experts, with_cross=compares)
-        if compares:
-            modules = dict(self._block.named_modules())
-            prefix = f"{self.blockwise.prefix}{self.number}."
+        modules = dict(self._block.named_modules())
+        width, experts = modules[path].weight.shape[-1], self._num_experts(path)
+        compare = self.full_precision and experts is None
+        statistics = InputStatistics.empty(width, experts=experts, with_cross=compare)
+        if compare:
+            prefix = f"{self.blockwise.prefix}{self.index}."
             dense = {f"{prefix}{name}": modules[name].weight for name in group}
-            tokens = sum(part.size for part in self.tokens)
-            sum_up(found, self._compared(group, weights), tokens, dense)
+            num_tokens = sum(shard.size for shard in self.tokens)
+            statistics.add_shards(self._compare(group, weights), num_tokens, dense)
         else:
-            for part in range(len(self.tokens)):
-                seen, own = self._goes_in(path, part), weights and weights[part]
+            for shard in range(len(self.tokens)):
+                captured = self._capture(path, shard)
+                token_weights = weights and weights[shard]
                 if experts is None:
-                    found.add(seen.rows[path], weights=own)
+                    statistics.add(captured.rows[path], weights=token_weights)
                 else:
-                    is_in = None if own is None else own > 0
-                    found.add_routed(seen.rows[path], seen.experts[path], is_in)
-        self._known.append(group)
-        return found
+                    visible = None if token_weights is None else token_weights > 0
+                    statistics.add_routed(
+                        captured.rows[path], captured.experts[path], visible
+                    )
+        self._cached.append(group)
+        return statistics
 
-    def _goes_in(self, path: str, part: int) -> CapturedInputs:
-        """What goes into a layer of the quantized stream, which is kept."""
-        with capture_inputs(self._block, [path]) as seen:
-            self._run_on(part)
-        kept = {"x": seen.objects[path]}
-        activation_cache.save(self.after, f"{INPUTS}-{path}", part, kept)
-        return seen
+    def _capture(self, path: str, shard: int) -> CapturedInputs:
+        """Capture and cache the input of a layer in the quantized stream."""
+        with capture_inputs(self._block, [path]) as captured:
+            self._run_quantized(shard)
+        inputs = {"x": captured.objects[path]}
+        activation_cache.save(self.after, f"{INPUTS}-{path}", shard, inputs)
+        return captured
 
-    def _compared(
+    def _compare(
         self, group: list[str], weights: list[mx.array] | None
     ) -> Iterator[CalibrationShard]:
         path = group[0]
-        for part in range(len(self.tokens)):
-            seen, own = self._goes_in(path, part), weights and weights[part]
-            full, errors = activation_cache.load(self.after, OF_FULL, part), None
-            if path in self._adding:
-                with self._without(path):
-                    here = self._run_on(part)
-                errors = full[f"{path}{RESIDUAL}"] - here.astype(mx.float32)
+        for shard in range(len(self.tokens)):
+            captured, token_weights = (
+                self._capture(path, shard),
+                weights and weights[shard],
+            )
+            full, errors = activation_cache.load(self.after, FULL_INPUTS, shard), None
+            if path in self._residual_writers:
+                with self._block_until(path):
+                    residual = self._run_quantized(shard)
+                errors = full[f"{path}{RESIDUAL}"] - residual.astype(mx.float32)
                 errors = errors.reshape(-1, errors.shape[-1])
-            yield CalibrationShard(seen.rows[path], full[path], errors, own)
+            yield CalibrationShard(
+                captured.rows[path], full[path], errors, token_weights
+            )
 
-    def forget(self) -> None:
-        """No input is known any more: other weights were put into the block."""
-        self._known.clear()
+    def invalidate_inputs(self) -> None:
+        """Drop all cached inputs, because weights of the block were replaced."""
+        self._cached.clear()
 
-    def leave(self) -> None:
-        """The quantized stream to the end of the block."""
-        for part in range(len(self.tokens)):
-            hidden = {"hidden": self._run_on(part)}
-            activation_cache.save(self.after, ROUNDED, part, hidden)
+    def run_quantized(self) -> None:
+        """Run the quantized stream to the end of the block."""
+        for shard in range(len(self.tokens)):
+            hidden = {"hidden": self._run_quantized(shard)}
+            activation_cache.save(self.after, QUANTIZED, shard, hidden)
         activation_cache.drop(self.after, INPUTS)
 
     @property
-    def _block(self):
-        return self.blockwise.blocks[self.number]
+    def _block(self) -> nn.Module:
+        return self.blockwise.blocks[self.index]
 
-    def _experts(self, path: str) -> int | None:
+    def _num_experts(self, path: str) -> int | None:
         shape = dict(self._block.named_modules())[path].weight.shape
         return shape[0] if len(shape) == 3 else None
 
-    def _looked_at(self, paths: list[str]) -> CapturedInputs:
-        """What one window shows of the layers."""
-        with capture_inputs(self._block, paths) as seen:
-            window = self._one_window()
-            self.blockwise.run(self.number, self.tokens[0][:1], window)
-        return seen
+    def _run_one_window(self, paths: list[str]) -> CapturedInputs:
+        with capture_inputs(self._block, paths) as captured:
+            self.blockwise.run_block(self.index, self.tokens[0][:1], self._one_window())
+        return captured
 
-    def _check_space(self, seen: CapturedInputs) -> None:
+    def _check_space(self, captured: CapturedInputs) -> None:
         hidden = self._one_window()
-        inputs = {id(value): value.nbytes for value in seen.objects.values()}
-        windows = sum(part.size for part in self.tokens) / hidden.shape[1]
-        each = (hidden.nbytes + sum(inputs.values())) * (1 + self.compares)
-        each += hidden.nbytes * len(self._adding)
-        require_space(self.after.parent, ceil(windows * each))
+        inputs = {id(value): value.nbytes for value in captured.objects.values()}
+        windows = sum(shard.size for shard in self.tokens) / hidden.shape[1]
+        per_window = (hidden.nbytes + sum(inputs.values())) * (1 + self.full_precision)
+        per_window += hidden.nbytes * len(self._residual_writers)
+        require_space(self.after.parent, ceil(windows * per_window))
 
-    def _adds(self, group: list[str]) -> bool:
-        """Whether what layers give is added to the residual stream as it is."""
+    def _adds_to_residual(self, group: list[str]) -> bool:
+        """Whether the output of a layer is added to the residual stream unchanged."""
         path, hidden = group[0], self._one_window()
         weight = dict(self._block.named_modules())[path].weight
-        if len(group) > 1 or path in self._again or weight.ndim > 2:
+        if len(group) > 1 or path in self._called_again or weight.ndim > 2:
             return False
         if len(weight) != hidden.shape[-1]:
             return False
-        # About as large as what it is added to: half precision holds the sum.
-        draw = mx.random.uniform(-1, 1, hidden.shape, key=mx.random.key(0))
-        shift = (draw * mx.abs(hidden).max()).astype(hidden.dtype)
-        found = []
-        for given in (mx.zeros_like(shift), shift):
-            with self._without(path, given):
-                run = self.blockwise.run(self.number, self.tokens[0][:1], hidden)
-            found.append(run.astype(mx.float32))
-        # The norm of many numbers is more than half precision holds.
+        # As large as the residual stream, so that half precision can hold the sum.
+        noise = mx.random.uniform(-1, 1, hidden.shape, key=mx.random.key(0))
+        shift = (noise * mx.abs(hidden).max()).astype(hidden.dtype)
+        outputs = []
+        for value in (mx.zeros_like(shift), shift):
+            with self._block_until(path, value):
+                output = self.blockwise.run_block(
+                    self.index, self.tokens[0][:1], hidden
+                )
+            outputs.append(output.astype(mx.float32))
+        # Half precision cannot hold the norm of many values.
         shift = shift.astype(mx.float32)
-        off = mx.linalg.norm(found[1] - found[0] - shift)
-        return (off < AS_IT_IS * mx.linalg.norm(shift)).item()
+        error = mx.linalg.norm(outputs[1] - outputs[0] - shift)
+        return (error < RESIDUAL_TOLERANCE * mx.linalg.norm(shift)).item()
 
     @contextmanager
-    def _without(self, path: str, given: mx.array | float = 0.0) -> Iterator[None]:
-        """The block ends where a layer adds to the residual stream, by this alone."""
+    def _block_until(self, path: str, output: mx.array | float = 0) -> Iterator[None]:
+        """Replace the output of a layer; later layers of the block give zeros."""
         order = [name for group in self.groups for name in group]
         later = order[order.index(path) + 1 :]
         with (
             override_outputs(self._block, later, mx.zeros_like),
-            override_outputs(self._block, [path], lambda y: mx.zeros_like(y) + given),
+            override_outputs(self._block, [path], lambda y: mx.zeros_like(y) + output),
         ):
             yield
 
     def _one_window(self) -> mx.array:
-        return activation_cache.load(self.before, ROUNDED, 0)["hidden"][:1]
+        return activation_cache.load(self.before, QUANTIZED, 0)["hidden"][:1]
 
-    def _run(self, part: int, stream: str) -> mx.array:
-        hidden = activation_cache.load(self.before, stream, part)["hidden"]
-        return self.blockwise.run(self.number, self.tokens[part], hidden)
+    def _run(self, shard: int, stream: str) -> mx.array:
+        hidden = activation_cache.load(self.before, stream, shard)["hidden"]
+        return self.blockwise.run_block(self.index, self.tokens[shard], hidden)
 
-    def _run_on(self, part: int) -> mx.array:
-        """The quantized stream, from the inputs that are known."""
-        known = {}
-        for group in self._known:
-            x = activation_cache.load(self.after, f"{INPUTS}-{group[0]}", part)["x"]
-            known |= {path: x for path in group if path not in self._again}
-        with override_inputs(self._block, known):
-            return self._run(part, ROUNDED)
+    def _run_quantized(self, shard: int) -> mx.array:
+        """Run the quantized stream from the cached inputs."""
+        inputs = {}
+        for group in self._cached:
+            stream = f"{INPUTS}-{group[0]}"
+            x = activation_cache.load(self.after, stream, shard)["x"]
+            inputs |= {path: x for path in group if path not in self._called_again}
+        with override_inputs(self._block, inputs):
+            return self._run(shard, QUANTIZED)
+
+
+class HeadCalibration:
+    """Statistics of layers after the last block, such as an output head.
+
+    Args:
+        paths: paths of the layers outside the blocks.
+        tokens: int32 [B, L] by shard.
+        counted: bool [B, L] by shard, the positions that the statistics sum over.
+        folder: of the hidden states after the last block.
+        full_precision: whether there is a full-precision stream.
+    """
+
+    def __init__(
+        self,
+        blockwise: BlockwiseModel,
+        paths: list[str],
+        tokens: list[mx.array],
+        counted: list[mx.array],
+        folder: Path,
+        *,
+        full_precision: bool,
+    ):
+        self.blockwise = blockwise
+        self.paths = paths
+        self.tokens = tokens
+        self.counted = counted
+        self.folder = folder
+        self.streams = [QUANTIZED, FULL] if full_precision else [QUANTIZED]
+
+    def groups(self) -> list[list[str]]:
+        """Paths of layers that share their input. Others receive no hidden states."""
+        hidden = self._hidden(QUANTIZED, 0)[:1]
+        return self._capture(self.paths, self.tokens[0][:1], hidden).groups()
+
+    def statistics(self, group: list[str]) -> InputStatistics:
+        """Statistics of the input of a group."""
+        modules = dict(self.blockwise.model.named_modules())
+        weights, path = {p: modules[p].weight for p in group}, group[0]
+        width = weights[path].shape[-1]
+        compare = len(self.streams) > 1
+        statistics = InputStatistics.empty(width, experts=None, with_cross=compare)
+        if compare:
+            num_tokens = sum(shard.size for shard in self.tokens)
+            statistics.add_shards(self._compare(path), num_tokens, weights)
+        else:
+            for shard in range(len(self.tokens)):
+                (x,), counted = self._inputs(path, shard)
+                statistics.add(x, weights=counted)
+        return statistics
+
+    def _compare(self, path: str) -> Iterator[CalibrationShard]:
+        for shard in range(len(self.tokens)):
+            (x, y), counted = self._inputs(path, shard)
+            yield CalibrationShard(x, y, None, counted)
+
+    def _inputs(self, path: str, shard: int) -> tuple[list[mx.array], mx.array]:
+        """Inputs of a layer in every stream, and the weights of the positions."""
+        tokens = self.tokens[shard]
+        hidden = [self._hidden(stream, shard) for stream in self.streams]
+        rows = [self._capture([path], tokens, h).rows[path] for h in hidden]
+        return rows, self.counted[shard].reshape(-1).astype(mx.float32)
+
+    def _hidden(self, stream: str, shard: int) -> mx.array:
+        return activation_cache.load(self.folder, stream, shard)["hidden"]
+
+    def _capture(
+        self, paths: list[str], tokens: mx.array, hidden: mx.array
+    ) -> CapturedInputs:
+        with capture_inputs(self.blockwise.model, paths) as captured:
+            self.blockwise.logits(tokens, hidden)
+        return captured

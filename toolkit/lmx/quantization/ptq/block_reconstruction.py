@@ -1,4 +1,11 @@
-"""Codes that can move, on a grid that can move under them."""
+"""Block reconstruction: train each quantized block towards its full-precision output.
+
+Codes, scales and biases of one block at a time are trained with a straight-through
+estimator, from the values that the method left (Block-AP of EfficientQAT, arXiv
+2407.11062). The input is that of the quantized model. Latent codes move in steps of
+their grid, scales and biases in the mean scale of their layer. So one learning rate has
+the same meaning for all layers and bit widths.
+"""
 
 import random
 from collections.abc import Iterator
@@ -15,277 +22,265 @@ from ...config.quantize import BlockReconstructionConfig
 from ...errors import UserError
 from ...training.schedules import learning_rate_at
 from ..packing import expand, pack_codes
-from .base import PTQContext
-from .block_context import ActivationShard, QuantizedBlock
-from .sequential import QuantizedTensor, quantized_tensor
+from .activation_cache import ActivationShard
+from .base import PTQContext, QuantizedBlock, QuantizedTensor
 
-# Steps beyond the outermost points where a weight still has a slope: their cell.
+# Latent codes beyond the grid by more than this, half a step, have no gradient.
 MARGIN = 0.5
+WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.05
+BETAS = [0.9, 0.99]
+EVALUATIONS = 4
+# One in this many shards of the tokens is held out.
+HELD_OUT_INTERVAL = 8
 
 
 @dataclass(frozen=True)
 class LatentCodes:
-    """Weights scale * round(position) + bias, positions being where codes would be.
+    """Weights as scale * round(latent code) + bias, trainable in all three.
 
-    A weight that is on a point does not tell where the point should go, for with its
-    own value it says that nothing is wrong; its code does. So positions, scales and
-    biases are what is trained of a model in codes, in place of weights and a grid.
+    A dequantized weight carries no gradient for its grid point: with its own value, it
+    has no error. So latent codes, scales and biases are trained instead of weights.
 
-    Positions are float32 [..., K]; scales and biases [M], of the M groups in order.
+    Latent codes are float32 [..., K]; scales and biases [M], of the M groups in order.
 
     Attributes:
-        dtype: the type scales and biases are stored in, and points are computed in.
+        dtype: dtype that scales and biases are stored in and weights computed in.
     """
 
     spec: QuantSpec
     dtype: mx.Dtype
 
     @property
-    def top(self) -> int:
-        """The last code."""
+    def max_code(self) -> int:
         return 2**self.spec.bits - 1
 
-    def start(self, packed: dict[str, mx.array]) -> mx.array:
-        """The codes that a checkpoint stores."""
+    def init(self, packed: dict[str, mx.array]) -> mx.array:
+        """Latent codes with the values of the stored codes."""
         shape = packed["scales"].shape
-        plain = {"scales": mx.ones(shape), "biases": mx.zeros(shape)}
-        return expand({"weight": packed["weight"]} | plain, self.spec, mx.float32)
+        unit = {"scales": mx.ones(shape), "biases": mx.zeros(shape)}
+        return expand({"weight": packed["weight"]} | unit, self.spec, mx.float32)
 
-    def packed(self, positions, scales, biases) -> dict[str, mx.array]:
-        """What a checkpoint stores of them."""
-        shape = (*positions.shape[:-1], -1)
-        pair = (v.astype(self.dtype).reshape(shape) for v in (scales, biases))
-        codes = pack_codes(self._codes(positions), self.spec.bits)
-        return dict(zip(("weight", "scales", "biases"), (codes, *pair), strict=True))
+    def packed(self, latents, scales, biases) -> dict[str, mx.array]:
+        """The tensors that a checkpoint stores."""
+        shape = (*latents.shape[:-1], -1)
+        return {
+            "weight": pack_codes(self._codes(latents), self.spec.bits),
+            "scales": scales.astype(self.dtype).reshape(shape),
+            "biases": biases.astype(self.dtype).reshape(shape),
+        }
 
-    def rounded(self, positions, scales, biases) -> mx.array:
-        """The weights as served, float32 [..., K].
+    def weight(self, latents, scales, biases) -> mx.array:
+        """The dequantized weights, float32 [..., K].
 
-        With a slope g by them: positions have g scale, and none once they are more than
-        half a step beyond the points; scales have the sum of g code, biases that of g.
+        With a gradient g of the weights, latent codes get g * scale, or 0 if they are
+        more than `MARGIN` beyond the grid; scales get the sum of g * code over their
+        group, biases the sum of g.
         """
 
         @mx.custom_function
-        def forward(positions, scales, biases):
-            packed = self.packed(positions, scales, biases)
+        def forward(latents, scales, biases):
+            packed = self.packed(latents, scales, biases)
             return expand(packed, self.spec, self.dtype).astype(mx.float32)
 
         @forward.vjp
         def _(primals, cotangent, _):
-            positions, scales, _ = primals
+            latents, scales, _ = primals
             g = cotangent.reshape(-1, self.spec.group_size)
-            codes = self._codes(positions).reshape(g.shape)
-            has_slope = (positions >= -MARGIN) & (positions <= self.top + MARGIN)
-            slopes = (g * scales[:, None]).reshape(positions.shape)
-            by_position = mx.where(has_slope, slopes, 0.0)
-            return by_position, (g * codes).sum(axis=-1), g.sum(axis=-1)
+            codes = self._codes(latents).reshape(g.shape)
+            in_range = (latents >= -MARGIN) & (latents <= self.max_code + MARGIN)
+            gradients = (g * scales[:, None]).reshape(latents.shape)
+            by_latent = mx.where(in_range, gradients, 0.0)
+            return by_latent, (g * codes).sum(axis=-1), g.sum(axis=-1)
 
-        return forward(positions, scales, biases)
+        return forward(latents, scales, biases)
 
-    def _codes(self, positions: mx.array) -> mx.array:
-        return mx.clip(mx.round(positions), 0, self.top)
-
-
-# --- from quant.block_training: Blocks trained, once they are quantized, to make what they made in full precision.
-#
-# Codes, scales and biases of one block at a time, straight through the rounding, from the
-# hidden states of the quantized model towards those of the full one (Block-AP of
-# EfficientQAT, arXiv 2407.11062). They begin as the method left them. Weights move in
-# steps of their grid and grids in mean steps of their layer, which makes one learning
-# rate mean the same for all layers and widths of codes; a scale moves about the middle of
-# its codes.
-
-
-WARMUP, FINAL = 0.05, 0.05
-BETAS = [0.9, 0.99]
-EVALUATIONS = 4
-# Of so many parts of the tokens, one judges.
-HELD_OUT = 8
+    def _codes(self, latents: mx.array) -> mx.array:
+        return mx.clip(mx.round(latents), 0, self.max_code)
 
 
 class BlockReconstruction:
-    """Trains one block after the other, and tells what came of it."""
+    """Trains one block after the other and logs the result."""
 
-    def __init__(self, config: BlockReconstructionConfig, task: PTQContext):
+    def __init__(self, config: BlockReconstructionConfig, context: PTQContext):
         self.config = config
-        self.task = task
-        self.blocks = self.better = 0
+        self.context = context
+        self.num_blocks = self.num_improved = 0
 
-    def __call__(self, closed: QuantizedBlock) -> dict[str, QuantizedTensor]:
-        """Layers by path as they are stored, where they are better; else none."""
+    def improve(self, block: QuantizedBlock) -> dict[str, QuantizedTensor]:
+        """Train a block; its layers by path if they are better on held-out tokens."""
         specs = {
             path: spec
-            for path, spec in self.task.specs.items()
-            if f"{path}.biases" in closed.tensors
+            for path, spec in self.context.specs.items()
+            if f"{path}.biases" in block.tensors
         }
-        if not specs or len(closed.passages) < 2:
+        if not specs or len(block.shards) < 2:
             return {}
-        training = _BlockTrainer(self.config, closed, specs, self.task.dtype)
-        with _explained(closed.prefix), _restored(closed.block):
-            tensors, before, after = training.run()
+        trainer = _BlockTrainer(self.config, block, specs, self.context.dtype)
+        with _translate_errors(block.prefix), _restored(block.block):
+            tensors, before, after = trainer.run()
         is_better = after < before
-        self.blocks += 1
-        self.better += is_better
-        self.task.logger.info(
-            f"{closed.prefix.rstrip('.')}: trained, it loses {after:.3g} of its output "
-            f"on tokens held out, {before:.3g} before"
-            + ("" if is_better else ": undone")
+        self.num_blocks += 1
+        self.num_improved += is_better
+        self.context.logger.info(
+            f"{block.prefix.rstrip('.')}: block reconstruction, relative output error "
+            f"on held-out tokens {before:.3g} -> {after:.3g}"
+            + ("" if is_better else ": rejected")
         )
         if not is_better:
             return {}
         return {
-            path: quantized_tensor(tensors[path], spec, self.task.dtype)
-            for path, spec in specs.items()
+            path: self.context.quantized_tensor(path, tensors[path]) for path in specs
         }
 
-    def sum_up(self) -> None:
-        """One line for all blocks."""
-        self.task.logger.info(
-            f"training helped in {self.better} of {self.blocks} blocks"
-            if self.blocks
-            else "no block was trained: they are of two parts of the tokens or more"
+    def log_summary(self) -> None:
+        self.context.logger.info(
+            f"block reconstruction improved {self.num_improved} of {self.num_blocks} "
+            "blocks"
+            if self.num_blocks
+            else "block reconstruction skipped: it needs at least two shards of tokens"
         )
 
 
 class _BlockTrainer:
-    """One block, and how far its weights, scales and biases have moved."""
+    """Trains the changes of one block's latent codes, scales and biases."""
 
     def __init__(
         self,
         config: BlockReconstructionConfig,
-        closed: QuantizedBlock,
+        block: QuantizedBlock,
         specs: dict[str, QuantSpec],
         dtype: mx.Dtype,
     ):
-        self.config, self.closed = config, closed
-        held = max(1, len(closed.passages) // HELD_OUT)
-        self._seen, self._held = closed.passages[:-held], closed.passages[-held:]
+        self.config, self.block = config, block
+        num_held_out = max(1, len(block.shards) // HELD_OUT_INTERVAL)
+        self._train_shards = block.shards[:-num_held_out]
+        self._held_out = block.shards[-num_held_out:]
         self._grids = {p: LatentCodes(spec, dtype) for p, spec in specs.items()}
-        self._start, self._units = {}, {}
+        self._initial, self._units = {}, {}
         for path, grid in self._grids.items():
             names = ("weight", "scales", "biases")
-            found = {name: closed.tensors[f"{path}.{name}"] for name in names}
-            self._start[path] = {"positions": grid.start(found)} | {
-                name: found[name].astype(mx.float32).reshape(-1) for name in names[1:]
+            packed = {name: block.tensors[f"{path}.{name}"] for name in names}
+            self._initial[path] = {"latents": grid.init(packed)} | {
+                name: packed[name].astype(mx.float32).reshape(-1) for name in names[1:]
             }
-            # Whole vectors: a lone number would be built into kernels of its own.
-            scales = self._start[path]["scales"]
+            # A vector, because MLX compiles a scalar constant into the kernel.
+            scales = self._initial[path]["scales"]
             self._units[path] = mx.full_like(scales, mx.abs(scales).mean())
-        self._moved = {
+        self._changes = {
             f"{path}.{kind}": mx.zeros_like(value)
-            for path, start in self._start.items()
-            for kind, value in start.items()
+            for path, initial in self._initial.items()
+            for kind, value in initial.items()
         }
         self._optimizer = optimizers.Adam(0.0, BETAS, bias_correction=True)
-        self._optimizer.init(self._moved)
-        state = [self._moved, self._optimizer.state]
-        self._compiled = mx.compile(self._step, inputs=state, outputs=state)
-        mx.eval(self._start, self._units, state)
+        self._optimizer.init(self._changes)
+        state = [self._changes, self._optimizer.state]
+        self._compiled_step = mx.compile(self._step, inputs=state, outputs=state)
+        mx.eval(self._initial, self._units, state)
 
     def run(self) -> tuple[dict, float, float]:
-        """What is stored at the best moment, and the errors of the start and of it."""
-        before = least = self._error()
-        best, steps = self._stored(), self.config.steps
-        every = max(1, steps // EVALUATIONS)
+        """The best stored tensors, and the errors of the start and of them."""
+        before = best_error = self._error()
+        best, steps = self._packed(), self.config.steps
+        interval = max(1, steps // EVALUATIONS)
         for step in range(steps):
-            rate = learning_rate_at(
+            learning_rate = learning_rate_at(
                 step,
                 steps,
                 peak=self.config.learning_rate,
                 schedule="cosine",
-                warmup_ratio=WARMUP,
-                min_lr_ratio=FINAL,
+                warmup_ratio=WARMUP_RATIO,
+                min_lr_ratio=MIN_LR_RATIO,
             )
-            passage = self._passage(step)
-            mx.eval(self._compiled(passage.tokens, *passage.states(), mx.array(rate)))
-            if (step + 1) % every == 0 or step + 1 == steps:
+            shard, rate = self._shard(step), mx.array(learning_rate)
+            mx.eval(self._compiled_step(shard.tokens, *shard.states(), rate))
+            if (step + 1) % interval == 0 or step + 1 == steps:
                 error = self._error()
-                if error < least:
-                    best, least = self._stored(), error
-        return best, before, least
+                if error < best_error:
+                    best, best_error = self._packed(), error
+        return best, before, best_error
 
-    def _passage(self, step: int) -> ActivationShard:
-        """The part a step trains on; every turn through all has its own order."""
-        turn, place = divmod(step, len(self._seen))
-        count = len(self._seen)
-        order = random.Random(turn).sample(range(count), count)
-        return self._seen[order[place]]
+    def _shard(self, step: int) -> ActivationShard:
+        """The shard of a step. Every epoch has its own order."""
+        count = len(self._train_shards)
+        epoch, place = divmod(step, count)
+        order = random.Random(epoch).sample(range(count), count)
+        return self._train_shards[order[place]]
 
-    def _step(self, tokens, hidden, wanted, rate) -> mx.array:
-        def loss_of(moved):
-            off = self._outputs(moved, tokens, hidden) - wanted.astype(mx.float32)
-            return mx.square(off).mean() / mx.square(wanted.astype(mx.float32)).mean()
+    def _step(self, tokens, hidden, target, learning_rate) -> mx.array:
+        def loss_of(changes):
+            output = self._output(changes, tokens, hidden)
+            error = output - target.astype(mx.float32)
+            return mx.square(error).mean() / mx.square(target.astype(mx.float32)).mean()
 
-        loss, gradients = mx.value_and_grad(loss_of)(self._moved)
-        self._optimizer.learning_rate = rate
-        moved = self._optimizer.apply_gradients(gradients, self._moved)
-        for name, old in self._moved.items():
-            if not name.endswith(".positions"):
-                moved[name] = old + self.config.scale_lr_multiplier * (
-                    moved[name] - old
-                )
-        self._moved.update(moved)
+        loss, gradients = mx.value_and_grad(loss_of)(self._changes)
+        self._optimizer.learning_rate = learning_rate
+        changes = self._optimizer.apply_gradients(gradients, self._changes)
+        multiplier = self.config.scale_lr_multiplier
+        for name, old in self._changes.items():
+            if not name.endswith(".latents"):
+                changes[name] = old + multiplier * (changes[name] - old)
+        self._changes.update(changes)
         return loss
 
-    def _outputs(self, moved: dict, tokens: mx.array, hidden: mx.array) -> mx.array:
-        """What the block makes with its weights rounded, float32."""
+    def _output(self, changes: dict, tokens: mx.array, hidden: mx.array) -> mx.array:
+        """The output of the block with its weights quantized, float32."""
         weights = {}
         for path, grid in self._grids.items():
-            rounded = grid.rounded(**self._now(path, moved))
-            name = path.removeprefix(self.closed.prefix)
-            weights[f"{name}.weight"] = rounded.astype(hidden.dtype)
-        self.closed.block.update(tree_unflatten(list(weights.items())))
-        return self.closed.run(tokens, hidden).astype(mx.float32)
+            weight = grid.weight(**self._values(path, changes))
+            name = path.removeprefix(self.block.prefix)
+            weights[f"{name}.weight"] = weight.astype(hidden.dtype)
+        self.block.block.update(tree_unflatten(list(weights.items())))
+        return self.block.run(tokens, hidden).astype(mx.float32)
 
     def _error(self) -> float:
-        """Squared error on the tokens held out, as a share of what was wanted."""
-        off = power = 0.0
-        for passage in self._held:
-            hidden, wanted = passage.states()
-            wanted = wanted.astype(mx.float32)
-            outputs = self._outputs(self._moved, passage.tokens, hidden)
-            off += mx.square(outputs - wanted).sum().item()
-            power += mx.square(wanted).sum().item()
-        return off / power
+        """Squared error of the output on held-out tokens, relative to the target."""
+        error = norm = 0.0
+        for shard in self._held_out:
+            hidden, target = shard.states()
+            target = target.astype(mx.float32)
+            output = self._output(self._changes, shard.tokens, hidden)
+            error += mx.square(output - target).sum().item()
+            norm += mx.square(target).sum().item()
+        return error / norm
 
-    def _now(self, path: str, moved: dict[str, mx.array]) -> dict[str, mx.array]:
-        start, unit = self._start[path], self._units[path]
-        own = {kind: moved[f"{path}.{kind}"] for kind in start}
-        # As far as the outermost points move by it.
-        middle = self._grids[path].top / 2
-        spread = unit * own["scales"] / middle
+    def _values(self, path: str, changes: dict[str, mx.array]) -> dict[str, mx.array]:
+        initial, unit = self._initial[path], self._units[path]
+        change = {kind: changes[f"{path}.{kind}"] for kind in initial}
+        # A scale moves about the middle of the codes, by what the outer codes move.
+        middle = self._grids[path].max_code / 2
+        spread = unit * change["scales"] / middle
         return {
-            "positions": start["positions"] + own["positions"],
-            "scales": start["scales"] + spread,
-            "biases": start["biases"] + unit * own["biases"] - middle * spread,
+            "latents": initial["latents"] + change["latents"],
+            "scales": initial["scales"] + spread,
+            "biases": initial["biases"] + unit * change["biases"] - middle * spread,
         }
 
-    def _stored(self) -> dict[str, dict[str, mx.array]]:
-        found = {
-            path: grid.packed(**self._now(path, self._moved))
+    def _packed(self) -> dict[str, dict[str, mx.array]]:
+        packed = {
+            path: grid.packed(**self._values(path, self._changes))
             for path, grid in self._grids.items()
         }
-        mx.eval(found)
-        return found
+        mx.eval(packed)
+        return packed
 
 
 @contextmanager
 def _restored(block: nn.Module) -> Iterator[None]:
-    """Leave a block with the weights it has."""
-    before = block.parameters()
+    """Restore the weights of a block on exit."""
+    original = block.parameters()
     try:
         yield
     finally:
-        block.update(before)
+        block.update(original)
 
 
 @contextmanager
-def _explained(prefix: str) -> Iterator[None]:
-    """What goes wrong in a trace is the fault of the model's code."""
+def _translate_errors(prefix: str) -> Iterator[None]:
+    """Report an error in a traced function as one of the model's architecture."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
         raise UserError(
             f"{prefix.rstrip('.')} cannot be trained: {str(error).splitlines()[0]}",
-            hint="leave `blocks` out: this architecture's code has no gradient",
+            hint="remove block_reconstruction: this architecture has no gradient",
         ) from error

@@ -1,4 +1,4 @@
-"""A quantized model whose tensors can be exchanged, judged by what it predicts."""
+"""Candidates of a quantization, compared by the KL divergence on held-out tokens."""
 
 import math
 from collections.abc import Callable
@@ -13,105 +13,102 @@ from ...training.teacher_cache import PartTargets
 
 
 class CandidateModel:
-    """The model as it is served: MLX's own quantized layers, reloaded from disk.
+    """A quantized model with MLX's own quantized layers, whose tensors can be replaced.
 
     Args:
-        model: as loaded; its parameters may have been cast to a type to compute in.
-        dtype: the type its checkpoint stores.
+        model: as loaded. Its parameters may have been cast to a compute dtype.
+        dtype: dtype that its checkpoint stores.
     """
 
     def __init__(self, model: nn.Module, dtype: mx.Dtype):
         self.model = model
         self.dtype = dtype
-        self._types = {k: v.dtype for k, v in tree_flatten(model.parameters())}
+        self._dtypes = {k: v.dtype for k, v in tree_flatten(model.parameters())}
 
     @property
-    def affine(self) -> dict[str, nn.Module]:
-        """Its layers with scales and biases, by path; those of experts too."""
+    def affine_layers(self) -> dict[str, nn.Module]:
+        """Layers with scales and biases by path, those of experts included."""
         return {
             path: module
             for path, module in self.model.named_modules()
             if getattr(module, "mode", None) == "affine" and "scales" in module
         }
 
-    def put(self, tensors: dict[str, mx.array]) -> None:
-        """Take tensors by name, in the types they are stored in."""
-        cast = {k: v.astype(self._types[k]) for k, v in tensors.items()}
+    def set_tensors(self, tensors: dict[str, mx.array]) -> None:
+        """Set tensors by name, given in the dtypes of the checkpoint."""
+        cast = {k: v.astype(self._dtypes[k]) for k, v in tensors.items()}
         self.model.update(tree_unflatten(list(cast.items())))
 
-    def served(self, masters: dict[str, mx.array]) -> dict[str, mx.array]:
-        """Float32 masters as the forward takes them, by way of the type stored."""
+    def forward_values(self, masters: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Float32 masters, rounded to the stored dtype for the forward pass."""
         return {
-            k: v.astype(self.dtype).astype(self._types[k]) for k, v in masters.items()
+            name: value.astype(self.dtype).astype(self._dtypes[name])
+            for name, value in masters.items()
         }
 
-    def divergence(
-        self, targets: PartTargets, parts: int | None = None
-    ) -> float:
-        """KL(teacher || this model as it is), in nats, mean over what counts.
+    def divergence(self, targets: PartTargets, num_parts: int | None = None) -> float:
+        """KL(teacher || this model) in nats, a mean over the positions that count.
 
         Args:
-            parts: the first ones alone, that many; None = all.
+            num_parts: use the first parts only. None = all.
         """
         total = count = 0
-        shown = zip(targets.tokens, targets.counted, targets, strict=True)
-        for tokens, counted, target in islice(shown, parts):
+        parts = zip(targets.tokens, targets.counted, targets, strict=True)
+        for tokens, counted, target in islice(parts, num_parts):
             total += kl_sum(self.model(tokens), target, counted).item()
             count += counted.sum().item()
         return total / count
 
 
-# --- from quant.gates: What every step of a quantization is worth, on tokens held out; undone if nothing.
-
-
 class CandidateSelector:
-    """Keeps the best of what it is shown.
+    """Keeps the candidate with the least KL divergence on held-out tokens.
 
     Args:
-        student: any candidate's tensors fit into it.
-        held_out: what the unquantized model predicts, on tokens to judge by.
-        say: told what every step is worth.
+        model: the tensors of every candidate fit it.
+        targets: predictions of the unquantized model on held-out tokens.
+        info: logs a line for every candidate.
 
     Attributes:
-        tensors: of the best candidate so far, by name.
+        tensors: of the best candidate, by name.
+        best_name: its name.
         divergences: of all candidates by name, in nats per position.
     """
 
     def __init__(
         self,
-        student: CandidateModel,
-        held_out: PartTargets,
+        model: CandidateModel,
+        targets: PartTargets,
         info: Callable[[str], None],
     ):
         self.tensors: dict[str, mx.array] = {}
         self.divergences: dict[str, float] = {}
-        self.kept = ""
-        self._student = student
-        self._held_out = held_out
-        self._say = info
+        self.best_name = ""
+        self._model = model
+        self._targets = targets
+        self._info = info
 
     @property
     def best(self) -> float:
         """The divergence of the best candidate."""
-        return self.divergences.get(self.kept, math.inf)
+        return self.divergences.get(self.best_name, math.inf)
 
-    def judge(self, name: str, tensors: dict[str, mx.array]) -> bool:
-        """Measure a candidate and keep it if it is better than what was kept.
+    def add(self, name: str, tensors: dict[str, mx.array]) -> bool:
+        """Measure a candidate and select it if it is better than the best one.
 
-        The student has the tensors of the best one afterwards.
+        Afterwards the model has the tensors of the best candidate.
         """
-        self._student.put(tensors)
-        found = self._student.divergence(self._held_out)
-        found = math.inf if math.isnan(found) else found
-        self.divergences[name] = found
-        line = f"{name}: held-out KL {found:.4g}"
-        if self.kept:
-            line += f" ({self.kept} {self.best:.4g})"
-        is_better = found < self.best
-        if is_better or not self.kept:
-            self.kept, self.tensors = name, tensors
+        self._model.set_tensors(tensors)
+        divergence = self._model.divergence(self._targets)
+        divergence = math.inf if math.isnan(divergence) else divergence
+        self.divergences[name] = divergence
+        line = f"{name}: held-out KL {divergence:.4g}"
+        if self.best_name:
+            line += f" ({self.best_name} {self.best:.4g})"
+        is_better = divergence < self.best
+        if is_better or not self.best_name:
+            self.best_name, self.tensors = name, tensors
         else:
-            line += f": undone, {self.kept} is kept"
-            self._student.put(self.tensors)
-        self._say(line)
+            line += f": rejected, keeping {self.best_name}"
+            self._model.set_tensors(self.tensors)
+        self._info(line)
         return is_better

@@ -1,13 +1,12 @@
-"""What errors in an embedding cost, which is quantized before all else.
+"""The cost of errors in embeddings, which are quantized before all other layers.
 
-An error where a token is looked up goes through all blocks: what it costs is the Fisher
-information of what is looked up. Where the embedding is the head too, its inputs are
-added, as the loss answers to the logits; both are in nats, so nothing is left to weigh.
-On data/tiny-base, its embedding alone rounded, KL was 16% less at 4 bits and 13% less
-at 2 than with the inputs of the head and half as much of the identity; where it was no
-head, 57% and 60% less than with the identity. Rows are told apart by clusters of like
-tokens, which was worth 9% and 13% more: an error in a row counts where its token is
-looked up or likely.
+An error in a looked-up row goes through all blocks, so its cost is the Fisher
+information of the lookup. If the embedding is also the output head, the second moments
+of the head's inputs are added, weighted by the Hessian of the loss with respect to the
+logits. Both are in nats.
+
+Rows are clustered by direction, and each cluster has its own Hessian: an error in a row
+matters where its token is looked up or likely to be predicted.
 """
 
 from collections.abc import Iterator
@@ -17,170 +16,231 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...models.hooks import GradientTap, capture_inputs, hook_calls, is_hidden
-from .embedding_clusters import clusters
-from .fisher import ForwardBackwardPass, pieces, seen_of
+from .fisher import ForwardBackwardPass, logit_chunks, visible_positions
 from .input_statistics import InputStatistics
 
-# The share of the information that counts as alike in all directions, if it is of few
-# tokens; if of more than these, it is in inverse proportion to them.
+# Share of the Fisher information that is replaced by a multiple of the identity. With
+# more than FEW_TOKENS, the share is inversely proportional to the tokens.
 SHRINKAGE, FEW_TOKENS = 0.5, 1 << 13
-# Look-ups and expected predictions of a cluster's tokens at which its own count half.
-LOOK_UPS, PREDICTIONS = 300, 10
-# How often every token counts as looked up besides.
-UNSEEN_LOOK_UPS = 0.25
+# Lookups and expected predictions at which a cluster's own statistics weigh one half.
+HALF_LOOKUPS, HALF_PREDICTIONS = 300, 10
+# Lookups that are added to the count of every token.
+PRIOR_LOOKUPS = 0.25
+
+# Number of clusters, if each then has this many rows on average.
+MAX_CLUSTERS, MIN_CLUSTER_ROWS = 64, 32
+KMEANS_ITERS = 10
+# Limits of all clusters' second moments: as a multiple of the embedding, and elements.
+MAX_RATIO, MAX_ELEMENTS = 4, 1 << 23
+# Rows that decide the centers, and rows that are assigned to centers at once.
+KMEANS_ROWS, ASSIGN_ROWS = 1 << 14, 1 << 13
+# Lookups that are added to the count of every token for its weight in k-means.
+PRIOR_COUNT = 0.1
+MIN_NORM = 1e-12
 
 
 def embeddings(model: nn.Module, paths: list[str]) -> dict[str, mx.array]:
-    """Weights of those of some layers that are embeddings."""
+    """Weights of the layers at `paths` that are embeddings."""
     modules = dict(model.named_modules())
-    found = {path: modules[path] for path in paths}
-    return {p: m.weight for p, m in found.items() if isinstance(m, nn.Embedding)}
+    layers = {path: modules[path] for path in paths}
+    return {p: m.weight for p, m in layers.items() if isinstance(m, nn.Embedding)}
 
 
-def heads(way: ForwardBackwardPass, paths: list[str]) -> list[str]:
-    """Those of some embeddings into which hidden states go as well."""
-    tokens = way.parts[0][:1]
-    hidden = way.blockwise.first(tokens)
-    with capture_inputs(way.blockwise.model, paths) as seen:
-        way.blockwise.last(tokens, hidden)
-    return list(seen.rows)
+@contextmanager
+def replaced_weights(model: nn.Module, weights: dict[str, mx.array]) -> Iterator[None]:
+    """Use other weights for some layers, by path, inside the context."""
+    modules = dict(model.named_modules())
+    original = {path: modules[path].weight for path in weights}
+    for path, weight in weights.items():
+        modules[path].weight = weight.astype(original[path].dtype)
+    try:
+        yield
+    finally:
+        for path, weight in original.items():
+            modules[path].weight = weight
 
 
-def moments_of_embeddings(
-    way: ForwardBackwardPass, paths: list[str], heads: list[str]
+def tied_heads(fb_pass: ForwardBackwardPass, paths: list[str]) -> list[str]:
+    """The embeddings that also receive hidden states, as the output head."""
+    tokens = fb_pass.tokens[0][:1]
+    hidden = fb_pass.blockwise.embed(tokens)
+    with capture_inputs(fb_pass.blockwise.model, paths) as captured:
+        fb_pass.blockwise.logits(tokens, hidden)
+    return list(captured.rows)
+
+
+def embedding_statistics(
+    fb_pass: ForwardBackwardPass, paths: list[str], heads: list[str]
 ) -> dict[str, InputStatistics]:
-    """What an error in the rows of embeddings costs, by path, as moments of inputs.
+    """Statistics of embeddings by path, with second moments by cluster of rows.
 
     Args:
-        way: that has come back to the front of the first block.
+        fb_pass: after its backward pass.
+        heads: embeddings that are the output head too.
     """
-    found = {}
-    for path, weight in embeddings(way.blockwise.model, paths).items():
-        counts = _counts(way, path, len(weight))
-        kinds = clusters(weight, counts)
-        sizes = _each(kinds, mx.ones(len(weight)))
-        squares = _of_look_ups(way, path, kinds, sizes)
+    statistics = {}
+    for path, weight in embeddings(fb_pass.blockwise.model, paths).items():
+        counts = _lookup_counts(fb_pass, path, len(weight))
+        clusters = cluster_rows(weight, counts)
+        sizes = _sum_by_cluster(clusters, mx.ones(len(weight)))
+        moments = _lookup_moments(fb_pass, path, clusters, sizes)
         if path in heads:
-            squares = squares + _of_head(way, path, kinds)
-        found[path] = InputStatistics(
-            squares, None, _each(kinds, counts), clusters=kinds
+            moments = moments + _head_moments(fb_pass, path, clusters)
+        cluster_counts = _sum_by_cluster(clusters, counts)
+        statistics[path] = InputStatistics(
+            moments, None, cluster_counts, clusters=clusters
         )
-    return found
+    return statistics
 
 
-def _counts(way: ForwardBackwardPass, path: str, size: int) -> mx.array:
-    """How often the rows of an embedding are looked up, float32 [V]."""
+def _lookup_counts(fb_pass: ForwardBackwardPass, path: str, size: int) -> mx.array:
+    """Number of lookups of each row of an embedding, float32 [V]."""
     total = mx.zeros(size)
-    for tokens, counted in zip(way.parts, way.counted, strict=True):
-        seen = seen_of(counted).reshape(-1).astype(mx.float32)
-        for rows in _look_ups(way, path, tokens).inputs.values():
-            total = total.at[rows.reshape(-1)].add(seen)
+    for tokens, counted in zip(fb_pass.tokens, fb_pass.counted, strict=True):
+        visible = visible_positions(counted).reshape(-1).astype(mx.float32)
+        for rows in _lookups(fb_pass, path, tokens).inputs.values():
+            total = total.at[rows.reshape(-1)].add(visible)
     return total
 
 
-def _each(kinds: mx.array, values: mx.array) -> mx.array:
+def _sum_by_cluster(clusters: mx.array, values: mx.array) -> mx.array:
     """Sums of values [V, ...] over each cluster [C, ...]."""
-    number = kinds.max().item() + 1
-    return mx.zeros((number, *values.shape[1:])).at[kinds].add(values)
+    size = clusters.max().item() + 1
+    return mx.zeros((size, *values.shape[1:])).at[clusters].add(values)
 
 
-def _of_look_ups(
-    way: ForwardBackwardPass, path: str, kinds: mx.array, sizes: mx.array
+def _lookup_moments(
+    fb_pass: ForwardBackwardPass, path: str, clusters: mx.array, sizes: mx.array
 ) -> mx.array:
-    """The Fisher information of what tokens of each cluster are looked up for.
+    """Fisher information of the lookups of each cluster, float32 [C, K, K].
 
-    Float32 [C, K, K], a mean over all tokens: the more often a cluster is looked up,
-    the more it costs.
+    A mean over all tokens: clusters that are looked up more often cost more.
     """
-    width = embeddings(way.blockwise.model, [path])[path].shape[-1]
-    found = InputStatistics.empty(width, experts=len(sizes), with_cross=False)
-    for part, tokens in enumerate(way.parts[: way.back]):
-        seen = seen_of(way.counted[part]).reshape(-1)
-        for rows, slopes in _slopes_of_look_ups(way, path, part, tokens):
-            found.add_routed(slopes, kinds[rows], seen)
-    share = SHRINKAGE * min(1.0, FEW_TOKENS / max(1, found.counts.sum().item()))
-    own = _shrunk(found.squares / way.tokens_back, share)
-    chances = found.counts + UNSEEN_LOOK_UPS * sizes
-    mean = own.sum(axis=0) * (chances / chances.sum())[:, None, None]
-    return _blended(own, mean, found.counts, LOOK_UPS)
+    width = embeddings(fb_pass.blockwise.model, [path])[path].shape[-1]
+    sums = InputStatistics.empty(width, experts=len(sizes), with_cross=False)
+    for shard, tokens in enumerate(fb_pass.tokens[: fb_pass.num_backward]):
+        visible = visible_positions(fb_pass.counted[shard]).reshape(-1)
+        for rows, gradients in _lookup_gradients(fb_pass, path, shard, tokens):
+            sums.add_routed(gradients, clusters[rows], visible)
+    num_lookups = max(1, sums.counts.sum().item())
+    shrinkage = SHRINKAGE * min(1.0, FEW_TOKENS / num_lookups)
+    own = _shrink(sums.second_moments / fb_pass.num_backward_tokens, shrinkage)
+    lookups = sums.counts + PRIOR_LOOKUPS * sizes
+    mean = own.sum(axis=0) * (lookups / lookups.sum())[:, None, None]
+    return _blend(own, mean, sums.counts, HALF_LOOKUPS)
 
 
-def _of_head(way: ForwardBackwardPass, path: str, kinds: mx.array) -> mx.array:
-    """Second moments of a head's inputs, float32 [C, K, K], a mean over all tokens.
+def _head_moments(
+    fb_pass: ForwardBackwardPass, path: str, clusters: mx.array
+) -> mx.array:
+    """Second moments of the head's inputs by cluster, float32 [C, K, K], a mean.
 
-    Each input counts for a cluster as the loss answers to the logits of its tokens:
-    p (1 - p), if p is what the model gives a token.
+    An input is weighted by the second derivative of the loss with respect to the logits
+    of the cluster's tokens: p (1 - p) with p the predicted probability.
     """
-    number = kinds.max().item() + 1
-    members = (kinds[:, None] == mx.arange(number)).astype(mx.float32)
+    size = clusters.max().item() + 1
+    members = (clusters[:, None] == mx.arange(size)).astype(mx.float32)
     total, counts = 0.0, 0.0
-    for part, tokens in enumerate(way.parts):
-        hidden = way.hidden(len(way.blockwise), part)
-        for here in pieces(tokens):
-            with capture_inputs(way.blockwise.model, [path]) as seen:
-                logits = way.blockwise.last(tokens[here], hidden[here])
-            chances = mx.softmax(logits.astype(mx.float32), axis=-1)
-            chances = chances * way.counted[part][here][..., None]
-            weights = (chances * (1 - chances)).reshape(-1, len(kinds)) @ members
-            rows = seen.rows[path].astype(mx.float32)
+    for shard, tokens in enumerate(fb_pass.tokens):
+        hidden = fb_pass.hidden(len(fb_pass.blockwise), shard)
+        for chunk in logit_chunks(tokens):
+            with capture_inputs(fb_pass.blockwise.model, [path]) as captured:
+                logits = fb_pass.blockwise.logits(tokens[chunk], hidden[chunk])
+            probs = mx.softmax(logits.astype(mx.float32), axis=-1)
+            probs = probs * fb_pass.counted[shard][chunk][..., None]
+            weights = (probs * (1 - probs)).reshape(-1, len(clusters)) @ members
+            rows = captured.rows[path].astype(mx.float32)
             total = total + (rows.T * weights.T[:, None]) @ rows
             counts = counts + weights.sum(axis=0)
             mx.eval(total, counts)
     mean = total.sum(axis=0) / counts.sum() * counts[:, None, None]
-    return _blended(total, mean, counts, PREDICTIONS) / way.tokens_counted
+    return _blend(total, mean, counts, HALF_PREDICTIONS) / fb_pass.num_counted_tokens
 
 
-def _blended(own: mx.array, mean: mx.array, counts: mx.array, enough: float):
-    """A cluster's own, and the less was seen of it, that of all."""
-    share = (counts / (counts + enough))[:, None, None]
+def _blend(own: mx.array, mean: mx.array, counts: mx.array, half: float) -> mx.array:
+    """Moments of each cluster, blended with the mean if its count is small."""
+    share = (counts / (counts + half))[:, None, None]
     return share * own + (1 - share) * mean
 
 
-def _look_ups(way: ForwardBackwardPass, path: str, tokens: mx.array) -> GradientTap:
-    """What an embedding is called with in front of the first block."""
+def _shrink(fisher: mx.array, share: float) -> mx.array:
+    """Replace a share of each matrix [C, K, K] by a multiple of the identity."""
+    mean = mx.diagonal(fisher, axis1=1, axis2=2).mean(axis=1)
+    identity = mean[:, None, None] * mx.eye(fisher.shape[-1])
+    return (1 - share) * fisher + share * identity
+
+
+def _lookups(fb_pass: ForwardBackwardPass, path: str, tokens: mx.array) -> GradientTap:
+    """The calls of an embedding before the first block."""
     tap = GradientTap()
-    with hook_calls(way.blockwise.model, [path], tap):
-        way.blockwise.first(tokens)
+    with hook_calls(fb_pass.blockwise.model, [path], tap):
+        fb_pass.blockwise.embed(tokens)
     calls = [call for call, x in tap.inputs.items() if not is_hidden(x)]
     return GradientTap(
-        inputs={k: tap.inputs[k] for k in calls},
-        outputs={k: tap.outputs[k] for k in calls},
+        inputs={call: tap.inputs[call] for call in calls},
+        outputs={call: tap.outputs[call] for call in calls},
     )
 
 
-def _slopes_of_look_ups(
-    way: ForwardBackwardPass, path: str, part: int, tokens: mx.array
+def _lookup_gradients(
+    fb_pass: ForwardBackwardPass, path: str, shard: int, tokens: mx.array
 ) -> Iterator[tuple[mx.array, mx.array]]:
-    """The rows looked up, int [T], and slopes [T, K] by what each of them gave."""
-    seen = _look_ups(way, path, tokens)
+    """Looked-up rows, int [T], and gradients [T, K] with respect to them, by call."""
+    lookups = _lookups(fb_pass, path, tokens)
 
     def run(*shifts):
-        given = GradientTap(dict(zip(seen.inputs, shifts, strict=True)))
-        with hook_calls(way.blockwise.model, [path], given):
-            return way.blockwise.first(tokens)
+        tap = GradientTap(dict(zip(lookups.inputs, shifts, strict=True)))
+        with hook_calls(fb_pass.blockwise.model, [path], tap):
+            return fb_pass.blockwise.embed(tokens)
 
-    shifts = [mx.zeros_like(output) for output in seen.outputs.values()]
-    _, slopes = mx.vjp(run, shifts, [way.slopes(part)])
-    for rows, slope in zip(seen.inputs.values(), slopes, strict=True):
-        yield rows.reshape(-1), slope.reshape(-1, slope.shape[-1])
-
-
-@contextmanager
-def given(model: nn.Module, weights: dict[str, mx.array]) -> Iterator[None]:
-    """Layers by path have other weights for a while."""
-    modules = dict(model.named_modules())
-    before = {path: modules[path].weight for path in weights}
-    for path, weight in weights.items():
-        modules[path].weight = weight.astype(before[path].dtype)
-    try:
-        yield
-    finally:
-        for path, weight in before.items():
-            modules[path].weight = weight
+    shifts = [mx.zeros_like(output) for output in lookups.outputs.values()]
+    _, gradients = mx.vjp(run, shifts, [fb_pass.gradients(shard)])
+    for rows, gradient in zip(lookups.inputs.values(), gradients, strict=True):
+        yield rows.reshape(-1), gradient.reshape(-1, gradient.shape[-1])
 
 
-def _shrunk(information: mx.array, share: float) -> mx.array:
-    """[C, K, K], each nearer by a share to what is alike in all directions."""
-    mean = mx.diagonal(information, axis1=1, axis2=2).mean(axis=1)
-    same = mean[:, None, None] * mx.eye(information.shape[-1])
-    return (1 - share) * information + share * same
+def cluster_rows(weight: mx.array, counts: mx.array) -> mx.array:
+    """The cluster of each row by direction: k-means on the unit sphere.
+
+    Args:
+        weight: [V, K].
+        counts: [V], lookups of each token. Frequent tokens get finer clusters.
+
+    Returns:
+        int [V], below `MAX_CLUSTERS`. There are fewer clusters if there are few rows or
+        if the second moments would be large.
+    """
+    size, width = weight.shape
+    max_elements = min(MAX_RATIO * size * width, MAX_ELEMENTS)
+    limit = min(MAX_CLUSTERS, size // MIN_CLUSTER_ROWS, max_elements // width**2)
+    num_clusters = max(1, limit)
+    # The most frequent rows decide.
+    frequent = mx.argsort(-counts.astype(mx.float32))[:KMEANS_ROWS]
+    rows, counts = _normalize(weight[frequent]), counts[frequent] + PRIOR_COUNT
+    # Sampled by count, without replacement.
+    scores = mx.log(counts) + mx.random.gumbel(counts.shape, key=mx.random.key(0))
+    centers = rows[mx.argsort(-scores)[:num_clusters]]
+    for _ in range(KMEANS_ITERS):
+        assigned = _nearest(rows, centers) == mx.arange(num_clusters)[:, None]
+        members = assigned * counts
+        means = _normalize(members @ rows)
+        centers = mx.where(members.any(axis=1, keepdims=True), means, centers)
+        mx.eval(centers)
+    starts = range(0, size, ASSIGN_ROWS)
+    parts = (weight[start : start + ASSIGN_ROWS] for start in starts)
+    clusters = mx.concatenate([_nearest(_normalize(part), centers) for part in parts])
+    # Empty clusters are left out of the numbering.
+    is_used = mx.zeros(num_clusters, mx.int32).at[clusters].add(1) > 0
+    return (mx.cumsum(is_used) - 1)[clusters]
+
+
+def _nearest(rows: mx.array, centers: mx.array) -> mx.array:
+    nearest = (rows @ centers.T).argmax(axis=1)
+    mx.eval(nearest)
+    return nearest
+
+
+def _normalize(rows: mx.array) -> mx.array:
+    """Rows scaled to unit length, float32."""
+    rows = rows.astype(mx.float32)
+    return rows / mx.maximum(mx.linalg.norm(rows, axis=1, keepdims=True), MIN_NORM)

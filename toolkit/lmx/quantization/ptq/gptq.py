@@ -1,179 +1,185 @@
-"""GPTQ and what follows from it: every layer quantized for the inputs it will get."""
+"""GPTQ: quantize every layer for the inputs it receives in the quantized model.
+
+`SequentialPipeline` calls `GPTQ.quantize_group` for every group of layers. `GPTQ`
+decides which Hessian a layer gets, and `gptq_solver.solve_layer` quantizes one weight.
+"""
 
 import mlx.core as mx
 
-from ...config.quantize import GPTQConfig
-from ..packing import pack
-from . import gptq_solver
-from .base import PTQContext
+from .base import PTQMethod, QuantizedBlock, QuantizedTensor
 from .block_reconstruction import BlockReconstruction
-from .error_propagation import OutputError
-from .gptq_solver import QuantizedLayer
+from .gptq_solver import QuantizedLayer, solve_layer
 from .hessian import Hessian, damped
-from .input_statistics import InputStatistics
-from .sequential import QuantizedTensor, quantize_sequentially, quantized_tensor
+from .input_statistics import InputStatistics, OutputError
+from .sequential import SequentialPipeline
 
 
-def quantize(config: GPTQConfig, task: PTQContext) -> dict[str, mx.array]:
-    """Codes, scales and biases of the layers in `task.specs`, as they are stored."""
-    return GPTQ(config, task).run()
+class GPTQ(PTQMethod):
+    """GPTQ with fitted grids, asymmetric calibration and output Hessians.
 
+    The paper is arXiv 2210.17323; `gptq_solver` names those of the extensions.
+    """
 
-class GPTQ:
-    def __init__(self, config: GPTQConfig, task: PTQContext):
-        self.config = config
-        self.task = task
+    weighs_embeddings = True
 
-    def run(self) -> dict[str, mx.array]:
-        config, task = self.config, self.task
-        training = (
-            BlockReconstruction(config.block_reconstruction, task)
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.reconstruction = (
+            BlockReconstruction(config.block_reconstruction, context)
             if config.block_reconstruction
             else None
         )
-        tensors = quantize_sequentially(
-            config,
-            task,
-            self._solve,
-            None,
-            training,
-            compares=bool(config.asymmetric_calibration or training),
-            weighs_outputs=config.output_hessian,
+        self.needs_cross_moments = bool(
+            config.asymmetric_calibration or self.reconstruction
         )
-        if training is not None:
-            training.sum_up()
+        self.weighs_outputs = config.output_hessian
+
+    def quantize(self) -> dict[str, mx.array]:
+        tensors = SequentialPipeline.from_method(self).run()
+        if self.reconstruction:
+            self.reconstruction.log_summary()
         return tensors
 
-    def _solve(self, weights: dict[str, mx.array], moments: InputStatistics | None):
-        if moments is None:
-            return {p: self._unseen(p, w) for p, w in weights.items()}
-        if moments.clusters is not None:
-            return {p: self._clusters(p, w, moments) for p, w in weights.items()}
-        if moments.counts.ndim:
-            return {p: self._experts(p, w, moments) for p, w in weights.items()}
-        hessians = self._hessians(list(weights), moments)
-        answers, missing = moments.answers, self._missing(moments)
-        # They are as large as all that is made of them.
-        del moments
-        found = {}
-        for path, weight in weights.items():
-            hessian = hessians[self.task.specs[path].group_size]
-            rows = answers.pop(path, None)
-            solution = self._closed_form(path, weight, hessian, missing.get(path), rows)
-            found[path] = self._stored(path, solution)
-        return found
+    def finalize_block(self, block: QuantizedBlock) -> dict[str, QuantizedTensor]:
+        return self.reconstruction.improve(block) if self.reconstruction else {}
 
-    def _hessians(
-        self, paths: list[str], moments: InputStatistics
-    ) -> dict[int, Hessian]:
-        """By the group size of the paths."""
+    def quantize_group(
+        self, weights: dict[str, mx.array], statistics: InputStatistics | None
+    ) -> dict[str, QuantizedTensor]:
+        context = self.context
+        if statistics is None:
+            return {p: self._uncalibrated(p, w) for p, w in weights.items()}
+        if statistics.clusters is not None:
+            return {p: self._clusters(p, w, statistics) for p, w in weights.items()}
+        if statistics.counts.ndim:
+            return {p: self._experts(p, w, statistics) for p, w in weights.items()}
+        hessians = self._hessians(list(weights), statistics.second_moments)
+        fisher, errors = statistics.output_fisher, self._output_errors(statistics)
+        # As large as the Hessians, which are made of them.
+        del statistics
+        quantized = {}
+        for path, weight in weights.items():
+            layer = solve_layer(
+                weight.astype(context.dtype),
+                hessians[context.specs[path].group_size],
+                context.specs[path],
+                context.dtype,
+                output_error=errors.get(path),
+                output_fisher=fisher.pop(path, None),
+                refine_iters=self.config.refine_iters,
+            )
+            self._log_errors(path, layer, errors.get(path))
+            quantized[path] = context.quantized_tensor(path, layer.tensors)
+        return quantized
+
+    def _hessians(self, paths: list[str], moments: mx.array) -> dict[int, Hessian]:
+        """Hessians by group size of the layers."""
         hessians: dict[int, Hessian] = {}
         for path in paths:
-            group = self.task.specs[path].group_size
-            if group not in hessians:
-                hessians[group] = self._hessian(path, moments.squares, group)
+            group_size = self.context.specs[path].group_size
+            if group_size not in hessians:
+                hessians[group_size] = self._hessian(path, moments)
         return hessians
 
-    def _missing(self, moments: InputStatistics) -> dict[str, OutputError]:
-        """What the outputs of layers miss, by path."""
-        if not self.config.asymmetric_calibration:
-            return {}
-        mean = mx.diagonal(moments.squares).mean().item() or 1.0
-        moments.cross = moments.cross / mean
-        mx.eval(moments.cross)
-        if moments.residual is not None:
-            moments.residual = moments.residual / mean
-            mx.eval(moments.residual)
-        return {
-            path: OutputError(moments.cross, moments.residual, share)
-            for path, share in moments.shares.items()
-        }
-
-    def _clusters(
-        self, path: str, weight: mx.array, moments: InputStatistics
-    ) -> QuantizedTensor:
-        """Every cluster of rows by what errors in them cost."""
-        group, parts, rows = self.task.specs[path].group_size, [], []
-        order = mx.argsort(moments.clusters)
-        for number, squares in enumerate(moments.squares):
-            size = (moments.clusters == number).sum().item()
-            own, order = order[:size], order[size:]
-            hessian = self._hessian(path, squares, group)
-            name = f"{path}, cluster {number + 1}"
-            solution = self._closed_form(path, weight[own], hessian, name=name)
-            parts.append(solution.tensors)
-            rows.append(own)
-        back = mx.argsort(mx.concatenate(rows))
-        tensors = {
-            k: mx.concatenate([part[k] for part in parts])[back] for k in parts[0]
-        }
-        return self._stored(path, QuantizedLayer(tensors, {}))
-
-    def _experts(
-        self, path: str, weight: mx.array, moments: InputStatistics
-    ) -> QuantizedTensor:
-        """Every expert by its own inputs, and the fewer it had, by those of all."""
-        counts, width = moments.counts.tolist(), weight.shape[-1]
-        total = moments.squares.sum(axis=0) / max(1, sum(counts))
-        parts = []
-        for own, squares, count in zip(weight, moments.squares, counts, strict=True):
-            blended = (squares + width * total) / (count + width)
-            hessian = self._hessian(path, blended, self.task.specs[path].group_size)
-            parts.append(self._closed_form(path, own, hessian))
-        rare = [number for number, count in enumerate(counts) if count < width]
-        if rare:
-            self.task.logger.info(
-                f"{path}: {len(rare)} of {len(counts)} experts saw fewer than {width} "
-                f"tokens, as expert {rare[0]}, which saw {counts[rare[0]]}; the inputs "
-                "of all experts count for them too"
-            )
-        names = parts[0].tensors
-        tensors = {k: mx.stack([part.tensors[k] for part in parts]) for k in names}
-        return self._stored(path, QuantizedLayer(tensors, {}))
-
-    def _hessian(self, path: str, squares: mx.array, group: int) -> Hessian:
+    def _hessian(self, path: str, moments: mx.array) -> Hessian:
         damping = self.config.dampening_frac
-        hessian = damped(squares, group, damping)
+        hessian = damped(moments, self.context.specs[path].group_size, damping)
         if hessian.damping > damping:
-            self.task.logger.info(f"{path}: damped by {hessian.damping:g}")
+            self.context.logger.info(
+                f"{path}: Hessian dampening raised to {hessian.damping:g}"
+            )
         return hessian
 
-    def _closed_form(
-        self,
-        path: str,
-        weight: mx.array,
-        hessian: Hessian,
-        missing: OutputError | None = None,
-        answers: mx.array | None = None,
-        name: str | None = None,
-    ) -> QuantizedLayer:
-        task = self.task
-        solution = gptq_solver.solve_layer(
-            weight.astype(task.dtype),
-            hessian,
-            task.specs[path],
-            task.dtype,
-            missing=missing,
-            answers=answers,
-            rounds=self.config.refine_iters,
-        )
-        errors = ", ".join(f"{way} {e:.3g}" for way, e in solution.errors.items())
-        share = "" if missing is None else f"; made up for {missing.share:.0%}"
-        task.logger.debug(f"{name or path}: output lost: {errors}{share}")
-        return solution
+    def _output_errors(self, statistics: InputStatistics) -> dict[str, OutputError]:
+        """The errors to compensate for, by path, on the scale of the Hessians."""
+        if not self.config.asymmetric_calibration:
+            return {}
+        mean = mx.diagonal(statistics.second_moments).mean().item() or 1.0
+        cross, residual = statistics.cross_moments / mean, statistics.residual_moments
+        statistics.cross_moments = statistics.residual_moments = None
+        mx.eval(cross)
+        if residual is not None:
+            residual = residual / mean
+            mx.eval(residual)
+        strengths = statistics.correction_strength.items()
+        return {path: OutputError(cross, residual, s) for path, s in strengths}
 
-    def _stored(self, path: str, solution: QuantizedLayer) -> QuantizedTensor:
-        return quantized_tensor(
-            solution.tensors, self.task.specs[path], self.task.dtype
-        )
-
-    def _unseen(self, path: str, weight: mx.array) -> QuantizedTensor:
-        """A layer that no hidden state goes into, such as an embedding."""
-        spec = self.task.specs[path]
-        if weight.ndim > 2:
-            self.task.logger.info(f"{path} is rounded to the nearest")
-            return quantized_tensor(
-                pack(weight, spec, self.task.dtype), spec, self.task.dtype
+    def _clusters(
+        self, path: str, weight: mx.array, statistics: InputStatistics
+    ) -> QuantizedTensor:
+        """Quantize each cluster of embedding rows with its own Hessian."""
+        layers, clusters = [], []
+        order = mx.argsort(statistics.clusters)
+        for number, moments in enumerate(statistics.second_moments):
+            size = (statistics.clusters == number).sum().item()
+            rows, order = order[:size], order[size:]
+            hessian, name = (
+                self._hessian(path, moments),
+                f"{path}, cluster {number + 1}",
             )
-        same = damped(mx.eye(weight.shape[-1]), spec.group_size)
-        return self._stored(path, self._closed_form(path, weight, same))
+            layers.append(self._solve(path, weight[rows], hessian, name))
+            clusters.append(rows)
+        original = mx.argsort(mx.concatenate(clusters))
+        tensors = {
+            name: mx.concatenate([layer.tensors[name] for layer in layers])[original]
+            for name in layers[0].tensors
+        }
+        return self.context.quantized_tensor(path, tensors)
+
+    def _experts(
+        self, path: str, weight: mx.array, statistics: InputStatistics
+    ) -> QuantizedTensor:
+        """Quantize each expert of a mixture.
+
+        Its second moments are blended with those of all experts; the fewer tokens it
+        received, the more.
+        """
+        counts, width = statistics.counts.tolist(), weight.shape[-1]
+        all_moments = statistics.second_moments
+        mean = all_moments.sum(axis=0) / max(1, sum(counts))
+        layers = []
+        for expert, moments, count in zip(weight, all_moments, counts, strict=True):
+            blended = (moments + width * mean) / (count + width)
+            layers.append(self._solve(path, expert, self._hessian(path, blended), path))
+        rare = [number for number, count in enumerate(counts) if count < width]
+        if rare:
+            self.context.logger.info(
+                f"{path}: {len(rare)} of {len(counts)} experts received fewer than "
+                f"{width} tokens (expert {rare[0]}: {counts[rare[0]]}); their "
+                "statistics include the inputs of all experts"
+            )
+        names = layers[0].tensors
+        tensors = {k: mx.stack([layer.tensors[k] for layer in layers]) for k in names}
+        return self.context.quantized_tensor(path, tensors)
+
+    def _uncalibrated(self, path: str, weight: mx.array) -> QuantizedTensor:
+        """Quantize a layer without statistics, such as an embedding."""
+        if weight.ndim > 2:
+            self.context.logger.info(f"{path} quantized with RTN")
+            return self.context.rtn(path, weight)
+        group_size = self.context.specs[path].group_size
+        hessian = damped(mx.eye(weight.shape[-1]), group_size)
+        layer = self._solve(path, weight, hessian, path)
+        return self.context.quantized_tensor(path, layer.tensors)
+
+    def _solve(
+        self, path: str, weight: mx.array, hessian: Hessian, name: str
+    ) -> QuantizedLayer:
+        context = self.context
+        layer = solve_layer(
+            weight.astype(context.dtype),
+            hessian,
+            context.specs[path],
+            context.dtype,
+            refine_iters=self.config.refine_iters,
+        )
+        self._log_errors(name, layer)
+        return layer
+
+    def _log_errors(
+        self, name: str, layer: QuantizedLayer, compensated: OutputError | None = None
+    ) -> None:
+        errors = ", ".join(f"{key} {error:.3g}" for key, error in layer.errors.items())
+        if compensated is not None:
+            errors += f"; correction strength {compensated.strength:.0%}"
+        self.context.logger.debug(f"{name}: relative output error: {errors}")

@@ -1,158 +1,48 @@
-"""Rows of a layer that make up for each other's errors.
+"""Quantize one layer to the least output error on its inputs.
 
-Where an error goes counts, too. With H the second moments of a layer's inputs and A the
-Fisher information of its outputs, errors E cost tr(A E H E'), the divergence from the
-model to second order if inputs and slopes are independent (YAQA, arXiv 2505.22988,
-sections 3 and 4). Rows are solved in sets, one after the other, and what a set loses
-shifts the targets of those that are still free, as a column does with those that follow
-it in GPTQ. With the linear layers of data/tiny-base alone in 4 bits, KL was 24% less.
+GPTQ (arXiv 2210.17323) goes through the columns, the costliest groups first, and fits
+the scale and bias of each group on the way. Then least squares refits all scales and
+biases with the full Hessian, and coordinate descent improves the codes (arXiv
+2309.01885), in turns. Every row keeps the best grid it has had; RTN is one of them.
+
+With the Fisher information of the outputs, rows compensate for each other's errors. If
+H is the Hessian of the inputs and A that of the outputs, errors E cost tr(A E H E'):
+the KL divergence to second order if inputs and gradients are independent (YAQA, arXiv
+2505.22988, sections 3 and 4). Rows are solved in sets. The error of a set shifts the
+targets of later sets, as the error of a column shifts later columns in GPTQ.
 """
 
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from math import ceil
 
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
-from ..affine_grid import AffineGrid
+from ..affine_grid import AffineGrid, fit_grid, nearest, safe_scale
+from ..backend import compiled_for, library, to_fast_backend
 from ..packing import pack, pack_codes, unpack_codes
-from .error_propagation import OutputError
-from .gptq_columns import coordinate_descent, fit_groups, gptq
-from .hessian import Hessian, inverse_factor
+from .hessian import Hessian, OutputHessian
+from .input_statistics import OutputError
 
-# Rows of one head answer most alike, and those of a set do not see each other:
-# neighbours are in different ones. In four layers of data/tiny-base tr(A E H E') was 3
-# to 18% less in 16 sets than in 8, and 1 to 12% less in 32; solving every set anew for
-# what the others had lost, twice, was worth 1 to 9%. Fewer rows take as long as these.
-SETS, LEAST_ROWS = 16, 32
-# The share of the information that counts as alike for all outputs, none together.
-SHRINKAGE = 0.2
-
-
-@dataclass(frozen=True)
-class OutputHessian:
-    """How the loss answers to outputs together; rows are in the order of their sets.
-
-    Attributes:
-        order: int [N], the rows.
-        sets: where in that order each set is.
-        factor: float32 [N, N], upper triangular U with U'U the inverse of A.
-    """
-
-    order: mx.array
-    sets: list[slice]
-    factor: mx.array
-
-    def passed_on(self, number: int, errors: mx.array) -> list[mx.array]:
-        """What a set's errors [n, K], from the target it had, add to later targets."""
-        here, later = self.sets[number], self.sets[number + 1 :]
-        with mx.stream(mx.cpu):
-            own = mx.linalg.tri_inv(self.factor[here, here], upper=True)
-        spread = own.T @ errors
-        return [self.factor[here, there].T @ spread for there in later]
-
-
-def output_hessian(answers: mx.array, sets: int) -> OutputHessian | None:
-    """How outputs count together; None = they do not count at all.
-
-    Args:
-        answers: float32 [N, N], their Fisher information.
-        sets: into how many they go, if there are as many rows.
-    """
-    size = len(answers)
-    mean = mx.diagonal(answers).mean().item()
-    if not mean > 0:
-        return None
-    sets = min(sets, size)
-    dealt = [mx.arange(first, size, sets) for first in range(sets)]
-    order, ends = mx.concatenate(dealt), accumulate(map(len, dealt), initial=0)
-    matrix = (1 - SHRINKAGE) / mean * answers[order][:, order]
-    matrix = matrix + SHRINKAGE * mx.eye(size)
-    factor = inverse_factor(matrix, mx.arange(size))
-    return OutputHessian(order, [slice(*pair) for pair in pairwise(ends)], factor)
-
-
-# --- from quant.refit: All scales and biases of given codes at once, by least squares.
-
-
-# Numbers of the largest array.
+# Columns that are updated one by one. Their errors reach later columns in one product.
+STRIP = 8
+# Row sets with an output Hessian. More sets compensate better and take longer.
+MAX_SETS, MIN_ROWS_PER_SET = 16, 32
+# Elements of a weight that are solved at once, in about ten float32 arrays.
+MAX_ELEMENTS = 1 << 21
+# Elements of the largest array of a refit.
 MAX_REFIT_ELEMENTS = 1 << 24
 RIDGE = 1e-4
 
 
-def refit(
-    grid: AffineGrid, target: mx.array, matrix: mx.array, dtype: mx.Dtype
-) -> AffineGrid:
-    """The scales and biases that lose least with these codes, all at once."""
-    groups = grid.scales.shape[1]
-    blocks = matrix.reshape(groups, grid.group, groups, grid.group)
-    rows = max(1, MAX_REFIT_ELEMENTS // (groups * len(matrix)))
-    found = []
-    for start in range(0, len(target), rows):
-        here = slice(start, start + rows)
-        part = AffineGrid(grid.codes[here], grid.scales[here], grid.biases[here])
-        found.append(_refitted(part, target[here], blocks, dtype))
-        mx.eval(found[-1])
-    scales, biases = (mx.concatenate(v) for v in zip(*found, strict=True))
-    return AffineGrid(grid.codes, scales, biases)
-
-
-def _refitted(grid: AffineGrid, target: mx.array, blocks: mx.array, dtype: mx.Dtype):
-    groups, group = blocks.shape[:2]
-    width = groups * group
-    codes = grid.codes.reshape(-1, groups, group)
-    # About their mean, or scales and biases would mean nearly the same.
-    middle = codes.mean(axis=-1)
-    codes = codes - middle[..., None]
-    moments = codes.swapaxes(0, 1) @ blocks.reshape(groups, group, width)
-    moments = moments.reshape(groups, -1, groups, group)
-    by_scales = (moments * codes).sum(axis=-1).transpose(1, 2, 0)
-    mixed = moments.sum(axis=-1).transpose(1, 0, 2)
-    by_biases = mx.broadcast_to(blocks.sum(axis=(1, 3)), by_scales.shape)
-    system = mx.concatenate(
-        [
-            mx.concatenate([by_scales, mixed], axis=2),
-            mx.concatenate([mixed.swapaxes(1, 2), by_biases], axis=2),
-        ],
-        axis=1,
-    )
-    pull = (target - grid.weight()) @ blocks.reshape(width, width)
-    pull = pull.reshape(-1, groups, group)
-    wanted = mx.concatenate([(pull * codes).sum(axis=-1), pull.sum(axis=-1)], axis=1)
-    diagonal = mx.diagonal(system, axis1=1, axis2=2)
-    ridge = RIDGE * diagonal + 1e-6 * diagonal.mean(axis=1, keepdims=True)
-    system = system + ridge[..., None] * mx.eye(2 * groups)
-    with mx.stream(mx.cpu):
-        step = mx.linalg.solve(system, wanted[..., None])[..., 0]
-    center = grid.biases + middle * grid.scales + step[:, groups:]
-    scales = (grid.scales + step[:, :groups]).astype(dtype).astype(mx.float32)
-    # The bias makes up for the rounding of the scale.
-    biases = (center - middle * scales).astype(dtype).astype(mx.float32)
-    return scales, biases
-
-
-# --- from quant.closed_form: Codes, scales and biases of one layer that lose least on its inputs.
-#
-# GPTQ (arXiv 2210.17323) with grids fitted on the way and the costliest columns first,
-# towards a target that makes up for earlier layers' errors (`making_up`); then, in turns,
-# all scales and biases by least squares with the full Hessian, and codes by coordinate
-# descent (arXiv 2309.01885). Every row keeps the best it has met, plain rounding among
-# them. Where it is known how the loss answers to the outputs, rows then make up for each
-# other's errors (`coupled`).
-
-
-# Numbers of a weight solved at once; about ten float32 arrays of them are in memory.
-AT_ONCE = 1 << 21
-
-
 @dataclass(frozen=True)
 class QuantizedLayer:
-    """A layer as it is stored, and what it loses.
+    """The stored tensors of a layer and the errors of all candidates.
 
     Attributes:
         tensors: weight (packed codes), scales and biases.
-        errors: what every way loses by itself, as a share of the output; `kept` last.
+        errors: squared error of the output by candidate, relative to the output. The
+            last one, `best`, belongs to `tensors`.
     """
 
     tensors: dict[str, mx.array]
@@ -165,112 +55,312 @@ def solve_layer(
     spec: QuantSpec,
     dtype: mx.Dtype,
     *,
-    missing: OutputError | None = None,
-    answers: mx.array | None = None,
-    rounds: int = 3,
+    output_error: OutputError | None = None,
+    output_fisher: mx.array | None = None,
+    refine_iters: int = 3,
 ) -> QuantizedLayer:
     """Quantize one weight.
 
     Args:
         weight: [N, K].
-        hessian: of the layer's inputs as the quantized model has them.
-        dtype: the type scales and biases are stored in.
-        missing: what the outputs miss on these inputs; None = nothing.
-        answers: float32 [N, N], the Fisher information of the layer's outputs; None =
-            rows are independent of each other.
-        rounds: of refit and coordinate descent after GPTQ.
+        hessian: of the inputs in the quantized model.
+        dtype: dtype that scales and biases are stored in.
+        output_error: error of the outputs to compensate for. None = none.
+        output_fisher: float32 [N, N], Fisher information of the outputs. None = rows
+            are independent.
+        refine_iters: rounds of refit and coordinate descent after GPTQ.
     """
-    layer = _LayerSolver(hessian, spec, dtype, missing, rounds)
-    sets = min(SETS, ceil(len(weight) / LEAST_ROWS))
-    sets = max(sets, ceil(weight.size / AT_ONCE))
-    rows = None if answers is None else output_hessian(answers, sets)
-    if rows is None:
-        at_once = max(1, AT_ONCE // weight.shape[1])
-        for start in range(0, len(weight), at_once):
-            here = slice(start, start + at_once)
-            layer.solve(weight[here], layer.target(weight[here], here))
-        return layer.solution()
-    _solve_coupled(layer, weight[rows.order], rows)
-    return layer.solution(mx.argsort(rows.order))
+    group_size, levels = spec.group_size, 2.0**spec.bits
+    num_sets = min(MAX_SETS, ceil(len(weight) / MIN_ROWS_PER_SET))
+    num_sets = max(num_sets, ceil(weight.size / MAX_ELEMENTS))
+    coupling = None
+    if output_fisher is not None:
+        coupling = OutputHessian.from_fisher(output_fisher, num_sets)
+    if coupling:
+        weight, order, row_sets = weight[coupling.order], coupling.order, coupling.sets
+    else:
+        order, size = mx.arange(len(weight)), max(1, MAX_ELEMENTS // weight.shape[1])
+        row_sets = [slice(row, row + size) for row in range(0, len(weight), size)]
+    shifts = [mx.array(0.0)] * len(row_sets)
+    packed, errors, output = [], {}, 0.0
+    for index, rows in enumerate(row_sets):
+        target = _target(weight[rows], order[rows], hessian, output_error)
+        if coupling:
+            target = target + shifts[index]
+        best = BestGridTracker(target, hessian.matrix, dtype)
+        best.add("RTN", rtn_grid(weight[rows], spec, dtype))
+        costs = mx.diagonal(hessian.matrix)
+        best.add("fitted grid", fit_groups(target, costs, group_size, levels, dtype))
+        grid = gptq(target, hessian, group_size, levels, dtype)
+        best.add("GPTQ", grid)
+        for iteration in range(refine_iters):
+            grid = refit(grid, target, hessian.matrix, dtype)
+            grid = coordinate_descent(grid, target, hessian.matrix, levels)
+            best.add(f"refined {iteration + 1}", grid)
+            grid = best.grid
+        for name, error in (best.totals | {"best": best.errors.sum().item()}).items():
+            errors[name] = errors.get(name, 0.0) + error
+        output += best.output
+        packed.append(_packed(best.grid, spec, dtype))
+        if coupling:
+            residual = best.grid.weight(dtype) - target
+            later = coupling.compensation(index, residual)
+            for other, shift in enumerate(later, index + 1):
+                shifts[other] = shifts[other] + shift
+            mx.eval(shifts)
+        del best, grid, target  # before the arrays of the next rows exist
+    tensors = {k: mx.concatenate([part[k] for part in packed]) for k in packed[0]}
+    if coupling:
+        original = mx.argsort(order)
+        tensors = {name: value[original] for name, value in tensors.items()}
+    mx.eval(tensors)
+    return QuantizedLayer(tensors, {k: e / (output or 1.0) for k, e in errors.items()})
 
 
-def _solve_coupled(
-    layer: "_LayerSolver", weight: mx.array, rows: OutputHessian
-) -> None:
-    """Set by set; to every one the later ones are free to make up for its errors."""
-    shifts = [mx.array(0.0)] * len(rows.sets)
-    for number, here in enumerate(rows.sets):
-        target = layer.target(weight[here], rows.order[here]) + shifts[number]
-        errors = layer.solve(weight[here], target).weight(layer.dtype) - target
-        for later, more in enumerate(rows.passed_on(number, errors), number + 1):
-            shifts[later] = shifts[later] + more
-        mx.eval(shifts)
+def _target(
+    weight: mx.array, rows: mx.array, hessian: Hessian, error: OutputError | None
+) -> mx.array:
+    """The weight that compensates for the output error, float32 [n, K]."""
+    weight = weight.astype(mx.float32)
+    if error is None or not error.strength:
+        return weight
+    return weight + error.strength * hessian.solve(error.moments(weight, rows))
 
 
-class _LayerSolver:
-    """A layer that is solved part by part.
+class BestGridTracker:
+    """Keeps the best grid of every row.
 
     Attributes:
-        parts: what is stored of every part.
-        lost: by way what all parts lose, their squared error on the layer's inputs.
+        grid: the best rows so far.
+        errors: float32 [N], squared output error of each row of `grid`.
+        totals: squared output error of each candidate.
+        output: squared norm of the output of the target.
     """
 
-    def __init__(self, hessian: Hessian, spec: QuantSpec, dtype, missing, rounds):
-        self.hessian = hessian
-        self.spec = spec
+    def __init__(self, target: mx.array, matrix: mx.array, dtype: mx.Dtype):
+        self.target = target
+        self.matrix = matrix
         self.dtype = dtype
-        self.missing = missing
-        self.rounds = rounds
-        self.parts: list[dict[str, mx.array]] = []
-        self.lost: dict[str, float] = {}
-        self._levels = 2.0**spec.bits
-        self._output = 0.0
+        self.totals: dict[str, float] = {}
+        self.output = ((target @ matrix) * target).sum().item()
+        self.errors: mx.array | None = None
 
-    def target(self, weight: mx.array, rows: slice | mx.array) -> mx.array:
-        """What rows [n, K] are to stand for, and which they are."""
-        weight = weight.astype(mx.float32)
-        if self.missing is None or not self.missing.share:
-            return weight
-        made_up = self.hessian.solve(self.missing.of(weight, rows))
-        return weight + self.missing.share * made_up
+    def add(self, name: str, grid: AffineGrid) -> None:
+        """Evaluate a grid as it is stored."""
+        error = grid.weight(self.dtype) - self.target
+        errors = ((error @ self.matrix) * error).sum(axis=1)
+        self.totals[name] = errors.sum().item()
+        if self.errors is None:
+            self.grid, self.errors = grid, errors
+        else:
+            self.grid = grid.over(self.grid, errors < self.errors)
+            self.errors = mx.minimum(errors, self.errors)
+        mx.eval(self.errors, vars(self.grid))
 
-    def solve(self, weight: mx.array, target: mx.array) -> AffineGrid:
-        """The next part, in every way; every row keeps its best."""
-        hessian, group, dtype = self.hessian, self.spec.group_size, self.dtype
-        judge = BestGridTracker(target, hessian.matrix, dtype)
-        judge("round to nearest", rounded_layer(weight, self.spec, dtype))
-        costs = mx.diagonal(hessian.matrix)
-        judge("grid", fit_groups(target, costs, group, self._levels, dtype))
-        grid = gptq(target, hessian, group, self._levels, dtype)
-        judge("gptq", grid)
-        for number in range(self.rounds):
-            grid = refit(grid, target, hessian.matrix, dtype)
-            grid = coordinate_descent(grid, target, hessian.matrix, self._levels)
-            judge(f"descent {number + 1}", grid)
-            grid = judge.best
-        for way, error in (judge.lost | {"kept": judge.least.sum().item()}).items():
-            self.lost[way] = self.lost.get(way, 0.0) + error
-        self._output += judge.output
-        self.parts.append(_packed(judge.best, self.spec, dtype))
-        return judge.best
 
-    def solution(self, order: mx.array | None = None) -> QuantizedLayer:
-        """All parts together, their rows in another order if one is given."""
-        tensors = {
-            name: mx.concatenate([part[name] for part in self.parts])
-            for name in self.parts[0]
-        }
-        if order is not None:
-            tensors = {name: value[order] for name, value in tensors.items()}
-        mx.eval(tensors)
-        output = self._output or 1.0
-        return QuantizedLayer(
-            tensors, {way: e / output for way, e in self.lost.items()}
-        )
+def rtn_grid(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> AffineGrid:
+    """The grid of MLX's own quantization, with nearest codes."""
+    packed = pack(weight, spec, dtype)
+    scales, biases = (packed[k].astype(mx.float32) for k in ("scales", "biases"))
+    codes = unpack_codes(packed["weight"], spec.bits).astype(mx.float32)
+    return AffineGrid(codes, scales, biases)
+
+
+def fit_groups(
+    target: mx.array, costs: mx.array, group_size: int, levels: float, dtype: mx.Dtype
+) -> AffineGrid:
+    """Fit the grid of every group on its own, with nearest codes.
+
+    Args:
+        costs: float32 [K], of a squared error in each column.
+    """
+    rows, costs = to_fast_backend(target.T), to_fast_backend(costs)
+    groups = []
+    for start in range(0, len(rows), group_size):
+        columns = slice(start, start + group_size)
+        scale, bias = fit_grid(rows[columns], costs[columns], levels, dtype)
+        divisor, top = safe_scale(scale, levels)
+        codes = nearest((rows[columns] - bias) / divisor, top)
+        groups.append((codes, scale, bias))
+        _async_eval(groups[-1])
+    return _stack_groups(groups)
+
+
+def gptq(
+    target: mx.array,
+    hessian: Hessian,
+    group_size: int,
+    levels: float,
+    dtype: mx.Dtype,
+) -> AffineGrid:
+    """Quantize column by column. Later columns compensate for the error of each.
+
+    Columns go in the order of the Hessian. The grid of a group is fitted when the scan
+    reaches it, to weights that include the compensation so far.
+    """
+    factor, order = to_fast_backend(hessian.factor), hessian.order
+    remaining = to_fast_backend(target[:, order].T)
+    update, concatenate = compiled_for(factor, gptq_strip), library(factor).concatenate
+    groups = []
+    for start in range(0, len(factor), group_size):
+        columns = slice(start, start + group_size)
+        block, rows = factor[columns, columns], remaining[:group_size]
+        costs = 1 / library(block).diagonal(block) ** 2
+        scale, bias = fit_grid(rows, costs, levels, dtype)
+        divisor, top = safe_scale(scale, levels)
+        codes, errors = [], []
+        for first in range(0, len(block), STRIP):
+            strip, later = slice(first, first + STRIP), slice(first + STRIP, None)
+            strip_codes, error = update(
+                rows[:STRIP], block[strip, strip], divisor, bias, top
+            )
+            rows = rows[STRIP:] - block[strip, later].T @ error
+            codes.append(strip_codes)
+            errors.append(error)
+        codes, errors = concatenate(codes), concatenate(errors)
+        spread = factor[columns, start + group_size :].T @ errors
+        remaining = remaining[group_size:] - spread
+        groups.append((codes, scale, bias))
+        _async_eval((remaining, *groups[-1]))
+    grid, columns = _stack_groups(groups), mx.argsort(order)
+    by_group = mx.argsort(order[::group_size])
+    return AffineGrid(
+        grid.codes[:, columns], grid.scales[:, by_group], grid.biases[:, by_group]
+    )
+
+
+def gptq_strip(rows, factor, scale, bias, top):
+    """The column update of GPTQ: codes and errors of some columns.
+
+    Args:
+        rows: [STRIP, N], a column of the weight each.
+        factor: [STRIP, STRIP], the part of the Hessian's factor for these columns.
+        scale, bias: [N], of the group.
+        top: highest code.
+    """
+    backend = library(rows)
+    diagonal = backend.diagonal(factor)[:, None]
+    # In units of the scale, a column takes half as many operations.
+    steps, spread = (rows - bias) / scale, (factor / diagonal)[..., None]
+    codes, errors = [], []
+    for column in range(len(factor)):
+        code = nearest(steps[0], top)
+        error = steps[0] - code
+        steps = steps[1:] - spread[column, column + 1 :] * error
+        codes.append(code)
+        errors.append(error)
+    return backend.stack(codes), backend.stack(errors) * scale / diagonal
+
+
+def coordinate_descent(
+    grid: AffineGrid, target: mx.array, matrix: mx.array, levels: float
+) -> AffineGrid:
+    """One sweep over all codes: each moves to its minimum with the others fixed."""
+    # Minus half the gradient of the error with respect to each weight.
+    descent = to_fast_backend(matrix @ (target - grid.weight()).T)
+    old_codes, matrix = to_fast_backend(grid.codes.T), to_fast_backend(matrix)
+    scales, biases = to_fast_backend(grid.scales.T), to_fast_backend(grid.biases.T)
+    update, concatenate = (
+        compiled_for(matrix, descent_strip),
+        library(matrix).concatenate,
+    )
+    groups = []
+    for number, start in enumerate(range(0, len(old_codes), grid.group)):
+        columns = slice(start, start + grid.group)
+        divisor, top = safe_scale(scales[number], levels)
+        block, old = matrix[columns, columns], old_codes[columns]
+        rows, remaining = descent[: grid.group], descent[grid.group :]
+        codes, changes = [], []
+        for first in range(0, len(block), STRIP):
+            strip, later = slice(first, first + STRIP), slice(first + STRIP, None)
+            strip_codes, change = update(
+                rows[:STRIP],
+                block[strip, strip],
+                old[strip],
+                scales[number],
+                divisor,
+                top,
+            )
+            rows = rows[STRIP:] - block[strip, later].T @ change
+            codes.append(strip_codes)
+            changes.append(change)
+        codes, changes = concatenate(codes), concatenate(changes)
+        descent = remaining - matrix[start + grid.group :, columns] @ changes
+        groups.append((codes, scales[number], biases[number]))
+        _async_eval((descent, codes))
+    return _stack_groups(groups)
+
+
+def descent_strip(descent, matrix, old_codes, scale, divisor, top):
+    """The column update of coordinate descent: codes and changes of the weight."""
+    backend = library(descent)
+    diagonal = backend.diagonal(matrix)
+    steps = descent / divisor / diagonal[:, None]
+    spread = (matrix / diagonal)[..., None]
+    codes = []
+    for column in range(len(matrix)):
+        code = nearest(old_codes[column] + steps[0], top)
+        steps = steps[1:] - spread[column, column + 1 :] * (code - old_codes[column])
+        codes.append(code)
+    codes = backend.stack(codes)
+    return codes, (codes - old_codes) * scale
+
+
+def refit(
+    grid: AffineGrid, target: mx.array, matrix: mx.array, dtype: mx.Dtype
+) -> AffineGrid:
+    """Fit all scales and biases to the codes at once, by least squares."""
+    groups = grid.scales.shape[1]
+    blocks = matrix.reshape(groups, grid.group, groups, grid.group)
+    size = max(1, MAX_REFIT_ELEMENTS // (groups * len(matrix)))
+    fitted = []
+    for start in range(0, len(target), size):
+        rows = slice(start, start + size)
+        part = AffineGrid(grid.codes[rows], grid.scales[rows], grid.biases[rows])
+        fitted.append(_refit_rows(part, target[rows], blocks, dtype))
+        mx.eval(fitted[-1])
+    scales, biases = (mx.concatenate(v) for v in zip(*fitted, strict=True))
+    return AffineGrid(grid.codes, scales, biases)
+
+
+def _refit_rows(grid: AffineGrid, target: mx.array, blocks: mx.array, dtype: mx.Dtype):
+    groups, group_size = blocks.shape[:2]
+    width = groups * group_size
+    codes = grid.codes.reshape(-1, groups, group_size)
+    # Centered codes, as scales and biases would otherwise be nearly collinear.
+    center = codes.mean(axis=-1)
+    codes = codes - center[..., None]
+    moments = codes.swapaxes(0, 1) @ blocks.reshape(groups, group_size, width)
+    moments = moments.reshape(groups, -1, groups, group_size)
+    by_scales = (moments * codes).sum(axis=-1).transpose(1, 2, 0)
+    mixed = moments.sum(axis=-1).transpose(1, 0, 2)
+    by_biases = mx.broadcast_to(blocks.sum(axis=(1, 3)), by_scales.shape)
+    system = mx.concatenate(
+        [
+            mx.concatenate([by_scales, mixed], axis=2),
+            mx.concatenate([mixed.swapaxes(1, 2), by_biases], axis=2),
+        ],
+        axis=1,
+    )
+    descent = (target - grid.weight()) @ blocks.reshape(width, width)
+    descent = descent.reshape(-1, groups, group_size)
+    sums = mx.concatenate(
+        [(descent * codes).sum(axis=-1), descent.sum(axis=-1)], axis=1
+    )
+    diagonal = mx.diagonal(system, axis1=1, axis2=2)
+    ridge = RIDGE * diagonal + 1e-6 * diagonal.mean(axis=1, keepdims=True)
+    system = system + ridge[..., None] * mx.eye(2 * groups)
+    with mx.stream(mx.cpu):
+        step = mx.linalg.solve(system, sums[..., None])[..., 0]
+    middle = grid.biases + center * grid.scales + step[:, groups:]
+    scales = (grid.scales + step[:, :groups]).astype(dtype).astype(mx.float32)
+    # The bias compensates for the rounding of the scale.
+    biases = (middle - center * scales).astype(dtype).astype(mx.float32)
+    return scales, biases
 
 
 def _packed(grid: AffineGrid, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.array]:
-    """A grid as it is stored; of the codes nothing else is left in memory."""
+    """The stored tensors of a grid, evaluated, so that its unpacked codes are freed."""
     tensors = {
         "weight": pack_codes(grid.codes, spec.bits),
         "scales": grid.scales.astype(dtype),
@@ -280,40 +370,13 @@ def _packed(grid: AffineGrid, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.
     return tensors
 
 
-class BestGridTracker:
-    """Keeps the best grid of every row.
-
-    Attributes:
-        best: of those met so far.
-        least: float32 [N], what every row of it loses.
-        lost: by every way, its squared error on the layer's inputs.
-        output: the same for no weights at all.
-    """
-
-    def __init__(self, target: mx.array, matrix: mx.array, dtype: mx.Dtype):
-        self.target = target
-        self.matrix = matrix
-        self.dtype = dtype
-        self.lost: dict[str, float] = {}
-        self.output = ((target @ matrix) * target).sum().item()
-        self.least: mx.array | None = None
-
-    def __call__(self, way: str, grid: AffineGrid) -> None:
-        """Judge a grid as it is stored."""
-        off = grid.weight(self.dtype) - self.target
-        errors = ((off @ self.matrix) * off).sum(axis=1)
-        self.lost[way] = errors.sum().item()
-        if self.least is None:
-            self.best, self.least = grid, errors
-        else:
-            self.best = grid.over(self.best, errors < self.least)
-            self.least = mx.minimum(errors, self.least)
-        mx.eval(self.least, vars(self.best))
+def _async_eval(arrays: tuple) -> None:
+    """Start the evaluation of MLX arrays. NumPy arrays are evaluated already."""
+    mx.async_eval([array for array in arrays if library(array) is mx])
 
 
-def rounded_layer(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> AffineGrid:
-    """MLX's own grids and nearest codes."""
-    packed = pack(weight, spec, dtype)
-    scales, biases = (packed[k].astype(mx.float32) for k in ("scales", "biases"))
-    codes = unpack_codes(packed["weight"], spec.bits).astype(mx.float32)
-    return AffineGrid(codes, scales, biases)
+def _stack_groups(groups: list[tuple]) -> AffineGrid:
+    """Codes [g, N], scales [N] and biases [N] of every group as one grid."""
+    codes, scales, biases = (list(map(mx.array, v)) for v in zip(*groups, strict=True))
+    stacked = (mx.stack(v, axis=1) for v in (scales, biases))
+    return AffineGrid(mx.concatenate(codes).T, *stacked)

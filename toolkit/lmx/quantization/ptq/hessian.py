@@ -1,23 +1,27 @@
-"""What an error in a layer's weights costs: the second moments of its inputs."""
+"""The cost of weight errors: Hessians of layer inputs and of layer outputs."""
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
 from ...config.quantize import DAMPENING_FRAC
 
+# Share of the output Fisher information that is replaced by a multiple of the identity.
+OUTPUT_SHRINKAGE = 0.2
+
 
 @dataclass(frozen=True)
 class Hessian:
-    """Second moments of a layer's inputs, damped, and their factor.
+    """Damped second moments of a layer's inputs, and their factor.
 
     Attributes:
-        matrix: float32 [K, K], scaled so that its diagonal is 1 on average.
-        order: int [K], the columns by cost, the costliest first, kept together by
-            groups: inside a group, and group by group.
+        matrix: float32 [K, K], scaled to a mean diagonal of 1.
+        order: int [K], the columns by descending cost. Groups stay together: they are
+            ordered by their costliest column, and the columns are ordered in a group.
         factor: float32 [K, K], upper triangular U with U'U the inverse of `matrix` in
             that order (arXiv 2210.17323, section 3).
-        damping: what was added to the diagonal, as a share of its mean.
+        damping: the value added to the diagonal.
     """
 
     matrix: mx.array
@@ -31,43 +35,49 @@ class Hessian:
         return ordered[:, mx.argsort(self.order)]
 
 
-def damped(moments: mx.array, group: int, damping: float = DAMPENING_FRAC) -> Hessian:
-    """Make second moments fit to be inverted, with no more damping than it takes.
+def damped(
+    moments: mx.array, group_size: int, damping: float = DAMPENING_FRAC
+) -> Hessian:
+    """Damp second moments by the least factor that makes them invertible.
 
     Args:
-        moments: float32 [K, K], of however few inputs; all zero when there was none.
-        group: columns that share a grid.
-        damping: the share of the mean of the diagonal to begin with.
+        moments: float32 [K, K], of any number of inputs. All zero if there were none.
+        group_size: columns that share a scale.
+        damping: share of the mean diagonal to start with.
     """
     diagonal = mx.diagonal(moments)
     mean = diagonal.mean().item() or 1.0
-    order = _order(diagonal / mean, group)
-    places = mx.arange(len(moments))
+    order = _column_order(diagonal / mean, group_size)
+    columns = mx.arange(len(moments))
     while True:
-        matrix = (moments / mean).at[places, places].add(damping)
+        matrix = (moments / mean).at[columns, columns].add(damping)
         factor = inverse_factor(matrix, order)
-        if _inverts(matrix, order, factor):
+        if _is_inverse(matrix, order, factor):
             return Hessian(matrix, order, factor, damping)
         damping *= 10
 
 
-def _order(costs: mx.array, group: int) -> mx.array:
-    costs = costs.reshape(-1, group)
+def _column_order(costs: mx.array, group_size: int) -> mx.array:
+    costs = costs.reshape(-1, group_size)
     groups = mx.argsort(-costs.max(axis=1))
-    inside = mx.argsort(-costs, axis=1)
-    return (groups[:, None] * group + inside[groups]).reshape(-1)
+    columns = mx.argsort(-costs, axis=1)
+    return (groups[:, None] * group_size + columns[groups]).reshape(-1)
 
 
 def inverse_factor(matrix: mx.array, order: mx.array) -> mx.array:
-    """Upper triangular U, U'U the inverse of a positive definite matrix in an order."""
-    # With the order of the columns reversed, L L' becomes R R' with R upper triangular,
-    # whose inverse is the factor: one decomposition and no full inverse.
-    back = order[::-1]
+    """Upper triangular U with U'U the inverse of a positive definite matrix.
+
+    Args:
+        order: permutation of rows and columns to apply first.
+    """
+    # With the order of the columns reversed, L L' becomes R R' with R upper triangular.
+    # Its inverse is the factor: one decomposition and no full inverse.
+    reverse = order[::-1]
     with mx.stream(mx.cpu):
-        # Each as large as the matrix: one is let go before the one after the next.
-        rows = matrix[back]
+        # Every array is as large as the matrix. Each is freed as soon as possible.
+        rows = matrix[reverse]
         mx.eval(rows)
-        ordered = rows[:, back]
+        ordered = rows[:, reverse]
         mx.eval(ordered)
         del rows
         lower = mx.linalg.cholesky(ordered)
@@ -78,10 +88,58 @@ def inverse_factor(matrix: mx.array, order: mx.array) -> mx.array:
     return factor
 
 
-def _inverts(matrix: mx.array, order: mx.array, factor: mx.array) -> bool:
-    """Whether the factor is one; a failed decomposition is silent in MLX."""
+def _is_inverse(matrix: mx.array, order: mx.array, factor: mx.array) -> bool:
+    """Check the factor. MLX does not report a failed decomposition."""
     probe = mx.random.normal((len(matrix), 1), key=mx.random.key(0))
     solved = factor.T @ (factor @ probe)
-    back = (matrix @ solved[mx.argsort(order)])[order]
-    off = mx.linalg.norm(back - probe) / mx.linalg.norm(probe)
-    return bool((off < 1e-2).item() and (mx.diagonal(factor) > 0).all().item())
+    product = (matrix @ solved[mx.argsort(order)])[order]
+    error = mx.linalg.norm(product - probe) / mx.linalg.norm(probe)
+    return bool((error < 1e-2).item() and (mx.diagonal(factor) > 0).all().item())
+
+
+@dataclass(frozen=True)
+class OutputHessian:
+    """Hessian of the loss with respect to layer outputs, for rows solved in sets.
+
+    Attributes:
+        order: int [N], the rows in the order of their sets.
+        sets: slice of each set in that order.
+        factor: float32 [N, N], upper triangular U with U'U the inverse of the Hessian.
+    """
+
+    order: mx.array
+    sets: list[slice]
+    factor: mx.array
+
+    @classmethod
+    def from_fisher(cls, fisher: mx.array, num_sets: int) -> "OutputHessian | None":
+        """Shrink and factor the Fisher information; None if it is zero.
+
+        Args:
+            fisher: float32 [N, N], Fisher information of the layer outputs.
+            num_sets: number of row sets, at most N. Neighboring rows, which belong to
+                the same head, go to different sets.
+        """
+        size = len(fisher)
+        mean = mx.diagonal(fisher).mean().item()
+        if not mean > 0:
+            return None
+        num_sets = min(num_sets, size)
+        sets = [mx.arange(first, size, num_sets) for first in range(num_sets)]
+        order, ends = mx.concatenate(sets), accumulate(map(len, sets), initial=0)
+        matrix = (1 - OUTPUT_SHRINKAGE) / mean * fisher[order][:, order]
+        matrix = matrix + OUTPUT_SHRINKAGE * mx.eye(size)
+        factor = inverse_factor(matrix, mx.arange(size))
+        return cls(order, [slice(*pair) for pair in pairwise(ends)], factor)
+
+    def compensation(self, index: int, errors: mx.array) -> list[mx.array]:
+        """Shifts of the targets of all later sets that compensate for a set's errors.
+
+        Args:
+            errors: [n, K], quantized weights minus target.
+        """
+        rows, later = self.sets[index], self.sets[index + 1 :]
+        with mx.stream(mx.cpu):
+            inverse = mx.linalg.tri_inv(self.factor[rows, rows], upper=True)
+        spread = inverse.T @ errors
+        return [self.factor[rows, others].T @ spread for others in later]

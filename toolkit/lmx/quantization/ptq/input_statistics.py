@@ -1,50 +1,66 @@
-"""TODO."""
+"""Statistics of layer inputs on calibration tokens.
 
+Asymmetric calibration compensates for the error of earlier layers. X is the input of a
+layer in the quantized model, Y its input in the full-precision model, and D the error
+of the residual stream that the layer adds to. The output error is E = (Y - X) W' + D,
+and the target W + E'X H^-1 removes the part of it that is linear in X (GPTAQ, arXiv
+2504.02692; QEP, arXiv 2505.11695; with the residual stream, arXiv 2509.06297).
+
+To avoid overfitting, the correction is fitted on one half of the tokens and tried on
+the other half. It is scaled by the strength that minimizes the error there.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import mlx.core as mx
 
+from .hessian import damped
 
-def sampled_label_loss(
-    logits: mx.array, key: mx.array, counted: mx.array | None = None
-) -> mx.array:
-    """The loss, summed up, of tokens drawn from logits [..., vocabulary] themselves.
+# Rows of a weight that the correction strength is estimated on, spread over all rows.
+STRENGTH_ROWS = 256
 
-    Args:
-        counted: bool [...], True where a position counts; None = everywhere.
-    """
-    logits = logits.astype(mx.float32)
-    drawn = mx.random.categorical(mx.stop_gradient(logits), key=key)
-    chosen = mx.take_along_axis(logits, drawn[..., None], axis=-1)
-    losses = mx.logsumexp(logits, axis=-1) - chosen[..., 0]
-    return (losses if counted is None else mx.where(counted, losses, 0.0)).sum()
+
+@dataclass(frozen=True)
+class CalibrationShard:
+    """Inputs of a layer on some tokens; see `InputStatistics.add`."""
+
+    x: mx.array
+    y: mx.array
+    errors: mx.array | None
+    weights: mx.array | None
+
+    def __getitem__(self, tokens: slice) -> "CalibrationShard":
+        """Some of the tokens."""
+        errors = None if self.errors is None else self.errors[tokens]
+        weights = None if self.weights is None else self.weights[tokens]
+        return CalibrationShard(self.x[tokens], self.y[tokens], errors, weights)
 
 
 @dataclass
 class InputStatistics:
-    """Sums over inputs X of the quantized model and Y of the full-precision one.
+    """Sums over inputs X of the quantized model and Y of the full-precision model.
 
     Attributes:
-        squares: X'X, float32 [K, K]; of a mixture [E, K, K].
-        cross: X'(Y - X), float32 [K, K], if there is a Y.
-        counts: rows summed up; of a mixture [E].
-        residual: D'X, float32 [N, K], of what the residual stream has lost where the
-            layer adds to it; None = it adds to none.
-        shares: by path how far layers are to make up for what they miss; see
-            `making_up`.
-        answers: of layers by path the Fisher information of what comes out of them,
-            float32 [N, N], as far as it is known.
-        clusters: int [N], which of squares [C, K, K] each row of the weight has; None =
-            all have the same, [K, K].
+        second_moments: X'X, float32 [K, K]; for a mixture of experts [E, K, K]; for
+            clusters of rows [C, K, K].
+        cross_moments: X'(Y - X), float32 [K, K]. None without a full-precision stream.
+        counts: number of inputs; for a mixture [E].
+        residual_moments: D'X, float32 [N, K], with D the error of the residual stream.
+            None if the layer does not add to it.
+        correction_strength: by path, the share of the correction to apply, 0 to 1.
+        output_fisher: by path, the Fisher information of the layer outputs, float32
+            [N, N], where it was estimated.
+        clusters: int [N], the cluster of each row of the weight. None = no clusters.
     """
 
-    squares: mx.array
-    cross: mx.array | None
+    second_moments: mx.array
+    cross_moments: mx.array | None
     counts: mx.array
-    residual: mx.array | None = None
-    shares: dict[str, float] = field(default_factory=dict)
-    answers: dict[str, mx.array] = field(default_factory=dict)
+    residual_moments: mx.array | None = None
+    correction_strength: dict[str, float] = field(default_factory=dict)
+    output_fisher: dict[str, mx.array] = field(default_factory=dict)
     clusters: mx.array | None = None
 
     @classmethod
@@ -52,8 +68,8 @@ class InputStatistics:
         cls, width: int, *, experts: int | None, with_cross: bool
     ) -> "InputStatistics":
         shape = (width, width) if experts is None else (experts, width, width)
-        cross = mx.zeros(shape) if with_cross else None
-        return cls(mx.zeros(shape), cross, mx.zeros(shape[:-2], mx.int32))
+        cross_moments = mx.zeros(shape) if with_cross else None
+        return cls(mx.zeros(shape), cross_moments, mx.zeros(shape[:-2], mx.int32))
 
     def add(
         self,
@@ -62,46 +78,142 @@ class InputStatistics:
         errors: mx.array | None = None,
         weights: mx.array | None = None,
     ) -> None:
-        """Rows [T, K] of both models, and what they count, [T]; None = all alike.
+        """Add inputs [T, K] of both models.
 
         Args:
-            errors: [T, N], what the residual stream has lost.
+            errors: error of the residual stream [T, N].
+            weights: of the tokens, [T]. None = all 1.
         """
         x = x.astype(mx.float32)
         left = (x if weights is None else x * weights[:, None]).T
-        # One sum after the other: only one product is in memory at a time.
-        self.squares = self.squares + left @ x
+        # Evaluated one after the other, so that one product is in memory at a time.
+        self.second_moments = self.second_moments + left @ x
         self.counts = self.counts + len(x)
-        mx.eval(self.squares, self.counts)
+        mx.eval(self.second_moments, self.counts)
         if y is not None:
-            self.cross = self.cross + left @ (y.astype(mx.float32) - x)
-            mx.eval(self.cross)
+            self.cross_moments = self.cross_moments + left @ (y.astype(mx.float32) - x)
+            mx.eval(self.cross_moments)
         if errors is not None:
-            lost = (left @ errors.astype(mx.float32)).T
-            self.residual = lost if self.residual is None else self.residual + lost
-            mx.eval(self.residual)
+            moments = (left @ errors.astype(mx.float32)).T
+            if self.residual_moments is not None:
+                moments = self.residual_moments + moments
+            self.residual_moments = moments
+            mx.eval(self.residual_moments)
 
     def add_routed(
-        self, x: mx.array, experts: mx.array, seen: mx.array | None = None
+        self, x: mx.array, experts: mx.array, visible: mx.array | None = None
     ) -> None:
-        """Rows [T, K], and the expert each went to, int [T].
+        """Add inputs [T, K] to the expert of each, int [T].
 
         Args:
-            seen: bool [T], or of fewer tokens that have several rows each; False = left
-                out; None = all are in.
+            visible: bool, False for tokens to leave out. It may have fewer entries than
+                `x` if each token has several inputs. None = all True.
         """
-        if seen is not None and not seen.all().item():
-            seen = mx.repeat(seen, len(x) // len(seen))
-            # As of an expert more, so that no shape depends on a value.
-            experts = mx.where(seen, experts, len(self.squares))
+        num_experts = len(self.second_moments)
+        if visible is not None and not visible.all().item():
+            visible = mx.repeat(visible, len(x) // len(visible))
+            # They go to one more expert, so that no shape depends on a value.
+            experts = mx.where(visible, experts, num_experts)
         order = mx.argsort(experts)
         x, sorted_experts = x.astype(mx.float32)[order], experts[order]
-        bounds = mx.arange(len(self.squares) + 1)[:, None]
+        bounds = mx.arange(num_experts + 1)[:, None]
         ends = (sorted_experts[None] < bounds).sum(axis=1).tolist()
-        parts = []
+        products = []
         for start, end in pairwise(ends):
             rows = x[start:end]
-            parts.append(rows.T @ rows)
-        self.squares = self.squares + mx.stack(parts)
+            products.append(rows.T @ rows)
+        self.second_moments = self.second_moments + mx.stack(products)
         self.counts = self.counts + mx.array(ends[1:]) - mx.array(ends[:-1])
-        mx.eval(self.squares, self.counts)
+        mx.eval(self.second_moments, self.counts)
+
+    def add_shards(
+        self,
+        shards: Iterable[CalibrationShard],
+        num_tokens: int,
+        weights: dict[str, mx.array],
+    ) -> None:
+        """Add all shards to empty statistics and estimate the correction strengths.
+
+        Args:
+            num_tokens: in all shards together.
+            weights: [N, K], by path, of the layers that share the input.
+        """
+        half, count, estimates = num_tokens // 2, 0, {}
+        for shard in shards:
+            start, count = count, count + len(shard.x)
+            if start < half <= count:
+                self._add_shard(shard[: half - start])
+                estimates = {
+                    p: _CorrectionStrength(w, self) for p, w in weights.items()
+                }
+                shard = shard[half - start :]
+            self._add_shard(shard)
+        self.correction_strength = {p: e.strength(self) for p, e in estimates.items()}
+
+    def _add_shard(self, shard: CalibrationShard) -> None:
+        if len(shard.x):
+            self.add(shard.x, shard.y, shard.errors, shard.weights)
+
+
+@dataclass(frozen=True)
+class OutputError:
+    """The error of a layer's outputs caused by earlier layers, scaled as its Hessian.
+
+    Attributes:
+        cross_moments: X'(Y - X), float32 [K, K].
+        residual_moments: D'X, float32 [N, K]. None if the layer does not add to the
+            residual stream.
+        strength: share of the correction to apply, 0 to 1.
+    """
+
+    cross_moments: mx.array
+    residual_moments: mx.array | None
+    strength: float
+
+    def moments(self, weight: mx.array, rows: slice | mx.array) -> mx.array:
+        """E'X for some rows [n, K] of the weight."""
+        moments = weight.astype(mx.float32) @ self.cross_moments.T
+        if self.residual_moments is not None:
+            moments = moments + self.residual_moments[rows]
+        return moments
+
+
+class _CorrectionStrength:
+    """The correction that the first half of the tokens gives, for some rows.
+
+    The second half then shows how much of it to apply.
+    """
+
+    def __init__(self, weight: mx.array, statistics: InputStatistics):
+        self._rows = mx.arange(0, len(weight), max(1, len(weight) // STRENGTH_ROWS))
+        self._weight = weight[self._rows]
+        moments = statistics.second_moments
+        hessian = damped(moments, len(moments))
+        # The scale of the Hessian. Both sums of `_gain_and_cost` are on it too.
+        self._mean = mx.diagonal(moments).mean().item() or 1.0
+        self._correction = hessian.solve(self._error_moments(statistics) / self._mean)
+        self._gain, self._cost = self._gain_and_cost(statistics)
+        mx.eval(self._correction)
+
+    def strength(self, statistics: InputStatistics) -> float:
+        """The strength for the correction that all tokens give.
+
+        Twice the tokens have half the noise: if a is best for the correction of one
+        half, 2a / (1 + a) is best for the correction of both.
+        """
+        gain, cost = self._gain_and_cost(statistics)
+        gain, cost = gain - self._gain, cost - self._cost
+        best = min(1.0, max(0.0, gain / cost)) if cost > 0 else 0.0
+        return 2 * best / (1 + best)
+
+    def _error_moments(self, statistics: InputStatistics) -> mx.array:
+        error = OutputError(statistics.cross_moments, statistics.residual_moments, 1.0)
+        return error.moments(self._weight, self._rows)
+
+    def _gain_and_cost(self, statistics: InputStatistics) -> tuple[float, float]:
+        """<C, E'X> and tr(C X'X C') of the correction C."""
+        correction = self._correction
+        gain = (correction * self._error_moments(statistics)).sum() / self._mean
+        product = (correction @ statistics.second_moments) * correction
+        cost = product.sum() / self._mean
+        return gain.item(), cost.item()

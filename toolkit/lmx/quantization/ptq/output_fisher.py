@@ -1,10 +1,11 @@
-"""What errors will cost, looked at before anything is quantized.
+"""Fisher information of layer outputs, estimated before anything is quantized.
 
-Of embeddings, as moments of inputs; of layers in the blocks, the Fisher information of
-what comes out of them and how much every token matters to them, on disk until their
-block's turn has come.
+For embeddings it is returned as statistics of their inputs. For layers in blocks, the
+Fisher information of their outputs and the gradient norms of the tokens stay on disk
+until their block is quantized.
 """
 
+from itertools import accumulate
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,115 +15,163 @@ import mlx.nn as nn
 
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import differentiable
-from .embeddings import embeddings, heads, moments_of_embeddings
-from .fisher import ForwardBackwardPass
+from .embeddings import embedding_statistics, embeddings, tied_heads
+from .fisher import ForwardBackwardPass, visible_positions
 from .input_statistics import InputStatistics
 
-# Tokens whose slopes are taken, for each column of an embedding, and for each output.
+# Tokens with a backward pass, for each column of an embedding and for each output.
 TOKENS_PER_COLUMN = 1
 TOKENS_PER_OUTPUT = 8
-# And no more in all: their hidden states are on disk in front of every block.
-MOST_TOKENS = 1 << 13
-# Where tokens do not count alike, the first ones of which each is looked at.
-MOST_TOKENS_WEIGHED = 1 << 16
-# A layer with more, or so many times as many as inputs, is solved row by row: a matrix
-# that wide is large, and the layers that widen a block gain least by it.
-MOST_OUTPUTS, MOST_TIMES = 4096, 2
+# Limit of these tokens, whose hidden states before every block are on disk.
+MAX_TOKENS = 1 << 13
+# The same limit if tokens have different weights: the first tokens get their own.
+MAX_WEIGHTED_TOKENS = 1 << 16
+# Layers with more outputs, or a larger ratio of outputs to inputs, are solved row by
+# row: their matrices are large, and layers that widen a block gain least.
+MAX_OUTPUTS, MAX_OUTPUT_RATIO = 4096, 2
+# The gradients are those of one sampled label. So this share of a token's weight is its
+# own; the rest is the mean of all tokens that count, or of all that do not.
+OWN_WEIGHT = 0.5
 
 
-def backward_sensitivity_pass(
+def estimate_output_fisher(
     blockwise: BlockwiseModel,
-    paths: list[str],
-    inside: list[list[str]],
-    parts: list[mx.array],
+    embedding_paths: list[str],
+    block_paths: list[list[str]],
+    tokens: list[mx.array],
     counted: list[mx.array],
     *,
     compute: mx.Dtype,
     folder: Path,
 ) -> dict[str, InputStatistics]:
-    """Send tokens through the model and the slopes of their loss back.
+    """Run tokens forward and the gradients of their loss back.
 
     Args:
-        paths: of embeddings.
-        inside: of layers in every block whose outputs count; what is found of them is
-            for `answers`.
-        parts: tokens, int32 [B, L] each.
-        counted: bool [B, L] each, where what is predicted counts.
-        compute: the type to run blocks in.
-        folder: for what is found, and for hidden states meanwhile.
+        block_paths: paths in each block of the layers to estimate. `output_fisher` and
+            `gradient_norms` read the results.
+        tokens: int32 [B, L] by shard.
+        counted: bool [B, L] by shard, the positions whose prediction counts.
+        compute: dtype to run blocks in.
+        folder: for the results, and temporarily for hidden states.
 
     Returns:
-        By path of an embedding what errors in it cost, as moments of its inputs.
+        Statistics of embeddings by path.
 
     Raises:
-        UserError: the disk has no room.
+        UserError: the disk has no space.
     """
-    every = all(part.all().item() for part in counted)
+    all_count = all(part.all().item() for part in counted)
     outputs = [
-        _outputs(block, names, with_wide=not every)
-        for block, names in zip(blockwise.blocks, inside, strict=True)
+        _num_outputs(block, paths, include_wide=not all_count)
+        for block, paths in zip(blockwise.blocks, block_paths, strict=True)
     ]
-    sizes = [size for own in outputs for size in own.values() if size]
-    widths = [w.shape[-1] for w in embeddings(blockwise.model, paths).values()]
+    sizes = [size for by_path in outputs for size in by_path.values() if size]
+    weights = embeddings(blockwise.model, embedding_paths)
+    widths = [weight.shape[-1] for weight in weights.values()]
     if not any(outputs) and not widths:
         return {}
-    wanted = [TOKENS_PER_COLUMN * width for width in widths]
-    wanted += [TOKENS_PER_OUTPUT * size for size in sizes]
-    wanted = min(max(wanted, default=0), MOST_TOKENS) if every else MOST_TOKENS_WEIGHED
-    back = min(len(parts), ceil(wanted * len(parts) / sum(p.size for p in parts)))
-    with TemporaryDirectory(dir=folder) as place, differentiable(blockwise.model):
-        way = ForwardBackwardPass(blockwise, parts, counted, back, compute, Path(place))
-        also = heads(way, paths) if paths else []
-        if not also:
-            way.parts, way.counted = way.parts[:back], way.counted[:back]
-        way.forward(besides=sum(4 * size**2 for size in sizes))
-        way.turn()
-        asked = [{path: size > 0 for path, size in own.items()} for own in outputs]
-        for number, found in way.backward(asked):
-            tensors = {f"answers.{k}": v for k, v in found.information.items()}
-            if not every:
-                squares = found.squares.items()
-                tensors |= {f"squares.{k}": mx.concatenate(v) for k, v in squares}
+    num_tokens = [TOKENS_PER_COLUMN * width for width in widths]
+    num_tokens += [TOKENS_PER_OUTPUT * size for size in sizes]
+    limit = min(max(num_tokens, default=0), MAX_TOKENS)
+    limit = limit if all_count else MAX_WEIGHTED_TOKENS
+    num_shards = ceil(limit * len(tokens) / sum(part.size for part in tokens))
+    num_backward = min(len(tokens), num_shards)
+    with TemporaryDirectory(dir=folder) as states, differentiable(blockwise.model):
+        fb_pass = ForwardBackwardPass(
+            blockwise, tokens, counted, num_backward, compute, Path(states)
+        )
+        heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
+        if not heads:
+            fb_pass.tokens = fb_pass.tokens[:num_backward]
+            fb_pass.counted = fb_pass.counted[:num_backward]
+        fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))
+        fb_pass.start_backward()
+        layers = [{path: size > 0 for path, size in o.items()} for o in outputs]
+        for index, gradients in fb_pass.backward(layers):
+            tensors = {f"fisher.{k}": v for k, v in gradients.fisher.items()}
+            if not all_count:
+                norms = gradients.squared_norms.items()
+                tensors |= {f"norms.{k}": mx.concatenate(v) for k, v in norms}
             if tensors:
-                mx.save_safetensors(str(_file(folder, number)), tensors)
-        return moments_of_embeddings(way, paths, also)
+                mx.save_safetensors(str(_file(folder, index)), tensors)
+        return embedding_statistics(fb_pass, embedding_paths, heads)
 
 
-def output_hessians(folder: Path, number: int) -> dict[str, mx.array]:
-    """The information `look_ahead` found of a block: float32 [N, N] by path, unread."""
-    return _found(folder, number, "answers.")
+def output_fisher(folder: Path, index: int) -> dict[str, mx.array]:
+    """Fisher information of a block's outputs by path, float32 [N, N], lazy."""
+    return _load(folder, index, "fisher.")
 
 
-def squares(folder: Path, number: int) -> dict[str, mx.array]:
-    """Squared lengths of the slopes of a block's outputs: float32 [T] by path, unread.
+def gradient_norms(folder: Path, index: int) -> dict[str, mx.array]:
+    """Squared gradient norms of a block's outputs by path, float32 [T], lazy.
 
-    Of the first tokens, and none where all tokens count.
+    They cover the first tokens. There are none if all tokens count.
     """
-    return _found(folder, number, "squares.")
+    return _load(folder, index, "norms.")
 
 
-def drop_statistics(folder: Path, number: int) -> None:
-    """Delete what was found of a block, once that is done."""
-    _file(folder, number).unlink(missing_ok=True)
+def drop_block_statistics(folder: Path, index: int) -> None:
+    """Delete the statistics of a block that is done."""
+    _file(folder, index).unlink(missing_ok=True)
 
 
-def _found(folder: Path, number: int, kind: str) -> dict[str, mx.array]:
-    file = _file(folder, number)
-    found = mx.load(str(file)) if file.is_file() else {}
-    return {k.removeprefix(kind): v for k, v in found.items() if k.startswith(kind)}
+def _load(folder: Path, index: int, prefix: str) -> dict[str, mx.array]:
+    file = _file(folder, index)
+    tensors = mx.load(str(file)) if file.is_file() else {}
+    return {
+        k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)
+    }
 
 
-def _file(folder: Path, number: int) -> Path:
-    return folder / f"costs-{number:04d}.safetensors"
+def _file(folder: Path, index: int) -> Path:
+    return folder / f"fisher-{index:04d}.safetensors"
 
 
-def _outputs(block: nn.Module, paths: list[str], *, with_wide: bool) -> dict[str, int]:
-    """How many outputs layers of one matrix have; of those with too many none, or 0."""
+def _num_outputs(
+    block: nn.Module, paths: list[str], *, include_wide: bool
+) -> dict[str, int]:
+    """Number of outputs of linear layers; 0 or no entry for layers with too many."""
     modules = dict(block.named_modules())
     shapes = {path: modules[path].weight.shape for path in paths}
     matrices = {path: shape for path, shape in shapes.items() if len(shape) == 2}
     counts = {
-        path: outputs if outputs <= min(MOST_OUTPUTS, MOST_TIMES * inputs) else 0
+        path: outputs if outputs <= min(MAX_OUTPUTS, MAX_OUTPUT_RATIO * inputs) else 0
         for path, (outputs, inputs) in matrices.items()
     }
-    return counts if with_wide else {k: count for k, count in counts.items() if count}
+    return counts if include_wide else {k: n for k, n in counts.items() if n}
+
+
+def token_weights(
+    squared_norms: mx.array | None, counted: list[mx.array]
+) -> list[mx.array] | None:
+    """Weights of calibration tokens, with a mean of 1 over the visible ones.
+
+    A weight error E changes the loss of a token by g'Ex, with g the gradient with
+    respect to the layer's output. So its input x is weighted by the squared norm of g
+    (GuidedQuant, arXiv 2505.07004, for all outputs together).
+
+    Args:
+        squared_norms: float32 [T], squared gradient norms of the first tokens. None =
+            all visible tokens have the same weight.
+        counted: bool [B, L] by shard.
+
+    Returns:
+        float32 [B * L] by shard. None = all tokens have the same weight.
+    """
+    if all(part.all().item() for part in counted):
+        return None
+    counts = mx.concatenate([part.reshape(-1) for part in counted])
+    visible = mx.concatenate([visible_positions(part).reshape(-1) for part in counted])
+    weights = visible.astype(mx.float32)
+    if squared_norms is not None:
+        means = mx.zeros(counts.shape)
+        for kind in (counts, visible & ~counts):
+            known = kind[: len(squared_norms)]
+            total = mx.where(known, squared_norms, 0.0).sum()
+            means = mx.where(kind, total / mx.maximum(known.sum(), 1), means)
+        weights = means.at[: len(squared_norms)].multiply(1 - OWN_WEIGHT)
+        weights = weights.at[: len(squared_norms)].add(OWN_WEIGHT * squared_norms)
+        weights = weights * (visible.sum() / weights.sum())
+    shards = mx.split(weights, [*accumulate(part.size for part in counted)][:-1])
+    mx.eval(shards)
+    return shards

@@ -1,4 +1,11 @@
-"""Arrays of all layers end to end, so that one kernel works on all of them."""
+"""Scale tuning: train scales and biases towards the predictions of the full model.
+
+Codes stay fixed, and every forward pass uses scales and biases as they are stored. This
+is the last phase of EfficientQAT (E2E-QP, arXiv 2407.11062) with a teacher instead of
+text. A scale moves about the middle of its codes, because it would otherwise shift its
+whole group. Every layer moves in units of its mean scale, so that one learning rate has
+the same meaning for all bit widths.
+"""
 
 import hashlib
 import json
@@ -22,13 +29,25 @@ from ...training.teacher_cache import PartTargets
 from ...training.teacher_targets import TeacherTarget
 from .candidates import CandidateModel
 
+PROBE_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+# Steps with each probed learning rate, and held-out parts that evaluate it.
+PROBE_STEPS, PROBE_PARTS = 8, 4
+WARMUP_RATIO = 0.05
+BETAS = [0.9, 0.99]
+MAX_GRAD_NORM = 1.0
+EVALUATIONS = 8
+STATE = "state.safetensors"
+KINDS = ("scales", "biases")
+
 
 class FlatParameters:
-    """Between arrays by name, `layer.kind`, and one vector of each kind.
+    """Converts between arrays by name, `layer.kind`, and one vector of each kind.
+
+    One kernel can then work on the arrays of all layers.
 
     Args:
-        kinds: every layer has an array of each, of the layer's one shape.
-        shapes: by layer; vectors have the layers in this order.
+        kinds: every layer has an array of each kind, all of the layer's one shape.
+        shapes: by layer. Vectors have the layers in this order.
     """
 
     def __init__(self, kinds: Sequence[str], shapes: Mapping[str, tuple[int, ...]]):
@@ -36,7 +55,7 @@ class FlatParameters:
         self._shapes = shapes
         self._sizes = {path: prod(shape) for path, shape in shapes.items()}
 
-    def joined(self, named: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    def flatten(self, named: Mapping[str, mx.array]) -> dict[str, mx.array]:
         """One float32 vector [N] of each kind."""
         return {
             kind: mx.concatenate(
@@ -48,8 +67,8 @@ class FlatParameters:
             for kind in self._kinds
         }
 
-    def cut(self, vectors: Mapping[str, mx.array]) -> dict[str, mx.array]:
-        """The arrays that `joined` made these of, by name."""
+    def unflatten(self, vectors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+        """The arrays of these vectors by name."""
         ends = list(accumulate(self._sizes.values()))[:-1]
         return {
             f"{path}.{kind}": part.reshape(shape)
@@ -59,45 +78,25 @@ class FlatParameters:
             )
         }
 
-    def spread(self, values: Mapping[str, mx.array | float]) -> mx.array:
-        """A vector [N] with the number of a layer at each of its places."""
+    def broadcast(self, values: Mapping[str, mx.array | float]) -> mx.array:
+        """A vector [N] with the value of its layer at every place."""
         return mx.concatenate(
             [mx.full(size, values[p], mx.float32) for p, size in self._sizes.items()]
         )
 
 
-# --- from quant.tune: Scale tuning: scales and biases trained to predict what the full model predicts.
-#
-# Codes stay as they are, so nothing has to be rounded but the scales, and every forward
-# takes them as they are stored (the last phase of EfficientQAT, arXiv 2407.11062, with a
-# teacher in place of text). A scale moves about the middle of its codes, or it would move
-# the whole group with it; and every layer moves in units of its mean scale, which makes
-# one learning rate mean the same for all widths of codes.
-
-
-LADDER = (3e-4, 1e-3, 3e-3, 1e-2)
-# Steps of a rung, and parts of the held-out tokens that judge it.
-PROBE_STEPS, PROBE_PARTS = 8, 4
-WARMUP = 0.05
-BETAS = [0.9, 0.99]
-CLIP = 1.0
-EVALUATIONS = 8
-STATE = "state.safetensors"
-KINDS = ("scales", "biases")
-
-
 class ScaleTuner:
-    """Trains the scales and biases of a student from where it is.
+    """Trains the scales and biases of a model from their current values.
 
     Args:
         training, held_out: predictions of the unquantized model.
-        folder: where the state is kept; a run that was killed goes on from there.
+        folder: for the state. A killed run resumes from it.
     """
 
     def __init__(
         self,
         config: ScaleTuningConfig,
-        student: CandidateModel,
+        model: CandidateModel,
         training: PartTargets,
         held_out: PartTargets,
         *,
@@ -106,196 +105,200 @@ class ScaleTuner:
         logger: RunLogger,
     ):
         self.config = config
-        self.student = student
+        self.model = model
         self.training = training
         self.held_out = held_out
         self.folder = folder
         self.seed = seed
         self.logger = logger
-        layers = student.affine
+        layers = model.affine_layers
         shapes = {path: layer.scales.shape for path, layer in layers.items()}
-        # One vector for all layers: a step is a few kernels, however many there are.
-        self._vectors = FlatParameters(KINDS, shapes)
+        self._flat = FlatParameters(KINDS, shapes)
         named = {f"{p}.{k}": m[k] for p, m in layers.items() for k in KINDS}
-        self._start = self._vectors.joined(named)
+        self._initial = self._flat.flatten(named)
         means = {
             p: mx.abs(layer.scales.astype(mx.float32)).mean()
             for p, layer in layers.items()
         }
-        self._units = self._vectors.spread(means)
-        self._middles = self._vectors.spread(
+        self._units = self._flat.broadcast(means)
+        self._middles = self._flat.broadcast(
             {p: (2**m.bits - 1) / 2 for p, m in layers.items()}
         )
-        self._masters = dict(self._start)
+        self._masters = dict(self._initial)
         self._optimizer = optimizers.Adam(0.0, BETAS, bias_correction=True)
         self._reset()
-        self._sums = self._nothing()
-        # As many parts as fill a step, however few tokens go through the model at once.
+        self._sums = self._zero_sums()
+        # The parts of a step. A part is what goes through the model at once.
         parts, size = len(training), sum(tokens.size for tokens in training.tokens)
-        self._parts_of_step = min(
-            parts, max(1, round(config.batch_tokens / size * parts))
-        )
+        parts_per_step = round(config.batch_tokens / size * parts)
+        self._parts_per_step = min(parts, max(1, parts_per_step))
         state = [self._masters, self._optimizer.state, self._sums]
-        self._adding = mx.compile(self._add, inputs=state, outputs=state)
-        self._moving = mx.compile(self._move, inputs=state, outputs=state)
+        self._accumulate = mx.compile(self._add, inputs=state, outputs=state)
+        self._apply = mx.compile(self._update, inputs=state, outputs=state)
         mx.eval(self._units, self._middles, state)
 
     def run(self) -> dict[str, mx.array]:
-        """Tune, unless that leads nowhere.
+        """Tune and keep the best scales and biases on held-out tokens.
 
         Returns:
-            Scales and biases by name, as they are stored: the best there were on the
-            tokens held out, those of the start among them. The student has them.
+            They by name, as they are stored. The initial ones are among the candidates.
+            The model has them afterwards.
         """
-        done = self._restored()
-        if done is None:
-            done = {"step": 0, "best": self._judged(), "best_step": 0}
-            done["rate"] = self.config.learning_rate or self._probed()
+        state = self._load()
+        if state is None:
+            state = {"step": 0, "best": self._evaluate(), "best_step": 0}
+            state["rate"] = self.config.learning_rate or self._probe_learning_rate()
             self._best = self._stored()
-        config, every = self.config, max(1, self.config.steps // EVALUATIONS)
-        with self.logger.progress(config.steps, "tuning scales") as progress:
-            for step in range(done["step"], config.steps):
-                loss = self._trained(step, config.steps, done["rate"])
-                done["step"] = step + 1
-                if done["step"] % every == 0 or done["step"] == config.steps:
-                    found = self._judged()
-                    if found < done["best"]:
+        steps = self.config.steps
+        interval = max(1, steps // EVALUATIONS)
+        with self.logger.progress(steps, "tuning scales") as progress:
+            for step in range(state["step"], steps):
+                loss = self._train_step(step, steps, state["rate"])
+                state["step"] = step + 1
+                if state["step"] % interval == 0 or state["step"] == steps:
+                    divergence = self._evaluate()
+                    if divergence < state["best"]:
                         self._best = self._stored()
-                        done |= {"best": found, "best_step": done["step"]}
-                    self._save(done)
-                    progress.update(done["step"], loss=loss.item(), eval_kl=found)
+                        state |= {"best": divergence, "best_step": state["step"]}
+                    self._save(state)
+                    progress.update(state["step"], loss=loss.item(), eval_kl=divergence)
         self.logger.info(
-            f"tuned scales: step {done['best_step']} of {config.steps} is the best"
-            if done["best_step"]
-            else "tuned scales: no step was better than the start, which is kept"
+            f"scale tuning: step {state['best_step']} of {steps} is the best"
+            if state["best_step"]
+            else "scale tuning: no step improved the held-out KL, keeping the start"
         )
-        self.student.put(self._best)
+        self.model.set_tensors(self._best)
         return self._best
 
-    def _probed(self) -> float:
-        """The rung of the ladder that leads furthest in a few steps."""
-        found: dict[float, float] = {}
-        for rate in LADDER:
+    def _probe_learning_rate(self) -> float:
+        """The learning rate that gives the least held-out KL after a few steps."""
+        divergences: dict[float, float] = {}
+        for rate in PROBE_RATES:
             for step in range(PROBE_STEPS):
-                self._trained(step, PROBE_STEPS, rate)
-            divergence = self._judged(PROBE_PARTS)
-            found[rate] = math.inf if math.isnan(divergence) else divergence
+                self._train_step(step, PROBE_STEPS, rate)
+            divergence = self._evaluate(PROBE_PARTS)
+            divergences[rate] = math.inf if math.isnan(divergence) else divergence
             self._reset()
-            if found[rate] > min(found.values()):
-                break  # Higher ones lead further astray.
-        tried = ", ".join(f"{rate:g}: {kl:.4g}" for rate, kl in found.items())
-        best = min(found, key=found.__getitem__)
-        self.logger.info(f"learning rates tried, held-out KL: {tried}; taking {best:g}")
+            if divergences[rate] > min(divergences.values()):
+                break  # Higher learning rates are worse still.
+        line = ", ".join(f"{rate:g}: {kl:.4g}" for rate, kl in divergences.items())
+        best = min(divergences, key=divergences.__getitem__)
+        self.logger.info(f"held-out KL by learning rate: {line}; using {best:g}")
         return best
 
-    def _trained(self, step: int, steps: int, rate: float) -> mx.array:
-        now = learning_rate_at(
-            step, steps, peak=rate, schedule="cosine", warmup_ratio=WARMUP, min_lr_ratio=0.0
+    def _train_step(self, step: int, steps: int, rate: float) -> mx.array:
+        learning_rate = learning_rate_at(
+            step,
+            steps,
+            peak=rate,
+            schedule="cosine",
+            warmup_ratio=WARMUP_RATIO,
+            min_lr_ratio=0.0,
         )
         for part in self._parts(step):
             tokens, counted = self.training.tokens[part], self.training.counted[part]
-            self._adding(tokens, counted, *self.training[part])
+            self._accumulate(tokens, counted, *self.training[part])
             mx.async_eval(self._sums)
-        loss = self._moving(mx.array(now))
+        loss = self._apply(mx.array(learning_rate))
         mx.async_eval(loss, self._masters, self._optimizer.state, self._sums)
         return loss
 
     def _parts(self, step: int) -> list[int]:
-        """What a step trains on; every turn through all parts has its own order."""
-        first = step * self._parts_of_step
-        return [self._part(n) for n in range(first, first + self._parts_of_step)]
+        """The parts of a step. Every epoch has its own order."""
+        first = step * self._parts_per_step
+        return [self._part(n) for n in range(first, first + self._parts_per_step)]
 
     def _part(self, number: int) -> int:
-        turn, place = divmod(number, len(self.training))
-        random = np.random.default_rng([self.seed, turn])
+        epoch, place = divmod(number, len(self.training))
+        random = np.random.default_rng([self.seed, epoch])
         return int(random.permutation(len(self.training))[place])
 
     def _add(self, tokens, counted, indices, log_probs, log_tail) -> None:
-        """Add up gradients of a part: every token of a step counts alike."""
+        """Add the gradients of a part. Every token of a step has the same weight."""
         target = TeacherTarget(indices, log_probs, log_tail)
 
-        def loss_of(served):
-            self.student.model.update(tree_unflatten(list(served.items())))
-            logits = self.student.model(tokens)
+        def loss_of(values):
+            self.model.model.update(tree_unflatten(list(values.items())))
+            logits = self.model.model(tokens)
             temperature = self.config.temperature
             return kl_sum(logits, target, counted, temperature=temperature)
 
-        # Straight through the rounding: what the masters get is what is served gets.
-        served = self.student.served(self._vectors.cut(self._masters))
-        loss, found = mx.value_and_grad(loss_of)(served)
-        found = self._vectors.joined(found) | {"loss": loss, "count": counted.sum()}
-        for name, value in found.items():
+        # Straight-through: masters get the gradients of their rounded values.
+        values = self.model.forward_values(self._flat.unflatten(self._masters))
+        loss, gradients = mx.value_and_grad(loss_of)(values)
+        sums = self._flat.flatten(gradients) | {"loss": loss, "count": counted.sum()}
+        for name, value in sums.items():
             self._sums[name] += value
 
-    def _move(self, rate: mx.array) -> mx.array:
-        """A step by what was added up; the mean loss."""
+    def _update(self, learning_rate: mx.array) -> mx.array:
+        """Apply the accumulated gradients; returns the mean loss."""
         loss, count = self._sums["loss"], self._sums["count"]
-        gradients = self._about_middles(count)
+        gradients = self._gradients(count)
         norm = mx.sqrt(sum(mx.square(g).sum() for g in gradients.values()))
-        self._optimizer.learning_rate = rate
+        self._optimizer.learning_rate = learning_rate
         origin = {k: mx.zeros_like(v) for k, v in gradients.items()}
         moves = self._optimizer.apply_gradients(
-            clip_grad_norm(gradients, norm, CLIP), origin
+            clip_grad_norm(gradients, norm, MAX_GRAD_NORM), origin
         )
-        # The middle of every group moves by its bias, and its scale spreads it.
+        # The bias moves the middle of a group, the scale spreads the group about it.
         shift, spread = moves["biases"] * self._units, moves["scales"] * self._units
         spread = spread * 2 / self._middles
         self._masters["scales"] += spread
         self._masters["biases"] += shift - self._middles * spread
-        self._sums.update(self._nothing())
+        self._sums.update(self._zero_sums())
         return loss / count
 
-    def _about_middles(self, count: mx.array) -> dict[str, mx.array]:
-        """Gradients of the mean, by steps of one unit."""
+    def _gradients(self, count: mx.array) -> dict[str, mx.array]:
+        """Mean gradients with respect to the spread and middle of groups, in units."""
         scales, biases = (self._sums[kind] * self._units / count for kind in KINDS)
         spread = (scales - self._middles * biases) * 2 / self._middles
         return {"scales": spread, "biases": biases}
 
-    def _nothing(self) -> dict[str, mx.array]:
-        """Sums before the first part of a step."""
-        zeros = {kind: mx.zeros_like(value) for kind, value in self._start.items()}
+    def _zero_sums(self) -> dict[str, mx.array]:
+        zeros = {kind: mx.zeros_like(value) for kind, value in self._initial.items()}
         return zeros | {"loss": mx.array(0.0), "count": mx.array(0)}
 
-    def _judged(self, parts: int | None = None) -> float:
-        self.student.put(self._stored())
-        return self.student.divergence(self.held_out, parts)
+    def _evaluate(self, num_parts: int | None = None) -> float:
+        self.model.set_tensors(self._stored())
+        return self.model.divergence(self.held_out, num_parts)
 
     def _stored(self) -> dict[str, mx.array]:
-        named = self._vectors.cut(self._masters)
-        return {k: v.astype(self.student.dtype) for k, v in named.items()}
+        named = self._flat.unflatten(self._masters)
+        return {k: v.astype(self.model.dtype) for k, v in named.items()}
 
     def _reset(self) -> None:
-        # In place: the compiled step holds on to these very dictionaries.
-        self._masters.update(self._start)
-        blank = {name: {} for name in self._start}
+        # In place, because the compiled step refers to these dictionaries.
+        self._masters.update(self._initial)
+        blank = {name: {} for name in self._initial}
         self._optimizer.state.update(blank, step=mx.array(0, mx.uint64))
-        self._optimizer.init(self._start)
+        self._optimizer.init(self._initial)
 
-    def _save(self, done: dict) -> None:
+    def _save(self, state: dict) -> None:
         with atomic_folder(self.folder) as partial:
-            metadata = {"done": json.dumps(done), "key": self._key()}
+            metadata = {"state": json.dumps(state), "key": self._key()}
             path = str(partial / STATE)
             mx.save_safetensors(path, self._tensors(), metadata=metadata)
 
-    def _restored(self) -> dict | None:
-        """Put the newest state in place; how far it was, None if there is none."""
+    def _load(self) -> dict | None:
+        """Restore the saved state. None if there is none with this key."""
         path = self.folder / STATE
         if not path.is_file():
             return None
         tensors, metadata = mx.load(str(path), return_metadata=True)
         if metadata["key"] != self._key():
             return None
-        done = json.loads(metadata["done"])
-        own: dict[str, dict] = {"masters": {}, "best": {}, "optimizer": {}}
+        state = json.loads(metadata["state"])
+        loaded: dict[str, dict] = {"masters": {}, "best": {}, "optimizer": {}}
         for name, value in tensors.items():
-            kind, _, rest = name.partition(":")
-            own[kind][rest] = value
-        self._masters.update(own["masters"])
-        self._best = own["best"]
-        self._optimizer.state.update(_nested(self._optimizer.state, own["optimizer"]))
-        mx.eval(own)
-        self.logger.info(f"tuning scales: going on at step {done['step']}")
-        return done
+            kind, _, key = name.partition(":")
+            loaded[kind][key] = value
+        self._masters.update(loaded["masters"])
+        self._best = loaded["best"]
+        optimizer_state = _nest(self._optimizer.state, loaded["optimizer"])
+        self._optimizer.state.update(optimizer_state)
+        mx.eval(loaded)
+        self.logger.info(f"scale tuning: resuming at step {state['step']}")
+        return state
 
     def _tensors(self) -> dict[str, mx.array]:
         kinds = {
@@ -306,19 +309,19 @@ class ScaleTuner:
         return {f"{k}:{n}": v for k, values in kinds.items() for n, v in values.items()}
 
     def _key(self) -> str:
-        """What the state depends on."""
+        """Digest of everything that the state depends on."""
         settings = [self.config.model_dump(), self.seed]
         settings += [self.training.key, self.held_out.key]
         key = hashlib.sha256(json.dumps(settings).encode())
-        for value in self._start.values():
+        for value in self._initial.values():
             key.update(memoryview(value))
         return key.hexdigest()
 
 
-def _nested(state: dict, flat: dict[str, mx.array], prefix: str = "") -> dict:
-    """Flat names as the keys of `state`, which may have dots themselves."""
+def _nest(state: dict, flat: dict[str, mx.array], prefix: str = "") -> dict:
+    """Flat names as the keys of `state`, which may contain dots themselves."""
     return {
-        k: _nested(v, flat, f"{prefix}{k}.")
+        k: _nest(v, flat, f"{prefix}{k}.")
         if isinstance(v, dict)
         else flat[prefix + str(k)]
         for k, v in state.items()

@@ -1,17 +1,24 @@
-"""One walk through a model, block by block, in two streams of hidden states.
+"""The sequential pipeline: quantize a model block by block.
 
-One stream has the full-precision blocks behind it, the other the quantized ones, so
-every layer is quantized for the inputs it will get. A method that compares nothing with
-full precision does without the first. Weights and second moments of one
-block are in memory at a time; the streams and all that is done are on disk, and a walk
-that was killed goes on at the block where it stopped.
+Two streams of hidden states go through the model. One has the full-precision blocks
+before it, the other the quantized blocks. So every layer is calibrated on the inputs
+that it will receive. Methods without `needs_cross_moments` run only the second stream.
+
+The weights and statistics of one block are in memory at a time. The streams and all
+results are on disk, and a killed run resumes at the block where it stopped.
+
+The call chain from a recipe to the column update of GPTQ:
+
+    GPTQ.quantize > SequentialPipeline.run > _quantize_block > GPTQ.quantize_group
+    > gptq_solver.solve_layer > gptq > gptq_strip
 """
 
 import hashlib
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,70 +26,53 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ...config.quant_spec import QuantSpec
 from ...cpu import malloc, on_cpu
-from ...models.blockwise import BlockwiseModel
+from ...models.blockwise import BlockwiseModel, cast
 from ...run.fs import atomic_folder
-from ..packing import expand, pack
 from . import activation_cache
-from .activation_cache import FULL, ROUNDED
-from .base import PTQContext
-from .block_calibration import BlockCalibration
-from .block_context import Prepare, QuantizedBlock, close_block, prepare_block
-from .embeddings import embeddings, given
-from .fisher import token_weights
-from .head_activations import HeadCalibration
+from .activation_cache import FULL, QUANTIZED, ActivationShard
+from .base import (
+    BlockContext,
+    PTQMethod,
+    QuantizedBlock,
+    QuantizedTensor,
+    Weights,
+    set_weights,
+)
+from .block_calibration import BlockCalibration, HeadCalibration
+from .embeddings import embeddings, replaced_weights
 from .input_statistics import InputStatistics
 from .output_fisher import (
-    backward_sensitivity_pass,
-    drop_statistics,
-    output_hessians,
-    squares,
+    drop_block_statistics,
+    estimate_output_fisher,
+    gradient_norms,
+    output_fisher,
+    token_weights,
 )
 
 if TYPE_CHECKING:
     from ...data.calibration import CalibrationBatch
 
-
 TENSORS = "tensors.safetensors"
 EMBEDDINGS = "embeddings"
-
-
-@dataclass(frozen=True)
-class QuantizedTensor:
-    """A layer as it is stored, and the dense weight it stands for."""
-
-    tensors: dict[str, mx.array]
-    weight: mx.array
-
-
-# Quantizes layers that share an input: weights by path, what is known of that input,
-# None when no hidden state goes into them.
-Solve = Callable[
-    [dict[str, mx.array], InputStatistics | None], dict[str, QuantizedTensor]
-]
-# Gives layers of a block something better, once it is quantized; by path.
-Improve = Callable[[QuantizedBlock], dict[str, QuantizedTensor]]
+TOKENS_PER_COLUMN = 8
+MIN_TOKENS = 1 << 15
+BATCH_TOKENS = 2048
+# Freed memory that MLX may keep, as it counts too if a model hardly fits.
+CACHE_BYTES = 1 << 27
 
 
 class SequentialPipeline:
-    """Leads a method through the blocks of a model.
+    """Runs a calibrated method over the blocks of a model.
 
     Args:
-        model: its weights may be unread.
-        paths: of the layers to quantize.
-        windows: of calibration tokens.
-        folder: where the walk keeps its state.
-        key: what the walk depends on besides; another key begins anew.
-        compute: the type to run blocks in.
-        at_once: tokens that go through a block together, in whole windows.
-        reread: see `Blockwise`.
-        prepare: is shown every block before it is quantized.
-        improve: is shown every block afterwards.
-        compares: whether to run the full-precision stream too; it costs as much as the
-            other. Without one moments have no `cross`, and nothing can be improved.
-        weighs_embeddings: whether the method asks what errors in embeddings cost.
-        weighs_outputs: whether it asks what errors in the outputs of layers cost.
+        method: its hooks are called for every block.
+        windows: calibration tokens.
+        folder: for the state of the run.
+        key: digest of everything else that the result depends on. A state with another
+            key is dropped.
+        compute: dtype to run blocks in.
+        batch_tokens: tokens that go through a block together, in whole windows.
 
     Raises:
         UserError: the model is not a plain sequence of blocks.
@@ -90,339 +80,326 @@ class SequentialPipeline:
 
     def __init__(
         self,
-        model: nn.Module,
-        paths: list[str],
+        method: PTQMethod,
         windows: "CalibrationBatch",
         folder: Path,
         *,
         key: str,
         compute: mx.Dtype,
-        at_once: int,
-        info: Callable[[str], None],
-        reread: Callable[[], nn.Module] | None = None,
-        prepare: Prepare | None = None,
-        improve: Improve | None = None,
-        compares: bool = True,
-        weighs_embeddings: bool = True,
-        weighs_outputs: bool = False,
+        batch_tokens: int,
     ):
-        self.model = model
-        parts = windows.parts(at_once)
-        self.tokens = [mx.array(part.tokens) for part in parts]
-        self.counted = [mx.array(part.counted) for part in parts]
+        context = method.context
+        self.method = method
+        self.context = context
+        self.model: nn.Module = context.model
+        shards = windows.parts(batch_tokens)
+        self.tokens = [mx.array(shard.tokens) for shard in shards]
+        self.counted = [mx.array(shard.counted) for shard in shards]
         self.folder = folder
         self.key = key
         self.compute = compute
-        self.info = info
-        self.prepare = prepare
-        self.improve = improve
-        self.compares = compares
-        self.weighs_embeddings = weighs_embeddings
-        self.weighs_outputs = weighs_outputs
-        self.blockwise = BlockwiseModel(model, reread)
-        self._inside: list[list[str]] = [[] for _ in self.blockwise.blocks]
-        self._outside = []
-        for path in paths:
+        self.blockwise = BlockwiseModel(context.model, context.reread)
+        self._block_paths: list[list[str]] = [[] for _ in self.blockwise.blocks]
+        self._outer_paths = []
+        for path in context.specs:
             if path.startswith(self.blockwise.prefix):
                 name = path.removeprefix(self.blockwise.prefix)
-                number, _, rest = name.partition(".")
-                self._inside[int(number)].append(rest)
+                index, _, inner = name.partition(".")
+                self._block_paths[int(index)].append(inner)
             else:
-                self._outside.append(path)
+                self._outer_paths.append(path)
 
-    def run(self, solve: Solve) -> dict[str, mx.array]:
-        """Walk to the end.
+    @classmethod
+    def from_method(cls, method: PTQMethod) -> "SequentialPipeline":
+        """The pipeline with the calibration tokens that a method's recipe asks for."""
+        config, context = method.config, method.context
+        modules = dict(context.model.named_modules())
+        width = max(modules[path].weight.shape[-1] for path in context.specs)
+        recommended = TOKENS_PER_COLUMN * width
+        num_tokens = config.calibration.num_tokens or max(MIN_TOKENS, recommended)
+        windows = context.windows(num_tokens)
+        if windows.size < recommended:
+            context.logger.warning(
+                f"calibration has {windows.size:,} tokens; at least {recommended:,} "
+                f"are recommended for layers of width {width}"
+            )
+        key = hashlib.sha256(windows.tokens.tobytes() + windows.counted.tobytes())
+        key.update(config.model_dump_json().encode())
+        key.update(repr(sorted(context.specs.items())).encode())
+        return cls(
+            method,
+            windows,
+            context.folder / "sequential",
+            key=key.hexdigest(),
+            compute=mx.float32 if on_cpu() else context.dtype,
+            batch_tokens=BATCH_TOKENS,
+        )
+
+    def run(self) -> dict[str, mx.array]:
+        """Quantize all layers.
 
         Returns:
-            Codes, scales and biases by name, unread, of all layers, and the weights of
-            others that `prepare` changed.
+            Packed codes, scales and biases by name, lazily loaded, and the dense
+            weights that `prepare_block` changed.
         """
-        self._begin(solve)
-        for number in range(self._done(), len(self.blockwise)):
-            self._walk_block(number, solve)
-        self._finish(solve)
+        with _low_memory():
+            self._start()
+            for index in range(self._num_done(), len(self.blockwise)):
+                self._quantize_block(index)
+            self._quantize_head()
         files = sorted(self.folder.glob(f"*/{TENSORS}"))
-        return {
-            name: value for file in files for name, value in mx.load(str(file)).items()
-        }
+        return {k: v for file in files for k, v in mx.load(str(file)).items()}
 
-    def _begin(self, solve: Solve) -> None:
-        """Make the streams in front of the first block, unless that is done."""
-        state = self.folder / "walk.json"
+    def _start(self) -> None:
+        """Write the streams before the first block, unless that is done."""
+        state = self.folder / "state.json"
         if state.is_file() and json.loads(state.read_text()) == self.key:
             return
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        self.blockwise.check(self.tokens[0][:1, :8])
-        found = self._quantize_embeddings(solve)
-        with atomic_folder(self.folder / "0000") as place:
-            if self.compares:
-                self._enter(place, FULL)
-            with given(self.model, {path: s.weight for path, s in found.items()}):
-                self._enter(place, ROUNDED)
-        self.blockwise.let_go()
+        self.blockwise.verify(self.tokens[0][:1, :8])
+        quantized = self._quantize_embeddings()
+        with atomic_folder(self.folder / "0000") as target:
+            if self.method.needs_cross_moments:
+                self._embed(target, FULL)
+            weights = {path: layer.weight for path, layer in quantized.items()}
+            with replaced_weights(self.model, weights):
+                self._embed(target, QUANTIZED)
+        self.blockwise.unload()
         state.write_text(json.dumps(self.key))
 
-    def _quantize_embeddings(self, solve: Solve) -> dict[str, QuantizedTensor]:
-        """Before all else: what they lose, the blocks after them can make up for."""
-        found: dict[str, QuantizedTensor] = {}
-        weights = embeddings(self.model, self._outside)
-        with atomic_folder(self.folder / EMBEDDINGS) as place:
-            moments = backward_sensitivity_pass(
+    def _quantize_embeddings(self) -> dict[str, QuantizedTensor]:
+        """Quantize embeddings first, so that the blocks compensate for their errors."""
+        quantized: dict[str, QuantizedTensor] = {}
+        weights = embeddings(self.model, self._outer_paths)
+        no_paths = [[] for _ in self._block_paths]
+        with atomic_folder(self.folder / EMBEDDINGS) as target:
+            statistics = estimate_output_fisher(
                 self.blockwise,
-                list(weights) if self.weighs_embeddings else [],
-                self._inside if self.weighs_outputs else [[]] * len(self._inside),
+                list(weights) if self.method.weighs_embeddings else [],
+                self._block_paths if self.method.weighs_outputs else no_paths,
                 self.tokens,
                 self.counted,
                 compute=self.compute,
-                folder=place,
+                folder=target,
             )
             for path, weight in weights.items():
-                found |= solve({path: weight}, moments.get(path))
-            mx.save_safetensors(str(place / TENSORS), _named(found))
-        return found
+                quantized |= self._quantize_outer({path: weight}, statistics.get(path))
+            mx.save_safetensors(str(target / TENSORS), _by_name(quantized))
+        return quantized
 
-    def _enter(self, place: Path, stream: str) -> None:
-        """The hidden states in front of the first block."""
-        for part, tokens in enumerate(self.tokens):
-            hidden = {"hidden": self.blockwise.first(tokens)}
-            activation_cache.save(place, stream, part, hidden)
+    def _embed(self, folder: Path, stream: str) -> None:
+        """Write the hidden states before the first block."""
+        for shard, tokens in enumerate(self.tokens):
+            hidden = {"hidden": self.blockwise.embed(tokens)}
+            activation_cache.save(folder, stream, shard, hidden)
 
-    def _done(self) -> int:
-        """How many blocks are behind the newest streams on disk."""
+    def _num_done(self) -> int:
+        """Number of blocks before the newest streams on disk."""
         newest = activation_cache.newest(self.folder)
-        for older in self.folder.iterdir():
-            if older != newest:
-                activation_cache.drop(older)
+        for folder in self.folder.iterdir():
+            if folder != newest:
+                activation_cache.drop(folder)
         return int(newest.name)
 
-    def _walk_block(self, number: int, solve: Solve) -> None:
-        here, tensors = self.folder / f"{number:04d}", {}
-        parameters = self.blockwise.blocks[number].parameters
-        dtypes = {name: value.dtype for name, value in tree_flatten(parameters())}
+    def _quantize_block(self, index: int) -> None:
+        before, tensors = self.folder / f"{index:04d}", {}
+        paths = self._block_paths[index]
+        parameters = tree_flatten(self.blockwise.blocks[index].parameters())
+        dtypes = {name: value.dtype for name, value in parameters}
         with (
-            atomic_folder(self.folder / f"{number + 1:04d}") as after,
-            self.blockwise.at_hand(number, self.compute),
+            atomic_folder(self.folder / f"{index + 1:04d}") as after,
+            self.blockwise.loaded_block(index, self.compute),
         ):
-            if self.prepare is not None:
-                tensors |= prepare_block(
-                    self.prepare,
-                    self.blockwise,
-                    number,
-                    self._inside[number],
-                    self.tokens,
-                    here,
-                    dtypes,
-                )
-            crossing = BlockCalibration(
+            tensors |= self._prepare_block(index, dtypes)
+            calibration = BlockCalibration(
                 self.blockwise,
-                number,
-                self._inside[number],
+                index,
+                paths,
                 self.tokens,
-                here,
+                before,
                 after,
-                compares=self.compares,
+                full_precision=self.method.needs_cross_moments,
             )
-            if self.compares:
-                crossing.pass_full()
-            for group in crossing.groups:
-                tensors |= self._quantize(number, group, crossing, solve)
-            seen = {path for group in crossing.groups for path in group}
-            for path in self._inside[number]:
-                if path not in seen:
-                    tensors |= self._quantize(number, [path], None, solve)
-            if self.improve is not None:
-                closed = close_block(
-                    self.blockwise, number, tensors, self.tokens, here, after
-                )
-                tensors |= self._put(number, self.improve(closed))
-                crossing.forget()
-            crossing.leave()
+            if self.method.needs_cross_moments:
+                calibration.run_full_precision()
+            called = {path for group in calibration.groups for path in group}
+            uncalled = [[path] for path in paths if path not in called]
+            for group in (*calibration.groups, *uncalled):
+                affine, quantized = self._split_affine(self._weights(index, group))
+                if affine:
+                    # Passed on without a name, so that the method can free them.
+                    quantized |= self.method.quantize_group(
+                        affine, self._statistics(index, group, calibration, called)
+                    )
+                tensors |= self._assign(index, quantized)
+            block = self._quantized_block(index, tensors, before, after)
+            improved = self.method.finalize_block(block)
+            if improved:
+                tensors |= self._assign(index, improved)
+                calibration.invalidate_inputs()
+            calibration.run_quantized()
             mx.save_safetensors(str(after / TENSORS), tensors)
-        activation_cache.drop(here)
-        drop_statistics(self.folder / EMBEDDINGS, number)
-        self.info(f"block {number + 1} of {len(self.blockwise)} is quantized")
+        activation_cache.drop(before)
+        drop_block_statistics(self.folder / EMBEDDINGS, index)
+        self.context.logger.info(
+            f"block {index + 1} of {len(self.blockwise)} quantized"
+        )
 
-    def _quantize(
+    def _prepare_block(self, index: int, dtypes: dict[str, mx.Dtype]) -> Weights:
+        """Let the method replace weights of a block.
+
+        Returns:
+            The changed weights that are not quantized afterwards, by name in the model.
+        """
+        block, prefix = self.blockwise.blocks[index], self._prefix(index)
+        paths = self._block_paths[index]
+        original = dict(tree_flatten(block.parameters()))
+        weights = {name: cast(value, mx.float32) for name, value in original.items()}
+        samples = self._samples(index)
+        new_weights = self.method.prepare_block(
+            BlockContext(prefix, block, weights, dtypes, paths, samples)
+        )
+        if new_weights is None:
+            return {}
+        changed = {k: v for k, v in new_weights.items() if v is not weights[k]}
+        cast_back = {k: cast(v, original[k].dtype) for k, v in changed.items()}
+        set_weights(block, original | cast_back)
+        to_quantize = {f"{path}.weight" for path in paths}
+        return {
+            prefix + name: cast(value, dtypes[name])
+            for name, value in changed.items()
+            if name not in to_quantize
+        }
+
+    def _samples(self, index: int) -> list[tuple[Callable, mx.array]]:
+        """The first shard and another one, or both halves of a single shard."""
+        if len(self.tokens) > 1:
+            chosen = [(shard, slice(None)) for shard in (0, len(self.tokens) // 2)]
+        else:
+            half = (len(self.tokens[0]) + 1) // 2
+            chosen = [(0, slice(half)), (0, slice(-half, None))]
+        folder, samples = self.folder / f"{index:04d}", []
+        for shard, rows in chosen:
+            hidden = activation_cache.load(folder, QUANTIZED, shard)["hidden"][rows]
+            forward = partial(self._forward, index, self.tokens[shard][rows])
+            samples.append((forward, hidden.astype(mx.float32)))
+        return samples
+
+    def _forward(self, index: int, tokens: mx.array, hidden: mx.array) -> mx.array:
+        return self.blockwise.run_block(index, tokens[: len(hidden)], hidden)
+
+    def _quantized_block(
+        self, index: int, tensors: dict[str, mx.array], before: Path, after: Path
+    ) -> QuantizedBlock:
+        shards = [
+            ActivationShard(tokens, shard, before, after)
+            for shard, tokens in enumerate(self.tokens)
+        ]
+        run = partial(self.blockwise.run_block, index)
+        block = self.blockwise.blocks[index]
+        return QuantizedBlock(self._prefix(index), block, tensors, run, shards)
+
+    def _prefix(self, index: int) -> str:
+        return f"{self.blockwise.prefix}{index}."
+
+    def _weights(self, index: int, group: list[str]) -> dict[str, mx.array]:
+        modules = dict(self.blockwise.blocks[index].named_modules())
+        return {self._prefix(index) + path: modules[path].weight for path in group}
+
+    def _statistics(
         self,
-        number: int,
+        index: int,
         group: list[str],
-        crossing: BlockCalibration | None,
-        solve: Solve,
+        calibration: BlockCalibration,
+        called: set[str],
+    ) -> InputStatistics | None:
+        """Statistics of a group's input. None if calibration tokens do not reach it."""
+        if group[0] not in called:
+            return None
+        prefix, folder = self._prefix(index), self.folder / EMBEDDINGS
+        norms = gradient_norms(folder, index)
+        known = [norms[path] for path in group if path in norms]
+        weights = token_weights(sum(known) if known else None, self.counted)
+        statistics = calibration.statistics(group, weights)
+        fisher = output_fisher(folder, index)
+        statistics.output_fisher = {prefix + p: fisher[p] for p in group if p in fisher}
+        return statistics
+
+    def _split_affine(
+        self, weights: dict[str, mx.array]
+    ) -> tuple[dict[str, mx.array], dict[str, QuantizedTensor]]:
+        """Weights on affine grids, and all others quantized with RTN."""
+        affine, quantized = {}, {}
+        for path, weight in weights.items():
+            if self.context.specs[path].mode == "affine":
+                affine[path] = weight
+            else:
+                self.context.logger.info(f"{path} quantized with RTN")
+                quantized[path] = self.context.rtn(path, weight)
+        return affine, quantized
+
+    def _assign(
+        self, index: int, quantized: dict[str, QuantizedTensor]
     ) -> dict[str, mx.array]:
-        """Layers of a block that share an input; of no crossing, if none was seen."""
-        prefix = f"{self.blockwise.prefix}{number}."
-        modules = dict(self.blockwise.blocks[number].named_modules())
-        weights = {prefix + path: modules[path].weight for path in group}
-        # Nobody but the solver holds the moments, so that it can let them go.
-        found = solve(weights, crossing and self._moments(number, group, crossing))
-        return self._put(number, found)
+        """Set dequantized weights in a block; the stored tensors by name."""
+        modules = dict(self.blockwise.blocks[index].named_modules())
+        for path, layer in quantized.items():
+            weight = layer.weight.astype(self.compute)
+            modules[path.removeprefix(self._prefix(index))].weight = weight
+        return _by_name(quantized)
 
-    def _moments(
-        self, number: int, group: list[str], crossing: BlockCalibration
-    ) -> InputStatistics:
-        prefix, place = f"{self.blockwise.prefix}{number}.", self.folder / EMBEDDINGS
-        known = squares(place, number)
-        own = [known[path] for path in group if path in known]
-        weights = token_weights(sum(own) if own else None, self.counted)
-        found = crossing.moments(group, weights)
-        known = output_hessians(place, number)
-        found.answers = {prefix + path: known[path] for path in group if path in known}
-        return found
-
-    def _put(
-        self, number: int, found: dict[str, QuantizedTensor]
-    ) -> dict[str, mx.array]:
-        """Give layers of a block the weights they stand for; what is stored of them."""
-        prefix = f"{self.blockwise.prefix}{number}."
-        modules = dict(self.blockwise.blocks[number].named_modules())
-        for path, stored in found.items():
-            dense = stored.weight.astype(self.compute)
-            modules[path.removeprefix(prefix)].weight = dense
-        return _named(found)
-
-    def _finish(self, solve: Solve) -> None:
-        """The layers outside the blocks."""
-        target = self.folder / "outside"
+    def _quantize_head(self) -> None:
+        """Quantize the layers outside the blocks that are not done yet."""
+        target = self.folder / "head"
         if target.is_dir():
             return
         modules = dict(self.model.named_modules())
         done = mx.load(str(self.folder / EMBEDDINGS / TENSORS))
-        left = [path for path in self._outside if f"{path}.weight" not in done]
-        end = self.folder / f"{len(self.blockwise):04d}"
-        behind = HeadCalibration(
+        paths = [path for path in self._outer_paths if f"{path}.weight" not in done]
+        calibration = HeadCalibration(
             self.blockwise,
-            left,
+            paths,
             self.tokens,
             self.counted,
-            end,
-            compares=self.compares,
+            self.folder / f"{len(self.blockwise):04d}",
+            full_precision=self.method.needs_cross_moments,
         )
-        groups = behind.groups()
-        seen = {path for group in groups for path in group}
-        tensors: dict[str, mx.array] = {}
+        groups = calibration.groups()
+        called = {path for group in groups for path in group}
+        quantized: dict[str, QuantizedTensor] = {}
         for group in groups:
             weights = {path: modules[path].weight for path in group}
-            tensors |= _named(solve(weights, behind.moments(group)))
-        for path in left:
-            if path not in seen:
-                tensors |= _named(solve({path: modules[path].weight}, None))
-        with atomic_folder(target) as place:
-            mx.save_safetensors(str(place / TENSORS), tensors)
-        self.blockwise.let_go()
+            quantized |= self._quantize_outer(weights, calibration.statistics(group))
+        for path in paths:
+            if path not in called:
+                quantized |= self._quantize_outer({path: modules[path].weight}, None)
+        with atomic_folder(target) as folder:
+            mx.save_safetensors(str(folder / TENSORS), _by_name(quantized))
+        self.blockwise.unload()
+
+    def _quantize_outer(
+        self, weights: dict[str, mx.array], statistics: InputStatistics | None
+    ) -> dict[str, QuantizedTensor]:
+        affine, quantized = self._split_affine(weights)
+        if affine:
+            quantized |= self.method.quantize_group(affine, statistics)
+        return quantized
 
 
-def _named(layers: dict[str, QuantizedTensor]) -> dict[str, mx.array]:
+def _by_name(layers: dict[str, QuantizedTensor]) -> dict[str, mx.array]:
     return {
         f"{path}.{name}": value
-        for path, stored in layers.items()
-        for name, value in stored.tensors.items()
+        for path, layer in layers.items()
+        for name, value in layer.tensors.items()
     }
 
 
-# --- from quant.calibrated: What methods that watch the layers share: the walk, and what is left to rounding.
-
-
-TOKENS_PER_COLUMN = 8
-LEAST_TOKENS = 1 << 15
-TOKENS_AT_ONCE = 2048
-KEPT_BYTES = 1 << 27
-
-
-def quantize_sequentially(
-    config,
-    task: PTQContext,
-    solve: Solve,
-    prepare: Prepare | None = None,
-    improve: Improve | None = None,
-    *,
-    compares: bool,
-    weighs_embeddings: bool = True,
-    weighs_outputs: bool = False,
-) -> dict[str, mx.array]:
-    """Walk through the model; layers whose grid is not affine are rounded.
-
-    Args:
-        config: the method's.
-        prepare, improve, compares, weighs_embeddings, weighs_outputs: see `Walk`.
-
-    Returns:
-        What is stored, by name: codes, scales, biases, and dense weights that changed.
-    """
-    walk = _walk(
-        config,
-        task,
-        prepare=prepare,
-        improve=improve,
-        compares=compares,
-        weighs_embeddings=weighs_embeddings,
-        weighs_outputs=weighs_outputs,
-    )
-    # What MLX keeps of freed memory counts, too, where a model hardly fits.
-    before = mx.set_cache_limit(KEPT_BYTES)
+@contextmanager
+def _low_memory():
+    limit = mx.set_cache_limit(CACHE_BYTES)
     try:
         with malloc.low_memory():
-            tensors = walk.run(_affine_alone(solve, task))
+            yield
     finally:
-        mx.set_cache_limit(before)
-    modules = dict(task.model.named_modules())
-    for path, spec in task.specs.items():
-        if f"{path}.scales" not in tensors:
-            task.logger.info(f"{path} is rounded to the nearest")
-            # It may have had a scale folded in.
-            weight = tensors.pop(f"{path}.weight", modules[path].weight)
-            packed = pack(weight, spec, task.dtype)
-            tensors |= {f"{path}.{name}": value for name, value in packed.items()}
-    return tensors
-
-
-def quantized_tensor(
-    tensors: dict[str, mx.array], spec: QuantSpec, dtype: mx.Dtype
-) -> QuantizedTensor:
-    """Packed tensors and the weight they stand for."""
-    return QuantizedTensor(tensors, expand(tensors, spec, dtype))
-
-
-def _affine_alone(solve: Solve, task: PTQContext) -> Solve:
-    """`solve` for layers on affine grids; there is nothing to fit in the others."""
-
-    def solve_all(weights: dict[str, mx.array], moments) -> dict[str, QuantizedTensor]:
-        fixed = {p: w for p, w in weights.items() if task.specs[p].mode != "affine"}
-        found = {}
-        for path, weight in fixed.items():
-            task.logger.info(f"{path} is rounded to the nearest")
-            spec = task.specs[path]
-            found[path] = quantized_tensor(
-                pack(weight, spec, task.dtype), spec, task.dtype
-            )
-        affine = {p: w for p, w in weights.items() if p not in fixed}
-        return found | solve(affine, moments) if affine else found
-
-    return solve_all
-
-
-def _walk(config, task: PTQContext, **settings) -> SequentialPipeline:
-    modules = dict(task.model.named_modules())
-    widest = max(modules[path].weight.shape[-1] for path in task.specs)
-    wanted = max(LEAST_TOKENS, TOKENS_PER_COLUMN * widest)
-    windows = task.windows(config.calibration.num_tokens or wanted)
-    if windows.size < TOKENS_PER_COLUMN * widest:
-        task.logger.warning(
-            f"calibration has {windows.size:,} tokens; a layer {widest} wide wants "
-            f"{TOKENS_PER_COLUMN * widest:,}"
-        )
-    key = hashlib.sha256(windows.tokens.tobytes() + windows.counted.tobytes())
-    key.update(config.model_dump_json().encode())
-    key.update(repr(sorted(task.specs.items())).encode())
-    return SequentialPipeline(
-        task.model,
-        list(task.specs),
-        windows,
-        task.folder / "walk",
-        key=key.hexdigest(),
-        compute=mx.float32 if on_cpu() else task.dtype,
-        at_once=TOKENS_AT_ONCE,
-        info=task.logger.info,
-        reread=task.reread,
-        **settings,
-    )
+        mx.set_cache_limit(limit)

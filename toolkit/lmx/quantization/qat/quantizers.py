@@ -11,7 +11,7 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
-from ..affine_grid import ROUNDS, SHRINKS
+from ..affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
 from ..packing import expand, pack
 from .ste import AffineSTE, codes_as_float, straight_through
 
@@ -222,9 +222,9 @@ class StretchedElasticQuantizer:
     def _fit(self, groups: mx.array, widest: mx.array) -> mx.array:
         """The best of several fractions of the range, improved by least squares."""
         best = widest
-        for shrink in SHRINKS:
+        for shrink in SHRINK_FACTORS:
             best = self._better(groups, best, shrink * widest)
-        for _ in range(ROUNDS):
+        for _ in range(LEAST_SQUARES_ITERS):
             levels = self._levels(groups, best)
             power = (levels * levels).sum(axis=-1)
             fitted = (groups * levels).sum(axis=-1) / mx.where(power == 0, 1.0, power)

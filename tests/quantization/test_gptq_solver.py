@@ -1,4 +1,4 @@
-"""The closed form against float64 arithmetic and exhaustive search."""
+"""The GPTQ solver, against float64 arithmetic and exhaustive search."""
 
 from itertools import product
 
@@ -10,17 +10,22 @@ from lmx.quantization import backend
 from lmx.quantization.affine_grid import AffineGrid, fit_grid, nearest
 from lmx.quantization.packing import expand, pack
 from lmx.quantization.ptq import gptq_solver
-from lmx.quantization.ptq.error_propagation import OutputError
-from lmx.quantization.ptq.gptq_columns import coordinate_descent, fit_groups, gptq
-from lmx.quantization.ptq.gptq_solver import refit, solve_layer
+from lmx.quantization.ptq.gptq_solver import (
+    coordinate_descent,
+    fit_groups,
+    gptq,
+    refit,
+    solve_layer,
+)
 from lmx.quantization.ptq.hessian import damped
+from lmx.quantization.ptq.input_statistics import OutputError
 
 GROUP, WIDTH, ROWS = 32, 128, 24
 LEVELS = 4.0
 
 
 def inputs(width=WIDTH, count=2048, seed=0) -> np.ndarray:
-    """Correlated, of different sizes, as a model's are."""
+    """Correlated inputs of different magnitudes, as in a model."""
     generator = np.random.default_rng(seed)
     mixed = np.eye(width) + generator.normal(size=(width, width)) / np.sqrt(width)
     sizes = np.exp(0.7 * generator.normal(size=width))
@@ -40,7 +45,7 @@ def double(value: mx.array) -> np.ndarray:
     return np.array(value).astype(np.float64)
 
 
-def lost(grid: AffineGrid, target, matrix) -> np.ndarray:
+def row_errors(grid: AffineGrid, target, matrix) -> np.ndarray:
     """The squared error of every row, in float64."""
     off = double(grid.weight()) - double(target)
     return np.einsum("nk,kl,nl->n", off, double(matrix), off)
@@ -51,7 +56,7 @@ def hessian():
     return damped(moments(inputs()), GROUP)
 
 
-def test_the_factor_is_one_of_the_inverse(hessian):
+def test_hessian_factor_is_a_factor_of_the_inverse(hessian):
     order, factor = np.array(hessian.order), double(hessian.factor)
     ordered = double(hessian.matrix)[np.ix_(order, order)]
     assert np.allclose(factor.T @ factor @ ordered, np.eye(WIDTH), atol=1e-3)
@@ -61,7 +66,7 @@ def test_the_factor_is_one_of_the_inverse(hessian):
     assert np.allclose(solved, double(rows), atol=1e-4)
 
 
-def test_the_costliest_columns_come_first_and_groups_stay_together(hessian):
+def test_hessian_order_puts_costly_columns_first_by_group(hessian):
     order, costs = np.array(hessian.order), np.diag(double(hessian.matrix))
     assert sorted(order) == list(range(WIDTH))
     groups = order.reshape(-1, GROUP)
@@ -72,33 +77,33 @@ def test_the_costliest_columns_come_first_and_groups_stay_together(hessian):
 
 
 def naive_gptq(target, hessian, grid: AffineGrid) -> np.ndarray:
-    """Optimal brain quantization: after every column, the inverse without it."""
+    """Optimal brain quantization: remove each column from the inverse."""
     order = np.array(hessian.order)
-    left, codes = double(target), np.zeros(target.shape)
+    remaining, codes = double(target), np.zeros(target.shape)
     inverse = np.linalg.inv(double(hessian.matrix))
     scales, biases = double(grid.scales), double(grid.biases)
     for column in order:
         scale, bias = (v[:, column // GROUP] for v in (scales, biases))
-        code = np.clip(np.round((left[:, column] - bias) / scale), 0, 3)
+        code = np.clip(np.round((remaining[:, column] - bias) / scale), 0, 3)
         codes[:, column] = code
-        error = left[:, column] - (scale * code + bias)
-        own = inverse[column, column]
-        left = left - np.outer(error, inverse[column] / own)
-        inverse = inverse - np.outer(inverse[:, column], inverse[column]) / own
+        error = remaining[:, column] - (scale * code + bias)
+        pivot = inverse[column, column]
+        remaining = remaining - np.outer(error, inverse[column] / pivot)
+        inverse = inverse - np.outer(inverse[:, column], inverse[column]) / pivot
     return codes
 
 
-def test_gptqs_codes_are_those_of_the_naive_way(hessian):
+def test_gptq_codes_match_naive_obq(hessian):
     target = weights()
     grid = gptq(target, hessian, GROUP, LEVELS, mx.float32)
     expected = naive_gptq(target, hessian, grid)
-    # A weight in the middle of two codes may fall on either side.
+    # A weight halfway between two codes may go to either.
     assert (double(grid.codes) == expected).mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-def test_both_libraries_find_the_same(hessian, dtype, monkeypatch):
-    """NumPy, as on a CPU, and MLX, as on a GPU."""
+def test_numpy_and_mlx_give_the_same_grids(hessian, dtype, monkeypatch):
+    """NumPy is used on a CPU, MLX on a GPU."""
     target, costs = weights(), mx.diagonal(hessian.matrix)
 
     def grids():
@@ -106,27 +111,27 @@ def test_both_libraries_find_the_same(hessian, dtype, monkeypatch):
         second = gptq(target, hessian, GROUP, LEVELS, dtype)
         return first, second, coordinate_descent(first, target, hessian.matrix, LEVELS)
 
-    ours = grids()
-    seen = []
-    monkeypatch.setattr(backend, "on_cpu", lambda: seen.append(1) or False)
-    for one, other in zip(ours, grids(), strict=True):
-        # A weight in the middle of two codes may fall on either side.
+    numpy_grids = grids()
+    calls = []
+    monkeypatch.setattr(backend, "on_cpu", lambda: calls.append(1) or False)
+    for one, other in zip(numpy_grids, grids(), strict=True):
+        # A weight halfway between two codes may go to either.
         assert (double(one.codes) == double(other.codes)).mean() > 0.999
-        apart = np.abs(double(one.weight()) - double(other.weight()))
-        assert np.quantile(apart, 0.999) < 1e-6
-    assert seen
+        distance = np.abs(double(one.weight()) - double(other.weight()))
+        assert np.quantile(distance, 0.999) < 1e-6
+    assert calls
 
 
-def test_without_correlations_gptq_rounds_to_the_fitted_grid():
+def test_gptq_without_correlations_rounds_to_the_fitted_grid():
     target, hessian = weights(), damped(mx.eye(WIDTH), GROUP)
-    found = gptq(target, hessian, GROUP, LEVELS, mx.float32)
+    grid = gptq(target, hessian, GROUP, LEVELS, mx.float32)
     plain = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
-    assert mx.array_equal(found.codes, plain.codes)
-    assert mx.allclose(found.weight(), plain.weight())
+    assert mx.array_equal(grid.codes, plain.codes)
+    assert mx.allclose(grid.weight(), plain.weight())
 
 
 @pytest.mark.parametrize("power", [-6, 7])
-def test_the_size_of_the_inputs_is_of_no_account(hessian, power):
+def test_solve_layer_is_invariant_to_the_scale_of_inputs(hessian, power):
     scaled = damped(moments(inputs()) * 4.0**power, GROUP)
     spec = QuantSpec(bits=2, group_size=GROUP)
     one, other = (
@@ -135,42 +140,39 @@ def test_the_size_of_the_inputs_is_of_no_account(hessian, power):
     assert mx.array_equal(one.tensors["weight"], other.tensors["weight"])
 
 
-def test_rows_are_independent(hessian, monkeypatch):
+def test_solve_layer_rows_are_independent(hessian, monkeypatch):
     spec = QuantSpec(bits=3, group_size=GROUP)
     whole = solve_layer(weights(), hessian, spec, mx.float16)
-    monkeypatch.setattr(gptq_solver, "AT_ONCE", 5 * WIDTH)
-    monkeypatch.setattr(
-        "lmx.quantization.ptq.gptq_solver.MAX_REFIT_ELEMENTS",
-        3 * WIDTH * WIDTH // GROUP,
-    )
+    monkeypatch.setattr(gptq_solver, "MAX_ELEMENTS", 5 * WIDTH)
+    size = 3 * WIDTH * WIDTH // GROUP
+    monkeypatch.setattr(gptq_solver, "MAX_REFIT_ELEMENTS", size)
     parts = solve_layer(weights(), hessian, spec, mx.float16)
     same = [mx.abs(expand(s.tensors, spec, mx.float16)[:5]) for s in (whole, parts)]
     assert mx.allclose(*same, atol=2e-2)
-    for way, error in whole.errors.items():
-        assert parts.errors[way] == pytest.approx(error, rel=2e-2)
+    for name, error in whole.errors.items():
+        assert parts.errors[name] == pytest.approx(error, rel=2e-2)
 
 
-def test_neither_refit_nor_descent_loses_more(hessian):
+def test_refit_and_descent_reduce_the_error(hessian):
     target = weights()
     grid = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
-    before = lost(grid, target, hessian.matrix)
+    before = row_errors(grid, target, hessian.matrix)
     for _ in range(3):
         for improved in (
             refit(grid, target, hessian.matrix, mx.float32),
             coordinate_descent(grid, target, hessian.matrix, LEVELS),
         ):
-            after = lost(improved, target, hessian.matrix)
+            after = row_errors(improved, target, hessian.matrix)
             assert np.all(after <= before * (1 + 1e-4))
             assert after.sum() < before.sum()
         grid, before = improved, after
 
 
-def test_the_refit_is_least_squares(hessian):
+def test_refit_is_least_squares(hessian):
     target = weights()
     grid = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
-    found = lost(
-        refit(grid, target, hessian.matrix, mx.float32), target, hessian.matrix
-    )
+    grid = refit(grid, target, hessian.matrix, mx.float32)
+    errors = row_errors(grid, target, hessian.matrix)
     root = np.linalg.cholesky(double(hessian.matrix)).T
     for row in range(ROWS):
         columns = []
@@ -179,14 +181,14 @@ def test_the_refit_is_least_squares(hessian):
                 column = np.zeros(WIDTH)
                 column[start : start + GROUP] = kind[start : start + GROUP]
                 columns.append(root @ column)
-        _, rest, *_ = np.linalg.lstsq(
+        _, residual, *_ = np.linalg.lstsq(
             np.array(columns).T, root @ double(target)[row], rcond=None
         )
-        assert found[row] == pytest.approx(rest[0], rel=1e-3)
+        assert errors[row] == pytest.approx(residual[0], rel=1e-3)
 
 
-def test_between_the_best_there_is_and_plain_rounding():
-    """Six weights of 2 bits: every code tried, with the best scale and bias of each."""
+def test_refined_error_is_between_the_optimum_and_rtn():
+    """Six weights of 2 bits: all codes, each with its best scale and bias."""
     x = inputs(6, 400)
     hessian, target = damped(moments(x), 6), weights(8, 6)
     root = np.linalg.cholesky(double(hessian.matrix)).T
@@ -195,7 +197,7 @@ def test_between_the_best_there_is_and_plain_rounding():
     for _ in range(3):
         grid = refit(grid, target, hessian.matrix, mx.float32)
         grid = coordinate_descent(grid, target, hessian.matrix, LEVELS)
-    found, rounded = (lost(g, target, hessian.matrix) for g in (grid, plain))
+    refined, rounded = (row_errors(g, target, hessian.matrix) for g in (grid, plain))
     for row in range(len(target)):
         goal = root @ double(target)[row]
         best = min(
@@ -203,8 +205,8 @@ def test_between_the_best_there_is_and_plain_rounding():
             for codes in product(range(4), repeat=6)
             for a in [root @ np.stack([codes, np.ones(6)], axis=1)]
         )
-        assert best * (1 - 1e-4) <= found[row]
-    assert found.sum() < 0.6 * rounded.sum()
+        assert best * (1 - 1e-4) <= refined[row]
+    assert refined.sum() < 0.6 * rounded.sum()
 
 
 def _plain(target):
@@ -216,54 +218,54 @@ def _plain(target):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_what_is_kept_is_the_best_and_what_is_stored(hessian, bits, dtype):
+def test_stored_layer_has_the_least_error(hessian, bits, dtype):
     weight = weights().astype(dtype)
     spec = QuantSpec(bits=bits, group_size=GROUP)
     solution = solve_layer(weight, hessian, spec, dtype)
     errors = solution.errors
-    assert errors["kept"] <= min(errors.values()) * (1 + 1e-6)
-    assert errors["kept"] < 0.8 * errors["round to nearest"]
+    assert errors["best"] <= min(errors.values()) * (1 + 1e-6)
+    assert errors["best"] < 0.8 * errors["RTN"]
     stored = double(expand(solution.tensors, spec, dtype).astype(mx.float32))
     off = stored - double(weight.astype(mx.float32))
     matrix, whole = double(hessian.matrix), double(weight.astype(mx.float32))
     share = np.sum((off @ matrix) * off) / np.sum((whole @ matrix) * whole)
-    assert errors["kept"] == pytest.approx(share, rel=1e-3)
+    assert errors["best"] == pytest.approx(share, rel=1e-3)
     rounded = expand(pack(weight, spec, dtype), spec, dtype).astype(mx.float32)
     off = double(rounded) - whole
     share = np.sum((off @ matrix) * off) / np.sum((whole @ matrix) * whole)
-    assert errors["round to nearest"] == pytest.approx(share, rel=1e-3)
+    assert errors["RTN"] == pytest.approx(share, rel=1e-3)
 
 
-def test_the_target_makes_up_for_what_is_missing(hessian):
-    """w + share H^-1 (X'(Y - X) w + X'd), which is w where X is Y and d nothing."""
+def test_target_compensates_for_the_output_error(hessian):
+    """w + strength H^-1 (X'(Y - X) w + X'd), which is w if X = Y and d = 0."""
     x = inputs()
     y = x + 0.3 * inputs(seed=5)
     mean = np.diag(x.T @ x / len(x)).mean()
     cross = mx.array(x.T @ (y - x) / len(x) / mean, mx.float32)
     spec = QuantSpec(bits=4, group_size=GROUP)
 
-    more = (
+    drift = (
         0.1 * np.random.default_rng(6).normal(size=(len(x), ROWS)) + 0.02 * x[:, :ROWS]
     )
-    residual = mx.array(more.T @ x / len(x) / mean, mx.float32)
+    residual = mx.array(drift.T @ x / len(x) / mean, mx.float32)
 
-    def stored(cross, residual, share=1.0):
-        missing = None if cross is None else OutputError(cross, residual, share)
-        solution = solve_layer(weights(), hessian, spec, mx.float32, missing=missing)
-        return double(expand(solution.tensors, spec, mx.float32))
+    def quantized(cross, residual, strength=1.0):
+        error = None if cross is None else OutputError(cross, residual, strength)
+        layer = solve_layer(weights(), hessian, spec, mx.float32, output_error=error)
+        return double(expand(layer.tensors, spec, mx.float32))
 
-    wanted = y @ double(weights()).T + more
+    target = y @ double(weights()).T + drift
 
-    def missed(found):
-        return np.sum((x @ found.T - wanted) ** 2)
+    def output_error(weight):
+        return np.sum((x @ weight.T - target) ** 2)
 
-    plain, half = stored(None, None), stored(cross, residual, 0.5)
-    inputs_alone, full = stored(cross, None), stored(cross, residual)
-    nothing = mx.zeros_like(cross), mx.zeros_like(residual)
-    assert np.array_equal(stored(*nothing), plain)
-    assert np.array_equal(stored(cross, residual, 0.0), plain)
-    assert missed(full) < missed(half) < missed(plain)
-    assert missed(full) < missed(inputs_alone) < missed(plain)
+    plain, half = quantized(None, None), quantized(cross, residual, 0.5)
+    inputs_alone, full = quantized(cross, None), quantized(cross, residual)
+    zeros = mx.zeros_like(cross), mx.zeros_like(residual)
+    assert np.array_equal(quantized(*zeros), plain)
+    assert np.array_equal(quantized(cross, residual, 0.0), plain)
+    assert output_error(full) < output_error(half) < output_error(plain)
+    assert output_error(full) < output_error(inputs_alone) < output_error(plain)
 
 
 @pytest.mark.parametrize(
@@ -276,25 +278,25 @@ def test_the_target_makes_up_for_what_is_missing(hessian):
         lambda x: np.concatenate([x[:, :64], x[:, :64]], axis=1),
         lambda x: x * np.where(np.arange(WIDTH) == 3, 1e4, 1.0),
     ],
-    ids=["few", "repeated", "dead", "none", "twins", "outlier"],
+    ids=["few", "repeated", "dead", "zero", "duplicated", "outlier"],
 )
-def test_however_poor_the_inputs(make):
+def test_solve_layer_with_degenerate_inputs(make):
     hessian = damped(moments(make(inputs())), GROUP)
     assert 0 < hessian.damping <= 1
     solution = solve_layer(
         weights(), hessian, QuantSpec(bits=2, group_size=GROUP), mx.float16
     )
     assert np.isfinite(list(solution.errors.values())).all()
-    assert solution.errors["kept"] <= solution.errors["round to nearest"]
+    assert solution.errors["best"] <= solution.errors["RTN"]
     assert all(mx.isfinite(v).all() for v in solution.tensors.values())
 
 
-def test_a_matrix_that_cannot_be_inverted_is_damped_until_it_can():
+def test_damping_is_raised_until_the_matrix_is_invertible():
     broken = mx.array(np.diag([1.0] * 127 + [-0.05]), mx.float32)
     assert damped(broken, GROUP).damping == pytest.approx(0.1)
 
 
-def test_the_grid_of_a_group_against_a_search_of_all():
+def test_fit_grid_against_a_grid_search():
     weight = weights(6, 8)
     cost = mx.array(np.exp(np.random.default_rng(3).normal(size=8)), mx.float32)
     scale, bias = (double(v) for v in fit_grid(weight.T, cost, LEVELS, mx.float32))
@@ -306,21 +308,21 @@ def test_the_grid_of_a_group_against_a_search_of_all():
         return np.sum(costs * off**2)
 
     for index, row in enumerate(rows):
-        found = error(row, scale[index], bias[index])
+        fitted = error(row, scale[index], bias[index])
         low, high = row.min(), row.max()
-        assert found <= error(row, (high - low) / 3, low) * (1 + 1e-6)
+        assert fitted <= error(row, (high - low) / 3, low) * (1 + 1e-6)
         best = min(
             error(row, s, b)
             for s in np.linspace(0.2, 1.05, 120) * (high - low) / 3
             for b in np.linspace(low, low + 0.6 * (high - low), 120)
         )
-        assert found <= 1.6 * best
+        assert fitted <= 1.6 * best
 
 
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
-def test_both_libraries_store_alike(dtype):
+def test_round_to_dtype_is_the_same_in_numpy_and_mlx(dtype):
     values = np.random.default_rng(0).normal(size=4096).astype(np.float32)
-    # Halfway between two that bfloat16 has, and nothing.
+    # Halfway between two bfloat16 values, and zero.
     values[:4] = 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0
     expected = mx.array(values).astype(dtype).astype(mx.float32)
     assert np.array_equal(backend.round_to_dtype(values, dtype), np.array(expected))

@@ -25,31 +25,31 @@ def flat(packed):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_what_does_not_move_is_what_was_stored(spec, dtype):
-    """Of experts too, bit for bit; and what is served is what is stored."""
+def test_unchanged_latents_give_the_stored_tensors(spec, dtype):
+    """Bit for bit, with experts too. The weight is the dequantized one."""
     packed = pack(normal(2, 3, 256), spec, dtype)
     grid = LatentCodes(spec, dtype)
-    parts = grid.start(packed), *flat(packed)
-    again = grid.packed(*parts)
+    values = grid.init(packed), *flat(packed)
+    again = grid.packed(*values)
     assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
-    served = grid.rounded(*parts)
-    assert mx.array_equal(served, expand(packed, spec, dtype).astype(mx.float32))
-    moved = grid.packed(parts[0] + 0.6, *parts[1:])
+    weight = grid.weight(*values)
+    assert mx.array_equal(weight, expand(packed, spec, dtype).astype(mx.float32))
+    moved = grid.packed(values[0] + 0.6, *values[1:])
     assert not mx.array_equal(moved["weight"], packed["weight"])
 
 
 @pytest.mark.parametrize("bits", [2, 3])
-def test_slopes_are_finite_differences_of_the_clipped_line(bits):
-    """Straight-through: what is rounded off stays as it is when a number moves."""
+def test_gradients_match_finite_differences_of_the_clipped_line(bits):
+    """Straight-through estimator: the rounding error is constant."""
     grid = LatentCodes(QuantSpec(bits=bits, group_size=32), mx.float32)
     top = 2**bits - 1
-    positions = top / 2 + normal(1, 32, scale=top / 2)
+    latents = top / 2 + normal(1, 32, scale=top / 2)
     scales, biases = mx.array([0.3]), mx.array([-0.4])
-    seen = normal(1, 32, seed=1, scale=1.0)
-    found = mx.grad(
-        lambda *parts: (grid.rounded(*parts) * seen).sum(), argnums=(0, 1, 2)
-    )(positions, scales, biases)
-    p, g = (np.array(v[0], dtype=np.float64) for v in (positions, seen))
+    cotangent = normal(1, 32, seed=1, scale=1.0)
+    gradients = mx.grad(
+        lambda *parts: (grid.weight(*parts) * cotangent).sum(), argnums=(0, 1, 2)
+    )(latents, scales, biases)
+    p, g = (np.array(v[0], dtype=np.float64) for v in (latents, cotangent))
     s, b = scales.item(), biases.item()
     off = np.clip(np.rint(p), 0, top) - np.clip(p, -0.5, top + 0.5)
 
@@ -59,12 +59,12 @@ def test_slopes_are_finite_differences_of_the_clipped_line(bits):
     step = 1e-6
     moves = step * np.eye(32)
     expected = [surrogate(p + m, s, b) - surrogate(p - m, s, b) for m in moves]
-    close(found[0][0], np.array(expected) / (2 * step))
+    close(gradients[0][0], np.array(expected) / (2 * step))
     assert 0 < np.mean(np.array(expected) == 0) < 0.5
     by_scale = surrogate(p, s + step, b) - surrogate(p, s - step, b)
     by_bias = surrogate(p, s, b + step) - surrogate(p, s, b - step)
-    close(found[1], np.array([by_scale]) / (2 * step))
-    close(found[2], np.array([by_bias]) / (2 * step))
+    close(gradients[1], np.array([by_scale]) / (2 * step))
+    close(gradients[2], np.array([by_bias]) / (2 * step))
 
 
 def close(value, expected):

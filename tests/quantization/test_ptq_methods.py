@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 import mlx.core as mx
 import mlx_lm
 import pytest
+from calibration_windows import windows_of
 from lmx.config.quant_spec import QuantSpec
 from lmx.config.quantize import AWQConfig, GPTQConfig, RTNConfig
 from lmx.models import checkpoint_writer
@@ -19,7 +20,6 @@ from lmx.run.logger import RunLogger
 from mlx.utils import tree_flatten
 from pydantic import ValidationError
 from tiny_checkpoints import QWEN3_MOE
-from tiny_windows import windows_of
 
 AWKWARD = {
     "dtype": "float16",
@@ -62,7 +62,7 @@ def quantize(method, source, target, **settings):
             Path(folder),
             RunLogger(None, quiet=True),
         )
-        tensors = METHODS[method](config, task)
+        tensors = METHODS[method](config, task).quantize()
         mx.eval(tensors)
     kept = {
         k: v for k, v in dense.items() if k[: -len(".weight")] not in selection.specs

@@ -1,0 +1,61 @@
+"""CandidateSelector keeps the better candidate and logs the decision."""
+
+import mlx.core as mx
+import pytest
+from lmx.models.loader import load
+from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
+from lmx.training.teacher_cache import cache_part_targets
+from test_ptq_methods import quantize
+
+TOKENS = [mx.random.randint(0, 320, (2, 16), key=mx.random.key(1))]
+
+
+@pytest.fixture(scope="module")
+def case(make_checkpoint, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("candidates")
+    source = make_checkpoint()
+    _, tensors, _ = quantize("rtn", source, folder / "q")
+    targets = cache_part_targets(
+        folder / "targets",
+        TOKENS,
+        load(source).model,
+        digest="a",
+        top_k=64,
+        info=lambda _: None,
+    )
+    return folder / "q", tensors, targets
+
+
+def worse(tensors, factor=1.5):
+    return {k: factor * v if k.endswith("scales") else v for k, v in tensors.items()}
+
+
+def selector_of(case):
+    path, tensors, targets = case
+    lines = []
+    model = CandidateModel(load(path).model, mx.float16)
+    return CandidateSelector(model, targets, lines.append), tensors, lines
+
+
+def test_better_candidate_is_selected(case):
+    selector, tensors, lines = selector_of(case)
+    assert selector.add("rtn", worse(tensors))
+    assert selector.add("method", tensors)
+    assert selector.best_name == "method"
+    assert selector.tensors is tensors
+    assert list(selector.divergences) == ["rtn", "method"]
+    assert lines[1].startswith("method: held-out KL ")
+    assert "(rtn " in lines[1]
+    assert "rejected" not in lines[1]
+
+
+@pytest.mark.parametrize("factor", [1.5, float("nan")])
+def test_worse_candidate_is_rejected(case, factor):
+    selector, tensors, lines = selector_of(case)
+    selector.add("rtn", tensors)
+    before = selector._model.model(TOKENS[0])
+    assert not selector.add("method", worse(tensors, factor))
+    assert selector.best_name == "rtn"
+    assert selector.tensors is tensors
+    assert "rejected, keeping rtn" in lines[1]
+    assert mx.array_equal(selector._model.model(TOKENS[0]), before)

@@ -1,0 +1,173 @@
+"""Output Fisher information, against gradients of the whole model."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.models.blockwise import BlockwiseModel
+from lmx.models.hooks import GradientTap, hook_calls
+from lmx.models.loader import build_model
+from lmx.quantization.ptq import output_fisher as module
+from lmx.quantization.ptq.fisher import sampled_label_loss, visible_positions
+from lmx.quantization.ptq.output_fisher import (
+    OWN_WEIGHT,
+    estimate_output_fisher,
+    gradient_norms,
+    output_fisher,
+    token_weights,
+)
+from mlx.utils import tree_map
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+TOKENS = mx.random.randint(0, 320, (5, 24), key=mx.random.key(0))
+PATHS = ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj"]
+
+COUNTED = mx.array([[0, 1, 1, 0], [0, 0, 1, 0], [1, 0, 0, 0]]).astype(mx.bool_)
+VISIBLE = np.array([[1, 1, 1, 0], [1, 1, 1, 0], [1, 0, 0, 0]], bool)
+SHARDS = [COUNTED[:2], COUNTED[2:]]
+
+
+def model_of(config=LLAMA):
+    mx.random.seed(5)
+    model = build_model(config | {"vocab_size": 320, "num_hidden_layers": 2})
+    model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
+    return model.eval()
+
+
+def estimate(model, folder, paths, rows=2, counted=None):
+    """Fisher information of the layers at `paths`, for every block."""
+    counted = mx.ones(TOKENS.shape, mx.bool_) if counted is None else counted
+    starts = range(0, len(TOKENS), rows)
+    tokens = [TOKENS[start : start + rows] for start in starts]
+    counted = [counted[start : start + rows] for start in starts]
+    model = BlockwiseModel(model)
+    estimate_output_fisher(
+        model,
+        [],
+        [paths] * len(model),
+        tokens,
+        counted,
+        compute=mx.float32,
+        folder=folder,
+    )
+    return [output_fisher(folder, index) for index in range(len(model))]
+
+
+def gradients_of(model, path, rows, counted=None):
+    """Gradients with respect to a layer's output, row by row, of the whole model."""
+    call, gradients = f"{path}:0", []
+    tap = GradientTap()
+    with hook_calls(model, [path], tap):
+        model(rows[:1])
+    for key, row in enumerate(rows):
+
+        def loss(shift, row=row, key=key):
+            mask = None if counted is None else counted[key][None]
+            with hook_calls(model, [path], GradientTap({call: shift})):
+                return sampled_label_loss(model(row[None]), mx.random.key(key), mask)
+
+        gradient = mx.grad(loss)(mx.zeros_like(tap.outputs[call]))
+        gradients.append(np.array(gradient, np.float64).reshape(-1, gradient.shape[-1]))
+    return np.concatenate(gradients)
+
+
+def expected_fisher(model, path, rows):
+    gradients = gradients_of(model, path, rows)
+    return gradients.T @ gradients / len(gradients)
+
+
+def test_fisher_matches_the_whole_model(tmp_path):
+    model = model_of()
+    fisher = estimate(model, tmp_path, PATHS)
+    assert [set(by_path) for by_path in fisher] == [set(PATHS)] * len(fisher)
+    for index, by_path in enumerate(fisher):
+        for path, value in by_path.items():
+            expected = expected_fisher(model, f"model.layers.{index}.{path}", TOKENS)
+            largest = np.abs(expected).max()
+            np.testing.assert_allclose(value, expected, atol=2e-4 * largest)
+    assert not model.training
+
+
+# 128 outputs need 38 tokens: the first shard of two windows of 24.
+@pytest.mark.parametrize("limit", [("TOKENS_PER_OUTPUT", 0.3), ("MAX_TOKENS", 38)])
+def test_fisher_uses_as_many_tokens_as_needed(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(module, *limit)
+    model = model_of()
+    path = "self_attn.o_proj"
+    value = estimate(model, tmp_path, [path])[0][path]
+    expected = expected_fisher(model, f"model.layers.0.{path}", TOKENS[:2])
+    np.testing.assert_allclose(value, expected, atol=2e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("limit", [("MAX_OUTPUTS", 128), ("MAX_OUTPUT_RATIO", 1)])
+def test_fisher_skips_wide_layers_and_experts(tmp_path, monkeypatch, limit):
+    monkeypatch.setattr(module, *limit)
+    paths = ["self_attn.o_proj", "mlp.up_proj"]
+    fisher = estimate(model_of(), tmp_path, paths)
+    assert [set(by_path) for by_path in fisher] == [{paths[0]}] * 2
+    paths = ["self_attn.o_proj", "mlp.switch_mlp.up_proj"]
+    (tmp_path / "experts").mkdir()
+    fisher = estimate(model_of(QWEN3_MOE), tmp_path / "experts", paths)
+    assert [set(by_path) for by_path in fisher] == [{paths[0]}] * len(fisher)
+
+
+@pytest.mark.parametrize("paths", [[], ["mlp.up_proj"]])
+def test_fisher_without_layers_runs_no_pass(tmp_path, monkeypatch, paths):
+    monkeypatch.setattr(module, "MAX_OUTPUTS", 1)
+    monkeypatch.setattr(module, "ForwardBackwardPass", None)
+    assert estimate(model_of(), tmp_path, paths) == [{}, {}]
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_counted_positions_have_gradients(tmp_path, monkeypatch):
+    """Norms exist for layers too wide for Fisher information as well."""
+    monkeypatch.setattr(module, "MAX_OUTPUT_RATIO", 1)
+    counted = mx.random.bernoulli(0.4, TOKENS.shape, key=mx.random.key(1))
+    model, paths = model_of(), ["self_attn.o_proj", "mlp.up_proj"]
+    fisher = estimate(model, tmp_path, paths, counted=counted)
+    for index, by_path in enumerate(fisher):
+        assert set(by_path) == {paths[0]}
+        norms = gradient_norms(tmp_path, index)
+        assert set(norms) == set(paths)
+        for path in paths:
+            full_path = f"model.layers.{index}.{path}"
+            gradients = gradients_of(model, full_path, TOKENS, counted)
+            expected = np.square(gradients).sum(axis=1)
+            np.testing.assert_allclose(
+                norms[path], expected, atol=2e-4 * expected.max()
+            )
+            if path in by_path:
+                expected = gradients.T @ gradients / counted.sum().item()
+                largest = np.abs(expected).max()
+                np.testing.assert_allclose(by_path[path], expected, atol=2e-4 * largest)
+
+
+def test_gradient_norms_are_not_stored_if_all_positions_count(tmp_path):
+    estimate(model_of(), tmp_path, PATHS)
+    assert gradient_norms(tmp_path, 0) == {}
+
+
+def test_visible_positions_end_at_the_last_counted_one():
+    assert np.array_equal(visible_positions(COUNTED), VISIBLE)
+
+
+def test_token_weights_are_absent_if_all_positions_count():
+    assert token_weights(mx.ones(12), [mx.ones((3, 4), mx.bool_)]) is None
+
+
+def test_token_weights_without_gradients_are_equal():
+    weights = token_weights(None, SHARDS)
+    assert [shard.shape for shard in weights] == [(8,), (4,)]
+    assert np.array_equal(np.concatenate(weights), VISIBLE.reshape(-1))
+
+
+def test_token_weights_are_half_their_own_and_half_the_mean():
+    norms = np.array([2, 6, 10, 0, 1, 3, 8, 0], np.float64)
+    weights = np.concatenate(token_weights(mx.array(norms, mx.float32), SHARDS))
+    counted, visible = np.array(COUNTED).reshape(-1), VISIBLE.reshape(-1)
+    # Tokens of the last window have no gradients, so they have the mean of their kind.
+    means = np.where(counted, (6 + 10 + 8) / 3, np.where(visible, (2 + 1 + 3) / 3, 0))
+    expected = means.copy()
+    expected[:8] = (1 - OWN_WEIGHT) * means[:8] + OWN_WEIGHT * norms
+    expected *= visible.sum() / expected.sum()
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+    assert weights.sum() == pytest.approx(visible.sum())

@@ -1,0 +1,451 @@
+"""SequentialPipeline: what layers are calibrated on, in which order, and resume."""
+
+import inspect
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from calibration_windows import windows_of
+from lmx.config.quant_spec import QuantizationConfig
+from lmx.config.quantize import GPTQConfig
+from lmx.errors import UserError
+from lmx.models.loader import build_model, load
+from lmx.quantization.packing import expand, pack
+from lmx.quantization.ptq import gptq_solver
+from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
+from lmx.quantization.ptq.gptq import GPTQ
+from lmx.quantization.ptq.sequential import SequentialPipeline
+from lmx.quantization.target_layers import select_layers
+from lmx.run.logger import RunLogger
+from mlx.utils import tree_flatten, tree_map
+from test_output_fisher import gradients_of
+from tiny_checkpoints import LLAMA, QWEN3_MOE
+
+TOKENS = mx.random.randint(0, 320, (6, 24), key=mx.random.key(0))
+GRID = QuantizationConfig(bits=3, group_size=32)
+KINDS = ("scales", "biases")
+SIZES = {"num_hidden_layers": 3, "vocab_size": 320, "tie_word_embeddings": False}
+
+
+def model_of(config=LLAMA, **changes):
+    mx.random.seed(5)
+    model = build_model(config | SIZES | changes)
+    model.update(tree_map(lambda v: 2 * v if v.ndim > 1 else v, model.parameters()))
+    return model.eval()
+
+
+def context_of(model, folder, reread=None, grid=GRID, counted=None) -> PTQContext:
+    specs, windows = select_layers(model, grid).specs, windows_of(TOKENS, counted)
+    logger = RunLogger(None, quiet=True)
+    return PTQContext(
+        model, specs, mx.float32, lambda _: windows, folder, logger, reread
+    )
+
+
+class RecordingRTN(PTQMethod):
+    """Quantizes with RTN and records the statistics that it receives."""
+
+    needs_cross_moments = True
+    weighs_embeddings = True
+
+    def __init__(self, stop_at: str | None = None, finalize=None, **flags):
+        self.stop_at = stop_at
+        self.finalize = finalize
+        self.statistics = {}
+        vars(self).update(flags)
+
+    def quantize_group(self, weights, statistics):
+        if self.stop_at in weights:
+            raise KeyboardInterrupt
+        quantized = {}
+        for path, weight in weights.items():
+            self.statistics[path] = statistics
+            tensors = pack(weight, GRID, mx.float32)
+            quantized[path] = QuantizedTensor(
+                tensors, expand(tensors, GRID, mx.float32)
+            )
+        return quantized
+
+    def finalize_block(self, block):
+        return self.finalize(block) if self.finalize else {}
+
+    def run(
+        self,
+        model,
+        folder,
+        *,
+        key="a",
+        rows=4,
+        compute=mx.float32,
+        counted=None,
+        **more,
+    ):
+        self.context = context_of(model, folder, counted=counted, **more)
+        return SequentialPipeline(
+            self,
+            windows_of(TOKENS, counted),
+            folder / "pipeline",
+            key=key,
+            compute=compute,
+            batch_tokens=rows * TOKENS.shape[1],
+        ).run()
+
+    def quantized_before(self, path) -> list[str]:
+        """Layers that are quantized before the group of this one."""
+        paths, own = list(self.statistics), self.statistics[path]
+        return [p for p in paths[: paths.index(path)] if self.statistics[p] is not own]
+
+
+class Recorder(nn.Module):
+    """A layer that records its inputs."""
+
+    def __init__(self, layer, inputs):
+        super().__init__()
+        self.layer, self.inputs = layer, inputs
+
+    def __call__(self, x, *args, **kwargs):
+        self.inputs.append((x, *args))
+        return self.layer(x, *args, **kwargs)
+
+
+def inputs_of(model, path, quantized=()):
+    """The inputs of a layer in a model some of whose layers are quantized."""
+    modules = dict(model.named_modules())
+    for name in quantized:
+        layer = modules[name]
+        layer.weight = expand(pack(layer.weight, GRID, mx.float32), GRID, mx.float32)
+    parent, _, name = path.rpartition(".")
+    inputs = []
+    modules[parent][name] = Recorder(modules[path], inputs)
+    model(TOKENS)
+    return inputs[0]
+
+
+def rows_of(model, path, quantized=()):
+    x = inputs_of(model, path, quantized)[0]
+    return np.array(x, np.float64).reshape(-1, x.shape[-1])
+
+
+def test_gptq_call_chain_has_six_calls(tmp_path, monkeypatch):
+    """From the method's entry to the column update; see sequential.py."""
+    chains, update = [], gptq_solver.gptq_strip
+
+    def recorded(*args):
+        frames = [f for f in inspect.stack()[1:] if "/lmx/" in f.filename]
+        chains.append([frame.function for frame in reversed(frames)])
+        return update(*args)
+
+    monkeypatch.setattr(gptq_solver, "gptq_strip", recorded)
+    monkeypatch.setattr(gptq_solver, "compiled_for", lambda _, function: function)
+    config = GPTQConfig(bits=3, refine_iters=0)
+    GPTQ(config, context_of(model_of(), tmp_path)).quantize()
+    assert [
+        "quantize",
+        "run",
+        "_quantize_block",
+        "quantize_group",
+        "solve_layer",
+        "gptq",
+    ] in chains
+
+
+def test_groups_come_in_the_order_of_calls(tmp_path):
+    method = RecordingRTN()
+    method.run(model_of(), tmp_path)
+    parts = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    parts += ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    blocks = [f"model.layers.{number}.{part}" for number in range(3) for part in parts]
+    outside = ["lm_head", "model.embed_tokens"]
+    assert sorted(method.statistics) == sorted([*blocks, *outside])
+    order, last = [], None
+    for path, statistics in method.statistics.items():
+        if statistics is not last:
+            order.append(path.rpartition(".")[2])
+        last = statistics
+    inside = ["q_proj", "o_proj", "gate_proj", "down_proj"]
+    assert order == ["embed_tokens", *inside * 3, "lm_head"]
+
+
+def assert_moments(method, path, make_model=model_of):
+    quantized = method.quantized_before(path)
+    x, y = rows_of(make_model(), path, quantized), rows_of(make_model(), path)
+    statistics, largest = method.statistics[path], np.abs(x.T @ x).max()
+    np.testing.assert_allclose(statistics.second_moments, x.T @ x, atol=1e-4 * largest)
+    np.testing.assert_allclose(
+        statistics.cross_moments, x.T @ (y - x), atol=1e-4 * largest
+    )
+    return x, y
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["model.layers.1.self_attn.o_proj", "model.layers.2.mlp.down_proj", "lm_head"],
+)
+def test_moments_use_inputs_of_the_partly_quantized_model(tmp_path, path):
+    method = RecordingRTN()
+    method.run(model_of(), tmp_path)
+    x, y = assert_moments(method, path)
+    assert method.statistics[path].counts.item() == TOKENS.size
+    assert np.abs(x.T @ (y - x)).max() > 1e-2 * np.abs(x.T @ x).max()
+
+
+@pytest.mark.parametrize(
+    ("path", "norm"),
+    [
+        ("self_attn.o_proj", "input_layernorm"),
+        ("mlp.down_proj", "post_attention_layernorm"),
+    ],
+)
+def test_residual_moments_hold_the_error_of_the_residual_stream(tmp_path, path, norm):
+    method = RecordingRTN()
+    method.run(model_of(), tmp_path)
+    path, norm = (f"model.layers.1.{name}" for name in (path, norm))
+    quantized = method.quantized_before(path)
+    x = rows_of(model_of(), path, quantized)
+    error = rows_of(model_of(), norm) - rows_of(model_of(), norm, quantized)
+    expected = error.T @ x
+    largest = np.abs(expected).max()
+    assert largest > 1e-2 * np.abs(x.T @ x).max()
+    statistics = method.statistics[path]
+    np.testing.assert_allclose(
+        statistics.residual_moments, expected, atol=1e-3 * largest
+    )
+    assert 0 < statistics.correction_strength[path] <= 1
+    # The output of all other layers goes into another layer first.
+    assert residual_writers(method) == {
+        f"model.layers.{n}.{layer}"
+        for n in range(3)
+        for layer in ("self_attn.o_proj", "mlp.down_proj")
+    }
+
+
+def residual_writers(method) -> set[str]:
+    items = method.statistics.items()
+    return {path for path, s in items if s and s.residual_moments is not None}
+
+
+@pytest.mark.parametrize("compute", [mx.float32, mx.float16, mx.bfloat16])
+@pytest.mark.parametrize("has_post_norm", [False, True])
+def test_layers_before_a_norm_are_no_residual_writers(tmp_path, compute, has_post_norm):
+    """Gemma normalizes the output of a layer before it is added. States are large."""
+    method, gemma = RecordingRTN(), {"model_type": "gemma2"}
+    gemma |= {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0}
+    gemma |= {"attn_logit_softcapping": 50.0}
+    model = model_of(**gemma if has_post_norm else {})
+    embedding = model.model.embed_tokens
+    embedding.weight = 1000 * embedding.weight
+    method.run(model, tmp_path, compute=compute)
+    ends = ("o_proj", "down_proj")
+    expected = {path for path in method.statistics if path.endswith(ends)}
+    assert len(expected) == 2 * 3
+    assert residual_writers(method) == (set() if has_post_norm else expected)
+
+
+def test_tied_embedding_is_quantized_once_before_the_blocks(tmp_path):
+    method, path = RecordingRTN(), "model.embed_tokens"
+    tensors = method.run(model_of(tie_word_embeddings=True), tmp_path)
+    assert next(iter(method.statistics)) == path
+    assert f"{path}.scales" in tensors
+    assert len(method.statistics) == 1 + 7 * 3
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.2.mlp.down_proj"):
+        assert_moments(method, name, lambda: model_of(tie_word_embeddings=True))
+
+
+def test_embeddings_have_no_statistics_unless_weighed(tmp_path):
+    method = RecordingRTN(weighs_embeddings=False)
+    method.run(model_of(), tmp_path)
+    path, statistics = next(iter(method.statistics.items()))
+    assert (path, statistics) == ("model.embed_tokens", None)
+
+
+def test_weighed_outputs_have_fisher_information(tmp_path):
+    weighed, plain = RecordingRTN(weighs_outputs=True), RecordingRTN()
+    weighed.run(model_of(), tmp_path)
+    plain.run(model_of(), tmp_path / "plain")
+    modules = dict(model_of().named_modules())
+    for path, statistics in weighed.statistics.items():
+        if ".layers." in path:
+            size = modules[path].weight.shape[0]
+            assert statistics.output_fisher[path].shape == (size, size)
+            assert not plain.statistics[path].output_fisher
+    # It is on disk until the block is done.
+    assert not list(tmp_path.glob("pipeline/*/fisher-*"))
+
+
+def test_without_cross_moments_there_is_no_full_stream(tmp_path):
+    both, alone = RecordingRTN(), RecordingRTN(needs_cross_moments=False)
+    both.run(model_of(), tmp_path / "both")
+    alone.run(model_of(), tmp_path)
+    for path, statistics in both.statistics.items():
+        if statistics is not None:
+            # The sums have another order.
+            ours = alone.statistics[path].second_moments
+            expected = statistics.second_moments
+            atol = 1e-6 * mx.abs(expected).max().item()
+            assert mx.allclose(ours, expected, atol=atol)
+            assert alone.statistics[path].cross_moments is None
+    assert not list(tmp_path.glob("pipeline/*/stream-full-*"))
+
+
+def test_layer_that_is_called_twice_receives_both_inputs(tmp_path):
+    def model_that_calls_twice():
+        model = model_of()
+        mlp = model.model.layers[1].mlp
+
+        class Twice(type(mlp)):
+            def __call__(self, x):
+                return super().__call__(x) + 0.5 * super().__call__(0.25 * x)
+
+        mlp.__class__ = Twice
+        return model
+
+    method = RecordingRTN()
+    method.run(model_that_calls_twice(), tmp_path)
+    path = "model.layers.2.self_attn.q_proj"
+    before = list(method.statistics)[: list(method.statistics).index(path)]
+    x = rows_of(model_that_calls_twice(), path, before)
+    moments = method.statistics[path].second_moments
+    np.testing.assert_allclose(moments, x.T @ x, atol=1e-4 * np.abs(x.T @ x).max())
+
+
+def test_next_block_uses_the_finalized_weights(tmp_path):
+    path = "model.layers.1.self_attn.q_proj"
+
+    def finalize(block):
+        name = f"{block.prefix}self_attn.q_proj"
+        codes = block.tensors[f"{name}.weight"]
+        zeros = [mx.zeros_like(block.tensors[f"{name}.{k}"]) for k in KINDS]
+        tensors = dict(zip(("weight", *KINDS), (codes, *zeros), strict=True))
+        return {name: QuantizedTensor(tensors, expand(tensors, GRID, mx.float32))}
+
+    method = RecordingRTN(finalize=finalize)
+    method.run(model_of(), tmp_path)
+    before = list(method.statistics)[: list(method.statistics).index(path)]
+    model = model_of()
+    attention = model.model.layers[0].self_attn
+    attention.q_proj.weight = mx.zeros_like(attention.q_proj.weight)
+    x = rows_of(model, path, [name for name in before if "0.self_attn.q" not in name])
+    moments = method.statistics[path].second_moments
+    np.testing.assert_allclose(moments, x.T @ x, atol=1e-4 * np.abs(x.T @ x).max())
+
+
+def test_experts_have_moments_of_their_own_inputs(tmp_path):
+    method = RecordingRTN()
+    model = model_of(QWEN3_MOE)
+    method.run(model, tmp_path)
+    path = "model.layers.0.mlp.switch_mlp.down_proj"
+    before = list(method.statistics)[: list(method.statistics).index(path)]
+    x, experts, *_ = inputs_of(model_of(QWEN3_MOE), path, before)
+    x = np.array(mx.broadcast_to(x.squeeze(-2), (*experts.shape, x.shape[-1])))
+    x, experts = x.reshape(-1, x.shape[-1]).astype(np.float64), np.array(experts)
+    statistics = method.statistics[path]
+    assert statistics.cross_moments is None
+    assert statistics.counts.sum().item() == experts.size
+    for number, moments in enumerate(statistics.second_moments):
+        rows = x[experts.reshape(-1) == number]
+        assert statistics.counts[number].item() == len(rows)
+        np.testing.assert_allclose(moments, rows.T @ rows, atol=1e-4)
+
+
+def test_killed_run_resumes_at_its_block(tmp_path):
+    whole = RecordingRTN().run(model_of(), tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        RecordingRTN("model.layers.2.mlp.up_proj").run(model_of(), tmp_path)
+    second = RecordingRTN()
+    tensors = second.run(model_of(), tmp_path)
+    last = ("model.layers.2", "lm_head", "model.embed_tokens")
+    assert all(path.startswith(last) for path in second.statistics)
+    assert tensors.keys() == whole.keys()
+    assert all(mx.array_equal(tensors[name], whole[name]) for name in whole)
+    third = RecordingRTN()
+    third.run(model_of(), tmp_path)
+    assert not third.statistics
+    third.run(model_of(), tmp_path, key="other")
+    assert len(third.statistics) == 23
+
+
+def test_model_is_restored_and_old_streams_are_deleted(tmp_path):
+    model, same = model_of(), model_of()
+    RecordingRTN().run(model, tmp_path)
+    assert all(
+        mx.array_equal(value, other)
+        for (_, value), (_, other) in zip(
+            tree_flatten(model.parameters()),
+            tree_flatten(same.parameters()),
+            strict=True,
+        )
+    )
+    folder = tmp_path / "pipeline"
+    assert {path.relative_to(folder) for path in folder.rglob("stream-*")} == {
+        Path(f"0003/stream-{name}-{shard:04d}.safetensors")
+        for name in ("full", "quantized")
+        for shard in range(2)
+    }
+
+
+def test_model_that_is_no_sequence_of_blocks_is_refused(tmp_path):
+    model = model_of()
+
+    class Skipping(type(model.model)):
+        def __call__(self, inputs, cache=None, **more):
+            first = super().__call__(inputs, cache, **more)
+            return first + 0.1 * super().__call__(inputs, cache, **more)
+
+    model.model.__class__ = Skipping
+    model.model.layers = model.model.layers[:1] * 2 + model.model.layers[1:]
+    with pytest.raises(UserError, match="one by one"):
+        RecordingRTN().run(model, tmp_path)
+
+
+def test_one_block_is_in_memory_at_a_time(make_checkpoint, tmp_path):
+    source = make_checkpoint(num_hidden_layers=18, dtype="float32")
+    loaded = load(source, lazy=True)
+    size = sum(v.nbytes for _, v in tree_flatten(loaded.model.parameters()))
+
+    def peak(folder, reread):
+        model = load(source, lazy=True).model
+        method = RecordingRTN()
+        method.statistics = Discarding()
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        method.run(model, folder, reread=reread)
+        return mx.get_peak_memory() - before
+
+    assert peak(tmp_path / "reread", loaded.reread) < size / 3
+    assert peak(tmp_path / "kept", None) > size
+
+
+class Discarding(dict):
+    """Stores nothing."""
+
+    def __setitem__(self, key, value):
+        pass
+
+
+def test_tokens_are_weighted_by_their_gradients(tmp_path):
+    """For layers with no quantized layer before them, against the whole model."""
+    counted = np.array(mx.random.bernoulli(0.3, TOKENS.shape, key=mx.random.key(2)))
+    counted[:, -1] = True
+    model, method = model_of(), RecordingRTN(weighs_outputs=True)
+    grid = GRID.model_copy(update={"quantize_embeddings": False})
+    method.run(model, tmp_path, rows=1, grid=grid, counted=counted)
+    model = model_of()
+    group = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    norms = sum(
+        np.square(gradients_of(model, path, TOKENS, mx.array(counted))).sum(axis=1)
+        for path in group
+    )
+    counts, norms = counted.reshape(-1), norms.reshape(-1)
+    means = np.where(counts, norms[counts].mean(), norms[~counts].mean())
+    weights = (norms + means) / 2
+    weights /= weights.mean()
+    x = model.layers[0].input_layernorm(model.model.embed_tokens(TOKENS))
+    x = np.array(x, np.float64).reshape(-1, x.shape[-1])
+    expected = x.T @ np.diag(weights) @ x
+    moments = method.statistics[group[0]].second_moments
+    largest = np.abs(expected).max()
+    np.testing.assert_allclose(moments, expected, atol=1e-3 * largest)
+    # Unweighted moments differ.
+    assert np.abs(x.T @ x - expected).max() > 0.05 * largest
