@@ -1,4 +1,4 @@
-"""The command line: flags, exit codes, and how little it imports."""
+"""lmx-train and lmx: options, exit codes and import time."""
 
 import subprocess
 import sys
@@ -44,24 +44,24 @@ def ran(monkeypatch):
     return calls
 
 
-def test_a_recipe_runs_with_flags_anywhere(recipe, ran):
+def test_train_accepts_options_anywhere(recipe, ran):
     assert main.train([recipe, "--quiet", "seed=4", "--ignore-limits"]) == 0
     command = f"lmx-train {recipe} seed=4 --ignore-limits"
     flags = {"restart": False, "ignore_limits": True, "quiet": True, "command": command}
     assert ran == [(4, "good", flags)]
 
 
-def test_check_runs_nothing(recipe, ran):
+def test_dry_run_runs_nothing(recipe, ran):
     assert main.train(["--dry-run", recipe]) == 0
     assert ran == [(0, "good", {"ignore_limits": False})]
 
 
-def test_lmx_train_is_lmx_train(recipe, ran):
+def test_lmx_train_verb_is_lmx_train(recipe, ran):
     assert main.main(["train", recipe, "seed=7"]) == 0
     assert ran[0][0] == 7
 
 
-def test_faults_exit_2_on_stderr_without_traceback(recipe, ran, capsys):
+def test_recipe_errors_exit_2_without_traceback(recipe, ran, capsys):
     assert main.train([recipe, "sed=1"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -101,13 +101,13 @@ def test_exit_codes(recipe, ran, capsys, monkeypatch, error, code, text):
 
 
 @pytest.mark.parametrize("argv", [[], ["x.yaml", "--chek"], ["--che", "x.yaml"]])
-def test_usage_exits_2(argv):
+def test_usage_error_exits_2(argv):
     with pytest.raises(SystemExit) as caught:
         main.train(argv)
     assert caught.value.code == 2
 
 
-def test_flags_are_exactly_these(capsys):
+def test_train_options(capsys):
     with pytest.raises(SystemExit):
         main.train(["--help"])
     words = capsys.readouterr().out.partition("options:")[2].split()
@@ -129,12 +129,12 @@ def shelf(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qat_4bit", "recipes/qat_4bit.yaml"])
-def test_a_shipped_recipe_by_name(shelf, ran, name):
+def test_bundled_recipe_by_name(shelf, ran, name):
     assert main.train([name]) == 0
     assert ran[0][1] == "qat_4bit"
 
 
-def test_an_unknown_recipe_names_the_nearest(shelf, capsys):
+def test_unknown_recipe_hints_at_the_nearest(shelf, capsys):
     assert main.train(["qat_4bits"]) == 2
     assert capsys.readouterr().err == (
         "no such recipe: 'qat_4bits'\n    hint: did you mean 'qat_4bit'?\n"
@@ -143,7 +143,7 @@ def test_an_unknown_recipe_names_the_nearest(shelf, capsys):
     assert "this is a folder" in capsys.readouterr().err
 
 
-def test_list(shelf, capsys):
+def test_list_prints_recipes_stages_and_methods(shelf, capsys):
     assert main.train(["--list"]) == 0
     printed = capsys.readouterr().out
     assert "  qat_4bit  Learn the rounding.\n" in printed
@@ -159,7 +159,7 @@ def imported(code: str, *arguments: str) -> list[str]:
     return done.stdout.splitlines()[-1].split() if done.stdout.strip() else []
 
 
-def test_a_bad_recipe_imports_nothing_heavy(recipe):
+def test_bad_recipe_imports_nothing_heavy(recipe):
     code = (
         "from lmx.cli import main as cli\n"
         "assert cli.train([sys.argv[1], 'sed=1']) == 2, 'a fault'"
@@ -169,7 +169,7 @@ def test_a_bad_recipe_imports_nothing_heavy(recipe):
     assert imported("import numpy") == ["numpy"]
 
 
-def test_help_does_not_even_import_the_schema():
+def test_help_does_not_import_the_schema():
     code = (
         "from lmx.cli import main as cli\n"
         "try: cli.train(['--help'])\n"
@@ -180,7 +180,7 @@ def test_help_does_not_even_import_the_schema():
 
 
 @pytest.mark.parametrize(("argument", "limit"), [("--help", 0.3), ("sed=1", 0.5)])
-def test_it_answers_at_once(recipe, argument, limit):
+def test_command_starts_fast(recipe, argument, limit):
     code = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
     times = []
     for _ in range(3):
@@ -201,7 +201,7 @@ def test_lmx_lists_its_verbs(argv, capsys):
     assert all(v in printed.out + printed.err for v in ("train", "generate", "doctor"))
 
 
-def test_a_reader_that_leaves_is_no_fault():
+def test_closed_pipe_is_no_error():
     code = "import sys; from lmx.cli.main import train; sys.exit(train(['--list']))"
     command = [sys.executable, "-c", code]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

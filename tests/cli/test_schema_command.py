@@ -1,4 +1,4 @@
-"""`lmx schema`: what a recipe may say, as the schema says it."""
+"""`lmx schema`: the keys of a recipe, from the pydantic models."""
 
 import json
 from typing import Annotated, Literal
@@ -58,7 +58,7 @@ def printed(capsys, *arguments) -> str:
     return capsys.readouterr().out
 
 
-def test_a_schema_is_told(whole):
+def test_blocks_of_a_schema(whole):
     share = KeyReference(
         "share", "number ≥ 0, ≤ 1, or null", "0.5", "A share of | the whole."
     )
@@ -81,7 +81,7 @@ def test_a_schema_is_told(whole):
     ]
 
 
-def test_a_page_escapes_what_would_end_a_cell(whole):
+def test_markdown_escapes_table_cells(whole):
     page = schema.markdown()
     assert (
         r"| `share` | number ≥ 0, ≤ 1, or null | 0.5 | A share of \| the whole. |"
@@ -91,7 +91,7 @@ def test_a_page_escapes_what_would_end_a_cell(whole):
     assert "### `choice`, `kind: two`" in page
 
 
-def test_a_block_a_key_and_all_are_shown(capsys):
+def test_schema_prints_block_key_and_overview(capsys):
     assert printed(capsys, "stages.export").startswith("stages.export\n  Publish the")
     rank = printed(capsys, "adapter.rank")
     assert "  rank: whole number ≥ 1; default 16\n      Rank of the update." in rank
@@ -103,7 +103,7 @@ def test_a_block_a_key_and_all_are_shown(capsys):
     assert "  stages.quantize, method: gptq " in everything
 
 
-def test_a_name_that_nothing_has_is_an_error_with_the_nearest(capsys):
+def test_unknown_name_hints_at_the_nearest(capsys):
     assert main.main(["schema", "learning_rte"]) == 2
     assert "did you mean 'learning_rate'?" in capsys.readouterr().err
 

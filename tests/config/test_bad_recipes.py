@@ -1,4 +1,4 @@
-"""Every bad recipe in bad/ gives exactly the message beside it."""
+"""Every recipe in bad/ gives exactly the message in the file next to it."""
 
 from pathlib import Path
 
@@ -36,12 +36,12 @@ def faults(path: str, arguments=()) -> ConfigErrors:
     return caught.value
 
 
-def test_there_are_enough():
+def test_bad_recipes_are_collected():
     assert len(RECIPES) >= 25
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_golden(recipe, monkeypatch):
+def test_bad_recipe_message(recipe, monkeypatch):
     monkeypatch.chdir(BAD)
     first = recipe.read_text().partition("\n")[0]
     given = first.removeprefix(ARGUMENTS).split() if first.startswith(ARGUMENTS) else ()
@@ -73,7 +73,7 @@ def mutations():
 
 
 @pytest.mark.parametrize(("text", "path"), mutations())
-def test_a_letter_too_many_is_told_with_the_right_key(text, path, tmp_path):
+def test_misspelled_key_gets_the_right_key_as_hint(text, path, tmp_path):
     from lmx.config.yaml_io import read
 
     line, column = read(text).keys[path]
@@ -87,7 +87,7 @@ def test_a_letter_too_many_is_told_with_the_right_key(text, path, tmp_path):
     assert f"did you mean '{path[-1]}'?" in message
 
 
-def test_the_sample_itself_is_good(tmp_path):
+def test_sample_recipe_is_valid(tmp_path):
     recipe = tmp_path / "good.yaml"
     recipe.write_text(SAMPLE)
     assert load_recipe(recipe).recipe.stages[0].config.steps == 300

@@ -1,4 +1,4 @@
-"""A recipe loads with its arguments, is written out whole, and loads again."""
+"""A recipe loads with overrides, and its resolved form loads to the same recipe."""
 
 import re
 import textwrap
@@ -41,7 +41,7 @@ def recipe(tmp_path) -> Path:
     return path
 
 
-def test_values(recipe):
+def test_load_recipe_reads_values(recipe):
     loaded = load_recipe(recipe)
     assert loaded.recipe.model.from_scratch.tie_word_embeddings is False
     assert loaded.recipe.data.valid == ["rows.jsonl"]
@@ -59,7 +59,7 @@ def test_values(recipe):
     assert loaded.text == RECIPE
 
 
-def test_resolved_holds_every_value_and_loads_to_the_same_recipe(recipe, tmp_path):
+def test_resolved_recipe_has_all_values_and_loads_again(recipe, tmp_path):
     loaded = load_recipe(
         recipe, ["data.max_samples=5", "stages.train.lr_schedule=linear"]
     )
@@ -76,7 +76,7 @@ def test_resolved_holds_every_value_and_loads_to_the_same_recipe(recipe, tmp_pat
 @pytest.mark.parametrize(
     "path", sorted((BUNDLED / "recipes").glob("*.yaml")), ids=lambda p: p.stem
 )
-def test_shipped_recipes_load_and_resolve(path, tmp_path, monkeypatch):
+def test_bundled_recipes_load_and_resolve(path, tmp_path, monkeypatch):
     monkeypatch.chdir(BUNDLED)
     loaded = load_recipe(path)
     copy = tmp_path / path.name
@@ -86,9 +86,7 @@ def test_shipped_recipes_load_and_resolve(path, tmp_path, monkeypatch):
     assert loaded.text.startswith("# ")
 
 
-def test_relative_paths_start_at_the_working_directory_then_the_root(
-    recipe, tmp_path, monkeypatch
-):
+def test_find_searches_working_directory_then_root(recipe, tmp_path, monkeypatch):
     loaded = load_recipe(recipe)
     assert loaded.root == tmp_path
     assert loaded.find("rows.jsonl") == tmp_path / "rows.jsonl"
@@ -100,12 +98,12 @@ def test_relative_paths_start_at_the_working_directory_then_the_root(
     assert loaded.find("rows.jsonl") == Path("rows.jsonl")
 
 
-def test_root_without_a_recipes_folder(tmp_path):
+def test_root_of_recipe_without_recipes_folder(tmp_path):
     assert root_of(tmp_path / "mine.yaml") == tmp_path
     assert root_of(tmp_path / "recipes" / "deep" / "mine.yaml") == tmp_path
 
 
-def test_arguments_speak_yaml(recipe):
+def test_overrides_are_yaml(recipe):
     loaded = load_recipe(
         recipe,
         [
@@ -131,7 +129,7 @@ def test_arguments_speak_yaml(recipe):
     assert loaded.recipe.output == "exports/try"
 
 
-def test_a_later_argument_wins_and_null_takes_back(recipe):
+def test_later_override_wins_and_null_resets(recipe):
     arguments = ["seed=1", "seed=2", "stages.train.steps=null", "stages.train.epochs=2"]
     loaded = load_recipe(recipe, arguments)
     assert loaded.recipe.seed == 2
@@ -139,7 +137,7 @@ def test_a_later_argument_wins_and_null_takes_back(recipe):
     assert loaded.overrides == tuple(arguments)
 
 
-def test_all_faults_are_told_in_the_order_of_lines(recipe):
+def test_all_errors_are_reported_in_line_order(recipe):
     text = RECIPE.replace("seed: 3", "sed: 3").replace(
         "embeddings: no", "embeddings: maybe"
     )
@@ -153,7 +151,7 @@ def test_all_faults_are_told_in_the_order_of_lines(recipe):
     assert str(caught.value).endswith("\n4 problems; nothing was run.")
 
 
-def test_what_cannot_be_read_is_told(tmp_path):
+def test_unreadable_recipe_is_reported(tmp_path):
     with pytest.raises(UserError, match="cannot read the recipe: no such file"):
         load_recipe(tmp_path / "none.yaml")
     latin = tmp_path / "latin.yaml"
@@ -162,7 +160,7 @@ def test_what_cannot_be_read_is_told(tmp_path):
         load_recipe(latin)
 
 
-def test_names_of_the_hub_are_left_alone(tmp_path, monkeypatch):
+def test_hub_ids_are_not_local_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "hub.yaml"
     path.write_text(
@@ -176,7 +174,7 @@ def test_names_of_the_hub_are_left_alone(tmp_path, monkeypatch):
         load_recipe(path)
 
 
-def test_plan(recipe, monkeypatch):
+def test_plan_has_stages_inputs_and_outputs(recipe, monkeypatch):
     steps = plan(load_recipe(recipe))
     assert steps.output == Path("exports/whole")
     assert [stage.name for stage in steps.stages] == [
@@ -194,7 +192,7 @@ def test_plan(recipe, monkeypatch):
     assert plan(load_recipe(recipe, ["output=here"])).output == Path("here")
 
 
-def test_the_hash_names_the_experiment(recipe):
+def test_recipe_hash_ignores_output(recipe):
     first = load_recipe(recipe).resolved
     assert recipe_hash(
         load_recipe(recipe, ["output=elsewhere"]).resolved
@@ -202,7 +200,7 @@ def test_the_hash_names_the_experiment(recipe):
     assert recipe_hash(load_recipe(recipe, ["seed=4"]).resolved) != recipe_hash(first)
 
 
-def test_difference_reads_as_arguments(recipe):
+def test_recipe_difference_has_dotted_keys(recipe):
     old = load_recipe(recipe).resolved
     new = load_recipe(
         recipe,

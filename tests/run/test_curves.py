@@ -1,4 +1,4 @@
-"""The picture of a training has its lines, whatever rows there are."""
+"""curves.svg has all curves of a stage, with gaps, reproducibly."""
 
 import json
 import os
@@ -43,14 +43,14 @@ def drawn(folder, rows, tail=""):
     return found, {text.text for text in root.iter() if text.text}
 
 
-def test_every_line_has_its_points_and_its_name(tmp_path):
+def test_draw_curves_has_points_and_names(tmp_path):
     others = [train(1, stage="2-train"), valid(1, stage="2-train")]
     points, words = drawn(tmp_path, WHOLE + others, tail='{"stage": "1-tr')
     assert points == dict(zip(LINES, [8, 2, 8], strict=True))
     assert {"1-train", "Loss", "training", "validation", "step"} <= words
 
 
-def test_many_points_are_a_line(tmp_path):
+def test_draw_curves_downsamples_many_points(tmp_path):
     rows = [train(step, 3 + step % 2) for step in range(1, 400)]
     points, _ = drawn(tmp_path, [*rows, valid(0)])
     # Two rows a point: as many as can be told apart.
@@ -65,20 +65,20 @@ def test_many_points_are_a_line(tmp_path):
         ([valid(0), train(1), train(2, None), train(3)], [2, 1, 3]),
     ],
 )
-def test_few_rows_and_nulls(tmp_path, rows, expected):
+def test_draw_curves_leaves_gaps_for_null(tmp_path, rows, expected):
     points, _ = drawn(tmp_path, rows)
     assert [points.get(name, 0) for name in LINES] == expected
 
 
 @pytest.mark.parametrize("rows", [[], [valid(0, None), train(1, None, None)]])
-def test_nothing_to_draw_no_picture(tmp_path, rows):
+def test_draw_curves_without_records_writes_nothing(tmp_path, rows):
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "metrics.jsonl").write_text(lines)
     assert not draw_curves(tmp_path, "1-train", tmp_path / "curves.svg")
     assert not (tmp_path / "curves.svg").exists()
 
 
-def test_the_same_rows_are_the_same_bytes(tmp_path):
+def test_draw_curves_is_reproducible(tmp_path):
     drawn(tmp_path, WHOLE)
     first = (tmp_path / "stages" / "curves.svg").read_bytes()
     program = (

@@ -1,4 +1,4 @@
-"""What a run tells: lines for people, rows for programs, no control characters."""
+"""RunLogger: log lines for people, JSONL for programs, no control characters."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def logged(logger):
     return (logger.folder / "log.txt").read_text()
 
 
-def test_lines_reach_the_console_and_the_log(logger, capsys):
+def test_info_reaches_console_and_log_file(logger, capsys):
     logger.info("one")
     logger.warning("two\nthree")
     printed = capsys.readouterr()
@@ -50,7 +50,7 @@ def test_lines_reach_the_console_and_the_log(logger, capsys):
     assert re.fullmatch(pattern, logged(logger))
 
 
-def test_quiet_keeps_warnings_tables_and_the_whole_log(tmp_path, capsys):
+def test_quiet_keeps_warnings_tables_and_the_log_file(tmp_path, capsys):
     logger = RunLogger(tmp_path, quiet=True)
     logger.info("hidden")
     logger.warning("seen")
@@ -66,7 +66,7 @@ def test_quiet_keeps_warnings_tables_and_the_whole_log(tmp_path, capsys):
     assert "training 1/2" in logged(logger)
 
 
-def test_without_a_folder_there_is_only_the_console(capsys):
+def test_logger_without_folder_writes_no_files(capsys):
     logger = RunLogger(None)
     logger.info("one")
     logger.metrics({"loss": 1.0})
@@ -74,13 +74,13 @@ def test_without_a_folder_there_is_only_the_console(capsys):
     assert capsys.readouterr().out == "one\n"
 
 
-def test_what_a_model_wrote_cannot_command_the_terminal(logger, capsys):
+def test_logger_removes_terminal_escapes(logger, capsys):
     logger.info("a\x1b[31mred\x1b[0m\x07\x1b[2Jb\tc\rd")
     assert capsys.readouterr().out == "aredb\tcd\n"
     assert logged(logger).endswith("aredb\tcd\n")
 
 
-def test_rows_name_their_stage_and_stay_json(logger):
+def test_metrics_records_have_stage_and_valid_json(logger):
     logger.metrics({"step": 1, "loss": float("nan"), "peak": float("inf"), "name": "ü"})
     logger.sample({"step": 1, "answer": "\ud800 half a pair\n"})
     assert rows(logger) == [
@@ -89,7 +89,7 @@ def test_rows_name_their_stage_and_stay_json(logger):
     assert rows(logger, "samples.jsonl")[0]["answer"].endswith("half a pair\n")
 
 
-def test_a_resumed_stage_writes_no_row_twice(logger):
+def test_truncate_drops_records_after_the_step(logger):
     logger.metrics({"kind": "train", "step": 30})
     logger.stage = "2-train"
     for step in (10, 20, 30):
@@ -108,13 +108,13 @@ def test_a_resumed_stage_writes_no_row_twice(logger):
     assert rows(logger, "samples.jsonl") == []
 
 
-def test_a_disk_that_refuses_is_a_clear_error(tmp_path):
+def test_logger_reports_disk_errors(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="is a file, not a folder"):
         RunLogger(tmp_path / "file", quiet=True).info("one")
 
 
-def test_progress_off_a_terminal_is_plain_lines(logger, capsys, monkeypatch):
+def test_progress_without_terminal_is_plain_lines(logger, capsys, monkeypatch):
     clock = iter([100.0, 110.0, 130.0])
     monkeypatch.setattr("lmx.run.logger.time.monotonic", lambda: next(clock))
     with logger.progress(40, "training") as bar:
@@ -129,7 +129,7 @@ def test_progress_off_a_terminal_is_plain_lines(logger, capsys, monkeypatch):
     assert "about 20 s left" in logged(logger)
 
 
-def test_progress_on_a_terminal_is_a_bar_and_the_log_stays_plain(logger, monkeypatch):
+def test_progress_on_terminal_is_a_bar_and_the_log_file_is_plain(logger, monkeypatch):
     terminal = open_terminal(monkeypatch)
     with logger.progress(40, "training") as bar:
         bar.update(10, loss=2.5)
@@ -150,7 +150,7 @@ def test_progress_on_a_terminal_is_a_bar_and_the_log_stays_plain(logger, monkeyp
     assert terminal.getvalue()[before:] == "after\n"
 
 
-def test_a_table_is_aligned(logger, capsys):
+def test_table_is_aligned(logger, capsys):
     logger.table(
         "try", ["", "base", "tuned"], [["perplexity", "10.5", "7"], ["size", "1", "-"]]
     )
@@ -164,7 +164,7 @@ def test_a_table_is_aligned(logger, capsys):
     assert lines[2] in logged(logger)
 
 
-def test_count_and_time_left_keep_their_place_on_a_narrow_terminal(logger, monkeypatch):
+def test_progress_fits_a_narrow_terminal(logger, monkeypatch):
     terminal = open_terminal(monkeypatch, columns=80)
     numbers = {"loss": 2.5, "learning_rate": 2e-4, "gradient_norm": 0.3}
     with logger.progress(4000, "training") as bar:
@@ -173,7 +173,7 @@ def test_count_and_time_left_keep_their_place_on_a_narrow_terminal(logger, monke
     assert re.search(r"training \S+ +10/4000 -?[-:0-9]+ loss 2\.5", screen)
 
 
-def test_a_table_on_a_terminal_is_drawn(logger, monkeypatch):
+def test_table_on_terminal_uses_rich(logger, monkeypatch):
     terminal = open_terminal(monkeypatch)
     logger.table("[try]", ["", "[base]"], [["perplexity", "[7]"]])
     assert "[7]" in terminal.getvalue()
@@ -183,7 +183,7 @@ def test_a_table_on_a_terminal_is_drawn(logger, monkeypatch):
     assert "\x1b" not in logged(logger)
 
 
-def test_rich_is_for_terminals_only(logger, capsys, monkeypatch):
+def test_rich_is_imported_only_on_a_terminal(logger, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", None)
     with logger.progress(2, "training") as bar:
         bar.update(1)
@@ -205,12 +205,12 @@ def test_rich_is_for_terminals_only(logger, capsys, monkeypatch):
         (float("nan"), "nan"),
     ],
 )
-def test_numbers(value, text):
+def test_format_number(value, text):
     assert format_number(value) == text
 
 
 @pytest.mark.parametrize(
     ("seconds", "text"), [(45, "45 s"), (720, "12 min"), (12600, "3.5 h")]
 )
-def test_durations(seconds, text):
+def test_format_duration(seconds, text):
     assert format_duration(seconds) == text

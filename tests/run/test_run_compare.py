@@ -1,10 +1,10 @@
-"""`lmx compare` and `lmx report`, as users call them."""
+"""`lmx compare` and `lmx report` from the command line."""
 
 import json
 
 import pytest
 from lmx.cli import main
-from pages import REPORT, Page, make_run
+from sample_runs import REPORT, Page, make_run
 
 OTHER = json.loads(json.dumps(REPORT))
 OTHER["models"]["quantized"] |= {"perplexity": 3.63, "kl_mean": None}
@@ -26,7 +26,7 @@ def row(text, label):
     return line.removeprefix(label).strip()
 
 
-def test_figures_and_recipes_stand_side_by_side(runs, capsys):
+def test_compare_prints_metrics_and_recipe_differences(runs, capsys):
     assert main.main(["compare", *runs]) == 0
     text = capsys.readouterr().out
     assert row(text, "perplexity") == "3.300 ± 0.100  3.630 ± 0.100 (+10.0%)"
@@ -37,7 +37,7 @@ def test_figures_and_recipes_stand_side_by_side(runs, capsys):
     assert "output" not in text
 
 
-def test_json_has_all_figures_and_the_differences(runs, capsys):
+def test_compare_json_has_all_metrics_and_differences(runs, capsys):
     assert main.main(["compare", *runs, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [run["name"] for run in found["runs"]] == ["one", "two"]
@@ -45,7 +45,7 @@ def test_json_has_all_figures_and_the_differences(runs, capsys):
     assert found["differences"]["stages.1.train.steps"] == {"one": "3", "two": "9"}
 
 
-def test_reports_alone_are_compared_by_their_figures(runs, tmp_path, capsys):
+def test_compare_accepts_report_files(runs, tmp_path, capsys):
     copy = tmp_path / "kept.json"
     copy.write_text(json.dumps(OTHER))
     report = f"{runs[0]}/report.json"
@@ -55,7 +55,7 @@ def test_reports_alone_are_compared_by_their_figures(runs, tmp_path, capsys):
     assert "stages.1.train" not in text
 
 
-def test_the_page_has_the_same_tables_and_all_curves(runs, tmp_path, capsys):
+def test_compare_html_has_tables_and_curves(runs, tmp_path, capsys):
     target = tmp_path / "side.html"
     assert main.main(["compare", *runs, "--html", str(target)]) == 0
     assert capsys.readouterr().out.rstrip().endswith(str(target))
@@ -67,7 +67,7 @@ def test_the_page_has_the_same_tables_and_all_curves(runs, tmp_path, capsys):
     assert "two: 2 at step 1" in page.text["desc"]
 
 
-def test_same_names_are_told_apart(tmp_path, capsys):
+def test_compare_extends_equal_names(tmp_path, capsys):
     folders = [str(make_run(tmp_path / part / "try")) for part in "ab"]
     assert main.main(["compare", *folders]) == 0
     text = capsys.readouterr().out
@@ -76,13 +76,13 @@ def test_same_names_are_told_apart(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("name", ["", "gone", "one/recipe.yaml"])
-def test_what_is_no_run_is_refused(runs, tmp_path, name, capsys):
+def test_compare_refuses_missing_runs(runs, tmp_path, name, capsys):
     assert main.main(["compare", runs[0], str(tmp_path / name)]) == 2
     assert str(tmp_path) in capsys.readouterr().err
     assert main.main(["compare", runs[0], runs[0]]) == 2
 
 
-def test_report_makes_the_page_again(runs, capsys):
+def test_report_writes_the_page_again(runs, capsys):
     assert main.main(["report", runs[0]]) == 0
     assert capsys.readouterr().out == f"{runs[0]}/report.html\n"
     assert main.main(["report", f"{runs[0]}/model"]) == 2

@@ -1,4 +1,4 @@
-"""Adapter blocks: what they mean, and one fault told as one."""
+"""LoRAConfig: ranks, scale, and one error per mistake."""
 
 import pytest
 from lmx.config.lora import LoRAConfig
@@ -18,11 +18,11 @@ from pydantic import ValidationError
         ({"rank": 4}, 8, 1.0),
     ],
 )
-def test_the_scale(block, rank, scale):
+def test_lora_scale(block, rank, scale):
     assert LoRAConfig(**block).scale(rank) == pytest.approx(scale)
 
 
-def test_ranks_by_pattern():
+def test_lora_ranks_by_pattern():
     assert LoRAConfig(rank=3, target_modules=["a", "b"]).ranks == {"a": 3, "b": 3}
     assert (
         LoRAConfig(rank=3).ranks
@@ -33,13 +33,13 @@ def test_ranks_by_pattern():
 
 
 @pytest.mark.parametrize("layers", [[], {}, 3, [3], {"a": 0}, {"a": "b"}, "all"])
-def test_one_fault_is_told_once(layers):
+def test_invalid_target_modules_give_one_error(layers):
     with pytest.raises(ValidationError) as caught:
         LoRAConfig(target_modules=layers)
     assert caught.value.error_count() == 1
 
 
-def test_dora_and_quantization():
+def test_dora_is_refused_with_qat():
     size = {"steps": 1, "batch_size": 1}
     TrainConfig(**size, adapter={"type": "lora"}, qat={})
     with pytest.raises(ValidationError, match="does not work with qat"):

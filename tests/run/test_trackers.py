@@ -1,4 +1,4 @@
-"""A tracker gets every row in order, and harms nothing whatever it does."""
+"""TrackerThread sends every record in order, and never ends or blocks a run."""
 
 import threading
 import time
@@ -42,7 +42,7 @@ def reported(folder, start):
     return [x for x in (folder / "log.txt").read_text().splitlines() if "tracker" in x]
 
 
-def test_every_row_arrives_as_it_is_written(tmp_path):
+def test_tracker_gets_every_record(tmp_path):
     recorder = Recorder()
     (tmp_path / "log.txt").touch()
     assert reported(tmp_path, lambda: recorder) == []
@@ -53,7 +53,7 @@ def test_every_row_arrives_as_it_is_written(tmp_path):
 
 @pytest.mark.parametrize("error", [OSError, ImportError, SystemExit])
 @pytest.mark.parametrize("place", ["start", "log", "finish"])
-def test_a_fault_is_told_once(tmp_path, capsys, place, error):
+def test_tracker_error_is_logged_once(tmp_path, capsys, place, error):
     [line] = reported(tmp_path, lambda: Recorder(place, error))
     reason = f"{error.__name__}: no such host"
     assert line.endswith(f"the tracker failed, continuing without it: {reason}")
@@ -61,7 +61,7 @@ def test_a_fault_is_told_once(tmp_path, capsys, place, error):
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == len(ROWS)
 
 
-def test_what_the_environment_keeps_secret_is_not_told(tmp_path, monkeypatch):
+def test_tracker_error_redacts_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef")
 
     def start():
@@ -71,7 +71,7 @@ def test_what_the_environment_keeps_secret_is_not_told(tmp_path, monkeypatch):
     assert line.endswith("ValueError: bad key ***")
 
 
-def test_a_tracker_that_hangs_is_left_behind(tmp_path, monkeypatch):
+def test_hanging_tracker_does_not_block_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(trackers, "FINISH_TIMEOUT", 0.05)
     release = threading.Event()
 

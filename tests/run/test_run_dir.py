@@ -1,4 +1,4 @@
-"""The run folder: one owner, one recipe, stages that are done only while whole."""
+"""The run directory: one owner, one recipe, stages complete only if unchanged."""
 
 import json
 import os
@@ -67,7 +67,7 @@ def holder(path):
     process.communicate()
 
 
-def test_a_new_run(path):
+def test_open_creates_a_run(path):
     with start(path) as run:
         assert manifest(path)["status"] == "running"
         assert run.crash_note is None
@@ -82,7 +82,7 @@ def test_a_new_run(path):
     assert (path / "resolved.yaml").read_text() == "seed: 1"
 
 
-def test_a_second_process_is_told_of_the_first(path, holder):
+def test_open_refuses_a_second_process(path, holder):
     with pytest.raises(UserError, match=f"process {holder.pid}") as caught:
         start(path)
     assert caught.value.code == 2
@@ -93,7 +93,7 @@ def test_a_second_process_is_told_of_the_first(path, holder):
         assert run.crash_note is None
 
 
-def test_a_killed_run_lets_go_and_leaves_its_last_words(path, holder):
+def test_crash_note_after_a_killed_run(path, holder):
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     with start(path) as run:
@@ -103,7 +103,7 @@ def test_a_killed_run_lets_go_and_leaves_its_last_words(path, holder):
         )
 
 
-def test_a_fault_lets_go_and_is_recorded(path):
+def test_exception_sets_status_failed(path):
     with pytest.raises(ZeroDivisionError), start(path):
         _ = 1 / 0
     assert manifest(path)["status"] == "failed"
@@ -111,7 +111,7 @@ def test_a_fault_lets_go_and_is_recorded(path):
         assert run.crash_note is None
 
 
-def test_a_status_that_was_recorded_stays(path):
+def test_exception_keeps_a_recorded_status(path):
     def stop():
         with start(path) as run:
             run.set_status("interrupted")
@@ -122,7 +122,7 @@ def test_a_status_that_was_recorded_stays(path):
     assert manifest(path)["status"] == "interrupted"
 
 
-def test_a_changed_recipe_is_refused_with_its_difference(path):
+def test_open_refuses_a_changed_recipe_with_its_diff(path):
     start(path).__exit__(None)
     with pytest.raises(UserError, match="seed: 1 became\n    seed: 2") as caught:
         start(path, "two", resolved="seed: 2")
@@ -134,7 +134,7 @@ def test_a_changed_recipe_is_refused_with_its_difference(path):
     start(path).__exit__(None)
 
 
-def test_fresh_sets_the_old_run_aside(path):
+def test_restart_moves_the_old_run_aside(path):
     with start(path) as run:
         run.complete_stage("1-train", {}, [])
     for number, recipe_hash in enumerate(["two", "three"], 1):
@@ -145,13 +145,13 @@ def test_fresh_sets_the_old_run_aside(path):
     assert "1-train" in manifest(path.with_name("try.old-1"))["stages"]
 
 
-def test_fresh_in_a_new_folder_sets_nothing_aside(path):
+def test_restart_in_a_new_folder_moves_nothing(path):
     start(path, restart=True).__exit__(None)
     assert [p.name for p in path.parent.iterdir()] == ["try"]
 
 
 @pytest.mark.parametrize("restart", [False, True])
-def test_a_folder_of_something_else_is_left_alone(path, restart):
+def test_open_refuses_a_folder_with_other_files(path, restart):
     path.mkdir(parents=True)
     (path / "manifest.json").write_text('{"name": "an app"}')
     with pytest.raises(
@@ -161,13 +161,13 @@ def test_a_folder_of_something_else_is_left_alone(path, restart):
     assert [p.name for p in path.iterdir()] == ["manifest.json"]
 
 
-def test_hidden_files_of_others_do_not_matter(path):
+def test_open_ignores_hidden_files(path):
     path.mkdir(parents=True)
     (path / ".DS_Store").write_text("")
     start(path).__exit__(None)
 
 
-def test_a_manifest_that_cannot_be_read(path):
+def test_open_reports_a_damaged_manifest(path):
     start(path).__exit__(None)
     (path / "manifest.json").write_text("{")
     with pytest.raises(UserError, match="cannot read the manifest"):
@@ -176,7 +176,7 @@ def test_a_manifest_that_cannot_be_read(path):
     assert (path.with_name("try.old-1") / "manifest.json").read_text() == "{"
 
 
-def test_output_that_cannot_be_written(tmp_path):
+def test_open_reports_an_invalid_output_path(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="a file exists in place") as caught:
         start(tmp_path / "file")
@@ -186,7 +186,7 @@ def test_output_that_cannot_be_written(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_read_only_output(tmp_path):
+def test_open_reports_a_read_only_folder(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="no write permission"):
         start(tmp_path / "try")
@@ -199,7 +199,7 @@ def leave(run, stage, text="whole"):
     return folder / "weights"
 
 
-def test_a_finished_stage_is_remembered(path):
+def test_completed_stage_returns_its_facts(path):
     with start(path) as run:
         leave(run, "1-train")
         assert run.completed_stage("2-validate", pytest.fail) is None
@@ -208,7 +208,7 @@ def test_a_finished_stage_is_remembered(path):
 
 
 @pytest.mark.parametrize("damage", ["change", "remove"])
-def test_a_damaged_stage_runs_again_and_says_so(path, damage):
+def test_completed_stage_warns_about_damaged_artifacts(path, damage):
     with start(path) as run:
         weights = leave(run, "1-train")
         if damage == "change":
@@ -220,7 +220,7 @@ def test_a_damaged_stage_runs_again_and_says_so(path, damage):
         assert "stages/1-train is damaged or missing" in said[0]
 
 
-def test_stages_can_be_taken_back(path):
+def test_discard_stages_deletes_records_and_folders(path):
     with start(path) as run:
         leave(run, "1-train")
         leave(run, "2-validate")
@@ -232,12 +232,12 @@ def test_stages_can_be_taken_back(path):
         assert run.completed_stage("2-validate", pytest.fail) is None
 
 
-def test_a_stage_must_leave_something(path):
+def test_complete_stage_refuses_an_empty_artifact(path):
     with start(path) as run, pytest.raises(AssertionError, match="empty"):
         run.complete_stage("1-train", {}, [run.stage_folder("1-train")])
 
 
-def test_leftovers_of_a_killed_run_are_swept(path):
+def test_open_removes_partial_files(path):
     with start(path) as run:
         leftover = run.stage_folder("1-train") / ".0000100.abc.partial"
         leftover.mkdir()

@@ -1,4 +1,4 @@
-"""Files are whole or absent, whatever happens while they are written."""
+"""Files and folders are whole or absent, whatever interrupts the write."""
 
 import errno
 import hashlib
@@ -15,7 +15,7 @@ def names(folder):
     return sorted(p.name for p in folder.iterdir())
 
 
-def test_text_and_bytes_are_written_and_replaced(tmp_path):
+def test_write_atomic_writes_and_replaces_text_and_bytes(tmp_path):
     path = tmp_path / "new" / "a.txt"
     fs.write_atomic(path, "Grüße\n")
     assert path.read_bytes() == "Grüße\n".encode()
@@ -24,7 +24,7 @@ def test_text_and_bytes_are_written_and_replaced(tmp_path):
     assert names(path.parent) == ["a.txt"]
 
 
-def test_files_and_folders_have_the_usual_rights(tmp_path):
+def test_atomic_writes_keep_default_permissions(tmp_path):
     before = os.umask(0o027)
     try:
         fs.write_atomic(tmp_path / "file", "")
@@ -44,7 +44,7 @@ def test_files_and_folders_have_the_usual_rights(tmp_path):
         (errno.EACCES, "no write permission"),
     ],
 )
-def test_a_refusing_disk_leaves_the_old_file_and_nothing_else(
+def test_write_atomic_keeps_the_old_file_on_disk_errors(
     tmp_path, monkeypatch, number, words
 ):
     path = tmp_path / "a.txt"
@@ -63,7 +63,7 @@ def test_a_refusing_disk_leaves_the_old_file_and_nothing_else(
     assert names(tmp_path) == ["a.txt"]
 
 
-def test_faults_of_the_program_pass(tmp_path):
+def test_disk_errors_passes_other_exceptions(tmp_path):
     with pytest.raises(FileNotFoundError), fs.atomic_folder(tmp_path / "a"):
         (tmp_path / "nowhere" / "x").write_text("")
     with pytest.raises(RuntimeError, match="shape"), fs.disk_errors(tmp_path):
@@ -71,13 +71,13 @@ def test_faults_of_the_program_pass(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_file_in_the_way(tmp_path):
+def test_write_atomic_reports_a_file_in_place_of_a_folder(tmp_path):
     (tmp_path / "a").write_text("")
     with pytest.raises(UserError, match="file"):
         fs.write_atomic(tmp_path / "a" / "b.txt", "")
 
 
-def test_a_really_full_disk(tmp_path):
+def test_write_atomic_reports_a_full_disk(tmp_path):
     """The size limit of a process stands in for the disk's: both end in a write."""
     program = """
 import resource, signal, sys
@@ -113,7 +113,7 @@ write_atomic(root / "small", "x")
     assert names(tmp_path) == ["small"]
 
 
-def test_a_folder_appears_whole(tmp_path):
+def test_atomic_folder_appears_complete(tmp_path):
     target = tmp_path / "model"
     with fs.atomic_folder(target) as partial:
         (partial / "inner").mkdir()
@@ -127,7 +127,7 @@ def test_a_folder_appears_whole(tmp_path):
     assert names(tmp_path) == ["model"]
 
 
-def test_a_fault_leaves_the_old_folder(tmp_path):
+def test_atomic_folder_keeps_the_old_folder_on_errors(tmp_path):
     target = tmp_path / "model"
     with fs.atomic_folder(target) as partial:
         (partial / "a").write_text("1")
@@ -137,7 +137,7 @@ def test_a_fault_leaves_the_old_folder(tmp_path):
     assert names(tmp_path) == ["model"]
 
 
-def test_leftovers_of_killed_writers_are_swept(tmp_path):
+def test_remove_partial_files_after_killed_writers(tmp_path):
     program = """
 import os, sys
 from pathlib import Path
@@ -153,7 +153,7 @@ with atomic_folder(Path(sys.argv[1]) / "model") as partial:
     assert names(tmp_path) == ["kept.partial.txt"]
 
 
-def test_hashes_are_sha256_by_relative_name(tmp_path):
+def test_hash_folder_is_sha256_by_relative_name(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "c").write_bytes(b"two")
     (tmp_path / "a").write_bytes(b"one")
@@ -163,7 +163,7 @@ def test_hashes_are_sha256_by_relative_name(tmp_path):
     }
 
 
-def test_space_is_asked_for_beforehand(tmp_path):
+def test_require_space_raises_if_the_disk_is_too_small(tmp_path):
     there = tmp_path / "not" / "yet"
     fs.require_space(there, 1)
     assert not there.exists()

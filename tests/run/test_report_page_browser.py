@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from lmx.run.html.page import TEMPLATES, page
-from pages import make_run
+from sample_runs import make_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 MAC = Path("/Applications/Google Chrome.app/Contents/MacOS/Google Chrome")
@@ -73,7 +73,7 @@ def run(browser, folder, frames, *flags):
     ).stdout
 
 
-def test_nothing_is_wider_than_the_screen(browser, folder):
+def test_page_fits_the_screen_width(browser, folder):
     frames = [("report", PHONE), ("report", DESK), ("wide", PHONE)]
     html = run(browser, folder, frames, "--dump-dom")
     told = re.findall(r"\[(\d+),(\d+),(\w+),try: done\]", html)
@@ -85,7 +85,7 @@ def test_nothing_is_wider_than_the_screen(browser, folder):
 
 
 @pytest.mark.parametrize(("scheme", "width"), [("light", DESK), ("dark", PHONE)])
-def test_it_is_drawn_in_the_colours_of_the_system(browser, folder, scheme, width):
+def test_page_follows_the_system_color_scheme(browser, folder, scheme, width):
     from PIL import Image
 
     picture = folder / f"{scheme}.png"

@@ -1,4 +1,4 @@
-"""report.html: whole, escaped, alone, readable by machines; its text is the run's."""
+"""report.html: complete, escaped, self-contained, accessible and reproducible."""
 
 import copy
 import json
@@ -10,7 +10,7 @@ from lmx.errors import UserError
 from lmx.run.html.charts import Scale, scale_for
 from lmx.run.html.page import TEMPLATES, page, write_page
 from lmx.run.html.sections import layer_maps
-from pages import MANIFEST, REPORT, RESOLVED, ROWS, SHIFT, Page, make_run
+from sample_runs import MANIFEST, REPORT, RESOLVED, ROWS, SHIFT, Page, make_run
 
 SECTIONS = [
     *(
@@ -35,7 +35,7 @@ def whole(tmp_path_factory):
     return page_of(make_run(tmp_path_factory.mktemp("pages") / "try"))
 
 
-def test_every_section_is_there_and_linked(whole):
+def test_page_has_and_links_every_section(whole):
     ids = [a["id"] for _, a in whole.tags if "id" in a]
     assert len(set(ids)) == len(ids)
     assert [name for name in SECTIONS if name in ids] == SECTIONS
@@ -43,11 +43,11 @@ def test_every_section_is_there_and_linked(whole):
     assert links == {*SECTIONS, "main"}
 
 
-def test_what_is_open_is_closed(whole):
+def test_page_closes_every_tag(whole):
     assert whole.faults == []
 
 
-def test_nothing_is_fetched_and_nothing_runs(whole):
+def test_page_is_self_contained_without_scripts(whole):
     """No script, no address of another file, and a policy that would forbid both."""
     assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in whole.tags}
     html = whole.html
@@ -56,13 +56,13 @@ def test_nothing_is_fetched_and_nothing_runs(whole):
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-def test_what_users_write_is_text(whole):
+def test_page_escapes_user_text(whole):
     assert SHIFT not in whole.html
     for tag in ("dd", "td", "pre"):
         assert SHIFT in whole.text[tag]
 
 
-def test_figures_are_those_of_the_run(whole):
+def test_page_shows_the_values_of_the_run(whole):
     cells = whole.text["td"]
     for text in (
         "0.8000 ±\u00a00.0500",
@@ -86,7 +86,7 @@ def test_figures_are_those_of_the_run(whole):
     assert RESOLVED in whole.text["pre"]
 
 
-def test_tables_are_named_and_have_headings(whole):
+def test_page_tables_have_captions_and_headings(whole):
     tables = re.findall(r"<table.*?</table>", whole.html, re.DOTALL)
     assert len(tables) > 10
     for table in tables:
@@ -96,7 +96,7 @@ def test_tables_are_named_and_have_headings(whole):
         assert table.count("<th ") == table.count('<th scope="')
 
 
-def test_pictures_are_named_told_and_reached_by_keyboard(whole):
+def test_page_charts_have_titles_descriptions_and_focus(whole):
     pictures = [a for a in whole.all("svg") if "aria-hidden" not in a]
     texts = dict(re.findall(r'id="([^"]+)">([^<]*)</(?:title|desc)>', whole.html))
     # Loss, learning rate, speed, memory; two histograms; speculation. No norm is known.
@@ -111,7 +111,7 @@ def test_pictures_are_named_told_and_reached_by_keyboard(whole):
     assert "validation: 3 at step 0" in words
 
 
-def test_what_scrolls_is_named_and_reached_by_keyboard(whole):
+def test_page_scroll_regions_have_labels_and_focus(whole):
     regions = [a for a in whole.all("div") if a.get("class") == "scroll"]
     assert regions
     for region in regions:
@@ -119,20 +119,20 @@ def test_what_scrolls_is_named_and_reached_by_keyboard(whole):
         assert region["aria-label"]
 
 
-def test_headings_skip_no_level(whole):
+def test_page_headings_skip_no_level(whole):
     levels = [int(tag[1]) for tag, _ in whole.tags if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(b - a <= 1 for a, b in pairwise(levels))
 
 
-def test_the_same_run_is_the_same_page(tmp_path):
+def test_page_is_reproducible(tmp_path):
     folder = make_run(tmp_path / "try")
     assert write_page(folder).read_bytes() == write_page(folder).read_bytes()
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
-def test_a_run_that_has_only_begun(tmp_path, status):
+def test_page_of_a_run_that_just_started(tmp_path, status):
     manifest = MANIFEST | {"status": status, "ended": None, "stages": {}}
     folder = make_run(tmp_path / "try", report=None, manifest=manifest, rows=None)
     (folder / "model").rmdir()
@@ -154,7 +154,7 @@ def without(values, path=()):
                 yield below, values | {key: rest}
 
 
-def test_any_figure_may_be_missing(tmp_path):
+def test_page_with_any_value_missing(tmp_path):
     """Other versions wrote other figures, and stages may leave some out."""
     folder = make_run(tmp_path / "try")
     cases = [*without(REPORT)]
@@ -164,7 +164,7 @@ def test_any_figure_may_be_missing(tmp_path):
         assert page_of(folder).faults == []
 
 
-def test_models_of_no_curve_or_one_value(tmp_path):
+def test_page_with_few_values(tmp_path):
     rows = [row | {"loss": None, "tokens_per_second": 0.0} for row in ROWS[1:]]
     report = copy.deepcopy(REPORT)
     report["models"]["quantized"]["kl_histogram"]["positions"] = [0, 0]
@@ -183,20 +183,20 @@ def test_models_of_no_curve_or_one_value(tmp_path):
         ("resolved.yaml", "{"),
     ],
 )
-def test_what_is_damaged_is_named(tmp_path, name, text):
+def test_page_reports_damaged_files(tmp_path, name, text):
     folder = make_run(tmp_path / "try")
     (folder / name).write_text(text)
     with pytest.raises(UserError, match=name):
         write_page(folder)
 
 
-def test_no_run_no_page(tmp_path):
+def test_page_refuses_a_folder_without_run(tmp_path):
     with pytest.raises(UserError, match="not a run directory"):
         write_page(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_long_curves_are_short_on_paper(tmp_path):
+def test_long_curves_are_downsampled(tmp_path):
     rows = [ROWS[1] | {"step": n, "loss": 2 + n % 2} for n in range(1, 5001)]
     html = page(make_run(tmp_path / "try", rows=rows))
     assert len(html) < 100_000
@@ -225,7 +225,7 @@ def contrast(one, other):
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_contrast_is_that_of_wcag_aa(dark):
+def test_page_colors_meet_wcag_aa_contrast(dark):
     """4.5 of text and 3 of lines, against all they may lie on."""
     light, _, rest = (TEMPLATES / "style.css").read_text().partition("@media (prefers")
     found = colours(rest if dark else light)
@@ -243,7 +243,7 @@ def test_contrast_is_that_of_wcag_aa(dark):
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 1), (-3, 7), (0.59, 0.6), (1e-6, 2e-3), (5, 123456)]
 )
-def test_ticks_are_round_and_within(low, high):
+def test_scale_ticks_are_round_and_in_range(low, high):
     scale = Scale(low, high, 0, 100)
     places = [place for place, _ in scale.ticks]
     assert 2 <= len(places) <= 6
@@ -254,12 +254,12 @@ def test_ticks_are_round_and_within(low, high):
         assert scale(value) == pytest.approx(place, abs=0.6)
 
 
-def test_one_value_alone_has_a_scale():
+def test_scale_of_a_single_value():
     for value in (0.0, 5.0, -2.0):
         assert scale_for([value], 0, 100, zero=False)(value) == 50
 
 
-def test_the_map_has_a_place_for_every_layer():
+def test_layer_map_has_a_cell_for_every_layer():
     bits, error = layer_maps(REPORT["models"])["quantized"]
     assert bits.kinds == ["mlp.up_proj", "router"]
     first, second = (cells for _, cells in bits.blocks)

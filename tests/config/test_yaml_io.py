@@ -1,4 +1,4 @@
-"""YAML means what it looks like, and every key and value has its place."""
+"""yaml_io: no surprising scalars, and the position of every key and value."""
 
 import subprocess
 import sys
@@ -36,19 +36,19 @@ from lmx.config.yaml_io import read, write
         ("1e", "1e"),
     ],
 )
-def test_scalars(text, value):
+def test_read_scalar(text, value):
     data = read(f"x: {text}").data
     assert data == {"x": value}
     assert type(data["x"]) is type(value)
 
 
-def test_infinities():
+def test_read_infinity_and_nan():
     assert read("[.inf, -.inf]").data == [float("inf"), -float("inf")]
     nan = read(".nan").data
     assert nan != nan
 
 
-def test_the_global_loader_is_as_it_was():
+def test_read_does_not_change_pyyaml():
     # In a process of its own: importing mlx_lm.lora changes it.
     program = """if True:
         import yaml
@@ -59,7 +59,7 @@ def test_the_global_loader_is_as_it_was():
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_places_count_from_one():
+def test_positions_count_from_one():
     document = read("a:\n  - {b: 1,\n     c: 2}\n")
     assert document.keys[("a",)] == (1, 1)
     assert document.keys[("a", 0, "c")] == (3, 6)
@@ -67,14 +67,14 @@ def test_places_count_from_one():
     assert document.values[("a", 0)] == (2, 5)
 
 
-def test_an_alias_is_a_copy():
+def test_alias_is_a_copy():
     data = read("a: &x {b: 1}\nc: *x\n").data
     assert data == {"a": {"b": 1}, "c": {"b": 1}}
     assert data["a"] is not data["c"]
 
 
 @pytest.mark.parametrize("reader", [lambda text: read(text).data, yaml.safe_load])
-def test_written_text_reads_the_same_here_and_elsewhere(reader):
+def test_written_yaml_reads_the_same_elsewhere(reader):
     data = {
         "text": ["yes", "1e-5", "0123", "12:30", "null", "", "true", "é", "a: b"],
         "numbers": [1, -2, 0.5, 1e-5, 3e20],
