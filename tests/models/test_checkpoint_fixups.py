@@ -1,6 +1,6 @@
-"""Checkpoints as people publish them: what loads is the model, what cannot is named.
+"""Published checkpoints: every layout loads the same model, damage is named.
 
-Everything is seen through `load` and through `lmx generate`.
+All tests go through `load` and `lmx generate`.
 """
 
 import json
@@ -39,7 +39,7 @@ def edit(file, **changes):
 
 
 def generate(folder, capfd, *options):
-    """What the command line says of a model: its exit code, its answer, its fault."""
+    """Run `lmx generate`: its exit code, output and error text."""
     command = [
         "generate",
         str(folder),
@@ -134,7 +134,7 @@ def old_tables(folder):
     write(folder, read(folder) | tables)
 
 
-SOUND = [
+LAYOUTS = [
     in_shards,
     without_index,
     index_of_files_not_here,
@@ -149,14 +149,14 @@ SOUND = [
 ]
 
 
-@pytest.mark.parametrize("publish", SOUND, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("publish", LAYOUTS, ids=lambda f: f.__name__)
 def test_load_gives_the_same_model_from_every_layout(folder, publish, capfd):
     expected = parameters(folder)
     _, answer, _ = generate(folder, capfd)
     publish(folder)
-    found = parameters(folder)
-    assert found.keys() == expected.keys()
-    assert all(mx.array_equal(found[name], expected[name]) for name in expected)
+    actual = parameters(folder)
+    assert actual.keys() == expected.keys()
+    assert all(mx.array_equal(actual[name], expected[name]) for name in expected)
     code, same, fault = generate(folder, capfd)
     assert code == 0, fault
     assert same["text"] == answer["text"]
@@ -169,24 +169,24 @@ def test_load_reads_mixed_dtypes(folder, capfd):
         for number, (name, value) in enumerate(sorted(read(folder).items()))
     }
     write(folder, stored)
-    found = parameters(folder)
+    actual = parameters(folder)
     for name, value in stored.items():
-        assert found[name].dtype == mx.float32
-        assert mx.array_equal(found[name], value.astype(mx.float32))
+        assert actual[name].dtype == mx.float32
+        assert mx.array_equal(actual[name], value.astype(mx.float32))
     assert generate(folder, capfd)[0] == 0
 
 
 def test_load_keeps_a_stored_head_that_the_config_omits(folder, tmp_path, capfd):
-    """mlx-lm takes an unsaid head for tied, and drops the one that is stored."""
+    """mlx-lm assumes a tied head without a config key, and drops the stored one."""
     weights = read(folder)
-    own = mx.random.normal(weights[EMBEDDING].shape, key=mx.random.key(1))
-    write(folder, weights | {HEAD: own})
-    told = shutil.copytree(folder, tmp_path / "told")
-    edit(told / "config.json", tie_word_embeddings=False)
+    head = mx.random.normal(weights[EMBEDDING].shape, key=mx.random.key(1))
+    write(folder, weights | {HEAD: head})
+    explicit = shutil.copytree(folder, tmp_path / "explicit")
+    edit(explicit / "config.json", tie_word_embeddings=False)
     edit(folder / "config.json", tie_word_embeddings=None)
-    assert mx.array_equal(parameters(folder)[HEAD], own)
+    assert mx.array_equal(parameters(folder)[HEAD], head)
     assert load(folder).config["tie_word_embeddings"] is False
-    texts = [generate(place, capfd)[1]["text"] for place in (told, folder)]
+    texts = [generate(place, capfd)[1]["text"] for place in (explicit, folder)]
     assert texts[0] == texts[1]
     edit(folder / "config.json", tie_word_embeddings=True)
     assert generate(folder, capfd)[1]["text"] != texts[0]
@@ -250,7 +250,7 @@ def overwritten(folder):
 
 
 def two_models(folder):
-    """Without an index nobody can tell which is which."""
+    """Without an index it is unknown which file belongs to the model."""
     in_shards(folder, 2)
     (folder / INDEX).unlink()
     write(folder, {EMBEDDING: mx.zeros((320, 128))})
@@ -281,7 +281,7 @@ def pickles_of_the_hub(folder):
     return folder, "only pickles (pytorch_model.bin.index.json)"
 
 
-FAULTS = [
+DAMAGES = [
     cut_short,
     another_shape,
     overwritten,
@@ -293,13 +293,13 @@ FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("spoil", FAULTS, ids=lambda f: f.__name__)
-def test_load_names_what_cannot_be_loaded(folder, spoil, capfd):
-    place, said = spoil(folder)
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
+def test_load_names_what_cannot_be_loaded(folder, damage, capfd):
+    place, message = damage(folder)
     with pytest.raises(UserError) as caught:
         load(folder)
     assert caught.value.place == str(place)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
     code, _, fault = generate(folder, capfd)
     assert code == 2
     assert fault == f"{caught.value}\n"

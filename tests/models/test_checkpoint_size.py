@@ -1,4 +1,4 @@
-"""Sizes out of headers alone; test_mlx compares them with mlx-lm's own count."""
+"""Checkpoint sizes from headers; test_mlx_export compares them with mlx-lm's count."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_checkpoint_size_counts_each_code_as_one_parameter(tmp_path):
         mx.save_safetensors(str(file), {f"{name}.{k}": v for k, v in tensors.items()})
     sizes = checkpoint_size(tmp_path)
     assert sizes.parameters == 3 * 4 * 64
-    # Codes, and two 16-bit numbers for each of the groups.
+    # Codes, and a 16-bit scale and bias per group.
     assert sizes.bytes == 256 * 3 // 8 + 32 + 256 + 32 + 512
 
 
@@ -41,8 +41,8 @@ def test_read_header_names_a_truncated_file(make_checkpoint, tmp_path):
     file.write_bytes(whole[:-1])
     with pytest.raises(UserError) as caught:
         read_header(file)
-    said = f"the file is cut short: {len(whole) - 1:,} of {len(whole):,} bytes"
-    assert caught.value.message == said
+    message = f"the file is cut short: {len(whole) - 1:,} of {len(whole):,} bytes"
+    assert caught.value.message == message
     assert caught.value.place == str(file)
     file.write_bytes(whole)
     assert read_header(file)["model.norm.weight"]["shape"] == [128]

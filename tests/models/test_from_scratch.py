@@ -1,4 +1,4 @@
-"""Models from scratch: what is written loads, speaks and starts as intended."""
+"""Models from scratch: configuration, initial weights and tokenizer."""
 
 import json
 import random
@@ -109,7 +109,7 @@ def test_tokenizer_has_the_special_tokens(tokenizer):
 
 
 def characters(seed):
-    """Any characters there are, control characters and lone spaces among them."""
+    """Random characters, with control characters and single spaces."""
     draw = random.Random(seed)
     planes = [(0, 0x80), (0x80, 0x800), (0x800, 0xD800), (0xE000, 0x110000)]
     return "".join(chr(draw.randrange(*draw.choice(planes))) for _ in range(300))
@@ -160,12 +160,12 @@ def test_chat_template_marks_assistant_tokens(tokenizer):
 
 
 def test_generation_prompt_is_a_prefix_of_the_chat(tokenizer):
-    asked = tokenizer.apply_chat_template(
+    prompt = tokenizer.apply_chat_template(
         CHAT[:2], tokenize=False, add_generation_prompt=True
     )
-    whole = tokenizer.apply_chat_template(CHAT[:3], tokenize=False)
-    assert whole.startswith(asked)
-    assert asked.endswith("<|im_start|>assistant\n")
+    chat = tokenizer.apply_chat_template(CHAT[:3], tokenize=False)
+    assert chat.startswith(prompt)
+    assert prompt.endswith("<|im_start|>assistant\n")
 
 
 def test_train_tokenizer_is_deterministic(tmp_path, tokenizer_folder):

@@ -1,4 +1,4 @@
-"""Models of the Hub by name and revision, and from this disk when it is offline."""
+"""Hub models by name and revision, and from the cache when offline."""
 
 import pytest
 from hub_stand_in import Repository
@@ -46,8 +46,8 @@ def test_generate_uses_the_revision_and_its_offline_cache(
     assert generate("lab/tiny", "--revision", "v1") == 0
     assert capfd.readouterr().out == text
     assert generate("lab/tiny", "--revision", "v2") == 2
-    said = capfd.readouterr().err
-    assert "lab/tiny: no folder of this name, and the Hub does not give it" in said
+    message = capfd.readouterr().err
+    assert "lab/tiny: no folder of this name, and the Hub does not give it" in message
     assert len(stand_in.asked) == asked
 
 
@@ -60,8 +60,8 @@ def test_download_snapshot_skips_unneeded_files(stand_in, files):
     }
     stand_in.repositories["models/lab/tiny"] = Repository(more)
     folder = checkpoint_folder("lab/tiny")
-    found = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    assert found == files
+    actual = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert actual == files
     assert (checkpoint_folder("lab/tiny", trust_remote_code=True) / "own.py").is_file()
 
 

@@ -1,4 +1,4 @@
-"""Every kind of adapter on every kind of base: exact, fused, and as mlx-lm loads it."""
+"""Every adapter type on every base: exact, fused, and loaded by mlx-lm."""
 
 import json
 import shutil
@@ -24,23 +24,23 @@ EVERYTHING = ["*", "model.embed_tokens"]
 
 @pytest.fixture(scope="session")
 def bases(make_checkpoint, tmp_path_factory):
-    """A function of grid and config to the folder of a checkpoint, float32."""
-    made = {}
+    """A function from grid and config to a float32 checkpoint folder."""
+    folders = {}
 
     def of(grid="dense", *, experts=False, **changes):
         key = json.dumps([grid, experts, changes])
-        if key not in made:
+        if key not in folders:
             config = {"base": QWEN3_MOE} if experts else {"num_hidden_layers": 3}
             dense = make_checkpoint(dtype="float32", **config, **changes)
             folder = tmp_path_factory.mktemp("base")
-            made[key] = dense if grid == "dense" else rounded(dense, folder, grid)
-        return made[key]
+            folders[key] = dense if grid == "dense" else quantized(dense, folder, grid)
+        return folders[key]
 
     return of
 
 
-def rounded(dense, folder, grid):
-    """By stock MLX, which expands embeddings of floating-point modes to bfloat16."""
+def quantized(dense, folder, grid):
+    """Quantized by stock MLX, which dequantizes mxfp embeddings to bfloat16."""
     shutil.copytree(dense, folder, dirs_exist_ok=True)
     model, _ = mlx_lm.load(str(dense))
     group_size, bits, mode = GRIDS[grid]
@@ -64,7 +64,7 @@ def rounded(dense, folder, grid):
 
 
 class Adapted:
-    """A model with adapters whose parameters are not those they begin with."""
+    """A model with adapters moved away from their initial values."""
 
     def __init__(self, folder, **settings):
         self.folder = folder
@@ -98,12 +98,12 @@ class Adapted:
         return mlx_lm.load(str(self.folder), adapter_path=str(folder))[0](TOKENS)
 
 
-def near(left, right, tolerance=2e-5):
+def is_close(left, right, tolerance=2e-5):
     return (mx.abs(left - right).max() / mx.abs(right).max()).item() < tolerance
 
 
 def dense_model(folder, tensors, tmp_path):
-    """The model of a folder, without its grids."""
+    """The model of a folder, unquantized."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("quantization", None)
@@ -117,19 +117,21 @@ def dense_model(folder, tensors, tmp_path):
 @pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", ["dense", *GRIDS])
-def test_adapted_model_starts_as_the_base_and_equals_the_fused_model(bases, tmp_path, grid, kind, experts):
+def test_adapted_model_starts_as_the_base_and_equals_the_fused_model(
+    bases, tmp_path, grid, kind, experts
+):
     run = Adapted(bases(grid, experts=experts), type=kind, target_modules=EVERYTHING)
-    assert near(run.first, run.before)
-    assert not near(run.after, run.before, 1e-2)
+    assert is_close(run.first, run.before)
+    assert not is_close(run.after, run.before, 1e-2)
     model = dense_model(run.folder, run.fused(), tmp_path / "fused")
-    assert near(model(TOKENS), run.after, 1e-4)
+    assert is_close(model(TOKENS), run.after, 1e-4)
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", ["dense", *GRIDS])
 def test_stock_mlx_lm_loads_saved_adapters(bases, tmp_path, grid, kind, experts):
-    """What mlx-lm cannot load for faults of its own is left out: see `files.save`."""
+    """Except what mlx-lm cannot load: see `io.layers_mlx_lm_cannot_load`."""
     wrong = grid in ("3 bits", "5 bits", "6 bits") and kind == "dora"
     layers = ["*"] if kind == "dora" and grid != "dense" else EVERYTHING
     run = Adapted(bases(grid, experts=experts), type=kind, target_modules=layers)
@@ -141,7 +143,7 @@ def test_stock_mlx_lm_loads_saved_adapters(bases, tmp_path, grid, kind, experts)
         with pytest.raises(ValueError, match="does not match"):
             run.stock(tmp_path)
     else:
-        assert near(run.stock(tmp_path), run.after, 1e-4)
+        assert is_close(run.stock(tmp_path), run.after, 1e-4)
 
 
 @pytest.mark.parametrize("grid", ["dense", "4 bits"])
@@ -154,26 +156,26 @@ def test_ranks_by_pattern_and_num_layers(bases, tmp_path, grid, kind, stable):
     )
     assert len(lora_model.adapted_layers(run.model)) == 14
     paths = lora_model.adapted_layers(run.model)
-    found = {p: layer.lora_a.shape[1] for p, layer in paths.items()}
-    assert not any(".layers.0." in path for path in found)
-    assert found["model.layers.1.mlp.up_proj"] == 3
-    assert found["model.layers.2.self_attn.q_proj"] == 6
+    actual = {p: layer.lora_a.shape[1] for p, layer in paths.items()}
+    assert not any(".layers.0." in path for path in actual)
+    assert actual["model.layers.1.mlp.up_proj"] == 3
+    assert actual["model.layers.2.self_attn.q_proj"] == 6
     divisor = 6**0.5 if stable else 6
     assert paths["model.layers.2.self_attn.q_proj"].scale == pytest.approx(6 / divisor)
-    assert near(run.stock(tmp_path), run.after, 1e-4)
+    assert is_close(run.stock(tmp_path), run.after, 1e-4)
 
 
 def test_save_adapter_pads_experts_of_different_ranks(bases, tmp_path):
     layers = {"mlp.switch_mlp.up_proj": 2, "*": 5}
     run = Adapted(bases(experts=True), target_modules=layers)
-    assert near(run.stock(tmp_path), run.after, 1e-4)
+    assert is_close(run.stock(tmp_path), run.after, 1e-4)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert config["lora_parameters"]["rank"] == 5
     assert config["lora_parameters"]["scale"] == 1
 
 
-def explicit(run, trained):
-    """The weights of the sum, written as the papers write it."""
+def reference_merge(run, trained):
+    """The merged weights, by the formulas of the papers."""
     result = {}
     for path in lora_model.adapted_layers(run.model):
         a, b = trained[f"{path}.lora_a"], trained[f"{path}.lora_b"]
@@ -200,28 +202,30 @@ def test_gradients_equal_those_of_the_merged_weight(bases, kind, experts):
     plain = load(run.folder).model.eval()
 
     def by_sum(trained):
-        plain.update(tree_unflatten(list(explicit(run, trained).items())))
+        plain.update(tree_unflatten(list(reference_merge(run, trained).items())))
         return mx.logsumexp(plain(TOKENS), axis=-1).sum()
 
     def by_adapter(trained):
         run.model.update(tree_unflatten(list(trained.items())))
         return mx.logsumexp(run.model(TOKENS), axis=-1).sum()
 
-    expected, found = (mx.grad(f)(run.trained) for f in (by_sum, by_adapter))
+    expected, actual = (mx.grad(f)(run.trained) for f in (by_sum, by_adapter))
     assert all(mx.abs(gradient).max() > 0 for gradient in expected.values())
     for name, gradient in expected.items():
-        assert near(found[name], gradient, 1e-4), name
+        assert is_close(actual[name], gradient, 1e-4), name
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_gradients_on_quantized_layers_equal_those_on_dense_ones(bases, tmp_path, grid, kind):
-    """The dense twin of a quantized model gives its adapters the same gradients."""
+def test_gradients_on_quantized_layers_equal_those_on_dense_ones(
+    bases, tmp_path, grid, kind
+):
+    """The dequantized model gives its adapters the same gradients."""
     run = Adapted(bases(grid), type=kind, target_modules=EVERYTHING)
     plain = load(run.folder).model
     expanded = lora_model.fuse(plain, run.base, {}, mx.float32)
-    twin = dense_model(run.folder, expanded, tmp_path / "twin")
-    lora_model.attach(twin, run.adapter, seed=0)
+    dense_copy = dense_model(run.folder, expanded, tmp_path / "dense_copy")
+    lora_model.attach(dense_copy, run.adapter, seed=0)
 
     def loss(model):
         def of(trained):
@@ -230,9 +234,9 @@ def test_gradients_on_quantized_layers_equal_those_on_dense_ones(bases, tmp_path
 
         return of
 
-    expected, found = (mx.grad(loss(m))(run.trained) for m in (twin, run.model))
+    expected, actual = (mx.grad(loss(m))(run.trained) for m in (dense_copy, run.model))
     for name, gradient in expected.items():
-        assert near(found[name], gradient, 1e-3), name
+        assert is_close(actual[name], gradient, 1e-3), name
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
@@ -250,11 +254,11 @@ def test_quantized_embedding_adapters_merge(grid, kind):
     layer.lora_b = 0.1 * mx.random.normal((4, 96), key=mx.random.key(2))
     trained = {name: layer[name] for name in layer.TRAINABLE}
     merged = layer.merge(expanded, trained)
-    assert not near(merged, expanded, 1e-2)
+    assert not is_close(merged, expanded, 1e-2)
     tokens, x = mx.arange(7), mx.random.normal((3, 96), key=mx.random.key(3))
     # A lookup in floating-point codes gives bfloat16.
-    assert near(layer(tokens), merged[:7], 1e-5 if mode == "affine" else 1e-2)
-    assert near(layer.as_linear(x), x @ merged.T)
+    assert is_close(layer(tokens), merged[:7], 1e-5 if mode == "affine" else 1e-2)
+    assert is_close(layer.as_linear(x), x @ merged.T)
 
 
 def test_embeddings_and_heads_are_adapted_only_by_name(bases):

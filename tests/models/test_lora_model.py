@@ -1,4 +1,4 @@
-"""Adapters in mlx-lm's names, format and arithmetic."""
+"""Attach, save and fuse adapters, compared with mlx-lm."""
 
 import json
 
@@ -18,7 +18,7 @@ TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
 
 
 def adapt(folder, patterns, *, merged=False, seed=0, **changes):
-    """A model with trained adapters, their parameters, its own weights, their keys."""
+    """A model with moved adapters: model, adapter parameters, base weights, keys."""
     model = load(folder).model
     base = dict(tree_flatten(model.parameters()))
     adapter = LoRAConfig(**OPTIONS | {"target_modules": patterns} | changes)
@@ -42,8 +42,8 @@ def save(folder, model, trained, keys, *, num_layers=3, **changes):
     )
 
 
-def own(trained, path):
-    """The parameters of one layer."""
+def layer_parameters(trained, path):
+    """Adapter parameters of one layer, by name."""
     prefix = f"{path}."
     return {k[len(prefix) :]: v for k, v in trained.items() if k.startswith(prefix)}
 
@@ -102,17 +102,19 @@ def test_merge_equals_the_float64_sum(folder):
     names = (f"{path}.lora_a", f"{path}.lora_b")
     a, b = (np.array(trained[name], dtype=np.float64) for name in names)
     expected = np.array(base[f"{path}.weight"], dtype=np.float64) + 1.5 * (a @ b).T
-    merged = layer.merge(layer.base_weight, own(trained, path))
+    merged = layer.merge(layer.base_weight, layer_parameters(trained, path))
     np.testing.assert_allclose(np.array(merged), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("path", ["mlp.down_proj", "self_attn.q_proj"])
 def test_merged_forward_has_plain_lora_gradients(folder, path):
-    """What plain LoRA costs and gives, from the one product with the merged weight."""
+    """One product with the merged weight gives the gradients of plain LoRA."""
     plain, trained, *_ = adapt(folder, [path])
     merged, *_ = adapt(folder, [path], merged=True)
     for name, layer in lora_model.adapted_layers(merged).items():
-        layer.linear.weight = layer.merge(layer.base_weight, own(trained, name))
+        layer.linear.weight = layer.merge(
+            layer.base_weight, layer_parameters(trained, name)
+        )
 
     def loss(model):
         def of(parameters):
@@ -121,10 +123,10 @@ def test_merged_forward_has_plain_lora_gradients(folder, path):
 
         return of
 
-    expected, found = (mx.grad(loss(m))(trained) for m in (plain, merged))
+    expected, actual = (mx.grad(loss(m))(trained) for m in (plain, merged))
     for name, gradient in expected.items():
         scale = mx.abs(gradient).max()
-        assert mx.allclose(found[name] / scale, gradient / scale, rtol=0, atol=1e-5)
+        assert mx.allclose(actual[name] / scale, gradient / scale, rtol=0, atol=1e-5)
 
 
 def test_attach_starts_as_the_base_and_freezes_it(folder):
@@ -138,15 +140,15 @@ def test_attach_starts_as_the_base_and_freezes_it(folder):
 
 
 def test_attach_depends_on_the_seed(folder):
-    draws = []
+    initial = []
     for seed in (1, 1, 2):
         model = load(folder).model
         lora_model.attach(
             model, LoRAConfig(**OPTIONS, target_modules=["mlp.*"]), seed=seed
         )
         layers = lora_model.adapted_layers(model).values()
-        draws.append([layer.lora_a for layer in layers])
-    first, same, other = draws
+        initial.append([layer.lora_a for layer in layers])
+    first, same, other = initial
     assert all(map(mx.array_equal, first, same))
     assert not any(map(mx.array_equal, first, other))
     assert not mx.array_equal(first[0], first[2])
@@ -178,7 +180,7 @@ def test_default_target_modules_skip_routers(make_checkpoint):
 
 
 def test_attach_finds_blocks_of_any_name(tmp_path):
-    """GPT-2 calls them h, and mlx-lm finds them as `model.layers` all the same."""
+    """GPT-2 names its blocks h; mlx-lm finds them as `model.layers`."""
     from mlx_lm.models import gpt2
 
     model = gpt2.Model(

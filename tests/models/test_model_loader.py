@@ -1,4 +1,4 @@
-"""Checkpoints that load, and what is said of those that do not."""
+"""Loading checkpoints, and the errors of those that do not load."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 @pytest.fixture
 def folder(make_checkpoint, tmp_path):
-    """A sound checkpoint, to be spoiled."""
+    """A valid checkpoint that a test may damage."""
     return shutil.copytree(make_checkpoint(), tmp_path / "model")
 
 
@@ -25,13 +25,15 @@ def edit(file, **changes):
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
-def refusal(source, **options):
+def load_error(source, **options):
     with pytest.raises(UserError) as caught:
         load(source, **options)
     return caught.value
 
 
-def test_load_computes_in_float32_on_the_cpu_and_keeps_the_stored_dtype(make_checkpoint):
+def test_load_computes_in_float32_on_the_cpu_and_keeps_the_stored_dtype(
+    make_checkpoint,
+):
     folder = make_checkpoint(dtype="bfloat16")
     files = mx.load(str(folder / "model.safetensors"))
     loaded = load(folder)
@@ -44,8 +46,8 @@ def test_load_computes_in_float32_on_the_cpu_and_keeps_the_stored_dtype(make_che
 @pytest.mark.parametrize("compute", ["stored", "bfloat16"])
 def test_load_casts_to_the_compute_dtype(folder, compute):
     model = load(folder, compute=compute).model
-    wanted = {"stored": mx.float16, "bfloat16": mx.bfloat16}[compute]
-    assert {v.dtype for _, v in tree_flatten(model.parameters())} == {wanted}
+    expected_value = {"stored": mx.float16, "bfloat16": mx.bfloat16}[compute]
+    assert {v.dtype for _, v in tree_flatten(model.parameters())} == {expected_value}
 
 
 def test_load_as_stored_keeps_mixed_dtypes(folder):
@@ -83,7 +85,7 @@ def test_set_compute_dtype_respects_cast_predicate():
     ],
 )
 def test_load_merges_end_tokens_of_all_files(folder, config, generation, ends):
-    """The tokenizer's own, 2, is always one."""
+    """The end token of the tokenizer itself, 2, is always included."""
     edit(folder / "config.json", eos_token_id=config)
     edit(folder / "generation_config.json", eos_token_id=generation)
     assert load_tokenizer(folder).eos_token_ids == ends
@@ -98,17 +100,17 @@ def flat(ends):
 
 
 def test_load_refuses_a_folder_without_config(tmp_path):
-    fault = refusal(tmp_path)
+    fault = load_error(tmp_path)
     assert fault.message == "this folder is not a model: it has no config.json"
     assert fault.place == str(tmp_path)
 
 
 def test_load_refuses_a_file(folder):
-    assert "a checkpoint is a folder" in refusal(folder / "config.json").message
+    assert "a checkpoint is a folder" in load_error(folder / "config.json").message
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("{", "not JSON"),
         ("[1]", "names no model_type"),
@@ -117,32 +119,32 @@ def test_load_refuses_a_file(folder):
         (b"\xff\xfe", "not JSON"),
     ],
 )
-def test_load_refuses_a_broken_config(folder, text, said):
+def test_load_refuses_a_broken_config(folder, text, message):
     file = folder / "config.json"
     file.write_bytes(text if isinstance(text, bytes) else text.encode())
-    fault = refusal(folder)
-    assert said in fault.message
+    fault = load_error(folder)
+    assert message in fault.message
     assert fault.place == str(file)
 
 
-# `base` and `cache` are modules of the zoo that are no models, `olmo` ends the process
-# where a package is missing.
+# `base` and `cache` are modules of mlx-lm that are not models. `olmo` ends the process
+# if a package is missing.
 @pytest.mark.parametrize("model_type", ["nonesuch", "base", "cache", "olmo"])
 def test_load_refuses_an_unknown_model_type(folder, model_type):
     edit(folder / "config.json", model_type=model_type)
-    fault = refusal(folder)
+    fault = load_error(folder)
     assert fault.message == f"mlx-lm has no model type {model_type!r}"
     assert fault.place == str(folder / "config.json")
 
 
 def test_load_names_a_missing_config_key(folder):
     edit(folder / "config.json", hidden_size=None)
-    assert "hidden_size" in refusal(folder).message
+    assert "hidden_size" in load_error(folder).message
 
 
 def test_load_refuses_a_broken_generation_config(folder):
     (folder / "generation_config.json").write_text("{")
-    assert refusal(folder).place == str(folder / "generation_config.json")
+    assert load_error(folder).place == str(folder / "generation_config.json")
 
 
 @pytest.mark.parametrize("pickle", ["pytorch_model.bin", None])
@@ -150,7 +152,7 @@ def test_load_refuses_a_folder_without_safetensors(folder, pickle):
     (folder / "model.safetensors").unlink()
     if pickle:
         (folder / pickle).write_bytes(b"\x80\x04")
-    fault = refusal(folder)
+    fault = load_error(folder)
     assert "no model*.safetensors" in fault.message
     assert ("pickles (pytorch_model.bin)" in fault.message) == bool(pickle)
     assert (fault.hint is not None) == bool(pickle)
@@ -160,7 +162,7 @@ def test_load_refuses_a_folder_without_safetensors(folder, pickle):
 def test_load_names_a_truncated_file(folder, size):
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:size])
-    fault = refusal(folder)
+    fault = load_error(folder)
     assert fault.place == str(file)
     assert "cut short" in fault.message or "damaged" in fault.message
 
@@ -169,7 +171,7 @@ def test_load_names_a_truncated_file(folder, size):
 def test_load_names_a_file_of_another_format(folder, header):
     file = folder / "model.safetensors"
     file.write_bytes(len(header).to_bytes(8, "little") + header)
-    fault = refusal(folder)
+    fault = load_error(folder)
     assert fault.place == str(file)
     assert "damaged" in fault.message
 
@@ -179,7 +181,7 @@ def test_load_names_missing_tensors(folder):
     for name in [name for name in weights if "mlp" in name]:
         del weights[name]
     mx.save_safetensors(str(folder / "model.safetensors"), weights)
-    fault = refusal(folder)
+    fault = load_error(folder)
     assert "Missing 3 parameters" in fault.message
     assert "model.layers.0.mlp.down_proj.weight" in fault.message
     assert "\n" not in fault.message
@@ -193,7 +195,7 @@ def test_load_names_a_missing_shard(folder):
     places |= {"model.norm.weight": "model-2.safetensors"}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": places}))
-    assert "model-2.safetensors is missing" in refusal(folder).hint
+    assert "model-2.safetensors is missing" in load_error(folder).hint
     mx.save_safetensors(
         str(folder / "model-2.safetensors"), {"model.norm.weight": norm}
     )
@@ -202,17 +204,17 @@ def test_load_names_a_missing_shard(folder):
 
 def test_load_names_a_wrong_shape(folder):
     edit(folder / "config.json", vocab_size=321)
-    assert "321" in refusal(folder).message
+    assert "321" in load_error(folder).message
 
 
-@pytest.mark.parametrize("spoil", ["missing", "no JSON", "no tokenizer"])
-def test_load_refuses_a_broken_tokenizer(folder, spoil):
+@pytest.mark.parametrize("damage", ["missing", "no JSON", "no tokenizer"])
+def test_load_refuses_a_broken_tokenizer(folder, damage):
     file = folder / "tokenizer.json"
-    if spoil == "missing":
+    if damage == "missing":
         file.unlink()
     else:
-        file.write_text("{" if spoil == "no JSON" else '{"model": {"type": "odd"}}')
-    fault = refusal(folder)
+        file.write_text("{" if damage == "no JSON" else '{"model": {"type": "odd"}}')
+    fault = load_error(folder)
     assert "tokenizer does not load" in fault.message
     assert "tokenizer.json" in fault.hint
 
@@ -227,9 +229,9 @@ def test_checkpoint_folder_refuses_unknown_names_offline(monkeypatch, name, tmp_
     with pytest.raises(UserError) as caught:
         checkpoint_folder(name)
     assert caught.value.place == name
-    hubbish = name.count("/") == 1
-    assert ("the Hub does not give it" in caught.value.message) == hubbish
-    assert ("no such folder" in caught.value.message) != hubbish
+    is_hub_id = name.count("/") == 1
+    assert ("the Hub does not give it" in caught.value.message) == is_hub_id
+    assert ("no such folder" in caught.value.message) != is_hub_id
 
 
 CODE = """
@@ -242,7 +244,7 @@ from pathlib import Path
 def test_checkpoint_code_runs_only_with_trust_remote_code(folder):
     edit(folder / "config.json", model_file="own.py")
     (folder / "own.py").write_text(CODE)
-    fault = refusal(folder)
+    fault = load_error(folder)
     assert "own.py" in fault.message
     assert "trust_remote_code" in fault.hint
     assert not (folder / "ran").exists()
@@ -252,11 +254,11 @@ def test_checkpoint_code_runs_only_with_trust_remote_code(folder):
 
 def test_missing_checkpoint_code_is_named(folder):
     edit(folder / "config.json", model_file="own.py")
-    assert "own.py" in refusal(folder, trust_remote_code=True).message
+    assert "own.py" in load_error(folder, trust_remote_code=True).message
 
 
 def test_tokenizer_code_is_refused_without_a_prompt(folder, monkeypatch):
-    """Hugging Face would ask on the terminal; nobody may be there."""
+    """Hugging Face would ask on the terminal."""
 
     def ask(*_):
         raise AssertionError("asked")
@@ -268,7 +270,7 @@ def test_tokenizer_code_is_refused_without_a_prompt(folder, monkeypatch):
         auto_map={"AutoTokenizer": ["own.Own", "own.Own"]},
     )
     (folder / "own.py").write_text(CODE)
-    assert "tokenizer does not load" in refusal(folder).message
+    assert "tokenizer does not load" in load_error(folder).message
     assert not (folder / "ran").exists()
 
 

@@ -1,4 +1,4 @@
-"""Our writer of safetensors: what MLX and Hugging Face read is what was given."""
+"""The safetensors writer, read back by MLX and Hugging Face."""
 
 import json
 
@@ -29,10 +29,10 @@ def file(tmp_path):
 def test_write_safetensors_equals_mlx_file_content(file, tmp_path):
     plain = tmp_path / "plain.safetensors"
     mx.save_safetensors(str(plain), TENSORS, metadata={"format": "mlx"})
-    (ours, our_notes), (theirs, notes) = (
+    (ours, our_metadata), (theirs, metadata) = (
         mx.load(str(f), return_metadata=True) for f in (file, plain)
     )
-    assert our_notes == notes == {"format": "mlx"}
+    assert our_metadata == metadata == {"format": "mlx"}
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
         assert ours[name].dtype == value.dtype
@@ -45,8 +45,8 @@ def test_write_safetensors_is_readable_by_hugging_face(tmp_path):
     safetensors_io.write_safetensors(
         path, {k: v for k, v in TENSORS.items() if k != "b"}
     )
-    found = load_file(path)
-    for name, value in found.items():
+    actual = load_file(path)
+    for name, value in actual.items():
         np.testing.assert_array_equal(value, np.array(TENSORS[name]))
 
 
@@ -60,7 +60,7 @@ def test_write_safetensors_aligns_tensors(file):
 
 
 def test_write_safetensors_holds_few_tensors_in_memory(tmp_path):
-    """Ten of a megabyte each, never more than a few at once."""
+    """Ten tensors of a megabyte each, never more than a few at once."""
     size = 1 << 20
     tensors = {str(n): mx.random.normal((size // 4,)) for n in range(10)}
     before = mx.get_active_memory()
@@ -68,6 +68,6 @@ def test_write_safetensors_holds_few_tensors_in_memory(tmp_path):
     safetensors_io.write_safetensors(tmp_path / "x.safetensors", tensors)
     assert not tensors
     assert mx.get_peak_memory() - before < 4 * size
-    held = [mx.random.normal((size // 4,)) for _ in range(10)]
-    mx.eval(held)
+    all_tensors = [mx.random.normal((size // 4,)) for _ in range(10)]
+    mx.eval(all_tensors)
     assert mx.get_peak_memory() - before >= 10 * size

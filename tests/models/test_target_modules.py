@@ -1,4 +1,4 @@
-"""Which layers `layers: auto` means: experts without routers, nothing too small."""
+"""Target modules of `auto`: experts without routers, no layer that is too small."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,8 +18,8 @@ def glu(*paths):
     return {f"{p}.{x}_proj" for p in paths for x in ("gate", "up", "down")}
 
 
-# What a look at mlx-lm's code says an adapter should be on.
-MEANT = {
+# The layers to adapt, read from mlx-lm's code.
+EXPECTED = {
     "llama": ATTENTION | glu("mlp"),
     "phi3": {"self_attn.qkv_proj", "self_attn.o_proj"}
     | {"mlp.gate_up_proj", "mlp.down_proj"},
@@ -52,35 +52,35 @@ MEANT = {
 }
 
 
-def adapted(family, layers="auto", *, rank=3, **changes):
+def adapted(family, target_modules="auto", *, rank=3, **changes):
     return set(
         lora_model.attach(
-            member(family), LoRAConfig(rank=rank, target_modules=layers), seed=0
+            member(family), LoRAConfig(rank=rank, target_modules=target_modules), seed=0
         )
     )
 
 
-@pytest.mark.parametrize("family", MEANT)
+@pytest.mark.parametrize("family", EXPECTED)
 def test_auto_adapts_all_linear_layers_of_the_blocks(family):
-    assert adapted(family) == MEANT[family]
+    assert adapted(family) == EXPECTED[family]
 
 
-@pytest.mark.parametrize("layers", ["auto", ["*"]])
+@pytest.mark.parametrize("target_modules", ["auto", ["*"]])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_attach_skips_routers(family, layers):
+def test_attach_skips_routers(family, target_modules):
     routers = {"gate", "router", "wg", "classifier", "shared_expert_gate"}
-    keys = adapted(family, layers, rank=1)
+    keys = adapted(family, target_modules, rank=1)
     assert keys
     assert not [key for key in keys if routers & set(key.split("."))]
 
 
 class Mixture(nn.Module):
-    """Experts, a router of no known name, and an expert for all as wide as they are."""
+    """Experts, a router with an unknown name, and a shared expert."""
 
     def __init__(self, experts):
         super().__init__()
         self.switch_mlp = member("mixtral").layers[0].block_sparse_moe.switch_mlp
-        self.chooser = nn.Linear(32, experts)
+        self.selector = nn.Linear(32, experts)
         self.shared = {"gate_proj": nn.Linear(32, experts)}
 
 
@@ -93,7 +93,7 @@ class Model(nn.Module):
 @pytest.mark.parametrize(("outputs", "router"), [(4, True), (8, False)])
 def test_find_target_modules_recognizes_a_router_by_its_outputs(outputs, router):
     keys = lora_model.attach(Model(outputs), LoRAConfig(rank=1), seed=0)
-    assert ("chooser" not in keys) == router
+    assert ("selector" not in keys) == router
     assert "shared.gate_proj" in keys
     assert "switch_mlp.up_proj" in keys
 
@@ -103,7 +103,8 @@ def test_find_target_modules_handles_quantized_experts():
     nn.quantize(model, group_size=32, bits=4, class_predicate=_wide_enough)
     assert isinstance(model.layers[0].mlp.gate, nn.QuantizedLinear)
     assert (
-        set(lora_model.attach(model, LoRAConfig(rank=3), seed=0)) == MEANT["qwen3_moe"]
+        set(lora_model.attach(model, LoRAConfig(rank=3), seed=0))
+        == EXPECTED["qwen3_moe"]
     )
 
 
@@ -112,7 +113,7 @@ def _wide_enough(_, module):
 
 
 def test_auto_skips_layers_smaller_than_their_adapter():
-    """Keys and values of Llama are 32 x 16: 512 numbers, as 32 + 16 times 10.7."""
+    """Keys and values of Llama are 32 x 16: 512 weights, 10.7 times 32 + 16."""
     assert "self_attn.k_proj" in adapted("llama", rank=10)
     assert "self_attn.k_proj" not in adapted("llama", rank=11)
     assert "self_attn.k_proj" in adapted("llama", ["*"], rank=11)
@@ -122,17 +123,17 @@ def test_auto_skips_layers_smaller_than_their_adapter():
 
 
 def test_auto_skips_indexers_and_star_adapts_them():
-    choosing = adapted("deepseek_v32", ["*"]) - adapted("deepseek_v32")
-    assert choosing == {f"self_attn.indexer.{x}" for x in ("wq_b", "wk")} | {
+    indexers = adapted("deepseek_v32", ["*"]) - adapted("deepseek_v32")
+    assert indexers == {f"self_attn.indexer.{x}" for x in ("wq_b", "wk")} | {
         "self_attn.indexer.weights_proj"
     }
 
 
 def test_auto_combines_with_patterns_and_ranks():
     model = member("qwen3_moe")
-    layers = {"self_attn.q_proj": 2, "auto": 4, "lm_head": 1}
-    keys = lora_model.attach(model, LoRAConfig(target_modules=layers), seed=0)
-    assert set(keys) == MEANT["qwen3_moe"] | {"lm_head"}
+    target_modules = {"self_attn.q_proj": 2, "auto": 4, "lm_head": 1}
+    keys = lora_model.attach(model, LoRAConfig(target_modules=target_modules), seed=0)
+    assert set(keys) == EXPECTED["qwen3_moe"] | {"lm_head"}
     ranks = {k: v.lora_b.shape for k, v in lora_model.adapted_layers(model).items()}
     assert ranks["model.layers.0.self_attn.q_proj"] == (2, 32)
     assert ranks["model.layers.0.self_attn.v_proj"] == (4, 16)

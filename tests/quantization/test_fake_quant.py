@@ -1,4 +1,4 @@
-"""What a compiled training forward multiplied with is what the export holds."""
+"""Weights of the compiled training forward equal the exported weights."""
 
 import itertools
 import shutil
@@ -39,7 +39,7 @@ LAYERS = ["self_attn.*", "mlp.*"]
 DTYPES = ("float32", "float16", "bfloat16")
 
 
-class Watched(TrainStep):
+class RecordingStep(TrainStep):
     """A step that also returns the weights of its compiled forward pass."""
 
     def _train(self, *inputs):
@@ -55,11 +55,9 @@ class Watched(TrainStep):
 
 
 class Run:
-    """Quantization-aware training put together as the train stage does it."""
+    """Quantization-aware training as the train stage sets it up."""
 
-    def __init__(
-        self, folder, quantization, *, adapted, patterns=LAYERS, rounding=None
-    ):
+    def __init__(self, folder, quantization, *, adapted, patterns=LAYERS, config=None):
         self.loaded = load(folder, compute="stored")
         model = self.loaded.model
         self.base = dict(tree_flatten(model.parameters()))
@@ -71,10 +69,10 @@ class Run:
                 model, LoRAConfig(rank=4, target_modules=patterns), seed=1, merged=True
             )
         specs = self.selection.specs
-        if rounding and rounding.quantizer == "scales_only":
+        if config and config.quantizer == "scales_only":
             model.freeze()
-        fake_quant = FakeQuant(model, specs, self.loaded.dtype, rounding)
-        self.step = Watched(
+        fake_quant = FakeQuant(model, specs, self.loaded.dtype, config)
+        self.step = RecordingStep(
             model, OptimizerConfig(weight_decay=0.01), fake_quant=fake_quant
         )
         set_compute_dtype(model, mx.float32)
@@ -112,7 +110,7 @@ def batch(seed, rows=2, length=8):
 
 
 def reloaded(folder, selection: QuantizationPlan, dtype):
-    """The weights in a checkpoint's files, expanded by plain MLX."""
+    """The weights in a checkpoint's files, dequantized by plain MLX."""
     tensors = mx.load(str(folder / "model.safetensors"))
     weights = {}
     for name, value in tensors.items():
@@ -133,8 +131,8 @@ def reloaded(folder, selection: QuantizationPlan, dtype):
     return weights
 
 
-def assert_served_is_trained(run, folder):
-    """The next forward's weights, bit for bit, are those in the exported files."""
+def assert_exported_equals_forward(run, folder):
+    """The next forward's weights equal those in the exported files, bit for bit."""
     dtype = run.loaded.dtype
     stored = reloaded(run.export(folder), run.selection, dtype)
     *_, used = run.train()
@@ -150,12 +148,12 @@ def assert_served_is_trained(run, folder):
 def test_exported_weights_equal_forward_weights(
     make_checkpoint, tmp_path, dtype, adapted
 ):
-    """Every grid there is, each on a layer of its own."""
+    """Every grid, each on another layer."""
     folder = make_checkpoint(dtype=dtype, num_hidden_layers=3)
     specs = dict(zip(LINEAR, GRIDS, strict=True))
     run = Run(folder, QuantizationPlan(specs, {}), adapted=adapted)
     run.train(2)
-    assert_served_is_trained(run, tmp_path / "out")
+    assert_exported_equals_forward(run, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -174,12 +172,12 @@ def test_exported_weights_equal_forward_weights(
 def test_exported_weights_equal_forward_weights_for_every_quantizer(
     make_checkpoint, tmp_path, dtype, grid, adapted
 ):
-    """Where a layer's mode or bits do not go with the grid, another takes its place."""
+    """Layers whose mode or bits do not suit the quantizer get another one."""
     folder = make_checkpoint(dtype=dtype, num_hidden_layers=3)
     chosen = [g for g in GRIDS if g.bits in (2, 3, 8) or g.mode != "affine"]
     specs = dict(zip(LINEAR, itertools.cycle(chosen), strict=False))
-    rounding = QATConfig(bits=2, group_size=32, quantizer=grid)
-    run = Run(folder, QuantizationPlan(specs, {}), adapted=adapted, rounding=rounding)
+    config = QATConfig(bits=2, group_size=32, quantizer=grid)
+    run = Run(folder, QuantizationPlan(specs, {}), adapted=adapted, config=config)
     first = dict(run.step.parameters)
     run.train(2)
     moved = {k for k, v in run.step.parameters.items() if mx.any(v != first[k]).item()}
@@ -187,12 +185,12 @@ def test_exported_weights_equal_forward_weights_for_every_quantizer(
     assert len(affine) > 9
     learned = [f"{path}.scales" in moved for path in affine]
     assert all(learned) if grid != "fixed_scale" else not any(learned)
-    assert_served_is_trained(run, tmp_path / "out")
+    assert_exported_equals_forward(run, tmp_path / "out")
 
 
 def test_scales_only_keeps_codes_and_other_weights(make_checkpoint, tmp_path):
-    rounding = QATConfig(bits=3, group_size=32, quantizer="scales_only")
-    run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
+    config = QATConfig(bits=3, group_size=32, quantizer="scales_only")
+    run = Run(make_checkpoint(), config, adapted=False, config=config)
     names = {f"{p}.{n}" for p in run.selection.specs for n in ("scales", "biases")}
     assert run.step.parameters.keys() == names
     before = run.step.fake_quant.export_tensors(run.step.parameters)
@@ -207,12 +205,12 @@ def test_scales_only_keeps_codes_and_other_weights(make_checkpoint, tmp_path):
 
 @pytest.mark.parametrize("grid", ["minmax", "lsq"])
 def test_fake_quant_starts_after_n_steps(make_checkpoint, tmp_path, grid):
-    rounding = QATConfig(
+    config = QATConfig(
         bits=2, group_size=32, quantizer=grid, fake_quant_after_n_steps=2
     )
     folder = make_checkpoint(dtype="float32")
-    run = Run(folder, rounding, adapted=False, rounding=rounding)
-    plain = Watched(
+    run = Run(folder, config, adapted=False, config=config)
+    plain = RecordingStep(
         load(folder, compute="stored").model, OptimizerConfig(weight_decay=0.01)
     )
     for seed in range(2):
@@ -224,71 +222,75 @@ def test_fake_quant_starts_after_n_steps(make_checkpoint, tmp_path, grid):
     fake_quant, parameters = run.step.fake_quant, run.step.parameters
     path = "model.layers.0.mlp.up_proj"
     if grid == "lsq":
-        # Of the weights as they are now.
-        begun = LSQQuantizer(run.selection.specs[path], mx.float32, "mse").init(
+        # Initialized from the current weights.
+        initial = LSQQuantizer(run.selection.specs[path], mx.float32, "mse").init(
             parameters[f"{path}.weight"]
         )
-        assert mx.array_equal(parameters[f"{path}.scales"], begun["scales"])
-        assert not mx.array_equal(fake_quant.qparams[f"{path}.scales"], begun["scales"])
+        assert mx.array_equal(parameters[f"{path}.scales"], initial["scales"])
+        assert not mx.array_equal(
+            fake_quant.qparams[f"{path}.scales"], initial["scales"]
+        )
     rounded, whole = (s(batch(2), 0.01, 2) for s in (run.step, plain))
     assert rounded[0].item() != pytest.approx(whole[0].item(), rel=0.01)
-    assert_served_is_trained(run, tmp_path / "out")
+    assert_exported_equals_forward(run, tmp_path / "out")
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("grid", ["minmax", "lsq"])
-def test_bit_schedule_steps_equal_runs_of_those_bits(make_checkpoint, tmp_path, grid, adapted):
-    """Every step is one of a training that has its bits from the beginning."""
+def test_bit_schedule_steps_equal_runs_of_those_bits(
+    make_checkpoint, tmp_path, grid, adapted
+):
+    """Every step equals a step of a training that has these bits from the start."""
     folder = make_checkpoint(dtype="bfloat16")
     down = [{"bits": 8, "steps": 2}, {"bits": 3, "steps": 1}]
-    # Without adapters they would be rounded at once, to the last bits.
+    # Without adapters, embeddings would be quantized once, to the final bits.
     common = {"group_size": 32, "quantizer": grid, "quantize_embeddings": False}
-    rounding = QATConfig(bits=2, bit_schedule=down, **common)
-    run = Run(folder, rounding, adapted=adapted, rounding=rounding)
+    config = QATConfig(bits=2, bit_schedule=down, **common)
+    run = Run(folder, config, adapted=adapted, config=config)
     runs = {}
     for bits in (8, 3, 2):
         alone = QATConfig(bits=bits, **common)
-        runs[bits] = Run(folder, alone, adapted=adapted, rounding=alone)
+        runs[bits] = Run(folder, alone, adapted=adapted, config=alone)
     for number, bits in enumerate((8, 8, 3, 2, 2)):
-        begins = run.step.on_step(number)
-        assert begins == (number in (2, 3)), number
+        has_changed = run.step.on_step(number)
+        assert has_changed == (number in (2, 3)), number
         now = run.step.parameters
         losses = {}
         for width, other in runs.items():
             other.step.parameters.update(now)
             losses[width] = other.step(batch(number), 0.01, number)[:3]
-        found = run.step(batch(number), 0.01, number)[:3]
+        actual = run.step(batch(number), 0.01, number)[:3]
         same = {
             w
             for w, other in losses.items()
-            if mx.allclose(mx.stack(other), mx.stack(found), rtol=1e-6, atol=0).item()
+            if mx.allclose(mx.stack(other), mx.stack(actual), rtol=1e-6, atol=0).item()
         }
         assert same == {bits}, number
         mx.eval(run.step.parameters)
-    assert_served_is_trained(run, tmp_path / "out")
+    assert_exported_equals_forward(run, tmp_path / "out")
 
 
 def test_bit_schedule_reinitializes_scales_from_current_weights(make_checkpoint):
     down = [{"bits": 4, "steps": 1}]
-    rounding = QATConfig(bits=2, group_size=32, quantizer="lsq", bit_schedule=down)
-    run = Run(make_checkpoint(), rounding, adapted=False, rounding=rounding)
+    config = QATConfig(bits=2, group_size=32, quantizer="lsq", bit_schedule=down)
+    run = Run(make_checkpoint(), config, adapted=False, config=config)
     run.train(1)
     path = "model.layers.0.mlp.up_proj"
     before = run.step.parameters[f"{path}.scales"]
     run.step.on_step(1)
-    begun = LSQQuantizer(run.selection.specs[path], mx.float16, "mse").init(
+    initial = LSQQuantizer(run.selection.specs[path], mx.float16, "mse").init(
         run.step.parameters[f"{path}.weight"]
     )
-    assert mx.array_equal(run.step.parameters[f"{path}.scales"], begun["scales"])
-    assert not mx.array_equal(before, begun["scales"])
+    assert mx.array_equal(run.step.parameters[f"{path}.scales"], initial["scales"])
+    assert not mx.array_equal(before, initial["scales"])
 
 
 def test_bit_schedule_keeps_layers_of_more_bits(make_checkpoint):
     down = [{"bits": 4, "steps": 1}, {"bits": 3, "steps": 1}]
-    rounding = QATConfig(bits=2, group_size=32, bit_schedule=down)
+    config = QATConfig(bits=2, group_size=32, bit_schedule=down)
     specs = {LINEAR[0]: GRIDS[0], LINEAR[1]: QuantSpec(bits=6, group_size=32)}
     folder = make_checkpoint(dtype="float32")
-    run = Run(folder, QuantizationPlan(specs, {}), adapted=False, rounding=rounding)
+    run = Run(folder, QuantizationPlan(specs, {}), adapted=False, config=config)
     for number, bits in enumerate((4, 3, 2)):
         run.step.on_step(number)
         weights = run.step.fake_quant.forward_weights(run.step.parameters, mx.float32)
@@ -315,7 +317,7 @@ def test_embeddings_and_head_are_quantized_by_choice(
     assert ("model.embed_tokens" in run.selection.specs) == embeddings
     assert ("lm_head" in run.selection.specs) == (head and not tied)
     run.train(2)
-    assert_served_is_trained(run, tmp_path / "out")
+    assert_exported_equals_forward(run, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -331,15 +333,13 @@ def test_embeddings_and_head_are_quantized_by_choice(
         ("ternary", False),
     ],
 )
-def test_stock_mlx_lm_has_the_training_loss(
-    make_checkpoint, tmp_path, adapted, grid
-):
+def test_stock_mlx_lm_has_the_training_loss(make_checkpoint, tmp_path, adapted, grid):
     import mlx_lm
     from mlx_lm.utils import dequantize_model
 
-    rounding = QATConfig(bits=2, quantizer=grid)
+    config = QATConfig(bits=2, quantizer=grid)
     folder = make_checkpoint(num_hidden_layers=2)
-    run = Run(folder, rounding, adapted=adapted, rounding=rounding)
+    run = Run(folder, config, adapted=adapted, config=config)
     run.train(3)
     model, _ = mlx_lm.load(str(run.export(tmp_path / "out")))
     model = dequantize_model(model)
@@ -356,11 +356,11 @@ def test_mixture_of_experts_exports_forward_weights(make_checkpoint, tmp_path):
     folder = make_checkpoint(QWEN3_MOE)
     run = Run(folder, QuantizationConfig(), adapted=True, patterns=["self_attn.*"])
     run.train(2)
-    assert_served_is_trained(run, tmp_path / "out")
+    assert_exported_equals_forward(run, tmp_path / "out")
 
 
 def test_other_dtypes_are_kept(make_checkpoint, tmp_path):
-    """As a mixture's router corrections, in float32 in a 16-bit checkpoint."""
+    """As router corrections of a mixture, float32 in a 16-bit checkpoint."""
     folder = shutil.copytree(make_checkpoint(), tmp_path / "mixed")
     weights = mx.load(str(folder / "model.safetensors"))
     weights["model.norm.weight"] = weights["model.norm.weight"].astype(mx.float32)
@@ -376,7 +376,7 @@ def test_other_dtypes_are_kept(make_checkpoint, tmp_path):
 
 
 def test_quantizing_twice_would_change_codes():
-    """Why codes are exported as produced: the check above can fail."""
+    """Negative control: codes must be exported as produced."""
     weight = mx.random.normal((64, 256), key=mx.random.key(0))
     spec = QuantSpec(bits=4)
     once = pack(weight, spec, mx.float16)
@@ -388,7 +388,7 @@ def test_quantizing_twice_would_change_codes():
 
 
 def test_full_gradients_are_straight_through(make_checkpoint):
-    """The gradient of every master is that of the rounded weight itself."""
+    """The gradient of every master is that of the quantized weight."""
     run = Run(make_checkpoint(dtype="float32"), QuantizationConfig(), adapted=False)
     step, one = run.step, batch(3)
 
@@ -418,12 +418,12 @@ def test_adapter_gradients_equal_those_of_the_merged_weight(make_checkpoint, dty
         step.parameters[pair[1]].shape, key=mx.random.key(4)
     )
     x = mx.random.normal((3, 5, 256), key=mx.random.key(5))
-    seen = mx.random.normal((3, 5, 128), key=mx.random.key(6))
+    probe = mx.random.normal((3, 5, 128), key=mx.random.key(6))
     layer = lora_model.adapted_layers(step.model)[path]
 
     def product(parameters, x):
         step._set_weights(parameters)
-        return (layer(x) * seen).sum()
+        return (layer(x) * probe).sum()
 
     gradients, dx = mx.grad(product, argnums=(0, 1))(step.parameters, x)
 
@@ -434,12 +434,12 @@ def test_adapter_gradients_equal_those_of_the_merged_weight(make_checkpoint, dty
     spec = run.selection.specs[path]
     served = expand(pack(merged, spec, stored), spec, stored).astype(mx.float32)
     rows = np.array(x, dtype=np.float64).reshape(-1, 256)
-    errors = np.array(seen, dtype=np.float64).reshape(-1, 128)
+    errors = np.array(probe, dtype=np.float64).reshape(-1, 128)
     d_weight = errors.T @ rows
     close(gradients[pair[0]], 2.0 * d_weight.T @ b.T)
     close(gradients[pair[1]], 2.0 * a.T @ d_weight.T)
     close(dx.reshape(-1, 256), errors @ np.array(served, dtype=np.float64))
-    # Rounding is coarse enough that the unrounded weight would be noticed.
+    # Negative control: the unquantized weight differs.
     assert np.abs(np.array(served) - np.array(merged)).max() > 1e-3
 
 

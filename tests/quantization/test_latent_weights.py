@@ -1,4 +1,4 @@
-"""Weights that begin within the cells of their codes, against NumPy."""
+"""Latent weights within the cells of their codes, against NumPy."""
 
 import mlx.core as mx
 import numpy as np
@@ -16,62 +16,68 @@ def normal(*shape, seed=0, scale=0.05):
     return scale * mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def begun(module, bits, dtype, shape=(8, 256), distance=1.0):
-    """A quantizer, what is stored, and weights some steps about the stored points."""
+def packed_layer(quantizer_class, bits, dtype, shape=(8, 256), distance=1.0):
+    """A quantizer, packed tensors, their levels, and targets some steps away."""
     spec = QuantSpec(bits=bits, group_size=GROUP)
-    quantizer = module(spec, dtype, "mse")
+    quantizer = quantizer_class(spec, dtype, "mse")
     packed = pack(normal(*shape), spec, dtype)
     width = mx.abs(mx.repeat(packed["scales"], GROUP, axis=-1)).astype(mx.float32)
-    points = expand(packed, spec, mx.float32)
+    levels = expand(packed, spec, mx.float32)
     return (
         quantizer,
         packed,
-        points,
-        points + distance * width * normal(*shape, scale=1),
+        levels,
+        levels + distance * width * normal(*shape, scale=1),
     )
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
-    "module", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
+    "quantizer_class", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
 )
-def test_latent_weights_keep_codes_and_gradients(module, bits, dtype):
-    quantizer, packed, _, wished = begun(module, bits, dtype, shape=(2, 4, 256))
-    weight = quantizer.latent_within_cell(packed, wished)
+def test_latent_weights_keep_codes_and_gradients(quantizer_class, bits, dtype):
+    quantizer, packed, _, target = packed_layer(
+        quantizer_class, bits, dtype, shape=(2, 4, 256)
+    )
+    weight = quantizer.latent_within_cell(packed, target)
     qparams = quantizer.init_from_codes(packed)
     assert weight.dtype == mx.float32
-    assert weight.shape == wished.shape
+    assert weight.shape == target.shape
     stored = quantizer.pack(weight, qparams)
     assert all(mx.array_equal(stored[name], packed[name]) for name in packed)
-    # Control: as wished for, they would have others.
-    other = quantizer.pack(wished, qparams)
+    # Negative control: the targets themselves have other codes.
+    other = quantizer.pack(target, qparams)
     assert not mx.array_equal(other["weight"], packed["weight"])
-    slope = mx.grad(lambda w: quantizer.fake_quantize(w, qparams).sum())(weight)
-    assert mx.array_equal(slope, mx.ones_like(slope))
+    gradient = mx.grad(lambda w: quantizer.fake_quantize(w, qparams).sum())(weight)
+    assert mx.array_equal(gradient, mx.ones_like(gradient))
 
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize(
-    "module", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
+    "quantizer_class", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
 )
-def test_latent_weights_are_nearest_to_the_target_within_their_cell(module, bits):
-    quantizer, packed, points, wished = begun(module, bits, mx.float32, distance=0.4)
+def test_latent_weights_are_nearest_to_the_target_within_their_cell(
+    quantizer_class, bits
+):
+    quantizer, packed, levels, target = packed_layer(
+        quantizer_class, bits, mx.float32, distance=0.4
+    )
     scales, biases = (
         np.repeat(np.array(packed[name], np.float64), GROUP, axis=-1)
         for name in ("scales", "biases")
     )
-    codes = np.round((np.array(points, np.float64) - biases) / scales)
-    steps = (np.array(wished, np.float64) - biases) / scales
-    most, margin, top = 0.5 - CELL_MARGIN, module.CLIP_MARGIN, 2**bits - 1
-    nearest = np.clip(steps, codes - most, codes + most)
+    codes = np.round((np.array(levels, np.float64) - biases) / scales)
+    steps = (np.array(target, np.float64) - biases) / scales
+    reach, margin, top = 0.5 - CELL_MARGIN, quantizer_class.CLIP_MARGIN, 2**bits - 1
+    nearest = np.clip(steps, codes - reach, codes + reach)
     nearest = np.clip(nearest, CELL_MARGIN - margin, top + margin - CELL_MARGIN)
-    found = (
-        np.array(quantizer.latent_within_cell(packed, wished), np.float64) - biases
+    actual = (
+        np.array(quantizer.latent_within_cell(packed, target), np.float64) - biases
     ) / scales
-    assert np.abs(found - nearest).max() < 1e-3
-    # Most wishes lie within, and are fulfilled; some do not.
-    assert 0.5 < (np.abs(found - steps) < 1e-3).mean() < 0.95
+    assert np.abs(actual - nearest).max() < 1e-3
+    # Most targets lie within their cell; some do not.
+    assert 0.5 < (np.abs(actual - steps) < 1e-3).mean() < 0.95
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-9], ids=["of one value", "hidden"])

@@ -1,4 +1,4 @@
-"""QA-LoRA: adapters of a model in codes that the biases of its grids take up."""
+"""QA-LoRA: adapters of a quantized model that its biases absorb."""
 
 import itertools
 
@@ -33,7 +33,7 @@ ADAPTER = LoRAConfig(type="qa_lora", rank=4, alpha=6.0, target_modules=["*"])
 
 @pytest.fixture(scope="module", params=["float32", "float16", "bfloat16"])
 def folder(request, make_checkpoint, tmp_path_factory):
-    """A checkpoint with every affine grid, a floating-point one and a dense layer."""
+    """A checkpoint with every affine grid, an mxfp4 layer and a dense layer."""
     settings = {"num_hidden_layers": 3, "attention_bias": True}
     loaded = load(make_checkpoint(dtype=request.param, **settings), compute="stored")
     weights = dict(tree_flatten(loaded.model.parameters()))
@@ -49,7 +49,7 @@ def folder(request, make_checkpoint, tmp_path_factory):
 
 
 class Run:
-    """Training put together as the train stage does it."""
+    """Training as the train stage sets it up."""
 
     def __init__(self, folder, compute=mx.float32):
         self.loaded = load(folder, compute="stored")
@@ -78,7 +78,7 @@ class Run:
 
 @pytest.mark.parametrize("compute", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
 def test_exported_checkpoint_has_the_training_logits(folder, tmp_path, compute):
-    """Logits bit for bit, in files of the base's very size and codes."""
+    """Equal logits bit for bit, with the codes and sizes of the base."""
     run = Run(folder, compute)
     before = run.step.materialize()(TOKENS)
     run.train()
@@ -144,14 +144,14 @@ def test_save_adapter_writes_plain_lora(folder, tmp_path):
         assert mx.allclose(layer.merge(weight, trained), expected, atol=1e-6)
         biases = layer.merge_biases(trained).astype(mx.float32)
         moved = biases - run.packed[path]["biases"].astype(mx.float32)
-        # A group's first column says it all, but for the rounding of the biases.
+        # The first column of a group gives its update, up to the rounding of the bias.
         coarse = mx.finfo(run.loaded.dtype).eps * mx.abs(biases).max().item()
         first = 1.5 * product.T[:, :: layer.linear.group_size]
         assert mx.abs(moved - first).max().item() <= coarse
 
 
 def test_stock_mlx_lm_loads_saved_qa_lora(make_checkpoint, tmp_path):
-    """Onto the packed base: the same but for rounding."""
+    """Onto the quantized base: equal up to rounding."""
     loaded = load(make_checkpoint(dtype="float32"), compute="stored")
     weights = dict(tree_flatten(loaded.model.parameters()))
     specs = {f"model.layers.0.{n}_proj": QuantSpec(bits=4) for n in NAMES}
@@ -173,32 +173,32 @@ def test_stock_mlx_lm_loads_saved_qa_lora(make_checkpoint, tmp_path):
         num_layers=1,
     )
     stock, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
-    found = run.step.materialize()(TOKENS)
-    assert mx.allclose(stock(TOKENS), found, rtol=1e-4, atol=1e-4)
+    actual = run.step.materialize()(TOKENS)
+    assert mx.allclose(stock(TOKENS), actual, rtol=1e-4, atol=1e-4)
     plain, _ = mlx_lm.load(str(folder))
-    assert not mx.allclose(plain(TOKENS), found, rtol=1e-2, atol=1e-2)
+    assert not mx.allclose(plain(TOKENS), actual, rtol=1e-2, atol=1e-2)
 
 
 def test_gradients_equal_those_of_the_biases(folder):
-    """Against NumPy in float64, and by x those of the weight that is multiplied."""
+    """Against NumPy in float64; the gradient of x is that of the forward weight."""
     run = Run(folder)
     path = "model.layers.0.mlp.down_proj"
     pair = [f"{path}.lora_a", f"{path}.lora_b"]
     parameters = run.step.parameters
     parameters[pair[1]] = 0.1 * mx.random.normal((4, 128), key=mx.random.key(4))
     x = mx.random.normal((3, 5, 256), key=mx.random.key(5))
-    seen = mx.random.normal((3, 5, 128), key=mx.random.key(6))
+    probe = mx.random.normal((3, 5, 128), key=mx.random.key(6))
     layer = lora_model.adapted_layers(run.model)[path].train()
 
     def product(parameters, x):
         run.step._set_weights(parameters)
-        return (layer(x) * seen).sum()
+        return (layer(x) * probe).sum()
 
     gradients, dx = mx.grad(product, argnums=(0, 1))(parameters, x)
     a, b = (np.array(parameters[name], dtype=np.float64) for name in pair)
     group = layer.linear.group_size
     rows = np.array(x, dtype=np.float64).reshape(15, -1, group).sum(axis=-1)
-    errors = np.array(seen, dtype=np.float64).reshape(15, 128)
+    errors = np.array(probe, dtype=np.float64).reshape(15, 128)
     d_biases = errors.T @ rows
     close(gradients[pair[0]], 1.5 * d_biases.T @ b.T)
     close(gradients[pair[1]], 1.5 * a.T @ d_biases.T)

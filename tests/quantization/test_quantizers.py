@@ -1,4 +1,4 @@
-"""Grids of quantization-aware training against NumPy, and what they store."""
+"""QAT quantizers against NumPy, and what they store."""
 
 import itertools
 import typing
@@ -39,9 +39,9 @@ def normal(*shape, seed=0, scale=0.05):
     return scale * mx.random.normal(shape, key=mx.random.key(seed))
 
 
-def begun(module, spec, dtype, weight, start="mse"):
-    """A grid and qparams it might have learned."""
-    quantizer = module(spec, dtype, start)
+def moved_quantizer(quantizer_class, spec, dtype, weight, start="mse"):
+    """A quantizer, and qparams moved away from their initial values."""
+    quantizer = quantizer_class(spec, dtype, start)
     first = quantizer.init(weight)
     return quantizer, {
         name: value * (1 + 0.1 * mx.random.normal(value.shape, key=mx.random.key(i)))
@@ -49,7 +49,7 @@ def begun(module, spec, dtype, weight, start="mse"):
     }
 
 
-def doubles(*arrays):
+def to_float64(*arrays):
     return [np.array(a.astype(mx.float32), dtype=np.float64) for a in arrays]
 
 
@@ -61,12 +61,14 @@ def test_config_lists_all_quantizers():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(6, 256), (2, 3, 256)], ids=["layer", "experts"])
 @pytest.mark.parametrize(
-    ("module", "spec"), KINDS, ids=lambda v: getattr(v, "__name__", str(v))[-60:]
+    ("quantizer_class", "spec"),
+    KINDS,
+    ids=lambda v: getattr(v, "__name__", str(v))[-60:],
 )
-def test_fake_quantize_equals_the_dequantized_pack(module, spec, shape, dtype):
-    """Bit for bit, by plain MLX; tests of `FakeQuant` have the compiled forward."""
+def test_fake_quantize_equals_the_dequantized_pack(quantizer_class, spec, shape, dtype):
+    """Bit for bit, by plain MLX; tests of `FakeQuant` use the compiled forward."""
     weight = normal(*shape)
-    quantizer, qparams = begun(module, spec, dtype, weight)
+    quantizer, qparams = moved_quantizer(quantizer_class, spec, dtype, weight)
     value = quantizer.fake_quantize(weight, qparams)
     packed = quantizer.pack(weight, qparams)
     stored = mx.dequantize(
@@ -80,7 +82,7 @@ def test_fake_quantize_equals_the_dequantized_pack(module, spec, shape, dtype):
 
 
 def reference(weight, scales, biases, group, top, margin):
-    """LSQ with an offset in float64: points, and gradients of sum(seen * points)."""
+    """LSQ with an offset in float64: levels, and gradients of sum(probe * levels)."""
     w = weight.reshape(-1, group)
     s, b = scales[:, None], biases[:, None]
     t = (w - b) / s
@@ -92,16 +94,16 @@ def reference(weight, scales, biases, group, top, margin):
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_lsq_gradients_match_the_paper(bits):
     spec = QuantSpec(bits=bits, group_size=32)
-    weight, seen = normal(5, 96), normal(5, 96, seed=1, scale=1.0)
-    quantizer, qparams = begun(LSQQuantizer, spec, mx.float32, 0.8 * weight)
+    weight, probe = normal(5, 96), normal(5, 96, seed=1, scale=1.0)
+    quantizer, qparams = moved_quantizer(LSQQuantizer, spec, mx.float32, 0.8 * weight)
 
     def loss(weight, qparams):
-        return (quantizer.fake_quantize(weight, qparams) * seen).sum()
+        return (quantizer.fake_quantize(weight, qparams) * probe).sum()
 
-    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, qparams)
-    w, s, b, g = doubles(weight, qparams["scales"], qparams["biases"], seen)
+    d_weight, actual = mx.grad(loss, argnums=(0, 1))(weight, qparams)
+    w, s, b, g = to_float64(weight, qparams["scales"], qparams["biases"], probe)
     top = 2**bits - 1
-    points, inside, slope = reference(w, s, b, 32, top, 0.0)
+    points, inside, gradient = reference(w, s, b, 32, top, 0.0)
     assert 0 < inside.mean() < 1
     np.testing.assert_allclose(
         np.array(quantizer.fake_quantize(weight, qparams)),
@@ -109,16 +111,16 @@ def test_lsq_gradients_match_the_paper(bits):
         atol=1e-6,
     )
     factor, g = 1 / np.sqrt(32 * top), g.reshape(-1, 32)
-    close(by_weight, (g * inside).reshape(5, 96))
-    close(found["scales"], factor * (g * slope).sum(axis=1))
-    close(found["biases"], factor * (g * ~inside).sum(axis=1))
+    close(d_weight, (g * inside).reshape(5, 96))
+    close(actual["scales"], factor * (g * gradient).sum(axis=1))
+    close(actual["biases"], factor * (g * ~inside).sum(axis=1))
 
 
 def test_lsq_gradients_match_finite_differences():
-    """Straight-through: what is rounded off stays as it is when a number moves."""
-    weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
-    quantizer, qparams = begun(LSQQuantizer, TWO, mx.float32, 0.8 * weight)
-    w, s, b, g = doubles(weight[0], qparams["scales"], qparams["biases"], seen[0])
+    """Straight-through: the rounding error stays constant when a parameter moves."""
+    weight, probe = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
+    quantizer, qparams = moved_quantizer(LSQQuantizer, TWO, mx.float32, 0.8 * weight)
+    w, s, b, g = to_float64(weight[0], qparams["scales"], qparams["biases"], probe[0])
     t = (w - b) / s
     off = np.rint(np.clip(t, 0, 3)) - np.clip(t, 0, 3)
 
@@ -126,89 +128,91 @@ def test_lsq_gradients_match_finite_differences():
         return ((np.clip((w - b) / s, 0, 3) + off) * s + b) @ g
 
     def loss(weight, qparams):
-        return (quantizer.fake_quantize(weight, qparams) * seen).sum()
+        return (quantizer.fake_quantize(weight, qparams) * probe).sum()
 
-    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, qparams)
+    d_weight, actual = mx.grad(loss, argnums=(0, 1))(weight, qparams)
     step = 1e-7
     moves = step * np.eye(32)
-    slopes = [surrogate(w + m, s, b) - surrogate(w - m, s, b) for m in moves]
-    close(by_weight[0], np.array(slopes) / (2 * step))
+    differences = [surrogate(w + m, s, b) - surrogate(w - m, s, b) for m in moves]
+    close(d_weight[0], np.array(differences) / (2 * step))
     factor = 1 / np.sqrt(32 * 3)
-    by_scale = surrogate(w, s + step, b) - surrogate(w, s - step, b)
-    by_bias = surrogate(w, s, b + step) - surrogate(w, s, b - step)
-    close(found["scales"], factor * np.array([by_scale]) / (2 * step))
-    close(found["biases"], factor * np.array([by_bias]) / (2 * step))
+    d_scale = surrogate(w, s + step, b) - surrogate(w, s - step, b)
+    d_bias = surrogate(w, s, b + step) - surrogate(w, s, b - step)
+    close(actual["scales"], factor * np.array([d_scale]) / (2 * step))
+    close(actual["biases"], factor * np.array([d_bias]) / (2 * step))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_fixed_scale_quantizer_starts_with_the_stored_codes(spec, dtype):
-    """Those of a method too, which are not the nearest to the weights they are of."""
+    """Also codes of a method, which are not the nearest ones."""
     packed = pack(normal(6, 256), spec, dtype)
     packed["weight"] = mx.random.randint(
         0, 2**31, packed["weight"].shape, key=mx.random.key(3)
     ).astype(mx.uint32)
     quantizer = FixedScaleQuantizer(spec, dtype, "mse")
     assert quantizer.init_from_codes(packed) == {}
-    weight = expand(exact := widened(packed), spec, mx.float32)
+    weight = expand(exact := to_float32(packed), spec, mx.float32)
     again = quantizer.pack(weight, {})
     assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
     assert all(again[name].dtype == value.dtype for name, value in packed.items())
-    # Every weight moves from there, those on outermost points too.
-    slope = mx.grad(lambda w: quantizer.fake_quantize(w, {}).sum())(weight)
-    assert mx.all(slope == 1).item()
+    # Every weight has a gradient, also on the outermost levels.
+    gradient = mx.grad(lambda w: quantizer.fake_quantize(w, {}).sum())(weight)
+    assert mx.all(gradient == 1).item()
     moved = weight + 0.6 * mx.repeat(exact["scales"], spec.group_size, axis=-1)
     assert not mx.array_equal(quantizer.pack(moved, {})["weight"], packed["weight"])
 
 
-def widened(packed):
-    """Scales and biases in float32, which loses nothing."""
+def to_float32(packed):
+    """Scales and biases in float32, exactly."""
     pair = {name: packed[name].astype(mx.float32) for name in ("scales", "biases")}
     return packed | pair
 
 
 def test_fixed_scale_gradients_match_finite_differences():
-    """Over every point's cell, the outermost's too, and flat beyond."""
-    weight, seen = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
+    """Linear over every cell, the outermost too, and constant beyond."""
+    weight, probe = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
     quantizer = FixedScaleQuantizer(TWO, mx.float32, "mse")
     quantizer.init(0.8 * weight)
     packed = quantizer.pack(weight, {})
-    w, s, b, g = doubles(weight[0], packed["scales"][0], packed["biases"][0], seen[0])
+    w, s, b, g = to_float64(
+        weight[0], packed["scales"][0], packed["biases"][0], probe[0]
+    )
     t = (w - b) / s
     off = np.clip(np.rint(t), 0, 3) - np.clip(t, -0.5, 3.5)
 
     def surrogate(w):
         return ((np.clip((w - b) / s, -0.5, 3.5) + off) * s + b) @ g
 
-    found = mx.grad(lambda w: (quantizer.fake_quantize(w, {}) * seen).sum())(weight)
+    actual = mx.grad(lambda w: (quantizer.fake_quantize(w, {}) * probe).sum())(weight)
     moves = 1e-7 * np.eye(32)
-    slopes = [surrogate(w + m) - surrogate(w - m) for m in moves]
+    differences = [surrogate(w + m) - surrogate(w - m) for m in moves]
     assert 0 < np.mean(np.abs(t - 1.5) > 2) < 0.5
-    close(found[0], np.array(slopes) / 2e-7)
+    close(actual[0], np.array(differences) / 2e-7)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_scales_only_gradients_match_quantized_matmul(bits):
     spec = QuantSpec(bits=bits, group_size=32)
     weight, x = normal(4, 96), normal(7, 96, seed=1, scale=1.0)
-    seen = normal(7, 4, seed=2, scale=1.0)
-    quantizer, qparams = begun(ScalesOnlyQuantizer, spec, mx.float32, weight)
+    probe = normal(7, 4, seed=2, scale=1.0)
+    quantizer, qparams = moved_quantizer(ScalesOnlyQuantizer, spec, mx.float32, weight)
 
     def loss(qparams):
-        return ((x @ quantizer.fake_quantize(None, qparams).T) * seen).sum()
+        return ((x @ quantizer.fake_quantize(None, qparams).T) * probe).sum()
 
     def product(pair):
         scales, biases = pair
         y = mx.quantized_matmul(
             x, quantizer.codes, scales, biases, group_size=32, bits=bits
         )
-        return (y * seen).sum()
+        return (y * probe).sum()
 
     packed = quantizer.pack(None, qparams)
     expected = mx.grad(product)([packed["scales"], packed["biases"]])
-    found = mx.grad(loss)(qparams)
-    close(found["scales"], np.array(expected[0]).reshape(-1))
-    close(found["biases"], np.array(expected[1]).reshape(-1))
+    actual = mx.grad(loss)(qparams)
+    close(actual["scales"], np.array(expected[0]).reshape(-1))
+    close(actual["biases"], np.array(expected[1]).reshape(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -226,50 +230,51 @@ def test_seq_levels_match_the_paper(dtype):
 
 
 @pytest.mark.parametrize(
-    "module", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
+    "quantizer_class", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
 )
-def test_stretched_elastic_gradients_match_the_paper(module):
-    """d alpha is the level less w / alpha, beyond the ends the level alone."""
-    weight, seen = normal(3, 64), normal(3, 64, seed=1, scale=1.0)
-    quantizer, qparams = begun(module, TWO, mx.float32, 0.8 * weight)
+def test_stretched_elastic_gradients_match_the_paper(quantizer_class):
+    """d alpha is level - w / alpha inside the range and the level outside it."""
+    weight, probe = normal(3, 64), normal(3, 64, seed=1, scale=1.0)
+    quantizer, qparams = moved_quantizer(quantizer_class, TWO, mx.float32, 0.8 * weight)
 
     def loss(weight, qparams):
-        return (quantizer.fake_quantize(weight, qparams) * seen).sum()
+        return (quantizer.fake_quantize(weight, qparams) * probe).sum()
 
-    by_weight, found = mx.grad(loss, argnums=(0, 1))(weight, qparams)
-    w, s, g = doubles(weight, quantizer.pack(weight, qparams)["scales"], seen)
+    d_weight, actual = mx.grad(loss, argnums=(0, 1))(weight, qparams)
+    w, s, g = to_float64(weight, quantizer.pack(weight, qparams)["scales"], probe)
     w, s, g = w.reshape(-1, 32), s.reshape(-1, 1), g.reshape(-1, 32)
     middle = quantizer.ZERO_POINT
     level = np.clip(np.rint(w / s + middle), 0, 2 * middle) - middle
     inside = np.abs(w / s) <= middle + 0.5
     assert 0 < inside.mean() < 1
-    slope = np.where(inside, level - w / s, level)
-    close(by_weight, (g * inside).reshape(3, 64))
-    close(found["scales"], (g * slope).sum(axis=1) / np.sqrt(32 * 2 * middle))
+    gradient = np.where(inside, level - w / s, level)
+    close(d_weight, (g * inside).reshape(3, 64))
+    close(actual["scales"], (g * gradient).sum(axis=1) / np.sqrt(32 * 2 * middle))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "module", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
+    "quantizer_class", [SEQQuantizer, TernaryQuantizer], ids=["seq", "ternary"]
 )
-def test_stretched_elastic_levels_are_stored_exactly(module, dtype):
+def test_stretched_elastic_levels_are_stored_exactly(quantizer_class, dtype):
     weight = normal(64, 256)
-    quantizer, qparams = begun(module, TWO, dtype, weight)
+    quantizer, qparams = moved_quantizer(quantizer_class, TWO, dtype, weight)
     packed = quantizer.pack(weight, qparams)
     value = expand(packed, TWO, dtype).reshape(-1, 32)
-    scale, found = doubles(packed["scales"].reshape(-1, 1), value)
-    levels = np.unique(found / scale)
-    wanted = {SEQQuantizer: [-1.5, -0.5, 0.5, 1.5], TernaryQuantizer: [-1, 0, 1]}[
-        module
-    ]
-    assert levels.tolist() == wanted
-    # As near to what was learned as the type allows.
-    off = scale[:, 0] / doubles(qparams["scales"])[0] - 1
+    scale, actual = to_float64(packed["scales"].reshape(-1, 1), value)
+    levels = np.unique(actual / scale)
+    expected_value = {
+        SEQQuantizer: [-1.5, -0.5, 0.5, 1.5],
+        TernaryQuantizer: [-1, 0, 1],
+    }[quantizer_class]
+    assert levels.tolist() == expected_value
+    # As near to the trained scale as the type allows.
+    off = scale[:, 0] / to_float64(qparams["scales"])[0] - 1
     assert np.abs(off).max() < {mx.bfloat16: 2**-6, mx.float16: 2**-9}.get(dtype, 1e-6)
 
 
 @pytest.mark.parametrize(
-    ("module", "spec"),
+    ("quantizer_class", "spec"),
     [
         (LSQQuantizer, SPECS[3]),
         (LSQQuantizer, TWO),
@@ -278,31 +283,31 @@ def test_stretched_elastic_levels_are_stored_exactly(module, dtype):
     ],
     ids=lambda v: getattr(v, "__name__", "")[-10:],
 )
-def test_init_mse_has_less_error_than_minmax(module, spec):
+def test_init_mse_has_less_error_than_minmax(quantizer_class, spec):
     weight = normal(16, 256)
 
-    def lost(start):
-        quantizer = module(spec, mx.float16, start)
+    def error(start):
+        quantizer = quantizer_class(spec, mx.float16, start)
         return (
             mx.square(quantizer.fake_quantize(weight, quantizer.init(weight)) - weight)
             .sum()
             .item()
         )
 
-    assert lost("mse") < 0.9 * lost("minmax")
-    if module is LSQQuantizer:
+    assert error("mse") < 0.9 * error("minmax")
+    if quantizer_class is LSQQuantizer:
         plain = MinMaxQuantizer(spec, mx.float16, "minmax").fake_quantize(weight, {})
-        assert lost("minmax") <= mx.square(plain - weight).sum().item()
+        assert error("minmax") <= mx.square(plain - weight).sum().item()
 
 
 def test_trained_scales_lower_the_loss_more():
-    """A layer with a few large weights, over the same steps from the same weights."""
+    """A layer with a few large weights, the same steps from the same weights."""
     generator = np.random.default_rng(0)
     start = mx.array(0.02 * generator.standard_t(4, (32, 128)), mx.float32)
     x = mx.array(generator.normal(size=(256, 128)), mx.float32)
 
-    def last(module):
-        quantizer = module(TWO, mx.float16, "minmax")
+    def last(quantizer_class):
+        quantizer = quantizer_class(TWO, mx.float16, "minmax")
         state = {"weight": start} | (qparams := quantizer.init(start))
         optimizer = Adam(1e-3)
 
@@ -320,47 +325,49 @@ def test_trained_scales_lower_the_loss_more():
 
     plain = last(MinMaxQuantizer)
     assert all(
-        last(module) < 0.7 * plain
-        for module in (LSQQuantizer, ScalesOnlyQuantizer, SEQQuantizer)
+        last(quantizer_class) < 0.7 * plain
+        for quantizer_class in (LSQQuantizer, ScalesOnlyQuantizer, SEQQuantizer)
     )
 
 
-@pytest.mark.parametrize("module", [LSQQuantizer, SEQQuantizer, TernaryQuantizer])
-def test_constant_groups_stay_finite(module):
-    """Of zeros the scale may be zero too, and nothing becomes infinite."""
+@pytest.mark.parametrize(
+    "quantizer_class", [LSQQuantizer, SEQQuantizer, TernaryQuantizer]
+)
+def test_constant_groups_stay_finite(quantizer_class):
+    """The scale of zeros may be zero; nothing becomes infinite."""
     weight = mx.concatenate([mx.zeros((1, 32)), mx.full((1, 32), 0.25)])
     for dtype, start in itertools.product(DTYPES, ("minmax", "mse")):
-        quantizer = module(TWO, dtype, start)
+        quantizer = quantizer_class(TWO, dtype, start)
         qparams = quantizer.init(weight)
 
         def loss(weight, qparams, quantizer=quantizer):
             return mx.square(quantizer.fake_quantize(weight, qparams) - 1.0).sum()
 
-        found = mx.grad(loss, argnums=(0, 1))(weight, qparams)
+        actual = mx.grad(loss, argnums=(0, 1))(weight, qparams)
         value = quantizer.fake_quantize(weight, qparams)
         assert mx.all(mx.isfinite(value)).item()
         assert mx.abs(value - weight).max().item() < 0.09
-        assert mx.all(mx.isfinite(found[0])).item()
-        assert all(mx.all(mx.isfinite(v)).item() for v in found[1].values())
+        assert mx.all(mx.isfinite(actual[0])).item()
+        assert all(mx.all(mx.isfinite(v)).item() for v in actual[1].values())
 
 
 @pytest.mark.parametrize(
-    "module", [LSQQuantizer, ScalesOnlyQuantizer], ids=["lsq", "scales_only"]
+    "quantizer_class", [LSQQuantizer, ScalesOnlyQuantizer], ids=["lsq", "scales_only"]
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_init_from_codes_keeps_the_codes(module, dtype, spec):
-    """Also of codes that are not the nearest to any weight, as GPTQ's."""
+def test_init_from_codes_keeps_the_codes(quantizer_class, dtype, spec):
+    """Also codes that are not the nearest to any weight, as GPTQ's."""
     packed = pack(normal(8, 256), spec, dtype)
     codes = mx.random.randint(0, 1 << 30, packed["weight"].shape, key=mx.random.key(2))
     packed["weight"] = codes.astype(mx.uint32)
     exact = {k: v if k == "weight" else v.astype(mx.float32) for k, v in packed.items()}
-    quantizer = module(spec, dtype, "mse")
+    quantizer = quantizer_class(spec, dtype, "mse")
     qparams = quantizer.init_from_codes(packed)
     again = quantizer.pack(expand(exact, spec, mx.float32), qparams)
     for name, value in packed.items():
         assert mx.array_equal(again[name], value), name
-    if spec.bits == 8 and dtype == mx.bfloat16 and module is LSQQuantizer:
+    if spec.bits == 8 and dtype == mx.bfloat16 and quantizer_class is LSQQuantizer:
         # Why the weights are float32.
         short = quantizer.pack(expand(packed, spec, dtype), qparams)
         assert not mx.array_equal(short["weight"], packed["weight"])
@@ -371,7 +378,7 @@ def down(*widths):
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"mode": "mxfp4", "quantizer": "lsq"}, "mxfp4 has no trainable scales"),
         (
@@ -404,8 +411,8 @@ def down(*widths):
         ),
     ],
 )
-def test_config_refuses_contradictions(settings, said):
-    with pytest.raises(ValidationError, match=said):
+def test_config_refuses_contradictions(settings, message):
+    with pytest.raises(ValidationError, match=message):
         QATConfig(**settings)
 
 

@@ -70,7 +70,7 @@ def test_collect_stats_inputs_and_gradients_give_weight_gradients(name, tmp_path
     model.update(before)
     assert {path_of(call) for call in stats.sources} == set(paths)
     for path in paths:
-        found = np.zeros(expected[f"{path}.weight"].shape)
+        actual = np.zeros(expected[f"{path}.weight"].shape)
         for call in stats.calls(path):
             source = stats.sources[call]
             x, gradients = (
@@ -78,14 +78,14 @@ def test_collect_stats_inputs_and_gradients_give_weight_gradients(name, tmp_path
             )
             experts = tensors.get(f"experts.{source}")
             if experts is not None:
-                np.add.at(found, np.array(experts), gradients[:, :, None] * x[:, None])
+                np.add.at(actual, np.array(experts), gradients[:, :, None] * x[:, None])
             elif x.ndim == 1:
-                np.add.at(found, x, gradients)
+                np.add.at(actual, x, gradients)
             else:
-                found += gradients.T @ x
-        scale = abs(found).max()
+                actual += gradients.T @ x
+        scale = abs(actual).max()
         np.testing.assert_allclose(
-            expected[f"{path}.weight"], found, atol=1e-4 * scale, err_msg=path
+            expected[f"{path}.weight"], actual, atol=1e-4 * scale, err_msg=path
         )
 
 
@@ -109,7 +109,7 @@ def test_sensitivity_is_half_the_mean_squared_change(name, tmp_path):
     for path in paths:
         weight = modules[path].weight
         layer = LayerStatistics(weight, input_energies(path, weight.shape[-1], stats))
-        off = np.array(layer.fake_quantize(spec), dtype=np.float64) - np.array(weight)
+        error = np.array(layer.fake_quantize(spec), dtype=np.float64) - np.array(weight)
         total = 0.0
         for tensors in stats.sequences():
             for call in stats.calls(path):
@@ -120,7 +120,7 @@ def test_sensitivity_is_half_the_mean_squared_change(name, tmp_path):
                 )
                 experts = tensors.get(f"experts.{source}")
                 for row, gradient in enumerate(gradients):
-                    matrix = off if experts is None else off[experts[row].item()]
+                    matrix = error if experts is None else error[experts[row].item()]
                     is_token = x.ndim == 1
                     moved = (
                         matrix[x[row].item()] if is_token else matrix @ np.array(x[row])
