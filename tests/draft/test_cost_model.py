@@ -1,4 +1,4 @@
-"""What guessing brings, against closed forms and a simulation."""
+"""The cost model and the accepted length, against closed forms and a simulation."""
 
 import numpy as np
 import pytest
@@ -6,29 +6,31 @@ from lmx.draft.acceptance import predict_accepted_length
 from lmx.draft.cost_model import SpeculationCosts
 
 
-@pytest.mark.parametrize("guesses", [1, 3, 8])
+@pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.9, 1.0])
-def test_accepted_length_is_geometric_series_for_constant_rate(rate, guesses):
-    found = predict_accepted_length([np.full(20_000, rate)], guesses)
-    assert found == pytest.approx(sum(rate**i for i in range(guesses + 1)), rel=1e-3)
+def test_accepted_length_is_geometric_series_for_constant_rate(rate, num_draft_tokens):
+    length = predict_accepted_length([np.full(20_000, rate)], num_draft_tokens)
+    assert length == pytest.approx(
+        sum(rate**i for i in range(num_draft_tokens + 1)), rel=1e-3
+    )
 
 
 def test_accepted_length_matches_simulation():
-    """Chances that depend on the place: rounds drawn by hand are as long."""
-    random = np.random.default_rng(0)
-    stands = np.tile([0.95, 0.1, 0.5, 0.9, 0.9, 0.2], 20)
-    place = rounds = 0
+    """Acceptance probabilities that depend on the position, against sampled rounds."""
+    rng = np.random.default_rng(0)
+    probs = np.tile([0.95, 0.1, 0.5, 0.9, 0.9, 0.2], 20)
+    position = rounds = 0
     while rounds < 40_000:
-        tries = 0
-        where = place % len(stands)
-        while tries < 3 and where + tries < len(stands):
-            if random.random() >= stands[where + tries]:
+        accepted = 0
+        start = position % len(probs)
+        while accepted < 3 and start + accepted < len(probs):
+            if rng.random() >= probs[start + accepted]:
                 break
-            tries += 1
-        place += min(tries + 1, len(stands) - where)
+            accepted += 1
+        position += min(accepted + 1, len(probs) - start)
         rounds += 1
-    assert predict_accepted_length([stands], 3) == pytest.approx(
-        place / rounds, rel=0.01
+    assert predict_accepted_length([probs], 3) == pytest.approx(
+        position / rounds, rel=0.01
     )
 
 

@@ -1,4 +1,4 @@
-"""A draft learns the law of its target, and what is predicted of it comes true."""
+"""A draft learns its target's distribution, and the predicted lengths are measured."""
 
 from itertools import count
 
@@ -39,31 +39,33 @@ LLAMA = {
     "vocab_size": VOCABULARY,
     "max_position_embeddings": 128,
 }
-FREE = SpeculationCosts(tuple(1 + 0.05 * guesses for guesses in range(9)))
+FREE = SpeculationCosts(
+    tuple(1 + 0.05 * num_draft_tokens for num_draft_tokens in range(9))
+)
 
 
-def law_of():
-    """Logits of what follows a token, by token: [V, V]."""
-    random = np.random.default_rng(0)
-    return mx.array(3.0 * random.normal(size=(VOCABULARY, VOCABULARY)))
+def next_token_logits():
+    """Logits of the next token, by token: [V, V]."""
+    rng = np.random.default_rng(0)
+    return mx.array(3.0 * rng.normal(size=(VOCABULARY, VOCABULARY)))
 
 
-def lessons(top_k, *, texts=48, seed=0):
-    """Texts drawn from the law, and its predictions."""
-    law, random = law_of(), np.random.default_rng(seed)
-    shares = np.array(mx.softmax(law, axis=-1)).astype(float)
+def distillation_batches(top_k, *, num_texts=48, seed=0):
+    """Texts sampled from the table, with its predictions."""
+    logits_table, rng = next_token_logits(), np.random.default_rng(seed)
+    probs = np.array(mx.softmax(logits_table, axis=-1)).astype(float)
     examples = []
-    for number in range(texts):
-        tokens = [int(random.integers(VOCABULARY))]
+    for number in range(num_texts):
+        tokens = [int(rng.integers(VOCABULARY))]
         for _ in range(16):
-            now = shares[tokens[-1]]
-            tokens.append(int(random.choice(VOCABULARY, p=now / now.sum())))
+            row = probs[tokens[-1]]
+            tokens.append(int(rng.choice(VOCABULARY, p=row / row.sum())))
         mask = np.arange(17) > 3
         examples.append(Example(np.array(tokens, np.int32), mask, f"text {number}"))
     return DistillationBatches(
         examples,
-        lambda tokens: law[tokens],
-        key=f"law {seed}",
+        lambda tokens: logits_table[tokens],
+        key=f"table {seed}",
         max_seq_length=32,
         tokens=512,
         top_k=top_k,
@@ -72,7 +74,7 @@ def lessons(top_k, *, texts=48, seed=0):
     )
 
 
-def student():
+def draft_model():
     mx.random.seed(1)
     model = build_model(LLAMA)
     mx.eval(model.parameters())
@@ -80,47 +82,49 @@ def student():
 
 
 def overlap(model, held_out):
-    """Bounds of the mean overlap, and the overlap over the whole vocabulary."""
-    found = []
-    for lesson in held_out:
-        p = mx.softmax(law_of()[lesson.tokens[:, :-1]].astype(mx.float32), axis=-1)
-        q = mx.softmax(model(lesson.tokens[:, :-1]), axis=-1)
+    """Bounds of the mean overlap, and the exact mean overlap."""
+    result = []
+    for batch in held_out:
+        p = mx.softmax(
+            next_token_logits()[batch.tokens[:, :-1]].astype(mx.float32), axis=-1
+        )
+        q = mx.softmax(model(batch.tokens[:, :-1]), axis=-1)
         exact = mx.minimum(p, q).sum(axis=-1)
-        mask = np.array(lesson.mask)
-        bounds = (*acceptance_bounds(model, lesson), exact)
-        found.append([np.array(value)[mask].mean() for value in bounds])
-    return np.mean(found, axis=0)
+        mask = np.array(batch.mask)
+        bounds = (*acceptance_bounds(model, batch), exact)
+        result.append([np.array(value)[mask].mean() for value in bounds])
+    return np.mean(result, axis=0)
 
 
 def trained(loss, steps=80):
-    taught, model = lessons(8), student()
+    batches, model = distillation_batches(8), draft_model()
     objective = DraftLoss(loss, cross_entropy=0.1)
     step = TrainStep(model, OptimizerConfig(max_grad_norm=1.0), teacher_loss=objective)
     for number in range(steps):
-        step(taught(number), 1e-2, number)
+        step(batches(number), 1e-2, number)
         mx.eval(step.parameters, step.optimizer.state)
     return step.materialize()
 
 
 def test_training_raises_acceptance_rate():
-    held_out = lessons(8, seed=1)
-    *_, before = overlap(student(), held_out)
-    shares = {
+    held_out = distillation_batches(8, seed=1)
+    *_, before = overlap(draft_model(), held_out)
+    overlaps = {
         loss: overlap(trained(loss), held_out)
         for loss in ("forward_kl", "adaptive_kl_tv")
     }
-    for low, high, exact in shares.values():
+    for low, high, exact in overlaps.values():
         assert exact > before + 0.2
         assert low - 1e-4 <= exact <= high + 1e-4
-    assert shares["adaptive_kl_tv"][2] >= shares["forward_kl"][2] - 0.01
+    assert overlaps["adaptive_kl_tv"][2] >= overlaps["forward_kl"][2] - 0.01
 
 
 def test_distillation_targets_are_cached():
-    calls, law = [], law_of()
+    calls, logits_table = [], next_token_logits()
 
     def counted(tokens):
         calls.append(tokens.shape)
-        return law[tokens]
+        return logits_table[tokens]
 
     examples = [Example(np.arange(9, dtype=np.int32), np.arange(9) > 2, "here")]
     settings = {"max_seq_length": 32, "tokens": 64, "top_k": 4, "seed": 0}
@@ -134,8 +138,8 @@ def test_distillation_targets_are_cached():
     assert len(calls) == 2
 
 
-class Wordless:
-    """A tokenizer whose tokens have no text and end nothing."""
+class NullTokenizer:
+    """A tokenizer without text and without end-of-sequence tokens."""
 
     eos_token_ids = ()
     last_segment = ""
@@ -153,12 +157,12 @@ class Wordless:
 
 def noisy(model, amount):
     mx.random.seed(5)
-    twin = build_model(model_config())
-    twin.update(
+    noisy_copy = build_model(model_config())
+    noisy_copy.update(
         tree_map(lambda w: w + amount * mx.random.normal(w.shape), model.parameters())
     )
-    mx.eval(twin.parameters())
-    return twin
+    mx.eval(noisy_copy.parameters())
+    return noisy_copy
 
 
 def model_config():
@@ -166,7 +170,7 @@ def model_config():
     return LLAMA | sizes | {"tie_word_embeddings": False}
 
 
-# What is greedy is exact, and needs no many draws.
+# Greedy decoding is exact, so few prompts are enough.
 @pytest.mark.parametrize(("temperature", "count"), [(0.0, 3), (0.8, 8)])
 def test_draft_benchmark_matches_predicted_accepted_length(temperature, count):
     mx.random.seed(3)
@@ -174,70 +178,78 @@ def test_draft_benchmark_matches_predicted_accepted_length(temperature, count):
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
     prompts = [[5, 9, 11, number] for number in range(count)]
-    rival = Candidate(draft, FREE)
-    trial = DraftBenchmark(target, rival, Wordless(), {"all": prompts}, max_tokens=70)
-    sampling = Sampling(temperature=temperature, seed=4)
-    found = trial.run(sampling)
-    column = found.stats[DRAFT]
-    assert 0.3 < column.acceptance_rate < 0.99
-    assert 1 < column.accepted_length < found.num_draft_tokens + 1
-    # Of draws so few are seen here that they vary by some percent; more are below.
-    assert column.accepted_length == pytest.approx(
-        found.predicted_accepted_length, rel=0.12 if temperature else 1e-9
+    candidate = Candidate(draft, FREE)
+    benchmark = DraftBenchmark(
+        target, candidate, NullTokenizer(), {"all": prompts}, max_tokens=70
     )
-    assert found.stats[PROMPT_LOOKUP].speedup > 0
-    assert found.predicted_speedup == FREE.speedup(
-        found.predicted_accepted_length, found.num_draft_tokens
+    sampling = Sampling(temperature=temperature, seed=4)
+    result = benchmark.run(sampling)
+    stats = result.stats[DRAFT]
+    assert 0.3 < stats.acceptance_rate < 0.99
+    assert 1 < stats.accepted_length < result.num_draft_tokens + 1
+    # With few samples the length varies by some percent; a larger test follows.
+    assert stats.accepted_length == pytest.approx(
+        result.predicted_accepted_length, rel=0.12 if temperature else 1e-9
+    )
+    assert result.stats[PROMPT_LOOKUP].speedup > 0
+    assert result.predicted_speedup == FREE.speedup(
+        result.predicted_accepted_length, result.num_draft_tokens
     )
 
 
 def test_other_completions_predict_accepted_length():
-    """As in training; the overlap of both laws without the temperature does not."""
+    """As in training. Control: the overlap without the temperature does not."""
     mx.random.seed(3)
     target = build_model(model_config())
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
-    # Flatter than the target: colder, both are more alike.
+    # Flatter than the target: a lower temperature makes both more similar.
     draft.lm_head.weight *= 0.2
     prompts = [[5, 9, 11, number] for number in range(45)]
-    cold, guesses = Sampling(temperature=0.6), 3
-    texts = [
+    cold, num_draft_tokens = Sampling(temperature=0.6), 3
+    references = [
         ReferenceCompletion(target, *pair, cold)
-        for pair in answered(prompts, target, 400)[0]
+        for pair in complete(prompts, target, 400)[0]
     ]
-    curve = predict_accepted_lengths(all_acceptance_probs(texts, draft))
-    draws = count()
-    pairs, rounds = answered(
-        prompts, target, 0, lambda: DraftModelProposer(draft, seed=next(draws)), guesses
+    curve = predict_accepted_lengths(all_acceptance_probs(references, draft))
+    seeds = count()
+    pairs, rounds = complete(
+        prompts,
+        target,
+        0,
+        lambda: DraftModelProposer(draft, seed=next(seeds)),
+        num_draft_tokens,
     )
-    # The last token of an answer may be no round's.
-    said = sum(len(found) - 1 for _, found in pairs)
-    measured = said / (rounds.rounds + rounds.standard_tokens)
-    assert curve[guesses - 1] == pytest.approx(measured, rel=0.05)
-    shared = [shares(target, draft, text.prompt, text.tokens) for text in texts]
-    whole = predict_accepted_length(shared, guesses)
-    assert whole != pytest.approx(measured, rel=0.05)
+    # The last tokens of a completion may have no round.
+    tokens = sum(len(result) - 1 for _, result in pairs)
+    measured = tokens / (rounds.rounds + rounds.standard_tokens)
+    assert curve[num_draft_tokens - 1] == pytest.approx(measured, rel=0.05)
+    shared = [overlaps(target, draft, ref.prompt, ref.tokens) for ref in references]
+    without_temperature = predict_accepted_length(shared, num_draft_tokens)
+    assert without_temperature != pytest.approx(measured, rel=0.05)
 
 
-def answered(prompts, target, seed, propose=None, guesses=1):
-    """Pairs of a prompt and what is said, and how its rounds went."""
-    controller = DraftLengthController(max_draft_tokens=guesses, fixed=guesses)
+def complete(prompts, target, seed, propose=None, num_draft_tokens=1):
+    """Pairs of prompt and completion, and the statistics of all rounds."""
+    controller = DraftLengthController(
+        max_draft_tokens=num_draft_tokens, fixed=num_draft_tokens
+    )
     generator = Generator(
-        target, Wordless(), make_proposer=propose, draft_length=controller
+        target, NullTokenizer(), make_proposer=propose, draft_length=controller
     )
     pairs, rounds = [], SpeculativeStats()
     for number, prompt in enumerate(prompts):
         sampling = Sampling(temperature=0.6, seed=seed + number)
-        found = generator.generate(prompt, max_tokens=30, sampling=sampling)
-        pairs.append((prompt, found.tokens))
+        result = generator.generate(prompt, max_tokens=30, sampling=sampling)
+        pairs.append((prompt, result.tokens))
         if propose:
             rounds.merge(generator.speculative_stats)
     return pairs, rounds
 
 
-def shares(target, draft, prompt, said):
+def overlaps(target, draft, prompt, tokens):
     """sum min(p, q) at every token but the first."""
-    tokens = mx.array([[*prompt, *said]])[:, :-1]
+    tokens = mx.array([[*prompt, *tokens]])[:, :-1]
     laws = [mx.softmax(model(tokens)[0], axis=-1) for model in (target, draft)]
     return np.array(mx.minimum(*laws).sum(axis=-1))[len(prompt) :].astype(float)
 
@@ -247,8 +259,8 @@ def test_acceptance_probs_of_target_itself_are_one():
     target = build_model(model_config())
     text = [7, 250, 3, 9, 9]
     for sampling in (Sampling(temperature=0.7), Sampling(temperature=1.0, top_p=1.0)):
-        stands = ReferenceCompletion(target, [1, 2], text, sampling).acceptance_probs(
+        probs = ReferenceCompletion(target, [1, 2], text, sampling).acceptance_probs(
             target
         )
-        assert np.allclose(stands, 1, atol=1e-5)
-        assert predict_accepted_length([stands], 3) == pytest.approx(4, rel=1e-3)
+        assert np.allclose(probs, 1, atol=1e-5)
+        assert predict_accepted_length([probs], 3) == pytest.approx(4, rel=1e-3)

@@ -1,4 +1,4 @@
-"""Students cut from a larger model: what is left computes what it did before."""
+"""Pruned models compute the same where only idle layers or channels are removed."""
 
 import mlx.core as mx
 import pytest
@@ -41,18 +41,18 @@ def model_of(config):
     return model
 
 
-def student_of(model, shape, activity=None):
+def pruned(model, shape, importance=None):
     weights = dict(tree_flatten(model.parameters()))
     config = pruned_config(CONFIG, shape)
-    student = build_model(config)
-    student.load_weights(list(prune(model, weights, shape, activity).items()))
-    return student, config
+    draft = build_model(config)
+    draft.load_weights(list(prune(model, weights, shape, importance).items()))
+    return draft, config
 
 
 def test_prune_depth_matches_skip_layers():
     model = model_of(CONFIG)
-    student, config = student_of(model, PrunedShape((0, 3)))
-    assert mx.allclose(student(TOKENS), skip_layers(model, [1, 2])(TOKENS), atol=1e-6)
+    draft, config = pruned(model, PrunedShape((0, 3)))
+    assert mx.allclose(draft(TOKENS), skip_layers(model, [1, 2])(TOKENS), atol=1e-6)
     assert config["num_hidden_layers"] == len(config["layer_types"]) == 2
 
 
@@ -63,32 +63,32 @@ def test_prune_intermediate_removes_idle_channels():
         for name in ("gate_proj", "up_proj"):
             weight = layer.mlp[name].weight
             layer.mlp[name].weight = mx.where(idle[:, None], 0.0, weight)
-    activity = channel_importance(model, TOKENS)
+    importance = channel_importance(model, TOKENS)
     shape = PrunedShape((0, 1, 2, 3), intermediate_size=32)
-    student, _ = student_of(model, shape, activity)
-    assert mx.allclose(student(TOKENS), model(TOKENS), atol=1e-5)
+    draft, _ = pruned(model, shape, importance)
+    assert mx.allclose(draft(TOKENS), model(TOKENS), atol=1e-5)
 
 
 def test_prune_hidden_keeps_most_active_channels():
     model = model_of(CONFIG)
-    silent = mx.arange(32) % 4 == 1
-    model.model.embed_tokens.weight *= mx.where(silent, 0.0, 1.0)
+    idle = mx.arange(32) % 4 == 1
+    model.model.embed_tokens.weight *= mx.where(idle, 0.0, 1.0)
     for layer in model.layers:
         for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
-            part.weight *= mx.where(silent, 0.0, 1.0)[:, None]
-    activity = channel_importance(model, TOKENS)
-    assert not silent[most_important(activity.hidden, 24)].any()
+            part.weight *= mx.where(idle, 0.0, 1.0)[:, None]
+    importance = channel_importance(model, TOKENS)
+    assert not idle[most_important(importance.hidden, 24)].any()
     shape = PrunedShape((0, 1, 2, 3), hidden_size=24)
-    student, config = student_of(model, shape, activity)
+    draft, config = pruned(model, shape, importance)
     assert config["head_dim"] == 16
-    # The mean square of a norm is now of fewer channels; only that differs.
-    for layer in student.layers:
+    # Only the mean square of the norms differs: it is over fewer channels.
+    for layer in draft.layers:
         for norm in (layer.input_layernorm, layer.post_attention_layernorm):
             norm.weight *= (32 / 24) ** 0.5
             norm.eps *= 32 / 24
-    student.model.norm.weight *= (32 / 24) ** 0.5
-    student.model.norm.eps *= 32 / 24
-    assert mx.allclose(student(TOKENS), model(TOKENS), atol=1e-4)
+    draft.model.norm.weight *= (32 / 24) ** 0.5
+    draft.model.norm.eps *= 32 / 24
+    assert mx.allclose(draft(TOKENS), model(TOKENS), atol=1e-4)
 
 
 def test_most_important_blocks_keeps_last_in_order():
@@ -96,28 +96,28 @@ def test_most_important_blocks_keeps_last_in_order():
 
 
 @pytest.mark.parametrize(
-    ("shape", "what"),
+    ("shape", "message"),
     [
         (PrunedShape((0, 4)), "no block 4"),
         (PrunedShape((0,), hidden_size=64), "from 32 to 64"),
     ],
 )
-def test_pruned_config_rejects_larger_shapes(shape, what):
-    with pytest.raises(UserError, match=what):
+def test_pruned_config_rejects_larger_shapes(shape, message):
+    with pytest.raises(UserError, match=message):
         pruned_config(CONFIG, shape)
 
 
 @pytest.mark.parametrize(
-    ("changes", "what"),
+    ("changes", "message"),
     [
         ({"max_position_embeddings": 64}, "positions"),
         ({"vocab_size": 49}, "49 rows"),
         ({"model_file": "own.py"}, "its own code"),
     ],
 )
-def test_require_servable_rejects_incompatible_drafts(changes, what):
+def test_require_servable_rejects_incompatible_drafts(changes, message):
     require_servable(CONFIG, CONFIG, 50, place="here")
-    with pytest.raises(UserError, match=what):
+    with pytest.raises(UserError, match=message):
         require_servable(CONFIG | changes, CONFIG, 50, place="here")
 
 

@@ -1,4 +1,4 @@
-"""Many requests at once: each gets what it would get alone, and all get their turn."""
+"""Continuous batching: each request gets the tokens it gets alone; none starves."""
 
 import numpy as np
 import pytest
@@ -32,27 +32,27 @@ def some_requests(count, vocabulary, seed=0, longest=60):
     ]
 
 
-def answers(batcher, requests, arrivals=1):
-    """Tokens by request; so many requests arrive at every step."""
-    found = {id(request): [] for request in requests}
+def run_all(batcher, requests, arrivals=1):
+    """Tokens by request, with `arrivals` new requests per step."""
+    completions = {id(request): [] for request in requests}
     waiting = list(requests)
     while waiting or not batcher.idle:
         for request in waiting[:arrivals]:
             batcher.submit(request)
         del waiting[:arrivals]
         for request, token, _ in batcher.step():
-            found[id(request)].append(token)
-    return [found[id(request)] for request in requests]
+            completions[id(request)].append(token)
+    return [completions[id(request)] for request in requests]
 
 
 def alone(model, request, tokenizer):
-    pieces = Generator(model, tokenizer, prefill_step_size=16).stream(
+    responses = Generator(model, tokenizer, prefill_step_size=16).stream(
         request.prompt,
         max_tokens=request.max_tokens,
         sampling=request.sampling,
         stop_tokens=request.stop_tokens,
     )
-    return [piece.token for piece in pieces]
+    return [response.token for response in responses]
 
 
 @pytest.mark.parametrize(("name", "count"), [("llama", 80), ("gemma3", 32)])
@@ -60,9 +60,9 @@ def test_batch_generator_matches_single_requests(name, count):
     model, tokenizer = tiny(name), byte_tokenizer()
     requests = some_requests(count, 256)
     batcher = BatchGenerator(model, max_batch_size=16, prefill_step_size=16)
-    found = answers(batcher, requests, arrivals=3)
-    assert found == [alone(model, request, tokenizer) for request in requests]
-    assert len({tuple(tokens) for tokens in found}) > 0.75 * count
+    completions = run_all(batcher, requests, arrivals=3)
+    assert completions == [alone(model, request, tokenizer) for request in requests]
+    assert len({tuple(tokens) for tokens in completions}) > 0.75 * count
     assert batcher.idle
     assert not batcher.nbytes
 
@@ -71,11 +71,11 @@ def test_batch_generator_matches_single_requests(name, count):
 def test_batch_generator_supports_other_caches(family):
     model = family_model(family)
     requests = some_requests(12, VOCABULARY, longest=40)
-    found = answers(
+    completions = run_all(
         BatchGenerator(model, max_batch_size=5, prefill_step_size=8), requests
     )
     tokenizer = byte_tokenizer()
-    assert found == [alone(model, request, tokenizer) for request in requests]
+    assert completions == [alone(model, request, tokenizer) for request in requests]
 
 
 def test_batch_generator_rejects_caches_without_merge():
@@ -99,7 +99,7 @@ def test_batch_generator_decodes_during_long_prefill():
     order = []
     while not batcher.idle:
         order += [request for request, _, _ in batcher.step()]
-    # The short one speaks at every step while the long prompt is read in parts.
+    # The short request gets a token at every step while the long prompt is prefilled.
     assert order.index(long) >= 20
     assert order[: order.index(long)].count(short) >= 20
     assert order.index(late) > order.index(long)
@@ -124,25 +124,25 @@ def test_batch_generator_keeps_request_order_when_full():
 def test_cancel_frees_cache_and_stops_output():
     model = tiny("llama")
     batcher = BatchGenerator(model, max_batch_size=4)
-    gone, stays = (
+    cancelled, remaining = (
         GenerationRequest([1] * 300, max_tokens=99),
         GenerationRequest([2] * 20, max_tokens=9),
     )
-    waits = GenerationRequest([3] * 20, max_tokens=9)
-    for request in (gone, stays):
+    waiting_request = GenerationRequest([3] * 20, max_tokens=9)
+    for request in (cancelled, remaining):
         batcher.submit(request)
-    found = [batcher.step() for _ in range(4)]
-    assert any(request is gone for step in found for request, _, _ in step)
+    completions = [batcher.step() for _ in range(4)]
+    assert any(request is cancelled for step in completions for request, _, _ in step)
     before = batcher.nbytes
-    batcher.submit(waits)
-    batcher.cancel(gone)
-    batcher.cancel(waits)
+    batcher.submit(waiting_request)
+    batcher.cancel(cancelled)
+    batcher.cancel(waiting_request)
     after = batcher.step()
-    assert {request for request, _, _ in after} == {stays}
+    assert {request for request, _, _ in after} == {remaining}
     assert 0 < batcher.nbytes < before
     while not batcher.idle:
         after += batcher.step()
-    assert {request for request, _, _ in after} == {stays}
+    assert {request for request, _, _ in after} == {remaining}
     assert not batcher.nbytes
 
 
@@ -152,28 +152,28 @@ def test_cancel_does_not_change_other_requests():
     batcher = BatchGenerator(model, max_batch_size=9)
     for request in requests:
         batcher.submit(request)
-    found = {id(request): [] for request in requests}
+    completions = {id(request): [] for request in requests}
     for number in range(60):
         for request, token, _ in batcher.step():
-            found[id(request)].append(token)
+            completions[id(request)].append(token)
         if number == 3:
             batcher.cancel(requests[0])
     for request in requests[1:]:
-        assert found[id(request)] == alone(model, request, tokenizer)
+        assert completions[id(request)] == alone(model, request, tokenizer)
 
 
 def test_batch_generator_launches_next_step_early():
     model = tiny("llama")
     calls = []
 
-    class Watched:
+    class Recorder:
         layers, args = model.layers, model.args
 
         def __call__(self, tokens, cache=None):
             calls.append(tokens.shape)
             return model(tokens, cache=cache)
 
-    batcher = BatchGenerator(Watched())
+    batcher = BatchGenerator(Recorder())
     batcher.submit(GenerationRequest([1], max_tokens=3))
     assert batcher.step() == []
     assert len(batcher.step()) == 1

@@ -1,4 +1,4 @@
-"""Texts that end an answer, by brute force over all ways to cut it."""
+"""Stop strings, with the text split into chunks in every possible way."""
 
 from itertools import combinations, pairwise
 
@@ -7,13 +7,13 @@ from lmx.generation.detokenizer import StopStringMatcher
 from tiny_generators import scripted
 
 
-def shown(parts, stops):
-    watch, out = StopStringMatcher(stops), ""
+def push_all(parts, stops):
+    matcher, out = StopStringMatcher(stops), ""
     for part in parts:
-        out += watch.push(part)
-        if watch.matched:
+        out += matcher.push(part)
+        if matcher.matched:
             return out, True
-    return out + watch.flush(), False
+    return out + matcher.flush(), False
 
 
 @pytest.mark.parametrize(
@@ -29,29 +29,29 @@ def shown(parts, stops):
     ],
 )
 def test_stop_string_is_found_across_chunks(text, stops, expected):
-    places = range(1, len(text))
+    positions = range(1, len(text))
     for count in range(len(text)):
-        for cuts in combinations(places, count):
-            borders = [0, *cuts, len(text)]
-            parts = [text[a:b] for a, b in pairwise(borders)]
-            out, hit = shown(parts, stops)
-            assert (out, hit) == (expected, expected != text), parts
+        for cuts in combinations(positions, count):
+            edges = [0, *cuts, len(text)]
+            parts = [text[a:b] for a, b in pairwise(edges)]
+            out, matched = push_all(parts, stops)
+            assert (out, matched) == (expected, expected != text), parts
 
 
 def test_stop_string_matcher_holds_back_partial_match():
-    watch = StopStringMatcher(["END"])
-    assert [watch.push(part) for part in ("xE", "N", "Ey", "EN")] == [
+    matcher = StopStringMatcher(["END"])
+    assert [matcher.push(part) for part in ("xE", "N", "Ey", "EN")] == [
         "x",
         "",
         "ENEy",
         "",
     ]
-    assert watch.flush() == "EN"
+    assert matcher.flush() == "EN"
 
 
 def test_completion_ends_before_stop_string():
     generator, prompt = scripted("abcdefgh", ids=[257])
-    answer = generator.generate(prompt, max_tokens=20, stop=["de", "zz"])
-    assert (answer.text, answer.finish_reason) == ("abc", "stop")
-    whole = generator.generate(prompt, max_tokens=20, stop=["hz"])
-    assert whole.text == "abcdefgh"
+    result = generator.generate(prompt, max_tokens=20, stop=["de", "zz"])
+    assert (result.text, result.finish_reason) == ("abc", "stop")
+    unstopped = generator.generate(prompt, max_tokens=20, stop=["hz"])
+    assert unstopped.text == "abcdefgh"

@@ -1,4 +1,4 @@
-"""Our text against mlx-lm's; the cache against no cache; stops, seeds, characters."""
+"""The generator against mlx-lm, cached against uncached logits, stops and seeds."""
 
 import math
 
@@ -10,7 +10,7 @@ from lmx.generation.engine import Generator
 from lmx.generation.sampling import Sampling
 from tiny_generators import MODELS, VOCABULARY, byte_tokenizer, scripted, tiny
 
-LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40]  # around the prefill step, 8, and the window, 16
+LENGTHS = [1, 2, 7, 8, 9, 16, 17, 40]  # around the step size 8 and window 16
 
 
 @pytest.fixture(params=list(MODELS), scope="session")
@@ -28,7 +28,7 @@ def tokenizer():
     return byte_tokenizer()
 
 
-def prompt_of(length, seed=0):
+def random_prompt(length, seed=0):
     return np.random.default_rng(seed).integers(0, 256, length).tolist()
 
 
@@ -38,7 +38,7 @@ def test_generate_matches_mlx_lm(model, tokenizer):
     generator = Generator(model, tokenizer, prefill_step_size=8)
     texts = set()
     for length in LENGTHS:
-        prompt = prompt_of(length)
+        prompt = random_prompt(length)
         ours = generator.generate(prompt, max_tokens=24)
         assert ours.text == generate(model, tokenizer, prompt, max_tokens=24)
         texts.add(ours.text)
@@ -50,27 +50,27 @@ def test_cached_logits_match_uncached(model):
     from lmx.generation.kv_cache import CacheState
     from lmx.models.loader import make_cache
 
-    tokens = mx.array([prompt_of(48)])
+    tokens = mx.array([random_prompt(48)])
     whole = model(tokens)
-    spread = mx.max(mx.abs(whole)).item()
+    scale = mx.max(mx.abs(whole)).item()
     for width in (1, 3, 8, 16, 29, 48):
         cache, parts = make_cache(model), []
         for start in range(0, 48, width):
             parts.append(model(tokens[:, start : start + width], cache=cache))
         error = mx.max(mx.abs(mx.concatenate(parts, axis=1) - whole)).item()
-        assert error <= 1e-5 * spread, width
-        session = CacheState(model)
-        prefill(session, tokens[:, :40], step_size=width)
-        later = [session.forward(tokens[:, i : i + 1]) for i in range(40, 48)]
+        assert error <= 1e-5 * scale, width
+        state = CacheState(model)
+        prefill(state, tokens[:, :40], step_size=width)
+        later = [state.forward(tokens[:, i : i + 1]) for i in range(40, 48)]
         error = mx.max(mx.abs(mx.concatenate(later, axis=1) - whole[:, 40:])).item()
-        assert error <= 1e-5 * spread, width
+        assert error <= 1e-5 * scale, width
 
 
 def test_cached_logits_comparison_detects_lost_token(model):
-    tokens = mx.array([prompt_of(48)])
+    tokens = mx.array([random_prompt(48)])
     whole, short = model(tokens)[:, -1], model(tokens[:, 1:])[:, -1]
     error = mx.max(mx.abs(whole - short)).item()
-    # The rotating windows forget the first token, the full layers do not.
+    # Only full-attention layers still attend to the first token.
     assert error > 1e-3 * mx.max(mx.abs(whole)).item()
 
 
@@ -78,18 +78,18 @@ def test_batch_generate_matches_single_prompts(model):
     tokenizer = byte_tokenizer(eos=[*"aeiostuU", "<|im_end|>"])
     generator = Generator(model, tokenizer, prefill_step_size=8)
     lengths = [5, 20, 5, 1, 20, 20, 5]
-    prompts = [prompt_of(n, seed) for seed, n in enumerate(lengths)]
+    prompts = [random_prompt(n, seed) for seed, n in enumerate(lengths)]
     alone = [generator.generate(prompt, max_tokens=30) for prompt in prompts]
     assert generator.batch_generate(prompts, max_tokens=30) == [g.text for g in alone]
-    assert len({len(g.tokens) for g in alone}) > 2  # rows end at different steps
+    assert len({len(g.tokens) for g in alone}) > 2  # sequences end at different steps
 
 
 def test_batch_generate_splits_into_batches(llama, tokenizer):
     generator = Generator(llama, tokenizer)
-    prompts = [prompt_of(3, seed) for seed in range(70)]
-    answers = generator.batch_generate(prompts, max_tokens=3)
+    prompts = [random_prompt(3, seed) for seed in range(70)]
+    texts = generator.batch_generate(prompts, max_tokens=3)
     alone = [generator.generate(prompts[i], max_tokens=3).text for i in (0, 31, 32, 69)]
-    assert [answers[i] for i in (0, 31, 32, 69)] == alone
+    assert [texts[i] for i in (0, 31, 32, 69)] == alone
     assert generator.batch_generate([], max_tokens=3) == []
 
 
@@ -97,10 +97,10 @@ def test_batch_generate_splits_into_batches(llama, tokenizer):
 def test_generate_stops_at_every_eos_token(end):
     eos = ("<|im_end|>", "<|end|>")
     generator, prompt = scripted("abc", ids=[end, 40], eos=eos)
-    pieces = list(generator.stream(prompt, max_tokens=10))
-    assert [p.text for p in pieces] == ["a", "b", "c", ""]
-    assert [p.finish_reason for p in pieces] == [None, None, None, "stop"]
-    assert pieces[-1].token == end
+    responses = list(generator.stream(prompt, max_tokens=10))
+    assert [p.text for p in responses] == ["a", "b", "c", ""]
+    assert [p.finish_reason for p in responses] == [None, None, None, "stop"]
+    assert responses[-1].token == end
     generation = generator.generate(prompt, max_tokens=10)
     assert (generation.text, len(generation.tokens)) == ("abc", 3)
     assert generation.finish_reason == "stop"
@@ -118,13 +118,13 @@ def test_stop_tokens_replace_eos_tokens():
 
 def test_stream_yields_complete_characters():
     text = "né 🎈🧑‍🚀!"
-    # Each byte may have one successor only: spell every character apart.
+    # A scripted byte has only one successor, so every character has its own script.
     for character in text:
         generator, prompt = scripted(character, ids=[257])
-        pieces = list(generator.stream(prompt, max_tokens=9))
-        assert "".join(p.text for p in pieces) == character.strip()
-        assert len(pieces) == len(character.encode()) + 1
-        assert not any("\ufffd" in p.text for p in pieces)
+        responses = list(generator.stream(prompt, max_tokens=9))
+        assert "".join(p.text for p in responses) == character.strip()
+        assert len(responses) == len(character.encode()) + 1
+        assert not any("\ufffd" in p.text for p in responses)
 
 
 def test_generate_ends_with_replacement_for_partial_character():
@@ -139,7 +139,7 @@ def test_stream_launches_next_step_early():
     assert next(stream).text == "a"
     assert calls == [(1, 1), (1, 1)]
     assert [p.text for p in stream] == ["b", "c", "d"]
-    assert len(calls) == 4  # none beyond the last token
+    assert len(calls) == 4  # no step after the last token
 
 
 def test_prefill_is_chunked():
@@ -167,22 +167,22 @@ def test_seeds_determine_samples(llama, tokenizer):
 
 
 def test_logprobs_match_float64_reference(model, tokenizer):
-    prompt, options = prompt_of(5), {"max_tokens": 20, "logprobs": True}
-    pieces = list(Generator(model, tokenizer).stream(prompt, **options))
-    tokens = [p.token for p in pieces]
+    prompt, options = random_prompt(5), {"max_tokens": 20, "logprobs": True}
+    responses = list(Generator(model, tokenizer).stream(prompt, **options))
+    tokens = [p.token for p in responses]
     logits = np.array(model(mx.array([prompt + tokens])), np.float64)[0, 4:-1]
     norm = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1))
     norm += logits.max(-1)
     expected = logits[np.arange(len(tokens)), tokens] - norm
-    np.testing.assert_allclose([p.logprob for p in pieces], expected, atol=1e-4)
+    np.testing.assert_allclose([p.logprob for p in responses], expected, atol=1e-4)
 
 
 def test_generate_reports_timings(llama, tokenizer):
-    seen = []
+    streamed = []
     generation = Generator(llama, tokenizer).generate(
-        [5, 6, 7], max_tokens=6, stop_tokens=(), on_token=seen.append
+        [5, 6, 7], max_tokens=6, stop_tokens=(), on_token=streamed.append
     )
-    assert [p.token for p in seen] == generation.tokens
+    assert [p.token for p in streamed] == generation.tokens
     assert len(generation.tokens) == 6
     assert (generation.prompt_tokens, generation.finish_reason) == (3, "length")
     rate = 3 / (generation.ttft_ms / 1000)
@@ -198,15 +198,15 @@ def test_generate_accepts_zero_max_tokens(llama, tokenizer):
 
 def test_generator_rejects_empty_and_long_prompts(llama, tokenizer):
     generator = Generator(llama, tokenizer)
-    for ask in (
+    for call in (
         generator.stream,
         generator.generate,
         lambda p: generator.batch_generate([p]),
     ):
         with pytest.raises(UserError, match="prompt is empty"):
-            ask([])
+            call([])
         with pytest.raises(UserError, match=r"401 tokens.* 400 positions"):
-            ask([1] * 401)
+            call([1] * 401)
 
 
 def test_generation_ends_at_max_positions(llama, tokenizer):
@@ -228,12 +228,12 @@ def test_encode_chat_with_and_without_template(llama, tokenizer):
     assert (
         plain.encode_chat("hi") == plain.encode_chat(messages) == tokenizer.encode("hi")
     )
-    asked = Generator(llama, chat)
-    assert chat.decode(asked.encode_chat("hi")) == "<|im_start|>hi<|im_end|>>"
-    assert asked.encode_chat("hi") == asked.encode_chat(messages)
-    assert asked.chat("hi", max_tokens=3) is not None
+    with_template = Generator(llama, chat)
+    assert chat.decode(with_template.encode_chat("hi")) == "<|im_start|>hi<|im_end|>>"
+    assert with_template.encode_chat("hi") == with_template.encode_chat(messages)
+    assert with_template.chat("hi", max_tokens=3) is not None
     with pytest.raises(UserError, match="rejects these messages: no system"):
-        asked.encode_chat([{"role": "system", "content": "x"}, *messages])
+        with_template.encode_chat([{"role": "system", "content": "x"}, *messages])
 
 
 def test_encode_text_adds_one_bos(llama):
@@ -255,10 +255,14 @@ def test_encode_text_adds_one_bos(llama):
 def test_encode_chat_can_disable_thinking(llama):
     chat = byte_tokenizer(template=TEMPLATE)
     chat.add_special_tokens({"additional_special_tokens": ["<think>", "</think>"]})
-    thinker = type(chat)(chat._tokenizer, type(chat._detokenizer), chat.eos_token_ids)
-    generator = Generator(llama, thinker)
-    assert thinker.decode(generator.encode_chat("hi")).endswith(">?")
-    assert thinker.decode(generator.encode_chat("hi", thinking=False)).endswith(">>")
+    thinking_tokenizer = type(chat)(
+        chat._tokenizer, type(chat._detokenizer), chat.eos_token_ids
+    )
+    generator = Generator(llama, thinking_tokenizer)
+    assert thinking_tokenizer.decode(generator.encode_chat("hi")).endswith(">?")
+    assert thinking_tokenizer.decode(
+        generator.encode_chat("hi", thinking=False)
+    ).endswith(">>")
 
 
 def test_wired_limit_is_restored(llama, tokenizer, monkeypatch):
@@ -281,7 +285,7 @@ def test_wired_limit_is_restored(llama, tokenizer, monkeypatch):
 
 
 def test_tiny_models_generate_varied_tokens(tokenizer):
-    """The other tests would pass on a model that repeats itself for ever."""
+    """Control: the other tests would pass on a model that repeats one token."""
     for name in MODELS:
         generator = Generator(tiny(name), tokenizer)
         tokens = generator.generate([1, 2, 3], max_tokens=40).tokens

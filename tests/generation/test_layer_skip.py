@@ -1,4 +1,4 @@
-"""A model that drafts with some of its own blocks."""
+"""Self-speculative decoding with skipped layers."""
 
 import mlx.core as mx
 import pytest
@@ -10,7 +10,7 @@ from lmx.generation.speculative.layer_skip import (
     choose_skipped_layers,
     skip_layers,
 )
-from test_kv_cache import some_tokens, tiny
+from test_kv_cache import random_tokens, tiny
 from test_speculative_decoder import PROMPT, sharpened, speculative, tokens_of
 from tiny_generators import byte_tokenizer
 
@@ -34,7 +34,7 @@ def test_skip_layers_matches_smaller_model():
         smaller.model[path] = model.model[path]
     smaller.model.layers = [model.model.layers[0], model.model.layers[2]]
     smaller.lm_head = model.lm_head
-    tokens = some_tokens(12)
+    tokens = random_tokens(12)
     assert mx.array_equal(skip_layers(model, [1])(tokens), smaller(tokens))
 
 
@@ -44,13 +44,13 @@ def test_choose_skipped_layers_skips_idle_layers_first(monkeypatch):
         idle = model.model.layers[name]
         idle.self_attn.o_proj.weight *= 0
         idle.mlp.down_proj.weight *= 0
-    # Of a machine on which a block is all that costs, and rows are free.
+    # Simulate a machine where every layer has a cost and further tokens are free.
     monkeypatch.setattr(
         layer_skip, "_forward_seconds", lambda model, rows: len(model.layers)
     )
-    assert set(choose_skipped_layers(model, some_tokens(40))) >= {2, 4}
+    assert set(choose_skipped_layers(model, random_tokens(40))) >= {2, 4}
     monkeypatch.setattr(layer_skip, "_forward_seconds", lambda model, rows: 6.0 * rows)
-    assert choose_skipped_layers(model, some_tokens(40)) == []
+    assert choose_skipped_layers(model, random_tokens(40)) == []
 
 
 def test_skip_layers_rejects_models_that_need_a_layer():

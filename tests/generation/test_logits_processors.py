@@ -1,4 +1,4 @@
-"""Penalties, biases and constraints: against mlx-lm's, over the whole history."""
+"""Penalties, logit bias and allowed tokens, compared with mlx-lm and NumPy."""
 
 import mlx.core as mx
 import numpy as np
@@ -51,9 +51,9 @@ def test_logits_processor_matches_mlx_lm(name):
 
 
 def test_logits_processor_matches_numpy_reference():
-    draw = np.random.default_rng(0)
-    logits = draw.normal(size=(2, 9)).astype(np.float32)
-    prompts, more = [[1, 1, 2], [8, 0, 0]], [3, 0]
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(2, 9)).astype(np.float32)
+    prompts, next_tokens = [[1, 1, 2], [8, 0, 0]], [3, 0]
     sampling = Sampling(
         repetition_penalty=1.5,
         presence_penalty=0.3,
@@ -61,18 +61,18 @@ def test_logits_processor_matches_numpy_reference():
         logit_bias=((4, 1.0),),
         allowed_tokens=(0, 1, 2, 4),
     )
-    adjust = LogitsProcessor.create(sampling, 9)
-    counts = adjust.update(adjust.count_prompts(prompts), mx.array(more))
+    processor = LogitsProcessor.create(sampling, 9)
+    counts = processor.update(processor.count_prompts(prompts), mx.array(next_tokens))
     expected = logits.astype(np.float64)
-    for row, prompt in enumerate(prompts):
-        history = [*prompt, more[row]]
+    for index, prompt in enumerate(prompts):
+        history = [*prompt, next_tokens[index]]
         for token in set(history):
-            value = expected[row, token]
-            expected[row, token] = value * 1.5 if value < 0 else value / 1.5
-            expected[row, token] -= 0.3 + 0.2 * history.count(token)
+            value = expected[index, token]
+            expected[index, token] = value * 1.5 if value < 0 else value / 1.5
+            expected[index, token] -= 0.3 + 0.2 * history.count(token)
     expected[:, 4] += 1.0
     expected[:, [3, 5, 6, 7, 8]] = -np.inf
-    np.testing.assert_allclose(adjust(mx.array(logits), counts), expected, rtol=1e-6)
+    np.testing.assert_allclose(processor(mx.array(logits), counts), expected, rtol=1e-6)
 
 
 def test_logits_processor_is_none_for_neutral_settings():
@@ -82,20 +82,20 @@ def test_logits_processor_is_none_for_neutral_settings():
 def test_allowed_tokens_restrict_sampling():
     generator = Generator(tiny("llama"), byte_tokenizer())
     sampling = Sampling(temperature=1.0, allowed_tokens=(3, 4, 250), seed=1)
-    answer = generator.generate([1, 2], max_tokens=30, sampling=sampling)
-    assert {3, 250} <= set(answer.tokens) <= {3, 4, 250}
+    result = generator.generate([1, 2], max_tokens=30, sampling=sampling)
+    assert {3, 250} <= set(result.tokens) <= {3, 4, 250}
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0"),
         ({"presence_penalty": float("nan")}, "presence_penalty is nan"),
         ({"allowed_tokens": ()}, "at least one token"),
     ],
 )
-def test_sampling_rejects_invalid_values(settings, says):
-    with pytest.raises(UserError, match=says):
+def test_sampling_rejects_invalid_values(settings, message):
+    with pytest.raises(UserError, match=message):
         Sampling(**settings)
 
 

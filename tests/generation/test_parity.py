@@ -1,4 +1,4 @@
-"""Comparison with plain decoding: what it calls a flip, and who has none."""
+"""The parity check between speculative and standard decoding."""
 
 import mlx.core as mx
 import pytest
@@ -14,11 +14,11 @@ PROMPT = [5, 9, 200, 31, 5, 9]
 GREEDY = Sampling()
 
 
-class Uneven:
-    """A model whose logits are off where several tokens are read at once."""
+class WrongInBatches:
+    """A model with wrong logits in forward passes over several tokens."""
 
-    def __init__(self, model, off):
-        self.model, self.off = model, off
+    def __init__(self, model, noise):
+        self.model, self.noise = model, noise
         self.layers = model.layers
 
     def __call__(self, tokens, cache=None):
@@ -26,45 +26,45 @@ class Uneven:
         if tokens.shape[1] == 1:
             return logits
         mx.random.seed(tokens.shape[1])
-        return logits + self.off * mx.random.normal(logits.shape)
+        return logits + self.noise * mx.random.normal(logits.shape)
 
 
-def speculated(model, sampling=GREEDY, **options):
-    speculator = SpeculativeDecoder(
+def decode_speculatively(model, sampling=GREEDY, **options):
+    decoder = SpeculativeDecoder(
         CacheState(model),
         DraftModelProposer(model),
         draft_length=DraftLengthController(max_draft_tokens=4, fixed=4),
         sampling=sampling,
         **options,
     )
-    return list(speculator.decode(PROMPT, 200))
+    return list(decoder.decode(PROMPT, 200))
 
 
 def test_check_parity_reports_mismatches_with_margins():
     model = tiny("llama")
-    uneven = Uneven(model, 0.5)
-    said = speculated(uneven)
-    found = check_parity(CacheState(model), PROMPT, said, GREEDY)
-    plain = speculated(model)
-    first = next(i for i in range(200) if plain[i] != said[i])
-    flip = found.mismatches[0]
-    assert (flip.position, flip.token, flip.expected) == (
+    wrong_model = WrongInBatches(model, 0.5)
+    completion = decode_speculatively(wrong_model)
+    parity = check_parity(CacheState(model), PROMPT, completion, GREEDY)
+    plain = decode_speculatively(model)
+    first = next(i for i in range(200) if plain[i] != completion[i])
+    mismatch = parity.mismatches[0]
+    assert (mismatch.position, mismatch.token, mismatch.expected) == (
         first,
-        said[first],
+        completion[first],
         plain[first],
     )
-    logits = model(mx.array([[*PROMPT, *said[:first]]]))[0, -1]
+    logits = model(mx.array([[*PROMPT, *completion[:first]]]))[0, -1]
     second, best = mx.sort(logits)[-2:].tolist()
-    assert flip.margin == pytest.approx(best - second, abs=1e-4)
-    report = found.to_json()
-    assert report["mismatches"] == len(found.mismatches) > 1
-    assert report["mismatches_per_1000"] == pytest.approx(5 * len(found.mismatches))
+    assert mismatch.margin == pytest.approx(best - second, abs=1e-4)
+    report = parity.to_json()
+    assert report["mismatches"] == len(parity.mismatches) > 1
+    assert report["mismatches_per_1000"] == pytest.approx(5 * len(parity.mismatches))
     assert report["first_mismatch"]["position"] == first
 
 
 def test_check_parity_separates_errors_from_rounding():
     model = tiny("llama")
-    plain = speculated(model)
+    plain = decode_speculatively(model)
     assert check_parity(CacheState(model), PROMPT, plain, GREEDY).mismatches == []
     wrong = [*plain[:50], (plain[50] + 1) % 260, *plain[51:]]
     assert not check_parity(CacheState(model), PROMPT, wrong, GREEDY).to_json()[
@@ -73,10 +73,16 @@ def test_check_parity_separates_errors_from_rounding():
 
 
 def test_sequential_verify_has_no_mismatches():
-    """The passes of several tokens alone are off, so whoever has none is exact."""
+    """Only forward passes over several tokens are wrong, so none may be used."""
     for sampling in (GREEDY, Sampling(repetition_penalty=1.2)):
         model = tiny("llama")
-        said = speculated(
-            Uneven(model, 0.5), sampling, sequential_verify=True, prefill_step_size=1
+        completion = decode_speculatively(
+            WrongInBatches(model, 0.5),
+            sampling,
+            sequential_verify=True,
+            prefill_step_size=1,
         )
-        assert check_parity(CacheState(model), PROMPT, said, sampling).mismatches == []
+        assert (
+            check_parity(CacheState(model), PROMPT, completion, sampling).mismatches
+            == []
+        )

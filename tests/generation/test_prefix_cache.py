@@ -1,4 +1,4 @@
-"""Sessions that go on from a file or from an earlier request, as if read anew."""
+"""Prompt caches from a file or an earlier request, compared with new caches."""
 
 import json
 
@@ -9,16 +9,16 @@ from lmx.generation import prefix_cache
 from lmx.generation.engine import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import PrefixCache
-from test_kv_cache import LONG, close, some_tokens, tiny
+from test_kv_cache import LONG, assert_close, random_tokens, tiny
 from tiny_generators import MODELS, byte_tokenizer
 from tiny_generators import tiny as random_model
 
 FAMILIES = ["llama", "gemma3", "qwen3_next", "deepseek_v3", "falcon_h1", "llama4_text"]
 
 
-def read_in_parts(session, tokens, part=7):
+def read_in_parts(cache, tokens, part=7):
     for start in range(0, tokens.shape[1], part):
-        logits = session.forward(tokens[:, start : start + part])
+        logits = cache.forward(tokens[:, start : start + part])
     return logits
 
 
@@ -28,39 +28,39 @@ def ids(tokens):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_prompt_cache_continues_identically(family, tmp_path):
-    model, tokens = tiny(family), some_tokens(LONG)
-    session = CacheState(model)
-    read_in_parts(session, tokens)
+    model, tokens = tiny(family), random_tokens(LONG)
+    cache = CacheState(model)
+    read_in_parts(cache, tokens)
     prefix_cache.save_prompt_cache(
-        session, tmp_path / "chat", digest="d", tokens=ids(tokens)
+        cache, tmp_path / "chat", digest="d", tokens=ids(tokens)
     )
-    again = CacheState(model)
-    assert prefix_cache.load_prompt_cache(again, tmp_path / "chat", digest="d") == ids(
+    loaded = CacheState(model)
+    assert prefix_cache.load_prompt_cache(loaded, tmp_path / "chat", digest="d") == ids(
         tokens
     )
-    for token in ids(some_tokens(12, seed=1)):
+    for token in ids(random_tokens(12, seed=1)):
         one = mx.array([[token]])
-        assert mx.array_equal(again.forward(one), session.forward(one))
+        assert mx.array_equal(loaded.forward(one), cache.forward(one))
 
 
 def test_saved_prompt_cache_keeps_quantized_keys(tmp_path):
-    model, tokens = tiny("llama", head_dim=32), some_tokens(LONG)
-    session = CacheState(model, kv_bits=8)
-    read_in_parts(session, tokens)
+    model, tokens = tiny("llama", head_dim=32), random_tokens(LONG)
+    cache = CacheState(model, kv_bits=8)
+    read_in_parts(cache, tokens)
     prefix_cache.save_prompt_cache(
-        session, tmp_path / "chat", digest="d", tokens=ids(tokens)
+        cache, tmp_path / "chat", digest="d", tokens=ids(tokens)
     )
-    again = CacheState(model, kv_bits=8)
-    prefix_cache.load_prompt_cache(again, tmp_path / "chat", digest="d")
-    one = some_tokens(1, seed=1)
-    assert mx.array_equal(again.forward(one), session.forward(one))
+    loaded = CacheState(model, kv_bits=8)
+    prefix_cache.load_prompt_cache(loaded, tmp_path / "chat", digest="d")
+    one = random_tokens(1, seed=1)
+    assert mx.array_equal(loaded.forward(one), cache.forward(one))
 
 
 def test_load_prompt_cache_rejects_other_models_and_damage(tmp_path):
-    model, tokens = tiny("llama"), some_tokens(9)
-    session, folder = CacheState(model), tmp_path / "chat"
-    session.forward(tokens)
-    prefix_cache.save_prompt_cache(session, folder, digest="d", tokens=ids(tokens))
+    model, tokens = tiny("llama"), random_tokens(9)
+    cache, folder = CacheState(model), tmp_path / "chat"
+    cache.forward(tokens)
+    prefix_cache.save_prompt_cache(cache, folder, digest="d", tokens=ids(tokens))
     with pytest.raises(UserError, match="another model"):
         prefix_cache.load_prompt_cache(CacheState(model), folder, digest="e")
     with pytest.raises(UserError, match="not a saved prompt cache"):
@@ -74,8 +74,8 @@ def test_load_prompt_cache_rejects_other_models_and_damage(tmp_path):
     (folder / prefix_cache.ARRAYS_FILE).write_bytes(content)
     with pytest.raises(UserError, match="damaged"):
         prefix_cache.load_prompt_cache(CacheState(model), folder, digest="d")
-    facts = json.loads((folder / prefix_cache.METADATA_FILE).read_text())
-    (folder / prefix_cache.METADATA_FILE).write_text(json.dumps(facts)[:-20])
+    metadata = json.loads((folder / prefix_cache.METADATA_FILE).read_text())
+    (folder / prefix_cache.METADATA_FILE).write_text(json.dumps(metadata)[:-20])
     with pytest.raises(UserError, match="not a saved prompt cache"):
         prefix_cache.load_prompt_cache(CacheState(model), folder, digest="d")
 
@@ -83,40 +83,40 @@ def test_load_prompt_cache_rejects_other_models_and_damage(tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_prefix_cache_matches_fresh_cache(family):
     model, prefixes = tiny(family), PrefixCache(1 << 30)
-    first = some_tokens(LONG)
-    session = CacheState(model)
-    read_in_parts(session, first)
-    prefixes.insert(ids(first), session)
-    # The kept one is a copy: its session goes another way.
-    session.forward(some_tokens(3, seed=9))
-    for same in (LONG, LONG - 1, LONG - 4, 5, 0):
-        second = ids(first)[:same] + ids(some_tokens(6, seed=same + 1))
+    first = random_tokens(LONG)
+    cache = CacheState(model)
+    read_in_parts(cache, first)
+    prefixes.insert(ids(first), cache)
+    # The stored state is a copy: the cache itself may continue.
+    cache.forward(random_tokens(3, seed=9))
+    for common in (LONG, LONG - 1, LONG - 4, 5, 0):
+        second = ids(first)[:common] + ids(random_tokens(6, seed=common + 1))
         resumed, length = prefixes.fetch(second, lambda: CacheState(model))
-        assert length == resumed.length <= same
-        if same == LONG:
+        assert length == resumed.length <= common
+        if common == LONG:
             assert length == LONG
-        rest = mx.array([second[length:]])
-        whole = read_in_parts(CacheState(model), mx.array([second]))
-        close(resumed.forward(rest)[:, -1], whole[:, -1])
+        suffix = mx.array([second[length:]])
+        expected = read_in_parts(CacheState(model), mx.array([second]))
+        assert_close(resumed.forward(suffix)[:, -1], expected[:, -1])
 
 
 def test_prefix_cache_reuses_common_prefix():
-    tokens = ids(some_tokens(LONG))
+    tokens = ids(random_tokens(LONG))
     for family, expected in (("llama", 20), ("gemma3", 20), ("falcon_h1", 0)):
         model, prefixes = tiny(family), PrefixCache(1 << 30)
-        session = CacheState(model)
-        session.forward(mx.array([tokens]))
-        prefixes.insert(tokens, session)
-        asked = [*tokens[:20], 1, 2, 3]
-        _, length = prefixes.fetch(asked, lambda model=model: CacheState(model))
+        cache = CacheState(model)
+        cache.forward(mx.array([tokens]))
+        prefixes.insert(tokens, cache)
+        prompt = [*tokens[:20], 1, 2, 3]
+        _, length = prefixes.fetch(prompt, lambda model=model: CacheState(model))
         assert length == expected, family
 
 
 def test_prefix_cache_leaves_last_token():
-    model, tokens = tiny("llama"), some_tokens(9)
-    session, prefixes = CacheState(model), PrefixCache(1 << 30)
-    session.forward(tokens)
-    prefixes.insert(ids(tokens), session)
+    model, tokens = tiny("llama"), random_tokens(9)
+    cache, prefixes = CacheState(model), PrefixCache(1 << 30)
+    cache.forward(tokens)
+    prefixes.insert(ids(tokens), cache)
     assert prefixes.fetch(ids(tokens), lambda: CacheState(model))[1] == 8
 
 
@@ -133,12 +133,12 @@ def ends_by_text(generator, prompt):
     plain = Generator(generator.model, generator.tokenizer)
     text = plain.generate(prompt, max_tokens=9, stop_tokens=()).text
     stop = {"stop": [text[4:6]], "stop_tokens": ()}
-    answer = generator.generate(prompt, max_tokens=20, **stop)
-    assert answer.finish_reason == "stop"
-    return answer.tokens
+    result = generator.generate(prompt, max_tokens=20, **stop)
+    assert result.finish_reason == "stop"
+    return result.tokens
 
 
-def left_early(generator, prompt):
+def abandoned(generator, prompt):
     stream = generator.stream(prompt, max_tokens=20, stop_tokens=())
     tokens = [next(stream).token for _ in range(4)]
     stream.close()
@@ -147,7 +147,7 @@ def left_early(generator, prompt):
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    "first_turn", [ends_by_length, ends_by_token, ends_by_text, left_early]
+    "first_turn", [ends_by_length, ends_by_token, ends_by_text, abandoned]
 )
 def test_prefix_cache_does_not_change_next_turn(model, first_turn):
     plain = Generator(random_model(model), byte_tokenizer(), prefill_step_size=8)
@@ -157,38 +157,38 @@ def test_prefix_cache_does_not_change_next_turn(model, first_turn):
     )
     for seed in range(3):
         prompt = [*range(seed, 60 + seed, 2)]
-        said = first_turn(reusing, prompt)
-        session, length = prefixes.fetch(
-            [*prompt, *said, 0], lambda: CacheState(plain.model)
+        completion = first_turn(reusing, prompt)
+        cache, length = prefixes.fetch(
+            [*prompt, *completion, 0], lambda: CacheState(plain.model)
         )
-        assert length == session.length >= len(prompt) + len(said) - 1
-        second = [*prompt, *said, *range(5)]
+        assert length == cache.length >= len(prompt) + len(completion) - 1
+        second = [*prompt, *completion, *range(5)]
         options = {"max_tokens": 20, "stop_tokens": ()}
-        again = reusing.generate(second, **options)
-        assert again.tokens == plain.generate(second, **options).tokens
+        loaded = reusing.generate(second, **options)
+        assert loaded.tokens == plain.generate(second, **options).tokens
 
 
 def test_prefix_cache_evicts_least_recently_used():
     model = tiny("llama")
 
-    def kept(prefixes, seed):
-        tokens = some_tokens(9, seed=seed)
-        session = CacheState(model)
-        session.forward(tokens)
-        prefixes.insert(ids(tokens), session)
-        return ids(tokens), session.nbytes
+    def store(prefixes, seed):
+        tokens = random_tokens(9, seed=seed)
+        cache = CacheState(model)
+        cache.forward(tokens)
+        prefixes.insert(ids(tokens), cache)
+        return ids(tokens), cache.nbytes
 
     prefixes = PrefixCache(1 << 30)
-    _, size = kept(prefixes, 0)
+    _, size = store(prefixes, 0)
     prefixes = PrefixCache(2 * size)
-    one, two = kept(prefixes, 1)[0], kept(prefixes, 2)[0]
+    one, two = store(prefixes, 1)[0], store(prefixes, 2)[0]
     prefixes.fetch([*one, 1], lambda: CacheState(model))
-    three = kept(prefixes, 3)[0]
+    three = store(prefixes, 3)[0]
     assert prefixes.nbytes <= 2 * size
     lengths = [
         prefixes.fetch([*t, 1], lambda: CacheState(model))[1] for t in (one, two, three)
     ]
     assert lengths == [9, 0, 9]
     small = PrefixCache(size - 1)
-    kept(small, 4)
+    store(small, 4)
     assert not small.nbytes

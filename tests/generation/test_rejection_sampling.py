@@ -1,8 +1,8 @@
-"""The rules of verification keep the target's distribution; wrong ones are seen.
+"""Rejection sampling keeps the target's distribution, and wrong rules are detected.
 
-The joint distribution of the first three tokens over a vocabulary of 8, of 20,000
-answers, against the law it must have, by chi-square at a limit that a right rule passes
-but once in 1e9 times.
+The joint distribution of the first three tokens over a vocabulary of 8, from 20,000
+completions, is compared with the exact one by chi-square. A correct rule exceeds the
+limit once in 1e9 times.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from lmx.generation.sampling import Sampling, filter_logits
 from lmx.generation.speculative.decoder import rejection_sample
 from lmx.generation.speculative.proposer import DraftTokens
 
-WORDS, SAMPLES, LENGTH = 8, 20000, 3
+VOCAB, SAMPLES, LENGTH = 8, 20000, 3
 SETTINGS = {
     "cold": Sampling(temperature=0.7),
     "plain": Sampling(temperature=1.0),
@@ -27,74 +27,88 @@ SETTINGS = {
 }
 
 
-def laws(sampling):
-    """Target and draft: logits [8, 8, 8, 8, 8] behind four tokens, most of them alike.
+def distributions(sampling):
+    """Target and draft: logits [8, 8, 8, 8, 8] after four tokens; both are correlated.
 
-    Behind fewer tokens the rest of the index is 0.
+    After fewer tokens the remaining indices are 0.
     """
     draw = np.random.default_rng(0)
-    target = 1.5 * draw.normal(size=(WORDS,) * 5)
+    target = 1.5 * draw.normal(size=(VOCAB,) * 5)
     draft = 0.6 * target + 0.9 * draw.normal(size=target.shape)
     return tuple(
         filter_logits(mx.array(x.astype(np.float32)), sampling) for x in (target, draft)
     )
 
 
-def behind(law, tokens, number):
-    """Logits [S, V] behind the first `number` of tokens [S, n]."""
+def logits_after(logits_table, tokens, number):
+    """Logits [S, V] after the first `number` of tokens [S, n]."""
     index = [
         tokens[:, n] if n < number else mx.zeros(len(tokens), mx.int32)
         for n in range(4)
     ]
-    return law[tuple(index)]
+    return logits_table[tuple(index)]
 
 
-def guesses(draft, count, key, greedy=False):
-    """Tokens [S, k] and what they were drawn from [S, k, V]."""
+def draft_tokens(draft, count, key, greedy=False):
+    """Draft tokens [S, k] and the logits they are sampled from [S, k, V]."""
     tokens, logits = mx.zeros((SAMPLES, 0), mx.int32), []
-    for number, now in enumerate(mx.random.split(key, count)):
-        law = behind(draft, tokens, number)
-        one = mx.argmax(law, axis=-1) if greedy else mx.random.categorical(law, key=now)
+    for number, subkey in enumerate(mx.random.split(key, count)):
+        logits_table = logits_after(draft, tokens, number)
+        one = (
+            mx.argmax(logits_table, axis=-1)
+            if greedy
+            else mx.random.categorical(logits_table, key=subkey)
+        )
         tokens = mx.concatenate([tokens, one.astype(mx.int32)[:, None]], axis=1)
-        logits.append(law)
+        logits.append(logits_table)
     return tokens, mx.stack(logits, axis=1)
 
 
-def answers(rule, sampling, count, *, greedy=False, seed=0):
-    """The first three tokens [S, 3] of as many rounds as that takes, and what stood."""
-    target, draft = laws(sampling)
+def sample_completions(rule, sampling, count, *, greedy=False, seed=0):
+    """The first three tokens [S, 3] of every completion, and the accepted counts."""
+    target, draft = distributions(sampling)
     keys = mx.random.split(mx.random.key(seed), 3)
-    tokens, drawn_from = guesses(draft, count, keys[0], greedy)
-    logits = mx.stack([behind(target, tokens, n) for n in range(count + 1)], axis=1)
+    tokens, draft_logits = draft_tokens(draft, count, keys[0], greedy)
+    logits = mx.stack(
+        [logits_after(target, tokens, n) for n in range(count + 1)], axis=1
+    )
 
-    def judge(logits, tokens, drawn_from, key):
-        return rule(logits, DraftTokens(tokens, None if greedy else drawn_from), key)
+    def verify(logits, tokens, draft_logits, key):
+        return rule(logits, DraftTokens(tokens, None if greedy else draft_logits), key)
 
-    many = mx.vmap(judge)
-    stood, token = many(logits, tokens, drawn_from, mx.random.split(keys[1], SAMPLES))
-    stood, said = np.array(stood), np.array(tokens)
-    said = np.concatenate([said, np.zeros((SAMPLES, LENGTH), int)], axis=1)
-    said[np.arange(SAMPLES), stood] = np.array(token)
-    for place, now in enumerate(mx.random.split(keys[2], LENGTH)):
-        # What the round did not reach the target says itself.
-        law = behind(target, mx.array(said.astype(np.int32)), place)
-        drawn = np.array(mx.random.categorical(law, key=now))
-        said[:, place] = np.where(place > stood, drawn, said[:, place])
-    return said[:, :LENGTH], stood
+    many = mx.vmap(verify)
+    accepted, token = many(
+        logits, tokens, draft_logits, mx.random.split(keys[1], SAMPLES)
+    )
+    accepted, tokens_so_far = np.array(accepted), np.array(tokens)
+    tokens_so_far = np.concatenate(
+        [tokens_so_far, np.zeros((SAMPLES, LENGTH), int)], axis=1
+    )
+    tokens_so_far[np.arange(SAMPLES), accepted] = np.array(token)
+    for position, subkey in enumerate(mx.random.split(keys[2], LENGTH)):
+        # The target samples the tokens after the round.
+        logits_table = logits_after(
+            target, mx.array(tokens_so_far.astype(np.int32)), position
+        )
+        drawn = np.array(mx.random.categorical(logits_table, key=subkey))
+        tokens_so_far[:, position] = np.where(
+            position > accepted, drawn, tokens_so_far[:, position]
+        )
+    return tokens_so_far[:, :LENGTH], accepted
 
 
-def excess(said, sampling):
-    """Chi-square as a multiple of the value that chance exceeds once in 1e9 times."""
-    target = laws(sampling)[0]
-    expected = np.ones((WORDS,) * LENGTH)
-    for tokens in itertools.product(range(WORDS), repeat=LENGTH):
-        for place in range(LENGTH):
-            law = behind(target, mx.array([tokens], mx.int32), place)
-            expected[tokens] *= mx.softmax(law[0]).tolist()[tokens[place]]
+def chi_square_ratio(tokens_so_far, sampling):
+    """Chi-square relative to the critical value at p = 1e-9."""
+    target = distributions(sampling)[0]
+    expected = np.ones((VOCAB,) * LENGTH)
+    for tokens in itertools.product(range(VOCAB), repeat=LENGTH):
+        for position in range(LENGTH):
+            logits_table = logits_after(target, mx.array([tokens], mx.int32), position)
+            expected[tokens] *= mx.softmax(logits_table[0]).tolist()[tokens[position]]
     counts = np.zeros_like(expected)
-    np.add.at(counts, tuple(said.T), 1)
+    np.add.at(counts, tuple(tokens_so_far.T), 1)
     expected *= SAMPLES
-    assert not counts[expected == 0].any(), "said what was filtered out"
+    assert not counts[expected == 0].any(), "sampled a filtered token"
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum())
     expected = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))
@@ -109,75 +123,82 @@ def excess(said, sampling):
 @pytest.mark.parametrize("count", [1, 2, 4])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_rejection_sampling_keeps_distribution(name, count):
-    said, _ = answers(rejection_sample, SETTINGS[name], count)
-    assert excess(said, SETTINGS[name]) < 1
+    tokens_so_far, _ = sample_completions(rejection_sample, SETTINGS[name], count)
+    assert chi_square_ratio(tokens_so_far, SETTINGS[name]) < 1
 
 
 def test_rejection_sampling_keeps_distribution_for_greedy_drafts():
-    said, stood = answers(rejection_sample, SETTINGS["plain"], 2, greedy=True)
-    assert excess(said, SETTINGS["plain"]) < 1
-    assert stood.mean() > 0.1
+    tokens_so_far, accepted = sample_completions(
+        rejection_sample, SETTINGS["plain"], 2, greedy=True
+    )
+    assert chi_square_ratio(tokens_so_far, SETTINGS["plain"]) < 1
+    assert accepted.mean() > 0.1
 
 
-def raw_ratio(logits, proposal, key):
-    """Judges by what the guesses were drawn from before it was filtered."""
-    wider = replace(proposal, logits=0.3 * mx.maximum(proposal.logits, -20.0))
+def raw_ratio(logits, draft, key):
+    """Wrong: uses the draft distribution before filtering."""
+    wider = replace(draft, logits=0.3 * mx.maximum(draft.logits, -20.0))
     return rejection_sample(logits, wider, key)
 
 
-def value_dependent(logits, proposal, key):
-    """Drops a guess that its own draft thinks unlikely, and draws anew."""
-    q = mx.softmax(proposal.logits, axis=-1)
-    q = mx.take_along_axis(q, proposal.tokens[:, None], axis=-1)[:, 0]
-    stood, token = rejection_sample(logits, proposal, key)
+def value_dependent(logits, draft, key):
+    """Wrong: rejects draft tokens that are unlikely under the draft."""
+    q = mx.softmax(draft.logits, axis=-1)
+    q = mx.take_along_axis(q, draft.tokens[:, None], axis=-1)[:, 0]
+    accepted, token = rejection_sample(logits, draft, key)
     sure = mx.cumprod((q > 0.3).astype(mx.int32)).sum()
     again = mx.random.categorical(logits[sure], key=mx.random.split(key, 3)[2])
-    return mx.minimum(stood, sure), mx.where(sure < stood, again, token)
+    return mx.minimum(accepted, sure), mx.where(sure < accepted, again, token)
 
 
-def no_residual(logits, proposal, key):
-    """Behind a guess that falls, draws from the target and not from what is left."""
-    stood, _ = rejection_sample(logits, proposal, key)
-    return stood, mx.random.categorical(logits[stood], key=mx.random.split(key, 3)[2])
+def no_residual(logits, draft, key):
+    """Wrong: samples from the target instead of the residual after a rejection."""
+    accepted, _ = rejection_sample(logits, draft, key)
+    return accepted, mx.random.categorical(
+        logits[accepted], key=mx.random.split(key, 3)[2]
+    )
 
 
-def bonus_of_the_draft(logits, proposal, key):
-    """Behind guesses that all stand, draws from the draft."""
-    last = proposal.logits[-1:]
-    return rejection_sample(mx.concatenate([logits[:-1], last]), proposal, key)
+def bonus_of_the_draft(logits, draft, key):
+    """Wrong: samples the token after the last draft token from the draft."""
+    last = draft.logits[-1:]
+    return rejection_sample(mx.concatenate([logits[:-1], last]), draft, key)
 
 
 @pytest.mark.parametrize(
-    "wrong", [raw_ratio, value_dependent, no_residual, bonus_of_the_draft]
+    "rule", [raw_ratio, value_dependent, no_residual, bonus_of_the_draft]
 )
-def test_chi_square_detects_wrong_acceptance_rules(wrong):
-    said, _ = answers(wrong, SETTINGS["plain"], 1)
-    assert excess(said, SETTINGS["plain"]) > 1.5
+def test_chi_square_detects_wrong_acceptance_rules(rule):
+    tokens_so_far, _ = sample_completions(rule, SETTINGS["plain"], 1)
+    assert chi_square_ratio(tokens_so_far, SETTINGS["plain"]) > 1.5
 
 
 def test_acceptance_rate_matches_theory():
-    """Of one guess: sum min(p, q)."""
+    """The acceptance rate of one draft token is sum min(p, q)."""
     sampling = SETTINGS["plain"]
-    p, q = (np.array(mx.softmax(law[0, 0, 0, 0])) for law in laws(sampling))
+    p, q = (
+        np.array(mx.softmax(logits_table[0, 0, 0, 0]))
+        for logits_table in distributions(sampling)
+    )
     expected = np.minimum(p, q).sum()
-    _, stood = answers(rejection_sample, sampling, 1)
+    _, accepted = sample_completions(rejection_sample, sampling, 1)
     error = math.sqrt(expected * (1 - expected) / SAMPLES)
-    assert abs(stood.mean() - expected) < 4 * error
+    assert abs(accepted.mean() - expected) < 4 * error
 
 
 def test_equal_distributions_are_always_accepted():
     logits = mx.log(mx.array([[0.1, 0.2, 0.7], [0.3, 0.3, 0.4]]))
     for seed in range(50):
         tokens = mx.array([seed % 3], mx.int32)
-        proposal = DraftTokens(tokens, logits[:1])
-        stood, _ = rejection_sample(logits, proposal, mx.random.key(seed))
-        assert stood.item() == 1
+        draft = DraftTokens(tokens, logits[:1])
+        accepted, _ = rejection_sample(logits, draft, mx.random.key(seed))
+        assert accepted.item() == 1
 
 
 def test_small_probabilities_are_not_zero():
-    """In 16 bits 1e-9 would be none, and the ratio of two of them no number."""
+    """In 16 bits 1e-9 would be 0, and the ratio of two of them NaN."""
     logits = mx.log(mx.array([[1e-9, 1.0], [0.5, 0.5]]))
-    proposal = DraftTokens(mx.array([0], mx.int32), mx.log(mx.array([[2e-9, 1.0]])))
+    draft = DraftTokens(mx.array([0], mx.int32), mx.log(mx.array([[2e-9, 1.0]])))
     keys = mx.random.split(mx.random.key(0), 400)
-    stood = [rejection_sample(logits, proposal, key)[0].item() for key in keys]
-    assert 0.4 < np.mean(stood) < 0.6
+    accepted = [rejection_sample(logits, draft, key)[0].item() for key in keys]
+    assert 0.4 < np.mean(accepted) < 0.6

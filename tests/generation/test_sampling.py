@@ -1,4 +1,4 @@
-"""Draws against a float64 reference; the edges of every filter."""
+"""Samples against a float64 reference, and the limits of every filter."""
 
 import mlx.core as mx
 import numpy as np
@@ -7,38 +7,38 @@ from lmx.errors import UserError
 from lmx.generation.sampling import Sampling, filter_logits, make_sampler
 
 LOGITS = np.array([2.0, 1.4, 1.1, 0.9, 0.2, -0.3, -1.0, -2.5, -4.0, 0.7])
-DRAWS = 40_000
+NUM_SAMPLES = 40_000
 CRITICAL = {1: 10.83, 2: 13.82, 3: 16.27, 4: 18.47, 5: 20.52, 6: 22.46}
 CRITICAL |= {7: 24.32, 8: 26.12, 9: 27.88}  # chi-square, p = 0.001
 
 
 def reference(logits, *, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
-    """The distribution in float64, written as the definitions read."""
+    """The distribution in float64, by the definitions of the filters."""
     p = np.exp(logits - logits.max())
     p /= p.sum()
     keep = p >= min_p * p.max()
     if top_k:
         keep &= p >= np.sort(p)[-top_k]
     if top_p < 1:
-        above = np.array([p[p > mine].sum() for mine in p])
+        above = np.array([p[p > x].sum() for x in p])
         keep &= above < top_p
     p = np.where(keep, p ** (1 / temperature), 0)
     return p / p.sum()
 
 
-def chi_square(drawn, expected):
-    """The statistic over the tokens possible, and its critical value."""
-    counts = np.bincount(drawn, minlength=len(expected))
+def chi_square(samples, expected):
+    """The statistic over all possible tokens, and its critical value."""
+    counts = np.bincount(samples, minlength=len(expected))
     possible = expected > 0
     assert counts[~possible].sum() == 0
-    means = len(drawn) * expected[possible]
-    freedom = possible.sum() - 1
-    return ((counts[possible] - means) ** 2 / means).sum(), CRITICAL[freedom]
+    means = len(samples) * expected[possible]
+    degrees_of_freedom = possible.sum() - 1
+    return ((counts[possible] - means) ** 2 / means).sum(), CRITICAL[degrees_of_freedom]
 
 
-def draw(seed=0, **settings):
+def sample(seed=0, **settings):
     sampler = make_sampler(Sampling(seed=seed, **settings))
-    rows = mx.broadcast_to(mx.array(LOGITS, mx.float32), (DRAWS, len(LOGITS)))
+    rows = mx.broadcast_to(mx.array(LOGITS, mx.float32), (NUM_SAMPLES, len(LOGITS)))
     return np.array(sampler(rows))
 
 
@@ -55,62 +55,64 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_sampler_matches_reference_distribution(settings):
-    statistic, critical = chi_square(draw(**settings), reference(LOGITS, **settings))
+    statistic, critical = chi_square(sample(**settings), reference(LOGITS, **settings))
     assert statistic < critical
 
 
 def test_chi_square_detects_wrong_temperature():
-    drawn = draw(temperature=1.0)
-    statistic, critical = chi_square(drawn, reference(LOGITS, temperature=1.05))
+    samples = sample(temperature=1.0)
+    statistic, critical = chi_square(samples, reference(LOGITS, temperature=1.05))
     assert statistic > critical
 
 
 def test_sampler_steps_are_independent():
     sampler = make_sampler(Sampling(temperature=1.0, seed=5))
     row = mx.array(LOGITS[None, :3], mx.float32)
-    drawn = np.concatenate([np.array(sampler(row)) for _ in range(3000)])
+    samples = np.concatenate([np.array(sampler(row)) for _ in range(3000)])
     p = reference(LOGITS[:3])
-    statistic, critical = chi_square(drawn, p)
+    statistic, critical = chi_square(samples, p)
     assert statistic < critical
-    pairs = drawn[:-1] * 3 + drawn[1:]
+    pairs = samples[:-1] * 3 + samples[1:]
     statistic, _ = chi_square(pairs, np.outer(p, p).ravel())
-    assert statistic < 40  # 8 degrees of freedom; pairs overlap, so with some room
+    assert (
+        statistic < 40
+    )  # 8 degrees of degrees_of_freedom; larger limit because pairs overlap
 
 
-def kept(logits, **settings):
+def kept_tokens(logits, **settings):
     settings = Sampling(temperature=1.0, **settings)
     return np.isfinite(np.array(filter_logits(mx.array(logits), settings))).tolist()
 
 
 def test_top_p_keeps_token_that_crosses_threshold():
     logits = np.log([0.5, 0.25, 0.125, 0.125]).astype(np.float32)
-    assert kept(logits, top_p=0.6) == [True, True, False, False]
-    assert kept(logits, top_p=0.4) == [True, False, False, False]
-    assert kept(logits, top_p=1e-9) == [True, False, False, False]
-    assert kept(logits, top_p=1.0) == [True] * 4
-    assert kept(logits[::-1].copy(), top_p=0.6) == [False, False, True, True]
+    assert kept_tokens(logits, top_p=0.6) == [True, True, False, False]
+    assert kept_tokens(logits, top_p=0.4) == [True, False, False, False]
+    assert kept_tokens(logits, top_p=1e-9) == [True, False, False, False]
+    assert kept_tokens(logits, top_p=1.0) == [True] * 4
+    assert kept_tokens(logits[::-1].copy(), top_p=0.6) == [False, False, True, True]
 
 
 def test_filters_keep_ties_together():
     logits = np.array([3.0, 2.0, 2.0, 2.0, 1.0], np.float32)
-    assert kept(logits, top_k=2) == [True, True, True, True, False]
-    assert kept(logits, top_k=1) == [True, False, False, False, False]
-    assert kept(logits, top_k=99) == [True] * 5
+    assert kept_tokens(logits, top_k=2) == [True, True, True, True, False]
+    assert kept_tokens(logits, top_k=1) == [True, False, False, False, False]
+    assert kept_tokens(logits, top_k=99) == [True] * 5
     even = np.zeros(4, np.float32)
-    assert kept(even, top_p=0.1) == [True] * 4
+    assert kept_tokens(even, top_p=0.1) == [True] * 4
 
 
 def test_min_p_is_relative_to_most_likely():
     logits = np.log([0.6, 0.2, 0.13, 0.07]).astype(np.float32)
-    assert kept(logits, min_p=0.3) == [True, True, False, False]
-    assert kept(logits, min_p=1.0) == [True, False, False, False]
+    assert kept_tokens(logits, min_p=0.3) == [True, True, False, False]
+    assert kept_tokens(logits, min_p=1.0) == [True, False, False, False]
 
 
 def test_top_p_applies_to_full_distribution():
     logits = np.log([0.4, 0.3, 0.2, 0.1]).astype(np.float32)
-    assert kept(logits, top_k=2, top_p=0.5) == [True, True, False, False]
-    # What transformers would do: 0.4 / 0.7 = 0.57 is above 0.5, one token left.
-    assert kept(logits[:2], top_p=0.5) == [True, False]
+    assert kept_tokens(logits, top_k=2, top_p=0.5) == [True, True, False, False]
+    # transformers would keep one token: 0.4 / 0.7 = 0.57 is above 0.5.
+    assert kept_tokens(logits[:2], top_p=0.5) == [True, False]
 
 
 def test_filters_match_mlx_lm():
@@ -129,16 +131,16 @@ def test_filters_match_mlx_lm():
 
 def test_sampler_depends_on_seed_only():
     mx.random.seed(1)
-    first = draw(seed=7, temperature=1.0)
+    first = sample(seed=7, temperature=1.0)
     mx.random.seed(2)
-    assert (draw(seed=7, temperature=1.0) == first).all()
-    assert (draw(seed=8, temperature=1.0) != first).any()
+    assert (sample(seed=7, temperature=1.0) == first).all()
+    assert (sample(seed=8, temperature=1.0) != first).any()
 
 
 def test_sampler_keeps_global_random_state():
     mx.random.seed(1)
     before = [np.array(s) for s in mx.random.state]
-    draw(seed=7, temperature=1.0)
+    sample(seed=7, temperature=1.0)
     after = [np.array(s) for s in mx.random.state]
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
 
@@ -152,7 +154,7 @@ def test_filter_logits_handles_extreme_values(dtype):
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"temperature": -0.1}, "temperature is -0.1"),
         ({"temperature": float("nan")}, "temperature is nan"),
@@ -163,6 +165,6 @@ def test_filter_logits_handles_extreme_values(dtype):
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_sampling_rejects_invalid_values(settings, says):
-    with pytest.raises(UserError, match=says):
+def test_sampling_rejects_invalid_values(settings, message):
+    with pytest.raises(UserError, match=message):
         Sampling(**settings)

@@ -1,5 +1,5 @@
-"""Speculation changes nothing but the time: greedy text token by token, over all kinds
-of cache, proposers, penalties, stops and lengths."""
+"""Speculative decoding does not change the output: all kinds of cache, proposers,
+penalties, stops and draft lengths."""
 
 import math
 from functools import cache
@@ -17,12 +17,11 @@ from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupPro
 from lmx.generation.speculative.proposer import DraftTokens
 from mlx.utils import tree_map
 from test_kv_cache import tiny as family_model
-from test_rejection_sampling import excess, laws
+from test_rejection_sampling import chi_square_ratio, distributions
 from tiny_families import VOCABULARY, WINDOW
 from tiny_generators import byte_tokenizer
 
-# What proposes sees tokens alone, so those that know nothing of the model are met by
-# the first family all and by the others in turn.
+# Proposers only see tokens, so only the first family is tested with all of them.
 FAMILIES = {
     "llama": ("draft", "lookup", "chain"),
     "qwen3": ("draft",),
@@ -43,30 +42,30 @@ SETTINGS = {
 
 
 def sharpened(family, seed=0):
-    """Random weights scaled up, so that what comes next changes all the time."""
+    """Random weights, scaled up so that the next token varies."""
     model = family_model(family)
     mx.random.seed(seed + 1)
-    noise = tree_map(
+    noisy_parameters = tree_map(
         lambda w: w + 0.25 * mx.random.normal(w.shape).astype(w.dtype),
         model.parameters(),
     )
-    model.update(noise)
+    model.update(noisy_parameters)
     mx.eval(model.parameters())
     return model
 
 
 class Noisy:
-    """Guesses what the target will say, but for every third token."""
+    """Drafts the correct tokens, except for every third."""
 
-    def __init__(self, right):
-        self.right = right
+    def __init__(self, expected_tokens):
+        self.right = expected_tokens
 
-    def propose(self, context, count, choice):
-        guess = list(self.right[len(context) : len(context) + count])
-        for place, _ in enumerate(guess):
-            if (len(context) + place) % 3 == 2:
-                guess[place] = (guess[place] + 1) % VOCABULARY
-        return DraftTokens(mx.array(guess, mx.int32))
+    def propose(self, context, count, sampler):
+        draft_tokens = list(self.right[len(context) : len(context) + count])
+        for position, _ in enumerate(draft_tokens):
+            if (len(context) + position) % 3 == 2:
+                draft_tokens[position] = (draft_tokens[position] + 1) % VOCABULARY
+        return DraftTokens(mx.array(draft_tokens, mx.int32))
 
 
 def tokens_of(generator, prompt=PROMPT, **options):
@@ -101,15 +100,15 @@ def test_speculative_greedy_matches_plain_decoding(family):
         ),
     }
     for name in ("itself", "noisy", *FAMILIES[family]):
-        # Two of the noisy guesses stand at most: past four, only more of them fall.
-        # With the token before them, seven are as many as a window holds.
+        # At most two of the noisy draft tokens are accepted. Seven draft tokens and the
+        # token before them fill the window.
         for length in (0, 1, 2, 3, 4, 7, 8) if name == "noisy" else (None, 3):
             generator = speculative(model, proposers[name], length)
             assert tokens_of(generator) == plain, (name, length)
 
 
 def test_mlx_lm_differs_past_the_window():
-    """The control: its check that tokens can be taken back is made once, too early."""
+    """Control: mlx-lm checks only once, at the start, that its cache can be trimmed."""
     from mlx_lm.generate import speculative_generate_step
 
     model, draft = sharpened("gemma3"), sharpened("llama", seed=1)
@@ -138,17 +137,17 @@ def test_speculative_decoding_applies_penalties_exactly(name):
 def test_self_draft_needs_fewest_forward_passes(length):
     model, calls = sharpened("llama"), []
 
-    class Watched:
+    class Recorder:
         layers, args = model.layers, model.args
 
         def __call__(self, tokens, cache=None):
             calls.append(tokens.shape[1])
             return model(tokens, cache=cache)
 
-    generator = speculative(Watched(), lambda: DraftModelProposer(model), length)
+    generator = speculative(Recorder(), lambda: DraftModelProposer(model), length)
     plain = tokens_of(Generator(model, byte_tokenizer()), max_tokens=41)
     assert tokens_of(generator, max_tokens=41) == plain
-    # The prompt but its last token, that token alone, then rounds of forty tokens.
+    # Two passes for the prompt, then rounds for forty tokens.
     assert len(calls) - 2 == math.ceil(40 / (length + 1))
     assert generator.speculative_stats.acceptance_rate == 1
     assert generator.speculative_stats.acceptance_rate_by_position == [1.0] * length
@@ -167,15 +166,15 @@ def test_stops_and_limits_inside_accepted_tokens():
 
     for length in (3, 8):
         generator = speculative(model, lambda: DraftModelProposer(model), length)
-        # Every place in two rounds.
+        # Every position in two rounds.
         for limit in range(1, 2 * (length + 1) + 2):
             assert tokens_of(generator, max_tokens=limit) == plain[:limit]
         for end in range(3, 15):
             options = {"stop_tokens": (plain[end],)}
             expected = stopped_at(plain[end])
-            found = generator.generate(PROMPT, max_tokens=LONG, **options)
-            assert found.tokens == expected.tokens
-            assert found.finish_reason == "stop"
+            result = generator.generate(PROMPT, max_tokens=LONG, **options)
+            assert result.tokens == expected.tokens
+            assert result.finish_reason == "stop"
         options = {"stop": [text[9:11]], "stop_tokens": ()}
         expected = plain_generator.generate(PROMPT, max_tokens=LONG, **options)
         assert (
@@ -187,7 +186,7 @@ def test_stops_and_limits_inside_accepted_tokens():
 def test_prefix_cache_after_speculative_decoding_is_exact(family):
     model = sharpened(family)
     plain = Generator(model, byte_tokenizer())
-    said = tokens_of(plain)
+    completions = tokens_of(plain)
 
     @cache
     def alone(*prompt):
@@ -196,7 +195,7 @@ def test_prefix_cache_after_speculative_decoding_is_exact(family):
     for length in (1, 4, 8):
         prefixes = PrefixCache(1 << 30)
         generator = speculative(
-            model, lambda: Noisy(PROMPT + said), length, prefix_cache=prefixes
+            model, lambda: Noisy(PROMPT + completions), length, prefix_cache=prefixes
         )
         for limit in (1, 2, 3, 4, 5, 9, 20):
             first = tokens_of(generator, max_tokens=limit)
@@ -209,15 +208,15 @@ def test_prefix_cache_after_speculative_decoding_is_exact(family):
 
 
 class Table:
-    """A model whose next token depends on the last three, as in `laws`."""
+    """A model that looks up its logits in a table of `distributions`."""
 
     layers, args = (), None
 
-    def __init__(self, law):
-        self.law = law
+    def __init__(self, table):
+        self.law = table
 
     def make_cache(self):
-        return [_Read()]
+        return [TokenCache()]
 
     def __call__(self, tokens, cache):
         read = cache[0]
@@ -230,8 +229,8 @@ class Table:
         return mx.stack(rows)[None]
 
 
-class _Read:
-    """What was read, in the place of keys and values."""
+class TokenCache:
+    """A cache of tokens in position of keys and values."""
 
     nbytes = 0
 
@@ -239,7 +238,7 @@ class _Read:
         self.tokens, self.offset = [], 0
 
     def update_and_fetch(self):
-        """Marks it as attention."""
+        """Marks the cache as attention."""
 
     def trim(self, count):
         del self.tokens[len(self.tokens) - count :]
@@ -255,12 +254,12 @@ class _Read:
 
 
 def test_speculative_sampling_keeps_distribution(monkeypatch):
-    """Through the whole engine, with lengths as the controller chooses them."""
+    """Through the whole generator, with adaptive draft lengths."""
     count, tokenizer = 2000, byte_tokenizer()
     monkeypatch.setattr("test_rejection_sampling.SAMPLES", count)
-    target, draft = laws(Sampling(temperature=1.0))
+    target, draft = distributions(Sampling(temperature=1.0))
     controller = DraftLengthController(max_draft_tokens=3)
-    said = np.zeros((count, 3), int)
+    completions = np.zeros((count, 3), int)
     for seed in range(count):
         generator = Generator(
             Table(target),
@@ -270,6 +269,6 @@ def test_speculative_sampling_keeps_distribution(monkeypatch):
         )
         options = {"max_tokens": 3, "stop_tokens": ()}
         sampling = Sampling(temperature=1.0, seed=seed)
-        said[seed] = generator.generate([0], sampling=sampling, **options).tokens
-    assert excess(said, Sampling(temperature=1.0)) < 1
+        completions[seed] = generator.generate([0], sampling=sampling, **options).tokens
+    assert chi_square_ratio(completions, Sampling(temperature=1.0)) < 1
     assert controller.rounds

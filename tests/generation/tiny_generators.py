@@ -70,7 +70,7 @@ def _qwen3():
 
 
 def _gemma3():
-    """Two of its three layers see a window of 16 tokens, in a cache that rotates."""
+    """Two of its three layers have a sliding window of 16 tokens."""
     from mlx_lm.models import gemma3_text
 
     return gemma3_text.Model(
@@ -119,7 +119,7 @@ def chatting():
 
 
 def write_folder(generator, folder):
-    """The generator's model as a checkpoint."""
+    """Write the generator's model as a checkpoint."""
     generator.tokenizer.eos_token = "<|im_end|>"
     generator.tokenizer.save_pretrained(folder)
     config = json.dumps(asdict(generator.model.args))
@@ -129,7 +129,7 @@ def write_folder(generator, folder):
 
 
 class Scripted:
-    """A model without weights: what follows a token is the next one of the script."""
+    """A model without weights that continues every token as the script does."""
 
     def __init__(self, script):
         self.after = dict(pairwise(script))
