@@ -51,7 +51,7 @@ def test_prose_is_told_from_tables(text, teaches):
 
 
 def test_an_unknown_corpus_names_what_exists():
-    with pytest.raises(UserError, match="no built-in corpus 'wiki'") as fault:
+    with pytest.raises(UserError, match="no built-in dataset 'wiki'") as fault:
         builtin.read("wiki", "train")
     assert "stdlib" in fault.value.hint
 

@@ -72,7 +72,7 @@ def test_what_is_damaged_is_made_again_aloud(cache_folder, damage):
         (folder / cache.INDEX).write_text('{"sizes"')
     said = []
     assert cache.get_or_create("test", "key", fill, warning=said.append).made
-    assert said == [f"{folder}: damaged, made again"]
+    assert said == [f"{folder}: damaged, created again"]
     assert (folder / "rows").read_text() == "content"
 
 

@@ -80,7 +80,7 @@ def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
 
 def test_rows_without_an_answer_are_an_error(tokenizer):
     rows = [DataRecord("rows:1", prompt="long " * 80, completion="never seen")]
-    with pytest.raises(UserError, match="no row has an answer"):
+    with pytest.raises(UserError, match="no calibration example has a completion"):
         per_example_sequences(
             rows, tokenizer, tokens=100, **SETTINGS | {"loss_on": "completions"}
         )

@@ -77,18 +77,21 @@ def test_a_folder_without_split_names_gives_all_its_files(write, tmp_path):
 FAULTS = {
     "rows.jsonl": [
         ('{"text": "a"}\n{"text": ', r"rows\.jsonl:2: line 2 is not JSON: Expecting"),
-        ("", "there are no rows here"),
-        ("\n \n", "there are no rows here"),
-        ('"a"\n"b"', "the rows are not objects with keys; the first is 'a'"),
-        ('{"messages": []}', "no row can be used; all 1 are bad as chat.*no assistant"),
+        ("", "the source has no examples"),
+        ("\n \n", "the source has no examples"),
+        ('"a"\n"b"', "the examples are not JSON objects; the first is 'a'"),
+        (
+            '{"messages": []}',
+            "all 1 are invalid as chat.*no assistant",
+        ),
     ],
     "rows.json": [
         ('[{"text": "a"},\n 5 5]', r"rows\.json:2:4: is not JSON"),
         ('{"text": "a"}', "is not a list of objects"),
-        ("[]", "there are no rows here"),
+        ("[]", "the source has no examples"),
     ],
-    "rows.txt": [(" \n", "there are no rows here")],
-    "rows.csv": [("a,b\n", r"cannot read \.csv files")],
+    "rows.txt": [(" \n", "the source has no examples")],
+    "rows.csv": [("a,b\n", r"\.csv files are not")],
     "rows.parquet": [("PAR", "is not a Parquet file")],
     "rows.jsonl.gz": [("no gzip", "cannot be read: Not a gzipped file")],
 }

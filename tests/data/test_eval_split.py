@@ -1,4 +1,4 @@
-"""Held-out rows: by seed and position alone, few, never all, no row lost."""
+"""The held-out split depends on seed and position only, and loses no record."""
 
 import random
 import tracemalloc
@@ -10,51 +10,52 @@ from lmx.data.splits import EVAL_SHARE, choose_eval_records, random_u64
 from lmx.errors import UserError
 
 
-def rows(count):
+def records(count):
     return [DataRecord(f"f:{n}", prompt=str(n), completion="x") for n in range(count)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**40])
-@pytest.mark.parametrize("most", [1, 2, 10, 2_000])
+@pytest.mark.parametrize("limit", [1, 2, 10, 2_000])
 @pytest.mark.parametrize("count", [2, 3, 7, 50, 1_000])
-def test_every_row_is_in_one_part(count, most, seed):
-    made = rows(count)
-    found = choose_eval_records(made, seed, most)
-    rest = list(found.rest(made, seed))
-    assert sorted(rest + found.rows, key=made.index) == made
-    assert 1 <= len(found.rows) <= min(most, count - 1)
-    assert choose_eval_records(iter(made), seed, most) == found
+def test_every_record_is_in_one_part(count, limit, seed):
+    all_records = records(count)
+    held = choose_eval_records(all_records, seed, limit)
+    remaining = list(held.remaining(all_records, seed))
+    assert sorted(remaining + held.records, key=all_records.index) == all_records
+    assert 1 <= len(held.records) <= min(limit, count - 1)
+    assert choose_eval_records(iter(all_records), seed, limit) == held
 
 
-@pytest.mark.parametrize("most", [3, 30, 2_000])
-def test_they_are_those_of_the_lowest_draws(most):
+@pytest.mark.parametrize("limit", [3, 30, 2_000])
+def test_held_out_records_have_the_lowest_random_numbers(limit):
     """Against sorting all of them."""
     count, seed = 2_000, 5
     order = sorted(range(count), key=lambda index: random_u64(seed, index))
     below = sum(random_u64(seed, index) < EVAL_SHARE * 2**64 for index in range(count))
-    expected = {f"f:{index}" for index in order[: min(most, below)]}
+    expected = {f"f:{index}" for index in order[: min(limit, below)]}
     assert {
-        row.where for row in choose_eval_records(rows(count), seed, most).rows
+        record.where
+        for record in choose_eval_records(records(count), seed, limit).records
     } == expected
 
 
-def test_two_rows_below_the_share_are_not_both_held_out():
+def test_two_records_below_the_share_are_not_both_held_out():
     low = 0.05 * 2**64
     seed = next(
         s for s in range(10**6) if random_u64(s, 0) < low and random_u64(s, 1) < low
     )
-    assert len(choose_eval_records(rows(2), seed).rows) == 1
+    assert len(choose_eval_records(records(2), seed).records) == 1
 
 
-def test_the_share_is_about_a_twentieth_and_depends_on_the_seed():
-    made = rows(20_000)
-    first, second = (choose_eval_records(made, seed).rows for seed in (0, 1))
+def test_share_is_about_five_percent_and_depends_on_seed():
+    all_records = records(20_000)
+    first, second = (choose_eval_records(all_records, seed).records for seed in (0, 1))
     assert 900 < len(first) < 1_100
-    common = {row.where for row in first} & {row.where for row in second}
+    common = {record.where for record in first} & {record.where for record in second}
     assert len(common) < 100
 
 
-def test_draws_are_the_same_on_every_machine():
+def test_random_u64_is_splitmix64():
     """SplitMix64: seed 0 begins with this number, as its authors publish."""
     state = 0xE220A8397B1DCDAF
     assert random_u64(0, 0) != random_u64(0, 1) != random_u64(1, 0)
@@ -68,19 +69,19 @@ def _mix(value):
     return value ^ (value >> 31)
 
 
-def test_one_document_gives_its_tail():
+def test_single_document_gives_its_tail():
     text = "".join(f"line {n}\n" for n in range(100))
     one = [DataRecord("f:1", text=text)]
-    found = choose_eval_records(one, 0)
-    [head], [tail] = found.rest(one, 0), found.rows
+    held = choose_eval_records(one, 0)
+    [head], [tail] = held.remaining(one, 0), held.records
     assert head.text + tail.text == text
     assert tail.text.startswith("line ")
     assert 0.03 < len(tail.text) / len(text) < 0.08
     with pytest.raises(UserError, match="none can be held out"):
-        choose_eval_records(rows(1), 0)
+        choose_eval_records(records(1), 0)
 
 
-def test_rows_are_not_kept_in_memory():
+def test_records_are_not_held_in_memory():
     def many():
         for number in range(20_000):
             yield DataRecord(
@@ -88,15 +89,15 @@ def test_rows_are_not_kept_in_memory():
             )
 
     tracemalloc.start()
-    found = choose_eval_records(many(), 0, 100)
+    held = choose_eval_records(many(), 0, 100)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(found.rows) == 100
+    assert len(held.records) == 100
     # All of them are 20 MB.
     assert peak < 1_000_000
 
 
-def test_what_a_row_holds_survives_the_cache(cache_folder):
+def test_records_survive_the_cache(cache_folder):
     turns = ({"role": "user", "content": "é\u2028", "tool_calls": [{"a": 1}]},)
     held = splits.EvalSplit(
         [DataRecord("f:1", messages=turns, skill="s"), DataRecord("f:2", text="b\n")],

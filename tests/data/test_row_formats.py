@@ -87,17 +87,17 @@ def test_every_format(write, record, name, fields):
     found = dataset.RecordReader(path)
     assert found.format == name
     assert list(found) == [dataset.DataRecord(f"{path}:1", **fields, skill="greeting")]
-    assert found.stats.bad == 0
+    assert found.stats.skipped == 0
 
 
 def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
     path = write([{"text": "stray"}, *[CHAT] * 5, {"messages": [USER]}, "no object"])
     found = dataset.RecordReader(path)
     assert (found.format, len(list(found))) == ("chat", 5)
-    assert found.stats.named == (
-        (f"{path}:1", "not chat: it holds text"),
+    assert found.stats.first_skipped == (
+        (f"{path}:1", "not chat: it has text"),
         (f"{path}:7", "no assistant turn with content"),
-        (f"{path}:8", "not chat: it holds no object"),
+        (f"{path}:8", "not chat: it has no object"),
     )
 
 
@@ -117,8 +117,8 @@ def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
 )
 def test_bad_chats(write, messages, reason):
     found = dataset.RecordReader(write([CHAT, {"messages": messages}]))
-    assert len(list(found)) == found.stats.bad == 1
-    assert found.stats.named[0][1].startswith(reason)
+    assert len(list(found)) == found.stats.skipped == 1
+    assert found.stats.first_skipped[0][1].startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_bad_chats(write, messages, reason):
 def test_bad_completions(write, record, reason):
     found = dataset.RecordReader(write([{"prompt": "a", "completion": "b"}, record]))
     assert len(list(found)) == 1
-    assert [why for _, why in found.stats.named] == [reason]
+    assert [why for _, why in found.stats.first_skipped] == [reason]
 
 
 def test_columns_rename(write):
@@ -167,7 +167,7 @@ def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
     count = sum(1 for _ in found)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert count == found.stats.rows == 50_000
+    assert count == found.stats.records == 50_000
     # All of them are 11 MB of text alone.
     assert peak < 1_000_000
 
@@ -177,7 +177,7 @@ def test_rows_can_be_read_again_and_in_part(write):
     next(iter(found))
     assert found.stats is None
     assert list(found) == list(found)
-    assert (found.stats.rows, found.stats.bad) == (5, 1)
+    assert (found.stats.records, found.stats.skipped) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_rows_can_be_read_again_and_in_part(write):
     ],
 )
 def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
-    with pytest.raises(UserError, match="no format fits; the keys found are") as fault:
+    with pytest.raises(UserError, match="no dataset format matches the keys") as fault:
         list(dataset.RecordReader(write([record])))
     assert all(key in fault.value.message for key in record)
     assert fault.value.hint.endswith(f"data:\n  columns: {mapping}")
@@ -201,7 +201,7 @@ def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
 
 def test_columns_that_are_not_there_or_not_ours(write):
     path = write([{"q": "?", "a": "!"}])
-    with pytest.raises(UserError, match="columns names question, not there"):
+    with pytest.raises(UserError, match="columns names question, which is missing"):
         dataset.RecordReader(path, columns={"prompt": "question", "completion": "a"})
     with pytest.raises(UserError, match="no column 'promt'") as fault:
         dataset.RecordReader(path, columns={"promt": "q"})
@@ -224,7 +224,9 @@ def test_a_hub_data_set_by_our_names_of_splits(hub):
 def test_faults_of_the_hub(hub, monkeypatch):
     with pytest.raises(UserError, match="no split for 'test'"):
         dataset.RecordReader("someone/rows", split="test")
-    with pytest.raises(UserError, match=r"no file or folder.*no data set someone/else"):
+    with pytest.raises(
+        UserError, match=r"no such file or folder.*no data set someone/else"
+    ):
         dataset.RecordReader("someone/else")
     monkeypatch.setattr(dataset, "_online", lambda endpoint: False)
     with pytest.raises(UserError, match="the Hub cannot be reached"):

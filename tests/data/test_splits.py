@@ -45,7 +45,7 @@ def test_named_rows_are_held_out(tmp_path):
     said = []
     rows, held = split(said, train=train, valid=valid)
     assert (len(rows), len(held)) == (20, 5)
-    assert said == [f"valid: {valid}: 5 rows, format completion"]
+    assert said == [f"valid: {valid}: 5 examples, format completion"]
 
 
 def test_else_the_sources_own_split(tmp_path):
@@ -59,7 +59,7 @@ def test_else_the_sources_own_split(tmp_path):
         "validation.jsonl"
     }
     assert len(held) == 4
-    assert not any("set aside" in line for line in said)
+    assert not any("held out from" in line for line in said)
 
 
 def test_else_a_share_is_set_aside(tmp_path):
@@ -68,8 +68,8 @@ def test_else_a_share_is_set_aside(tmp_path):
     rows, held = split(said, train=[first, second])
     assert 1 <= len(held) <= 12
     assert said == [
-        *(f"valid: setting rows of {path} aside" for path in (first, second)),
-        f"valid: {len(held)} rows set aside from train",
+        *(f"valid: holding out examples of {path}" for path in (first, second)),
+        f"valid: {len(held)} examples held out from train",
     ]
     assert sorted(places(rows) + places(held)) == sorted(
         f"{path}:{line}"
@@ -107,10 +107,10 @@ def test_bad_rows_are_named(tmp_path):
     warned = []
     found = splits(warned=warned, train=path, valid=path)
     assert len(list(found.train)) == len(found.valid) == 3
-    tally = found.train.stats[path]
-    assert (tally.rows, tally.bad, len(tally.named)) == (3, 8, 5)
-    assert warned[0].startswith(f"{path}:4: row skipped: ")
-    assert warned[5] == f"{path}: 3 more rows skipped"
+    stats = found.train.stats[path]
+    assert (stats.records, stats.skipped, len(stats.first_skipped)) == (3, 8, 5)
+    assert warned[0].startswith(f"{path}:4: example skipped: ")
+    assert warned[5] == f"{path}: 3 more examples skipped"
 
 
 @pytest.mark.parametrize("limit", [2, 10])

@@ -46,7 +46,7 @@ def test_examples_are_those_of_the_rows(cache_folder, tokenizer, monkeypatch):
     expected = tokenization.encode_all(rows(), tokenizer, **SETTINGS)
     digests = set()
     for size in (1, 7, 1_000):
-        monkeypatch.setattr(token_store, "BLOCK_ROWS", size)
+        monkeypatch.setattr(token_store, "BLOCK_RECORDS", size)
         kept = stored(iter(rows()), tokenizer, str(size))
         found = token_store.TokenStore(kept)
         assert len(found) == len(expected.examples) > 60
@@ -57,11 +57,11 @@ def test_examples_are_those_of_the_rows(cache_folder, tokenizer, monkeypatch):
             assert found[index].mask.tolist() == example.mask.tolist()
             assert found[index].where == example.where
         facts = kept.facts
-        assert facts["rows"] == 60
+        assert facts["records"] == 60
         assert facts["tokens"] == found.lengths.sum()
         assert facts["truncated"] == expected.truncated
         assert facts["dropped"] == len(expected.dropped) > 0
-        assert [*map(tuple, facts["named"])] == expected.dropped[:5]
+        assert [*map(tuple, facts["first_dropped"])] == expected.dropped[:5]
         digests.add(found.digest)
     # How the rows were cut into blocks leaves no trace.
     assert len(digests) == 1
@@ -90,7 +90,7 @@ def test_batches_from_disk_are_those_from_memory(cache_folder, tokenizer):
 
 def test_nothing_to_train_on(cache_folder, tokenizer):
     long = [DataRecord(f"f:{n}", prompt="word " * 90, completion="x") for n in range(3)]
-    with pytest.raises(UserError, match="nothing to train on: all 3 rows") as fault:
+    with pytest.raises(UserError, match="nothing to train on: all 3 examples") as fault:
         stored(long, tokenizer)
     assert fault.value.hint == "raise data.max_seq_length"
     assert fault.value.place == "f:0"
@@ -104,13 +104,13 @@ def test_few_characters_are_encoded_at_once(monkeypatch):
 
 
 def test_progress_is_told(cache_folder, tokenizer, monkeypatch):
-    monkeypatch.setattr(token_store, "TOLD_EVERY", 0.0)
-    monkeypatch.setattr(token_store, "BLOCK_ROWS", 30)
+    monkeypatch.setattr(token_store, "SECONDS_BETWEEN_LOGS", 0.0)
+    monkeypatch.setattr(token_store, "BLOCK_RECORDS", 30)
     said = []
     stored(rows(), tokenizer, info=said.append)
     assert [line.split(",")[0] for line in said] == [
-        "tokenising: 30 rows",
-        "tokenising: 60 rows",
+        "tokenizing: 30 examples",
+        "tokenizing: 60 examples",
     ]
 
 

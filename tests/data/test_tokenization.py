@@ -155,13 +155,13 @@ def test_markers_of_the_template_help_where_prefixes_do_not():
 
 
 def test_a_template_that_rewrites_the_past_is_refused():
-    with pytest.raises(UserError, match=r"nothing to train on.*rewrites what comes"):
+    with pytest.raises(UserError, match=r"nothing to train.*changes the turns before"):
         tokenization.encode_all([chat("a", "b")], build(REWRITING), max_seq_length=99)
 
 
 def test_a_template_that_raises_drops_the_row():
     tokenizer = build("{{ raise_exception('no system turns') }}")
-    with pytest.raises(UserError, match="the chat template refuses it: no system"):
+    with pytest.raises(UserError, match="the chat template rejects it: no system"):
         tokenization.encode_all([chat("a", "b")], tokenizer, max_seq_length=99)
 
 
@@ -246,13 +246,13 @@ def test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped(chatml):
     [(where, reason)] = encoded.dropped
     assert where == "f:1"
     assert reason.startswith("the prompt alone has 4")
-    with pytest.raises(UserError, match="nothing to train on: all 1 rows") as fault:
+    with pytest.raises(UserError, match="nothing to train on: all 1 examples") as fault:
         tokenization.encode_all(rows[1:2], chatml, max_seq_length=30)
     assert fault.value.hint == "raise data.max_seq_length"
 
 
 def test_chats_need_a_template():
-    with pytest.raises(UserError, match="chat rows need a chat template"):
+    with pytest.raises(UserError, match="chat examples need a chat template"):
         tokenization.encode(chat("a", "b"), build(None), max_seq_length=99)
 
 

@@ -163,9 +163,9 @@ def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("rows.jsonl", "", "the source is empty"),
+        ("rows.jsonl", "", "the source has no examples"),
         ("rows.jsonl", '{"messages": [}\n', "rows.jsonl:1"),
-        ("rows.jsonl", '{"colour": "red"}\n', "no format fits"),
+        ("rows.jsonl", '{"colour": "red"}\n', "no dataset format matches"),
     ],
 )
 def test_unusable_data_exits_2(here, capsys, file, text, message):

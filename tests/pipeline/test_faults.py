@@ -29,7 +29,7 @@ def test_empty_file(run, capsys):
     path = run.folder / "train.jsonl"
     path.write_text("\n\n")
     said = fails(run, capsys, 2)
-    assert said.startswith(f"{path}: there are no rows here; the source is empty")
+    assert said.startswith(f"{path}: the source has no examples")
 
 
 def test_broken_json(run, capsys):
@@ -54,14 +54,14 @@ def test_missing_file(run, capsys):
 def test_rows_of_no_known_format(run, capsys):
     (run.folder / "train.jsonl").write_text('{"frage": "1 + 1", "antwort": "2"}\n')
     said = fails(run, capsys, 2)
-    assert "no format fits; the keys found are frage, antwort" in said
+    assert "no dataset format matches the keys frage, antwort" in said
 
 
 def test_rows_too_long_for_the_model(run, capsys):
     run.data["max_seq_length"] = 8
     run.write()
     said = fails(run, capsys, 2)
-    assert "nothing to train on: all 40 rows were dropped" in said
+    assert "nothing to train on: all 40 examples were skipped" in said
     assert "raise data.max_seq_length" in said
 
 

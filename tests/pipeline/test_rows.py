@@ -42,14 +42,14 @@ def test_rows_are_tokenised_once(tmp_path, base, encoded):
     assert run() == 0
     assert encoded == [40]
     first, outcome = lines_of(run), run.outcome()
-    assert any("40 rows" in line and "tokenised into" in line for line in first)
+    assert any("40 examples" in line and "tokenized into" in line for line in first)
     assert run("--restart") == 0
     assert encoded == [40]
     assert run.outcome() == outcome
     second = lines_of(run)
-    assert any(line.endswith("tokens, tokenised before") for line in second)
+    assert any(line.endswith("tokens, tokenized before") for line in second)
     # All else is said again, warnings of bad rows included.
-    assert any("row skipped" in line for line in second)
+    assert any("example skipped" in line for line in second)
     told = [x for x in first if x.startswith("train:") and " tokens," not in x]
     assert told
     assert set(told) < set(second)
@@ -130,7 +130,7 @@ def test_rows_are_held_out_of_a_run(tmp_path, base, encoded):
     del run.data["valid"]
     run.write()
     assert run() == 0
-    [line] = [line for line in lines_of(run, "set aside")]
+    [line] = [line for line in lines_of(run, "held out from")]
     held = int(line.split()[1])
     assert encoded == [100 - held]
     assert run("--restart") == 0

@@ -1,1 +1,1 @@
-"""Rows, templates and batches."""
+"""Datasets: readers, formats, chat templates, tokenization, batching and caches."""

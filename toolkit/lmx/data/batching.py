@@ -1,4 +1,4 @@
-"""Batches of fixed shapes, each a function of the seed and the step alone."""
+"""Length-bucketed batches, each a function of the seed and the step."""
 
 import hashlib
 import math
@@ -12,34 +12,35 @@ import numpy as np
 
 from .tokenization import Example
 
-# Of a batch's targets; the head runs on some of the parts.
-PARTS = 8
+# `Batch.head_positions` are rounded up to a multiple of 1/8 of a batch's targets.
+HEAD_FRACTIONS = 8
 
 
 def bucket_lengths(max_seq_length: int) -> list[int]:
-    """Row lengths 16, 24, 32, 48, 64, 96, ... and `max_seq_length` itself.
+    """Sequence lengths 16, 24, 32, 48, 64, 96, ... and `max_seq_length` itself.
 
-    Few shapes mean few compiled traces; a third of a row is padding at worst.
+    Few shapes mean few compiled traces. At most a third of a sequence is padding.
     """
-    rungs, rung = [], 16
-    while rung < max_seq_length:
-        rungs.append(rung)
-        rung = rung * 3 // 2 if rung & (rung - 1) == 0 else rung * 4 // 3
-    return [*rungs, max_seq_length]
+    lengths, length = [], 16
+    while length < max_seq_length:
+        lengths.append(length)
+        is_power_of_two = length & (length - 1) == 0
+        length = length * 3 // 2 if is_power_of_two else length * 4 // 3
+    return [*lengths, max_seq_length]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one length.
+    """Sequences of one length.
 
     Attributes:
         tokens: int32 [B, L + 1]; inputs are tokens[:, :-1], targets tokens[:, 1:].
         mask: bool [B, L], True where the target is trained.
-        where: the places of the rows.
-        documents: int32 [B, L], the number of every input's document in its row, if
-            rows hold several; padding is a document of its own.
-        members: the numbers of the examples, in the order in which the rows hold them.
-        target: what a teacher predicts, [B, L, ...] each, if that was kept.
+        where: the locations of the examples.
+        documents: int32 [B, L], the index of every input's document in its sequence, if
+            sequences are packed; padding is a separate document.
+        example_indices: the examples, in the order of the sequences.
+        target: cached predictions of a teacher, [B, L, ...] each, if there are any.
     """
 
     tokens: mx.array
@@ -56,14 +57,14 @@ class Batch:
 
     @cached_property
     def head_positions(self) -> mx.array | None:
-        """Where the head is needed: int32 [T] into the B * L targets, or None = at all.
+        """Targets that need the LM head: int32 [T] into the B * L targets; None = all.
 
-        The trained ones, and as many others as make T a multiple of an eighth of B * L:
-        few shapes mean few compiled traces.
+        These are the trained targets, padded with others until T is a multiple of an
+        eighth of B * L: few shapes mean few compiled traces.
         """
         mask = np.array(self.mask).reshape(-1)
-        part = -(-mask.size // PARTS)
-        count = part * max(1, -(-int(mask.sum()) // part))
+        step = -(-mask.size // HEAD_FRACTIONS)
+        count = step * max(1, -(-int(mask.sum()) // step))
         if count >= mask.size:
             return None
         order = np.argsort(~mask, kind="stable")
@@ -71,11 +72,11 @@ class Batch:
 
 
 class ExampleDataset(Protocol):
-    """A sequence of `Example`: a `Store`, or `Listed`.
+    """A sequence of `Example`: a `TokenStore`, or `InMemoryExamples`.
 
     Attributes:
-        lengths: int [examples], their tokens.
-        digest: a hash of all tokens and masks, to tell whether they are still the same.
+        lengths: int [examples], tokens per example.
+        digest: a hash of all tokens and masks, which changes when an example does.
     """
 
     lengths: np.ndarray
@@ -103,17 +104,17 @@ class InMemoryExamples(list[Example]):
 
 
 class BucketBatchSampler:
-    """Cuts examples into batches.
+    """Groups examples of similar length into batches.
 
-    An example belongs to the smallest rung that holds it. Every epoch shuffles the rows
-    of each rung and the order of the batches. All batches of a rung have one size; what
-    does not fill the last is filled up with rows whose mask is empty, so that no row is
-    ever left out. Needs about a dozen bytes of memory for every example.
+    An example belongs to the bucket with the smallest length that holds it. Every epoch
+    shuffles the examples of each bucket and the order of the batches. All batches of a
+    bucket have one size: sequences with an empty mask fill the last one, so no example
+    is left out. Needs about 12 bytes of memory per example.
 
     Args:
-        rows: rows per batch at most, or
-        tokens: padded tokens per batch at most, if a row has no more; short rows then
-            go in larger batches.
+        rows: maximum sequences per batch, or
+        tokens: maximum padded tokens per batch, unless one sequence has more; short
+            sequences then form larger batches.
     """
 
     def __init__(
@@ -138,36 +139,36 @@ class BucketBatchSampler:
             members = np.flatnonzero((inputs > low) & (inputs <= length))
             low = length
             if count := len(members):
-                most = rows or max(1, tokens // length)
-                size = balanced_batch_size(count, most)
+                limit = rows or max(1, tokens // length)
+                size = balanced_batch_size(count, limit)
                 self.buckets.append((length, size, members.astype(np.int32)))
         counts = [-(-len(members) // size) for _, size, members in self.buckets]
-        # Of every rung the number of its first batch, and of all batches.
-        self._firsts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        # Index of the first batch of every bucket, and the number of batches.
+        self._first_batches = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     @property
     def digest(self) -> str:
-        """A hash of the examples, to tell whether rows are still the same."""
+        """A hash of the examples, which changes when an example does."""
         return self.examples.digest
 
     @property
     def per_epoch(self) -> int:
         """Batches in one pass over the examples."""
-        return int(self._firsts[-1])
+        return int(self._first_batches[-1])
 
     def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0, over as many epochs as it takes."""
+        """The batch of a step, counted from 0 over all epochs."""
         epoch, position = divmod(step, self.per_epoch)
         if self._epoch != epoch:
-            self._begin(epoch)
-        number = self._shuffle[position]
-        rung = np.searchsorted(self._firsts, number, side="right") - 1
-        length, size, _ = self.buckets[rung]
-        start = (number - self._firsts[rung]) * size
-        return self._collate(length, size, self._order[rung][start : start + size])
+            self._shuffle_epoch(epoch)
+        index = self._shuffle[position]
+        bucket = np.searchsorted(self._first_batches, index, side="right") - 1
+        length, size, _ = self.buckets[bucket]
+        start = (index - self._first_batches[bucket]) * size
+        return self._collate(length, size, self._order[bucket][start : start + size])
 
     def in_order(self, limit: int | None = None) -> Iterator[Batch]:
-        """Every batch once, unshuffled, spread over the rungs; for validation."""
+        """Every batch once, unshuffled, alternating between buckets; for validation."""
         plan = [
             (start / len(members), length, size, members[start : start + size])
             for length, size, members in self.buckets
@@ -176,7 +177,7 @@ class BucketBatchSampler:
         for _, length, size, members in sorted(plan, key=lambda p: p[:2])[:limit]:
             yield self._collate(length, size, members)
 
-    def _begin(self, epoch: int) -> None:
+    def _shuffle_epoch(self, epoch: int) -> None:
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         self._order = [generator.permutation(members) for _, _, members in self.buckets]
         self._shuffle = generator.permutation(self.per_epoch)
@@ -200,6 +201,6 @@ class BucketBatchSampler:
         )
 
 
-def balanced_batch_size(count: int, most: int) -> int:
-    """Rows of even batches: 33 rows, at most 32 at a time, are 17 and 16."""
-    return math.ceil(count / math.ceil(count / most))
+def balanced_batch_size(count: int, limit: int) -> int:
+    """Size of even batches: 33 sequences, at most 32 each, are batches of 17 and 16."""
+    return math.ceil(count / math.ceil(count / limit))

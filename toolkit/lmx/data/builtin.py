@@ -1,4 +1,4 @@
-"""Real text that is on every machine, offline: the standard library's own sources."""
+"""Built-in datasets of text that every machine has: Python's standard library."""
 
 import hashlib
 import os
@@ -13,63 +13,64 @@ from ..errors import UserError
 SPLITS = ("train", "valid")
 VALID_SHARE = 0.04
 
-# Foreign code, tests, data for tests, and a GUI that repeats itself.
+# Third-party code, tests and their data, and repetitive GUI code.
 SKIPPED_FOLDERS = {
     *("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"),
     *("idlelib", "turtledemo", "pydoc_data", "lib2to3", "ensurepip", "lib-dynload"),
 }
 MAX_CHARACTERS = 300_000
-# A line of a table: it begins with a literal, as in encodings/cp437.py.
+# A line that begins with a literal belongs to a table, as in encodings/cp437.py.
 _TABLE_LINE = re.compile(r"""^\s*\(?[bu]?(\d|"(?!"")|'(?!'')).*""", re.MULTILINE)
 _LINE = re.compile(r"^.*\S.*$", re.MULTILINE)
 MAX_TABLE_SHARE = 0.35
 
 
 def read(name: str, split: str) -> list[tuple[str, str]]:
-    """The documents of a built-in corpus as (where, text).
+    """The documents of a built-in dataset as (where, text).
 
     Args:
         name: a key of `BUILTINS`.
-        split: ``train`` or ``valid``; a document is in one of them, by its path alone.
+        split: ``train`` or ``valid``; the path of a document decides its split.
 
     Raises:
-        UserError: there is no such corpus or split, or its text is not here.
+        UserError: there is no such dataset or split, or Python has no source files.
     """
     if name not in BUILTINS:
         raise UserError(
-            f"there is no built-in corpus {name!r}",
-            hint=f"built-in: {', '.join(BUILTINS)}",
+            f"there is no built-in dataset {name!r}",
+            hint=f"built-in datasets: {', '.join(BUILTINS)}",
             place=f"builtin:{name}",
         )
     if split not in SPLITS:
         raise UserError(
-            f"builtin:{name} has no split {split!r}", hint="train and valid exist"
+            f"builtin:{name} has no split {split!r}",
+            hint="its splits are train and valid",
         )
-    found = [
+    documents = [
         (where, text) for where, text in BUILTINS[name]() if _split(where) == split
     ]
-    if not found:
+    if not documents:
         raise UserError(
             f"builtin:{name} is empty on this machine",
-            hint="this Python was installed without its sources; use another Python",
+            hint="this Python was installed without its source files; use another one",
         )
-    return found
+    return documents
 
 
 def _split(where: str) -> str:
-    """valid for about 4 paths in a hundred, the same ones on every machine."""
+    """valid for about 4 % of the paths, the same ones on every machine."""
     digest = hashlib.sha256(where.encode()).digest()
     share = int.from_bytes(digest[:4], "big") / 2**32
     return "valid" if share < VALID_SHARE else "train"
 
 
 def _stdlib() -> tuple[tuple[str, str], ...]:
-    return _below(Path(sysconfig.get_paths()["stdlib"]))
+    return _documents(Path(sysconfig.get_paths()["stdlib"]))
 
 
-# A run asks for every split more than once, and looking at all texts takes a second.
+# A run reads every split more than once, and filtering the texts takes a second.
 @cache
-def _below(root: Path) -> tuple[tuple[str, str], ...]:
+def _documents(root: Path) -> tuple[tuple[str, str], ...]:
     paths = {path.relative_to(root).as_posix(): path for path in _sources(root)}
     texts = ((where, _text(path)) for where, path in sorted(paths.items()))
     return tuple((where, text) for where, text in texts if text and is_prose(text))
@@ -89,7 +90,7 @@ def _text(path: Path) -> str | None:
 
 
 def is_prose(text: str) -> bool:
-    """Whether a source teaches anything: not empty, not huge, not a table of codes."""
+    """Whether a source file is useful text: not empty, not huge, not a table."""
     lines = len(_LINE.findall(text))
     tables = len(_TABLE_LINE.findall(text))
     return 0 < len(text) <= MAX_CHARACTERS and tables <= MAX_TABLE_SHARE * lines

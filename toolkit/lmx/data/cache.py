@@ -1,4 +1,4 @@
-"""What is worth keeping between runs, by content, in a folder that may be deleted."""
+"""The cache between runs, keyed by content. Its folder may be deleted at any time."""
 
 import fcntl
 import hashlib
@@ -14,14 +14,14 @@ from ..errors import UserError
 from ..run import fs
 
 INDEX = "index.json"
-# Nanoseconds after which a file that is written once more has another time for sure.
+# Nanoseconds after which another write of a file certainly changes its time.
 SETTLED = 2_000_000_000
 
 
 def root() -> Path:
-    """LMX_CACHE, else lmx in the user's folder of caches."""
-    if own := os.environ.get("LMX_CACHE"):
-        return Path(own).expanduser()
+    """LMX_CACHE, else lmx in the user's cache folder."""
+    if folder := os.environ.get("LMX_CACHE"):
+        return Path(folder).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "lmx"
 
@@ -32,7 +32,7 @@ def size() -> int:
 
 
 def key_of(facts: object) -> str:
-    """A name for what JSON can hold: 32 digits of its sha256."""
+    """A key of a JSON value: 32 hexadecimal digits of its sha256."""
     text = json.dumps(facts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -42,8 +42,8 @@ class CacheEntry:
     """A folder of the cache.
 
     Attributes:
-        facts: what was told of it when it was made, as JSON holds it.
-        made: whether it was made just now.
+        facts: the JSON object that `fill` returned.
+        made: whether this call created the entry.
     """
 
     folder: Path
@@ -59,30 +59,30 @@ def get_or_create(
     warning: Callable[[str], None],
     space: int = 0,
 ) -> CacheEntry:
-    """The folder of this kind and key, made once, whichever process comes first.
+    """The entry of this kind and key. One process creates it, others wait.
 
     Args:
-        fill: writes its files into the folder it is given and returns facts of them.
-        warn: told of a folder that is damaged, which is then made again.
-        space: bytes that must be free to make it.
+        fill: writes the files into an empty folder and returns facts about them.
+        warning: logs that a damaged entry is created again.
+        space: bytes that must be free to create the entry.
 
     Raises:
         UserError: the cache cannot be written.
     """
-    place = root() / kind / key
-    folder = place / "content"
+    entry = root() / kind / key
+    folder = entry / "content"
     facts = _read_facts(folder)
     if facts is not None:
         return CacheEntry(folder, facts, made=False)
-    with _written(place), _locked(place):
-        # Another process may have made it while this one waited.
+    with _written(entry), _locked(entry):
+        # Another process may have created it while this one waited.
         facts = _read_facts(folder)
         if facts is not None:
             return CacheEntry(folder, facts, made=False)
         if folder.exists():
-            warning(f"{folder}: damaged, made again")
-        fs.remove_partial_files(place)
-        fs.require_space(place, space)
+            warning(f"{folder}: damaged, created again")
+        fs.remove_partial_files(entry)
+        fs.require_space(entry, space)
         with fs.atomic_folder(folder) as partial:
             facts = fill(partial)
             sizes = {file.name: file.stat().st_size for file in partial.iterdir()}
@@ -92,7 +92,7 @@ def get_or_create(
 
 
 def file_hash(path: Path) -> str:
-    """Sha256 of a file's content, remembered by its path, size and time of change.
+    """Sha256 of a file's content, cached by path, size and modification time.
 
     Raises:
         OSError: the file cannot be read.
@@ -112,7 +112,7 @@ def file_hash(path: Path) -> str:
 
 
 def _read_facts(folder: Path) -> dict | None:
-    """What is known of a folder that is whole; None if it is damaged or not there."""
+    """The facts of a complete folder; None if it is damaged or missing."""
     index = _json(folder / INDEX)
     if index is None:
         return None
@@ -129,7 +129,7 @@ def _json(path: Path) -> dict | None:
 
 @contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    """Wait until no other process fills this place."""
+    """Hold the lock of an entry; waits while another process fills it."""
     place.mkdir(parents=True, exist_ok=True)
     handle = os.open(place / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -141,7 +141,7 @@ def _locked(place: Path) -> Iterator[None]:
 
 @contextmanager
 def _written(place: Path) -> Iterator[None]:
-    """Say of a disk that refuses how to choose another."""
+    """Add a hint on LMX_CACHE to errors of a full disk."""
     try:
         with fs.disk_errors(place):
             yield
@@ -151,6 +151,6 @@ def _written(place: Path) -> Iterator[None]:
         raise UserError(
             error.message,
             place=error.place,
-            hint="free some space or name another folder with LMX_CACHE",
+            hint="free some space or set LMX_CACHE to another folder",
             code=error.code,
         ) from error

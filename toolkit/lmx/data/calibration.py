@@ -1,4 +1,4 @@
-"""Windows of tokens to watch a model on: documents joined and cut, or row by row."""
+"""Calibration sequences: concatenated documents, or single training examples."""
 
 import random
 from collections.abc import Iterable, Iterator
@@ -11,18 +11,18 @@ from ..errors import UserError
 from .record_formats import DataRecord
 from .tokenization import Example, LossOn, encode_block
 
-# Rows that are chosen from, the first ones of the source.
-CHOICE, BLOCK = 20_000, 100
+# Records to sample from, the first of the source, and records per encoded block.
+MAX_CANDIDATES, BLOCK = 20_000, 100
 
 
 @dataclass(frozen=True)
 class CalibrationBatch:
-    """Tokens to watch a model on.
+    """Calibration sequences.
 
     Attributes:
         tokens: int32 [n, length].
-        counted: bool [n, length], True where what is predicted next counts; after the
-            last such position of a window there is nothing to be seen.
+        counted: bool [n, length], True where the prediction of the next token counts.
+            Positions after the last one of a sequence are padding.
     """
 
     tokens: np.ndarray
@@ -31,71 +31,74 @@ class CalibrationBatch:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def __getitem__(self, chosen: slice | np.ndarray) -> "CalibrationBatch":
-        return CalibrationBatch(self.tokens[chosen], self.counted[chosen])
+    def __getitem__(self, index: slice | np.ndarray) -> "CalibrationBatch":
+        return CalibrationBatch(self.tokens[index], self.counted[index])
 
     @property
     def seen(self) -> np.ndarray:
-        """Bool [n, length], True up to the last position of a window that counts."""
+        """Bool [n, length], True up to the last position of a sequence that counts."""
         return np.maximum.accumulate(self.counted[:, ::-1], axis=1)[:, ::-1]
 
     @property
     def size(self) -> int:
-        """How many tokens are seen."""
+        """Number of tokens that are not padding."""
         return int(self.seen.sum())
 
     def parts(self, tokens: int) -> list["CalibrationBatch"]:
-        """Windows of about one length together, at most so many tokens in each part.
+        """Batches of sequences of similar length, with at most `tokens` tokens each.
 
-        What is behind all that is seen of a part is cut off. Of windows of one length
-        the order stays; else parts come in a random one.
+        Common padding is cut off. Sequences of one length keep their order; otherwise
+        the order of the batches is random.
         """
         lengths = self.seen.sum(axis=1)
-        # From the longest down: the first says how long a part is.
-        left, found = np.argsort(-lengths, kind="stable"), []
-        while len(left):
-            width = int(lengths[left[0]])
+        # From the longest to the shortest: the first sequence of a batch is its
+        # longest.
+        remaining, batches = np.argsort(-lengths, kind="stable"), []
+        while len(remaining):
+            width = int(lengths[remaining[0]])
             count = max(1, tokens // max(1, width))
-            part, left = self[left[:count]], left[count:]
-            cut = (values[:, :width].copy() for values in (part.tokens, part.counted))
-            found.append(CalibrationBatch(*cut))
+            batch, remaining = self[remaining[:count]], remaining[count:]
+            cut = (values[:, :width].copy() for values in (batch.tokens, batch.counted))
+            batches.append(CalibrationBatch(*cut))
         if lengths.min() < lengths.max():
-            random.Random(len(found)).shuffle(found)
-        return found
+            random.Random(len(batches)).shuffle(batches)
+        return batches
 
 
 def concatenated_sequences(
-    rows: Iterable[DataRecord], tokenizer, *, length: int, tokens: int, seed: int
+    records: Iterable[DataRecord], tokenizer, *, length: int, tokens: int, seed: int
 ) -> CalibrationBatch:
-    """Whole documents in random order, joined and cut; every position counts.
+    """Documents in random order, concatenated and cut; every position counts.
 
     Args:
-        tokens: that many, or what the rows have, rounded down to whole windows.
+        tokens: number of tokens, rounded down to whole sequences; fewer if the records
+            have fewer.
 
     Raises:
-        UserError: the rows do not fill one window.
+        UserError: the records do not fill one sequence.
     """
-    wanted, found, size = max(1, tokens // length) * length, [], 0
-    # Longer than any, so that no document is cut by itself.
-    settings = {"max_seq_length": 1 << 40, "loss_on": "all"}
-    for examples in _blocks(rows, tokenizer, seed, **settings):
-        found += [example.tokens for example in examples]
+    wanted, documents, size = max(1, tokens // length) * length, [], 0
+    # A length above that of any document, so that no document is split.
+    for examples in _blocks(
+        records, tokenizer, seed, max_seq_length=1 << 40, loss_on="all"
+    ):
+        documents += [example.tokens for example in examples]
         size += sum(len(example.tokens) for example in examples)
         if size >= wanted:
             break
     count = min(size, wanted) // length
     if count == 0:
         raise UserError(
-            f"there are {size} tokens to calibrate on, fewer than one window of "
+            f"the calibration data has {size} tokens, fewer than one sequence of "
             f"{length}",
-            hint="give calibration another source, or a smaller length",
+            hint="set calibration.dataset, or a smaller calibration.max_seq_length",
         )
-    whole = np.concatenate(found)[: count * length].reshape(count, length)
-    return CalibrationBatch(whole, np.ones(whole.shape, bool))
+    joined = np.concatenate(documents)[: count * length].reshape(count, length)
+    return CalibrationBatch(joined, np.ones(joined.shape, bool))
 
 
 def per_example_sequences(
-    rows: Iterable[DataRecord],
+    records: Iterable[DataRecord],
     tokenizer,
     *,
     length: int,
@@ -103,52 +106,52 @@ def per_example_sequences(
     seed: int,
     loss_on: LossOn,
 ) -> CalibrationBatch:
-    """Rows in random order, each as training sees it; what it trains on counts.
+    """Examples in random order, as in training; the trained tokens count.
 
     Args:
-        length: where rows are cut; windows are as long as the longest row.
-        tokens: at least so many are seen, if the rows have them.
+        length: maximum length; sequences are padded to the longest example.
+        tokens: minimum number of tokens, if the records have as many.
         loss_on: see `encode_all`.
 
     Raises:
-        UserError: no row has a token to train.
+        UserError: no example has a trained token.
     """
-    found: list[Example] = []
+    selected: list[Example] = []
     for examples in _blocks(
-        rows, tokenizer, seed, max_seq_length=length, loss_on=loss_on
+        records, tokenizer, seed, max_seq_length=length, loss_on=loss_on
     ):
         for example in examples:
-            found.append(example)
+            selected.append(example)
             tokens -= len(example.tokens)
             if tokens <= 0:
-                return _filled(found)
-    if not found:
+                return _pad(selected)
+    if not selected:
         raise UserError(
-            f"no row has an answer to calibrate on within {length} tokens",
-            hint="give calibration another source, or a larger length",
+            f"no calibration example has a completion within {length} tokens",
+            hint="set calibration.dataset, or a larger calibration.max_seq_length",
         )
-    return _filled(found)
+    return _pad(selected)
 
 
 def _blocks(
-    rows: Iterable[DataRecord], tokenizer, seed: int, **settings
+    records: Iterable[DataRecord], tokenizer, seed: int, **settings
 ) -> Iterator[list[Example]]:
-    chosen = list(islice(rows, CHOICE))
-    random.Random(seed).shuffle(chosen)
+    candidates = list(islice(records, MAX_CANDIDATES))
+    random.Random(seed).shuffle(candidates)
     start, size = 0, 1
-    while start < len(chosen):
-        block = chosen[start : start + size]
+    while start < len(candidates):
+        block = candidates[start : start + size]
         yield encode_block(block, tokenizer, **settings).examples
-        # A few long documents may be enough.
+        # Start with small blocks: a few long documents may suffice.
         start, size = start + size, min(2 * size, BLOCK)
 
 
-def _filled(examples: list[Example]) -> CalibrationBatch:
+def _pad(examples: list[Example]) -> CalibrationBatch:
     shape = len(examples), max(len(example.tokens) for example in examples)
     tokens, counted = np.zeros(shape, np.int32), np.zeros(shape, bool)
     for number, example in enumerate(examples):
         size = len(example.tokens)
         tokens[number, :size] = example.tokens
-        # The prediction of a token is made where the one before it is seen.
+        # The position before a token predicts it.
         counted[number, : size - 1] = example.mask[1:]
     return CalibrationBatch(tokens, counted)

@@ -1,4 +1,4 @@
-"""Where the answers are in the text that a chat template renders."""
+"""Renders records with the chat template and finds the assistant turns in the text."""
 
 import re
 from collections.abc import Iterator
@@ -11,21 +11,21 @@ _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 class NoTrainableTokens(ValueError):
-    """A row that cannot be trained on, and why."""
+    """The reason why a record has no trainable tokens."""
 
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """A row as text, and the spans of it that are answers.
+    """A record as text, with the spans of the completions.
 
     Attributes:
         spans: (start, end) in characters, in order.
-        bare: no template wrote it; the tokens of a whole document belong around it.
-        last_only: earlier answers are there, but cannot be trained.
-        marked: tokens and mask as the template's own markers give them.
+        bare: the text has no chat template, so BOS and EOS must be added.
+        last_only: the text has earlier assistant turns, which cannot be trained.
+        marked: tokens and mask from the template's `{% generation %}` markers.
     """
 
-    row: DataRecord
+    record: DataRecord
     text: str
     spans: tuple[tuple[int, int], ...]
     bare: bool = False
@@ -33,15 +33,15 @@ class RenderedChat:
     marked: tuple[list[int], list[bool]] | None = None
 
     def prefixes(self) -> list[str]:
-        """The text before and up to the end of every answer."""
+        """The text up to the start and up to the end of every completion."""
         return [self.text[:edge] for span in self.spans for edge in span]
 
     def texts(self) -> list[str]:
-        """All that must be encoded."""
+        """The texts that must be encoded."""
         return [] if self.marked else [self.text, *self.prefixes()]
 
     def segments(self) -> Iterator[tuple[str, bool]]:
-        """The text in parts, with whether the part is an answer."""
+        """The parts of the text, and whether each is a completion."""
         last = 0
         for start, end in self.spans:
             yield self.text[last:start], False
@@ -50,23 +50,26 @@ class RenderedChat:
         yield self.text[last:], False
 
 
-def render(row: DataRecord, tokenizer, *, everything: bool = False) -> RenderedChat:
-    """Find the answers of a row, or take all of its text as one.
+def render(record: DataRecord, tokenizer, *, everything: bool = False) -> RenderedChat:
+    """Render a record and find its completions.
+
+    Args:
+        everything: treat the whole text as one completion.
 
     Raises:
-        Untrainable: they cannot be told from the rest.
-        UserError: the row is a chat and the tokenizer has no chat template.
+        NoTrainableTokens: the completions cannot be located.
+        UserError: the record is a chat and the tokenizer has no chat template.
     """
-    if row.text is not None:
-        return RenderedChat(row, row.text, ((0, len(row.text)),), bare=True)
-    if row.messages is not None:
-        return _chat(row, list(row.messages), tokenizer, everything)
+    if record.text is not None:
+        return RenderedChat(record, record.text, ((0, len(record.text)),), bare=True)
+    if record.messages is not None:
+        return _chat(record, list(record.messages), tokenizer, everything)
     if _has_template(tokenizer):
-        asked = {"role": "user", "content": row.prompt}
-        answer = {"role": "assistant", "content": row.completion}
-        return _chat(row, [asked, answer], tokenizer, everything)
-    text = row.prompt + row.completion
-    return RenderedChat(row, text, ((len(row.prompt), len(text)),), bare=True)
+        user = {"role": "user", "content": record.prompt}
+        assistant = {"role": "assistant", "content": record.completion}
+        return _chat(record, [user, assistant], tokenizer, everything)
+    text = record.prompt + record.completion
+    return RenderedChat(record, text, ((len(record.prompt), len(text)),), bare=True)
 
 
 def _has_template(tokenizer) -> bool:
@@ -75,31 +78,31 @@ def _has_template(tokenizer) -> bool:
 
 
 def _chat(
-    row: DataRecord, messages: list[dict], tokenizer, everything: bool
+    record: DataRecord, messages: list[dict], tokenizer, everything: bool
 ) -> RenderedChat:
     if not _has_template(tokenizer):
         raise UserError(
-            "chat rows need a chat template, and this model's tokenizer has none",
-            hint="use an instruct model, or rows of prompt and completion",
-            place=row.where,
+            "chat examples need a chat template, which this model's tokenizer lacks",
+            hint="use an instruct model, or examples with prompt and completion",
+            place=record.where,
         )
     if everything:
         whole = _render(messages, tokenizer)
-        return RenderedChat(row, whole, ((0, len(whole)),))
-    answers = [i for i, message in enumerate(messages) if _answers(message)]
-    messages = messages[: answers[-1] + 1]
+        return RenderedChat(record, whole, ((0, len(whole)),))
+    turns = [i for i, message in enumerate(messages) if _is_completion(message)]
+    messages = messages[: turns[-1] + 1]
     whole = _render(messages, tokenizer)
-    spans = [_span(messages, index, whole, tokenizer) for index in answers]
+    spans = [_span(messages, index, whole, tokenizer) for index in turns]
     if all(spans):
-        return RenderedChat(row, whole, tuple(spans))
+        return RenderedChat(record, whole, tuple(spans))
     if _MARKERS.search(str(tokenizer.chat_template)):
-        return RenderedChat(row, whole, (), marked=_marked(messages, tokenizer))
+        return RenderedChat(record, whole, (), marked=_marked(messages, tokenizer))
     if spans[-1]:
-        return RenderedChat(row, whole, (spans[-1],), last_only=True)
-    raise NoTrainableTokens("the chat template rewrites what comes before the answer")
+        return RenderedChat(record, whole, (spans[-1],), last_only=True)
+    raise NoTrainableTokens("the chat template changes the turns before the last one")
 
 
-def _answers(message: dict) -> bool:
+def _is_completion(message: dict) -> bool:
     filled = message["content"].strip() or message.get("tool_calls")
     return message["role"] == "assistant" and bool(filled)
 
@@ -107,19 +110,21 @@ def _answers(message: dict) -> bool:
 def _span(
     messages: list[dict], index: int, whole: str, tokenizer
 ) -> tuple[int, int] | None:
-    """Where answer `index` stands in `whole`; None where the template changes what
-    stands before or in it once more turns follow, as those that drop old thinking do.
+    """The span of turn `index` in `whole`.
+
+    None if the template changes the turn, or the text before it, when more turns
+    follow, as templates do that drop earlier reasoning.
     """
     if index == 0:
         return None
-    asked = _prefix(messages[:index], whole, tokenizer, add_generation_prompt=True)
+    prompt = _prefix(messages[:index], whole, tokenizer, add_generation_prompt=True)
     if index == len(messages) - 1:
-        answered = whole
+        completed = whole
     else:
-        answered = _prefix(messages[: index + 1], whole, tokenizer)
-    if asked is None or answered is None or len(asked) >= len(answered):
+        completed = _prefix(messages[: index + 1], whole, tokenizer)
+    if prompt is None or completed is None or len(prompt) >= len(completed):
         return None
-    return len(asked), len(answered)
+    return len(prompt), len(completed)
 
 
 def _prefix(messages: list[dict], whole: str, tokenizer, **options) -> str | None:
@@ -138,15 +143,15 @@ def _render(messages: list[dict], tokenizer, *, add_generation_prompt=False) -> 
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
     except (TemplateError, TypeError, ValueError) as error:
-        raise NoTrainableTokens(f"the chat template refuses it: {error}") from None
+        raise NoTrainableTokens(f"the chat template rejects it: {error}") from None
 
 
 def _marked(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:
-    """Tokens and mask by the template's {% generation %} markers."""
-    # mlx-lm's wrapper takes the dictionary away that holds the mask.
+    """Tokens and mask from the template's {% generation %} markers."""
+    # mlx-lm's wrapper drops the dictionary that holds the mask.
     inner = getattr(tokenizer, "_tokenizer", None)
     bare = inner if hasattr(inner, "apply_chat_template") else tokenizer
-    found = bare.apply_chat_template(
+    encoding = bare.apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
-    return list(found["input_ids"]), [bool(m) for m in found["assistant_masks"]]
+    return list(encoding["input_ids"]), [bool(m) for m in encoding["assistant_masks"]]

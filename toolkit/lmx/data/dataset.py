@@ -1,4 +1,4 @@
-"""Rows out of any source, their format found from many of them, bad ones named."""
+"""Reads the records of any source, detects their format and skips invalid ones."""
 
 import hashlib
 import json
@@ -17,16 +17,16 @@ from ..errors import UserError
 from . import builtin, readers, record_formats
 from .record_formats import DataRecord
 
-LOOKED_AT = 200
-NAMED = 5
+# Records from which the format is detected, and skipped records that are logged.
+DETECTION_RECORDS, MAX_LOGGED = 200, 5
 BUILTIN = "builtin:"
-# Where a relative path of the recipe lies; None = nowhere here.
+# Resolves a relative path of the recipe; None = there is no such path.
 Find = Callable[[str], Path | None]
 _NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
 
 __all__ = [
-    "ReadStats",
     "DataRecord",
+    "ReadStats",
     "RecordReader",
     "has_split",
     "source_fingerprint",
@@ -36,41 +36,40 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ReadStats:
-    """What one pass over a source gave.
+    """Counts of one pass over a source.
 
     Attributes:
         format: chat, preference, completion, instruction or text.
-        rows: how many could be used.
-        bad: how many were skipped.
-        named: (where, reason) of the first few of those.
+        records: number of valid records.
+        skipped: number of invalid records.
+        first_skipped: (where, reason) of the first invalid records.
     """
 
     source: str
     format: str
-    rows: int
-    bad: int
-    named: tuple[tuple[str, str], ...]
+    records: int
+    skipped: int
+    first_skipped: tuple[tuple[str, str], ...]
 
 
 class RecordReader:
-    """The rows of one source, read anew record by record by every iteration.
+    """The records of one source. Every iteration reads the source again.
 
     Args:
-        source: builtin:<name>, a file or folder, or a Hub data set (see
-            `hub_id`).
+        source: builtin:<name>, a file or folder, or a Hub dataset (see `hub_id`).
         split: train, valid or test.
-        find: where a relative path of the recipe lies.
-        columns: our name of a column -> theirs.
-        streaming: read a Hub data set without downloading it whole.
-        limit: records to read at most.
+        find: resolves a relative path of the recipe.
+        columns: lmx's name of a column -> the source's name.
+        streaming: read a Hub dataset without downloading all of it.
+        limit: maximum number of records.
 
     Attributes:
-        format: of most of the first records; records of another are skipped as bad.
-        tally: what the last whole iteration gave; None before it.
+        format: the format of most of the first records; others are skipped.
+        stats: counts of the last complete iteration; None before it.
 
     Raises:
-        UserError: the source is missing, damaged (with its line), empty, or its format
-            is unknown; from an iteration, also that no row can be used.
+        UserError: the source is missing, damaged (with its line), empty, or has an
+            unknown format; from an iteration, also if no record is valid.
     """
 
     def __init__(
@@ -88,33 +87,33 @@ class RecordReader:
         self.stats: ReadStats | None = None
         self._columns = dict(columns)
         self._limit = limit
-        self._open = _opened(source, split, find, streaming)
-        first = [record for _, record in islice(self._records(), LOOKED_AT)]
+        self._open = _opener(source, split, find, streaming)
+        first = [record for _, record in islice(self._records(), DETECTION_RECORDS)]
         if not first:
-            raise UserError("there are no rows here; the source is empty", place=source)
-        found = Counter(map(record_formats.format_of, first))
-        del found[None]
-        if not found:
-            raise _no_format(source, first[0], self._columns)
-        self.format = found.most_common(1)[0][0]
+            raise UserError("the source has no examples", place=source)
+        formats = Counter(map(record_formats.format_of, first))
+        del formats[None]
+        if not formats:
+            raise _unknown_format(source, first[0], self._columns)
+        self.format = formats.most_common(1)[0][0]
 
     def __iter__(self) -> Iterator[DataRecord]:
-        good, bad, named, keys = 0, 0, [], "none"
-        for where, record in self._records():
+        valid, skipped, logged, keys = 0, 0, [], "none"
+        for where, raw in self._records():
             try:
-                row = _row(where, record, self.format)
+                record = _parse(where, raw, self.format)
             except record_formats.BadRecord as error:
-                bad += 1
-                if bad <= NAMED:
-                    named.append((where, str(error)))
-                if bad == 1 and isinstance(record, dict):
-                    keys = ", ".join(record)
+                skipped += 1
+                if skipped <= MAX_LOGGED:
+                    logged.append((where, str(error)))
+                if skipped == 1 and isinstance(raw, dict):
+                    keys = ", ".join(raw)
                 continue
-            good += 1
-            yield row
-        if not good:
-            raise _all_bad(self.source, self.format, bad, named[0], keys)
-        self.stats = ReadStats(self.source, self.format, good, bad, tuple(named))
+            valid += 1
+            yield record
+        if not valid:
+            raise _none_valid(self.source, self.format, skipped, logged[0], keys)
+        self.stats = ReadStats(self.source, self.format, valid, skipped, tuple(logged))
 
     def _records(self) -> Iterator[readers.LocatedRecord]:
         for where, record in islice(self._open(), self._limit):
@@ -122,7 +121,7 @@ class RecordReader:
 
 
 def has_split(source: str, split: str, *, find: Find = Path) -> bool:
-    """Whether `source` itself names rows of `split`; a single file names none."""
+    """Whether `source` has a split of this name; a single file has none."""
     if source.startswith(BUILTIN):
         return split in builtin.SPLITS
     if hub_id(source, find):
@@ -131,9 +130,10 @@ def has_split(source: str, split: str, *, find: Find = Path) -> bool:
 
 
 def hub_id(source: str, find: Find = Path) -> tuple[str, str | None] | None:
-    """Name and revision of a data set of the Hub; None of a source of another kind.
+    """Name and revision of a Hub dataset; None for another source.
 
-    It is `name`, `owner/name` or `owner/name@revision`, and nothing here is called so.
+    The source is `name`, `owner/name` or `owner/name@revision`, and no local path has
+    this name.
     """
     name, _, revision = source.partition("@")
     path = find(source) or Path(source)
@@ -143,7 +143,7 @@ def hub_id(source: str, find: Find = Path) -> tuple[str, str | None] | None:
 
 
 def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
-    """What changes when the content of `source` does, without parsing it.
+    """A value that changes with the content of `source`, without parsing it.
 
     Raises:
         UserError: the source is missing or cannot be read.
@@ -161,65 +161,70 @@ def source_fingerprint(source: str, split: str, *, find: Find = Path) -> list:
 
 
 def source_size(source: str, split: str, *, find: Find = Path) -> int:
-    """Bytes of the files of a local source; 0 for others, whose size is not known."""
+    """Bytes of the files of a local source; 0 for others, whose size is unknown."""
     path = find(source) or Path(source)
     if source.startswith(BUILTIN) or not path.exists():
         return 0
     return sum(file.stat().st_size for file in readers.list_data_files(path, split))
 
 
-def _opened(source: str, split: str, find: Find, streaming: bool):
-    """A function that reads the source from its beginning whenever it is called."""
+def _opener(source: str, split: str, find: Find, streaming: bool):
+    """A function that reads the source from its start at every call."""
     if source.startswith(BUILTIN):
         documents = builtin.read(source.removeprefix(BUILTIN), split)
         return lambda: ((f"{source}/{where}", {"text": t}) for where, t in documents)
     if hub_id(source, find):
-        return _hub_opened(source, split, streaming)
-    found = readers.list_data_files(find(source) or Path(source), split)
-    return lambda: (placed for file in found for placed in readers.read_records(file))
+        return _hub_opener(source, split, streaming)
+    files = readers.list_data_files(find(source) or Path(source), split)
+    return lambda: (record for file in files for record in readers.read_records(file))
 
 
-def _row(where: str, record: object, name: str) -> DataRecord:
-    if record_formats.format_of(record) != name:
-        keys = ", ".join(record) if isinstance(record, dict) else "no object"
-        raise record_formats.BadRecord(f"not {name}: it holds {keys or 'no keys'}")
-    skill = record.get("skill")
-    fields = record_formats.FORMATS[name].parse(record)
+def _parse(where: str, raw: object, name: str) -> DataRecord:
+    if record_formats.format_of(raw) != name:
+        keys = ", ".join(raw) if isinstance(raw, dict) else "no object"
+        raise record_formats.BadRecord(f"not {name}: it has {keys or 'no keys'}")
+    skill = raw.get("skill")
+    fields = record_formats.FORMATS[name].parse(raw)
     return DataRecord(where, **fields, skill=skill if isinstance(skill, str) else None)
 
 
-def _no_format(source: str, record: object, columns: Mapping[str, str]) -> UserError:
+def _unknown_format(
+    source: str, record: object, columns: Mapping[str, str]
+) -> UserError:
     if not isinstance(record, dict):
         return UserError(
-            f"the rows are not objects with keys; the first is {str(record)[:60]!r}",
-            hint='one row looks like {"prompt": "...", "completion": "..."}',
+            f"the examples are not JSON objects; the first is {str(record)[:60]!r}",
+            hint='an example looks like {"prompt": "...", "completion": "..."}',
             place=source,
         )
     keys = list(record)
-    missing = [their for their in columns.values() if their not in keys]
-    absent = f"; columns names {', '.join(missing)}, not there" if missing else ""
+    missing = [column for column in columns.values() if column not in keys]
+    absent = (
+        f"; columns names {', '.join(missing)}, which is missing" if missing else ""
+    )
     name, renaming = record_formats.nearest(keys)
-    pairs = ", ".join(f"{our}: {their}" for our, their in renaming.items())
+    pairs = ", ".join(f"{key}: {column}" for key, column in renaming.items())
     return UserError(
-        f"no format fits; the keys found are {', '.join(keys) or 'none'}{absent}",
-        hint=f"nearest is {name} ({', '.join(renaming)}); say which column is which:\n"
+        f"no dataset format matches the keys {', '.join(keys) or '(none)'}{absent}",
+        hint=f"the nearest format is {name} ({', '.join(renaming)}); map its columns:\n"
         f"data:\n  columns: {{{pairs}}}",
         place=source,
     )
 
 
-def _all_bad(source: str, name: str, bad: int, first, keys: str) -> UserError:
+def _none_valid(source: str, name: str, count: int, first, keys: str) -> UserError:
     where, reason = first
+    needed = " and ".join(record_formats.FORMATS[name].keys)
     return UserError(
-        f"no row can be used; all {bad} are bad as {name}, the first because "
-        f"{reason} ({where}); keys found: {keys}",
-        hint=f"a {name} row needs {' and '.join(record_formats.FORMATS[name].keys)}",
+        f"no example is valid: all {count} are invalid as {name}; the first: "
+        f"{reason} ({where}); its keys: {keys}",
+        hint=f"a {name} example needs {needed}",
         place=source,
     )
 
 
 def _is_hub_name(name: str) -> bool:
-    """name or owner/name; what ends as a file does is a file, there or not."""
+    """Whether it is name or owner/name, without the suffix of a data file."""
     parts = name.split("/")
     plain = all(part and part.strip(".~") and "\\" not in part for part in parts)
     return (
@@ -228,7 +233,7 @@ def _is_hub_name(name: str) -> bool:
 
 
 def _hub(source: str, split: str) -> tuple[Any, str | None]:
-    """The data set's builder, and its own name of `split`."""
+    """The dataset's builder, and its name of `split`."""
     import datasets
 
     if not datasets.config.HF_HUB_OFFLINE and not _online(datasets.config.HF_ENDPOINT):
@@ -242,33 +247,33 @@ def _hub(source: str, split: str) -> tuple[Any, str | None]:
     return builder, next((n for n in readers.SPLITS[split] if n in names), None)
 
 
-def _hub_opened(source: str, split: str, streaming: bool):
+def _hub_opener(source: str, split: str, streaming: bool):
     import datasets
 
     _, name = _hub(source, split)
     if name is None:
-        raise UserError(f"this data set has no split for {split!r}", place=source)
-    faults = (OSError, ValueError, datasets.exceptions.DatasetsError)
+        raise UserError(f"this dataset has no split for {split!r}", place=source)
+    errors = (OSError, ValueError, datasets.exceptions.DatasetsError)
     try:
-        place, _, revision = source.partition("@")
-        rows = datasets.load_dataset(
-            place, split=name, streaming=streaming, revision=revision or None
+        repo_id, _, revision = source.partition("@")
+        dataset = datasets.load_dataset(
+            repo_id, split=name, streaming=streaming, revision=revision or None
         )
-    except faults as error:
+    except errors as error:
         raise _unreachable(source, error) from None
 
     def records() -> Iterator[readers.LocatedRecord]:
         try:
-            for index, row in enumerate(rows):
-                yield f"{source}/{name}[{index}]", row
-        except faults as error:
+            for index, record in enumerate(dataset):
+                yield f"{source}/{name}[{index}]", record
+        except errors as error:
             raise _unreachable(source, error) from None
 
     return records
 
 
 def _online(endpoint: str) -> bool:
-    """Whether the Hub answers; asked first because its client retries for 25 s."""
+    """Whether the Hub responds. Tested first, because its client retries for 25 s."""
     if getproxies():
         return True
     url = urlsplit(endpoint)
@@ -281,9 +286,9 @@ def _online(endpoint: str) -> bool:
 
 def _unreachable(source: str, error: Exception | str) -> UserError:
     return UserError(
-        "there is no file or folder of this name, and as a data set of the Hub it "
-        f"cannot be read: {error}",
+        "there is no such file or folder, and it cannot be read as a Hub dataset: "
+        f"{error}",
         hint="check the name and the network, or name a local file; "
-        "HF_HUB_OFFLINE=1 reads a copy in the cache",
+        "HF_HUB_OFFLINE=1 reads a cached copy",
         place=source,
     )

@@ -1,4 +1,4 @@
-"""Several examples in one row: how they are packed, and batches of such rows."""
+"""Sequence packing: several examples in one sequence, and batches of them."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -14,81 +14,81 @@ ORDER, STARTS = "order.npy", "starts.npy"
 
 
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
-    """Best-fit-decreasing bin packing (arXiv 2404.10830), the same one every time.
+    """Best-fit-decreasing bin packing (arXiv 2404.10830); deterministic.
 
-    The longest first, each into the fullest row that still holds it. All examples of
-    one length are placed together, so that the work grows with the kinds of rows rather
-    than their number: a row with the least space that fits has less space afterwards,
-    and so gets the next ones, too.
+    The longest example goes first, into the fullest sequence that still holds it. All
+    examples of one length are placed together, so the work grows with the number of
+    different lengths, not of examples: after an example, the fullest sequence that fits
+    has less space, and remains the best fit for the next example of this length.
 
     Args:
         lengths: int [examples], none above `capacity`.
-        capacity: of a row.
+        capacity: tokens of a sequence.
 
     Returns:
-        The examples row by row (int32 [examples]), and where every row starts among
-        them, with the end (int64 [rows + 1]).
+        The examples sequence by sequence (int32 [examples]), and the start of every
+        sequence among them, followed by the end (int64 [sequences + 1]).
     """
     assert 0 < lengths.min() <= lengths.max() <= capacity
     longest_first = np.argsort(-lengths, kind="stable").astype(np.int32)
-    row_of = np.empty(len(lengths), np.int32)
-    rows = _Rows(capacity)
+    sequence_of = np.empty(len(lengths), np.int32)
+    bins = _Bins(capacity)
     counts = np.bincount(lengths)
     done = 0
     for length in np.flatnonzero(counts)[::-1].tolist():
         end = done + int(counts[length])
         while done < end:
-            taken = rows.place(length, end - done)
-            row_of[done : done + len(taken)] = taken
-            done += len(taken)
-    by_row = np.argsort(row_of, kind="stable")
-    starts = np.concatenate([[0], np.cumsum(np.bincount(row_of))])
-    return longest_first[by_row], starts.astype(np.int64)
+            placed = bins.place(length, end - done)
+            sequence_of[done : done + len(placed)] = placed
+            done += len(placed)
+    by_sequence = np.argsort(sequence_of, kind="stable")
+    starts = np.concatenate([[0], np.cumsum(np.bincount(sequence_of))])
+    return longest_first[by_sequence], starts.astype(np.int64)
 
 
-class _Rows:
-    """Rows by the space that is left in them."""
+class _Bins:
+    """Sequences by their free space."""
 
     def __init__(self, capacity: int):
         self._capacity = capacity
         self._count = 0
-        self._spaces: list[int] = []  # those that rows have, ascending
-        self._with: dict[int, list[int]] = defaultdict(list)
+        self._spaces: list[int] = []  # the free spaces that occur, ascending
+        self._by_space: dict[int, list[int]] = defaultdict(list)
 
     def place(self, length: int, count: int) -> np.ndarray:
-        """Place some examples of a length, `count` at most; the row of each."""
+        """Place at most `count` examples of a length; returns the sequence of each."""
         position = bisect_left(self._spaces, length)
         if position == len(self._spaces):
             space = self._capacity
             needed = -(-count // (space // length))
-            found = list(range(self._count, self._count + needed))
+            chosen = list(range(self._count, self._count + needed))
             self._count += needed
         else:
             space = self._spaces[position]
-            held = self._with[space]
-            needed = min(len(held), -(-count // (space // length)))
-            found = held[-needed:]
-            del held[-needed:]
-            if not held:
+            candidates = self._by_space[space]
+            needed = min(len(candidates), -(-count // (space // length)))
+            chosen = candidates[-needed:]
+            del candidates[-needed:]
+            if not candidates:
                 del self._spaces[position]
         each = space // length
-        rows = np.repeat(np.array(found, np.int32), each)[:count]
-        in_last = len(rows) - each * (needed - 1)
-        self._put(space - each * length, found[:-1])
-        self._put(space - in_last * length, found[-1:])
-        return rows
+        sequences = np.repeat(np.array(chosen, np.int32), each)[:count]
+        in_last = len(sequences) - each * (needed - 1)
+        self._add(space - each * length, chosen[:-1])
+        self._add(space - in_last * length, chosen[-1:])
+        return sequences
 
-    def _put(self, space: int, rows: list[int]) -> None:
-        if space and rows:
-            if not self._with[space]:
+    def _add(self, space: int, sequences: list[int]) -> None:
+        if space and sequences:
+            if not self._by_space[space]:
                 insort(self._spaces, space)
-            self._with[space] += rows
+            self._by_space[space] += sequences
 
 
 def packed(
     examples: ExampleDataset, capacity: int, warning
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`pack` for these examples, made once and kept in the cache."""
+    """The result of `pack` for these examples, from the cache after the first call."""
 
     def fill(folder: Path) -> dict:
         order, starts = pack(examples.lengths, capacity)
@@ -97,19 +97,19 @@ def packed(
         return {}
 
     key = f"{examples.digest}-{capacity}"
-    kept = cache.get_or_create("packed", key, fill, warning=warning)
-    return np.load(kept.folder / ORDER), np.load(kept.folder / STARTS)
+    entry = cache.get_or_create("packed", key, fill, warning=warning)
+    return np.load(entry.folder / ORDER), np.load(entry.folder / STARTS)
 
 
 class PackedBatchSampler:
-    """Batches of rows that hold several examples, shuffled in every epoch.
+    """Batches of packed sequences, shuffled in every epoch.
 
-    All batches have one shape; what does not fill the last is filled up with rows whose
-    mask is empty. The first token of an example is never trained.
+    All batches have one shape: sequences with an empty mask fill the last one. The
+    first token of an example is never trained.
 
     Args:
-        plan: what `pack` returned for a capacity of `max_seq_length` + 1.
-        rows: rows per batch at most.
+        plan: the result of `pack` for a capacity of `max_seq_length` + 1.
+        rows: maximum sequences per batch.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class PackedBatchSampler:
 
     @property
     def rows(self) -> int:
-        """Packed rows in one pass over the examples."""
+        """Packed sequences in one pass over the examples."""
         return len(self._starts) - 1
 
     @property
     def digest(self) -> str:
-        """A hash of the examples, to tell whether rows are still the same."""
+        """A hash of the examples, which changes when an example does."""
         return self.examples.digest
 
     @property
     def filled(self) -> float:
-        """The share of the rows' tokens that is no padding."""
+        """The fraction of the sequences' tokens that is not padding."""
         total = int(self.examples.lengths.sum(dtype=np.int64))
         return total / (self.rows * (self._length + 1))
 
@@ -150,7 +150,7 @@ class PackedBatchSampler:
         return -(-self.rows // self._size)
 
     def __call__(self, step: int) -> Batch:
-        """The batch of a step, counted from 0, over as many epochs as it takes."""
+        """The batch of a step, counted from 0 over all epochs."""
         epoch, position = divmod(step, self.per_epoch)
         if self._epoch != epoch:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
@@ -159,14 +159,14 @@ class PackedBatchSampler:
         start = position * self._size
         return self._collate(self._shuffle[start : start + self._size])
 
-    def _collate(self, numbers: np.ndarray) -> Batch:
+    def _collate(self, sequences: np.ndarray) -> Batch:
         shape = (self._size, self._length + 1)
         tokens, mask = np.zeros(shape, np.int32), np.zeros(shape, bool)
         documents = np.zeros(shape, np.int32)
-        where, found = [], []
-        for row, number in enumerate(numbers):
-            members = self._order[self._starts[number] : self._starts[number + 1]]
-            found += members.tolist()
+        where, indices = [], []
+        for row, sequence in enumerate(sequences):
+            members = self._order[self._starts[sequence] : self._starts[sequence + 1]]
+            indices += members.tolist()
             end = 0
             for document, index in enumerate(members):
                 example = self.examples[index]
@@ -181,5 +181,5 @@ class PackedBatchSampler:
             mx.array(mask[:, 1:]),
             tuple(where),
             mx.array(documents[:, :-1]),
-            tuple(found),
+            tuple(indices),
         )

@@ -1,4 +1,4 @@
-"""Records out of JSONL, JSON, text and Parquet files, each with its place."""
+"""Reads the records of JSONL, JSON, text and Parquet files, each with its location."""
 
 import gzip
 import json
@@ -18,32 +18,35 @@ SPLITS = {
 }
 END_OF_DOCUMENT = "<|endoftext|>"
 
-# A record and its place, `file:line` or `file[index]`.
+# The location of a record, `file:line` or `file[index]`, and the record.
 LocatedRecord = tuple[str, object]
 
 
 def list_data_files(path: Path, split: str) -> list[Path]:
-    """The data files at `path`: itself, or those of a folder that hold `split`.
+    """The data files of a split: `path` itself, or files of the folder `path`.
 
-    Files named after a split (train.jsonl, val-00000-of-00002.parquet) hold that one;
-    files with other names hold whatever is asked for where none is named after it.
+    A file named after a split (train.jsonl, val-00000-of-00002.parquet) belongs to that
+    split. Files with other names are used if no file is named after the split.
+
+    Raises:
+        UserError: there is no such file.
     """
     if not path.is_dir():
         if not path.exists():
-            raise _fault(path, "there is no such file")
+            raise _error(path, "there is no such file")
         return [path]
     files = sorted(file for file in path.iterdir() if suffix(file) in SUFFIXES)
     named = [file for file in files if _split(file) == split]
-    found = named or [file for file in files if _split(file) is None]
-    if not found:
-        names = ", ".join(file.name for file in files) or "no data file"
+    selected = named or [file for file in files if _split(file) is None]
+    if not selected:
+        names = ", ".join(file.name for file in files) or "no data files"
         raise UserError(
-            f"no file of the split {split!r} in this folder; it holds {names}",
+            f"the folder has no file of the split {split!r}; its files: {names}",
             hint=f"name a file, or call one {split}.jsonl; "
             f"files end in {', '.join(SUFFIXES)}, .gz allowed",
             place=str(path),
         )
-    return found
+    return selected
 
 
 def has_split(path: Path, split: str) -> bool:
@@ -54,7 +57,7 @@ def has_split(path: Path, split: str) -> bool:
 
 
 def suffix(path: Path) -> str:
-    """The kind of file, without .gz."""
+    """The file suffix, without .gz."""
     return (path.with_suffix("") if path.suffix == ".gz" else path).suffix.lower()
 
 
@@ -67,43 +70,41 @@ def read_records(path: Path) -> Iterator[LocatedRecord]:
     """Every record of one file.
 
     Raises:
-        UserError: the file is missing, unreadable, damaged (with its line), or of a
-            kind we do not read.
+        UserError: the file is missing, unreadable, damaged (with its line), or of an
+            unsupported type.
     """
     readers = dict(zip(SUFFIXES, (_lines, _list, _documents, _table), strict=True))
     reader = readers.get(suffix(path))
     if reader is None:
-        raise _fault(
-            path, f"cannot read {path.suffix or 'a file without suffix'} files"
-        )
+        raise _error(path, f"{path.suffix or 'suffixless'} files are not supported")
     try:
         yield from reader(path)
     except UnicodeDecodeError as error:
-        raise _fault(path, f"is not UTF-8 text: {error}") from None
+        raise _error(path, f"is not UTF-8 text: {error}") from None
     except (OSError, EOFError, zlib.error) as error:
-        raise _fault(path, f"cannot be read: {error}") from None
+        raise _error(path, f"cannot be read: {error}") from None
 
 
 def content_hash(path: Path) -> str:
-    """Sha256 of a file, remembered as long as the file is not written again.
+    """Sha256 of a file, cached until the file is written again.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     try:
         return cache.file_hash(path)
     except OSError as error:
-        raise _fault(path, f"cannot be read: {error}") from None
+        raise _error(path, f"cannot be read: {error}") from None
 
 
-def _fault(path: Path, message: str, *, at: str = "", hint: str | None = None):
-    kinds = f"data files end in {', '.join(SUFFIXES)}, .gz allowed"
-    return UserError(message, place=f"{path}{at}", hint=hint or kinds)
+def _error(path: Path, message: str, *, at: str = "", hint: str | None = None):
+    suffixes = f"data files end in {', '.join(SUFFIXES)}, .gz allowed"
+    return UserError(message, place=f"{path}{at}", hint=hint or suffixes)
 
 
 def _open(path: Path):
     opened = gzip.open if path.suffix == ".gz" else open
-    # Only \n ends a line: JSON text may hold the separators of str.splitlines.
+    # Only \n ends a line: JSON strings may hold other separators of str.splitlines.
     return opened(path, "rt", encoding="utf-8-sig", newline="\n")
 
 
@@ -115,9 +116,11 @@ def _lines(path: Path) -> Iterator[LocatedRecord]:
             try:
                 yield f"{path}:{number}", json.loads(line)
             except json.JSONDecodeError as error:
-                hint = "a .jsonl file has one JSON object per line; mend or delete it"
-                broken = f"line {number} is not JSON: {error.msg}"
-                raise _fault(path, broken, at=f":{number}", hint=hint) from None
+                hint = (
+                    "a .jsonl file has one JSON object per line; correct or delete it"
+                )
+                message = f"line {number} is not JSON: {error.msg}"
+                raise _error(path, message, at=f":{number}", hint=hint) from None
 
 
 def _list(path: Path) -> Iterator[LocatedRecord]:
@@ -128,24 +131,24 @@ def _list(path: Path) -> Iterator[LocatedRecord]:
         rows = json.loads(text) if text.strip() else []
     except json.JSONDecodeError as error:
         at = f":{error.lineno}:{error.colno}"
-        raise _fault(path, f"is not JSON: {error.msg}", at=at, hint=hint) from None
+        raise _error(path, f"is not JSON: {error.msg}", at=at, hint=hint) from None
     if not isinstance(rows, list):
-        raise _fault(path, "is not a list of objects", hint=hint)
+        raise _error(path, "is not a list of objects", hint=hint)
     yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))
 
 
 def _documents(path: Path) -> Iterator[LocatedRecord]:
     """The file as one document, or as several between lines of END_OF_DOCUMENT."""
     with _open(path) as file:
-        start, held = 1, []
+        start, lines = 1, []
         for number, line in enumerate(file, 1):
             if line.strip() != END_OF_DOCUMENT:
-                held.append(line)
+                lines.append(line)
                 continue
-            yield f"{path}:{start}", {"text": "".join(held)}
-            start, held = number + 1, []
-        if "".join(held).strip():
-            yield f"{path}:{start}", {"text": "".join(held)}
+            yield f"{path}:{start}", {"text": "".join(lines)}
+            start, lines = number + 1, []
+        if "".join(lines).strip():
+            yield f"{path}:{start}", {"text": "".join(lines)}
 
 
 def _table(path: Path) -> Iterator[LocatedRecord]:
@@ -161,4 +164,4 @@ def _table(path: Path) -> Iterator[LocatedRecord]:
                     yield f"{path}[{index}]", row
                     index += 1
     except pyarrow.ArrowException as error:
-        raise _fault(path, f"is not a Parquet file: {error}") from None
+        raise _error(path, f"is not a Parquet file: {error}") from None

@@ -1,4 +1,4 @@
-"""The row formats: which keys name one, and how a record becomes a row."""
+"""The dataset formats: detection by keys, and parsing of records."""
 
 import difflib
 from collections.abc import Callable
@@ -16,11 +16,11 @@ ROLES = {
 
 @dataclass(frozen=True)
 class DataRecord:
-    """One row: messages, or prompt and completion, or text.
+    """One dataset example: messages, or prompt and completion, or text.
 
     Attributes:
-        where: its place, ``file:line``.
-        skill: the kind of question, where the answer is the one right one.
+        where: its location, ``file:line``.
+        skill: the kind of task, if the completion is its only correct answer.
     """
 
     where: str
@@ -31,7 +31,7 @@ class DataRecord:
     skill: str | None = None
 
     def as_text(self) -> str:
-        """All that is said in the row, for what reads text alone."""
+        """The whole example as plain text."""
         if self.messages is not None:
             return "\n".join(str(m["content"]) for m in self.messages)
         if self.text is not None:
@@ -40,7 +40,7 @@ class DataRecord:
 
 
 class BadRecord(ValueError):
-    """A row of the wrong shape: skipped, counted and named."""
+    """A record that does not fit its format; it is skipped, counted and logged."""
 
 
 def _string(value: object, name: str) -> str:
@@ -72,30 +72,30 @@ def _filled(value: object, name: str) -> str:
 
 
 def _turn(message: object, number: int) -> dict:
-    """One message with our names of keys and roles; its other keys are kept."""
+    """One message with lmx's names of keys and roles, and its other keys."""
     if not isinstance(message, dict):
         raise BadRecord(f"message {number} is {_kind_of(message)}, not an object")
-    rest = {key: value for key, value in message.items() if value is not None}
-    role = rest.pop("role", rest.pop("from", None))
+    extra = {key: value for key, value in message.items() if value is not None}
+    role = extra.pop("role", extra.pop("from", None))
     if role not in ROLES:
         raise BadRecord(f"message {number} has the role {role!r}")
-    content = rest.pop("content", rest.pop("value", None))
-    if content is None and not rest.get("tool_calls"):
+    content = extra.pop("content", extra.pop("value", None))
+    if content is None and not extra.get("tool_calls"):
         raise BadRecord(f"message {number} has no content")
     content = "" if content is None else _string(content, f"message {number}")
-    return {"role": ROLES[role], "content": content, **rest}
+    return {"role": ROLES[role], "content": content, **extra}
 
 
 def _turns(value: object, role: str) -> list[dict]:
-    """Messages as they are, or text as the one message of `role`."""
+    """A list of messages, or text as one message of `role`."""
     if not isinstance(value, list):
         return [{"role": role, "content": _filled(value, role)}]
     return [_turn(message, number) for number, message in enumerate(value, 1)]
 
 
 def _conversation(turns: list[dict]) -> dict:
-    answers = [turn for turn in turns if turn["role"] == "assistant"]
-    if not any(turn["content"].strip() or turn.get("tool_calls") for turn in answers):
+    replies = [turn for turn in turns if turn["role"] == "assistant"]
+    if not any(turn["content"].strip() or turn.get("tool_calls") for turn in replies):
         raise BadRecord("no assistant turn with content")
     return {"messages": tuple(turns)}
 
@@ -107,27 +107,27 @@ def _chat(record: dict) -> dict:
     return _conversation(_turns(messages, "user"))
 
 
-def _prompt_and_completion(prompt: object, answer: object, name: str) -> dict:
-    """Prompt and answer, each text or messages."""
-    if isinstance(prompt, list) or isinstance(answer, list):
-        asked = _turns(prompt, "user") if prompt else []
-        return _conversation(asked + _turns(answer, "assistant"))
+def _prompt_and_completion(prompt: object, completion: object, name: str) -> dict:
+    """Prompt and completion, each text or messages."""
+    if isinstance(prompt, list) or isinstance(completion, list):
+        turns = _turns(prompt, "user") if prompt else []
+        return _conversation(turns + _turns(completion, "assistant"))
     return {
         "prompt": _string(prompt, "prompt"),
-        "completion": _filled(answer, name),
+        "completion": _filled(completion, name),
     }
 
 
 def _preference(record: dict) -> dict:
-    prompt, answer = record.get("prompt"), record["chosen"]
-    if isinstance(answer, list):
-        turns = _turns(answer, "assistant")
-        # Many sets repeat the prompt at the head of the chosen conversation.
+    prompt, chosen = record.get("prompt"), record["chosen"]
+    if isinstance(chosen, list):
+        turns = _turns(chosen, "assistant")
+        # Many datasets repeat the prompt at the start of the chosen conversation.
         if turns and turns[0]["role"] != "assistant":
             return _conversation(turns)
     elif prompt is None:
         raise BadRecord("chosen is text, but there is no prompt")
-    return _prompt_and_completion(prompt, answer, "chosen")
+    return _prompt_and_completion(prompt, chosen, "chosen")
 
 
 def _completion(record: dict) -> dict:
@@ -135,10 +135,10 @@ def _completion(record: dict) -> dict:
 
 
 def _instruction(record: dict) -> dict:
-    asked = [_filled(record["instruction"], "instruction")]
+    parts = [_filled(record["instruction"], "instruction")]
     if record.get("input"):
-        asked.append(_string(record["input"], "input"))
-    user = {"role": "user", "content": "\n\n".join(asked)}
+        parts.append(_string(record["input"], "input"))
+    user = {"role": "user", "content": "\n\n".join(parts)}
     return _conversation(
         [user, *_turns(_filled(record["output"], "output"), "assistant")]
     )
@@ -150,14 +150,14 @@ def _text(record: dict) -> dict:
 
 @dataclass(frozen=True)
 class Format:
-    """One row format: the keys that tell it and its parser."""
+    """A dataset format: the keys that identify it, and its parser."""
 
     keys: tuple[str, ...]
     parse: Callable[[dict], dict]
     optional: tuple[str, ...] = ()
 
 
-# In order: a record with the keys of several is of the first.
+# In order: a record with the keys of several formats has the first one.
 FORMATS = {
     "chat": Format(("messages",), _chat, ("conversations",)),
     "preference": Format(("chosen",), _preference, ("prompt", "rejected")),
@@ -176,7 +176,7 @@ SYNONYMS = {
 
 
 def format_of(record: object) -> str | None:
-    """The format that the keys of `record` tell."""
+    """The format of a record, detected from its keys."""
     if not isinstance(record, dict):
         return None
     if "conversations" in record:
@@ -185,45 +185,47 @@ def format_of(record: object) -> str | None:
 
 
 def apply_columns(record: object, columns: dict[str, str]) -> object:
-    """`record` with our names for the columns that the user named."""
+    """`record` with lmx's names for the columns in `columns` (lmx's name -> column)."""
     if not columns or not isinstance(record, dict):
         return record
-    ours = {our: record[their] for our, their in columns.items() if their in record}
-    # What was named by hand decides the format, whatever else the record holds.
-    if format_of(ours):
-        return {**({"skill": record["skill"]} if "skill" in record else {}), **ours}
-    return {**record, **ours}
+    renamed = {name: record[key] for name, key in columns.items() if key in record}
+    # The named columns decide the format, whatever other keys the record has.
+    if format_of(renamed):
+        return {**({"skill": record["skill"]} if "skill" in record else {}), **renamed}
+    return {**record, **renamed}
 
 
 def check_columns(columns: dict[str, str]) -> None:
-    """Raises UserError where a column is named that no format has."""
+    """Refuse column names that no format has.
+
+    Raises:
+        UserError: with the nearest name.
+    """
     for name in columns:
         if name not in COLUMNS:
-            near = difflib.get_close_matches(name, COLUMNS, n=1)
+            matches = difflib.get_close_matches(name, COLUMNS, n=1)
             raise UserError(
                 f"columns: there is no column {name!r}",
-                hint=f"did you mean {near[0]!r}?" if near else _known(),
+                hint=f"did you mean {matches[0]!r}?"
+                if matches
+                else f"columns are {', '.join(sorted(COLUMNS))}",
             )
 
 
-def _known() -> str:
-    return f"columns are {', '.join(sorted(COLUMNS))}"
-
-
 def nearest(keys: list[str]) -> tuple[str, dict[str, str]]:
-    """The format closest to a record's keys, and the renaming that would give it."""
+    """The format closest to a record's keys, and the column for each of its keys."""
     best, renaming, score = "completion", {}, -1.0
     for name in ("completion", "chat", "text"):
-        guess = {our: _alike(our, keys) for our in FORMATS[name].keys}
-        share = sum(their is not None for their in guess.values()) / len(guess)
+        columns = {key: _similar(key, keys) for key in FORMATS[name].keys}
+        share = sum(value is not None for value in columns.values()) / len(columns)
         if share > score:
-            best, renaming, score = name, guess, share
-    return best, {our: their or "<your column>" for our, their in renaming.items()}
+            best, renaming, score = name, columns, share
+    return best, {key: value or "<your column>" for key, value in renaming.items()}
 
 
-def _alike(our: str, keys: list[str]) -> str | None:
-    wanted = [our, *SYNONYMS[our].split()]
-    exact = [key for word in wanted for key in keys if key.lower() == word]
+def _similar(name: str, keys: list[str]) -> str | None:
+    words = [name, *SYNONYMS[name].split()]
+    exact = [key for word in words for key in keys if key.lower() == word]
     return next(
-        iter(exact + difflib.get_close_matches(our, keys, n=1, cutoff=0.75)), None
+        iter(exact + difflib.get_close_matches(name, keys, n=1, cutoff=0.75)), None
     )

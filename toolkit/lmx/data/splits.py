@@ -1,4 +1,4 @@
-"""Rows set aside for validation: by seed and position alone, the same everywhere."""
+"""Training and validation records of a recipe, and the held-out split."""
 
 import heapq
 import json
@@ -16,33 +16,35 @@ from .record_formats import DataRecord
 
 EVAL_SHARE = 0.05
 EVAL_MAX_EXAMPLES = 2_000
-ROWS = "rows.jsonl"
+EVAL_FILE = "records.jsonl"
 _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True)
 class EvalSplit:
-    """The rows of a source that are held out.
+    """The held-out records of a source.
 
     Attributes:
-        edge: the rows with a draw up to this are held out; None = the tail of the one
-            document there is.
+        threshold: records whose random number is at most this are held out; None = the
+            tail of the only document is.
     """
 
-    rows: list[DataRecord]
-    edge: int | None
+    records: list[DataRecord]
+    threshold: int | None
 
-    def rest(self, rows: Iterable[DataRecord], seed: int) -> Iterator[DataRecord]:
-        """The other rows of the source, in their order."""
-        for index, row in enumerate(rows):
-            if self.edge is None:
-                yield _cut(row)[0]
-            elif random_u64(seed, index) > self.edge:
-                yield row
+    def remaining(
+        self, records: Iterable[DataRecord], seed: int
+    ) -> Iterator[DataRecord]:
+        """The other records of the source, in order."""
+        for index, record in enumerate(records):
+            if self.threshold is None:
+                yield _split_document(record)[0]
+            elif random_u64(seed, index) > self.threshold:
+                yield record
 
 
 def random_u64(seed: int, index: int) -> int:
-    """A number below 2**64, another one for every index (SplitMix64, Steele 2014)."""
+    """A random number below 2**64 for every index (SplitMix64, Steele 2014)."""
     state = seed
     for step in (1, index + 1):
         state = (state + step * 0x9E3779B97F4A7C15) & _MASK
@@ -53,77 +55,75 @@ def random_u64(seed: int, index: int) -> int:
 
 
 def choose_eval_records(
-    rows: Iterable[DataRecord], seed: int, most: int = EVAL_MAX_EXAMPLES
+    records: Iterable[DataRecord], seed: int, limit: int = EVAL_MAX_EXAMPLES
 ) -> EvalSplit:
-    """Hold out the rows whose draw lies in the lowest `SHARE`.
+    """Hold out the records with the lowest random numbers, about `EVAL_SHARE` of them.
 
-    Of those the `most` lowest, at least one and never all; a single document gives its
-    tail. Holds no more rows in memory than that.
+    The choice depends on the seed and the positions only. At most `limit` records are
+    held out, at least one and never all. A single document gives its tail. Only the
+    held-out records are in memory.
 
     Raises:
-        UserError: there is one row, and it cannot be cut.
+        UserError: there is one record, and it cannot be cut.
     """
-    below, count, held = EVAL_SHARE * 2**64, 0, []
-    for index, row in enumerate(rows):
+    bound, count, held = EVAL_SHARE * 2**64, 0, []
+    for index, record in enumerate(records):
         count += 1
-        found = (-random_u64(seed, index), index, row)
-        # The lowest so far is held in any case, until one below the share is found.
-        if len(held) == 1 and -held[0][0] >= below and found > held[0]:
-            held[0] = found
-        elif not held or (-found[0] < below and len(held) < most):
-            heapq.heappush(held, found)
-        elif -found[0] < below:
-            heapq.heappushpop(held, found)
+        entry = (-random_u64(seed, index), index, record)
+        # Hold the lowest number so far until one is below the bound.
+        if len(held) == 1 and -held[0][0] >= bound and entry > held[0]:
+            held[0] = entry
+        elif not held or (-entry[0] < bound and len(held) < limit):
+            heapq.heappush(held, entry)
+        elif -entry[0] < bound:
+            heapq.heappushpop(held, entry)
     if count == 1:
-        return EvalSplit([_cut(held[0][2])[1]], None)
+        return EvalSplit([_split_document(held[0][2])[1]], None)
     if len(held) == count:
         heapq.heappop(held)
-    edge = -held[0][0]
-    return EvalSplit([row for _, _, row in sorted(held, key=lambda h: h[1])], edge)
+    threshold = -held[0][0]
+    in_order = sorted(held, key=lambda entry: entry[1])
+    return EvalSplit([record for _, _, record in in_order], threshold)
 
 
 def write_eval_split(folder: Path, held: EvalSplit) -> dict:
-    """Write the rows into a folder of the cache; returns the other facts."""
-    with (folder / ROWS).open("w", encoding="utf-8") as stream:
-        for row in held.rows:
-            # A Parquet file may hold dates, which a template writes as text, too.
-            stream.write(json.dumps(vars(row), default=str) + "\n")
-    return {"edge": held.edge}
+    """Write the records into a cache folder; returns the other facts."""
+    with (folder / EVAL_FILE).open("w", encoding="utf-8") as stream:
+        for record in held.records:
+            # Parquet files may hold dates; templates write them as text too.
+            stream.write(json.dumps(vars(record), default=str) + "\n")
+    return {"threshold": held.threshold}
 
 
-def read_eval_split(kept: CacheEntry) -> EvalSplit:
-    """What `write` wrote."""
-    with (kept.folder / ROWS).open(encoding="utf-8") as stream:
-        rows = [DataRecord(**json.loads(line)) for line in stream]
-    rows = [replace(r, messages=r.messages and tuple(r.messages)) for r in rows]
-    return EvalSplit(rows, kept.facts["edge"])
+def read_eval_split(entry: CacheEntry) -> EvalSplit:
+    """The split that `write_eval_split` wrote."""
+    with (entry.folder / EVAL_FILE).open(encoding="utf-8") as stream:
+        records = [DataRecord(**json.loads(line)) for line in stream]
+    records = [replace(r, messages=r.messages and tuple(r.messages)) for r in records]
+    return EvalSplit(records, entry.facts["threshold"])
 
 
-def _cut(row: DataRecord) -> tuple[DataRecord, DataRecord]:
+def _split_document(record: DataRecord) -> tuple[DataRecord, DataRecord]:
     """A document without its tail, and the tail, cut at the end of a line."""
-    text = row.text or ""
+    text = record.text or ""
     cut = text.rfind("\n", 0, round(len(text) * (1 - EVAL_SHARE))) + 1
     if not text[:cut].strip() or not text[cut:].strip():
         raise UserError(
-            "there is one row, so none can be held out for validation",
-            hint="name other rows in data.valid",
-            place=row.where,
+            "there is only one example, so none can be held out for validation",
+            hint="set data.valid",
+            place=record.where,
         )
-    return replace(row, text=text[:cut]), replace(row, text=text[cut:])
-
-
-# --- from data.sources: What a recipe reads: its sources, and the rows they give, said aloud.
+    return replace(record, text=text[:cut]), replace(record, text=text[cut:])
 
 
 class TrainDataset:
-    """All training rows, read anew by every iteration; held-out rows are left out.
+    """All training records except held-out ones. Every iteration reads them again.
 
     Args:
-        held: what is held out of each source, found when it is first needed; None =
-            nothing.
+        held: returns the held-out split of each source; None = nothing is held out.
 
     Attributes:
-        tallies: what the last iteration read of every source.
+        stats: counts of the last iteration, by source.
     """
 
     def __init__(
@@ -142,21 +142,21 @@ class TrainDataset:
     def __iter__(self) -> Iterator[DataRecord]:
         held = self._held() if self._held else {}
         for source in self.sources:
-            rows = self._read(source)
-            part = held.get(source)
-            yield from part.rest(rows, self._seed) if part else rows
-            self.stats[source] = rows.stats
+            records = self._read(source)
+            split = held.get(source)
+            yield from split.remaining(records, self._seed) if split else records
+            self.stats[source] = records.stats
 
 
 class Splits:
-    """The training and the validation rows of a recipe, read when asked for.
+    """The training and validation records of a recipe, read on first use.
 
-    Without `valid`, the sources' own validation splits; if none has one, a share of
-    every source. A source named twice is held out from both times.
+    Without `valid` in the recipe, the validation splits of the training sources are
+    used. If no source has one, a share of every source is held out.
 
     Args:
-        find: the path of a local source.
-        say, warn: told what was read, and which rows were not.
+        find: resolves the path of a local source.
+        info, warning: log what was read and what was skipped.
     """
 
     def __init__(
@@ -176,30 +176,30 @@ class Splits:
 
     @cached_property
     def valid(self) -> list[DataRecord]:
-        """All validation rows."""
+        """All validation records."""
         if not self._valid_sources:
-            held = [row for part in self._held.values() for row in part.rows]
-            self.info(f"valid: {len(held):,} rows set aside from train")
+            held = [r for split in self._held.values() for r in split.records]
+            self.info(f"valid: {len(held):,} examples held out from train")
             return held
-        found = {}
+        by_source = {}
         for source in dict.fromkeys(self._valid_sources):
-            rows = self._read(source, "valid")
-            found[source] = list(rows)
-            log_read_stats("valid", rows.stats, self.info, self.warning)
-        return [row for source in self._valid_sources for row in found[source]]
+            records = self._read(source, "valid")
+            by_source[source] = list(records)
+            log_read_stats("valid", records.stats, self.info, self.warning)
+        return [r for source in self._valid_sources for r in by_source[source]]
 
     @cached_property
     def train(self) -> TrainDataset:
-        """All training rows."""
+        """All training records."""
         held = None if self._valid_sources else lambda: self._held
         read = partial(self._read, split="train")
         return TrainDataset(self.data.train, read, held, self.seed)
 
     @cached_property
     def fingerprint(self) -> list:
-        """What changes when the training rows do."""
+        """A value that changes with the training records."""
         sources = [self._contents[source] for source in self.data.train]
-        held = [] if self._valid_sources else [self.seed, EVAL_SHARE, self._most]
+        held = [] if self._valid_sources else [self.seed, EVAL_SHARE, self._eval_limit]
         return [sources, self.data.columns, self.data.max_samples, held]
 
     @property
@@ -220,33 +220,35 @@ class Splits:
         return {s: source_fingerprint(s, "train", find=self.find) for s in sources}
 
     @property
-    def _most(self) -> int:
-        """Rows held out of one source, at most."""
+    def _eval_limit(self) -> int:
+        """Maximum number of records held out of one source."""
         return max(1, EVAL_MAX_EXAMPLES // len(set(self.data.train)))
 
     @cached_property
     def _held(self) -> dict[str, EvalSplit]:
-        return {source: self._held_out_of(source) for source in self._contents}
+        return {source: self._eval_split(source) for source in self._contents}
 
-    def _held_out_of(self, source: str) -> EvalSplit:
+    def _eval_split(self, source: str) -> EvalSplit:
         settings = [
             self.data.columns,
             self.data.max_samples,
             self.seed,
             EVAL_SHARE,
-            self._most,
+            self._eval_limit,
         ]
-        kept = cache.get_or_create(
+        entry = cache.get_or_create(
             "held-out",
             cache.key_of([self._contents[source], settings, fingerprint.code()]),
             lambda folder: write_eval_split(folder, self._choose(source)),
             warning=self.warning,
         )
-        return read_eval_split(kept)
+        return read_eval_split(entry)
 
     def _choose(self, source: str) -> EvalSplit:
-        self.info(f"valid: setting rows of {source} aside")
-        return choose_eval_records(self._read(source, "train"), self.seed, self._most)
+        self.info(f"valid: holding out examples of {source}")
+        return choose_eval_records(
+            self._read(source, "train"), self.seed, self._eval_limit
+        )
 
     def _read(self, source: str, split: str) -> RecordReader:
         data = self.data
@@ -260,11 +262,11 @@ class Splits:
         )
 
 
-def log_read_stats(split: str, tally: ReadStats, info, warning) -> None:
-    """Say what was read of a source, and which rows were not."""
-    source = tally.source
-    info(f"{split}: {source}: {tally.rows:,} rows, format {tally.format}")
-    for where, reason in tally.named:
-        warning(f"{where}: row skipped: {reason}")
-    if more := tally.bad - len(tally.named):
-        warning(f"{source}: {more:,} more rows skipped")
+def log_read_stats(split: str, stats: ReadStats, info, warning) -> None:
+    """Log the counts of a source, and the first skipped examples."""
+    source = stats.source
+    info(f"{split}: {source}: {stats.records:,} examples, format {stats.format}")
+    for where, reason in stats.first_skipped:
+        warning(f"{where}: example skipped: {reason}")
+    if more := stats.skipped - len(stats.first_skipped):
+        warning(f"{source}: {more:,} more examples skipped")

@@ -1,4 +1,4 @@
-"""Tokens of all training rows on disk: written once in blocks, read through a map."""
+"""Tokenized training examples on disk: written in blocks, read memory-mapped."""
 
 import hashlib
 import time
@@ -18,17 +18,19 @@ from .tokenization import (
     no_trainable_examples,
 )
 
-BLOCK_ROWS, BLOCK_CHARACTERS = 1_000, 4_000_000
-TRAINED = np.uint32(1 << 31)
-TOLD_EVERY = 5.0
-NAMED = 5
+# Limits of the records that are encoded together.
+BLOCK_RECORDS, BLOCK_CHARACTERS = 1_000, 4_000_000
+TRAINED_BIT = np.uint32(1 << 31)
+SECONDS_BETWEEN_LOGS = 5.0
+# Dropped records that are logged.
+MAX_LOGGED = 5
 
 
 class RaggedArray:
-    """Pieces of different lengths, one after the other, as `Writer` leaves them."""
+    """Memory-mapped rows of different lengths, written by `RaggedWriter`."""
 
     def __init__(self, folder: Path, name: str, dtype: type):
-        # Slices of a plain array are made faster than those of a memmap.
+        # Slicing a plain array is faster than slicing a memmap.
         self.starts = np.asarray(np.memmap(folder / f"{name}.starts", np.int64, "r"))
         self._values = np.asarray(np.memmap(folder / f"{name}.values", dtype, "r"))
 
@@ -37,7 +39,7 @@ class RaggedArray:
 
 
 class RaggedWriter:
-    """Writes a `Column`: the values, and where every piece starts, and the end."""
+    """Writes the values of a `RaggedArray`, and the start of every row and the end."""
 
     def __init__(self, folder: Path, name: str, opened: ExitStack):
         self._values = opened.enter_context((folder / f"{name}.values").open("wb"))
@@ -46,7 +48,7 @@ class RaggedWriter:
         self.end = 0
 
     def write(self, values: np.ndarray, lengths: np.ndarray) -> None:
-        """Append the pieces of these lengths that `values` holds."""
+        """Append rows of these lengths; `values` holds them one after the other."""
         ends = self.end + np.cumsum(lengths, dtype=np.int64)
         self._values.write(values.tobytes())
         self._starts.write(ends.tobytes())
@@ -54,67 +56,67 @@ class RaggedWriter:
 
 
 class TokenStore:
-    """The examples of a folder that `write` filled; in memory are only their lengths.
+    """The examples that `write_token_store` wrote. Only their lengths are in memory.
 
     Attributes:
-        lengths: int32 [examples], their tokens.
+        lengths: int32 [examples], tokens per example.
         digest: a hash of all tokens and masks.
     """
 
-    def __init__(self, kept: CacheEntry):
-        # uint32, the highest bit set where the token is trained.
-        self._tokens = RaggedArray(kept.folder, "tokens", np.uint32)
-        self._places = RaggedArray(kept.folder, "places", np.uint8)
+    def __init__(self, entry: CacheEntry):
+        # The highest bit of a word is set if the token is trained.
+        self._tokens = RaggedArray(entry.folder, "tokens", np.uint32)
+        self._places = RaggedArray(entry.folder, "places", np.uint8)
         self.lengths = np.diff(self._tokens.starts).astype(np.int32)
-        self.digest: str = kept.facts["digest"]
+        self.digest: str = entry.facts["digest"]
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> Example:
         words = self._tokens[index]
-        mask = words >= TRAINED
-        tokens = (words & ~TRAINED).astype(np.int32)
+        mask = words >= TRAINED_BIT
+        tokens = (words & ~TRAINED_BIT).astype(np.int32)
         return Example(tokens, mask, self._places[index].tobytes().decode())
 
 
 def write_token_store(
     folder: Path,
-    rows: Iterable[DataRecord],
+    records: Iterable[DataRecord],
     tokenizer,
     *,
     max_seq_length: int,
     loss_on: LossOn,
     info: Callable[[str], None],
 ) -> dict:
-    """Encode rows block by block into an empty folder; returns facts of all of them.
+    """Encode records block by block into an empty folder; returns counts.
 
     Raises:
-        UserError: no row has a token to train.
+        UserError: no record has a trained token.
     """
-    facts = {"rows": 0, "examples": 0, "truncated": 0, "last_only": 0, "dropped": 0}
-    named: list[tuple[str, str]] = []
+    facts = {"records": 0, "examples": 0, "truncated": 0, "last_only": 0, "dropped": 0}
+    logged: list[tuple[str, str]] = []
     total = hashlib.sha256()
-    clock = _ProgressLogger(info)
+    progress = _ProgressLogger(info)
     with ExitStack() as opened:
         tokens, places = (RaggedWriter(folder, n, opened) for n in ("tokens", "places"))
-        for block in _blocks(rows):
+        for block in _blocks(records):
             encoded = encode_block(
                 block, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
             )
-            named += encoded.dropped[: NAMED - len(named)]
+            logged += encoded.dropped[: MAX_LOGGED - len(logged)]
             _count(facts, len(block), encoded)
             if encoded.examples:
                 _append(encoded.examples, tokens, places, total)
-            clock.tick(facts["rows"])
+            progress.update(facts["records"])
     if not facts["examples"]:
-        raise no_trainable_examples(facts["rows"], named)
+        raise no_trainable_examples(facts["records"], logged)
     digest = total.hexdigest()
-    return facts | {"tokens": tokens.end, "named": named, "digest": digest}
+    return facts | {"tokens": tokens.end, "first_dropped": logged, "digest": digest}
 
 
-def _count(facts: dict, rows: int, encoded: EncodeResult) -> None:
-    facts["rows"] += rows
+def _count(facts: dict, records: int, encoded: EncodeResult) -> None:
+    facts["records"] += records
     facts["examples"] += len(encoded.examples)
     facts["truncated"] += encoded.truncated
     facts["last_only"] += encoded.last_only
@@ -124,7 +126,7 @@ def _count(facts: dict, rows: int, encoded: EncodeResult) -> None:
 def _append(
     examples: list[Example], tokens: RaggedWriter, places: RaggedWriter, total
 ) -> None:
-    words = [e.tokens.astype(np.uint32) | e.mask * TRAINED for e in examples]
+    words = [e.tokens.astype(np.uint32) | e.mask * TRAINED_BIT for e in examples]
     for piece in words:
         total.update(len(piece).to_bytes(8, "little"))
         total.update(piece)
@@ -134,13 +136,13 @@ def _append(
     places.write(text, np.array([len(name) for name in names]))
 
 
-def _blocks(rows: Iterable[DataRecord]) -> Iterator[list[DataRecord]]:
-    """Rows that are encoded together, few enough for any memory."""
+def _blocks(records: Iterable[DataRecord]) -> Iterator[list[DataRecord]]:
+    """Lists of records that fit in memory together."""
     block, characters = [], 0
-    for row in rows:
-        block.append(row)
-        characters += len(row.as_text())
-        if len(block) == BLOCK_ROWS or characters > BLOCK_CHARACTERS:
+    for record in records:
+        block.append(record)
+        characters += len(record.as_text())
+        if len(block) == BLOCK_RECORDS or characters > BLOCK_CHARACTERS:
             yield block
             block, characters = [], 0
     if block:
@@ -148,15 +150,15 @@ def _blocks(rows: Iterable[DataRecord]) -> Iterator[list[DataRecord]]:
 
 
 class _ProgressLogger:
-    """Says every few seconds how far it is."""
+    """Logs the progress every few seconds."""
 
     def __init__(self, info: Callable[[str], None]):
-        self._say = info
-        self._begun = self._told = time.monotonic()
+        self._info = info
+        self._start = self._last_log = time.monotonic()
 
-    def tick(self, rows: int) -> None:
+    def update(self, records: int) -> None:
         now = time.monotonic()
-        if now - self._told > TOLD_EVERY:
-            self._told = now
-            speed = rows / (now - self._begun)
-            self._say(f"tokenising: {rows:,} rows, {speed:,.0f} rows/s")
+        if now - self._last_log > SECONDS_BETWEEN_LOGS:
+            self._last_log = now
+            speed = records / (now - self._start)
+            self._info(f"tokenizing: {records:,} examples, {speed:,.0f} examples/s")

@@ -1,4 +1,4 @@
-"""Rows to tokens, and which of those tokens are trained."""
+"""Tokenization of records, with the loss mask."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from .record_formats import DataRecord
 
 LossOn = Literal["completions", "all"]
 
-LAST_ONLY = "rows train their last answer alone: the template changes earlier ones"
-"""What to say of rows that `Encoded.last_only` counts."""
+LAST_ONLY = "examples train on the last turn only: the template changes earlier ones"
+"""The log text for `EncodeResult.last_only`."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +23,8 @@ class Example:
 
     Attributes:
         tokens: int32 [length].
-        mask: bool [length], True where the token itself is trained, that is, where
-            the loss counts its prediction from the ones before; never the first.
+        mask: bool [length], True where the token is trained: the loss counts its
+            prediction from the previous tokens. Never True for the first token.
     """
 
     tokens: np.ndarray
@@ -35,12 +35,13 @@ class Example:
 
 @dataclass
 class EncodeResult:
-    """The examples of many rows, and what became of the other rows.
+    """The examples of many records, and counts of the others.
 
     Attributes:
-        truncated: rows cut at max_seq_length.
-        last_only: rows of which the template lets only the last answer be trained.
-        dropped: (where, reason) of rows without a token to train.
+        truncated: number of records cut at max_seq_length.
+        last_only: number of records that train on the last turn only, because the
+            template changes earlier turns.
+        dropped: (where, reason) of records without a trained token.
     """
 
     examples: list[Example] = field(default_factory=list)
@@ -50,70 +51,80 @@ class EncodeResult:
 
 
 def encode(
-    row: DataRecord, tokenizer, *, max_seq_length: int, loss_on: LossOn = "completions"
+    record: DataRecord,
+    tokenizer,
+    *,
+    max_seq_length: int,
+    loss_on: LossOn = "completions",
 ) -> list[Example]:
-    """The examples of one row: several windows of a long text, none if untrainable."""
-    settings = {"max_seq_length": max_seq_length, "loss_on": loss_on}
-    return encode_block([row], tokenizer, **settings).examples
+    """The examples of a record: several for a long text, none if nothing is trained."""
+    return encode_block(
+        [record], tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
+    ).examples
 
 
 def encode_all(
-    rows: Sequence[DataRecord],
+    records: Sequence[DataRecord],
     tokenizer,
     *,
     max_seq_length: int,
     loss_on: LossOn = "completions",
 ) -> EncodeResult:
-    """The examples of all rows, in their order.
+    """The examples of all records, in order.
 
-    Text is cut into windows of `max_seq_length` tokens that overlap by one token: the first
-    token of a window cannot be predicted in it, so it is the last of the window before,
-    and every token but the document's first is trained exactly once. Other rows are
-    truncated at the end. Every assistant turn is trained, end-of-turn token included.
+    Text is cut into windows of `max_seq_length` tokens that overlap by one token: the
+    first token of a window is not predicted in it, but as the last token of the
+    previous window. So every token of a document except its first is trained exactly
+    once. Other records are truncated at the end. All assistant turns are trained,
+    including the end-of-turn token.
 
     Raises:
-        UserError: no row has a token to train, or chat rows meet a tokenizer without
-            a chat template.
+        UserError: no record has a trained token, or a record is a chat and the
+        tokenizer
+            has no chat template.
     """
-    settings = {"max_seq_length": max_seq_length, "loss_on": loss_on}
-    encoded = encode_block(rows, tokenizer, **settings)
+    encoded = encode_block(
+        records, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
+    )
     if not encoded.examples:
-        raise no_trainable_examples(len(rows), encoded.dropped)
+        raise no_trainable_examples(len(records), encoded.dropped)
     return encoded
 
 
-def no_trainable_examples(rows: int, dropped: Sequence[tuple[str, str]]) -> UserError:
-    """The error to raise when no row has a token to train."""
-    where, reason = dropped[0] if dropped else ("", "no rows")
+def no_trainable_examples(
+    records: int, dropped: Sequence[tuple[str, str]]
+) -> UserError:
+    """The error if no record has a trained token."""
+    where, reason = dropped[0] if dropped else ("", "there are no examples")
     return UserError(
-        f"nothing to train on: all {rows} rows were dropped, the first "
-        f"because {reason}",
+        f"nothing to train on: all {records} examples were skipped; the first: "
+        f"{reason}",
         hint="raise data.max_seq_length" if "max_seq_length" in reason else None,
         place=where or None,
     )
 
 
 def encode_block(
-    rows: Iterable[DataRecord], tokenizer, *, max_seq_length: int, loss_on: LossOn
+    records: Iterable[DataRecord], tokenizer, *, max_seq_length: int, loss_on: LossOn
 ) -> EncodeResult:
-    """`encode_all` for a part of the rows, of which none may have a token to train."""
+    """`encode_all` for some of the records; none of them needs a trained token."""
     encoded = EncodeResult()
     plans, everything = [], loss_on == "all"
-    for row in rows:
+    for record in records:
         try:
-            plans.append(chat_template.render(row, tokenizer, everything=everything))
+            plans.append(chat_template.render(record, tokenizer, everything=everything))
         except chat_template.NoTrainableTokens as error:
-            encoded.dropped.append((row.where, str(error)))
+            encoded.dropped.append((record.where, str(error)))
     known = _tokens(plans, tokenizer)
     bos, eos = _bos(tokenizer), tokenizer.eos_token_id
     for plan in plans:
         try:
             tokens, mask = _masked(plan, known, tokenizer)
         except chat_template.NoTrainableTokens as error:
-            encoded.dropped.append((plan.row.where, str(error)))
+            encoded.dropped.append((plan.record.where, str(error)))
             continue
         if plan.bare:
-            tokens, mask = _ended(tokens, mask, bos, eos)
+            tokens, mask = _add_bos_eos(tokens, mask, bos, eos)
         if everything:
             mask = [True] * len(tokens)
         _add(encoded, plan, tokens, mask, max_seq_length)
@@ -121,7 +132,7 @@ def encode_block(
 
 
 def render_mask(example: Example, tokenizer) -> list[tuple[str, bool]]:
-    """The example as spans of (text, trained)."""
+    """The example as spans of (text, whether it is trained)."""
     pairs = zip(example.tokens.tolist(), example.mask.tolist(), strict=True)
     return [
         (tokenizer.decode([token for token, _ in span]), trained)
@@ -132,12 +143,12 @@ def render_mask(example: Example, tokenizer) -> list[tuple[str, bool]]:
 def _tokens(
     plans: Iterable[chat_template.RenderedChat], tokenizer
 ) -> dict[str, list[int]]:
-    """The tokens of every text and prefix that the plans need, encoded in one go."""
+    """The tokens of all texts and prefixes of the chats, encoded in one batch."""
     texts = {text: None for plan in plans for text in plan.texts()}
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return {t: list(tokenizer.encode(t, add_special_tokens=False)) for t in texts}
-    # Some tokenizer.json cut or pad by themselves, silently.
+    # Some tokenizer.json enable truncation or padding.
     backend.no_truncation()
     backend.no_padding()
     encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -147,7 +158,7 @@ def _tokens(
 def _masked(
     plan: chat_template.RenderedChat, known: dict, tokenizer
 ) -> tuple[list[int], list[bool]]:
-    """The tokens of the whole text, and a mask whose edges are true token edges."""
+    """The tokens of the whole text, and a mask with edges between tokens."""
     if plan.marked:
         return plan.marked
     tokens = known[plan.text]
@@ -157,13 +168,13 @@ def _masked(
     mask = [False] * len(tokens)
     for start, end in zip(edges[::2], edges[1::2], strict=True):
         mask[len(start) : len(end)] = [True] * (len(end) - len(start))
-    return tokens, _until_the_end_of_turn(plan, tokens, mask, tokenizer)
+    return tokens, _until_end_of_turn(plan, tokens, mask, tokenizer)
 
 
 def _by_segment(plan, tokens: list[int], tokenizer) -> tuple[list[int], list[bool]]:
-    """Encode what is asked and what is answered apart, as generation does.
+    """Encode prompts and completions separately, as generation does.
 
-    Taken where a token would straddle the edge between the two.
+    Used if a token would span the edge between a prompt and a completion.
     """
     joined: list[int] = []
     mask: list[bool] = []
@@ -173,27 +184,27 @@ def _by_segment(plan, tokens: list[int], tokenizer) -> tuple[list[int], list[boo
         mask += [trained] * len(ids)
     if tokenizer.decode(joined) != tokenizer.decode(tokens):
         raise chat_template.NoTrainableTokens(
-            "its tokens do not split where the answer begins"
+            "no token boundary lies at the start of the completion"
         )
-    return joined, _until_the_end_of_turn(plan, joined, mask, tokenizer)
+    return joined, _until_end_of_turn(plan, joined, mask, tokenizer)
 
 
-def _until_the_end_of_turn(plan, tokens, mask: list[bool], tokenizer) -> list[bool]:
-    """Untrain what a template writes after an end-of-turn token: generation stops."""
+def _until_end_of_turn(plan, tokens, mask: list[bool], tokenizer) -> list[bool]:
+    """Exclude what follows an end-of-turn token, where generation stops."""
     if plan.bare:
         return mask
-    # mlx-lm has a set of them here, transformers one number.
+    # A set in mlx-lm's wrapper; transformers has a single id.
     ids = getattr(tokenizer, "eos_token_ids", None)
     ids = ids if isinstance(ids, set | list) else {tokenizer.eos_token_id}
-    ended, kept = False, []
+    ended, result = False, []
     for token, trained in zip(tokens, mask, strict=True):
-        kept.append(trained and not ended)
+        result.append(trained and not ended)
         ended = trained and (ended or token in ids)
-    return kept
+    return result
 
 
-def _ended(tokens, mask, bos: int | None, eos: int | None) -> tuple[list, list]:
-    """Add the tokens that mark a whole document, unless they are there."""
+def _add_bos_eos(tokens, mask, bos: int | None, eos: int | None) -> tuple[list, list]:
+    """Add BOS and EOS of a document, unless they are present."""
     if bos is not None and tokens[:1] != [bos]:
         tokens, mask = [bos, *tokens], [False, *mask]
     if eos is not None and tokens[-1:] != [eos]:
@@ -202,7 +213,7 @@ def _ended(tokens, mask, bos: int | None, eos: int | None) -> tuple[list, list]:
 
 
 def _bos(tokenizer) -> int | None:
-    """The token that this tokenizer puts before every text, where it does."""
+    """The BOS token, if this tokenizer adds one to every text."""
     bos = tokenizer.bos_token_id
     return bos if bos is not None and tokenizer.encode("a")[:1] == [bos] else None
 
@@ -214,25 +225,26 @@ def _add(
     mask,
     max_seq_length: int,
 ) -> None:
-    row, count = plan.row, len(tokens)
+    record, count = plan.record, len(tokens)
     step = max_seq_length - 1
-    starts = range(0, max(count - 1, 1), step) if row.text is not None else [0]
-    found = []
+    starts = range(0, max(count - 1, 1), step) if record.text is not None else [0]
+    examples = []
     for start in starts:
         ids = np.array(tokens[start : start + max_seq_length], np.int32)
         trained = np.array(mask[start : start + max_seq_length], bool)
         trained[:1] = False
         if trained.any():
-            found.append(Example(ids, trained, row.where, row.skill))
-    if not found:
-        encoded.dropped.append((row.where, _why(mask, max_seq_length)))
+            examples.append(Example(ids, trained, record.where, record.skill))
+    if not examples:
+        encoded.dropped.append((record.where, _skip_reason(mask, max_seq_length)))
         return
-    encoded.examples += found
-    encoded.truncated += row.text is None and count > max_seq_length
+    encoded.examples += examples
+    encoded.truncated += record.text is None and count > max_seq_length
     encoded.last_only += plan.last_only
 
 
-def _why(mask: list[bool], max_seq_length: int) -> str:
+def _skip_reason(mask: list[bool], max_seq_length: int) -> str:
     if not any(mask[1:]):
-        return "it has no token to train"
-    return f"the prompt alone has {mask.index(True)} tokens, max_seq_length is {max_seq_length}"
+        return "it has no trainable token"
+    prompt = mask.index(True)
+    return f"the prompt alone has {prompt} tokens, max_seq_length is {max_seq_length}"

@@ -63,7 +63,7 @@ def validation_batches(
         loss_on=data.loss_on,
     )
     counts = vars(encoded) | {"dropped": len(encoded.dropped)}
-    _tell(context, "valid", counts, encoded.dropped[: token_store.NAMED])
+    _tell(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
     return BucketBatchSampler(encoded.examples, **_sizes(config, context))
 
 
@@ -72,7 +72,7 @@ def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenS
     settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
 
     def fill(folder):
-        logger.info("tokenising the training rows")
+        logger.info("tokenizing the training examples")
         facts = token_store.write_token_store(
             folder, rows.train, loaded.tokenizer, **settings, info=logger.info
         )
@@ -94,9 +94,10 @@ def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenS
     facts = kept.facts
     for tally in facts["sources"]:
         log_read_stats("train", ReadStats(**tally), logger.info, logger.warning)
-    _tell(context, "train", facts, facts["named"])
-    how = f"tokenised into {kept.folder}" if kept.made else "tokenised before"
-    logger.info(f"train: {facts['rows']:,} rows, {facts['tokens']:,} tokens, {how}")
+    _tell(context, "train", facts, facts["first_dropped"])
+    how = f"tokenized into {kept.folder}" if kept.made else "tokenized before"
+    counts = f"{facts['records']:,} examples, {facts['tokens']:,} tokens"
+    logger.info(f"train: {counts}, {how}")
     return token_store.TokenStore(kept)
 
 
@@ -104,13 +105,13 @@ def _tell(context: StageContext, split: str, counts: dict, named) -> None:
     """Say what became of the rows that are not trained whole."""
     info, longest = context.logger.info, context.data.max_seq_length
     if counts["truncated"]:
-        info(f"{split}: {counts['truncated']:,} rows cut at {longest} tokens")
+        info(f"{split}: {counts['truncated']:,} examples truncated at {longest} tokens")
     if counts["last_only"]:
         info(f"{split}: {counts['last_only']:,} {LAST_ONLY}")
     for where, reason in named:
-        context.logger.warning(f"{where}: row dropped: {reason}")
+        context.logger.warning(f"{where}: example skipped: {reason}")
     if counts["dropped"] > len(named):
-        info(f"{split}: {counts['dropped']:,} rows dropped in all")
+        info(f"{split}: {counts['dropped']:,} examples skipped in total")
 
 
 def _sizes(config: TrainConfig, context: StageContext) -> dict:

@@ -135,11 +135,12 @@ def _split(
         for row in reader:
             sample.add(row)
         stats = reader.stats
-        text = f"{source}: {stats.rows:,} examples, format {stats.format}"
+        text = f"{source}: {stats.records:,} examples, format {stats.format}"
         lines.append((split, text))
-        lines += [(split, f"skipped: {where}: {why}") for where, why in stats.named]
-        if stats.bad > len(stats.named):
-            lines.append((split, f"{stats.bad:,} examples skipped in total"))
+        for where, reason in stats.first_skipped:
+            lines.append((split, f"skipped: {where}: {reason}"))
+        if stats.skipped > len(stats.first_skipped):
+            lines.append((split, f"{stats.skipped:,} examples skipped in total"))
     return (sample if sample.total else default), lines
 
 
