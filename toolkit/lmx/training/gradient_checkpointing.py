@@ -1,4 +1,9 @@
-"""Gradient checkpointing (arXiv 1604.06174): blocks run again in the backward pass."""
+"""Gradient checkpointing (arXiv 1604.06174): the backward pass runs blocks again.
+
+`mlx.nn.utils.checkpoint` does the recomputation. It leaves its traced parameters in the
+module, repeats dropout with other random numbers, and drops gradients through a cache:
+this module restores the parameters, replays dropout, and refuses such caches.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,29 +20,29 @@ from ..models.hooks import ModuleProxy, TransformerBlocks, replace_module
 def checkpointed(
     blocks: TransformerBlocks, forward: Callable = lambda number, block: block
 ) -> Iterator[None]:
-    """Of every block only inputs and outputs are kept while the context is open.
+    """Keep only the inputs and outputs of every block while the context is open.
 
-    The model is as before when it closes. Backward passes may come later.
+    Backward passes may run after it closes.
 
     Args:
-        forward: what to call for a block, both times, by its number and the block.
+        forward: returns the forward pass of a block, from its number and the block.
 
     Raises:
-        UserError: in the forward pass, where blocks are given a cache.
+        UserError: in the forward pass, if blocks are called with a cache.
     """
-    stand_ins = [
+    proxies = [
         block
         if isinstance(block, ModuleProxy)
-        else ModuleProxy(block, _recompute(block, forward(number, block)))
+        else ModuleProxy(block, _checkpoint(block, forward(number, block)))
         for number, block in enumerate(blocks.trunk[blocks.name])
     ]
-    with replace_module(blocks.trunk, blocks.name, stand_ins):
+    with replace_module(blocks.trunk, blocks.name, proxies):
         yield
 
 
-def _recompute(block: nn.Module, forward: Callable):
-    def call(*arguments, **settings):
-        leaves = [leaf for _, leaf in tree_flatten([arguments, settings])]
+def _checkpoint(block: nn.Module, forward: Callable) -> Callable:
+    def call(*args, **kwargs):
+        leaves = [leaf for _, leaf in tree_flatten([args, kwargs])]
         arrays = [leaf for leaf in leaves if isinstance(leaf, mx.array)]
         # What a block writes to a cache has no gradient when the block runs again.
         if any(hasattr(type(leaf), "state") for leaf in leaves):
@@ -45,37 +50,32 @@ def _recompute(block: nn.Module, forward: Callable):
                 "the blocks of this architecture share keys through a cache",
                 hint="gradient_checkpointing: false",
             )
-        # Dropout must draw the second time what it drew the first.
-        draws = _dropouts(block)
+        dropouts = _replayed_dropouts(block)
+        parameters = block.trainable_parameters()
 
-        def run(parameters, arrays):
-            given = iter(arrays)
-            args, kwargs = tree_map(
-                lambda leaf: next(given) if isinstance(leaf, mx.array) else leaf,
-                (arguments, settings),
+        def run(arrays):
+            remaining = iter(arrays)
+            traced_args, traced_kwargs = tree_map(
+                lambda leaf: next(remaining) if isinstance(leaf, mx.array) else leaf,
+                (args, kwargs),
             )
-            with _parameters(block, parameters), _all_swapped(draws):
-                return forward(*args, **kwargs)
+            try:
+                with ExitStack() as stack:
+                    for owner, name, dropout in dropouts:
+                        stack.enter_context(replace_module(owner, name, dropout))
+                    return forward(*traced_args, **traced_kwargs)
+            finally:
+                # A block may be called twice; the second call needs these.
+                block.update(parameters)
 
-        # Gradients come only to what is handed in: trained parameters and arrays.
-        return mx.checkpoint(run)(block.trainable_parameters(), arrays)
+        # Only trained parameters and arguments that are arrays get gradients.
+        return nn.utils.checkpoint(block, run)(arrays)
 
     return call
 
 
-@contextmanager
-def _parameters(block: nn.Module, parameters: dict) -> Iterator[None]:
-    # A block may be called twice, and the second call needs the real ones.
-    before = block.trainable_parameters()
-    block.update(parameters)
-    try:
-        yield
-    finally:
-        block.update(before)
-
-
-class _RecordedDropout:
-    """Dropout with a random state of its own instead of the global one."""
+class _ReplayedDropout:
+    """Dropout with a fixed random key, so that a second run drops the same values."""
 
     def __init__(self, keep: float, key: mx.array):
         self._keep = keep
@@ -86,26 +86,20 @@ class _RecordedDropout:
         return (mask * x) * (1 / self._keep)
 
 
-def _dropouts(block: nn.Module) -> list[tuple[nn.Module, str, _RecordedDropout]]:
-    """Owner, name and stand-in of every dropout that is at work in a block."""
-    found = [
+def _replayed_dropouts(
+    block: nn.Module,
+) -> list[tuple[nn.Module, str, _ReplayedDropout]]:
+    """Owner, name and replacement of every active dropout of a block."""
+    active = [
         (owner, name, child._p_1)
         for _, owner in block.named_modules()
         for name, child in owner.items()
         if isinstance(child, nn.Dropout) and child.training and child._p_1 < 1
     ]
-    if not found:
+    if not active:
         return []
-    keys = mx.random.randint(0, 1 << 31, (len(found), 2), dtype=mx.uint32)
-    pairs = zip(found, keys, strict=True)
+    keys = mx.random.randint(0, 1 << 31, (len(active), 2), dtype=mx.uint32)
     return [
-        (owner, name, _RecordedDropout(keep, key)) for (owner, name, keep), key in pairs
+        (owner, name, _ReplayedDropout(keep, key))
+        for (owner, name, keep), key in zip(active, keys, strict=True)
     ]
-
-
-@contextmanager
-def _all_swapped(draws) -> Iterator[None]:
-    with ExitStack() as stack:
-        for owner, name, drawn in draws:
-            stack.enter_context(replace_module(owner, name, drawn))
-        yield
