@@ -53,9 +53,9 @@ def _cells(full: list[dict], rtn: list[dict], method: list[dict]) -> list[str]:
 
 
 def _mean(sums: list[float], tokens: list[float]) -> tuple[float, float]:
-    from lmx.evaluation.perplexity import mean_over_rows
+    from lmx.evaluation.perplexity import mean_over_sequences
 
-    return mean_over_rows(np.array(sums), np.array(tokens))
+    return mean_over_sequences(np.array(sums), np.array(tokens))
 
 
 def _over_seeds(pairs: list[tuple[float, float]]) -> tuple[float, float]:

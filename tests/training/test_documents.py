@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from lmx.data.batching import Batch
 from lmx.models.loader import build_model
+from lmx.training import document_mask
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from lmx.training.step import TrainStep
@@ -154,3 +155,18 @@ def test_absolute_positions_cannot_be_packed():
     config |= {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 320}
     with pytest.raises(PackingUnsupported, match="are off by"):
         DocumentCaches(build_model(config))
+
+
+def test_packing_is_verified_with_the_tolerance_of_bfloat16(monkeypatch):
+    model, _ = llama()
+    model.set_dtype(mx.bfloat16)
+    DocumentCaches(model)
+    # Negative control: a mask that ignores the documents is refused.
+    init = document_mask._DocumentMasks.__init__
+    monkeypatch.setattr(
+        document_mask._DocumentMasks,
+        "__init__",
+        lambda self, documents: init(self, mx.zeros_like(documents)),
+    )
+    with pytest.raises(PackingUnsupported, match="are off by"):
+        DocumentCaches(model)

@@ -51,7 +51,7 @@ def train(step, batch, *, rate, steps=4):
     """Losses per token of a few steps, of which every norm is a number."""
     losses = []
     for seed in range(steps):
-        loss, tokens, norm = (v.item() for v in step(batch, rate, seed))
+        loss, tokens, norm, _ = (v.item() for v in step(batch, rate, seed))
         assert 0 < norm < np.inf
         losses.append(loss / tokens)
     return losses
@@ -171,13 +171,13 @@ def test_keys_shared_through_a_cache_are_refused_aloud(batch):
 def test_what_computes_outside_of_mlx_is_refused_aloud(batch):
     """DBRX picks its experts with NumPy while it trains, which no trace can follow."""
     mx.enable_compile()
-    with pytest.raises(UserError, match=r"cannot be trained here.*eval"):
+    with pytest.raises(UserError, match=r"cannot be trained.*eval"):
         make_step(member("dbrx"))(batch, 1e-3, 0)
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there the kernel runs, forward")
 def test_a_kernel_that_only_metal_has_is_refused_aloud(batch):
-    with pytest.raises(UserError, match=r"cannot be trained here.*No Metal"):
+    with pytest.raises(UserError, match=r"cannot be trained.*No Metal"):
         make_step(member("bitnet"))(batch, 1e-3, 0)
 
 
@@ -189,4 +189,4 @@ def test_a_layer_whose_weight_the_model_reads_is_refused_aloud(batch):
     )
     with pytest.raises(UserError, match="no attribute 'weight'") as caught:
         make_step(model)(batch, 1e-3, 0)
-    assert "adapter.layers: auto" in caught.value.hint
+    assert "adapter.target_modules: auto" in caught.value.hint

@@ -136,7 +136,7 @@ def test_only_what_is_wanted_is_made_and_its_size_is_told(monkeypatch):
             map(np.array_equal, few._of_example(member), every._of_example(member))
         )
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: 100)
-    with pytest.raises(UserError, match="this needs .* MB"):
+    with pytest.raises(UserError, match=r"this needs .* MB"):
         kept(Teacher(), digest="full")
 
 

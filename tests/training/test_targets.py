@@ -88,7 +88,7 @@ def test_the_size_is_known_beforehand(tmp_path, monkeypatch):
     assert 0 <= sum(f.stat().st_size for f in files) - wanted < 512 * len(found)
     assert "30 tokens" in lines[0]
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: wanted - 1)
-    with pytest.raises(UserError, match="this needs .* MB"):
+    with pytest.raises(UserError, match=r"this needs .* MB"):
         made(tmp_path / "full", Teacher())
     assert not [*(tmp_path / "full").rglob("*.npy")]
 

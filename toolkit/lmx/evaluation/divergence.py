@@ -1,4 +1,4 @@
-"""How far a model's predictions are from its reference's, position by position."""
+"""KL divergence of a model's predictions from a reference model's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ import mlx.nn as nn
 import numpy as np
 
 from ..data.batching import Batch
-from .perplexity import mean_over_rows
+from .perplexity import mean_over_sequences
 
-# The same for all runs, so that histograms can be laid over each other.
+# The same for all runs, so that histograms are comparable.
 KL_EDGES = tuple(10.0**power for power in np.arange(-6, 1.25, 0.25).tolist())
 CONFIDENCE_EDGES = tuple(tenth / 10 for tenth in range(11))
 
@@ -20,13 +20,13 @@ class Divergence:
     """KL(reference || model) in nats per trained position, and agreement.
 
     Attributes:
-        kl_stderr: of the mean, with rows as clusters.
-        kl_p99: the value that 99 of 100 positions stay below.
+        kl_stderr: of the mean, with sequences as clusters.
+        kl_p99: 99th percentile over positions.
         top1_agreement: share of positions with the same most likely token.
         kl_histogram: `edges`, n, and `positions`, n - 1; the first and the last bin
-            have what lies outside, too.
+            include values outside the edges.
         agreement_by_confidence: `edges` of the reference's largest probability, n;
-            `positions` and, of these, `agreed`, n - 1 each.
+            `positions` per bin, and `agreed` of them, n - 1 each.
     """
 
     kl_mean: float
@@ -40,7 +40,7 @@ class Divergence:
 def measure_divergence(
     reference: nn.Module, model: nn.Module, batches: Iterable[Batch]
 ) -> Divergence:
-    """Compare two models with one vocabulary on the same batches."""
+    """Compare two models with the same vocabulary on the same batches."""
 
     @mx.compile
     def compare(tokens):
@@ -59,7 +59,7 @@ def measure_divergence(
         parts.append((kl[mask], agrees[mask], confidence[mask]))
         sums.append((kl * mask).sum(axis=1))
         counts.append(mask.sum(axis=1))
-    mean, stderr = mean_over_rows(np.concatenate(sums), np.concatenate(counts))
+    mean, stderr = mean_over_sequences(np.concatenate(sums), np.concatenate(counts))
     kl, agrees, confidence = (np.concatenate(part) for part in zip(*parts, strict=True))
     return Divergence(
         mean,

@@ -1,4 +1,4 @@
-"""Skill accuracy: the share of questions answered with exactly the one right answer."""
+"""Exact match: the share of questions with exactly the expected answer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,12 +7,12 @@ from math import sqrt
 from ..generation.engine import Generator
 from ..generation.prompt import Messages
 
-SHOWN = 5
+MAX_WRONG_SHOWN = 5
 
 
 @dataclass(frozen=True)
 class ExactMatchItem:
-    """A chat that ends with the user, its one right answer and the kind of skill."""
+    """A chat that ends with the user, its expected answer and its skill."""
 
     messages: Messages
     answer: str
@@ -21,33 +21,37 @@ class ExactMatchItem:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """Shares between 0 and 1, and a few answers to look at."""
+    """Exact-match rates between 0 and 1, and a few wrong answers.
+
+    Attributes:
+        by_skill: number of correct answers and of questions, by skill.
+        wrong: the first wrong answers as (item, completion).
+    """
 
     overall: float
     stderr: float
     by_skill: dict[str, tuple[int, int]]
-    """skill: (right, asked)"""
     wrong: list[tuple[ExactMatchItem, str]]
-    """The first few wrong answers as (question, what the model said)."""
 
 
 def measure_exact_match(
-    generator: Generator, questions: Sequence[ExactMatchItem], *, max_tokens: int = 48
+    generator: Generator, items: Sequence[ExactMatchItem], *, max_tokens: int = 48
 ) -> ExactMatch:
-    """Ask every question once, greedily, without a chain of thought.
+    """Generate one greedy completion per item, without a chain of thought.
 
-    An answer is right when it equals the expected one, white space around both aside.
+    A completion is correct if it equals the answer; surrounding white space is ignored.
     """
-    assert questions, "no questions to ask"
-    prompts = [generator.encode_chat(q.messages, thinking=False) for q in questions]
-    answers = generator.batch_generate(prompts, max_tokens=max_tokens)
+    assert items, "no items"
+    prompts = [generator.encode_chat(item.messages, thinking=False) for item in items]
+    completions = generator.batch_generate(prompts, max_tokens=max_tokens)
     by_skill, wrong = {}, []
-    for question, said in zip(questions, answers, strict=True):
-        is_right = said.strip() == question.answer.strip()
-        right, asked = by_skill.get(question.skill, (0, 0))
-        by_skill[question.skill] = right + is_right, asked + 1
-        if not is_right:
-            wrong.append((question, said))
-    share = 1 - len(wrong) / len(questions)
-    stderr = sqrt(share * (1 - share) / len(questions))
-    return ExactMatch(share, stderr, dict(sorted(by_skill.items())), wrong[:SHOWN])
+    for item, completion in zip(items, completions, strict=True):
+        is_correct = completion.strip() == item.answer.strip()
+        correct, count = by_skill.get(item.skill, (0, 0))
+        by_skill[item.skill] = correct + is_correct, count + 1
+        if not is_correct:
+            wrong.append((item, completion))
+    rate = 1 - len(wrong) / len(items)
+    stderr = sqrt(rate * (1 - rate) / len(items))
+    by_skill = dict(sorted(by_skill.items()))
+    return ExactMatch(rate, stderr, by_skill, wrong[:MAX_WRONG_SHOWN])

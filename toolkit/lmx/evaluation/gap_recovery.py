@@ -1,4 +1,4 @@
-"""What of the loss that rounding costs a training has won back."""
+"""The share of the loss gap between full precision and RTN that QAT recovers."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,12 +9,15 @@ import mlx.nn as nn
 import numpy as np
 
 from ..data.batching import Batch
-from .perplexity import mean_over_rows
+from .perplexity import mean_over_sequences
 
 
 @dataclass(frozen=True)
 class PerSequenceSums:
-    """Of a model, float64 [rows]: summed loss, KL(reference || model), and tokens."""
+    """Summed loss, summed KL(reference || model) and trained tokens of every sequence.
+
+    All are float64 [sequences].
+    """
 
     loss: np.ndarray
     kl: np.ndarray
@@ -22,9 +25,9 @@ class PerSequenceSums:
 
     @property
     def means(self) -> dict[str, float]:
-        """Loss and KL in nats per token, each with its standard error by rows."""
-        loss, loss_error = mean_over_rows(self.loss, self.tokens)
-        kl, kl_error = mean_over_rows(self.kl, self.tokens)
+        """Loss and KL in nats per token, each with its standard error."""
+        loss, loss_error = mean_over_sequences(self.loss, self.tokens)
+        kl, kl_error = mean_over_sequences(self.kl, self.tokens)
         pairs = {"loss": loss, "loss_stderr": loss_error}
         return pairs | {"kl": kl, "kl_stderr": kl_error}
 
@@ -32,7 +35,7 @@ class PerSequenceSums:
 def measure_per_sequence(
     reference: nn.Module, model: nn.Module, batches: Iterable[Batch]
 ) -> PerSequenceSums:
-    """Sums over the trained tokens of every row that has some, in their order."""
+    """Sums of all sequences with trained tokens, in the order of the batches."""
 
     @mx.compile
     def sums(tokens, mask):
@@ -45,32 +48,32 @@ def measure_per_sequence(
         parts = mx.where(mask, -chosen, 0.0), mx.where(mask, kl, 0.0), mask
         return [part.sum(axis=1) for part in parts]
 
-    found = [
+    results = [
         [np.array(part, np.float64) for part in sums(batch.tokens, batch.mask)]
         for batch in batches
     ]
-    columns = [np.concatenate(column) for column in zip(*found, strict=True)]
+    columns = [np.concatenate(column) for column in zip(*results, strict=True)]
     return PerSequenceSums(*(column[columns[-1] > 0] for column in columns))
 
 
 def gap_recovered(
-    full: np.ndarray, rounded: np.ndarray, trained: np.ndarray
+    baseline: np.ndarray, rtn: np.ndarray, qat: np.ndarray
 ) -> tuple[float, float] | None:
-    """(rounded - trained) / (rounded - full), and its standard error by rows in pairs.
+    """(rtn - qat) / (rtn - baseline), and its standard error over paired sequences.
 
-    1 is the full model's own, 0 no better than rounding. The error is that of a ratio
-    of sums over rows, to first order.
+    1 is the loss of the full-precision baseline, 0 that of RTN. The standard error is
+    that of a ratio of sums over sequences, to first order.
 
     Args:
-        full, rounded, trained: sums of the same rows: of the model in full precision,
-            of that model rounded, and of the one that was trained for rounding.
+        baseline, rtn, qat: summed losses of the same sequences: of the full-precision
+            baseline, of the baseline quantized with RTN, and of the QAT model.
 
     Returns:
-        None where rounding costs nothing, for there is nothing to recover.
+        None if RTN costs nothing: there is no gap.
     """
-    won, cost = rounded - trained, rounded - full
-    if cost.sum() <= 0:
+    recovered, gap = rtn - qat, rtn - baseline
+    if gap.sum() <= 0:
         return None
-    share, rows = won.sum() / cost.sum(), len(cost)
-    spread = np.sum((won - share * cost) ** 2) * rows / max(1, rows - 1)
-    return float(share), sqrt(spread) / float(cost.sum())
+    share, count = recovered.sum() / gap.sum(), len(gap)
+    spread = np.sum((recovered - share * gap) ** 2) * count / max(1, count - 1)
+    return float(share), sqrt(spread) / float(gap.sum())

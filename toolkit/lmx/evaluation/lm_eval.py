@@ -12,102 +12,102 @@ from typing import Any
 from ..errors import FAILED, UserError
 from ..models.loader import LoadedModel
 
-FAULTS = (KeyError, ValueError, OSError, NotImplementedError)
+HARNESS_ERRORS = (KeyError, ValueError, OSError, NotImplementedError)
 SUFFIXES = (".yaml", ".yml")
 
 Scores = dict[str, dict[str, float]]
 
 
 def is_file(task: str) -> bool:
-    """Whether a task is a file of the user's own, rather than the harness's."""
+    """Whether a task is a file of the user instead of one of the harness."""
     return task.endswith(SUFFIXES)
 
 
 def is_installed() -> bool:
-    """Whether the harness is here."""
+    """Whether the harness is installed."""
     return find_spec("lm_eval") is not None
 
 
 def require(tasks: Iterable[str]) -> None:
-    """Refuse names that the harness does not know, before any work.
+    """Refuse unknown task names, before any work.
 
     Raises:
-        UserError: naming the first such task.
+        UserError: the harness has no task of this name.
     """
     for task in tasks:
         if not is_file(task) and task not in _manager(True).task_index:
             raise UserError(
-                "lm-evaluation-harness knows no task of this name",
-                hint="`lm_eval ls tasks` shows them; a file of yours ends in .yaml",
+                "lm-evaluation-harness has no task of this name",
+                hint="`lm_eval ls tasks` lists them; task files end in .yaml",
                 place=task,
             )
 
 
 def measure_tasks(
-    loaded: LoadedModel, tasks: Sequence[str | Path], *, documents: int | None = None
+    loaded: LoadedModel, tasks: Sequence[str | Path], *, limit: int | None = None
 ) -> Scores:
-    """Every metric of every task, as the harness scores a model.
+    """All metrics of all tasks.
 
     Args:
-        tasks: names of the harness's, or files of tasks.
-        documents: of each task, at most; None = all.
+        tasks: names of the harness, or task files.
+        limit: documents per task; None = all.
 
     Returns:
-        task: {metric: value, metric_stderr: value}; what is no number is left out.
+        task: {metric: value, metric_stderr: value}; only numbers.
 
     Raises:
-        UserError: a task is not known, or its documents cannot be read.
+        UserError: a task is unknown, or its documents cannot be read.
     """
     import lm_eval
 
     names = [str(task) for task in tasks]
-    model = _wrapped(loaded)
+    model = _wrap(loaded)
     try:
-        found = lm_eval.simple_evaluate(
+        results = lm_eval.simple_evaluate(
             model=model,
             tasks=names,
             task_manager=_manager(not all(map(is_file, names))),
-            limit=documents,
-            # As `mlx_lm.evaluate` asks.
+            limit=limit,
+            # As in `mlx_lm.evaluate`.
             apply_chat_template=model.use_chat_template,
             fewshot_as_multiturn=False,
             log_samples=False,
         )
-    except FAULTS as error:
+    except HARNESS_ERRORS as error:
         raise UserError(
             f"the tasks cannot be measured: {error}",
-            hint="offline, the harness reads only data sets that are here",
+            hint="offline, the harness reads only datasets that are cached",
             place=", ".join(names),
             code=FAILED,
         ) from error
-    return {task: _metrics(scores) for task, scores in found["results"].items()}
+    return {task: _metrics(scores) for task, scores in results["results"].items()}
 
 
 def _metrics(scores: dict[str, Any]) -> dict[str, float]:
-    """The numbers among a task's results, whose keys are `metric,filter`."""
-    found = {}
+    """The numbers of a task's results, whose keys are `metric,filter`."""
+    metrics = {}
     for key, value in scores.items():
-        metric, comma, answers = key.partition(",")
+        metric, comma, filter_name = key.partition(",")
         if comma and isinstance(value, int | float):
-            found[metric if answers == "none" else key] = float(value)
-    return found
+            metrics[metric if filter_name == "none" else key] = float(value)
+    return metrics
 
 
 @cache
 def _manager(with_names: bool) -> Any:
-    """The harness's list of tasks; reading its own 14,000 takes seconds."""
+    """The harness's list of tasks; reading its 14,000 default tasks takes seconds."""
     from lm_eval.tasks import TaskManager
 
     return TaskManager(include_defaults=with_names)
 
 
-def _wrapped(loaded: LoadedModel) -> Any:
-    """mlx-lm's wrapper of the very model that is measured, rather than a second one."""
+def _wrap(loaded: LoadedModel) -> Any:
+    """mlx-lm's wrapper around the loaded model, without a second copy."""
     from mlx_lm import evaluate
 
-    stock = evaluate.load
+    load = evaluate.load
     evaluate.load = lambda *_, **__: (loaded.model, loaded.tokenizer)
     try:
         return evaluate.MLXLM(str(loaded.path))
     finally:
-        evaluate.load = stock
+        evaluate.load = load

@@ -1,4 +1,4 @@
-"""Perplexity over trained tokens, with a standard error that respects the rows."""
+"""Perplexity over trained tokens, with a standard error over sequences."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,10 +11,10 @@ import numpy as np
 from ..data.batching import Batch
 from ..errors import FAILED, UserError
 
-# Logits held at once, in numbers: a quarter of a gigabyte in float32.
-LOGITS = 1 << 26
-# Loss whose perplexity is still a number, as JSON needs one.
-LARGEST = 700.0
+# Logits in memory at once: 256 MB in float32.
+MAX_LOGITS = 1 << 26
+# Largest loss whose exponential is finite, as JSON requires.
+MAX_LOSS = 700.0
 
 
 @dataclass(frozen=True)
@@ -28,53 +28,56 @@ class Perplexity:
 
 
 def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity:
-    """Perplexity of a model, each trained token weighing the same.
+    """Perplexity of a model, with equal weight for every trained token.
 
-    The standard error is that of a ratio of sums over independent rows: tokens of one
-    row are alike, so counting them as independent would promise too much.
+    The standard error is that of a ratio of sums over independent sequences: tokens of
+    one sequence are correlated, so independent tokens would underestimate it.
 
     Raises:
-        UserError: a prediction is not a number (exit code 1).
+        UserError: a prediction is NaN (exit code 1).
     """
 
     @mx.compile
-    def row_losses(tokens, mask):
+    def sequence_losses(tokens, mask):
         logits = model(tokens[:, :-1]).astype(mx.float32)
         chosen = mx.take_along_axis(logits, tokens[:, 1:, None], axis=-1).squeeze(-1)
         losses = mx.where(mask, mx.logsumexp(logits, axis=-1) - chosen, 0.0)
         return losses.sum(axis=1), mask.sum(axis=1)
 
-    # np.array waits for each batch, so that only one is in memory.
+    # np.array waits for every batch, so that only one is in memory.
     pairs = [
-        [np.array(sums, np.float64) for sums in row_losses(batch.tokens, batch.mask)]
+        [
+            np.array(sums, np.float64)
+            for sums in sequence_losses(batch.tokens, batch.mask)
+        ]
         for batch in batches
     ]
     losses, counts = (np.concatenate(sums) for sums in zip(*pairs, strict=True))
-    mean, stderr = mean_over_rows(losses, counts)
+    mean, stderr = mean_over_sequences(losses, counts)
     if isnan(mean):
         raise UserError(
-            "the model's predictions are not numbers",
-            hint="its weights are damaged, or too large for the type it computes in",
+            "the model's predictions are NaN",
+            hint="its weights are damaged, or too large for its compute dtype",
             code=FAILED,
         )
-    value = exp(min(mean, LARGEST))
+    value = exp(min(mean, MAX_LOSS))
     return Perplexity(value, value * stderr, mean, int(counts.sum()))
 
 
-def mean_over_rows(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """Mean per token, and its standard error with rows as clusters.
+def mean_over_sequences(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
+    """Mean per token, and its standard error with sequences as clusters.
 
     Args:
-        sums: of the tokens of each row.
-        counts: tokens of each row; rows without any do not matter.
+        sums: over the tokens of each sequence.
+        counts: tokens of each sequence; empty sequences are ignored.
     """
     mean = sums.sum() / counts.sum()
-    rows = np.count_nonzero(counts)
+    size = np.count_nonzero(counts)
     spread = np.sum((sums - mean * counts)[counts > 0] ** 2)
-    stderr = sqrt(spread * rows / max(1, rows - 1)) / counts.sum()
+    stderr = sqrt(spread * size / max(1, size - 1)) / counts.sum()
     return float(mean), float(stderr)
 
 
-def tokens_at_once(vocabulary: int) -> int:
-    """Tokens of a measuring batch, so that its logits stay small."""
-    return max(1, LOGITS // vocabulary)
+def eval_batch_tokens(vocab_size: int) -> int:
+    """Tokens per batch, so that the logits stay within `MAX_LOGITS`."""
+    return max(1, MAX_LOGITS // vocab_size)

@@ -1,4 +1,4 @@
-"""The bits of every layer of a quantized model, and how far its weights have moved."""
+"""Bits and relative weight error of every layer of a quantized model."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -9,17 +9,17 @@ from ..models.loader import LoadedModel
 
 
 def measure_layers(reference: LoadedModel, quantized: LoadedModel) -> dict[str, dict]:
-    """What became of every layer that can be quantized, by path.
+    """Bits and weight error of every layer that can be quantized, by path.
 
     Returns:
-        `bits` and `group_size` (None = dense); `error`, the squared distance of the
-        weights from the reference's over the squared weights. It is None in a model
-        whose other tensors differ, for then scales have been moved from layer to layer
-        and single weights do not compare.
+        `bits` and `group_size` (None = unquantized); `error`, the squared distance of
+        the weights from the reference's over the squared weights. It is None if other
+        tensors differ: then scales have moved between layers (AWQ), and weights are
+        not comparable.
     """
     before, after = (dict(m.model.named_modules()) for m in (reference, quantized))
     layers = {path: m for path, m in after.items() if _is_layer(m) and path in before}
-    comparable = _same_around(reference.model, quantized.model, set(layers))
+    comparable = _same_other_tensors(reference.model, quantized.model, set(layers))
     return {
         path: {
             "bits": getattr(module, "bits", 8 * quantized.dtype.size),
@@ -34,18 +34,21 @@ def _is_layer(module: nn.Module) -> bool:
     return quantized_layers.is_quantized(module) or hasattr(module, "to_quantized")
 
 
-def _same_around(reference: nn.Module, model: nn.Module, layers: set[str]) -> bool:
-    """Whether all is equal but the weights of the layers."""
+def _same_other_tensors(
+    reference: nn.Module, model: nn.Module, layers: set[str]
+) -> bool:
+    """Whether all tensors are equal except the weights of the layers."""
     before, after = (dict(tree_flatten(m.parameters())) for m in (reference, model))
-    own = ("weight", "scales", "biases")
-    around = {
+    weight_names = ("weight", "scales", "biases")
+    others = {
         name: value
         for name, value in after.items()
-        if name.rpartition(".")[0] not in layers or name.rpartition(".")[2] not in own
+        if name.rpartition(".")[0] not in layers
+        or name.rpartition(".")[2] not in weight_names
     }
     return all(
         name in before and mx.array_equal(before[name], value).item()
-        for name, value in around.items()
+        for name, value in others.items()
     )
 
 

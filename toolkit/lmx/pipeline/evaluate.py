@@ -18,7 +18,7 @@ from ..evaluation import lm_eval
 from ..evaluation.divergence import measure_divergence
 from ..evaluation.exact_match import ExactMatchItem, measure_exact_match
 from ..evaluation.latency import measure_latency, measure_speculation
-from ..evaluation.perplexity import measure_perplexity, tokens_at_once
+from ..evaluation.perplexity import measure_perplexity, eval_batch_tokens
 from ..evaluation.weight_error import measure_layers
 from ..generation.engine import Generator
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
@@ -184,7 +184,7 @@ class Evaluator:
             }
         if self.config.tasks:
             metrics["tasks"] = lm_eval.measure_tasks(
-                loaded, self._tasks, documents=self.config.task_limit
+                loaded, self._tasks, limit=self.config.task_limit
             )
         prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
         return metrics | self._latency(loaded, generator, prompts[-LATENCY_PROMPTS:])
@@ -224,7 +224,7 @@ class Evaluator:
             batches = BucketBatchSampler(
                 encoded.examples,
                 max_seq_length=data.max_seq_length,
-                tokens=tokens_at_once(loaded.tokenizer.vocab_size),
+                tokens=eval_batch_tokens(loaded.tokenizer.vocab_size),
             )
             self._batches = _batches_with_tokens(batches, self.config.num_tokens)
         return self._batches

@@ -1,4 +1,8 @@
-"""A model in two: the trunk that sees all tokens, and the head that needs but one."""
+"""A loss over chunks of tokens: the logits of a batch are never in memory at once.
+
+The gradients of a chunk are computed while its logits exist (as in arXiv 2410.10989),
+so nothing is computed twice.
+"""
 
 from collections.abc import Callable, Sequence
 
@@ -9,22 +13,27 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..models.hooks import ModuleProxy, find_blocks, replace_module
 from .losses import cross_entropy_sum
 
+# A summed loss of logits [T, V] and labels [T, ...]; the first two labels are the next
+# tokens and the loss mask.
+Loss = Callable[..., mx.array]
+
 
 class ChunkedLossUnsupported(Exception):
     """The model's head does not work on chunks of its trunk's output; says why."""
 
 
 class TrunkHeadSplit:
-    """A model whose head can be asked for the logits of chosen tokens alone.
+    """A model split into its trunk and its head, which can run on some tokens only.
 
-    Trunk and head are the model's own code: once the trunk's output is looked at as it
-    passes, once it is given in the trunk's place. So logit scales and soft-caps stay.
+    Both are the model's own code: a proxy either captures the trunk's output or
+    replaces it. So logit scales and soft-caps are kept.
 
     Attributes:
-        prefix: what the names of all parameters of the blocks begin with.
+        prefix: prefix of the paths of all parameters of the blocks.
 
     Raises:
-        CannotSplit: on random tokens, logits by chunks are not the model's own.
+        ChunkedLossUnsupported: on random tokens, logits by chunks differ from the
+            model's.
     """
 
     def __init__(self, model: nn.Module):
@@ -38,78 +47,69 @@ class TrunkHeadSplit:
         self._trunk = blocks.trunk
         self._verify()
 
-    def hidden(self, inputs: mx.array, **settings) -> mx.array:
-        """What the trunk gives to the head, [B, L, width]."""
-        seen = []
+    def hidden(self, inputs: mx.array, **kwargs) -> mx.array:
+        """The trunk's output, [B, L, width]."""
+        outputs = []
 
-        def call(*arguments, **settings):
-            seen.append(self._trunk(*arguments, **settings))
-            return seen[-1]
+        def call(*args, **kwargs):
+            outputs.append(self._trunk(*args, **kwargs))
+            return outputs[-1]
 
-        # The logits are part of this, but nobody asks for them.
+        # The graph of the logits is built, but they are never evaluated.
         with replace_module(self._owner, self._name, ModuleProxy(self._trunk, call)):
-            self.model(inputs, **settings)
-        if len(seen) != 1 or not isinstance(seen[0], mx.array) or seen[0].ndim != 3:
-            raise ChunkedLossUnsupported("its trunk does not give one array")
-        return seen[0]
+            self.model(inputs, **kwargs)
+        is_one_array = len(outputs) == 1 and isinstance(outputs[0], mx.array)
+        if not is_one_array or outputs[0].ndim != 3:
+            raise ChunkedLossUnsupported("its trunk does not return one array")
+        return outputs[0]
 
     def logits(self, hidden: mx.array) -> mx.array:
-        """What the head makes of [T, width]."""
-        stand_in = ModuleProxy(self._trunk, lambda *_, **__: hidden[None])
-        with replace_module(self._owner, self._name, stand_in):
+        """The head's output [T, V] for the trunk's output [T, width]."""
+        proxy = ModuleProxy(self._trunk, lambda *_, **__: hidden[None])
+        with replace_module(self._owner, self._name, proxy):
             return self.model(mx.zeros((1, len(hidden)), mx.int32))[0]
 
     def _verify(self) -> None:
         training = self.model.training
         self.model.eval()
         tokens = mx.random.randint(0, 64, (2, 16), key=mx.random.key(0))
-        own = self.model(tokens).astype(mx.float32)
+        expected = self.model(tokens).astype(mx.float32)
         hidden = self.hidden(tokens)
         hidden = hidden.reshape(-1, hidden.shape[-1])
-        # Chunks that begin and end in the middle of rows.
-        parts = [self.logits(hidden[start : start + 5]) for start in range(0, 32, 5)]
-        if any(part.shape[-1:] != own.shape[-1:] for part in parts):
+        # Chunks that start and end inside a sequence.
+        chunks = [self.logits(hidden[start : start + 5]) for start in range(0, 32, 5)]
+        if any(chunk.shape[-1:] != expected.shape[-1:] for chunk in chunks):
             raise ChunkedLossUnsupported("its head needs more than its trunk's output")
-        made = mx.concatenate(parts).reshape(own.shape).astype(mx.float32)
-        exact = hidden.dtype == mx.float32
-        allowed = (1e-4 if exact else 2**-7) * max(1.0, mx.abs(own).max().item())
-        off = mx.abs(made - own).max().item()
+        logits = mx.concatenate(chunks).reshape(expected.shape).astype(mx.float32)
+        tolerance = 1e-4 if hidden.dtype == mx.float32 else 2**-7
+        tolerance *= max(1.0, mx.abs(expected).max().item())
+        error = mx.abs(logits - expected).max().item()
         self.model.train(training)
-        if not off <= allowed:
-            raise ChunkedLossUnsupported(f"logits by chunks are off by {off:.2g}")
-
-
-# --- from train.chunked: The loss by chunks of trained tokens: logits of a whole batch never exist.
-#
-# The gradients of a chunk are made while its logits are there (as in arXiv 2410.10989),
-# so nothing is computed twice.
-
-
-# A summed loss of logits [T, V] and labels [T, ...]; the first two are the next tokens
-# and where they count.
-Loss = Callable[..., mx.array]
+        if not error <= tolerance:
+            raise ChunkedLossUnsupported(f"logits by chunks are off by {error:.2g}")
 
 
 class ChunkedLoss:
-    """A loss of a model whose trunk runs on all tokens, the head on few.
+    """A loss whose trunk runs on all tokens, and whose head runs on chunks of tokens.
 
     Args:
         chunk: tokens whose logits exist at once; None = all.
 
     Raises:
-        CannotSplit: on random tokens, logits by chunks are not the model's own.
+        ChunkedLossUnsupported: on random tokens, logits by chunks differ from the
+            model's.
     """
 
     def __init__(self, model: nn.Module, chunk: int | None):
         self.model = model
         self.chunk = chunk
         self._split = TrunkHeadSplit(model)
-        outside = {
+        outside_blocks = {
             path: value
             for path, value in tree_flatten(model.trainable_parameters())
             if not path.startswith(self._split.prefix)
         }
-        self._trained = self._used(outside)
+        self._head_paths = self._used_by_head(outside_blocks)
 
     def __call__(
         self,
@@ -118,20 +118,21 @@ class ChunkedLoss:
         places: mx.array | None = None,
         *,
         loss: Loss = cross_entropy_sum,
-        **settings,
+        **kwargs,
     ) -> mx.array:
-        """The summed loss, in nats, ready to be differentiated.
+        """The summed loss, in nats, with gradients.
 
         Args:
             inputs: int [B, L].
-            labels: what the loss is given besides the logits, [B, L, ...] each.
-            places: int [T], which of the B * L the head is for; None = all.
+            labels: inputs of the loss besides the logits, [B, L, ...] each.
+            places: int [T], the positions of the B * L that the head runs on; None =
+                all.
             loss: the sum of logits and labels.
-            settings: what the model is called with besides the inputs.
+            kwargs: passed to the model.
         """
-        hidden = self._split.hidden(inputs, **settings)
-        hidden, *labels = _chosen(places, hidden, *labels)
-        named = dict(tree_flatten(self.model.trainable_parameters()))
+        hidden = self._split.hidden(inputs, **kwargs)
+        hidden, *labels = _select(places, hidden, *labels)
+        parameters = dict(tree_flatten(self.model.trainable_parameters()))
 
         @mx.custom_function
         def forward(hidden, *weights):
@@ -141,7 +142,7 @@ class ChunkedLoss:
         def _(_, cotangents, outputs):
             return tuple(cotangents[0].astype(g.dtype) * g for g in outputs[1:])
 
-        return forward(hidden, *(named[path] for path in self._trained))[0]
+        return forward(hidden, *(parameters[path] for path in self._head_paths))[0]
 
     def value(
         self,
@@ -150,72 +151,74 @@ class ChunkedLoss:
         places: mx.array | None = None,
         *,
         loss: Loss = cross_entropy_sum,
-        **settings,
+        **kwargs,
     ) -> mx.array:
-        """The summed loss alone, without gradients."""
-        hidden = self._split.hidden(inputs, **settings)
-        flat = _chosen(places, hidden, *labels)
+        """The summed loss without gradients."""
+        hidden = self._split.hidden(inputs, **kwargs)
+        flat = _select(places, hidden, *labels)
         total = mx.array(0.0)
-        for part in self._parts(len(flat[0])):
-            chunk, *own = mx.depends([x[part] for x in flat], [total])
-            total = total + loss(self._split.logits(chunk), *own)
+        for tokens in self._chunks(len(flat[0])):
+            chunk, *chunk_labels = mx.depends([x[tokens] for x in flat], [total])
+            total = total + loss(self._split.logits(chunk), *chunk_labels)
         return total
 
     def _with_gradients(self, hidden, weights, labels, loss) -> tuple[mx.array, ...]:
-        """The sum, its gradient by `hidden`, and by each of the weights."""
+        """The sum, and its gradients with respect to `hidden` and the weights."""
 
-        def summed(given, *labels):
-            self._put(given["weights"])
-            return loss(self._split.logits(given["hidden"]), *labels)
+        def loss_sum(inputs, *labels):
+            self._set_weights(inputs["weights"])
+            return loss(self._split.logits(inputs["hidden"]), *labels)
 
-        total, by_hidden = mx.array(0.0), []
-        by_weights = [mx.zeros(w.shape, mx.float32) for w in weights]
-        for part in self._parts(len(hidden)):
-            # One after the other, or the logits of all would be there at once.
-            done = [total, *by_hidden[-1:], *by_weights]
-            chunk, *own = mx.depends([x[part] for x in (hidden, *labels)], done)
-            given = {"hidden": chunk, "weights": list(weights)}
-            value, found = mx.value_and_grad(summed)(given, *own)
+        total, hidden_grads = mx.array(0.0), []
+        weight_grads = [mx.zeros(w.shape, mx.float32) for w in weights]
+        for tokens in self._chunks(len(hidden)):
+            # One chunk after the other, or the logits of all chunks would be in memory.
+            done = [total, *hidden_grads[-1:], *weight_grads]
+            chunk = [x[tokens] for x in (hidden, *labels)]
+            chunk, *chunk_labels = mx.depends(chunk, done)
+            inputs = {"hidden": chunk, "weights": list(weights)}
+            value, gradients = mx.value_and_grad(loss_sum)(inputs, *chunk_labels)
             total = total + value
-            by_hidden.append(found["hidden"])
-            sums = zip(by_weights, found["weights"], strict=True)
-            by_weights = [a + g.astype(mx.float32) for a, g in sums]
-        self._put(weights)
-        pairs = zip(by_weights, weights, strict=True)
-        by_weights = [g.astype(w.dtype) for g, w in pairs]
-        return total, mx.concatenate(by_hidden), *by_weights
+            hidden_grads.append(gradients["hidden"])
+            pairs = zip(weight_grads, gradients["weights"], strict=True)
+            weight_grads = [a + g.astype(mx.float32) for a, g in pairs]
+        self._set_weights(weights)
+        pairs = zip(weight_grads, weights, strict=True)
+        weight_grads = [g.astype(w.dtype) for g, w in pairs]
+        return total, mx.concatenate(hidden_grads), *weight_grads
 
-    def _put(self, weights) -> None:
-        pairs = list(zip(self._trained, weights, strict=True))
+    def _set_weights(self, weights) -> None:
+        pairs = list(zip(self._head_paths, weights, strict=True))
         if pairs:
             self.model.update(tree_unflatten(pairs))
 
-    def _parts(self, tokens: int) -> list[slice]:
+    def _chunks(self, tokens: int) -> list[slice]:
         chunk = self.chunk or tokens
         return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
 
-    def _used(self, weights: dict[str, mx.array]) -> list[str]:
-        """Which of the trained weights the head computes with."""
-        names = list(weights)
-        if not names:
+    def _used_by_head(self, weights: dict[str, mx.array]) -> list[str]:
+        """The paths of the trained weights that the head computes with."""
+        paths = list(weights)
+        if not paths:
             return []
-        # Random ones: next to a zero matrix another one seems to be of no use.
+        # Random weights: multiplied by a zero matrix a weight would have no gradient.
         random = [
             mx.random.normal(v.shape, key=mx.random.key(i)).astype(v.dtype)
             for i, v in enumerate(weights.values())
         ]
 
         def total(values):
-            self.model.update(tree_unflatten(list(zip(names, values, strict=True))))
+            self.model.update(tree_unflatten(list(zip(paths, values, strict=True))))
             return mx.square(self._split.logits(hidden).astype(mx.float32)).sum()
 
         hidden = self._split.hidden(mx.zeros((1, 2), mx.int32))[0]
-        found = mx.grad(total)(random)
+        gradients = mx.grad(total)(random)
         self.model.update(tree_unflatten(list(weights.items())))
-        return [k for k, g in zip(names, found, strict=True) if mx.any(g != 0).item()]
+        pairs = zip(paths, gradients, strict=True)
+        return [path for path, g in pairs if mx.any(g != 0).item()]
 
 
-def _chosen(places: mx.array | None, hidden: mx.array, *labels: mx.array):
-    """Of all [B, L, ...], the rows at `places` of the B * L."""
+def _select(places: mx.array | None, hidden: mx.array, *labels: mx.array):
+    """The positions `places` of arrays [B, L, ...], flattened to [B * L, ...]."""
     flat = [x.flatten(0, 1) for x in (hidden, *labels)]
     return flat if places is None else [x[places] for x in flat]

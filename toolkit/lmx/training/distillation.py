@@ -2,9 +2,9 @@
 
 They compare the probabilities of the tokens in a target, and the probability of all
 other tokens as one more outcome (the tail). With g the derivatives of a loss with
-respect to the student's log-probabilities, q these probabilities and G the sum of g, the
-logit of a target's token has the derivative g - q G. That of the tail is shared among
-the other tokens in proportion to their probability.
+respect to the student's log-probabilities, q these probabilities and G the sum of g,
+the logit of a target's token has the derivative g - q G. That of the tail is shared
+among the other tokens in proportion to their probability.
 """
 
 from collections.abc import Callable

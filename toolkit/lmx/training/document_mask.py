@@ -1,7 +1,8 @@
-"""Attention kept inside each document of a packed row.
+"""An attention mask that keeps the documents of a packed sequence apart.
 
-mlx-lm's models ask their cache for the attention mask. In training there is no cache to
-fill, so one that only answers that question packs every architecture that asks it.
+mlx-lm's models get the attention mask from their KV cache. In training there is no
+cache to fill: a cache that only returns a mask packs every architecture that asks for
+one.
 """
 
 import mlx.core as mx
@@ -9,107 +10,109 @@ import mlx.nn as nn
 
 from ..models.loader import make_cache
 
-# The kinds of cache of attention that sees keys and values alone, none summed up.
-ATTENTION = {"KVCache", "RotatingKVCache"}
+# Caches of attention over keys and values. Recurrent states have no mask.
+ATTENTION_CACHES = {"KVCache", "RotatingKVCache"}
 
 
 class PackingUnsupported(Exception):
-    """The model does not keep the documents of a row apart; says why."""
+    """The model does not keep the documents of a sequence apart; says why."""
 
 
 class DocumentCaches:
-    """Makes the caches that give a model the mask of a packed row.
+    """Makes the caches that give a model the mask of a packed batch.
 
     Args:
-        model: of mlx-lm, in the state it is trained in.
+        model: of mlx-lm, in the dtype of the training.
 
     Raises:
-        CannotPack: on random tokens, a document's logits in a packed row are not those
-            of the document alone.
+        PackingUnsupported: on random tokens, the logits of a packed document differ
+            from those of the document alone.
     """
 
     def __init__(self, model: nn.Module):
-        kinds = make_cache(model)
-        strange = sorted({type(kind).__name__ for kind in kinds} - ATTENTION)
-        if strange:
+        caches = make_cache(model)
+        unknown = sorted({type(cache).__name__ for cache in caches} - ATTENTION_CACHES)
+        if unknown:
             raise PackingUnsupported(
-                f"its layers keep a state of another kind, {strange[0]}"
+                f"its layers keep a state of another kind, {unknown[0]}"
             )
-        self._windows = [getattr(kind, "max_size", None) for kind in kinds]
+        self._window_sizes = [getattr(cache, "max_size", None) for cache in caches]
         self._verify(model)
 
-    def __call__(self, documents: mx.array) -> list["_Cache"]:
-        """One cache for every layer.
+    def __call__(self, documents: mx.array) -> list["_MaskCache"]:
+        """One cache per layer.
 
         Args:
-            documents: int [B, L], the number of every position's document.
+            documents: int [B, L], the number of the document of every position.
         """
-        masks = _Masks(documents)
-        return [_Cache(masks, window) for window in self._windows]
+        masks = _DocumentMasks(documents)
+        return [_MaskCache(masks, size) for size in self._window_sizes]
 
     def _verify(self, model: nn.Module) -> None:
         training = model.training
         model.eval()
-        draw = mx.random.key(0)
-        # Two rows, for which some models bring the heads' masks in disorder.
-        first, second = (mx.random.randint(0, 64, (2, n), key=draw) for n in (7, 12))
-        row = mx.concatenate([first, second, mx.zeros((2, 3), mx.int32)], axis=1)
+        key = mx.random.key(0)
+        # Two sequences, because some models mix up masks and heads only in batches.
+        first, second = (mx.random.randint(0, 64, (2, n), key=key) for n in (7, 12))
+        tokens = mx.concatenate([first, second, mx.zeros((2, 3), mx.int32)], axis=1)
         documents = mx.array([[0] * 7 + [1] * 12 + [2] * 3] * 2)
         alone = mx.concatenate([model(first), model(second)], axis=1)
         try:
-            packed = model(row, cache=self(documents))[:, :19]
+            packed = model(tokens, cache=self(documents))[:, :19]
         except (AttributeError, TypeError, ValueError) as error:
-            raise PackingUnsupported(f"it wants more of its cache: {error}") from None
+            reason = f"it uses its cache for more than a mask: {error}"
+            raise PackingUnsupported(reason) from None
         finally:
             model.train(training)
+        is_float32 = packed.dtype == mx.float32 and alone.dtype == mx.float32
         alone, packed = alone.astype(mx.float32), packed.astype(mx.float32)
-        exact = packed.dtype == mx.float32 and alone.dtype == mx.float32
-        allowed = (1e-4 if exact else 2**-6) * max(1.0, mx.abs(alone).max().item())
-        off = mx.abs(packed - alone).max().item()
-        if not off <= allowed:
+        tolerance = 1e-4 if is_float32 else 2**-6
+        tolerance *= max(1.0, mx.abs(alone).max().item())
+        error = mx.abs(packed - alone).max().item()
+        if not error <= tolerance:
             raise PackingUnsupported(
-                f"logits of a packed document are off by {off:.2g}"
+                f"logits of a packed document are off by {error:.2g}"
             )
 
 
-class _Masks:
+class _DocumentMasks:
     """The masks of a packed batch, each made once for all layers."""
 
     def __init__(self, documents: mx.array):
         self._documents = documents
-        self._made: dict[int | None, mx.array] = {}
+        self._masks: dict[int | None, mx.array] = {}
 
-    def __call__(self, window: int | None) -> mx.array:
-        """Bool [B, 1, L, L], True where a position (row) sees another (column)."""
-        if window not in self._made:
+    def __call__(self, window_size: int | None) -> mx.array:
+        """Bool [B, 1, L, L], True where a position (axis 2) attends to another."""
+        if window_size not in self._masks:
             documents = self._documents
-            places = mx.arange(documents.shape[1])
-            behind = places[:, None] - places[None]
-            sees = behind >= 0
-            if window is not None:
-                sees = sees & (behind < window)
+            positions = mx.arange(documents.shape[1])
+            distance = positions[:, None] - positions[None]
+            causal = distance >= 0
+            if window_size is not None:
+                causal = causal & (distance < window_size)
             same = documents[:, :, None] == documents[:, None, :]
-            self._made[window] = (same & sees)[:, None]
-        return self._made[window]
+            self._masks[window_size] = (same & causal)[:, None]
+        return self._masks[window_size]
 
 
-class _Cache:
-    """What a layer finds in its cache's place: a mask, and nothing before the row."""
+class _MaskCache:
+    """The cache of a layer, which holds only a mask and no earlier tokens."""
 
     offset = 0
 
-    def __init__(self, masks: _Masks, window: int | None):
+    def __init__(self, masks: _DocumentMasks, window_size: int | None):
         self._masks = masks
-        self._window = window
+        self._window_size = window_size
 
     def make_mask(
         self, length: int, window_size: int | None = None, return_array: bool = False
     ) -> mx.array:
-        """The mask in mlx-lm's manner; always an array."""
-        return self._masks(window_size or self._window)
+        """The mask, as mlx-lm's caches make it; always an array."""
+        return self._masks(window_size or self._window_size)
 
     def update_and_fetch(
         self, keys: mx.array, values: mx.array
     ) -> tuple[mx.array, mx.array]:
-        """Keys and values as they came."""
+        """Keys and values unchanged."""
         return keys, values

@@ -210,6 +210,6 @@ def require_fsdp_support(ranks: ProcessGroup) -> None:
         mx.eval(ranks.reduce_scatter(mx.zeros((ranks.size, 1))))
     except RuntimeError as fault:
         raise UserError(
-            f"this backend ({backend()}) has no reduce-scatter, which fsdp needs: {fault}",
+            f"this backend ({backend()}) has no reduce-scatter for fsdp: {fault}",
             hint="use NCCL or JACCL, or remove fsdp",
         ) from fault

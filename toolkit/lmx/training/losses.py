@@ -1,4 +1,7 @@
-"""Losses as sums over trained tokens; who divides decides over what."""
+"""Losses summed over trained tokens.
+
+The caller normalizes, so that micro-batches and ranks can be combined exactly.
+"""
 
 import mlx.core as mx
 
@@ -12,7 +15,7 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx
     Args:
         logits: [B, L, V].
         targets: int [B, L].
-        mask: bool [B, L], True where the target counts.
+        mask: bool [B, L], True where the target is trained.
     """
     return _cross_entropy(logits, targets, mask)[0]
 
@@ -21,11 +24,11 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx
 def _cross_entropy(logits: mx.array, targets: mx.array, mask: mx.array):
     """The sum, and what its gradient needs: exponentials and their sums."""
     logits = logits.astype(mx.float32)
-    chosen = mx.take_along_axis(logits, targets[..., None], axis=-1)
+    target_logits = mx.take_along_axis(logits, targets[..., None], axis=-1)
     largest = logits.max(axis=-1, keepdims=True)
     exponentials = exp_nonpositive(logits - largest)
     total = exponentials.sum(axis=-1, keepdims=True)
-    losses = (mx.log(total) + largest - chosen).squeeze(-1)
+    losses = (mx.log(total) + largest - target_logits).squeeze(-1)
     return mx.where(mask, losses, 0.0).sum(), exponentials, total
 
 
@@ -36,7 +39,7 @@ def _(primals, cotangents, outputs):
     weight = mx.where(mask, cotangents[0], 0.0)[..., None]
     gradient = exponentials * (weight / total)
     if on_cpu():
-        # Apart from what is made of it, as below.
+        # Not fused with what uses it: see `exp_nonpositive`.
         gradient = mx.contiguous(gradient)
     targets = targets[..., None]
     at_target = mx.take_along_axis(gradient, targets, axis=-1) - weight
@@ -45,8 +48,9 @@ def _(primals, cotangents, outputs):
 
 
 def exp_nonpositive(x: mx.array) -> mx.array:
-    """e^x of float32 numbers that are not above zero, fast; no gradient on the CPU."""
+    """e^x of float32 values up to zero; on the CPU fast and without a gradient."""
     if not on_cpu():
         return mx.exp(x)
-    # Apart from what `x` is made of: fused with a row's number they are no vectors.
+    # Not fused with what computes `x`: a kernel with broadcast scalars is not
+    # vectorized.
     return exp(mx.contiguous(x))

@@ -158,14 +158,14 @@ class TrainStep:
             return StepOutput(*self._train_batch(*self._inputs(batches[0]), *scalars))
 
     def on_step(self, step: int) -> bool:
-        """Prepare for a step, counted from 0; returns whether fake quantization changes."""
+        """Prepare for a step, counted from 0; returns whether quantization changes."""
         if not self.fake_quant or not self.fake_quant.on_step(step, self.parameters):
             return False
         self._compile()
         return True
 
     def evaluate(self, batches) -> tuple[float, int]:
-        """The summed training loss and the trained tokens of batches, without dropout."""
+        """Summed training loss and trained tokens of batches, without dropout."""
         self.model.eval()
         loss_sum = num_tokens = 0.0
         if self.sharding:

@@ -1,8 +1,8 @@
 """A teacher's predictions: top-k log-probabilities, and the mass of all other tokens.
 
-A position takes the same few bytes for any vocabulary. With the mass of the other tokens
-a target is a distribution over the top-k tokens and one more outcome, "any other token".
-A loss against it is a lower bound of the loss against the teacher.
+A position takes the same few bytes for any vocabulary. With the mass of the other
+tokens a target is a distribution over the top-k tokens and one more outcome, "any other
+token". A loss against it is a lower bound of the loss against the teacher.
 """
 
 from pathlib import Path
