@@ -1,4 +1,4 @@
-"""A run folder with everything a page can show, and readers of a page."""
+"""A run directory with everything that the report page shows, and an HTML reader."""
 
 import json
 from html.parser import HTMLParser
@@ -83,7 +83,7 @@ MANIFEST = {
     "machine": {"system": "Linux", "cores": 2},
     "started": "2026-01-01T10:00:00+0000",
     "ended": "2026-01-01T10:02:05+0000",
-    "at": "2-validate",
+    "current_stage": "2-evaluate",
     "stages": {"1-train": {"facts": {}, "artifacts": {"model": {"a": "cd" * 32}}}},
 }
 ROWS = [
