@@ -1,4 +1,4 @@
-"""The one error a user can cause: what went wrong, where, and what to do instead."""
+"""Errors that a user can cause and fix, and the exit codes of the commands."""
 
 USAGE = 2
 FAILED = 1
@@ -7,14 +7,14 @@ INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """A fault a user can mend; printed without a traceback.
+    """An error that the user can fix; printed without a traceback.
 
     Args:
-        message: what is wrong, one sentence.
-        hint: what to do instead.
-        place: where, as ``file:line:col`` or a path.
+        message: what is wrong, in one sentence.
+        hint: how to fix it.
+        place: the location, as ``file:line:col`` or a path.
         code: the exit code of the command (2 recipe or usage, 1 the run failed,
-            3 will not fit).
+            3 does not fit in memory or on disk).
     """
 
     def __init__(
@@ -37,4 +37,4 @@ class UserError(Exception):
 
 
 class Interrupted(Exception):
-    """The user asked the run to stop; everything needed to go on is on disk."""
+    """The user stopped the run; everything needed to resume is on disk."""

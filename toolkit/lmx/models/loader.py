@@ -174,7 +174,7 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
         raise UserError(
             f"this checkpoint is in {method} format, not in MLX format",
             place=place,
-            hint="import it first: lmx import SOURCE TARGET",
+            hint="convert it first: lmx convert SOURCE TARGET",
         )
     check_weights(path)
     if "model_file" not in config:
