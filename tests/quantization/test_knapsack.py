@@ -4,7 +4,15 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from lmx.quantization.mixed_precision.knapsack import greedy, solve
+from lmx.quantization.mixed_precision.knapsack import _improve, _size, solve
+
+
+def greedy(items, budget):
+    """From the smallest options on, take steps that save most cost per size."""
+    choice = [int(np.lexsort((costs, sizes))[0]) for sizes, costs in items]
+    if _size(items, choice) > budget:
+        return None
+    return _improve(items, choice, budget)
 
 
 def items_of(seed, *, items, options, largest=60):

@@ -181,10 +181,10 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
         model_classes(config, place=place)
     elif not trust_remote_code:
         raise UserError(
-            f"this model brings code of its own ({config['model_file']}), "
-            "which is not run unasked",
+            f"this model needs Python code from its checkpoint "
+            f"({config['model_file']}), which runs only with trust_remote_code",
             place=place,
-            hint="read it, then set trust_remote_code: true",
+            hint="review the code, then set trust_remote_code: true",
         )
 
 

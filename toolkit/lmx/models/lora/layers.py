@@ -9,7 +9,24 @@ import mlx.nn as nn
 from .. import quantized_layers
 
 
-class LoRALinear(nn.Module):
+class AdapterLayer(nn.Module):
+    """A frozen layer, `linear` or `embedding`, with trainable adapter parameters.
+
+    Attributes:
+        TRAINABLE: names of the adapter parameters.
+        RANK_AXIS: the axis of the rank, by parameter.
+    """
+
+    TRAINABLE: ClassVar = ("lora_a", "lora_b")
+    RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
+
+    @property
+    def base_layer(self) -> nn.Module:
+        """The wrapped layer."""
+        return self.linear
+
+
+class LoRALinear(AdapterLayer):
     """A frozen linear layer plus scale * (x A) B, with A [in, rank] and B [rank, out].
 
     If `merged` is set, `linear.weight` holds the (quantized) sum of both. The forward
@@ -17,9 +34,6 @@ class LoRALinear(nn.Module):
     `grad_through_merge` is set too, A and B get them through the sum, from the gradient
     of the whole weight.
     """
-
-    TRAINABLE = ("lora_a", "lora_b")
-    RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
 
     def __init__(
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
@@ -34,11 +48,6 @@ class LoRALinear(nn.Module):
         self.lora_a = init_lora_a(inputs, rank, key)
         self.lora_b = mx.zeros((rank, outputs))
         self.merged = self.grad_through_merge = False
-
-    @property
-    def base_layer(self) -> nn.Module:
-        """The wrapped layer."""
-        return self.linear
 
     @property
     def base_weight(self) -> mx.array:
@@ -72,7 +81,7 @@ class DoRALinear(LoRALinear):
     The norms of the sum itself are constants in the backward pass.
     """
 
-    TRAINABLE = ("lora_a", "lora_b", "m")
+    TRAINABLE: ClassVar = ("lora_a", "lora_b", "m")
 
     def __init__(
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
@@ -113,14 +122,11 @@ def _merged_product_vjp(primals, cotangent, _):
     )
 
 
-class LoRAEmbedding(nn.Module):
+class LoRAEmbedding(AdapterLayer):
     """A frozen embedding, which may also be the output head, plus scale * A B.
 
     A is [tokens, rank], B is [rank, width].
     """
-
-    TRAINABLE = ("lora_a", "lora_b")
-    RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
 
     def __init__(
         self, embedding: nn.Module, rank: int, scale: float, dropout: float, key
@@ -135,7 +141,6 @@ class LoRAEmbedding(nn.Module):
 
     @property
     def base_layer(self) -> nn.Module:
-        """The wrapped layer."""
         return self.embedding
 
     def __call__(self, tokens: mx.array) -> mx.array:
@@ -162,7 +167,7 @@ class DoRAEmbedding(LoRAEmbedding):
     Stock mlx-lm has it for dense embeddings only.
     """
 
-    TRAINABLE = ("lora_a", "lora_b", "m")
+    TRAINABLE: ClassVar = ("lora_a", "lora_b", "m")
 
     def __init__(
         self, embedding: nn.Module, rank: int, scale: float, dropout: float, key
@@ -193,13 +198,12 @@ class DoRAEmbedding(LoRAEmbedding):
         return rescale_rows(super().merge(weight, trained), trained["m"])
 
 
-class LoRAExperts(nn.Module):
+class LoRAExperts(AdapterLayer):
     """Frozen experts plus scale * B A of the experts that the router chose.
 
     A is [experts, rank, in], B is [experts, out, rank]: mlx-lm's LoRASwitchLinear.
     """
 
-    TRAINABLE = ("lora_a", "lora_b")
     RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 2}
 
     def __init__(
@@ -213,11 +217,6 @@ class LoRAExperts(nn.Module):
         a = init_lora_a(inputs, rank, key, before=(experts,))
         self.lora_a = mx.contiguous(a.swapaxes(1, 2))
         self.lora_b = mx.zeros((experts, outputs, rank))
-
-    @property
-    def base_layer(self) -> nn.Module:
-        """The wrapped layer."""
-        return self.linear
 
     def __call__(self, x: mx.array, indices: mx.array, sorted_indices: bool = False):
         choice = {"rhs_indices": indices, "sorted_indices": sorted_indices}
@@ -234,7 +233,7 @@ class LoRAExperts(nn.Module):
         return weight.astype(mx.float32) + self.scale * (b @ a)
 
 
-class QALoRALinear(nn.Module):
+class QALoRALinear(AdapterLayer):
     """A frozen quantized layer plus scale * (s A) B: s [groups] are sums of x by group.
 
     All weights of a group get the same update, so the group's bias absorbs it. The
@@ -242,9 +241,6 @@ class QALoRALinear(nn.Module):
     its one product, and A [groups, rank] and B [rank, out] get the gradients that the
     sum would give.
     """
-
-    TRAINABLE = ("lora_a", "lora_b")
-    RANK_AXIS: ClassVar = {"lora_a": 1, "lora_b": 0}
 
     def __init__(
         self, linear: nn.Module, rank: int, scale: float, dropout: float, key: mx.array
@@ -259,11 +255,6 @@ class QALoRALinear(nn.Module):
         a = init_lora_a(inputs // linear.group_size, rank, key)
         self.lora_a = a / math.sqrt(linear.group_size)
         self.lora_b = mx.zeros((rank, outputs))
-
-    @property
-    def base_layer(self) -> nn.Module:
-        """The wrapped layer."""
-        return self.linear
 
     def __call__(self, x: mx.array) -> mx.array:
         y = self.linear(x)

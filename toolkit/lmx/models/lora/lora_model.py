@@ -10,6 +10,7 @@ from ...config.lora import LoRAConfig
 from ...errors import UserError
 from ..quantized_layers import dequantize, is_affine_quantized, is_quantized
 from .layers import (
+    AdapterLayer,
     DoRAEmbedding,
     DoRALinear,
     LoRAEmbedding,
@@ -32,7 +33,6 @@ LAYER_CLASSES = {
     "dora": {LINEAR: DoRALinear, EMBEDDING: DoRAEmbedding},
     "qa_lora": {LINEAR: QALoRALinear},
 }
-ADAPTED = tuple({c for classes in LAYER_CLASSES.values() for c in classes.values()})
 
 
 def attach(
@@ -105,7 +105,7 @@ def _matches(pattern: str, target: TargetModule, rank: int) -> bool:
 
 def adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The adapted layers of a model by path."""
-    return {p: m for p, m in model.named_modules() if isinstance(m, ADAPTED)}
+    return {p: m for p, m in model.named_modules() if isinstance(m, AdapterLayer)}
 
 
 def lr_multipliers(

@@ -55,14 +55,6 @@ def solve(
     return choice if _cost(items, choice) < known_cost else known
 
 
-def greedy(items: Items, budget: int) -> list[int] | None:
-    """From the smallest options on, take steps that save most cost per size."""
-    choice = [int(np.lexsort((costs, sizes))[0]) for sizes, costs in items]
-    if _size(items, choice) > budget:
-        return None
-    return _improve(items, choice, budget)
-
-
 def _relax(items: Items, budget: int) -> tuple[float, list[int]]:
     """The Lagrangian relaxation: a price of size at which independent choices fit.
 

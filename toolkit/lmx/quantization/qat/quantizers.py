@@ -48,10 +48,30 @@ class MinMaxQuantizer:
         return pack(weight, self._spec, self._dtype)
 
 
-class LSQQuantizer:
-    """Learned scale and bias of every group: LSQ with an offset (arXiv 1902.08153)."""
+class AffineQuantizer:
+    """Levels of an affine grid with the gradients of `AffineSTE`."""
 
     IS_STRAIGHT_THROUGH: ClassVar = False
+    _affine: AffineSTE
+
+    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
+        """The quantized weight [..., K], float32; see `AffineSTE.fake_quantize`."""
+        return self._affine.fake_quantize(weight, *self._grid(qparams))
+
+    def pack(
+        self, weight: mx.array, qparams: dict[str, mx.array]
+    ) -> dict[str, mx.array]:
+        """Codes, scales and biases as a checkpoint stores them."""
+        return self._affine.pack(weight, *self._grid(qparams))
+
+    def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+        """Scales and biases of the grid."""
+        return qparams["scales"], qparams["biases"]
+
+
+class LSQQuantizer(AffineQuantizer):
+    """Learned scale and bias of every group: LSQ with an offset (arXiv 1902.08153)."""
+
     CLIP_MARGIN: ClassVar = 0.0
 
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
@@ -77,16 +97,6 @@ class LSQQuantizer:
         """Latent weights near `target`; see `AffineSTE.latent_within_cell`."""
         return self._affine.latent_within_cell(packed, target)
 
-    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
-        """The quantized weight [..., K], float32; see `AffineSTE.fake_quantize`."""
-        return self._affine.fake_quantize(weight, **qparams)
-
-    def pack(
-        self, weight: mx.array, qparams: dict[str, mx.array]
-    ) -> dict[str, mx.array]:
-        """Codes, scales and biases as a checkpoint stores them."""
-        return self._affine.pack(weight, **qparams)
-
 
 class FixedScaleQuantizer(LSQQuantizer):
     """Weights move between the levels of the initial grid, above all that of a
@@ -109,15 +119,8 @@ class FixedScaleQuantizer(LSQQuantizer):
         self._fixed = super().init_from_codes(packed)
         return {}
 
-    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
-        """The quantized weight [..., K], float32; see `AffineSTE.fake_quantize`."""
-        return super().fake_quantize(weight, self._fixed)
-
-    def pack(
-        self, weight: mx.array, qparams: dict[str, mx.array]
-    ) -> dict[str, mx.array]:
-        """Codes, scales and biases as a checkpoint stores them."""
-        return super().pack(weight, self._fixed)
+    def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
+        return super()._grid(self._fixed)
 
 
 class ScalesOnlyQuantizer(LSQQuantizer):
@@ -170,7 +173,7 @@ class ScalesOnlyQuantizer(LSQQuantizer):
         return {"weight": self.codes} | pair
 
 
-class StretchedElasticQuantizer:
+class StretchedElasticQuantizer(AffineQuantizer):
     """Symmetric levels scale * (code - ZERO_POINT), codes 0 ... 2 * ZERO_POINT: the
     stretched elastic quantization of ParetoQ (arXiv 2502.02631).
 
@@ -184,7 +187,6 @@ class StretchedElasticQuantizer:
             checkpoint's type holds every level exactly.
     """
 
-    IS_STRAIGHT_THROUGH: ClassVar = False
     ZERO_POINT: ClassVar[float]
     SPARE_BITS: ClassVar[int]
 
@@ -204,18 +206,7 @@ class StretchedElasticQuantizer:
         is_minmax = self._scale_init == "minmax"
         return {"scales": scales if is_minmax else self._fit(groups, scales)}
 
-    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
-        """The quantized weight [..., K], float32; see `AffineSTE.fake_quantize`."""
-        return self._affine.fake_quantize(weight, *self._grid(qparams))
-
-    def pack(
-        self, weight: mx.array, qparams: dict[str, mx.array]
-    ) -> dict[str, mx.array]:
-        """Codes, scales and biases as a checkpoint stores them."""
-        return self._affine.pack(weight, *self._grid(qparams))
-
     def _grid(self, qparams: dict[str, mx.array]) -> tuple[mx.array, mx.array]:
-        """Scales and biases of the affine grid with these levels."""
         scales = self._round_scales(qparams["scales"])
         return scales, -self.ZERO_POINT * scales
 
