@@ -43,7 +43,7 @@ def export(source, target, selection=None):
         loaded.config,
         companions=loaded.path,
         specs=selection.specs,
-        kept=list(selection.kept),
+        kept=list(selection.skipped),
     )
     return weights
 

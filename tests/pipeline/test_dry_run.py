@@ -106,7 +106,7 @@ def test_all_is_told(here, capsys):
     for expected in (
         "llama, 90,432 parameters, 181 kB, vocabulary 320",
         "13 of 15 layers are quantized",
-        "its width 96 is no multiple of 64: model.layers.0.mlp.down_proj",
+        "its width 96 is not a multiple of 64: model.layers.0.mlp.down_proj",
         "rows.jsonl: 8 examples, format chat",
         "skipped: rows.jsonl:9: ",
         "8 of 8 examples tokenized: 7 sequences of ",

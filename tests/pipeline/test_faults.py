@@ -135,8 +135,8 @@ def test_groups_that_do_not_fit(tmp_path, capsys):
     train = TRAIN | {"qat": {"group_size": 128}}
     run = Run(tmp_path, {"train": train})
     said = fails(run, capsys, 2)
-    assert "nothing of this model can be quantized" in said
-    assert "its width 64 is no multiple of 128" in said
+    assert "no layer of this model can be quantized" in said
+    assert "its width 64 is not a multiple of 128" in said
 
 
 def test_a_rate_beyond_reason(run, capsys):

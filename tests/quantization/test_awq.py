@@ -15,7 +15,7 @@ from lmx.config.quantize import AWQConfig, GPTQConfig, RTNConfig
 from lmx.models import checkpoint_writer
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build_model, load
-from lmx.quantization.packing import expand, pack
+from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq import awq
 from lmx.quantization.ptq.awq import clip, group_moments
 from lmx.quantization.ptq.awq_scaling import (
@@ -70,13 +70,13 @@ def quantized(method, folder, config=LLAMA, **settings):
     dense = dict(tree_flatten(model.parameters()))
     logger = RecordingLogger()
     windows = windows_of(tokens_of(1))
-    task = PTQContext(model, specs, mx.float32, lambda *_: windows, folder, logger)
-    tensors = METHODS[method](settings, task).quantize()
+    context = PTQContext(model, specs, mx.float32, lambda *_: windows, folder, logger)
+    tensors = METHODS[method](settings, context).quantize()
     weights = dense | {k: v for k, v in tensors.items() if k in dense}
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
         packed = {name: tensors[f"{path}.{name}"] for name in names}
-        weights[f"{path}.weight"] = expand(packed, spec, mx.float32)
+        weights[f"{path}.weight"] = dequantize(packed, spec, mx.float32)
     return tensors, weights, logger.lines
 
 
@@ -122,16 +122,16 @@ def test_mixed_bits_in_stock_mlx_lm(make_checkpoint, tmp_path):
     source = make_checkpoint(dtype="float32", **SIZES)
     loaded = load(source, compute="stored")
     config = quantize.AWQConfig(bits=3, group_size=32)
-    selection = select_layers(loaded.model, config)
-    wide = {p: QuantSpec(bits=6, group_size=32) for p in selection.specs if "v_" in p}
+    plan = select_layers(loaded.model, config)
+    wide = {p: QuantSpec(bits=6, group_size=32) for p in plan.specs if "v_" in p}
     assert wide
-    specs = selection.specs | wide
+    specs = plan.specs | wide
     dense = dict(tree_flatten(loaded.model.parameters()))
     windows = windows_of(tokens_of(1))
-    task = PTQContext(
+    context = PTQContext(
         loaded.model, specs, mx.float32, lambda *_: windows, tmp_path, RecordingLogger()
     )
-    tensors = METHODS["awq"](config, task).quantize()
+    tensors = METHODS["awq"](config, context).quantize()
     kept = {k: v for k, v in dense.items() if k.removesuffix(".weight") not in specs}
     target = tmp_path / "model"
     target.mkdir()
@@ -148,7 +148,7 @@ def test_mixed_bits_in_stock_mlx_lm(make_checkpoint, tmp_path):
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
         packed = {name: tensors[f"{path}.{name}"] for name in names}
-        kept[f"{path}.weight"] = expand(packed, spec, mx.float32)
+        kept[f"{path}.weight"] = dequantize(packed, spec, mx.float32)
     kept |= {
         name: value
         for name, value in tensors.items()
@@ -206,7 +206,7 @@ def test_search_scales_protects_salient_channels():
     dtypes = {name: value.dtype for name, value in before.items()}
 
     def quantizer(path, weight):
-        return expand(pack(weight, SPEC, mx.float32), SPEC, mx.float32)
+        return dequantize(pack(weight, SPEC, mx.float32), SPEC, mx.float32)
 
     blocks = [BlockError.of(toy, partial(_residual, toy), x) for x in hidden]
     result = search_scales(mappings, before, ["layer"], quantizer, *blocks[:2], dtypes)
@@ -230,7 +230,7 @@ def test_clip_has_the_least_error_of_all_ranges():
     moments = group_moments(mx.array(x.T @ x, dtype=mx.float32), 32)
 
     def error(tensors):
-        errors = np.array(expand(tensors, SPEC, mx.float32) - weight, np.float64)
+        errors = np.array(dequantize(tensors, SPEC, mx.float32) - weight, np.float64)
         parts = [x[:, i : i + 32] @ errors[:, i : i + 32].T for i in (0, 32, 64)]
         return np.stack([(part**2).sum(axis=0) for part in parts])
 

@@ -1,4 +1,4 @@
-"""Packed codes against MLX's own packing, bit for bit."""
+"""Code packing against MLX's own, bit for bit."""
 
 import mlx.core as mx
 import numpy as np
@@ -9,24 +9,24 @@ WIDTHS = (2, 3, 4, 5, 6, 8)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_packing_is_mlxs(bits):
+def test_packing_matches_mlx(bits):
     weight = mx.random.normal((5, 192), key=mx.random.key(bits))
     packed, scales, biases = mx.quantize(weight, group_size=64, bits=bits)
-    found = packing.unpack_codes(packed, bits)
-    assert found.shape == weight.shape
-    assert found.max().item() == 2**bits - 1
+    codes = packing.unpack_codes(packed, bits)
+    assert codes.shape == weight.shape
+    assert codes.max().item() == 2**bits - 1
     grid = (mx.repeat(v, 64, axis=1) for v in (scales, biases))
     scale, bias = grid
     expected = mx.dequantize(packed, scales, biases, group_size=64, bits=bits)
-    assert mx.array_equal(found.astype(mx.float32) * scale + bias, expected)
-    assert mx.array_equal(packing.pack_codes(found, bits), packed)
+    assert mx.array_equal(codes.astype(mx.float32) * scale + bias, expected)
+    assert mx.array_equal(packing.pack_codes(codes, bits), packed)
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_a_code_has_the_bits_from_its_place_on(bits):
-    wanted = np.random.default_rng(0).integers(0, 2**bits, (7, 96))
-    packed = np.array(packing.pack_codes(mx.array(wanted), bits))
-    for row, words in zip(wanted, packed, strict=True):
+def test_code_starts_at_its_bit(bits):
+    codes = np.random.default_rng(0).integers(0, 2**bits, (7, 96))
+    packed = np.array(packing.pack_codes(mx.array(codes), bits))
+    for row, words in zip(codes, packed, strict=True):
         stream = int.from_bytes(words.tobytes(), "little")
         read = [(stream >> (i * bits)) % 2**bits for i in range(96)]
         assert read == row.tolist()

@@ -13,7 +13,7 @@ from lmx.data.batching import Batch
 from lmx.models import checkpoint_writer
 from lmx.models.loader import load, set_compute_dtype
 from lmx.models.lora import lora_model
-from lmx.quantization.packing import expand, pack
+from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan, select_layers
@@ -98,7 +98,7 @@ class Run:
             self.loaded.config,
             companions=self.loaded.path,
             specs=self.selection.specs,
-            kept=list(self.selection.kept),
+            kept=list(self.selection.skipped),
         )
         return folder
 
@@ -297,7 +297,7 @@ def test_bit_schedule_keeps_layers_of_more_bits(make_checkpoint):
         for path, width in ((LINEAR[0], bits), (LINEAR[1], 6)):
             spec = QuantSpec(bits=width, group_size=32)
             packed = pack(run.step.parameters[f"{path}.weight"], spec, mx.float32)
-            expected = expand(packed, spec, mx.float32)
+            expected = dequantize(packed, spec, mx.float32)
             assert mx.array_equal(weights[f"{path}.weight"], expected)
 
 
@@ -380,7 +380,7 @@ def test_quantizing_twice_would_change_codes():
     weight = mx.random.normal((64, 256), key=mx.random.key(0))
     spec = QuantSpec(bits=4)
     once = pack(weight, spec, mx.float16)
-    twice = pack(expand(once, spec, mx.float16), spec, mx.float16)
+    twice = pack(dequantize(once, spec, mx.float16), spec, mx.float16)
     changed = mx.mean(once["weight"] != twice["weight"]).item()
     assert changed > 0.05
     other = pack(weight, spec, mx.float32)
@@ -432,7 +432,7 @@ def test_adapter_gradients_equal_those_of_the_merged_weight(make_checkpoint, dty
     base = np.array(run.base[f"{path}.weight"].astype(mx.float32), dtype=np.float64)
     merged = mx.array(base + 2.0 * (a @ b).T, dtype=mx.float32)
     spec = run.selection.specs[path]
-    served = expand(pack(merged, spec, stored), spec, stored).astype(mx.float32)
+    served = dequantize(pack(merged, spec, stored), spec, stored).astype(mx.float32)
     rows = np.array(x, dtype=np.float64).reshape(-1, 256)
     errors = np.array(probe, dtype=np.float64).reshape(-1, 128)
     d_weight = errors.T @ rows

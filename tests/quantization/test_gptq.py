@@ -10,7 +10,7 @@ from calibration_windows import windows_of
 from lmx.config import quantize
 from lmx.config.quantize import GPTQConfig, RTNConfig
 from lmx.models.loader import build_model
-from lmx.quantization.packing import expand
+from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
@@ -54,7 +54,7 @@ def quantized(
     specs = select_layers(model, config).specs
     dense = dict(tree_flatten(model.parameters()))
     windows = windows_of(tokens_of(1) if tokens is None else tokens, counted)
-    task = PTQContext(
+    context = PTQContext(
         model,
         specs,
         mx.float32,
@@ -62,11 +62,11 @@ def quantized(
         folder,
         logger or RecordingLogger(),
     )
-    tensors = METHODS[method](config, task).quantize()
+    tensors = METHODS[method](config, context).quantize()
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
         packed = {name: tensors[f"{path}.{name}"] for name in names}
-        dense[f"{path}.weight"] = expand(packed, spec, mx.float32)
+        dense[f"{path}.weight"] = dequantize(packed, spec, mx.float32)
     model.update(tree_unflatten(list(dense.items())))
     return tensors, model
 

@@ -8,7 +8,7 @@ import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.quantization import backend
 from lmx.quantization.affine_grid import AffineGrid, fit_grid, nearest
-from lmx.quantization.packing import expand, pack
+from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq import gptq_solver
 from lmx.quantization.ptq.gptq_solver import (
     coordinate_descent,
@@ -147,7 +147,7 @@ def test_solve_layer_rows_are_independent(hessian, monkeypatch):
     size = 3 * WIDTH * WIDTH // GROUP
     monkeypatch.setattr(gptq_solver, "MAX_REFIT_ELEMENTS", size)
     parts = solve_layer(weights(), hessian, spec, mx.float16)
-    same = [mx.abs(expand(s.tensors, spec, mx.float16)[:5]) for s in (whole, parts)]
+    same = [mx.abs(dequantize(s.tensors, spec, mx.float16)[:5]) for s in (whole, parts)]
     assert mx.allclose(*same, atol=2e-2)
     for name, error in whole.errors.items():
         assert parts.errors[name] == pytest.approx(error, rel=2e-2)
@@ -225,12 +225,12 @@ def test_stored_layer_has_the_least_error(hessian, bits, dtype):
     errors = solution.errors
     assert errors["best"] <= min(errors.values()) * (1 + 1e-6)
     assert errors["best"] < 0.8 * errors["RTN"]
-    stored = double(expand(solution.tensors, spec, dtype).astype(mx.float32))
+    stored = double(dequantize(solution.tensors, spec, dtype).astype(mx.float32))
     off = stored - double(weight.astype(mx.float32))
     matrix, whole = double(hessian.matrix), double(weight.astype(mx.float32))
     share = np.sum((off @ matrix) * off) / np.sum((whole @ matrix) * whole)
     assert errors["best"] == pytest.approx(share, rel=1e-3)
-    rounded = expand(pack(weight, spec, dtype), spec, dtype).astype(mx.float32)
+    rounded = dequantize(pack(weight, spec, dtype), spec, dtype).astype(mx.float32)
     off = double(rounded) - whole
     share = np.sum((off @ matrix) * off) / np.sum((whole @ matrix) * whole)
     assert errors["RTN"] == pytest.approx(share, rel=1e-3)
@@ -252,7 +252,7 @@ def test_target_compensates_for_the_output_error(hessian):
     def quantized(cross, residual, strength=1.0):
         error = None if cross is None else OutputError(cross, residual, strength)
         layer = solve_layer(weights(), hessian, spec, mx.float32, output_error=error)
-        return double(expand(layer.tensors, spec, mx.float32))
+        return double(dequantize(layer.tensors, spec, mx.float32))
 
     target = y @ double(weights()).T + drift
 

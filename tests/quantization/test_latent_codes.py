@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization.packing import expand, pack
+from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq.block_reconstruction import LatentCodes
 
 AFFINE = itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128))
@@ -33,7 +33,7 @@ def test_unchanged_latents_give_the_stored_tensors(spec, dtype):
     again = grid.packed(*values)
     assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
     weight = grid.weight(*values)
-    assert mx.array_equal(weight, expand(packed, spec, dtype).astype(mx.float32))
+    assert mx.array_equal(weight, dequantize(packed, spec, dtype).astype(mx.float32))
     moved = grid.packed(values[0] + 0.6, *values[1:])
     assert not mx.array_equal(moved["weight"], packed["weight"])
 

@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization.packing import expand, pack
+from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.quantizers import FixedScaleQuantizer, LSQQuantizer
 from lmx.quantization.qat.ste import CELL_MARGIN
 
@@ -22,7 +22,7 @@ def packed_layer(quantizer_class, bits, dtype, shape=(8, 256), distance=1.0):
     quantizer = quantizer_class(spec, dtype, "mse")
     packed = pack(normal(*shape), spec, dtype)
     width = mx.abs(mx.repeat(packed["scales"], GROUP, axis=-1)).astype(mx.float32)
-    levels = expand(packed, spec, mx.float32)
+    levels = dequantize(packed, spec, mx.float32)
     return (
         quantizer,
         packed,

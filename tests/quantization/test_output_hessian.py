@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization.packing import expand
+from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq import gptq_solver
 from lmx.quantization.ptq.gptq_solver import solve_layer
 from lmx.quantization.ptq.hessian import OUTPUT_SHRINKAGE, OutputHessian, damped
@@ -34,7 +34,7 @@ def shrunk(matrix: np.ndarray) -> np.ndarray:
 def quantized(spec, fisher) -> np.ndarray:
     fisher = None if fisher is None else mx.array(fisher, mx.float32)
     layer = solve_layer(WEIGHT, HESSIAN, spec, mx.float32, output_fisher=fisher)
-    return np.array(expand(layer.tensors, spec, mx.float32), np.float64)
+    return np.array(dequantize(layer.tensors, spec, mx.float32), np.float64)
 
 
 def cost(weight: np.ndarray, fisher: np.ndarray) -> float:

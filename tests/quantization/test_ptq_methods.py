@@ -1,4 +1,4 @@
-"""What every quantization method promises, whichever it is."""
+"""Guarantees of every quantization method."""
 
 import hashlib
 from pathlib import Path
@@ -12,7 +12,7 @@ from lmx.config.quant_spec import QuantSpec
 from lmx.config.quantize import AWQConfig, GPTQConfig, RTNConfig
 from lmx.models import checkpoint_writer
 from lmx.models.loader import load
-from lmx.quantization.packing import expand
+from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
 from lmx.quantization.target_layers import select_layers
@@ -28,8 +28,8 @@ AWKWARD = {
     "tie_word_embeddings": False,
 }
 EVEN = {"dtype": "float32"}
-# No method looks at the model to know its grid, so every grid is met on one of two: of
-# an awkward width, with rows of several groups and a head; or of even widths, tied.
+# Methods choose no grid by the model. So each grid is tested with one of two models: one
+# of awkward widths with a head, or one of even widths with tied embeddings.
 GRIDS = [
     ({"bits": 2, "group_size": 32}, AWKWARD),
     ({"bits": 3}, EVEN),
@@ -51,38 +51,38 @@ pytestmark = pytest.mark.parametrize("method", METHODS)
 def quantize(method, source, target, **settings):
     loaded = load(source, compute="stored")
     config = CONFIGS[method](**settings)
-    selection = select_layers(loaded.model, config)
+    plan = select_layers(loaded.model, config)
     dense = dict(tree_flatten(loaded.model.parameters()))
     with TemporaryDirectory() as folder:
-        task = PTQContext(
+        context = PTQContext(
             loaded.model,
-            selection.specs,
+            plan.specs,
             loaded.dtype,
             lambda tokens: WINDOWS,
             Path(folder),
             RunLogger(None, quiet=True),
         )
-        tensors = METHODS[method](config, task).quantize()
+        tensors = METHODS[method](config, context).quantize()
         mx.eval(tensors)
-    kept = {
-        k: v for k, v in dense.items() if k[: -len(".weight")] not in selection.specs
+    unquantized = {
+        k: v for k, v in dense.items() if k[: -len(".weight")] not in plan.specs
     }
     target.mkdir()
     checkpoint_writer.write_checkpoint(
         target,
-        kept | tensors,
+        unquantized | tensors,
         loaded.config,
         companions=loaded.path,
-        specs=selection.specs,
-        kept=list(selection.kept),
+        specs=plan.specs,
+        kept=list(plan.skipped),
     )
-    return selection, tensors, dense
+    return plan, tensors, dense
 
 
 @pytest.fixture(scope="module")
 def quantized(make_checkpoint, tmp_path_factory):
-    """A function of method, grid and model to what the one has made of the other: its
-    folder, selection and tensors, and the weights it began with."""
+    """Cached function from method, grid and model to the checkpoint folder, the plan, the
+    tensors and the original weights."""
     made = {}
 
     def of(method, grid, model):
@@ -96,12 +96,12 @@ def quantized(make_checkpoint, tmp_path_factory):
     return of
 
 
-def relative_error(found, wanted):
-    found, wanted = found.astype(mx.float32), wanted.astype(mx.float32)
-    return (mx.linalg.norm(found - wanted) / mx.linalg.norm(wanted)).item()
+def relative_error(weight, expected):
+    weight, expected = weight.astype(mx.float32), expected.astype(mx.float32)
+    return (mx.linalg.norm(weight - expected) / mx.linalg.norm(expected)).item()
 
 
-def test_settings(method):
+def test_config_defaults_and_unknown_keys(method):
     config = CONFIGS[method]()
     assert config.method == method
     assert (config.bits, config.group_size, config.mode) == (4, 64, "affine")
@@ -112,7 +112,7 @@ def test_settings(method):
 
 
 def require(method, grid):
-    """Skip grids that a method says it is not for, which only modes may be."""
+    """Skip modes that a method refuses. It must accept all affine grids."""
     try:
         CONFIGS[method](**grid)
     except ValidationError:
@@ -121,25 +121,26 @@ def require(method, grid):
         pytest.skip("not for this mode")
 
 
-def without_folds(found, weight):
-    """Without the factors that whole columns and whole rows may have been given."""
+def without_scales(quantized, weight):
+    """Remove scales of whole columns and rows, as AWQ applies them."""
     for axis in (0, 1):
-        factor = (found * weight).sum(axis=axis) / mx.square(weight).sum(axis=axis)
-        found = found / mx.expand_dims(factor, axis)
-    return found
+        product = (quantized * weight).sum(axis=axis)
+        factor = product / mx.square(weight).sum(axis=axis)
+        quantized = quantized / mx.expand_dims(factor, axis)
+    return quantized
 
 
 def name_of(value):
-    """Of a grid; its model goes without."""
+    """Test id of a grid; none for its model."""
     return "" if "dtype" in value else "-".join(map(str, value.values()))
 
 
 @pytest.mark.parametrize(("grid", "model"), GRIDS, ids=name_of)
-def test_near_the_weights_and_stored_as_asked(method, quantized, grid, model):
+def test_tensors_are_near_the_weights_in_the_given_spec(method, quantized, grid, model):
     require(method, grid)
-    _, selection, tensors, dense = quantized(method, grid, model)
-    assert len(selection.specs) > 2
-    for path, spec in selection.specs.items():
+    _, plan, tensors, dense = quantized(method, grid, model)
+    assert len(plan.specs) > 2
+    for path, spec in plan.specs.items():
         assert spec == QuantSpec(**grid)
         weight = dense[f"{path}.weight"]
         packed = {
@@ -159,15 +160,17 @@ def test_near_the_weights_and_stored_as_asked(method, quantized, grid, model):
             *mx.quantize(weight, **options), **options, dtype=mx.float32
         )
         error = relative_error(
-            without_folds(expand(packed, spec, mx.float32), weight), weight
+            without_scales(dequantize(packed, spec, mx.float32), weight), weight
         )
-        # What is nearest for the layers' inputs may be further in the weights, and so
-        # is what makes up for the errors of a random model's embedding.
+        # The least output error may have a larger weight error, and so may the
+        # compensation for the embedding errors of a random model.
         assert error < min(0.8, 2.5 * relative_error(plain, weight))
 
 
 @pytest.mark.parametrize(("grid", "model"), GRIDS, ids=name_of)
-def test_what_is_saved_is_what_stock_mlx_lm_runs(method, quantized, grid, model):
+def test_checkpoint_gives_the_same_logits_in_stock_mlx_lm(
+    method, quantized, grid, model
+):
     require(method, grid)
     folder, *_ = quantized(method, grid, model)
     stock, _ = mlx_lm.load(str(folder))
@@ -178,10 +181,10 @@ def test_what_is_saved_is_what_stock_mlx_lm_runs(method, quantized, grid, model)
     assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_awkward_widths_are_kept_as_they_were(method, quantized):
-    folder, selection, _, dense = quantized(method, *GRIDS[2])
+def test_layers_with_indivisible_widths_are_unchanged(method, quantized):
+    folder, plan, _, dense = quantized(method, *GRIDS[2])
     down = [f"model.layers.{n}.mlp.down_proj" for n in range(2)]
-    assert sorted(selection.kept) == down
+    assert sorted(plan.skipped) == down
     files = mx.load(str(folder / "model.safetensors"))
     for path in down:
         assert mx.array_equal(files[f"{path}.weight"], dense[f"{path}.weight"])
@@ -189,11 +192,11 @@ def test_awkward_widths_are_kept_as_they_were(method, quantized):
     mlx_lm.load(str(folder))
 
 
-def test_a_mixture_of_experts(method, make_checkpoint, tmp_path):
-    """Experts in three dimensions, and a router of its own bits."""
+def test_mixture_of_experts(method, make_checkpoint, tmp_path):
+    """Experts have three-dimensional weights, and the router has its own bits."""
     source = make_checkpoint(QWEN3_MOE, dtype="float32", num_hidden_layers=1)
-    selection, tensors, _ = quantize(method, source, tmp_path / "q", bits=4)
-    assert selection.specs["model.layers.0.mlp.gate"].bits == 8
+    plan, tensors, _ = quantize(method, source, tmp_path / "q", bits=4)
+    assert plan.specs["model.layers.0.mlp.gate"].bits == 8
     assert tensors["model.layers.0.mlp.switch_mlp.up_proj.weight"].ndim == 3
     stock, _ = mlx_lm.load(str(tmp_path / "q"))
     assert stock.layers[0].mlp.gate.bits == 8
@@ -201,7 +204,7 @@ def test_a_mixture_of_experts(method, make_checkpoint, tmp_path):
     assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_two_runs_leave_the_same_bytes(method, quantized, make_checkpoint, tmp_path):
+def test_two_runs_write_the_same_bytes(method, quantized, make_checkpoint, tmp_path):
     grid, model = GRIDS[1]
     one, *_ = quantized(method, grid, model)
     source = make_checkpoint(num_hidden_layers=2, **model)

@@ -1,4 +1,4 @@
-"""The grids, against NumPy in float64 that knows nothing of MLX."""
+"""Quantization grids, against float64 NumPy without MLX."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization.packing import expand, pack
+from lmx.quantization.packing import dequantize, pack
 from pydantic import ValidationError
 
 AFFINE = list(itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128)))
@@ -15,7 +15,7 @@ ROWS, WIDTH = 24, 384
 
 
 def weights(dtype):
-    """Rows of very different sizes and shifts; one group of zeros, one of one value."""
+    """Rows of very different scales and offsets; a row of zeros, a constant row."""
     key, other = mx.random.split(mx.random.key(0))
     weight = mx.random.normal((ROWS, WIDTH), key=key)
     sizes = mx.exp(2 * mx.random.normal((ROWS, 1), key=other))
@@ -34,7 +34,7 @@ def unpacked(codes, bits):
 
 
 def affine(weight, bits, group_size):
-    """Exact codes, scales, biases: the larger edge and zero are points of the grid."""
+    """Exact codes, scales and biases: the larger edge and zero are grid points."""
     groups = weight.reshape(-1, group_size)
     low, high = groups.min(axis=1), groups.max(axis=1)
     step = np.maximum((high - low) / (2**bits - 1), 1e-7)
@@ -49,25 +49,25 @@ def affine(weight, bits, group_size):
 
 @pytest.mark.parametrize(("bits", "group_size"), AFFINE)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_affine_is_the_edge_anchored_grid(bits, group_size, dtype):
+def test_affine_grid_is_anchored_at_the_larger_edge(bits, group_size, dtype):
     weight, spec = weights(dtype), QuantSpec(bits=bits, group_size=group_size)
     packed = pack(weight, spec, dtype)
     assert packed["scales"].dtype == packed["biases"].dtype == dtype
     exact = np.array(weight.astype(mx.float32), dtype=np.float64)
     codes, scale, bias = affine(exact, bits, group_size)
-    found = unpacked(packed["weight"], bits).reshape(codes.shape)
+    stored_codes = unpacked(packed["weight"], bits).reshape(codes.shape)
     scales, biases = (
         np.array(packed[name].astype(mx.float32)).reshape(-1)
         for name in ("scales", "biases")
     )
     precision = {mx.float32: 1e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}[dtype]
     same = np.isclose(scales, scale, rtol=precision, atol=1e-7)
-    # In 16 bits MLX may count one step more or less to the edge.
+    # In 16 bits, MLX may be one step off at the edge.
     assert same.all() if dtype == mx.float32 else same.mean() > 0.95
-    assert abs(found[same] - codes[same]).max() <= 0.5 + 1e-3
+    assert abs(stored_codes[same] - codes[same]).max() <= 0.5 + 1e-3
     np.testing.assert_allclose(biases, bias, rtol=precision)
-    rounded = found * scales[:, None].astype(np.float64) + biases[:, None]
-    expanded = np.array(expand(packed, spec, dtype).astype(mx.float32))
+    rounded = stored_codes * scales[:, None].astype(np.float64) + biases[:, None]
+    expanded = np.array(dequantize(packed, spec, dtype).astype(mx.float32))
     np.testing.assert_allclose(
         expanded.reshape(rounded.shape),
         rounded,
@@ -98,7 +98,7 @@ def floating_grid(mode):
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-def test_floating_codes_are_nearest_on_their_stored_grid(mode, dtype):
+def test_floating_point_codes_are_nearest_on_the_stored_grid(mode, dtype):
     weight, spec = weights(dtype), QuantSpec(mode=mode)
     packed = pack(weight, spec, dtype)
     assert packed.keys() == {"weight", "scales"}
@@ -110,17 +110,17 @@ def test_floating_codes_are_nearest_on_their_stored_grid(mode, dtype):
     served = values[codes] * scales
     best = abs(groups[..., None] - (points * scales)[:, None, :]).min(axis=-1)
     assert (abs(groups - served) <= best + 1e-5 * abs(groups)).all()
-    # The scale fits its group: the largest weight is neither lost nor cut far.
+    # The scale fits its group: the largest weight is neither lost nor clipped much.
     largest = abs(groups).max(axis=1)
     used = largest > 0
     ratio = abs(served).max(axis=1)[used] / largest[used]
     assert ratio.min() > 0.7
     assert ratio.max() < 1.34
-    expanded = expand(packed, spec, mx.float32)
+    expanded = dequantize(packed, spec, mx.float32)
     np.testing.assert_array_equal(np.array(expanded).reshape(served.shape), served)
 
 
-def test_the_weight_is_cast_to_the_stored_type_first():
+def test_weight_is_cast_to_the_stored_dtype_first():
     weight, spec = weights(mx.float32), QuantSpec(bits=8, group_size=32)
     cast = pack(weight.astype(mx.bfloat16), spec, mx.bfloat16)
     packed = pack(weight, spec, mx.bfloat16)
@@ -129,10 +129,10 @@ def test_the_weight_is_cast_to_the_stored_type_first():
     assert not mx.array_equal(packed["weight"], unlike)
 
 
-def test_defaults_of_every_mode():
+def test_mode_defaults():
     grids = {m: QuantSpec(mode=m) for m in ("affine", "mxfp4", "nvfp4", "mxfp8")}
-    found = {m: (g.group_size, g.bits) for m, g in grids.items()}
-    assert found == {
+    defaults = {m: (g.group_size, g.bits) for m, g in grids.items()}
+    assert defaults == {
         "affine": (64, 4),
         "mxfp4": (32, 4),
         "nvfp4": (16, 4),
@@ -141,7 +141,7 @@ def test_defaults_of_every_mode():
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "fields",
     [
         {"bits": 7},
         {"bits": 1},
@@ -154,11 +154,11 @@ def test_defaults_of_every_mode():
         {"bit": 4},
     ],
 )
-def test_grids_that_are_none(wrong):
+def test_invalid_specs_are_refused(fields):
     with pytest.raises(ValidationError):
-        QuantSpec(**wrong)
+        QuantSpec(**fields)
 
 
-def test_fits():
+def test_fits_checks_the_group_size():
     assert QuantSpec(group_size=64).fits(192)
     assert not QuantSpec(group_size=64).fits(172)

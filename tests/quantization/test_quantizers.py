@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from lmx.config.qat import QATConfig
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization.packing import expand, pack
+from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.quantizers import (
     QUANTIZERS,
     FixedScaleQuantizer,
@@ -152,7 +152,7 @@ def test_fixed_scale_quantizer_starts_with_the_stored_codes(spec, dtype):
     ).astype(mx.uint32)
     quantizer = FixedScaleQuantizer(spec, dtype, "mse")
     assert quantizer.init_from_codes(packed) == {}
-    weight = expand(exact := to_float32(packed), spec, mx.float32)
+    weight = dequantize(exact := to_float32(packed), spec, mx.float32)
     again = quantizer.pack(weight, {})
     assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
     assert all(again[name].dtype == value.dtype for name, value in packed.items())
@@ -260,7 +260,7 @@ def test_stretched_elastic_levels_are_stored_exactly(quantizer_class, dtype):
     weight = normal(64, 256)
     quantizer, qparams = moved_quantizer(quantizer_class, TWO, dtype, weight)
     packed = quantizer.pack(weight, qparams)
-    value = expand(packed, TWO, dtype).reshape(-1, 32)
+    value = dequantize(packed, TWO, dtype).reshape(-1, 32)
     scale, actual = to_float64(packed["scales"].reshape(-1, 1), value)
     levels = np.unique(actual / scale)
     expected_value = {
@@ -364,12 +364,12 @@ def test_init_from_codes_keeps_the_codes(quantizer_class, dtype, spec):
     exact = {k: v if k == "weight" else v.astype(mx.float32) for k, v in packed.items()}
     quantizer = quantizer_class(spec, dtype, "mse")
     qparams = quantizer.init_from_codes(packed)
-    again = quantizer.pack(expand(exact, spec, mx.float32), qparams)
+    again = quantizer.pack(dequantize(exact, spec, mx.float32), qparams)
     for name, value in packed.items():
         assert mx.array_equal(again[name], value), name
     if spec.bits == 8 and dtype == mx.bfloat16 and quantizer_class is LSQQuantizer:
         # Why the weights are float32.
-        short = quantizer.pack(expand(packed, spec, dtype), qparams)
+        short = quantizer.pack(dequantize(packed, spec, dtype), qparams)
         assert not mx.array_equal(short["weight"], packed["weight"])
 
 

@@ -12,7 +12,7 @@ from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
 from lmx.models.loader import build_model, load
-from lmx.quantization.packing import expand, pack
+from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq import gptq_solver
 from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
 from lmx.quantization.ptq.gptq import GPTQ
@@ -64,7 +64,7 @@ class RecordingRTN(PTQMethod):
             self.statistics[path] = statistics
             tensors = pack(weight, GRID, mx.float32)
             quantized[path] = QuantizedTensor(
-                tensors, expand(tensors, GRID, mx.float32)
+                tensors, dequantize(tensors, GRID, mx.float32)
             )
         return quantized
 
@@ -115,7 +115,9 @@ def inputs_of(model, path, quantized=()):
     modules = dict(model.named_modules())
     for name in quantized:
         layer = modules[name]
-        layer.weight = expand(pack(layer.weight, GRID, mx.float32), GRID, mx.float32)
+        layer.weight = dequantize(
+            pack(layer.weight, GRID, mx.float32), GRID, mx.float32
+        )
     parent, _, name = path.rpartition(".")
     inputs = []
     modules[parent][name] = Recorder(modules[path], inputs)
@@ -318,7 +320,7 @@ def test_next_block_uses_the_finalized_weights(tmp_path):
         codes = block.tensors[f"{name}.weight"]
         zeros = [mx.zeros_like(block.tensors[f"{name}.{k}"]) for k in KINDS]
         tensors = dict(zip(("weight", *KINDS), (codes, *zeros), strict=True))
-        return {name: QuantizedTensor(tensors, expand(tensors, GRID, mx.float32))}
+        return {name: QuantizedTensor(tensors, dequantize(tensors, GRID, mx.float32))}
 
     method = RecordingRTN(finalize=finalize)
     method.run(model_of(), tmp_path)

@@ -1,12 +1,14 @@
-"""Which layers are quantized, on which grid, and what is said of the others."""
+"""select_layers: which layers are quantized, and on which grid."""
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from lmx.config import quantize
 from lmx.config.quant_spec import QuantizationConfig, QuantSpec
 from lmx.errors import UserError
 from lmx.models.loader import build_model
 from lmx.quantization.target_layers import select_layers
+from pydantic import ValidationError
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 UNTIED = LLAMA | {"tie_word_embeddings": False}
@@ -15,54 +17,55 @@ BLOCK = {f"self_attn.{x}_proj" for x in "qkvo"} | {
     f"mlp.{x}_proj" for x in ("gate", "up", "down")
 }
 BLOCK = {f"model.layers.0.{path}" for path in BLOCK}
+DOWN = "model.layers.0.mlp.down_proj"
 
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("embeddings", [True, False])
 @pytest.mark.parametrize("head", [True, False])
-def test_embeddings_and_head_by_choice(tied, embeddings, head):
+def test_embeddings_and_head_follow_the_recipe(tied, embeddings, head):
     model = build_model(LLAMA | {"tie_word_embeddings": tied})
-    chosen = select_layers(
+    plan = select_layers(
         model, QuantizationConfig(quantize_embeddings=embeddings, quantize_lm_head=head)
     )
-    wanted, kept = set(BLOCK), {}
+    expected, skipped = set(BLOCK), {}
     if embeddings:
-        wanted.add("model.embed_tokens")
+        expected.add("model.embed_tokens")
     else:
-        kept["model.embed_tokens"] = "embeddings are kept by choice"
+        skipped["model.embed_tokens"] = "quantize_embeddings is false"
     if head and not tied:
-        wanted.add("lm_head")
+        expected.add("lm_head")
     elif not tied:
-        kept["lm_head"] = "the head is kept by choice"
-    assert chosen.specs == dict.fromkeys(wanted, GRID)
-    assert chosen.kept == kept
+        skipped["lm_head"] = "quantize_lm_head is false"
+    assert plan.specs == dict.fromkeys(expected, GRID)
+    assert plan.skipped == skipped
 
 
-def test_a_head_of_another_name():
+def test_head_of_another_name_is_found():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
             self.embed, self.mix = nn.Embedding(320, 64), nn.Linear(64, 64)
             self.output = nn.Linear(64, 320, bias=False)
 
-    chosen = select_layers(Model(), QuantizationConfig(quantize_lm_head=False))
-    assert chosen.specs.keys() == {"embed", "mix"}
-    assert chosen.kept == {"output": "the head is kept by choice"}
+    plan = select_layers(Model(), QuantizationConfig(quantize_lm_head=False))
+    assert plan.specs.keys() == {"embed", "mix"}
+    assert plan.skipped == {"output": "quantize_lm_head is false"}
 
 
-def test_widths_no_group_divides_are_kept_and_named():
-    chosen = select_layers(
+def test_layer_with_indivisible_width_is_skipped():
+    plan = select_layers(
         build_model(UNTIED | {"intermediate_size": 172}), QuantizationConfig()
     )
-    reason = "its width 172 is no multiple of 64"
-    assert chosen.kept == {"model.layers.0.mlp.down_proj": reason}
-    assert chosen.specs.keys() == (BLOCK - chosen.kept.keys()) | {
+    reason = "its width 172 is not a multiple of 64"
+    assert plan.skipped == {"model.layers.0.mlp.down_proj": reason}
+    assert plan.specs.keys() == (BLOCK - plan.skipped.keys()) | {
         "model.embed_tokens",
         "lm_head",
     }
 
 
-def test_nothing_to_quantize():
+def test_model_without_quantizable_layers_is_refused():
     with pytest.raises(UserError) as caught:
         select_layers(
             build_model(
@@ -70,51 +73,130 @@ def test_nothing_to_quantize():
             ),
             QuantizationConfig(),
         )
-    assert "its width 172 is no multiple of 64" in caught.value.message
+    assert "its width 172 is not a multiple of 64" in caught.value.message
     with pytest.raises(UserError, match="no linear layer"):
         select_layers(nn.RMSNorm(8), QuantizationConfig())
 
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
-def test_the_models_own_wishes_are_respected(mode):
-    """A router asks for 8 bits, affine, whatever the others have."""
-    chosen = select_layers(build_model(QWEN3_MOE), QuantizationConfig(mode=mode))
+def test_quant_predicate_of_the_model_is_used(mode):
+    """A router is affine with 8 bits, whatever the recipe says."""
+    plan = select_layers(build_model(QWEN3_MOE), QuantizationConfig(mode=mode))
     router = QuantSpec(bits=8, group_size=64)
     grids = {
-        path: spec for path, spec in chosen.specs.items() if path.endswith("mlp.gate")
+        path: spec for path, spec in plan.specs.items() if path.endswith("mlp.gate")
     }
     assert grids == {f"model.layers.{n}.mlp.gate": router for n in range(2)}
-    others = {grid for path, grid in chosen.specs.items() if path not in grids}
+    others = {grid for path, grid in plan.specs.items() if path not in grids}
     assert len(others) == 1
     assert others.pop().mode == mode
-    assert "model.layers.0.mlp.switch_mlp.up_proj" in chosen.specs
+    assert "model.layers.0.mlp.switch_mlp.up_proj" in plan.specs
 
 
 @pytest.mark.parametrize(
-    ("asked", "grid"),
+    ("answer", "grid"),
     [
         ({"bits": 8}, QuantSpec(bits=8, group_size=32)),
         ({"mode": "mxfp8"}, QuantSpec(mode="mxfp8")),
         ({"group_size": 128, "bits": 6}, QuantSpec(bits=6, group_size=128)),
     ],
 )
-def test_wishes_are_completed_by_the_recipe(asked, grid):
+def test_quant_predicate_is_completed_by_the_recipe(answer, grid):
     model = build_model(LLAMA)
     type(model).quant_predicate = property(
-        lambda _: lambda path, module: asked if "o_proj" in path else "up" not in path
+        lambda _: lambda path, module: answer if "o_proj" in path else "up" not in path
     )
     try:
-        chosen = select_layers(model, QuantizationConfig(bits=3, group_size=32))
+        plan = select_layers(model, QuantizationConfig(bits=3, group_size=32))
     finally:
         del type(model).quant_predicate
-    assert chosen.specs["model.layers.0.self_attn.o_proj"] == grid
-    assert chosen.specs["model.embed_tokens"] == QuantSpec(bits=3, group_size=32)
-    assert chosen.kept == {"model.layers.0.mlp.up_proj": "the model asks to keep it"}
+    assert plan.specs["model.layers.0.self_attn.o_proj"] == grid
+    assert plan.specs["model.embed_tokens"] == QuantSpec(bits=3, group_size=32)
+    assert plan.skipped == {
+        "model.layers.0.mlp.up_proj": "skipped by the model's predicate"
+    }
 
 
-def test_no_weight_is_touched():
+def test_select_layers_does_not_change_weights():
     model = build_model(LLAMA)
     before = model.layers[0].mlp.up_proj.weight
     select_layers(model, QuantizationConfig())
     assert model.layers[0].mlp.up_proj.weight is before
     assert before.dtype == mx.float32
+
+
+def plan_of(overrides, config=LLAMA, **settings):
+    return select_layers(
+        build_model(config), QuantizationConfig(overrides=overrides, **settings)
+    )
+
+
+def test_pattern_matches_the_path_or_the_path_in_the_block():
+    override = {"bits": 8}
+    for pattern in (DOWN, "*.down_proj", "mlp.down_proj", "mlp.d*"):
+        specs = plan_of({pattern: override}).specs
+        eight = [path for path, spec in specs.items() if spec.bits == 8]
+        assert eight == [DOWN], pattern
+    skipped = plan_of({"self_attn.*": "skip", "*.self_attn.o_proj": override}).skipped
+    assert len(skipped) == 4
+
+
+def test_first_matching_pattern_wins_and_is_completed():
+    overrides = {
+        DOWN: {"bits": 8},
+        "mlp.*": {"group_size": 128},
+        "*": {"mode": "mxfp8"},
+    }
+    specs = plan_of(overrides, bits=3, group_size=32).specs
+    assert specs[DOWN] == QuantSpec(bits=8, group_size=32)
+    assert specs["model.layers.0.mlp.up_proj"] == QuantSpec(bits=3, group_size=128)
+    assert specs["model.layers.0.self_attn.q_proj"] == QuantSpec(mode="mxfp8")
+
+
+def test_pattern_overrides_predicate_and_switches():
+    """The predicate of this model gives its routers 8 bits."""
+    gate = "model.layers.0.mlp.gate"
+    plain = plan_of({}, QWEN3_MOE)
+    assert plain.specs[gate].bits == 8
+    assert plain.explicit == {gate, gate.replace("0", "1")}
+    named = plan_of({"mlp.gate": {"bits": 3}}, QWEN3_MOE)
+    assert named.specs[gate].bits == 3
+    assert (
+        plan_of({"mlp.gate": "skip"}, QWEN3_MOE).skipped[gate]
+        == "skipped by the recipe"
+    )
+    both = plan_of({"lm_head": {"bits": 6}}, QWEN3_MOE, quantize_lm_head=False)
+    assert both.specs["lm_head"].bits == 6
+    assert both.explicit == plain.explicit | {"lm_head"}
+
+
+def test_pattern_without_match_lists_the_layers():
+    with pytest.raises(
+        UserError, match=r"no layer of this model matches '\*\.dwn'"
+    ) as caught:
+        plan_of({"*.dwn": {"bits": 4}})
+    assert "mlp.down_proj" in caught.value.hint
+    assert "model.embed_tokens" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    "grid", [{"bits": 7}, {"bit": 4}, {"mode": "mxfp4", "bits": 3}, "leave", 4]
+)
+def test_invalid_overrides_are_refused(grid):
+    with pytest.raises(ValidationError):
+        QuantizationConfig(overrides={"*": grid})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mixed_precision": {}},
+        {"mixed_precision": {"target_bytes": 1e6, "target_bpw": 3.0}},
+        {"mixed_precision": {"target_bpw": 3.0, "candidate_bits": []}},
+        {"mixed_precision": {"target_bpw": 3.0, "candidate_group_sizes": [16]}},
+        {"mixed_precision": {"target_bpw": 3.0}, "mode": "mxfp4"},
+    ],
+)
+def test_invalid_mixed_precision_is_refused(settings):
+    with pytest.raises(ValidationError):
+        quantize.RTNConfig(**settings)

@@ -107,7 +107,7 @@ def write_model(
             loaded.config,
             companions=loaded.path,
             specs=specs,
-            kept=list(selection.kept) if selection else [],
+            kept=list(selection.skipped) if selection else [],
         )
 
 

@@ -105,10 +105,10 @@ def _model(
 
 def _quantized_layers(selection) -> Iterator[Line]:
     """How many layers a stage quantizes, and which it leaves unquantized."""
-    count = len(selection.specs) + len(selection.kept)
+    count = len(selection.specs) + len(selection.skipped)
     yield "model", f"{len(selection.specs)} of {count} layers are quantized"
-    for reason in dict.fromkeys(selection.kept.values()):
-        paths = sorted(p for p, why in selection.kept.items() if why == reason)
+    for reason in dict.fromkeys(selection.skipped.values()):
+        paths = sorted(p for p, why in selection.skipped.items() if why == reason)
         more = ", ..." * (len(paths) > MAX_NAMES)
         names = ", ".join(paths[:MAX_NAMES])
         yield "model", f"left unquantized, {reason}: {names}{more}"

@@ -11,7 +11,7 @@ from ..config.train import TrainConfig
 from ..errors import UserError
 from ..models.loader import LoadedModel
 from ..quantization.dequantize import (
-    PackedLayer,
+    PackedLayers,
     dequantized_model,
     layer_specs,
     packed_layers,
@@ -34,7 +34,7 @@ class QATModel:
     loaded: LoadedModel
     selection: QuantizationPlan
     rounding: QATConfig | None = None
-    packed: PackedLayer | None = None
+    packed: PackedLayers | None = None
 
 
 def prepare(

@@ -74,7 +74,7 @@ class QuantizeStage(Stage):
         config, reference = self.config, context.current.model
         loaded = context.load(reference, compute="stored", lazy=True)
         selection = select_layers(loaded.model, config)
-        for path, reason in sorted(selection.kept.items()):
+        for path, reason in sorted(selection.skipped.items()):
             context.logger.info(f"left unquantized: {path}: {reason}")
         compares = config.rollback_if_worse and config.method != "rtn"
         uses_eval_tokens = bool(config.scale_tuning) or compares
@@ -91,7 +91,7 @@ class QuantizeStage(Stage):
             loaded.reread,
         )
         facts = context.current.facts
-        facts = facts | {"method": config.method, "kept": selection.kept}
+        facts = facts | {"method": config.method, "kept": selection.skipped}
         if config.mixed_precision:
             selection, result = search_plan(
                 config,

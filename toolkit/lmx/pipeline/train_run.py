@@ -16,7 +16,7 @@ from ..models.loader import set_compute_dtype
 from ..models.lora import io as adapter_files
 from ..models.lora import lora_model
 from ..models.lora.io import init_adapter
-from ..quantization.packing import expand
+from ..quantization.packing import dequantize
 from ..quantization.qat.fake_quant import FakeQuant, QALoRAWeights
 from ..run.fs import atomic_folder
 from ..training.optimizers import OptimizerConfig
@@ -86,7 +86,7 @@ class TrainRun:
             # Where in their cells the weights are says nothing of what was lost.
             own = {k: stored[f"{path}.{k}"] for k in ("weight", "scales", "biases")}
             spec = self.selection.specs[path]
-            weights[f"{path}.weight"] = expand(own, spec, loaded.dtype)
+            weights[f"{path}.weight"] = dequantize(own, spec, loaded.dtype)
         target = self.context.folder / "dense"
         write_model(target, loaded, weights)
         return target
@@ -276,7 +276,7 @@ class TrainRun:
             "trained_tokens": self.trainer.progress.trained_tokens,
             "trained_parameters": sum(v.size for v in self.parameters.values()),
             "seconds": self.trainer.progress.seconds,
-            "kept": self.selection.kept,
+            "kept": self.selection.skipped,
             "validation_loss": self.valid_loss,
             "improvement": self._gain(model),
         }

@@ -1,4 +1,4 @@
-"""A quantized model as a dense one, with the codes it had beside it."""
+"""Convert a quantized model to a dense one and keep its codes."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from ..errors import UserError
 from ..models import quantized_layers
 from ..models.loader import LoadedModel, build_model
 
-PackedLayer = dict[str, dict[str, mx.array]]
+PackedLayers = dict[str, dict[str, mx.array]]
 
 
 def layer_specs(model: nn.Module) -> dict[str, QuantSpec]:
-    """The grids of a model's quantized layers, by path."""
+    """Grids of the quantized layers by path."""
     return {
         path: QuantSpec(bits=m.bits, group_size=m.group_size, mode=m.mode)
         for path, m in model.named_modules()
@@ -23,8 +23,8 @@ def layer_specs(model: nn.Module) -> dict[str, QuantSpec]:
     }
 
 
-def packed_layers(model: nn.Module) -> PackedLayer:
-    """Codes, scales and biases of a model's quantized layers, by path and name."""
+def packed_layers(model: nn.Module) -> PackedLayers:
+    """Packed codes, scales and biases of the quantized layers by path and name."""
     return {
         path: {n: module[n] for n in ("weight", "scales", "biases") if n in module}
         for path, module in model.named_modules()
@@ -34,19 +34,19 @@ def packed_layers(model: nn.Module) -> PackedLayer:
 
 def dequantized_model(
     loaded: LoadedModel, dtype: mx.Dtype
-) -> tuple[LoadedModel, PackedLayer]:
-    """The same model of dense layers, and codes, scales and biases by path and name.
+) -> tuple[LoadedModel, PackedLayers]:
+    """The model with dense layers, and the packed tensors of its quantized layers.
 
     Args:
-        dtype: of the weights that were codes; float32 loses nothing, so that every
-            weight is nearest to its own code.
+        dtype: of the dequantized weights. float32 is lossless: every weight is nearest
+            to its own code.
 
     Raises:
-        UserError: the model brings code of its own.
+        UserError: the model has its own code (`model_file`).
     """
     if "model_file" in loaded.config:
         raise UserError(
-            "a quantized model with code of its own cannot be made dense",
+            "a quantized model with its own code (`model_file`) cannot be dequantized",
             place=str(loaded.path),
             hint="start from the unquantized model",
         )

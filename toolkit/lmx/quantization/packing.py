@@ -1,25 +1,25 @@
-"""Codes as MLX stores them: every row one little-endian stream of bits."""
+"""Pack codes as MLX stores them: each row is one little-endian bit stream."""
 
 import mlx.core as mx
 
 from ..config.quant_spec import QuantSpec
 
-# Codes whose bits are whole bytes, for every width.
-TOGETHER = 8
+# Eight codes fill whole bytes at every bit width.
+CODES_PER_WORD = 8
 
 
 def pack_codes(codes: mx.array, bits: int) -> mx.array:
-    """Codes [..., K] of any type as uint32 [..., K * bits / 32].
+    """Pack codes [..., K] of any dtype into uint32 words [..., K * bits / 32].
 
-    Code i of a row has the bits from i * bits on, for every width.
+    Code i of a row starts at bit i * bits.
     """
     *rows, width = codes.shape
-    words = mx.zeros((*rows, width // TOGETHER), mx.uint64)
-    for place in range(TOGETHER):
-        words = words | (codes[..., place::TOGETHER].astype(mx.uint64) << place * bits)
-    # A word's first bytes are its lowest bits.
+    words = mx.zeros((*rows, width // CODES_PER_WORD), mx.uint64)
+    for place in range(CODES_PER_WORD):
+        words = words | (codes[..., place::CODES_PER_WORD].astype(mx.uint64) << place * bits)
+    # The first bytes of a word hold its lowest bits.
     stream = words[..., None].view(mx.uint8)[..., :bits]
-    return stream.reshape(*rows, width * bits // TOGETHER).view(mx.uint32)
+    return stream.reshape(*rows, width * bits // CODES_PER_WORD).view(mx.uint32)
 
 
 def unpack_codes(packed: mx.array, bits: int) -> mx.array:
@@ -42,14 +42,14 @@ def unpack_codes(packed: mx.array, bits: int) -> mx.array:
 
 
 def pack(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.array]:
-    """Round a weight [..., K] to the nearest points of MLX's own grid.
+    """Quantize a weight [..., K] with RTN on MLX's own grid.
 
     Args:
-        dtype: the type the checkpoint stores; the weight is cast to it first, because
-            rounding another type gives other codes.
+        dtype: dtype that the checkpoint stores. The weight is cast to it first, because
+            the codes depend on the dtype.
 
     Returns:
-        What a checkpoint stores: weight (codes), scales and, if affine, biases.
+        The stored tensors: weight (packed codes), scales and, if affine, biases.
     """
     tensors = mx.quantize(
         weight.astype(dtype),
@@ -61,13 +61,15 @@ def pack(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.arr
 
 
 def packed_bytes(size: int, spec: QuantSpec, dtype: mx.Dtype) -> int:
-    """Bytes of what `pack` makes of that many weights."""
-    of_group = 2 * dtype.size if spec.mode == "affine" else 1
-    return size * spec.bits // 8 + size // spec.group_size * of_group
+    """Size in bytes of the packed tensors of this many weights."""
+    group_bytes = 2 * dtype.size if spec.mode == "affine" else 1
+    return size * spec.bits // 8 + size // spec.group_size * group_bytes
 
 
-def expand(tensors: dict[str, mx.array], spec: QuantSpec, dtype: mx.Dtype) -> mx.array:
-    """The weight [..., K] that packed tensors stand for, in the type they store."""
+def dequantize(
+    tensors: dict[str, mx.array], spec: QuantSpec, dtype: mx.Dtype
+) -> mx.array:
+    """The weight [..., K] of packed tensors, computed in `dtype`."""
     return mx.dequantize(
         tensors["weight"],
         tensors["scales"],

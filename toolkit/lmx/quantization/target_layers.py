@@ -1,4 +1,4 @@
-"""Which layers of a model are quantized, on which grid, and which are kept."""
+"""Select the layers of a model to quantize, and the grid of each."""
 
 import re
 from dataclasses import dataclass, field
@@ -9,21 +9,23 @@ import mlx.nn as nn
 from ..config.quant_spec import SKIP, QuantizationConfig, QuantSpec
 from ..errors import UserError
 
-# What comes before the path of a layer within its block.
-BLOCK = re.compile(r"^.*?\.\d+\.")
+# The part of a layer's path before its path in the block.
+BLOCK_PREFIX = re.compile(r"^.*?\.\d+\.")
 
 
 @dataclass(frozen=True)
 class QuantizationPlan:
-    """Grids by path of the layers to quantize; reasons by path of those kept.
+    """Which layers of a model are quantized.
 
     Attributes:
-        asked: paths whose grid the recipe names or the model asks for.
+        specs: grid by path of each layer to quantize.
+        skipped: reason by path of each layer left unquantized.
+        explicit: paths whose grid comes from a recipe pattern or from the model.
     """
 
     specs: dict[str, QuantSpec]
-    kept: dict[str, str]
-    asked: set[str] = field(default_factory=set)
+    skipped: dict[str, str]
+    explicit: set[str] = field(default_factory=set)
 
 
 def select_layers(
@@ -31,93 +33,92 @@ def select_layers(
 ) -> QuantizationPlan:
     """Choose a grid for every layer that can be quantized.
 
-    The recipe's patterns come first; then what the model's own `quant_predicate` asks
-    for, which may be other bits or none; then the default. A layer whose width no
-    group divides is kept.
+    Recipe patterns come first, then the model's own `quant_predicate`, then the
+    default. A layer is skipped if its width is not a multiple of the group size.
 
     Raises:
-        UserError: nothing is left to quantize, or a pattern matches no layer.
+        UserError: no layer can be quantized, or a pattern matches no layer.
     """
     modules = dict(model.named_modules())
     layers = {p: m for p, m in modules.items() if hasattr(m, "to_quantized")}
-    named = _named(layers, quantization)
-    heads = _heads(modules)
+    overrides = _resolve_overrides(layers, quantization)
+    heads = _output_heads(modules)
     predicate = getattr(model, "quant_predicate", None) or (lambda *_: True)
-    specs, kept, asked = {}, {}, set(named)
+    specs, skipped, explicit = {}, {}, set(overrides)
     for path, module in layers.items():
-        answer = True if path in named else predicate(path, module)
-        wanted = named.get(path) or _asked(answer, quantization)
-        if path in named:
-            reason = "the recipe says so" if named[path] is None else None
+        answer = True if path in overrides else predicate(path, module)
+        spec = overrides.get(path) or _predicate_spec(answer, quantization)
+        if path in overrides:
+            reason = "skipped by the recipe" if overrides[path] is None else None
         elif isinstance(module, nn.Embedding) and not quantization.quantize_embeddings:
-            reason = "embeddings are kept by choice"
+            reason = "quantize_embeddings is false"
         elif path in heads and not quantization.quantize_lm_head:
-            reason = "the head is kept by choice"
+            reason = "quantize_lm_head is false"
         else:
-            reason = "the model asks to keep it" if wanted is None else None
-        if reason is None and not wanted.fits(width := module.weight.shape[-1]):
-            reason = f"its width {width} is no multiple of {wanted.group_size}"
+            reason = "skipped by the model's predicate" if spec is None else None
+        if reason is None and not spec.fits(width := module.weight.shape[-1]):
+            reason = f"its width {width} is not a multiple of {spec.group_size}"
         if reason:
-            kept[path] = reason
+            skipped[path] = reason
             continue
-        specs[path] = wanted
+        specs[path] = spec
         if isinstance(answer, dict):
-            asked.add(path)
+            explicit.add(path)
     if not specs:
-        reasons = "; ".join(sorted(set(kept.values()))) or "it has no linear layer"
-        raise UserError(f"nothing of this model can be quantized: {reasons}")
-    return QuantizationPlan(specs, kept, asked & specs.keys())
+        reasons = "; ".join(sorted(set(skipped.values()))) or "it has no linear layer"
+        raise UserError(f"no layer of this model can be quantized: {reasons}")
+    return QuantizationPlan(specs, skipped, explicit & specs.keys())
 
 
-def _named(
+def _resolve_overrides(
     layers: dict[str, nn.Module], quantization: QuantizationConfig
 ) -> dict[str, QuantSpec | None]:
-    """Grids of the layers that a pattern of the recipe means; None = keep.
+    """Grids of the layers that a recipe pattern matches. None = skip.
 
     Raises:
         UserError: a pattern matches no layer.
     """
-    inside = {path: BLOCK.sub("", path) for path in layers}
-    found: dict[str, QuantSpec | None] = {}
+    block_paths = {path: BLOCK_PREFIX.sub("", path) for path in layers}
+    specs: dict[str, QuantSpec | None] = {}
     for pattern, choice in quantization.overrides.items():
-        means = [
+        matches = [
             path
-            for path, key in inside.items()
-            if fnmatchcase(path, pattern) or fnmatchcase(key, pattern)
+            for path, block_path in block_paths.items()
+            if fnmatchcase(path, pattern) or fnmatchcase(block_path, pattern)
         ]
-        if not means:
+        if not matches:
             raise UserError(
                 f"no layer of this model matches {pattern!r}",
-                hint="there are: " + ", ".join(sorted(set(inside.values()))),
+                hint="layers: " + ", ".join(sorted(set(block_paths.values()))),
             )
-        grid = None if choice == SKIP else choice.resolve(quantization)
-        found |= {path: grid for path in means if path not in found}
-    return found
+        spec = None if choice == SKIP else choice.resolve(quantization)
+        specs |= {path: spec for path in matches if path not in specs}
+    return specs
 
 
-def _heads(modules: dict[str, nn.Module]) -> set[str]:
-    """Linear layers with an output for every token of an embedding."""
-    tokens = {m.weight.shape[0] for m in modules.values() if type(m) is nn.Embedding}
+def _output_heads(modules: dict[str, nn.Module]) -> set[str]:
+    """Linear layers with one output for every row of an embedding."""
+    sizes = {m.weight.shape[0] for m in modules.values() if type(m) is nn.Embedding}
     return {
         path
         for path, module in modules.items()
-        if isinstance(module, nn.Linear) and module.weight.shape[0] in tokens
-        # No block's layer, though it may have as many outputs by accident.
+        if isinstance(module, nn.Linear) and module.weight.shape[0] in sizes
+        # A layer in a block may have as many outputs by coincidence.
         if not any(part.isdecimal() for part in path.split("."))
     }
 
 
-def _asked(answer: bool | dict, default: QuantSpec) -> QuantSpec | None:
-    """The grid a model's predicate asks for: none, the default, or its own.
+def _predicate_spec(answer: bool | dict, default: QuantSpec) -> QuantSpec | None:
+    """The grid that a model's predicate returns: none, the default, or its own.
 
-    A grid without a mode is affine, as mlx-lm reads it; the default completes what is
-    of its own mode.
+    As in mlx-lm, a grid without a mode is affine. The default fills in missing fields
+    if the modes are equal.
     """
     if not answer:
         return None
     fields = QuantSpec.model_fields
-    grid = default.model_dump(include=set(fields))
+    values = default.model_dump(include=set(fields))
     if isinstance(answer, dict):
         own = {"mode": "affine"} | {k: v for k, v in answer.items() if k in fields}
-        grid = (grid if own["mode"] == default.mode else {}) | own
-    return QuantSpec(**grid)
+        values = (values if own["mode"] == default.mode else {}) | own
+    return QuantSpec(**values)

@@ -21,7 +21,7 @@ from ...config.quantize import PTQConfig
 from ...data.cache import CacheEntry, file_hash, get_or_create, key_of
 from ...errors import UserError
 from ...run.fs import write_atomic
-from ..packing import expand, pack
+from ..packing import dequantize, pack
 from ..ptq.base import PTQContext
 from ..target_layers import QuantizationPlan
 from . import knapsack
@@ -292,7 +292,7 @@ class GridEvaluator:
             layer = LayerStatistics(stored, self.energies[path])
             quantized = layer.fake_quantize(spec)
         else:
-            quantized = expand(pack(stored, spec, self.dtype), spec, self.dtype)
+            quantized = dequantize(pack(stored, spec, self.dtype), spec, self.dtype)
         module.weight = quantized.astype(dense.dtype)
         mx.eval(module.weight)
         self._specs[path] = spec

@@ -65,7 +65,7 @@ class SizeModel:
             width = value.shape[-1] if value.ndim else 0
             fitting = [spec for spec in candidates if spec.fits(width)]
             is_known = value.ndim == 2 or type(modules.get(path)).__name__ == EXPERTS
-            is_free = is_layer and is_known and path not in plan.asked
+            is_free = is_layer and is_known and path not in plan.explicit
             if is_free and fitting:
                 options[path] = fitting
             elif is_layer:

@@ -9,7 +9,7 @@ reduce the error of the block on other tokens.
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
-from ..packing import expand, pack
+from ..packing import dequantize, pack
 from .awq_scaling import AWQScaler, BlockError, ScalingResult, quantized_weights
 from .base import BlockContext, PTQMethod, QuantizedTensor, Weights
 from .input_statistics import InputStatistics
@@ -66,7 +66,7 @@ class AWQ(PTQMethod):
             name, full_path = f"{path}.weight", block.prefix + path
             spec, dtype = self.context.specs[full_path], self.context.dtype
             tensors = self._clip(full_path, result.weights[name], statistics)
-            dense = expand(tensors, spec, dtype).astype(mx.float32)
+            dense = dequantize(tensors, spec, dtype).astype(mx.float32)
             error = result.validation.error(weights | {name: dense})
             if error < best_error:
                 weights, best_error = weights | {name: dense}, error
@@ -120,7 +120,7 @@ def _clip_rows(weight: mx.array, moments: mx.array, spec: QuantSpec, dtype: mx.D
     for factor in (1.0, *CLIP_FACTORS):
         clipped = mx.clip(groups, factor * low, factor * high)
         packed = pack(clipped.reshape(weight.shape), spec, dtype)
-        off = expand(packed, spec, dtype).reshape(groups.shape) - groups
+        off = dequantize(packed, spec, dtype).reshape(groups.shape) - groups
         off = off.swapaxes(0, 1)
         error = ((off @ moments) * off).sum(axis=-1).T
         by_group = {k: v.reshape(*error.shape, -1) for k, v in packed.items()}

@@ -15,7 +15,7 @@ from mlx.utils import tree_unflatten
 
 from ...config.quant_spec import QuantSpec
 from ...run.logger import RunLogger
-from ..packing import expand, pack
+from ..packing import dequantize, pack
 from .activation_cache import ActivationShard
 from .input_statistics import InputStatistics
 
@@ -53,7 +53,7 @@ class PTQContext:
         self, path: str, tensors: dict[str, mx.array]
     ) -> "QuantizedTensor":
         """Packed tensors of a layer with their dequantized weight."""
-        weight = expand(tensors, self.specs[path], self.dtype)
+        weight = dequantize(tensors, self.specs[path], self.dtype)
         return QuantizedTensor(tensors, weight)
 
     def rtn(self, path: str, weight: mx.array) -> "QuantizedTensor":

@@ -21,7 +21,7 @@ from ...config.quant_spec import QuantSpec
 from ...config.quantize import BlockReconstructionConfig
 from ...errors import UserError
 from ...training.schedules import learning_rate_at
-from ..packing import expand, pack_codes
+from ..packing import dequantize, pack_codes
 from .activation_cache import ActivationShard
 from .base import PTQContext, QuantizedBlock, QuantizedTensor
 
@@ -58,7 +58,7 @@ class LatentCodes:
         """Latent codes with the values of the stored codes."""
         shape = packed["scales"].shape
         unit = {"scales": mx.ones(shape), "biases": mx.zeros(shape)}
-        return expand({"weight": packed["weight"]} | unit, self.spec, mx.float32)
+        return dequantize({"weight": packed["weight"]} | unit, self.spec, mx.float32)
 
     def packed(self, latents, scales, biases) -> dict[str, mx.array]:
         """The tensors that a checkpoint stores."""
@@ -80,7 +80,7 @@ class LatentCodes:
         @mx.custom_function
         def forward(latents, scales, biases):
             packed = self.packed(latents, scales, biases)
-            return expand(packed, self.spec, self.dtype).astype(mx.float32)
+            return dequantize(packed, self.spec, self.dtype).astype(mx.float32)
 
         @forward.vjp
         def _(primals, cotangent, _):

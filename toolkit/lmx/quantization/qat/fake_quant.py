@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 from ...config.qat import SYMMETRIC_QUANTIZERS, QATConfig
 from ...config.quant_spec import QuantSpec
 from ...models.lora.lora_model import adapted_layers
-from ..dequantize import PackedLayer
-from ..packing import expand
+from ..dequantize import PackedLayers
+from ..packing import dequantize
 from .quantizers import QUANTIZERS
 from .ste import straight_through
 
@@ -47,7 +47,7 @@ class FakeQuant:
         specs: dict[str, QuantSpec],
         dtype: mx.Dtype,
         config: QATConfig | None = None,
-        packed: PackedLayer | None = None,
+        packed: PackedLayers | None = None,
     ):
         self.dtype = dtype
         self.config = config or QATConfig()
@@ -83,7 +83,7 @@ class FakeQuant:
             mx.eval(self.qparams)
             return
         packed = packed or quantizer.pack(layer.weight, quantizer.init(layer.weight))
-        layer.weight = expand(packed, self._specs[path], self.dtype)
+        layer.weight = dequantize(packed, self._specs[path], self.dtype)
         self._frozen |= _with_path(path, packed)
         mx.eval(self._frozen, layer.weight)
 
@@ -213,7 +213,7 @@ class QALoRAWeights:
     qparams: ClassVar[dict[str, mx.array]] = {}
     derived_weights: ClassVar[frozenset[str]] = frozenset()
 
-    def __init__(self, model: nn.Module, packed: PackedLayer):
+    def __init__(self, model: nn.Module, packed: PackedLayers):
         self._layers = adapted_layers(model)
         self._packed = packed
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
 from ..affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
-from ..packing import expand, pack
+from ..packing import dequantize, pack
 from .ste import AffineSTE, codes_as_float, straight_through
 
 FRACTION_BITS = {mx.float32: 23, mx.float16: 10, mx.bfloat16: 7}
@@ -38,7 +38,7 @@ class MinMaxQuantizer:
     def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
         """The quantized weight [..., K], float32, with the identity as its gradient."""
         return straight_through(
-            lambda w: expand(self.pack(w, qparams), self._spec, self._dtype)
+            lambda w: dequantize(self.pack(w, qparams), self._spec, self._dtype)
         )(weight)
 
     def pack(
@@ -156,7 +156,7 @@ class ScalesOnlyQuantizer(LSQQuantizer):
         @mx.custom_function
         def forward(scales, biases):
             packed = self.pack(weight, {"scales": scales, "biases": biases})
-            return expand(packed, self._spec, self._dtype).astype(mx.float32)
+            return dequantize(packed, self._spec, self._dtype).astype(mx.float32)
 
         @forward.vjp
         def _(primals, cotangent, _):

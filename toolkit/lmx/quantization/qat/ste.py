@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
 from ..affine_grid import fit_grid
-from ..packing import expand, pack, pack_codes
+from ..packing import dequantize, pack, pack_codes
 
 # Distance, in steps, that a latent weight keeps from the border of its cell: rounding
 # errors must not move it into the next cell.
@@ -79,7 +79,7 @@ class AffineSTE:
         @mx.custom_function
         def forward(weight, scales, biases):
             packed = self.pack(weight, scales, biases)
-            return expand(packed, self.spec, self.dtype).astype(mx.float32)
+            return dequantize(packed, self.spec, self.dtype).astype(mx.float32)
 
         @forward.vjp
         def _(primals, cotangent, _):
@@ -126,7 +126,7 @@ class AffineSTE:
         positions = mx.clip(positions, CELL_MARGIN + low, high - CELL_MARGIN)
         weight = positions * scales[:, None] + biases[:, None]
         # In a group whose scale is too small beside its bias, the levels are exact.
-        levels = expand(packed, self.spec, mx.float32).reshape(weight.shape)
+        levels = dequantize(packed, self.spec, mx.float32).reshape(weight.shape)
         same = self._nearest_codes(self._positions(weight, scales, biases)) == codes
         return mx.where(same, weight, levels).reshape(target.shape)
 
@@ -147,4 +147,4 @@ def codes_as_float(codes: mx.array, spec: QuantSpec) -> mx.array:
     width = codes.shape[-1] * 32 // spec.bits
     groups = (*codes.shape[:-1], width // spec.group_size)
     identity = {"scales": mx.ones(groups), "biases": mx.zeros(groups)}
-    return expand({"weight": codes} | identity, spec, mx.float32)
+    return dequantize({"weight": codes} | identity, spec, mx.float32)
