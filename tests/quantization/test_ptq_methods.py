@@ -28,8 +28,8 @@ AWKWARD = {
     "tie_word_embeddings": False,
 }
 EVEN = {"dtype": "float32"}
-# Methods choose no grid by the model. So each grid is tested with one of two models: one
-# of awkward widths with a head, or one of even widths with tied embeddings.
+# Methods choose no grid by the model. So each grid is tested with one of two models:
+# one of awkward widths with a head, or one of even widths with tied embeddings.
 GRIDS = [
     ({"bits": 2, "group_size": 32}, AWKWARD),
     ({"bits": 3}, EVEN),
@@ -81,8 +81,8 @@ def quantize(method, source, target, **settings):
 
 @pytest.fixture(scope="module")
 def quantized(make_checkpoint, tmp_path_factory):
-    """Cached function from method, grid and model to the checkpoint folder, the plan, the
-    tensors and the original weights."""
+    """Cached function from method, grid and model to the checkpoint folder, the plan,
+    the tensors and the original weights."""
     made = {}
 
     def of(method, grid, model):
