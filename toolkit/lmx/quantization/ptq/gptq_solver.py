@@ -71,16 +71,9 @@ def solve_layer(
         refine_iters: rounds of refit and coordinate descent after GPTQ.
     """
     group_size, levels = spec.group_size, 2.0**spec.bits
-    num_sets = min(MAX_SETS, ceil(len(weight) / MIN_ROWS_PER_SET))
-    num_sets = max(num_sets, ceil(weight.size / MAX_ELEMENTS))
-    coupling = None
-    if output_fisher is not None:
-        coupling = OutputHessian.from_fisher(output_fisher, num_sets)
+    coupling, order, row_sets = _row_sets(weight, output_fisher)
     if coupling:
-        weight, order, row_sets = weight[coupling.order], coupling.order, coupling.sets
-    else:
-        order, size = mx.arange(len(weight)), max(1, MAX_ELEMENTS // weight.shape[1])
-        row_sets = [slice(row, row + size) for row in range(0, len(weight), size)]
+        weight = weight[order]
     shifts = [mx.array(0.0)] * len(row_sets)
     packed, errors, output = [], {}, 0.0
     for index, rows in enumerate(row_sets):
@@ -115,6 +108,21 @@ def solve_layer(
         tensors = {name: value[original] for name, value in tensors.items()}
     mx.eval(tensors)
     return QuantizedLayer(tensors, {k: e / (output or 1.0) for k, e in errors.items()})
+
+
+def _row_sets(
+    weight: mx.array, output_fisher: mx.array | None
+) -> tuple[OutputHessian | None, mx.array, list[slice]]:
+    """The output Hessian, the order of the rows, and the sets of rows to solve."""
+    if output_fisher is not None:
+        num_sets = min(MAX_SETS, ceil(len(weight) / MIN_ROWS_PER_SET))
+        num_sets = max(num_sets, ceil(weight.size / MAX_ELEMENTS))
+        coupling = OutputHessian.from_fisher(output_fisher, num_sets)
+        if coupling:
+            return coupling, coupling.order, coupling.sets
+    size = max(1, MAX_ELEMENTS // weight.shape[1])
+    starts = range(0, len(weight), size)
+    return None, mx.arange(len(weight)), [slice(row, row + size) for row in starts]
 
 
 def _target(

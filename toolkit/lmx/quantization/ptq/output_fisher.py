@@ -47,8 +47,7 @@ def estimate_output_fisher(
     """Run tokens forward and the gradients of their loss back.
 
     Args:
-        block_paths: paths in each block of the layers to estimate. `output_fisher` and
-            `gradient_norms` read the results.
+        block_paths: paths in each block of the layers to estimate; see `output_fisher`.
         tokens: int32 [B, L] by shard.
         counted: bool [B, L] by shard, the positions whose prediction counts.
         compute: dtype to run blocks in.
@@ -66,16 +65,16 @@ def estimate_output_fisher(
         for block, paths in zip(blockwise.blocks, block_paths, strict=True)
     ]
     sizes = [size for by_path in outputs for size in by_path.values() if size]
-    weights = embeddings(blockwise.model, embedding_paths)
-    widths = [weight.shape[-1] for weight in weights.values()]
+    weights = embeddings(blockwise.model, embedding_paths).values()
+    widths = [weight.shape[-1] for weight in weights]
     if not any(outputs) and not widths:
         return {}
     num_tokens = [TOKENS_PER_COLUMN * width for width in widths]
     num_tokens += [TOKENS_PER_OUTPUT * size for size in sizes]
     limit = min(max(num_tokens, default=0), MAX_TOKENS)
     limit = limit if all_count else MAX_WEIGHTED_TOKENS
-    num_shards = ceil(limit * len(tokens) / sum(part.size for part in tokens))
-    num_backward = min(len(tokens), num_shards)
+    num_backward = ceil(limit * len(tokens) / sum(part.size for part in tokens))
+    num_backward = min(len(tokens), num_backward)
     with TemporaryDirectory(dir=folder) as states, differentiable(blockwise.model):
         fb_pass = ForwardBackwardPass(
             blockwise, tokens, counted, num_backward, compute, Path(states)
@@ -90,8 +89,8 @@ def estimate_output_fisher(
         for index, gradients in fb_pass.backward(layers):
             tensors = {f"fisher.{k}": v for k, v in gradients.fisher.items()}
             if not all_count:
-                norms = gradients.squared_norms.items()
-                tensors |= {f"norms.{k}": mx.concatenate(v) for k, v in norms}
+                for path, norms in gradients.squared_norms.items():
+                    tensors[f"norms.{path}"] = mx.concatenate(norms)
             if tensors:
                 mx.save_safetensors(str(_file(folder, index)), tensors)
         return embedding_statistics(fb_pass, embedding_paths, heads)
