@@ -1,5 +1,5 @@
-"""Checkpoints of GPTQ, AWQ and llm-compressor, written in NumPy from what the formats
-say, bit by bit, with the weights they stand for in float64."""
+"""GPTQ, AWQ and llm-compressor checkpoints, packed in NumPy as the formats specify,
+with their weights in float64."""
 
 import json
 import shutil
@@ -17,36 +17,38 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @dataclass
 class Codes:
-    """A matrix [N, K] of codes with scales and zeros [N, G]; `owners` [K]."""
+    """A matrix [N, K] of codes with scales and zeros [N, G]; `group_index` [K]."""
 
     codes: np.ndarray
     scales: np.ndarray
     zeros: np.ndarray
-    owners: np.ndarray
+    group_index: np.ndarray
 
     @property
     def weight(self) -> np.ndarray:
-        steps = self.codes - self.zeros[:, self.owners].astype(np.float64)
-        return steps * self.scales.astype(np.float64)[:, self.owners]
+        steps = self.codes - self.zeros[:, self.group_index].astype(np.float64)
+        return steps * self.scales.astype(np.float64)[:, self.group_index]
 
 
 @dataclass
-class Foreign:
-    """A checkpoint: its folder, the numbers of its layers, and its dense twin."""
+class PackedCheckpoint:
+    """A checkpoint: its folder, the codes of its layers, and its dense baseline."""
 
     folder: Path
     layers: dict[str, Codes] = field(default_factory=dict)
-    twin: Path | None = None
+    dense: Path | None = None
 
 
 def random_codes(rng, outputs, inputs, *, bits, size, symmetric) -> Codes:
-    owners = np.arange(inputs) // (size if size > 0 else inputs)
-    shape = (outputs, owners.max() + 1)
+    group_index = np.arange(inputs) // (size if size > 0 else inputs)
+    shape = (outputs, group_index.max() + 1)
     middle = np.full(shape, 2 ** (bits - 1))
-    # GPTQ's first version has no way to write a zero of 0.
+    # Version 1 of GPTQ's format cannot store a zero point of 0.
     zeros = middle if symmetric else rng.integers(1, 2**bits, shape)
     scales = (0.1 * (1 + rng.random(shape)) / 2**bits).astype(np.float16)
-    return Codes(rng.integers(0, 2**bits, (outputs, inputs)), scales, zeros, owners)
+    return Codes(
+        rng.integers(0, 2**bits, (outputs, inputs)), scales, zeros, group_index
+    )
 
 
 def stream(codes: np.ndarray, bits: int) -> np.ndarray:
@@ -64,7 +66,7 @@ def gptq(layer: Codes, bits: int, *, offset: int = 1, order: bool = True) -> dic
         # AutoGPTQ gives every layer a bias.
         "bias": np.zeros(len(layer.codes), np.float16),
     }
-    return tensors | ({"g_idx": layer.owners.astype(np.int32)} if order else {})
+    return tensors | ({"g_idx": layer.group_index.astype(np.int32)} if order else {})
 
 
 def awq(layer: Codes, bits: int) -> dict:
@@ -89,8 +91,8 @@ def compressed(layer: Codes, bits: int, *, symmetric: bool) -> dict:
     return tensors | ({} if symmetric else zeros)
 
 
-def write(base: Path, folder: Path, draw, packed, settings: dict) -> Foreign:
-    """A foreign checkpoint of the shapes of `base`, and its dense twin in float32.
+def write(base: Path, folder: Path, draw, packed, settings: dict) -> PackedCheckpoint:
+    """A packed checkpoint with the shapes of `base`, and its dense baseline in float32.
 
     Args:
         draw: (name, outputs, inputs) to the codes of a layer.
@@ -98,7 +100,7 @@ def write(base: Path, folder: Path, draw, packed, settings: dict) -> Foreign:
     """
     config = json.loads((base / "config.json").read_text())
     tensors = load_file(base / "model.safetensors")
-    foreign = Foreign(folder)
+    packed_checkpoint = PackedCheckpoint(folder)
     expanded = dict(tensors)
     for name, value in tree_flatten(build_model(config).parameters()):
         path = name.removesuffix(".weight")
@@ -114,15 +116,15 @@ def write(base: Path, folder: Path, draw, packed, settings: dict) -> Foreign:
             codes = draw(single, *value.shape[-2:])
             for leaf, tensor in packed(codes).items():
                 tensors[f"{single}.{leaf}"] = np.ascontiguousarray(tensor)
-            foreign.layers[single] = codes
-        weights = [foreign.layers[single].weight for single in paths]
+            packed_checkpoint.layers[single] = codes
+        weights = [packed_checkpoint.layers[single].weight for single in paths]
         expanded[name] = np.stack(weights).reshape(value.shape).astype(np.float32)
     shutil.copytree(base, folder)
     save_file(tensors, folder / "model.safetensors")
-    told = config | {"quantization_config": settings}
-    (folder / "config.json").write_text(json.dumps(told))
-    foreign.twin = folder.with_name(f"{folder.name}-twin")
-    shutil.copytree(base, foreign.twin)
+    packed_config = config | {"quantization_config": settings}
+    (folder / "config.json").write_text(json.dumps(packed_config))
+    packed_checkpoint.dense = folder.with_name(f"{folder.name}-dense")
+    shutil.copytree(base, packed_checkpoint.dense)
     floats = {name: value.astype(np.float32) for name, value in expanded.items()}
-    save_file(floats, foreign.twin / "model.safetensors")
-    return foreign
+    save_file(floats, packed_checkpoint.dense / "model.safetensors")
+    return packed_checkpoint

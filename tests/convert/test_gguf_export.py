@@ -1,4 +1,4 @@
-"""GGUF files, read by llama.cpp's own package: names, types, numbers and tokenizer."""
+"""GGUF exports, read by llama.cpp's package: names, types, values and tokenizer."""
 
 import json
 
@@ -30,8 +30,8 @@ def read(folder):
     return reader, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def numbers(tensor):
-    """What llama.cpp's package says a tensor stands for."""
+def values(tensor):
+    """The values of a tensor, dequantized by llama.cpp's package."""
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
@@ -76,7 +76,7 @@ CASES = [
 
 @pytest.mark.parametrize(("bits", "symmetric", "size", "kind"), CASES)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_codes_are_written_as_they_are(
+def test_quantized_matrices_keep_their_codes(
     make_checkpoint, tmp_path, bits, symmetric, size, kind, dtype
 ):
     source = make_checkpoint(dtype=dtype)
@@ -97,7 +97,7 @@ def test_codes_are_written_as_they_are(
         assert tensors[name].tensor_type.name == kind
         tolerance = 1e-3 if kind == "F16" else 1e-7
         np.testing.assert_allclose(
-            numbers(tensors[name]), wanted, rtol=tolerance, atol=tolerance
+            values(tensors[name]), wanted, rtol=tolerance, atol=tolerance
         )
     assert ("2 of 2 quantized matrices are dequantized" in lines[-1]) == (kind == "F16")
     assert f"2 {kind}" in lines[0] or kind == "F16"
@@ -106,7 +106,9 @@ def test_codes_are_written_as_they_are(
 @pytest.mark.parametrize(
     ("dtype", "kind"), [("float16", "F16"), ("bfloat16", "BF16"), ("float32", "F16")]
 )
-def test_dense_weights(make_checkpoint, tmp_path, dtype, kind):
+def test_dense_weights_have_the_expected_ggml_type(
+    make_checkpoint, tmp_path, dtype, kind
+):
     source = make_checkpoint(dtype=dtype, tie_word_embeddings=False)
     export(gguf_exporter, source, tmp_path / "out")
     reader, tensors = read(tmp_path / "out")
@@ -127,7 +129,7 @@ def test_dense_weights(make_checkpoint, tmp_path, dtype, kind):
     assert {*seen} <= {kind, "F16"}
     for name, value in names.items():
         rtol = 1e-3 if dtype == "float32" else 0
-        np.testing.assert_allclose(numbers(tensors[name]), value, rtol=rtol, atol=1e-7)
+        np.testing.assert_allclose(values(tensors[name]), value, rtol=rtol, atol=1e-7)
     assert tensors["output_norm.weight"].tensor_type.name == "F32"
     told = reader.get_field("general.file_type").contents()
     assert told == gguf.LlamaFileType[f"MOSTLY_{max({*seen}, key=seen.count)}"]
@@ -142,7 +144,9 @@ def test_dense_weights(make_checkpoint, tmp_path, dtype, kind):
         ("mistral", {"head_dim": 32}),
     ],
 )
-def test_lmx_reads_the_same_model(make_checkpoint, tmp_path, family, settings):
+def test_import_of_the_export_gives_the_same_logits(
+    make_checkpoint, tmp_path, family, settings
+):
     source = make_checkpoint(model_type=family, dtype="float16", **settings)
     export(gguf_exporter, source, tmp_path / "out")
     [file] = (tmp_path / "out").iterdir()
@@ -151,7 +155,7 @@ def test_lmx_reads_the_same_model(make_checkpoint, tmp_path, family, settings):
     )
 
 
-def test_metadata(make_checkpoint, tmp_path):
+def test_metadata_describes_model_and_tokenizer(make_checkpoint, tmp_path):
     source = make_checkpoint(num_key_value_heads=1)
     export(gguf_exporter, source, tmp_path / "out")
     reader, _ = read(tmp_path / "out")
@@ -175,7 +179,7 @@ def test_metadata(make_checkpoint, tmp_path):
     assert found["tokenizer.chat_template"] == own.chat_template
 
 
-def test_llama_3_s_positions(make_checkpoint, tmp_path):
+def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
     from mlx_lm.models.rope_utils import Llama3RoPE
 
     scaling = {"rope_type": "llama3", "factor": 32.0} | gguf_config.LLAMA3
@@ -185,7 +189,7 @@ def test_llama_3_s_positions(make_checkpoint, tmp_path):
     stretched = np.array(Llama3RoPE(64, base=5e5, scaling_config=scaling)._freqs)
     plain = 5e5 ** (np.arange(0, 64, 2) / 64)
     np.testing.assert_allclose(
-        numbers(tensors["rope_freqs.weight"]), stretched / plain, rtol=1e-5
+        values(tensors["rope_freqs.weight"]), stretched / plain, rtol=1e-5
     )
 
 
@@ -227,7 +231,7 @@ def sentencepiece(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def test_a_tokenizer_of_llama_2_s_kind(tmp_path):
+def test_sentencepiece_tokenizer_roundtrip(tmp_path):
     from tokenizers import Tokenizer
 
     sentencepiece(tmp_path)
@@ -265,14 +269,12 @@ def test_a_tokenizer_of_llama_2_s_kind(tmp_path):
         (QWEN3_MOE, "export of qwen3_moe models is not supported"),
     ],
 )
-def test_models_llama_cpp_would_compute_otherwise_are_refused(
-    make_checkpoint, tmp_path, settings, said
-):
+def test_unsupported_models_are_refused(make_checkpoint, tmp_path, settings, said):
     with pytest.raises(UserError, match=said):
         export(gguf_exporter, make_checkpoint(**settings), tmp_path / "out")
 
 
-def test_an_unknown_way_to_cut_words_is_refused(make_checkpoint, tmp_path):
+def test_unknown_pre_tokenizer_is_refused(make_checkpoint, tmp_path):
     source = make_checkpoint()
     made = json.loads((source / "tokenizer.json").read_text())
     made["pre_tokenizer"] = {
@@ -287,9 +289,7 @@ def test_an_unknown_way_to_cut_words_is_refused(make_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["blocks", "dense", "tokenizer"])
-def test_what_comes_back_otherwise_is_refused(
-    make_checkpoint, tmp_path, monkeypatch, part
-):
+def test_changed_export_is_refused(make_checkpoint, tmp_path, monkeypatch, part):
     source = make_checkpoint()
     spec = QuantSpec(bits=4, group_size=32)
     weight = load(source, compute="stored").model.layers[0].mlp.down_proj.weight

@@ -149,7 +149,7 @@ def expanded(folder):
 
 
 @pytest.mark.parametrize("kind", [*ROUNDED, *BLOCKS, "F16", "F32", "BF16"])
-def test_the_weights_are_the_same(make, kind):
+def test_weights_equal_those_of_the_gguf_package(make, kind):
     path, wanted, _ = make(kind)
     found = expanded(resolve_checkpoint(path))
     assert found.keys() == wanted.keys()
@@ -166,7 +166,7 @@ def test_the_weights_are_the_same(make, kind):
         ("Q4_K", {"architecture": "qwen3"}),
     ],
 )
-def test_logits_are_those_of_the_dense_model(make, kind, settings):
+def test_logits_equal_those_of_the_dense_model(make, kind, settings):
     path, wanted, base = make(kind, **settings)
     own = load_model(path).model(TOKENS)
     dense = load(base).model
@@ -175,7 +175,7 @@ def test_logits_are_those_of_the_dense_model(make, kind, settings):
     assert mx.abs(own).max().item() > 0.1
 
 
-def test_stock_mlx_lm_loads_the_same(make, tmp_path):
+def test_stock_mlx_lm_loads_the_same_model(make, tmp_path):
     path, _, _ = make("Q8_0", tie_word_embeddings=True)
     (tmp_path / "target").mkdir()
     convert_checkpoint(path, tmp_path / "target")
@@ -213,7 +213,7 @@ def test_config_and_tokenizer_come_from_the_file(make):
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_positions_of_llama_3_are_found_by_what_they_come_to(make, factor):
+def test_llama3_rope_scaling_is_detected_from_its_factors(make, factor):
     scaling = {
         "rope_type": "llama3",
         "factor": factor,
@@ -235,7 +235,7 @@ def test_positions_of_llama_3_are_found_by_what_they_come_to(make, factor):
     assert load_model(path).tokenizer.encode(TEXT)
 
 
-def test_an_unknown_stretch_is_refused(make):
+def test_unknown_rope_scaling_is_refused(make):
     def change(writer):
         writer.add_tensor("rope_freqs.weight", np.linspace(1, 7, 64, dtype=np.float32))
 
@@ -266,7 +266,7 @@ def test_an_unknown_stretch_is_refused(make):
         (lambda data: data.replace(b"gpt2", b"bert"), "beside it"),
     ],
 )
-def test_damage_is_named(make, change, said):
+def test_damaged_file_is_refused(make, change, said):
     path, _, _ = make("Q4_0")
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(UserError, match=said) as caught:
@@ -274,7 +274,7 @@ def test_damage_is_named(make, change, said):
     assert str(path) in caught.value.place
 
 
-def test_a_type_that_is_not_read_names_the_tensor(make):
+def test_unsupported_type_names_the_tensor(make):
     path, _, _ = make("Q4_0")
     name = b"blk.0.attn_q.weight"
     data = bytearray(path.read_bytes())
@@ -285,7 +285,7 @@ def test_a_type_that_is_not_read_names_the_tensor(make):
         reader.read(path)
 
 
-def test_a_tokenizer_beside_the_file_goes_first(make, tokenizer_folder):
+def test_tokenizer_files_beside_the_gguf_are_used(make, tokenizer_folder):
     path, _, _ = make("Q4_0")
     path.write_bytes(path.read_bytes().replace(b"gpt2", b"bert"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -328,7 +328,7 @@ def by_score(text, scores):
         pieces[at : at + 2] = [pairs[at]]
 
 
-def test_a_sentencepiece_vocabulary_cuts_by_its_scores(tmp_path):
+def test_sentencepiece_merges_follow_scores(tmp_path):
     from tokenizers import Tokenizer
 
     scores = sentencepiece_file(tmp_path)
@@ -346,7 +346,7 @@ def test_a_sentencepiece_vocabulary_cuts_by_its_scores(tmp_path):
     ("words", "digits"),
     [("llama-bpe", ["123", "45"]), ("qwen2", ["1", "2", "3", "4", "5"])],
 )
-def test_words_are_cut_as_the_file_says(tmp_path, words, digits):
+def test_pre_tokenizer_follows_the_file(tmp_path, words, digits):
     from tokenizers import Tokenizer, pre_tokenizers
 
     metadata = {
@@ -363,7 +363,7 @@ def test_words_are_cut_as_the_file_says(tmp_path, words, digits):
     assert [text[a:b] for _, (a, b) in cut] == ["It", "'s", " ", *digits, *rest]
 
 
-def test_a_recipe_knows_whether_a_file_is_quantized(make, tmp_path, capsys):
+def test_recipe_check_detects_quantized_gguf(make, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     codes = {}
     for kind in ("Q8_0", "F16"):

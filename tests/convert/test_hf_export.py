@@ -60,9 +60,7 @@ def test_mlx_lm_reads_the_same_model(make_checkpoint, tmp_path, base):
     assert tokenizer.encode("hello")
 
 
-def test_experts_and_convolutions_are_as_hugging_face_has_them(
-    make_checkpoint, tmp_path
-):
+def test_experts_and_convolutions_have_hugging_face_layout(make_checkpoint, tmp_path):
     export(hf, make_checkpoint(QWEN3_MOE), tmp_path / "experts")
     names = read_header(tmp_path / "experts" / "model.safetensors")
     assert not any("switch_mlp" in name for name in names)
@@ -81,7 +79,7 @@ def test_experts_and_convolutions_are_as_hugging_face_has_them(
 
 
 @pytest.mark.parametrize("base", [LLAMA, QWEN3_MOE], ids=lambda b: b["model_type"])
-def test_codes_are_expanded(make_checkpoint, tmp_path, base):
+def test_quantized_layers_are_dequantized(make_checkpoint, tmp_path, base):
     source = make_checkpoint(base, dtype="float32")
     codes = quantized(source, tmp_path / "codes", bits=4, group_size=32)
     export(hf, codes, tmp_path / "out")
@@ -94,7 +92,7 @@ def test_codes_are_expanded(make_checkpoint, tmp_path, base):
     assert not mx.allclose(unrounded, wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_an_unknown_family_is_refused(make_checkpoint, tmp_path):
+def test_unsupported_model_type_is_refused(make_checkpoint, tmp_path):
     source = make_checkpoint(model_type="helium")
     with pytest.raises(UserError, match="export of helium models is not supported"):
         export(hf, source, tmp_path / "out")
@@ -110,9 +108,7 @@ def test_an_unknown_family_is_refused(make_checkpoint, tmp_path):
     ],
     ids=["other", "missing", "more", "type"],
 )
-def test_what_comes_back_otherwise_is_refused(
-    make_checkpoint, tmp_path, monkeypatch, damage
-):
+def test_changed_export_is_refused(make_checkpoint, tmp_path, monkeypatch, damage):
     real = hf.unstack_experts
     monkeypatch.setattr(hf, "unstack_experts", lambda tensors: damage(real(tensors)))
     with pytest.raises(UserError, match="differs after reading"):

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and compressed-tensors folders: the weights they stand for, to the bit."""
+"""GPTQ, AWQ and compressed-tensors folders are imported bit for bit."""
 
 import json
 import shutil
@@ -116,48 +116,50 @@ def expanded(folder):
     return found
 
 
-def converted(foreign, dtype=None):
-    target = foreign.folder.with_name("target")
+def converted(checkpoint, dtype=None):
+    target = checkpoint.folder.with_name("target")
     target.mkdir()
-    convert_checkpoint(foreign.folder, target, dtype)
+    convert_checkpoint(checkpoint.folder, target, dtype)
     return target
 
 
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_the_weights_are_the_same_to_the_last_bit(make, form):
-    foreign = make(form)
-    target = converted(foreign)
+def test_imported_weights_are_bit_identical(make, form):
+    checkpoint = make(form)
+    target = converted(checkpoint)
     found = expanded(target)
-    assert found.keys() == foreign.layers.keys()
-    for path, codes in foreign.layers.items():
+    assert found.keys() == checkpoint.layers.keys()
+    for path, codes in checkpoint.layers.items():
         assert np.array_equal(found[path], codes.weight), path
 
 
 @pytest.mark.parametrize(
     "name", ["gptq", "gptq of 3 bits", "awq", "compressed asymmetric"]
 )
-def test_logits_are_those_of_the_expanded_weights(make, name):
-    foreign = make(FORMATS[name])
-    own, twin = (load_model(f).model(TOKENS) for f in (foreign.folder, foreign.twin))
-    assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
+def test_logits_equal_those_of_the_dense_model(make, name):
+    checkpoint = make(FORMATS[name])
+    logits, dense_logits = (
+        load_model(f).model(TOKENS) for f in (checkpoint.folder, checkpoint.dense)
+    )
+    assert mx.allclose(logits, dense_logits, rtol=1e-4, atol=1e-4)
     # Other weights would have shown.
-    assert mx.abs(twin).max().item() > 0.1
+    assert mx.abs(dense_logits).max().item() > 0.1
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
-def test_experts_are_joined(make, make_checkpoint, name):
-    foreign = make(FORMATS[name], base=make_checkpoint(QWEN3_MOE))
-    folder = resolve_checkpoint(foreign.folder)
+def test_experts_are_stacked(make, make_checkpoint, name):
+    checkpoint = make(FORMATS[name], base=make_checkpoint(QWEN3_MOE))
+    folder = resolve_checkpoint(checkpoint.folder)
     found = expanded(folder)["model.layers.1.mlp.switch_mlp.up_proj"]
     for number, weight in enumerate(found):
         path = f"model.layers.1.mlp.experts.{number}.up_proj"
-        assert np.array_equal(weight, foreign.layers[path].weight)
-    own, twin = (load(f).model(TOKENS) for f in (folder, foreign.twin))
-    assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
+        assert np.array_equal(weight, checkpoint.layers[path].weight)
+    logits, dense_logits = (load(f).model(TOKENS) for f in (folder, checkpoint.dense))
+    assert mx.allclose(logits, dense_logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gptq symmetric", "awq", "compressed"])
-def test_stock_mlx_lm_loads_the_same(make, name):
+def test_stock_mlx_lm_loads_the_import(make, name):
     target = converted(make(FORMATS[name]))
     stock, own = mlx_lm.load(str(target))[0], load(target, compute="stored").model
     found = dict(tree_flatten(stock.parameters()))
@@ -169,33 +171,33 @@ def test_stock_mlx_lm_loads_the_same(make, name):
     assert mx.allclose(stock(TOKENS), own(TOKENS), rtol=1e-5, atol=1e-5)
 
 
-def test_symmetric_scales_stay_as_published_and_others_only_if_nothing_is_lost(make):
+def test_scales_keep_float16_only_if_exact(make):
     types = {}
     for name in ("gptq symmetric", "gptq"):
-        foreign = make(FORMATS[name])
-        tensors = mx.load(str(converted(foreign) / "model.safetensors"))
+        checkpoint = make(FORMATS[name])
+        tensors = mx.load(str(converted(checkpoint) / "model.safetensors"))
         types[name] = {
             tensors[f"{QUERY}.{leaf}"].dtype for leaf in ("scales", "biases")
         }
-        shutil.rmtree(foreign.folder.parent)
+        shutil.rmtree(checkpoint.folder.parent)
     assert types == {"gptq symmetric": {mx.float16}, "gptq": {mx.float32}}
 
 
-def test_a_type_that_is_asked_for_rounds_within_its_bound(make):
-    foreign = make(FORMATS["awq"])
-    found = expanded(converted(foreign, mx.float16))
-    codes = foreign.layers[QUERY]
+def test_requested_dtype_rounds_within_its_bound(make):
+    checkpoint = make(FORMATS["awq"])
+    found = expanded(converted(checkpoint, mx.float16))
+    codes = checkpoint.layers[QUERY]
     error = np.abs(found[QUERY] - codes.weight)
-    bias = (codes.zeros * codes.scales.astype(np.float64))[:, codes.owners]
+    bias = (codes.zeros * codes.scales.astype(np.float64))[:, codes.group_index]
     assert error.max() > 0
     assert (error <= 2.0**-11 * bias + 1e-7).all()
 
 
-def test_rounding_again_would_have_changed_the_codes(make):
+def test_requantization_would_change_the_codes(make):
     """What this avoids: mx.quantize of the same weights, in the same groups."""
-    foreign = make(FORMATS["awq"])
-    codes = foreign.layers[QUERY]
-    tensors = mx.load(str(converted(foreign) / "model.safetensors"))
+    checkpoint = make(FORMATS["awq"])
+    codes = checkpoint.layers[QUERY]
+    tensors = mx.load(str(converted(checkpoint) / "model.safetensors"))
     assert np.array_equal(unpack_codes(tensors[f"{QUERY}.weight"], 4), codes.codes)
     weight = mx.array(codes.weight.astype(np.float32))
     again, scales, biases = mx.quantize(weight, group_size=32, bits=4)
@@ -205,7 +207,7 @@ def test_rounding_again_would_have_changed_the_codes(make):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_codes_are_where_mlx_has_them(bits):
+def test_packed_codes_have_mlx_layout(bits):
     codes = mx.random.randint(0, 2**bits, (3, 64), key=mx.random.key(bits))
     words = pack_codes(codes, bits)
     scales, biases = mx.ones((3, 2)), mx.zeros((3, 2))
@@ -217,35 +219,37 @@ def test_codes_are_where_mlx_has_them(bits):
 def reordered(name, codes, rng):
     """The columns of the down projection in groups by another order (desc_act)."""
     if name.endswith("down_proj"):
-        codes.owners = rng.permutation(codes.owners)
+        codes.group_index = rng.permutation(codes.group_index)
     return codes
 
 
-def test_an_order_that_the_producers_can_follow_is_undone(make):
-    foreign = make(FORMATS["gptq"], reordered)
-    found = expanded(resolve_checkpoint(foreign.folder))
-    order = np.argsort(foreign.layers[DOWN].owners, kind="stable")
-    assert np.array_equal(found[DOWN], foreign.layers[DOWN].weight[:, order])
+def test_activation_order_of_down_proj_is_undone(make):
+    checkpoint = make(FORMATS["gptq"], reordered)
+    found = expanded(resolve_checkpoint(checkpoint.folder))
+    order = np.argsort(checkpoint.layers[DOWN].group_index, kind="stable")
+    assert np.array_equal(found[DOWN], checkpoint.layers[DOWN].weight[:, order])
     up = DOWN.replace("down", "up")
-    assert np.array_equal(found[up], foreign.layers[up].weight[order])
-    own, twin = (load_model(f).model(TOKENS) for f in (foreign.folder, foreign.twin))
-    assert mx.allclose(own, twin, rtol=1e-4, atol=1e-4)
+    assert np.array_equal(found[up], checkpoint.layers[up].weight[order])
+    logits, dense_logits = (
+        load_model(f).model(TOKENS) for f in (checkpoint.folder, checkpoint.dense)
+    )
+    assert mx.allclose(logits, dense_logits, rtol=1e-4, atol=1e-4)
 
 
-def test_an_order_of_whole_groups_needs_nothing(make):
+def test_permuted_whole_groups_are_imported(make):
     def swapped(name, codes, rng):
-        codes.owners = codes.owners.max() - codes.owners
+        codes.group_index = codes.group_index.max() - codes.group_index
         return codes
 
-    foreign = make(FORMATS["gptq"], swapped)
-    found = expanded(resolve_checkpoint(foreign.folder))
-    for path, codes in foreign.layers.items():
+    checkpoint = make(FORMATS["gptq"], swapped)
+    found = expanded(resolve_checkpoint(checkpoint.folder))
+    for path, codes in checkpoint.layers.items():
         assert np.array_equal(found[path], codes.weight), path
 
 
-def test_an_order_that_others_read_too_is_refused(make):
+def test_activation_order_of_shared_inputs_is_refused(make):
     def everywhere(name, codes, rng):
-        codes.owners = rng.permutation(codes.owners)
+        codes.group_index = rng.permutation(codes.group_index)
         return codes
 
     with pytest.raises(UserError, match="desc_act") as caught:
@@ -254,16 +258,16 @@ def test_an_order_that_others_read_too_is_refused(make):
     assert "static groups" in caught.value.hint
 
 
-def test_groups_that_mlx_lacks_are_refused(make):
+def test_unsupported_group_size_is_refused(make):
     with pytest.raises(UserError, match="groups of 16 columns do not divide"):
         resolve_checkpoint(make(of_gptq(4, 16)).folder)
 
 
-def damage(foreign, change, **settings):
-    tensors = load_file(foreign.folder / "model.safetensors")
+def damage(checkpoint, change, **settings):
+    tensors = load_file(checkpoint.folder / "model.safetensors")
     change(tensors)
-    save_file(tensors, foreign.folder / "model.safetensors")
-    file = foreign.folder / "config.json"
+    save_file(tensors, checkpoint.folder / "model.safetensors")
+    file = checkpoint.folder / "config.json"
     config = json.loads(file.read_text())
     config["quantization_config"] |= settings
     file.write_text(json.dumps(config))
@@ -302,11 +306,11 @@ def drop(name):
         ("awq", drop("model.norm.weight"), "foreign", "model.norm.weight is missing"),
     ],
 )
-def test_damage_is_named(make, name, change, place, said):
-    foreign = make(FORMATS[name])
-    damage(foreign, change)
+def test_damaged_checkpoint_is_refused(make, name, change, place, said):
+    checkpoint = make(FORMATS[name])
+    damage(checkpoint, change)
     with pytest.raises(UserError, match=said) as caught:
-        resolve_checkpoint(foreign.folder)
+        resolve_checkpoint(checkpoint.folder)
     assert place in caught.value.place
 
 
@@ -321,31 +325,31 @@ def test_damage_is_named(make, name, change, place, said):
         ("awq", {"group_size": 64}, "the shape is"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(make, name, settings, said):
-    foreign = make(FORMATS[name])
-    damage(foreign, lambda tensors: None, **settings)
+def test_inconsistent_config_is_refused(make, name, settings, said):
+    checkpoint = make(FORMATS[name])
+    damage(checkpoint, lambda tensors: None, **settings)
     if said is None:
         # The order that is stored says more than the config.
-        found = expanded(resolve_checkpoint(foreign.folder))
-        assert np.array_equal(found[QUERY], foreign.layers[QUERY].weight)
+        found = expanded(resolve_checkpoint(checkpoint.folder))
+        assert np.array_equal(found[QUERY], checkpoint.layers[QUERY].weight)
         return
     with pytest.raises(UserError, match=said):
-        resolve_checkpoint(foreign.folder)
+        resolve_checkpoint(checkpoint.folder)
 
 
-def test_why_they_are_not_left_to_mlx_lm(make):
+def test_mlx_lm_alone_misreads_these_formats(make):
     """It takes no g_idx, which GPTQ has, reads GPTQ's words as AWQ's, and rounds the
     biases of AWQ."""
-    foreign = make(FORMATS["gptq"])
+    checkpoint = make(FORMATS["gptq"])
     with pytest.raises(ValueError, match="g_idx"):
-        mlx_lm.load(str(foreign.folder))
-    shutil.rmtree(foreign.folder.parent)
+        mlx_lm.load(str(checkpoint.folder))
+    shutil.rmtree(checkpoint.folder.parent)
     with pytest.raises(ValueError, match="bits"):
         mlx_lm.load(str(make(FORMATS["gptq without order"]).folder))
-    shutil.rmtree(foreign.folder.parent)
-    foreign = make(FORMATS["awq"])
-    layer = dict(mlx_lm.load(str(foreign.folder))[0].named_modules())[QUERY]
+    shutil.rmtree(checkpoint.folder.parent)
+    checkpoint = make(FORMATS["awq"])
+    layer = dict(mlx_lm.load(str(checkpoint.folder))[0].named_modules())[QUERY]
     parts = (layer[leaf].astype(mx.float32) for leaf in ("scales", "biases"))
     weight = mx.dequantize(layer.weight, *parts, group_size=32, bits=4)
-    error = np.abs(np.array(weight) - foreign.layers[QUERY].weight)
+    error = np.abs(np.array(weight) - checkpoint.layers[QUERY].weight)
     assert 1e-5 < error.max() < 1e-3

@@ -34,7 +34,7 @@ def push(*arguments):
     return main.main(["push", *map(str, arguments)])
 
 
-def test_a_folder_arrives_byte_for_byte(stand_in, folder, capfd):
+def test_push_uploads_folder_byte_for_byte(stand_in, folder, capfd):
     assert push(folder, "alice/tiny") == 0
     repository = stand_in.repositories["models/alice/tiny"]
     assert repository.files == contents(folder)
@@ -51,7 +51,7 @@ def test_a_folder_arrives_byte_for_byte(stand_in, folder, capfd):
     assert repository.files == contents(folder)
 
 
-def test_public_only_when_asked_and_in_a_run_folder(stand_in, folder):
+def test_push_is_private_by_default(stand_in, folder):
     folder.rename(folder.parent / "kept")
     run = folder.parent / "run"
     run.mkdir()
@@ -62,7 +62,7 @@ def test_public_only_when_asked_and_in_a_run_folder(stand_in, folder):
     assert repository.files == contents(run / "model")
 
 
-def test_a_broken_push_goes_on_without_sending_again(stand_in, folder, capfd):
+def test_interrupted_push_resumes_without_resending(stand_in, folder, capfd):
     arrived = []
 
     def breaks(method, path):
@@ -87,7 +87,7 @@ def test_a_broken_push_goes_on_without_sending_again(stand_in, folder, capfd):
     assert sorted(stand_in.sent) == sorted(sums)
 
 
-def test_a_dropped_connection_is_tried_again(stand_in, folder):
+def test_dropped_connection_is_retried(stand_in, folder):
     tries = Counter()
 
     def breaks(method, path):
@@ -100,7 +100,7 @@ def test_a_dropped_connection_is_tried_again(stand_in, folder):
     assert stand_in.repositories["models/alice/tiny"].files == contents(folder)
 
 
-def test_a_broken_push_in_chunks_goes_on(stand_in, folder, tmp_path, monkeypatch):
+def test_interrupted_chunked_push_resumes(stand_in, folder, tmp_path, monkeypatch):
     """The way of a usual installation, with hf-xet's own store on this disk."""
     pytest.importorskip("hf_xet")
     from huggingface_hub import constants
@@ -142,7 +142,7 @@ def test_a_broken_push_in_chunks_goes_on(stand_in, folder, tmp_path, monkeypatch
         (TOKEN, "lab/seen", "this repository is public, but a private one"),
     ],
 )
-def test_who_may_push(stand_in, monkeypatch, token, name, said):
+def test_push_without_write_access_is_refused(stand_in, monkeypatch, token, name, said):
     stand_in.repositories["models/lab/seen"] = Repository({})
     if token is None:
         monkeypatch.delenv("HF_TOKEN")
@@ -159,7 +159,7 @@ def test_who_may_push(stand_in, monkeypatch, token, name, said):
     return None
 
 
-def test_offline_nothing_is_asked(stand_in, folder, monkeypatch, capfd):
+def test_offline_push_sends_no_request(stand_in, folder, monkeypatch, capfd):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -168,7 +168,7 @@ def test_offline_nothing_is_asked(stand_in, folder, monkeypatch, capfd):
     assert stand_in.asked == []
 
 
-def test_a_damaged_model_stays_here(stand_in, folder, capfd):
+def test_damaged_model_is_not_pushed(stand_in, folder, capfd):
     file = folder / "model-00002-of-00003.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert push(folder, "alice/tiny") == 2
@@ -176,7 +176,7 @@ def test_a_damaged_model_stays_here(stand_in, folder, capfd):
     assert stand_in.asked == []
 
 
-def test_the_terms_a_card_names(tmp_path):
+def test_license_metadata_of_model_card(tmp_path):
     card = tmp_path / "README.md"
     assert license_metadata_of(card) == {}
     card.write_text("---\nlicense: other\nlicense_name: own\ntags: [a]\n---\n# x\n")

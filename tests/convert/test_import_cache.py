@@ -1,4 +1,4 @@
-"""Imported checkpoints in use: the command, the cache, recipes, training on top."""
+"""Imported checkpoints: the convert command, the cache, recipes and training."""
 
 import json
 
@@ -14,7 +14,7 @@ SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 
 
 @pytest.fixture
-def foreign(make_checkpoint, tmp_path):
+def checkpoint(make_checkpoint, tmp_path):
     rng = np.random.default_rng(0)
 
     def draw(_, outputs, inputs):
@@ -24,9 +24,9 @@ def foreign(make_checkpoint, tmp_path):
     return write(base, tmp_path / "foreign", draw, lambda c: gptq(c, 4), SETTINGS)
 
 
-def test_the_command_writes_a_folder(foreign, tmp_path, capsys):
+def test_convert_command_writes_a_folder(checkpoint, tmp_path, capsys):
     target = tmp_path / "target"
-    assert main.main(["convert", str(foreign.folder), str(target)]) == 0
+    assert main.main(["convert", str(checkpoint.folder), str(target)]) == 0
     assert "parameters" in capsys.readouterr().out
     config = json.loads((target / "config.json").read_text())
     assert config["quantization"]["bits"] == 4
@@ -40,35 +40,37 @@ def test_the_command_writes_a_folder(foreign, tmp_path, capsys):
     ("source", "target", "said"),
     [
         ("no/where/at/all", "target", "there is no such folder"),
-        ("twin", "target", "has no supported format"),
+        ("dense", "target", "has no supported format"),
         ("foreign", "there", "the target exists"),
     ],
 )
-def test_what_the_command_refuses(foreign, tmp_path, capsys, source, target, said):
+def test_convert_command_refuses_invalid_arguments(
+    checkpoint, tmp_path, capsys, source, target, said
+):
     (tmp_path / "there").mkdir()
-    names = {"foreign": foreign.folder, "twin": foreign.twin}
+    names = {"foreign": checkpoint.folder, "dense": checkpoint.dense}
     argv = ["convert", str(names.get(source, source)), str(tmp_path / target)]
     assert main.main(argv) == 2
     assert said in capsys.readouterr().err
 
 
-def test_nothing_is_left_of_an_import_that_failed(foreign, tmp_path, capsys):
-    foreign.folder.joinpath("model.safetensors").write_bytes(b"")
-    assert main.main(["convert", str(foreign.folder), str(tmp_path / "target")]) == 2
+def test_failed_import_leaves_no_files(checkpoint, tmp_path, capsys):
+    checkpoint.folder.joinpath("model.safetensors").write_bytes(b"")
+    assert main.main(["convert", str(checkpoint.folder), str(tmp_path / "target")]) == 2
     assert not (tmp_path / "target").exists()
 
 
-def test_it_is_imported_once_and_again_when_it_changed(foreign):
-    folder = resolve_checkpoint(foreign.folder)
+def test_import_is_cached_until_the_source_changes(checkpoint):
+    folder = resolve_checkpoint(checkpoint.folder)
     assert folder.is_relative_to(cache.root())
     before = (folder / "model.safetensors").stat().st_mtime_ns
-    assert resolve_checkpoint(foreign.folder) == folder
+    assert resolve_checkpoint(checkpoint.folder) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
     # What is MLX's already stays where it is.
     assert resolve_checkpoint(folder) == folder
-    config = foreign.folder / "config.json"
+    config = checkpoint.folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 9e4}))
-    assert resolve_checkpoint(foreign.folder) != folder
+    assert resolve_checkpoint(checkpoint.folder) != folder
 
 
 def recipe(tmp_path, model, *stages):
@@ -86,18 +88,18 @@ def recipe(tmp_path, model, *stages):
     return str(path)
 
 
-def test_an_adapter_is_trained_on_top(foreign, tmp_path, capsys):
+def test_adapter_trains_on_imported_checkpoint(checkpoint, tmp_path, capsys):
     train = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "adapter": {"rank": 4}}
     validate = {"num_tokens": 300, "exact_match_samples": 2, "latency_tokens": 8}
     stages = {"train": train}, {"evaluate": validate}
-    path = recipe(tmp_path, foreign.folder, *stages)
+    path = recipe(tmp_path, checkpoint.folder, *stages)
     assert main.train([path, "--dry-run"]) == 0
     assert main.train([path, "--quiet"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert len(report["models"]) == 2
 
 
-def test_it_is_not_rounded_a_second_time(foreign, tmp_path, capsys):
-    path = recipe(tmp_path, foreign.folder, {"quantize": {"bits": 4}})
+def test_imported_checkpoint_is_not_requantized(checkpoint, tmp_path, capsys):
+    path = recipe(tmp_path, checkpoint.folder, {"quantize": {"bits": 4}})
     assert main.train([path]) == 2
     assert "the model is already quantized here" in capsys.readouterr().err

@@ -67,7 +67,7 @@ def read(folder, name="config.json"):
     return json.loads((folder / name).read_text())
 
 
-def test_an_unquantized_checkpoint(folder, tmp_path):
+def test_unquantized_checkpoint_roundtrip(folder, tmp_path):
     weights = export(folder, tmp_path / "out")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names == {
@@ -90,14 +90,14 @@ def test_an_unquantized_checkpoint(folder, tmp_path):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_tied_head_is_absent(make_checkpoint, tmp_path, tied):
+def test_tied_lm_head_is_not_written(make_checkpoint, tmp_path, tied):
     source = make_checkpoint(tie_word_embeddings=tied)
     export(source, tmp_path / "out")
     found = read_header(tmp_path / "out" / "model.safetensors")
     assert ("lm_head.weight" in found) != tied
 
 
-def test_mixed_grids_load_in_stock_mlx_lm(folder, tmp_path):
+def test_mixed_precision_loads_in_stock_mlx_lm(folder, tmp_path):
     selection = mixed(folder)
     export(folder, tmp_path / "out", selection)
     stock, _ = mlx_lm.load(str(tmp_path / "out"))
@@ -111,7 +111,7 @@ def test_mixed_grids_load_in_stock_mlx_lm(folder, tmp_path):
     assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
 
 
-def test_the_quantization_block_is_one_mlx_swift_decodes(folder, tmp_path):
+def test_quantization_block_fits_mlx_swift(folder, tmp_path):
     """It reads no tensor shapes: whatever is not as the default must be listed."""
     selection = mixed(folder)
     export(folder, tmp_path / "out", selection)
@@ -133,7 +133,7 @@ def test_the_quantization_block_is_one_mlx_swift_decodes(folder, tmp_path):
     }
 
 
-def test_the_default_is_the_most_frequent_grid():
+def test_quantization_default_is_the_most_frequent_spec():
     specs = {"a": BIG, "b": SMALL, "c": SMALL}
     block = checkpoint_writer.quantization_block(specs, [])
     big = {"group_size": 128, "bits": 8, "mode": "affine"}
@@ -144,7 +144,7 @@ def test_the_default_is_the_most_frequent_grid():
 
 @pytest.mark.parametrize("base", [LLAMA, QWEN3_MOE], ids=["llama", "qwen3_moe"])
 @pytest.mark.parametrize("rounded", [False, True])
-def test_bits_per_weight_are_mlx_lms(make_checkpoint, tmp_path, base, rounded):
+def test_bits_per_weight_equal_mlx_lm(make_checkpoint, tmp_path, base, rounded):
     source = make_checkpoint(base, num_hidden_layers=2, dtype="bfloat16")
     selection = mixed(source) if base is LLAMA else None
     if base is QWEN3_MOE:
@@ -161,7 +161,7 @@ def test_bits_per_weight_are_mlx_lms(make_checkpoint, tmp_path, base, rounded):
     assert metadata == {"total_size": sizes.bytes, "total_parameters": sizes.parameters}
 
 
-def test_large_checkpoints_are_cut_into_shards(folder, tmp_path, monkeypatch):
+def test_large_checkpoints_are_sharded(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_writer, "SHARD_BYTES", 200_000)
     weights = export(folder, tmp_path / "out")
     files = sorted(file.name for file in (tmp_path / "out").glob("*.safetensors"))
@@ -191,7 +191,7 @@ COMPANIONS = {
 }
 
 
-def test_companions_go_along_byte_for_byte(folder, tmp_path):
+def test_companion_files_are_copied(folder, tmp_path):
     source = shutil.copytree(folder, tmp_path / "source")
     for name, content in COMPANIONS.items():
         (source / name).write_bytes(content)
@@ -209,7 +209,7 @@ def test_companions_go_along_byte_for_byte(folder, tmp_path):
 
 
 @pytest.mark.parametrize("of", ["model", "tokenizer"])
-def test_code_goes_along_where_it_is_needed(folder, tmp_path, of):
+def test_model_code_is_copied_if_needed(folder, tmp_path, of):
     source = shutil.copytree(folder, tmp_path / "source")
     (source / "own.py").write_text("x = 1\n")
     (tmp_path / "out").mkdir()
@@ -222,7 +222,7 @@ def test_code_goes_along_where_it_is_needed(folder, tmp_path, of):
     assert (tmp_path / "out" / "own.py").read_text() == "x = 1\n"
 
 
-def test_the_config_is_valid_json_without_what_belongs_to_another(folder, tmp_path):
+def test_config_is_valid_json_without_foreign_keys(folder, tmp_path):
     """Infinity is no JSON; Hugging Face and mlx-lm tag it."""
     (tmp_path / "out").mkdir()
     config = LLAMA | {
@@ -239,7 +239,7 @@ def test_the_config_is_valid_json_without_what_belongs_to_another(folder, tmp_pa
     assert written == LLAMA | {"text_config": {"time_step_limit": limit}}
 
 
-def test_a_vision_config_stays_with_its_tower(folder, tmp_path):
+def test_vision_config_is_kept_with_vision_tower(folder, tmp_path):
     (tmp_path / "out").mkdir()
     config = LLAMA | {"vision_config": {"depth": 2}}
     weights = {"model.vision_tower.norm.weight": mx.ones(4)}

@@ -35,7 +35,7 @@ def card(folder, **changes):
     return yaml.safe_load(metadata), body
 
 
-def test_figures_and_recipe(tmp_path):
+def test_card_holds_measurements_and_recipe(tmp_path):
     metadata, body = card(tmp_path)
     assert metadata == {
         "library_name": "mlx",
@@ -54,7 +54,7 @@ def test_figures_and_recipe(tmp_path):
     assert "```yaml\nmodel: data/tiny-base\n```" in body
 
 
-def test_a_base_of_the_hub_is_linked(tmp_path):
+def test_hub_base_model_is_linked(tmp_path):
     metadata, body = card(tmp_path, base="Qwen/Qwen3-0.6B", is_quantized=False)
     assert metadata["base_model"] == "Qwen/Qwen3-0.6B"
     assert metadata["base_model_relation"] == "finetune"
@@ -62,7 +62,7 @@ def test_a_base_of_the_hub_is_linked(tmp_path):
     assert card(tmp_path, base="a/b")[0]["base_model_relation"] == "quantized"
 
 
-def test_metadata_as_the_hub_reads_it(tmp_path):
+def test_metadata_is_readable_by_the_hub(tmp_path):
     from huggingface_hub import ModelCard
 
     terms = {"license": "other", "license_name": "own"}
@@ -73,12 +73,12 @@ def test_metadata_as_the_hub_reads_it(tmp_path):
     assert read.datasets == ["c/d", "e"]
 
 
-def test_nothing_measured_says_nothing_of_figures(tmp_path):
+def test_card_without_measurements_has_no_table(tmp_path):
     _, body = card(tmp_path, report={}, table=([], []))
     assert "|" not in body
     assert "held-out" not in body
 
 
-def test_no_questions_asked_no_accuracy(tmp_path):
+def test_card_without_questions_has_no_exact_match(tmp_path):
     report = {"models": {"quantized": {"num_tokens": 7}}}
     assert "exact_match" not in card(tmp_path, report=report)[1]

@@ -53,7 +53,7 @@ def trained(base, folder, **settings):
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_out_and_in_again_is_the_same_adapter(base, tmp_path, kind):
+def test_export_and_import_give_the_same_adapter(base, tmp_path, kind):
     wanted = trained(base, tmp_path / "own", type=kind)
     export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "own")
     assert main.main(["convert", str(tmp_path / "peft"), str(tmp_path / "back")]) == 0
@@ -85,7 +85,7 @@ def matrices(path, rank, outputs=128, inputs=128, seed=0):
     }
 
 
-def test_ranks_and_scales_of_layers_are_peft_s(base, tmp_path):
+def test_ranks_and_scales_by_layer_equal_peft(base, tmp_path):
     """alpha / sqrt(rank), ranks by layer, alpha by pattern, one block only."""
     paths = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
     weights = matrices(paths[0], 4) | matrices(paths[1], 2, outputs=256, seed=1)
@@ -123,7 +123,7 @@ Q = "model.layers.0.self_attn.q_proj"
         ({}, {"model.embed_tokens.lora_embedding_A": np.ones((2, 2))}, "not belong"),
     ],
 )
-def test_what_mlx_lm_cannot_be_given_is_refused(tmp_path, settings, weights, said):
+def test_unsupported_peft_adapters_are_refused(tmp_path, settings, weights, said):
     weights = {name: value.astype(np.float32) for name, value in weights.items()}
     folder = by_peft(tmp_path, matrices(Q, 4) | weights, **settings)
     with pytest.raises(UserError, match=said):
@@ -138,7 +138,7 @@ def test_adapters_that_peft_lacks_are_refused(base, tmp_path):
         export(peft_exporter, base, tmp_path / "none")
 
 
-def test_another_adapter_read_back_is_refused(base, tmp_path, monkeypatch):
+def test_changed_export_is_refused(base, tmp_path, monkeypatch):
     trained(base, tmp_path / "own")
     real = peft_exporter.lora_config
 
@@ -152,7 +152,7 @@ def test_another_adapter_read_back_is_refused(base, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("form", ["mlx-lm", "peft"])
-def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
+def test_training_starts_from_an_adapter(base, tmp_path, kind, form):
     """Also where its own scale is another and its rank is higher."""
     wanted = trained(base, tmp_path / "own", type=kind)
     start = tmp_path / "own"
@@ -176,7 +176,7 @@ def test_a_training_begins_with_an_adapter(base, tmp_path, kind, form):
         ({"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no higher rank"),
     ],
 )
-def test_a_start_that_does_not_fit_is_refused(base, tmp_path, settings, said):
+def test_incompatible_initial_adapter_is_refused(base, tmp_path, settings, said):
     trained(base, tmp_path / "own")
     model = load(base).model
     lora_model.attach(model, LoRAConfig(**LORA | settings), seed=0)

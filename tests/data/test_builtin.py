@@ -12,7 +12,7 @@ def splits():
     return {split: builtin.read("stdlib", split) for split in builtin.SPLITS}
 
 
-def test_the_standard_library_is_here_sorted_and_is_python(splits):
+def test_stdlib_is_sorted_python_source(splits):
     wheres = [where for where, _ in splits["train"]]
     assert wheres == sorted(wheres)
     assert len(wheres) > 200
@@ -21,7 +21,7 @@ def test_the_standard_library_is_here_sorted_and_is_python(splits):
     assert ast.get_docstring(ast.parse(everything["shutil.py"]))
 
 
-def test_tests_foreign_code_and_tables_are_left_out(splits):
+def test_tests_third_party_code_and_tables_are_excluded(splits):
     wheres = [where for where, _ in splits["train"] + splits["valid"]]
     folders = {part for where in wheres for part in where.split("/")[:-1]}
     assert not folders & builtin.SKIPPED_FOLDERS
@@ -29,7 +29,7 @@ def test_tests_foreign_code_and_tables_are_left_out(splits):
     assert "encodings/utf_8.py" in wheres
 
 
-def test_a_document_is_in_one_split_by_its_path_alone(splits):
+def test_path_decides_the_split(splits):
     train, valid = ({where for where, _ in splits[s]} for s in builtin.SPLITS)
     assert not train & valid
     assert 0.01 < len(valid) / len(train) < 0.1
@@ -46,17 +46,17 @@ def test_a_document_is_in_one_split_by_its_path_alone(splits):
         ("x = 1\n" * builtin.MAX_CHARACTERS, False),
     ],
 )
-def test_prose_is_told_from_tables(text, teaches):
+def test_is_prose_rejects_tables(text, teaches):
     assert builtin.is_prose(text) is teaches
 
 
-def test_an_unknown_corpus_names_what_exists():
+def test_unknown_dataset_lists_the_builtin_ones():
     with pytest.raises(UserError, match="no built-in dataset 'wiki'") as fault:
         builtin.read("wiki", "train")
     assert "stdlib" in fault.value.hint
 
 
-def test_a_python_without_sources_is_said(tmp_path, monkeypatch):
+def test_python_without_sources_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(
         builtin.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)}
     )

@@ -38,7 +38,7 @@ def fill(folder):
     return {"pair": (1, 2)}
 
 
-def test_where_it_lies(monkeypatch, tmp_path):
+def test_root_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("LMX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache.root() == tmp_path / "lmx"
@@ -49,7 +49,7 @@ def test_where_it_lies(monkeypatch, tmp_path):
     assert cache.root().is_absolute()
 
 
-def test_made_once(cache_folder):
+def test_entry_is_created_once(cache_folder):
     assert cache.size() == 0
     first = cache.get_or_create("test", "key", fill, warning=print)
     again = cache.get_or_create("test", "key", None, warning=print)
@@ -62,7 +62,7 @@ def test_made_once(cache_folder):
 
 
 @pytest.mark.parametrize("damage", ["shorten", "remove", "spoil"])
-def test_what_is_damaged_is_made_again_aloud(cache_folder, damage):
+def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
     folder = cache.get_or_create("test", "key", fill, warning=print).folder
     if damage == "shorten":
         (folder / "rows").write_text("cont")
@@ -76,7 +76,7 @@ def test_what_is_damaged_is_made_again_aloud(cache_folder, damage):
     assert (folder / "rows").read_text() == "content"
 
 
-def test_a_fault_leaves_nothing(cache_folder):
+def test_failed_fill_leaves_no_entry(cache_folder):
     def fail(folder):
         fill(folder)
         raise UserError("bad row")
@@ -87,7 +87,7 @@ def test_a_fault_leaves_nothing(cache_folder):
     assert cache.get_or_create("test", "key", fill, warning=print).made
 
 
-def test_a_killed_process_leaves_nothing_that_counts(cache_folder):
+def test_killed_process_leaves_no_entry(cache_folder):
     dead = worker(0, "die")
     assert dead.wait(30) == -9
     dead.stdout.close()
@@ -97,7 +97,7 @@ def test_a_killed_process_leaves_nothing_that_counts(cache_folder):
     assert not [*cache_folder.rglob("half")]
 
 
-def test_two_processes_make_it_once(cache_folder):
+def test_two_processes_create_one_entry(cache_folder):
     processes = [worker(1.0), worker(1.0)]
     lines = [p.communicate(timeout=30)[0].splitlines() for p in processes]
     assert sorted(map(len, lines)) == [1, 2]
@@ -105,7 +105,7 @@ def test_two_processes_make_it_once(cache_folder):
     assert lines[0][-1].endswith("['half', 'index.json', 'whole']")
 
 
-def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
+def test_unwritable_cache_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "file"))
     with pytest.raises(UserError, match="cannot write") as fault:
@@ -113,13 +113,15 @@ def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     assert "LMX_CACHE" in fault.value.hint
 
 
-def test_too_little_space(cache_folder):
+def test_missing_disk_space_is_refused(cache_folder):
     with pytest.raises(UserError, match="this needs") as fault:
         cache.get_or_create("test", "key", fill, warning=print, space=10**18)
     assert "LMX_CACHE" in fault.value.hint
 
 
-def test_a_file_is_hashed_when_it_changes(cache_folder, tmp_path, monkeypatch):
+def test_file_hash_is_cached_until_the_file_changes(
+    cache_folder, tmp_path, monkeypatch
+):
     """Size and time decide; a time so young that a change might keep it does not."""
     hashed = []
     real = cache.fs.hash_file
@@ -140,7 +142,7 @@ def test_a_file_is_hashed_when_it_changes(cache_folder, tmp_path, monkeypatch):
     assert cache.file_hash(path) == real(path) != young
 
 
-def test_keys_change_with_the_tokenizer(tokenizer_folder, tmp_path):
+def test_tokenizer_fingerprint_changes_with_its_files(tokenizer_folder, tmp_path):
     before = fingerprint.tokenizer(tokenizer_folder)
     for name, old in (
         ("tokenizer.json", '"Ġthe"'),

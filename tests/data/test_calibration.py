@@ -29,7 +29,7 @@ def chats(count):
     ]
 
 
-def test_joined_windows_are_full_and_every_position_counts(tokenizer):
+def test_concatenated_sequences_are_full(tokenizer):
     found = concatenated_sequences(chats(40), tokenizer, tokens=200, length=32, seed=3)
     assert found.tokens.shape == (6, 32)
     assert found.counted.all()
@@ -37,7 +37,7 @@ def test_joined_windows_are_full_and_every_position_counts(tokenizer):
     assert found.size == 6 * 32
 
 
-def test_rows_are_as_training_has_them(tokenizer):
+def test_per_example_sequences_equal_training_examples(tokenizer):
     rows = chats(8)
     settings = SETTINGS | {"loss_on": "completions"}
     found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
@@ -53,7 +53,7 @@ def test_rows_are_as_training_has_them(tokenizer):
         assert not counted.all()
 
 
-def test_everything_may_be_trained_on(tokenizer):
+def test_per_example_sequences_with_loss_on_all(tokenizer):
     rows = chats(5)
     settings = SETTINGS | {"loss_on": "all"}
     found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
@@ -64,7 +64,7 @@ def test_everything_may_be_trained_on(tokenizer):
     assert sorted(found.counted.sum(axis=1).tolist()) == sorted(n - 1 for n in lengths)
 
 
-def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
+def test_per_example_sequences_reach_the_token_count(tokenizer):
     settings = SETTINGS | {"loss_on": "completions"}
     all_rows = per_example_sequences(chats(30), tokenizer, tokens=10_000, **settings)
     few = per_example_sequences(chats(30), tokenizer, tokens=100, **settings)
@@ -78,7 +78,7 @@ def test_as_many_rows_as_the_tokens_asked_for(tokenizer):
     assert not np.array_equal(few.tokens[0], other.tokens[0])
 
 
-def test_rows_without_an_answer_are_an_error(tokenizer):
+def test_examples_without_completion_are_refused(tokenizer):
     rows = [DataRecord("rows:1", prompt="long " * 80, completion="never seen")]
     with pytest.raises(UserError, match="no calibration example has a completion"):
         per_example_sequences(
@@ -86,7 +86,7 @@ def test_rows_without_an_answer_are_an_error(tokenizer):
         )
 
 
-def test_nothing_is_seen_behind_what_counts():
+def test_seen_ends_at_the_last_counted_position():
     counted = np.array([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
     found = CalibrationBatch(np.zeros((3, 5), np.int32), counted)
     assert found.seen.tolist() == [
@@ -105,7 +105,7 @@ def test_parts_of_one_length_keep_the_order():
     assert np.array_equal(np.concatenate([p.tokens for p in parts]), tokens)
 
 
-def test_parts_of_many_lengths_have_little_filling():
+def test_parts_of_many_lengths_have_little_padding():
     draw = np.random.default_rng(0)
     lengths = draw.integers(1, 30, 50)
     tokens = draw.integers(1, 1000, (50, 40)).astype(np.int32)

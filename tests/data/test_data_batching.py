@@ -49,7 +49,7 @@ class Former(BucketBatchSampler):
 
 @pytest.mark.parametrize("seed", [0, 7])
 @pytest.mark.parametrize("sizes", [{"rows": 8}, {"rows": None, "tokens": 512}])
-def test_batches_are_those_of_the_plain_plan(sizes, seed):
+def test_batches_equal_a_naive_implementation(sizes, seed):
     """The figures that are documented rest on this order."""
     new = batches(seed=seed, **sizes)
     old = Former(examples(), seed=seed, max_seq_length=LONGEST, **{"rows": 8} | sizes)
@@ -68,7 +68,7 @@ def rows(batch):
 
 
 @pytest.mark.parametrize("sizes", [{"rows": 8}, {"rows": None, "tokens": 512}])
-def test_every_example_once_an_epoch(sizes):
+def test_epoch_holds_every_example_once(sizes):
     cut = batches(**sizes)
     for epoch in range(3):
         steps = range(epoch * cut.per_epoch, (epoch + 1) * cut.per_epoch)
@@ -76,7 +76,7 @@ def test_every_example_once_an_epoch(sizes):
         assert seen == Counter(range(1, 301))
 
 
-def test_rows_hold_their_example_and_its_mask():
+def test_sequences_hold_their_example_and_mask():
     made = examples()
     cut = batches(examples=made)
     for step in range(cut.per_epoch):
@@ -92,7 +92,7 @@ def test_rows_hold_their_example_and_its_mask():
             assert trained.tolist() == example.tokens[example.mask].tolist()
 
 
-def test_rows_beyond_the_examples_are_untrained():
+def test_filler_sequences_are_untrained():
     for batch in batches().in_order():
         tokens, mask = np.array(batch.tokens), np.array(batch.mask)
         assert mask.shape == (len(tokens), tokens.shape[1] - 1)
@@ -102,7 +102,7 @@ def test_rows_beyond_the_examples_are_untrained():
         assert (~empty).sum() == len(batch.where)
 
 
-def test_a_step_does_not_depend_on_the_steps_before():
+def test_batch_depends_on_seed_and_step_only():
     straight, jumping = batches(seed=3), batches(seed=3)
     order = [7, 100, 0, 99, 7, 3]
     found = {step: jumping(step) for step in order}
@@ -127,7 +127,7 @@ def test_epochs_and_seeds_differ():
     assert set(first) != set(second)
 
 
-def test_one_shape_per_rung():
+def test_bucket_has_one_shape():
     cut = batches()
     shapes = {cut(step).tokens.shape for step in range(cut.per_epoch)}
     assert len(shapes) == len({length for _, length in shapes})
@@ -135,7 +135,7 @@ def test_one_shape_per_rung():
 
 
 @pytest.mark.parametrize("longest", [8, 15, 16, 17, 64, 100, 511, 512, 4096])
-def test_the_ladder_grows_by_half_at_most(longest):
+def test_bucket_lengths_grow_by_half_at_most(longest):
     rungs = bucket_lengths(longest)
     assert rungs[-1] == longest
     assert rungs == sorted(set(rungs))
@@ -144,7 +144,7 @@ def test_the_ladder_grows_by_half_at_most(longest):
 
 
 @pytest.mark.parametrize("sizes", [{"rows": 8}, {"rows": None, "tokens": 512}])
-def test_a_third_of_a_row_is_padding_at_worst(sizes):
+def test_at_most_a_third_of_a_sequence_is_padding(sizes):
     for batch in batches(**sizes).in_order():
         for tokens, _ in rows(batch):
             inputs = np.count_nonzero(tokens) - 1
@@ -153,7 +153,7 @@ def test_a_third_of_a_row_is_padding_at_worst(sizes):
 
 @pytest.mark.parametrize("count", [1, 2, 8, 9, 17, 33])
 @pytest.mark.parametrize("most", [1, 8, 10_000])
-def test_few_rows_are_not_padded_to_a_whole_batch(count, most):
+def test_small_dataset_is_not_padded_to_a_full_batch(count, most):
     made = [
         Example(np.full(10, i + 1, np.int32), np.arange(10) > 4, f"f:{i + 1}")
         for i in range(count)
@@ -168,7 +168,7 @@ def test_few_rows_are_not_padded_to_a_whole_batch(count, most):
     assert size * cut.per_epoch - count < cut.per_epoch
 
 
-def test_tokens_limit_a_batch():
+def test_tokens_limit_the_batch():
     cut = batches(rows=None, tokens=256)
     full = {batch.mask.shape for batch in cut.in_order()}
     assert all(size * length <= 256 for size, length in full)
@@ -179,12 +179,12 @@ def test_tokens_limit_a_batch():
     assert max(size * length for size, length in full) > 192
 
 
-def test_a_row_longer_than_the_tokens_goes_alone():
+def test_sequence_above_the_token_limit_is_alone():
     cut = batches(rows=None, tokens=20)
     assert {b.mask.shape[0] for b in cut.in_order() if b.mask.shape[1] > 20} == {1}
 
 
-def test_in_order_covers_everything_once():
+def test_in_order_covers_every_example_once():
     cut = batches()
     found = [row for batch in cut.in_order() for row in batch.where]
     assert sorted(found) == sorted(e.where for e in cut.examples)
@@ -192,14 +192,14 @@ def test_in_order_covers_everything_once():
     assert found == again
 
 
-def test_a_few_in_order_are_of_every_length():
+def test_first_batches_in_order_have_every_length():
     cut = batches()
     few = list(cut.in_order(len(cut.buckets)))
     assert len(few) == len(cut.buckets)
     assert len({batch.mask.shape[1] for batch in few}) == len(cut.buckets)
 
 
-def test_lengths_at_the_edges_fit():
+def test_lengths_at_bucket_edges_fit():
     made = [
         Example(np.arange(1, n + 1, dtype=np.int32), np.arange(n) == n - 1, f"f:{n}")
         for n in range(2, 66)

@@ -14,7 +14,7 @@ USER, ANSWER = (
 CHAT = {"messages": [USER, ANSWER]}
 
 
-def test_a_json_list_and_a_gzipped_file(write, tmp_path):
+def test_json_list_and_gzipped_file(write, tmp_path):
     path = write(json.dumps([CHAT, CHAT]), "rows.json")
     assert [row.where for row in dataset.RecordReader(path)] == [
         f"{path}[0]",
@@ -25,7 +25,7 @@ def test_a_json_list_and_a_gzipped_file(write, tmp_path):
     assert len(list(dataset.RecordReader(str(zipped)))) == 1
 
 
-def test_a_text_file_is_a_document_or_several(write):
+def test_text_file_holds_one_or_several_documents(write):
     path = write("one\n\ntwo\n", "a.txt")
     assert [row.text for row in dataset.RecordReader(path)] == ["one\n\ntwo\n"]
     path = write("one\n<|endoftext|>\ntwo\n", "b.txt")
@@ -53,7 +53,7 @@ def test_line_separators_inside_json_do_not_end_a_line(write):
     assert row.text == "a\u2028b\x85c"
 
 
-def test_a_folder_gives_the_files_of_the_split(write, tmp_path):
+def test_folder_gives_the_files_of_the_split(write, tmp_path):
     for name in ("train.jsonl", "val-00000-of-00001.jsonl", "test.jsonl"):
         write([{"text": name}], name)
     write("not data", "README.md")
@@ -64,7 +64,7 @@ def test_a_folder_gives_the_files_of_the_split(write, tmp_path):
     assert first.text.startswith("val-")
 
 
-def test_a_folder_without_split_names_gives_all_its_files(write, tmp_path):
+def test_folder_without_split_names_gives_all_files(write, tmp_path):
     write([{"text": "a"}], "a.jsonl")
     write([{"text": "b"}], "b.jsonl")
     assert [r.text for r in dataset.RecordReader(str(tmp_path))] == ["a", "b"]
@@ -101,7 +101,7 @@ FAULTS = {
     ("name", "text", "message"),
     [(name, *fault) for name, faults in FAULTS.items() for fault in faults],
 )
-def test_faults(write, name, text, message):
+def test_invalid_files_are_refused(write, name, text, message):
     if name.endswith("parquet"):
         pytest.importorskip("pyarrow")
     with pytest.raises(UserError, match=message) as fault:
@@ -109,7 +109,7 @@ def test_faults(write, name, text, message):
     assert name in fault.value.place
 
 
-def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
+def test_missing_file_and_invalid_utf8_are_refused(tmp_path):
     with pytest.raises(UserError, match="there is no such file"):
         dataset.RecordReader(str(tmp_path / "none.jsonl"))
     path = tmp_path / "rows.jsonl"
@@ -118,7 +118,7 @@ def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
         dataset.RecordReader(str(path))
 
 
-def test_a_folder_without_the_split_says_what_it_holds(write, tmp_path):
+def test_folder_without_the_split_lists_its_files(write, tmp_path):
     write([CHAT], "test.jsonl")
     with pytest.raises(UserError, match=r"no file of the split 'train'.*test\.jsonl"):
         dataset.RecordReader(str(tmp_path))

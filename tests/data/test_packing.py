@@ -43,7 +43,7 @@ def bins_of_first_fit(lengths, capacity):
 
 @pytest.mark.parametrize("capacity", [1, 8, 65, 513])
 @pytest.mark.parametrize("count", [1, 2, 50, 700])
-def test_rows_are_those_of_best_fit_decreasing(count, capacity):
+def test_packing_equals_best_fit_decreasing(count, capacity):
     for seed in range(4):
         generator = np.random.default_rng([count, capacity, seed])
         share = generator.choice([0.2, 1.0])
@@ -62,7 +62,7 @@ def test_rows_are_those_of_best_fit_decreasing(count, capacity):
         assert np.array_equal(starts, again[1])
 
 
-def test_rows_of_chats_are_almost_full():
+def test_packed_chats_are_almost_full():
     lengths = np.random.default_rng(0).lognormal(4, 0.8, 20_000).astype(int)
     lengths = lengths.clip(2, 512)
     _, starts = pack(lengths, 513)
@@ -75,7 +75,7 @@ def batches(made=None, **settings):
     return made, PackedBatchSampler(made, pack(made.lengths, LONGEST + 1), **settings)
 
 
-def test_every_example_is_in_one_row_of_an_epoch():
+def test_epoch_packs_every_example_once():
     made, cut = batches()
     assert cut.per_epoch < 300 / 8
     for epoch in range(2):
@@ -88,7 +88,7 @@ def test_every_example_is_in_one_row_of_an_epoch():
         assert sorted(found) == sorted(example.where for example in made)
 
 
-def test_documents_are_whole_apart_and_masked():
+def test_packed_documents_are_whole_and_masked():
     made, cut = batches()
     by_place = {example.where: example for example in made}
     for step in range(cut.per_epoch):
@@ -112,7 +112,7 @@ def test_documents_are_whole_apart_and_masked():
         assert next(places, None) is None
 
 
-def test_an_empty_row_is_one_untrained_document():
+def test_filler_sequence_is_one_untrained_document():
     _, cut = batches(rows=7)
     rows = [row for step in range(cut.per_epoch) for row in _rows(cut(step))]
     empty = [row for row in rows if not row[0].any()]
@@ -126,7 +126,7 @@ def _rows(batch):
     return zip(*map(np.array, batch.arrays), strict=True)
 
 
-def test_a_step_does_not_depend_on_the_steps_before():
+def test_packed_batch_depends_on_seed_and_step_only():
     (_, straight), (_, jumping) = batches(seed=3), batches(seed=3)
     found = {step: jumping(step) for step in (30, 2, 0, 31)}
     for step, batch in found.items():
@@ -138,7 +138,7 @@ def test_a_step_does_not_depend_on_the_steps_before():
     assert epoch != other
 
 
-def test_the_plan_is_made_once(cache_folder, monkeypatch):
+def test_packing_plan_is_cached(cache_folder, monkeypatch):
     made = InMemoryExamples(examples())
     plan = packed(made, LONGEST + 1, print)
     monkeypatch.setattr("lmx.data.packing.pack", None)

@@ -39,7 +39,7 @@ def places(rows):
     return [row.where for row in rows]
 
 
-def test_named_rows_are_held_out(tmp_path):
+def test_data_valid_is_the_validation_set(tmp_path):
     train = write(tmp_path / "a.jsonl", 20)
     valid = write(tmp_path / "b.jsonl", 5)
     said = []
@@ -48,7 +48,7 @@ def test_named_rows_are_held_out(tmp_path):
     assert said == [f"valid: {valid}: 5 examples, format completion"]
 
 
-def test_else_the_sources_own_split(tmp_path):
+def test_source_validation_split_is_used(tmp_path):
     write(tmp_path / "rows" / "train.jsonl", 20)
     write(tmp_path / "rows" / "validation.jsonl", 4)
     other = write(tmp_path / "other.jsonl", 40)
@@ -62,7 +62,7 @@ def test_else_the_sources_own_split(tmp_path):
     assert not any("held out from" in line for line in said)
 
 
-def test_else_a_share_is_set_aside(tmp_path):
+def test_share_of_every_source_is_held_out(tmp_path):
     first, second = write(tmp_path / "a.jsonl", 60), write(tmp_path / "b.jsonl", 40)
     said = []
     rows, held = split(said, train=[first, second])
@@ -80,14 +80,14 @@ def test_else_a_share_is_set_aside(tmp_path):
     assert places(split(train=[first, second], seed=1)[1]) != places(held)
 
 
-def test_rows_named_twice_are_held_out_from_both(tmp_path):
+def test_source_named_twice_is_held_out_from_both(tmp_path):
     path = write(tmp_path / "a.jsonl", 40)
     rows, held = split(train=[path, path])
     assert len(rows) == 2 * (40 - len(held))
     assert not set(places(rows)) & set(places(held))
 
 
-def test_a_document_gives_its_tail(tmp_path):
+def test_single_document_source_gives_its_tail(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"line {i}\n" for i in range(100)))
     [row], [held] = split(train=str(path))
@@ -95,12 +95,12 @@ def test_a_document_gives_its_tail(tmp_path):
     assert 4 <= held.text.count("\n") <= 6
 
 
-def test_validation_alone(tmp_path):
+def test_recipe_without_training_data(tmp_path):
     rows, held = split(valid=write(tmp_path / "a.jsonl", 3))
     assert (rows, len(held)) == ([], 3)
 
 
-def test_bad_rows_are_named(tmp_path):
+def test_skipped_examples_are_logged(tmp_path):
     path = write(tmp_path / "a.jsonl", 3)
     with open(path, "a") as stream:
         stream.write('{"prompt": 1}\n' * 8)
@@ -114,13 +114,13 @@ def test_bad_rows_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [2, 10])
-def test_limit_is_of_each_source(tmp_path, limit):
+def test_max_samples_applies_to_each_source(tmp_path, limit):
     paths = [write(tmp_path / name, 50) for name in ("a.jsonl", "b.jsonl")]
     rows, held = split(train=paths, valid=paths[0], max_samples=limit)
     assert (len(rows), len(held)) == (2 * limit, limit)
 
 
-def test_training_rows_are_read_only_when_asked_for(tmp_path):
+def test_training_records_are_read_lazily(tmp_path):
     valid = write(tmp_path / "b.jsonl", 3)
     found = splits(train=str(tmp_path / "none.jsonl"), valid=valid)
     assert len(found.valid) == 3
@@ -128,12 +128,12 @@ def test_training_rows_are_read_only_when_asked_for(tmp_path):
         list(found.train)
 
 
-def test_training_rows_can_be_read_again(tmp_path):
+def test_training_records_can_be_read_again(tmp_path):
     rows = splits(train=write(tmp_path / "a.jsonl", 40)).train
     assert places(rows) == places(rows)
 
 
-def test_held_out_rows_are_found_once(tmp_path, cache_folder, monkeypatch):
+def test_held_out_split_is_cached(tmp_path, cache_folder, monkeypatch):
     """Of content: a changed file has others, and a cached start reads nothing."""
     path = write(tmp_path / "a.jsonl", 300)
     chat = {"messages": [{"role": "user", "content": "a"}, ANSWER], "skill": "s"}
@@ -152,7 +152,7 @@ def test_held_out_rows_are_found_once(tmp_path, cache_folder, monkeypatch):
         assert splits(train=both).valid
 
 
-def test_a_stream_of_the_hub_needs_no_limit(hub, cache_folder):
+def test_hub_stream_needs_no_limit(hub, cache_folder):
     found = splits(train="someone/rows", streaming=True)
     # It names a split for validation.
     assert len(list(found.train)) == len(found.valid) == 50

@@ -42,7 +42,7 @@ def stored(rows, tokenizer, key="key", info=print, **settings):
     return cache.get_or_create("tokens", key, fill, warning=print)
 
 
-def test_examples_are_those_of_the_rows(cache_folder, tokenizer, monkeypatch):
+def test_stored_examples_equal_encoded_records(cache_folder, tokenizer, monkeypatch):
     expected = tokenization.encode_all(rows(), tokenizer, **SETTINGS)
     digests = set()
     for size in (1, 7, 1_000):
@@ -67,14 +67,14 @@ def test_examples_are_those_of_the_rows(cache_folder, tokenizer, monkeypatch):
     assert len(digests) == 1
 
 
-def test_digests_tell_tokens_masks_and_their_borders_apart(cache_folder, tokenizer):
+def test_digest_depends_on_tokens_masks_and_boundaries(cache_folder, tokenizer):
     digests = set()
     for number, settings in enumerate(({}, {"loss_on": "all"}, {"max_seq_length": 25})):
         digests.add(stored(rows(), tokenizer, str(number), **settings).facts["digest"])
     assert len(digests) == 3
 
 
-def test_batches_from_disk_are_those_from_memory(cache_folder, tokenizer):
+def test_batches_from_disk_equal_those_from_memory(cache_folder, tokenizer):
     listed = tokenization.encode_all(rows(), tokenizer, **SETTINGS).examples
     settings = {"max_seq_length": 24, "rows": 4, "seed": 3}
     ours = BucketBatchSampler(
@@ -88,7 +88,7 @@ def test_batches_from_disk_are_those_from_memory(cache_folder, tokenizer):
         assert ours(step).where == theirs(step).where
 
 
-def test_nothing_to_train_on(cache_folder, tokenizer):
+def test_store_without_trained_tokens_is_refused(cache_folder, tokenizer):
     long = [DataRecord(f"f:{n}", prompt="word " * 90, completion="x") for n in range(3)]
     with pytest.raises(UserError, match="nothing to train on: all 3 examples") as fault:
         stored(long, tokenizer)
@@ -97,13 +97,13 @@ def test_nothing_to_train_on(cache_folder, tokenizer):
     assert not [*cache_folder.rglob("*.values")]
 
 
-def test_few_characters_are_encoded_at_once(monkeypatch):
+def test_blocks_limit_characters(monkeypatch):
     monkeypatch.setattr(token_store, "BLOCK_CHARACTERS", 100)
     made = [DataRecord(f"f:{n}", text="x" * 60) for n in range(5)]
     assert [len(block) for block in token_store._blocks(made)] == [2, 2, 1]
 
 
-def test_progress_is_told(cache_folder, tokenizer, monkeypatch):
+def test_progress_is_logged(cache_folder, tokenizer, monkeypatch):
     monkeypatch.setattr(token_store, "SECONDS_BETWEEN_LOGS", 0.0)
     monkeypatch.setattr(token_store, "BLOCK_RECORDS", 30)
     said = []
@@ -114,7 +114,7 @@ def test_progress_is_told(cache_folder, tokenizer, monkeypatch):
     ]
 
 
-def test_rows_are_not_kept_in_memory(cache_folder, tokenizer, monkeypatch):
+def test_stored_records_are_not_held_in_memory(cache_folder, tokenizer, monkeypatch):
     """Python's and NumPy's memory; a plain encoder, so that it is soon done."""
     count = 200_000
 

@@ -88,7 +88,7 @@ def trained(example, tokenizer):
     return [text for text, on in tokenization.render_mask(example, tokenizer) if on]
 
 
-def test_every_assistant_turn_is_trained_with_its_end(chatml):
+def test_all_assistant_turns_are_trained_with_end_of_turn(chatml):
     row = chat("1+1?", "2", "2+2?", "4\n\n4", system="Add.")
     example = one(row, chatml)
     whole = chatml.apply_chat_template(list(row.messages), tokenize=False)
@@ -111,12 +111,12 @@ def test_every_assistant_turn_is_trained_with_its_end(chatml):
     assert "".join(text for text, _ in shown) == whole
 
 
-def test_train_on_everything(chatml):
+def test_loss_on_all_trains_all_tokens(chatml):
     example = one(chat("1+1?", "2"), chatml, loss_on="all")
     assert example.mask.tolist() == [False] + [True] * (len(example.tokens) - 1)
 
 
-def test_everything_needs_no_prefix_and_keeps_the_last_question():
+def test_loss_on_all_keeps_the_last_user_turn():
     tokenizer = build(REWRITING)
     row = chat("a?", "A", "b?")
     example = one(row, tokenizer, loss_on="all")
@@ -125,13 +125,13 @@ def test_everything_needs_no_prefix_and_keeps_the_last_question():
     assert tokenizer.decode(example.tokens) == whole
 
 
-def test_trailing_questions_and_empty_answers_are_not_trained(chatml):
+def test_trailing_user_turns_and_empty_replies_are_not_trained(chatml):
     example = one(chat("a?", "", "b?", "B", "c?"), chatml)
     assert trained(example, chatml) == ["B<|im_end|>"]
     assert "c?" not in chatml.decode(example.tokens)
 
 
-def test_a_template_that_drops_thinking_trains_the_last_turn_only():
+def test_template_that_drops_reasoning_trains_the_last_turn():
     tokenizer = build(FORGETFUL)
     row = chat("1+1?", THINKING, "again?", THINKING)
     encoded = tokenization.encode_all([row], tokenizer, max_seq_length=512)
@@ -145,7 +145,7 @@ def test_a_template_that_drops_thinking_trains_the_last_turn_only():
     assert encoded.last_only == 0
 
 
-def test_markers_of_the_template_help_where_prefixes_do_not():
+def test_generation_markers_of_the_template_are_used():
     tokenizer = build(MARKED)
     row = chat("1+1?", THINKING, "again?", THINKING)
     example = one(row, tokenizer)
@@ -154,18 +154,18 @@ def test_markers_of_the_template_help_where_prefixes_do_not():
     assert tokenizer.decode(example.tokens) == whole
 
 
-def test_a_template_that_rewrites_the_past_is_refused():
+def test_template_that_changes_earlier_turns_is_refused():
     with pytest.raises(UserError, match=r"nothing to train.*changes the turns before"):
         tokenization.encode_all([chat("a", "b")], build(REWRITING), max_seq_length=99)
 
 
-def test_a_template_that_raises_drops_the_row():
+def test_template_error_skips_the_record():
     tokenizer = build("{{ raise_exception('no system turns') }}")
     with pytest.raises(UserError, match="the chat template rejects it: no system"):
         tokenization.encode_all([chat("a", "b")], tokenizer, max_seq_length=99)
 
 
-def test_a_token_across_the_edge_is_split_as_generation_would():
+def test_token_across_the_boundary_is_split():
     tokenizer = build(PLAIN)
     asked, whole = "user: go\nassistant: ", "user: go\nassistant: thinking\n"
     prompt = tokenizer.encode(asked, add_special_tokens=False)
@@ -178,7 +178,7 @@ def test_a_token_across_the_edge_is_split_as_generation_would():
     assert tokenizer.decode(example.tokens) == whole
 
 
-def test_a_completion_whose_first_token_would_merge_with_the_prompt():
+def test_completion_that_merges_with_the_prompt():
     tokenizer = build(None)
     row = DataRecord("f:1", prompt="use", completion="r")
     joined = tokenizer.encode("user", add_special_tokens=False)
@@ -189,7 +189,7 @@ def test_a_completion_whose_first_token_would_merge_with_the_prompt():
     assert trained(example, tokenizer) == ["r<|im_end|>"]
 
 
-def test_bos_is_there_once():
+def test_bos_is_added_once():
     tokenizer = build(WITH_BOS, bos=True)
     bos = tokenizer.bos_token_id
     for row in (
@@ -207,7 +207,7 @@ def test_bos_is_there_once():
     assert (tokens[0], tokens.count(bos)) == (bos, 1)
 
 
-def test_a_completion_takes_the_chat_template_where_there_is_one(chatml):
+def test_prompt_and_completion_use_the_chat_template(chatml):
     row = DataRecord("f:1", prompt="1+1?", completion="2", skill="addition")
     example = one(row, chatml)
     assert example.tokens.tolist() == one(chat("1+1?", "2"), chatml).tokens.tolist()
@@ -221,7 +221,7 @@ def test_a_completion_takes_the_chat_template_where_there_is_one(chatml):
 
 
 @pytest.mark.parametrize("count", [2, 8, 9, 15, 16, 40])
-def test_windows_train_every_token_of_a_text_but_the_first_once(chatml, count):
+def test_windows_train_every_token_but_the_first_once(chatml, count):
     tokens = chatml.encode("z" * (count - 1), add_special_tokens=False)
     tokens.append(chatml.eos_token_id)
     row = DataRecord("f:1", text="z" * (count - 1))
@@ -233,12 +233,12 @@ def test_windows_train_every_token_of_a_text_but_the_first_once(chatml, count):
         assert before.tokens[-1] == after.tokens[0]
 
 
-def test_an_end_token_inside_a_text_does_not_end_its_training(chatml):
+def test_end_token_inside_text_does_not_end_the_mask(chatml):
     example = one(DataRecord("f:1", text="a<|im_end|>b"), chatml)
     assert example.mask.tolist() == [False, True, True, True]
 
 
-def test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped(chatml):
+def test_long_records_are_truncated_or_dropped(chatml):
     rows = [chat("a", "b" * 40), chat("a" * 40, "b"), chat("a", "b")]
     encoded = tokenization.encode_all(rows, chatml, max_seq_length=30)
     assert [len(e.tokens) for e in encoded.examples] == [30, 13]
@@ -251,17 +251,17 @@ def test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped(chatml):
     assert fault.value.hint == "raise data.max_seq_length"
 
 
-def test_chats_need_a_template():
+def test_chats_need_a_chat_template():
     with pytest.raises(UserError, match="chat examples need a chat template"):
         tokenization.encode(chat("a", "b"), build(None), max_seq_length=99)
 
 
-def test_no_rows_at_all(chatml):
+def test_empty_dataset_is_refused(chatml):
     with pytest.raises(UserError, match="nothing to train on"):
         tokenization.encode_all([], chatml, max_seq_length=99)
 
 
-def test_what_the_tokenizer_file_would_cut_is_not_cut(chatml):
+def test_tokenizer_truncation_is_disabled(chatml):
     row = chat("a", "b" * 40)
     whole = one(row, chatml).tokens.tolist()
     chatml.backend_tokenizer.enable_truncation(8)
@@ -269,7 +269,7 @@ def test_what_the_tokenizer_file_would_cut_is_not_cut(chatml):
     assert one(row, chatml).tokens.tolist() == whole
 
 
-def test_a_tokenizer_without_a_fast_backend_and_the_wrapper_of_mlx_lm(chatml):
+def test_slow_tokenizer_and_mlx_lm_wrapper(chatml):
     utils = pytest.importorskip("mlx_lm.tokenizer_utils")
 
     class Slow:

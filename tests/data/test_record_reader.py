@@ -82,7 +82,7 @@ CHAT = {"messages": [USER, ANSWER]}
         ({"text": "Once."}, "text", {"text": "Once."}),
     ],
 )
-def test_every_format(write, record, name, fields):
+def test_every_format_is_parsed(write, record, name, fields):
     path = write([{**record, "skill": "greeting", "id": 7}])
     found = dataset.RecordReader(path)
     assert found.format == name
@@ -90,7 +90,7 @@ def test_every_format(write, record, name, fields):
     assert found.stats.skipped == 0
 
 
-def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
+def test_majority_decides_the_format_and_others_are_logged(write):
     path = write([{"text": "stray"}, *[CHAT] * 5, {"messages": [USER]}, "no object"])
     found = dataset.RecordReader(path)
     assert (found.format, len(list(found))) == ("chat", 5)
@@ -115,7 +115,7 @@ def test_the_format_is_that_of_most_rows_and_the_others_are_named(write):
         ),
     ],
 )
-def test_bad_chats(write, messages, reason):
+def test_invalid_chats_are_skipped(write, messages, reason):
     found = dataset.RecordReader(write([CHAT, {"messages": messages}]))
     assert len(list(found)) == found.stats.skipped == 1
     assert found.stats.first_skipped[0][1].startswith(reason)
@@ -130,13 +130,13 @@ def test_bad_chats(write, messages, reason):
         ({"prompt": "x", "completion": True}, "completion is a boolean, not text"),
     ],
 )
-def test_bad_completions(write, record, reason):
+def test_invalid_completions_are_skipped(write, record, reason):
     found = dataset.RecordReader(write([{"prompt": "a", "completion": "b"}, record]))
     assert len(list(found)) == 1
     assert [why for _, why in found.stats.first_skipped] == [reason]
 
 
-def test_columns_rename(write):
+def test_columns_are_renamed(write):
     path = write([{"question": "1+1", "answer": "2", "text": "ignored", "skill": "s"}])
     columns = {"prompt": "question", "completion": "answer"}
     found = dataset.RecordReader(path, columns=columns)
@@ -157,7 +157,7 @@ def test_limit_and_find_and_builtin(write, tmp_path):
     assert dataset.has_split("builtin:stdlib", "valid")
 
 
-def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
+def test_records_of_a_file_are_not_held_in_memory(tmp_path):
     path = tmp_path / "rows.jsonl.gz"
     with gzip.open(path, "wt", compresslevel=1) as stream:
         for number in range(50_000):
@@ -172,7 +172,7 @@ def test_rows_of_a_file_are_not_kept_in_memory(tmp_path):
     assert peak < 1_000_000
 
 
-def test_rows_can_be_read_again_and_in_part(write):
+def test_records_can_be_read_again_and_in_part(write):
     found = dataset.RecordReader(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
     next(iter(found))
     assert found.stats is None
@@ -192,14 +192,14 @@ def test_rows_can_be_read_again_and_in_part(write):
         ({"problem": "?", "score": 1}, "{prompt: problem, completion: <your column>}"),
     ],
 )
-def test_an_unknown_format_gets_a_mapping_to_paste(write, record, mapping):
+def test_unknown_format_suggests_a_columns_block(write, record, mapping):
     with pytest.raises(UserError, match="no dataset format matches the keys") as fault:
         list(dataset.RecordReader(write([record])))
     assert all(key in fault.value.message for key in record)
     assert fault.value.hint.endswith(f"data:\n  columns: {mapping}")
 
 
-def test_columns_that_are_not_there_or_not_ours(write):
+def test_unknown_columns_are_refused(write):
     path = write([{"q": "?", "a": "!"}])
     with pytest.raises(UserError, match="columns names question, which is missing"):
         dataset.RecordReader(path, columns={"prompt": "question", "completion": "a"})
@@ -208,7 +208,7 @@ def test_columns_that_are_not_there_or_not_ours(write):
     assert fault.value.hint == "did you mean 'prompt'?"
 
 
-def test_a_hub_data_set_by_our_names_of_splits(hub):
+def test_hub_dataset_splits_have_our_names(hub):
     found = dataset.RecordReader("someone/rows", split="valid")
     assert [row.where for row in found][:1] == ["someone/rows/validation[0]"]
     assert len(list(dataset.RecordReader("someone/rows", streaming=True, limit=2))) == 2
@@ -221,7 +221,7 @@ def test_a_hub_data_set_by_our_names_of_splits(hub):
     assert not dataset.has_split("someone/rows", "test")
 
 
-def test_faults_of_the_hub(hub, monkeypatch):
+def test_hub_errors_are_translated(hub, monkeypatch):
     with pytest.raises(UserError, match="no split for 'test'"):
         dataset.RecordReader("someone/rows", split="test")
     with pytest.raises(
@@ -233,6 +233,6 @@ def test_faults_of_the_hub(hub, monkeypatch):
         dataset.RecordReader("someone/rows")
 
 
-def test_a_closed_port_is_offline(monkeypatch):
+def test_closed_port_is_offline(monkeypatch):
     monkeypatch.setattr(dataset, "getproxies", dict)
     assert not dataset._online("http://127.0.0.1:9")
