@@ -34,7 +34,7 @@ def numpy_rows(reference, model, batches):
     return rows
 
 
-def test_equals_numpy():
+def test_divergence_equals_numpy():
     reference, model = Table(0), Table(1)
     model.table = model.table + reference.table
     found = measure_divergence(reference, model, BATCHES)
@@ -46,7 +46,7 @@ def test_equals_numpy():
     assert 0 < found.top1_agreement < 1
 
 
-def test_error_is_that_of_clusters():
+def test_divergence_stderr_is_clustered():
     reference, model = Table(0), Table(1)
     found = measure_divergence(reference, model, BATCHES)
     rows = [kl for kl, _ in numpy_rows(reference, model, BATCHES)]
@@ -56,7 +56,7 @@ def test_error_is_that_of_clusters():
     assert found.kl_stderr == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_model_does_not_diverge_from_itself():
+def test_divergence_from_itself_is_zero():
     found = vars(measure_divergence(Table(0), Table(0), BATCHES))
     histogram, by_confidence = (found.pop(name) for name in HISTOGRAMS)
     assert found == {
@@ -70,7 +70,7 @@ def test_a_model_does_not_diverge_from_itself():
     assert by_confidence["agreed"] == by_confidence["positions"]
 
 
-def test_histograms_equal_numpy():
+def test_divergence_histograms_equal_numpy():
     reference, model = Table(0), Table(1)
     model.table = model.table + reference.table
     found = measure_divergence(reference, model, BATCHES)
@@ -93,20 +93,20 @@ def test_histograms_equal_numpy():
     assert 0 < sum(agreed) < sum(positions) == len(kl)
 
 
-def test_the_reference_weighs():
+def test_divergence_is_weighted_by_the_reference():
     there = measure_divergence(Table(0), Table(1), BATCHES).kl_mean
     back = measure_divergence(Table(1), Table(0), BATCHES).kl_mean
     assert there != pytest.approx(back, rel=1e-2)
 
 
-def test_a_constant_added_to_the_logits_is_no_divergence():
+def test_divergence_ignores_a_constant_logit_offset():
     shifted = Table(0)
     shifted.table = shifted.table + 7.0
     found = measure_divergence(Table(0), shifted, BATCHES)
     assert found.kl_mean == pytest.approx(0, abs=1e-6)
 
 
-def test_a_closer_model_diverges_less():
+def test_divergence_of_a_closer_model_is_lower():
     reference, batches = Table(0), [make_batch(50, 20, seed=9)]
 
     def kl(noise):
@@ -119,7 +119,7 @@ def test_a_closer_model_diverges_less():
     assert kl(0.02) == pytest.approx(4 * kl(0.01), rel=0.05)
 
 
-def test_what_is_not_trained_does_not_count():
+def test_divergence_ignores_masked_positions():
     batch = BATCHES[0]
     tokens = mx.pad(batch.tokens, [(0, 3), (0, 5)])
     mask = mx.pad(batch.mask, [(0, 3), (0, 5)])

@@ -54,7 +54,7 @@ BATCHES = [make_batch(6, 9), make_batch(4, 17, seed=1), make_batch(1, 3, seed=2)
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_equals_numpy(dtype):
+def test_perplexity_equals_numpy(dtype):
     model = Table(0)
     model.table = model.table.astype(dtype).astype(mx.float32)
     stored = Table(0)
@@ -66,7 +66,7 @@ def test_equals_numpy(dtype):
     assert found.value == pytest.approx(np.exp(losses.mean()), rel=1e-6)
 
 
-def test_error_is_that_of_clusters():
+def test_perplexity_stderr_is_clustered():
     """The ratio estimator's: sqrt(n / (n - 1) * sum of squared row residuals) / N."""
     model = Table(1)
     found = measure_perplexity(model, BATCHES)
@@ -78,7 +78,7 @@ def test_error_is_that_of_clusters():
     assert found.stderr == pytest.approx(expected, rel=1e-5)
 
 
-def test_error_is_what_resampling_rows_gives():
+def test_perplexity_stderr_equals_bootstrap():
     model, batches = Table(1), [make_batch(400, 12, seed=5)]
     found = measure_perplexity(model, batches)
     rows = by_row(model, batches)
@@ -88,7 +88,7 @@ def test_error_is_what_resampling_rows_gives():
     assert found.stderr == pytest.approx(values.std(), rel=0.1)
 
 
-def test_alike_tokens_of_a_row_do_not_shrink_the_error():
+def test_perplexity_stderr_ignores_correlated_tokens():
     """Rows of one token, repeated: the error must stay that of the rows."""
     generator = np.random.default_rng(3)
     once = generator.integers(0, VOCABULARY, (40, 2))
@@ -104,13 +104,13 @@ def test_alike_tokens_of_a_row_do_not_shrink_the_error():
     assert found[1].stderr == pytest.approx(found[0].stderr, rel=1e-5)
 
 
-def test_a_uniform_model_is_as_good_as_its_vocabulary():
+def test_perplexity_of_a_uniform_model_is_its_vocab_size():
     found = measure_perplexity(Table(0, scale=0.0), BATCHES)
     assert found.value == pytest.approx(VOCABULARY, rel=1e-6)
     assert found.stderr == pytest.approx(0, abs=1e-5)
 
 
-def test_padding_changes_nothing():
+def test_perplexity_ignores_padding():
     model, batch = Table(0), BATCHES[0]
     tokens = mx.pad(batch.tokens, [(0, 3), (0, 5)])
     mask = mx.pad(batch.mask, [(0, 3), (0, 5)])
@@ -119,7 +119,7 @@ def test_padding_changes_nothing():
     assert vars(padded) == pytest.approx(vars(plain), rel=1e-6)
 
 
-def test_a_hopeless_model_has_a_number():
+def test_perplexity_of_a_huge_loss_is_finite():
     model = Table(0)
     model.table = mx.where(mx.eye(VOCABULARY) > 0, 1e4, 0.0)
     found = measure_perplexity(model, BATCHES)
@@ -127,7 +127,7 @@ def test_a_hopeless_model_has_a_number():
     assert 1e300 < found.value < float("inf")
 
 
-def test_a_broken_model_has_none():
+def test_perplexity_refuses_nan():
     model = Table(0)
     model.table[3, 5] = mx.nan
     with pytest.raises(UserError, match="predictions are NaN") as caught:
@@ -135,6 +135,6 @@ def test_a_broken_model_has_none():
     assert caught.value.code == 1
 
 
-def test_logits_of_a_batch_stay_small():
+def test_eval_batch_tokens_limits_logits():
     assert eval_batch_tokens(1000) * 1000 * 4 <= 256 << 20
     assert eval_batch_tokens(10**9) == 1

@@ -38,51 +38,53 @@ from tiny_steps import make_step
 
 HERE = "training/test_against_mlx_lm.py"
 DEFECTS = {
-    "the sort by length does nothing": [f"{HERE}::test_lengths_bound_the_padding"],
+    "the sort by length does nothing": [
+        f"{HERE}::test_batching_by_length_limits_padding"
+    ],
     "accumulation is a mean of means": [
-        f"{HERE}::test_every_token_of_a_window_weighs_the_same",
-        "training/test_accumulate.py::test_gradients_are_those_of_one_batch",
+        f"{HERE}::test_accumulation_weighs_tokens_equally",
+        "training/test_gradient_accumulation.py::test_accumulated_gradients_equal_one_batch",
     ],
     "a row without trained tokens makes everything NaN": [
-        f"{HERE}::test_nothing_to_train_is_no_catastrophe",
-        "data/test_template.py::test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped",
+        f"{HERE}::test_batch_without_trained_tokens_has_no_nan",
+        "data/test_tokenization.py::test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped",
     ],
     "resuming restores nothing but weights": [
-        "training/test_checkpoint.py::test_every_optimizer_goes_on_bit_for_bit",
+        "training/test_checkpoint.py::test_resume_is_bit_exact_for_every_optimizer",
         "training/test_trainer.py::test_resume_after_kill_is_exact",
         "pipeline/test_resume.py::test_killed",
     ],
     "the cache of freed memory is emptied after every step": [
-        f"{HERE}::test_freed_memory_is_left_to_mlx",
+        f"{HERE}::test_step_does_not_clear_the_memory_cache",
     ],
     "gradient checkpointing patches a class for ever": [
-        f"{HERE}::test_checkpointing_is_of_one_model_and_a_while",
-        "training/test_recompute.py::test_other_instances_and_the_model_itself_are_left_alone",
-        "training/test_families.py::test_lean_ways_have_the_same_gradients",
+        f"{HERE}::test_checkpointing_affects_one_model_temporarily",
+        "training/test_gradient_checkpointing.py::test_checkpointing_leaves_other_modules_unchanged",
+        "training/test_families.py::test_families_have_equal_gradients_with_less_memory",
     ],
-    "DoRA on 3, 5 and 6 bits crashes": [f"{HERE}::test_dora_on_uneven_bits"],
+    "DoRA on 3, 5 and 6 bits crashes": [f"{HERE}::test_dora_works_on_3_5_and_6_bits"],
     "full fine-tuning leaves out embeddings, last norm and head": [
-        f"{HERE}::test_full_is_all",
-        "training/test_families.py::test_trains_in_full",
+        f"{HERE}::test_full_fine_tuning_trains_all_parameters",
+        "training/test_families.py::test_families_train_in_full",
     ],
     "weights in bfloat16 do not move": [
-        f"{HERE}::test_small_rates_move_weights",
-        "training/test_step.py::test_masters_stay_float32",
+        f"{HERE}::test_small_learning_rates_change_bfloat16_weights",
+        "training/test_step.py::test_master_weights_are_float32",
     ],
     "gradients are not clipped": [
-        "training/test_step.py::test_gradients_are_clipped_together",
-        "training/test_accumulate.py::test_clips_the_sum_and_not_its_parts",
+        "training/test_step.py::test_step_clips_the_joint_norm",
+        "training/test_gradient_accumulation.py::test_clipping_applies_to_accumulated_gradients",
     ],
     "adapters go on routers": [
-        f"{HERE}::test_the_router_is_left_alone",
+        f"{HERE}::test_adapters_skip_routers",
         "models/test_target_modules.py::test_attach_skips_routers",
     ],
     "only the last turn of a chat is trained": [
-        f"{HERE}::test_every_turn_is_trained",
-        "data/test_template.py::test_every_assistant_turn_is_trained_with_its_end",
+        f"{HERE}::test_every_assistant_turn_is_trained",
+        "data/test_tokenization.py::test_every_assistant_turn_is_trained_with_its_end",
     ],
     "the import lowers the limit on open files, for ever": [
-        f"{HERE}::test_the_limit_on_open_files",
+        f"{HERE}::test_import_keeps_the_open_file_limit",
         "models/test_model_loader.py::test_importing_mlx_lm_keeps_the_limit_on_open_files",
     ],
     "fusing into codes loses the adapter": [
@@ -92,7 +94,7 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize("test", sorted({t for ts in DEFECTS.values() for t in ts}))
-def test_the_table_names_tests_that_exist(test):
+def test_defect_table_names_existing_tests(test):
     path, name = test.split("::")
     text = (Path(__file__).parents[1] / path).read_text()
     assert re.search(rf"^def {name}\(", text, re.MULTILINE)
@@ -111,7 +113,7 @@ class Tokens(list):
         return row["tokens"], 0
 
 
-def test_lengths_bound_the_padding():
+def test_batching_by_length_limits_padding():
     rows = [[1] * length for length in (20, 250) * 16]
     data = datasets.CacheDataset(Tokens({"tokens": row} for row in rows))
     theirs = trainer.iterate_batches(data, 4, 512)
@@ -149,7 +151,7 @@ def cosine(a, b):
     return a @ b / np.linalg.norm(a) / np.linalg.norm(b)
 
 
-def test_every_token_of_a_window_weighs_the_same():
+def test_accumulation_weighs_tokens_equally():
     long, short = tokens_of(4, 12, seed=1), tokens_of(4, 12, seed=2)
     few = mx.zeros_like(short.mask)
     few[0, :3] = True
@@ -162,7 +164,7 @@ def test_every_token_of_a_window_weighs_the_same():
     assert cosine(mean_of_means(llama()[0], [long, short]), whole) < 0.9
 
 
-def test_nothing_to_train_is_no_catastrophe():
+def test_batch_without_trained_tokens_has_no_nan():
     batch = tokens_of()
     nothing = Batch(batch.tokens, mx.zeros_like(batch.mask), ())
     model, _ = llama()
@@ -175,7 +177,7 @@ def test_nothing_to_train_is_no_catastrophe():
     assert all(mx.array_equal(v, before[k]) for k, v in step.parameters.items())
 
 
-def test_freed_memory_is_left_to_mlx(monkeypatch):
+def test_step_does_not_clear_the_memory_cache(monkeypatch):
     """Here nobody empties the cache: MLX does, above its own limit."""
     calls = []
     monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(1))
@@ -187,7 +189,7 @@ def test_freed_memory_is_left_to_mlx(monkeypatch):
     assert calls == [1]
 
 
-def test_checkpointing_is_of_one_model_and_a_while():
+def test_checkpointing_affects_one_model_temporarily():
     student, teacher = llama()[0], llama()[0]
     kind = type(student.layers[0])
     plain = kind.__call__
@@ -203,7 +205,7 @@ def test_checkpointing_is_of_one_model_and_a_while():
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6])
-def test_dora_on_uneven_bits(bits):
+def test_dora_works_on_3_5_and_6_bits(bits):
     dense = nn.Linear(64, 48)
     coded = nn.QuantizedLinear.from_linear(dense, group_size=32, bits=bits)
     x = mx.random.normal((5, 64), key=mx.random.key(0))
@@ -220,7 +222,7 @@ class Arguments(SimpleNamespace):
         return None
 
 
-def test_full_is_all(monkeypatch, tmp_path):
+def test_full_fine_tuning_trains_all_parameters(monkeypatch, tmp_path):
     model, _ = llama(tie_word_embeddings=False)
     everything = dict(tree_flatten(model.parameters())).keys()
     assert make_step(model).parameters.keys() == everything
@@ -254,7 +256,7 @@ def moved(model, weights_after) -> np.ndarray:
     return np.concatenate([np.array(part).ravel() for part in parts])
 
 
-def test_small_rates_move_weights():
+def test_small_learning_rates_change_bfloat16_weights():
     """Twenty steps of Adam at 1e-6; with the rounding of bfloat16 most are lost."""
     tokens = tokens_of().tokens
     batch = Batch(tokens, mx.ones((len(tokens), tokens.shape[1] - 1), mx.bool_), ())
@@ -287,7 +289,7 @@ def test_small_rates_move_weights():
     assert cosine(moved(begin(), by_mlx_lm), exact) < 0.5
 
 
-def test_the_router_is_left_alone():
+def test_adapters_skip_routers():
     keys = lora_model.attach(member("qwen3_moe"), LoRAConfig(rank=1), seed=0)
     assert "mlp.switch_mlp.up_proj" in keys
     assert "mlp.gate" not in keys
@@ -296,7 +298,7 @@ def test_the_router_is_left_alone():
     assert "lora_a" in model.layers[0].mlp.gate
 
 
-def test_every_turn_is_trained(tokenizer_folder):
+def test_every_assistant_turn_is_trained(tokenizer_folder):
     tokenizer = load_tokenizer(tokenizer_folder)
     turns = ["1+1?", "2 it is", "2+2?", "4 it is"]
     roles = ("user", "assistant") * 2
@@ -340,7 +342,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (4000, most))
         ("mlx_lm.utils", "", False),
     ],
 )
-def test_the_limit_on_open_files(module, work, kept):
+def test_import_keeps_the_open_file_limit(module, work, kept):
     code = LIMIT.format(module=module, work=work)
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True

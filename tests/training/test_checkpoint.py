@@ -40,7 +40,7 @@ def two(tmp_path):
     return tmp_path
 
 
-def test_gives_back_every_bit(tmp_path):
+def test_restore_is_bit_exact(tmp_path):
     step = trained(3)
     progress = TrainingProgress(3, 70, 1.5, 0.1 + 0.2, 12, 0.7, 2.25)
     checkpoint.save(tmp_path, step, progress)
@@ -56,7 +56,7 @@ def test_gives_back_every_bit(tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon", "sgd"])
 @pytest.mark.parametrize("window", [1, 3])
-def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, window):
+def test_resume_is_bit_exact_for_every_optimizer(tmp_path, optimizer, window):
     def begun():
         model, _ = llama("lora", dropout=0.3)
         return make_step(model, name=optimizer, weight_decay=0.1)
@@ -79,7 +79,7 @@ def test_every_optimizer_goes_on_bit_for_bit(tmp_path, optimizer, window):
     assert bits(rest) != bits(start)
 
 
-def test_nothing_to_restore(tmp_path):
+def test_restore_without_checkpoint_keeps_the_state(tmp_path):
     step = trained(1)
     before = bits(step)
     assert (
@@ -88,7 +88,7 @@ def test_nothing_to_restore(tmp_path):
     assert bits(step) == before
 
 
-def test_two_are_kept(two):
+def test_save_total_limit_is_two_by_default(two):
     checkpoint.save(two, trained(1), TrainingProgress(5))
     assert [p.name for p in checkpoint.list_checkpoints(two)] == ["0000004", "0000005"]
 
@@ -117,7 +117,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_one_is_passed_over_aloud(two, damage):
+def test_restore_skips_a_damaged_checkpoint_with_a_warning(two, damage):
     DAMAGE[damage](two / "0000004")
     step, said = trained(1), []
     assert checkpoint.restore(two, step, said.append).step == 2
@@ -126,7 +126,7 @@ def test_a_damaged_one_is_passed_over_aloud(two, damage):
     assert "0000004 is damaged" in said[0]
 
 
-def test_all_damaged_is_a_start_from_the_beginning(two):
+def test_restore_starts_over_if_all_are_damaged(two):
     for folder in checkpoint.list_checkpoints(two):
         cut(folder / "state.safetensors")
     step, said = trained(1), []
@@ -134,13 +134,13 @@ def test_all_damaged_is_a_start_from_the_beginning(two):
     assert len(said) == 2
 
 
-def test_what_was_passed_over_is_no_spare(two):
+def test_save_deletes_damaged_newer_checkpoints(two):
     cut(two / "0000004" / "state.safetensors")
     checkpoint.save(two, trained(3), TrainingProgress(3))
     assert [p.name for p in checkpoint.list_checkpoints(two)] == ["0000002", "0000003"]
 
 
-def test_progress_is_under_the_hash(two):
+def test_hash_covers_the_progress(two):
     """A flipped digit of the step would train some batches twice, unseen."""
     path = two / "0000004" / "state.safetensors"
     data = path.read_bytes()
@@ -153,7 +153,7 @@ def test_progress_is_under_the_hash(two):
     assert checkpoint.restore(two, trained(1), lambda text: None).step == 2
 
 
-def test_a_failed_save_leaves_what_was_there(two, monkeypatch):
+def test_failed_save_keeps_older_checkpoints(two, monkeypatch):
     def fail(path, *_, **__):
         with open(path, "wb") as stream:
             stream.write(b"half")
@@ -167,7 +167,7 @@ def test_a_failed_save_leaves_what_was_there(two, monkeypatch):
     assert checkpoint.restore(two, trained(1), pytest.fail).step == 4
 
 
-def test_a_full_disk_is_seen_beforehand(two, monkeypatch):
+def test_save_checks_free_space_first(two, monkeypatch):
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda path: 1000)
     with pytest.raises(UserError, match=r"this needs .* MB, and 0 MB are free"):
         checkpoint.save(two, trained(1), TrainingProgress(6))

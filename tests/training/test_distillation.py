@@ -27,7 +27,7 @@ def full_kl(teacher, student, temperature=1.0):
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_with_the_whole_vocabulary_it_is_the_full_divergence(temperature):
+def test_kl_with_full_vocabulary_equals_exact_kl(temperature):
     teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
     target = compress_targets(teacher, VOCABULARY, temperature)
     found = kl_sum(student, target, temperature=temperature).item()
@@ -35,7 +35,7 @@ def test_with_the_whole_vocabulary_it_is_the_full_divergence(temperature):
     assert found / 24 == pytest.approx(wanted / 24, abs=1e-6)
 
 
-def test_with_fewer_tokens_it_is_a_lower_bound_that_grows():
+def test_top_k_kl_is_a_growing_lower_bound():
     teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
     found = [
         kl_sum(student, compress_targets(teacher, k)).item() for k in (1, 5, 20, 49, 50)
@@ -48,7 +48,7 @@ def test_with_fewer_tokens_it_is_a_lower_bound_that_grows():
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
-def test_three_tokens_by_hand(top_k):
+def test_top_k_kl_of_three_tokens(top_k):
     teacher, student = mx.array([[[2.0, -1.0, 0.5]]]), mx.array([[[0.3, 0.9, -2.0]]])
     p, q = softmax(teacher)[0, 0], softmax(student)[0, 0]
     order = np.argsort(-p)
@@ -62,7 +62,7 @@ def test_three_tokens_by_hand(top_k):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("top_k", [3, 12])
-def test_the_gradient_is_that_of_finite_differences(top_k, temperature):
+def test_kl_gradient_equals_finite_differences(top_k, temperature):
     teacher, student = (logits(seed, 2, 3, 12) for seed in (0, 1))
     target = compress_targets(teacher, top_k, temperature)
     mask = mx.array([[True, False, True], [True, True, False]])
@@ -87,7 +87,7 @@ def test_the_gradient_is_that_of_finite_differences(top_k, temperature):
         assert found[place].item() == pytest.approx(slope, abs=2e-5)
 
 
-def test_nothing_is_not_a_number_at_the_edges():
+def test_kl_is_finite_for_extreme_logits():
     sure = mx.array([[[60.0, 0.0, -60.0, -80.0]]])
     other = mx.array([[[-60.0, 0.0, 60.0, 80.0]]])
     for top_k in (1, 2, 4):
@@ -98,14 +98,14 @@ def test_nothing_is_not_a_number_at_the_edges():
         assert gradient[0, 0, 0].item() < 0
 
 
-def test_a_student_like_its_teacher_stays():
+def test_kl_gradient_is_zero_at_the_teacher():
     teacher = logits(0, 2, 3, VOCABULARY)
     value, gradient = mx.value_and_grad(kl_sum)(teacher, compress_targets(teacher, 7))
     assert value.item() == pytest.approx(0, abs=1e-5)
     assert mx.abs(gradient).max().item() < 1e-6
 
 
-def test_it_takes_what_a_disk_gives_back():
+def test_kl_of_compressed_targets():
     impossible = TeacherTarget(
         mx.array([[[0, 1]]]), mx.array([[[0.0, -mx.inf]]]), mx.array([[-mx.inf]])
     )
@@ -148,7 +148,7 @@ def outcomes(x, indices, temperature):
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("top_k", [None, 1, 2, 3])
 @pytest.mark.parametrize("divergence", REFERENCES)
-def test_every_loss_and_its_gradient_against_float64(divergence, top_k, temperature):
+def test_divergences_and_gradients_equal_float64(divergence, top_k, temperature):
     """On three tokens: the value by its definition, the gradient by differences."""
     teacher, student = (logits(seed, 2, 3, 3, size=2.0) for seed in (3, 4))
     mask = mx.array([[True, False, True], [True, True, False]])
@@ -176,7 +176,7 @@ def test_every_loss_and_its_gradient_against_float64(divergence, top_k, temperat
 
 
 @pytest.mark.parametrize("divergence", REFERENCES)
-def test_all_named_is_the_whole_vocabulary(divergence):
+def test_top_k_of_all_tokens_equals_full_targets(divergence):
     teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
     settings = {"divergence": divergence, "confidence": SHARE}
 
@@ -194,7 +194,7 @@ def test_all_named_is_the_whole_vocabulary(divergence):
 
 
 @pytest.mark.parametrize("divergence", REFERENCES)
-def test_no_loss_has_an_edge(divergence):
+def test_divergences_are_finite_for_extreme_logits(divergence):
     """What a teacher or a student holds for impossible costs much, but not all."""
     sure = mx.array([[60.0, 0.0, -60.0, -mx.inf]])
     other = mx.array([[-60.0, 0.0, 60.0, 200.0]])

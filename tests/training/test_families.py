@@ -58,7 +58,7 @@ def train(step, batch, *, rate, steps=4):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trains_in_full(family, batch):
+def test_families_train_in_full(family, batch):
     step = make_step(member(family))
     before = dict(step.parameters)
     assert before.keys() == dict(tree_flatten(step.model.parameters())).keys()
@@ -70,7 +70,7 @@ def test_trains_in_full(family, batch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_adapters_train_and_fuse(family, batch):
+def test_families_train_and_fuse_adapters(family, batch):
     model = member(family)
     base = dict(tree_flatten(model.parameters()))
     lora_model.attach(model, LoRAConfig(rank=2), seed=0)
@@ -88,7 +88,7 @@ def test_adapters_train_and_fuse(family, batch):
 
 @pytest.mark.parametrize("way", ["full", "adapters"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_trains_towards_its_codes(family, way, batch):
+def test_families_train_with_fake_quantization(family, way, batch):
     """Of quantization-aware training, the exported codes have the loss of the last."""
     model = member(family)
     base = dict(tree_flatten(model.parameters()))
@@ -120,7 +120,7 @@ def outputs(family, batch, *, chunk=None, **settings):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_lean_ways_have_the_same_gradients(family, batch, monkeypatch):
+def test_families_have_equal_gradients_with_less_memory(family, batch, monkeypatch):
     loss, expected = outputs(family, batch)
     largest = max(mx.abs(g).max().item() for g in expected.values())
     blocks, checkpoint = [], mx.checkpoint
@@ -140,7 +140,7 @@ def test_lean_ways_have_the_same_gradients(family, batch, monkeypatch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_can_be_compiled(family, batch):
+def test_families_train_with_a_compiled_step(family, batch):
     """Traced, and not computed: code that needs a value meanwhile would raise."""
     model = member(family)
     # It computes something itself, to try its cuts.
@@ -154,21 +154,21 @@ SLIDING = [f for f in FAMILIES if config(f) != config(f, window=LENGTH)]
 
 
 @pytest.mark.parametrize("family", SLIDING)
-def test_the_window_is_in_force_while_training(family, batch):
+def test_families_use_sliding_windows_in_training(family, batch):
     """Or the tests above would not have seen the masks of sliding layers."""
     narrow, wide = (make_step(member(family, window=w)) for w in (WINDOW, LENGTH))
     losses = [step(batch, 0.0, 0)[0].item() for step in (narrow, wide)]
     assert abs(losses[0] / losses[1] - 1) > 1e-5
 
 
-def test_keys_shared_through_a_cache_are_refused_aloud(batch):
+def test_checkpointing_refuses_keys_shared_through_a_cache(batch):
     """AFM's last blocks read the cache of one before, past what runs twice."""
     train(make_step(member("afm7")), batch, rate=3e-3)
     with pytest.raises(UserError, match="share keys through a cache"):
         make_step(member("afm7"), gradient_checkpointing=True)(batch, 1e-3, 0)
 
 
-def test_what_computes_outside_of_mlx_is_refused_aloud(batch):
+def test_step_refuses_models_that_evaluate_in_the_forward_pass(batch):
     """DBRX picks its experts with NumPy while it trains, which no trace can follow."""
     mx.enable_compile()
     with pytest.raises(UserError, match=r"cannot be trained.*eval"):
@@ -176,12 +176,12 @@ def test_what_computes_outside_of_mlx_is_refused_aloud(batch):
 
 
 @pytest.mark.skipif(mx.metal.is_available(), reason="there the kernel runs, forward")
-def test_a_kernel_that_only_metal_has_is_refused_aloud(batch):
+def test_step_refuses_metal_kernels_on_the_cpu(batch):
     with pytest.raises(UserError, match=r"cannot be trained.*No Metal"):
         make_step(member("bitnet"))(batch, 1e-3, 0)
 
 
-def test_a_layer_whose_weight_the_model_reads_is_refused_aloud(batch):
+def test_step_refuses_adapters_on_layers_with_direct_weight_access(batch):
     """Gemma 3n clips the weights of its mixing layers in every forward."""
     model = member("gemma3n")
     lora_model.attach(

@@ -7,7 +7,7 @@ from lmx.training.losses import cross_entropy_sum
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_equals_numpy_in_float64(dtype):
+def test_cross_entropy_equals_float64(dtype):
     generator = np.random.default_rng(0)
     logits = mx.array(generator.normal(size=(3, 5, 50)) * 10).astype(dtype)
     targets = generator.integers(0, 50, (3, 5))
@@ -21,14 +21,14 @@ def test_equals_numpy_in_float64(dtype):
     assert found.item() == pytest.approx((losses * mask).sum(), rel=1e-6)
 
 
-def test_large_logits_do_not_overflow():
+def test_cross_entropy_of_large_logits_is_finite():
     logits = mx.array([[[3e4, 0.0], [-3e4, 3e4]]])
     targets = mx.array([[1, 1]])
     loss = cross_entropy_sum(logits, targets, mx.array([[True, True]]))
     assert loss.item() == pytest.approx(3e4)
 
 
-def test_what_is_not_trained_may_be_anything():
+def test_cross_entropy_ignores_masked_nan():
     logits = mx.array([[[1.0, 2.0], [mx.nan, mx.inf]]])
     targets = mx.array([[0, 0]])
     loss = cross_entropy_sum(logits, targets, mx.array([[True, False]]))
@@ -36,7 +36,7 @@ def test_what_is_not_trained_may_be_anything():
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
-def test_gradient_is_softmax_less_the_target(dtype):
+def test_cross_entropy_gradient_is_softmax_minus_one_hot(dtype):
     generator = np.random.default_rng(1)
     logits = mx.array(generator.normal(size=(3, 5, 50)) * 10).astype(dtype)
     targets = generator.integers(0, 50, (3, 5))

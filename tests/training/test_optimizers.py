@@ -42,14 +42,14 @@ def run(optimizer, steps=3):
 
 
 @pytest.mark.parametrize("name", REFERENCES)
-def test_equals_mlx(name):
+def test_optimizers_equal_mlx(name):
     found = run(made(name, values(0)))
     expected = run(REFERENCES[name]())
     for path in SHAPES:
         np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-6)
 
 
-def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
+def test_muon_updates_block_matrices_and_adamw_everything_else():
     found = run(made("muon", values(0)))
     rest = run(REFERENCES["adamw"]())
     muon = run(optimizers.Muon(0.1, 0.8, weight_decay=0.0))
@@ -66,7 +66,7 @@ def test_muon_has_the_matrices_of_the_blocks_and_adamw_the_rest():
 
 
 @pytest.mark.parametrize("shape", [(8, 64), (64, 8), (16, 16)])
-def test_muon_moves_as_far_as_adamw(shape):
+def test_muon_updates_have_the_size_of_adamw(shape):
     gradient = mx.random.normal(shape, key=mx.random.key(0))
     parameters = {"layers.0.w": mx.zeros(shape)}
     optimizer = made("muon", parameters)
@@ -78,7 +78,7 @@ def test_muon_moves_as_far_as_adamw(shape):
 
 @pytest.mark.parametrize("way", ["full", "lora", "qat", "lsq-qat"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_falls(name, way):
+def test_optimizers_reduce_the_loss(name, way):
     model, rounding = llama(way)
     rate = 0.3 if name == "sgd" else 3e-3
     step = make_step(model, fake_quant=rounding, name=name, max_grad_norm=1.0)
@@ -92,7 +92,7 @@ def test_the_loss_falls(name, way):
     assert all(v.dtype == mx.float32 for v in [*step.parameters.values(), *moments])
 
 
-def test_weight_decay_is_the_same_for_all():
+def test_weight_decay_is_equal_for_all_optimizers():
     for name in NAMES:
         step = make_step(llama()[0], name=name, weight_decay=0.5)
         other = make_step(llama()[0], name=name)

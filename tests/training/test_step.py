@@ -35,7 +35,7 @@ def numpy_parameters():
     return {k: np.array(v, np.float64) for k, v in flat}
 
 
-def test_gradient_equals_finite_differences():
+def test_step_gradient_equals_finite_differences():
     batch, parameters = random_batch(), numpy_parameters()
     found, loss, tokens, norm = gradients(batch)
     assert tokens == batch.mask.sum().item()
@@ -54,7 +54,7 @@ def test_gradient_equals_finite_differences():
     assert norm == pytest.approx(squares**0.5, rel=1e-5)
 
 
-def test_gradient_equals_mlx():
+def test_step_gradient_equals_mlx():
     batch, model = random_batch(seed=4), Tiny()
 
     def loss(parameters):
@@ -70,7 +70,7 @@ def test_gradient_equals_mlx():
         np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-7)
 
 
-def test_rows_without_trained_tokens_change_nothing():
+def test_sequences_without_trained_tokens_change_nothing():
     batch = random_batch()
     tokens = mx.concatenate([batch.tokens, mx.full((5, 8), 3, mx.int32)])
     mask = mx.concatenate([batch.mask, mx.zeros((5, 7), mx.bool_)])
@@ -81,7 +81,7 @@ def test_rows_without_trained_tokens_change_nothing():
         np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-7)
 
 
-def test_every_trained_token_weighs_the_same():
+def test_evaluation_weighs_tokens_equally():
     """A row of many trained tokens and one of few: not the mean of their means."""
     batch = random_batch(2)
     step = make_step(Tiny())
@@ -96,7 +96,7 @@ def test_every_trained_token_weighs_the_same():
     assert whole[0] / whole[1] == pytest.approx(exact, rel=1e-6)
 
 
-def test_gradients_are_clipped_together():
+def test_step_clips_the_joint_norm():
     free, *_, norm = gradients(random_batch())
     limit = norm / 3
     clipped, *_, reported = gradients(random_batch(), max_grad_norm=limit)
@@ -133,7 +133,7 @@ def reference(optimizer, rates, **model):
 RATES = (1e-2, 3e-2, 2e-2, 1e-2)
 
 
-def test_equals_adamw_of_mlx():
+def test_step_equals_adamw_of_mlx():
     adamw = optimizers.AdamW(0.0, [0.9, 0.95], weight_decay=0.1, bias_correction=True)
     expected = reference(adamw, RATES, bias=False)
     found = train(make_step(Tiny(bias=False), weight_decay=0.1), RATES)
@@ -142,7 +142,7 @@ def test_equals_adamw_of_mlx():
         np.testing.assert_allclose(found[path], expected[path], rtol=1e-4, atol=1e-5)
 
 
-def test_vectors_do_not_decay():
+def test_step_does_not_decay_vectors():
     settings = {"learning_rate": 0.0, "betas": [0.9, 0.95], "bias_correction": True}
     adam = reference(optimizers.Adam(**settings), RATES[:1])
     adamw = reference(optimizers.AdamW(weight_decay=1.0, **settings), RATES[:1])
@@ -152,7 +152,7 @@ def test_vectors_do_not_decay():
     assert not np.allclose(adam["head.bias"], adamw["head.bias"], rtol=1e-5)
 
 
-def test_masters_stay_float32():
+def test_master_weights_are_float32():
     step = make_step(Tiny(), compute_dtype=mx.bfloat16)
     # Far below half a unit of bfloat16: only float32 masters can add these up.
     found = train(step, [1e-6] * 3)
@@ -166,7 +166,7 @@ def test_masters_stay_float32():
     assert step.materialize().head.weight.dtype == mx.bfloat16
 
 
-def test_dropout_depends_on_the_seed_alone():
+def test_dropout_depends_only_on_the_seed():
     def losses(seeds):
         step = make_step(Tiny(dropout=0.5))
         return [step(random_batch(), 0.0, seed)[0].item() for seed in seeds]
@@ -176,13 +176,13 @@ def test_dropout_depends_on_the_seed_alone():
     assert losses([8])[0] == other
 
 
-def test_evaluates_without_dropout():
+def test_evaluation_has_no_dropout():
     step, plain = make_step(Tiny(dropout=0.5)), make_step(Tiny())
     step(random_batch(), 0.0, 0)
     assert step.evaluate([random_batch()]) == plain.evaluate([random_batch()])
 
 
-def test_a_parameter_may_have_a_rate_of_its_own():
+def test_lr_multipliers_scale_updates():
     """LoRA+: the update, weight decay included, of three times the learning rate."""
     start = dict(tree_flatten(Tiny().parameters()))
     moved = {}

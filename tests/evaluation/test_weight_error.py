@@ -36,7 +36,7 @@ def quantized():
     return model
 
 
-def test_bits_groups_and_errors():
+def test_measure_layers_reports_bits_groups_and_errors():
     before, after = Model(), quantized()
     found = measure_layers(loaded(before), loaded(after))
     assert set(found) == {"embed", "layers.0", "layers.1"}
@@ -54,7 +54,7 @@ def test_bits_groups_and_errors():
 
 
 @pytest.mark.parametrize("what", ["norm.weight", "layers.0.bias"])
-def test_no_error_where_something_else_has_changed(what):
+def test_measure_layers_has_no_error_if_other_tensors_changed(what):
     """As when scales are folded: the weights are then in other units."""
     after = quantized()
     path, _, name = what.rpartition(".")

@@ -23,7 +23,7 @@ class Clocked:
         )
 
 
-def test_percentiles_without_the_warm_up():
+def test_latency_percentiles_skip_the_warmup():
     generator = Clocked()
     prompts = [[1], [2, 2]]
     speed = measure_latency(generator, prompts, max_tokens=9, repeats=50)
@@ -36,7 +36,7 @@ def test_percentiles_without_the_warm_up():
     assert speed["prefill_tokens_per_second"]["p50"] == pytest.approx(5050)
 
 
-def test_speculation_is_counted_over_all_prompts_but_the_warm_up():
+def test_speculation_stats_skip_the_warmup():
     class Guessing(Clocked):
         """Of each answer's two rounds of two guesses, n stand in all."""
 

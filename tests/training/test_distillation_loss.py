@@ -11,7 +11,7 @@ from lmx.training.distillation import DistillationLoss, OnlineTeacher
 from lmx.training.document_mask import DocumentCaches
 from lmx.training.losses import cross_entropy_sum
 from lmx.training.teacher_targets import compress_targets
-from test_documents import alone, documents_of, packed
+from test_document_mask import alone, documents_of, packed
 from tiny_llamas import VOCABULARY, llama, tokens_of
 from tiny_steps import Tiny, make_step, random_batch
 
@@ -53,7 +53,7 @@ def assert_alike(found, expected, tolerance=1e-5):
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "cakld"])
-def test_chunks_checkpoints_and_parts_of_a_batch_change_nothing(divergence):
+def test_distillation_with_chunks_checkpointing_and_accumulation(divergence):
     settings = {"loss": divergence, "temperature": 2.0, "ce_weight": 0.25}
     batch = tokens_of(4)
     halves = [replace(batch, tokens=batch.tokens[i::2]) for i in (0, 1)]
@@ -70,7 +70,7 @@ def test_chunks_checkpoints_and_parts_of_a_batch_change_nothing(divergence):
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
-def test_packed_documents_are_taught_as_they_are_alone(chunk):
+def test_distillation_of_packed_documents_equals_separate_ones(chunk):
     documents = documents_of()
     found = gradients(taught(another()), packed(documents), packing=True, chunk=chunk)
     assert_alike(found, gradients(taught(another()), *alone(documents)))
@@ -82,7 +82,7 @@ def test_packed_documents_are_taught_as_they_are_alone(chunk):
 @pytest.mark.parametrize(
     ("divergence", "chunk"), [*((loss, None) for loss in LOSSES), ("forward_kl", 7)]
 )
-def test_all_tokens_kept_are_the_live_teacher(divergence, chunk):
+def test_offline_targets_of_all_tokens_equal_the_online_teacher(divergence, chunk):
     teacher, batch = another(), tokens_of()
     settings = {"loss": divergence, "temperature": 1.5}
     live = gradients(taught(teacher, **settings), batch, chunk=chunk)
@@ -92,7 +92,7 @@ def test_all_tokens_kept_are_the_live_teacher(divergence, chunk):
     assert_alike(gradients(taught(**settings), kept, chunk=chunk), live)
 
 
-def test_few_tokens_kept_are_a_lower_bound():
+def test_offline_top_k_loss_is_a_lower_bound():
     teacher, batch = another(), tokens_of()
     logits = teacher(batch.tokens[:, :-1])
     every = gradients(taught(teacher), batch)[0]
@@ -104,13 +104,13 @@ def test_few_tokens_kept_are_a_lower_bound():
 
 
 @pytest.mark.parametrize("way", ["full", "lora", "lora-qat", "lsq-qat"])
-def test_rounded_and_adapted_students(way):
+def test_distillation_of_quantized_and_adapted_students(way):
     batch = tokens_of()
     expected = gradients(taught(another()), batch, way=way)
     assert_alike(gradients(taught(another()), batch, way=way, chunk=5), expected)
 
 
-def test_the_mix_is_by_shares():
+def test_ce_weight_mixes_the_losses():
     batch, teacher = tokens_of(), another()
     pure = gradients(taught(teacher), batch)[0]
     model, _ = llama()
@@ -123,7 +123,7 @@ def test_the_mix_is_by_shares():
 
 @pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("kept", [False, True])
-def test_what_is_validated_is_what_is_trained(chunk, kept):
+def test_evaluation_loss_equals_training_loss(chunk, kept):
     batch, teacher = tokens_of(), another()
     loss = taught(teacher, temperature=2.0, ce_weight=0.25)
     expected = gradients(loss, batch)[0]
@@ -140,7 +140,7 @@ def test_what_is_validated_is_what_is_trained(chunk, kept):
     assert tokens == 2 * batch.mask.sum().item()
 
 
-def test_a_teacher_whose_vocabulary_is_filled_up_further():
+def test_distillation_with_a_larger_padded_vocabulary():
     """The tokens that both have are compared; padding of either teaches nothing."""
     batch, teacher = tokens_of(), another()
     wider = another(vocab_size=VOCABULARY + 32)
@@ -153,7 +153,7 @@ def test_a_teacher_whose_vocabulary_is_filled_up_further():
     assert_alike(gradients(taught(wider), batch, chunk=7), expected)
 
 
-def test_a_teacher_that_does_not_split_gives_whole_logits():
+def test_online_teacher_without_split_returns_logits():
     batch = random_batch()
     teacher = OnlineTeacher(Tiny())
     assert teacher.hidden(batch.tokens).shape == (3, 8, 11)
@@ -163,7 +163,7 @@ def test_a_teacher_that_does_not_split_gives_whole_logits():
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
-def test_the_student_becomes_the_teacher(divergence):
+def test_distillation_converges_to_the_teacher(divergence):
     teacher, (model, _) = another(), llama()
     before = np.array(teacher.model.embed_tokens.weight)
     step, batch = (

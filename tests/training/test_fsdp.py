@@ -18,7 +18,7 @@ from lmx.training.step import TrainStep
 from mlx.utils import tree_flatten
 from processes import SCATTER, cases_of, in_ring
 from test_checkpoint import bits
-from test_ranks import ALLOWED, SGD, assert_same_training, windows
+from test_data_parallel import ALLOWED, SGD, assert_same_training, windows
 from tiny_families import VOCABULARY as FAMILY_VOCABULARY
 from tiny_families import member
 from tiny_llamas import llama, tokens_of
@@ -29,9 +29,9 @@ PROGRAM = (
     + """
 import sys
 from pathlib import Path
-import test_shards
+import test_fsdp
 from lmx.run import distributed as ranks
-test_shards.{name}(ranks.join(), Path(sys.argv[1]))
+test_fsdp.{name}(ranks.join(), Path(sys.argv[1]))
 """
 )
 ADAMW = {"weight_decay": 0.1, "max_grad_norm": 1.0}
@@ -127,7 +127,7 @@ def pair(tmp_path_factory, alone):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_with_shares_train_as_one(pair, alone, case):
+def test_fsdp_trains_like_one_process(pair, alone, case):
     expected = alone[case]
     found = {key: value for key, value in pair[0][case].items() if key != "held"}
     assert_same_training(found, expected, ALLOWED.get(case, 1e-5))
@@ -137,13 +137,13 @@ def test_two_processes_with_shares_train_as_one(pair, alone, case):
     assert np.array_equal(pair[1][case]["steps"], found["steps"])
 
 
-def test_a_sum_left_out_is_another_training(pair, alone):
+def test_fsdp_without_reduce_scatter_differs(pair, alone):
     """Negative control: the comparison sees the fault it is there for."""
     with pytest.raises(AssertionError):
         assert_same_training(pair[0]["own gradients alone"], alone["tied"])
 
 
-def test_gradients_in_bfloat16_are_summed_in_float32(pair):
+def test_fsdp_sums_bfloat16_gradients_in_float32(pair):
     found, expected = pair[0]["shares"], pair[0]["no shares"]
     assert_same_training(found, expected, 1e-6)
     model, _ = llama("full")
@@ -155,7 +155,7 @@ def test_gradients_in_bfloat16_are_summed_in_float32(pair):
 
 
 @pytest.mark.parametrize(("case", "most"), [("tied", 0.51), ("odd", 0.9)])
-def test_every_process_holds_its_share_alone(pair, case, most):
+def test_fsdp_rank_holds_only_its_shard(pair, case, most):
     whole = held(begun(case))
     for rank in range(2):
         assert 0.5 <= pair[rank][case]["held"] / whole <= most
@@ -169,7 +169,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_shares_are_all_of_it(size):
+def test_shards_of_all_ranks_are_the_full_parameter(size):
     named = {
         "cut": mx.random.normal((12, 5)),
         "odd": mx.random.normal((7, 12)),
@@ -191,7 +191,7 @@ def test_shares_are_all_of_it(size):
         assert mx.array_equal(joined, value)
 
 
-def test_a_share_does_not_hold_on_to_the_whole():
+def test_shard_frees_the_full_parameter():
     whole = mx.ones((1024, 1024))
     shards = ShardedParameters(
         {"a": whole}, Rank(1, 2), compute_dtype=mx.float32, blocks=None
@@ -253,7 +253,7 @@ def assert_close(found: dict, expected: dict) -> None:
         assert off < 1e-5 * max(1.0, mx.abs(value).max().item()), name
 
 
-def test_checkpoints_are_those_of_one_process(tmp_path):
+def test_fsdp_checkpoints_equal_those_of_one_process(tmp_path):
     def fresh():
         return begun("odd", **ADAMW, name="adamw")
 
@@ -305,7 +305,7 @@ def counted(name, way, ranks, sent):
     return call
 
 
-def test_blocks_are_gathered_when_they_run_and_again_when_they_run_again(tmp_path):
+def test_fsdp_gathers_blocks_per_forward_pass(tmp_path):
     in_two("count_messages", tmp_path)
     first, second = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))
     assert first == second
@@ -344,7 +344,7 @@ def family_batch() -> Batch:
     return Batch(batch.tokens % FAMILY_VOCABULARY, batch.mask, batch.where)
 
 
-def test_families_train_with_shares(tmp_path):
+def test_fsdp_trains_families_like_one_process(tmp_path):
     in_two("train_families", tmp_path)
     told = dict(np.load(tmp_path / "0.npz"))
     mx.disable_compile()
@@ -374,7 +374,7 @@ def fail_in_the_middle(ranks, folder) -> None:
     checkpoint.save(folder / "it", step, TrainingProgress(2))
 
 
-def test_a_full_disk_ends_all(tmp_path):
+def test_full_disk_stops_all_ranks(tmp_path):
     in_two("fail_in_the_middle", tmp_path)
     assert [path.name for path in (tmp_path / "it").iterdir()] == ["0000002"]
 
@@ -389,7 +389,7 @@ VALUES = {
 }
 
 
-def test_a_file_written_piece_by_piece_is_that_of_mlx(tmp_path):
+def test_streamed_safetensors_equal_those_of_mlx(tmp_path):
     layout = {name: (value.dtype, value.shape) for name, value in VALUES.items()}
     found, expected = tmp_path / "found", tmp_path / "expected.safetensors"
     metadata = {"progress": '{"step": 1, "é": "\\""}'}
@@ -408,7 +408,7 @@ def test_a_file_written_piece_by_piece_is_that_of_mlx(tmp_path):
 
 
 @pytest.mark.parametrize("count", [0, 2])
-def test_a_file_is_as_announced(tmp_path, count):
+def test_stream_safetensors_checks_the_layout(tmp_path, count):
     layout = {"a": (mx.float32, (2,))}
     with pytest.raises(ValueError, match="zip"):
         stream_safetensors(tmp_path / "a", layout, [mx.zeros(2)] * count, {})
@@ -416,7 +416,7 @@ def test_a_file_is_as_announced(tmp_path, count):
         stream_safetensors(tmp_path / "a", layout, [mx.zeros(3)], {})
 
 
-def test_one_process_alone_has_no_shares():
+def test_one_process_shards_nothing():
     step = begun("tied")
     assert not step.sharding
     assert step.ranks is SINGLE_PROCESS

@@ -23,7 +23,7 @@ def outputs(way, *, dropout=0.0, **settings):
 
 
 @pytest.mark.parametrize("way", WAYS + GRID_WAYS)
-def test_same_loss_and_gradients(way):
+def test_checkpointing_keeps_loss_and_gradients(way):
     loss, expected = outputs(way)
     again, found = outputs(way, gradient_checkpointing=True)
     assert again == pytest.approx(loss, rel=1e-6)
@@ -33,7 +33,7 @@ def test_same_loss_and_gradients(way):
         np.testing.assert_allclose(found[path], gradient, rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_draws_the_second_time_what_it_drew_the_first(monkeypatch):
+def test_checkpointing_replays_dropout(monkeypatch):
     settings = {"dropout": 0.5, "gradient_checkpointing": True}
     loss, found = outputs("lora", **settings)
     # Once only, with the same draws.
@@ -94,13 +94,13 @@ def gradient(model, x, *, times):
 
 
 @pytest.mark.parametrize(("times", "calls"), [(0, 1), (1, 2), (2, 2)])
-def test_every_block_runs_twice_and_never_more(times, calls):
+def test_checkpointed_blocks_run_twice(times, calls):
     model = Stack([Counting(), Counting()])
     gradient(model, mx.ones((2, 4)), times=times)
     assert [block.calls for block in model.layers] == [calls, calls]
 
 
-def test_other_instances_and_the_model_itself_are_left_alone():
+def test_checkpointing_leaves_other_modules_unchanged():
     model, other = Stack([Counting()]), Counting()
     block, call = model.layers[0], Counting.__call__
     with checkpointed(find_blocks(model)):
@@ -112,7 +112,7 @@ def test_other_instances_and_the_model_itself_are_left_alone():
     assert Counting.__call__ is call
 
 
-def test_a_block_used_twice_has_the_gradients_of_both():
+def test_checkpointed_block_used_twice_sums_gradients():
     shared = Counting()
     model, x = Stack([shared, Counting(), shared]), mx.ones((2, 4))
     expected = gradient(model, x, times=0)["layers"][0]["linear"]["weight"]
@@ -120,12 +120,12 @@ def test_a_block_used_twice_has_the_gradients_of_both():
     np.testing.assert_allclose(found, expected, rtol=1e-6)
 
 
-def test_a_model_without_blocks_is_refused():
+def test_checkpointing_refuses_a_model_without_blocks():
     with pytest.raises(UserError, match="no list of blocks"):
         make_step(Tiny(), gradient_checkpointing=True)
 
 
-def test_needs_less_memory():
+def test_checkpointing_uses_less_memory():
     def peak(**settings):
         model, _ = llama(num_hidden_layers=6)
         step, batch = make_step(model, **settings), tokens_of(8, 128)

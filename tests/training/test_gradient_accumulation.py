@@ -35,7 +35,7 @@ def outputs(window, way="full", **settings):
 
 @pytest.mark.parametrize("way", ["full", "lora", "lora-qat", *GRID_WAYS])
 @pytest.mark.parametrize("lengths", [(3, 14), (5, 9, 16), (16, 4, 8, 13)])
-def test_gradients_are_those_of_one_batch(way, lengths):
+def test_accumulated_gradients_equal_one_batch(way, lengths):
     window = ragged(lengths)
     counts = {batch.mask.sum().item() for batch in window}
     assert len(counts) == len(window)
@@ -47,7 +47,7 @@ def test_gradients_are_those_of_one_batch(way, lengths):
         np.testing.assert_allclose(found[1][path], gradient, rtol=1e-5, atol=allowed)
 
 
-def test_clips_the_sum_and_not_its_parts():
+def test_clipping_applies_to_accumulated_gradients():
     window = ragged((3, 14))
     norm = outputs(window)[0][2]
     _, found = outputs(window, max_grad_norm=norm / 2)
@@ -55,7 +55,7 @@ def test_clips_the_sum_and_not_its_parts():
     assert joint == pytest.approx(norm / 2, rel=1e-4)
 
 
-def test_windows_of_all_sizes_follow_each_other():
+def test_accumulation_sizes_can_vary_between_steps():
     """What one window leaves behind is no part of the next."""
     windows = [
         [random_batch(seed=s) for s in range(first, last)]
@@ -69,7 +69,7 @@ def test_windows_of_all_sizes_follow_each_other():
         np.testing.assert_allclose(step.parameters[path], value, rtol=1e-4, atol=1e-5)
 
 
-def test_every_batch_of_a_window_has_its_own_dropout():
+def test_micro_batches_have_different_dropout():
     def loss(count, seed=0):
         step = make_step(Tiny(dropout=0.5))
         return step([random_batch()] * count, 0.0, seed)[0].item()
@@ -78,7 +78,7 @@ def test_every_batch_of_a_window_has_its_own_dropout():
     assert loss(2) != pytest.approx(2 * loss(1), rel=1e-6)
 
 
-def test_one_trace_per_shape(monkeypatch):
+def test_accumulation_compiles_once_per_shape(monkeypatch):
     traced = []
     real = TrainStep._gradients
 
@@ -94,7 +94,7 @@ def test_one_trace_per_shape(monkeypatch):
     assert sorted(traced) == [(3, 5), (3, 8)]
 
 
-def test_memory_does_not_grow_with_the_window():
+def test_accumulation_memory_is_constant():
     def peak(count):
         model, _ = llama(num_hidden_layers=3)
         step, window = make_step(model), [tokens_of(8, 96)] * count

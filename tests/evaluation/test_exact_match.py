@@ -52,7 +52,7 @@ def question(prompt, answer, skill):
     return ExactMatchItem([{"role": "user", "content": prompt}], answer, skill)
 
 
-def test_accuracy_by_skill():
+def test_exact_match_by_skill():
     questions = [
         question("A", "BCDE", "long"),
         question("XB", " CDE\n", "long"),
@@ -67,7 +67,7 @@ def test_accuracy_by_skill():
     assert accuracy.wrong == [(questions[3], "E")]
 
 
-def test_a_right_beginning_is_not_a_right_answer():
+def test_exact_match_requires_the_full_answer():
     questions = [question("A", "BCD", "x"), question("A", "BCDEF", "x")]
     generator = Generator(Next(), Letters())
     assert measure_exact_match(generator, questions).overall == 0
@@ -75,7 +75,7 @@ def test_a_right_beginning_is_not_a_right_answer():
     assert cut.by_skill == {"x": (1, 2)}
 
 
-def test_questions_of_one_length_are_asked_together_and_few_wrong_ones_kept():
+def test_exact_match_batches_prompts_and_keeps_few_wrong_answers():
     model = Next()
     questions = [question("AA", "no", "x") for _ in range(30)]
     accuracy = measure_exact_match(Generator(model, Letters()), questions)

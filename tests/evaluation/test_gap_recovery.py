@@ -29,7 +29,7 @@ def batches():
         yield Batch(mx.array(tokens.astype(np.int32)), mx.array(mask), ())
 
 
-def test_rows_are_those_of_numpy():
+def test_per_sequence_sums_equal_numpy():
     reference, model = Table(0), Table(1)
     found = measure_per_sequence(reference, model, batches())
     p, q = (np.array(m.logits, np.float64) for m in (reference, model))
@@ -51,12 +51,12 @@ def test_rows_are_those_of_numpy():
     assert means["loss_stderr"] > 0
 
 
-def test_a_model_is_not_apart_from_itself():
+def test_per_sequence_kl_from_itself_is_zero():
     model = Table(0)
     assert np.all(measure_per_sequence(model, model, batches()).kl == 0)
 
 
-def test_shares():
+def test_gap_recovered_share():
     full, rounded = np.array([1.0, 2.0, 3.0]), np.array([2.0, 2.5, 4.5])
     assert gap_recovered(full, rounded, full) == (1.0, 0.0)
     assert gap_recovered(full, rounded, rounded) == (0.0, 0.0)
@@ -66,13 +66,13 @@ def test_shares():
     assert gap_recovered(full, rounded, rounded + 1)[0] == pytest.approx(-1.0)
 
 
-def test_nothing_to_recover():
+def test_gap_recovered_without_a_gap_is_none():
     full = np.array([1.0, 2.0])
     assert gap_recovered(full, full, full - 0.1) is None
     assert gap_recovered(full, full - 0.1, full) is None
 
 
-def test_the_error_is_that_of_other_rows():
+def test_gap_recovered_stderr_equals_resampling():
     """Beside the spread of shares over rows drawn anew, which is what it stands for."""
     generator = np.random.default_rng(1)
 

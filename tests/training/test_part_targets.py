@@ -52,7 +52,7 @@ def softmax(logits, temperature=1.0):
 
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("top_k", [1, 8, VOCABULARY, 1000])
-def test_they_are_the_teachers_likeliest_and_the_rest(tmp_path, top_k, temperature):
+def test_part_targets_are_the_teachers_top_k_and_tail(tmp_path, top_k, temperature):
     found = made(tmp_path, Teacher(), top_k=top_k, temperature=temperature)
     assert len(found) == 2
     for tokens, target in zip(PARTS, found, strict=True):
@@ -70,14 +70,14 @@ def test_they_are_the_teachers_likeliest_and_the_rest(tmp_path, top_k, temperatu
         assert np.allclose(total, 1, atol=1e-6)
 
 
-def test_a_tiny_rest_is_exact():
+def test_compressed_tail_is_exact():
     logits = mx.concatenate([mx.array([40.0, 39.0]), mx.arange(6) / 7])[None, None]
     rest = compress_targets(logits, 2).log_tail.item()
     assert rest == pytest.approx(np.log(softmax(logits)[..., 2:].sum()), abs=1e-5)
     assert compress_targets(logits, 8).log_tail.item() == -np.inf
 
 
-def test_the_size_is_known_beforehand(tmp_path, monkeypatch):
+def test_part_targets_check_free_space_first(tmp_path, monkeypatch):
     lines = []
     found = made(tmp_path, Teacher(), info=lines.append)
     wanted = 30 * bytes_per_token(8, VOCABULARY)
@@ -93,12 +93,12 @@ def test_the_size_is_known_beforehand(tmp_path, monkeypatch):
     assert not [*(tmp_path / "full").rglob("*.npy")]
 
 
-def test_large_vocabularies_have_wider_indices():
+def test_index_dtype():
     assert index_dtype(1 << 16) == np.uint16
     assert index_dtype((1 << 16) + 1) == np.uint32
 
 
-def test_they_go_on_where_they_were_stopped(tmp_path):
+def test_part_targets_resume(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         made(tmp_path, Teacher(stop_at=1))
     second, third = Teacher(), Teacher()
@@ -116,7 +116,7 @@ def test_they_go_on_where_they_were_stopped(tmp_path):
     [{"digest": "b"}, {"top_k": 9}, {"temperature": 2.0}, {"parts": PARTS[::-1]}],
     ids=lambda change: next(iter(change)),
 )
-def test_those_of_anything_else_are_made_anew(tmp_path, change):
+def test_part_targets_of_other_settings_are_replaced(tmp_path, change):
     made(tmp_path, Teacher())
     teacher = Teacher()
     made(tmp_path, teacher, **change)

@@ -76,7 +76,7 @@ def assert_alike(found, expected):
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("way", WAYS + GRID_WAYS)
-def test_same_loss_and_gradients(way, tied):
+def test_chunked_loss_and_gradients_equal_full_logits(way, tied):
     batch = tokens_of()
     expected = outputs(*llama(way, tie_word_embeddings=tied), None, batch)
     # 33 tokens: chunks of 7 end within rows, and the last is smaller.
@@ -84,7 +84,7 @@ def test_same_loss_and_gradients(way, tied):
     assert sum(np.abs(g).max() > 0 for g in expected[1].values()) > 5
 
 
-def test_together_with_checkpointed_blocks():
+def test_chunked_loss_with_gradient_checkpointing():
     settings = {"gradient_checkpointing": True}
     expected = outputs(*llama(), None, tokens_of())
     assert_alike(outputs(*llama(), 8, tokens_of(), **settings), expected)
@@ -96,21 +96,21 @@ def member(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_with_checkpointed_blocks_too(family):
+def test_chunked_loss_equals_full_logits_for_every_family(family):
     batch = tokens_of()
     expected = outputs(member(family), None, None, batch)
     lean = {"gradient_checkpointing": True}
     assert_alike(outputs(member(family), None, 7, batch, **lean), expected)
 
 
-def test_soft_caps_matter():
+def test_chunked_loss_keeps_logit_soft_caps():
     batch, model = tokens_of(), member("gemma2")
     bare = model.model.embed_tokens.as_linear(model.model(batch.tokens[:, :-1]))
     uncapped = cross_entropy_sum(bare, batch.tokens[:, 1:], batch.mask).item()
     assert abs(uncapped - outputs(model, None, 5, batch)[0]) > 1e-2
 
 
-def test_a_model_without_blocks_is_refused():
+def test_chunked_loss_refuses_a_model_without_blocks():
     with pytest.raises(ChunkedLossUnsupported, match="no trunk"):
         ChunkedLoss(Tiny(), 8)
 
@@ -138,13 +138,13 @@ class Sideways(nn.Module):
         lambda logits, tokens: logits + tokens[..., None],
     ],
 )
-def test_a_head_that_needs_more_than_its_token_is_refused(head):
+def test_chunked_loss_refuses_a_head_that_mixes_tokens(head):
     with pytest.raises(ChunkedLossUnsupported, match="are off by"):
         ChunkedLoss(Sideways(head), 8)
     assert ChunkedLoss(Sideways(lambda logits, tokens: 2 * logits), 8)
 
 
-def test_full_logits_never_exist():
+def test_chunked_loss_uses_less_memory():
     def peak(chunk):
         model, _ = llama(vocab_size=8192, num_hidden_layers=1)
         model.freeze()
@@ -172,7 +172,7 @@ def sparse(places, rows=4, length=24):
 
 @pytest.mark.parametrize("trained", [range(3, 96, 7), range(30, 41), [95], []])
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_the_head_runs_where_targets_are_trained(trained, chunk):
+def test_head_runs_on_trained_positions_only(trained, chunk):
     batch = sparse(list(trained))
     parts = -(-max(1, len(trained)) // 12)
     assert len(batch.head_positions) == 12 * parts
@@ -188,7 +188,7 @@ def test_the_head_runs_where_targets_are_trained(trained, chunk):
     assert_alike((loss, found), outputs(*llama(), None, batch))
 
 
-def test_all_targets_need_no_places():
+def test_batch_without_padding_has_no_places():
     assert sparse(range(96)).head_positions is None
     assert sparse(range(90)).head_positions is None
     assert len(sparse(range(80)).head_positions) == 84

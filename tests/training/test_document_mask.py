@@ -9,7 +9,7 @@ from lmx.training import document_mask
 from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from lmx.training.step import TrainStep
-from test_chunked import COMMON, FAMILIES, GEMMA3
+from test_chunked_loss import COMMON, FAMILIES, GEMMA3
 from tiny_llamas import GRID_WAYS, VOCABULARY, WAYS, llama
 from tiny_steps import make_step
 
@@ -73,7 +73,7 @@ def assert_packing_is_exact(model, **settings):
 
 
 @pytest.mark.parametrize("way", WAYS + GRID_WAYS)
-def test_loss_and_gradients_are_those_of_the_documents_alone(way):
+def test_packed_loss_and_gradients_equal_separate_documents(way):
     model, fake_quant = llama(way)
     assert_packing_is_exact(model, fake_quant=fake_quant)
 
@@ -84,14 +84,14 @@ def family(name: str):
 
 
 @pytest.mark.parametrize("name", ["qwen3", "phi3", "gemma3", "qwen3_moe"])
-def test_every_architecture_that_asks_its_cache_is_packed(name):
+def test_packing_is_exact_for_several_architectures(name):
     model = family(name)
     model.freeze()
     model.layers[0].unfreeze()
     assert_packing_is_exact(model)
 
 
-def test_documents_longer_than_the_window_see_no_further():
+def test_packing_respects_sliding_windows():
     # 21 tokens of a document in a window of 8.
     assert max(max(row) for row in LENGTHS) > 2 * GEMMA3["sliding_window"]
     model = family("gemma3")
@@ -101,13 +101,13 @@ def test_documents_longer_than_the_window_see_no_further():
     assert mx.abs(difference).max().item() < 1e-5
 
 
-def test_checkpointed_blocks_and_loss_by_chunks_go_with_packing():
+def test_packing_with_gradient_checkpointing_and_chunked_loss():
     model, _ = llama()
     assert_packing_is_exact(model, gradient_checkpointing=True)
     assert_packing_is_exact(model, chunked_loss=ChunkedLoss(model, 16))
 
 
-def test_a_row_without_its_documents_is_another_thing():
+def test_packing_without_document_numbers_differs():
     model, _ = llama()
     step = make_step(model, document_caches=DocumentCaches(model))
     batch = packed(documents_of())
@@ -116,7 +116,7 @@ def test_a_row_without_its_documents_is_another_thing():
     assert abs(kept - lost) > 1e-2 * kept
 
 
-def test_padding_teaches_nothing_and_breaks_nothing():
+def test_packed_padding_changes_nothing():
     model, _ = llama()
     step = make_step(model, document_caches=DocumentCaches(model))
     batch = packed(documents_of())
@@ -127,7 +127,7 @@ def test_padding_teaches_nothing_and_breaks_nothing():
     assert all(mx.array_equal(found[k], again[k]).item() for k in found)
 
 
-def test_the_compiled_step_trains_and_evaluates_on_packed_rows():
+def test_compiled_step_trains_on_packed_sequences():
     model, _ = llama()
     step = make_step(model, document_caches=DocumentCaches(model))
     batch = packed(documents_of())
@@ -139,18 +139,18 @@ def test_the_compiled_step_trains_and_evaluates_on_packed_rows():
     assert window[0] < 2 * losses[-1]
 
 
-def test_masks_that_a_model_brings_in_disorder_cannot_be_packed():
+def test_packing_refuses_models_that_mix_up_masks():
     """Gemma 2 has another axis for groups of heads, where a row's mask has none."""
     with pytest.raises(PackingUnsupported, match=r"broadcast|reshape|are off by"):
         DocumentCaches(family("gemma2"))
 
 
-def test_a_state_that_is_summed_up_cannot_be_packed():
+def test_packing_refuses_recurrent_states():
     with pytest.raises(PackingUnsupported, match="ArraysCache"):
         DocumentCaches(family("mamba"))
 
 
-def test_absolute_positions_cannot_be_packed():
+def test_packing_refuses_absolute_positions():
     config = {"n_ctx": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 64}
     config |= {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 320}
     with pytest.raises(PackingUnsupported, match="are off by"):

@@ -62,7 +62,7 @@ def batches(packed):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_every_trained_token_gets_its_own(packed, temperature):
+def test_cached_targets_equal_the_online_teacher(packed, temperature):
     """All tokens kept are the live teacher, as far as half a float goes."""
     targets = kept(Teacher(), top_k=100, temperature=temperature)
     for number in range(3):
@@ -86,7 +86,7 @@ def test_every_trained_token_gets_its_own(packed, temperature):
         assert found == pytest.approx(live, abs=2e-4)
 
 
-def test_they_are_made_once_and_go_on_where_they_stopped(monkeypatch):
+def test_cache_is_reused_and_resumed(monkeypatch):
     monkeypatch.setattr(teacher_cache, "BLOCK_TOKENS", 40)
     with pytest.raises(KeyboardInterrupt):
         kept(Teacher(stop_at=3))
@@ -118,14 +118,14 @@ def test_they_are_made_once_and_go_on_where_they_stopped(monkeypatch):
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_those_of_anything_else_are_made_anew(change):
+def test_cache_key_covers_all_settings(change):
     kept(Teacher())
     teacher = Teacher()
     kept(teacher, **change)
     assert teacher.asked
 
 
-def test_only_what_is_wanted_is_made_and_its_size_is_told(monkeypatch):
+def test_cache_computes_selected_examples_and_logs_their_size(monkeypatch):
     wanted, lines = np.array([3, 4, 17]), []
     few = kept(Teacher(), wanted, info=lines.append)
     count = sum(EXAMPLES[n].mask[1:].sum() for n in wanted)
@@ -140,7 +140,7 @@ def test_only_what_is_wanted_is_made_and_its_size_is_told(monkeypatch):
         kept(Teacher(), digest="full")
 
 
-def test_how_sure_a_teacher_is():
+def test_teacher_confidence():
     probabilities = []
     for example in EXAMPLES:
         log_probs = full_targets(Tiny()(mx.array(example.tokens[None]))).log_probs[0]

@@ -57,7 +57,7 @@ def likelihood(loaded, context, answer):
     return sum(scores[n - 1, tokens[n]].item() for n in range(start, len(tokens)))
 
 
-def test_scores_are_those_of_the_model_that_is_given(task, make_checkpoint):
+def test_measure_tasks_scores_the_loaded_model(task, make_checkpoint):
     path, rows = task
     loaded = load(make_checkpoint())
     loaded.tokenizer.chat_template = None
@@ -75,7 +75,7 @@ def test_scores_are_those_of_the_model_that_is_given(task, make_checkpoint):
 
 
 @pytest.mark.usefixtures("task")
-def test_a_run_reports_them_for_every_model(make_checkpoint, tmp_path):
+def test_run_reports_task_scores_of_every_model(make_checkpoint, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "completion": "b c d"}\n' * 8)
     quantize = {"quantize": {"bits": 4, "group_size": 32}}
@@ -96,7 +96,7 @@ def test_a_run_reports_them_for_every_model(make_checkpoint, tmp_path):
     assert "| colours: acc | " in (tmp_path / "out/model/README.md").read_text()
 
 
-def test_a_name_nobody_knows(task, monkeypatch):
+def test_require_refuses_an_unknown_task(task, monkeypatch):
     path, _ = task
     known = SimpleNamespace(task_index={"arc_easy": None})
     monkeypatch.setattr(lm_eval, "_manager", lambda with_names: known)
@@ -106,7 +106,7 @@ def test_a_name_nobody_knows(task, monkeypatch):
     assert caught.value.place == "arc_easi"
 
 
-def test_documents_that_are_gone(task, make_checkpoint):
+def test_measure_tasks_reports_missing_documents(task, make_checkpoint):
     path, _ = task
     (path.parent / "colours.jsonl").unlink()
     with pytest.raises(UserError, match="cannot be measured") as caught:
@@ -114,7 +114,7 @@ def test_documents_that_are_gone(task, make_checkpoint):
     assert caught.value.place == str(path)
 
 
-def test_without_the_extra_or_the_file_nothing_begins(tmp_path, monkeypatch, capsys):
+def test_missing_extra_or_task_file_is_a_recipe_error(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(
         "model: a/b\ndata: {valid: builtin:stdlib}\n"
@@ -128,14 +128,14 @@ def test_without_the_extra_or_the_file_nothing_begins(tmp_path, monkeypatch, cap
     assert "no such file or folder: 'mine.yaml'" in said
 
 
-def test_several_processes_do_not_measure_them():
+def test_tasks_are_refused_with_several_processes():
     stage = EvaluateStage(EvaluateConfig(tasks=["a.yaml"]))
     stage.check_ranks(SimpleNamespace(size=1))
     with pytest.raises(UserError, match="run in one process"):
         stage.check_ranks(SimpleNamespace(size=2))
 
 
-def test_rows_of_tasks_in_the_table():
+def test_table_rows_of_tasks():
     speed = {"ttft_ms": {"p50": 1}, "decode_tokens_per_second": {"p50": 1}}
     plain = {"bytes": 1, "generation": speed}
     models = {

@@ -12,8 +12,8 @@ from lmx.training.document_mask import DocumentCaches
 from lmx.training.step import TrainStep, shard_batch
 from lmx.training.teacher_targets import compress_targets
 from processes import cases_of, in_ring
-from test_accumulate import ragged
-from test_documents import documents_of, packed
+from test_document_mask import documents_of, packed
+from test_gradient_accumulation import ragged
 from tiny_llamas import llama, tokens_of
 from tiny_steps import make_step
 
@@ -21,9 +21,9 @@ from tiny_steps import make_step
 PROGRAM = """
 import sys
 from pathlib import Path
-import test_ranks
+import test_data_parallel
 from lmx.run import distributed as ranks
-test_ranks.{name}(ranks.join(), Path(sys.argv[1]))
+test_data_parallel.{name}(ranks.join(), Path(sys.argv[1]))
 """
 SGD = {"name": "sgd", "momentum": 0.9, "max_grad_norm": 1.0}
 
@@ -132,25 +132,25 @@ def assert_same_training(found, expected, allowed=1e-5):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_processes_train_as_one(pair, alone, case):
+def test_two_ranks_train_like_one_process(pair, alone, case):
     expected = alone[case]
     assert len({tokens for _, tokens, _ in expected["steps"]}) == len(windows())
     # Where a gradient is all rounding, AdamW makes a whole step of it.
     assert_same_training(pair[0][case], expected, ALLOWED.get(case, 1e-5))
 
 
-def test_two_processes_train_on_packed_rows_as_one(pair, alone):
+def test_two_ranks_train_on_packed_sequences_like_one_process(pair, alone):
     assert_same_training(pair[0]["documents"], alone["documents"])
 
 
-def test_the_mean_of_means_is_another_training(pair, alone):
+def test_mean_of_means_differs(pair, alone):
     """Negative control: the comparison sees the fault it is there for."""
     with pytest.raises(AssertionError):
         assert_same_training(pair[0]["mean of means"], alone["full"])
 
 
 @pytest.mark.parametrize("case", [*CASES, "documents"])
-def test_all_processes_have_the_same_weights(pair, case):
+def test_ranks_have_equal_weights(pair, case):
     first, second = pair[0][case], pair[1][case]
     for key, value in first.items():
         assert value.tobytes() == second[key].tobytes(), key
@@ -165,7 +165,7 @@ class Rank:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_row_has_one_process(size):
+def test_shard_batch_assigns_every_sequence_once(size):
     rows = [[9, 15, 4], [21, 6], [30], [5, 5], [12]]
     batch = packed(documents_of(rows), rows)
     batch = Batch(batch.tokens, batch.mask, tuple("abcde"), batch.documents)
@@ -180,7 +180,7 @@ def test_every_row_has_one_process(size):
     assert masks == batch.mask.sum().item()
 
 
-def test_a_row_brings_what_its_teacher_predicts():
+def test_shard_batch_keeps_targets_with_their_sequences():
     batch = tokens_of(5)
     target = compress_targets(mx.random.normal((5, 11, 320)), 3)
     shares = [
@@ -195,7 +195,7 @@ def test_a_row_brings_what_its_teacher_predicts():
     assert {len(value) for one in shares for value in one.target} == {3}
 
 
-def test_who_is_alone_gets_the_batch_itself():
+def test_shard_batch_of_one_process_is_the_batch():
     batch = tokens_of()
     assert shard_batch(batch, SINGLE_PROCESS) is batch
 
@@ -247,7 +247,7 @@ def speak(ranks, folder) -> None:
     (folder / f"{ranks.rank}.json").write_text(json.dumps(told))
 
 
-def test_what_processes_tell_each_other(tmp_path):
+def test_collectives_and_errors_across_ranks(tmp_path):
     ended = in_ring(PROGRAM.format(name="speak"), str(tmp_path), folder=tmp_path)
     assert [done.returncode for done in ended] == [0, 0], ended[0].stderr
     told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

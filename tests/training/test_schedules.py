@@ -26,7 +26,7 @@ def rates(schedule, *, steps=100, warmup=0.1, final=0.1, decay_ratio=0.2):
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rises_linearly_to_the_peak(schedule):
+def test_warmup_is_linear(schedule):
     found = rates(schedule)
     assert found[0] == pytest.approx(0.2)
     assert found[4] == pytest.approx(1.0)
@@ -38,7 +38,7 @@ def test_rises_linearly_to_the_peak(schedule):
     ("schedule", "middle", "last"),
     [("cosine", 1.1, 0.2), ("linear", 1.1, 0.2), ("constant", 2.0, 2.0)],
 )
-def test_falls_to_its_final_share(schedule, middle, last):
+def test_schedules_end_at_min_lr(schedule, middle, last):
     # Steps 10 to 100 of 101: the middle of the fall is step 55.
     found = rates(schedule, steps=101, warmup=10 / 101)
     assert found[55] == pytest.approx(middle)
@@ -46,12 +46,12 @@ def test_falls_to_its_final_share(schedule, middle, last):
     assert found[10:] == sorted(found[10:], reverse=True)
 
 
-def test_cosine_is_a_cosine():
+def test_cosine_schedule():
     found = rates("cosine", steps=101, warmup=0.0, final=0.0)
     assert found[25] == pytest.approx(1 + math.cos(math.pi / 4))
 
 
-def test_stays_up_to_its_last_share():
+def test_warmup_stable_decay_schedule():
     found = rates("warmup-stable-decay", warmup=0.1, final=0.1, decay_ratio=0.4)
     assert found[10:60] == [2.0] * 50
     assert found[79] == pytest.approx(1.1)
@@ -61,7 +61,7 @@ def test_stays_up_to_its_last_share():
 
 
 @pytest.mark.parametrize(("share", "kept"), [(0.0, 90), (1.0, 1)])
-def test_a_decay_of_nothing_and_of_all(share, kept):
+def test_warmup_stable_decay_with_extreme_ratios(share, kept):
     found = rates("warmup-stable-decay", decay_ratio=share)
     assert found.count(2.0) == kept
     assert found[-1] == pytest.approx(0.2)
@@ -70,11 +70,11 @@ def test_a_decay_of_nothing_and_of_all(share, kept):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("warmup", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize("steps", [1, 2, 3])
-def test_few_steps_have_a_rate(schedule, warmup, steps):
+def test_schedules_of_few_steps_are_positive(schedule, warmup, steps):
     assert all(0 < r <= 2 for r in rates(schedule, steps=steps, warmup=warmup))
 
 
-def test_only_matrices_decay():
+def test_weight_decay_skips_vectors():
     parameters = {"w": mx.ones((2, 2)), "norm": mx.ones(2)}
     decayed = decay_weights(parameters, mx.array(0.5), 0.1)
     assert decayed["w"].tolist() == [[pytest.approx(0.95)] * 2] * 2
@@ -82,7 +82,7 @@ def test_only_matrices_decay():
     assert decay_weights(parameters, mx.array(0.5), 0.0) is parameters
 
 
-def test_clips_the_joint_norm():
+def test_clip_grad_norm_limits_the_joint_norm():
     gradients = {"a": mx.array([[3.0]]), "b": mx.array([4.0])}
     clipped = clip_grad_norm(gradients, mx.array(5.0), 1.0)
     assert clipped["a"].item() == pytest.approx(0.6, rel=1e-5)
@@ -90,7 +90,7 @@ def test_clips_the_joint_norm():
 
 
 @pytest.mark.parametrize("limit", [None, 5.1])
-def test_leaves_small_gradients(limit):
+def test_clip_grad_norm_keeps_small_gradients(limit):
     gradients = {"a": mx.array([[3.0]]), "b": mx.array([4.0])}
     clipped = clip_grad_norm(gradients, mx.array(5.0), limit)
     assert [clipped["a"].item(), clipped["b"].item()] == [3.0, 4.0]
