@@ -23,8 +23,8 @@ def doctor_output(monkeypatch, capsys):
 
 def test_doctor_prints_every_fact(doctor_output, monkeypatch, tmp_path):
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "none"))
-    own = blas.Blas("MLX's own", reason="turned off")
-    status = cpu.CpuStatus(own, keeps_memory=False, fast_functions=False)
+    default = blas.Blas("MLX's own", reason="turned off")
+    status = cpu.CpuStatus(default, keeps_memory=False, fast_functions=False)
     monkeypatch.setattr(cpu, "enable", lambda: status)
     output = doctor_output()
     assert output["lmx"] == __version__

@@ -81,7 +81,7 @@ def test_debug_shows_the_traceback(recipe, capsys):
 @pytest.mark.parametrize(
     ("error", "code", "text"),
     [
-        (UserError("a gate was missed", code=1), 1, "a gate was missed\n"),
+        (UserError("a threshold was missed", code=1), 1, "a threshold was missed\n"),
         (
             UserError("too large", code=3, hint="--ignore-limits"),
             3,

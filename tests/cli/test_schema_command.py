@@ -109,7 +109,7 @@ def test_unknown_name_hints_at_the_nearest(capsys):
 
 
 def test_json_schema_has_every_key_with_its_description(capsys):
-    found = json.loads(printed(capsys, "--json"))
-    assert found["properties"].keys() >= {"model", "data", "stages"}
-    rank = found["$defs"]["LoRAConfig"]["properties"]["rank"]
+    output = json.loads(printed(capsys, "--json"))
+    assert output["properties"].keys() >= {"model", "data", "stages"}
+    rank = output["$defs"]["LoRAConfig"]["properties"]["rank"]
     assert rank["description"] == "Rank of the update."

@@ -183,11 +183,11 @@ def test_plan_has_stages_inputs_and_outputs(recipe, monkeypatch):
         "3-export",
     ]
     train, evaluate, export = steps.stages
-    own = Path("exports/whole/stages/1-train")
+    folder = Path("exports/whole/stages/1-train")
     assert train.inputs == ("from scratch", "builtin:stdlib", "rows.jsonl")
-    assert train.outputs == (own,)
-    assert evaluate.inputs == (str(own), "rows.jsonl")
-    assert export.inputs == (str(own),)
+    assert train.outputs == (folder,)
+    assert evaluate.inputs == (str(folder), "rows.jsonl")
+    assert export.inputs == (str(folder),)
     assert export.outputs[-1] == Path("exports/whole/model")
     assert plan(load_recipe(recipe, ["output=here"])).output == Path("here")
 

@@ -32,15 +32,15 @@ def drawn(folder, rows, tail=""):
     target = folder / "stages" / "curves.svg"
     assert draw_curves(folder, "1-train", target)
     root = ElementTree.parse(target).getroot()
-    found = {}
+    curves = {}
     for chart in root.iter(f"{SVG}g"):
         _, _, key = chart.get("id", "").partition("1-train-")
         for line in chart.iter(f"{SVG}g") if key else ():
             if (title := line.find(f"{SVG}title")) is not None:
                 marks = len(line.findall(f"{SVG}circle"))
                 path = line.find(f"{SVG}path").get("d")
-                found[key, title.text] = marks or path.count("L")
-    return found, {text.text for text in root.iter() if text.text}
+                curves[key, title.text] = marks or path.count("L")
+    return curves, {text.text for text in root.iter() if text.text}
 
 
 def test_draw_curves_has_points_and_names(tmp_path):
@@ -53,7 +53,7 @@ def test_draw_curves_has_points_and_names(tmp_path):
 def test_draw_curves_downsamples_many_points(tmp_path):
     rows = [train(step, 3 + step % 2) for step in range(1, 400)]
     points, _ = drawn(tmp_path, [*rows, valid(0)])
-    # Two rows a point: as many as can be told apart.
+    # Two records per point, the most that a chart can show.
     assert points["loss", "training"] == 199
 
 

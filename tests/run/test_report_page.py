@@ -31,39 +31,39 @@ def page_of(folder):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def full_page(tmp_path_factory):
     return page_of(make_run(tmp_path_factory.mktemp("pages") / "try"))
 
 
-def test_page_has_and_links_every_section(whole):
-    ids = [a["id"] for _, a in whole.tags if "id" in a]
+def test_page_has_and_links_every_section(full_page):
+    ids = [a["id"] for _, a in full_page.tags if "id" in a]
     assert len(set(ids)) == len(ids)
     assert [name for name in SECTIONS if name in ids] == SECTIONS
-    links = {a["href"].removeprefix("#") for a in whole.all("a")}
+    links = {a["href"].removeprefix("#") for a in full_page.all("a")}
     assert links == {*SECTIONS, "main"}
 
 
-def test_page_closes_every_tag(whole):
-    assert whole.faults == []
+def test_page_closes_every_tag(full_page):
+    assert full_page.faults == []
 
 
-def test_page_is_self_contained_without_scripts(whole):
+def test_page_is_self_contained_without_scripts(full_page):
     """No script, no address of another file, and a policy that would forbid both."""
-    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in whole.tags}
-    html = whole.html
+    assert not {"script", "link", "img", "iframe"} & {tag for tag, _ in full_page.tags}
+    html = full_page.html
     assert not re.search(r"https?:|url\(|@import|\ssrc=|\son\w+=", html)
-    policy = [a["content"] for a in whole.all("meta") if "http-equiv" in a]
+    policy = [a["content"] for a in full_page.all("meta") if "http-equiv" in a]
     assert policy == ["default-src 'none'; style-src 'unsafe-inline'"]
 
 
-def test_page_escapes_user_text(whole):
-    assert SHIFT not in whole.html
+def test_page_escapes_user_text(full_page):
+    assert SHIFT not in full_page.html
     for tag in ("dd", "td", "pre"):
-        assert SHIFT in whole.text[tag]
+        assert SHIFT in full_page.text[tag]
 
 
-def test_page_shows_the_values_of_the_run(whole):
-    cells = whole.text["td"]
+def test_page_shows_the_values_of_the_run(full_page):
+    cells = full_page.text["td"]
     for text in (
         "0.8000 ±\u00a00.0500",
         "90.0% ±\u00a01.2%",
@@ -75,19 +75,19 @@ def test_page_shows_the_values_of_the_run(whole):
         "2 min",
     ):
         assert text in cells
-    assert "arc: acc,none" in whole.text["th"]
+    assert "arc: acc,none" in full_page.text["th"]
     assert "0.500 ±\u00a00.010" in cells
     assert "missed" in cells
     assert "0.41" in cells
     assert "4/64" in cells
     assert "cd" * 32 in cells
-    assert "lmx generate exports/try/model" in whole.text["pre"]
-    assert "lmx-train try.yaml seed=1 --restart" in whole.text["pre"]
-    assert RESOLVED in whole.text["pre"]
+    assert "lmx generate exports/try/model" in full_page.text["pre"]
+    assert "lmx-train try.yaml seed=1 --restart" in full_page.text["pre"]
+    assert RESOLVED in full_page.text["pre"]
 
 
-def test_page_tables_have_captions_and_headings(whole):
-    tables = re.findall(r"<table.*?</table>", whole.html, re.DOTALL)
+def test_page_tables_have_captions_and_headings(full_page):
+    tables = re.findall(r"<table.*?</table>", full_page.html, re.DOTALL)
     assert len(tables) > 10
     for table in tables:
         assert "<caption>" in table
@@ -96,9 +96,9 @@ def test_page_tables_have_captions_and_headings(whole):
         assert table.count("<th ") == table.count('<th scope="')
 
 
-def test_page_charts_have_titles_descriptions_and_focus(whole):
-    pictures = [a for a in whole.all("svg") if "aria-hidden" not in a]
-    texts = dict(re.findall(r'id="([^"]+)">([^<]*)</(?:title|desc)>', whole.html))
+def test_page_charts_have_titles_descriptions_and_focus(full_page):
+    pictures = [a for a in full_page.all("svg") if "aria-hidden" not in a]
+    texts = dict(re.findall(r'id="([^"]+)">([^<]*)</(?:title|desc)>', full_page.html))
     # Loss, learning rate, speed, memory; two histograms; speculation. No norm is known.
     assert len(pictures) == 7
     for picture in pictures:
@@ -111,16 +111,16 @@ def test_page_charts_have_titles_descriptions_and_focus(whole):
     assert "validation: 3 at step 0" in words
 
 
-def test_page_scroll_regions_have_labels_and_focus(whole):
-    regions = [a for a in whole.all("div") if a.get("class") == "scroll"]
+def test_page_scroll_regions_have_labels_and_focus(full_page):
+    regions = [a for a in full_page.all("div") if a.get("class") == "scroll"]
     assert regions
     for region in regions:
         assert (region["role"], region["tabindex"]) == ("region", "0")
         assert region["aria-label"]
 
 
-def test_page_headings_skip_no_level(whole):
-    levels = [int(tag[1]) for tag, _ in whole.tags if re.fullmatch("h[1-6]", tag)]
+def test_page_headings_skip_no_level(full_page):
+    levels = [int(tag[1]) for tag, _ in full_page.tags if re.fullmatch("h[1-6]", tag)]
     assert levels[0] == 1
     assert levels.count(1) == 1
     assert all(b - a <= 1 for a, b in pairwise(levels))
@@ -136,12 +136,12 @@ def test_page_of_a_run_that_just_started(tmp_path, status):
     manifest = MANIFEST | {"status": status, "ended": None, "stages": {}}
     folder = make_run(tmp_path / "try", report=None, manifest=manifest, rows=None)
     (folder / "model").rmdir()
-    found = page_of(folder)
-    assert status in found.text["td"]
-    assert ("the last word" in found.text["pre"]) == (status != "running")
-    assert "lmx generate" not in found.text["pre"]
+    page = page_of(folder)
+    assert status in page.text["td"]
+    assert ("the last word" in page.text["pre"]) == (status != "running")
+    assert "lmx generate" not in page.text["pre"]
     assert {"models", "curves", "thresholds"}.isdisjoint(
-        a.get("id") for _, a in found.tags
+        a.get("id") for _, a in page.tags
     )
 
 
@@ -168,8 +168,8 @@ def test_page_with_few_values(tmp_path):
     rows = [row | {"loss": None, "tokens_per_second": 0.0} for row in ROWS[1:]]
     report = copy.deepcopy(REPORT)
     report["models"]["quantized"]["kl_histogram"]["positions"] = [0, 0]
-    found = page_of(make_run(tmp_path / "try", report=report, rows=rows))
-    ids = {a["id"] for _, a in found.tags if "id" in a}
+    page = page_of(make_run(tmp_path / "try", report=report, rows=rows))
+    ids = {a["id"] for _, a in page.tags if "id" in a}
     assert "1-train-tokens_per_second-title" in ids
     assert not {"1-train-loss-title", "quantized-kl-title"} & ids
 
@@ -207,12 +207,12 @@ def test_long_curves_are_downsampled(tmp_path):
     assert max(heights) - min(heights) < 20
 
 
-def colours(css):
+def css_colors(css):
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6})", css))
 
 
-def luminance(colour):
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+def luminance(color):
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [
         c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts
     ]
@@ -228,16 +228,16 @@ def contrast(one, other):
 def test_page_colors_meet_wcag_aa_contrast(dark):
     """4.5 of text and 3 of lines, against all they may lie on."""
     light, _, rest = (TEMPLATES / "style.css").read_text().partition("@media (prefers")
-    found = colours(rest if dark else light)
+    colors = css_colors(rest if dark else light)
     assert contrast("#000000", "#ffffff") == 21
     for back in ("back", "panel"):
         for text in ("text", "muted", "link", "good", "bad"):
-            assert contrast(found[text], found[back]) >= 4.5, (text, back)
+            assert contrast(colors[text], colors[back]) >= 4.5, (text, back)
         for number in range(1, 7):
-            assert contrast(found[f"line-{number}"], found[back]) >= 3, (number, back)
+            assert contrast(colors[f"line-{number}"], colors[back]) >= 3, (number, back)
     for number in range(6):
-        assert contrast(found["shade-text"], found[f"shade-{number}"]) >= 4.5, number
-    assert colours(light).keys() == colours(rest).keys()
+        assert contrast(colors["shade-text"], colors[f"shade-{number}"]) >= 4.5, number
+    assert css_colors(light).keys() == css_colors(rest).keys()
 
 
 @pytest.mark.parametrize(

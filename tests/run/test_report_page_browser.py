@@ -1,4 +1,4 @@
-"""The page in a browser: it fits a phone, and is drawn in the colours of the system.
+"""The page in a browser: it fits a phone, and follows the system color scheme.
 
 Skips where neither Chromium nor Chrome is installed.
 """
@@ -22,22 +22,22 @@ PHONE, DESK, HEIGHT = 360, 1200, 5000
 # Tells the page around it how wide it is, and how many things the Tab key reaches.
 TELLER = """<script>
 const stops = [...document.querySelectorAll('a, summary, [tabindex="0"]')]
-const told = [document.documentElement.scrollWidth, innerWidth,
+const sizes = [document.documentElement.scrollWidth, innerWidth,
   stops.every(stop => stop.tabIndex === 0), document.title]
-parent.postMessage(told.join(), '*')
+parent.postMessage(sizes.join(), '*')
 </script>"""
 STYLE = "<style>body {margin: 0; width: 9999px} iframe {border: 0; float: left}</style>"
 LISTENER = """<script>
-addEventListener('message', told => document.body.append(`[${told.data}]`))
+addEventListener('message', sizes => document.body.append(`[${sizes.data}]`))
 </script>"""
 
 
 @pytest.fixture(scope="module")
 def browser():
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    if found is None and not MAC.exists():
+    program = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if program is None and not MAC.exists():
         pytest.skip("no Chromium here")
-    return found or str(MAC)
+    return program or str(MAC)
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +76,11 @@ def run(browser, folder, frames, *flags):
 def test_page_fits_the_screen_width(browser, folder):
     frames = [("report", PHONE), ("report", DESK), ("wide", PHONE)]
     html = run(browser, folder, frames, "--dump-dom")
-    told = re.findall(r"\[(\d+),(\d+),(\w+),try: done\]", html)
+    sizes = re.findall(r"\[(\d+),(\d+),(\w+),try: done\]", html)
     fits = [(str(width), str(width), "true") for width in (PHONE, DESK)]
-    assert set(fits) < set(told)
-    # What is too wide would be told.
-    [wide] = set(told) - set(fits)
+    assert set(fits) < set(sizes)
+    # What is too wide would be sizes.
+    [wide] = set(sizes) - set(fits)
     assert int(wide[0]) >= 999
 
 
@@ -93,16 +93,16 @@ def test_page_follows_the_system_color_scheme(browser, folder, scheme, width):
     run(browser, folder, [("report", width)], f"--screenshot={picture}", *dark)
     # A browser's window cannot be as narrow as a phone.
     image = Image.open(picture).convert("RGB").crop((0, 0, width, HEIGHT))
-    colours = expected(scheme)
-    assert image.getpixel((2, 2)) == colours["back"]
-    seen = {colour: count for count, colour in image.getcolors(1 << 24)}
-    for name, least in {"panel": 5000, "line-1": 300, "shade-2": 300}.items():
-        assert seen.get(colours[name], 0) > least, name
+    colors = expected(scheme)
+    assert image.getpixel((2, 2)) == colors["back"]
+    seen = {color: count for count, color in image.getcolors(1 << 24)}
+    for name, minimum in {"panel": 5000, "line-1": 300, "shade-2": 300}.items():
+        assert seen.get(colors[name], 0) > minimum, name
     # Nothing else covers the page.
-    assert seen[colours["back"]] + seen[colours["panel"]] > 0.7 * width * HEIGHT
+    assert seen[colors["back"]] + seen[colors["panel"]] > 0.7 * width * HEIGHT
 
 
 def expected(scheme):
     light, _, rest = (TEMPLATES / "style.css").read_text().partition("@media (prefers")
     pairs = re.findall(r"--([\w-]+): #(\w{6})", rest if scheme == "dark" else light)
-    return {name: tuple(bytes.fromhex(colour)) for name, colour in pairs}
+    return {name: tuple(bytes.fromhex(color)) for name, color in pairs}

@@ -39,14 +39,14 @@ def test_compare_prints_metrics_and_recipe_differences(runs, capsys):
 
 def test_compare_json_has_all_metrics_and_differences(runs, capsys):
     assert main.main(["compare", *runs, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [run["name"] for run in found["runs"]] == ["one", "two"]
-    assert found["runs"][1]["figures"]["perplexity"] == 3.63
-    assert found["differences"]["stages.1.train.steps"] == {"one": "3", "two": "9"}
+    output = json.loads(capsys.readouterr().out)
+    assert [run["name"] for run in output["runs"]] == ["one", "two"]
+    assert output["runs"][1]["metrics"]["perplexity"] == 3.63
+    assert output["differences"]["stages.1.train.steps"] == {"one": "3", "two": "9"}
 
 
 def test_compare_accepts_report_files(runs, tmp_path, capsys):
-    copy = tmp_path / "kept.json"
+    copy = tmp_path / "copy.json"
     copy.write_text(json.dumps(OTHER))
     report = f"{runs[0]}/report.json"
     assert main.main(["compare", report, str(copy), runs[1]]) == 0

@@ -192,7 +192,7 @@ def test_open_reports_a_read_only_folder(tmp_path):
         start(tmp_path / "try")
 
 
-def leave(run, stage, text="whole"):
+def leave(run, stage, text="content"):
     folder = run.stage_folder(stage)
     (folder / "weights").write_text(text)
     run.complete_stage(stage, {"loss": 2.5}, [folder])
@@ -215,9 +215,9 @@ def test_completed_stage_warns_about_damaged_artifacts(path, damage):
             weights.write_text("whale")
         else:
             weights.unlink()
-        said = []
-        assert run.completed_stage("1-train", said.append) is None
-        assert "stages/1-train is damaged or missing" in said[0]
+        warnings = []
+        assert run.completed_stage("1-train", warnings.append) is None
+        assert "stages/1-train is damaged or missing" in warnings[0]
 
 
 def test_discard_stages_deletes_records_and_folders(path):

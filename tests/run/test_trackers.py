@@ -12,7 +12,7 @@ ROWS = [{"kind": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
 
 
 class Recorder:
-    """Fails at one of its calls, if told to."""
+    """Fails at one of its calls, if requested."""
 
     def __init__(self, fails_at="", error=OSError):
         self.calls = []

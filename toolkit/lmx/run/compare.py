@@ -16,21 +16,21 @@ class RunSummary:
 
     Attributes:
         status: None for a report.json without run directory; its recipe is empty.
-        metrics: the records of metrics.jsonl.
+        records: the lines of metrics.jsonl.
     """
 
     name: str
     path: Path
     model: str | None
-    figures: dict
+    metrics: dict
     thresholds: list[dict]
     status: str | None
     recipe: dict
-    metrics: list[dict]
+    records: list[dict]
 
     def to_json(self) -> dict:
         """All fields but the curves, which are in metrics.jsonl."""
-        fields = {key: value for key, value in vars(self).items() if key != "metrics"}
+        fields = {key: value for key, value in vars(self).items() if key != "records"}
         return fields | {"path": str(self.path)}
 
 
@@ -52,8 +52,8 @@ def metrics_table(runs: list[RunSummary]) -> tuple[list[str], list[list[str]]]:
         ["status", *(run.status or ABSENT for run in runs)],
         ["thresholds passed", *map(_passed, runs)],
     ]
-    for metric in metrics_of([run.figures for run in runs]):
-        if any(metric.value(run.figures) is not None for run in runs):
+    for metric in metrics_of([run.metrics for run in runs]):
+        if any(metric.value(run.metrics) is not None for run in runs):
             rows.append([metric.label, *(_cell(metric, s, runs[0]) for s in runs)])
     return ["", *(run.name for run in runs)], rows
 
@@ -76,16 +76,16 @@ def _summary(name: str, path: Path) -> RunSummary:
     if path.is_dir():
         record = Record.read(path)
         report, status = record.report, record.manifest["status"]
-        recipe, metrics = recipe_values(record.resolved), record.metrics
+        recipe, records = recipe_values(record.resolved), record.metrics
     elif path.is_file():
-        report, status, recipe, metrics = read_report(path), None, {}, []
+        report, status, recipe, records = read_report(path), None, {}, []
     else:
         raise UserError("no such run", place=str(path))
     models = report.get("models", {})
     model = [*models][-1] if models else None
     thresholds = report.get("thresholds", [])
-    figures = models.get(model, {})
-    return RunSummary(name, path, model, figures, thresholds, status, recipe, metrics)
+    metrics = models.get(model, {})
+    return RunSummary(name, path, model, metrics, thresholds, status, recipe, records)
 
 
 def _names(paths: list[Path]) -> list[str]:
@@ -108,8 +108,8 @@ def _passed(run: RunSummary) -> str:
 
 
 def _cell(metric: Metric, run: RunSummary, first: RunSummary) -> str:
-    text = metric.show(run.figures)
-    value, start = metric.value(run.figures), metric.value(first.figures)
+    text = metric.show(run.metrics)
+    value, start = metric.value(run.metrics), metric.value(first.metrics)
     if run is first or value is None or not start or value == start:
         return text
     return f"{text} ({value / start - 1:+.1%})"

@@ -97,8 +97,8 @@ def _overlay(
     """One curve of the first training stage of every run."""
     lines = []
     for run in runs:
-        stages = (r["stage"] for r in run.metrics if r.get("kind") == "train")
-        points = sections.points(run.metrics, next(stages, None), kind, key)
+        stages = (r["stage"] for r in run.records if r.get("kind") == "train")
+        points = sections.points(run.records, next(stages, None), kind, key)
         lines.append(Line(run.name, points))
     return line_chart(f"{kind}-{key}", title, unit, lines)
 
