@@ -132,12 +132,12 @@ def test_mixed_bits_in_stock_mlx_lm(make_checkpoint, tmp_path):
         loaded.model, specs, mx.float32, lambda *_: windows, tmp_path, RecordingLogger()
     )
     tensors = METHODS["awq"](config, context).quantize()
-    kept = {k: v for k, v in dense.items() if k.removesuffix(".weight") not in specs}
+    weights = {k: v for k, v in dense.items() if k.removesuffix(".weight") not in specs}
     target = tmp_path / "model"
     target.mkdir()
     checkpoint_writer.write_checkpoint(
         target,
-        kept | tensors,
+        weights | tensors,
         loaded.config,
         companions=loaded.path,
         specs=specs,
@@ -148,14 +148,14 @@ def test_mixed_bits_in_stock_mlx_lm(make_checkpoint, tmp_path):
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
         packed = {name: tensors[f"{path}.{name}"] for name in names}
-        kept[f"{path}.weight"] = dequantize(packed, spec, mx.float32)
-    kept |= {
+        weights[f"{path}.weight"] = dequantize(packed, spec, mx.float32)
+    weights |= {
         name: value
         for name, value in tensors.items()
-        if name in kept and "norm" in name
+        if name in weights and "norm" in name
     }
     by_hand = load(source, compute="stored").model
-    by_hand.update(tree_unflatten(list(kept.items())))
+    by_hand.update(tree_unflatten(list(weights.items())))
     ours = load(target, compute="stored").model
     tokens = tokens_of(3, count=1)
     assert mx.array_equal(ours(tokens[:, :1]), stock(tokens[:, :1]))

@@ -61,9 +61,9 @@ def softmax(logits):
     return probs / probs.sum(axis=-1, keepdims=True)
 
 
-def blend(own, mean, count, half):
+def blend(cluster_moments, mean, count, half):
     share = count / (count + half)
-    return share * own + (1 - share) * mean
+    return share * cluster_moments + (1 - share) * mean
 
 
 @pytest.mark.parametrize(
@@ -84,15 +84,17 @@ def test_embedding_statistics_match_the_whole_model(tmp_path, monkeypatch, tied,
     fisher, heads = [], []
     for cluster in range(num_clusters):
         rows = gradients[by_token == cluster]
-        own = rows.T @ rows / TOKENS.size
+        cluster_moments = rows.T @ rows / TOKENS.size
         share = embeddings.SHRINKAGE * min(1, embeddings.FEW_TOKENS / TOKENS.size)
-        fisher.append((1 - share) * own + share * np.trace(own) * identity)
+        fisher.append(
+            (1 - share) * cluster_moments + share * np.trace(cluster_moments) * identity
+        )
     counts = np.bincount(by_token, minlength=num_clusters)
     lookups = counts + embeddings.PRIOR_LOOKUPS * np.bincount(clusters)
     shares = lookups / lookups.sum()
     expected = [
-        blend(own, share * sum(fisher), count, embeddings.HALF_LOOKUPS)
-        for own, share, count in zip(fisher, shares, counts, strict=True)
+        blend(cluster_moments, share * sum(fisher), count, embeddings.HALF_LOOKUPS)
+        for cluster_moments, share, count in zip(fisher, shares, counts, strict=True)
     ]
     if tied:
         pairs = [head_inputs(model, row[None]) for row in TOKENS]
@@ -101,9 +103,13 @@ def test_embedding_statistics_match_the_whole_model(tmp_path, monkeypatch, tied,
         for cluster in range(num_clusters):
             weights = (p * (1 - p))[:, clusters == cluster].sum(axis=1)
             heads.append(((x * weights[:, None]).T @ x, weights.sum()))
-        mean = sum(own for own, _ in heads) / sum(count for _, count in heads)
-        for cluster, (own, count) in enumerate(heads):
-            moments = blend(own, count * mean, count, embeddings.HALF_PREDICTIONS)
+        mean = sum(cluster_moments for cluster_moments, _ in heads) / sum(
+            count for _, count in heads
+        )
+        for cluster, (cluster_moments, count) in enumerate(heads):
+            moments = blend(
+                cluster_moments, count * mean, count, embeddings.HALF_PREDICTIONS
+            )
             expected[cluster] = expected[cluster] + moments / TOKENS.size
     largest = np.abs(expected).max()
     np.testing.assert_allclose(statistics.second_moments, expected, atol=2e-4 * largest)
@@ -129,7 +135,7 @@ def test_moments_predict_the_divergence(tmp_path, tied, monkeypatch):
     model.model.embed_tokens.weight = weight + error
     after = np.log(softmax(np.array(model(tokens))))
     divergence = (np.exp(before) * (before - after)).sum(axis=-1).mean()
-    # Rows of a cluster share their moments: the mean over them stands for all.
+    # Rows of a cluster share their moments: their mean represents all of them.
     error = np.array(error, np.float64)
     costs = np.einsum("vi,vij,vj->v", error, moments[clusters], error)
     expected = sum(costs[clusters == c].mean() for c in set(clusters)) / 2

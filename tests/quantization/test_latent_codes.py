@@ -1,4 +1,4 @@
-"""Codes that move: what is stored of them, and their slopes."""
+"""LatentCodes: stored tensors and gradients."""
 
 import itertools
 

@@ -94,8 +94,10 @@ class RecordingRTN(PTQMethod):
 
     def quantized_before(self, path) -> list[str]:
         """Layers that are quantized before the group of this one."""
-        paths, own = list(self.statistics), self.statistics[path]
-        return [p for p in paths[: paths.index(path)] if self.statistics[p] is not own]
+        paths, group = list(self.statistics), self.statistics[path]
+        return [
+            p for p in paths[: paths.index(path)] if self.statistics[p] is not group
+        ]
 
 
 class Recorder(nn.Module):
@@ -416,7 +418,7 @@ def test_one_block_is_in_memory_at_a_time(make_checkpoint, tmp_path):
         return mx.get_peak_memory() - before
 
     assert peak(tmp_path / "reread", loaded.reread) < size / 3
-    assert peak(tmp_path / "kept", None) > size
+    assert peak(tmp_path / "in-memory", None) > size
 
 
 class Discarding(dict):

@@ -16,7 +16,8 @@ def pack_codes(codes: mx.array, bits: int) -> mx.array:
     *rows, width = codes.shape
     words = mx.zeros((*rows, width // CODES_PER_WORD), mx.uint64)
     for place in range(CODES_PER_WORD):
-        words = words | (codes[..., place::CODES_PER_WORD].astype(mx.uint64) << place * bits)
+        column = codes[..., place::CODES_PER_WORD].astype(mx.uint64)
+        words = words | (column << place * bits)
     # The first bytes of a word hold its lowest bits.
     stream = words[..., None].view(mx.uint8)[..., :bits]
     return stream.reshape(*rows, width * bits // CODES_PER_WORD).view(mx.uint32)

@@ -119,6 +119,6 @@ def _predicate_spec(answer: bool | dict, default: QuantSpec) -> QuantSpec | None
     fields = QuantSpec.model_fields
     values = default.model_dump(include=set(fields))
     if isinstance(answer, dict):
-        own = {"mode": "affine"} | {k: v for k, v in answer.items() if k in fields}
-        values = (values if own["mode"] == default.mode else {}) | own
+        given = {"mode": "affine"} | {k: v for k, v in answer.items() if k in fields}
+        values = (values if given["mode"] == default.mode else {}) | given
     return QuantSpec(**values)

@@ -79,8 +79,8 @@ class AWQ(PTQMethod):
         if weight.ndim == 2:
             return clip(weight, group_moments(moments, spec.group_size), spec, dtype)
         experts = [
-            clip(expert, group_moments(own_moments, spec.group_size), spec, dtype)
-            for expert, own_moments in zip(weight, moments, strict=True)
+            clip(expert, group_moments(squares, spec.group_size), spec, dtype)
+            for expert, squares in zip(weight, moments, strict=True)
         ]
         return {k: mx.stack([expert[k] for expert in experts]) for k in experts[0]}
 

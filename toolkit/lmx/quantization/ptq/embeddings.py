@@ -22,7 +22,7 @@ from .input_statistics import InputStatistics
 # Share of the Fisher information that is replaced by a multiple of the identity. With
 # more than FEW_TOKENS, the share is inversely proportional to the tokens.
 SHRINKAGE, FEW_TOKENS = 0.5, 1 << 13
-# Lookups and expected predictions at which a cluster's own statistics weigh one half.
+# Lookups and expected predictions at which a cluster's own statistics have weight 0.5.
 HALF_LOOKUPS, HALF_PREDICTIONS = 300, 10
 # Lookups that are added to the count of every token.
 PRIOR_LOOKUPS = 0.25
@@ -124,10 +124,10 @@ def _lookup_moments(
             sums.add_routed(gradients, clusters[rows], visible)
     num_lookups = max(1, sums.counts.sum().item())
     shrinkage = SHRINKAGE * min(1.0, FEW_TOKENS / num_lookups)
-    own = _shrink(sums.second_moments / fb_pass.num_backward_tokens, shrinkage)
+    fisher = _shrink(sums.second_moments / fb_pass.num_backward_tokens, shrinkage)
     lookups = sums.counts + PRIOR_LOOKUPS * sizes
-    mean = own.sum(axis=0) * (lookups / lookups.sum())[:, None, None]
-    return _blend(own, mean, sums.counts, HALF_LOOKUPS)
+    mean = fisher.sum(axis=0) * (lookups / lookups.sum())[:, None, None]
+    return _blend(fisher, mean, sums.counts, HALF_LOOKUPS)
 
 
 def _head_moments(
@@ -157,10 +157,12 @@ def _head_moments(
     return _blend(total, mean, counts, HALF_PREDICTIONS) / fb_pass.num_counted_tokens
 
 
-def _blend(own: mx.array, mean: mx.array, counts: mx.array, half: float) -> mx.array:
+def _blend(
+    moments: mx.array, mean: mx.array, counts: mx.array, half: float
+) -> mx.array:
     """Moments of each cluster, blended with the mean if its count is small."""
     share = (counts / (counts + half))[:, None, None]
-    return share * own + (1 - share) * mean
+    return share * moments + (1 - share) * mean
 
 
 def _shrink(fisher: mx.array, share: float) -> mx.array:
