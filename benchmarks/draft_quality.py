@@ -118,7 +118,7 @@ class Seed:
         self._write_examples("train", arguments.num_prompts)
         self._write_examples("valid", num_valid)
         distilled = self._distill("distilled")
-        untrained = next((distilled / "stages").glob("*-draft/student"))
+        untrained = next((distilled / "stages").glob("*-draft/initial"))
         drafts = {
             "untrained": lambda: untrained,
             "cross-entropy": lambda: self._train_on_corpus(untrained),
