@@ -249,7 +249,9 @@ def test_mlx_lm_says_the_same_with_the_draft(distilled):
     loaded, ours = texts(distilled, "Add 3 and 3.")
     draft, tokenizer = stock_load(str(distilled.output / "draft"))
     assert tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
-    prompt = mx.array(Generator(loaded.model, loaded.tokenizer).encode_chat("Add 3 and 3."))
+    prompt = mx.array(
+        Generator(loaded.model, loaded.tokenizer).encode_chat("Add 3 and 3.")
+    )
     steps = speculative_generate_step(
         prompt, loaded.model, draft, num_draft_tokens=3, max_tokens=len(ours.tokens)
     )

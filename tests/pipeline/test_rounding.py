@@ -9,7 +9,7 @@ from lmx.config.train import TrainConfig
 from lmx.errors import UserError
 from lmx.models.loader import load
 from lmx.pipeline.context import write_model
-from lmx.pipeline.qat_setup import prepare, require_time
+from lmx.pipeline.qat_setup import prepare, require_steps
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.target_layers import QuantizationPlan
 from lmx.run.logger import NullLogger
@@ -63,7 +63,9 @@ def begun(mixed, origin=dict, seed=0, teacher=None, **rounding):
     """The weights a training from codes begins with."""
     settings = COMMON | {"qat": QATConfig(bits=3, quantizer="lsq", **rounding)}
     own = TrainConfig(**settings, teacher=teacher)
-    return weights_of(prepare(own, mixed, NullLogger(), origin=origin, seed=seed))
+    return weights_of(
+        prepare(own, mixed, NullLogger(), unquantized_weights=origin, seed=seed)
+    )
 
 
 @pytest.fixture
@@ -184,9 +186,9 @@ def test_settings_that_contradict(change, said):
 
 
 def test_rounding_begins_before_the_end():
-    require_time(QATConfig(fake_quant_after_n_steps=5), 6)
-    require_time(None, 1)
+    require_steps(QATConfig(fake_quant_after_n_steps=5), 6)
+    require_steps(None, 1)
     with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):
-        require_time(QATConfig(fake_quant_after_n_steps=5), 5)
+        require_steps(QATConfig(fake_quant_after_n_steps=5), 5)
     with pytest.raises(UserError, match="2 bits begins after 5 steps, and there are 4"):
-        require_time(COMING_DOWN["qat"], 4)
+        require_steps(COMING_DOWN["qat"], 4)

@@ -1,11 +1,9 @@
-"""What a train stage is fed: its rows as tokens, cut into batches."""
-
-from collections.abc import Callable
+"""The batches of a train stage, and how it cuts them into documents and chunks."""
 
 from ..config.train import TrainConfig
 from ..cpu import on_cpu
 from ..data import cache, fingerprint, token_store
-from ..data.batching import BucketBatchSampler, ExampleDataset
+from ..data.batching import BucketBatchSampler
 from ..data.dataset import ReadStats
 from ..data.packing import PackedBatchSampler, packed
 from ..data.splits import log_read_stats
@@ -22,21 +20,23 @@ def training_batches(
     config: TrainConfig,
     context: StageContext,
     loaded: LoadedModel,
+    teacher: TeacherSetup | None = None,
     *,
     packing: bool,
-    answered: Callable[[ExampleDataset], ExampleDataset] = lambda examples: examples,
 ) -> BucketBatchSampler | PackedBatchSampler:
-    """Batches of the training rows, which are tokenised once and kept in the cache.
+    """Batches of the training examples, which are tokenized once into the cache.
 
     Args:
-        packing: fill rows with several examples. Where the recipe asks for that and the
-            model cannot, batches have as many tokens, padding included.
-        answered: gives the rows other answers.
+        teacher: may replace the completions of the examples.
+        packing: several examples per sequence. If the recipe asks for packing and the
+            model cannot do it, padded batches have as many tokens.
     """
     longest = context.data.max_seq_length
-    examples = answered(_tokenised(context, loaded))
+    examples = _tokenized(context, loaded)
+    if teacher:
+        examples = teacher.replace_completions(examples)
     if not packing:
-        return BucketBatchSampler(examples, **_sizes(config, context))
+        return _padded_batches(examples, config, context)
     batches = PackedBatchSampler(
         examples,
         packed(examples, longest + 1, context.logger.warning),
@@ -45,7 +45,7 @@ def training_batches(
         seed=context.seed,
     )
     context.logger.info(
-        f"{len(examples):,} examples packed into {batches.rows:,} rows, "
+        f"{len(examples):,} examples packed into {batches.rows:,} sequences, "
         f"{batches.filled:.1%} filled"
     )
     return batches
@@ -54,7 +54,7 @@ def training_batches(
 def validation_batches(
     config: TrainConfig, context: StageContext, loaded: LoadedModel
 ) -> BucketBatchSampler:
-    """Batches of the validation rows, all in memory."""
+    """Batches of the validation examples, all in memory."""
     data = context.data
     encoded = encode_all(
         context.rows.valid,
@@ -63,11 +63,63 @@ def validation_batches(
         loss_on=data.loss_on,
     )
     counts = vars(encoded) | {"dropped": len(encoded.dropped)}
-    _tell(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
-    return BucketBatchSampler(encoded.examples, **_sizes(config, context))
+    _log_changed(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
+    return _padded_batches(encoded.examples, config, context)
 
 
-def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenStore:
+def document_caches(
+    loaded: LoadedModel, context: StageContext, teacher: TeacherSetup | None
+) -> DocumentCaches | None:
+    """The mask between packed documents; None with a warning if it is unsupported."""
+    try:
+        caches = DocumentCaches(loaded.model)
+        if teacher:
+            teacher.enable_packing()
+        return caches
+    except PackingUnsupported as reason:
+        context.logger.warning(
+            f"packing is off and sequences are padded, because this model does not keep "
+            f"documents apart: {reason}"
+        )
+        return None
+
+
+def chunked_loss(
+    config: TrainConfig, context: StageContext, loaded: LoadedModel
+) -> ChunkedLoss | None:
+    """The chunked loss; None if the model cannot be split into trunk and head."""
+    longest = context.data.max_seq_length
+    tokens = max(config.batch_tokens or config.batch_size * longest, longest)
+    vocabulary = config_int(loaded.config, "vocab_size")
+    chunk = config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=on_cpu())
+    try:
+        return ChunkedLoss(loaded.model, chunk)
+    except ChunkedLossUnsupported as reason:
+        # On a CPU a small batch is only a little slower without chunks.
+        if config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=False):
+            context.logger.warning(
+                "loss_chunk_tokens is off and all logits are computed at once: "
+                f"{reason}"
+            )
+        return None
+
+
+def _padded_batches(
+    examples, config: TrainConfig, context: StageContext
+) -> BucketBatchSampler:
+    longest, tokens = context.data.max_seq_length, config.batch_tokens
+    if config.packing:
+        tokens = config.sequences_per_batch(longest) * longest
+    return BucketBatchSampler(
+        examples,
+        max_seq_length=longest,
+        rows=None if tokens else config.batch_size,
+        tokens=tokens,
+        seed=context.seed,
+    )
+
+
+def _tokenized(context: StageContext, loaded: LoadedModel) -> token_store.TokenStore:
     data, rows, logger = context.data, context.rows, context.logger
     settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
 
@@ -83,82 +135,33 @@ def _tokenised(context: StageContext, loaded: LoadedModel) -> token_store.TokenS
         fingerprint.versions(),
         fingerprint.code(),
     ]
-    kept = cache.get_or_create(
+    entry = cache.get_or_create(
         "tokens",
         cache.key_of([rows.fingerprint, tokenizer, settings]),
         fill,
         warning=logger.warning,
-        # A token of four bytes stands for about as many characters.
+        # A token has four bytes, and about four characters.
         space=rows.size,
     )
-    facts = kept.facts
-    for tally in facts["sources"]:
-        log_read_stats("train", ReadStats(**tally), logger.info, logger.warning)
-    _tell(context, "train", facts, facts["first_dropped"])
-    how = f"tokenized into {kept.folder}" if kept.made else "tokenized before"
-    counts = f"{facts['records']:,} examples, {facts['tokens']:,} tokens"
-    logger.info(f"train: {counts}, {how}")
-    return token_store.TokenStore(kept)
+    facts = entry.facts
+    for stats in facts["sources"]:
+        log_read_stats("train", ReadStats(**stats), logger.info, logger.warning)
+    _log_changed(context, "train", facts, facts["first_dropped"])
+    origin = f"tokenized into {entry.folder}" if entry.made else "tokens from the cache"
+    logger.info(
+        f"train: {facts['records']:,} examples, {facts['tokens']:,} tokens, {origin}"
+    )
+    return token_store.TokenStore(entry)
 
 
-def _tell(context: StageContext, split: str, counts: dict, named) -> None:
-    """Say what became of the rows that are not trained whole."""
+def _log_changed(context: StageContext, split: str, counts: dict, named) -> None:
+    """Log the examples that are truncated or skipped."""
     info, longest = context.logger.info, context.data.max_seq_length
     if counts["truncated"]:
-        info(f"{split}: {counts['truncated']:,} examples truncated at {longest} tokens")
+        info(f"{split}: {counts['truncated']:,} examples truncated to {longest} tokens")
     if counts["last_only"]:
         info(f"{split}: {counts['last_only']:,} {LAST_ONLY}")
     for where, reason in named:
         context.logger.warning(f"{where}: example skipped: {reason}")
     if counts["dropped"] > len(named):
         info(f"{split}: {counts['dropped']:,} examples skipped in total")
-
-
-def _sizes(config: TrainConfig, context: StageContext) -> dict:
-    longest, tokens = context.data.max_seq_length, config.batch_tokens
-    if config.packing:
-        tokens = config.sequences_per_batch(longest) * longest
-    return {
-        "max_seq_length": longest,
-        "rows": None if tokens else config.batch_size,
-        "tokens": tokens,
-        "seed": context.seed,
-    }
-
-
-# --- from stages.splitting: How a train stage cuts its work: rows into documents, and the loss into chunks.
-
-
-def document_caches(
-    loaded: LoadedModel, context: StageContext, teaching: TeacherSetup | None
-) -> DocumentCaches | None:
-    """What keeps packed documents apart; None, aloud, if a model cannot do that."""
-    try:
-        caches = DocumentCaches(loaded.model)
-        if teaching:
-            teaching.keep_apart()
-        return caches
-    except PackingUnsupported as reason:
-        context.logger.warning(
-            f"rows are padded, packing is off: this model does not keep documents "
-            f"apart: {reason}"
-        )
-        return None
-
-
-def chunked_loss(
-    config: TrainConfig, context: StageContext, loaded: LoadedModel
-) -> ChunkedLoss | None:
-    """The loss by chunks; None, aloud where it matters, if the model does not split."""
-    longest = context.data.max_seq_length
-    tokens = max(config.batch_tokens or config.batch_size * longest, longest)
-    sizes = {"vocabulary": config_int(loaded.config, "vocab_size"), "tokens": tokens}
-    try:
-        return ChunkedLoss(loaded.model, config.chunk(**sizes, on_cpu=on_cpu()))
-    except ChunkedLossUnsupported as reason:
-        # Else it is but a little slower.
-        if config.chunk(**sizes, on_cpu=False):
-            context.logger.warning(
-                f"the loss is made of all logits at once, loss_chunk_tokens is off: {reason}"
-            )
-        return None

@@ -1,4 +1,4 @@
-"""The layers that a train stage rounds: chosen, or those of a model in codes."""
+"""The model and the quantized layers that a train stage begins with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,14 +26,15 @@ class QATModel:
     """A model to train.
 
     Attributes:
-        loaded: its layers are dense, but where only adapters of codes are trained.
-        rounding: how they are rounded; None = not at all.
-        packed: the codes its rounded layers begin with; None of a model without.
+        loaded: its layers are not quantized, except for QA-LoRA.
+        selection: the layers that have a fake quantizer, or codes that stay.
+        qat: how they are quantized; None = not at all, or by QA-LoRA's fixed codes.
+        packed: the codes that training begins with; None if the model has none.
     """
 
     loaded: LoadedModel
     selection: QuantizationPlan
-    rounding: QATConfig | None = None
+    qat: QATConfig | None = None
     packed: PackedLayers | None = None
 
 
@@ -42,132 +43,129 @@ def prepare(
     loaded: LoadedModel,
     logger: RunLogger,
     *,
-    origin: Callable[[], dict[str, mx.array]] = dict,
+    unquantized_weights: Callable[[], dict[str, mx.array]] = dict,
     seed: int = 0,
 ) -> QATModel:
-    """Choose the layers to round; of a model in codes go on from these.
+    """Select the layers to quantize. A quantized model continues from its codes.
 
-    The weights to train then lie in the cells of their codes, each as near to the one
-    it was quantized from as its cell lets it be: a method may have left it another code
-    than the nearest, and from the dense weights the first step would undo that. At the
-    points themselves little is learned: for long no code moves, and then many at once.
-    But those that compensate for each other stay longest there, which is best where all
-    that is to be learned is what the model has been. Where the dense weights are not
-    known, weights are spread over their cells at random.
+    Latent weights then begin inside the rounding intervals of their codes, as close as
+    possible to the weights before quantization: the method may have chosen another
+    code than the nearest, and from the full-precision weights the first step would undo
+    that. They begin at random places inside the intervals if those weights are unknown.
+
+    With `latent_init: codes` they begin at the dequantized values instead. For many
+    steps no code changes then, which preserves error compensation. That is the default
+    if the only training signal is the model before quantization.
 
     Args:
-        origin: asked where it matters, for the weights, by name, that a model in codes
-            was quantized from, as far as they are known; may be unread, and are taken
-            out one by one.
-        seed: of the spreading.
+        unquantized_weights: the weights by name that a quantized model was made from,
+            as far as they are known. They may be lazy, and are removed one by one.
+        seed: of the random places.
 
     Raises:
-        UserError: a quantized model, and training would round it anew.
+        UserError: the training would quantize a quantized model again.
     """
-    rounding = config.qat
     if config.keeps_codes:
-        return _in_codes(loaded)
-    if "quantization" not in loaded.config:
-        if rounding and rounding.latent_init is not None:
+        return _with_fixed_codes(loaded)
+    qat, place = config.qat, str(loaded.path)
+    if "quantization" in loaded.config:
+        if qat:
+            return _from_codes(config, loaded, logger, unquantized_weights, seed)
+        if not config.adapter:
             raise UserError(
-                "latent_init is for a model in codes, and this one has none",
-                place=str(loaded.path),
-                hint="leave it out, or quantize first",
+                "this model is quantized, and full fine-tuning needs its weights",
+                place=place,
+                hint="train an adapter, or add qat: with quantizer: lsq",
             )
-        chosen = (
-            select_layers(loaded.model, rounding)
-            if rounding
-            else QuantizationPlan({}, {})
+        logger.info(
+            "the model is quantized: the adapter is fused into its dequantized weights, "
+            "because quantizing again would lose part of the improvement"
         )
-        return QATModel(loaded, chosen, rounding)
-    if rounding:
-        adapts = config.adapter is not None
-        rounding = rounding.for_quantized_model(adapts=adapts)
-        found = _from_codes(rounding, loaded, logger)
-        at_points = rounding.latent_init == "codes"
-        if rounding.latent_init is None:
-            at_points = (
-                rounding.quantizer == "scales_only" or config.is_self_distillation
-            )
-        if not at_points:
-            _spread(found, origin(), mx.random.key(seed))
-        return found
-    if not config.adapter:
+        return QATModel(loaded, QuantizationPlan({}, {}))
+    if qat is None:
+        return QATModel(loaded, QuantizationPlan({}, {}))
+    if qat.latent_init is not None:
         raise UserError(
-            "this model is already quantized, and full training needs its weights",
-            place=str(loaded.path),
-            hint="train an adapter, or add quantization: with grid: learned",
+            "latent_init is for a quantized model; this one is not",
+            place=place,
+            hint="leave latent_init out, or quantize first",
         )
-    logger.info(
-        "the model is quantized: the adapter will be fused into its expanded "
-        "weights, for rounding them again would lose part of the gain"
-    )
-    return QATModel(loaded, QuantizationPlan({}, {}))
+    return QATModel(loaded, select_layers(loaded.model, qat), qat)
 
 
-def _in_codes(loaded: LoadedModel) -> QATModel:
-    """A model whose biases alone will change."""
+def require_steps(qat: QATConfig | None, steps: int) -> None:
+    """Raise UserError if the last phase of the bit schedule begins after the steps."""
+    if qat and qat.phase_starts[-1] >= steps:
+        raise UserError(
+            f"fake quantization to {qat.bits} bits begins after {qat.phase_starts[-1]} "
+            f"steps, and there are {steps}",
+            hint="lower fake_quant_after_n_steps or the steps of bit_schedule, or train "
+            "longer",
+        )
+
+
+def _with_fixed_codes(loaded: LoadedModel) -> QATModel:
+    """A model of which QA-LoRA changes the biases alone."""
     specs = layer_specs(loaded.model)
     if not specs:
         raise UserError(
-            "a qa_lora adapter is for a model in codes, and this one has none",
+            "a qa_lora adapter is for a quantized model; this one is not",
             place=str(loaded.path),
             hint="quantize it first, or use type lora",
         )
-    return QATModel(
-        loaded,
-        QuantizationPlan(specs, _kept(loaded)),
-        None,
-        packed_layers(loaded.model),
-    )
-
-
-def require_time(rounding: QATConfig | None, steps: int) -> None:
-    """Raise UserError if the rounding would begin after the last of the steps."""
-    if rounding and rounding.phase_starts[-1] >= steps:
-        raise UserError(
-            f"rounding to {rounding.bits} bits begins after {rounding.phase_starts[-1]} "
-            f"steps, and there are {steps}",
-            hint="lower fake_quant_after_n_steps or the steps of progressive, or train longer",
-        )
+    selection = QuantizationPlan(specs, _unquantized_layers(loaded))
+    return QATModel(loaded, selection, packed=packed_layers(loaded.model))
 
 
 def _from_codes(
-    rounding: QATConfig, loaded: LoadedModel, logger: RunLogger
+    config: TrainConfig,
+    loaded: LoadedModel,
+    logger: RunLogger,
+    unquantized_weights: Callable[[], dict[str, mx.array]],
+    seed: int,
 ) -> QATModel:
+    qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
     specs = layer_specs(loaded.model)
-    _require_same(rounding, specs, loaded)
-    kept = _kept(loaded)
-    dtype = loaded.dtype if rounding.quantizer == "scales_only" else mx.float32
-    dense, packed = dequantized_model(loaded, dtype)
-    logger.info(f"training goes on from the codes of {len(packed)} layers")
-    return QATModel(dense, QuantizationPlan(specs, kept), rounding, packed)
+    _require_same_specs(qat, specs, loaded)
+    selection = QuantizationPlan(specs, _unquantized_layers(loaded))
+    dtype = loaded.dtype if qat.quantizer == "scales_only" else mx.float32
+    dequantized, packed = dequantized_model(loaded, dtype)
+    logger.info(f"training continues from the codes of {len(packed)} layers")
+    model = QATModel(dequantized, selection, qat, packed)
+    at_codes = qat.latent_init == "codes"
+    if qat.latent_init is None:
+        at_codes = qat.quantizer == "scales_only" or config.is_self_distillation
+    if not at_codes:
+        _init_latent_weights(model, unquantized_weights(), mx.random.key(seed))
+    return model
 
 
-def _spread(found: QATModel, origin: dict[str, mx.array], key: mx.array) -> None:
-    """Move the weights to train from the points of their codes, which stay."""
-    modules = dict(found.loaded.model.named_modules())
-    kind = QUANTIZERS[found.rounding.quantizer]
-    for path, packed in found.packed.items():
-        spec, layer = found.selection.specs[path], modules[path]
-        width = mx.abs(mx.repeat(packed["scales"], spec.group_size, axis=-1))
-        wished, points = origin.pop(f"{path}.weight", None), layer.weight
-        if wished is None or not _are_near(wished, points, width):
-            key, own = mx.random.split(key)
-            noise = mx.random.uniform(-0.5, 0.5, points.shape, key=own)
-            wished = points + noise * width
-        grid = kind(spec, found.loaded.dtype, found.rounding.scale_init)
-        layer.weight = grid.latent_within_cell(packed, wished)
+def _init_latent_weights(
+    model: QATModel, targets: dict[str, mx.array], key: mx.array
+) -> None:
+    """Move latent weights from their dequantized values, inside the same codes."""
+    modules = dict(model.loaded.model.named_modules())
+    quantizer_class = QUANTIZERS[model.qat.quantizer]
+    for path, packed in model.packed.items():
+        spec, layer = model.selection.specs[path], modules[path]
+        step = mx.abs(mx.repeat(packed["scales"], spec.group_size, axis=-1))
+        target, values = targets.pop(f"{path}.weight", None), layer.weight
+        if target is None or not _are_near(target, values, step):
+            key, layer_key = mx.random.split(key)
+            noise = mx.random.uniform(-0.5, 0.5, values.shape, key=layer_key)
+            target = values + noise * step
+        quantizer = quantizer_class(spec, model.loaded.dtype, model.qat.scale_init)
+        layer.weight = quantizer.latent_within_cell(packed, target)
         mx.eval(layer.weight)
 
 
-def _are_near(weights: mx.array, points: mx.array, width: mx.array) -> bool:
-    """Whether points stand for these weights, not for ones that were folded."""
-    distance = mx.abs(weights.astype(mx.float32) - points)
-    return (distance.mean() <= width.mean()).item()
+def _are_near(weights: mx.array, values: mx.array, step: mx.array) -> bool:
+    """Whether the values quantize these weights; false if AWQ has scaled them."""
+    distance = mx.abs(weights.astype(mx.float32) - values)
+    return (distance.mean() <= step.mean()).item()
 
 
-def _kept(loaded: LoadedModel) -> dict[str, str]:
+def _unquantized_layers(loaded: LoadedModel) -> dict[str, str]:
     return {
         path: "it is not quantized in the model that is trained"
         for path, module in loaded.model.named_modules()
@@ -175,29 +173,30 @@ def _kept(loaded: LoadedModel) -> dict[str, str]:
     }
 
 
-def _require_same(
-    rounding: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel
+def _require_same_specs(
+    qat: QATConfig, specs: dict[str, QuantSpec], loaded: LoadedModel
 ) -> None:
     place = str(loaded.path)
-    if rounding.quantizer not in CONTINUES_FROM_CODES or rounding.phase_starts[-1]:
+    if qat.quantizer not in CONTINUES_FROM_CODES or qat.phase_starts[-1]:
         raise UserError(
-            "this model is already quantized, and training would round it again",
+            "this model is quantized, and training would quantize it again",
             place=place,
-            hint=f"grid: {', '.join(CONTINUES_FROM_CODES)} go on from its codes, without "
-            "fake_quant_after_n_steps or progressive; or start from the unquantized model",
+            hint=f"the quantizers {', '.join(CONTINUES_FROM_CODES)} continue from its "
+            "codes, without fake_quant_after_n_steps or bit_schedule; or start from the "
+            "unquantized model",
         )
-    asked = QuantSpec(**rounding.model_dump(include=set(QuantSpec.model_fields)))
-    found = {_told(spec): spec for spec in specs.values()}
-    if any(spec.mode != "affine" for spec in found.values()):
-        raise UserError(f"only affine grids can be trained, not {', '.join(found)}")
-    if asked not in found.values():
+    wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))
+    by_name = {_describe(spec): spec for spec in specs.values()}
+    names = ", ".join(by_name)
+    if any(spec.mode != "affine" for spec in by_name.values()):
+        raise UserError(f"only affine quantization can be trained, not {names}")
+    if wanted not in by_name.values():
         raise UserError(
-            f"the model is quantized to {', '.join(found)}; the recipe asks for "
-            f"{_told(asked)}",
+            f"the model is quantized to {names}; the recipe has {_describe(wanted)}",
             place=place,
-            hint="ask for the same: training goes on from the codes",
+            hint="use the same values: training continues from the codes",
         )
 
 
-def _told(spec: QuantSpec) -> str:
+def _describe(spec: QuantSpec) -> str:
     return f"{spec.bits} bits in groups of {spec.group_size} ({spec.mode})"

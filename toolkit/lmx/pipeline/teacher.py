@@ -1,4 +1,4 @@
-"""The teacher of a train stage: which model it is, and what its student gets of it."""
+"""The teacher of a train stage: its model, its completions and its targets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,20 +26,17 @@ from ..training.teacher_cache import (
 )
 from .context import StageContext
 
-# What its kept predictions depend on.
-KEPT = ("top_k", "temperature")
-
 
 class TeacherSetup:
-    """The teacher that a train stage names, loaded when it is first needed.
+    """The teacher of a train stage, loaded when it is first used.
 
     Args:
         student: the model that is trained.
-        moves: whether the student differs from the model it starts from.
+        has_fake_quant: whether fake quantization changes the student's predictions.
 
     Raises:
-        UserError: there is no such teacher, it has another tokenizer, or nothing to
-            teach.
+        UserError: there is no such teacher, it has another tokenizer, or it is the
+            same model as the student.
     """
 
     def __init__(
@@ -48,43 +45,46 @@ class TeacherSetup:
         context: StageContext,
         student: LoadedModel,
         *,
-        moves: bool,
+        has_fake_quant: bool,
     ):
         self.teacher = teacher
         self.context = context
         self.student = student
-        self.folder = self._folder(moves)
-        self._require_same_tokens()
+        self.folder = self._resolve_folder(has_fake_quant)
+        self._require_same_tokenizer()
 
     @cached_property
     def digest(self) -> str:
-        """A hash of the teacher's weights and of what makes a model of them."""
+        """Hash of the teacher's weights and config."""
         return weights_digest(self.folder)
 
     @cached_property
-    def live(self) -> OnlineTeacher:
+    def online(self) -> OnlineTeacher:
         """The teacher in memory."""
-        self.context.logger.info(f"the teacher: {self.folder}")
+        self.context.logger.info(f"teacher: {self.folder}")
         return OnlineTeacher(self.context.load(self.folder).model)
 
     @cached_property
-    def source(self) -> TeacherClient:
-        """What is asked for predictions that are kept."""
+    def client(self) -> TeacherClient:
+        """Computes the predictions that are stored."""
         logger = self.context.logger
         configs = (read_config(self.folder), self.student.config)
-        known = filter(None, (config_int(config, "vocab_size") for config in configs))
-        vocabulary = min(known, default=len(self.student.tokenizer.get_vocab()))
+        sizes = filter(None, (config_int(config, "vocab_size") for config in configs))
+        vocabulary = min(sizes, default=len(self.student.tokenizer.get_vocab()))
         return TeacherClient(
-            lambda: self.live, self.digest, vocabulary, logger.info, logger.warning
+            lambda: self.online, self.digest, vocabulary, logger.info, logger.warning
         )
 
-    def answered(self, examples: ExampleDataset) -> ExampleDataset:
-        """The examples, or the teacher's own answers to them if that is asked for."""
-        settings, context = self.teacher.sequence_level, self.context
-        if settings is None:
+    def replace_completions(self, examples: ExampleDataset) -> ExampleDataset:
+        """The examples with the teacher's completions (sequence-level distillation).
+
+        Without `sequence_level` they are the examples as they are.
+        """
+        config, context = self.teacher.sequence_level, self.context
+        if config is None:
             return examples
-        answerer = CachedGenerator(
-            lambda: self.live.model,
+        generator = CachedGenerator(
+            lambda: self.online.model,
             self.digest,
             frozenset(self.student.tokenizer.eos_token_ids),
             context.logger.info,
@@ -92,98 +92,107 @@ class TeacherSetup:
         )
         return replace_completions(
             examples,
-            answerer,
-            temperatures=settings.temperatures,
-            max_tokens=settings.max_tokens,
+            generator,
+            temperatures=config.temperatures,
+            max_tokens=config.max_tokens,
             max_seq_length=context.data.max_seq_length,
             seed=context.seed,
         )
 
-    def keep_apart(self) -> None:
-        """Be ready for rows of several documents.
+    def enable_packing(self) -> None:
+        """Make an online teacher keep the documents of a packed sequence apart.
 
         Raises:
-            CannotPack: the teacher does not keep them apart.
+            PackingUnsupported: the teacher's architecture cannot do that.
         """
         if not self.teacher.offline:
-            self.live.document_caches = DocumentCaches(self.live.model)
+            self.online.document_caches = DocumentCaches(self.online.model)
 
     def prepare(
-        self, batches: BucketBatchSampler | PackedBatchSampler, total: int
+        self, batches: BucketBatchSampler | PackedBatchSampler, num_batches: int
     ) -> tuple[DistillationLoss, "BatchesWithTargets"]:
-        """The loss, and the batches that it wants.
+        """The distillation loss, and the batches with the targets that it needs.
 
         Args:
-            total: batches that will be trained on.
+            num_batches: batches of the training.
 
         Raises:
-            UserError: the disk is too small for what is to be kept.
+            UserError: the disk is too small for the stored targets.
         """
-        teacher, share = self.teacher, 0.0
-        wanted = _wanted(batches, total)
+        teacher, confidence = self.teacher, 0.0
+        indices = _example_indices(batches, num_batches)
         if teacher.loss == "cakld":
-            share = teacher_confidence(batches.examples, wanted, self.source)
-            self.context.logger.info(f"confidence of the teacher: {share:.3f}")
+            confidence = teacher_confidence(batches.examples, indices, self.client)
+            self.context.logger.info(f"teacher confidence: {confidence:.3f}")
         if teacher.offline:
-            targets = self._kept(batches.examples, wanted)
-            taught = DistillationLoss(teacher, confidence=share)
-            return taught, BatchesWithTargets(batches, self.digest, targets)
-        return DistillationLoss(teacher, self.live, share), BatchesWithTargets(
-            batches, self.digest
-        )
+            targets = self._cached_targets(batches.examples, indices)
+            loss = DistillationLoss(teacher, confidence=confidence)
+            return loss, BatchesWithTargets(batches, self.digest, targets)
+        loss = DistillationLoss(teacher, self.online, confidence)
+        return loss, BatchesWithTargets(batches, self.digest)
 
-    def held_out(
+    def prepare_eval(
         self, examples: ExampleDataset, batches: list[Batch]
     ) -> Sequence[Batch]:
-        """Batches of examples that are not trained on, as the loss wants them.
+        """Validation batches with the targets that the loss needs.
 
         Raises:
-            UserError: the disk is too small for what is to be kept.
+            UserError: the disk is too small for the stored targets.
         """
         if not self.teacher.offline:
             return batches
-        wanted = {member for batch in batches for member in batch.example_indices}
-        return EvalBatchesWithTargets(
-            batches, self._kept(examples, np.array(sorted(wanted)))
+        indices = {index for batch in batches for index in batch.example_indices}
+        targets = self._cached_targets(examples, np.array(sorted(indices)))
+        return EvalBatchesWithTargets(batches, targets)
+
+    def _cached_targets(
+        self, examples: ExampleDataset, indices: np.ndarray
+    ) -> CachedTargets:
+        return cache_teacher_targets(
+            examples,
+            indices,
+            self.client,
+            top_k=self.teacher.top_k,
+            temperature=self.teacher.temperature,
         )
 
-    def _kept(self, examples: ExampleDataset, wanted: np.ndarray) -> CachedTargets:
-        settings = {name: getattr(self.teacher, name) for name in KEPT}
-        return cache_teacher_targets(examples, wanted, self.source, **settings)
-
-    def _folder(self, moves: bool) -> Path:
-        named, context = self.teacher.model, self.context
-        if named is not None:
-            return context.resolve(named).absolute()
+    def _resolve_folder(self, has_fake_quant: bool) -> Path:
+        name, context = self.teacher.model, self.context
+        if name is not None:
+            return context.resolve(name).absolute()
         if context.current is None:
             raise UserError(
-                "a fresh model has nothing to teach itself",
-                hint="name another one in teacher.model",
+                "a model from scratch cannot teach itself",
+                hint="name another model in teacher.model",
             )
         folder = context.require_visible(context.current.reference)
         if "quantization" in read_config(folder):
             raise UserError(
-                "this model came quantized, so its full-precision base is not known",
+                "the recipe's model is quantized, and its full-precision baseline is unknown",
                 place=str(folder),
                 hint="name it in teacher.model",
             )
-        if folder == context.initial_model and not moves and not self.teacher.ce_weight:
+        is_same = folder == context.initial_model and not has_fake_quant
+        if is_same and not self.teacher.ce_weight:
             raise UserError(
                 "student and teacher are the same model, so there is nothing to learn",
-                hint="name another one in teacher.model, or add quantization:",
+                hint="name another model in teacher.model, or add qat:",
             )
         return folder
 
-    def _require_same_tokens(self) -> None:
+    def _require_same_tokenizer(self) -> None:
         trust = self.context.source.trust_remote_code
-        other = load_tokenizer(self.folder, trust_remote_code=trust)
-        own, place = self.student.tokenizer, str(self.folder)
-        require_same_tokenizer(own, other, role="teacher", place=place)
+        require_same_tokenizer(
+            self.student.tokenizer,
+            load_tokenizer(self.folder, trust_remote_code=trust),
+            role="teacher",
+            place=str(self.folder),
+        )
 
 
 @dataclass(frozen=True)
 class BatchesWithTargets:
-    """Batches of a teacher, and what it predicts for them if that was kept."""
+    """Training batches, with the teacher's targets if these are stored."""
 
     batches: BucketBatchSampler | PackedBatchSampler
     teacher: str
@@ -196,7 +205,7 @@ class BatchesWithTargets:
 
     @property
     def examples(self) -> ExampleDataset:
-        """What is trained on."""
+        """The training examples."""
         return self.batches.examples
 
     @property
@@ -206,12 +215,12 @@ class BatchesWithTargets:
 
     @property
     def digest(self) -> str:
-        """A hash of the examples and the teacher, to tell whether they have changed."""
+        """Hash of the examples and the teacher."""
         return sha256(f"{self.batches.digest} {self.teacher}".encode()).hexdigest()
 
 
 class EvalBatchesWithTargets(Sequence):
-    """Batches, each with what a teacher predicts for it once it is asked for."""
+    """Validation batches, with the teacher's targets read when a batch is used."""
 
     def __init__(self, batches: list[Batch], targets: CachedTargets):
         self.batches = batches
@@ -224,9 +233,11 @@ class EvalBatchesWithTargets(Sequence):
         return self.targets(self.batches[number])
 
 
-def _wanted(batches: BucketBatchSampler | PackedBatchSampler, total: int) -> np.ndarray:
-    """The numbers of the examples in the first batches, that many."""
-    if total >= batches.per_epoch:
+def _example_indices(
+    batches: BucketBatchSampler | PackedBatchSampler, num_batches: int
+) -> np.ndarray:
+    """Indices of the examples in the first batches."""
+    if num_batches >= batches.per_epoch:
         return np.arange(len(batches.examples))
-    found = {member for n in range(total) for member in batches(n).example_indices}
-    return np.array(sorted(found))
+    used = {i for n in range(num_batches) for i in batches(n).example_indices}
+    return np.array(sorted(used))

@@ -1,6 +1,7 @@
-"""How a train stage is put together from model, data and loop, and what it leaves."""
+"""One training of a train stage: its parts, and the checkpoints it writes."""
 
 import math
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -26,144 +27,156 @@ from ..training.trainer import Trainer, TrainerConfig
 from .batches import chunked_loss, document_caches, training_batches, validation_batches
 from .context import ModelArtifact, StageContext, write_model
 from .evaluate import SAMPLE_TOKENS
-from .qat_setup import prepare, require_time
+from .qat_setup import prepare, require_steps
 from .teacher import TeacherSetup
 
 
 class TrainRun:
-    """One train stage: everything is built at once, so that faults come first."""
+    """One training: the model, the batches and the trainer, and what it writes.
+
+    Everything is built at once, so that errors come before the training.
+    """
 
     def __init__(self, config: TrainConfig, context: StageContext):
         self.config = config
         self.context = context
-        self.start = context.require_visible(context.initial_model)
-        loaded = context.load(self.start, compute="stored")
-        known = {"origin": context.unquantized_weights, "seed": context.seed}
-        self.rounded = prepare(config, loaded, context.logger, **known)
-        self.loaded, self.selection = self.rounded.loaded, self.rounded.selection
-        self.base = dict(tree_flatten(self.loaded.model.parameters()))
-        self.adapted_keys = self._attach()
-        self.teaching = self._teaching()
-        self.trainer = self._trainer()
+        self.initial = context.require_visible(context.initial_model)
+        self.model = prepare(
+            config,
+            context.load(self.initial, compute="stored"),
+            context.logger,
+            unquantized_weights=context.unquantized_weights,
+            seed=context.seed,
+        )
+        self.loaded, self.selection = self.model.loaded, self.model.selection
+        self.base_weights = dict(tree_flatten(self.loaded.model.parameters()))
+        self.adapted_keys = self._attach_adapter()
+        self.teacher = None
+        if config.teacher:
+            self.teacher = TeacherSetup(
+                config.teacher,
+                context,
+                self.loaded,
+                has_fake_quant=config.qat is not None,
+            )
+        self.trainer = self._make_trainer()
         self.step = self.trainer.step
 
     def run(self) -> None:
         """Train to the end; see `Trainer.train`."""
-        self._require_one_model()
+        self._require_same_model()
         if self.config.fsdp:
-            self._release()
-        loss = self.trainer.train()
-        # That against a teacher is another one than that of the rows' own tokens.
-        self.valid_loss = (
-            self._loss_of(self.step.materialize()) if self.teaching else loss
-        )
+            self._free_full_weights()
+        self.eval_loss = self.trainer.train()
+        if self.teacher:
+            # The trainer's loss is the divergence from the teacher.
+            self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
         if self.step.sharding:
-            types = {path: value.dtype for path, value in self.base.items()}
-            self.parameters = self.step.gather_parameters(types)
+            dtypes = {path: value.dtype for path, value in self.base_weights.items()}
+            self.parameters = self.step.gather_parameters(dtypes)
 
     def write(self) -> ModelArtifact:
-        """Write the trained checkpoint, its unquantized twin, and the adapter."""
-        folder, parameters = self.context.folder, self.parameters
+        """Write the trained checkpoint, its full-precision reference, the adapter."""
         loaded, fake_quant = self.loaded, self.step.fake_quant
-        dense = lora_model.fuse(loaded.model, self.base, parameters, loaded.dtype)
-        stored = fake_quant.export_tensors(parameters) if fake_quant else {}
-        reference = model = self._write_dense(dict(dense), stored)
+        parameters = self.parameters
+        weights = lora_model.fuse(
+            loaded.model, self.base_weights, parameters, loaded.dtype
+        )
+        packed = fake_quant.export_tensors(parameters) if fake_quant else {}
+        reference = model = self._write_reference(dict(weights), packed)
         if fake_quant:
-            model = folder / "model"
-            write_model(model, loaded, dense, self.selection, stored)
-        adapters = self._write_adapters() if self.config.adapter else None
+            model = self.context.folder / "model"
+            write_model(model, loaded, weights, self.selection, packed)
+        adapters = self._write_adapter() if self.config.adapter else None
         return ModelArtifact(model, reference, adapters, self._facts(model))
 
-    def _write_dense(
-        self, weights: dict[str, mx.array], stored: dict[str, mx.array]
+    def _write_reference(
+        self, weights: dict[str, mx.array], packed: dict[str, mx.array]
     ) -> Path:
-        """Write the unquantized twin; that of codes is their origin, if known."""
+        """Write the unquantized weights, or return the known reference of codes."""
         current, loaded = self.context.current, self.loaded
-        if self.rounded.packed and current.is_quantized:
+        if self.model.packed and current.is_quantized:
             return current.reference
-        for path in self.rounded.packed or {}:
-            # Where in their cells the weights are says nothing of what was lost.
-            own = {k: stored[f"{path}.{k}"] for k in ("weight", "scales", "biases")}
+        for path in self.model.packed or {}:
+            # The latent weights' places inside their cells are no reference.
+            tensors = {k: packed[f"{path}.{k}"] for k in ("weight", "scales", "biases")}
             spec = self.selection.specs[path]
-            weights[f"{path}.weight"] = dequantize(own, spec, loaded.dtype)
+            weights[f"{path}.weight"] = dequantize(tensors, spec, loaded.dtype)
         target = self.context.folder / "dense"
         write_model(target, loaded, weights)
         return target
 
-    def _release(self) -> None:
-        """Let go of all whole weights."""
-        cut = self.step.sharding.shard
-        self.base = {path: cut(path, value) for path, value in self.base.items()}
-        mx.eval(self.base)
+    def _free_full_weights(self) -> None:
+        """Keep only this rank's shards of the weights."""
+        sharding = self.step.sharding
+        self.base_weights = {
+            path: sharding.shard(path, value)
+            for path, value in self.base_weights.items()
+        }
+        mx.eval(self.base_weights)
         self.step.free()
-        own = self.step.parameters.items()
-        kept = sum(value.size for _, value in own)
-        whole = sum(math.prod(self.step.sharding.full_shape(k, v)) for k, v in own)
+        shards = self.step.parameters.items()
+        local = sum(value.size for _, value in shards)
+        full = sum(math.prod(sharding.full_shape(k, v)) for k, v in shards)
         self.context.logger.info(
-            f"every process keeps {kept / whole:.0%} of the trained weights"
+            f"every process keeps {local / full:.0%} of the trained weights"
         )
 
-    def _require_one_model(self) -> None:
+    def _require_same_model(self) -> None:
+        """Refuse ranks with other weights: frozen weights are every machine's own."""
         ranks = self.context.ranks
         if ranks.size == 1:
             return
-        # What is not trained comes from every machine's own copy.
-        sums = [v.reshape(-1).view(mx.uint8).sum().item() for v in self.base.values()]
+        sums = [
+            value.reshape(-1).view(mx.uint8).sum().item()
+            for value in self.base_weights.values()
+        ]
         ranks.require_same(
             sums, "begins with another model", hint="give all machines the same model"
         )
 
-    def _attach(self) -> list[str]:
-        rounding = self.config.qat
-        if rounding and rounding.quantizer == "scales_only":
-            self.loaded.model.freeze()
+    def _attach_adapter(self) -> list[str]:
+        qat, model = self.config.qat, self.loaded.model
+        if qat and qat.quantizer == "scales_only":
+            model.freeze()
         if not (adapter := self.config.adapter):
             return []
-        merged = rounding is not None
-        seed = self.context.seed
-        keys = lora_model.attach(self.loaded.model, adapter, seed=seed, merged=merged)
+        keys = lora_model.attach(
+            model, adapter, seed=self.context.seed, merged=qat is not None
+        )
         if adapter.init_from:
             folder = self.context.find(adapter.init_from) or Path(adapter.init_from)
-            init_adapter(
-                lora_model.adapted_layers(self.loaded.model), resolve_adapter(folder)
-            )
+            init_adapter(lora_model.adapted_layers(model), resolve_adapter(folder))
         return keys
 
-    def _teaching(self) -> TeacherSetup | None:
-        if not (teacher := self.config.teacher):
-            return None
-        moves = self.config.qat is not None
-        return TeacherSetup(teacher, self.context, self.loaded, moves=moves)
-
-    def _trainer(self) -> Trainer:
+    def _make_trainer(self) -> Trainer:
         config, context, loaded = self.config, self.context, self.loaded
-        fake_quant = self._fake_quant() if self.selection.specs else None
         compute_dtype = training_dtype(config.compute_dtype, loaded.dtype)
+        fake_quant = self._fake_quant() if self.selection.specs else None
         if compute_dtype == mx.float32:
-            # Lossless, and the loss is verified in the dtype of the training.
+            # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
         chunked = chunked_loss(config, context, loaded)
         caches = None
         if config.packing:
-            caches = document_caches(loaded, context, self.teaching)
-        settings = {"packing": caches is not None}
-        if self.teaching:
-            settings["answered"] = self.teaching.answered
-        batches = training_batches(config, context, loaded, **settings)
+            caches = document_caches(loaded, context, self.teacher)
+        batches = training_batches(
+            config, context, loaded, self.teacher, packing=caches is not None
+        )
         valid = validation_batches(config, context, loaded)
         eval_batches = list(valid.in_order(config.eval_batches))
         num_batches = config.batches(batches.per_epoch)
         steps = math.ceil(num_batches / config.gradient_accumulation_steps)
-        require_time(config.qat, steps)
+        require_steps(config.qat, steps)
         context.logger.info(
-            f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches an "
+            f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches per "
             f"epoch; {steps:,} steps are {num_batches / batches.per_epoch:.1f} epochs"
         )
         teacher_loss = None
-        if self.teaching:
-            teacher_loss, batches = self.teaching.prepare(batches, num_batches)
-            eval_batches = self.teaching.held_out(valid.examples, eval_batches)
+        if self.teacher:
+            teacher_loss, batches = self.teacher.prepare(batches, num_batches)
+            eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
         step = TrainStep(
             loaded.model,
             self._optimizer(fake_quant),
@@ -180,31 +193,39 @@ class TrainRun:
         return Trainer(
             step,
             batches,
-            TrainerConfig(
-                steps=steps,
-                seed=context.seed,
-                checkpoint_dir=context.folder / "checkpoints",
-                logging_steps=config.logging_steps,
-                eval_steps=config.eval_steps,
-                save_steps=config.save_steps,
-                gradient_accumulation_steps=config.gradient_accumulation_steps,
-                num_batches=num_batches,
-                save_total_limit=config.save_total_limit,
-                load_best_at_end=config.load_best_at_end,
-                early_stopping_patience=config.early_stopping_patience,
-            ),
-            learning_rate=lambda number: learning_rate_at(
-                number,
-                steps,
-                peak=config.learning_rate,
-                schedule=config.lr_schedule,
-                warmup_ratio=config.warmup_ratio,
-                min_lr_ratio=config.min_lr_ratio,
-                decay_ratio=config.decay_ratio,
-            ),
+            self._trainer_config(steps, num_batches),
+            learning_rate=partial(self._learning_rate, steps=steps),
             eval_batches=eval_batches,
             logger=context.logger,
             on_evaluate=self._sample,
+        )
+
+    def _trainer_config(self, steps: int, num_batches: int) -> TrainerConfig:
+        config, context = self.config, self.context
+        return TrainerConfig(
+            steps=steps,
+            seed=context.seed,
+            checkpoint_dir=context.folder / "checkpoints",
+            logging_steps=config.logging_steps,
+            eval_steps=config.eval_steps,
+            save_steps=config.save_steps,
+            gradient_accumulation_steps=config.gradient_accumulation_steps,
+            num_batches=num_batches,
+            save_total_limit=config.save_total_limit,
+            load_best_at_end=config.load_best_at_end,
+            early_stopping_patience=config.early_stopping_patience,
+        )
+
+    def _learning_rate(self, number: int, *, steps: int) -> float:
+        config = self.config
+        return learning_rate_at(
+            number,
+            steps,
+            peak=config.learning_rate,
+            schedule=config.lr_schedule,
+            warmup_ratio=config.warmup_ratio,
+            min_lr_ratio=config.min_lr_ratio,
+            decay_ratio=config.decay_ratio,
         )
 
     def _optimizer(
@@ -227,13 +248,14 @@ class TrainRun:
         )
 
     def _fake_quant(self) -> FakeQuant | QALoRAWeights:
-        model, rounded = self.loaded.model, self.rounded
+        network, model = self.loaded.model, self.model
         if self.config.keeps_codes:
-            return QALoRAWeights(model, rounded.packed)
+            return QALoRAWeights(network, model.packed)
         specs, dtype = self.selection.specs, self.loaded.dtype
-        return FakeQuant(model, specs, dtype, rounded.rounding, rounded.packed)
+        return FakeQuant(network, specs, dtype, model.qat, model.packed)
 
     def _sample(self, done: int) -> None:
+        """Answer the sample prompts, into samples.jsonl."""
         if not self.config.sample_prompts:
             return
         ranks, model = self.context.ranks, self.step.materialize()
@@ -246,15 +268,15 @@ class TrainRun:
                     self.context.logger.sample(row)
         self.step.free()
 
-    def _write_adapters(self) -> Path:
+    def _write_adapter(self) -> Path:
         adapter = self.config.adapter
         target = self.context.output / "adapters"
         layers = lora_model.adapted_layers(self.loaded.model)
         if unreadable := adapter_files.layers_mlx_lm_cannot_load(layers):
             self.context.logger.warning(
-                f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, as "
-                f"{unreadable[0]}: it gets their quantized width wrong; the fused "
-                "model is right"
+                f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, such "
+                f"as {unreadable[0]}, because it computes their quantized width wrongly; "
+                "the fused model is correct"
             )
         with atomic_folder(target) as partial:
             adapter_files.save_adapter(
@@ -264,7 +286,7 @@ class TrainRun:
                 adapter=adapter,
                 keys=self.adapted_keys,
                 num_layers=adapter.num_layers or len(self.loaded.model.layers),
-                base=self.context.display_name(self.start),
+                base=self.context.display_name(self.initial),
             )
         return target
 
@@ -277,26 +299,26 @@ class TrainRun:
             "trained_parameters": sum(v.size for v in self.parameters.values()),
             "seconds": self.trainer.progress.seconds,
             "kept": self.selection.skipped,
-            "validation_loss": self.valid_loss,
-            "improvement": self._gain(model),
+            "validation_loss": self.eval_loss,
+            "improvement": self._improvement(model),
         }
 
-    def _gain(self, model: Path) -> dict:
-        """How much the validation loss fell, in training and in the files it left."""
+    def _improvement(self, model: Path) -> dict:
+        """Decrease of the validation loss: in training, and of the reloaded files."""
         base, exported = (
-            self._loss_of(self.context.load(folder).model)
-            for folder in (self.start, model)
+            self._cross_entropy(self.context.load(folder).model)
+            for folder in (self.initial, model)
         )
         self.context.logger.info(
-            f"validation loss {base:.4f} before, {self.valid_loss:.4f} in training, "
+            f"validation loss {base:.4f} before, {self.eval_loss:.4f} in training, "
             f"{exported:.4f} reloaded from disk"
         )
         return {
-            "in_training": base - self.valid_loss,
+            "in_training": base - self.eval_loss,
             "exported": base - exported,
         }
 
-    def _loss_of(self, model: nn.Module) -> float:
+    def _cross_entropy(self, model: nn.Module) -> float:
         return measure_perplexity(model, self.trainer.eval_batches).loss
 
 
