@@ -35,7 +35,7 @@ def test_the_gain_is_kept_by_dense_weights_and_not_by_the_old_grid(tuned):
     gain = tuned.json("report.json")["training"]["improvement"]
     assert gain["in_training"] > 0.01
     assert gain["exported"] == pytest.approx(gain["in_training"], abs=1e-3)
-    assert "fused into its expanded weights" in tuned.log
+    assert "fused into its dequantized weights" in tuned.log
     base, dense, again = tuned.json("report.json")["models"].values()
     assert base["loss"] - dense["loss"] == pytest.approx(gain["exported"], abs=1e-3)
     # Part of so small an update is less than a step of the grid.
@@ -70,22 +70,22 @@ def test_experts_and_the_embedding(tmp_path, make_checkpoint):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({}, "of a quantized model only an adapter can be trained"),
+        ({}, "a quantized model cannot be trained in full"),
         (
             {"adapter": {"rank": 4}, "qat": GRID | {"quantizer": "seq"}},
-            "the model is quantized here, and seq would round it again",
+            "the model is quantized here, and seq would quantize it again",
         ),
         (
             {"adapter": {"type": "dora"}, "qat": GRID},
-            "a dora adapter does not go with quantization",
+            "a dora adapter does not work with qat",
         ),
         (
             {"adapter": {"type": "qa_lora"}, "qat": GRID},
-            "a qa_lora adapter leaves the model in the codes it has",
+            "a qa_lora adapter does not change the codes of the model",
         ),
         (
             {"adapter": {"type": "qa_lora", "init_from": "adapters"}},
-            "a qa_lora adapter is saved as plain LoRA's",
+            "a qa_lora adapter is saved as a plain LoRA adapter",
         ),
     ],
 )

@@ -274,7 +274,7 @@ def test_processes_with_shares_divide_what_they_keep(monkeypatch):
 
     plain, alone = told(False), told(True)
     assert alone.memory == plain.memory
-    monkeypatch.setattr("lmx.pipeline.estimate.processes", lambda: 4)
+    monkeypatch.setattr("lmx.pipeline.estimate.process_count", lambda: 4)
     assert told(False).memory == plain.memory
     shares = told(True).memory
     assert shares["optimizer"] == plain.memory["optimizer"] // 4

@@ -146,7 +146,7 @@ def test_a_rate_beyond_reason(run, capsys):
     assert f"{run.folder / 'train.jsonl'}:" in said
     record = run.json("stages/1-train/nan_batch.json")
     assert f"at step {record['step']}" in said
-    assert len(record["rows"]) == 8
+    assert len(record["examples"]) == 8
     assert run.json("manifest.json")["status"] == "failed"
 
 
@@ -186,7 +186,7 @@ def test_output_below_a_file(run, capsys):
     (run.folder / "file").write_text("")
     run.output = run.folder / "file" / "out"
     said = fails(run, capsys, 1)
-    assert "cannot write: a part of this path is a file, not a folder" in said
+    assert "cannot write: a part of the path is a file, not a folder" in said
 
 
 def test_output_that_is_something_else(run, capsys):
@@ -194,5 +194,5 @@ def test_output_that_is_something_else(run, capsys):
     (run.output / "thesis.tex").write_text("years of work")
     for flags in ((), ("--restart",)):
         said = fails(run, capsys, 2, *flags)
-        assert "this folder is not a run of lmx; it holds thesis.tex" in said
+        assert "not a run directory of lmx: it has thesis.tex" in said
     assert [p.name for p in run.output.iterdir()] == ["thesis.tex"]

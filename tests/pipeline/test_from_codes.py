@@ -96,7 +96,7 @@ def test_what_does_not_move_is_what_was_quantized(tmp_path, base, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_training_gains_and_the_files_have_it(gained, way):
     run = gained(way)
-    said = "training goes on from the codes of 15 layers" in run.log
+    said = "training continues from the codes of 15 layers" in run.log
     assert said == (way != "qa_lora")
     gain = run.json("report.json")["training"]["improvement"]
     assert gain["in_training"] > 0.01
@@ -143,7 +143,7 @@ def test_biases_take_up_an_adapter_of_a_model_quantized_elsewhere(tmp_path, gain
 def test_qa_lora_of_a_model_without_codes_is_refused(tmp_path, base, capsys):
     run = Run(tmp_path, {"train": TRAIN | WAYS["qa_lora"]}, model=base)
     assert run() == 2
-    assert "a qa_lora adapter is for a quantized model" in capsys.readouterr().err
+    assert "a qa_lora adapter needs a quantized model" in capsys.readouterr().err
     assert not run.output.exists()
 
 
@@ -171,15 +171,15 @@ def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
     [
         (
             {"bits": 3, "group_size": 64, "quantizer": "lsq"},
-            "quantized here with bits: 2, group_size: 32; this asks for bits: 3, "
+            "quantized here with bits: 2, group_size: 32; this block has bits: 3, "
             "group_size: 64",
         ),
         (
             GRID | {"quantizer": "scales_only", "quantize_lm_head": False},
-            "with quantize_lm_head: True; this asks for",
+            "with quantize_lm_head: True; this block has",
         ),
-        (GRID, "minmax would round it again"),
-        (GRID | {"quantizer": "seq"}, "seq would round it again"),
+        (GRID, "minmax would quantize it again"),
+        (GRID | {"quantizer": "seq"}, "seq would quantize it again"),
         (
             GRID | {"quantizer": "lsq", "fake_quant_after_n_steps": 3},
             "leave fake_quant_after_n_steps out",

@@ -106,7 +106,7 @@ def test_what_the_model_has_been_is_learned_from_the_points(mixed, dense):
 
 def test_a_dense_model_has_no_points_to_begin_at(make_checkpoint):
     loaded = load(make_checkpoint(), compute="stored")
-    with pytest.raises(UserError, match="latent_init is for a model in codes"):
+    with pytest.raises(UserError, match="latent_init is for a quantized model"):
         prepare(config(quantizer="lsq", latent_init="codes"), loaded, NullLogger())
 
 
@@ -115,18 +115,18 @@ def test_a_dense_model_has_no_points_to_begin_at(make_checkpoint):
     [
         (
             {"bits": 8, "quantizer": "lsq"},
-            "quantized to [34] bits .*; .* asks for 8 bits",
+            "quantized to [34] bits .*; the recipe has 8 bits",
         ),
         (
             {"bits": 4, "group_size": 32, "quantizer": "scales_only"},
-            "asks for 4 bits in groups of",
+            "the recipe has 4 bits in groups of",
         ),
-        ({"bits": 4}, "training would round it again"),
+        ({"bits": 4}, "training would quantize it again"),
         (
             {"bits": 4, "quantizer": "lsq", "fake_quant_after_n_steps": 2},
-            "would round it again",
+            "would quantize it again",
         ),
-        ({"bits": 4, "quantizer": "lsq"} | PHASES, "would round it again"),
+        ({"bits": 4, "quantizer": "lsq"} | PHASES, "would quantize it again"),
     ],
 )
 def test_a_model_in_codes_is_never_rounded_anew(mixed, rounding, said):
@@ -135,7 +135,7 @@ def test_a_model_in_codes_is_never_rounded_anew(mixed, rounding, said):
 
 
 def test_full_training_of_codes_needs_a_grid(mixed):
-    with pytest.raises(UserError, match="full training needs its weights"):
+    with pytest.raises(UserError, match="full fine-tuning needs its weights"):
         prepare(TrainConfig(**COMMON), mixed, NullLogger())
 
 
@@ -148,7 +148,7 @@ def test_floating_point_grids_stay(make_checkpoint, tmp_path):
     write_model(
         tmp_path / "mx", loaded, weights, QuantizationPlan({UP: spec}, {}), packed
     )
-    with pytest.raises(UserError, match="only affine grids can be trained"):
+    with pytest.raises(UserError, match="only affine quantization can be trained"):
         prepare(
             config(quantizer="lsq"),
             load(tmp_path / "mx", compute="stored"),

@@ -1,4 +1,4 @@
-"""What a run does with its rows: tokenised once, again when anything changed."""
+"""What a run does with its rows: tokenized once, again when anything changed."""
 
 import json
 
@@ -35,7 +35,7 @@ def lines_of(run, split="train"):
     return [line.split(" ", 2)[2] for line in run.log.splitlines() if split in line]
 
 
-def test_rows_are_tokenised_once(tmp_path, base, encoded):
+def test_examples_are_tokenized_once(tmp_path, base, encoded):
     run = Run(tmp_path, {"train": SHORT}, model=base)
     with open(run.data["train"][0], "a") as stream:
         stream.write('{"text": "of another format"}\n')
@@ -47,7 +47,7 @@ def test_rows_are_tokenised_once(tmp_path, base, encoded):
     assert encoded == [40]
     assert run.outcome() == outcome
     second = lines_of(run)
-    assert any(line.endswith("tokens, tokenized before") for line in second)
+    assert any(line.endswith("tokens, read from the cache") for line in second)
     # All else is said again, warnings of bad rows included.
     assert any("example skipped" in line for line in second)
     told = [x for x in first if x.startswith("train:") and " tokens," not in x]
@@ -168,5 +168,5 @@ def test_models_that_cannot_pack_pad_and_say_so(tmp_path, make_checkpoint):
     run.data["max_seq_length"] = 100
     run.write()
     assert run() == 0
-    assert "rows are padded, packing is off" in run.log
+    assert "packing is off and sequences are padded" in run.log
     assert "packed into" not in run.log

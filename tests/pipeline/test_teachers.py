@@ -30,7 +30,7 @@ def test_what_was_quantized_comes_back_to_its_base(tmp_path, base):
     longer = {"steps": 30, "learning_rate": 1e-3, "load_best_at_end": True}
     live = Run(tmp_path, QUANTIZED, {"train": student() | longer}, model=base)
     assert live() == 0
-    assert f"the teacher: {base}" in live.log
+    assert f"teacher: {base}" in live.log
     # The loss is the divergence from it.
     assert losses(live)[-1] < 0.5 * losses(live)[0]
     # So is that of the validations, by which the best is kept.
@@ -83,10 +83,10 @@ def test_another_tokenizer_is_refused(tmp_path, base, make_checkpoint, capsys):
     ("model", "train", "said"),
     [
         ("base", TRAIN | {"teacher": {}}, "the same model"),
-        ("", TRAIN | {"teacher": {}}, "nothing to teach itself"),
-        ("codes", CODES | {"teacher": {}}, "came quantized"),
+        ("", TRAIN | {"teacher": {}}, "cannot teach itself"),
+        ("codes", CODES | {"teacher": {}}, "is quantized, and its full-precision"),
         ("base", TRAIN | {"teacher": {"model": "./none"}}, "no such file or folder"),
-        ("base", TRAIN | {"teacher": {"top_k": 9}}, "top_k is for cached: true"),
+        ("base", TRAIN | {"teacher": {"top_k": 9}}, "top_k needs offline: true"),
     ],
 )
 def test_a_teacher_without_a_lesson_is_refused(

@@ -78,7 +78,7 @@ def document_caches(
         return caches
     except PackingUnsupported as reason:
         context.logger.warning(
-            f"packing is off and sequences are padded, because this model does not keep "
+            "packing is off and sequences are padded, because this model does not keep "
             f"documents apart: {reason}"
         )
         return None
@@ -147,7 +147,7 @@ def _tokenized(context: StageContext, loaded: LoadedModel) -> token_store.TokenS
     for stats in facts["sources"]:
         log_read_stats("train", ReadStats(**stats), logger.info, logger.warning)
     _log_changed(context, "train", facts, facts["first_dropped"])
-    origin = f"tokenized into {entry.folder}" if entry.made else "tokens from the cache"
+    origin = f"tokenized into {entry.folder}" if entry.made else "read from the cache"
     logger.info(
         f"train: {facts['records']:,} examples, {facts['tokens']:,} tokens, {origin}"
     )

@@ -1,4 +1,4 @@
-"""What a stage works with: its folder, the current model, the data, logger and ranks."""
+"""What a stage works with: its folder, the current model, data, logger and ranks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

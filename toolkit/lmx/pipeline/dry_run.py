@@ -29,7 +29,7 @@ Line = tuple[str, str]
 
 
 class RowReservoir:
-    """Every n-th of many examples, with at most about `SAMPLE_CHARACTERS` characters."""
+    """Every n-th of many examples, with about `SAMPLE_CHARACTERS` characters at most."""
 
     def __init__(self):
         self.rows: list[DataRecord] = []

@@ -18,7 +18,7 @@ from ..evaluation import lm_eval
 from ..evaluation.divergence import measure_divergence
 from ..evaluation.exact_match import ExactMatchItem, measure_exact_match
 from ..evaluation.latency import measure_latency, measure_speculation
-from ..evaluation.perplexity import measure_perplexity, eval_batch_tokens
+from ..evaluation.perplexity import eval_batch_tokens, measure_perplexity
 from ..evaluation.weight_error import measure_layers
 from ..generation.engine import Generator
 from ..generation.speculative.prompt_lookup import PromptLookupProposer

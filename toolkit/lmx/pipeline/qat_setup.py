@@ -109,7 +109,7 @@ def _with_fixed_codes(loaded: LoadedModel) -> QATModel:
     specs = layer_specs(loaded.model)
     if not specs:
         raise UserError(
-            "a qa_lora adapter is for a quantized model; this one is not",
+            "a qa_lora adapter needs a quantized model; this one is not",
             place=str(loaded.path),
             hint="quantize it first, or use type lora",
         )
