@@ -283,7 +283,8 @@ class DraftDistillation:
 def _summary(predicted: dict) -> str:
     length = predicted["num_draft_tokens"]
     return (
-        f"sampled acceptance rate between {predicted['acceptance_lower_bound']:.1%} and "
+        "sampled acceptance rate between "
+        f"{predicted['acceptance_lower_bound']:.1%} and "
         f"{predicted['acceptance_upper_bound']:.1%}; predicted with {length} draft "
         f"tokens: accepted length {predicted['accepted_length'][length - 1]:.2f}, "
         f"speed-up {predicted['predicted_speedup']:.2f}x"

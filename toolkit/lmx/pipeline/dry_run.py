@@ -29,7 +29,7 @@ Line = tuple[str, str]
 
 
 class RowReservoir:
-    """Every n-th of many examples, with about `SAMPLE_CHARACTERS` characters at most."""
+    """Every n-th of many examples, `SAMPLE_CHARACTERS` characters or slightly more."""
 
     def __init__(self):
         self.rows: list[DataRecord] = []

@@ -78,8 +78,8 @@ def prepare(
                 hint="train an adapter, or add qat: with quantizer: lsq",
             )
         logger.info(
-            "the model is quantized: the adapter is fused into its dequantized weights, "
-            "because quantizing again would lose part of the improvement"
+            "the model is quantized: the adapter is fused into its dequantized "
+            "weights, because quantizing again would lose part of the improvement"
         )
         return QATModel(loaded, QuantizationPlan({}, {}))
     if qat is None:
@@ -99,8 +99,8 @@ def require_steps(qat: QATConfig | None, steps: int) -> None:
         raise UserError(
             f"fake quantization to {qat.bits} bits begins after {qat.phase_starts[-1]} "
             f"steps, and there are {steps}",
-            hint="lower fake_quant_after_n_steps or the steps of bit_schedule, or train "
-            "longer",
+            hint="lower fake_quant_after_n_steps or the steps of bit_schedule, or "
+            "train longer",
         )
 
 
@@ -182,8 +182,8 @@ def _require_same_specs(
             "this model is quantized, and training would quantize it again",
             place=place,
             hint=f"the quantizers {', '.join(CONTINUES_FROM_CODES)} continue from its "
-            "codes, without fake_quant_after_n_steps or bit_schedule; or start from the "
-            "unquantized model",
+            "codes, without fake_quant_after_n_steps or bit_schedule; or start from "
+            "the unquantized model",
         )
     wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))
     by_name = {_describe(spec): spec for spec in specs.values()}

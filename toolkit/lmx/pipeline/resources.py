@@ -131,7 +131,7 @@ class ResourceCheck:
             raise UserError(
                 f"the run needs {readable_size(self.disk)} of disk, and "
                 f"{readable_size(self.free)} are free",
-                hint="output=<a folder on another disk>; --ignore-limits runs it anyway",
+                hint="output=<a folder on another disk>; --ignore-limits runs anyway",
                 place=str(self.output),
                 code=WILL_NOT_FIT,
             )
@@ -143,7 +143,7 @@ class ResourceCheck:
             size = f"{readable_size(data.bytes)} in the cache"
             yield (
                 "data",
-                f"{name}: generates at most {data.tokens:,} tokens, stored predictions: "
+                f"{name}: generates at most {data.tokens:,} tokens, predictions: "
                 f"{size if data.bytes else 'none'}; "
                 f"roughly {_duration(OVERHEAD * data.operations / speed)}",
             )

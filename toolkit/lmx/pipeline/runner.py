@@ -57,8 +57,8 @@ def run(
         logger.info(f"lmx {__version__}: {loaded.name} -> {run_dir.path}")
         if ranks.size > 1:
             logger.info(
-                f"{ranks.size} processes over {backend()}; each trains on 1/{ranks.size} "
-                "of every batch"
+                f"{ranks.size} processes over {backend()}; each trains on "
+                f"1/{ranks.size} of every batch"
             )
         if run_dir.crash_note:
             logger.warning(run_dir.crash_note)

@@ -168,7 +168,8 @@ class TeacherSetup:
         folder = context.require_visible(context.current.reference)
         if "quantization" in read_config(folder):
             raise UserError(
-                "the recipe's model is quantized, and its full-precision baseline is unknown",
+                "the recipe's model is quantized, and its full-precision baseline is "
+                "unknown",
                 place=str(folder),
                 hint="name it in teacher.model",
             )

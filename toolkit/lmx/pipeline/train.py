@@ -222,7 +222,7 @@ def _draw_curves(context: StageContext) -> None:
 
 
 class FullPrecisionBaseline:
-    """The same training without quantization, and its RTN quantization, to compare with.
+    """The same training without quantization, and its RTN quantization.
 
     Its checkpoints `dense` and `rtn` are in the folder `fp_baseline` of the stage. If
     the teacher is the unquantized model itself, that model is the baseline.

@@ -274,9 +274,9 @@ class TrainRun:
         layers = lora_model.adapted_layers(self.loaded.model)
         if unreadable := adapter_files.layers_mlx_lm_cannot_load(layers):
             self.context.logger.warning(
-                f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, such "
-                f"as {unreadable[0]}, because it computes their quantized width wrongly; "
-                "the fused model is correct"
+                f"mlx-lm cannot load the dora adapters of {len(unreadable)} layers, "
+                f"such as {unreadable[0]}, because it computes their quantized width "
+                "wrongly; the fused model is correct"
             )
         with atomic_folder(target) as partial:
             adapter_files.save_adapter(
