@@ -1,0 +1,59 @@
+"""Every stage kind is one class, and nothing else asks for the kind of a stage."""
+
+import ast
+from pathlib import Path
+
+import lmx.pipeline
+import pytest
+from lmx.config.schema import StageEntry
+from lmx.pipeline.stages import STAGES
+
+PIPELINE = Path(lmx.pipeline.__file__).parent
+# The names that code has for a stage, its raw block and its config.
+STAGE_NAMES = {"stage", "planned", "raw", "entry", "config"}
+
+
+def kind_tests(source: str) -> list[int]:
+    """Lines that compare a stage's kind, or look for an attribute of a stage."""
+    lines = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            if any(isinstance(s, ast.Attribute) and s.attr == "kind" for s in sides):
+                lines.append(node.lineno)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            reads = node.func.id == "hasattr" or (
+                node.func.id == "getattr" and len(node.args) == 3
+            )
+            if reads and _root(node.args[0]) in STAGE_NAMES:
+                lines.append(node.lineno)
+    return lines
+
+
+def _root(node: ast.expr) -> str | None:
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def test_stages_are_the_kinds_of_the_schema():
+    assert list(STAGES) == list(StageEntry.model_fields)
+    assert all(stage.kind == kind for kind, stage in STAGES.items())
+
+
+@pytest.mark.parametrize("path", PIPELINE.glob("*.py"), ids=lambda path: path.stem)
+def test_no_module_asks_for_the_kind_of_a_stage(path):
+    assert not kind_tests(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        'if planned.stage.kind == "train":\n    pass',
+        'x = raw.kind in ("train", "draft")',
+        'hasattr(stage, "formats")',
+        'getattr(planned.stage.config, "qat", None)',
+    ],
+)
+def test_a_planted_kind_test_is_found(planted):
+    assert kind_tests(planted) == [1]
