@@ -76,7 +76,7 @@ def test_sampler_steps_are_independent():
     statistic, _ = chi_square(pairs, np.outer(p, p).ravel())
     assert (
         statistic < 40
-    )  # 8 degrees of degrees_of_freedom; larger limit because pairs overlap
+    )  # 8 degrees of freedom; a larger limit, as pairs overlap
 
 
 def kept_tokens(logits, **settings):
