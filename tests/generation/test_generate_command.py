@@ -1,4 +1,4 @@
-"""`lmx generate` on a folder: what it prints where, and how it fails."""
+"""`lmx generate` on a folder: output streams, exit codes and errors."""
 
 import argparse
 import io
@@ -18,7 +18,7 @@ def generator():
 
 @pytest.fixture(scope="module")
 def run_folder(generator, tmp_path_factory):
-    """A run folder whose model/ is the generator's model."""
+    """A run folder with the generator's model in model/."""
     run = tmp_path_factory.mktemp("run")
     folder = run / "model"
     write_folder(generator, folder)
@@ -47,8 +47,8 @@ def test_generate_json_is_one_object(generator, run_folder, capsys):
     expected = generator.generate(
         generator.tokenizer.encode("hello"), max_tokens=9, sampling=sampling
     )
-    flags = "--ignore-chat-template --json --max-tokens 9 --temperature 0.8 --top-p 0.9 --top-k 50"
-    flags += " --min-p 0.01 --seed 3 --prompt hello"
+    flags = "--ignore-chat-template --json --max-tokens 9 --temperature 0.8"
+    flags += " --top-p 0.9 --top-k 50 --min-p 0.01 --seed 3 --prompt hello"
     assert lmx(run_folder / "model", *flags.split()) == 0
     out, err = capsys.readouterr()
     facts = json.loads(out)
@@ -86,7 +86,7 @@ def test_generate_command_accepts_zero_max_tokens(run_folder, capsys):
 
 
 def test_generate_interrupt_ends_the_line(run_folder, capsys, monkeypatch):
-    def interrupt(piece):
+    def interrupt(response):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate, "write_token", interrupt)
@@ -95,16 +95,16 @@ def test_generate_interrupt_ends_the_line(run_folder, capsys, monkeypatch):
 
 
 def test_generate_ignores_broken_pipe(run_folder, capfd, monkeypatch):
-    def closed(piece):
+    def broken_pipe(response):
         raise BrokenPipeError
 
-    monkeypatch.setattr(generate, "write_token", closed)
+    monkeypatch.setattr(generate, "write_token", broken_pipe)
     assert lmx(run_folder, "--prompt", "hello") == 0
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "message"),
     [
         (["--prompt-file", "no-such-file"], "cannot read the prompt"),
         (
@@ -161,8 +161,8 @@ def test_generate_ignores_broken_pipe(run_folder, capfd, monkeypatch):
         ),
     ],
 )
-def test_generate_rejects_invalid_options(run_folder, options, says):
-    with pytest.raises(UserError, match=says):
+def test_generate_rejects_invalid_options(run_folder, options, message):
+    with pytest.raises(UserError, match=message):
         lmx(run_folder, *options)
 
 

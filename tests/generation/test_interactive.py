@@ -1,4 +1,4 @@
-"""Chats, sessions, drafts and batches of `lmx generate`, as a user sees them."""
+"""`lmx generate`: chats, prompt caches, draft models and input files."""
 
 import argparse
 import io
@@ -31,15 +31,16 @@ def folder(generator, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def draft(tmp_path_factory):
-    """A model that mostly agrees with the first, of the same tokens."""
-    near = chatting()
+    """A model with the same tokenizer that mostly agrees with the first."""
+    draft_generator = chatting()
     mx.random.seed(5)
     weights = tree_map(
-        lambda w: w + 0.02 * mx.random.normal(w.shape), near.model.parameters()
+        lambda w: w + 0.02 * mx.random.normal(w.shape),
+        draft_generator.model.parameters(),
     )
-    near.model.update(weights)
+    draft_generator.model.update(weights)
     folder = tmp_path_factory.mktemp("draft")
-    write_folder(near, folder)
+    write_folder(draft_generator, folder)
     return folder
 
 
@@ -50,8 +51,8 @@ def lmx(*words):
 
 
 @pytest.fixture
-def answered(capsys, monkeypatch):
-    """What a command prints as JSON, one value a line."""
+def run_json(capsys, monkeypatch):
+    """Run a command; returns its JSON output lines."""
 
     def run(*words, stdin=""):
         monkeypatch.setattr("sys.stdin", io.StringIO(stdin))
@@ -62,39 +63,39 @@ def answered(capsys, monkeypatch):
 
 
 def chat(generator, turns, count):
-    """The answers of a chat whose every turn is read from the start."""
-    messages, answers = [], []
+    """The replies of a chat, with every turn processed from the start."""
+    messages, replies = [], []
     for turn in turns:
         messages.append({"role": "user", "content": turn})
-        answers.append(generator.chat(messages, max_tokens=count).text)
-        messages.append({"role": "assistant", "content": answers[-1]})
-    return answers
+        replies.append(generator.chat(messages, max_tokens=count).text)
+        messages.append({"role": "assistant", "content": replies[-1]})
+    return replies
 
 
-def test_chat_keeps_conversation_and_ends_at_exit(generator, folder, answered):
+def test_chat_keeps_conversation_and_ends_at_exit(generator, folder, run_json):
     turns = ["hello", "and then?", "why"]
     stdin = "hello\n\nand then?\nwhy\n/exit\nnever asked\n"
-    found = answered(folder, "--chat", "--json", "--max-tokens", 7, stdin=stdin)
-    assert [turn["text"] for turn in found] == chat(generator, turns, 7)
+    output = run_json(folder, "--chat", "--json", "--max-tokens", 7, stdin=stdin)
+    assert [turn["text"] for turn in output] == chat(generator, turns, 7)
 
 
 def test_chat_streams_text_only(generator, folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert lmx(folder, "--chat", "--max-tokens", 5) == 0
-    (answer,) = chat(generator, ["hello"], 5)
-    assert capsys.readouterr() == (answer + "\n", "")
+    (reply,) = chat(generator, ["hello"], 5)
+    assert capsys.readouterr() == (reply + "\n", "")
 
 
-def test_chat_continues_from_saved_prompt_cache(generator, folder, answered, tmp_path):
+def test_chat_continues_from_saved_prompt_cache(generator, folder, run_json, tmp_path):
     asked = [folder, "--chat", "--json", "--max-tokens", 6]
-    session = tmp_path / "session"
-    answered(*asked, "--save-prompt-cache", session, stdin="one\n")
-    (turn,) = answered(*asked, "--prompt-cache-file", session, stdin="two\n")
+    cache_folder = tmp_path / "prompt_cache"
+    run_json(*asked, "--save-prompt-cache", cache_folder, stdin="one\n")
+    (turn,) = run_json(*asked, "--prompt-cache-file", cache_folder, stdin="two\n")
     assert turn["text"] == chat(generator, ["one", "two"], 6)[1]
 
 
-def test_saved_prompt_cache_is_reused(folder, answered, tmp_path, monkeypatch):
-    session = tmp_path / "session"
+def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
+    cache_folder = tmp_path / "prompt_cache"
     text = "the quick brown fox jumps over the lazy dog"
     words = [
         folder,
@@ -105,52 +106,52 @@ def test_saved_prompt_cache_is_reused(folder, answered, tmp_path, monkeypatch):
         "--prompt",
         text + " and",
     ]
-    (expected,) = answered(*words)
-    answered(*words[:-1], text, "--save-prompt-cache", session)
-    read, own = [], generate.make_generator
+    (expected,) = run_json(*words)
+    run_json(*words[:-1], text, "--save-prompt-cache", cache_folder)
+    reused, original = [], generate.make_generator
 
-    def counting(args, loaded):
-        made = own(args, loaded)
-        resume = made.prefix_cache.fetch
+    def counting_generator(args, loaded):
+        made = original(args, loaded)
+        fetch = made.prefix_cache.fetch
 
         def counted(*arguments):
-            found = resume(*arguments)
-            read.append(found[1])
-            return found
+            output = fetch(*arguments)
+            reused.append(output[1])
+            return output
 
         made.prefix_cache.fetch = counted
         return made
 
-    monkeypatch.setattr(generate, "make_generator", counting)
-    (found,) = answered(*words, "--prompt-cache-file", session)
-    assert found["text"] == expected["text"]
-    assert read == [len(text)]
+    monkeypatch.setattr(generate, "make_generator", counting_generator)
+    (output,) = run_json(*words, "--prompt-cache-file", cache_folder)
+    assert output["text"] == expected["text"]
+    assert reused == [len(text)]
 
 
-def test_prompt_cache_of_another_model_is_rejected(folder, draft, answered, tmp_path):
-    """Of the same shapes: configuration and sizes alone would not tell."""
-    session = tmp_path / "session"
-    answered(folder, "--json", "--prompt", "x", "--save-prompt-cache", session)
+def test_prompt_cache_of_another_model_is_rejected(folder, draft, run_json, tmp_path):
+    """The models have equal shapes, so configuration and sizes do not differ."""
+    cache_folder = tmp_path / "prompt_cache"
+    run_json(folder, "--json", "--prompt", "x", "--save-prompt-cache", cache_folder)
     with pytest.raises(UserError, match="belongs to another model"):
-        lmx(draft, "--prompt", "x", "--prompt-cache-file", session)
+        lmx(draft, "--prompt", "x", "--prompt-cache-file", cache_folder)
 
 
 @pytest.mark.parametrize(
     "name", ["prompt-lookup", "layer-skip", "model", "prompt-lookup+model"]
 )
-def test_draft_does_not_change_text(name, folder, draft, answered, monkeypatch):
-    # What pays is measured; here one block is left out, whatever the clock says.
+def test_draft_does_not_change_text(name, folder, draft, run_json, monkeypatch):
+    # The choice depends on measured times, so it is fixed here.
     monkeypatch.setattr(factory, "choose_skipped_layers", lambda model, tokens: [1])
     name = name.replace("model", str(draft))
     words = [folder, "--json", "--prompt", "abcabcabcabc", "--max-tokens", 60]
-    (plain,) = answered(*words)
-    assert "speculation" not in plain
-    (found,) = answered(
+    (baseline,) = run_json(*words)
+    assert "speculation" not in baseline
+    (output,) = run_json(
         *words, "--draft-model", name, "--num-draft-tokens", 3, "--check-parity"
     )
-    assert found["tokens"] == plain["tokens"]
-    assert found["speculation"]["rounds"] > (0 if name == "prompt-lookup" else 5)
-    assert found["parity"] == {
+    assert output["tokens"] == baseline["tokens"]
+    assert output["speculation"]["rounds"] > (0 if name == "prompt-lookup" else 5)
+    assert output["parity"] == {
         "tokens": 60,
         "mismatches": 0,
         "mismatches_per_1000": 0.0,
@@ -198,14 +199,14 @@ def test_draft_with_other_tokenizer_is_rejected(folder, tmp_path):
 
 
 def test_tokenizer_check_compares_special_tokens():
-    own, other = byte_tokenizer(), byte_tokenizer()
-    require_same_tokenizer(own, other, role="draft", place="here")
+    original, other = byte_tokenizer(), byte_tokenizer()
+    require_same_tokenizer(original, other, role="draft", place="here")
     other.add_special_tokens({"additional_special_tokens": ["a"]})
     with pytest.raises(UserError, match="other special tokens"):
-        require_same_tokenizer(own, other, role="draft", place="here")
+        require_same_tokenizer(original, other, role="draft", place="here")
 
 
-def test_input_file_completions_keep_order(generator, folder, answered, tmp_path):
+def test_input_file_completions_keep_order(generator, folder, run_json, tmp_path):
     messages = [
         {"role": "user", "content": "long"},
         {"role": "assistant", "content": "x"},
@@ -218,7 +219,7 @@ def test_input_file_completions_keep_order(generator, folder, answered, tmp_path
     ]
     file = tmp_path / "rows.jsonl"
     file.write_text("\n\n".join(map(json.dumps, rows)))
-    found = answered(folder, "--input-file", file, "--max-tokens", 9)
+    output = run_json(folder, "--input-file", file, "--max-tokens", 9)
     sampling = Sampling(0.9, seed=4)
     expected = [
         generator.chat("first", max_tokens=20),
@@ -226,8 +227,8 @@ def test_input_file_completions_keep_order(generator, folder, answered, tmp_path
         generator.chat("third", max_tokens=0),
         generator.chat("fourth", max_tokens=2),
     ]
-    assert [row["index"] for row in found] == [0, 1, 2, 3]
-    for row, one in zip(found, expected, strict=True):
+    assert [row["index"] for row in output] == [0, 1, 2, 3]
+    for row, one in zip(output, expected, strict=True):
         assert row["text"] == one.text
         assert row["tokens"] == len(one.tokens)
         assert row["prompt_tokens"] == one.prompt_tokens
@@ -235,19 +236,19 @@ def test_input_file_completions_keep_order(generator, folder, answered, tmp_path
 
 
 def test_input_file_completion_ends_at_stop_string(
-    generator, folder, answered, tmp_path
+    generator, folder, run_json, tmp_path
 ):
     text = generator.chat("first", max_tokens=20).text
     stop = text[4:6]
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "first"}\n{"prompt": "other"}\n')
-    found = answered(folder, "--input-file", file, "--max-tokens", 20, "--stop", stop)
-    assert found[0]["text"] == text[: text.index(stop)]
-    assert found[0]["finish_reason"] == "stop"
+    output = run_json(folder, "--input-file", file, "--max-tokens", 20, "--stop", stop)
+    assert output[0]["text"] == text[: text.index(stop)]
+    assert output[0]["finish_reason"] == "stop"
 
 
 @pytest.mark.parametrize(
-    ("row", "says"),
+    ("row", "message"),
     [
         ("{", "not JSON"),
         ("[]", "a request must be an object"),
@@ -260,30 +261,32 @@ def test_input_file_completion_ends_at_stop_string(
         (json.dumps({"prompt": "x" * 500}), "400 positions"),
     ],
 )
-def test_input_file_errors_come_before_generation(folder, capsys, tmp_path, row, says):
+def test_input_file_errors_come_before_generation(
+    folder, capsys, tmp_path, row, message
+):
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "good"}\n' + row + "\n")
-    with pytest.raises(UserError, match=says) as caught:
+    with pytest.raises(UserError, match=message) as error:
         lmx(folder, "--input-file", file)
-    assert caught.value.place == f"{file}:2"
+    assert error.value.place == f"{file}:2"
     assert capsys.readouterr().out == ""
 
 
-def test_penalties_and_stop_options_are_applied(generator, folder, answered):
+def test_penalties_and_stop_options_are_applied(generator, folder, run_json):
     words = [folder, "--json", "--prompt", "hello", "--max-tokens", 30]
     penalties = {"repetition_penalty": 1.4, "presence_penalty": 0.5}
     penalties["frequency_penalty"] = 0.3
     sampling = Sampling(**penalties)
     expected = generator.chat("hello", max_tokens=30, sampling=sampling)
     words += [f"--{n.replace('_', '-')}={v}" for n, v in penalties.items()]
-    (found,) = answered(*words)
-    assert found["tokens"] == expected.tokens
+    (output,) = run_json(*words)
+    assert output["tokens"] == expected.tokens
     stop = expected.text[3:5]
-    (found,) = answered(*words, "--stop", stop)
-    assert found["text"] == expected.text[: expected.text.index(stop)]
+    (output,) = run_json(*words, "--stop", stop)
+    assert output["text"] == expected.text[: expected.text.index(stop)]
 
 
-def test_adapter_changes_text_and_prompt_cache(generator, folder, answered, tmp_path):
+def test_adapter_changes_text_and_prompt_cache(generator, folder, run_json, tmp_path):
     from mlx.utils import tree_flatten
     from mlx_lm.tuner.utils import linear_to_lora_layers
 
@@ -303,38 +306,38 @@ def test_adapter_changes_text_and_prompt_cache(generator, folder, answered, tmp_
     config = {"num_layers": 2, "lora_parameters": settings, "fine_tune_type": "lora"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     words = [folder, "--json", "--prompt", "hello", "--max-tokens", 12]
-    (plain,) = answered(*words, "--save-prompt-cache", tmp_path / "session")
-    (found,) = answered(*words, "--adapter-path", tmp_path)
+    (baseline,) = run_json(*words, "--save-prompt-cache", tmp_path / "cache_folder")
+    (output,) = run_json(*words, "--adapter-path", tmp_path)
     expected = Generator(adapted, generator.tokenizer).chat("hello", max_tokens=12)
-    assert found["text"] == expected.text != plain["text"]
+    assert output["text"] == expected.text != baseline["text"]
     with pytest.raises(UserError, match="belongs to another model"):
         lmx(
             *words,
             "--adapter-path",
             tmp_path,
             "--prompt-cache-file",
-            tmp_path / "session",
+            tmp_path / "cache_folder",
         )
 
 
 def test_sequential_verify_uses_single_token_passes(
-    folder, draft, answered, monkeypatch
+    folder, draft, run_json, monkeypatch
 ):
-    """No pass of the target has two tokens then, but those of the prompt."""
+    """Except for the prompt, no forward pass of the target has two tokens."""
     from lmx.generation.kv_cache import CacheState
 
-    widths, own = [], CacheState.forward
+    widths, original = [], CacheState.forward
 
     def forward(self, tokens):
-        if self.model is not drafted[0]:
+        if self.model is not draft_models[0]:
             widths.append(tokens.shape[1])
-        return own(self, tokens)
+        return original(self, tokens)
 
-    drafted, make = [], factory.DraftModelProposer
+    draft_models, make = [], factory.DraftModelProposer
     monkeypatch.setattr(
         factory,
         "DraftModelProposer",
-        lambda model: drafted.append(model) or make(model),
+        lambda model: draft_models.append(model) or make(model),
     )
     words = [
         folder,
@@ -347,20 +350,20 @@ def test_sequential_verify_uses_single_token_passes(
         draft,
     ]
     words += ["--num-draft-tokens", 3]
-    (plain,) = answered(*words)
+    (baseline,) = run_json(*words)
     monkeypatch.setattr(CacheState, "forward", forward)
-    drafted.clear()
-    (found,) = answered(*words, "--sequential-verify")
-    assert found["tokens"] == plain["tokens"]
-    assert found["speculation"]["rounds"] > 2
+    draft_models.clear()
+    (output,) = run_json(*words, "--sequential-verify")
+    assert output["tokens"] == baseline["tokens"]
+    assert output["speculation"]["rounds"] > 2
     assert set(widths[1:]) == {1}
     widths.clear()
-    drafted.clear()
-    answered(*words)
+    draft_models.clear()
+    run_json(*words)
     assert 4 in widths
 
 
-def test_kv_bits_quantizes_the_cache(answered):
+def test_kv_bits_quantizes_the_cache(run_json):
     from lmx.models.loader import load
 
     folder = Path(__file__).parents[2] / "data/tiny-base"
@@ -374,15 +377,15 @@ def test_kv_bits_quantizes_the_cache(answered):
         40,
     ]
     words += ["--temperature", 1]
-    (plain,) = answered(*words)
-    (found,) = answered(*words, "--kv-bits", 4, "--quantized-kv-start", 12)
+    (baseline,) = run_json(*words)
+    (output,) = run_json(*words, "--kv-bits", 4, "--quantized-kv-start", 12)
     loaded = load(folder)
     options = {"kv_bits": 4, "quantized_kv_start": 12}
     expected = Generator(loaded.model, loaded.tokenizer, **options)
     prompt = expected.encode_text("the quick")
     asked = {"max_tokens": 40, "sampling": Sampling(1.0)}
-    assert found["tokens"] == expected.generate(prompt, **asked).tokens
-    assert found["tokens"] != plain["tokens"]
+    assert output["tokens"] == expected.generate(prompt, **asked).tokens
+    assert output["tokens"] != baseline["tokens"]
 
 
 def test_chat_prompts_on_a_terminal(folder, capsys, monkeypatch):

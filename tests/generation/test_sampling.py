@@ -74,9 +74,7 @@ def test_sampler_steps_are_independent():
     assert statistic < critical
     pairs = samples[:-1] * 3 + samples[1:]
     statistic, _ = chi_square(pairs, np.outer(p, p).ravel())
-    assert (
-        statistic < 40
-    )  # 8 degrees of freedom; a larger limit, as pairs overlap
+    assert statistic < 40  # 8 degrees of freedom; a larger limit, as pairs overlap
 
 
 def kept_tokens(logits, **settings):

@@ -87,7 +87,7 @@ def test_the_draft_says_what_it_is_and_whether_it_pays(distilled, base):
         f"{how}{kind}" for how in ("greedy", "temperature 0.7") for kind in kinds
     ]
     for name, columns in report["speculation"].items():
-        assert list(columns) == ["plain", "prompt_lookup", "baseline_model", "draft"]
+        assert list(columns) == ["standard", "prompt_lookup", "baseline_model", "draft"]
         assert 0 <= columns["draft"]["acceptance_rate"] <= 1
         assert columns["baseline_model"]["acceptance_rate"] > (
             0.999 if "greedy" in name else 0.9
@@ -100,7 +100,7 @@ def test_the_draft_says_what_it_is_and_whether_it_pays(distilled, base):
 
 def test_the_card_and_the_page_tell_of_every_suite_and_of_the_sibling(distilled):
     card = (distilled.output / "draft/README.md").read_text()
-    assert "|  | plain | prompt_lookup | baseline_model | draft |" in card
+    assert "|  | standard | prompt_lookup | baseline_model | draft |" in card
     page = (distilled.output / "report.html").read_text()
     for how in ("greedy", "temperature 0.7"):
         for kind in ("chat", "copying"):

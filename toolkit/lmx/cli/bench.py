@@ -141,14 +141,14 @@ def _decoders(
     args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
 ) -> "BenchmarkArms":
     from ..generation.engine import Generator
-    from ..generation.speculative.factory import draft_length_controller
+    from ..generation.speculative.draft_length import DraftLengthController
 
     def speculative(make_proposer):
         return lambda: Generator(
             loaded.model,
             loaded.tokenizer,
             make_proposer=make_proposer,
-            draft_length=draft_length_controller(args.num_draft_tokens),
+            draft_length=DraftLengthController(fixed=args.num_draft_tokens),
             sequential_verify=args.sequential_verify,
         )
 

@@ -337,10 +337,8 @@ class InteractiveSession:
 
     def _set_draft(self, prompt: list[int]) -> None:
         from ..convert.importers import load_model
-        from ..generation.speculative.factory import (
-            draft_length_controller,
-            proposer_factory,
-        )
+        from ..generation.speculative.draft_length import DraftLengthController
+        from ..generation.speculative.factory import proposer_factory
 
         args, generator = self._args, self._generator
         generator.make_proposer = proposer_factory(
@@ -353,7 +351,7 @@ class InteractiveSession:
             sys.stderr.write(
                 "no speed-up from drafting on this machine; using standard decoding\n"
             )
-        generator.draft_length = draft_length_controller(args.num_draft_tokens)
+        generator.draft_length = DraftLengthController(fixed=args.num_draft_tokens)
 
     def _report(self, prompt: list[int], result: "GenerationResult") -> None:
         import mlx.core as mx

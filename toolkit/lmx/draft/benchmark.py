@@ -23,7 +23,7 @@ from .acceptance import (
 )
 from .cost_model import SpeculationCosts
 
-PLAIN, PROMPT_LOOKUP = "plain", "prompt_lookup"
+STANDARD, PROMPT_LOOKUP = "standard", "prompt_lookup"
 BASELINE_MODEL, DRAFT = "baseline_model", "draft"
 
 
@@ -44,7 +44,7 @@ class DecodingStats:
 
     Attributes:
         tokens_per_second: over all tokens but the first of every completion.
-        speedup: relative to plain decoding.
+        speedup: relative to standard decoding.
         acceptance_rate: accepted share of the draft tokens whose predecessors were
             accepted; None = no draft tokens.
         accepted_length: tokens per forward pass of the target.
@@ -59,7 +59,7 @@ class DecodingStats:
 
 
 DecoderStats = dict[str, DecodingStats]
-"""Statistics by decoder: plain, prompt lookup, baseline model and draft."""
+"""Statistics by decoder: standard, prompt lookup, baseline model and draft."""
 
 
 @dataclass(frozen=True)
@@ -132,23 +132,27 @@ class DraftBenchmark:
     ):
         self.target, self.draft, self.baseline_model = target, draft, baseline_model
         self.tokenizer = tokenizer
-        self.set_names = [name for name, own in prompt_sets.items() for _ in own]
-        self.prompts = [prompt for own in prompt_sets.values() for prompt in own]
+        self.set_names = [
+            name for name, prompts in prompt_sets.items() for _ in prompts
+        ]
+        self.prompts = [p for prompts in prompt_sets.values() for p in prompts]
         self.max_tokens = max_tokens
 
     def run(self, sampling: Sampling) -> DraftBenchmarkResult:
         """Decode all prompts with every decoder; the output is the target's in each."""
-        completions = {PLAIN: self._decode(None, 0, sampling)}
+        completions = {STANDARD: self._decode(None, 0, sampling)}
         references = [
             ReferenceCompletion(self.target, prompt, completion.tokens, sampling)
-            for prompt, completion in zip(self.prompts, completions[PLAIN], strict=True)
+            for prompt, completion in zip(
+                self.prompts, completions[STANDARD], strict=True
+            )
         ]
         mean = np.mean([len(reference.tokens) - 1 for reference in references])
         mean_length = float(mean) or math.inf
         probs = all_acceptance_probs(references, self.draft.model)
         lengths = predict_accepted_lengths(probs)
         best, speedup = self.draft.costs.best_draft_length(lengths, mean_length)
-        num_draft_tokens = {PLAIN: 0, PROMPT_LOOKUP: best, DRAFT: best}
+        num_draft_tokens = {STANDARD: 0, PROMPT_LOOKUP: best, DRAFT: best}
         completions[PROMPT_LOOKUP] = self._decode(PromptLookupProposer, best, sampling)
         if baseline := self.baseline_model:
             other = all_acceptance_probs(references, baseline.model)
@@ -196,9 +200,7 @@ class DraftBenchmark:
             self.target,
             self.tokenizer,
             make_proposer=make_proposer,
-            draft_length=DraftLengthController(
-                max_draft_tokens=max(1, num_draft_tokens), fixed=num_draft_tokens
-            ),
+            draft_length=DraftLengthController(fixed=num_draft_tokens),
         )
 
         def complete(prompt: Sequence[int], index: int) -> _Completion:
@@ -226,28 +228,25 @@ class DraftBenchmark:
         """The statistics of every decoder, over one prompt set or over all."""
         results: DecoderStats = {}
         for name, all_completions in completions.items():
-            selected = [
-                completion
-                for completion, owner in zip(
-                    all_completions, self.set_names, strict=True
-                )
-                if set_name in (None, owner)
-            ]
+            pairs = zip(all_completions, self.set_names, strict=True)
+            selected = [one for one, owner in pairs if set_name in (None, owner)]
             results[name] = _decoding_stats(
-                selected, results.get(PLAIN), num_draft_tokens[name]
+                selected, results.get(STANDARD), num_draft_tokens[name]
             )
         return results
 
 
 def _decoding_stats(
-    completions: list[_Completion], plain: DecodingStats | None, num_draft_tokens: int
+    completions: list[_Completion],
+    standard: DecodingStats | None,
+    num_draft_tokens: int,
 ) -> DecodingStats:
-    """The statistics of one decoder. `plain` is None for plain decoding itself."""
+    """The statistics of one decoder; `standard` is None for standard decoding."""
     tokens = sum(len(completion.tokens) - 1 for completion in completions)
     # Completions of a single token have no decode time.
     seconds = sum(completion.seconds for completion in completions) or math.inf
     rate = tokens / seconds
-    if plain is None:
+    if standard is None:
         return DecodingStats(rate)
     total = SpeculativeStats()
     for completion in completions:
@@ -255,7 +254,7 @@ def _decoding_stats(
     passes = total.rounds + total.standard_tokens
     return DecodingStats(
         rate,
-        speedup=rate / (plain.tokens_per_second or math.inf),
+        speedup=rate / (standard.tokens_per_second or math.inf),
         acceptance_rate=total.acceptance_rate,
         accepted_length=tokens / passes if passes else None,
         num_draft_tokens=num_draft_tokens,

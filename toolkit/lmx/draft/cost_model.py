@@ -19,7 +19,6 @@ from ..generation.speculative.draft_model import DraftModelProposer
 
 MAX_DRAFT_TOKENS = 8
 REPEATS = 7
-PREFILL_STEP_SIZE = 512
 # More tokens than are ever decoded.
 UNLIMITED = 1 << 20
 # Sampling takes longer than argmax.
@@ -128,13 +127,8 @@ class _Timer:
 def _standard_steps(target: Any, prompt_length: int) -> Iterator[None]:
     prompts = [[0] * prompt_length]
     sampler = BatchSampler(SAMPLING, prompts)
-    for token, _ in decode(
-        CacheState(target),
-        prompts,
-        UNLIMITED,
-        sampler,
-        prefill_step_size=PREFILL_STEP_SIZE,
-    ):
+    cache = CacheState(target)
+    for token, _ in decode(cache, prompts, UNLIMITED, sampler, prefill_step_size=512):
         token.item()
         yield
 
@@ -146,9 +140,7 @@ def _rounds(
     decoder = SpeculativeDecoder(
         CacheState(target),
         DraftModelProposer(draft),
-        draft_length=DraftLengthController(
-            max_draft_tokens=num_draft_tokens, fixed=num_draft_tokens
-        ),
+        draft_length=DraftLengthController(fixed=num_draft_tokens),
         sampling=SAMPLING,
     )
     rounds = 0

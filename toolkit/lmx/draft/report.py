@@ -9,7 +9,7 @@ from .. import __version__
 from ..errors import UserError
 from ..models.checkpoint import config_int
 from ..models.loader import build_model, make_cache
-from .benchmark import DRAFT, DecodingStats, DraftBenchmarkResult
+from .benchmark import DRAFT, DecoderStats, DecodingStats, DraftBenchmarkResult
 from .cost_model import SpeculationCosts
 
 FULL_ATTENTION_CACHE = "KVCache"
@@ -33,8 +33,9 @@ whose files have the digest `{digest}`.
 
 {table}
 
-Speed-ups are relative to plain decoding, on validation prompts, with {num_draft_tokens}
-draft tokens per round. Speculative decoding does not change the output distribution.
+Speed-ups are relative to standard decoding, on validation prompts, with
+{num_draft_tokens} draft tokens per round. Speculative decoding does not change the
+output distribution.
 
 ## Use
 
@@ -152,27 +153,37 @@ class DraftReport:
     def table(self) -> tuple[list[str], list[list[str]]]:
         """Column names and rows of the results, one column per decoder."""
         decoders = list(next(iter(self.benchmarks.values())).stats)
+
+        def row(label: str, stats: DecoderStats, form: Callable) -> list[str]:
+            return [label, *(form(stats[decoder]) for decoder in decoders)]
+
+        def predicted(label: str, value: str) -> list[str]:
+            cells = (value if decoder == DRAFT else "-" for decoder in decoders)
+            return [f"{label} (predicted)", *cells]
+
         rows = []
         for mode, result in self.benchmarks.items():
-
-            def row(label: str, form: Callable, stats=result.stats, name=mode):
-                cells = (form(stats[decoder]) for decoder in decoders)
-                rows.append([f"{name}: {label}", *cells])
-
-            def predicted(label: str, value: str, name=mode):
-                cells = (value if decoder == DRAFT else "-" for decoder in decoders)
-                rows.append([f"{name}: {label} (predicted)", *cells])
-
-            row("tokens/s", lambda stats: f"{stats.tokens_per_second:.0f}")
-            row("speed-up", _speedup)
-            predicted("speed-up", f"{result.predicted_speedup:.2f}x")
-            row("acceptance rate", _acceptance_rate)
-            row("accepted length", _accepted_length)
-            predicted("accepted length", f"{result.predicted_accepted_length:.2f}")
-            row("draft tokens", lambda stats: str(stats.num_draft_tokens or "-"))
-            for name, stats in result.prompt_sets.items():
-                row("speed-up", _speedup, stats, f"{mode}, {name}")
-                row("accepted length", _accepted_length, stats, f"{mode}, {name}")
+            stats, length = result.stats, result.predicted_accepted_length
+            rows += [
+                row(f"{mode}: tokens/s", stats, lambda s: f"{s.tokens_per_second:.0f}"),
+                row(f"{mode}: speed-up", stats, _speedup),
+                predicted(f"{mode}: speed-up", f"{result.predicted_speedup:.2f}x"),
+                row(f"{mode}: acceptance rate", stats, _acceptance_rate),
+                row(f"{mode}: accepted length", stats, _accepted_length),
+                predicted(f"{mode}: accepted length", f"{length:.2f}"),
+                row(
+                    f"{mode}: draft tokens",
+                    stats,
+                    lambda s: str(s.num_draft_tokens or "-"),
+                ),
+            ]
+            for name, set_stats in result.prompt_sets.items():
+                rows += [
+                    row(f"{mode}, {name}: speed-up", set_stats, _speedup),
+                    row(
+                        f"{mode}, {name}: accepted length", set_stats, _accepted_length
+                    ),
+                ]
         return ["", *decoders], rows
 
 

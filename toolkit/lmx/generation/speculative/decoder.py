@@ -16,8 +16,6 @@ STANDARD_TOKENS = 16
 """Tokens decoded without a draft in a row, when the draft length is 0."""
 RETRY_TOKENS = 4
 """The same when the proposer had no draft tokens, so that it is tried again soon."""
-SPLIT_TIMING_INTERVAL = 16
-"""Every n-th round is timed in two parts, which waits for the draft tokens."""
 
 
 @dataclass
@@ -31,7 +29,6 @@ class SpeculativeStats:
         proposed, accepted: number of draft tokens per position. A draft token counts
             only if all draft tokens before it were accepted.
         seconds: time of all rounds and standard steps.
-        draft_ms, verify_ms: mean of the rounds that were timed in two parts.
     """
 
     rounds: int = 0
@@ -42,8 +39,6 @@ class SpeculativeStats:
     seconds: float = 0.0
     predicted_speedup: float | None = None
     measured_speedup: float | None = None
-    draft_ms: float | None = None
-    verify_ms: float | None = None
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -96,8 +91,6 @@ class SpeculativeStats:
             "accepted_length": self.accepted_length,
             "predicted_speedup": self.predicted_speedup,
             "speedup": self.measured_speedup,
-            "draft_ms": self.draft_ms,
-            "verify_ms": self.verify_ms,
         }
 
 
@@ -130,7 +123,6 @@ class SpeculativeDecoder:
         self.sequential_verify = sequential_verify
         self.stats = SpeculativeStats()
         self._key = mx.random.key(sampling.seed)
-        self._split_times: list[tuple[float, float]] = []
         self._context: list[int] = []
         # The draft tokens of the next round, and the time their launch took.
         self._next_draft: DraftTokens | None = None
@@ -177,13 +169,9 @@ class SpeculativeDecoder:
     def _round(self, draft: DraftTokens, end: int) -> Iterator[int]:
         """Verify a draft, roll back its rejected tokens, launch the next draft."""
         start = time.perf_counter()
-        is_split = self.stats.rounds % SPLIT_TIMING_INTERVAL == 1
-        if is_split:
-            mx.eval(draft.tokens)
-            drafted = time.perf_counter()
         num_accepted, token = self._verify(draft)
         mx.eval(num_accepted, token, draft.tokens)
-        verified = time.perf_counter()
+        seconds = self._launch_seconds + time.perf_counter() - start
         num_accepted = num_accepted.item()
         self.cache.rollback(
             len(draft) - num_accepted, sequential=self.sequential_verify
@@ -195,10 +183,6 @@ class SpeculativeDecoder:
         )
         self._context += tokens
         self.stats.add_round(len(draft), num_accepted)
-        launch = self._launch_seconds
-        if is_split:
-            self._split_times.append((launch + drafted - start, verified - drafted))
-        seconds = launch + verified - start
         self.draft_length.record_round(len(draft), num_accepted, seconds)
         self._update_stats(seconds)
         start = time.perf_counter()
@@ -272,9 +256,6 @@ class SpeculativeDecoder:
         lengths = [k for k, timer in controller.rounds.items() if timer.is_known]
         speedups = [controller.predicted_speedup(k) for k in lengths]
         stats.predicted_speedup = max([s for s in speedups if s], default=None)
-        if self._split_times:
-            draft, verify = mx.array(self._split_times).mean(axis=0).tolist()
-            stats.draft_ms, stats.verify_ms = 1000 * draft, 1000 * verify
 
 
 def verify_greedy(logits: mx.array, draft: DraftTokens) -> tuple[mx.array, mx.array]:

@@ -45,7 +45,7 @@ class DraftLengthController:
 
     Args:
         max_draft_tokens: largest draft length.
-        fixed: use this draft length always; None = adapt, and allow 0.
+        fixed: always use this draft length; None = adapt, and allow 0.
 
     Attributes:
         standard: seconds per token of standard decoding.
@@ -64,6 +64,7 @@ class DraftLengthController:
     lost: float = 0.0
 
     def __post_init__(self):
+        self.max_draft_tokens = max(self.max_draft_tokens, self.fixed or 0)
         self.accepted = [PRIOR] * self.max_draft_tokens
         self.proposed = [2 * PRIOR] * self.max_draft_tokens
 

@@ -7,7 +7,6 @@ import mlx.core as mx
 
 from ...data.tokenizer_files import require_same_tokenizer
 from ...models.loader import LoadedModel
-from .draft_length import DraftLengthController
 from .draft_model import DraftModelProposer
 from .layer_skip import choose_skipped_layers, skip_layers
 from .prompt_lookup import NGramIndex, PromptLookupProposer
@@ -72,12 +71,3 @@ def proposer_factory(
     draft = load_draft(name)
     require_same_tokenizer(target.tokenizer, draft.tokenizer, role="draft", place=name)
     return lambda: DraftModelProposer(draft.model)
-
-
-def draft_length_controller(num_draft_tokens: int | None) -> DraftLengthController:
-    """A controller with a fixed draft length; None = an adaptive one."""
-    if not num_draft_tokens:
-        return DraftLengthController()
-    return DraftLengthController(
-        max_draft_tokens=num_draft_tokens, fixed=num_draft_tokens
-    )
