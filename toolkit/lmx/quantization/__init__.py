@@ -1,1 +1,1 @@
-"""Post-training quantization: one method, one file."""
+"""Post-training quantization, quantization-aware training and mixed precision."""

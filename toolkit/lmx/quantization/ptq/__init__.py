@@ -1,1 +1,1 @@
-"""Ways to quantize a finished model: one method, one file."""
+"""Post-training quantization. `methods.METHODS` lists the methods."""
