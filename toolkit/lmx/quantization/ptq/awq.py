@@ -9,9 +9,10 @@ reduce the error of the block on other tokens.
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
+from ...config.quantize import AWQConfig
 from ..packing import dequantize, pack
 from .awq_scaling import AWQScaler, BlockError, ScalingResult, quantized_weights
-from .base import BlockContext, PTQMethod, QuantizedTensor, Weights
+from .base import BlockContext, PTQContext, PTQMethod, QuantizedTensor, Weights
 from .input_statistics import InputStatistics
 from .sequential import SequentialPipeline
 
@@ -24,7 +25,7 @@ MAX_ELEMENTS = 1 << 24
 class AWQ(PTQMethod):
     """Scale salient channels, clip ranges, and round to nearest."""
 
-    def __init__(self, config, context):
+    def __init__(self, config: AWQConfig, context: PTQContext):
         super().__init__(config, context)
         self.scaler = AWQScaler(context)
         self._clipped: set[str] = set()

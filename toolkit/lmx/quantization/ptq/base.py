@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_unflatten
 
 from ...config.quant_spec import QuantSpec
+from ...config.quantize import PTQConfig
 from ...run.logger import RunLogger
 from ..packing import dequantize, pack
 from .activation_cache import ActivationShard
@@ -125,7 +126,7 @@ class PTQMethod:
     weighs_embeddings = False
     weighs_outputs = False
 
-    def __init__(self, config, context: PTQContext):
+    def __init__(self, config: PTQConfig, context: PTQContext):
         self.config = config
         self.context = context
 

@@ -6,7 +6,8 @@ decides which Hessian a layer gets, and `gptq_solver.solve_layer` quantizes one 
 
 import mlx.core as mx
 
-from .base import PTQMethod, QuantizedBlock, QuantizedTensor
+from ...config.quantize import GPTQConfig
+from .base import PTQContext, PTQMethod, QuantizedBlock, QuantizedTensor
 from .block_reconstruction import BlockReconstruction
 from .gptq_solver import QuantizedLayer, solve_layer
 from .hessian import Hessian, damped
@@ -22,7 +23,7 @@ class GPTQ(PTQMethod):
 
     weighs_embeddings = True
 
-    def __init__(self, config, context):
+    def __init__(self, config: GPTQConfig, context: PTQContext):
         super().__init__(config, context)
         self.reconstruction = (
             BlockReconstruction(config.block_reconstruction, context)
