@@ -65,7 +65,7 @@ def test_an_interrupted_run_shows_its_curves_so_far(base, tmp_path):
     run = Run(tmp_path, {"train": TRAIN}, model=base)
     assert run.attacked("SIGINT", "step", 6).returncode == 130
     html = page(run)
-    assert "<td>interrupted; the same command goes on</td>" in html
+    assert "<td>interrupted; the same command resumes it</td>" in html
     assert "to resume: lmx-train" in html
     assert "training: " in html
     assert sections(html) == ["end", "curves", "commands", "recipe", "versions"]
