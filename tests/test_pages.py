@@ -268,3 +268,14 @@ def test_readme_recipe_is_the_included_one():
 def test_readme_lists_every_recipe():
     names = set(re.findall(r"`recipes/(\w+)\.yaml`", README))
     assert names == {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+
+
+def test_contributing_names_existing_places():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    paths = set(re.findall(r"`((?:\w+/)+\w+\.\w+)`", text))
+    assert "quantization/ptq/methods.py" in paths
+    for path in paths:
+        assert (ROOT / "toolkit/lmx" / path).is_file() or (ROOT / path).is_file(), path
+    for name, path in re.findall(r"`([A-Z]\w+)` in `([\w/]+\.py)`", text):
+        source = (ROOT / "toolkit/lmx" / path).read_text()
+        assert re.search(rf"^(class )?{name}\b", source, re.MULTILINE), name
