@@ -82,7 +82,7 @@ def test_a_ring_cannot(tmp_path):
     for done in both(run, MAIN):
         assert done.returncode == 2
         assert "this backend (ring) has no reduce-scatter" in done.stderr
-        assert "use NCCL or JACCL, or leave out shard" in done.stderr
+        assert "use NCCL or JACCL, or remove fsdp" in done.stderr
         assert "Traceback" not in done.stderr
     assert not run.output.exists()
 
