@@ -76,17 +76,17 @@ def fetch_checkpoint(
     Raises:
         UserError: `source` is another kind of file, or the Hub does not have it.
     """
-    from ...models.loader import download_snapshot
+    from ...models.loader import checkpoint_folder
 
     path = Path(source).expanduser()
-    if path.is_file() and not find_importable(path):
-        raise UserError(
-            "a model is a folder or a GGUF file; this is neither", place=str(source)
+    if not path.is_file():
+        return checkpoint_folder(
+            source, revision=revision, trust_remote_code=trust_remote_code
         )
-    return (
-        path
-        if path.exists()
-        else download_snapshot(source, revision, trust_remote_code)
+    if find_importable(path):
+        return path
+    raise UserError(
+        "a model is a folder or a GGUF file; this is neither", place=str(source)
     )
 
 
