@@ -229,20 +229,18 @@ def test_other_completions_predict_accepted_length():
     assert without_temperature != pytest.approx(measured, rel=0.05)
 
 
-def complete(prompts, target, seed, propose=None, num_draft_tokens=1):
+def complete(prompts, target, seed, make_proposer=None, num_draft_tokens=1):
     """Pairs of prompt and completion, and the statistics of all rounds."""
-    controller = DraftLengthController(
-        max_draft_tokens=num_draft_tokens, fixed=num_draft_tokens
-    )
+    controller = DraftLengthController(fixed=num_draft_tokens)
     generator = Generator(
-        target, NullTokenizer(), make_proposer=propose, draft_length=controller
+        target, NullTokenizer(), make_proposer=make_proposer, draft_length=controller
     )
     pairs, rounds = [], SpeculativeStats()
     for number, prompt in enumerate(prompts):
         sampling = Sampling(temperature=0.6, seed=seed + number)
         result = generator.generate(prompt, max_tokens=30, sampling=sampling)
         pairs.append((prompt, result.tokens))
-        if propose:
+        if make_proposer:
             rounds.merge(generator.speculative_stats)
     return pairs, rounds
 

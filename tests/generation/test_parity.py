@@ -33,7 +33,7 @@ def decode_speculatively(model, sampling=GREEDY, **options):
     decoder = SpeculativeDecoder(
         CacheState(model),
         DraftModelProposer(model),
-        draft_length=DraftLengthController(max_draft_tokens=4, fixed=4),
+        draft_length=DraftLengthController(fixed=4),
         sampling=sampling,
         **options,
     )
