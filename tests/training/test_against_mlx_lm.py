@@ -47,7 +47,7 @@ DEFECTS = {
     ],
     "a row without trained tokens makes everything NaN": [
         f"{HERE}::test_batch_without_trained_tokens_has_no_nan",
-        "data/test_tokenization.py::test_long_rows_are_cut_and_counted_and_hopeless_ones_dropped",
+        "data/test_tokenization.py::test_long_records_are_truncated_or_dropped",
     ],
     "resuming restores nothing but weights": [
         "training/test_checkpoint.py::test_resume_is_bit_exact_for_every_optimizer",
@@ -81,7 +81,7 @@ DEFECTS = {
     ],
     "only the last turn of a chat is trained": [
         f"{HERE}::test_every_assistant_turn_is_trained",
-        "data/test_tokenization.py::test_every_assistant_turn_is_trained_with_its_end",
+        "data/test_tokenization.py::test_all_assistant_turns_are_trained_with_end_of_turn",
     ],
     "the import lowers the limit on open files, for ever": [
         f"{HERE}::test_import_keeps_the_open_file_limit",
