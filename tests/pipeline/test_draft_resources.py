@@ -54,7 +54,7 @@ def target() -> ModelShape:
     ],
     ids=str,
 )
-def test_the_draft_is_trained_whole_and_the_target_stays(student, like):
+def test_draft_training_cost_includes_the_target(student, like):
     load = told(student)
     shape = SHAPE.model_copy(update=like)
     expected = ModelShape(from_scratch.llama_config(shape), 0).parameters
@@ -62,7 +62,7 @@ def test_the_draft_is_trained_whole_and_the_target_stays(student, like):
     assert load.memory["target"] == 4 * target().parameters
 
 
-def test_a_live_target_costs_time_and_no_disk():
+def test_online_target_costs_time_and_no_disk():
     kept, live = (
         told({"num_layers": 2}, data_generation={"top_k": k}) for k in (64, None)
     )
@@ -75,7 +75,7 @@ def test_a_live_target_costs_time_and_no_disk():
     assert (none.bytes, none.operations) == (0, disk.operations / 2)
 
 
-def test_replays_cost_the_target_and_twice_the_draft_besides():
+def test_on_policy_cost_has_target_and_draft_passes():
     student = {"num_layers": 2}
     plain, replayed = (
         told(student, on_policy=settings) for settings in (None, {"fraction": 0.25})
@@ -84,7 +84,7 @@ def test_replays_cost_the_target_and_twice_the_draft_besides():
     assert replayed.operations - plain.operations == 0.25 * besides * 1024
 
 
-def test_of_a_sibling_that_is_elsewhere_nothing_is_known(tmp_path):
+def test_draft_cost_of_a_hub_model_is_unknown(tmp_path):
     assert told({"init_from": "some/sibling"}) is None
     sizes = [SHAPE.model_copy(update={"num_hidden_layers": count}) for count in (3, 2)]
     sibling, cut = map(from_scratch.llama_config, sizes)
@@ -93,7 +93,7 @@ def test_of_a_sibling_that_is_elsewhere_nothing_is_known(tmp_path):
     assert load.trained == ModelShape(cut, 0).parameters
 
 
-def test_check_tells_of_answers_memory_and_time(tmp_path, capsys):
+def test_dry_run_shows_data_memory_and_time(tmp_path, capsys):
     recipe = tmp_path / "draft.yaml"
     recipe.write_text(RECIPE)
     assert main.train([str(recipe), "--dry-run"]) == 0
@@ -106,7 +106,9 @@ def test_check_tells_of_answers_memory_and_time(tmp_path, capsys):
         assert expected in printed
 
 
-def test_what_does_not_fit_is_refused_with_what_to_do(tmp_path, capsys, monkeypatch):
+def test_draft_that_does_not_fit_is_refused_with_remedies(
+    tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(resources, "memory_limit", lambda: 1_000_000)
     recipe = tmp_path / "draft.yaml"
     recipe.write_text(RECIPE)
@@ -114,7 +116,7 @@ def test_what_does_not_fit_is_refused_with_what_to_do(tmp_path, capsys, monkeypa
     assert "stages.1.draft.batch_tokens=1024" in capsys.readouterr().err
 
 
-def test_a_student_that_cannot_be_cut_is_refused_at_once(tmp_path, capsys):
+def test_draft_model_that_cannot_be_pruned_is_refused(tmp_path, capsys):
     recipe = tmp_path / "draft.yaml"
     recipe.write_text(RECIPE.replace("num_layers: 2", "num_layers: [0, 9]"))
     assert main.train([str(recipe), "--dry-run"]) == 2

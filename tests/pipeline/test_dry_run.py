@@ -82,7 +82,7 @@ def here(model, tmp_path, monkeypatch) -> Path:
 
 
 @pytest.mark.parametrize("count", [1, 5, 99, 10_000])
-def test_a_sample_is_every_nth_row(count, monkeypatch):
+def test_reservoir_samples_every_nth_example(count, monkeypatch):
     monkeypatch.setattr(dry_run, "SAMPLE_CHARACTERS", 600)
     sample = dry_run.RowReservoir()
     for number in range(count):
@@ -94,13 +94,13 @@ def test_a_sample_is_every_nth_row(count, monkeypatch):
     assert len(places) >= min(count, 30)
 
 
-def test_a_row_larger_than_a_sample_is_looked_at():
+def test_reservoir_takes_an_oversized_example():
     sample = dry_run.RowReservoir()
     sample.add(DataRecord("f:1", text="x" * (dry_run.SAMPLE_CHARACTERS + 1)))
     assert len(sample.rows) == 1
 
 
-def test_all_is_told(here, capsys):
+def test_dry_run_shows_model_data_and_plan(here, capsys):
     assert main.train(["recipe.yaml", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     for expected in (
@@ -122,7 +122,7 @@ def test_all_is_told(here, capsys):
     assert not (here / "exports").exists()
 
 
-def test_a_fresh_model_has_guessed_lengths(here, capsys):
+def test_dry_run_of_scratch_model_assumes_lengths(here, capsys):
     arguments = [
         "model={from_scratch: {vocab_size: 320, hidden_size: 64}}",
         "stages.train.adapter=null",
@@ -134,7 +134,7 @@ def test_a_fresh_model_has_guessed_lengths(here, capsys):
     assert "one two three" in printed
 
 
-def test_a_hub_model_is_left_alone(here, capsys):
+def test_dry_run_skips_hub_models(here, capsys):
     assert main.train(["recipe.yaml", "--dry-run", "model=org/model"]) == 0
     printed = capsys.readouterr().out
     assert "org/model: not on this disk" in printed
@@ -142,7 +142,9 @@ def test_a_hub_model_is_left_alone(here, capsys):
 
 
 @pytest.mark.parametrize("what", ["memory", "disk"])
-def test_what_will_not_fit_exits_3_unless_forced(here, capsys, monkeypatch, what):
+def test_run_that_does_not_fit_exits_3_unless_limits_are_ignored(
+    here, capsys, monkeypatch, what
+):
     if what == "memory":
         monkeypatch.setattr(resources, "memory_limit", lambda: 1000)
     else:
@@ -205,7 +207,7 @@ LEAN = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
     ],
     ids=str,
 )
-def test_memory_is_near_the_measured_peak(adapter, settings):
+def test_training_cost_memory_is_near_measured_peak(adapter, settings):
     # Estimates are those of loaded models, whose functions are replaced.
     cpu.enable()
     shape = ScratchModelConfig(
@@ -243,7 +245,7 @@ def network_step(shape, config) -> TrainStep:
     )
 
 
-def test_what_costs_time_and_what_saves_memory():
+def test_training_cost_of_options():
     def told(**settings):
         config = TrainConfig(steps=1, batch_size=8, **settings)
         return training_cost(anatomy(SHAPE), config, BatchShape(64, 512, 512), 4)
@@ -267,7 +269,7 @@ def test_what_costs_time_and_what_saves_memory():
     assert kept == plain
 
 
-def test_processes_with_shares_divide_what_they_keep(monkeypatch):
+def test_training_cost_with_fsdp_divides_shards(monkeypatch):
     def told(shard):
         config = TrainConfig(steps=1, batch_size=8, fsdp=shard)
         return training_cost(anatomy(SHAPE), config, BatchShape(64, 512, 512), 2)
@@ -283,7 +285,7 @@ def test_processes_with_shares_divide_what_they_keep(monkeypatch):
     assert spared == pytest.approx(0.75 * stored, abs=1)
 
 
-def test_chunks_by_themselves_where_logits_are_many():
+def test_loss_chunk_auto_depends_on_logits():
     config = TrainConfig(steps=1, batch_size=8)
     assert config.chunk(vocabulary=32768, tokens=4096, on_cpu=False) == 512
     assert config.chunk(vocabulary=32768, tokens=4095, on_cpu=False) is None
@@ -296,7 +298,7 @@ def test_chunks_by_themselves_where_logits_are_many():
     assert config.chunk(vocabulary=32768, tokens=64, on_cpu=True) == 128
 
 
-def test_operations_of_full_training_are_six_per_parameter_and_token():
+def test_training_cost_is_six_operations_per_parameter_and_token():
     shape = ScratchModelConfig(
         vocab_size=320,
         hidden_size=64,
@@ -312,7 +314,7 @@ def test_operations_of_full_training_are_six_per_parameter_and_token():
     assert told.operations == (6 * (told.parameters - norms) + attention) * 8
 
 
-def test_quantized_size_is_the_size_written():
+def test_quantized_bytes_are_the_bytes_written():
     shape = anatomy(SHAPE)
     grid = QuantizationConfig(bits=4, group_size=32)
     network = build_model(shape.config)
@@ -330,7 +332,7 @@ def test_quantized_size_is_the_size_written():
     assert shape.quantized_bytes(specs) == written
 
 
-def test_disk_holds_artefacts_and_checkpoints(here):
+def test_disk_estimate_has_artifacts_and_checkpoints(here):
     shape = anatomy(SHAPE)
     workload = Workload(shape, mx.float16, [64], 64, 0, lambda name: None)
 
@@ -348,7 +350,7 @@ def test_disk_holds_artefacts_and_checkpoints(here):
     assert needed == 2 * shape.bytes + 84 * trained
 
 
-def test_free_disk_is_that_of_the_nearest_folder_there_is(tmp_path):
+def test_free_bytes_uses_nearest_existing_folder(tmp_path):
     assert free_bytes(tmp_path / "not" / "yet") == free_bytes(tmp_path) > 0
     assert resources.memory_limit() > 1 << 20
     assert resources.training_speed(mx.float32) > 1e8

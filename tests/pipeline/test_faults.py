@@ -51,13 +51,13 @@ def test_missing_file(run, capsys):
     assert not run.output.exists()
 
 
-def test_rows_of_no_known_format(run, capsys):
+def test_records_of_unknown_format(run, capsys):
     (run.folder / "train.jsonl").write_text('{"frage": "1 + 1", "antwort": "2"}\n')
     said = fails(run, capsys, 2)
     assert "no dataset format matches the keys frage, antwort" in said
 
 
-def test_rows_too_long_for_the_model(run, capsys):
+def test_records_too_long_for_the_model(run, capsys):
     run.data["max_seq_length"] = 8
     run.write()
     said = fails(run, capsys, 2)
@@ -69,7 +69,7 @@ def with_model(tmp_path, model, *stages):
     return Run(tmp_path, *(stages or ({"train": TRAIN},)), model=model)
 
 
-def test_folder_that_is_no_model(tmp_path, capsys):
+def test_folder_without_model(tmp_path, capsys):
     (tmp_path / "nothing").mkdir()
     run = with_model(tmp_path, tmp_path / "nothing")
     said = fails(run, capsys, 2)
@@ -94,7 +94,7 @@ def test_unknown_architecture(tmp_path, model, capsys):
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"hidden_size": 64}', "\x00"])
-def test_config_that_is_none(tmp_path, model, capsys, text):
+def test_invalid_config_json(tmp_path, model, capsys, text):
     (model / "config.json").write_text(text)
     for flags in ((), ("--dry-run",), ("--ignore-limits",)):
         said = fails(with_model(tmp_path, model), capsys, 2, *flags)
@@ -123,7 +123,7 @@ def test_no_tokenizer(tmp_path, model, capsys):
     assert "the tokenizer does not load" in said
 
 
-def test_adapter_on_layers_that_are_not_there(tmp_path, base, capsys):
+def test_adapter_on_missing_layers(tmp_path, base, capsys):
     adapter = {"target_modules": ["attention.query"]}
     run = with_model(tmp_path, base, {"train": TRAIN | {"adapter": adapter}})
     said = fails(run, capsys, 2)
@@ -131,7 +131,7 @@ def test_adapter_on_layers_that_are_not_there(tmp_path, base, capsys):
     assert "self_attn.q_proj" in said
 
 
-def test_groups_that_do_not_fit(tmp_path, capsys):
+def test_group_size_that_does_not_fit(tmp_path, capsys):
     train = TRAIN | {"qat": {"group_size": 128}}
     run = Run(tmp_path, {"train": train})
     said = fails(run, capsys, 2)
@@ -139,7 +139,7 @@ def test_groups_that_do_not_fit(tmp_path, capsys):
     assert "its width 64 is not a multiple of 128" in said
 
 
-def test_a_rate_beyond_reason(run, capsys):
+def test_excessive_learning_rate_stops_with_nan(run, capsys):
     arguments = ("stages.1.train.learning_rate=1e30", "stages.1.train.warmup_ratio=0")
     said = fails(run, capsys, 1, *arguments)
     assert "the loss or its gradient is NaN or infinite at step" in said
@@ -189,7 +189,7 @@ def test_output_below_a_file(run, capsys):
     assert "cannot write: a part of the path is a file, not a folder" in said
 
 
-def test_output_that_is_something_else(run, capsys):
+def test_output_that_is_not_a_run_directory(run, capsys):
     run.output.mkdir()
     (run.output / "thesis.tex").write_text("years of work")
     for flags in ((), ("--restart",)):

@@ -21,7 +21,7 @@ STAGE = {
 IN_A_BLOCK, AT_THE_END = 4 + 7 + 4, 7 + 7 + 1
 
 
-def test_killed_again_and_again(make_checkpoint, tmp_path):
+def test_gptq_resumes_after_repeated_kills(make_checkpoint, tmp_path):
     model = make_checkpoint(num_hidden_layers=3, tie_word_embeddings=False)
     left = {}
     for name, turns in {

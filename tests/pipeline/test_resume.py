@@ -60,7 +60,7 @@ def expected(tmp_path_factory, base):
         ("down", "step", 9),
     ],
 )
-def test_killed(tmp_path, base, expected, kind, where, turn):
+def test_run_resumes_after_kill(tmp_path, base, expected, kind, where, turn):
     run = make_run(tmp_path, kind, base)
     assert run.attacked("SIGKILL", where, turn).returncode == -signal.SIGKILL
     assert bool(run.half_written()) == (where == "save")
@@ -71,7 +71,7 @@ def test_killed(tmp_path, base, expected, kind, where, turn):
 
 
 @pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM"])
-def test_stopped(tmp_path, base, expected, kind):
+def test_run_resumes_after_signal(tmp_path, base, expected, kind):
     run = make_run(tmp_path, "full", base)
     stopped = run.attacked(kind, "step", 7)
     assert stopped.returncode == 130
@@ -82,7 +82,7 @@ def test_stopped(tmp_path, base, expected, kind):
     assert run.outcome() == expected("full")
 
 
-def test_stopped_while_measuring(tmp_path, base, monkeypatch, capsys):
+def test_run_resumes_after_signal_in_evaluate(tmp_path, base, monkeypatch, capsys):
     run = Run(tmp_path, {"quantize": GRID}, {"evaluate": VALIDATE}, model=base)
 
     def stop(*_):
@@ -108,7 +108,7 @@ def finished(tmp_path, base):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
-def test_newest_checkpoint_damaged(tmp_path, base, expected, capsys, damage):
+def test_damaged_newest_checkpoint_is_skipped(tmp_path, base, expected, capsys, damage):
     run, (_, newest) = finished(tmp_path, base)
     weights = newest / "state.safetensors"
     data = bytearray(weights.read_bytes())
@@ -124,7 +124,7 @@ def test_newest_checkpoint_damaged(tmp_path, base, expected, capsys, damage):
     assert run.outcome() == expected("full")
 
 
-def test_every_checkpoint_damaged(tmp_path, base, expected):
+def test_damaged_checkpoints_restart_the_training(tmp_path, base, expected):
     run, kept = finished(tmp_path, base)
     for checkpoint in kept:
         (checkpoint / "state.json").unlink()
@@ -133,14 +133,14 @@ def test_every_checkpoint_damaged(tmp_path, base, expected):
     assert run.outcome() == expected("full")
 
 
-def test_another_seed_is_another_model(tmp_path, base, expected):
+def test_other_seed_gives_other_weights(tmp_path, base, expected):
     """Negative control of all the equal hashes here."""
     run = make_run(tmp_path, "full", base)
     assert run("seed=1") == 0
     assert run.outcome()[0] != expected("full")[0]
 
 
-def test_a_stopped_run_has_curves_and_a_resumed_one_all_of_them(tmp_path, base):
+def test_interrupted_run_has_curves(tmp_path, base):
     run = make_run(tmp_path / "stopped", "full", base)
     assert run.attacked("SIGINT", "step", 7).returncode == 130
     curves = run.output / "stages/1-train/curves.svg"

@@ -70,7 +70,7 @@ def check_report(report, names):
         assert all(map(math.isfinite, numbers))
 
 
-def test_fresh_trained_quantized_exported(whole):
+def test_run_from_scratch_to_export(whole):
     report = whole.json("report.json")
     check_report(report, ["fine-tuned", "quantized"])
     tuned, quantized = report["models"].values()
@@ -101,7 +101,7 @@ def test_fresh_trained_quantized_exported(whole):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trained_from_a_base(finished, kind):
+def test_run_from_a_base_model(finished, kind):
     run = finished(kind)
     report = run.json("report.json")
     check_report(report, NAMES[kind])
@@ -127,7 +127,7 @@ def greedy(folder, prompts, count):
 
 
 @pytest.mark.parametrize("kind", ["whole", *KINDS])
-def test_stock_mlx_lm_says_the_same(whole, finished, kind):
+def test_mlx_lm_logits_match(whole, finished, kind):
     run = whole if kind == "whole" else finished(kind)
     folder = run.output / "model"
     loaded = load(folder, compute="float32")
@@ -138,7 +138,7 @@ def test_stock_mlx_lm_says_the_same(whole, finished, kind):
     assert all(len(text) > 10 for text in found)
 
 
-def test_stock_mlx_lm_loads_the_adapter(finished, base):
+def test_mlx_lm_loads_the_adapter(finished, base):
     """Base plus adapter, and the fused export, are one model."""
     import mlx_lm
 
@@ -156,7 +156,7 @@ def test_stock_mlx_lm_loads_the_adapter(finished, base):
 
 
 @pytest.mark.parametrize("kind", ["lora-qat", "qat"])
-def test_the_dense_twin_rounds_to_what_is_served(finished, kind):
+def test_reference_quantizes_to_the_served_weights(finished, kind):
     """Codes are exported as trained; the twin is what they were rounded from."""
     stage = finished(kind).output / "stages/1-train"
     dense, model = (
@@ -172,7 +172,7 @@ def test_the_dense_twin_rounds_to_what_is_served(finished, kind):
         assert mx.array_equal(biases, model[f"{path}.biases"]), path
 
 
-def test_a_missed_gate_publishes_nothing(tmp_path, base, capsys):
+def test_missed_threshold_publishes_nothing(tmp_path, base, capsys):
     validate = VALIDATE | {
         "thresholds": {"max_perplexity": 1.01, "min_exact_match": 0.0}
     }
@@ -190,7 +190,7 @@ def test_a_missed_gate_publishes_nothing(tmp_path, base, capsys):
     assert run() == 1
 
 
-def test_a_gate_without_a_value_is_missed(tmp_path, base, capsys):
+def test_unmeasured_threshold_is_missed(tmp_path, base, capsys):
     """Nothing to compare the base with: an unproven claim is no proof."""
     validate = VALIDATE | {"thresholds": {"max_kl": 100.0}}
     run = Run(tmp_path, {"evaluate": validate}, "export", model=base)
@@ -208,7 +208,7 @@ def copied(whole, tmp_path):
     return run
 
 
-def test_finished_stages_are_skipped(tmp_path, whole):
+def test_complete_stages_are_skipped(tmp_path, whole):
     run = copied(whole, tmp_path)
     before = hash_folder(run.output / "model")
     lines = len(run.log.splitlines())
@@ -230,7 +230,7 @@ def test_finished_stages_are_skipped(tmp_path, whole):
         ("model", ["4-export"]),
     ],
 )
-def test_a_damaged_artefact_is_made_again(tmp_path, whole, capsys, damaged, again):
+def test_damaged_artifact_is_rebuilt(tmp_path, whole, capsys, damaged, again):
     run = copied(whole, tmp_path)
     weights = run.output / damaged / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -248,7 +248,7 @@ def test_a_damaged_artefact_is_made_again(tmp_path, whole, capsys, damaged, agai
     assert run.rows("samples.jsonl") == whole.rows("samples.jsonl")
 
 
-def test_a_changed_recipe_is_refused(tmp_path, whole, capsys):
+def test_changed_recipe_is_refused(tmp_path, whole, capsys):
     run = copied(whole, tmp_path)
     assert run("seed=7", "stages.1.train.steps=5") == 2
     said = capsys.readouterr().err
@@ -259,7 +259,7 @@ def test_a_changed_recipe_is_refused(tmp_path, whole, capsys):
     assert run() == 0
 
 
-def test_fresh_sets_the_old_run_aside(tmp_path, base):
+def test_restart_renames_the_old_run(tmp_path, base):
     run = Run(tmp_path, {"quantize": GRID}, model=base)
     assert run() == 0
     old = run.json("manifest.json")

@@ -19,7 +19,7 @@ def published(tmp_path_factory, base):
     return run
 
 
-def test_every_format_is_the_same_model(published):
+def test_every_export_format_is_the_same_model(published):
     wanted = load(published.output / "model").model(TOKENS)
     for place in ("hf", "gguf"):
         found = load(published.output / place).model(TOKENS)
@@ -31,7 +31,7 @@ def test_every_format_is_the_same_model(published):
         assert f"exported {name}:" in published.log
 
 
-def test_what_was_published_is_kept_whole(published):
+def test_exports_are_hashed_in_the_manifest(published):
     recorded = published.json("manifest.json")["stages"]["2-export"]["artifacts"]
     assert {"model", "hf", "peft", "gguf"} <= recorded.keys()
     before = len(published.log)
@@ -41,7 +41,7 @@ def test_what_was_published_is_kept_whole(published):
     load(published.output / "gguf")
 
 
-def test_one_that_is_not_proven_keeps_all_back(tmp_path, base, monkeypatch):
+def test_failed_verification_publishes_no_format(tmp_path, base, monkeypatch):
     real = hf.unstack_experts
     monkeypatch.setattr(
         hf, "unstack_experts", lambda t: real({n: v + 1 for n, v in t.items()})
@@ -53,7 +53,7 @@ def test_one_that_is_not_proven_keeps_all_back(tmp_path, base, monkeypatch):
     assert not run.half_written()
 
 
-def test_a_training_goes_on_from_an_adapter(published, tmp_path, base):
+def test_training_continues_from_an_exported_adapter(published, tmp_path, base):
     """The first validation is of the adapter; peft's format gives the same."""
     before = [r["loss"] for r in published.rows() if r["kind"] == "valid"]
     for form in ("adapters", "peft"):
@@ -67,7 +67,7 @@ def test_a_training_goes_on_from_an_adapter(published, tmp_path, base):
         assert first < before[0] - 0.01
 
 
-def test_a_model_is_loaded_with_the_adapter_in_both_formats(published, base):
+def test_model_loads_with_adapter_in_both_formats(published, base):
     own, foreign = (
         load(base, adapter=published.output / form).model(TOKENS)
         for form in ("adapters", "peft")
@@ -90,7 +90,7 @@ def test_a_model_is_loaded_with_the_adapter_in_both_formats(published, base):
         (["onnx"], {}, "onnx"),
     ],
 )
-def test_what_cannot_be_exported_is_said_first(
+def test_unsupported_export_is_refused_before_training(
     tmp_path, make_checkpoint, capsys, formats, changes, said
 ):
     stages = {"evaluate": VALIDATE}, {"export": {"formats": formats}}

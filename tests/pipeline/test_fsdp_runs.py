@@ -50,7 +50,7 @@ def weights(run) -> dict[str, mx.array]:
     return mx.load(str(run.output / "stages/1-train/dense/model.safetensors"))
 
 
-def test_shares_leave_what_one_process_leaves(plain, expected):
+def test_fsdp_matches_one_process(plain, expected):
     found = [[r for r in run.rows() if "loss" in r] for run in (expected, plain)]
     assert_close(*found)
     mine, others = weights(expected), weights(plain)
@@ -66,7 +66,7 @@ def test_shares_leave_what_one_process_leaves(plain, expected):
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, "SIGINT"), (1, "SIGTERM")])
-def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, expected, rank, kind):
+def test_fsdp_resumes_exactly(tmp_path, expected, rank, kind):
     run = make_run(tmp_path)
     attack = [str(rank), kind, "step", "7", *run.arguments()]
     ended = in_ring(SCATTER + ATTACK, *attack, folder=tmp_path)
@@ -77,7 +77,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(tmp_path, expected, rank, kind):
     assert run.outcome() == expected.outcome()
 
 
-def test_a_ring_cannot(tmp_path):
+def test_fsdp_over_ring_is_refused(tmp_path):
     run = make_run(tmp_path)
     for done in both(run, MAIN):
         assert done.returncode == 2
@@ -87,7 +87,7 @@ def test_a_ring_cannot(tmp_path):
     assert not run.output.exists()
 
 
-def test_one_process_cannot(tmp_path, capsys):
+def test_fsdp_in_one_process_is_refused(tmp_path, capsys):
     run = make_run(tmp_path)
     assert run() == 2
     told = capsys.readouterr().err

@@ -60,7 +60,7 @@ def answers_kept():
     return sorted((cache.root() / "completions").rglob("index.json"))
 
 
-def test_the_draft_says_what_it_is_and_whether_it_pays(distilled, base):
+def test_draft_json_has_recommendation_and_costs(distilled, base):
     draft, report = distilled.json("draft/draft.json"), distilled.json("report.json")
     assert draft["target"] == weights_digest(base)
     assert draft["recommendation"] == (
@@ -98,7 +98,7 @@ def test_the_draft_says_what_it_is_and_whether_it_pays(distilled, base):
     )
 
 
-def test_the_card_and_the_page_tell_of_every_suite_and_of_the_sibling(distilled):
+def test_card_and_page_show_every_prompt_set_and_the_baseline(distilled):
     card = (distilled.output / "draft/README.md").read_text()
     assert "|  | standard | prompt_lookup | baseline_model | draft |" in card
     page = (distilled.output / "report.html").read_text()
@@ -112,7 +112,7 @@ def test_the_card_and_the_page_tell_of_every_suite_and_of_the_sibling(distilled)
     assert not any("-" in re.sub(r"<[^>]+>", " ", cells) for cells in shown)
 
 
-def test_a_sibling_with_other_tokens_is_told_of_before_the_training(
+def test_baseline_model_with_other_tokenizer_is_refused_before_training(
     distilled, tmp_path, capsys
 ):
     other = tmp_path / "other"
@@ -130,7 +130,7 @@ def test_a_sibling_with_other_tokens_is_told_of_before_the_training(
     assert not (run.output / "metrics.jsonl").exists()
 
 
-def test_training_tells_bounds_rounds_and_a_prediction(distilled):
+def test_draft_training_logs_bounds_lengths_and_prediction(distilled):
     rows = [row for row in distilled.rows() if row["kind"] == "draft"]
     assert [row["step"] for row in rows] == [0, 6, 12]
     for row in rows:
@@ -142,7 +142,7 @@ def test_training_tells_bounds_rounds_and_a_prediction(distilled):
     assert "MB on disk" in distilled.log
 
 
-def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp_path):
+def test_completions_are_generated_once_for_several_losses(distilled, tmp_path):
     before = answers_kept()
     other = {
         **DISTILL,
@@ -163,7 +163,7 @@ def test_answers_are_asked_once_and_learnt_anew_with_another_loss(distilled, tmp
     assert config["quantization"]["bits"] == 8
 
 
-def test_a_missed_gate_publishes_nothing_and_ends_with_1(distilled, tmp_path):
+def test_missed_draft_threshold_publishes_nothing(distilled, tmp_path):
     fresh = {"from_scratch": True, "num_layers": 1}
     gates = {
         **DISTILL,
@@ -178,7 +178,7 @@ def test_a_missed_gate_publishes_nothing_and_ends_with_1(distilled, tmp_path):
     assert not (run.output / "draft").exists()
 
 
-def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
+def test_draft_depth_is_chosen_by_predicted_speedup(distilled, tmp_path):
     auto = {
         **DISTILL,
         "draft_model": {"num_layers": "auto", "intermediate_size": 32},
@@ -196,7 +196,7 @@ def test_the_shape_is_chosen_by_predicted_speed(distilled, tmp_path):
     assert last["acceptance_lower_bound"] == last["acceptance_upper_bound"]
 
 
-def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_path):
+def test_interrupted_draft_training_resumes_exactly(distilled, tmp_path):
     run = run_of(tmp_path, {"draft": DISTILL}, model=distilled.model)
     assert run.attacked("SIGTERM", "step", 7).returncode == 130
     assert run() == 0
@@ -205,9 +205,7 @@ def test_a_stopped_training_goes_on_and_leaves_the_same_draft(distilled, tmp_pat
     assert hash_file(run.output / file) == hash_file(distilled.output / file)
 
 
-def test_replays_of_a_stopped_training_leave_the_same_draft(
-    distilled, tmp_path_factory
-):
+def test_interrupted_on_policy_training_resumes_exactly(distilled, tmp_path_factory):
     replayed = {
         "on_policy": {"fraction": 0.5, "rollout_tokens": 3, "rollout_interval": 2}
     }
@@ -226,7 +224,7 @@ def test_replays_of_a_stopped_training_leave_the_same_draft(
     assert hash_file(files[0]) == hash_file(files[1])
 
 
-def test_a_model_is_not_changed_after_its_draft(distilled, tmp_path, capsys):
+def test_model_change_after_draft_is_refused(distilled, tmp_path, capsys):
     run = run_of(
         tmp_path, {"draft": DISTILL}, {"quantize": {"bits": 4}}, model=distilled.model
     )
@@ -241,7 +239,7 @@ def texts(distilled, prompt):
     return loaded, generator.chat(prompt, max_tokens=12)
 
 
-def test_mlx_lm_says_the_same_with_the_draft(distilled):
+def test_mlx_lm_output_is_unchanged_by_the_draft(distilled):
     import mlx.core as mx
     from mlx_lm import load as stock_load
     from mlx_lm.generate import speculative_generate_step
@@ -258,7 +256,7 @@ def test_mlx_lm_says_the_same_with_the_draft(distilled):
     assert [token for token, *_ in steps] == ours.tokens
 
 
-def test_mlx_lms_server_says_the_same_with_the_draft(distilled, tmp_path):
+def test_mlx_lm_server_output_is_unchanged_by_the_draft(distilled, tmp_path):
     _, ours = texts(distilled, "Add 4 and 4.")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -76,7 +76,7 @@ def gained(tmp_path_factory, base):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_does_not_move_is_what_was_quantized(tmp_path, base, way):
+def test_training_without_updates_keeps_the_codes(tmp_path, base, way):
     """Tensors and logits, bit for bit."""
     stages = {"quantize": GPTQ}, {"train": STILL | WAYS[way]}
     run = Run(tmp_path, *stages, model=base)
@@ -94,7 +94,7 @@ def test_what_does_not_move_is_what_was_quantized(tmp_path, base, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_training_gains_and_the_files_have_it(gained, way):
+def test_training_from_codes_improves_exported_loss(gained, way):
     run = gained(way)
     said = "training continues from the codes of 15 layers" in run.log
     assert said == (way != "qa_lora")
@@ -114,7 +114,7 @@ def test_training_gains_and_the_files_have_it(gained, way):
 
 
 @pytest.mark.parametrize("way", ["kept by lora", "qa_lora"])
-def test_killed_and_resumed(tmp_path, base, gained, way):
+def test_training_from_codes_resumes_after_kill(tmp_path, base, gained, way):
     stages = {"quantize": GRID}, {"train": MOVING | WAYS[way]}
     run = Run(tmp_path, *stages, model=base)
     assert run.attacked("SIGKILL", "step", 8).returncode == -signal.SIGKILL
@@ -123,7 +123,7 @@ def test_killed_and_resumed(tmp_path, base, gained, way):
     assert run.outcome() == gained(way).outcome()
 
 
-def test_biases_take_up_an_adapter_of_a_model_quantized_elsewhere(tmp_path, gained):
+def test_qa_lora_of_imported_model_changes_biases_only(tmp_path, gained):
     """Validated, exported and adapted twice over, it has the size of the base."""
     first = gained("qa_lora")
     train = {"train": TRAIN | WAYS["qa_lora"]}
@@ -140,14 +140,14 @@ def test_biases_take_up_an_adapter_of_a_model_quantized_elsewhere(tmp_path, gain
     assert last["bits_per_weight"] < 4
 
 
-def test_qa_lora_of_a_model_without_codes_is_refused(tmp_path, base, capsys):
+def test_qa_lora_of_unquantized_model_is_refused(tmp_path, base, capsys):
     run = Run(tmp_path, {"train": TRAIN | WAYS["qa_lora"]}, model=base)
     assert run() == 2
     assert "a qa_lora adapter needs a quantized model" in capsys.readouterr().err
     assert not run.output.exists()
 
 
-def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
+def test_training_from_codes_of_an_imported_model(tmp_path, make_checkpoint):
     """Experts too; without the weights it was made of, its twin is what codes mean."""
     first = Run(tmp_path, {"quantize": GRID}, model=make_checkpoint(QWEN3_MOE))
     assert first() == 0
@@ -190,7 +190,7 @@ def test_a_model_quantized_elsewhere(tmp_path, make_checkpoint):
         ),
     ],
 )
-def test_a_contradiction_is_refused_before_any_work(
+def test_conflicting_quantization_is_refused_before_training(
     tmp_path, base, capsys, asked, said
 ):
     stages = {"quantize": GRID}, {"train": TRAIN | {"qat": asked}}

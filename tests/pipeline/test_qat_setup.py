@@ -41,7 +41,7 @@ def mixed(make_checkpoint, tmp_path):
     return load(target, compute="stored")
 
 
-def test_layers_keep_the_grids_they_have(mixed):
+def test_prepare_keeps_specs_of_quantized_layers(mixed):
     found = prepare(config(bits=3, quantizer="lsq"), mixed, NullLogger())
     assert found.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
     assert "model.embed_tokens" in found.selection.skipped
@@ -75,7 +75,7 @@ def dense(make_checkpoint):
     return {f"{path}.weight": weights[f"{path}.weight"] for path in (UP, DOWN)}
 
 
-def test_weights_begin_near_what_was_quantized(mixed, dense):
+def test_latent_weights_begin_near_unquantized_weights(mixed, dense):
     found = begun(mixed, dense.copy)
     points = begun(mixed, latent_init="codes")
     for path, weight in found.items():
@@ -84,7 +84,7 @@ def test_weights_begin_near_what_was_quantized(mixed, dense):
         assert left.item() < 0.1
 
 
-def test_weights_of_unknown_origin_are_spread_by_the_seed(mixed, dense):
+def test_latent_weights_of_unknown_origin_are_random_by_seed(mixed, dense):
     """As are those of layers whose scales a method has folded."""
     folded = {name: 3 * value for name, value in dense.items()}
     found, same = begun(mixed), begun(mixed, folded.copy)
@@ -95,7 +95,7 @@ def test_weights_of_unknown_origin_are_spread_by_the_seed(mixed, dense):
         assert not mx.array_equal(weight, points[path])
 
 
-def test_what_the_model_has_been_is_learned_from_the_points(mixed, dense):
+def test_self_distillation_begins_at_the_codes(mixed, dense):
     points = begun(mixed, latent_init="codes")
     found = begun(mixed, dense.copy, teacher={})
     asked = begun(mixed, dense.copy, teacher={}, latent_init="nearest")
@@ -104,7 +104,7 @@ def test_what_the_model_has_been_is_learned_from_the_points(mixed, dense):
         assert not mx.array_equal(asked[path], weight)
 
 
-def test_a_dense_model_has_no_points_to_begin_at(make_checkpoint):
+def test_latent_init_of_unquantized_model_is_refused(make_checkpoint):
     loaded = load(make_checkpoint(), compute="stored")
     with pytest.raises(UserError, match="latent_init is for a quantized model"):
         prepare(config(quantizer="lsq", latent_init="codes"), loaded, NullLogger())
@@ -129,17 +129,17 @@ def test_a_dense_model_has_no_points_to_begin_at(make_checkpoint):
         ({"bits": 4, "quantizer": "lsq"} | PHASES, "would quantize it again"),
     ],
 )
-def test_a_model_in_codes_is_never_rounded_anew(mixed, rounding, said):
+def test_quantized_model_is_never_quantized_again(mixed, rounding, said):
     with pytest.raises(UserError, match=said):
         prepare(config(**rounding), mixed, NullLogger())
 
 
-def test_full_training_of_codes_needs_a_grid(mixed):
+def test_full_training_of_quantized_model_is_refused(mixed):
     with pytest.raises(UserError, match="full fine-tuning needs its weights"):
         prepare(TrainConfig(**COMMON), mixed, NullLogger())
 
 
-def test_floating_point_grids_stay(make_checkpoint, tmp_path):
+def test_floating_point_codes_cannot_be_trained(make_checkpoint, tmp_path):
     loaded = load(make_checkpoint(), compute="stored")
     weights = dict(mx.load(str(loaded.path / "model.safetensors")))
     spec = QuantSpec(mode="mxfp4")
@@ -179,13 +179,13 @@ def test_floating_point_grids_stay(make_checkpoint, tmp_path):
         ),
     ],
 )
-def test_settings_that_contradict(change, said):
+def test_conflicting_qat_settings_are_refused(change, said):
     late = {"qat": QATConfig(fake_quant_after_n_steps=5)}
     with pytest.raises(ValidationError, match=said):
         TrainConfig(**COMMON | late | change)
 
 
-def test_rounding_begins_before_the_end():
+def test_require_steps_refuses_late_phases():
     require_steps(QATConfig(fake_quant_after_n_steps=5), 6)
     require_steps(None, 1)
     with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):

@@ -40,7 +40,7 @@ def same_logits_in_stock_mlx_lm(folder) -> bool:
 
 
 @pytest.mark.parametrize("kind", [*METHODS, "train"])
-def test_mixed_grids_load_in_mlx_lm(kind, tmp_path, base):
+def test_mixed_precision_checkpoint_loads_in_mlx_lm(kind, tmp_path, base):
     settings = {"bits": 4, "group_size": 64, "overrides": MIXED}
     if kind == "train":
         stage = {"train": TRAIN | {"qat": settings}}
@@ -69,7 +69,7 @@ def test_mixed_grids_load_in_mlx_lm(kind, tmp_path, base):
     ],
     ids=str,
 )
-def test_a_budget_is_kept_to_the_byte(budget, tmp_path, base):
+def test_mixed_precision_target_is_met_to_the_byte(budget, tmp_path, base):
     run = run_of(tmp_path, base, mixed_precision=budget, method="rtn")
     assert run() == 0
     folder = run.output / "stages/1-quantize/model"
@@ -85,7 +85,7 @@ def test_a_budget_is_kept_to_the_byte(budget, tmp_path, base):
     assert same_logits_in_stock_mlx_lm(folder)
 
 
-def test_a_wrong_key_of_a_pattern_is_told_with_the_right_one(tmp_path, base, capsys):
+def test_unknown_override_key_gets_a_hint(tmp_path, base, capsys):
     run = run_of(tmp_path, base, overrides={"*.down_proj": {"bitz": 4}, "*": "leave"})
     assert run() == 2
     told = capsys.readouterr().err
@@ -94,7 +94,7 @@ def test_a_wrong_key_of_a_pattern_is_told_with_the_right_one(tmp_path, base, cap
     assert "2 problems" in told
 
 
-def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
+def test_overrides_count_towards_mixed_precision_target(tmp_path, base):
     layers = {"*.down_proj": {"mode": "mxfp4"}, "mlp.up_proj": "skip"}
     budget = {"target_bpw": 5.5, "candidate_bits": [2, 3, 6]}
     run = run_of(tmp_path, base, mixed_precision=budget, overrides=layers, method="rtn")
@@ -117,7 +117,9 @@ def test_layers_with_a_grid_of_their_own_keep_it_and_count(tmp_path, base):
         (17.0, "holds the unquantized model", "smaller budget"),
     ],
 )
-def test_budgets_that_are_none(bits, message, hint, tmp_path, base, capsys):
+def test_impossible_mixed_precision_target_is_refused(
+    bits, message, hint, tmp_path, base, capsys
+):
     run = run_of(tmp_path, base, mixed_precision={"target_bpw": bits})
     assert run() == 2
     told = capsys.readouterr().err
@@ -125,7 +127,7 @@ def test_budgets_that_are_none(bits, message, hint, tmp_path, base, capsys):
     assert hint in told
 
 
-def test_the_smallest_budget_that_is_named_is_enough(tmp_path, base, capsys):
+def test_smallest_mixed_precision_target_works(tmp_path, base, capsys):
     few = {"candidate_bits": [2, 3, 6]}
     run = run_of(tmp_path, base, mixed_precision=few | {"target_bpw": 1.0})
     assert run() == 2
@@ -143,7 +145,7 @@ def test_the_smallest_budget_that_is_named_is_enough(tmp_path, base, capsys):
     assert run("--restart") == 2
 
 
-def test_sensitivities_are_measured_once(tmp_path, base):
+def test_sensitivities_are_cached(tmp_path, base):
     told = []
     for bits in (4.0, 4.5):
         folder = tmp_path / f"{bits}"

@@ -72,7 +72,7 @@ def sessions(run):
     return sorted((run.output / "wandb").glob("offline-run-*/*.wandb"))
 
 
-def test_figures_are_kept_in_the_run_folder(make, expected):
+def test_tracker_files_are_in_the_run_directory(make, expected):
     run = make({"train": TRAIN}, {"evaluate": VALIDATE}, type="wandb", name="a name")
     # What the recipe says holds, not what the environment says.
     done = launch(run, WANDB_MODE="online", WANDB_API_KEY="0" * 40)
@@ -90,7 +90,7 @@ def test_figures_are_kept_in_the_run_folder(make, expected):
     assert (models, [r for r in rows if r["stage"] == "1-train"]) == expected
 
 
-def test_a_resumed_run_is_the_same_one(make, expected):
+def test_resumed_run_keeps_tracker_id(make, expected):
     run = make({"train": TRAIN}, type="wandb")
     assert run.attacked("SIGKILL", "step", 8).returncode < 0
     # Where results go is no part of the recipe's identity.
@@ -101,7 +101,7 @@ def test_a_resumed_run_is_the_same_one(make, expected):
 
 
 @pytest.mark.parametrize("place", ["import", "init", "log", "finish"])
-def test_a_broken_tracker_stops_nothing(make, expected, tmp_path, place):
+def test_broken_tracker_does_not_stop_the_run(make, expected, tmp_path, place):
     (tmp_path / "wandb.py").write_text(BROKEN)
     run = make({"train": TRAIN}, type="wandb")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
@@ -112,7 +112,7 @@ def test_a_broken_tracker_stops_nothing(make, expected, tmp_path, place):
     assert run.outcome() == expected
 
 
-def test_without_a_key_nothing_is_asked(make, tmp_path):
+def test_tracker_without_key_does_not_prompt(make, tmp_path):
     run = make({"train": TRAIN | {"steps": 1}}, type="wandb", mode="online")
     done = launch(run, HOME=str(tmp_path), NETRC=str(tmp_path / "none"))
     assert done.returncode == 0, done.stderr
@@ -120,7 +120,7 @@ def test_without_a_key_nothing_is_asked(make, tmp_path):
     assert "there is no API key: see `wandb login`" in done.stderr
 
 
-def test_a_tracker_has_a_type(make):
+def test_tracker_needs_a_type(make):
     run = make({"train": TRAIN}, project="lmx")
     with pytest.raises(UserError, match="tracker"):
         load(run.recipe)

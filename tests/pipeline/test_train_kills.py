@@ -82,7 +82,7 @@ def kill_once(run, wait, draw):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_killed_at_random_moments(tmp_path, base, kind):
+def test_training_resumes_after_kills_at_random_moments(tmp_path, base, kind):
     calm = make_run(tmp_path / "calm", kind, base)
     assert calm() == 0
     run, draw = make_run(tmp_path / "killed", kind, base), random.Random(kind)

@@ -39,7 +39,7 @@ class Generator:
         (DataRecord("x", text="To be\nor not"), "To be or not", None),
     ],
 )
-def test_every_kind_of_row_asks_for_something(row, prompt, expected):
+def test_sample_prompt_of_every_record_format(row, prompt, expected):
     [shown] = choose_samples([row], 4)
     shown.generate("fine-tuned", Generator())
     assert shown.to_json() == {
@@ -49,18 +49,18 @@ def test_every_kind_of_row_asks_for_something(row, prompt, expected):
     }
 
 
-def test_of_a_text_the_opening_is_shown():
+def test_sample_prompt_of_text_is_its_opening():
     [shown] = choose_samples([DataRecord("x", text="word " * 500)], 4)
     assert shown.prompt == " ".join(["word"] * OPENING_WORDS)
 
 
-def test_what_the_model_cannot_read_has_no_answer():
+def test_overlong_sample_prompt_has_no_answer():
     [shown] = choose_samples([chat("a" * 31, "b")], 4)
     shown.generate("fine-tuned", Generator())
     assert shown.answers == {}
 
 
-def test_kinds_come_in_turn_and_empty_rows_not_at_all():
+def test_samples_alternate_skills_and_skip_empty_prompts():
     rows = [chat(f"{skill}{n}", "x", skill) for skill in "ab" for n in range(3)]
     rows.insert(0, DataRecord("x", prompt="", completion="unasked"))
     assert [row.prompt for row in choose_samples(rows, 3)] == ["a0", "b0", "a1"]

@@ -31,7 +31,7 @@ def tuned(request, tmp_path_factory, coded):
     return run
 
 
-def test_the_gain_is_kept_by_dense_weights_and_not_by_the_old_grid(tuned):
+def test_adapter_improvement_survives_dense_export_only(tuned):
     gain = tuned.json("report.json")["training"]["improvement"]
     assert gain["in_training"] > 0.01
     assert gain["exported"] == pytest.approx(gain["in_training"], abs=1e-3)
@@ -43,7 +43,7 @@ def test_the_gain_is_kept_by_dense_weights_and_not_by_the_old_grid(tuned):
     assert dense["bits_per_weight"] == 16
 
 
-def test_stock_mlx_lm_loads_the_fused(tuned, coded):
+def test_mlx_lm_loads_the_fused_model(tuned, coded):
     import mlx_lm
 
     folder = tuned.output / "stages/1-train/dense"
@@ -54,7 +54,7 @@ def test_stock_mlx_lm_loads_the_fused(tuned, coded):
     assert mx.abs(own - plain).max().item() > 0.1
 
 
-def test_experts_and_the_embedding(tmp_path, make_checkpoint):
+def test_adapter_of_experts_and_embedding(tmp_path, make_checkpoint):
     adapter = {"rank": 4, "target_modules": ["*", "model.embed_tokens"]}
     train = TRAIN | {"adapter": adapter, "learning_rate": 1e-2}
     stages = {"train": train}, {"evaluate": MEASURE}
@@ -89,7 +89,9 @@ def test_experts_and_the_embedding(tmp_path, make_checkpoint):
         ),
     ],
 )
-def test_what_cannot_be_is_refused(tmp_path, coded, capsys, change, said):
+def test_invalid_adapter_of_quantized_model_is_refused(
+    tmp_path, coded, capsys, change, said
+):
     run = Run(tmp_path, {"train": TRAIN | change}, model=coded)
     assert run() == 2
     assert said in capsys.readouterr().err

@@ -30,7 +30,7 @@ def facts_of(folder, base, **settings):
     return run, run.json("manifest.json")["stages"]["1-quantize"]["facts"]["facts"]
 
 
-def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
+def test_quantize_stage_selects_best_candidate(tmp_path, base):
     run, facts = facts_of(tmp_path, base, method="gptq", scale_tuning=TUNE)
     found = facts["eval_kl"]
     assert list(found) == ["rtn", "gptq", "scale_tuning"]
@@ -40,7 +40,7 @@ def test_every_step_is_judged_and_what_is_left_is_the_best(tmp_path, base):
     assert left <= {"model", "walk"}
 
 
-def test_answers_alone_are_judged(tmp_path, base):
+def test_eval_kl_covers_completions_only(tmp_path, base):
     """Where they alone count, against the whole answers of the validation rows."""
     calibration = QUANTIZE["calibration"] | {
         "loss_on": "completions",
@@ -69,7 +69,7 @@ def test_answers_alone_are_judged(tmp_path, base):
         ({"method": "gptq", "scale_tuning": False, "rollback_if_worse": False}, None),
     ],
 )
-def test_only_what_is_asked_for_is_judged(tmp_path, base, settings, judged):
+def test_eval_kl_has_only_configured_candidates(tmp_path, base, settings, judged):
     _, facts = facts_of(tmp_path, base, **settings)
     assert judged == (list(facts["eval_kl"]) if judged else None)
     assert ("eval_kl" in facts) == bool(judged)
@@ -103,7 +103,7 @@ def calibrating(monkeypatch, train, valid):
 
 
 @pytest.mark.parametrize("valid", [[], [100, 101], [2, 3, 4]])
-def test_nothing_is_watched_that_is_judged_by(monkeypatch, valid):
+def test_calibration_and_evaluation_tokens_are_disjoint(monkeypatch, valid):
     found = calibrating(monkeypatch, range(20), valid)
     watched = set(found.train_sequences(8).tokens.flatten().tolist())
     assert len(watched) == 8

@@ -39,7 +39,7 @@ def with_data(stand_in, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("token", [None, READER])
 @pytest.mark.parametrize("flag", [[], ["--dry-run"]])
-def test_without_the_right_to_write_nothing_is_trained(
+def test_run_without_hub_write_access_is_refused(
     stand_in, make_checkpoint, tmp_path, monkeypatch, capfd, token, flag
 ):
     run = Run(tmp_path, TRAIN, export(), model=make_checkpoint())
@@ -60,9 +60,7 @@ def test_without_the_right_to_write_nothing_is_trained(
     assert not run.output.exists()
 
 
-def test_a_broken_push_is_resumed_by_the_same_command(
-    stand_in, make_checkpoint, tmp_path, capfd
-):
+def test_failed_push_resumes(stand_in, make_checkpoint, tmp_path, capfd):
     run = Run(tmp_path, TRAIN, export(license="mit"), model=make_checkpoint())
     stand_in.breaks = lambda method, path: path.endswith("/commit/main")
     assert run() == 1
@@ -86,7 +84,7 @@ def test_a_broken_push_is_resumed_by_the_same_command(
     assert TOKEN not in said
 
 
-def test_model_and_rows_of_a_revision_and_what_the_card_says_of_them(
+def test_hub_revision_and_license_are_in_the_card(
     with_data, make_checkpoint, tmp_path, monkeypatch
 ):
     import datasets

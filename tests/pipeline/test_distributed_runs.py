@@ -74,7 +74,7 @@ def expected(tmp_path_factory, plain):
     return run, ended
 
 
-def test_only_the_first_one_tells(expected):
+def test_only_rank_0_logs(expected):
     run, (first, second) = expected
     assert "2 processes over ring; each trains on 1/2 of every batch" in first.stdout
     assert second.stdout == second.stderr == ""
@@ -92,7 +92,7 @@ def assert_close(found: list[dict], expected: list[dict]) -> None:
         assert mine == pytest.approx(numbers, rel=1e-4)
 
 
-def test_the_training_is_that_of_one_process(plain, expected):
+def test_distributed_training_matches_one_process(plain, expected):
     # In the other stage dropout draws by process.
     assert_close(*(of_first_stage(run) for run in (expected[0], plain)))
 
@@ -102,7 +102,7 @@ def of_first_stage(run) -> list[dict]:
 
 
 @pytest.mark.parametrize(("rank", "kind"), [(0, "SIGTERM"), (1, "SIGINT")])
-def test_a_signal_to_one_stops_both(tmp_path, expected, rank, kind):
+def test_signal_to_one_rank_stops_all(tmp_path, expected, rank, kind):
     run = make_run(tmp_path)
     # The second training's fourth step.
     attack = [str(rank), kind, "step", "16", *run.arguments()]
@@ -118,7 +118,7 @@ def test_a_signal_to_one_stops_both(tmp_path, expected, rank, kind):
     assert run.outcome() == expected[0].outcome()
 
 
-def test_one_process_goes_on_where_two_stopped(tmp_path, expected):
+def test_one_process_resumes_a_distributed_run(tmp_path, expected):
     run = make_run(tmp_path, TWICE[0])
     stopped = in_ring(
         ATTACK, "1", "SIGINT", "step", "7", *run.arguments(), folder=tmp_path
@@ -129,7 +129,7 @@ def test_one_process_goes_on_where_two_stopped(tmp_path, expected):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_death_of_one_ends_the_other_and_costs_nothing(tmp_path, expected, rank):
+def test_death_of_one_rank_ends_the_others(tmp_path, expected, rank):
     run = make_run(tmp_path)
     attack = [str(rank), "SIGKILL", "step", "9", *run.arguments()]
     ended = in_ring(ATTACK, *attack, folder=tmp_path)
@@ -142,7 +142,7 @@ def test_the_death_of_one_ends_the_other_and_costs_nothing(tmp_path, expected, r
         assert run.outcome() == expected[0].outcome()
 
 
-def test_what_is_not_a_number_stops_both(tmp_path):
+def test_nan_loss_stops_all_ranks(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN | {"learning_rate": 1e38}})
     first, second = both(run)
     assert (first.returncode, second.returncode) == (1, 1)
@@ -152,7 +152,7 @@ def test_what_is_not_a_number_stops_both(tmp_path):
     assert len(record["tokens"]) == TRAIN["batch_size"]
 
 
-def test_what_the_first_one_alone_finds_ends_both(tmp_path):
+def test_error_of_rank_0_ends_all_ranks(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN | {"steps": 1}}, {"evaluate": VALIDATE})
     run.stages[1]["evaluate"] = VALIDATE | {"thresholds": {"max_perplexity": 0.5}}
     run.write()
@@ -167,7 +167,7 @@ def test_what_the_first_one_alone_finds_ends_both(tmp_path):
     assert second.stderr == ""
 
 
-def test_all_must_see_the_run_folder(tmp_path):
+def test_ranks_must_see_the_run_directory(tmp_path):
     run = make_run(tmp_path)
     elsewhere = (
         """
@@ -216,7 +216,9 @@ if os.environ["MLX_RANK"] == "1":
         (OTHER_MODEL, "begins with another model than"),
     ],
 )
-def test_all_must_do_the_same(tmp_path, monkeypatch, difference, told):
+def test_ranks_must_have_the_same_recipe_and_model(
+    tmp_path, monkeypatch, difference, told
+):
     run = make_run(tmp_path, {"train": TRAIN})
     # A name that means another file elsewhere.
     monkeypatch.chdir(tmp_path)
@@ -253,7 +255,7 @@ TrainStep.__call__ = hang
 """
 
 
-def test_who_waits_for_a_hanging_one_can_be_ended(tmp_path):
+def test_rank_that_waits_for_a_hanging_rank_can_be_ended(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN})
     first, second = in_ring(HANG + MAIN, *run.arguments(), folder=tmp_path)
     assert first.returncode == 130
@@ -262,7 +264,7 @@ def test_who_waits_for_a_hanging_one_can_be_ended(tmp_path):
     assert "resuming after step 6" in run.log
 
 
-def test_under_mlx_launch(tmp_path, expected):
+def test_run_under_mlx_launch(tmp_path, expected):
     run = make_run(tmp_path)
     port = str(min(free_ports(3)))
     command = [BIN / "mlx.launch", "-n", "2", "--backend", "ring", "-p", port, "--"]
@@ -286,7 +288,7 @@ def second_of_two(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [["--dry-run", "tiny"], ["--list"]])
-def test_only_the_first_one_checks(second_of_two, capsys, arguments):
+def test_only_rank_0_runs_dry_run_and_list(second_of_two, capsys, arguments):
     assert main.train(arguments) == 0
     assert capsys.readouterr() == ("", "")
 

@@ -58,7 +58,7 @@ def test_examples_are_tokenized_once(tmp_path, base, encoded):
 @pytest.mark.parametrize(
     "change", ["content", "max_seq_length", "loss_on", "max_samples", "template"]
 )
-def test_what_changes_tokens_makes_new_ones(tmp_path, base, make_copy, encoded, change):
+def test_token_cache_is_invalidated(tmp_path, base, make_copy, encoded, change):
     model = make_copy(base)
     run = Run(tmp_path, {"train": SHORT}, model=model)
     assert run() == 0
@@ -88,7 +88,7 @@ def make_copy(tmp_path):
     return copy
 
 
-def test_answers_that_the_template_takes_away_are_told(
+def test_completions_dropped_by_the_template_are_reported(
     tmp_path, base, make_copy, capsys
 ):
     """Of a template that drops earlier thinking; beforehand, and when it trains."""
@@ -116,7 +116,7 @@ def test_answers_that_the_template_takes_away_are_told(
     assert not [line for line in lines_of(run, "valid:") if LAST_ONLY in line]
 
 
-def test_rows_that_changed_are_refused_on_resume(tmp_path, base, capsys):
+def test_changed_data_is_refused_on_resume(tmp_path, base, capsys):
     run = Run(tmp_path, {"train": SHORT | {"steps": 5}}, model=base)
     assert run.attacked("SIGKILL", "step", 5).returncode == -9
     write_rows(tmp_path / "train.jsonl", 1, 40)
@@ -124,7 +124,7 @@ def test_rows_that_changed_are_refused_on_resume(tmp_path, base, capsys):
     assert "examples have changed" in capsys.readouterr().err
 
 
-def test_rows_are_held_out_of_a_run(tmp_path, base, encoded):
+def test_run_holds_out_examples(tmp_path, base, encoded):
     run = Run(tmp_path, {"train": SHORT}, model=base)
     write_rows(tmp_path / "train.jsonl", 0, 100)
     del run.data["valid"]
@@ -138,7 +138,7 @@ def test_rows_are_held_out_of_a_run(tmp_path, base, encoded):
 
 
 @pytest.mark.parametrize("size", [{"batch_size": 2}, {"batch_tokens": 300}])
-def test_packed_rows_train(tmp_path, base, size):
+def test_packed_sequences_train(tmp_path, base, size):
     """The same tokens in fewer batches, and the loss falls."""
     trained, steps = [], []
     for packing in (False, True):
@@ -160,7 +160,7 @@ def test_packed_rows_train(tmp_path, base, size):
     assert "40 examples packed into" in line
 
 
-def test_models_that_cannot_pack_pad_and_say_so(tmp_path, make_checkpoint):
+def test_unsupported_packing_pads_with_a_warning(tmp_path, make_checkpoint):
     sizes = {"n_ctx": 128, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 128}
     gpt2 = {"model_type": "gpt2", "layer_norm_epsilon": 1e-5, "vocab_size": 320}
     model = make_checkpoint(gpt2 | sizes | {"eos_token_id": [2, 0]}, dtype="float32")

@@ -15,7 +15,7 @@ def sections(html):
     return re.findall(r'<h2 id="(\w+)">', html)
 
 
-def test_a_run_of_every_stage_shows_all_it_knows(whole):
+def test_report_page_has_every_section(whole):
     html = page(whole)
     shown = ["thresholds", "models", "curves", "divergence", "layers", "samples"]
     measured = [name for name in sections(html) if name != "speculation"]
@@ -26,7 +26,7 @@ def test_a_run_of_every_stage_shows_all_it_knows(whole):
     assert f"{models['quantized']['perplexity']:.3f}" in html
 
 
-def test_the_report_has_what_the_page_draws(whole):
+def test_report_json_has_histograms_and_layers(whole):
     report = whole.json("report.json")
     tuned, quantized = report["models"].values()
     assert "layers" not in tuned
@@ -41,7 +41,7 @@ def test_the_report_has_what_the_page_draws(whole):
         assert set(row["answers"]) == {"fine-tuned", "quantized"}
 
 
-def test_it_is_made_again_from_the_folder_alone(whole, tmp_path, capsys):
+def test_report_page_is_rebuilt_from_the_run_directory(whole, tmp_path, capsys):
     copy = tmp_path / "elsewhere"
     shutil.copytree(whole.output, copy, ignore=shutil.ignore_patterns("*.safetensors"))
     (copy / "report.html").unlink()
@@ -49,7 +49,7 @@ def test_it_is_made_again_from_the_folder_alone(whole, tmp_path, capsys):
     assert (copy / "report.html").read_text() == page(whole)
 
 
-def test_a_missed_gate_is_told(base, tmp_path):
+def test_report_page_shows_missed_threshold(base, tmp_path):
     small = VALIDATE | {"thresholds": {"max_perplexity": 1.0}, "num_samples": 0}
     run = Run(tmp_path, {"evaluate": small}, "export", model=base)
     assert run() == 1
@@ -61,7 +61,7 @@ def test_a_missed_gate_is_told(base, tmp_path):
     assert "lmx generate" not in html
 
 
-def test_an_interrupted_run_shows_its_curves_so_far(base, tmp_path):
+def test_report_page_of_interrupted_run_has_curves(base, tmp_path):
     run = Run(tmp_path, {"train": TRAIN}, model=base)
     assert run.attacked("SIGINT", "step", 6).returncode == 130
     html = page(run)

@@ -24,7 +24,7 @@ def losses(run, kind="train"):
     return [row["loss"] for row in run.rows() if row["kind"] == kind]
 
 
-def test_what_was_quantized_comes_back_to_its_base(tmp_path, base):
+def test_distillation_recovers_the_quantized_model(tmp_path, base):
     """The teacher is the unquantized model; cached, it is another way to the same."""
     (tmp_path / "cached").mkdir()
     longer = {"steps": 30, "learning_rate": 1e-3, "load_best_at_end": True}
@@ -47,7 +47,7 @@ def test_what_was_quantized_comes_back_to_its_base(tmp_path, base):
 
 
 @pytest.mark.parametrize("teacher", [{}, ANSWERED], ids=["live", "answered"])
-def test_killed_it_ends_with_the_same_bits(tmp_path, base, teacher):
+def test_distillation_resumes_exactly(tmp_path, base, teacher):
     brief = {"packing": True, "batch_size": 2, "steps": 8}
     train = {"train": student(**teacher) | brief}
     outcomes = []
@@ -63,7 +63,9 @@ def test_killed_it_ends_with_the_same_bits(tmp_path, base, teacher):
     assert outcomes[0] == outcomes[1]
 
 
-def test_another_tokenizer_is_refused(tmp_path, base, make_checkpoint, capsys):
+def test_teacher_with_other_tokenizer_is_refused(
+    tmp_path, base, make_checkpoint, capsys
+):
     other = tmp_path / "other"
     shutil.copytree(make_checkpoint(), other)
     tokenizer = json.loads((other / "tokenizer.json").read_text())
@@ -89,7 +91,7 @@ def test_another_tokenizer_is_refused(tmp_path, base, make_checkpoint, capsys):
         ("base", TRAIN | {"teacher": {"top_k": 9}}, "top_k needs offline: true"),
     ],
 )
-def test_a_teacher_without_a_lesson_is_refused(
+def test_teacher_without_signal_is_refused(
     tmp_path, base, whole, capsys, model, train, said
 ):
     codes = whole.output / "stages" / "2-quantize" / "model"

@@ -22,7 +22,7 @@ def recovered(run):
     return run.json("report.json")["training"]["gap_recovered"]
 
 
-def test_the_report_has_what_was_recovered(tmp_path, base):
+def test_report_has_gap_recovered(tmp_path, base):
     train = AWARE | {"qat": GRID, "sample_prompts": ["Add 1 and 2."]}
     run = Run(tmp_path, {"train": train}, {"evaluate": VALIDATE}, model=base)
     assert run() == 0
@@ -48,7 +48,7 @@ def test_the_report_has_what_was_recovered(tmp_path, base):
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["full", "lora"])
-def test_the_twin_is_the_same_training_without_rounding(tmp_path, base, adapter):
+def test_baseline_is_the_same_training_without_quantization(tmp_path, base, adapter):
     more = {"adapter": adapter} if adapter else {}
     train = AWARE | more | {"qat": GRID}
     run = Run(tmp_path, {"train": train}, model=base)
@@ -80,7 +80,7 @@ def test_the_twin_is_the_same_training_without_rounding(tmp_path, base, adapter)
     assert (run.output / "adapters").exists() == bool(adapter)
 
 
-def test_what_learns_nothing_recovers_nothing(tmp_path, base):
+def test_training_without_updates_recovers_nothing(tmp_path, base):
     still = {"learning_rate": 1e-30, "weight_decay": 0.0, "qat": GRID}
     stages = {"train": AWARE | still}, {"evaluate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
@@ -91,7 +91,7 @@ def test_what_learns_nothing_recovers_nothing(tmp_path, base):
     assert found["gain_retained"] is None
 
 
-def test_from_codes_the_twin_begins_with_what_they_were_made_of(tmp_path, base):
+def test_baseline_of_codes_begins_with_the_unquantized_weights(tmp_path, base):
     train = AWARE | {"qat": GRID | {"quantizer": "lsq"}}
     stages = {"quantize": GRID}, {"train": train}, {"evaluate": VALIDATE}
     run = Run(tmp_path, *stages, model=base)
@@ -109,7 +109,7 @@ def test_from_codes_the_twin_begins_with_what_they_were_made_of(tmp_path, base):
     assert found["fp_baseline"]["loss"] < start
 
 
-def test_who_is_taught_by_what_it_was_has_that_for_its_twin(tmp_path, base):
+def test_baseline_of_self_distillation_is_the_unquantized_model(tmp_path, base):
     """Nothing is trained a second time, for there is nothing the twin could learn."""
     grid = {"qat": GRID | {"quantizer": "lsq"}, "teacher": {}}
     taught = {"train": AWARE | grid | {"load_best_at_end": True}}
@@ -128,7 +128,7 @@ def test_who_is_taught_by_what_it_was_has_that_for_its_twin(tmp_path, base):
     assert not [row for row in run.rows() if "fp_baseline" in row["stage"]]
 
 
-def test_codes_alone_have_no_twin(tmp_path, base, capsys):
+def test_baseline_without_unquantized_weights_is_refused(tmp_path, base, capsys):
     first = Run(tmp_path, {"quantize": GRID}, model=base)
     assert first() == 0
     (tmp_path / "on").mkdir()
@@ -140,7 +140,7 @@ def test_codes_alone_have_no_twin(tmp_path, base, capsys):
 
 
 @pytest.mark.parametrize("turn", [15, 21])
-def test_killed_while_the_twin_trains(tmp_path, base, turn):
+def test_baseline_training_resumes_after_kill(tmp_path, base, turn):
     """Of the 24 steps the last 12 are the twin's."""
     stages = {"train": AWARE | {"qat": GRID}}, {"evaluate": VALIDATE}
     (tmp_path / "whole").mkdir()
@@ -158,6 +158,6 @@ def test_killed_while_the_twin_trains(tmp_path, base, turn):
     assert recovered(run) == recovered(whole)
 
 
-def test_without_quantization_there_is_no_twin():
+def test_baseline_needs_qat():
     with pytest.raises(ValidationError, match="compare_full_precision needs qat"):
         TrainConfig(steps=1, batch_size=1, compare_full_precision=True)
