@@ -5,7 +5,7 @@ import json
 import mlx.core as mx
 import pytest
 from processes import SCATTER, in_ring
-from test_together import ATTACK, MAIN, assert_close
+from test_distributed_runs import ATTACK, MAIN, assert_close
 from tiny_runs import TRAIN, VALIDATE, Run
 
 STAGES = (
