@@ -135,7 +135,7 @@ def _batches_of_steps(sampler, examples, length: int, steps: int):
     """
     tokens = length
     while True:
-        batches = sampler(examples, max_seq_length=length, tokens=tokens)
+        batches = sampler(examples, max_seq_length=length, batch_tokens=tokens)
         if batches.per_epoch <= max(steps, len(batches.buckets)):
             return batches
         tokens += 16

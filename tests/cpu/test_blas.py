@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -164,7 +165,8 @@ def test_processes_share_the_processors(monkeypatch):
         blas.os, "sched_getaffinity", lambda _: range(16), raising=False
     )
     for neighbours, threads in [(1, 8), (2, 4), (3, 2), (20, 1)]:
-        monkeypatch.setattr(blas.launcher, "local_process_count", lambda n=neighbours: n)
+        count = partial(int, neighbours)
+        monkeypatch.setattr(blas.launcher, "local_process_count", count)
         assert blas._thread_count() == threads
     monkeypatch.setenv("LMX_BLAS_THREADS", "5")
     assert blas._thread_count() == 5

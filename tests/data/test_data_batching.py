@@ -26,7 +26,7 @@ def examples(count=300, longest=LONGEST, *, seed=0):
 
 
 def batches(**settings):
-    settings = {"max_seq_length": LONGEST, "rows": 8} | settings
+    settings = {"max_seq_length": LONGEST, "batch_size": 8} | settings
     return BucketBatchSampler(settings.pop("examples", None) or examples(), **settings)
 
 
@@ -48,11 +48,15 @@ class Former(BucketBatchSampler):
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize("sizes", [{"rows": 8}, {"rows": None, "tokens": 512}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 8}, {"batch_size": None, "batch_tokens": 512}]
+)
 def test_batches_equal_a_naive_implementation(sizes, seed):
     """The figures that are documented rest on this order."""
     new = batches(seed=seed, **sizes)
-    old = Former(examples(), seed=seed, max_seq_length=LONGEST, **{"rows": 8} | sizes)
+    old = Former(
+        examples(), seed=seed, max_seq_length=LONGEST, **{"batch_size": 8} | sizes
+    )
     for step in [*range(new.per_epoch + 3), 5 * new.per_epoch]:
         for ours, theirs in zip(
             new(step).arrays[:2], old(step).arrays[:2], strict=True
@@ -67,7 +71,9 @@ def rows(batch):
     return [(tokens, mask) for tokens, mask in pairs if tokens[0]]
 
 
-@pytest.mark.parametrize("sizes", [{"rows": 8}, {"rows": None, "tokens": 512}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 8}, {"batch_size": None, "batch_tokens": 512}]
+)
 def test_epoch_holds_every_example_once(sizes):
     cut = batches(**sizes)
     for epoch in range(3):
@@ -143,7 +149,9 @@ def test_bucket_lengths_grow_by_half_at_most(longest):
     assert all(high <= 1.5 * low for low, high in pairwise(rungs))
 
 
-@pytest.mark.parametrize("sizes", [{"rows": 8}, {"rows": None, "tokens": 512}])
+@pytest.mark.parametrize(
+    "sizes", [{"batch_size": 8}, {"batch_size": None, "batch_tokens": 512}]
+)
 def test_at_most_a_third_of_a_sequence_is_padding(sizes):
     for batch in batches(**sizes).in_order():
         for tokens, _ in rows(batch):
@@ -158,7 +166,7 @@ def test_small_dataset_is_not_padded_to_a_full_batch(count, most):
         Example(np.full(10, i + 1, np.int32), np.arange(10) > 4, f"f:{i + 1}")
         for i in range(count)
     ]
-    cut = batches(examples=made, rows=most)
+    cut = batches(examples=made, batch_size=most)
     assert cut.per_epoch == -(-count // most)
     sizes = {len(batch.mask) for batch in cut.in_order()}
     assert len(sizes) == 1
@@ -169,7 +177,7 @@ def test_small_dataset_is_not_padded_to_a_full_batch(count, most):
 
 
 def test_tokens_limit_the_batch():
-    cut = batches(rows=None, tokens=256)
+    cut = batches(batch_size=None, batch_tokens=256)
     full = {batch.mask.shape for batch in cut.in_order()}
     assert all(size * length <= 256 for size, length in full)
     # Short rows go in larger batches.
@@ -180,7 +188,7 @@ def test_tokens_limit_the_batch():
 
 
 def test_sequence_above_the_token_limit_is_alone():
-    cut = batches(rows=None, tokens=20)
+    cut = batches(batch_size=None, batch_tokens=20)
     assert {b.mask.shape[0] for b in cut.in_order() if b.mask.shape[1] > 20} == {1}
 
 
@@ -204,7 +212,7 @@ def test_lengths_at_bucket_edges_fit():
         Example(np.arange(1, n + 1, dtype=np.int32), np.arange(n) == n - 1, f"f:{n}")
         for n in range(2, 66)
     ]
-    cut = BucketBatchSampler(made, max_seq_length=65, rows=4)
+    cut = BucketBatchSampler(made, max_seq_length=65, batch_size=4)
     for batch in cut.in_order():
         for tokens, mask in rows(batch):
             length = np.count_nonzero(tokens)

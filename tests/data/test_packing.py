@@ -71,7 +71,7 @@ def test_packed_chats_are_almost_full():
 
 def batches(made=None, **settings):
     made = InMemoryExamples(made or examples(longest=40))
-    settings = {"max_seq_length": LONGEST, "rows": 8} | settings
+    settings = {"max_seq_length": LONGEST, "batch_size": 8} | settings
     return made, PackedBatchSampler(made, pack(made.lengths, LONGEST + 1), **settings)
 
 
@@ -113,10 +113,10 @@ def test_packed_documents_are_whole_and_masked():
 
 
 def test_filler_sequence_is_one_untrained_document():
-    _, cut = batches(rows=7)
+    _, cut = batches(batch_size=7)
     rows = [row for step in range(cut.per_epoch) for row in _rows(cut(step))]
     empty = [row for row in rows if not row[0].any()]
-    assert len(rows) - len(empty) == cut.rows
+    assert len(rows) - len(empty) == cut.num_sequences
     for _, mask, documents in empty:
         assert not mask.any()
         assert not documents.any()
@@ -167,10 +167,10 @@ def test_packed_rows_have_the_loss_of_their_examples():
         replace(example, tokens=example.tokens % 319 + 1)
         for example in examples(60, longest=40)
     )
-    _, cut = batches(made, rows=4)
+    _, cut = batches(made, batch_size=4)
     step = TrainStep(model, document_caches=DocumentCaches(model))
     sequences_per_batch = [cut(number) for number in range(cut.per_epoch)]
-    alone = BucketBatchSampler(made, max_seq_length=LONGEST, rows=8).in_order()
+    alone = BucketBatchSampler(made, max_seq_length=LONGEST, batch_size=8).in_order()
     loss, tokens = step.evaluate(alone)
     together, as_many = step.evaluate(sequences_per_batch)
     assert as_many == tokens

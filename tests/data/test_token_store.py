@@ -76,7 +76,7 @@ def test_digest_depends_on_tokens_masks_and_boundaries(cache_folder, tokenizer):
 
 def test_batches_from_disk_equal_those_from_memory(cache_folder, tokenizer):
     listed = tokenization.encode_all(rows(), tokenizer, **SETTINGS).examples
-    settings = {"max_seq_length": 24, "rows": 4, "seed": 3}
+    settings = {"max_seq_length": 24, "batch_size": 4, "seed": 3}
     ours = BucketBatchSampler(
         token_store.TokenStore(stored(rows(), tokenizer)), **settings
     )
@@ -130,7 +130,7 @@ def test_stored_records_are_not_held_in_memory(cache_folder, tokenizer, monkeypa
         (DataRecord(f"f:{n}", text="x" * 100) for n in range(count)), tokenizer
     )
     found = token_store.TokenStore(kept)
-    batches = BucketBatchSampler(found, max_seq_length=64, rows=32)
+    batches = BucketBatchSampler(found, max_seq_length=64, batch_size=32)
     for step in range(40):
         batches(step)
     _, peak = tracemalloc.get_traced_memory()

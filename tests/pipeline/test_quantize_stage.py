@@ -52,7 +52,7 @@ def test_eval_kl_covers_completions_only(tmp_path, base):
     found = load(run.output / "stages/1-quantize/model")
     rows = [*RecordReader(str(tmp_path / "valid.jsonl"), split="train")]
     examples = encode_all(rows, found.tokenizer, max_seq_length=32).examples
-    batches = BucketBatchSampler(examples, max_seq_length=32, tokens=1024).in_order()
+    batches = BucketBatchSampler(examples, max_seq_length=32, batch_tokens=1024).in_order()
     sums = measure_per_sequence(load(base).model, found.model, list(batches))
     expected = sums.kl.sum() / sums.tokens.sum()
     assert facts["eval_kl"][facts["selected_candidate"]] == pytest.approx(

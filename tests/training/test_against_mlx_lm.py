@@ -118,7 +118,7 @@ def test_batching_by_length_limits_padding():
     data = datasets.CacheDataset(Tokens({"tokens": row} for row in rows))
     theirs = trainer.iterate_batches(data, 4, 512)
     examples = [Example(np.array(r, np.int32), np.array(r) > 0, "f:1") for r in rows]
-    ours = BucketBatchSampler(examples, max_seq_length=512, rows=4).in_order()
+    ours = BucketBatchSampler(examples, max_seq_length=512, batch_size=4).in_order()
     assert padding(tokens for tokens, _ in theirs) > 0.4
     assert padding(batch.tokens for batch in ours) < 0.2
 

@@ -54,9 +54,9 @@ def kept(teacher, wanted=ALL, *, top_k=4, temperature=1.0, examples=EXAMPLES, **
 
 def batches(packed):
     if not packed:
-        return BucketBatchSampler(EXAMPLES, max_seq_length=20, rows=4)
+        return BucketBatchSampler(EXAMPLES, max_seq_length=20, batch_size=4)
     return PackedBatchSampler(
-        EXAMPLES, pack(EXAMPLES.lengths, 33), max_seq_length=32, rows=3
+        EXAMPLES, pack(EXAMPLES.lengths, 33), max_seq_length=32, batch_size=3
     )
 
 

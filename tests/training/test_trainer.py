@@ -65,13 +65,15 @@ def make_trainer(
 
 def make_batches(seed=0):
     return BucketBatchSampler(
-        random_examples(14, 16, seed=seed), max_seq_length=16, rows=4
+        random_examples(14, 16, seed=seed), max_seq_length=16, batch_size=4
     )
 
 
 def make_eval_batches():
     examples = random_examples(6, 16, seed=2)
-    return list(BucketBatchSampler(examples, max_seq_length=16, rows=4).in_order())
+    return list(
+        BucketBatchSampler(examples, max_seq_length=16, batch_size=4).in_order()
+    )
 
 
 def rows(folder, name="metrics.jsonl"):

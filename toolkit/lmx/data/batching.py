@@ -112,8 +112,9 @@ class BucketBatchSampler:
     is left out. Needs about 12 bytes of memory per example.
 
     Args:
-        rows: maximum sequences per batch, or
-        tokens: maximum padded tokens per batch, unless one sequence has more; short
+        batch_size: maximum sequences per batch, or
+        batch_tokens: maximum padded tokens per batch, unless one sequence has more;
+        short
             sequences then form larger batches.
     """
 
@@ -122,11 +123,11 @@ class BucketBatchSampler:
         examples: ExampleDataset | list[Example],
         *,
         max_seq_length: int,
-        rows: int | None = None,
-        tokens: int | None = None,
+        batch_size: int | None = None,
+        batch_tokens: int | None = None,
         seed: int = 0,
     ):
-        assert (rows is None) != (tokens is None)
+        assert (batch_size is None) != (batch_tokens is None)
         self.examples = (
             InMemoryExamples(examples) if isinstance(examples, list) else examples
         )
@@ -139,7 +140,7 @@ class BucketBatchSampler:
             members = np.flatnonzero((inputs > low) & (inputs <= length))
             low = length
             if count := len(members):
-                limit = rows or max(1, tokens // length)
+                limit = batch_size or max(1, batch_tokens // length)
                 size = balanced_batch_size(count, limit)
                 self.buckets.append((length, size, members.astype(np.int32)))
         counts = [-(-len(members) // size) for _, size, members in self.buckets]

@@ -109,7 +109,7 @@ class PackedBatchSampler:
 
     Args:
         plan: the result of `pack` for a capacity of `max_seq_length` + 1.
-        rows: maximum sequences per batch.
+        batch_size: maximum sequences per batch.
     """
 
     def __init__(
@@ -118,18 +118,18 @@ class PackedBatchSampler:
         plan: tuple[np.ndarray, np.ndarray],
         *,
         max_seq_length: int,
-        rows: int,
+        batch_size: int,
         seed: int = 0,
     ):
         self.examples = examples
         self.seed = seed
         self._order, self._starts = plan
         self._length = max_seq_length
-        self._size = balanced_batch_size(self.rows, rows)
+        self._size = balanced_batch_size(self.num_sequences, batch_size)
         self._epoch, self._shuffle = -1, np.zeros(0, np.int64)
 
     @property
-    def rows(self) -> int:
+    def num_sequences(self) -> int:
         """Packed sequences in one pass over the examples."""
         return len(self._starts) - 1
 
@@ -142,19 +142,19 @@ class PackedBatchSampler:
     def filled(self) -> float:
         """The fraction of the sequences' tokens that is not padding."""
         total = int(self.examples.lengths.sum(dtype=np.int64))
-        return total / (self.rows * (self._length + 1))
+        return total / (self.num_sequences * (self._length + 1))
 
     @property
     def per_epoch(self) -> int:
         """Batches in one pass over the examples."""
-        return -(-self.rows // self._size)
+        return -(-self.num_sequences // self._size)
 
     def __call__(self, step: int) -> Batch:
         """The batch of a step, counted from 0 over all epochs."""
         epoch, position = divmod(step, self.per_epoch)
         if self._epoch != epoch:
             generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
-            self._shuffle = generator.permutation(self.rows)
+            self._shuffle = generator.permutation(self.num_sequences)
             self._epoch = epoch
         start = position * self._size
         return self._collate(self._shuffle[start : start + self._size])

@@ -192,7 +192,7 @@ class DistillationBatches:
         num_draft_tokens: Sequence[int] | None = None,
     ):
         batches = BucketBatchSampler(
-            examples, max_seq_length=max_seq_length, tokens=tokens
+            examples, max_seq_length=max_seq_length, batch_tokens=tokens
         )
         facts = [key, InMemoryExamples(examples).digest, max_seq_length, tokens, top_k]
         self.digest = sha256(repr(facts).encode()).hexdigest()

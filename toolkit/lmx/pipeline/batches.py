@@ -41,11 +41,11 @@ def training_batches(
         examples,
         packed(examples, longest + 1, context.logger.warning),
         max_seq_length=longest,
-        rows=config.sequences_per_batch(longest),
+        batch_size=config.sequences_per_batch(longest),
         seed=context.seed,
     )
     context.logger.info(
-        f"{len(examples):,} examples packed into {batches.rows:,} sequences, "
+        f"{len(examples):,} examples packed into {batches.num_sequences:,} sequences, "
         f"{batches.filled:.1%} filled"
     )
     return batches
@@ -113,8 +113,8 @@ def _padded_batches(
     return BucketBatchSampler(
         examples,
         max_seq_length=longest,
-        rows=None if tokens else config.batch_size,
-        tokens=tokens,
+        batch_size=None if tokens else config.batch_size,
+        batch_tokens=tokens,
         seed=context.seed,
     )
 

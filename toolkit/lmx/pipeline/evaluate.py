@@ -224,7 +224,7 @@ class Evaluator:
             batches = BucketBatchSampler(
                 encoded.examples,
                 max_seq_length=data.max_seq_length,
-                tokens=eval_batch_tokens(loaded.tokenizer.vocab_size),
+                batch_tokens=eval_batch_tokens(loaded.tokenizer.vocab_size),
             )
             self._batches = _batches_with_tokens(batches, self.config.num_tokens)
         return self._batches

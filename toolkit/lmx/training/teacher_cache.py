@@ -177,7 +177,7 @@ def _predictions(
     tokens = max(BATCH_TOKENS, longest)
     online = teacher.load()
     for batch in BucketBatchSampler(
-        examples, max_seq_length=longest, tokens=tokens
+        examples, max_seq_length=longest, batch_tokens=tokens
     ).in_order():
         numbers = [np.arange(starts[m], ends[m]) for m in batch.example_indices]
         numbers, places = np.concatenate(numbers), np.flatnonzero(np.array(batch.mask))
