@@ -3,8 +3,13 @@
 import math
 
 import mlx.core as mx
+import numpy as np
 import pytest
-from lmx.evaluation.exact_match import ExactMatchItem, measure_exact_match
+from lmx.evaluation.exact_match import (
+    ExactMatch,
+    ExactMatchItem,
+    measure_exact_match,
+)
 from lmx.generation.engine import Generator
 
 SIZE, END = 64, 0
@@ -82,3 +87,14 @@ def test_exact_match_batches_prompts_and_keeps_few_wrong_answers():
     assert model.calls < 10
     assert len(accuracy.wrong) == 5
     assert (accuracy.overall, accuracy.stderr) == (0, 0)
+
+
+def test_exact_match_change_has_a_paired_error():
+    """Two of four items get right, one gets wrong: +1/4, over paired differences."""
+    before = ExactMatch(0.5, 0.0, {}, [], [1, 0, 0, 1])
+    after = ExactMatch(0.75, 0.0, {}, [], [1, 1, 1, 0])
+    differences = np.array([0, 1, 1, -1])
+    change, stderr = after.change_from(before)
+    assert change == pytest.approx(0.25)
+    assert stderr == pytest.approx(differences.std() / 2)
+    assert after.change_from(after) == (0, 0)

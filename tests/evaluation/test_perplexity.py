@@ -116,7 +116,8 @@ def test_perplexity_ignores_padding():
     mask = mx.pad(batch.mask, [(0, 3), (0, 5)])
     padded = measure_perplexity(model, [Batch(tokens, mask, ())])
     plain = measure_perplexity(model, [batch])
-    assert vars(padded) == pytest.approx(vars(plain), rel=1e-6)
+    for name in ("value", "stderr", "loss", "tokens"):
+        assert getattr(padded, name) == pytest.approx(getattr(plain, name), rel=1e-6)
 
 
 def test_perplexity_of_a_huge_loss_is_finite():
@@ -138,3 +139,27 @@ def test_perplexity_refuses_nan():
 def test_eval_batch_tokens_limits_logits():
     assert eval_batch_tokens(1000) * 1000 * 4 <= 256 << 20
     assert eval_batch_tokens(10**9) == 1
+
+
+def test_perplexity_ratio_has_the_error_of_the_paired_difference():
+    """Against a bootstrap over sequences; unpaired errors would be far larger."""
+    batches = [make_batch(200, 12, seed=5)]
+    one, other = Table(1), Table(1)
+    other.table = other.table + 0.1 * mx.random.normal(
+        other.table.shape, key=mx.random.key(2)
+    )
+    before, after = (measure_perplexity(model, batches) for model in (one, other))
+    ratio, stderr = after.ratio_to(before)
+    assert ratio == pytest.approx(after.value / before.value)
+    generator, draws = np.random.default_rng(0), []
+    tokens = after.sequence_tokens
+    change = after.sequence_losses - before.sequence_losses
+    for _ in range(2000):
+        chosen = generator.integers(0, len(tokens), len(tokens))
+        draws.append(np.exp(change[chosen].sum() / tokens[chosen].sum()))
+    assert stderr == pytest.approx(np.std(draws), rel=0.1)
+    unpaired = ratio * np.hypot(
+        before.stderr / before.value, after.stderr / after.value
+    )
+    assert stderr < unpaired / 2
+    assert before.ratio_to(before) == (1.0, 0.0)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
+from statistics import mean, pvariance
 
 from ..generation.engine import Generator
 from ..generation.prompt import Messages
@@ -26,12 +27,21 @@ class ExactMatch:
     Attributes:
         by_skill: number of correct answers and of questions, by skill.
         wrong: the first wrong answers as (item, completion).
+        correct: 1 or 0 for every item, in order.
     """
 
     overall: float
     stderr: float
     by_skill: dict[str, tuple[int, int]]
     wrong: list[tuple[ExactMatchItem, str]]
+    correct: list[int]
+
+    def change_from(self, reference: "ExactMatch") -> tuple[float, float]:
+        """The difference to the rate of another model on the same items, and its
+        standard error over the paired items."""
+        pairs = zip(self.correct, reference.correct, strict=True)
+        changes = [after - before for after, before in pairs]
+        return mean(changes), (pvariance(changes) / len(changes)) ** 0.5
 
 
 def measure_exact_match(
@@ -44,14 +54,15 @@ def measure_exact_match(
     assert items, "no items"
     prompts = [generator.encode_chat(item.messages, thinking=False) for item in items]
     completions = generator.batch_generate(prompts, max_tokens=max_tokens)
-    by_skill, wrong = {}, []
+    by_skill, wrong, results = {}, [], []
     for item, completion in zip(items, completions, strict=True):
         is_correct = completion.strip() == item.answer.strip()
         correct, count = by_skill.get(item.skill, (0, 0))
         by_skill[item.skill] = correct + is_correct, count + 1
+        results.append(int(is_correct))
         if not is_correct:
             wrong.append((item, completion))
     rate = 1 - len(wrong) / len(items)
     stderr = sqrt(rate * (1 - rate) / len(items))
     by_skill = dict(sorted(by_skill.items()))
-    return ExactMatch(rate, stderr, by_skill, wrong[:MAX_WRONG_SHOWN])
+    return ExactMatch(rate, stderr, by_skill, wrong[:MAX_WRONG_SHOWN], results)

@@ -19,12 +19,30 @@ MAX_LOSS = 700.0
 
 @dataclass(frozen=True)
 class Perplexity:
-    """exp(loss); `loss` is nats per trained token, `stderr` that of the perplexity."""
+    """exp(loss); `loss` is nats per trained token, `stderr` that of the perplexity.
+
+    Attributes:
+        sequence_losses: summed loss of every sequence, float64 [sequences].
+        sequence_tokens: its trained tokens.
+    """
 
     value: float
     stderr: float
     loss: float
     tokens: int
+    sequence_losses: np.ndarray
+    sequence_tokens: np.ndarray
+
+    def ratio_to(self, reference: "Perplexity") -> tuple[float, float]:
+        """The ratio to the perplexity of another model, and its standard error.
+
+        Both are measured on the same sequences. The error is that of the paired
+        difference in loss, so what makes a sequence hard for both models cancels.
+        """
+        difference = self.sequence_losses - reference.sequence_losses
+        _, stderr = mean_over_sequences(difference, self.sequence_tokens)
+        ratio = self.value / reference.value
+        return ratio, ratio * stderr
 
 
 def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity:
@@ -61,7 +79,7 @@ def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity
             code=FAILED,
         )
     value = exp(min(mean, MAX_LOSS))
-    return Perplexity(value, value * stderr, mean, int(counts.sum()))
+    return Perplexity(value, value * stderr, mean, int(counts.sum()), losses, counts)
 
 
 def mean_over_sequences(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:

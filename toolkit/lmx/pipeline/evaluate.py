@@ -16,9 +16,13 @@ from ..data.tokenization import encode_all
 from ..errors import FAILED, UserError
 from ..evaluation import lm_eval
 from ..evaluation.divergence import measure_divergence
-from ..evaluation.exact_match import ExactMatchItem, measure_exact_match
+from ..evaluation.exact_match import ExactMatch, ExactMatchItem, measure_exact_match
 from ..evaluation.latency import measure_latency, measure_speculation
-from ..evaluation.perplexity import eval_batch_tokens, measure_perplexity
+from ..evaluation.perplexity import (
+    Perplexity,
+    eval_batch_tokens,
+    measure_perplexity,
+)
 from ..evaluation.weight_error import measure_layers
 from ..generation.engine import Generator
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
@@ -104,6 +108,9 @@ class Evaluator:
         self.metrics: dict[str, dict] = {}
         self.samples = choose_samples(self.rows, config.num_samples)
         self._batches: list[Batch] | None = None
+        # Of the model measured last, which is the next one's reference.
+        self._perplexity: Perplexity | None = None
+        self._exact_match: ExactMatch | None = None
 
     @property
     def folders(self) -> dict[str, Path]:
@@ -171,9 +178,13 @@ class Evaluator:
         }
         if reference:
             divergence = measure_divergence(reference.model, loaded.model, batches)
-            before = list(self.metrics.values())[-1]["perplexity"]
             metrics |= vars(divergence)
-            metrics["perplexity_ratio"] = perplexity.value / before
+            ratio, ratio_stderr = perplexity.ratio_to(self._perplexity)
+            metrics |= {
+                "perplexity_ratio": ratio,
+                "perplexity_ratio_stderr": ratio_stderr,
+            }
+        self._perplexity = perplexity
         generator = Generator(loaded.model, loaded.tokenizer)
         if items := choose_items(self.rows, self.config.exact_match_samples):
             result = measure_exact_match(generator, items)
@@ -182,6 +193,13 @@ class Evaluator:
                 "exact_match_stderr": result.stderr,
                 "exact_match_by_skill": result.by_skill,
             }
+            if self._exact_match:
+                change, change_stderr = result.change_from(self._exact_match)
+                metrics |= {
+                    "exact_match_change": change,
+                    "exact_match_change_stderr": change_stderr,
+                }
+            self._exact_match = result
         if self.config.tasks:
             metrics["tasks"] = lm_eval.measure_tasks(
                 loaded, self._tasks, limit=self.config.task_limit

@@ -68,10 +68,23 @@ class Metric:
 
 METRICS = (
     Metric("perplexity", ("perplexity",), "{:.3f}", ("perplexity_stderr",)),
+    # Paired errors: both models saw the same examples.
+    Metric(
+        "perplexity ratio",
+        ("perplexity_ratio",),
+        "{:.3f}",
+        ("perplexity_ratio_stderr",),
+    ),
     Metric("KL vs. reference", ("kl_mean",), "{:.4f}", ("kl_stderr",)),
     Metric("KL p99", ("kl_p99",), "{:.3f}"),
     Metric("top-1 agreement", ("top1_agreement",), "{:.1%}"),
     Metric("exact match", ("exact_match",), "{:.1%}", ("exact_match_stderr",)),
+    Metric(
+        "exact match change",
+        ("exact_match_change",),
+        "{:.1%}",
+        ("exact_match_change_stderr",),
+    ),
     Metric("bits per weight", ("bits_per_weight",), "{:.2f}"),
     Metric("size, MB", ("bytes",), "{:.2f}", scale=1e-6),
     Metric("TTFT (ms)", ("generation", "ttft_ms", "p50"), "{:.1f}"),
