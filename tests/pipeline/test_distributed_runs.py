@@ -192,14 +192,15 @@ if os.environ["MLX_RANK"] == "1":
 OTHER_MODEL = """
 import os
 from lmx.pipeline.train_run import TrainRun
-attach = TrainRun._attach
+attach = TrainRun._attach_adapter
 
 def other(self):
-    self.base = {name: -value for name, value in self.base.items()}
+    weights = self.base_weights.items()
+    self.base_weights = {name: -value for name, value in weights}
     return attach(self)
 
 if os.environ["MLX_RANK"] == "1":
-    TrainRun._attach = other
+    TrainRun._attach_adapter = other
 """
 OTHER_RECIPE = """
 import os, sys
