@@ -3,7 +3,7 @@
 import mlx.core as mx
 import pytest
 from lmx.convert.exporters import hf
-from lmx.models.loader import load
+from lmx.convert.importers import load_model as load
 from tiny_runs import TRAIN, VALIDATE, Run
 
 LORA = {"adapter": {"rank": 4}, "steps": 4, "learning_rate": 1e-2}
@@ -79,8 +79,8 @@ def test_model_loads_with_adapter_in_both_formats(published, base):
 @pytest.mark.parametrize(
     ("formats", "changes", "said"),
     [
-        (["peft"], {}, "no adapter is trained"),
-        (["mlx", "mlx"], {}, "named twice"),
+        (["peft"], {}, "there is no trained adapter"),
+        (["mlx", "mlx"], {}, "formats has duplicates"),
         (["hf"], {"model_type": "helium"}, "export of helium models is not supported"),
         (
             ["gguf"],
