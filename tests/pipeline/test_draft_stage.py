@@ -126,7 +126,7 @@ def test_baseline_model_with_other_tokenizer_is_refused_before_training(
     stage = {"draft": DISTILL | {"benchmark": trial}}
     run = run_of(tmp_path, stage, model=distilled.model)
     assert run() == 2
-    assert "sibling" in capsys.readouterr().err
+    assert "baseline model" in capsys.readouterr().err
     assert not (run.output / "metrics.jsonl").exists()
 
 

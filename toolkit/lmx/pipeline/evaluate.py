@@ -125,16 +125,18 @@ class Evaluator:
 
     def run(self) -> None:
         """Fill `metrics` and log them as a table."""
-        reference = None
-        for name, folder in self.folders.items():
-            self.context.logger.info(f"evaluating {name}: {folder}")
-            loaded = self.context.load(folder)
-            self.metrics[name] = self._measure(loaded, reference)
-            if name == "quantized" and reference:
-                self.metrics[name]["layers"] = measure_layers(reference, loaded)
-            for sample in self.samples:
-                sample.generate(name, Generator(loaded.model, loaded.tokenizer))
-            reference = loaded
+        logger, folders, reference = self.context.logger, self.folders, None
+        with logger.progress(len(folders), "evaluating") as bar:
+            for number, (name, folder) in enumerate(folders.items(), 1):
+                logger.info(f"evaluating {name}: {folder}")
+                loaded = self.context.load(folder)
+                self.metrics[name] = self._measure(loaded, reference)
+                if name == "quantized" and reference:
+                    self.metrics[name]["layers"] = measure_layers(reference, loaded)
+                for sample in self.samples:
+                    sample.generate(name, Generator(loaded.model, loaded.tokenizer))
+                reference = loaded
+                bar.update(number, perplexity=self.metrics[name]["perplexity"])
         self.context.logger.table(self.context.name, *table(self.metrics))
 
     def check(self) -> None:

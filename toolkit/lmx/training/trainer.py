@@ -11,6 +11,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
+from ..cpu import on_cpu
 from ..data.batching import Batch, BucketBatchSampler
 from ..errors import FAILED, Interrupted, UserError
 from ..run.fs import write_atomic
@@ -121,9 +122,7 @@ class Trainer:
             stop_requested() as stopping,
             self.logger.progress(config.steps, "training") as bar,
             self.ranks.connection_errors(),
-            exit_if_stuck(SHUTDOWN_SECONDS)
-            if self.ranks.size > 1
-            else nullcontext(),
+            exit_if_stuck(SHUTDOWN_SECONDS) if self.ranks.size > 1 else nullcontext(),
         ):
             self._last_time = time.perf_counter()
             for step in range(self.progress.step, config.steps):
@@ -240,6 +239,11 @@ class Trainer:
             self.progress = TrainingProgress(examples=digest)
             # A run that died before its first checkpoint may have left metrics.
             self.logger.truncate(-1)
+            if on_cpu():
+                self.logger.info(
+                    "compiling kernels: on a new machine the first evaluation and the "
+                    "first step take up to a minute longer"
+                )
             self._evaluate()
             if self._is_new_best():
                 self._save()
