@@ -58,17 +58,17 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     """Run a recipe with `lmx-train`."""
     import numpy as np
     from lmx.cli import main
-    from lmx.pipeline import quantize
+    from lmx.pipeline import ptq_refinement
 
     used: list = []
-    original = quantize.concatenated_sequences
+    original = ptq_refinement.concatenated_sequences
 
     def recorded(*args, **kwargs):
         sequences = original(*args, **kwargs)
         used.append(sequences.tokens)
         return sequences
 
-    quantize.concatenated_sequences = recorded
+    ptq_refinement.concatenated_sequences = recorded
     recipe = {
         "model": settings["model"],
         "seed": settings["seed"],

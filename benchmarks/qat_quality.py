@@ -230,7 +230,9 @@ def _batches(loaded, split: str, arguments: argparse.Namespace) -> list:
     length = arguments.max_seq_length
     examples = list(islice(reader, arguments.max_samples))
     encoded = encode_all(examples, loaded.tokenizer, max_seq_length=length)
-    batches = BucketBatchSampler(encoded.examples, max_seq_length=length, batch_tokens=4096)
+    batches = BucketBatchSampler(
+        encoded.examples, max_seq_length=length, batch_tokens=4096
+    )
     return list(batches.in_order())
 
 

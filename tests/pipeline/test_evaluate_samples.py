@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from lmx.data.record_formats import DataRecord
-from lmx.pipeline.evaluate import OPENING_WORDS, choose_samples
+from lmx.pipeline.evaluator import OPENING_WORDS, choose_samples
 
 
 def chat(asked, answer, skill=None):

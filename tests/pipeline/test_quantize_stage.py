@@ -13,7 +13,7 @@ from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.evaluation.gap_recovery import measure_per_sequence
 from lmx.models.loader import load
-from lmx.pipeline.quantize import CalibrationData
+from lmx.pipeline.ptq_refinement import CalibrationData
 from tiny_runs import Run
 
 QUANTIZE = {
@@ -52,7 +52,9 @@ def test_eval_kl_covers_completions_only(tmp_path, base):
     found = load(run.output / "stages/1-quantize/model")
     rows = [*RecordReader(str(tmp_path / "valid.jsonl"), split="train")]
     examples = encode_all(rows, found.tokenizer, max_seq_length=32).examples
-    batches = BucketBatchSampler(examples, max_seq_length=32, batch_tokens=1024).in_order()
+    batches = BucketBatchSampler(
+        examples, max_seq_length=32, batch_tokens=1024
+    ).in_order()
     sums = measure_per_sequence(load(base).model, found.model, list(batches))
     expected = sums.kl.sum() / sums.tokens.sum()
     assert facts["eval_kl"][facts["selected_candidate"]] == pytest.approx(
@@ -85,7 +87,7 @@ def calibrating(monkeypatch, train, valid):
         tokens = np.array(numbers, np.int32)[:, None]
         return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
 
-    monkeypatch.setattr("lmx.pipeline.quantize.concatenated_sequences", windows)
+    monkeypatch.setattr("lmx.pipeline.ptq_refinement.concatenated_sequences", windows)
     rows = {
         split: [DataRecord(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))

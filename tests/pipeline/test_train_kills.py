@@ -97,6 +97,6 @@ def test_training_resumes_after_kills_at_random_moments(tmp_path, base, kind):
     told = [[x[20:] for x in r.log.splitlines() if " step " in x] for r in (calm, run)]
     assert told[0][-2:] == told[1][-2:]
     facts = run.json("manifest.json")["stages"]["1-train"]["facts"]["facts"]
-    begin = "keeping step {left_step} of {steps}: validation loss"
+    begin = "keeping step {selected_step} of {steps}: validation loss"
     assert told[0][-1].startswith(begin.format(**facts))
     assert facts["selected_step"] == facts["best_step"] < facts["steps"]

@@ -23,6 +23,9 @@ from ..run.logger import RunLogger
 
 PATHS = ("model", "reference", "adapters", "draft")
 
+# The folder of the draft model in the run directory.
+DRAFT_FOLDER = "draft"
+
 
 @dataclass(frozen=True)
 class ModelArtifact:

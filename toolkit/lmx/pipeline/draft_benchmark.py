@@ -17,12 +17,11 @@ from ..errors import FAILED, UserError
 from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
 from ..run.fs import atomic_folder, write_atomic
-from .context import ModelArtifact
+from .context import DRAFT_FOLDER, ModelArtifact
 from .draft_setup import DraftData
 
 # The measured value that each threshold limits.
 DRAFT_THRESHOLDS = {"min_acceptance_rate": "acceptance_rate", "min_speedup": "speedup"}
-DRAFT_FOLDER = "draft"
 
 
 class DraftEvaluation:

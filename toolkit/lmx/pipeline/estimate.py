@@ -53,7 +53,6 @@ from ..models.loader import build_model
 from ..models.lora import lora_model
 from ..quantization.target_layers import QuantizationPlan, select_layers
 from ..run.launcher import process_count
-from ..training.teacher_targets import bytes_per_token
 
 MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
 # Chunks of the loss whose buffers exist at once.
@@ -287,6 +286,8 @@ def generation_cost(
     data, vocabulary = config.data_generation, target.setting("vocab_size")
     count = data.num_prompts + data.num_eval_prompts
     tokens = int(count * (prompt_length + data.max_tokens))
+    from ..training.teacher_targets import bytes_per_token
+
     size = bytes_per_token(data.top_k, vocabulary) if data.top_k else 0
     passes = 2 if data.top_k else 1
     operations = 2 * target.parameters * passes * tokens
@@ -387,3 +388,15 @@ def _loss(shape: ModelShape, batch: BatchShape, config: TrainConfig) -> int:
         return per_token * batch.tokens
     head = 0 if config.adapter else vocabulary * shape.setting("hidden_size")
     return per_token * CHUNKS_AT_ONCE * chunk + 8 * head
+
+
+def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
+    """The type to compute in.
+
+    "auto" is bfloat16 for a bfloat16 checkpoint on a GPU, else float32: float16 would
+    lose small gradients, and bfloat16 the digits that a float16 checkpoint is served
+    with.
+    """
+    if name != "auto":
+        return getattr(mx, name)
+    return mx.bfloat16 if stored == mx.bfloat16 and not on_cpu() else mx.float32

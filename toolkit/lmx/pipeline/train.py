@@ -5,32 +5,25 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from mlx.utils import tree_flatten
-
 from ..config.data import DataConfig
 from ..config.messages import Problem
 from ..config.qat import CONTINUES_FROM_CODES, QATConfig
 from ..config.train import TrainConfig
-from ..data.batching import Batch
-from ..errors import UserError
-from ..evaluation.gap_recovery import gap_recovered, measure_per_sequence
-from ..models.checkpoint import read_config
-from ..quantization.packing import pack
-from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import ProcessGroup
 from ..run.html.page import draw_curves
-from ..run.tables import recovery_table
-from ..training import fsdp
-from .context import ModelArtifact, StageContext, create_from_scratch, write_model
-from .estimate import BatchShape, StageResources, Workload, training_cost
+from .context import ModelArtifact, StageContext, create_from_scratch
+from .estimate import (
+    BatchShape,
+    StageResources,
+    Workload,
+    training_cost,
+    training_dtype,
+)
 from .stage import ModelState, RawStage, Stage, needs_training_data, quantization_values
-from .train_run import TrainRun, training_dtype
 
 CONTINUES = (
     f"quantizer {', '.join(CONTINUES_FROM_CODES[:-1])} or {CONTINUES_FROM_CODES[-1]}"
 )
-
-BASELINE_FOLDER = "fp_baseline"
 
 
 class TrainStage(Stage):
@@ -115,9 +108,15 @@ class TrainStage(Stage):
 
     def check_ranks(self, ranks: ProcessGroup) -> None:
         if self.config.fsdp:
+            from ..training import fsdp
+
             fsdp.require_fsdp_support(ranks)
 
     def run(self, context: StageContext) -> ModelArtifact:
+        # Imported here, so that a recipe is checked without the libraries of a run.
+        from .fp_baseline import FullPrecisionBaseline
+        from .train_run import TrainRun
+
         config, ranks = self.config, context.ranks
         with ranks.collective_errors():
             if ranks.is_first:
@@ -219,97 +218,3 @@ def _draw_curves(context: StageContext) -> None:
     target = context.folder / "curves.svg"
     if draw_curves(context.output, context.folder.name, target):
         context.logger.info(f"curves: {target}")
-
-
-class FullPrecisionBaseline:
-    """The same training without quantization, and its RTN quantization.
-
-    Its checkpoints `dense` and `rtn` are in the folder `fp_baseline` of the stage. If
-    the teacher is the unquantized model itself, that model is the baseline.
-
-    Raises:
-        UserError: the stage continues from codes, and the weights before the
-            quantization are unknown.
-    """
-
-    def __init__(self, config: TrainConfig, context: StageContext):
-        self.folder = context.folder / BASELINE_FOLDER
-        self.config = config.model_copy(
-            update={"qat": None, "compare_full_precision": False, "sample_prompts": []}
-        )
-        current = context.current
-        initial = context.require_visible(
-            current.reference if current else context.initial_model
-        )
-        if "quantization" in read_config(initial):
-            raise UserError(
-                "the full-precision baseline has nothing to begin with: the weights "
-                "before the quantization are unknown",
-                place=str(initial),
-                hint="leave compare_full_precision out, or begin with the unquantized "
-                "model",
-            )
-        self.model = initial if config.is_self_distillation else self.folder / "dense"
-        self.context = replace(
-            context,
-            folder=self.folder,
-            output=self.folder,
-            current=ModelArtifact(initial, initial),
-        )
-
-    def train(self) -> None:
-        """Train the baseline if it is not complete. An interrupted training resumes."""
-        ranks, logger = self.context.ranks, self.context.logger
-        if ranks.broadcast_object(self.model.is_dir()):
-            return
-        stage, logger.stage = logger.stage, f"{logger.stage}, {BASELINE_FOLDER}"
-        try:
-            logger.info("the same training in full precision, to compare with")
-            with ranks.collective_errors():
-                training = TrainRun(self.config, self.context)
-            training.run()
-            with ranks.collective_errors():
-                if ranks.is_first:
-                    training.write()
-        finally:
-            logger.stage = stage
-
-    def compare(
-        self,
-        trained: ModelArtifact,
-        selection: QuantizationPlan,
-        eval_batches: list[Batch],
-    ) -> ModelArtifact:
-        """The trained model with `gap_recovered` among its facts, which is logged.
-
-        Args:
-            selection: the layers to quantize with RTN.
-        """
-        rtn = self.folder / "rtn"
-        self._write_rtn(rtn, selection)
-        baseline = self.context.load(self.model).model
-        sums = [measure_per_sequence(baseline, baseline, eval_batches)]
-        for folder in (rtn, trained.model):
-            model = self.context.load(folder).model
-            sums.append(measure_per_sequence(baseline, model, eval_batches))
-        names = ("fp_baseline", "fp_baseline_rtn", "qat")
-        result = {name: each.means for name, each in zip(names, sums, strict=True)}
-        for name in ("loss", "kl"):
-            values = [getattr(each, name) for each in sums]
-            share, error = gap_recovered(*values) or (None, None)
-            result |= {name: share, f"{name}_stderr": error}
-        gain = trained.facts["improvement"]
-        result["gain_retained"] = None
-        if gain["in_training"] > 0:
-            result["gain_retained"] = gain["exported"] / gain["in_training"]
-        logger = self.context.logger
-        logger.table(f"{logger.stage}: gap recovered", *recovery_table(result))
-        return replace(trained, facts=trained.facts | {"gap_recovered": result})
-
-    def _write_rtn(self, folder: Path, selection: QuantizationPlan) -> None:
-        loaded = self.context.load(self.model, compute="stored")
-        weights, packed = dict(tree_flatten(loaded.model.parameters())), {}
-        for path, spec in selection.specs.items():
-            tensors = pack(weights[f"{path}.weight"], spec, loaded.dtype)
-            packed |= {f"{path}.{name}": value for name, value in tensors.items()}
-        write_model(folder, loaded, weights, selection, packed)

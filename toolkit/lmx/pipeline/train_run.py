@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 
 from ..config.train import TrainConfig
 from ..convert.importers.peft import resolve_adapter
-from ..cpu import on_cpu
 from ..evaluation.perplexity import measure_perplexity
 from ..generation.engine import Generator
 from ..models.loader import set_compute_dtype
@@ -26,7 +25,8 @@ from ..training.step import TrainStep
 from ..training.trainer import Trainer, TrainerConfig
 from .batches import chunked_loss, document_caches, training_batches, validation_batches
 from .context import ModelArtifact, StageContext, write_model
-from .evaluate import SAMPLE_TOKENS
+from .estimate import training_dtype
+from .evaluator import SAMPLE_TOKENS
 from .qat_setup import prepare, require_steps
 from .teacher import TeacherSetup
 
@@ -320,15 +320,3 @@ class TrainRun:
 
     def _cross_entropy(self, model: nn.Module) -> float:
         return measure_perplexity(model, self.trainer.eval_batches).loss
-
-
-def training_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
-    """The type to compute in.
-
-    "auto" is bfloat16 for a bfloat16 checkpoint on a GPU, else float32: float16 would
-    lose small gradients, and bfloat16 the digits that a float16 checkpoint is served
-    with.
-    """
-    if name != "auto":
-        return getattr(mx, name)
-    return mx.bfloat16 if stored == mx.bfloat16 and not on_cpu() else mx.float32

@@ -1,0 +1,297 @@
+"""Evaluation of a run's models: metrics, samples, thresholds and report.json."""
+
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+
+from ..config.evaluate import EvaluateConfig
+from ..data.batching import Batch, BucketBatchSampler
+from ..data.record_formats import DataRecord
+from ..data.tokenization import encode_all
+from ..errors import FAILED, UserError
+from ..evaluation import lm_eval
+from ..evaluation.divergence import measure_divergence
+from ..evaluation.exact_match import ExactMatch, ExactMatchItem, measure_exact_match
+from ..evaluation.latency import measure_latency, measure_speculation
+from ..evaluation.perplexity import (
+    Perplexity,
+    eval_batch_tokens,
+    measure_perplexity,
+)
+from ..evaluation.weight_error import measure_layers
+from ..generation.engine import Generator
+from ..generation.speculative.prompt_lookup import PromptLookupProposer
+from ..models.checkpoint import checkpoint_size
+from ..models.loader import LoadedModel
+from ..run.fs import write_atomic
+from ..run.tables import table
+from .context import StageContext
+
+LATENCY_PROMPTS = 2
+SAMPLE_TOKENS = 48
+# Words of a text that the models continue.
+OPENING_WORDS = 24
+# Facts of a draft stage, which are top-level entries of the report.
+DRAFT_FACTS = ("draft", "speculation")
+PROPOSERS = {"prompt_lookup": PromptLookupProposer}
+# The measured value that each threshold limits.
+THRESHOLDS = {
+    "max_kl": "kl_mean",
+    "min_top1_agreement": "top1_agreement",
+    "max_perplexity": "perplexity",
+    "max_perplexity_ratio": "perplexity_ratio",
+    "min_exact_match": "exact_match",
+}
+
+
+class Evaluator:
+    """Measures the models of a run one after the other, each against its reference."""
+
+    def __init__(self, config: EvaluateConfig, context: StageContext):
+        self.config = config
+        self.context = context
+        self.rows = context.rows.valid
+        self.metrics: dict[str, dict] = {}
+        self.samples = choose_samples(self.rows, config.num_samples)
+        self._batches: list[Batch] | None = None
+        # Of the model measured last, which is the next one's reference.
+        self._perplexity: Perplexity | None = None
+        self._exact_match: ExactMatch | None = None
+
+    @property
+    def folders(self) -> dict[str, Path]:
+        """The different models of the run by name, each after its reference."""
+        current, base = self.context.current, self.context.base
+        folders = {"base": base} if base else {}
+        if current.reference != base:
+            folders["fine-tuned"] = current.reference
+        if current.is_quantized:
+            folders["quantized"] = current.model
+        return folders
+
+    def run(self) -> None:
+        """Fill `metrics` and log them as a table."""
+        logger, folders, reference = self.context.logger, self.folders, None
+        with logger.progress(len(folders), "evaluating") as bar:
+            for number, (name, folder) in enumerate(folders.items(), 1):
+                logger.info(f"evaluating {name}: {folder}")
+                loaded = self.context.load(folder)
+                self.metrics[name] = self._measure(loaded, reference)
+                if name == "quantized" and reference:
+                    self.metrics[name]["layers"] = measure_layers(reference, loaded)
+                for sample in self.samples:
+                    sample.generate(name, Generator(loaded.model, loaded.tokenizer))
+                reference = loaded
+                bar.update(number, perplexity=self.metrics[name]["perplexity"])
+        self.context.logger.table(self.context.name, *table(self.metrics))
+
+    def check(self) -> None:
+        """Write report.json, and compare the last model with the thresholds."""
+        last = list(self.metrics)[-1]
+        results = [
+            _threshold(name, limit, self.metrics[last].get(THRESHOLDS[name]))
+            for name, limit in self.config.thresholds.model_dump().items()
+            if limit is not None
+        ]
+        self._write(results)
+        for result in results:
+            status = "passed" if result["passed"] else "MISSED"
+            value = "not measured"
+            if result["value"] is not None:
+                value = f"{result['value']:.4g}"
+            self.context.logger.info(
+                f"threshold {result['name']}: {value}, limit {result['limit']:g}: "
+                f"{status}"
+            )
+        if missed := [result["name"] for result in results if not result["passed"]]:
+            raise UserError(
+                f"the {last} model misses its thresholds: {', '.join(missed)}; nothing "
+                "is published",
+                place=str(self.folders[last]),
+                hint="train longer, use more bits, or loosen `thresholds`",
+                code=FAILED,
+            )
+
+    def _measure(self, loaded: LoadedModel, reference: LoadedModel | None) -> dict:
+        batches = self._eval_batches(loaded)
+        perplexity = measure_perplexity(loaded.model, batches)
+        size = checkpoint_size(loaded.path)
+        metrics = {
+            "perplexity": perplexity.value,
+            "perplexity_stderr": perplexity.stderr,
+            "loss": perplexity.loss,
+            "tokens": perplexity.tokens,
+            "bits_per_weight": size.bits_per_weight,
+            "bytes": size.bytes,
+        }
+        if reference:
+            divergence = measure_divergence(reference.model, loaded.model, batches)
+            metrics |= vars(divergence)
+            ratio, ratio_stderr = perplexity.ratio_to(self._perplexity)
+            metrics |= {
+                "perplexity_ratio": ratio,
+                "perplexity_ratio_stderr": ratio_stderr,
+            }
+        self._perplexity = perplexity
+        generator = Generator(loaded.model, loaded.tokenizer)
+        if items := choose_items(self.rows, self.config.exact_match_samples):
+            result = measure_exact_match(generator, items)
+            metrics |= {
+                "exact_match": result.overall,
+                "exact_match_stderr": result.stderr,
+                "exact_match_by_skill": result.by_skill,
+            }
+            if self._exact_match:
+                change, change_stderr = result.change_from(self._exact_match)
+                metrics |= {
+                    "exact_match_change": change,
+                    "exact_match_change_stderr": change_stderr,
+                }
+            self._exact_match = result
+        if self.config.tasks:
+            metrics["tasks"] = lm_eval.measure_tasks(
+                loaded, self._tasks, limit=self.config.task_limit
+            )
+        prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
+        return metrics | self._latency(loaded, generator, prompts[-LATENCY_PROMPTS:])
+
+    def _latency(self, loaded: LoadedModel, generator: Generator, prompts) -> dict:
+        """Latency of standard decoding, and with every proposer that needs no model."""
+        max_tokens = self.config.latency_tokens
+        latency = measure_latency(generator, prompts, max_tokens=max_tokens)
+        standard = latency["decode_tokens_per_second"]["p50"]
+        speculation = {
+            name: measure_speculation(
+                Generator(loaded.model, loaded.tokenizer, make_proposer=proposer),
+                prompts,
+                plain=standard,
+                max_tokens=max_tokens,
+            )
+            for name, proposer in PROPOSERS.items()
+        }
+        return {"generation": latency, "speculation": speculation}
+
+    @property
+    def _tasks(self) -> list[str | Path]:
+        """The names of the tasks, and the paths of those that are files."""
+        tasks = self.config.tasks
+        return [self.context.find(t) or t if lm_eval.is_file(t) else t for t in tasks]
+
+    def _eval_batches(self, loaded: LoadedModel) -> list[Batch]:
+        """The batches of every model: all models of a run share one tokenizer."""
+        if self._batches is None:
+            data = self.context.data
+            encoded = encode_all(
+                self.rows,
+                loaded.tokenizer,
+                max_seq_length=data.max_seq_length,
+                loss_on=data.loss_on,
+            )
+            batches = BucketBatchSampler(
+                encoded.examples,
+                max_seq_length=data.max_seq_length,
+                batch_tokens=eval_batch_tokens(loaded.tokenizer.vocab_size),
+            )
+            self._batches = _batches_with_tokens(batches, self.config.num_tokens)
+        return self._batches
+
+    def _write(self, thresholds: list[dict]) -> None:
+        facts = self.context.current.facts
+        report = {
+            "name": self.context.name,
+            "models": self.metrics,
+            "training": {k: v for k, v in facts.items() if k not in DRAFT_FACTS},
+            "samples": [sample.to_json() for sample in self.samples],
+            "thresholds": thresholds,
+        } | {key: facts[key] for key in DRAFT_FACTS if key in facts}
+        path = self.context.output / "report.json"
+        write_atomic(path, json.dumps(report, indent=2) + "\n")
+
+
+def _threshold(name: str, limit: float, value: float | None) -> dict:
+    """A threshold's entry in report.json; a value that was not measured misses it."""
+    passed = value is not None and (
+        value >= limit if name.startswith("min_") else value <= limit
+    )
+    return {"name": name, "value": value, "limit": limit, "passed": passed}
+
+
+def _batches_with_tokens(batches: BucketBatchSampler, tokens: int) -> list[Batch]:
+    """The first batches that hold this many trained tokens."""
+    chosen, trained = [], 0
+    for batch in batches.in_order():
+        chosen.append(batch)
+        trained += batch.mask.sum().item()
+        if trained >= tokens:
+            break
+    return chosen
+
+
+def choose_items(rows: list[DataRecord], count: int) -> list[ExactMatchItem]:
+    """The first examples of every skill, in turn, up to `count`."""
+    by_skill: dict[str, list[ExactMatchItem]] = defaultdict(list)
+    for row in rows:
+        if row.skill and row.messages:
+            *prompt, answer = row.messages
+            item = ExactMatchItem([*prompt], answer["content"], row.skill)
+            by_skill[row.skill].append(item)
+    turns = zip_longest(*(by_skill[skill] for skill in sorted(by_skill)))
+    return [item for turn in turns for item in turn if item][:count]
+
+
+@dataclass
+class SampleComparison:
+    """An example, and what each model of the run generates for it."""
+
+    row: DataRecord
+    answers: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def prompt(self) -> str:
+        """The text that the models answer or continue."""
+        row = self.row
+        if row.messages:
+            return "\n".join(str(message["content"]) for message in row.messages[:-1])
+        words = (row.text or "").split(maxsplit=OPENING_WORDS)
+        return row.prompt or " ".join(words[:OPENING_WORDS])
+
+    @property
+    def expected(self) -> str | None:
+        """The example's own answer; None for a text."""
+        row = self.row
+        return row.messages[-1]["content"] if row.messages else row.completion
+
+    def generate(self, name: str, generator: Generator) -> None:
+        """Store a model's greedy answer, without a chain of thought.
+
+        A prompt that is longer than the model's context has no answer.
+        """
+        if self.row.messages:
+            messages = [*self.row.messages[:-1]]
+            prompt = generator.encode_chat(messages, thinking=False)
+        else:
+            prompt = generator.encode_text(self.prompt)
+        longest = generator.max_positions
+        if longest is None or len(prompt) <= longest:
+            answer = generator.generate(prompt, max_tokens=SAMPLE_TOKENS)
+            self.answers[name] = answer.text
+
+    def to_json(self) -> dict:
+        """The entry of report.json."""
+        return {
+            "prompt": self.prompt,
+            "expected": self.expected,
+            "answers": self.answers,
+        }
+
+
+def choose_samples(rows: list[DataRecord], count: int) -> list[SampleComparison]:
+    """The first examples with a prompt of every skill, in turn, up to `count`."""
+    by_skill = defaultdict(list)
+    for row in rows:
+        if SampleComparison(row).prompt.strip():
+            by_skill[row.skill].append(row)
+    turns = zip_longest(*by_skill.values())
+    return [SampleComparison(row) for turn in turns for row in turn if row][:count]

@@ -1,0 +1,113 @@
+"""The full-precision baseline of a QAT stage, and the RTN gap that QAT recovers."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from mlx.utils import tree_flatten
+
+from ..config.train import TrainConfig
+from ..data.batching import Batch
+from ..errors import UserError
+from ..evaluation.gap_recovery import gap_recovered, measure_per_sequence
+from ..models.checkpoint import read_config
+from ..quantization.packing import pack
+from ..quantization.target_layers import QuantizationPlan
+from ..run.tables import recovery_table
+from .context import ModelArtifact, StageContext, write_model
+from .train_run import TrainRun
+
+BASELINE_FOLDER = "fp_baseline"
+
+
+class FullPrecisionBaseline:
+    """The same training without quantization, and its RTN quantization.
+
+    Its checkpoints `dense` and `rtn` are in the folder `fp_baseline` of the stage. If
+    the teacher is the unquantized model itself, that model is the baseline.
+
+    Raises:
+        UserError: the stage continues from codes, and the weights before the
+            quantization are unknown.
+    """
+
+    def __init__(self, config: TrainConfig, context: StageContext):
+        self.folder = context.folder / BASELINE_FOLDER
+        self.config = config.model_copy(
+            update={"qat": None, "compare_full_precision": False, "sample_prompts": []}
+        )
+        current = context.current
+        initial = context.require_visible(
+            current.reference if current else context.initial_model
+        )
+        if "quantization" in read_config(initial):
+            raise UserError(
+                "the full-precision baseline has nothing to begin with: the weights "
+                "before the quantization are unknown",
+                place=str(initial),
+                hint="leave compare_full_precision out, or begin with the unquantized "
+                "model",
+            )
+        self.model = initial if config.is_self_distillation else self.folder / "dense"
+        self.context = replace(
+            context,
+            folder=self.folder,
+            output=self.folder,
+            current=ModelArtifact(initial, initial),
+        )
+
+    def train(self) -> None:
+        """Train the baseline if it is not complete. An interrupted training resumes."""
+        ranks, logger = self.context.ranks, self.context.logger
+        if ranks.broadcast_object(self.model.is_dir()):
+            return
+        stage, logger.stage = logger.stage, f"{logger.stage}, {BASELINE_FOLDER}"
+        try:
+            logger.info("the same training in full precision, to compare with")
+            with ranks.collective_errors():
+                training = TrainRun(self.config, self.context)
+            training.run()
+            with ranks.collective_errors():
+                if ranks.is_first:
+                    training.write()
+        finally:
+            logger.stage = stage
+
+    def compare(
+        self,
+        trained: ModelArtifact,
+        selection: QuantizationPlan,
+        eval_batches: list[Batch],
+    ) -> ModelArtifact:
+        """The trained model with `gap_recovered` among its facts, which is logged.
+
+        Args:
+            selection: the layers to quantize with RTN.
+        """
+        rtn = self.folder / "rtn"
+        self._write_rtn(rtn, selection)
+        baseline = self.context.load(self.model).model
+        sums = [measure_per_sequence(baseline, baseline, eval_batches)]
+        for folder in (rtn, trained.model):
+            model = self.context.load(folder).model
+            sums.append(measure_per_sequence(baseline, model, eval_batches))
+        names = ("fp_baseline", "fp_baseline_rtn", "qat")
+        result = {name: each.means for name, each in zip(names, sums, strict=True)}
+        for name in ("loss", "kl"):
+            values = [getattr(each, name) for each in sums]
+            share, error = gap_recovered(*values) or (None, None)
+            result |= {name: share, f"{name}_stderr": error}
+        gain = trained.facts["improvement"]
+        result["gain_retained"] = None
+        if gain["in_training"] > 0:
+            result["gain_retained"] = gain["exported"] / gain["in_training"]
+        logger = self.context.logger
+        logger.table(f"{logger.stage}: gap recovered", *recovery_table(result))
+        return replace(trained, facts=trained.facts | {"gap_recovered": result})
+
+    def _write_rtn(self, folder: Path, selection: QuantizationPlan) -> None:
+        loaded = self.context.load(self.model, compute="stored")
+        weights, packed = dict(tree_flatten(loaded.model.parameters())), {}
+        for path, spec in selection.specs.items():
+            tensors = pack(weights[f"{path}.weight"], spec, loaded.dtype)
+            packed |= {f"{path}.{name}": value for name, value in tensors.items()}
+        write_model(folder, loaded, weights, selection, packed)

@@ -1,0 +1,235 @@
+"""Calibration data of a quantize stage, and the steps after its method.
+
+Scales are tuned, and held-out tokens choose between the candidates.
+"""
+
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..config.quantize import CalibrationConfig, PTQConfig, ScaleTuningConfig
+from ..data.calibration import (
+    CalibrationBatch,
+    concatenated_sequences,
+    per_example_sequences,
+)
+from ..data.record_formats import DataRecord
+from ..data.splits import Splits
+from ..errors import UserError
+from ..models.checkpoint import weights_digest
+from ..models.loader import LoadedModel
+from ..quantization.packing import pack
+from ..quantization.ptq.candidates import CandidateModel, CandidateSelector
+from ..quantization.ptq.scale_tuning import ScaleTuner
+from ..quantization.target_layers import QuantizationPlan
+from ..training.teacher_cache import PartTargets, cache_part_targets
+from .context import StageContext, write_model
+
+DEFAULT_DATASET = "builtin:stdlib"
+# Tokens per forward pass: without training, and where a step accumulates gradients.
+TOKENS_AT_ONCE, TRAINED_TOKENS_AT_ONCE = 2048, 1024
+
+
+class CalibrationData:
+    """Sequences of tokens for calibration and evaluation; no example is used in both.
+
+    Args:
+        holds_out: whether evaluation sequences are needed. If not, every example may
+            be used for calibration.
+    """
+
+    def __init__(
+        self,
+        calibration: CalibrationConfig,
+        context: StageContext,
+        tokenizer,
+        *,
+        holds_out: bool,
+    ):
+        self.calibration = calibration
+        self.context = context
+        self.tokenizer = tokenizer
+        self.holds_out = holds_out
+        source = calibration.dataset
+        if source is None and not context.data.train:
+            source = DEFAULT_DATASET
+        self._rows = context.rows if source is None else _splits(source, context)
+        self._name = source or ", ".join(context.data.train)
+
+    def train_sequences(self, tokens: int) -> CalibrationBatch:
+        """Sequences of this many tokens, or all that the dataset has.
+
+        Raises:
+            UserError: the dataset does not fill one sequence.
+        """
+        skipped = self._num_eval_sequences if self.holds_out else 0
+        sequences = self._sequences(
+            self._train_rows(), tokens + skipped * self.calibration.max_seq_length
+        )
+        sequences = sequences[skipped:]
+        self.context.logger.info(
+            f"calibrating on {sequences.size:,} tokens of {self._name}"
+        )
+        return sequences
+
+    @cached_property
+    def eval_sequences(self) -> CalibrationBatch:
+        """Sequences of the validation examples, or of the dataset without them.
+
+        Raises:
+            UserError: there are too few tokens for one sequence.
+        """
+        count, tokens = self._num_eval_sequences, self.calibration.num_eval_tokens
+        if count == 0:
+            sequences = self._sequences(self._eval_rows, tokens)
+        else:
+            sequences = self._sequences(self._train_rows(), tokens)[:count]
+        self.context.logger.info(f"evaluating on {sequences.size:,} held-out tokens")
+        return sequences
+
+    @cached_property
+    def _eval_rows(self) -> list[DataRecord]:
+        data = self.context.data
+        return self.context.rows.valid if data.valid or data.train else []
+
+    @cached_property
+    def _num_eval_sequences(self) -> int:
+        """Sequences of the dataset to hold out; 0 if there are validation examples."""
+        try:
+            self._sequences(self._eval_rows, self.calibration.max_seq_length)
+        except UserError:
+            tokens = self.calibration.num_eval_tokens
+            sequences = self._sequences(self._train_rows(), 4 * tokens)
+            if len(sequences) < 2:
+                raise
+            count = tokens * len(sequences) // sequences.size
+            return max(1, min(count, len(sequences) // 4))
+        return 0
+
+    def _train_rows(self) -> Iterator[DataRecord]:
+        """The dataset's examples that are not validation examples."""
+        held_out = {row.as_text() for row in self._eval_rows} if self.holds_out else ()
+        return (row for row in self._rows.train if row.as_text() not in held_out)
+
+    def _sequences(self, rows: Iterable[DataRecord], tokens: int) -> CalibrationBatch:
+        length, seed = self.calibration.max_seq_length, self.context.seed
+        if self.calibration.loss_on == "completions":
+            return per_example_sequences(
+                rows,
+                self.tokenizer,
+                tokens=tokens,
+                length=length,
+                seed=seed,
+                loss_on=self.context.data.loss_on,
+            )
+        return concatenated_sequences(
+            rows, self.tokenizer, tokens=tokens, length=length, seed=seed
+        )
+
+
+def _splits(source: str, context: StageContext) -> Splits:
+    rows = context.rows
+    # Examples that a training dataset holds out are not held out of this dataset.
+    data = rows.data.model_copy(update={"train": [source], "valid": [source]})
+    return Splits(
+        data, find=rows.find, seed=rows.seed, info=rows.info, warning=rows.warning
+    )
+
+
+class PostQuantRefinement:
+    """Compares candidates with the full-precision model on held-out tokens.
+
+    Args:
+        loaded: the full-precision model; its weights may have been freed.
+    """
+
+    def __init__(
+        self,
+        config: PTQConfig,
+        context: StageContext,
+        calibration: CalibrationData,
+        loaded: LoadedModel,
+        selection: QuantizationPlan,
+    ):
+        self.config = config
+        self.context = context
+        self.calibration = calibration
+        self.loaded = loaded
+        # Lazy, so that a large model needs little memory.
+        self.weights = dict(tree_flatten(loaded.reread().parameters()))
+        self.selection = selection
+        self.tuning = config.scale_tuning or ScaleTuningConfig()
+
+    def run(self, tensors: dict[str, mx.array]) -> tuple[dict[str, mx.array], dict]:
+        """The best candidate: RTN, the method's tensors, or these after scale tuning.
+
+        Returns:
+            its tensors, and facts for the report.
+        """
+        eval_targets, train_targets = self._targets()
+        candidate = self.context.folder / "candidate"
+        weights = dict(self.weights)
+        write_model(candidate, self.loaded, weights, self.selection, dict(tensors))
+        model = CandidateModel(self.context.load(candidate).model, self.loaded.dtype)
+        selector = CandidateSelector(model, eval_targets, self.context.logger.info)
+        if self.config.rollback_if_worse and self.config.method != "rtn":
+            selector.add("rtn", self._rtn(tensors))
+        selector.add(self.config.method, tensors)
+        if self.config.scale_tuning:
+            tuner = ScaleTuner(
+                self.config.scale_tuning,
+                model,
+                train_targets,
+                eval_targets,
+                folder=self.context.folder / "tuning",
+                seed=self.context.seed,
+                logger=self.context.logger,
+            )
+            selector.add("scale_tuning", selector.tensors | tuner.run())
+        return selector.tensors, {
+            "eval_kl": selector.divergences,
+            "selected_candidate": selector.best_name,
+        }
+
+    def _targets(self) -> tuple[PartTargets, PartTargets | None]:
+        """The full-precision model's predictions for evaluation and for training."""
+        reference = self.context.load(self.loaded.path)
+        digest = weights_digest(reference.path)
+
+        def targets(
+            name: str, sequences: CalibrationBatch, at_once: int, temperature: float
+        ) -> PartTargets:
+            parts = sequences.parts(at_once)
+            return cache_part_targets(
+                self.context.folder / name,
+                [mx.array(part.tokens) for part in parts],
+                reference.model,
+                counted=[mx.array(part.counted) for part in parts],
+                digest=digest,
+                top_k=self.tuning.top_k,
+                temperature=temperature,
+                info=self.context.logger.info,
+            )
+
+        eval_targets = targets(
+            "eval-targets", self.calibration.eval_sequences, TOKENS_AT_ONCE, 1.0
+        )
+        if not self.config.scale_tuning:
+            return eval_targets, None
+        size, tuning = self.tuning.batch_tokens, self.tuning
+        limit = self.config.calibration.num_tokens or tuning.steps * size
+        sequences = self.calibration.train_sequences(min(limit, tuning.steps * size))
+        at_once = min(size, TRAINED_TOKENS_AT_ONCE)
+        return eval_targets, targets(
+            "train-targets", sequences, at_once, tuning.temperature
+        )
+
+    def _rtn(self, tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+        """RTN tensors in place of all tensors that the method changed."""
+        rtn = {k: self.weights[k] for k in tensors if k in self.weights}
+        for path, spec in self.selection.specs.items():
+            packed = pack(self.weights[f"{path}.weight"], spec, self.loaded.dtype)
+            rtn |= {f"{path}.{name}": value for name, value in packed.items()}
+        return rtn
