@@ -1,4 +1,4 @@
-"""A small stand-in of the Hugging Face Hub on loopback: what the client asks of it."""
+"""A small Hugging Face Hub server on loopback, for tests."""
 
 import base64
 import hashlib
@@ -17,7 +17,7 @@ READER = "hf_thisTokenMayOnlyRead00"
 SCOPED = "hf_thisTokenIsFineGrained"
 
 
-def who(role, scoped=()):
+def make_user(role, scoped=()):
     access = {"displayName": "laptop", "role": role}
     if role == "fineGrained":
         access["fineGrained"] = {"scoped": list(scoped), "global": []}
@@ -29,10 +29,10 @@ def who(role, scoped=()):
     return {"type": "user", "name": "alice", "orgs": orgs, "auth": auth}
 
 
-PEOPLE = {
-    TOKEN: who("write"),
-    READER: who("read"),
-    SCOPED: who(
+USERS = {
+    TOKEN: make_user("write"),
+    READER: make_user("read"),
+    SCOPED: make_user(
         "fineGrained",
         [
             {"entity": {"type": "user", "name": "alice"}, "permissions": []},
@@ -46,7 +46,7 @@ PEOPLE = {
 
 
 class Repository:
-    """Files by commit; the last one is main."""
+    """Files of each commit. The last commit is main."""
 
     def __init__(self, *commits, private=False, tags=()):
         self.private = private
@@ -58,7 +58,7 @@ class Repository:
         return self.commits[-1] if self.commits else {}
 
     def at(self, revision):
-        """Number of a commit by branch, tag or hash; None = there is none."""
+        """Return the number of a commit by branch, tag or hash, or None."""
         if revision == "main":
             return len(self.commits) - 1
         shas = [self.sha(number) for number in range(len(self.commits))]
@@ -72,23 +72,24 @@ class Repository:
 
 
 class Hub:
-    """What the stand-in holds, and what it was sent.
+    """State of the server and a record of the requests.
 
     Attributes:
-        stored: large files by sha256, as they arrived.
-        sent: sha256 of every large file that arrived whole, in order.
-        asked: method and path of every request.
-        chunks: folder where the client itself keeps what it uploads in chunks.
-        breaks: method, path -> whether to drop this connection without an answer.
+        stored: uploaded large files by sha256.
+        sent: sha256 of every complete upload of a large file, in order.
+        requests: method and path of every request.
+        chunks: folder where hf-xet stores the chunks of an upload.
+        should_drop: (method, path) -> whether to close the connection without a
+            response.
     """
 
     def __init__(self):
         self.repositories = {}
         self.stored = {}
         self.sent = []
-        self.asked = []
+        self.requests = []
         self.chunks = None
-        self.breaks = lambda method, path: False
+        self.should_drop = lambda method, path: False
         self.lock = threading.Lock()
 
 
@@ -97,7 +98,7 @@ def is_large(name):
 
 
 def oid(name, content):
-    """What the Hub calls a file's content: sha256 of large ones, else git's sha1."""
+    """Return the Hub's object id: sha256 of a large file, else the git sha1."""
     if isinstance(content, tuple):
         return content[0]
     if is_large(name):
@@ -131,10 +132,10 @@ class Handler(BaseHTTPRequestHandler):
         path, _, self.query = self.path.partition("?")
         length = int(self.headers.get("Content-Length") or 0)
         with self.hub.lock:
-            self.hub.asked.append((self.command, path))
-            breaks = self.hub.breaks(self.command, path)
-        if breaks:
-            # Half of the body is read, and nothing is said.
+            self.hub.requests.append((self.command, path))
+            should_drop = self.hub.should_drop(self.command, path)
+        if should_drop:
+            # Read half of the body and send no response.
             self.rfile.read(length // 2)
             self.close_connection = True
             return
@@ -154,58 +155,60 @@ class Handler(BaseHTTPRequestHandler):
         return b"".join(parts)
 
     @property
-    def person(self):
-        return PEOPLE.get((self.headers.get("Authorization") or "")[len("Bearer ") :])
+    def user(self):
+        return USERS.get((self.headers.get("Authorization") or "")[len("Bearer ") :])
 
     def route(self, path, body):
         for pattern, method in ROUTES.items():
-            if found := re.fullmatch(pattern, path):
+            if match := re.fullmatch(pattern, path):
                 with self.hub.lock:
-                    return getattr(self, method)(body, **found.groupdict())
+                    return getattr(self, method)(body, **match.groupdict())
         return self.refuse(404, "EntryNotFound", f"no such page: {path}")
 
-    def opened(self, kind, name):
-        """The repository, if it is there and may be seen; else None, refused."""
-        found = self.hub.repositories.get(f"{kind}/{name}")
-        if found is None or (found.private and not self.person):
+    def find_repository(self, kind, name):
+        """Return a visible repository, or send a 404 response and return None."""
+        repository = self.hub.repositories.get(f"{kind}/{name}")
+        if repository is None or (repository.private and not self.user):
             self.refuse(404, "RepoNotFound", "Repository not found")
             return None
-        return found
+        return repository
 
     def whoami(self, body):
-        if self.person:
-            return self.answer(self.person)
+        if self.user:
+            return self.answer(self.user)
         return self.refuse(401, "Unauthorized", "Invalid credentials")
 
     def create(self, body):
-        asked = json.loads(body)
-        owner = asked["organization"] or self.person["name"]
-        name = f"models/{owner}/{asked['name']}"
-        url = {"url": f"https://huggingface.co/{owner}/{asked['name']}"}
+        request = json.loads(body)
+        owner = request["organization"] or self.user["name"]
+        name = f"models/{owner}/{request['name']}"
+        url = {"url": f"https://huggingface.co/{owner}/{request['name']}"}
         if name in self.hub.repositories:
             return self.answer(url | {"error": "You already created this repo"}, 409)
-        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        private = request.get("visibility") == "private" or bool(request.get("private"))
         self.hub.repositories[name] = Repository(private=private)
         return self.answer(url)
 
     def check_card(self, body):
         text = json.loads(body)["content"]
         metadata = yaml.safe_load(text.split("---\n")[1])
-        wrong = [k for k in ("license", "base_model") if not metadata.get(k, "x")]
-        return self.answer({"errors": wrong, "warnings": []}, 400 if wrong else 200)
+        missing = [k for k in ("license", "base_model") if not metadata.get(k, "x")]
+        return self.answer({"errors": missing, "warnings": []}, 400 if missing else 200)
 
     def preupload(self, body, kind, name, revision):
-        if (repository := self.opened(kind, name)) is None:
+        if (repository := self.find_repository(kind, name)) is None:
             return
         files = []
         for file in json.loads(body)["files"]:
-            before = repository.files.get(file["path"])
+            old_content = repository.files.get(file["path"])
             files.append(
                 {
                     "path": file["path"],
                     "uploadMode": "lfs" if is_large(file["path"]) else "regular",
                     "shouldIgnore": False,
-                    "oid": None if before is None else oid(file["path"], before),
+                    "oid": None
+                    if old_content is None
+                    else oid(file["path"], old_content),
                 }
             )
         self.answer({"files": files})
@@ -227,7 +230,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({})
 
     def commit(self, body, kind, name, revision):
-        if (repository := self.opened(kind, name)) is None:
+        if (repository := self.find_repository(kind, name)) is None:
             return
         files = dict(repository.files)
         for line in body.splitlines():
@@ -237,7 +240,7 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 content = self.hub.stored.get(value["oid"])
-                # What came in chunks is known here by sum and size only.
+                # Only the hash and the size of a chunked file are known.
                 assert self.hub.chunks or len(content) == value["size"]
                 files[value["path"]] = content or (value["oid"], value["size"])
         repository.commits.append(files)
@@ -246,20 +249,20 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({"success": True, "commitOid": sha, "commitUrl": url})
 
     def chunk_store(self, body, kind, name, revision):
-        place = f"local://{self.hub.chunks}"
-        self.answer({"accessToken": "key", "exp": 4102444800, "casUrl": place})
+        url = f"local://{self.hub.chunks}"
+        self.answer({"accessToken": "key", "exp": 4102444800, "casUrl": url})
 
     def info(self, body, kind, name, revision="main"):
-        if (repository := self.opened(kind, name)) is None:
+        if (repository := self.find_repository(kind, name)) is None:
             return
         if (number := repository.at(revision or "main")) is None:
             return self.refuse(404, "RevisionNotFound", "Invalid rev id")
         files = [{"rfilename": path} for path in repository.files]
-        facts = {"id": name, "private": repository.private, "siblings": files}
-        self.answer(facts | {"sha": repository.sha(number), "tags": []})
+        metadata = {"id": name, "private": repository.private, "siblings": files}
+        self.answer(metadata | {"sha": repository.sha(number), "tags": []})
 
     def tree(self, body, kind, name, revision):
-        if (repository := self.opened(kind, name)) is None:
+        if (repository := self.find_repository(kind, name)) is None:
             return
         files = repository.commits[repository.at(revision)]
         entries = [
@@ -272,7 +275,9 @@ class Handler(BaseHTTPRequestHandler):
         self.answer([])
 
     def file(self, body, name, revision, path, kind="models"):
-        if (repository := self.opened(kind.rstrip("/") or "models", name)) is None:
+        if (
+            repository := self.find_repository(kind.rstrip("/") or "models", name)
+        ) is None:
             return
         number = repository.at(revision)
         if number is None or path not in repository.commits[number]:
@@ -306,7 +311,7 @@ ROUTES = {
 
 @contextmanager
 def running():
-    """A stand-in and its address."""
+    """Run a server and yield its state and address."""
     hub = Hub()
     handler = type("Handling", (Handler,), {"hub": hub})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -323,7 +328,7 @@ def running():
 
 @pytest.fixture
 def stand_in(monkeypatch, tmp_path):
-    """The stand-in, which this process takes for the Hub, and may write on."""
+    """A Hub server for this process, with a write token."""
     from huggingface_hub import constants
 
     with running() as (hub, address):

@@ -1,4 +1,4 @@
-"""One run whose exports other programs are given, and the model it began with."""
+"""The exports of one run and its base model."""
 
 import json
 
@@ -31,10 +31,10 @@ def base(make_checkpoint):
 
 @pytest.fixture(scope="session")
 def run(tmp_path_factory, base):
-    """The run folder: a DoRA adapter, fused, rounded to 4 bits, in every format."""
+    """A run folder: a DoRA adapter, fused, quantized to 4 bits, in every format."""
     folder = tmp_path_factory.mktemp("clients")
-    rows = [{"prompt": f"Count to {n}.", "completion": "1 2 3"} for n in range(20)]
-    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    examples = [{"prompt": f"Count to {n}.", "completion": "1 2 3"} for n in range(20)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, examples)))
     data = {"train": str(folder / "rows.jsonl"), "max_seq_length": 64}
     recipe = {"model": str(base), "data": data, "stages": STAGES}
     (folder / "all.yaml").write_text(yaml.safe_dump(recipe))

@@ -1,4 +1,4 @@
-"""mlx-lm's own programs, on what a run exports."""
+"""mlx-lm programs run on the exports of a run."""
 
 import json
 import os
@@ -19,7 +19,7 @@ SECONDS = 60
 
 @pytest.fixture
 def program(monkeypatch, capsys):
-    """A function that runs a program of mlx-lm here, and gives what it prints."""
+    """A function that runs an mlx-lm program in process and returns its output."""
 
     def run(main, *arguments):
         monkeypatch.setattr(sys, "argv", ["program", *map(str, arguments)])
@@ -30,39 +30,41 @@ def program(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("folder", ["model", "hf"])
-def test_generate(run, program, folder):
+def test_generate_prints_two_tokens(run, program, folder):
     from mlx_lm.generate import main
 
     arguments = ["--model", run / folder, "--prompt", "hello", "--max-tokens", 2]
     assert "Generation: 2 tokens" in program(main, *arguments, "--temp", 0)
 
 
-def test_fuse(run, base, program, tmp_path):
+def test_fuse_equals_our_fused_model(run, base, program, tmp_path):
     from mlx_lm.fuse import main
 
     fused = tmp_path / "fused"
     arguments = ["--model", base, "--adapter-path", run / "adapters"]
     program(main, *arguments, "--save-path", fused)
-    found = mlx_lm.load(str(fused))[0](TOKENS)
-    ours = mlx_lm.load(str(run / "stages/1-train/dense"))[0](TOKENS)
-    plain = mlx_lm.load(str(base))[0](TOKENS)
-    near, far = (mx.abs(found - other).max().item() for other in (ours, plain))
-    assert near < 0.02
-    assert far > 10 * near
+    logits = mlx_lm.load(str(fused))[0](TOKENS)
+    expected = mlx_lm.load(str(run / "stages/1-train/dense"))[0](TOKENS)
+    base_logits = mlx_lm.load(str(base))[0](TOKENS)
+    distance, base_distance = (
+        mx.abs(logits - reference).max().item() for reference in (expected, base_logits)
+    )
+    assert distance < 0.02
+    assert base_distance > 10 * distance
 
 
-def test_perplexity(run):
+def test_perplexity_equals_that_of_the_dense_export(run):
     from mlx_lm.perplexity import eval_ppl
 
-    found = [
+    perplexities = [
         eval_ppl(mlx_lm.load(str(run / folder))[0], TOKENS)[0]
         for folder in ("model", "hf")
     ]
-    assert found[0] == pytest.approx(found[1], rel=1e-2)
-    assert found[0] > 1
+    assert perplexities[0] == pytest.approx(perplexities[1], rel=1e-2)
+    assert perplexities[0] > 1
 
 
-def test_evaluate_s_wrapper(run):
+def test_evaluate_scores_a_completion(run):
     pytest.importorskip("lm_eval")
     from lm_eval.api.instance import Instance
     from mlx_lm.evaluate import MLXLM
@@ -74,7 +76,7 @@ def test_evaluate_s_wrapper(run):
     assert greedy in (True, False)
 
 
-def test_server(run):
+def test_server_answers_a_chat(run):
     [port] = free_ports(1)
     address = f"http://127.0.0.1:{port}"
     options = ["--model", run / "model", "--host", "127.0.0.1", "--port", port]
@@ -87,13 +89,13 @@ def test_server(run):
     )
     try:
         wait_for(f"{address}/health", server)
-        asked = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
-        answer = request(f"{address}/v1/chat/completions", asked)
+        body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
+        response = request(f"{address}/v1/chat/completions", body)
     finally:
         server.kill()
         server.communicate()
-    assert answer["usage"]["completion_tokens"] == 2
-    assert isinstance(answer["choices"][0]["message"]["content"], str)
+    assert response["usage"]["completion_tokens"] == 2
+    assert isinstance(response["choices"][0]["message"]["content"], str)
 
 
 def wait_for(address, server):
@@ -109,8 +111,10 @@ def wait_for(address, server):
 
 def request(address, body=None):
     data = json.dumps(body).encode() if body else None
-    sent = urllib.request.Request(address, data, {"Content-Type": "application/json"})
-    # No proxy between this machine and itself.
+    http_request = urllib.request.Request(
+        address, data, {"Content-Type": "application/json"}
+    )
+    # Loopback requests must not use a proxy.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    with opener.open(sent, timeout=SECONDS) as answer:
-        return json.loads(answer.read())
+    with opener.open(http_request, timeout=SECONDS) as response:
+        return json.loads(response.read())

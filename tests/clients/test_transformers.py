@@ -1,4 +1,4 @@
-"""transformers and peft, on what is exported: the same logits in float32."""
+"""transformers and peft compute the same float32 logits from the exports."""
 
 import mlx.core as mx
 import mlx_lm
@@ -23,7 +23,7 @@ ALTERNATING = {
 }
 MIXTURE = EXPERTS | {"decoder_sparse_step": 1, "mlp_only_layers": []}
 MAMBA = {"state_size": 8, "conv_kernel": 3, "use_conv_bias": True, "time_step_rank": 4}
-# What a family needs in both libraries to be built so small.
+# Config keys that the tiny models need in both libraries.
 FAMILIES = {
     "llama": {"attention_bias": True},
     "mistral": ALTERNATING,
@@ -79,7 +79,7 @@ FAMILIES = {
 }
 
 
-def test_every_known_family_is_here():
+def test_families_cover_all_supported_ones():
     assert FAMILIES.keys() == set(hf.FAMILIES.split())
 
 
@@ -88,58 +88,60 @@ def logits(model, tokens=TOKENS):
         return model(torch.tensor(tokens)).logits.numpy()
 
 
-def opened(folder):
-    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+def load_transformers(folder):
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )
-    assert not told["missing_keys"]
-    assert not told["unexpected_keys"]
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
     return model
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_dense_export_has_the_same_logits(tmp_path, family):
+def test_dense_export_has_the_same_logits(tmp_path, family):
     config = SHAPE | ENDS | FAMILIES[family]
     config |= {"model_type": family, "torch_dtype": "float32"}
     mx.random.seed(1)
     model = build_model(config)
     keys = iter(mx.random.split(mx.random.key(2), 4096))
 
-    def off(value):
+    def perturb(value):
         return value + 0.05 * mx.random.normal(value.shape, key=next(keys))
 
-    model.update(tree_map(off, model.parameters()))
+    model.update(tree_map(perturb, model.parameters()))
     weights = hf.dequantized_weights(model, mx.float32)
     hf.write(tmp_path, weights, config, companions=tmp_path)
     hf.verify_roundtrip(tmp_path, hf.dequantized_weights(model, mx.float32), config)
-    wanted = np.array(model(mx.array(TOKENS)))
-    np.testing.assert_allclose(logits(opened(tmp_path)), wanted, rtol=1e-3, atol=1e-3)
-    assert np.abs(wanted).max() > 0.5
+    expected = np.array(model(mx.array(TOKENS)))
+    np.testing.assert_allclose(
+        logits(load_transformers(tmp_path)), expected, rtol=1e-3, atol=1e-3
+    )
+    assert np.abs(expected).max() > 0.5
 
 
-def ours(folder, **settings):
+def mlx_logits(folder, **settings):
     model, _ = mlx_lm.load(str(folder), **settings)
     model.set_dtype(mx.float32)
     return np.array(model(mx.array(TOKENS)))
 
 
-def test_the_dense_export_of_a_run(run):
-    found = logits(opened(run / "hf"))
-    np.testing.assert_allclose(found, ours(run / "hf"), atol=1e-3)
-    # Its weights are the expanded codes, in the sixteen bits of the model.
-    np.testing.assert_allclose(found, ours(run / "model"), atol=2e-2)
+def test_dense_export_of_a_run_loads_in_transformers(run):
+    actual = logits(load_transformers(run / "hf"))
+    np.testing.assert_allclose(actual, mlx_logits(run / "hf"), atol=1e-3)
+    # The weights are the dequantized codes in the 16-bit dtype of the model.
+    np.testing.assert_allclose(actual, mlx_logits(run / "model"), atol=2e-2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(run / "hf")
     assert tokenizer.decode(tokenizer.encode("Count to 3.")) == "Count to 3."
 
 
 def test_peft_loads_the_adapter_of_a_run(run, base):
     peft = pytest.importorskip("peft")
-    model = opened(base)
-    plain = logits(model)
+    model = load_transformers(base)
+    base_logits = logits(model)
     adapted = peft.PeftModel.from_pretrained(model, run / "peft")
-    wanted = ours(base, adapter_path=str(run / "adapters"))
-    np.testing.assert_allclose(logits(adapted), wanted, atol=1e-3)
-    assert np.abs(plain - wanted).max() > 0.05
+    expected = mlx_logits(base, adapter_path=str(run / "adapters"))
+    np.testing.assert_allclose(logits(adapted), expected, atol=1e-3)
+    assert np.abs(base_logits - expected).max() > 0.05
 
 
 @pytest.mark.parametrize(
@@ -153,13 +155,13 @@ def test_peft_loads_the_adapter_of_a_run(run, base):
     ],
     ids=["lora", "rslora", "dora", "patterns", "layers"],
 )
-def test_an_adapter_of_peft_s_is_the_same_here(base, tmp_path, settings):
+def test_adapter_from_peft_has_the_same_logits(base, tmp_path, settings):
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     config = peft.LoraConfig(
         r=4, lora_alpha=6, target_modules=["q_proj", "v_proj", "up_proj"], **settings
     )
-    model = peft.get_peft_model(opened(base), config)
+    model = peft.get_peft_model(load_transformers(base), config)
     for name, value in model.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(value, std=0.1)
@@ -168,6 +170,6 @@ def test_an_adapter_of_peft_s_is_the_same_here(base, tmp_path, settings):
     model.save_pretrained(tmp_path)
     from lmx.convert.importers.peft import resolve_adapter
 
-    found = ours(base, adapter_path=str(resolve_adapter(tmp_path)))
-    np.testing.assert_allclose(found, logits(model), atol=1e-3)
-    assert np.abs(found - ours(base)).max() > 0.05
+    actual = mlx_logits(base, adapter_path=str(resolve_adapter(tmp_path)))
+    np.testing.assert_allclose(actual, logits(model), atol=1e-3)
+    assert np.abs(actual - mlx_logits(base)).max() > 0.05

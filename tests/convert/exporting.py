@@ -1,4 +1,4 @@
-"""Exports of checkpoints made in tests."""
+"""Helpers that export test checkpoints."""
 
 from functools import partial
 
@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 
 def export(module, model, target, *, adapters=None):
-    """Export a model in a format; returns the log lines."""
+    """Export a model with an exporter module and return the log lines."""
     lines = []
     target.mkdir()
     load_stored = partial(load, compute="stored", lazy=True)
@@ -19,7 +19,11 @@ def export(module, model, target, *, adapters=None):
 
 
 def quantized_checkpoint(source, target, packed):
-    """A checkpoint with quantized layers, by path: (tensors by leaf, spec)."""
+    """Write a checkpoint with the quantized layers in `packed`.
+
+    Args:
+        packed: layer path -> (tensors by leaf name, quantization spec).
+    """
     loaded = load(source, compute="stored")
     weights = dict(tree_flatten(loaded.model.parameters()))
     for path, (tensors, _) in packed.items():

@@ -1,5 +1,7 @@
-"""GPTQ, AWQ and llm-compressor checkpoints, packed in NumPy as the formats specify,
-with their weights in float64."""
+"""GPTQ, AWQ and llm-compressor checkpoints, packed in NumPy as the formats specify.
+
+The expected weights are in float64.
+"""
 
 import json
 import shutil
@@ -17,7 +19,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 @dataclass
 class Codes:
-    """A matrix [N, K] of codes with scales and zeros [N, G]; `group_index` [K]."""
+    """A matrix: codes [N, K], scales and zeros [N, G], `group_index` [K]."""
 
     codes: np.ndarray
     scales: np.ndarray
@@ -26,8 +28,8 @@ class Codes:
 
     @property
     def weight(self) -> np.ndarray:
-        steps = self.codes - self.zeros[:, self.group_index].astype(np.float64)
-        return steps * self.scales.astype(np.float64)[:, self.group_index]
+        centered_codes = self.codes - self.zeros[:, self.group_index].astype(np.float64)
+        return centered_codes * self.scales.astype(np.float64)[:, self.group_index]
 
 
 @dataclass
@@ -42,61 +44,67 @@ class PackedCheckpoint:
 def random_codes(rng, outputs, inputs, *, bits, size, symmetric) -> Codes:
     group_index = np.arange(inputs) // (size if size > 0 else inputs)
     shape = (outputs, group_index.max() + 1)
-    middle = np.full(shape, 2 ** (bits - 1))
+    midpoint = np.full(shape, 2 ** (bits - 1))
     # Version 1 of GPTQ's format cannot store a zero point of 0.
-    zeros = middle if symmetric else rng.integers(1, 2**bits, shape)
+    zeros = midpoint if symmetric else rng.integers(1, 2**bits, shape)
     scales = (0.1 * (1 + rng.random(shape)) / 2**bits).astype(np.float16)
     return Codes(
         rng.integers(0, 2**bits, (outputs, inputs)), scales, zeros, group_index
     )
 
 
-def stream(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [..., K] as int32 [..., K * bits / 32], one bit after the other."""
-    single = (codes[..., None] >> np.arange(bits)) & 1
-    flat = single.reshape(*codes.shape[:-1], -1).astype(np.uint8)
+def pack_bits(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Pack codes [..., K] into int32 [..., K * bits / 32] without gaps."""
+    code_bits = (codes[..., None] >> np.arange(bits)) & 1
+    flat = code_bits.reshape(*codes.shape[:-1], -1).astype(np.uint8)
     return np.packbits(flat, axis=-1, bitorder="little").view("<i4")
 
 
-def gptq(layer: Codes, bits: int, *, offset: int = 1, order: bool = True) -> dict:
+def gptq(
+    layer: Codes, bits: int, *, offset: int = 1, store_group_index: bool = True
+) -> dict:
     tensors = {
-        "qweight": stream(layer.codes, bits).T,
-        "qzeros": stream(layer.zeros.T - offset, bits),
+        "qweight": pack_bits(layer.codes, bits).T,
+        "qzeros": pack_bits(layer.zeros.T - offset, bits),
         "scales": layer.scales.T,
         # AutoGPTQ gives every layer a bias.
         "bias": np.zeros(len(layer.codes), np.float16),
     }
-    return tensors | ({"g_idx": layer.group_index.astype(np.int32)} if order else {})
+    return tensors | (
+        {"g_idx": layer.group_index.astype(np.int32)} if store_group_index else {}
+    )
 
 
 def awq(layer: Codes, bits: int) -> dict:
-    def words(codes):
-        octets = codes.reshape(*codes.shape[:-1], -1, 8)[..., AWQ_ORDER]
-        return stream(octets.reshape(codes.shape), bits)
+    def pack_awq(codes):
+        groups_of_8 = codes.reshape(*codes.shape[:-1], -1, 8)[..., AWQ_ORDER]
+        return pack_bits(groups_of_8.reshape(codes.shape), bits)
 
     return {
-        "qweight": words(layer.codes.T),
-        "qzeros": words(layer.zeros.T),
+        "qweight": pack_awq(layer.codes.T),
+        "qzeros": pack_awq(layer.zeros.T),
         "scales": layer.scales.T,
     }
 
 
 def compressed(layer: Codes, bits: int, *, symmetric: bool) -> dict:
     tensors = {
-        "weight_packed": stream(layer.codes, bits),
+        "weight_packed": pack_bits(layer.codes, bits),
         "weight_scale": layer.scales,
         "weight_shape": np.array(layer.codes.shape),
     }
-    zeros = {"weight_zero_point": stream(layer.zeros.T, bits).T}
+    zeros = {"weight_zero_point": pack_bits(layer.zeros.T, bits).T}
     return tensors | ({} if symmetric else zeros)
 
 
-def write(base: Path, folder: Path, draw, packed, settings: dict) -> PackedCheckpoint:
-    """A packed checkpoint with the shapes of `base`, and its dense baseline in float32.
+def write_checkpoint(
+    base: Path, folder: Path, make_codes, packed, settings: dict
+) -> PackedCheckpoint:
+    """Write a packed checkpoint with the shapes of `base` and its float32 baseline.
 
     Args:
-        draw: (name, outputs, inputs) to the codes of a layer.
-        packed: (codes) to the tensors of the format.
+        make_codes: (name, outputs, inputs) -> codes of a layer.
+        packed: codes -> tensors of the format.
     """
     config = json.loads((base / "config.json").read_text())
     tensors = load_file(base / "model.safetensors")
@@ -112,12 +120,14 @@ def write(base: Path, folder: Path, draw, packed, settings: dict) -> PackedCheck
             paths = [
                 path.replace("switch_mlp", f"experts.{n}") for n in range(len(value))
             ]
-        for single in paths:
-            codes = draw(single, *value.shape[-2:])
+        for expert_path in paths:
+            codes = make_codes(expert_path, *value.shape[-2:])
             for leaf, tensor in packed(codes).items():
-                tensors[f"{single}.{leaf}"] = np.ascontiguousarray(tensor)
-            packed_checkpoint.layers[single] = codes
-        weights = [packed_checkpoint.layers[single].weight for single in paths]
+                tensors[f"{expert_path}.{leaf}"] = np.ascontiguousarray(tensor)
+            packed_checkpoint.layers[expert_path] = codes
+        weights = [
+            packed_checkpoint.layers[expert_path].weight for expert_path in paths
+        ]
         expanded[name] = np.stack(weights).reshape(value.shape).astype(np.float32)
     shutil.copytree(base, folder)
     save_file(tensors, folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""GGUF exports, read by llama.cpp's package: names, types, values and tokenizer."""
+"""GGUF exports in llama.cpp's reader: names, types, values and tokenizer."""
 
 import json
 
@@ -24,28 +24,28 @@ Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 EMBEDDING = "model.embed_tokens"
 
 
-def read(folder):
+def read_gguf(folder):
     [file] = folder.glob("*.gguf")
     reader = gguf.GGUFReader(file)
     return reader, {tensor.name: tensor for tensor in reader.tensors}
 
 
-def values(tensor):
-    """The values of a tensor, dequantized by llama.cpp's package."""
+def dequantized(tensor):
+    """Dequantize a tensor with llama.cpp's package."""
     return gguf.quants.dequantize(tensor.data, tensor.tensor_type)
 
 
-def interleaved(rows, heads):
-    """llama.cpp's order of the rows of q and k, as its converter makes it."""
+def interleave_rows(rows, heads):
+    """Reorder rows of q_proj or k_proj as llama.cpp's converter does."""
     split = rows.reshape(heads, 2, len(rows) // heads // 2, -1)
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
-def grid(path_rows, width, bits, *, symmetric, size=32, dtype=mx.float16):
-    """Random codes with scales that the type holds; what they stand for in float64."""
+def random_layer(num_rows, width, bits, *, symmetric, size=32, dtype=mx.float16):
+    """Random codes with scales that `dtype` represents, and their float64 weights."""
     rng = np.random.default_rng(bits)
-    codes = rng.integers(0, 2**bits, (path_rows, width))
-    scales = rng.uniform(0.005, 0.02, (path_rows, width // size))
+    codes = rng.integers(0, 2**bits, (num_rows, width))
+    scales = rng.uniform(0.005, 0.02, (num_rows, width // size))
     scales = np.array(mx.array(scales).astype(dtype).astype(mx.float32))
     biases = rng.uniform(-0.2, -0.1, scales.shape)
     biases = np.array(mx.array(biases).astype(dtype).astype(mx.float32))
@@ -56,9 +56,12 @@ def grid(path_rows, width, bits, *, symmetric, size=32, dtype=mx.float16):
         "scales": mx.array(scales).astype(dtype),
         "biases": mx.array(biases).astype(dtype),
     }
-    wide = np.repeat(scales, size, -1).astype(np.float64), np.repeat(biases, size, -1)
+    expanded = (
+        np.repeat(scales, size, -1).astype(np.float64),
+        np.repeat(biases, size, -1),
+    )
     spec = QuantSpec(bits=bits, group_size=size)
-    return (tensors, spec), wide[0] * codes + wide[1]
+    return (tensors, spec), expanded[0] * codes + expanded[1]
 
 
 CASES = [
@@ -82,22 +85,22 @@ def test_quantized_matrices_keep_their_codes(
     source = make_checkpoint(dtype=dtype)
     settings = {"symmetric": symmetric, "size": size, "dtype": getattr(mx, dtype)}
     grids = {
-        Q: grid(128, 128, bits, **settings),
-        DOWN: grid(128, 256, bits, **settings),
+        Q: random_layer(128, 128, bits, **settings),
+        DOWN: random_layer(128, 256, bits, **settings),
     }
-    codes = {path: made for path, (made, _) in grids.items()}
+    codes = {path: layer for path, (layer, _) in grids.items()}
     model = quantized_checkpoint(source, tmp_path / "codes", codes)
     lines = export(gguf_exporter, model, tmp_path / "out")
-    _, tensors = read(tmp_path / "out")
+    _, tensors = read_gguf(tmp_path / "out")
     pairs = {
-        "blk.0.attn_q.weight": interleaved(grids[Q][1], 2),
+        "blk.0.attn_q.weight": interleave_rows(grids[Q][1], 2),
         "blk.0.ffn_down.weight": grids[DOWN][1],
     }
-    for name, wanted in pairs.items():
+    for name, expected in pairs.items():
         assert tensors[name].tensor_type.name == kind
         tolerance = 1e-3 if kind == "F16" else 1e-7
         np.testing.assert_allclose(
-            values(tensors[name]), wanted, rtol=tolerance, atol=tolerance
+            dequantized(tensors[name]), expected, rtol=tolerance, atol=tolerance
         )
     assert ("2 of 2 quantized matrices are dequantized" in lines[-1]) == (kind == "F16")
     assert f"2 {kind}" in lines[0] or kind == "F16"
@@ -111,7 +114,7 @@ def test_dense_weights_have_the_expected_ggml_type(
 ):
     source = make_checkpoint(dtype=dtype, tie_word_embeddings=False)
     export(gguf_exporter, source, tmp_path / "out")
-    reader, tensors = read(tmp_path / "out")
+    reader, tensors = read_gguf(tmp_path / "out")
     weights = {
         k: np.array(v.astype(mx.float32))
         for k, v in mx.load(str(source / "model.safetensors")).items()
@@ -119,20 +122,22 @@ def test_dense_weights_have_the_expected_ggml_type(
     names = {
         "token_embd.weight": weights[f"{EMBEDDING}.weight"],
         "output.weight": weights["lm_head.weight"],
-        "blk.0.attn_k.weight": interleaved(weights[f"{Q[:-6]}k_proj.weight"], 2),
+        "blk.0.attn_k.weight": interleave_rows(weights[f"{Q[:-6]}k_proj.weight"], 2),
         "blk.0.attn_v.weight": weights[f"{Q[:-6]}v_proj.weight"],
         "blk.0.ffn_gate.weight": weights["model.layers.0.mlp.gate_proj.weight"],
     }
-    # Of bfloat16 a small matrix may happen to be one of float16, too.
-    seen = [tensors[name].tensor_type.name for name in names]
-    assert kind in seen
-    assert {*seen} <= {kind, "F16"}
+    # float16 can represent some small bfloat16 matrices exactly.
+    types = [tensors[name].tensor_type.name for name in names]
+    assert kind in types
+    assert {*types} <= {kind, "F16"}
     for name, value in names.items():
         rtol = 1e-3 if dtype == "float32" else 0
-        np.testing.assert_allclose(values(tensors[name]), value, rtol=rtol, atol=1e-7)
+        np.testing.assert_allclose(
+            dequantized(tensors[name]), value, rtol=rtol, atol=1e-7
+        )
     assert tensors["output_norm.weight"].tensor_type.name == "F32"
-    told = reader.get_field("general.file_type").contents()
-    assert told == gguf.LlamaFileType[f"MOSTLY_{max({*seen}, key=seen.count)}"]
+    file_type = reader.get_field("general.file_type").contents()
+    assert file_type == gguf.LlamaFileType[f"MOSTLY_{max({*types}, key=types.count)}"]
 
 
 @pytest.mark.parametrize(
@@ -158,25 +163,27 @@ def test_import_of_the_export_gives_the_same_logits(
 def test_metadata_describes_model_and_tokenizer(make_checkpoint, tmp_path):
     source = make_checkpoint(num_key_value_heads=1)
     export(gguf_exporter, source, tmp_path / "out")
-    reader, _ = read(tmp_path / "out")
-    found = {key: field.contents() for key, field in reader.fields.items()}
-    assert found["general.architecture"] == "llama"
-    assert found["general.name"] == "name"
-    assert found["llama.attention.head_count_kv"] == 1
-    assert found["llama.attention.key_length"] == 64
-    assert found["llama.rope.freq_base"] == 10000
-    assert found["llama.vocab_size"] == 320
-    tokens = found["tokenizer.ggml.tokens"]
-    own = load_tokenizer(source)
-    assert tokens[: len(own.vocab)] == sorted(own.vocab, key=own.vocab.get)
+    reader, _ = read_gguf(tmp_path / "out")
+    metadata = {key: field.contents() for key, field in reader.fields.items()}
+    assert metadata["general.architecture"] == "llama"
+    assert metadata["general.name"] == "name"
+    assert metadata["llama.attention.head_count_kv"] == 1
+    assert metadata["llama.attention.key_length"] == 64
+    assert metadata["llama.rope.freq_base"] == 10000
+    assert metadata["llama.vocab_size"] == 320
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokenizer = load_tokenizer(source)
+    assert tokens[: len(tokenizer.vocab)] == sorted(
+        tokenizer.vocab, key=tokenizer.vocab.get
+    )
     assert len(tokens) == 320
-    assert found["tokenizer.ggml.model"] == "gpt2"
-    assert found["tokenizer.ggml.pre"] == "smollm"
-    assert found["tokenizer.ggml.eos_token_id"] == own.eos_token_id
-    assert found["tokenizer.ggml.eot_token_id"] == 0
-    assert found["tokenizer.ggml.add_bos_token"] is False
-    assert found["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
-    assert found["tokenizer.chat_template"] == own.chat_template
+    assert metadata["tokenizer.ggml.model"] == "gpt2"
+    assert metadata["tokenizer.ggml.pre"] == "smollm"
+    assert metadata["tokenizer.ggml.eos_token_id"] == tokenizer.eos_token_id
+    assert metadata["tokenizer.ggml.eot_token_id"] == 0
+    assert metadata["tokenizer.ggml.add_bos_token"] is False
+    assert metadata["tokenizer.ggml.token_type"][:4] == [3, 3, 3, 1]
+    assert metadata["tokenizer.chat_template"] == tokenizer.chat_template
 
 
 def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
@@ -185,16 +192,16 @@ def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
     scaling = {"rope_type": "llama3", "factor": 32.0} | gguf_config.LLAMA3
     source = make_checkpoint(rope_scaling=scaling, rope_theta=5e5)
     export(gguf_exporter, source, tmp_path / "out")
-    _, tensors = read(tmp_path / "out")
-    stretched = np.array(Llama3RoPE(64, base=5e5, scaling_config=scaling)._freqs)
-    plain = 5e5 ** (np.arange(0, 64, 2) / 64)
+    _, tensors = read_gguf(tmp_path / "out")
+    scaled = np.array(Llama3RoPE(64, base=5e5, scaling_config=scaling)._freqs)
+    unscaled = 5e5 ** (np.arange(0, 64, 2) / 64)
     np.testing.assert_allclose(
-        values(tensors["rope_freqs.weight"]), stretched / plain, rtol=1e-5
+        dequantized(tensors["rope_freqs.weight"]), scaled / unscaled, rtol=1e-5
     )
 
 
-def sentencepiece(folder):
-    """A tokenizer of Llama 2's kind: merges of ▁ words, bytes for the unknown."""
+def write_sentencepiece(folder):
+    """Write a Llama 2 tokenizer: merges of ▁ pieces with a byte fallback."""
     from tokenizers import (
         AddedToken,
         Tokenizer,
@@ -234,27 +241,27 @@ def sentencepiece(folder):
 def test_sentencepiece_tokenizer_roundtrip(tmp_path):
     from tokenizers import Tokenizer
 
-    sentencepiece(tmp_path)
-    found = gguf_tokenizer.to_metadata(tmp_path, {"eos_token_id": 2}, 320)
-    assert found["tokenizer.ggml.model"] == "llama"
-    assert found["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
-    assert found["tokenizer.ggml.token_type"][-1] == 5
-    assert found["tokenizer.ggml.add_bos_token"] is True
-    assert found["tokenizer.ggml.add_space_prefix"] is True
-    (tmp_path / "back").mkdir()
-    gguf_tokenizer.write(found, tmp_path / "back", source=tmp_path)
-    made = [
+    write_sentencepiece(tmp_path)
+    metadata = gguf_tokenizer.to_metadata(tmp_path, {"eos_token_id": 2}, 320)
+    assert metadata["tokenizer.ggml.model"] == "llama"
+    assert metadata["tokenizer.ggml.token_type"][:4] == [2, 3, 3, 6]
+    assert metadata["tokenizer.ggml.token_type"][-1] == 5
+    assert metadata["tokenizer.ggml.add_bos_token"] is True
+    assert metadata["tokenizer.ggml.add_space_prefix"] is True
+    (tmp_path / "imported").mkdir()
+    gguf_tokenizer.write(metadata, tmp_path / "imported", source=tmp_path)
+    tokenizers = [
         Tokenizer.from_file(f"{p}/tokenizer.json")
-        for p in (tmp_path, tmp_path / "back")
+        for p in (tmp_path, tmp_path / "imported")
     ]
     for text in ("there the here", "then  é 東 weather"):
-        own, back = (tokenizer.encode(text) for tokenizer in made)
-        assert back.tokens == own.tokens
-        assert back.tokens[0] == "<s>"
+        original, imported = (tokenizer.encode(text) for tokenizer in tokenizers)
+        assert imported.tokens == original.tokens
+        assert imported.tokens[0] == "<s>"
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling 'yarn'"),
         (
@@ -269,21 +276,21 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
         (QWEN3_MOE, "export of qwen3_moe models is not supported"),
     ],
 )
-def test_unsupported_models_are_refused(make_checkpoint, tmp_path, settings, said):
-    with pytest.raises(UserError, match=said):
+def test_unsupported_models_are_refused(make_checkpoint, tmp_path, settings, message):
+    with pytest.raises(UserError, match=message):
         export(gguf_exporter, make_checkpoint(**settings), tmp_path / "out")
 
 
 def test_unknown_pre_tokenizer_is_refused(make_checkpoint, tmp_path):
     source = make_checkpoint()
-    made = json.loads((source / "tokenizer.json").read_text())
-    made["pre_tokenizer"] = {
+    tokenizer = json.loads((source / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {
         "type": "ByteLevel",
         "add_prefix_space": False,
         "trim_offsets": True,
         "use_regex": False,
     }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(UserError, match="no name for its pre-tokenizer"):
         gguf_tokenizer.to_metadata(tmp_path, {}, 320)
 
@@ -293,24 +300,26 @@ def test_changed_export_is_refused(make_checkpoint, tmp_path, monkeypatch, part)
     source = make_checkpoint()
     spec = QuantSpec(bits=4, group_size=32)
     weight = load(source, compute="stored").model.layers[0].mlp.down_proj.weight
-    made = pack(weight, spec, mx.float16)
-    codes = quantized_checkpoint(source, tmp_path / "codes", {DOWN: (made, spec)})
+    packed = pack(weight, spec, mx.float16)
+    codes = quantized_checkpoint(source, tmp_path / "codes", {DOWN: (packed, spec)})
     if part == "tokenizer":
-        real = gguf_tokenizer.to_metadata
+        original = gguf_tokenizer.to_metadata
 
-        def other(*arguments):
-            found = real(*arguments)
-            return found | {"tokenizer.ggml.merges": found["tokenizer.ggml.merges"][:3]}
+        def corrupted(*arguments):
+            metadata = original(*arguments)
+            return metadata | {
+                "tokenizer.ggml.merges": metadata["tokenizer.ggml.merges"][:3]
+            }
 
-        monkeypatch.setattr(gguf_tokenizer, "to_metadata", other)
+        monkeypatch.setattr(gguf_tokenizer, "to_metadata", corrupted)
     else:
         name = "from_affine_groups" if part == "blocks" else "from_dense"
-        real = getattr(blocks, name)
+        original = getattr(blocks, name)
 
-        def other(*arguments):
-            kind, value = real(*arguments)
+        def corrupted(*arguments):
+            kind, value = original(*arguments)
             return kind, value[::-1] if value.ndim > 1 else value
 
-        monkeypatch.setattr(blocks, name, other)
+        monkeypatch.setattr(blocks, name, corrupted)
     with pytest.raises(UserError, match="differs after reading"):
         export(gguf_exporter, codes, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""GGUF files, made by llama.cpp's own writer: weights, config and tokenizer."""
+"""Import of files from llama.cpp's GGUF writer: weights, config and tokenizer."""
 
 import json
 from itertools import pairwise
@@ -49,14 +49,14 @@ def gguf_name(name):
     return f"{NAMES[path]}.{leaf}"
 
 
-def interleaved(rows, heads):
-    """llama.cpp's order of the rows of q and k, as its converter makes it."""
+def interleave_rows(rows, heads):
+    """Reorder rows of q_proj or k_proj as llama.cpp's converter does."""
     split = rows.reshape(heads, 2, rows.shape[0] // heads // 2, *rows.shape[1:])
     return split.swapaxes(1, 2).reshape(rows.shape)
 
 
 def random_blocks(rng, shape, kind):
-    """Bytes of a k-quant, any but for small scales."""
+    """Random k-quant blocks with small scales."""
     size, count = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind], shape[-1] // 256
     data = rng.integers(0, 256, (shape[0], count, size), dtype=np.uint8)
     for place in [208] if kind == "Q6_K" else [0, 2]:
@@ -80,10 +80,10 @@ def writer_of(path, config, architecture):
 
 
 def add_tokenizer(writer, folder):
-    """A byte-level BPE: tokens, kinds and merges; the special ones by kind."""
-    made = json.loads((folder / "tokenizer.json").read_text())
-    vocabulary = made["model"]["vocab"]
-    special = {token["content"] for token in made["added_tokens"]}
+    """Add a byte-level BPE tokenizer: tokens, token types and merges."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
     tokens = sorted(vocabulary, key=vocabulary.get)
     tokens += [f"[PAD{n}]" for n in range(320 - len(tokens))]
     kinds = [3 if t in special else 5 if t.startswith("[PAD") else 1 for t in tokens]
@@ -91,70 +91,72 @@ def add_tokenizer(writer, folder):
     writer.add_tokenizer_pre("default")
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    writer.add_token_merges([" ".join(pair) for pair in made["model"]["merges"]])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_eos_token_id(vocabulary["<|im_end|>"])
     writer.add_chat_template("{{ messages[0]['content'] }}")
 
 
 @pytest.fixture
-def make(make_checkpoint, tmp_path):
-    """A function of ggml's type to a file, and the float64 weights it stands for."""
+def make_gguf(make_checkpoint, tmp_path):
+    """A function that writes a GGUF file and returns its expected weights."""
 
-    def made(kind, *, architecture="llama", change=lambda writer: None, **settings):
+    def make_file(
+        kind, *, architecture="llama", change=lambda writer: None, **settings
+    ):
         settings = {"tie_word_embeddings": False, "hidden_size": 256, **settings}
         settings |= {"head_dim": 128, "num_key_value_heads": 1}
         base = make_checkpoint(model_type=architecture, dtype="float32", **settings)
         config = json.loads((base / "config.json").read_text())
         writer = writer_of(tmp_path / "model.gguf", config, architecture)
-        wanted, rng = {}, np.random.default_rng(0)
+        expected, rng = {}, np.random.default_rng(0)
         ggml = gguf.GGMLQuantizationType[kind]
         for name, value in load_file(base / "model.safetensors").items():
-            # Where every row of the file is in Hugging Face's order.
+            # Index of each row of the file in the Hugging Face order.
             heads = {"q_proj": 2, "k_proj": 1}.get(name.split(".")[-2])
             order = np.arange(len(value))
             if heads and architecture == "llama":
-                order = interleaved(order, heads)
+                order = interleave_rows(order, heads)
             if value.ndim < 2:
-                wanted[name] = value
+                expected[name] = value
                 writer.add_tensor(gguf_name(name), value[order])
                 continue
             if kind in BLOCKS:
                 raw = random_blocks(rng, value.shape, kind)
             else:
                 raw = gguf.quants.quantize(value[order], ggml)
-            wanted[name] = gguf.quants.dequantize(raw, ggml)[np.argsort(order)]
+            expected[name] = gguf.quants.dequantize(raw, ggml)[np.argsort(order)]
             writer.add_tensor(gguf_name(name), raw, raw_dtype=ggml)
         add_tokenizer(writer, base)
         change(writer)
         for finish in ("header", "kv_data", "tensors"):
             getattr(writer, f"write_{finish}_to_file")()
         writer.close()
-        return tmp_path / "model.gguf", wanted, base
+        return tmp_path / "model.gguf", expected, base
 
-    return made
+    return make_file
 
 
-def expanded(folder):
-    """All weights of an MLX checkpoint in float32, by name."""
+def dequantized_weights(folder):
+    """Return all dequantized weights of an MLX checkpoint in float32, by name."""
     model = load(folder, compute="float32").model
-    found = {}
+    weights = {}
     for path, module in model.named_modules():
         if hasattr(module, "bits"):
             parts = module.weight, module.scales, module.biases
             grid = {"group_size": module.group_size, "bits": module.bits}
-            found[f"{path}.weight"] = np.array(mx.dequantize(*parts, **grid))
+            weights[f"{path}.weight"] = np.array(mx.dequantize(*parts, **grid))
         elif "weight" in module:
-            found[f"{path}.weight"] = np.array(module.weight)
-    return found
+            weights[f"{path}.weight"] = np.array(module.weight)
+    return weights
 
 
 @pytest.mark.parametrize("kind", [*ROUNDED, *BLOCKS, "F16", "F32", "BF16"])
-def test_weights_equal_those_of_the_gguf_package(make, kind):
-    path, wanted, _ = make(kind)
-    found = expanded(resolve_checkpoint(path))
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert np.array_equal(found[name], value), name
+def test_weights_equal_those_of_the_gguf_package(make_gguf, kind):
+    path, expected, _ = make_gguf(kind)
+    weights = dequantized_weights(resolve_checkpoint(path))
+    assert weights.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(weights[name], value), name
 
 
 @pytest.mark.parametrize(
@@ -166,27 +168,27 @@ def test_weights_equal_those_of_the_gguf_package(make, kind):
         ("Q4_K", {"architecture": "qwen3"}),
     ],
 )
-def test_logits_equal_those_of_the_dense_model(make, kind, settings):
-    path, wanted, base = make(kind, **settings)
-    own = load_model(path).model(TOKENS)
+def test_logits_equal_those_of_the_dense_model(make_gguf, kind, settings):
+    path, expected, base = make_gguf(kind, **settings)
+    logits = load_model(path).model(TOKENS)
     dense = load(base).model
-    dense.load_weights([(name, mx.array(value)) for name, value in wanted.items()])
-    assert mx.allclose(own, dense(TOKENS), rtol=1e-4, atol=1e-4)
-    assert mx.abs(own).max().item() > 0.1
+    dense.load_weights([(name, mx.array(value)) for name, value in expected.items()])
+    assert mx.allclose(logits, dense(TOKENS), rtol=1e-4, atol=1e-4)
+    assert mx.abs(logits).max().item() > 0.1
 
 
-def test_stock_mlx_lm_loads_the_same_model(make, tmp_path):
-    path, _, _ = make("Q8_0", tie_word_embeddings=True)
+def test_stock_mlx_lm_loads_the_same_model(make_gguf, tmp_path):
+    path, _, _ = make_gguf("Q8_0", tie_word_embeddings=True)
     (tmp_path / "target").mkdir()
     convert_checkpoint(path, tmp_path / "target")
     stock, tokenizer = mlx_lm.load(str(tmp_path / "target"))
-    found = dict(tree_flatten(stock.parameters()))
+    weights = dict(tree_flatten(stock.parameters()))
     for name, value in tree_flatten(
         load_model(path, compute="stored").model.parameters()
     ):
-        assert mx.array_equal(value, found[name]), name
-    assert "lm_head.weight" not in found
-    assert {value.dtype for value in found.values()} <= {
+        assert mx.array_equal(value, weights[name]), name
+    assert "lm_head.weight" not in weights
+    assert {value.dtype for value in weights.values()} <= {
         mx.uint32,
         mx.float16,
         mx.float32,
@@ -194,26 +196,26 @@ def test_stock_mlx_lm_loads_the_same_model(make, tmp_path):
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
-def test_config_and_tokenizer_come_from_the_file(make):
-    path, _, base = make("Q4_0")
+def test_config_and_tokenizer_come_from_the_file(make_gguf):
+    path, _, base = make_gguf("Q4_0")
     folder = resolve_checkpoint(path)
     config = json.loads((folder / "config.json").read_text())
-    wanted = json.loads((base / "config.json").read_text())
+    expected = json.loads((base / "config.json").read_text())
     for key in ("hidden_size", "head_dim", "rope_theta", "vocab_size", "model_type"):
-        assert config[key] == wanted[key]
+        assert config[key] == expected[key]
     assert config["eos_token_id"] == [2]
     assert config["quantization"]["bits"] == 4
     tokenizer = load_tokenizer(folder)
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
-    marked = tokenizer.encode("<|im_start|>")
-    assert marked == load_tokenizer(base).encode("<|im_start|>")
+    token_ids = tokenizer.encode("<|im_start|>")
+    assert token_ids == load_tokenizer(base).encode("<|im_start|>")
     message = [{"role": "user", "content": "hello"}]
     assert tokenizer.apply_chat_template(message, tokenize=False) == "hello"
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_llama3_rope_scaling_is_detected_from_its_factors(make, factor):
+def test_llama3_rope_scaling_is_detected_from_its_factors(make_gguf, factor):
     scaling = {
         "rope_type": "llama3",
         "factor": factor,
@@ -223,29 +225,29 @@ def test_llama3_rope_scaling_is_detected_from_its_factors(make, factor):
     }
     from mlx_lm.models.rope_utils import Llama3RoPE
 
-    stretched = np.array(Llama3RoPE(128, base=5e5, scaling_config=scaling)._freqs)
-    plain = 5e5 ** (np.arange(0, 128, 2) / 128)
+    scaled = np.array(Llama3RoPE(128, base=5e5, scaling_config=scaling)._freqs)
+    unscaled = 5e5 ** (np.arange(0, 128, 2) / 128)
 
     def change(writer):
-        writer.add_tensor("rope_freqs.weight", (stretched / plain).astype(np.float32))
+        writer.add_tensor("rope_freqs.weight", (scaled / unscaled).astype(np.float32))
 
-    path, _, _ = make("Q8_0", change=change, rope_theta=5e5)
+    path, _, _ = make_gguf("Q8_0", change=change, rope_theta=5e5)
     config = json.loads((resolve_checkpoint(path) / "config.json").read_text())
     assert config["rope_scaling"] == scaling
     assert load_model(path).tokenizer.encode(TEXT)
 
 
-def test_unknown_rope_scaling_is_refused(make):
+def test_unknown_rope_scaling_is_refused(make_gguf):
     def change(writer):
         writer.add_tensor("rope_freqs.weight", np.linspace(1, 7, 64, dtype=np.float32))
 
-    path, _, _ = make("F16", change=change)
+    path, _, _ = make_gguf("F16", change=change)
     with pytest.raises(UserError, match="unknown RoPE scaling"):
         resolve_checkpoint(path)
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda data: data[: len(data) // 2], "is incomplete"),
         (lambda data: data[:300], "truncated"),
@@ -266,16 +268,16 @@ def test_unknown_rope_scaling_is_refused(make):
         (lambda data: data.replace(b"gpt2", b"bert"), "beside it"),
     ],
 )
-def test_damaged_file_is_refused(make, change, said):
-    path, _, _ = make("Q4_0")
+def test_damaged_file_is_refused(make_gguf, change, message):
+    path, _, _ = make_gguf("Q4_0")
     path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         resolve_checkpoint(path)
     assert str(path) in caught.value.place
 
 
-def test_unsupported_type_names_the_tensor(make):
-    path, _, _ = make("Q4_0")
+def test_unsupported_type_names_the_tensor(make_gguf):
+    path, _, _ = make_gguf("Q4_0")
     name = b"blk.0.attn_q.weight"
     data = bytearray(path.read_bytes())
     at = data.index(name) + len(name) + 4 + 2 * 8
@@ -285,17 +287,17 @@ def test_unsupported_type_names_the_tensor(make):
         reader.read(path)
 
 
-def test_tokenizer_files_beside_the_gguf_are_used(make, tokenizer_folder):
-    path, _, _ = make("Q4_0")
+def test_tokenizer_files_beside_the_gguf_are_used(make_gguf, tokenizer_folder):
+    path, _, _ = make_gguf("Q4_0")
     path.write_bytes(path.read_bytes().replace(b"gpt2", b"bert"))
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (path.parent / name).write_bytes((tokenizer_folder / name).read_bytes())
-    own = load_tokenizer(resolve_checkpoint(path))
-    assert own.encode(TEXT) == load_tokenizer(tokenizer_folder).encode(TEXT)
+    tokenizer = load_tokenizer(resolve_checkpoint(path))
+    assert tokenizer.encode(TEXT) == load_tokenizer(tokenizer_folder).encode(TEXT)
 
 
 def sentencepiece_file(path):
-    """A vocabulary of words with spaces in them, every token with a score."""
+    """Write a SentencePiece tokenizer and return the score of each token."""
     words = ["▁th", "▁the", "he", "the", "▁t", "re", "her", "▁there", "ere", "er"]
     letters = sorted(set("▁abcdefghijklmnopqrstuvwxyz"))
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{n:02X}>" for n in range(256))]
@@ -316,15 +318,15 @@ def sentencepiece_file(path):
     return dict(zip(metadata["tokenizer.ggml.tokens"], scores, strict=True))
 
 
-def by_score(text, scores):
-    """Sentencepiece's rule: of all neighbours, join the pair of the highest score."""
+def merge_by_score(text, scores):
+    """Merge the adjacent pair with the highest score until none is left."""
     pieces = list("▁" + text.replace(" ", "▁"))
     while True:
         pairs = [a + b for a, b in pairwise(pieces)]
-        known = [pair for pair in pairs if pair in scores]
-        if not known:
+        mergeable = [pair for pair in pairs if pair in scores]
+        if not mergeable:
             return pieces
-        at = pairs.index(max(known, key=scores.get))
+        at = pairs.index(max(mergeable, key=scores.get))
         pieces[at : at + 2] = [pairs[at]]
 
 
@@ -334,40 +336,46 @@ def test_sentencepiece_merges_follow_scores(tmp_path):
     scores = sentencepiece_file(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     for text in ("there the here", "the other  weather", "tethered"):
-        wanted = by_score(text, scores)
-        assert tokenizer.encode(text).tokens == ["<s>", *wanted]
+        expected = merge_by_score(text, scores)
+        assert tokenizer.encode(text).tokens == ["<s>", *expected]
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
-    # Bytes for what has no token.
+    # Characters without a token become bytes.
     assert tokenizer.encode("é").tokens == ["<s>", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(tokenizer.encode("é 東").ids) == "é 東"
 
 
 @pytest.mark.parametrize(
-    ("words", "digits"),
+    ("pre_tokenizer", "digits"),
     [("llama-bpe", ["123", "45"]), ("qwen2", ["1", "2", "3", "4", "5"])],
 )
-def test_pre_tokenizer_follows_the_file(tmp_path, words, digits):
+def test_pre_tokenizer_follows_the_file(tmp_path, pre_tokenizer, digits):
     from tokenizers import Tokenizer, pre_tokenizers
 
     metadata = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": words,
+        "tokenizer.ggml.pre": pre_tokenizer,
         "tokenizer.ggml.tokens": sorted(pre_tokenizers.ByteLevel.alphabet()),
         "tokenizer.ggml.merges": [],
     }
     gguf_tokenizer.write(metadata, tmp_path, source=tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     text = "It's 12345 (really)!\n\n  ok"
-    cut = tokenizer.pre_tokenizer.pre_tokenize_str(text)
-    rest = [" (", "really", ")!\n\n", " ", " ok"]
-    assert [text[a:b] for _, (a, b) in cut] == ["It", "'s", " ", *digits, *rest]
+    pre_tokens = tokenizer.pre_tokenizer.pre_tokenize_str(text)
+    other_pieces = [" (", "really", ")!\n\n", " ", " ok"]
+    assert [text[a:b] for _, (a, b) in pre_tokens] == [
+        "It",
+        "'s",
+        " ",
+        *digits,
+        *other_pieces,
+    ]
 
 
-def test_recipe_check_detects_quantized_gguf(make, tmp_path, capsys):
+def test_recipe_check_detects_quantized_gguf(make_gguf, tmp_path, capsys):
     recipe = tmp_path / "recipe.yaml"
     codes = {}
     for kind in ("Q8_0", "F16"):
-        path, _, _ = make(kind)
+        path, _, _ = make_gguf(kind)
         recipe.write_text(
             f"model: {path}\ndata: {{train: builtin:stdlib}}\n"
             "stages: [{quantize: {bits: 4}}]\n"

@@ -1,4 +1,4 @@
-"""Hugging Face's checkpoint: mlx-lm reads the very weights from it."""
+"""Hugging Face exports: mlx-lm loads the same weights from them."""
 
 import json
 import re
@@ -33,7 +33,7 @@ MAMBA = {
 }
 
 
-def quantized(source, target, **settings):
+def write_quantized(source, target, **settings):
     loaded = load(source, compute="stored")
     specs = select_layers(loaded.model, QuantizationConfig(**settings)).specs
     modules = dict(loaded.model.named_modules())
@@ -50,13 +50,15 @@ def quantized(source, target, **settings):
 def test_mlx_lm_reads_the_same_model(make_checkpoint, tmp_path, base):
     source = make_checkpoint(base, dtype="bfloat16")
     export(hf, source, tmp_path / "out")
-    wanted, _ = mlx_lm.load(str(source))
-    found, tokenizer = mlx_lm.load(str(tmp_path / "out"))
-    found, wanted = (dict(tree_flatten(m.parameters())) for m in (found, wanted))
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype == mx.bfloat16
-        assert mx.array_equal(found[name], value), name
+    expected, _ = mlx_lm.load(str(source))
+    exported, tokenizer = mlx_lm.load(str(tmp_path / "out"))
+    exported, expected = (
+        dict(tree_flatten(m.parameters())) for m in (exported, expected)
+    )
+    assert exported.keys() == expected.keys()
+    for name, value in expected.items():
+        assert exported[name].dtype == value.dtype == mx.bfloat16
+        assert mx.array_equal(exported[name], value), name
     assert tokenizer.encode("hello")
 
 
@@ -81,15 +83,15 @@ def test_experts_and_convolutions_have_hugging_face_layout(make_checkpoint, tmp_
 @pytest.mark.parametrize("base", [LLAMA, QWEN3_MOE], ids=lambda b: b["model_type"])
 def test_quantized_layers_are_dequantized(make_checkpoint, tmp_path, base):
     source = make_checkpoint(base, dtype="float32")
-    codes = quantized(source, tmp_path / "codes", bits=4, group_size=32)
+    codes = write_quantized(source, tmp_path / "codes", bits=4, group_size=32)
     export(hf, codes, tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert not any("quantization" in key for key in config)
-    wanted = mlx_lm.load(str(codes))[0](TOKENS)
-    found = mlx_lm.load(str(tmp_path / "out"))[0](TOKENS)
-    assert mx.allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    expected = mlx_lm.load(str(codes))[0](TOKENS)
+    exported = mlx_lm.load(str(tmp_path / "out"))[0](TOKENS)
+    assert mx.allclose(exported, expected, rtol=1e-4, atol=1e-4)
     unrounded = mlx_lm.load(str(source))[0](TOKENS)
-    assert not mx.allclose(unrounded, wanted, rtol=1e-2, atol=1e-2)
+    assert not mx.allclose(unrounded, expected, rtol=1e-2, atol=1e-2)
 
 
 def test_unsupported_model_type_is_refused(make_checkpoint, tmp_path):
@@ -99,7 +101,7 @@ def test_unsupported_model_type_is_refused(make_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage",
+    "corrupt",
     [
         lambda named: named | {"model.norm.weight": named["model.norm.weight"] + 1},
         lambda named: {k: v for k, v in named.items() if "q_proj" not in k},
@@ -108,8 +110,10 @@ def test_unsupported_model_type_is_refused(make_checkpoint, tmp_path):
     ],
     ids=["other", "missing", "more", "type"],
 )
-def test_changed_export_is_refused(make_checkpoint, tmp_path, monkeypatch, damage):
-    real = hf.unstack_experts
-    monkeypatch.setattr(hf, "unstack_experts", lambda tensors: damage(real(tensors)))
+def test_changed_export_is_refused(make_checkpoint, tmp_path, monkeypatch, corrupt):
+    original = hf.unstack_experts
+    monkeypatch.setattr(
+        hf, "unstack_experts", lambda tensors: corrupt(original(tensors))
+    )
     with pytest.raises(UserError, match="differs after reading"):
         export(hf, make_checkpoint(), tmp_path / "out")

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and compressed-tensors folders are imported bit for bit."""
+"""GPTQ, AWQ and compressed-tensors checkpoints are imported bit for bit."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from lmx.errors import UserError
 from lmx.models.loader import load, set_compute_dtype
 from lmx.quantization.packing import pack_codes, unpack_codes
 from mlx.utils import tree_flatten
-from packers import awq, compressed, gptq, random_codes, write
+from packers import awq, compressed, gptq, random_codes, write_checkpoint
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoints import QWEN3_MOE
 
@@ -22,7 +22,7 @@ DOWN = "model.layers.0.mlp.down_proj"
 QUERY = "model.layers.0.self_attn.q_proj"
 
 
-def of_gptq(bits, size, *, symmetric=False, version="gptq", order=True):
+def gptq_format(bits, size, *, symmetric=False, version="gptq", order=True):
     settings = {
         "quant_method": "gptq",
         "bits": bits,
@@ -32,16 +32,16 @@ def of_gptq(bits, size, *, symmetric=False, version="gptq", order=True):
         "checkpoint_format": version,
     }
     offset = 1 if version == "gptq" else 0
-    packed = lambda c: gptq(c, bits, offset=offset, order=order)  # noqa: E731
+    packed = lambda c: gptq(c, bits, offset=offset, store_group_index=order)  # noqa: E731
     return bits, size, symmetric, packed, settings
 
 
-def of_awq(size):
+def awq_format(size):
     settings = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}
     return 4, size, False, lambda c: awq(c, 4), settings
 
 
-def of_compressed(bits, size, *, symmetric=True):
+def compressed_format(bits, size, *, symmetric=True):
     scheme = {"num_bits": bits, "group_size": size, "symmetric": symmetric}
     settings = {
         "quant_method": "compressed-tensors",
@@ -53,23 +53,23 @@ def of_compressed(bits, size, *, symmetric=True):
 
 
 FORMATS = {
-    "gptq": of_gptq(4, 32),
-    "gptq v2": of_gptq(4, 64, version="gptq_v2"),
-    "gptq symmetric": of_gptq(4, 128, symmetric=True),
-    "gptq without order": of_gptq(4, 64, order=False),
-    "gptq of 2 bits": of_gptq(2, 64),
-    "gptq of 3 bits": of_gptq(3, 32),
-    "gptq of 8 bits": of_gptq(8, 32),
-    "gptq of whole rows": of_gptq(4, -1, symmetric=True, order=False),
-    "gptq by 256": of_gptq(8, 256, symmetric=True),
-    "gptq by 96": of_gptq(4, 96),
-    "awq": of_awq(32),
-    "awq by 128": of_awq(128),
-    "awq of whole rows": of_awq(-1),
-    "compressed": of_compressed(4, 32),
-    "compressed by 128": of_compressed(8, 128),
-    "compressed asymmetric": of_compressed(4, 64, symmetric=False),
-    "compressed of 8 bits": of_compressed(8, 32, symmetric=False),
+    "gptq": gptq_format(4, 32),
+    "gptq v2": gptq_format(4, 64, version="gptq_v2"),
+    "gptq symmetric": gptq_format(4, 128, symmetric=True),
+    "gptq without g_idx": gptq_format(4, 64, order=False),
+    "gptq 2 bits": gptq_format(2, 64),
+    "gptq 3 bits": gptq_format(3, 32),
+    "gptq 8 bits": gptq_format(8, 32),
+    "gptq per channel": gptq_format(4, -1, symmetric=True, order=False),
+    "gptq group size 256": gptq_format(8, 256, symmetric=True),
+    "gptq group size 96": gptq_format(4, 96),
+    "awq": awq_format(32),
+    "awq group size 128": awq_format(128),
+    "awq per channel": awq_format(-1),
+    "compressed": compressed_format(4, 32),
+    "compressed group size 128": compressed_format(8, 128),
+    "compressed asymmetric": compressed_format(4, 64, symmetric=False),
+    "compressed 8 bits": compressed_format(8, 32, symmetric=False),
 }
 
 
@@ -79,79 +79,83 @@ def base(make_checkpoint):
 
 
 @pytest.fixture
-def make(base, tmp_path):
-    """A function of a format, and what to change in a layer, to a checkpoint."""
+def make_packed(base, tmp_path):
+    """A function that writes a packed checkpoint in a format."""
 
-    def made(form, change=lambda name, codes, rng: codes, base=base):
-        bits, size, symmetric, packed, settings = form
+    def make_checkpoint_of(
+        checkpoint_format, change=lambda name, codes, rng: codes, base=base
+    ):
+        bits, size, symmetric, packed, settings = checkpoint_format
         rng = np.random.default_rng(0)
 
-        def draw(name, outputs, inputs):
+        def make_codes(name, outputs, inputs):
             codes = random_codes(
                 rng, outputs, inputs, bits=bits, size=size, symmetric=symmetric
             )
             return change(name, codes, rng)
 
-        return write(base, tmp_path / "foreign", draw, packed, settings)
+        return write_checkpoint(
+            base, tmp_path / "foreign", make_codes, packed, settings
+        )
 
-    return made
+    return make_checkpoint_of
 
 
-def expanded(folder):
-    """The weights of the quantized layers of an MLX checkpoint, float64 by path."""
+def dequantized_weights(folder):
+    """Return the dequantized weights of an MLX checkpoint in float64, by path."""
     block = json.loads((folder / "config.json").read_text())["quantization"]
     tensors = mx.load(str(folder / "model.safetensors"))
-    found = {}
+    weights = {}
     for path in (n.removesuffix(".scales") for n in tensors if n.endswith(".scales")):
         grid = block.get(path, block)
         parts = (tensors[f"{path}.{leaf}"] for leaf in ("weight", "scales", "biases"))
-        words, *rest = parts
+        packed, *parameters = parts
         weight = mx.dequantize(
-            words,
-            *(value.astype(mx.float32) for value in rest),
+            packed,
+            *(value.astype(mx.float32) for value in parameters),
             group_size=grid["group_size"],
             bits=grid["bits"],
         )
-        found[path] = np.array(weight).astype(np.float64)
-    return found
+        weights[path] = np.array(weight).astype(np.float64)
+    return weights
 
 
-def converted(checkpoint, dtype=None):
+def convert(checkpoint, dtype=None):
     target = checkpoint.folder.with_name("target")
     target.mkdir()
     convert_checkpoint(checkpoint.folder, target, dtype)
     return target
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_imported_weights_are_bit_identical(make, form):
-    checkpoint = make(form)
-    target = converted(checkpoint)
-    found = expanded(target)
-    assert found.keys() == checkpoint.layers.keys()
+@pytest.mark.parametrize("checkpoint_format", FORMATS.values(), ids=FORMATS)
+def test_imported_weights_are_bit_identical(make_packed, checkpoint_format):
+    checkpoint = make_packed(checkpoint_format)
+    target = convert(checkpoint)
+    weights = dequantized_weights(target)
+    assert weights.keys() == checkpoint.layers.keys()
     for path, codes in checkpoint.layers.items():
-        assert np.array_equal(found[path], codes.weight), path
+        assert np.array_equal(weights[path], codes.weight), path
 
 
 @pytest.mark.parametrize(
-    "name", ["gptq", "gptq of 3 bits", "awq", "compressed asymmetric"]
+    "name", ["gptq", "gptq 3 bits", "awq", "compressed asymmetric"]
 )
-def test_logits_equal_those_of_the_dense_model(make, name):
-    checkpoint = make(FORMATS[name])
+def test_logits_equal_those_of_the_dense_model(make_packed, name):
+    checkpoint = make_packed(FORMATS[name])
     logits, dense_logits = (
         load_model(f).model(TOKENS) for f in (checkpoint.folder, checkpoint.dense)
     )
     assert mx.allclose(logits, dense_logits, rtol=1e-4, atol=1e-4)
-    # Other weights would have shown.
+    # Logits near zero would hide a difference.
     assert mx.abs(dense_logits).max().item() > 0.1
 
 
 @pytest.mark.parametrize("name", ["gptq", "awq", "compressed"])
-def test_experts_are_stacked(make, make_checkpoint, name):
-    checkpoint = make(FORMATS[name], base=make_checkpoint(QWEN3_MOE))
+def test_experts_are_stacked(make_packed, make_checkpoint, name):
+    checkpoint = make_packed(FORMATS[name], base=make_checkpoint(QWEN3_MOE))
     folder = resolve_checkpoint(checkpoint.folder)
-    found = expanded(folder)["model.layers.1.mlp.switch_mlp.up_proj"]
-    for number, weight in enumerate(found):
+    weights = dequantized_weights(folder)["model.layers.1.mlp.switch_mlp.up_proj"]
+    for number, weight in enumerate(weights):
         path = f"model.layers.1.mlp.experts.{number}.up_proj"
         assert np.array_equal(weight, checkpoint.layers[path].weight)
     logits, dense_logits = (load(f).model(TOKENS) for f in (folder, checkpoint.dense))
@@ -159,23 +163,23 @@ def test_experts_are_stacked(make, make_checkpoint, name):
 
 
 @pytest.mark.parametrize("name", ["gptq symmetric", "awq", "compressed"])
-def test_stock_mlx_lm_loads_the_import(make, name):
-    target = converted(make(FORMATS[name]))
-    stock, own = mlx_lm.load(str(target))[0], load(target, compute="stored").model
-    found = dict(tree_flatten(stock.parameters()))
-    for path, value in tree_flatten(own.parameters()):
-        assert value.dtype == found[path].dtype
-        assert mx.array_equal(value, found[path]), path
+def test_stock_mlx_lm_loads_the_import(make_packed, name):
+    target = convert(make_packed(FORMATS[name]))
+    stock, model = mlx_lm.load(str(target))[0], load(target, compute="stored").model
+    weights = dict(tree_flatten(stock.parameters()))
+    for path, value in tree_flatten(model.parameters()):
+        assert value.dtype == weights[path].dtype
+        assert mx.array_equal(value, weights[path]), path
     set_compute_dtype(stock, mx.float32)
-    own = load(target).model
-    assert mx.allclose(stock(TOKENS), own(TOKENS), rtol=1e-5, atol=1e-5)
+    model = load(target).model
+    assert mx.allclose(stock(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
 
 
-def test_scales_keep_float16_only_if_exact(make):
+def test_scales_keep_float16_only_if_exact(make_packed):
     types = {}
     for name in ("gptq symmetric", "gptq"):
-        checkpoint = make(FORMATS[name])
-        tensors = mx.load(str(converted(checkpoint) / "model.safetensors"))
+        checkpoint = make_packed(FORMATS[name])
+        tensors = mx.load(str(convert(checkpoint) / "model.safetensors"))
         types[name] = {
             tensors[f"{QUERY}.{leaf}"].dtype for leaf in ("scales", "biases")
         }
@@ -183,84 +187,84 @@ def test_scales_keep_float16_only_if_exact(make):
     assert types == {"gptq symmetric": {mx.float16}, "gptq": {mx.float32}}
 
 
-def test_requested_dtype_rounds_within_its_bound(make):
-    checkpoint = make(FORMATS["awq"])
-    found = expanded(converted(checkpoint, mx.float16))
+def test_requested_dtype_rounds_within_its_bound(make_packed):
+    checkpoint = make_packed(FORMATS["awq"])
+    weights = dequantized_weights(convert(checkpoint, mx.float16))
     codes = checkpoint.layers[QUERY]
-    error = np.abs(found[QUERY] - codes.weight)
+    error = np.abs(weights[QUERY] - codes.weight)
     bias = (codes.zeros * codes.scales.astype(np.float64))[:, codes.group_index]
     assert error.max() > 0
     assert (error <= 2.0**-11 * bias + 1e-7).all()
 
 
-def test_requantization_would_change_the_codes(make):
-    """What this avoids: mx.quantize of the same weights, in the same groups."""
-    checkpoint = make(FORMATS["awq"])
+def test_requantization_would_change_the_codes(make_packed):
+    """mx.quantize gives other codes for the same weights and groups."""
+    checkpoint = make_packed(FORMATS["awq"])
     codes = checkpoint.layers[QUERY]
-    tensors = mx.load(str(converted(checkpoint) / "model.safetensors"))
+    tensors = mx.load(str(convert(checkpoint) / "model.safetensors"))
     assert np.array_equal(unpack_codes(tensors[f"{QUERY}.weight"], 4), codes.codes)
     weight = mx.array(codes.weight.astype(np.float32))
-    again, scales, biases = mx.quantize(weight, group_size=32, bits=4)
-    assert (np.array(unpack_codes(again, 4)) != codes.codes).mean() > 0.2
-    rounded = mx.dequantize(again, scales, biases, group_size=32, bits=4)
+    requantized, scales, biases = mx.quantize(weight, group_size=32, bits=4)
+    assert (np.array(unpack_codes(requantized, 4)) != codes.codes).mean() > 0.2
+    rounded = mx.dequantize(requantized, scales, biases, group_size=32, bits=4)
     assert mx.abs(rounded - weight).max().item() > 1e-3
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 def test_packed_codes_have_mlx_layout(bits):
     codes = mx.random.randint(0, 2**bits, (3, 64), key=mx.random.key(bits))
-    words = pack_codes(codes, bits)
+    packed = pack_codes(codes, bits)
     scales, biases = mx.ones((3, 2)), mx.zeros((3, 2))
-    seen = mx.dequantize(words, scales, biases, group_size=32, bits=bits)
-    assert mx.array_equal(seen, codes)
-    assert mx.array_equal(unpack_codes(words, bits), codes)
+    dequantized = mx.dequantize(packed, scales, biases, group_size=32, bits=bits)
+    assert mx.array_equal(dequantized, codes)
+    assert mx.array_equal(unpack_codes(packed, bits), codes)
 
 
-def reordered(name, codes, rng):
-    """The columns of the down projection in groups by another order (desc_act)."""
+def permute_down_proj(name, codes, rng):
+    """Permute the groups of the down_proj columns (desc_act)."""
     if name.endswith("down_proj"):
         codes.group_index = rng.permutation(codes.group_index)
     return codes
 
 
-def test_activation_order_of_down_proj_is_undone(make):
-    checkpoint = make(FORMATS["gptq"], reordered)
-    found = expanded(resolve_checkpoint(checkpoint.folder))
+def test_activation_order_of_down_proj_is_undone(make_packed):
+    checkpoint = make_packed(FORMATS["gptq"], permute_down_proj)
+    weights = dequantized_weights(resolve_checkpoint(checkpoint.folder))
     order = np.argsort(checkpoint.layers[DOWN].group_index, kind="stable")
-    assert np.array_equal(found[DOWN], checkpoint.layers[DOWN].weight[:, order])
+    assert np.array_equal(weights[DOWN], checkpoint.layers[DOWN].weight[:, order])
     up = DOWN.replace("down", "up")
-    assert np.array_equal(found[up], checkpoint.layers[up].weight[order])
+    assert np.array_equal(weights[up], checkpoint.layers[up].weight[order])
     logits, dense_logits = (
         load_model(f).model(TOKENS) for f in (checkpoint.folder, checkpoint.dense)
     )
     assert mx.allclose(logits, dense_logits, rtol=1e-4, atol=1e-4)
 
 
-def test_permuted_whole_groups_are_imported(make):
-    def swapped(name, codes, rng):
+def test_permuted_whole_groups_are_imported(make_packed):
+    def reverse_groups(name, codes, rng):
         codes.group_index = codes.group_index.max() - codes.group_index
         return codes
 
-    checkpoint = make(FORMATS["gptq"], swapped)
-    found = expanded(resolve_checkpoint(checkpoint.folder))
+    checkpoint = make_packed(FORMATS["gptq"], reverse_groups)
+    weights = dequantized_weights(resolve_checkpoint(checkpoint.folder))
     for path, codes in checkpoint.layers.items():
-        assert np.array_equal(found[path], codes.weight), path
+        assert np.array_equal(weights[path], codes.weight), path
 
 
-def test_activation_order_of_shared_inputs_is_refused(make):
-    def everywhere(name, codes, rng):
+def test_activation_order_of_shared_inputs_is_refused(make_packed):
+    def permute_all(name, codes, rng):
         codes.group_index = rng.permutation(codes.group_index)
         return codes
 
     with pytest.raises(UserError, match="desc_act") as caught:
-        resolve_checkpoint(make(FORMATS["gptq"], everywhere).folder)
+        resolve_checkpoint(make_packed(FORMATS["gptq"], permute_all).folder)
     assert caught.value.place == DOWN.replace("down", "gate")
     assert "static groups" in caught.value.hint
 
 
-def test_unsupported_group_size_is_refused(make):
+def test_unsupported_group_size_is_refused(make_packed):
     with pytest.raises(UserError, match="groups of 16 columns do not divide"):
-        resolve_checkpoint(make(of_gptq(4, 16)).folder)
+        resolve_checkpoint(make_packed(gptq_format(4, 16)).folder)
 
 
 def damage(checkpoint, change, **settings):
@@ -273,7 +277,7 @@ def damage(checkpoint, change, **settings):
     file.write_text(json.dumps(config))
 
 
-def cut(leaf):
+def truncate(leaf):
     def change(tensors):
         tensors[f"{QUERY}.{leaf}"] = np.ascontiguousarray(
             tensors[f"{QUERY}.{leaf}"][:, :-1]
@@ -287,16 +291,21 @@ def drop(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "place", "said"),
+    ("name", "change", "place", "message"),
     [
         ("gptq", drop(f"{QUERY}.qzeros"), f"{QUERY}.qzeros", "missing"),
         ("gptq", drop(f"{QUERY}.scales"), f"{QUERY}.scales", "missing"),
-        ("gptq", cut("qzeros"), f"{QUERY}.qzeros", "the shape is"),
-        ("gptq", cut("scales"), f"{QUERY}.scales", "the shape is"),
+        ("gptq", truncate("qzeros"), f"{QUERY}.qzeros", "the shape is"),
+        ("gptq", truncate("scales"), f"{QUERY}.scales", "the shape is"),
         ("awq", drop(f"{QUERY}.qzeros"), f"{QUERY}.qzeros", "missing"),
         ("awq", drop(f"{QUERY}.qweight"), f"{QUERY}.", "qweight of this layer"),
-        ("awq", cut("scales"), f"{QUERY}.scales", "the shape is"),
-        ("compressed", cut("weight_packed"), f"{QUERY}.weight_packed", "codes of 4"),
+        ("awq", truncate("scales"), f"{QUERY}.scales", "the shape is"),
+        (
+            "compressed",
+            truncate("weight_packed"),
+            f"{QUERY}.weight_packed",
+            "codes of 4",
+        ),
         (
             "compressed asymmetric",
             drop(f"{QUERY}.weight_zero_point"),
@@ -306,48 +315,47 @@ def drop(name):
         ("awq", drop("model.norm.weight"), "foreign", "model.norm.weight is missing"),
     ],
 )
-def test_damaged_checkpoint_is_refused(make, name, change, place, said):
-    checkpoint = make(FORMATS[name])
+def test_damaged_checkpoint_is_refused(make_packed, name, change, place, message):
+    checkpoint = make_packed(FORMATS[name])
     damage(checkpoint, change)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         resolve_checkpoint(checkpoint.folder)
     assert place in caught.value.place
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "message"),
     [
         ("gptq", {"checkpoint_format": "marlin"}, "packed for one kernel"),
         ("gptq", {"group_size": 64}, None),
         ("gptq", {"bits": 8}, "do not fit to 256 inputs"),
-        ("gptq without order", {"group_size": 32}, "the shape is"),
+        ("gptq without g_idx", {"group_size": 32}, "the shape is"),
         ("awq", {"version": "gemv"}, "layout 'gemv'"),
         ("awq", {"group_size": 64}, "the shape is"),
     ],
 )
-def test_inconsistent_config_is_refused(make, name, settings, said):
-    checkpoint = make(FORMATS[name])
+def test_inconsistent_config_is_refused(make_packed, name, settings, message):
+    checkpoint = make_packed(FORMATS[name])
     damage(checkpoint, lambda tensors: None, **settings)
-    if said is None:
-        # The order that is stored says more than the config.
-        found = expanded(resolve_checkpoint(checkpoint.folder))
-        assert np.array_equal(found[QUERY], checkpoint.layers[QUERY].weight)
+    if message is None:
+        # The stored g_idx takes precedence over the config.
+        weights = dequantized_weights(resolve_checkpoint(checkpoint.folder))
+        assert np.array_equal(weights[QUERY], checkpoint.layers[QUERY].weight)
         return
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         resolve_checkpoint(checkpoint.folder)
 
 
-def test_mlx_lm_alone_misreads_these_formats(make):
-    """It takes no g_idx, which GPTQ has, reads GPTQ's words as AWQ's, and rounds the
-    biases of AWQ."""
-    checkpoint = make(FORMATS["gptq"])
+def test_mlx_lm_alone_misreads_these_formats(make_packed):
+    """mlx-lm refuses g_idx, reads GPTQ codes as AWQ codes and rounds AWQ biases."""
+    checkpoint = make_packed(FORMATS["gptq"])
     with pytest.raises(ValueError, match="g_idx"):
         mlx_lm.load(str(checkpoint.folder))
     shutil.rmtree(checkpoint.folder.parent)
     with pytest.raises(ValueError, match="bits"):
-        mlx_lm.load(str(make(FORMATS["gptq without order"]).folder))
+        mlx_lm.load(str(make_packed(FORMATS["gptq without g_idx"]).folder))
     shutil.rmtree(checkpoint.folder.parent)
-    checkpoint = make(FORMATS["awq"])
+    checkpoint = make_packed(FORMATS["awq"])
     layer = dict(mlx_lm.load(str(checkpoint.folder))[0].named_modules())[QUERY]
     parts = (layer[leaf].astype(mx.float32) for leaf in ("scales", "biases"))
     weight = mx.dequantize(layer.weight, *parts, group_size=32, bits=4)

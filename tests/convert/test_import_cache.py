@@ -8,7 +8,7 @@ import yaml
 from lmx.cli import main
 from lmx.convert.importers import resolve_checkpoint
 from lmx.data import cache
-from packers import gptq, random_codes, write
+from packers import gptq, random_codes, write_checkpoint
 
 SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 
@@ -17,11 +17,13 @@ SETTINGS = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 def checkpoint(make_checkpoint, tmp_path):
     rng = np.random.default_rng(0)
 
-    def draw(_, outputs, inputs):
+    def make_codes(_, outputs, inputs):
         return random_codes(rng, outputs, inputs, bits=4, size=32, symmetric=True)
 
     base = make_checkpoint(tie_word_embeddings=False)
-    return write(base, tmp_path / "foreign", draw, lambda c: gptq(c, 4), SETTINGS)
+    return write_checkpoint(
+        base, tmp_path / "foreign", make_codes, lambda c: gptq(c, 4), SETTINGS
+    )
 
 
 def test_convert_command_writes_a_folder(checkpoint, tmp_path, capsys):
@@ -37,21 +39,21 @@ def test_convert_command_writes_a_folder(checkpoint, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "said"),
+    ("source", "target", "message"),
     [
         ("no/where/at/all", "target", "there is no such folder"),
         ("dense", "target", "has no supported format"),
-        ("foreign", "there", "the target exists"),
+        ("foreign", "existing", "the target exists"),
     ],
 )
 def test_convert_command_refuses_invalid_arguments(
-    checkpoint, tmp_path, capsys, source, target, said
+    checkpoint, tmp_path, capsys, source, target, message
 ):
-    (tmp_path / "there").mkdir()
+    (tmp_path / "existing").mkdir()
     names = {"foreign": checkpoint.folder, "dense": checkpoint.dense}
     argv = ["convert", str(names.get(source, source)), str(tmp_path / target)]
     assert main.main(argv) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_failed_import_leaves_no_files(checkpoint, tmp_path, capsys):
@@ -66,25 +68,27 @@ def test_import_is_cached_until_the_source_changes(checkpoint):
     before = (folder / "model.safetensors").stat().st_mtime_ns
     assert resolve_checkpoint(checkpoint.folder) == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == before
-    # What is MLX's already stays where it is.
+    # An MLX checkpoint is used in place.
     assert resolve_checkpoint(folder) == folder
     config = checkpoint.folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 9e4}))
     assert resolve_checkpoint(checkpoint.folder) != folder
 
 
-def recipe(tmp_path, model, *stages):
-    rows = [{"prompt": f"Add {n} and 1.", "completion": str(n + 1)} for n in range(40)]
-    text = "\n".join(map(json.dumps, rows))
+def write_recipe(tmp_path, model, *stages):
+    examples = [
+        {"prompt": f"Add {n} and 1.", "completion": str(n + 1)} for n in range(40)
+    ]
+    text = "\n".join(map(json.dumps, examples))
     (tmp_path / "rows.jsonl").write_text(text)
     path = tmp_path / "recipe.yaml"
-    block = {
+    config = {
         "model": str(model),
         "output": str(tmp_path / "out"),
         "data": {"train": str(tmp_path / "rows.jsonl"), "max_seq_length": 64},
         "stages": list(stages),
     }
-    path.write_text(yaml.safe_dump(block))
+    path.write_text(yaml.safe_dump(config))
     return str(path)
 
 
@@ -92,7 +96,7 @@ def test_adapter_trains_on_imported_checkpoint(checkpoint, tmp_path, capsys):
     train = {"steps": 3, "batch_size": 4, "learning_rate": 1e-3, "adapter": {"rank": 4}}
     validate = {"num_tokens": 300, "exact_match_samples": 2, "latency_tokens": 8}
     stages = {"train": train}, {"evaluate": validate}
-    path = recipe(tmp_path, checkpoint.folder, *stages)
+    path = write_recipe(tmp_path, checkpoint.folder, *stages)
     assert main.train([path, "--dry-run"]) == 0
     assert main.train([path, "--quiet"]) == 0
     report = json.loads((tmp_path / "out" / "report.json").read_text())
@@ -100,6 +104,6 @@ def test_adapter_trains_on_imported_checkpoint(checkpoint, tmp_path, capsys):
 
 
 def test_imported_checkpoint_is_not_requantized(checkpoint, tmp_path, capsys):
-    path = recipe(tmp_path, checkpoint.folder, {"quantize": {"bits": 4}})
+    path = write_recipe(tmp_path, checkpoint.folder, {"quantize": {"bits": 4}})
     assert main.train([path]) == 2
     assert "the model is already quantized here" in capsys.readouterr().err

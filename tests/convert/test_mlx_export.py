@@ -1,4 +1,4 @@
-"""Checkpoints as mlx-lm, LM Studio and mlx-swift read them."""
+"""MLX exports: files and config keys that mlx-lm, LM Studio and mlx-swift read."""
 
 import json
 import math
@@ -24,38 +24,40 @@ BIG = QuantSpec(bits=8, group_size=128)
 FLOAT = QuantSpec(mode="nvfp4")
 
 
-def export(source, target, selection=None):
-    """Write a checkpoint, rounded where a selection says so."""
+def export(source, target, plan=None):
+    """Write a checkpoint and quantize the layers of the plan."""
     loaded = load(source, compute="stored")
-    selection = selection or QuantizationPlan({}, {})
+    plan = plan or QuantizationPlan({}, {})
     modules = dict(loaded.model.named_modules())
     tensors = {}
-    for path, spec in selection.specs.items():
+    for path, spec in plan.specs.items():
         packed = pack(modules[path].weight, spec, loaded.dtype)
         tensors |= {f"{path}.{name}": value for name, value in packed.items()}
     weights = dict(tree_flatten(loaded.model.parameters()))
-    rounded = {f"{path}.weight" for path in selection.specs}
-    weights = {k: v for k, v in weights.items() if k not in rounded} | tensors
+    quantized = {f"{path}.weight" for path in plan.specs}
+    weights = {k: v for k, v in weights.items() if k not in quantized} | tensors
     target.mkdir()
     checkpoint_writer.write_checkpoint(
         target,
         dict(weights),
         loaded.config,
         companions=loaded.path,
-        specs=selection.specs,
-        kept=list(selection.skipped),
+        specs=plan.specs,
+        kept=list(plan.skipped),
     )
     return weights
 
 
-def mixed(folder):
-    """Four grids, one of them the most frequent, and a layer kept."""
+def mixed_plan(folder):
+    """Return a plan with four specs and one unquantized layer."""
     model = load(folder, compute="stored").model
     specs = select_layers(model, QuantizationConfig(bits=3, group_size=32)).specs
     specs |= {"model.embed_tokens": BIG, "model.layers.0.mlp.up_proj": FLOAT}
     specs |= {"model.layers.0.self_attn.o_proj": QuantSpec(mode="mxfp8")}
     del specs["model.layers.1.mlp.up_proj"]
-    return QuantizationPlan(specs, {"model.layers.1.mlp.up_proj": "a test asks so"})
+    return QuantizationPlan(
+        specs, {"model.layers.1.mlp.up_proj": "excluded by the test"}
+    )
 
 
 @pytest.fixture
@@ -63,7 +65,7 @@ def folder(make_checkpoint):
     return make_checkpoint(num_hidden_layers=2, dtype="float32")
 
 
-def read(folder, name="config.json"):
+def read_json(folder, name="config.json"):
     return json.loads((folder / name).read_text())
 
 
@@ -78,9 +80,9 @@ def test_unquantized_checkpoint_roundtrip(folder, tmp_path):
         "tokenizer.json",
         "tokenizer_config.json",
     }
-    assert "quantization" not in read(tmp_path / "out")
-    assert read(tmp_path / "out") == read(folder)
-    assert list(read(tmp_path / "out")) == sorted(read(folder))
+    assert "quantization" not in read_json(tmp_path / "out")
+    assert read_json(tmp_path / "out") == read_json(folder)
+    assert list(read_json(tmp_path / "out")) == sorted(read_json(folder))
     tensors, metadata = mx.load(
         str(tmp_path / "out" / "model.safetensors"), return_metadata=True
     )
@@ -93,35 +95,35 @@ def test_unquantized_checkpoint_roundtrip(folder, tmp_path):
 def test_tied_lm_head_is_not_written(make_checkpoint, tmp_path, tied):
     source = make_checkpoint(tie_word_embeddings=tied)
     export(source, tmp_path / "out")
-    found = read_header(tmp_path / "out" / "model.safetensors")
-    assert ("lm_head.weight" in found) != tied
+    header = read_header(tmp_path / "out" / "model.safetensors")
+    assert ("lm_head.weight" in header) != tied
 
 
 def test_mixed_precision_loads_in_stock_mlx_lm(folder, tmp_path):
-    selection = mixed(folder)
-    export(folder, tmp_path / "out", selection)
+    plan = mixed_plan(folder)
+    export(folder, tmp_path / "out", plan)
     stock, _ = mlx_lm.load(str(tmp_path / "out"))
     modules = dict(stock.named_modules())
-    for path, spec in selection.specs.items():
+    for path, spec in plan.specs.items():
         layer = modules[path]
-        found = (layer.bits, layer.group_size, layer.mode)
-        assert found == (spec.bits, spec.group_size, spec.mode)
+        layer_spec = (layer.bits, layer.group_size, layer.mode)
+        assert layer_spec == (spec.bits, spec.group_size, spec.mode)
     assert not hasattr(modules["model.layers.1.mlp.up_proj"], "bits")
-    ours = load(tmp_path / "out").model
-    assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
+    loaded = load(tmp_path / "out").model
+    assert mx.allclose(loaded(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_quantization_block_fits_mlx_swift(folder, tmp_path):
-    """It reads no tensor shapes: whatever is not as the default must be listed."""
-    selection = mixed(folder)
-    export(folder, tmp_path / "out", selection)
-    config = read(tmp_path / "out")
+    """mlx-swift reads no tensor shapes, so the block must list every override."""
+    plan = mixed_plan(folder)
+    export(folder, tmp_path / "out", plan)
+    config = read_json(tmp_path / "out")
     block = config["quantization"]
     assert config["quantization_config"] == block
     default = {"group_size": 32, "bits": 3, "mode": "affine"}
     assert {k: block[k] for k in default} == default
-    own = {path: value for path, value in block.items() if path not in default}
-    assert own == {
+    overrides = {path: value for path, value in block.items() if path not in default}
+    assert overrides == {
         "model.embed_tokens": {"group_size": 128, "bits": 8, "mode": "affine"},
         "model.layers.0.mlp.up_proj": {"group_size": 16, "bits": 4, "mode": "nvfp4"},
         "model.layers.0.self_attn.o_proj": {
@@ -138,26 +140,24 @@ def test_quantization_default_is_the_most_frequent_spec():
     block = checkpoint_writer.quantization_block(specs, [])
     big = {"group_size": 128, "bits": 8, "mode": "affine"}
     assert block == {"group_size": 32, "bits": 3, "mode": "affine", "a": big}
-    turned = dict(reversed(specs.items()))
-    assert checkpoint_writer.quantization_block(turned, []) == block
+    reversed_specs = dict(reversed(specs.items()))
+    assert checkpoint_writer.quantization_block(reversed_specs, []) == block
 
 
 @pytest.mark.parametrize("base", [LLAMA, QWEN3_MOE], ids=["llama", "qwen3_moe"])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_bits_per_weight_equal_mlx_lm(make_checkpoint, tmp_path, base, rounded):
+@pytest.mark.parametrize("quantized", [False, True])
+def test_bits_per_weight_equal_mlx_lm(make_checkpoint, tmp_path, base, quantized):
     source = make_checkpoint(base, num_hidden_layers=2, dtype="bfloat16")
-    selection = mixed(source) if base is LLAMA else None
+    plan = mixed_plan(source) if base is LLAMA else None
     if base is QWEN3_MOE:
         model = load(source, compute="stored").model
-        selection = select_layers(
-            model, QuantizationConfig(bits=6, quantize_lm_head=False)
-        )
-    export(source, tmp_path / "out", selection if rounded else None)
+        plan = select_layers(model, QuantizationConfig(bits=6, quantize_lm_head=False))
+    export(source, tmp_path / "out", plan if quantized else None)
     stock, _ = mlx_lm.load(str(tmp_path / "out"))
     sizes = checkpoint_size(tmp_path / "out")
     assert sizes.parameters == get_total_parameters(stock)
     assert sizes.bits_per_weight == pytest.approx(compute_bits_per_weight(stock))
-    metadata = read(tmp_path / "out", "model.safetensors.index.json")["metadata"]
+    metadata = read_json(tmp_path / "out", "model.safetensors.index.json")["metadata"]
     assert metadata == {"total_size": sizes.bytes, "total_parameters": sizes.parameters}
 
 
@@ -170,13 +170,15 @@ def test_large_checkpoints_are_sharded(folder, tmp_path, monkeypatch):
     assert files == [
         f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)
     ]
-    index = read(tmp_path / "out", "model.safetensors.index.json")
+    index = read_json(tmp_path / "out", "model.safetensors.index.json")
     assert list(index["weight_map"]) == sorted(weights)
     for file in files:
-        held = read_header(tmp_path / "out" / file)
-        size = sum(math.prod(t["shape"]) * 4 for t in held.values())
-        assert size <= 200_000 or len(held) == 1
-        assert {n for n, f in index["weight_map"].items() if f == file} == held.keys()
+        tensors = read_header(tmp_path / "out" / file)
+        size = sum(math.prod(t["shape"]) * 4 for t in tensors.values())
+        assert size <= 200_000 or len(tensors) == 1
+        assert {
+            n for n, f in index["weight_map"].items() if f == file
+        } == tensors.keys()
     stock, _ = mlx_lm.load(str(tmp_path / "out"))
     assert mx.array_equal(stock(TOKENS), mlx_lm.load(str(folder))[0](TOKENS))
 
@@ -195,7 +197,7 @@ def test_companion_files_are_copied(folder, tmp_path):
     source = shutil.copytree(folder, tmp_path / "source")
     for name, content in COMPANIONS.items():
         (source / name).write_bytes(content)
-    (source / "own.py").write_text("")
+    (source / "custom.py").write_text("")
     (source / "README.md").write_text("of another model")
     (source / "chat_templates").mkdir()
     (tmp_path / "out").mkdir()
@@ -205,25 +207,25 @@ def test_companion_files_are_copied(folder, tmp_path):
     for name in [*COMPANIONS, "tokenizer.json", "generation_config.json"]:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     assert not (tmp_path / "out" / "README.md").exists()
-    assert not (tmp_path / "out" / "own.py").exists()
+    assert not (tmp_path / "out" / "custom.py").exists()
 
 
-@pytest.mark.parametrize("of", ["model", "tokenizer"])
-def test_model_code_is_copied_if_needed(folder, tmp_path, of):
+@pytest.mark.parametrize("code_source", ["model", "tokenizer"])
+def test_model_code_is_copied_if_needed(folder, tmp_path, code_source):
     source = shutil.copytree(folder, tmp_path / "source")
-    (source / "own.py").write_text("x = 1\n")
+    (source / "custom.py").write_text("x = 1\n")
     (tmp_path / "out").mkdir()
     config = {"model_type": "llama"}
-    if of == "model":
-        config["model_file"] = "own.py"
+    if code_source == "model":
+        config["model_file"] = "custom.py"
     else:
         (source / "tokenizer_config.json").write_text('{"auto_map": {}}')
     checkpoint_writer.write_checkpoint(tmp_path / "out", {}, config, companions=source)
-    assert (tmp_path / "out" / "own.py").read_text() == "x = 1\n"
+    assert (tmp_path / "out" / "custom.py").read_text() == "x = 1\n"
 
 
 def test_config_is_valid_json_without_foreign_keys(folder, tmp_path):
-    """Infinity is no JSON; Hugging Face and mlx-lm tag it."""
+    """JSON has no infinity. Hugging Face and mlx-lm write a tagged object."""
     (tmp_path / "out").mkdir()
     config = LLAMA | {
         "quantization": {"bits": 4},
@@ -233,10 +235,10 @@ def test_config_is_valid_json_without_foreign_keys(folder, tmp_path):
         "text_config": {"time_step_limit": [0.0, math.inf]},
     }
     checkpoint_writer.write_checkpoint(tmp_path / "out", {}, config, companions=folder)
-    written = (tmp_path / "out" / "config.json").read_text()
-    written = json.loads(written, parse_constant=pytest.fail)
+    config_text = (tmp_path / "out" / "config.json").read_text()
+    config = json.loads(config_text, parse_constant=pytest.fail)
     limit = [0.0, {"__float__": "Infinity"}]
-    assert written == LLAMA | {"text_config": {"time_step_limit": limit}}
+    assert config == LLAMA | {"text_config": {"time_step_limit": limit}}
 
 
 def test_vision_config_is_kept_with_vision_tower(folder, tmp_path):
@@ -246,4 +248,4 @@ def test_vision_config_is_kept_with_vision_tower(folder, tmp_path):
     checkpoint_writer.write_checkpoint(
         tmp_path / "out", weights, config, companions=folder
     )
-    assert read(tmp_path / "out")["vision_config"] == {"depth": 2}
+    assert read_json(tmp_path / "out")["vision_config"] == {"depth": 2}

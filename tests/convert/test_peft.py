@@ -1,4 +1,4 @@
-"""Adapters to and from peft's format; tests/clients has peft itself read them."""
+"""PEFT export and import. tests/clients loads the exports with peft."""
 
 import json
 
@@ -29,8 +29,8 @@ def base(make_checkpoint):
     )
 
 
-def trained(base, folder, **settings):
-    """A saved adapter with random matrices, and the logits it makes."""
+def save_random_adapter(base, folder, **settings):
+    """Save an adapter with random matrices and return its logits."""
     model = load(base).model
     adapter = LoRAConfig(**LORA | settings)
     keys = lora_model.attach(model, adapter, seed=0)
@@ -54,21 +54,23 @@ def trained(base, folder, **settings):
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_export_and_import_give_the_same_adapter(base, tmp_path, kind):
-    wanted = trained(base, tmp_path / "own", type=kind)
-    export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "own")
-    assert main.main(["convert", str(tmp_path / "peft"), str(tmp_path / "back")]) == 0
-    found, _ = mlx_lm.load(str(base), adapter_path=str(tmp_path / "back"))
-    assert mx.allclose(found(TOKENS), wanted, rtol=1e-5, atol=1e-5)
-    plain, _ = mlx_lm.load(str(base))
-    assert not mx.allclose(plain(TOKENS), wanted, rtol=1e-2, atol=1e-2)
+    expected = save_random_adapter(base, tmp_path / "adapter", type=kind)
+    export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "adapter")
+    assert (
+        main.main(["convert", str(tmp_path / "peft"), str(tmp_path / "imported")]) == 0
+    )
+    adapted, _ = mlx_lm.load(str(base), adapter_path=str(tmp_path / "imported"))
+    assert mx.allclose(adapted(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    base_model, _ = mlx_lm.load(str(base))
+    assert not mx.allclose(base_model(TOKENS), expected, rtol=1e-2, atol=1e-2)
     config = json.loads((tmp_path / "peft" / peft.CONFIG).read_text())
     assert config["base_model_name_or_path"] == "someone/base"
     assert config["use_dora"] == (kind == "dora")
     assert len(config["target_modules"]) == 2 * 5
 
 
-def by_peft(folder, weights, **settings):
-    """An adapter as peft writes it."""
+def write_peft_adapter(folder, weights, **settings):
+    """Write an adapter in the format of peft."""
     folder.mkdir(exist_ok=True)
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 6, "bias": "none"} | settings
     (folder / peft.CONFIG).write_text(json.dumps(config))
@@ -77,7 +79,7 @@ def by_peft(folder, weights, **settings):
     return folder
 
 
-def matrices(path, rank, outputs=128, inputs=128, seed=0):
+def lora_matrices(path, rank, outputs=128, inputs=128, seed=0):
     rng = np.random.default_rng(seed)
     return {
         f"{path}.lora_A.weight": rng.normal(size=(rank, inputs)).astype(np.float32),
@@ -86,31 +88,33 @@ def matrices(path, rank, outputs=128, inputs=128, seed=0):
 
 
 def test_ranks_and_scales_by_layer_equal_peft(base, tmp_path):
-    """alpha / sqrt(rank), ranks by layer, alpha by pattern, one block only."""
+    """The case has rsLoRA, ranks and alphas by pattern, and one adapted block."""
     paths = "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
-    weights = matrices(paths[0], 4) | matrices(paths[1], 2, outputs=256, seed=1)
-    folder = by_peft(
+    weights = lora_matrices(paths[0], 4) | lora_matrices(
+        paths[1], 2, outputs=256, seed=1
+    )
+    folder = write_peft_adapter(
         tmp_path / "peft",
         weights,
         use_rslora=True,
         rank_pattern={"up_proj": 2},
         alpha_pattern={"mlp.up_proj": 5},
     )
-    found, _ = mlx_lm.load(str(base), adapter_path=str(peft.resolve_adapter(folder)))
-    wanted = load_file(base / "model.safetensors")
+    adapted, _ = mlx_lm.load(str(base), adapter_path=str(peft.resolve_adapter(folder)))
+    expected = load_file(base / "model.safetensors")
     for path, scale in zip(paths, (6 / 4**0.5, 5 / 2**0.5), strict=True):
         update = weights[f"{path}.lora_B.weight"] @ weights[f"{path}.lora_A.weight"]
-        wanted[f"{path}.weight"] = wanted[f"{path}.weight"] + scale * update
+        expected[f"{path}.weight"] = expected[f"{path}.weight"] + scale * update
     model = load(base).model
-    model.load_weights([(name, mx.array(value)) for name, value in wanted.items()])
-    assert mx.allclose(found(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
+    model.load_weights([(name, mx.array(value)) for name, value in expected.items()])
+    assert mx.allclose(adapted(TOKENS), model(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 Q = "model.layers.0.self_attn.q_proj"
 
 
 @pytest.mark.parametrize(
-    ("settings", "weights", "said"),
+    ("settings", "weights", "message"),
     [
         ({"peft_type": "VERA"}, {}, "type VERA"),
         ({"bias": "all"}, {}, "bias: all"),
@@ -123,63 +127,65 @@ Q = "model.layers.0.self_attn.q_proj"
         ({}, {"model.embed_tokens.lora_embedding_A": np.ones((2, 2))}, "not belong"),
     ],
 )
-def test_unsupported_peft_adapters_are_refused(tmp_path, settings, weights, said):
+def test_unsupported_peft_adapters_are_refused(tmp_path, settings, weights, message):
     weights = {name: value.astype(np.float32) for name, value in weights.items()}
-    folder = by_peft(tmp_path, matrices(Q, 4) | weights, **settings)
-    with pytest.raises(UserError, match=said):
+    folder = write_peft_adapter(tmp_path, lora_matrices(Q, 4) | weights, **settings)
+    with pytest.raises(UserError, match=message):
         peft.resolve_adapter(folder)
 
 
 def test_adapters_that_peft_lacks_are_refused(base, tmp_path):
-    trained(base, tmp_path / "own", target_modules=["model.embed_tokens"])
+    save_random_adapter(
+        base, tmp_path / "adapter", target_modules=["model.embed_tokens"]
+    )
     with pytest.raises(UserError, match=r"no adapter like that of model.embed"):
-        export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "own")
+        export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "adapter")
     with pytest.raises(UserError, match="no adapter was trained"):
         export(peft_exporter, base, tmp_path / "none")
 
 
 def test_changed_export_is_refused(base, tmp_path, monkeypatch):
-    trained(base, tmp_path / "own")
-    real = peft_exporter.lora_config
+    save_random_adapter(base, tmp_path / "adapter")
+    original = peft_exporter.lora_config
 
-    def other(config, paths):
-        return real(config, paths) | {"lora_alpha": 1.0}
+    def corrupted_config(config, paths):
+        return original(config, paths) | {"lora_alpha": 1.0}
 
-    monkeypatch.setattr(peft_exporter, "lora_config", other)
+    monkeypatch.setattr(peft_exporter, "lora_config", corrupted_config)
     with pytest.raises(UserError, match="differs after reading"):
-        export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "own")
+        export(peft_exporter, base, tmp_path / "peft", adapters=tmp_path / "adapter")
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("form", ["mlx-lm", "peft"])
-def test_training_starts_from_an_adapter(base, tmp_path, kind, form):
-    """Also where its own scale is another and its rank is higher."""
-    wanted = trained(base, tmp_path / "own", type=kind)
-    start = tmp_path / "own"
-    if form == "peft":
+@pytest.mark.parametrize("adapter_format", ["mlx-lm", "peft"])
+def test_training_starts_from_an_adapter(base, tmp_path, kind, adapter_format):
+    """The new adapter can have another scale and a higher rank."""
+    expected = save_random_adapter(base, tmp_path / "adapter", type=kind)
+    start = tmp_path / "adapter"
+    if adapter_format == "peft":
         start = tmp_path / "peft"
-        export(peft_exporter, base, start, adapters=tmp_path / "own")
+        export(peft_exporter, base, start, adapters=tmp_path / "adapter")
     model = load(base).model
     ranks = {"self_attn.[qv]_proj": 4, "mlp.*": 6}
     lora_model.attach(
         model, LoRAConfig(type=kind, alpha=7.0, target_modules=ranks), seed=5
     )
     init_adapter(lora_model.adapted_layers(model), peft.resolve_adapter(start))
-    assert mx.allclose(model(TOKENS), wanted, rtol=1e-4, atol=1e-4)
+    assert mx.allclose(model(TOKENS), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ({"target_modules": ["mlp.*"], "rank": 4}, "does not adapt so"),
         ({"type": "dora"}, "does not adapt so"),
         ({"target_modules": {"self_attn.[qv]_proj": 4, "mlp.*": 1}}, "no higher rank"),
     ],
 )
-def test_incompatible_initial_adapter_is_refused(base, tmp_path, settings, said):
-    trained(base, tmp_path / "own")
+def test_incompatible_initial_adapter_is_refused(base, tmp_path, settings, message):
+    save_random_adapter(base, tmp_path / "adapter")
     model = load(base).model
     lora_model.attach(model, LoRAConfig(**LORA | settings), seed=0)
     with pytest.raises(UserError) as caught:
-        init_adapter(lora_model.adapted_layers(model), tmp_path / "own")
-    assert said in str(caught.value)
+        init_adapter(lora_model.adapted_layers(model), tmp_path / "adapter")
+    assert message in str(caught.value)

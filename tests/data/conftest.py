@@ -1,4 +1,4 @@
-"""What tests of data share."""
+"""Fixtures of the data tests."""
 
 import json
 
@@ -8,10 +8,12 @@ from lmx.data import dataset
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes rows, or a text, to a file; gives its path."""
+    """A function that writes records or a text to a file and returns the path."""
 
-    def write(rows, name="rows.jsonl"):
-        text = rows if isinstance(rows, str) else "\n".join(map(json.dumps, rows))
+    def write(records, name="rows.jsonl"):
+        text = (
+            records if isinstance(records, str) else "\n".join(map(json.dumps, records))
+        )
         path = tmp_path / name
         path.write_text(text, encoding="utf-8", newline="")
         return str(path)
@@ -21,28 +23,28 @@ def write(tmp_path):
 
 @pytest.fixture
 def cache_folder(tmp_path, monkeypatch):
-    """A cache of one test alone."""
+    """A cache folder for a single test."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("LMX_CACHE", str(folder))
     return folder
 
 
 class Streamed:
-    """Rows that can only be iterated, from the beginning every time."""
+    """A stream of records. Each iteration starts at the first record."""
 
-    def __init__(self, rows):
-        self.rows = rows
+    def __init__(self, records):
+        self.records = records
 
     def __iter__(self):
-        yield from self.rows
+        yield from self.records
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """The Hub's client, with one small data set and no network; what it was asked."""
+    """Replace the Hub client with one small dataset and return its requests."""
     datasets = pytest.importorskip("datasets")
-    rows = [{"text": f"row {number}"} for number in range(50)]
-    asked = []
+    records = [{"text": f"row {number}"} for number in range(50)]
+    requests = []
 
     class Builder:
         hash, config_id = "abc", "default-1"
@@ -50,17 +52,17 @@ def hub(monkeypatch):
         class info:
             splits = {"train": None, "validation": None}  # noqa: RUF012
 
-    def builder(source, *, revision):
+    def load_builder(source, *, revision):
         if source != "someone/rows":
-            raise FileNotFoundError(f"no data set {source}")
+            raise FileNotFoundError(f"no dataset {source}")
         return Builder
 
     def load(source, *, split, streaming, revision):
-        asked.append((split, streaming))
-        return Streamed(rows) if streaming else rows
+        requests.append((split, streaming))
+        return Streamed(records) if streaming else records
 
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(dataset, "_online", lambda endpoint: True)
-    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_builder)
     monkeypatch.setattr(datasets, "load_dataset", load)
-    return asked
+    return requests

@@ -1,4 +1,4 @@
-"""The built-in text: what is in it, what is not, and how it is split."""
+"""The built-in dataset: its files, the excluded files and its splits."""
 
 import ast
 
@@ -13,47 +13,47 @@ def splits():
 
 
 def test_stdlib_is_sorted_python_source(splits):
-    wheres = [where for where, _ in splits["train"]]
-    assert wheres == sorted(wheres)
-    assert len(wheres) > 200
-    everything = dict(splits["train"] + splits["valid"])
-    assert {"argparse.py", "json/decoder.py", "shutil.py"} <= everything.keys()
-    assert ast.get_docstring(ast.parse(everything["shutil.py"]))
+    paths = [path for path, _ in splits["train"]]
+    assert paths == sorted(paths)
+    assert len(paths) > 200
+    texts_by_path = dict(splits["train"] + splits["valid"])
+    assert {"argparse.py", "json/decoder.py", "shutil.py"} <= texts_by_path.keys()
+    assert ast.get_docstring(ast.parse(texts_by_path["shutil.py"]))
 
 
 def test_tests_third_party_code_and_tables_are_excluded(splits):
-    wheres = [where for where, _ in splits["train"] + splits["valid"]]
-    folders = {part for where in wheres for part in where.split("/")[:-1]}
+    paths = [path for path, _ in splits["train"] + splits["valid"]]
+    folders = {part for path in paths for part in path.split("/")[:-1]}
     assert not folders & builtin.SKIPPED_FOLDERS
-    assert not {"encodings/cp437.py", "html/entities.py", "stringprep.py"} & set(wheres)
-    assert "encodings/utf_8.py" in wheres
+    assert not {"encodings/cp437.py", "html/entities.py", "stringprep.py"} & set(paths)
+    assert "encodings/utf_8.py" in paths
 
 
 def test_path_decides_the_split(splits):
-    train, valid = ({where for where, _ in splits[s]} for s in builtin.SPLITS)
+    train, valid = ({path for path, _ in splits[s]} for s in builtin.SPLITS)
     assert not train & valid
     assert 0.01 < len(valid) / len(train) < 0.1
     assert splits["valid"] == builtin.read("stdlib", "valid")
 
 
 @pytest.mark.parametrize(
-    ("text", "teaches"),
+    ("text", "expected"),
     [
         ("def f(x):\n    return x\n", True),
         ("", False),
         ("table = (\n    'a'  # 0x61\n    'b'  # 0x62\n    0x63: 'c',\n)\n", False),
-        ('"""A docstring.\n\nIt says why.\n"""\nfrom a import b\n', True),
+        ('"""A docstring.\n\nIt has a reason.\n"""\nfrom a import b\n', True),
         ("x = 1\n" * builtin.MAX_CHARACTERS, False),
     ],
 )
-def test_is_prose_rejects_tables(text, teaches):
-    assert builtin.is_prose(text) is teaches
+def test_is_prose_rejects_tables(text, expected):
+    assert builtin.is_prose(text) is expected
 
 
 def test_unknown_dataset_lists_the_builtin_ones():
-    with pytest.raises(UserError, match="no built-in dataset 'wiki'") as fault:
+    with pytest.raises(UserError, match="no built-in dataset 'wiki'") as error:
         builtin.read("wiki", "train")
-    assert "stdlib" in fault.value.hint
+    assert "stdlib" in error.value.hint
 
 
 def test_python_without_sources_is_refused(tmp_path, monkeypatch):

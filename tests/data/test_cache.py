@@ -1,4 +1,4 @@
-"""What is kept is whole, made once, and made again when its source changes."""
+"""Cache entries are complete, created once, and created again after damage."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 from lmx.data import cache, fingerprint
 from lmx.errors import UserError
 
-# Fills a folder slowly, says so, and is killed in between if asked to.
+# Fills an entry slowly. With "die", it kills itself before the entry is complete.
 WORKER = """
 import os, sys, time
 from lmx.data import cache
@@ -23,12 +23,12 @@ def fill(folder):
     (folder / "whole").write_text("b")
     return {"by": os.getpid()}
 
-kept = cache.get_or_create("test", "key", fill, warning=print)
-print(kept.facts["by"], sorted(os.listdir(kept.folder)))
+entry = cache.get_or_create("test", "key", fill, warning=print)
+print(entry.facts["by"], sorted(os.listdir(entry.folder)))
 """
 
 
-def worker(seconds, end="live"):
+def start_worker(seconds, end="live"):
     command = [sys.executable, "-c", WORKER, str(seconds), end]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -52,11 +52,11 @@ def test_root_follows_the_environment(monkeypatch, tmp_path):
 def test_entry_is_created_once(cache_folder):
     assert cache.size() == 0
     first = cache.get_or_create("test", "key", fill, warning=print)
-    again = cache.get_or_create("test", "key", None, warning=print)
-    assert (first.made, again.made) == (True, False)
-    assert first.folder == again.folder
-    # The same facts, whether from memory or from the disk.
-    assert first.facts == again.facts == {"pair": [1, 2]}
+    second = cache.get_or_create("test", "key", None, warning=print)
+    assert (first.made, second.made) == (True, False)
+    assert first.folder == second.folder
+    # A new entry and a cached entry have the same facts.
+    assert first.facts == second.facts == {"pair": [1, 2]}
     assert cache.size() > len("content")
     assert cache.get_or_create("test", "other", fill, warning=print).made
 
@@ -70,9 +70,9 @@ def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
         (folder / "rows").unlink()
     else:
         (folder / cache.INDEX).write_text('{"sizes"')
-    said = []
-    assert cache.get_or_create("test", "key", fill, warning=said.append).made
-    assert said == [f"{folder}: damaged, created again"]
+    messages = []
+    assert cache.get_or_create("test", "key", fill, warning=messages.append).made
+    assert messages == [f"{folder}: damaged, created again"]
     assert (folder / "rows").read_text() == "content"
 
 
@@ -88,17 +88,17 @@ def test_failed_fill_leaves_no_entry(cache_folder):
 
 
 def test_killed_process_leaves_no_entry(cache_folder):
-    dead = worker(0, "die")
-    assert dead.wait(30) == -9
-    dead.stdout.close()
+    killed = start_worker(0, "die")
+    assert killed.wait(30) == -9
+    killed.stdout.close()
     assert [*cache_folder.rglob("half")]
-    kept = cache.get_or_create("test", "key", fill, warning=pytest.fail)
-    assert kept.made
+    entry = cache.get_or_create("test", "key", fill, warning=pytest.fail)
+    assert entry.made
     assert not [*cache_folder.rglob("half")]
 
 
 def test_two_processes_create_one_entry(cache_folder):
-    processes = [worker(1.0), worker(1.0)]
+    processes = [start_worker(1.0), start_worker(1.0)]
     lines = [p.communicate(timeout=30)[0].splitlines() for p in processes]
     assert sorted(map(len, lines)) == [1, 2]
     assert lines[0][-1] == lines[1][-1]
@@ -108,38 +108,38 @@ def test_two_processes_create_one_entry(cache_folder):
 def test_unwritable_cache_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="cannot write") as fault:
+    with pytest.raises(UserError, match="cannot write") as error:
         cache.get_or_create("test", "key", fill, warning=print)
-    assert "LMX_CACHE" in fault.value.hint
+    assert "LMX_CACHE" in error.value.hint
 
 
 def test_missing_disk_space_is_refused(cache_folder):
-    with pytest.raises(UserError, match="this needs") as fault:
+    with pytest.raises(UserError, match="this needs") as error:
         cache.get_or_create("test", "key", fill, warning=print, space=10**18)
-    assert "LMX_CACHE" in fault.value.hint
+    assert "LMX_CACHE" in error.value.hint
 
 
 def test_file_hash_is_cached_until_the_file_changes(
     cache_folder, tmp_path, monkeypatch
 ):
-    """Size and time decide; a time so young that a change might keep it does not."""
+    """Size and mtime identify a version, unless the mtime is too recent to be safe."""
     hashed = []
-    real = cache.fs.hash_file
+    hash_file = cache.fs.hash_file
     monkeypatch.setattr(
-        cache.fs, "hash_file", lambda path: hashed.append(path) or real(path)
+        cache.fs, "hash_file", lambda path: hashed.append(path) or hash_file(path)
     )
     path = tmp_path / "rows.jsonl"
     path.write_text("first")
-    young = cache.file_hash(path)
-    assert cache.file_hash(path) == young == real(path)
+    first_hash = cache.file_hash(path)
+    assert cache.file_hash(path) == first_hash == hash_file(path)
     assert len(hashed) == 2
     hour_ago = time.time_ns() - 3600 * 10**9
     os.utime(path, ns=(hour_ago, hour_ago))
-    assert cache.file_hash(path) == cache.file_hash(path) == young
+    assert cache.file_hash(path) == cache.file_hash(path) == first_hash
     assert len(hashed) == 3
     path.write_text("other")
     os.utime(path, ns=(hour_ago + 1, hour_ago + 1))
-    assert cache.file_hash(path) == real(path) != young
+    assert cache.file_hash(path) == hash_file(path) != first_hash
 
 
 def test_tokenizer_fingerprint_changes_with_its_files(tokenizer_folder, tmp_path):

@@ -1,4 +1,4 @@
-"""Windows of calibration tokens: joined, or row by row with what counts in them."""
+"""Calibration sequences: concatenated records, or one example with its loss mask."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def tokenizer(tokenizer_folder):
     return load_tokenizer(tokenizer_folder)
 
 
-def chats(count):
+def make_records(count):
     return [
         DataRecord(
             f"rows:{n}", prompt=f"question {n} " * (1 + n % 3), completion=f"answer {n}"
@@ -30,71 +30,79 @@ def chats(count):
 
 
 def test_concatenated_sequences_are_full(tokenizer):
-    found = concatenated_sequences(chats(40), tokenizer, tokens=200, length=32, seed=3)
-    assert found.tokens.shape == (6, 32)
-    assert found.counted.all()
-    assert found.seen.all()
-    assert found.size == 6 * 32
+    batch = concatenated_sequences(
+        make_records(40), tokenizer, tokens=200, length=32, seed=3
+    )
+    assert batch.tokens.shape == (6, 32)
+    assert batch.counted.all()
+    assert batch.seen.all()
+    assert batch.size == 6 * 32
 
 
 def test_per_example_sequences_equal_training_examples(tokenizer):
-    rows = chats(8)
+    records = make_records(8)
     settings = SETTINGS | {"loss_on": "completions"}
-    found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
-    examples = encode_all(rows, tokenizer, max_seq_length=64).examples
-    assert len(found) == len(examples)
+    batch = per_example_sequences(records, tokenizer, tokens=10_000, **settings)
+    examples = encode_all(records, tokenizer, max_seq_length=64).examples
+    assert len(batch) == len(examples)
     expected = {tuple(e.tokens.tolist()): e.mask.tolist() for e in examples}
-    for tokens, counted in zip(found.tokens, found.counted, strict=True):
-        (own,) = [k for k in expected if tuple(tokens[: len(k)].tolist()) == k]
-        # A token's own prediction is where the one before it stands.
-        assert [False, *counted[: len(own) - 1].tolist()] == expected[own]
-        assert not counted[len(own) - 1 :].any()
+    for tokens, counted in zip(batch.tokens, batch.counted, strict=True):
+        (expected_tokens,) = [
+            k for k in expected if tuple(tokens[: len(k)].tolist()) == k
+        ]
+        # The prediction of a token is at the position before it.
+        assert [False, *counted[: len(expected_tokens) - 1].tolist()] == expected[
+            expected_tokens
+        ]
+        assert not counted[len(expected_tokens) - 1 :].any()
         assert counted.any()
         assert not counted.all()
 
 
 def test_per_example_sequences_with_loss_on_all(tokenizer):
-    rows = chats(5)
+    records = make_records(5)
     settings = SETTINGS | {"loss_on": "all"}
-    found = per_example_sequences(rows, tokenizer, tokens=10_000, **settings)
+    batch = per_example_sequences(records, tokenizer, tokens=10_000, **settings)
     lengths = [
         len(e.tokens)
-        for e in encode_all(rows, tokenizer, max_seq_length=64, loss_on="all").examples
+        for e in encode_all(
+            records, tokenizer, max_seq_length=64, loss_on="all"
+        ).examples
     ]
-    assert sorted(found.counted.sum(axis=1).tolist()) == sorted(n - 1 for n in lengths)
+    assert sorted(batch.counted.sum(axis=1).tolist()) == sorted(n - 1 for n in lengths)
 
 
 def test_per_example_sequences_reach_the_token_count(tokenizer):
     settings = SETTINGS | {"loss_on": "completions"}
-    all_rows = per_example_sequences(chats(30), tokenizer, tokens=10_000, **settings)
-    few = per_example_sequences(chats(30), tokenizer, tokens=100, **settings)
-    assert len(all_rows) == 30
-    assert 1 < len(few) < 30
-    assert few.size + len(few) >= 100
-    assert few[:-1].size + len(few) - 1 < 100
-    other = per_example_sequences(
-        chats(30), tokenizer, tokens=100, **settings | {"seed": 4}
+    full = per_example_sequences(make_records(30), tokenizer, tokens=10_000, **settings)
+    partial = per_example_sequences(make_records(30), tokenizer, tokens=100, **settings)
+    assert len(full) == 30
+    assert 1 < len(partial) < 30
+    assert partial.size + len(partial) >= 100
+    assert partial[:-1].size + len(partial) - 1 < 100
+    other_seed = per_example_sequences(
+        make_records(30), tokenizer, tokens=100, **settings | {"seed": 4}
     )
-    assert not np.array_equal(few.tokens[0], other.tokens[0])
+    assert not np.array_equal(partial.tokens[0], other_seed.tokens[0])
 
 
 def test_examples_without_completion_are_refused(tokenizer):
-    rows = [DataRecord("rows:1", prompt="long " * 80, completion="never seen")]
+    records = [DataRecord("rows:1", prompt="long " * 80, completion="never seen")]
     with pytest.raises(UserError, match="no calibration example has a completion"):
         per_example_sequences(
-            rows, tokenizer, tokens=100, **SETTINGS | {"loss_on": "completions"}
+            records, tokenizer, tokens=100, **SETTINGS | {"loss_on": "completions"}
         )
 
 
 def test_seen_ends_at_the_last_counted_position():
     counted = np.array([[0, 1, 0, 1, 0], [1, 0, 0, 0, 0], [0, 0, 0, 0, 0]], bool)
-    found = CalibrationBatch(np.zeros((3, 5), np.int32), counted)
-    assert found.seen.tolist() == [
+    batch = CalibrationBatch(np.zeros((3, 5), np.int32), counted)
+    assert batch.seen.tolist() == [
         [True, True, True, True, False],
         [True] + [False] * 4,
         [False] * 5,
     ]
-    assert found.size == 5
+    assert batch.size == 5
 
 
 def test_parts_of_one_length_keep_the_order():
@@ -106,20 +114,23 @@ def test_parts_of_one_length_keep_the_order():
 
 
 def test_parts_of_many_lengths_have_little_padding():
-    draw = np.random.default_rng(0)
-    lengths = draw.integers(1, 30, 50)
-    tokens = draw.integers(1, 1000, (50, 40)).astype(np.int32)
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 30, 50)
+    tokens = rng.integers(1, 1000, (50, 40)).astype(np.int32)
     counted = np.arange(40) == lengths[:, None] - 1
     parts = CalibrationBatch(tokens, counted).parts(100)
     assert sum(part.size for part in parts) == lengths.sum()
     assert sum(part.tokens.size for part in parts) < 1.2 * lengths.sum()
     assert all(part.tokens.size <= 100 for part in parts)
-    found = [
-        tuple(row[seen].tolist())
+    actual = [
+        tuple(sequence[seen].tolist())
         for part in parts
-        for row, seen in zip(part.tokens, part.seen, strict=True)
+        for sequence, seen in zip(part.tokens, part.seen, strict=True)
     ]
-    expected = [tuple(row[:n].tolist()) for row, n in zip(tokens, lengths, strict=True)]
-    assert sorted(found) == sorted(expected)
+    expected = [
+        tuple(sequence[:n].tolist())
+        for sequence, n in zip(tokens, lengths, strict=True)
+    ]
+    assert sorted(actual) == sorted(expected)
     widths = [part.tokens.shape[1] for part in parts]
     assert widths not in (sorted(widths), sorted(widths)[::-1])

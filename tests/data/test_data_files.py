@@ -1,4 +1,4 @@
-"""Every kind of file and folder, and what a damaged one says."""
+"""All file types and folders, and the errors of damaged files."""
 
 import gzip
 import json
@@ -16,7 +16,7 @@ CHAT = {"messages": [USER, ANSWER]}
 
 def test_json_list_and_gzipped_file(write, tmp_path):
     path = write(json.dumps([CHAT, CHAT]), "rows.json")
-    assert [row.where for row in dataset.RecordReader(path)] == [
+    assert [record.where for record in dataset.RecordReader(path)] == [
         f"{path}[0]",
         f"{path}[1]",
     ]
@@ -27,10 +27,10 @@ def test_json_list_and_gzipped_file(write, tmp_path):
 
 def test_text_file_holds_one_or_several_documents(write):
     path = write("one\n\ntwo\n", "a.txt")
-    assert [row.text for row in dataset.RecordReader(path)] == ["one\n\ntwo\n"]
+    assert [record.text for record in dataset.RecordReader(path)] == ["one\n\ntwo\n"]
     path = write("one\n<|endoftext|>\ntwo\n", "b.txt")
-    rows = list(dataset.RecordReader(path))
-    assert [(r.text, r.where) for r in rows] == [
+    records = list(dataset.RecordReader(path))
+    assert [(r.text, r.where) for r in records] == [
         ("one\n", f"{path}:1"),
         ("two\n", f"{path}:3"),
     ]
@@ -42,15 +42,15 @@ def test_parquet(tmp_path):
 
     path = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.Table.from_pylist([CHAT, CHAT]), path)
-    found = dataset.RecordReader(str(path))
-    assert found.format == "chat"
-    assert list(found)[1] == dataset.DataRecord(f"{path}[1]", messages=(USER, ANSWER))
+    reader = dataset.RecordReader(str(path))
+    assert reader.format == "chat"
+    assert list(reader)[1] == dataset.DataRecord(f"{path}[1]", messages=(USER, ANSWER))
 
 
 def test_line_separators_inside_json_do_not_end_a_line(write):
     path = write(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False))
-    [row] = dataset.RecordReader(path)
-    assert row.text == "a\u2028b\x85c"
+    [record] = dataset.RecordReader(path)
+    assert record.text == "a\u2028b\x85c"
 
 
 def test_folder_gives_the_files_of_the_split(write, tmp_path):
@@ -58,8 +58,8 @@ def test_folder_gives_the_files_of_the_split(write, tmp_path):
         write([{"text": name}], name)
     write("not data", "README.md")
     for split, name in [("train", "train.jsonl"), ("test", "test.jsonl")]:
-        rows = list(dataset.RecordReader(str(tmp_path), split=split))
-        assert [row.text for row in rows] == [name]
+        records = list(dataset.RecordReader(str(tmp_path), split=split))
+        assert [record.text for record in records] == [name]
     first = next(iter(dataset.RecordReader(str(tmp_path), split="valid")))
     assert first.text.startswith("val-")
 

@@ -1,4 +1,4 @@
-"""The held-out split depends on seed and position only, and loses no record."""
+"""The evaluation split depends on seed and position only and loses no record."""
 
 import random
 import tracemalloc
@@ -19,16 +19,16 @@ def records(count):
 @pytest.mark.parametrize("count", [2, 3, 7, 50, 1_000])
 def test_every_record_is_in_one_part(count, limit, seed):
     all_records = records(count)
-    held = choose_eval_records(all_records, seed, limit)
-    remaining = list(held.remaining(all_records, seed))
-    assert sorted(remaining + held.records, key=all_records.index) == all_records
-    assert 1 <= len(held.records) <= min(limit, count - 1)
-    assert choose_eval_records(iter(all_records), seed, limit) == held
+    split = choose_eval_records(all_records, seed, limit)
+    remaining = list(split.remaining(all_records, seed))
+    assert sorted(remaining + split.records, key=all_records.index) == all_records
+    assert 1 <= len(split.records) <= min(limit, count - 1)
+    assert choose_eval_records(iter(all_records), seed, limit) == split
 
 
 @pytest.mark.parametrize("limit", [3, 30, 2_000])
 def test_held_out_records_have_the_lowest_random_numbers(limit):
-    """Against sorting all of them."""
+    """The reference sorts all records."""
     count, seed = 2_000, 5
     order = sorted(range(count), key=lambda index: random_u64(seed, index))
     below = sum(random_u64(seed, index) < EVAL_SHARE * 2**64 for index in range(count))
@@ -56,7 +56,7 @@ def test_share_is_about_five_percent_and_depends_on_seed():
 
 
 def test_random_u64_is_splitmix64():
-    """SplitMix64: seed 0 begins with this number, as its authors publish."""
+    """SplitMix64 starts with this published number for seed 0."""
     state = 0xE220A8397B1DCDAF
     assert random_u64(0, 0) != random_u64(0, 1) != random_u64(1, 0)
     assert random_u64(0, 0) == _mix((state + 0x9E3779B97F4A7C15) % 2**64)
@@ -71,9 +71,9 @@ def _mix(value):
 
 def test_single_document_gives_its_tail():
     text = "".join(f"line {n}\n" for n in range(100))
-    one = [DataRecord("f:1", text=text)]
-    held = choose_eval_records(one, 0)
-    [head], [tail] = held.remaining(one, 0), held.records
+    document = [DataRecord("f:1", text=text)]
+    split = choose_eval_records(document, 0)
+    [head], [tail] = split.remaining(document, 0), split.records
     assert head.text + tail.text == text
     assert tail.text.startswith("line ")
     assert 0.03 < len(tail.text) / len(text) < 0.08
@@ -82,28 +82,28 @@ def test_single_document_gives_its_tail():
 
 
 def test_records_are_not_held_in_memory():
-    def many():
+    def generate():
         for number in range(20_000):
             yield DataRecord(
                 f"f:{number}", text=random.Random(number).randbytes(500).hex()
             )
 
     tracemalloc.start()
-    held = choose_eval_records(many(), 0, 100)
+    split = choose_eval_records(generate(), 0, 100)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(held.records) == 100
-    # All of them are 20 MB.
+    assert len(split.records) == 100
+    # All records together are 20 MB.
     assert peak < 1_000_000
 
 
 def test_records_survive_the_cache(cache_folder):
     turns = ({"role": "user", "content": "é\u2028", "tool_calls": [{"a": 1}]},)
-    held = splits.EvalSplit(
+    split = splits.EvalSplit(
         [DataRecord("f:1", messages=turns, skill="s"), DataRecord("f:2", text="b\n")],
         2**64 - 1,
     )
-    kept = cache.get_or_create(
-        "test", "k", lambda f: splits.write_eval_split(f, held), warning=print
+    entry = cache.get_or_create(
+        "test", "k", lambda f: splits.write_eval_split(f, split), warning=print
     )
-    assert splits.read_eval_split(kept) == held
+    assert splits.read_eval_split(entry) == split

@@ -1,4 +1,4 @@
-"""The skills: reproducible, balanced, without overlap, and right."""
+"""The skills dataset is reproducible, balanced, correct and has no duplicates."""
 
 import importlib.util
 import json
@@ -28,60 +28,66 @@ def splits():
     }
 
 
-def _question_and_answer(row):
-    user, assistant = row["messages"]
+def _question_and_answer(record):
+    user, assistant = record["messages"]
     assert (user["role"], assistant["role"]) == ("user", "assistant")
     return user["content"], assistant["content"]
 
 
-def test_the_script_writes_the_files_again_byte_for_byte(script, tmp_path, capsys):
+def test_script_reproduces_the_files_byte_for_byte(script, tmp_path, capsys):
     script.main(tmp_path)
     for split in script.PER_KIND:
         shipped = (DATA / "skills" / f"{split}.jsonl").read_bytes()
         assert (tmp_path / f"{split}.jsonl").read_bytes() == shipped
 
 
-def test_more_to_judge_by_leaves_the_other_rows_alone(script, splits):
-    made = script.make(test=40)
-    assert made["train"] == splits["train"]
-    assert made["valid"] == splits["valid"]
-    shipped = {json.dumps(row) for row in splits["test"]}
-    assert len(made["test"]) == 21 * 40
-    assert shipped < {json.dumps(row) for row in made["test"]}
+def test_larger_test_split_keeps_the_other_records(script, splits):
+    datasets = script.make(test=40)
+    assert datasets["train"] == splits["train"]
+    assert datasets["valid"] == splits["valid"]
+    shipped = {json.dumps(record) for record in splits["test"]}
+    assert len(datasets["test"]) == 21 * 40
+    assert shipped < {json.dumps(record) for record in datasets["test"]}
     with pytest.raises(SystemExit, match="roman has fewer than 1354 tasks"):
         script.tasks(script.roman, 525 + 29 + 800)
 
 
-def test_kinds_are_many_and_balanced(splits):
-    for rows in splits.values():
-        counts = Counter(row["skill"] for row in rows)
+def test_splits_have_balanced_skills(splits):
+    for records in splits.values():
+        counts = Counter(record["skill"] for record in records)
         assert len(counts) == 21
         assert len(set(counts.values())) == 1
 
 
-def test_no_question_is_asked_twice(splits):
+def test_questions_are_unique(splits):
     questions = [
-        _question_and_answer(row)[0] for rows in splits.values() for row in rows
+        _question_and_answer(record)[0]
+        for records in splits.values()
+        for record in records
     ]
     assert len(questions) == len(set(questions))
     prompts = (DATA / "prompts.txt").read_text().splitlines()
     assert not set(prompts) & set(questions)
 
 
-def test_another_phrasing_is_the_same_task(script):
+def test_tasks_counts_phrasings_of_one_task_once(script):
     def kind(r):
         number = r.randrange(30)
         return [f"one {number}", f"other {number}"], "answer"
 
-    rows = script.tasks(kind, 30)
-    words = [row["messages"][0]["content"].split() for row in rows]
+    records = script.tasks(kind, 30)
+    words = [record["messages"][0]["content"].split() for record in records]
     assert {word for word, _ in words} == {"one", "other"}
     assert len({number for _, number in words}) == 30
 
 
-def test_the_whole_fits(splits):
+def test_dataset_size_and_lengths_are_limited(splits):
     assert sum(f.stat().st_size for f in (DATA / "skills").iterdir()) <= 1_900_000
-    pairs = [_question_and_answer(row) for rows in splits.values() for row in rows]
+    pairs = [
+        _question_and_answer(record)
+        for records in splits.values()
+        for record in records
+    ]
     assert max(len(question) for question, _ in pairs) <= 80
     assert all(answer.strip() == answer != "" for _, answer in pairs)
 
@@ -113,7 +119,7 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("skill", CHECKS)
-def test_answers_are_right(splits, skill):
+def test_answers_are_correct(splits, skill):
     pairs = [_question_and_answer(r) for r in splits["train"] if r["skill"] == skill]
     if skill == "addition":
         pairs = [pair for pair in pairs if pair[0].endswith("=")]
@@ -132,5 +138,5 @@ def test_answers_are_right(splits, skill):
         (388, "CCCLXXXVIII"),
     ],
 )
-def test_roman_numerals(script, number, letters):
+def test_roman_writes_roman_numerals(script, number, letters):
     assert script._roman(number) == letters

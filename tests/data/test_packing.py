@@ -1,4 +1,4 @@
-"""Packed rows: every example once, none too full, as few as best fit decreasing has."""
+"""Packed sequences hold every example once, as tightly as best-fit decreasing."""
 
 from bisect import insort
 from dataclasses import replace
@@ -17,8 +17,8 @@ from test_data_batching import examples
 LONGEST = 100
 
 
-def bins_of_best_fit(lengths, capacity):
-    """How many rows best fit decreasing takes, one example at a time."""
+def best_fit_bins(lengths, capacity):
+    """Return the number of bins of best-fit decreasing, one example at a time."""
     spaces = []
     for length in sorted(lengths, reverse=True):
         fitting = [space for space in spaces if space >= length]
@@ -29,7 +29,7 @@ def bins_of_best_fit(lengths, capacity):
     return len(spaces)
 
 
-def bins_of_first_fit(lengths, capacity):
+def first_fit_bins(lengths, capacity):
     spaces = []
     for length in lengths:
         for index, space in enumerate(spaces):
@@ -47,19 +47,19 @@ def test_packing_equals_best_fit_decreasing(count, capacity):
     for seed in range(4):
         generator = np.random.default_rng([count, capacity, seed])
         share = generator.choice([0.2, 1.0])
-        most = max(1, int(capacity * share))
-        lengths = generator.integers(1, most + 1, count)
+        longest = max(1, int(capacity * share))
+        lengths = generator.integers(1, longest + 1, count)
         order, starts = pack(lengths, capacity)
         assert sorted(order) == list(range(count))
         assert (starts[0], starts[-1]) == (0, count)
-        full = np.add.reduceat(lengths[order], starts[:-1])
-        assert full.max() <= capacity
+        totals = np.add.reduceat(lengths[order], starts[:-1])
+        assert totals.max() <= capacity
         assert (np.diff(starts) > 0).all()
-        assert len(full) == bins_of_best_fit(lengths, capacity)
-        assert len(full) <= bins_of_first_fit(lengths, capacity)
-        again = pack(lengths, capacity)
-        assert np.array_equal(order, again[0])
-        assert np.array_equal(starts, again[1])
+        assert len(totals) == best_fit_bins(lengths, capacity)
+        assert len(totals) <= first_fit_bins(lengths, capacity)
+        repeated = pack(lengths, capacity)
+        assert np.array_equal(order, repeated[0])
+        assert np.array_equal(starts, repeated[1])
 
 
 def test_packed_chats_are_almost_full():
@@ -69,35 +69,37 @@ def test_packed_chats_are_almost_full():
     assert lengths.sum() / (513 * (len(starts) - 1)) > 0.99
 
 
-def batches(made=None, **settings):
-    made = InMemoryExamples(made or examples(longest=40))
+def batches(dataset=None, **settings):
+    dataset = InMemoryExamples(dataset or examples(longest=40))
     settings = {"max_seq_length": LONGEST, "batch_size": 8} | settings
-    return made, PackedBatchSampler(made, pack(made.lengths, LONGEST + 1), **settings)
+    return dataset, PackedBatchSampler(
+        dataset, pack(dataset.lengths, LONGEST + 1), **settings
+    )
 
 
 def test_epoch_packs_every_example_once():
-    made, cut = batches()
-    assert cut.per_epoch < 300 / 8
+    dataset, sampler = batches()
+    assert sampler.per_epoch < 300 / 8
     for epoch in range(2):
-        found = []
-        for step in range(cut.per_epoch):
-            batch = cut(epoch * cut.per_epoch + step)
+        places = []
+        for step in range(sampler.per_epoch):
+            batch = sampler(epoch * sampler.per_epoch + step)
             assert batch.tokens.shape[1] == LONGEST + 1
             assert batch.mask.shape == batch.documents.shape
-            found += batch.where
-        assert sorted(found) == sorted(example.where for example in made)
+            places += batch.where
+        assert sorted(places) == sorted(example.where for example in dataset)
 
 
 def test_packed_documents_are_whole_and_masked():
-    made, cut = batches()
-    by_place = {example.where: example for example in made}
-    for step in range(cut.per_epoch):
-        batch = cut(step)
+    dataset, sampler = batches()
+    by_place = {example.where: example for example in dataset}
+    for step in range(sampler.per_epoch):
+        batch = sampler(step)
         places = iter(batch.where)
         tokens, mask = np.array(batch.tokens), np.array(batch.mask)
         for row, documents in enumerate(np.array(batch.documents)):
             end = number = 0
-            # No example holds a zero.
+            # Examples contain no token 0.
             while end <= LONGEST and tokens[row, end]:
                 example = by_place[next(places)]
                 start, end = end, end + len(example.tokens)
@@ -113,45 +115,49 @@ def test_packed_documents_are_whole_and_masked():
 
 
 def test_filler_sequence_is_one_untrained_document():
-    _, cut = batches(batch_size=7)
-    rows = [row for step in range(cut.per_epoch) for row in _rows(cut(step))]
-    empty = [row for row in rows if not row[0].any()]
-    assert len(rows) - len(empty) == cut.num_sequences
-    for _, mask, documents in empty:
+    _, sampler = batches(batch_size=7)
+    sequences = [
+        sequence
+        for step in range(sampler.per_epoch)
+        for sequence in _sequences(sampler(step))
+    ]
+    filler = [sequence for sequence in sequences if not sequence[0].any()]
+    assert len(sequences) - len(filler) == sampler.num_sequences
+    for _, mask, documents in filler:
         assert not mask.any()
         assert not documents.any()
 
 
-def _rows(batch):
+def _sequences(batch):
     return zip(*map(np.array, batch.arrays), strict=True)
 
 
 def test_packed_batch_depends_on_seed_and_step_only():
-    (_, straight), (_, jumping) = batches(seed=3), batches(seed=3)
-    found = {step: jumping(step) for step in (30, 2, 0, 31)}
-    for step, batch in found.items():
-        assert np.array_equal(straight(step).tokens, batch.tokens)
-    epoch, other = (
-        [cut(step).where for step in range(cut.per_epoch)]
-        for cut in (straight, batches(seed=4)[1])
+    (_, sequential), (_, random_access) = batches(seed=3), batches(seed=3)
+    expected = {step: random_access(step) for step in (30, 2, 0, 31)}
+    for step, batch in expected.items():
+        assert np.array_equal(sequential(step).tokens, batch.tokens)
+    epoch, other_seed = (
+        [sampler(step).where for step in range(sampler.per_epoch)]
+        for sampler in (sequential, batches(seed=4)[1])
     )
-    assert epoch != other
+    assert epoch != other_seed
 
 
 def test_packing_plan_is_cached(cache_folder, monkeypatch):
-    made = InMemoryExamples(examples())
-    plan = packed(made, LONGEST + 1, print)
+    dataset = InMemoryExamples(examples())
+    plan = packed(dataset, LONGEST + 1, print)
     monkeypatch.setattr("lmx.data.packing.pack", None)
-    again = packed(made, LONGEST + 1, print)
-    assert all(np.array_equal(a, b) for a, b in zip(plan, again, strict=True))
+    repeated = packed(dataset, LONGEST + 1, print)
+    assert all(np.array_equal(a, b) for a, b in zip(plan, repeated, strict=True))
     with pytest.raises(TypeError):
-        packed(made, LONGEST + 2, print)
+        packed(dataset, LONGEST + 2, print)
     with pytest.raises(TypeError):
         packed(InMemoryExamples(examples(seed=1)), LONGEST + 1, print)
 
 
-def test_packed_rows_have_the_loss_of_their_examples():
-    """Through a model that sees no other document; one that does has another loss."""
+def test_packed_sequences_have_the_loss_of_their_examples():
+    """With document masks the losses are equal. Without masks they differ."""
     settings = ScratchModelConfig(
         vocab_size=320,
         hidden_size=64,
@@ -163,17 +169,21 @@ def test_packed_rows_have_the_loss_of_their_examples():
     config = from_scratch.llama_config(settings)
     model = build_model(config)
     model.load_weights(list(from_scratch.initial_weights(config, 0).items()))
-    made = InMemoryExamples(
+    dataset = InMemoryExamples(
         replace(example, tokens=example.tokens % 319 + 1)
         for example in examples(60, longest=40)
     )
-    _, cut = batches(made, batch_size=4)
+    _, sampler = batches(dataset, batch_size=4)
     step = TrainStep(model, document_caches=DocumentCaches(model))
-    sequences_per_batch = [cut(number) for number in range(cut.per_epoch)]
-    alone = BucketBatchSampler(made, max_seq_length=LONGEST, batch_size=8).in_order()
-    loss, tokens = step.evaluate(alone)
-    together, as_many = step.evaluate(sequences_per_batch)
-    assert as_many == tokens
-    assert together == pytest.approx(loss, rel=1e-5)
-    mixed, _ = step.evaluate([replace(b, documents=None) for b in sequences_per_batch])
-    assert mixed != pytest.approx(loss, rel=1e-5)
+    packed_batches = [sampler(number) for number in range(sampler.per_epoch)]
+    unpacked_batches = BucketBatchSampler(
+        dataset, max_seq_length=LONGEST, batch_size=8
+    ).in_order()
+    loss, tokens = step.evaluate(unpacked_batches)
+    packed_loss, packed_tokens = step.evaluate(packed_batches)
+    assert packed_tokens == tokens
+    assert packed_loss == pytest.approx(loss, rel=1e-5)
+    unmasked_loss, _ = step.evaluate(
+        [replace(b, documents=None) for b in packed_batches]
+    )
+    assert unmasked_loss != pytest.approx(loss, rel=1e-5)

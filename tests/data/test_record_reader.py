@@ -1,4 +1,4 @@
-"""Rows of every format and of the Hub, and the message of every fault."""
+"""Records of every format and of the Hub, and the errors of invalid records."""
 
 import gzip
 import json
@@ -84,17 +84,17 @@ CHAT = {"messages": [USER, ANSWER]}
 )
 def test_every_format_is_parsed(write, record, name, fields):
     path = write([{**record, "skill": "greeting", "id": 7}])
-    found = dataset.RecordReader(path)
-    assert found.format == name
-    assert list(found) == [dataset.DataRecord(f"{path}:1", **fields, skill="greeting")]
-    assert found.stats.skipped == 0
+    reader = dataset.RecordReader(path)
+    assert reader.format == name
+    assert list(reader) == [dataset.DataRecord(f"{path}:1", **fields, skill="greeting")]
+    assert reader.stats.skipped == 0
 
 
 def test_majority_decides_the_format_and_others_are_logged(write):
     path = write([{"text": "stray"}, *[CHAT] * 5, {"messages": [USER]}, "no object"])
-    found = dataset.RecordReader(path)
-    assert (found.format, len(list(found))) == ("chat", 5)
-    assert found.stats.first_skipped == (
+    reader = dataset.RecordReader(path)
+    assert (reader.format, len(list(reader))) == ("chat", 5)
+    assert reader.stats.first_skipped == (
         (f"{path}:1", "not chat: it has text"),
         (f"{path}:7", "no assistant turn with content"),
         (f"{path}:8", "not chat: it has no object"),
@@ -116,9 +116,9 @@ def test_majority_decides_the_format_and_others_are_logged(write):
     ],
 )
 def test_invalid_chats_are_skipped(write, messages, reason):
-    found = dataset.RecordReader(write([CHAT, {"messages": messages}]))
-    assert len(list(found)) == found.stats.skipped == 1
-    assert found.stats.first_skipped[0][1].startswith(reason)
+    reader = dataset.RecordReader(write([CHAT, {"messages": messages}]))
+    assert len(list(reader)) == reader.stats.skipped == 1
+    assert reader.stats.first_skipped[0][1].startswith(reason)
 
 
 @pytest.mark.parametrize(
@@ -131,29 +131,29 @@ def test_invalid_chats_are_skipped(write, messages, reason):
     ],
 )
 def test_invalid_completions_are_skipped(write, record, reason):
-    found = dataset.RecordReader(write([{"prompt": "a", "completion": "b"}, record]))
-    assert len(list(found)) == 1
-    assert [why for _, why in found.stats.first_skipped] == [reason]
+    reader = dataset.RecordReader(write([{"prompt": "a", "completion": "b"}, record]))
+    assert len(list(reader)) == 1
+    assert [actual for _, actual in reader.stats.first_skipped] == [reason]
 
 
 def test_columns_are_renamed(write):
     path = write([{"question": "1+1", "answer": "2", "text": "ignored", "skill": "s"}])
     columns = {"prompt": "question", "completion": "answer"}
-    found = dataset.RecordReader(path, columns=columns)
-    assert found.format == "completion"
-    [row] = found
-    assert (row.prompt, row.completion, row.skill) == ("1+1", "2", "s")
+    reader = dataset.RecordReader(path, columns=columns)
+    assert reader.format == "completion"
+    [record] = reader
+    assert (record.prompt, record.completion, record.skill) == ("1+1", "2", "s")
     assert dataset.RecordReader(path).format == "text"
 
 
 def test_limit_and_find_and_builtin(write, tmp_path):
     write([{"text": str(number)} for number in range(9)])
-    found = dataset.RecordReader(
+    reader = dataset.RecordReader(
         "rows.jsonl", find=lambda name: tmp_path / name, limit=4
     )
-    assert [row.text for row in found] == ["0", "1", "2", "3"]
-    rows = list(dataset.RecordReader("builtin:stdlib", split="valid", limit=2))
-    assert rows[0].where.startswith("builtin:stdlib/")
+    assert [record.text for record in reader] == ["0", "1", "2", "3"]
+    records = list(dataset.RecordReader("builtin:stdlib", split="valid", limit=2))
+    assert records[0].where.startswith("builtin:stdlib/")
     assert dataset.has_split("builtin:stdlib", "valid")
 
 
@@ -163,21 +163,21 @@ def test_records_of_a_file_are_not_held_in_memory(tmp_path):
         for number in range(50_000):
             stream.write(json.dumps({"text": f"{number} " * 40}) + "\n")
     tracemalloc.start()
-    found = dataset.RecordReader(str(path))
-    count = sum(1 for _ in found)
+    reader = dataset.RecordReader(str(path))
+    count = sum(1 for _ in reader)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert count == found.stats.records == 50_000
-    # All of them are 11 MB of text alone.
+    assert count == reader.stats.records == 50_000
+    # The text of all records is 11 MB.
     assert peak < 1_000_000
 
 
 def test_records_can_be_read_again_and_in_part(write):
-    found = dataset.RecordReader(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
-    next(iter(found))
-    assert found.stats is None
-    assert list(found) == list(found)
-    assert (found.stats.records, found.stats.skipped) == (5, 1)
+    reader = dataset.RecordReader(write([*[{"text": "a"}] * 5, {"prompt": "b"}]))
+    next(iter(reader))
+    assert reader.stats is None
+    assert list(reader) == list(reader)
+    assert (reader.stats.records, reader.stats.skipped) == (5, 1)
 
 
 @pytest.mark.parametrize(
@@ -193,24 +193,24 @@ def test_records_can_be_read_again_and_in_part(write):
     ],
 )
 def test_unknown_format_suggests_a_columns_block(write, record, mapping):
-    with pytest.raises(UserError, match="no dataset format matches the keys") as fault:
+    with pytest.raises(UserError, match="no dataset format matches the keys") as error:
         list(dataset.RecordReader(write([record])))
-    assert all(key in fault.value.message for key in record)
-    assert fault.value.hint.endswith(f"data:\n  columns: {mapping}")
+    assert all(key in error.value.message for key in record)
+    assert error.value.hint.endswith(f"data:\n  columns: {mapping}")
 
 
 def test_unknown_columns_are_refused(write):
     path = write([{"q": "?", "a": "!"}])
     with pytest.raises(UserError, match="columns names question, which is missing"):
         dataset.RecordReader(path, columns={"prompt": "question", "completion": "a"})
-    with pytest.raises(UserError, match="no column 'promt'") as fault:
+    with pytest.raises(UserError, match="no column 'promt'") as error:
         dataset.RecordReader(path, columns={"promt": "q"})
-    assert fault.value.hint == "did you mean 'prompt'?"
+    assert error.value.hint == "did you mean 'prompt'?"
 
 
-def test_hub_dataset_splits_have_our_names(hub):
-    found = dataset.RecordReader("someone/rows", split="valid")
-    assert [row.where for row in found][:1] == ["someone/rows/validation[0]"]
+def test_hub_split_names_are_translated(hub):
+    reader = dataset.RecordReader("someone/rows", split="valid")
+    assert [record.where for record in reader][:1] == ["someone/rows/validation[0]"]
     assert len(list(dataset.RecordReader("someone/rows", streaming=True, limit=2))) == 2
     assert hub == [("validation", False), ("train", True)]
     assert dataset.source_fingerprint("someone/rows", "train")[2:] == [
@@ -225,7 +225,7 @@ def test_hub_errors_are_translated(hub, monkeypatch):
     with pytest.raises(UserError, match="no split for 'test'"):
         dataset.RecordReader("someone/rows", split="test")
     with pytest.raises(
-        UserError, match=r"no such file or folder.*no data set someone/else"
+        UserError, match=r"no such file or folder.*no dataset someone/else"
     ):
         dataset.RecordReader("someone/else")
     monkeypatch.setattr(dataset, "_online", lambda endpoint: False)

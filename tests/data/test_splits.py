@@ -1,4 +1,4 @@
-"""Which rows are trained on and which are held out."""
+"""Training records and held-out evaluation records."""
 
 import json
 from pathlib import Path
@@ -11,153 +11,164 @@ from lmx.errors import UserError
 ANSWER = {"role": "assistant", "content": "b"}
 
 
-def write(path, count, name="row"):
+def write_records(path, count, name="row"):
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = ({"prompt": f"{name} {i}", "completion": "yes"} for i in range(count))
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    records = ({"prompt": f"{name} {i}", "completion": "yes"} for i in range(count))
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
 
 
-def splits(said=None, warned=None, seed=0, **data):
-    said, warned = ([] if x is None else x for x in (said, warned))
+def make_splits(messages=None, warnings=None, seed=0, **data):
+    messages, warnings = ([] if x is None else x for x in (messages, warnings))
     return Splits(
         DataConfig(**data),
         find=Path,
         seed=seed,
-        info=said.append,
-        warning=warned.append,
+        info=messages.append,
+        warning=warnings.append,
     )
 
 
-def split(*arguments, **settings):
-    """Training rows and validation rows."""
-    found = splits(*arguments, **settings)
-    return list(found.train), found.valid
+def split_records(*arguments, **settings):
+    """Return training records and validation records."""
+    splits = make_splits(*arguments, **settings)
+    return list(splits.train), splits.valid
 
 
-def places(rows):
-    return [row.where for row in rows]
+def places(records):
+    return [record.where for record in records]
 
 
 def test_data_valid_is_the_validation_set(tmp_path):
-    train = write(tmp_path / "a.jsonl", 20)
-    valid = write(tmp_path / "b.jsonl", 5)
-    said = []
-    rows, held = split(said, train=train, valid=valid)
-    assert (len(rows), len(held)) == (20, 5)
-    assert said == [f"valid: {valid}: 5 examples, format completion"]
+    train = write_records(tmp_path / "a.jsonl", 20)
+    valid = write_records(tmp_path / "b.jsonl", 5)
+    messages = []
+    records, eval_records = split_records(messages, train=train, valid=valid)
+    assert (len(records), len(eval_records)) == (20, 5)
+    assert messages == [f"valid: {valid}: 5 examples, format completion"]
 
 
 def test_source_validation_split_is_used(tmp_path):
-    write(tmp_path / "rows" / "train.jsonl", 20)
-    write(tmp_path / "rows" / "validation.jsonl", 4)
-    other = write(tmp_path / "other.jsonl", 40)
-    said = []
-    rows, held = split(said, train=[str(tmp_path / "rows"), other])
-    assert len(rows) == 60
-    assert {Path(place).name.split(":")[0] for place in places(held)} == {
+    write_records(tmp_path / "rows" / "train.jsonl", 20)
+    write_records(tmp_path / "rows" / "validation.jsonl", 4)
+    other_source = write_records(tmp_path / "other.jsonl", 40)
+    messages = []
+    records, eval_records = split_records(
+        messages, train=[str(tmp_path / "rows"), other_source]
+    )
+    assert len(records) == 60
+    assert {Path(place).name.split(":")[0] for place in places(eval_records)} == {
         "validation.jsonl"
     }
-    assert len(held) == 4
-    assert not any("held out from" in line for line in said)
+    assert len(eval_records) == 4
+    assert not any("held out from" in line for line in messages)
 
 
 def test_share_of_every_source_is_held_out(tmp_path):
-    first, second = write(tmp_path / "a.jsonl", 60), write(tmp_path / "b.jsonl", 40)
-    said = []
-    rows, held = split(said, train=[first, second])
-    assert 1 <= len(held) <= 12
-    assert said == [
+    first, second = (
+        write_records(tmp_path / "a.jsonl", 60),
+        write_records(tmp_path / "b.jsonl", 40),
+    )
+    messages = []
+    records, eval_records = split_records(messages, train=[first, second])
+    assert 1 <= len(eval_records) <= 12
+    assert messages == [
         *(f"valid: holding out examples of {path}" for path in (first, second)),
-        f"valid: {len(held)} examples held out from train",
+        f"valid: {len(eval_records)} examples held out from train",
     ]
-    assert sorted(places(rows) + places(held)) == sorted(
+    assert sorted(places(records) + places(eval_records)) == sorted(
         f"{path}:{line}"
         for path, n in ((first, 60), (second, 40))
         for line in range(1, n + 1)
     )
-    assert places(split(train=[first, second])[1]) == places(held)
-    assert places(split(train=[first, second], seed=1)[1]) != places(held)
+    assert places(split_records(train=[first, second])[1]) == places(eval_records)
+    assert places(split_records(train=[first, second], seed=1)[1]) != places(
+        eval_records
+    )
 
 
 def test_source_named_twice_is_held_out_from_both(tmp_path):
-    path = write(tmp_path / "a.jsonl", 40)
-    rows, held = split(train=[path, path])
-    assert len(rows) == 2 * (40 - len(held))
-    assert not set(places(rows)) & set(places(held))
+    path = write_records(tmp_path / "a.jsonl", 40)
+    records, eval_records = split_records(train=[path, path])
+    assert len(records) == 2 * (40 - len(eval_records))
+    assert not set(places(records)) & set(places(eval_records))
 
 
 def test_single_document_source_gives_its_tail(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(f"line {i}\n" for i in range(100)))
-    [row], [held] = split(train=str(path))
-    assert row.text + held.text == path.read_text()
-    assert 4 <= held.text.count("\n") <= 6
+    [record], [tail] = split_records(train=str(path))
+    assert record.text + tail.text == path.read_text()
+    assert 4 <= tail.text.count("\n") <= 6
 
 
 def test_recipe_without_training_data(tmp_path):
-    rows, held = split(valid=write(tmp_path / "a.jsonl", 3))
-    assert (rows, len(held)) == ([], 3)
+    records, eval_records = split_records(valid=write_records(tmp_path / "a.jsonl", 3))
+    assert (records, len(eval_records)) == ([], 3)
 
 
 def test_skipped_examples_are_logged(tmp_path):
-    path = write(tmp_path / "a.jsonl", 3)
+    path = write_records(tmp_path / "a.jsonl", 3)
     with open(path, "a") as stream:
         stream.write('{"prompt": 1}\n' * 8)
-    warned = []
-    found = splits(warned=warned, train=path, valid=path)
-    assert len(list(found.train)) == len(found.valid) == 3
-    stats = found.train.stats[path]
+    warnings = []
+    splits = make_splits(warnings=warnings, train=path, valid=path)
+    assert len(list(splits.train)) == len(splits.valid) == 3
+    stats = splits.train.stats[path]
     assert (stats.records, stats.skipped, len(stats.first_skipped)) == (3, 8, 5)
-    assert warned[0].startswith(f"{path}:4: example skipped: ")
-    assert warned[5] == f"{path}: 3 more examples skipped"
+    assert warnings[0].startswith(f"{path}:4: example skipped: ")
+    assert warnings[5] == f"{path}: 3 more examples skipped"
 
 
 @pytest.mark.parametrize("limit", [2, 10])
 def test_max_samples_applies_to_each_source(tmp_path, limit):
-    paths = [write(tmp_path / name, 50) for name in ("a.jsonl", "b.jsonl")]
-    rows, held = split(train=paths, valid=paths[0], max_samples=limit)
-    assert (len(rows), len(held)) == (2 * limit, limit)
+    paths = [write_records(tmp_path / name, 50) for name in ("a.jsonl", "b.jsonl")]
+    records, eval_records = split_records(
+        train=paths, valid=paths[0], max_samples=limit
+    )
+    assert (len(records), len(eval_records)) == (2 * limit, limit)
 
 
 def test_training_records_are_read_lazily(tmp_path):
-    valid = write(tmp_path / "b.jsonl", 3)
-    found = splits(train=str(tmp_path / "none.jsonl"), valid=valid)
-    assert len(found.valid) == 3
+    valid = write_records(tmp_path / "b.jsonl", 3)
+    splits = make_splits(train=str(tmp_path / "none.jsonl"), valid=valid)
+    assert len(splits.valid) == 3
     with pytest.raises(UserError, match="there is no such file"):
-        list(found.train)
+        list(splits.train)
 
 
 def test_training_records_can_be_read_again(tmp_path):
-    rows = splits(train=write(tmp_path / "a.jsonl", 40)).train
-    assert places(rows) == places(rows)
+    records = make_splits(train=write_records(tmp_path / "a.jsonl", 40)).train
+    assert places(records) == places(records)
 
 
 def test_held_out_split_is_cached(tmp_path, cache_folder, monkeypatch):
-    """Of content: a changed file has others, and a cached start reads nothing."""
-    path = write(tmp_path / "a.jsonl", 300)
+    """The key depends on the content. With a cached split, no record is read."""
+    path = write_records(tmp_path / "a.jsonl", 300)
     chat = {"messages": [{"role": "user", "content": "a"}, ANSWER], "skill": "s"}
     Path(path).write_text(Path(path).read_text().replace("row", "raw"))
-    other = tmp_path / "chat.jsonl"
-    other.write_text((json.dumps(chat) + "\n") * 30)
-    both = [path, str(other)]
-    held = splits(train=both).valid
+    other_source = tmp_path / "chat.jsonl"
+    other_source.write_text((json.dumps(chat) + "\n") * 30)
+    sources = [path, str(other_source)]
+    eval_records = make_splits(train=sources).valid
     monkeypatch.setattr("lmx.data.splits.choose_eval_records", None)
-    assert splits(train=both).valid == held
+    assert make_splits(train=sources).valid == eval_records
     with pytest.raises(TypeError):
-        assert splits(train=both, seed=1).valid
+        assert make_splits(train=sources, seed=1).valid
     with open(path, "a") as stream:
         stream.write('{"prompt": "more", "completion": "rows"}\n')
     with pytest.raises(TypeError):
-        assert splits(train=both).valid
+        assert make_splits(train=sources).valid
 
 
 def test_hub_stream_needs_no_limit(hub, cache_folder):
-    found = splits(train="someone/rows", streaming=True)
-    # It names a split for validation.
-    assert len(list(found.train)) == len(found.valid) == 50
+    splits = make_splits(train="someone/rows", streaming=True)
+    # The dataset has a validation split.
+    assert len(list(splits.train)) == len(splits.valid) == 50
     assert hub == [("train", True), ("validation", True)]
     assert (
-        len(list(splits(train="someone/rows", streaming=True, max_samples=7).train))
+        len(
+            list(make_splits(train="someone/rows", streaming=True, max_samples=7).train)
+        )
         == 7
     )

@@ -28,11 +28,11 @@ def num_bytes(model):
     return sum(value.nbytes for _, value in tree_flatten(model.parameters()))
 
 
-def peak(work):
-    """Peak memory beyond what is in use already."""
+def peak_memory(function):
+    """Return the peak memory of a call above the active memory."""
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    work()
+    function()
     return mx.get_peak_memory() - before
 
 
@@ -64,15 +64,17 @@ def test_logits_match_the_model(family):
 def test_blocks_run_in_another_dtype_and_the_model_is_restored():
     model = llama()
     model.set_dtype(mx.bfloat16)
-    [plain] = logits_of(BlockwiseModel(model), PARTS[:1])
-    [exact] = logits_of(BlockwiseModel(model), PARTS[:1], mx.float32)
-    assert plain.dtype == mx.bfloat16
-    assert exact.dtype == mx.float32
+    [bfloat16_logits] = logits_of(BlockwiseModel(model), PARTS[:1])
+    [float32_logits] = logits_of(BlockwiseModel(model), PARTS[:1], mx.float32)
+    assert bfloat16_logits.dtype == mx.bfloat16
+    assert float32_logits.dtype == mx.float32
     assert {v.dtype for _, v in tree_flatten(model.parameters())} == {mx.bfloat16}
     model.set_dtype(mx.float32)
     expected = model(PARTS[0])
-    assert mx.allclose(exact, expected, rtol=1e-4, atol=1e-4)
-    assert not mx.allclose(plain.astype(mx.float32), expected, rtol=1e-4, atol=1e-4)
+    assert mx.allclose(float32_logits, expected, rtol=1e-4, atol=1e-4)
+    assert not mx.allclose(
+        bfloat16_logits.astype(mx.float32), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 def test_one_block_is_in_memory_at_a_time(deep):
@@ -84,9 +86,9 @@ def test_one_block_is_in_memory_at_a_time(deep):
         logits_of(blockwise, PARTS)
         return blockwise
 
-    assert peak(lambda: run(loaded.reread)) < size / 4
+    assert peak_memory(lambda: run(loaded.reread)) < size / 4
     # Without `reread`, all weights that were read stay in memory.
-    assert peak(lambda: run(None)) > 0.9 * size
+    assert peak_memory(lambda: run(None)) > 0.9 * size
     before = mx.get_active_memory()
     blockwise = run(loaded.reread)
     assert mx.get_active_memory() - before < size / 8
@@ -96,21 +98,21 @@ def test_one_block_is_in_memory_at_a_time(deep):
 def test_verify_reads_one_block_at_a_time(deep):
     loaded = load(deep, lazy=True)
     verify = BlockwiseModel(loaded.model, loaded.reread).verify
-    assert peak(lambda: verify(PARTS[0])) < num_bytes(loaded.model) / 4
+    assert peak_memory(lambda: verify(PARTS[0])) < num_bytes(loaded.model) / 4
 
 
 def test_lazy_weights_are_read_on_use(deep):
     size = num_bytes(load(deep, lazy=True).model)
-    assert peak(lambda: load(deep, lazy=True)) < size / 100
-    assert peak(lambda: load(deep)) >= size
+    assert peak_memory(lambda: load(deep, lazy=True)) < size / 100
+    assert peak_memory(lambda: load(deep)) >= size
 
 
 def test_verify_refuses_blocks_that_are_called_twice():
     model = llama()
 
     class Looping(type(model.model)):
-        def __call__(self, inputs, cache=None, *rest):
-            hidden = super().__call__(inputs, cache, *rest)
+        def __call__(self, inputs, cache=None, *args):
+            hidden = super().__call__(inputs, cache, *args)
             return super().__call__(inputs, cache, hidden)
 
     model.model.__class__ = Looping

@@ -1,4 +1,4 @@
-"""Published checkpoints: every layout loads the same model, damage is named.
+"""Published checkpoints: all layouts load the same model, and errors name the damage.
 
 All tests go through `load` and `lmx generate`.
 """
@@ -24,15 +24,15 @@ def folder(make_checkpoint, tmp_path):
     return shutil.copytree(make_checkpoint(dtype="float32"), tmp_path / "model")
 
 
-def read(folder):
+def read_weights(folder):
     return mx.load(str(folder / SINGLE))
 
 
-def write(folder, weights, name=SINGLE):
+def write_weights(folder, weights, name=SINGLE):
     mx.save_safetensors(str(folder / name), weights, metadata={"format": "pt"})
 
 
-def edit(file, **changes):
+def edit_json(file, **changes):
     old = json.loads(file.read_text()) if file.exists() else {}
     new = {k: v for k, v in (old | changes).items() if v is not None}
     file.write_text(json.dumps(new))
@@ -58,117 +58,119 @@ def parameters(folder):
     return dict(tree_flatten(load(folder).model.parameters()))
 
 
-def in_shards(folder, count=3):
-    weights = read(folder)
+def sharded(folder, count=3):
+    weights = read_weights(folder)
     (folder / SINGLE).unlink()
-    places = {}
+    weight_map = {}
     for number in range(count):
         name = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
         part = {key: weights[key] for key in sorted(weights)[number::count]}
-        write(folder, part, name)
-        places |= dict.fromkeys(part, name)
-    edit(folder / INDEX, weight_map=places)
+        write_weights(folder, part, name)
+        weight_map |= dict.fromkeys(part, name)
+    edit_json(folder / INDEX, weight_map=weight_map)
 
 
 def without_index(folder):
-    in_shards(folder)
+    sharded(folder)
     (folder / INDEX).unlink()
 
 
-def index_of_files_not_here(folder):
-    in_shards(folder)
-    edit(folder / INDEX, weight_map={EMBEDDING: "model-00001-of-00009.safetensors"})
+def index_of_missing_files(folder):
+    sharded(folder)
+    edit_json(
+        folder / INDEX, weight_map={EMBEDDING: "model-00001-of-00009.safetensors"}
+    )
 
 
-def index_of_other_places(folder):
-    in_shards(folder)
-    places = json.loads((folder / INDEX).read_text())["weight_map"]
-    names = list(places.values())
-    turned = dict(zip(places, names[1:] + names[:1], strict=True))
-    edit(folder / INDEX, weight_map=turned)
+def index_of_wrong_files(folder):
+    sharded(folder)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    names = list(weight_map.values())
+    rotated = dict(zip(weight_map, names[1:] + names[:1], strict=True))
+    edit_json(folder / INDEX, weight_map=rotated)
 
 
-def index_that_is_none(folder):
-    in_shards(folder)
+def broken_index(folder):
+    sharded(folder)
     (folder / INDEX).write_text("{")
 
 
 def index_without_a_map(folder):
-    in_shards(folder)
+    sharded(folder)
     (folder / INDEX).write_text('{"weight_map": ["model.safetensors"]}')
 
 
-def index_beside_shards_of_another_model(folder):
-    """What an earlier conversion left, before and after the right ones by name."""
-    in_shards(folder)
+def extra_shards_of_another_model(folder):
+    """An earlier conversion left files that sort before and after the model's files."""
+    sharded(folder)
     weights = {k: mx.zeros((2, 2)) for k in (EMBEDDING, "model.layers.7.old.weight")}
-    write(folder, weights, "model-00001-of-00002.safetensors")
-    write(folder, weights, "model-00009-of-00009.safetensors")
+    write_weights(folder, weights, "model-00001-of-00002.safetensors")
+    write_weights(folder, weights, "model-00009-of-00009.safetensors")
 
 
-def index_of_some(folder):
-    in_shards(folder)
-    places = json.loads((folder / INDEX).read_text())["weight_map"]
-    for name in list(places)[::3]:
-        del places[name]
-    edit(folder / INDEX, weight_map=places)
+def incomplete_index(folder):
+    sharded(folder)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    for name in list(weight_map)[::3]:
+        del weight_map[name]
+    edit_json(folder / INDEX, weight_map=weight_map)
 
 
-def head_alone(folder):
-    weights = read(folder)
+def lm_head_only(folder):
+    weights = read_weights(folder)
     weights[HEAD] = weights.pop(EMBEDDING)
-    write(folder, weights)
+    write_weights(folder, weights)
 
 
-def head_and_embedding(folder):
-    weights = read(folder)
-    write(folder, weights | {HEAD: weights[EMBEDDING]})
+def lm_head_and_embedding(folder):
+    weights = read_weights(folder)
+    write_weights(folder, weights | {HEAD: weights[EMBEDDING]})
 
 
-def old_tables(folder):
+def legacy_buffers(folder):
     tables = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": mx.ones(16),
         "model.rotary_emb.inv_freq": mx.ones(16),
         "model.embeddings.position_ids": mx.arange(8),
     }
-    write(folder, read(folder) | tables)
+    write_weights(folder, read_weights(folder) | tables)
 
 
 LAYOUTS = [
-    in_shards,
+    sharded,
     without_index,
-    index_of_files_not_here,
-    index_of_other_places,
-    index_that_is_none,
+    index_of_missing_files,
+    index_of_wrong_files,
+    broken_index,
     index_without_a_map,
-    index_beside_shards_of_another_model,
-    index_of_some,
-    head_alone,
-    head_and_embedding,
-    old_tables,
+    extra_shards_of_another_model,
+    incomplete_index,
+    lm_head_only,
+    lm_head_and_embedding,
+    legacy_buffers,
 ]
 
 
 @pytest.mark.parametrize("publish", LAYOUTS, ids=lambda f: f.__name__)
 def test_load_gives_the_same_model_from_every_layout(folder, publish, capfd):
     expected = parameters(folder)
-    _, answer, _ = generate(folder, capfd)
+    _, original_answer, _ = generate(folder, capfd)
     publish(folder)
     actual = parameters(folder)
     assert actual.keys() == expected.keys()
     assert all(mx.array_equal(actual[name], expected[name]) for name in expected)
-    code, same, fault = generate(folder, capfd)
-    assert code == 0, fault
-    assert same["text"] == answer["text"]
+    code, new_answer, error = generate(folder, capfd)
+    assert code == 0, error
+    assert new_answer["text"] == original_answer["text"]
 
 
 def test_load_reads_mixed_dtypes(folder, capfd):
     types = [mx.bfloat16, mx.float16, mx.float32]
     stored = {
         name: value.astype(types[number % 3])
-        for number, (name, value) in enumerate(sorted(read(folder).items()))
+        for number, (name, value) in enumerate(sorted(read_weights(folder).items()))
     }
-    write(folder, stored)
+    write_weights(folder, stored)
     actual = parameters(folder)
     for name, value in stored.items():
         assert actual[name].dtype == mx.float32
@@ -177,18 +179,18 @@ def test_load_reads_mixed_dtypes(folder, capfd):
 
 
 def test_load_keeps_a_stored_head_that_the_config_omits(folder, tmp_path, capfd):
-    """mlx-lm assumes a tied head without a config key, and drops the stored one."""
-    weights = read(folder)
+    """Without the config key, mlx-lm ties lm_head and drops the stored one."""
+    weights = read_weights(folder)
     head = mx.random.normal(weights[EMBEDDING].shape, key=mx.random.key(1))
-    write(folder, weights | {HEAD: head})
+    write_weights(folder, weights | {HEAD: head})
     explicit = shutil.copytree(folder, tmp_path / "explicit")
-    edit(explicit / "config.json", tie_word_embeddings=False)
-    edit(folder / "config.json", tie_word_embeddings=None)
+    edit_json(explicit / "config.json", tie_word_embeddings=False)
+    edit_json(folder / "config.json", tie_word_embeddings=None)
     assert mx.array_equal(parameters(folder)[HEAD], head)
     assert load(folder).config["tie_word_embeddings"] is False
     texts = [generate(place, capfd)[1]["text"] for place in (explicit, folder)]
     assert texts[0] == texts[1]
-    edit(folder / "config.json", tie_word_embeddings=True)
+    edit_json(folder / "config.json", tie_word_embeddings=True)
     assert generate(folder, capfd)[1]["text"] != texts[0]
 
 
@@ -197,14 +199,14 @@ def test_load_keeps_a_stored_head_that_the_config_omits(folder, tmp_path, capfd)
 )
 def test_generate_uses_the_chat_template_if_present(folder, place, capfd):
     template = "{% for m in messages %}<{{ m.content }}>{% endfor %}"
-    edit(folder / "tokenizer_config.json", chat_template=None)
+    edit_json(folder / "tokenizer_config.json", chat_template=None)
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     if place == "chat_template.jinja":
         (folder / place).write_text(template)
     elif place:
-        edit(folder / place, chat_template=template)
-    code, answer, fault = generate(folder, capfd)
-    assert code == 0, fault
+        edit_json(folder / place, chat_template=template)
+    code, answer, error = generate(folder, capfd)
+    assert code == 0, error
     text = "<add>" if place else "add"
     tokenizer = load(folder).tokenizer
     assert answer["prompt_tokens"] == len(tokenizer.encode(text))
@@ -217,20 +219,20 @@ def test_generate_stops_at_every_end_token(folder, file, capfd):
     first = int(mx.argmax(logits))
     _, before, _ = generate(folder, capfd, "--ignore-chat-template")
     assert before["finish_reason"] == "length"
-    edit(folder / file, eos_token_id=[319, first])
+    edit_json(folder / file, eos_token_id=[319, first])
     _, after, _ = generate(folder, capfd, "--ignore-chat-template")
     assert after["finish_reason"] == "stop"
     assert after["text"] == ""
 
 
-def cut_short(folder):
-    in_shards(folder)
+def truncated(folder):
+    sharded(folder)
     file = folder / "model-00002-of-00003.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     return file, "the file is cut short"
 
 
-def another_shape(folder):
+def wrong_shape(folder):
     file = folder / SINGLE
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -250,46 +252,48 @@ def overwritten(folder):
 
 
 def two_models(folder):
-    """Without an index it is unknown which file belongs to the model."""
-    in_shards(folder, 2)
+    """Without an index, the files of the model are unknown."""
+    sharded(folder, 2)
     (folder / INDEX).unlink()
-    write(folder, {EMBEDDING: mx.zeros((320, 128))})
+    write_weights(folder, {EMBEDDING: mx.zeros((320, 128))})
     return folder / SINGLE, f"{EMBEDDING} is in model-00001-of-00002.safetensors too"
 
 
-def foreign_tensors(folder):
-    write(folder, read(folder) | {"model.vision_tower.weight": mx.zeros((2, 2))})
+def unknown_tensors(folder):
+    write_weights(
+        folder, read_weights(folder) | {"model.vision_tower.weight": mx.zeros((2, 2))}
+    )
     return folder, "model.vision_tower.weight"
 
 
-def no_embedding_at_all(folder):
-    weights = read(folder)
+def missing_embedding(folder):
+    weights = read_weights(folder)
     del weights[EMBEDDING]
-    write(folder, weights)
+    write_weights(folder, weights)
     return folder, f"Missing 1 parameters: {EMBEDDING}"
 
 
-def pickles(folder):
+def pickle_only(folder):
     (folder / SINGLE).unlink()
     (folder / "pytorch_model.bin").write_bytes(b"\x80\x04")
     return folder, "save_pretrained()"
 
 
-def pickles_of_the_hub(folder):
+def sharded_pickles_only(folder):
     (folder / SINGLE).unlink()
     (folder / "pytorch_model.bin.index.json").write_text("{}")
     return folder, "only pickles (pytorch_model.bin.index.json)"
 
 
 DAMAGES = [
-    cut_short,
-    another_shape,
+    truncated,
+    wrong_shape,
     overwritten,
     two_models,
-    foreign_tensors,
-    no_embedding_at_all,
-    pickles,
-    pickles_of_the_hub,
+    unknown_tensors,
+    missing_embedding,
+    pickle_only,
+    sharded_pickles_only,
 ]
 
 
@@ -300,6 +304,6 @@ def test_load_names_what_cannot_be_loaded(folder, damage, capfd):
         load(folder)
     assert caught.value.place == str(place)
     assert message in str(caught.value)
-    code, _, fault = generate(folder, capfd)
+    code, _, error = generate(folder, capfd)
     assert code == 2
-    assert fault == f"{caught.value}\n"
+    assert error == f"{caught.value}\n"

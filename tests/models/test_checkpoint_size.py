@@ -36,13 +36,13 @@ def test_checkpoint_size_counts_each_code_as_one_parameter(tmp_path):
 
 
 def test_read_header_names_a_truncated_file(make_checkpoint, tmp_path):
-    whole = (make_checkpoint() / "model.safetensors").read_bytes()
+    content = (make_checkpoint() / "model.safetensors").read_bytes()
     file = tmp_path / "model.safetensors"
-    file.write_bytes(whole[:-1])
+    file.write_bytes(content[:-1])
     with pytest.raises(UserError) as caught:
         read_header(file)
-    message = f"the file is cut short: {len(whole) - 1:,} of {len(whole):,} bytes"
+    message = f"the file is cut short: {len(content) - 1:,} of {len(content):,} bytes"
     assert caught.value.message == message
     assert caught.value.place == str(file)
-    file.write_bytes(whole)
+    file.write_bytes(content)
     assert read_header(file)["model.norm.weight"]["shape"] == [128]

@@ -66,14 +66,14 @@ def test_initial_weights_have_gpt2_deviations():
 
 def test_initial_weights_depend_on_the_seed():
     config = from_scratch.llama_config(SMALL)
-    first, same, other = (
+    first, repeated, other_seed = (
         from_scratch.initial_weights(config, seed) for seed in (1, 1, 2)
     )
-    assert all(mx.array_equal(first[name], same[name]) for name in first)
+    assert all(mx.array_equal(first[name], repeated[name]) for name in first)
     matrices = [name for name in first if first[name].ndim > 1]
-    assert not any(mx.array_equal(first[name], other[name]) for name in matrices)
-    same_shape = [first[f"model.layers.{n}.mlp.up_proj.weight"] for n in (0, 1)]
-    assert not mx.array_equal(*same_shape)
+    assert not any(mx.array_equal(first[name], other_seed[name]) for name in matrices)
+    layers = [first[f"model.layers.{n}.mlp.up_proj.weight"] for n in (0, 1)]
+    assert not mx.array_equal(*layers)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -87,10 +87,10 @@ def test_scratch_checkpoint_loads_with_both_end_tokens(
     )
     loaded = load(tmp_path)
     assert loaded.dtype == getattr(mx, dtype)
-    ends = loaded.tokenizer.convert_ids_to_tokens(
+    end_tokens = loaded.tokenizer.convert_ids_to_tokens(
         sorted(loaded.tokenizer.eos_token_ids)
     )
-    assert ends == ["<|endoftext|>", "<|im_end|>"]
+    assert end_tokens == ["<|endoftext|>", "<|im_end|>"]
     _, stock = mlx_lm.load(str(tmp_path))
     assert stock.eos_token_ids == loaded.tokenizer.eos_token_ids
     generation = json.loads((tmp_path / "generation_config.json").read_text())
@@ -110,9 +110,9 @@ def test_tokenizer_has_the_special_tokens(tokenizer):
 
 def characters(seed):
     """Random characters, with control characters and single spaces."""
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     planes = [(0, 0x80), (0x80, 0x800), (0x800, 0xD800), (0xE000, 0x110000)]
-    return "".join(chr(draw.randrange(*draw.choice(planes))) for _ in range(300))
+    return "".join(chr(rng.randrange(*rng.choice(planes))) for _ in range(300))
 
 
 @pytest.mark.parametrize(
@@ -146,13 +146,13 @@ def test_chat_template_marks_assistant_tokens(tokenizer):
     assert text == "".join(
         f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in CHAT
     )
-    marked = tokenizer.apply_chat_template(
+    encoded = tokenizer.apply_chat_template(
         CHAT, return_dict=True, return_assistant_tokens_mask=True
     )
     trained = [
         token
         for token, mask in zip(
-            marked["input_ids"], marked["assistant_masks"], strict=True
+            encoded["input_ids"], encoded["assistant_masks"], strict=True
         )
         if mask
     ]

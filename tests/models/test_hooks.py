@@ -1,4 +1,4 @@
-"""Hooks record and change the calls of layers, and leave the model as it was."""
+"""Hooks record and change layer calls, and then restore the model."""
 
 import mlx.core as mx
 import mlx.nn as nn

@@ -35,30 +35,32 @@ def generate(*arguments):
 def test_generate_uses_the_revision_and_its_offline_cache(
     stand_in, files, monkeypatch, capfd
 ):
-    later = files | {"config.json": b"{}"}
-    stand_in.repositories["models/lab/tiny"] = Repository(files, later, tags={"v1": 0})
+    new_files = files | {"config.json": b"{}"}
+    stand_in.repositories["models/lab/tiny"] = Repository(
+        files, new_files, tags={"v1": 0}
+    )
     assert generate("lab/tiny", "--revision", "v1") == 0
     text = capfd.readouterr().out
     assert generate("lab/tiny") == 2
     assert "names no model_type" in capfd.readouterr().err
     go_offline(monkeypatch)
-    asked = len(stand_in.asked)
+    num_requests = len(stand_in.requests)
     assert generate("lab/tiny", "--revision", "v1") == 0
     assert capfd.readouterr().out == text
     assert generate("lab/tiny", "--revision", "v2") == 2
     message = capfd.readouterr().err
     assert "lab/tiny: no folder of this name, and the Hub does not give it" in message
-    assert len(stand_in.asked) == asked
+    assert len(stand_in.requests) == num_requests
 
 
 def test_download_snapshot_skips_unneeded_files(stand_in, files):
-    more = files | {
+    all_files = files | {
         "pytorch_model.bin": b"\x80\x04",
-        "consolidated.safetensors": b"all of it again",
+        "consolidated.safetensors": b"a copy",
         "own.py": b"1/0",
         "onnx/model.onnx": b"x",
     }
-    stand_in.repositories["models/lab/tiny"] = Repository(more)
+    stand_in.repositories["models/lab/tiny"] = Repository(all_files)
     folder = checkpoint_folder("lab/tiny")
     actual = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     assert actual == files

@@ -18,7 +18,7 @@ TOKENS = mx.random.randint(0, 320, (2, 12), key=mx.random.key(0))
 
 
 def adapt(folder, patterns, *, merged=False, seed=0, **changes):
-    """A model with moved adapters: model, adapter parameters, base weights, keys."""
+    """Return a model with changed adapters, their parameters, base weights and keys."""
     model = load(folder).model
     base = dict(tree_flatten(model.parameters()))
     adapter = LoRAConfig(**OPTIONS | {"target_modules": patterns} | changes)
@@ -65,8 +65,8 @@ def test_stock_mlx_lm_loads_a_saved_adapter(folder, tmp_path, patterns):
     save(tmp_path, model, trained, keys)
     stock, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
     assert mx.allclose(stock(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
-    plain, _ = mlx_lm.load(str(folder))
-    assert not mx.allclose(plain(TOKENS), model(TOKENS), rtol=1e-2, atol=1e-2)
+    base, _ = mlx_lm.load(str(folder))
+    assert not mx.allclose(base(TOKENS), model(TOKENS), rtol=1e-2, atol=1e-2)
 
 
 def test_save_adapter_config_is_readable_by_mlx_swift(folder, tmp_path, patterns):
@@ -89,13 +89,13 @@ def test_fuse_gives_the_adapted_logits(folder, patterns):
     expected = model(TOKENS)
     weights = lora_model.fuse(model, base, trained, mx.float32)
     assert weights.keys() == base.keys()
-    plain = load(folder).model
-    plain.load_weights(list(weights.items()))
-    assert mx.allclose(plain(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    fused = load(folder).model
+    fused.load_weights(list(weights.items()))
+    assert mx.allclose(fused(TOKENS), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_merge_equals_the_float64_sum(folder):
-    """W + scale (A B)^T, by NumPy in float64."""
+    """Expected: W + scale (A B)^T in NumPy float64."""
     model, trained, base, _ = adapt(folder, ["mlp.down_proj"])
     path = "model.layers.1.mlp.down_proj"
     layer = lora_model.adapted_layers(model)[path]
@@ -107,9 +107,9 @@ def test_merge_equals_the_float64_sum(folder):
 
 
 @pytest.mark.parametrize("path", ["mlp.down_proj", "self_attn.q_proj"])
-def test_merged_forward_has_plain_lora_gradients(folder, path):
-    """One product with the merged weight gives the gradients of plain LoRA."""
-    plain, trained, *_ = adapt(folder, [path])
+def test_merged_forward_has_lora_gradients(folder, path):
+    """One product with the merged weight gives the gradients of LoRA."""
+    unmerged, trained, *_ = adapt(folder, [path])
     merged, *_ = adapt(folder, [path], merged=True)
     for name, layer in lora_model.adapted_layers(merged).items():
         layer.linear.weight = layer.merge(
@@ -123,7 +123,7 @@ def test_merged_forward_has_plain_lora_gradients(folder, path):
 
         return of
 
-    expected, actual = (mx.grad(loss(m))(trained) for m in (plain, merged))
+    expected, actual = (mx.grad(loss(m))(trained) for m in (unmerged, merged))
     for name, gradient in expected.items():
         scale = mx.abs(gradient).max()
         assert mx.allclose(actual[name] / scale, gradient / scale, rtol=0, atol=1e-5)
@@ -148,9 +148,9 @@ def test_attach_depends_on_the_seed(folder):
         )
         layers = lora_model.adapted_layers(model).values()
         initial.append([layer.lora_a for layer in layers])
-    first, same, other = initial
-    assert all(map(mx.array_equal, first, same))
-    assert not any(map(mx.array_equal, first, other))
+    first, repeated, other_seed = initial
+    assert all(map(mx.array_equal, first, repeated))
+    assert not any(map(mx.array_equal, first, other_seed))
     assert not mx.array_equal(first[0], first[2])
     limit = max(mx.abs(a).max().item() * a.shape[0] ** 0.5 for a in first)
     assert 0.9 < limit <= 1

@@ -1,4 +1,4 @@
-"""Loading checkpoints, and the errors of those that do not load."""
+"""Checkpoint loading and its error messages."""
 
 import json
 import shutil
@@ -85,7 +85,7 @@ def test_set_compute_dtype_respects_cast_predicate():
     ],
 )
 def test_load_merges_end_tokens_of_all_files(folder, config, generation, ends):
-    """The end token of the tokenizer itself, 2, is always included."""
+    """The tokenizer's end token, 2, is always included."""
     edit(folder / "config.json", eos_token_id=config)
     edit(folder / "generation_config.json", eos_token_id=generation)
     assert load_tokenizer(folder).eos_token_ids == ends
@@ -242,10 +242,10 @@ from pathlib import Path
 
 
 def test_checkpoint_code_runs_only_with_trust_remote_code(folder):
-    edit(folder / "config.json", model_file="own.py")
-    (folder / "own.py").write_text(CODE)
+    edit(folder / "config.json", model_file="custom.py")
+    (folder / "custom.py").write_text(CODE)
     fault = load_error(folder)
-    assert "own.py" in fault.message
+    assert "custom.py" in fault.message
     assert "trust_remote_code" in fault.hint
     assert not (folder / "ran").exists()
     load(folder, trust_remote_code=True)
@@ -253,8 +253,8 @@ def test_checkpoint_code_runs_only_with_trust_remote_code(folder):
 
 
 def test_missing_checkpoint_code_is_named(folder):
-    edit(folder / "config.json", model_file="own.py")
-    assert "own.py" in load_error(folder, trust_remote_code=True).message
+    edit(folder / "config.json", model_file="custom.py")
+    assert "custom.py" in load_error(folder, trust_remote_code=True).message
 
 
 def test_tokenizer_code_is_refused_without_a_prompt(folder, monkeypatch):
@@ -267,9 +267,9 @@ def test_tokenizer_code_is_refused_without_a_prompt(folder, monkeypatch):
     edit(
         folder / "tokenizer_config.json",
         tokenizer_class="Own",
-        auto_map={"AutoTokenizer": ["own.Own", "own.Own"]},
+        auto_map={"AutoTokenizer": ["custom.Own", "custom.Own"]},
     )
-    (folder / "own.py").write_text(CODE)
+    (folder / "custom.py").write_text(CODE)
     assert "tokenizer does not load" in load_error(folder).message
     assert not (folder / "ran").exists()
 

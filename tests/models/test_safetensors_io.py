@@ -27,17 +27,17 @@ def file(tmp_path):
 
 
 def test_write_safetensors_equals_mlx_file_content(file, tmp_path):
-    plain = tmp_path / "plain.safetensors"
-    mx.save_safetensors(str(plain), TENSORS, metadata={"format": "mlx"})
-    (ours, our_metadata), (theirs, metadata) = (
-        mx.load(str(f), return_metadata=True) for f in (file, plain)
+    mlx_file = tmp_path / "mlx.safetensors"
+    mx.save_safetensors(str(mlx_file), TENSORS, metadata={"format": "mlx"})
+    (written, written_metadata), (reference, metadata) = (
+        mx.load(str(f), return_metadata=True) for f in (file, mlx_file)
     )
-    assert our_metadata == metadata == {"format": "mlx"}
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert ours[name].dtype == value.dtype
-        assert ours[name].shape == value.shape
-        assert mx.array_equal(ours[name], value)
+    assert written_metadata == metadata == {"format": "mlx"}
+    assert written.keys() == reference.keys()
+    for name, value in reference.items():
+        assert written[name].dtype == value.dtype
+        assert written[name].shape == value.shape
+        assert mx.array_equal(written[name], value)
 
 
 def test_write_safetensors_is_readable_by_hugging_face(tmp_path):
@@ -60,7 +60,7 @@ def test_write_safetensors_aligns_tensors(file):
 
 
 def test_write_safetensors_holds_few_tensors_in_memory(tmp_path):
-    """Ten tensors of a megabyte each, never more than a few at once."""
+    """Write ten tensors of 1 MB. Few are in memory at the same time."""
     size = 1 << 20
     tensors = {str(n): mx.random.normal((size // 4,)) for n in range(10)}
     before = mx.get_active_memory()

@@ -1,4 +1,4 @@
-"""Target modules of `auto`: experts without routers, no layer that is too small."""
+"""Target modules of `auto`: experts, but no routers and no small layers."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -113,7 +113,7 @@ def _wide_enough(_, module):
 
 
 def test_auto_skips_layers_smaller_than_their_adapter():
-    """Keys and values of Llama are 32 x 16: 512 weights, 10.7 times 32 + 16."""
+    """k_proj and v_proj are 32 x 16: 512 weights, 10.7 times 32 + 16."""
     assert "self_attn.k_proj" in adapted("llama", rank=10)
     assert "self_attn.k_proj" not in adapted("llama", rank=11)
     assert "self_attn.k_proj" in adapted("llama", ["*"], rank=11)

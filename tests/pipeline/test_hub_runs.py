@@ -52,7 +52,7 @@ def test_run_without_hub_write_access_is_refused(
         # What only the Hub knows is asked when the run starts.
         assert code == 0
         assert "pushed to alice/small on the Hub, private" in said.out
-        assert stand_in.asked == []
+        assert stand_in.requests == []
     else:
         assert code == 2
         wrong = "may not write to this" if token else "there is no Hub token"
@@ -62,9 +62,9 @@ def test_run_without_hub_write_access_is_refused(
 
 def test_failed_push_resumes(stand_in, make_checkpoint, tmp_path, capfd):
     run = Run(tmp_path, TRAIN, export(license="mit"), model=make_checkpoint())
-    stand_in.breaks = lambda method, path: path.endswith("/commit/main")
+    stand_in.should_drop = lambda method, path: path.endswith("/commit/main")
     assert run() == 1
-    stand_in.breaks = lambda method, path: False
+    stand_in.should_drop = lambda method, path: False
     [sent] = stand_in.sent
     assert run() == 0
     assert stand_in.sent == [sent]
@@ -122,7 +122,7 @@ def test_hub_revision_and_license_are_in_the_card(
     run.write()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    asked = len(with_data.asked)
+    num_requests = len(with_data.requests)
     assert run("--restart") == 0
-    assert len(with_data.asked) == asked
+    assert len(with_data.requests) == num_requests
     assert "apache-2.0" in (run.output / "model" / "README.md").read_text()
