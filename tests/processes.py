@@ -1,4 +1,4 @@
-"""Starts a program in several processes connected in a ring, as mlx.launch does."""
+"""Starts a program in several processes connected in a ring, like mlx.launch."""
 
 import json
 import os
@@ -12,14 +12,14 @@ import numpy as np
 from warm import Process
 
 SECONDS = 60
-# A ring cannot sum into shares, so here that is done the long way.
+# The ring backend has no reduce-scatter, so an all-reduce replaces it.
 SCATTER = """
 import mlx.core as mx
 
 def scatter(values, *, group=None):
-    rows = len(values) // group.size()
-    first = group.rank() * rows
-    return mx.distributed.all_sum(values, group=group)[first : first + rows]
+    size = len(values) // group.size()
+    first = group.rank() * size
+    return mx.distributed.all_sum(values, group=group)[first : first + size]
 
 mx.distributed.sum_scatter = scatter
 """
@@ -43,7 +43,7 @@ def hostfile(folder: Path, count: int = 2) -> Path:
 def in_ring(
     program: str, *arguments: str, folder: Path, count: int = 2
 ) -> list[subprocess.CompletedProcess]:
-    """What became of a Python program in every process, by rank."""
+    """Run a Python program in every process; returns the results by rank."""
     hosts = hostfile(folder, count)
     settings = os.environ | {"MLX_HOSTFILE": str(hosts)}
     started = []
@@ -51,17 +51,17 @@ def in_ring(
         environment = settings | {"MLX_RANK": str(rank)}
         process = Process(program, *arguments, env=environment, server=rank)
         started.append(process)
-        # Who finds the one before it listening need not try again a second later.
+        # A rank that finds its predecessor listening need not retry a second later.
         time.sleep(0.3)
     try:
-        return [process.ended(SECONDS) for process in started]
+        return [process.result(SECONDS) for process in started]
     finally:
         for process in started:
             process.kill()
 
 
 def cases_of(path: Path) -> dict[str, dict[str, np.ndarray]]:
-    """What a process saved as `case|key`, by case and key."""
+    """Arrays that a process saved as `case|key`, by case and key."""
     cases: dict[str, dict[str, np.ndarray]] = {}
     for name, value in np.load(path).items():
         case, _, key = name.partition("|")

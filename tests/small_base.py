@@ -1,4 +1,4 @@
-"""The model that comes along, cut down: what quantizes and trains it takes seconds."""
+"""The bundled base model, reduced: training and quantization take seconds."""
 
 import json
 import shutil
@@ -17,7 +17,7 @@ HALVED = (
 
 
 def write_small_base(folder: Path, blocks: int = 2) -> Path:
-    """Its first blocks, at half the width; the tokenizer is the same."""
+    """Write its first blocks, at half the width, with the same tokenizer."""
     shutil.copytree(BASE, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((folder / "config.json").read_text())
     deeper = tuple(f"model.layers.{n}." for n in range(blocks, config.pop(LAYERS)))

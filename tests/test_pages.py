@@ -161,7 +161,7 @@ def run(shown: str, folder: Path) -> subprocess.CompletedProcess:
     stdin = echo and shlex.split(echo)[1]
     if program in PROGRAMS and shown not in INSTALLED:
         entry_point = ENTRY_POINT.format(PROGRAMS[program])
-        return warm.run(entry_point, *arguments, cwd=folder, said=stdin, timeout=240)
+        return warm.run(entry_point, *arguments, cwd=folder, stdin=stdin, timeout=240)
     return subprocess.run(
         [BIN / program, *arguments],
         cwd=folder,

@@ -1,4 +1,4 @@
-"""Tiny checkpoints, written without any code of the toolkit's exporters."""
+"""Tiny checkpoints, written without the exporters of lmx."""
 
 import itertools
 import json
@@ -57,14 +57,14 @@ def tokenizer_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory, tokenizer_folder):
-    """A function of config keys to the folder of a checkpoint with random weights."""
-    made = {}
-    numbers = itertools.count()
+    """A function from config keys to the folder of a random checkpoint."""
+    folders = {}
+    counter = itertools.count()
 
-    def make(base=LLAMA, *, dtype="float16", **changes):
+    def checkpoint(base=LLAMA, *, dtype="float16", **changes):
         key = json.dumps([base, dtype, changes], sort_keys=True)
-        if key not in made:
-            folder = tmp_path_factory.mktemp("models") / f"{next(numbers)}"
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("models") / f"{next(counter)}"
             shutil.copytree(tokenizer_folder, folder)
             config = base | {"torch_dtype": dtype} | changes
             (folder / "config.json").write_text(json.dumps(config))
@@ -72,14 +72,14 @@ def make_checkpoint(tmp_path_factory, tokenizer_folder):
             mx.save_safetensors(
                 str(folder / "model.safetensors"), weights, metadata={"format": "mlx"}
             )
-            made[key] = folder
-        return made[key]
+            folders[key] = folder
+        return folders[key]
 
-    return make
+    return checkpoint
 
 
 def random_weights(config, dtype):
-    """Wide enough that logits differ, norms and biases off their usual values."""
+    """Weights with distinct logits; norms and biases differ from their defaults."""
     weights, key = {}, mx.random.key(7)
     for path, value in tree_flatten(build_model(config).parameters()):
         key, draw = mx.random.split(key)

@@ -1,4 +1,4 @@
-"""Configurations of mlx-lm's architecture families, small enough to train at once."""
+"""Tiny configurations of mlx-lm's architecture families."""
 
 import mlx.core as mx
 from lmx.models.loader import build_model
@@ -7,7 +7,7 @@ from mlx.utils import tree_map_with_path
 VOCABULARY = 96
 WINDOW = 8
 
-# What the names mean is the same in every family, and each takes those it knows.
+# The keys have the same meaning in every family; each family uses its own subset.
 SHAPE = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
@@ -108,7 +108,7 @@ GEMMA4 = SLIDING | {
     "tie_word_embeddings": True,
 }
 
-# Those that mlx-lm can build and differentiate, one of each kind.
+# One family of every kind that mlx-lm can build and differentiate.
 FAMILIES = {
     "llama": {},
     "qwen2": {},
@@ -360,7 +360,7 @@ FAMILIES = {
     "plamo3": {"window_size": WINDOW, "sliding_window_pattern": 2},
 }
 
-# What mlx-lm's code does not let anybody train here, or only in part; see the tests.
+# Families that mlx-lm cannot train on a CPU, or only in part; see the tests.
 OTHERS = {
     "afm7": {
         "hidden_dim": 32,
@@ -400,7 +400,7 @@ def _widened(settings: dict, window: int) -> dict:
 
 
 def member(family: str, **changes):
-    """A model of the family; no weight is at a value where gradients vanish."""
+    """A model of the family, with weights at which gradients do not vanish."""
     mx.random.seed(1)
     model = build_model(config(family, **changes))
     keys = iter(mx.random.split(mx.random.key(2), 4096))

@@ -1,9 +1,9 @@
-"""Processes that need not import what every run imports, which takes most of one.
+"""Processes that start with the modules of a run already imported.
 
-A server imports it once, and every program runs in a copy of that process, with a
-process id, signals, an exit status and streams of its own. A copy lacks the threads of
-what is copied, but MLX has none before it computes. Where copying is not safe (macOS),
-every program is started anew.
+Imports take most of the time of a short run. A server imports the modules once and
+forks for every program. The fork has a separate process id, signals, exit status and
+streams. A fork lacks the threads of its parent, but MLX has none before it computes.
+Where forking is not safe (macOS), every program starts in a new interpreter.
 """
 
 import atexit
@@ -36,12 +36,12 @@ IMPORTED = (
     "mlx_lm.models.llama",
     "numpy.random",
 )
-COPIES = sys.platform == "linux"
+FORKS = sys.platform == "linux"
 NUMBER = struct.Struct("i")
 
 
 class Process:
-    """A Python program that is running, or did; as subprocess.Popen has it."""
+    """A running or ended Python program, with the interface of subprocess.Popen."""
 
     def __init__(
         self,
@@ -49,14 +49,14 @@ class Process:
         *arguments: str,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
-        said: str = "",
+        stdin: str = "",
         server: int = 0,
     ):
         self.program = program
         self.returncode: int | None = None
-        # Files, since pipes that nobody reads fill up.
+        # Files, because pipes without a reader fill up.
         self._streams = [_file() for _ in range(3)]
-        self._streams[0].write(said)
+        self._streams[0].write(stdin)
         self._streams[0].seek(0)
         job = {
             "program": program,
@@ -64,24 +64,24 @@ class Process:
             "environment": environment(os.environ if env is None else env),
             "folder": str(cwd or Path.cwd()),
         }
-        self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(address_of(server))
-        socket.send_fds(self._line, [b"."], [s.fileno() for s in self._streams])
-        self._line.sendall(json.dumps(job).encode() + b"\n")
-        self.pid = self._hear()
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(address_of(server))
+        socket.send_fds(self._connection, [b"."], [s.fileno() for s in self._streams])
+        self._connection.sendall(json.dumps(job).encode() + b"\n")
+        self.pid = self._receive()
 
-    def _hear(self) -> int:
-        told = self._line.recv(NUMBER.size)
-        if not told:
-            raise RuntimeError("no process was started, see what the server says")
-        return NUMBER.unpack(told)[0]
+    def _receive(self) -> int:
+        data = self._connection.recv(NUMBER.size)
+        if not data:
+            raise RuntimeError("no process was started, see the output of the server")
+        return NUMBER.unpack(data)[0]
 
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
-            if not select.select([self._line], [], [], timeout)[0]:
+            if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired(self.program, timeout)
-            self.returncode = self._hear()
-            self._line.close()
+            self.returncode = self._receive()
+            self._connection.close()
         return self.returncode
 
     def poll(self) -> int | None:
@@ -94,18 +94,18 @@ class Process:
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
 
-    def ended(self, timeout: float) -> subprocess.CompletedProcess:
-        """What became of it; it is killed if that takes too long."""
+    def result(self, timeout: float) -> subprocess.CompletedProcess:
+        """Wait for the result; the process is killed after the timeout."""
         try:
             self.wait(timeout)
         finally:
             self.kill()
-        told = []
+        data = []
         for stream in self._streams:
             stream.seek(0)
-            told.append(stream.read())
+            data.append(stream.read())
             stream.close()
-        return subprocess.CompletedProcess(self.program, self.returncode, *told[1:])
+        return subprocess.CompletedProcess(self.program, self.returncode, *data[1:])
 
 
 def _file() -> IO[str]:
@@ -113,45 +113,45 @@ def _file() -> IO[str]:
 
 
 def run(program: str, *arguments: str, timeout: float = 60, **settings):
-    """Run to the end, as subprocess.run does."""
-    return Process(program, *arguments, **settings).ended(timeout)
+    """Run to the end, like subprocess.run."""
+    return Process(program, *arguments, **settings).result(timeout)
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
-    """With the tests' own modules, and without warnings among what programs say."""
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables, with the test modules on the path and without warnings."""
     paths = [str(TESTS / part) for part in ("", "training", "pipeline")]
-    paths += filter(None, [given.get("PYTHONPATH")])
+    paths += filter(None, [variables.get("PYTHONPATH")])
     more = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONWARNINGS": "ignore"}
-    return dict(given) | more
+    return dict(variables) | more
 
 
 @cache
 def address_of(server: int) -> str:
-    """Where a server listens; it ends with the process that started it.
+    """The socket of a server, which ends with the process that started it.
 
-    All copies of one order their sets alike; those of another do not.
+    Forks of one server have the same hash seed; those of another server do not.
     """
     address = str(Path(tempfile.mkdtemp(prefix="lmx-warm-")) / "socket")
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen(64)
-    names = IMPORTED if COPIES else ()
+    names = IMPORTED if FORKS else ()
     command = [sys.executable, __file__, str(listener.fileno()), *names]
     running = subprocess.Popen(
         command,
         env=environment(os.environ),
         pass_fds=[listener.fileno()],
-        # Closed by the end of this process, however it ends.
+        # The pipe closes when this process ends, in any case.
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
     )
-    # Waited for, it counts in what the tests took.
+    # The wait includes the server in the resource usage of the tests.
     atexit.register(running.communicate)
     return address
 
 
 def serve() -> str:
-    """Copy this process for everyone who asks; only copies return, with a program."""
+    """Fork for every request; only forks return, with their program."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     for name in sys.argv[2:]:
         importlib.import_module(name)
@@ -164,21 +164,21 @@ def serve() -> str:
         line, _ = listener.accept()
         if (pid := os.fork()) == 0:
             listener.close()
-            return attend(line)
+            return handle(line)
         running.add(pid)
         line.close()
 
 
-def attend(line: socket.socket) -> str:
-    """Start a program, and tell how it ended; what it is to run, in its process."""
+def handle(line: socket.socket) -> str:
+    """Start a program and send its exit status; its process returns the program."""
     _, streams, _, _ = socket.recv_fds(line, 1, 3)
     with line.makefile() as lines:
         job = json.loads(lines.readline())
-    if not COPIES:
-        pid = started(job, streams)
+    if not FORKS:
+        pid = spawn(job, streams)
     elif (pid := os.fork()) == 0:
         line.close()
-        become(job, streams)
+        set_up(job, streams)
         return job["program"]
     line.sendall(NUMBER.pack(pid))
     _, status = os.waitpid(pid, 0)
@@ -186,7 +186,7 @@ def attend(line: socket.socket) -> str:
     os._exit(0)
 
 
-def started(job: dict, streams: list[int]) -> int:
+def spawn(job: dict, streams: list[int]) -> int:
     command = [sys.executable, "-c", job["program"], *job["arguments"]]
     names = ("stdin", "stdout", "stderr")
     pipes = dict(zip(names, streams, strict=True))
@@ -194,8 +194,8 @@ def started(job: dict, streams: list[int]) -> int:
     return subprocess.Popen(command, **settings, **pipes).pid
 
 
-def become(job: dict, streams: list[int]) -> None:
-    """What `python -c program` is when its imports are done."""
+def set_up(job: dict, streams: list[int]) -> None:
+    """Set up this process like `python -c program`."""
     for number, stream in enumerate(streams):
         os.dup2(stream, number)
         os.close(stream)

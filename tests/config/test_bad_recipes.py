@@ -44,9 +44,11 @@ def test_bad_recipes_are_collected():
 def test_bad_recipe_message(recipe, monkeypatch):
     monkeypatch.chdir(BAD)
     first = recipe.read_text().partition("\n")[0]
-    given = first.removeprefix(ARGUMENTS).split() if first.startswith(ARGUMENTS) else ()
+    arguments = (
+        first.removeprefix(ARGUMENTS).split() if first.startswith(ARGUMENTS) else ()
+    )
     expected = recipe.with_suffix(".txt").read_text()
-    assert f"{faults(recipe.name, given)}\n" == expected
+    assert f"{faults(recipe.name, arguments)}\n" == expected
 
 
 def keys(data, path=()):
@@ -67,7 +69,7 @@ def mutations():
     texts = {path.stem: path.read_text() for path in shipped} | {"sample": SAMPLE}
     for name, text in texts.items():
         for path in keys(read(text).data):
-            # The user's own column names are no keys of the schema.
+            # Column names of the user are no keys of the schema.
             if path[:-1] != ("data", "columns"):
                 yield pytest.param(text, path, id=f"{name}:{'.'.join(map(str, path))}")
 

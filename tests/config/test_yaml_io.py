@@ -49,7 +49,7 @@ def test_read_infinity_and_nan():
 
 
 def test_read_does_not_change_pyyaml():
-    # In a process of its own: importing mlx_lm.lora changes it.
+    # In a separate process: importing mlx_lm.lora changes PyYAML.
     program = """if True:
         import yaml
         from lmx.config.yaml_io import read

@@ -58,8 +58,8 @@ def distillation_batches(top_k, *, num_texts=48, seed=0):
     for number in range(num_texts):
         tokens = [int(rng.integers(VOCABULARY))]
         for _ in range(16):
-            row = probs[tokens[-1]]
-            tokens.append(int(rng.choice(VOCABULARY, p=row / row.sum())))
+            weights = probs[tokens[-1]]
+            tokens.append(int(rng.choice(VOCABULARY, p=weights / weights.sum())))
         mask = np.arange(17) > 3
         examples.append(Example(np.array(tokens, np.int32), mask, f"text {number}"))
     return DistillationBatches(

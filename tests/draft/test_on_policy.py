@@ -30,22 +30,22 @@ def wrong_after(token):
     return draft
 
 
-def drafted_positions(batch, row):
+def drafted_positions(batch, index):
     """The positions of a sequence where a draft token may be rejected."""
-    return np.flatnonzero(np.array(batch.mask)[row])[1:]
+    return np.flatnonzero(np.array(batch.mask)[index])[1:]
 
 
 def test_find_rejections_cuts_at_draft_errors():
     rng, cuts, expected = np.random.default_rng(0), 0, 0
     for batch in distillation_batches(None):
         read = np.array(batch.tokens)[:, :-1]
-        for row in range(len(batch.where)):
-            expected += (read[row, drafted_positions(batch, row)] == WRONG).any()
+        for index in range(len(batch.where)):
+            expected += (read[index, drafted_positions(batch, index)] == WRONG).any()
         for replay in find_rejections(wrong_after(WRONG), batch, rng):
             cuts += replay.tokens[-1] == WRONG
-            row = batch.where.index(replay.where)
-            assert replay.tokens == read[row, : len(replay.tokens)].tolist()
-            assert len(replay.tokens) - 1 in drafted_positions(batch, row)
+            index = batch.where.index(replay.where)
+            assert replay.tokens == read[index, : len(replay.tokens)].tolist()
+            assert len(replay.tokens) - 1 in drafted_positions(batch, index)
             assert replay.prompt_length == 4
     assert cuts == expected > 10
 
@@ -104,10 +104,10 @@ def sequences(batch):
     """Tokens of every sequence, and which of them the target sampled."""
     *_, is_target_token = batch.target
     result = []
-    for row in range(len(batch.where)):
-        trained = np.flatnonzero(np.array(batch.mask)[row])
-        tokens = np.array(batch.tokens)[row, : trained[-1] + 2].tolist()
-        result.append((tokens, np.array(is_target_token)[row, : len(tokens) - 1]))
+    for index in range(len(batch.where)):
+        trained = np.flatnonzero(np.array(batch.mask)[index])
+        tokens = np.array(batch.tokens)[index, : trained[-1] + 2].tolist()
+        result.append((tokens, np.array(is_target_token)[index, : len(tokens) - 1]))
     return result
 
 

@@ -22,9 +22,9 @@ def chat(number):
     return DataRecord(f"chats:{number}", messages=messages)
 
 
-def decoded_sets(rows, tokenizer, count=6, max_prompt_tokens=200):
+def decoded_sets(records, tokenizer, count=6, max_prompt_tokens=200):
     sets = prompt_sets(
-        rows, tokenizer, count=count, max_prompt_tokens=max_prompt_tokens
+        records, tokenizer, count=count, max_prompt_tokens=max_prompt_tokens
     )
     return {
         k: [tokenizer.decode(p.tokens) for p in prompts] for k, prompts in sets.items()
@@ -32,10 +32,10 @@ def decoded_sets(rows, tokenizer, count=6, max_prompt_tokens=200):
 
 
 def test_prompt_sets_split_evenly_with_copying(tokenizer):
-    rows = [DataRecord(f"texts:{n}", text=TEXT) for n in range(9)] + [
+    records = [DataRecord(f"texts:{n}", text=TEXT) for n in range(9)] + [
         chat(n) for n in range(9)
     ]
-    sets = decoded_sets(rows, tokenizer)
+    sets = decoded_sets(records, tokenizer)
     assert {kind: len(prompts) for kind, prompts in sets.items()} == {
         "chat": 2,
         "text": 2,
@@ -44,14 +44,14 @@ def test_prompt_sets_split_evenly_with_copying(tokenizer):
     assert TEXT.startswith(sets["text"][0])
     assert "Add 1 and 1." in sets["chat"][1]
     assert "It is" not in sets["chat"][1]
-    assert list(decoded_sets(rows[9:], tokenizer)) == ["chat", "copying"]
+    assert list(decoded_sets(records[9:], tokenizer)) == ["chat", "copying"]
 
 
 def test_copy_prompts_contain_completion(tokenizer):
     (prompt,) = decoded_sets([chat(4)], tokenizer, count=2)["copying"]
     assert prompt.index("It is 5!") < prompt.index(COPY_INSTRUCTION)
-    row = DataRecord("pairs:1", prompt="Name a colour.", completion="Blue.")
-    (prompt,) = decoded_sets([row], tokenizer, count=2)["copying"]
+    record = DataRecord("pairs:1", prompt="Name a colour.", completion="Blue.")
+    (prompt,) = decoded_sets([record], tokenizer, count=2)["copying"]
     assert (
         prompt.index("Name a colour.")
         < prompt.index("Blue.")
@@ -82,12 +82,12 @@ def test_copy_prompts_skip_tool_calls(tokenizer):
 
 
 def test_prompt_sets_skip_long_prompts(tokenizer):
-    rows = [
+    records = [
         DataRecord("texts:long", text=TEXT * 9),
         DataRecord("texts:short", text=TEXT),
     ]
-    sets = prompt_sets(rows, tokenizer, count=4, max_prompt_tokens=60)
+    sets = prompt_sets(records, tokenizer, count=4, max_prompt_tokens=60)
     assert {prompt.where for prompts in sets.values() for prompt in prompts} == {
         "texts:short"
     }
-    assert not prompt_sets(rows, tokenizer, count=4, max_prompt_tokens=3)
+    assert not prompt_sets(records, tokenizer, count=4, max_prompt_tokens=3)

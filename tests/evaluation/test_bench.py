@@ -18,13 +18,13 @@ def folder(make_checkpoint):
     return str(make_checkpoint(WIDE, dtype="float32"))
 
 
-def lmx(capsys, *words):
-    code = main.main(["bench", *words])
+def lmx(capsys, *options):
+    code = main.main(["bench", *options])
     return code, *capsys.readouterr()
 
 
 def test_bench_measures_every_case_and_decoder(folder, capsys):
-    words = [
+    options = [
         "--draft-model",
         folder,
         "--num-draft-tokens",
@@ -32,7 +32,7 @@ def test_bench_measures_every_case_and_decoder(folder, capsys):
         "--check-parity",
         "--json",
     ]
-    code, out, _ = lmx(capsys, folder, *SMALL, *words)
+    code, out, _ = lmx(capsys, folder, *SMALL, *options)
     assert code == 0
     rows = json.loads(out)[folder]
     name = f"draft {folder.rpartition('/')[2]}"
@@ -77,13 +77,13 @@ def test_bench_prints_a_table_and_a_comparison(folder, make_checkpoint, capsys):
 
 
 def test_cut_prompts():
-    found = latency.cut_prompts(range(10), 4, 3)
-    assert found == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+    prompts = latency.cut_prompts(range(10), 4, 3)
+    assert prompts == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
     assert latency.cut_prompts(range(3), 5, 1) == [[0, 1, 2, 0, 1]]
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("options", "message"),
     [
         (["--prompt-lengths", "125"], "exceed the model's maximum of 128"),
         (["--tokens", "1"], "--tokens must be 2 or more"),
@@ -91,10 +91,10 @@ def test_cut_prompts():
         (["--corpus", "no-such-file"], "cannot read the corpus"),
     ],
 )
-def test_bench_refuses_bad_options(folder, capsys, words, says):
-    code, out, err = lmx(capsys, folder, "--tokens", "8", *words)
+def test_bench_refuses_bad_options(folder, capsys, options, message):
+    code, out, err = lmx(capsys, folder, "--tokens", "8", *options)
     assert code == 2
-    assert says in err
+    assert message in err
     assert "tokens/s" not in out
 
 

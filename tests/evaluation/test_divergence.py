@@ -1,4 +1,4 @@
-"""KL, its tail and agreement against NumPy in float64."""
+"""KL divergence, its tail and top-1 agreement, compared with float64 NumPy."""
 
 import mlx.core as mx
 import numpy as np
@@ -15,9 +15,9 @@ def softmax(table):
     return table / table.sum(-1, keepdims=True)
 
 
-def numpy_rows(reference, model, batches):
-    """(KL, agreement) of the trained positions, row by row."""
-    rows = []
+def numpy_sequences(reference, model, batches):
+    """(KL, agreement) of the trained positions of every sequence."""
+    sequences = []
     for batch in batches:
         tokens, mask = np.array(batch.tokens)[:, :-1], np.array(batch.mask)
         p, q = (
@@ -25,41 +25,41 @@ def numpy_rows(reference, model, batches):
             for t in (np.array(m.table, np.float64)[tokens] for m in (reference, model))
         )
         kl = (np.exp(p) * (p - q)).sum(-1)
-        agrees = p.argmax(-1) == q.argmax(-1)
-        rows += [
-            (kl[i][mask[i]], agrees[i][mask[i]])
+        agreement = p.argmax(-1) == q.argmax(-1)
+        sequences += [
+            (kl[i][mask[i]], agreement[i][mask[i]])
             for i in range(len(kl))
             if mask[i].any()
         ]
-    return rows
+    return sequences
 
 
 def test_divergence_equals_numpy():
     reference, model = Table(0), Table(1)
     model.table = model.table + reference.table
-    found = measure_divergence(reference, model, BATCHES)
-    rows = numpy_rows(reference, model, BATCHES)
-    kl, agrees = (np.concatenate(part) for part in zip(*rows, strict=True))
-    assert found.kl_mean == pytest.approx(kl.mean(), rel=1e-5)
-    assert found.kl_p99 == pytest.approx(np.percentile(kl, 99), rel=1e-5)
-    assert found.top1_agreement == pytest.approx(agrees.mean())
-    assert 0 < found.top1_agreement < 1
+    result = measure_divergence(reference, model, BATCHES)
+    sequences = numpy_sequences(reference, model, BATCHES)
+    kl, agreement = (np.concatenate(part) for part in zip(*sequences, strict=True))
+    assert result.kl_mean == pytest.approx(kl.mean(), rel=1e-5)
+    assert result.kl_p99 == pytest.approx(np.percentile(kl, 99), rel=1e-5)
+    assert result.top1_agreement == pytest.approx(agreement.mean())
+    assert 0 < result.top1_agreement < 1
 
 
 def test_divergence_stderr_is_clustered():
     reference, model = Table(0), Table(1)
-    found = measure_divergence(reference, model, BATCHES)
-    rows = [kl for kl, _ in numpy_rows(reference, model, BATCHES)]
-    mean, n = np.concatenate(rows).mean(), len(rows)
-    squares = sum((row - mean).sum() ** 2 for row in rows)
-    expected = (n / (n - 1) * squares) ** 0.5 / sum(map(len, rows))
-    assert found.kl_stderr == pytest.approx(expected, rel=1e-4)
+    result = measure_divergence(reference, model, BATCHES)
+    sequences = [kl for kl, _ in numpy_sequences(reference, model, BATCHES)]
+    mean, n = np.concatenate(sequences).mean(), len(sequences)
+    squares = sum((kl - mean).sum() ** 2 for kl in sequences)
+    expected = (n / (n - 1) * squares) ** 0.5 / sum(map(len, sequences))
+    assert result.kl_stderr == pytest.approx(expected, rel=1e-4)
 
 
 def test_divergence_from_itself_is_zero():
-    found = vars(measure_divergence(Table(0), Table(0), BATCHES))
-    histogram, by_confidence = (found.pop(name) for name in HISTOGRAMS)
-    assert found == {
+    result = vars(measure_divergence(Table(0), Table(0), BATCHES))
+    histogram, by_confidence = (result.pop(name) for name in HISTOGRAMS)
+    assert result == {
         "kl_mean": 0.0,
         "kl_stderr": 0.0,
         "kl_p99": 0.0,
@@ -73,10 +73,10 @@ def test_divergence_from_itself_is_zero():
 def test_divergence_histograms_equal_numpy():
     reference, model = Table(0), Table(1)
     model.table = model.table + reference.table
-    found = measure_divergence(reference, model, BATCHES)
-    rows = numpy_rows(reference, model, BATCHES)
-    kl, agrees = (np.concatenate(part) for part in zip(*rows, strict=True))
-    edges, counts = found.kl_histogram.values()
+    result = measure_divergence(reference, model, BATCHES)
+    sequences = numpy_sequences(reference, model, BATCHES)
+    kl, agreement = (np.concatenate(part) for part in zip(*sequences, strict=True))
+    edges, counts = result.kl_histogram.values()
     assert len(set(np.digitize(kl, edges))) > 2
     assert counts == np.histogram(np.clip(kl, edges[0], edges[-1]), edges)[0].tolist()
     confidence = np.concatenate(
@@ -87,23 +87,23 @@ def test_divergence_histograms_equal_numpy():
             )
         ]
     )
-    edges, positions, agreed = found.agreement_by_confidence.values()
+    edges, positions, agreed = result.agreement_by_confidence.values()
     assert positions == np.histogram(confidence, edges)[0].tolist()
-    assert agreed == np.histogram(confidence[agrees], edges)[0].tolist()
+    assert agreed == np.histogram(confidence[agreement], edges)[0].tolist()
     assert 0 < sum(agreed) < sum(positions) == len(kl)
 
 
 def test_divergence_is_weighted_by_the_reference():
-    there = measure_divergence(Table(0), Table(1), BATCHES).kl_mean
-    back = measure_divergence(Table(1), Table(0), BATCHES).kl_mean
-    assert there != pytest.approx(back, rel=1e-2)
+    forward = measure_divergence(Table(0), Table(1), BATCHES).kl_mean
+    backward = measure_divergence(Table(1), Table(0), BATCHES).kl_mean
+    assert forward != pytest.approx(backward, rel=1e-2)
 
 
 def test_divergence_ignores_a_constant_logit_offset():
     shifted = Table(0)
     shifted.table = shifted.table + 7.0
-    found = measure_divergence(Table(0), shifted, BATCHES)
-    assert found.kl_mean == pytest.approx(0, abs=1e-6)
+    result = measure_divergence(Table(0), shifted, BATCHES)
+    assert result.kl_mean == pytest.approx(0, abs=1e-6)
 
 
 def test_divergence_of_a_closer_model_is_lower():
@@ -115,7 +115,7 @@ def test_divergence_of_a_closer_model_is_lower():
         return measure_divergence(reference, model, batches).kl_mean
 
     assert kl(0.01) < kl(0.1) < kl(1.0)
-    # Quadratic for small differences.
+    # KL is quadratic for small differences.
     assert kl(0.02) == pytest.approx(4 * kl(0.01), rel=0.05)
 
 

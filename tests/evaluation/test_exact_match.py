@@ -90,7 +90,7 @@ def test_exact_match_batches_prompts_and_keeps_few_wrong_answers():
 
 
 def test_exact_match_change_has_a_paired_error():
-    """Two of four items get right, one gets wrong: +1/4, over paired differences."""
+    """Two of four answers become right, one becomes wrong: a change of +1/4."""
     before = ExactMatch(0.5, 0.0, {}, [], [1, 0, 0, 1])
     after = ExactMatch(0.75, 0.0, {}, [], [1, 1, 1, 0])
     differences = np.array([0, 1, 1, -1])

@@ -1,4 +1,4 @@
-"""Figures of a speed measurement, from a generator with a known clock."""
+"""Speed measurements of a generator with known timings."""
 
 from types import SimpleNamespace
 
@@ -11,11 +11,11 @@ class Clocked:
     """A generator whose n-th run takes n units of time."""
 
     def __init__(self):
-        self.asked = []
+        self.calls = []
 
     def generate(self, prompt, *, max_tokens, stop_tokens):
-        self.asked.append((prompt, max_tokens, stop_tokens))
-        n = len(self.asked) - 1
+        self.calls.append((prompt, max_tokens, stop_tokens))
+        n = len(self.calls) - 1
         return SimpleNamespace(
             ttft_ms=float(n) if n else 1e9,
             prefill_tokens_per_second=100.0 * n,
@@ -27,33 +27,34 @@ def test_latency_percentiles_skip_the_warmup():
     generator = Clocked()
     prompts = [[1], [2, 2]]
     speed = measure_latency(generator, prompts, max_tokens=9, repeats=50)
-    assert len(generator.asked) == 101
-    assert generator.asked[1:5] == [(p, 9, ()) for p in prompts * 2]
+    assert len(generator.calls) == 101
+    assert generator.calls[1:5] == [(p, 9, ()) for p in prompts * 2]
     ttft, decode = speed["ttft_ms"], speed["decode_tokens_per_second"]
     assert ttft == pytest.approx({"p50": 50.5, "p90": 90.1, "p99": 99.01})
-    # For a rate the tail is the slow end: 99% of the runs reach p99.
+    # The p99 of a rate is its slow end: 99% of the runs reach it.
     assert decode == pytest.approx({"p50": 505.0, "p90": 109.0, "p99": 19.9})
     assert speed["prefill_tokens_per_second"]["p50"] == pytest.approx(5050)
 
 
 def test_speculation_stats_skip_the_warmup():
-    class Guessing(Clocked):
-        """Of each answer's two rounds of two guesses, n stand in all."""
+    class Speculating(Clocked):
+        """Two rounds of two draft tokens per completion; n tokens are accepted."""
 
         def generate(self, prompt, **options):
             done = super().generate(prompt, **options)
             self.speculative_stats = SpeculativeStats()
-            n = len(self.asked) - 1
-            for stood in (min(n, 2), max(0, n - 2)):
-                self.speculative_stats.add_round(2, stood)
+            n = len(self.calls) - 1
+            for accepted in (min(n, 2), max(0, n - 2)):
+                self.speculative_stats.add_round(2, accepted)
             return done
 
-    generator = Guessing()
-    found = measure_speculation(generator, [[1], [2], [3]], max_tokens=9, plain=8.0)
-    assert [asked[0] for asked in generator.asked] == [[1], [1], [2], [3]]
-    # 1, 2 and 3 stood in six rounds; tried was what came behind a guess that stood.
-    assert found["accepted_length"] == pytest.approx((6 + 6) / 6)
-    assert found["acceptance_rate"] == pytest.approx(6 / (6 + 4))
-    assert found["speedup"] == pytest.approx(20 / 8)
-    # The first guess stood in four of six rounds, and behind it the second in two.
-    assert found["acceptance_rate_by_position"] == pytest.approx([4 / 6, 2 / 4])
+    generator = Speculating()
+    result = measure_speculation(generator, [[1], [2], [3]], max_tokens=9, plain=8.0)
+    assert [call[0] for call in generator.calls] == [[1], [1], [2], [3]]
+    # The completions accept 1, 2 and 3 tokens in six rounds. A token counts as
+    # verified only if the tokens before it are accepted.
+    assert result["accepted_length"] == pytest.approx((6 + 6) / 6)
+    assert result["acceptance_rate"] == pytest.approx(6 / (6 + 4))
+    assert result["speedup"] == pytest.approx(20 / 8)
+    # The first token is accepted in four of six rounds, then the second in two.
+    assert result["acceptance_rate_by_position"] == pytest.approx([4 / 6, 2 / 4])

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness, from files, against scores computed by hand."""
+"""Tasks of lm-evaluation-harness from files, compared with manual scores."""
 
 import json
 from types import SimpleNamespace
@@ -32,25 +32,25 @@ COLOURS = [" blue", " green", " red", " a colour nobody has seen"]
 
 @pytest.fixture
 def task(tmp_path, monkeypatch):
-    """A task of questions with four answers, in files of this disk."""
+    """A local task of questions with four answers."""
     pytest.importorskip("lm_eval")
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    rows = [
+    documents = [
         {"question": f"Thing {n} is", "choices": COLOURS, "answer": n % 4}
         for n in range(12)
     ]
     data = tmp_path / "colours.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
     path = tmp_path / "colours.yaml"
     kwargs = {"data_files": str(data)}
     path.write_text(yaml.safe_dump(TASK | {"dataset_kwargs": kwargs}))
-    return path, rows
+    return path, documents
 
 
 def likelihood(loaded, context, answer):
-    """Log-likelihood of an answer, token by token, over the whole text at once."""
+    """Log-likelihood of an answer, from one forward pass over the whole text."""
     start = len(loaded.tokenizer.encode(context))
     tokens = loaded.tokenizer.encode(context + answer)
     scores = nn.log_softmax(loaded.model(mx.array([tokens]))[0], axis=-1)
@@ -58,13 +58,13 @@ def likelihood(loaded, context, answer):
 
 
 def test_measure_tasks_scores_the_loaded_model(task, make_checkpoint):
-    path, rows = task
+    path, documents = task
     loaded = load(make_checkpoint())
     loaded.tokenizer.chat_template = None
     picked = []
-    for row in rows:
-        scores = [likelihood(loaded, row["question"], c) for c in COLOURS]
-        picked.append(scores.index(max(scores)) == row["answer"])
+    for document in documents:
+        scores = [likelihood(loaded, document["question"], c) for c in COLOURS]
+        picked.append(scores.index(max(scores)) == document["answer"])
     [(name, scores)] = lm_eval.measure_tasks(loaded, [path]).items()
     assert name == "colours"
     assert scores["acc"] == pytest.approx(sum(picked) / len(picked))
@@ -76,13 +76,13 @@ def test_measure_tasks_scores_the_loaded_model(task, make_checkpoint):
 
 @pytest.mark.usefixtures("task")
 def test_run_reports_task_scores_of_every_model(make_checkpoint, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"prompt": "a", "completion": "b c d"}\n' * 8)
+    documents = tmp_path / "rows.jsonl"
+    documents.write_text('{"prompt": "a", "completion": "b c d"}\n' * 8)
     quantize = {"quantize": {"bits": 4, "group_size": 32}}
     validate = {"num_tokens": 8, "latency_tokens": 8, "tasks": ["colours.yaml"]}
     recipe = {
         "model": str(make_checkpoint()),
-        "data": {"valid": str(rows)},
+        "data": {"valid": str(documents)},
         "stages": [quantize, {"evaluate": validate}, {"export": None}],
     }
     (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
@@ -122,10 +122,10 @@ def test_missing_extra_or_task_file_is_a_recipe_error(tmp_path, monkeypatch, cap
     )
     monkeypatch.setattr(lm_eval, "is_installed", lambda: False)
     assert main.train(["r.yaml", "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert "r.yaml:3:22: lm-evaluation-harness is not installed" in said
-    assert "pip install 'lmx-toolkit[eval]'" in said
-    assert "no such file or folder: 'mine.yaml'" in said
+    message = capsys.readouterr().err
+    assert "r.yaml:3:22: lm-evaluation-harness is not installed" in message
+    assert "pip install 'lmx-toolkit[eval]'" in message
+    assert "no such file or folder: 'mine.yaml'" in message
 
 
 def test_tasks_are_refused_with_several_processes():
@@ -143,8 +143,8 @@ def test_table_rows_of_tasks():
         "fine-tuned": plain
         | {"tasks": {"sums": {"acc": 0.5, "acc_stderr": 0.125, "match,strict": 1.0}}},
     }
-    _, rows = table(models)
-    assert rows[-2:] == [
+    _, documents = table(models)
+    assert documents[-2:] == [
         ["sums: acc", "-", "0.500 ± 0.125"],
         ["sums: match,strict", "-", "1.000"],
     ]

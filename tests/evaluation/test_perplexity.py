@@ -1,4 +1,4 @@
-"""Perplexity and its error against NumPy in float64."""
+"""Perplexity and its standard error, compared with float64 NumPy."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,7 +12,7 @@ VOCABULARY = 13
 
 
 class Table(nn.Module):
-    """A model whose logits after a token are that token's row."""
+    """A model whose logits after a token are a row of a table."""
 
     def __init__(self, seed, scale=2.0):
         super().__init__()
@@ -23,10 +23,10 @@ class Table(nn.Module):
         return self.table[tokens]
 
 
-def make_batch(rows, length, *, seed=0):
+def make_batch(sequences, length, *, seed=0):
     generator = np.random.default_rng(seed)
-    tokens = generator.integers(0, VOCABULARY, (rows, length + 1))
-    mask = generator.random((rows, length)) < generator.random((rows, 1))
+    tokens = generator.integers(0, VOCABULARY, (sequences, length + 1))
+    mask = generator.random((sequences, length)) < generator.random((sequences, 1))
     return Batch(mx.array(tokens), mx.array(mask), ())
 
 
@@ -38,16 +38,16 @@ def token_losses(model, batch):
     return np.log(np.exp(logits).sum(-1)) - chosen
 
 
-def by_row(model, batches):
-    """Rows as lists of the losses of their trained tokens, those with any."""
-    rows = [
+def losses_by_sequence(model, batches):
+    """Losses of the trained tokens of every sequence that has any."""
+    sequences = [
         losses[mask]
         for batch in batches
         for losses, mask in zip(
             token_losses(model, batch), np.array(batch.mask), strict=True
         )
     ]
-    return [row for row in rows if len(row)]
+    return [sequence for sequence in sequences if len(sequence)]
 
 
 BATCHES = [make_batch(6, 9), make_batch(4, 17, seed=1), make_batch(1, 3, seed=2)]
@@ -59,37 +59,37 @@ def test_perplexity_equals_numpy(dtype):
     model.table = model.table.astype(dtype).astype(mx.float32)
     stored = Table(0)
     stored.table = model.table.astype(dtype)
-    found = measure_perplexity(stored, BATCHES)
-    losses = np.concatenate(by_row(model, BATCHES))
-    assert found.tokens == len(losses)
-    assert found.loss == pytest.approx(losses.mean(), rel=1e-6)
-    assert found.value == pytest.approx(np.exp(losses.mean()), rel=1e-6)
+    result = measure_perplexity(stored, BATCHES)
+    losses = np.concatenate(losses_by_sequence(model, BATCHES))
+    assert result.tokens == len(losses)
+    assert result.loss == pytest.approx(losses.mean(), rel=1e-6)
+    assert result.value == pytest.approx(np.exp(losses.mean()), rel=1e-6)
 
 
 def test_perplexity_stderr_is_clustered():
-    """The ratio estimator's: sqrt(n / (n - 1) * sum of squared row residuals) / N."""
+    """The ratio estimator: sqrt(n / (n - 1) * sum of squared residuals) / N."""
     model = Table(1)
-    found = measure_perplexity(model, BATCHES)
-    rows = by_row(model, BATCHES)
-    mean, n = np.concatenate(rows).mean(), len(rows)
-    squares = sum(sum(loss - mean for loss in row) ** 2 for row in rows)
-    total = sum(map(len, rows))
+    result = measure_perplexity(model, BATCHES)
+    sequences = losses_by_sequence(model, BATCHES)
+    mean, n = np.concatenate(sequences).mean(), len(sequences)
+    squares = sum(sum(loss - mean for loss in sequence) ** 2 for sequence in sequences)
+    total = sum(map(len, sequences))
     expected = (n / (n - 1) * squares) ** 0.5 / total * np.exp(mean)
-    assert found.stderr == pytest.approx(expected, rel=1e-5)
+    assert result.stderr == pytest.approx(expected, rel=1e-5)
 
 
 def test_perplexity_stderr_equals_bootstrap():
     model, batches = Table(1), [make_batch(400, 12, seed=5)]
-    found = measure_perplexity(model, batches)
-    rows = by_row(model, batches)
-    sums, counts = (np.array([f(r) for r in rows]) for f in (np.sum, len))
-    drawn = np.random.default_rng(0).integers(0, len(rows), (2000, len(rows)))
+    result = measure_perplexity(model, batches)
+    sequences = losses_by_sequence(model, batches)
+    sums, counts = (np.array([f(r) for r in sequences]) for f in (np.sum, len))
+    drawn = np.random.default_rng(0).integers(0, len(sequences), (2000, len(sequences)))
     values = np.exp(sums[drawn].sum(1) / counts[drawn].sum(1))
-    assert found.stderr == pytest.approx(values.std(), rel=0.1)
+    assert result.stderr == pytest.approx(values.std(), rel=0.1)
 
 
 def test_perplexity_stderr_ignores_correlated_tokens():
-    """Rows of one token, repeated: the error must stay that of the rows."""
+    """Repeated tokens in a sequence do not reduce the standard error."""
     generator = np.random.default_rng(3)
     once = generator.integers(0, VOCABULARY, (40, 2))
     often = np.tile(once, (1, 8))
@@ -98,16 +98,16 @@ def test_perplexity_stderr_ignores_correlated_tokens():
     short = Batch(mx.array(once), mx.ones((40, 1), mx.bool_), ())
     long = Batch(mx.array(often), mx.array(mask), ())
     model = Table(2)
-    found = [measure_perplexity(model, [batch]) for batch in (short, long)]
-    assert found[1].tokens == 8 * found[0].tokens
-    assert found[1].value == pytest.approx(found[0].value, rel=1e-6)
-    assert found[1].stderr == pytest.approx(found[0].stderr, rel=1e-5)
+    result = [measure_perplexity(model, [batch]) for batch in (short, long)]
+    assert result[1].tokens == 8 * result[0].tokens
+    assert result[1].value == pytest.approx(result[0].value, rel=1e-6)
+    assert result[1].stderr == pytest.approx(result[0].stderr, rel=1e-5)
 
 
 def test_perplexity_of_a_uniform_model_is_its_vocab_size():
-    found = measure_perplexity(Table(0, scale=0.0), BATCHES)
-    assert found.value == pytest.approx(VOCABULARY, rel=1e-6)
-    assert found.stderr == pytest.approx(0, abs=1e-5)
+    result = measure_perplexity(Table(0, scale=0.0), BATCHES)
+    assert result.value == pytest.approx(VOCABULARY, rel=1e-6)
+    assert result.stderr == pytest.approx(0, abs=1e-5)
 
 
 def test_perplexity_ignores_padding():
@@ -123,9 +123,9 @@ def test_perplexity_ignores_padding():
 def test_perplexity_of_a_huge_loss_is_finite():
     model = Table(0)
     model.table = mx.where(mx.eye(VOCABULARY) > 0, 1e4, 0.0)
-    found = measure_perplexity(model, BATCHES)
-    assert found.loss > 1000
-    assert 1e300 < found.value < float("inf")
+    result = measure_perplexity(model, BATCHES)
+    assert result.loss > 1000
+    assert 1e300 < result.value < float("inf")
 
 
 def test_perplexity_refuses_nan():
@@ -142,7 +142,7 @@ def test_eval_batch_tokens_limits_logits():
 
 
 def test_perplexity_ratio_has_the_error_of_the_paired_difference():
-    """Against a bootstrap over sequences; unpaired errors would be far larger."""
+    """Compared with a bootstrap over sequences; unpaired errors are far larger."""
     batches = [make_batch(200, 12, seed=5)]
     one, other = Table(1), Table(1)
     other.table = other.table + 0.1 * mx.random.normal(

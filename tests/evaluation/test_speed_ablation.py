@@ -1,4 +1,4 @@
-"""The ablation benchmark: steps, ratios, and the bytes behind its roofline."""
+"""The ablation benchmark: steps, ratios, and the bytes of its roofline."""
 
 import json
 import sys
@@ -47,7 +47,7 @@ def test_speed_ablation_compares_every_step(
             assert row["speedup"] == rate / before["tokens_per_second"], name
         roofline = row["roofline_tokens_per_second"]
         assert row["roofline_share"] == pytest.approx(rate / roofline)
-    # Quantization reads fewer bytes per weight, and a batch shares them.
+    # Quantization reads fewer bytes per weight; a batch reads them once.
     rooflines = {name: row["roofline_tokens_per_second"] for name, row in steps.items()}
     assert rooflines[best] > 3 * rooflines["cache"]
     assert rooflines["batch of 4, static"] > rooflines[best]

@@ -1,4 +1,4 @@
-"""Bits and error of every layer, against NumPy in float64."""
+"""Bits and error of every layer, compared with float64 NumPy."""
 
 from types import SimpleNamespace
 
@@ -38,10 +38,10 @@ def quantized():
 
 def test_measure_layers_reports_bits_groups_and_errors():
     before, after = Model(), quantized()
-    found = measure_layers(loaded(before), loaded(after))
-    assert set(found) == {"embed", "layers.0", "layers.1"}
-    assert found["embed"] == {"bits": 16, "group_size": None, "error": 0.0}
-    shown = [(v["bits"], v["group_size"]) for k, v in found.items() if "layers" in k]
+    result = measure_layers(loaded(before), loaded(after))
+    assert set(result) == {"embed", "layers.0", "layers.1"}
+    assert result["embed"] == {"bits": 16, "group_size": None, "error": 0.0}
+    shown = [(v["bits"], v["group_size"]) for k, v in result.items() if "layers" in k]
     assert sorted(shown) == [(3, 32), (4, 16)]
     for number, layer in enumerate(after.layers):
         weight = np.array(before.layers[number].weight, np.float64)
@@ -49,17 +49,17 @@ def test_measure_layers_reports_bits_groups_and_errors():
         kind = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
         moved = np.array(mx.dequantize(*tensors, **kind).astype(mx.float32), np.float64)
         expected = ((moved - weight) ** 2).sum() / (weight**2).sum()
-        assert found[f"layers.{number}"]["error"] == pytest.approx(expected, rel=1e-3)
+        assert result[f"layers.{number}"]["error"] == pytest.approx(expected, rel=1e-3)
         assert expected > 1e-3
 
 
 @pytest.mark.parametrize("what", ["norm.weight", "layers.0.bias"])
 def test_measure_layers_has_no_error_if_other_tensors_changed(what):
-    """As when scales are folded: the weights are then in other units."""
+    """For example after scales are folded: the weights are not comparable."""
     after = quantized()
     path, _, name = what.rpartition(".")
     module = dict(after.named_modules())[path]
     module[name] = module[name] * 2 + 1
-    found = measure_layers(loaded(Model()), loaded(after))
-    assert {layer["error"] for layer in found.values()} == {None}
-    assert found["layers.0"]["bits"] == 3
+    result = measure_layers(loaded(Model()), loaded(after))
+    assert {layer["error"] for layer in result.values()} == {None}
+    assert result["layers.0"]["bits"] == 3

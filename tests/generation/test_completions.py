@@ -65,8 +65,8 @@ def test_replace_completions_matches_generator(model):
     examples = replaced(CountingLoader(model))
     assert len(examples) == len(EXAMPLES)
     lengths = set()
-    for row, replacement in zip(EXAMPLES, examples, strict=True):
-        prompt = prompt_tokens(row)
+    for example, replacement in zip(EXAMPLES, examples, strict=True):
+        prompt = prompt_tokens(example)
         assert replacement.tokens[: len(prompt)].tolist() == prompt
         assert replacement.mask.tolist() == [False] * len(prompt) + [True] * (
             len(replacement.tokens) - len(prompt)
@@ -76,7 +76,7 @@ def test_replace_completions_matches_generator(model):
         assert completion[: len(result.tokens)] == result.tokens
         # The stop token is trainable, too.
         assert (len(completion) > len(result.tokens)) == (completion[-1] in STOP_TOKENS)
-        assert replacement.where == row.where
+        assert replacement.where == example.where
         lengths.add(len(completion))
     assert len(lengths) > 1
 
@@ -91,16 +91,16 @@ def test_prompt_tokens_end_before_last_completion():
 
 def test_replace_completions_samples_every_temperature_reproducibly(model):
     examples = replaced(CountingLoader(model), temperatures=(0.0, 1.0, 1.0))
-    texts = [row.tokens.tolist() for row in examples]
+    texts = [example.tokens.tolist() for example in examples]
     assert len(examples) == 3 * len(EXAMPLES)
     assert texts[::3] == [
-        row.tokens.tolist() for row in replaced(CountingLoader(model))
+        example.tokens.tolist() for example in replaced(CountingLoader(model))
     ]
     assert texts[1::3] != texts[2::3]
     again = replaced(CountingLoader(model), temperatures=(0.0, 1.0, 1.0), digest="b")
-    assert texts == [row.tokens.tolist() for row in again]
+    assert texts == [example.tokens.tolist() for example in again]
     other = replaced(CountingLoader(model), temperatures=(0.0, 1.0, 1.0), seed=1)
-    assert texts != [row.tokens.tolist() for row in other]
+    assert texts != [example.tokens.tolist() for example in other]
 
 
 def test_completions_are_cached_and_resume(model, monkeypatch):
@@ -112,8 +112,8 @@ def test_completions_are_cached_and_resume(model, monkeypatch):
         CountingLoader(model),
         CountingLoader(model),
     )
-    examples = [row.tokens.tolist() for row in replaced(second)]
-    assert examples == [row.tokens.tolist() for row in replaced(third)]
+    examples = [example.tokens.tolist() for example in replaced(second)]
+    assert examples == [example.tokens.tolist() for example in replaced(third)]
     replaced(other, digest="another model")
     assert (second.times, third.times, other.times) == (2, 0, 3)
 

@@ -5,7 +5,7 @@ import pytest
 from lmx.generation.speculative.draft_length import DraftLengthController
 
 # Seconds to verify 1 to 9 tokens, relative to a standard step.
-FLAT = [1 + 0.02 * rows for rows in range(9)]
+FLAT = [1 + 0.02 * num_tokens for num_tokens in range(9)]
 STEEP = [1.0, 1.11, 1.2, 1.31, 1.45, 1.7, 1.98, 2.2, 2.45]
 VERY_STEEP = [1.0, 1.83, 2.5, 3.26, 4.0, 4.7, 5.4, 6.12, 6.8]
 STANDARD_TOKENS = 16

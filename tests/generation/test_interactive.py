@@ -87,10 +87,10 @@ def test_chat_streams_text_only(generator, folder, capsys, monkeypatch):
 
 
 def test_chat_continues_from_saved_prompt_cache(generator, folder, run_json, tmp_path):
-    asked = [folder, "--chat", "--json", "--max-tokens", 6]
+    arguments = [folder, "--chat", "--json", "--max-tokens", 6]
     cache_folder = tmp_path / "prompt_cache"
-    run_json(*asked, "--save-prompt-cache", cache_folder, stdin="one\n")
-    (turn,) = run_json(*asked, "--prompt-cache-file", cache_folder, stdin="two\n")
+    run_json(*arguments, "--save-prompt-cache", cache_folder, stdin="one\n")
+    (turn,) = run_json(*arguments, "--prompt-cache-file", cache_folder, stdin="two\n")
     assert turn["text"] == chat(generator, ["one", "two"], 6)[1]
 
 
@@ -111,16 +111,16 @@ def test_saved_prompt_cache_is_reused(folder, run_json, tmp_path, monkeypatch):
     reused, original = [], generate.make_generator
 
     def counting_generator(args, loaded):
-        made = original(args, loaded)
-        fetch = made.prefix_cache.fetch
+        session = original(args, loaded)
+        fetch = session.prefix_cache.fetch
 
         def counted(*arguments):
             output = fetch(*arguments)
             reused.append(output[1])
             return output
 
-        made.prefix_cache.fetch = counted
-        return made
+        session.prefix_cache.fetch = counted
+        return session
 
     monkeypatch.setattr(generate, "make_generator", counting_generator)
     (output,) = run_json(*words, "--prompt-cache-file", cache_folder)
@@ -211,14 +211,14 @@ def test_input_file_completions_keep_order(generator, folder, run_json, tmp_path
         {"role": "user", "content": "long"},
         {"role": "assistant", "content": "x"},
     ]
-    rows = [
+    requests = [
         {"prompt": "first", "max_tokens": 20},
         {"messages": messages, "temperature": 0.9, "seed": 4},
         {"prompt": "third", "max_tokens": 0},
         {"prompt": "fourth", "max_tokens": 2},
     ]
     file = tmp_path / "rows.jsonl"
-    file.write_text("\n\n".join(map(json.dumps, rows)))
+    file.write_text("\n\n".join(map(json.dumps, requests)))
     output = run_json(folder, "--input-file", file, "--max-tokens", 9)
     sampling = Sampling(0.9, seed=4)
     expected = [
@@ -227,12 +227,12 @@ def test_input_file_completions_keep_order(generator, folder, run_json, tmp_path
         generator.chat("third", max_tokens=0),
         generator.chat("fourth", max_tokens=2),
     ]
-    assert [row["index"] for row in output] == [0, 1, 2, 3]
-    for row, one in zip(output, expected, strict=True):
-        assert row["text"] == one.text
-        assert row["tokens"] == len(one.tokens)
-        assert row["prompt_tokens"] == one.prompt_tokens
-        assert row["finish_reason"] == one.finish_reason
+    assert [result["index"] for result in output] == [0, 1, 2, 3]
+    for result, one in zip(output, expected, strict=True):
+        assert result["text"] == one.text
+        assert result["tokens"] == len(one.tokens)
+        assert result["prompt_tokens"] == one.prompt_tokens
+        assert result["finish_reason"] == one.finish_reason
 
 
 def test_input_file_completion_ends_at_stop_string(
@@ -248,7 +248,7 @@ def test_input_file_completion_ends_at_stop_string(
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("request", "message"),
     [
         ("{", "not JSON"),
         ("[]", "a request must be an object"),
@@ -262,10 +262,10 @@ def test_input_file_completion_ends_at_stop_string(
     ],
 )
 def test_input_file_errors_come_before_generation(
-    folder, capsys, tmp_path, row, message
+    folder, capsys, tmp_path, request, message
 ):
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "good"}\n' + row + "\n")
+    file.write_text('{"prompt": "good"}\n' + request + "\n")
     with pytest.raises(UserError, match=message) as error:
         lmx(folder, "--input-file", file)
     assert error.value.place == f"{file}:2"
@@ -383,8 +383,8 @@ def test_kv_bits_quantizes_the_cache(run_json):
     options = {"kv_bits": 4, "quantized_kv_start": 12}
     expected = Generator(loaded.model, loaded.tokenizer, **options)
     prompt = expected.encode_text("the quick")
-    asked = {"max_tokens": 40, "sampling": Sampling(1.0)}
-    assert output["tokens"] == expected.generate(prompt, **asked).tokens
+    arguments = {"max_tokens": 40, "sampling": Sampling(1.0)}
+    assert output["tokens"] == expected.generate(prompt, **arguments).tokens
     assert output["tokens"] != baseline["tokens"]
 
 

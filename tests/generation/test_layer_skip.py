@@ -46,10 +46,12 @@ def test_choose_skipped_layers_skips_idle_layers_first(monkeypatch):
         idle.mlp.down_proj.weight *= 0
     # Simulate a machine where every layer has a cost and further tokens are free.
     monkeypatch.setattr(
-        layer_skip, "_forward_seconds", lambda model, rows: len(model.layers)
+        layer_skip, "_forward_seconds", lambda model, num_tokens: len(model.layers)
     )
     assert set(choose_skipped_layers(model, random_tokens(40))) >= {2, 4}
-    monkeypatch.setattr(layer_skip, "_forward_seconds", lambda model, rows: 6.0 * rows)
+    monkeypatch.setattr(
+        layer_skip, "_forward_seconds", lambda model, num_tokens: 6.0 * num_tokens
+    )
     assert choose_skipped_layers(model, random_tokens(40)) == []
 
 

@@ -38,8 +38,8 @@ def chi_square(samples, expected):
 
 def sample(seed=0, **settings):
     sampler = make_sampler(Sampling(seed=seed, **settings))
-    rows = mx.broadcast_to(mx.array(LOGITS, mx.float32), (NUM_SAMPLES, len(LOGITS)))
-    return np.array(sampler(rows))
+    logits = mx.broadcast_to(mx.array(LOGITS, mx.float32), (NUM_SAMPLES, len(LOGITS)))
+    return np.array(sampler(logits))
 
 
 SETTINGS = [
@@ -67,8 +67,8 @@ def test_chi_square_detects_wrong_temperature():
 
 def test_sampler_steps_are_independent():
     sampler = make_sampler(Sampling(temperature=1.0, seed=5))
-    row = mx.array(LOGITS[None, :3], mx.float32)
-    samples = np.concatenate([np.array(sampler(row)) for _ in range(3000)])
+    logits = mx.array(LOGITS[None, :3], mx.float32)
+    samples = np.concatenate([np.array(sampler(logits)) for _ in range(3000)])
     p = reference(LOGITS[:3])
     statistic, critical = chi_square(samples, p)
     assert statistic < critical

@@ -220,13 +220,13 @@ class Table:
 
     def __call__(self, tokens, cache):
         read = cache[0]
-        rows = []
+        logits = []
         for token in tokens[0].tolist():
             read.tokens.append(token)
             index = [*read.tokens[1:], 0, 0, 0, 0][:4]
-            rows.append(self.law[tuple(index)])
+            logits.append(self.law[tuple(index)])
         read.offset = len(read.tokens)
-        return mx.stack(rows)[None]
+        return mx.stack(logits)[None]
 
 
 class TokenCache:

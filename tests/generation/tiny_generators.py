@@ -137,8 +137,10 @@ class Scripted:
 
     def __call__(self, tokens, cache=None):
         self.calls.append(tokens.shape)
-        rows = [[self.after.get(t, 0) for t in row] for row in tokens.tolist()]
-        return mx.array(rows)[..., None] == mx.arange(VOCABULARY)
+        successors = [
+            [self.after.get(t, 0) for t in sequence] for sequence in tokens.tolist()
+        ]
+        return mx.array(successors)[..., None] == mx.arange(VOCABULARY)
 
     def make_cache(self):
         return []

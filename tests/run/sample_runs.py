@@ -86,7 +86,7 @@ MANIFEST = {
     "current_stage": "2-evaluate",
     "stages": {"1-train": {"facts": {}, "artifacts": {"model": {"a": "cd" * 32}}}},
 }
-ROWS = [
+RECORDS = [
     {"stage": "1-train", "kind": "valid", "step": 0, "loss": 3.0},
     *(
         {
@@ -106,14 +106,15 @@ SAMPLE = {"stage": "1-train", "step": 2, "prompt": "Hi", "answer": SHIFT}
 RESOLVED = "model: {path: a/b}\noutput: exports/try\nstages: [{train: {steps: 3}}]\n"
 
 
-def make_run(path: Path, *, report=REPORT, manifest=MANIFEST, rows=ROWS) -> Path:
-    """Write a run folder; what is None is not there."""
+def make_run(path: Path, *, report=REPORT, manifest=MANIFEST, records=RECORDS) -> Path:
+    """Write a run folder; files whose content is None are missing."""
     (path / "model").mkdir(parents=True)
     files = {
         "manifest.json": json.dumps(manifest),
         "report.json": report and json.dumps(report),
-        "metrics.jsonl": rows and "".join(json.dumps(row) + "\n" for row in rows),
-        "samples.jsonl": rows and json.dumps(SAMPLE) + '\n{"stage": "1-tr',
+        "metrics.jsonl": records
+        and "".join(json.dumps(record) + "\n" for record in records),
+        "samples.jsonl": records and json.dumps(SAMPLE) + '\n{"stage": "1-tr',
         "recipe.yaml": f"# {SHIFT}\nmodel: a/b\n",
         "resolved.yaml": RESOLVED,
         "log.txt": f"{SHIFT}\nthe last word\n",
@@ -125,7 +126,7 @@ def make_run(path: Path, *, report=REPORT, manifest=MANIFEST, rows=ROWS) -> Path
 
 
 class Page(HTMLParser):
-    """A page taken apart.
+    """A parsed page.
 
     Attributes:
         tags: (name, attributes) in order.

@@ -14,8 +14,8 @@ LINES = [("loss", "training"), ("loss", "validation"), ("learning_rate", "traini
 
 
 def train(step, loss=2.0, rate=1e-3, stage="1-train"):
-    numbers = {"step": step, "loss": loss, "learning_rate": rate}
-    return {"stage": stage, "kind": "train"} | numbers
+    metrics = {"step": step, "loss": loss, "learning_rate": rate}
+    return {"stage": stage, "kind": "train"} | metrics
 
 
 def valid(step, loss=2.5, stage="1-train"):
@@ -25,9 +25,9 @@ def valid(step, loss=2.5, stage="1-train"):
 WHOLE = [valid(0), *(train(step, 3 / step) for step in range(1, 9)), valid(8)]
 
 
-def drawn(folder, rows, tail=""):
+def drawn(folder, records, tail=""):
     """Points of every line, and all text; a null has no point."""
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines + tail)
     target = folder / "stages" / "curves.svg"
     assert draw_curves(folder, "1-train", target)
@@ -51,28 +51,28 @@ def test_draw_curves_has_points_and_names(tmp_path):
 
 
 def test_draw_curves_downsamples_many_points(tmp_path):
-    rows = [train(step, 3 + step % 2) for step in range(1, 400)]
-    points, _ = drawn(tmp_path, [*rows, valid(0)])
+    records = [train(step, 3 + step % 2) for step in range(1, 400)]
+    points, _ = drawn(tmp_path, [*records, valid(0)])
     # Two records per point, the most that a chart can show.
     assert points["loss", "training"] == 199
 
 
 @pytest.mark.parametrize(
-    ("rows", "expected"),
+    ("records", "expected"),
     [
         ([valid(0)], [0, 1, 0]),
         ([train(1)], [1, 0, 1]),
         ([valid(0), train(1), train(2, None), train(3)], [2, 1, 3]),
     ],
 )
-def test_draw_curves_leaves_gaps_for_null(tmp_path, rows, expected):
-    points, _ = drawn(tmp_path, rows)
+def test_draw_curves_leaves_gaps_for_null(tmp_path, records, expected):
+    points, _ = drawn(tmp_path, records)
     assert [points.get(name, 0) for name in LINES] == expected
 
 
-@pytest.mark.parametrize("rows", [[], [valid(0, None), train(1, None, None)]])
-def test_draw_curves_without_records_writes_nothing(tmp_path, rows):
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
+@pytest.mark.parametrize("records", [[], [valid(0, None), train(1, None, None)]])
+def test_draw_curves_without_records_writes_nothing(tmp_path, records):
+    lines = "".join(json.dumps(record) + "\n" for record in records)
     (tmp_path / "metrics.jsonl").write_text(lines)
     assert not draw_curves(tmp_path, "1-train", tmp_path / "curves.svg")
     assert not (tmp_path / "curves.svg").exists()

@@ -1,4 +1,4 @@
-"""Files and folders are whole or absent, whatever interrupts the write."""
+"""Files and folders are complete or absent, whatever interrupts the write."""
 
 import errno
 import hashlib
@@ -78,7 +78,7 @@ def test_write_atomic_reports_a_file_in_place_of_a_folder(tmp_path):
 
 
 def test_write_atomic_reports_a_full_disk(tmp_path):
-    """The size limit of a process stands in for the disk's: both end in a write."""
+    """A file size limit replaces a full disk: both fail in a write."""
     program = """
 import resource, signal, sys
 from pathlib import Path

@@ -16,7 +16,7 @@ class Terminal(io.StringIO):
 
 
 def open_terminal(monkeypatch, *, columns=200):
-    """Let the standard output be a terminal from here on, and return its screen."""
+    """Make the standard output a terminal, and return its screen."""
     screen = Terminal()
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -31,7 +31,7 @@ def logger(tmp_path):
     return logger
 
 
-def rows(logger, name="metrics.jsonl"):
+def records(logger, name="metrics.jsonl"):
     return [json.loads(line) for line in (logger.folder / name).open()]
 
 
@@ -83,10 +83,10 @@ def test_logger_removes_terminal_escapes(logger, capsys):
 def test_metrics_records_have_stage_and_valid_json(logger):
     logger.metrics({"step": 1, "loss": float("nan"), "peak": float("inf"), "name": "ü"})
     logger.sample({"step": 1, "answer": "\ud800 half a pair\n"})
-    assert rows(logger) == [
+    assert records(logger) == [
         {"stage": "1-train", "step": 1, "loss": None, "peak": None, "name": "ü"}
     ]
-    assert rows(logger, "samples.jsonl")[0]["answer"].endswith("half a pair\n")
+    assert records(logger, "samples.jsonl")[0]["answer"].endswith("half a pair\n")
 
 
 def test_truncate_drops_records_after_the_step(logger):
@@ -99,13 +99,13 @@ def test_truncate_drops_records_after_the_step(logger):
         stream.write('{"stage": "2-train", "st')
     logger.truncate(20)
     logger.metrics({"kind": "train", "step": 30})
-    assert [(row["stage"], row["step"]) for row in rows(logger)] == [
+    assert [(record["stage"], record["step"]) for record in records(logger)] == [
         ("1-train", 30),
         ("2-train", 10),
         ("2-train", 20),
         ("2-train", 30),
     ]
-    assert rows(logger, "samples.jsonl") == []
+    assert records(logger, "samples.jsonl") == []
 
 
 def test_logger_reports_disk_errors(tmp_path):
@@ -166,9 +166,9 @@ def test_table_is_aligned(logger, capsys):
 
 def test_progress_fits_a_narrow_terminal(logger, monkeypatch):
     terminal = open_terminal(monkeypatch, columns=80)
-    numbers = {"loss": 2.5, "learning_rate": 2e-4, "gradient_norm": 0.3}
+    metrics = {"loss": 2.5, "learning_rate": 2e-4, "gradient_norm": 0.3}
     with logger.progress(4000, "training") as bar:
-        bar.update(10, **numbers, tokens_per_second=1234.5, peak_memory_gb=0.4)
+        bar.update(10, **metrics, tokens_per_second=1234.5, peak_memory_gb=0.4)
     screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
     assert re.search(r"training \S+ +10/4000 -?[-:0-9]+ loss 2\.5", screen)
 

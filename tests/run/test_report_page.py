@@ -10,7 +10,7 @@ from lmx.errors import UserError
 from lmx.run.html.charts import Scale, scale_for
 from lmx.run.html.page import TEMPLATES, page, write_page
 from lmx.run.html.sections import layer_maps
-from sample_runs import MANIFEST, REPORT, RESOLVED, ROWS, SHIFT, Page, make_run
+from sample_runs import MANIFEST, RECORDS, REPORT, RESOLVED, SHIFT, Page, make_run
 
 SECTIONS = [
     *(
@@ -99,7 +99,7 @@ def test_page_tables_have_captions_and_headings(full_page):
 def test_page_charts_have_titles_descriptions_and_focus(full_page):
     pictures = [a for a in full_page.all("svg") if "aria-hidden" not in a]
     texts = dict(re.findall(r'id="([^"]+)">([^<]*)</(?:title|desc)>', full_page.html))
-    # Loss, learning rate, speed, memory; two histograms; speculation. No norm is known.
+    # Loss, learning rate, speed, memory; two histograms; speculation. No norms.
     assert len(pictures) == 7
     for picture in pictures:
         assert (picture["role"], picture["tabindex"]) == ("img", "0")
@@ -134,7 +134,7 @@ def test_page_is_reproducible(tmp_path):
 @pytest.mark.parametrize("status", ["running", "failed", "interrupted"])
 def test_page_of_a_run_that_just_started(tmp_path, status):
     manifest = MANIFEST | {"status": status, "ended": None, "stages": {}}
-    folder = make_run(tmp_path / "try", report=None, manifest=manifest, rows=None)
+    folder = make_run(tmp_path / "try", report=None, manifest=manifest, records=None)
     (folder / "model").rmdir()
     page = page_of(folder)
     assert status in page.text["td"]
@@ -150,12 +150,12 @@ def without(values, path=()):
     for key in values:
         yield (*path, key), {k: v for k, v in values.items() if k != key}
         if isinstance(values[key], dict):
-            for below, rest in without(values[key], (*path, key)):
-                yield below, values | {key: rest}
+            for below, values_left in without(values[key], (*path, key)):
+                yield below, values | {key: values_left}
 
 
 def test_page_with_any_value_missing(tmp_path):
-    """Other versions wrote other figures, and stages may leave some out."""
+    """Other versions write other values, and stages may omit some."""
     folder = make_run(tmp_path / "try")
     cases = [*without(REPORT)]
     assert len(cases) > 40
@@ -165,10 +165,10 @@ def test_page_with_any_value_missing(tmp_path):
 
 
 def test_page_with_few_values(tmp_path):
-    rows = [row | {"loss": None, "tokens_per_second": 0.0} for row in ROWS[1:]]
+    records = [row | {"loss": None, "tokens_per_second": 0.0} for row in RECORDS[1:]]
     report = copy.deepcopy(REPORT)
     report["models"]["quantized"]["kl_histogram"]["positions"] = [0, 0]
-    page = page_of(make_run(tmp_path / "try", report=report, rows=rows))
+    page = page_of(make_run(tmp_path / "try", report=report, records=records))
     ids = {a["id"] for _, a in page.tags if "id" in a}
     assert "1-train-tokens_per_second-title" in ids
     assert not {"1-train-loss-title", "quantized-kl-title"} & ids
@@ -197,10 +197,10 @@ def test_page_refuses_a_folder_without_run(tmp_path):
 
 
 def test_long_curves_are_downsampled(tmp_path):
-    rows = [ROWS[1] | {"step": n, "loss": 2 + n % 2} for n in range(1, 5001)]
-    html = page(make_run(tmp_path / "try", rows=rows))
+    records = [RECORDS[1] | {"step": n, "loss": 2 + n % 2} for n in range(1, 5001)]
+    html = page(make_run(tmp_path / "try", records=records))
     assert len(html) < 100_000
-    # Neighbours are averaged: a zigzag of 2 and 3 is about 2.5 throughout.
+    # Neighbors are averaged: a zigzag of 2 and 3 is about 2.5 throughout.
     [line] = re.findall(r'class="line line-1" d="(M[^"]{999,})"/>', html)[:1]
     heights = [float(y) for y in re.findall(r" ([\d.]+)(?=L|$| L)", line)]
     assert 200 < len(heights) <= 240
@@ -226,9 +226,11 @@ def contrast(one, other):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_page_colors_meet_wcag_aa_contrast(dark):
-    """4.5 of text and 3 of lines, against all they may lie on."""
-    light, _, rest = (TEMPLATES / "style.css").read_text().partition("@media (prefers")
-    colors = css_colors(rest if dark else light)
+    """At least 4.5 for text and 3 for lines, on every possible background."""
+    light, _, dark_css = (
+        (TEMPLATES / "style.css").read_text().partition("@media (prefers")
+    )
+    colors = css_colors(dark_css if dark else light)
     assert contrast("#000000", "#ffffff") == 21
     for back in ("back", "panel"):
         for text in ("text", "muted", "link", "good", "bad"):
@@ -237,7 +239,7 @@ def test_page_colors_meet_wcag_aa_contrast(dark):
             assert contrast(colors[f"line-{number}"], colors[back]) >= 3, (number, back)
     for number in range(6):
         assert contrast(colors["shade-text"], colors[f"shade-{number}"]) >= 4.5, number
-    assert css_colors(light).keys() == css_colors(rest).keys()
+    assert css_colors(light).keys() == css_colors(dark_css).keys()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ FLAGS = [
     *("--hide-scrollbars", "--no-first-run", "--disable-background-networking"),
 ]
 PHONE, DESK, HEIGHT = 360, 1200, 5000
-# Tells the page around it how wide it is, and how many things the Tab key reaches.
+# Reports the width, and the number of elements that the Tab key reaches.
 TELLER = """<script>
 const stops = [...document.querySelectorAll('a, summary, [tabindex="0"]')]
 const sizes = [document.documentElement.scrollWidth, innerWidth,
@@ -42,7 +42,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """The page of a run, and the same with something in it that is too wide."""
+    """The page of a run, and a copy with an element that is too wide."""
     folder = tmp_path_factory.mktemp("screens")
     html = page(make_run(folder / "try"))
     html = re.sub(r"<meta http-equiv[^>]*>", "", html)
@@ -53,7 +53,7 @@ def folder(tmp_path_factory):
 
 
 def run(browser, folder, frames, *flags):
-    """What the browser prints about pages beside each other, of (name, width)."""
+    """The browser's output for pages side by side, of (name, width)."""
     inner = "".join(
         f'<iframe src="{name}.html" width={width} height={HEIGHT}></iframe>'
         for name, width in frames
@@ -79,7 +79,7 @@ def test_page_fits_the_screen_width(browser, folder):
     sizes = re.findall(r"\[(\d+),(\d+),(\w+),try: done\]", html)
     fits = [(str(width), str(width), "true") for width in (PHONE, DESK)]
     assert set(fits) < set(sizes)
-    # What is too wide would be sizes.
+    # An element that is too wide would change the sizes.
     [wide] = set(sizes) - set(fits)
     assert int(wide[0]) >= 999
 
@@ -91,18 +91,18 @@ def test_page_follows_the_system_color_scheme(browser, folder, scheme, width):
     picture = folder / f"{scheme}.png"
     dark = ["--blink-settings=preferredColorScheme=0"] if scheme == "dark" else []
     run(browser, folder, [("report", width)], f"--screenshot={picture}", *dark)
-    # A browser's window cannot be as narrow as a phone.
+    # A browser window cannot be as narrow as a phone.
     image = Image.open(picture).convert("RGB").crop((0, 0, width, HEIGHT))
     colors = expected(scheme)
     assert image.getpixel((2, 2)) == colors["back"]
-    seen = {color: count for count, color in image.getcolors(1 << 24)}
+    counts = {color: count for count, color in image.getcolors(1 << 24)}
     for name, minimum in {"panel": 5000, "line-1": 300, "shade-2": 300}.items():
-        assert seen.get(colors[name], 0) > minimum, name
+        assert counts.get(colors[name], 0) > minimum, name
     # Nothing else covers the page.
-    assert seen[colors["back"]] + seen[colors["panel"]] > 0.7 * width * HEIGHT
+    assert counts[colors["back"]] + counts[colors["panel"]] > 0.7 * width * HEIGHT
 
 
 def expected(scheme):
-    light, _, rest = (TEMPLATES / "style.css").read_text().partition("@media (prefers")
-    pairs = re.findall(r"--([\w-]+): #(\w{6})", rest if scheme == "dark" else light)
+    light, _, dark = (TEMPLATES / "style.css").read_text().partition("@media (prefers")
+    pairs = re.findall(r"--([\w-]+): #(\w{6})", dark if scheme == "dark" else light)
     return {name: tuple(bytes.fromhex(color)) for name, color in pairs}

@@ -8,7 +8,7 @@ from lmx.run import trackers
 from lmx.run.logger import RunLogger
 from lmx.run.trackers import TrackerThread
 
-ROWS = [{"kind": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
+RECORDS = [{"kind": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
 
 
 class Recorder:
@@ -24,20 +24,20 @@ class Recorder:
         if name == self.fails_at:
             raise self.error("no such host\nand a trace")
 
-    def log(self, row):
-        self._note("log", row)
+    def log(self, record):
+        self._note("log", record)
 
     def finish(self, summary, code):
         self._note("finish", summary, code)
 
 
 def reported(folder, start):
-    """Report three rows to a tracker."""
+    """Report three records to a tracker."""
     logger = RunLogger(folder, quiet=True)
     logger.stage = "1-train"
     logger.tracker = TrackerThread(start, logger.warning)
-    for row in ROWS:
-        logger.metrics(row | {"norm": float("nan")})
+    for record in RECORDS:
+        logger.metrics(record | {"norm": float("nan")})
     logger.tracker.finish({"base/loss": 2.0}, 0)
     return [x for x in (folder / "log.txt").read_text().splitlines() if "tracker" in x]
 
@@ -46,8 +46,8 @@ def test_tracker_gets_every_record(tmp_path):
     recorder = Recorder()
     (tmp_path / "log.txt").touch()
     assert reported(tmp_path, lambda: recorder) == []
-    rows = [{"stage": "1-train"} | row | {"norm": None} for row in ROWS]
-    logged = [("log", row) for row in rows]
+    records = [{"stage": "1-train"} | record | {"norm": None} for record in RECORDS]
+    logged = [("log", record) for record in records]
     assert recorder.calls == [("start",), *logged, ("finish", {"base/loss": 2.0}, 0)]
 
 
@@ -58,7 +58,7 @@ def test_tracker_error_is_logged_once(tmp_path, capsys, place, error):
     reason = f"{error.__name__}: no such host"
     assert line.endswith(f"the tracker failed, continuing without it: {reason}")
     assert capsys.readouterr().err.count("tracker") == 1
-    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == len(ROWS)
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == len(RECORDS)
 
 
 def test_tracker_error_redacts_secrets(tmp_path, monkeypatch):
@@ -79,8 +79,8 @@ def test_hanging_tracker_does_not_block_the_run(tmp_path, monkeypatch):
         release.wait()
         return Recorder()
 
-    begun = time.monotonic()
+    began = time.monotonic()
     [line] = reported(tmp_path, start)
     release.set()
     assert "it has not finished within 0.05 s" in line
-    assert time.monotonic() - begun < 30
+    assert time.monotonic() - began < 30

@@ -1,7 +1,7 @@
-"""What mlx-lm 0.32.2's trainer does wrong, and which test sees that it is right here.
+"""Defects of the trainer of mlx-lm 0.32.2, and the tests that lmx lacks them.
 
-Where its fault is cheap to show, the test here shows it, on the same data: a check that
-cannot tell the two apart would be none.
+If a defect is cheap to show, the test shows it on the same data. This proves that the
+check can tell the two trainers apart.
 """
 
 import copy
@@ -36,17 +36,17 @@ from tiny_families import member
 from tiny_llamas import llama, tokens_of
 from tiny_steps import make_step
 
-HERE = "training/test_against_mlx_lm.py"
+THIS_FILE = "training/test_against_mlx_lm.py"
 DEFECTS = {
     "the sort by length does nothing": [
-        f"{HERE}::test_batching_by_length_limits_padding"
+        f"{THIS_FILE}::test_batching_by_length_limits_padding"
     ],
     "accumulation is a mean of means": [
-        f"{HERE}::test_accumulation_weighs_tokens_equally",
+        f"{THIS_FILE}::test_accumulation_weighs_tokens_equally",
         "training/test_gradient_accumulation.py::test_accumulated_gradients_equal_one_batch",
     ],
-    "a row without trained tokens makes everything NaN": [
-        f"{HERE}::test_batch_without_trained_tokens_has_no_nan",
+    "a sequence without trained tokens makes everything NaN": [
+        f"{THIS_FILE}::test_batch_without_trained_tokens_has_no_nan",
         "data/test_tokenization.py::test_long_records_are_truncated_or_dropped",
     ],
     "resuming restores nothing but weights": [
@@ -55,39 +55,41 @@ DEFECTS = {
         "pipeline/test_resume.py::test_run_resumes_after_kill",
     ],
     "the cache of freed memory is emptied after every step": [
-        f"{HERE}::test_step_does_not_clear_the_memory_cache",
+        f"{THIS_FILE}::test_step_does_not_clear_the_memory_cache",
     ],
-    "gradient checkpointing patches a class for ever": [
-        f"{HERE}::test_checkpointing_affects_one_model_temporarily",
+    "gradient checkpointing permanently patches a class": [
+        f"{THIS_FILE}::test_checkpointing_affects_one_model_temporarily",
         "training/test_gradient_checkpointing.py::test_checkpointing_leaves_other_modules_unchanged",
         "training/test_families.py::test_families_have_equal_gradients_with_less_memory",
     ],
-    "DoRA on 3, 5 and 6 bits crashes": [f"{HERE}::test_dora_works_on_3_5_and_6_bits"],
-    "full fine-tuning leaves out embeddings, last norm and head": [
-        f"{HERE}::test_full_fine_tuning_trains_all_parameters",
+    "DoRA on 3, 5 and 6 bits crashes": [
+        f"{THIS_FILE}::test_dora_works_on_3_5_and_6_bits"
+    ],
+    "full fine-tuning skips embeddings, final norm and head": [
+        f"{THIS_FILE}::test_full_fine_tuning_trains_all_parameters",
         "training/test_families.py::test_families_train_in_full",
     ],
-    "weights in bfloat16 do not move": [
-        f"{HERE}::test_small_learning_rates_change_bfloat16_weights",
+    "bfloat16 weights do not change": [
+        f"{THIS_FILE}::test_small_learning_rates_change_bfloat16_weights",
         "training/test_step.py::test_master_weights_are_float32",
     ],
     "gradients are not clipped": [
         "training/test_step.py::test_step_clips_the_joint_norm",
         "training/test_gradient_accumulation.py::test_clipping_applies_to_accumulated_gradients",
     ],
-    "adapters go on routers": [
-        f"{HERE}::test_adapters_skip_routers",
+    "adapters are attached to routers": [
+        f"{THIS_FILE}::test_adapters_skip_routers",
         "models/test_target_modules.py::test_attach_skips_routers",
     ],
     "only the last turn of a chat is trained": [
-        f"{HERE}::test_every_assistant_turn_is_trained",
+        f"{THIS_FILE}::test_every_assistant_turn_is_trained",
         "data/test_tokenization.py::test_all_assistant_turns_are_trained_with_end_of_turn",
     ],
-    "the import lowers the limit on open files, for ever": [
-        f"{HERE}::test_import_keeps_the_open_file_limit",
+    "the import permanently lowers the limit on open files": [
+        f"{THIS_FILE}::test_import_keeps_the_open_file_limit",
         "models/test_model_loader.py::test_importing_mlx_lm_keeps_the_limit_on_open_files",
     ],
-    "fusing into codes loses the adapter": [
+    "fusing into a quantized model loses the adapter": [
         "pipeline/test_adapters_of_quantized_models.py::test_adapter_improvement_survives_dense_export_only",
     ],
 }
@@ -101,23 +103,25 @@ def test_defect_table_names_existing_tests(test):
 
 
 def padding(batches) -> float:
-    """The share of positions, of rows of ones, that are no token."""
+    """The share of padding in batches of ones."""
     batches = [np.array(batch) for batch in batches]
     return 1 - sum(b.sum() for b in batches) / sum(b.size for b in batches)
 
 
 class Tokens(list):
-    """Rows as mlx-lm's trainer has them: nothing but a mapping has a length there."""
+    """A dataset of mlx-lm's trainer, which takes the length only of a mapping."""
 
-    def process(self, row):
-        return row["tokens"], 0
+    def process(self, record):
+        return record["tokens"], 0
 
 
 def test_batching_by_length_limits_padding():
-    rows = [[1] * length for length in (20, 250) * 16]
-    data = datasets.CacheDataset(Tokens({"tokens": row} for row in rows))
+    token_lists = [[1] * length for length in (20, 250) * 16]
+    data = datasets.CacheDataset(Tokens({"tokens": record} for record in token_lists))
     theirs = trainer.iterate_batches(data, 4, 512)
-    examples = [Example(np.array(r, np.int32), np.array(r) > 0, "f:1") for r in rows]
+    examples = [
+        Example(np.array(r, np.int32), np.array(r) > 0, "f:1") for r in token_lists
+    ]
     ours = BucketBatchSampler(examples, max_seq_length=512, batch_size=4).in_order()
     assert padding(tokens for tokens, _ in theirs) > 0.4
     assert padding(batch.tokens for batch in ours) < 0.2
@@ -134,7 +138,7 @@ def gradients(step, window):
 
 
 def mean_of_means(model, window):
-    """The gradients of mlx-lm's loss, added up and divided as its trainer does it."""
+    """Gradients accumulated as in mlx-lm's trainer: a mean of means."""
 
     def loss(parameters, tokens, mask):
         model.update(parameters)
@@ -142,8 +146,8 @@ def mean_of_means(model, window):
         losses = nn.losses.cross_entropy(logits, tokens[:, 1:]) * mask
         return losses.sum() / mask.sum()
 
-    found = [mx.grad(loss)(model.parameters(), b.tokens, b.mask) for b in window]
-    total = dict(tree_flatten(tree_map(lambda *g: sum(g) / len(g), *found)))
+    result = [mx.grad(loss)(model.parameters(), b.tokens, b.mask) for b in window]
+    total = dict(tree_flatten(tree_map(lambda *g: sum(g) / len(g), *result)))
     return np.concatenate([np.array(total[k]).ravel() for k in sorted(total)])
 
 
@@ -158,17 +162,17 @@ def test_accumulation_weighs_tokens_equally():
     short = Batch(short.tokens, few, ())
     tokens = mx.concatenate([long.tokens, short.tokens])
     joined = Batch(tokens, mx.concatenate([long.mask, short.mask]), ())
-    whole = gradients(make_step(llama()[0], name="sgd"), joined)
+    expected = gradients(make_step(llama()[0], name="sgd"), joined)
     ours = gradients(make_step(llama()[0], name="sgd"), [long, short])
-    np.testing.assert_allclose(ours, whole, rtol=1e-4, atol=1e-6)
-    assert cosine(mean_of_means(llama()[0], [long, short]), whole) < 0.9
+    np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-6)
+    assert cosine(mean_of_means(llama()[0], [long, short]), expected) < 0.9
 
 
 def test_batch_without_trained_tokens_has_no_nan():
     batch = tokens_of()
     nothing = Batch(batch.tokens, mx.zeros_like(batch.mask), ())
     model, _ = llama()
-    # As it masks a row whose prompt is cut: it begins to count behind the end.
+    # The mask of mlx-lm for a truncated prompt: the start is past the end.
     beyond = mx.array([[99, 99]] * len(batch.tokens))
     assert mx.isnan(trainer.default_loss(model, batch.tokens, beyond)[0])
     step = make_step(model)
@@ -178,7 +182,7 @@ def test_batch_without_trained_tokens_has_no_nan():
 
 
 def test_step_does_not_clear_the_memory_cache(monkeypatch):
-    """Here nobody empties the cache: MLX does, above its own limit."""
+    """MLX clears its cache itself, above its limit."""
     calls = []
     monkeypatch.setattr(mx, "clear_cache", lambda: calls.append(1))
     step, batch = make_step(llama()[0]), tokens_of()
@@ -190,33 +194,33 @@ def test_step_does_not_clear_the_memory_cache(monkeypatch):
 
 
 def test_checkpointing_affects_one_model_temporarily():
-    student, teacher = llama()[0], llama()[0]
-    kind = type(student.layers[0])
-    plain = kind.__call__
-    with checkpointed(find_blocks(student)):
-        assert kind.__call__ is plain
-        assert type(teacher.layers[0]) is kind
-    assert type(student.layers[0]) is kind
+    model, teacher = llama()[0], llama()[0]
+    block_class = type(model.layers[0])
+    plain = block_class.__call__
+    with checkpointed(find_blocks(model)):
+        assert block_class.__call__ is plain
+        assert type(teacher.layers[0]) is block_class
+    assert type(model.layers[0]) is block_class
     try:
-        trainer.grad_checkpoint(student.layers[0])
+        trainer.grad_checkpoint(model.layers[0])
         assert type(teacher.layers[0]).__call__ is not plain
     finally:
-        kind.__call__ = plain
+        block_class.__call__ = plain
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6])
 def test_dora_works_on_3_5_and_6_bits(bits):
     dense = nn.Linear(64, 48)
-    coded = nn.QuantizedLinear.from_linear(dense, group_size=32, bits=bits)
+    quantized = nn.QuantizedLinear.from_linear(dense, group_size=32, bits=bits)
     x = mx.random.normal((5, 64), key=mx.random.key(0))
-    layer = DoRALinear(coded, 4, 2.0, 0.0, mx.random.key(1))
-    assert mx.allclose(layer(x), coded(x), rtol=1e-4, atol=1e-5)
+    layer = DoRALinear(quantized, 4, 2.0, 0.0, mx.random.key(1))
+    assert mx.allclose(layer(x), quantized(x), rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="matmul"):
-        mx.eval(dora.DoRALinear.from_base(coded, r=4)(x))
+        mx.eval(dora.DoRALinear.from_base(quantized, r=4)(x))
 
 
 class Arguments(SimpleNamespace):
-    """The arguments of mlx-lm's trainer; what is not given is None."""
+    """Arguments of mlx-lm's trainer; a missing one is None."""
 
     def __getattr__(self, _):
         return None
@@ -226,7 +230,7 @@ def test_full_fine_tuning_trains_all_parameters(monkeypatch, tmp_path):
     model, _ = llama(tie_word_embeddings=False)
     everything = dict(tree_flatten(model.parameters())).keys()
     assert make_step(model).parameters.keys() == everything
-    # Its import changes how everybody's YAML is read.
+    # The import changes the resolvers of PyYAML for the whole process.
     resolvers = copy.deepcopy(yaml.SafeLoader.yaml_implicit_resolvers)
     monkeypatch.setattr(yaml.SafeLoader, "yaml_implicit_resolvers", resolvers)
     theirs = importlib.import_module("mlx_lm.lora")
@@ -248,8 +252,8 @@ def test_full_fine_tuning_trains_all_parameters(monkeypatch, tmp_path):
     assert everything - trained == left_out
 
 
-def moved(model, weights_after) -> np.ndarray:
-    """How far training took the weights of a model in bfloat16, as one vector."""
+def weight_changes(model, weights_after) -> np.ndarray:
+    """Changes of the weights of a bfloat16 model, as one vector."""
     before = {k: v.astype(mx.float32) for k, v in tree_flatten(model.parameters())}
     after = weights_after(model)
     parts = [after[k].astype(mx.float32) - before[k] for k in sorted(before)]
@@ -257,11 +261,11 @@ def moved(model, weights_after) -> np.ndarray:
 
 
 def test_small_learning_rates_change_bfloat16_weights():
-    """Twenty steps of Adam at 1e-6; with the rounding of bfloat16 most are lost."""
+    """Twenty steps of Adam at 1e-6. Rounding to bfloat16 loses most updates."""
     tokens = tokens_of().tokens
     batch = Batch(tokens, mx.ones((len(tokens), tokens.shape[1] - 1), mx.bool_), ())
 
-    def begin():
+    def bfloat16_model():
         model, _ = llama()
         model.set_dtype(mx.bfloat16)
         return model
@@ -278,15 +282,15 @@ def test_small_learning_rates_change_bfloat16_weights():
     def by_mlx_lm(model):
         optimizer = optimizers.Adam(1e-6, [0.9, 0.95], bias_correction=True)
         gradient = nn.value_and_grad(model, trainer.default_loss)
-        whole = mx.array([[1, tokens.shape[1]]] * len(tokens))
+        lengths = mx.array([[1, tokens.shape[1]]] * len(tokens))
         for _ in range(20):
-            optimizer.update(model, gradient(model, tokens, whole)[1])
+            optimizer.update(model, gradient(model, tokens, lengths)[1])
             mx.eval(model.parameters(), optimizer.state)
         return dict(tree_flatten(model.parameters()))
 
-    exact = moved(begin(), by_step(mx.float32))
-    assert cosine(moved(begin(), by_step(mx.bfloat16)), exact) > 0.95
-    assert cosine(moved(begin(), by_mlx_lm), exact) < 0.5
+    exact = weight_changes(bfloat16_model(), by_step(mx.float32))
+    assert cosine(weight_changes(bfloat16_model(), by_step(mx.bfloat16)), exact) > 0.95
+    assert cosine(weight_changes(bfloat16_model(), by_mlx_lm), exact) < 0.5
 
 
 def test_adapters_skip_routers():
@@ -304,8 +308,8 @@ def test_every_assistant_turn_is_trained(tokenizer_folder):
     roles = ("user", "assistant") * 2
     messages = [{"role": r, "content": t} for r, t in zip(roles, turns, strict=True)]
 
-    row = DataRecord("f:1", messages=messages)
-    [example] = tokenization.encode(row, tokenizer, max_seq_length=999)
+    record = DataRecord("f:1", messages=messages)
+    [example] = tokenization.encode(record, tokenizer, max_seq_length=999)
     ours = tokenizer.decode(example.tokens[example.mask].tolist())
     assert "2 it is" in ours
     assert "4 it is" in ours
@@ -318,11 +322,11 @@ def test_every_assistant_turn_is_trained(tokenizer_folder):
 
 LIMIT = """
 import resource
-_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-resource.setrlimit(resource.RLIMIT_NOFILE, (4000, most))
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (4000, hard))
 import {module}
 {work}
-print(resource.getrlimit(resource.RLIMIT_NOFILE) == (4000, most))
+print(resource.getrlimit(resource.RLIMIT_NOFILE) == (4000, hard))
 """
 
 
@@ -330,7 +334,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (4000, most))
     resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 4096, reason="the limit is low"
 )
 @pytest.mark.parametrize(
-    ("module", "work", "kept"),
+    ("module", "work", "unchanged"),
     [
         ("lmx.cli.main", "", True),
         ("lmx.pipeline.train", "", True),
@@ -342,9 +346,9 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE) == (4000, most))
         ("mlx_lm.utils", "", False),
     ],
 )
-def test_import_keeps_the_open_file_limit(module, work, kept):
+def test_import_keeps_the_open_file_limit(module, work, unchanged):
     code = LIMIT.format(module=module, work=work)
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
-    assert done.stdout.split()[-1] == str(kept)
+    assert done.stdout.split()[-1] == str(unchanged)

@@ -6,19 +6,19 @@ from lmx.run.fs import remove_partial_files
 from lmx.run.logger import RunLogger
 from lmx.training import checkpoint
 from lmx.training.step import TrainStep
-from test_trainer import killed_at, make_batches, make_trainer, outcome, rows
+from test_trainer import killed_at, make_batches, make_trainer, outcome, records
 
-# The training improves up to this step; then the learning rate is negative.
+# The loss falls up to this step. Then the learning rate is negative.
 BEST = 4
 BEST_OF_ONE = {"save_total_limit": 1, "load_best_at_end": True}
 BOTH = BEST_OF_ONE | {"early_stopping_patience": 3}
 
 
-def turning(step):
+def learning_rate_turning_negative(step):
     return 1e-2 if step < BEST else -1e-2
 
 
-def make(folder, learning_rate=turning, **changes):
+def new_trainer(folder, learning_rate=learning_rate_turning_negative, **changes):
     config = {"steps": 20, "logging_steps": 3, "eval_steps": 2, "save_steps": 3}
     return make_trainer(folder, learning_rate=learning_rate, **config | changes)
 
@@ -27,8 +27,8 @@ def weights(trainer):
     return {k: bytes(memoryview(v)) for k, v in trainer.step.parameters.items()}
 
 
-def valid_rows(folder):
-    return {r["step"]: r["loss"] for r in rows(folder) if r["kind"] == "valid"}
+def valid_losses(folder):
+    return {r["step"]: r["loss"] for r in records(folder) if r["kind"] == "valid"}
 
 
 def names(folder):
@@ -38,40 +38,40 @@ def names(folder):
 
 
 def test_load_best_at_end_selects_the_lowest_loss(tmp_path, capsys):
-    trainer = make(tmp_path / "best", steps=12, **BEST_OF_ONE)
+    trainer = new_trainer(tmp_path / "best", steps=12, **BEST_OF_ONE)
     loss = trainer.train()
-    losses = valid_rows(tmp_path / "best")
+    losses = valid_losses(tmp_path / "best")
     assert loss == losses[BEST] == min(losses.values())
     assert (trainer.selected_step, trainer.progress.step) == (BEST, 12)
     assert names(tmp_path / "best") == [BEST, 12]
     message = f"keeping step 4 of 12: validation loss {loss:#.4g} against "
     message += f"{losses[12]:#.4g} after the last step"
     assert message in (tmp_path / "best/log.txt").read_text()
-    short = make(tmp_path / "short", steps=BEST)
+    short = new_trainer(tmp_path / "short", steps=BEST)
     assert short.train() == loss
     assert weights(trainer) == weights(short)
 
 
 def test_last_weights_are_the_default(tmp_path):
-    trainer = make(tmp_path, steps=12, save_total_limit=3)
-    losses = trainer.train(), valid_rows(tmp_path)
+    trainer = new_trainer(tmp_path, steps=12, save_total_limit=3)
+    losses = trainer.train(), valid_losses(tmp_path)
     assert losses[0] == losses[1][12] > losses[1][BEST]
     assert trainer.selected_step == 12
     assert names(tmp_path) == [6, 9, 12]
 
 
 def test_load_best_at_end_can_select_the_initial_weights(tmp_path):
-    trainer = make(tmp_path, lambda step: -1e-2, **BOTH)
+    trainer = new_trainer(tmp_path, lambda step: -1e-2, **BOTH)
     before = weights(trainer)
-    assert trainer.train() == valid_rows(tmp_path)[0]
+    assert trainer.train() == valid_losses(tmp_path)[0]
     assert (trainer.selected_step, trainer.progress.step) == (0, 6)
     assert weights(trainer) == before
 
 
 def test_early_stopping(tmp_path):
-    trainer = make(tmp_path, early_stopping_patience=3)
+    trainer = new_trainer(tmp_path, early_stopping_patience=3)
     loss = trainer.train()
-    losses = valid_rows(tmp_path)
+    losses = valid_losses(tmp_path)
     assert list(losses) == [0, 2, 4, 6, 8, 10]
     assert loss == losses[10]
     log = (tmp_path / "log.txt").read_text()
@@ -82,8 +82,8 @@ def test_early_stopping(tmp_path):
 
 
 def test_early_stopping_counts_from_the_last_improvement(tmp_path):
-    """Every second pair of steps increases the loss: never two evaluations in a row."""
-    trainer = make(
+    """Every second pair of steps increases the loss, never two evaluations in turn."""
+    trainer = new_trainer(
         tmp_path,
         lambda step: -1e-3 if step % 4 > 1 else 1e-2,
         early_stopping_patience=2,
@@ -93,7 +93,7 @@ def test_early_stopping_counts_from_the_last_improvement(tmp_path):
 
 
 def test_damaged_best_checkpoint_falls_back_to_the_last(tmp_path, capsys):
-    trainer = make(tmp_path, steps=12, **BEST_OF_ONE)
+    trainer = new_trainer(tmp_path, steps=12, **BEST_OF_ONE)
     save = trainer._save
 
     def save_damaged():
@@ -103,7 +103,7 @@ def test_damaged_best_checkpoint_falls_back_to_the_last(tmp_path, capsys):
         return path
 
     trainer._save = save_damaged
-    assert trainer.train() == valid_rows(tmp_path)[12]
+    assert trainer.train() == valid_losses(tmp_path)[12]
     assert trainer.selected_step == 12
     assert (
         "the best checkpoint, of step 4, is damaged or missing"
@@ -125,7 +125,7 @@ MOMENTS = {
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
-    trainer = make(folder, **BOTH)
+    trainer = new_trainer(folder, **BOTH)
     return (
         outcome(folder, trainer, trainer.train()),
         trainer.selected_step,
@@ -138,9 +138,9 @@ def test_resume_after_kill_selects_the_same_weights(
     tmp_path, monkeypatch, expected, moment
 ):
     with killed_at(MOMENTS[moment], monkeypatch):
-        make(tmp_path, **BOTH).train()
+        new_trainer(tmp_path, **BOTH).train()
     remove_partial_files(tmp_path)
-    trainer = make(tmp_path, **BOTH)
+    trainer = new_trainer(tmp_path, **BOTH)
     assert (
         outcome(tmp_path, trainer, trainer.train()),
         trainer.selected_step,

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or passed over, and give back every bit."""
+"""Checkpoints are complete or skipped, and restore every bit."""
 
 import json
 
@@ -30,7 +30,7 @@ def bits(step) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def two(tmp_path):
+def two_checkpoints(tmp_path):
     """A folder with checkpoints of steps 2 and 4."""
     step = trained(2)
     checkpoint.save(tmp_path, step, TrainingProgress(2))
@@ -47,7 +47,7 @@ def test_restore_is_bit_exact(tmp_path):
     other = trained(1)
     assert checkpoint.restore(tmp_path, other, pytest.fail) == progress
     assert bits(other) == bits(step)
-    # The compiled step goes on from what was restored, not from what it traced.
+    # The compiled step continues from the restored state, not from the traced one.
     advance(step, 3)
     advance(other, 3)
     assert bits(other) == bits(step)
@@ -57,7 +57,7 @@ def test_restore_is_bit_exact(tmp_path):
 @pytest.mark.parametrize("optimizer", ["adamw", "adafactor", "lion", "muon", "sgd"])
 @pytest.mark.parametrize("window", [1, 3])
 def test_resume_is_bit_exact_for_every_optimizer(tmp_path, optimizer, window):
-    def begun():
+    def new_step():
         model, _ = llama("lora", dropout=0.3)
         return make_step(model, name=optimizer, weight_decay=0.1)
 
@@ -66,17 +66,17 @@ def test_resume_is_bit_exact_for_every_optimizer(tmp_path, optimizer, window):
             batches = [tokens_of(seed=number + i) for i in range(window)]
             mx.eval(step(batches, 1e-2, number), step.parameters)
 
-    whole, start, rest = begun(), begun(), begun()
-    train(whole, 0, 5)
+    uninterrupted, start, restored = new_step(), new_step(), new_step()
+    train(uninterrupted, 0, 5)
     train(start, 0, 2)
     checkpoint.save(tmp_path, start, TrainingProgress(2))
-    # What the restored one did before must not shine through.
-    train(rest, 7, 8)
-    checkpoint.restore(tmp_path, rest, pytest.fail)
-    assert bits(rest) == bits(start)
-    train(rest, 2, 5)
-    assert bits(rest) == bits(whole)
-    assert bits(rest) != bits(start)
+    # Steps before the restore must have no effect.
+    train(restored, 7, 8)
+    checkpoint.restore(tmp_path, restored, pytest.fail)
+    assert bits(restored) == bits(start)
+    train(restored, 2, 5)
+    assert bits(restored) == bits(uninterrupted)
+    assert bits(restored) != bits(start)
 
 
 def test_restore_without_checkpoint_keeps_the_state(tmp_path):
@@ -88,9 +88,12 @@ def test_restore_without_checkpoint_keeps_the_state(tmp_path):
     assert bits(step) == before
 
 
-def test_save_total_limit_is_two_by_default(two):
-    checkpoint.save(two, trained(1), TrainingProgress(5))
-    assert [p.name for p in checkpoint.list_checkpoints(two)] == ["0000004", "0000005"]
+def test_save_total_limit_is_two_by_default(two_checkpoints):
+    checkpoint.save(two_checkpoints, trained(1), TrainingProgress(5))
+    assert [p.name for p in checkpoint.list_checkpoints(two_checkpoints)] == [
+        "0000004",
+        "0000005",
+    ]
 
 
 def flip(path, position):
@@ -117,32 +120,37 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_restore_skips_a_damaged_checkpoint_with_a_warning(two, damage):
-    DAMAGE[damage](two / "0000004")
-    step, said = trained(1), []
-    assert checkpoint.restore(two, step, said.append).step == 2
+def test_restore_skips_a_damaged_checkpoint_with_a_warning(two_checkpoints, damage):
+    DAMAGE[damage](two_checkpoints / "0000004")
+    step, warnings = trained(1), []
+    assert checkpoint.restore(two_checkpoints, step, warnings.append).step == 2
     assert bits(step) == bits(trained(2))
-    assert len(said) == 1
-    assert "0000004 is damaged" in said[0]
+    assert len(warnings) == 1
+    assert "0000004 is damaged" in warnings[0]
 
 
-def test_restore_starts_over_if_all_are_damaged(two):
-    for folder in checkpoint.list_checkpoints(two):
+def test_restore_starts_over_if_all_are_damaged(two_checkpoints):
+    for folder in checkpoint.list_checkpoints(two_checkpoints):
         cut(folder / "state.safetensors")
-    step, said = trained(1), []
-    assert checkpoint.restore(two, step, said.append) == TrainingProgress()
-    assert len(said) == 2
+    step, warnings = trained(1), []
+    assert (
+        checkpoint.restore(two_checkpoints, step, warnings.append) == TrainingProgress()
+    )
+    assert len(warnings) == 2
 
 
-def test_save_deletes_damaged_newer_checkpoints(two):
-    cut(two / "0000004" / "state.safetensors")
-    checkpoint.save(two, trained(3), TrainingProgress(3))
-    assert [p.name for p in checkpoint.list_checkpoints(two)] == ["0000002", "0000003"]
+def test_save_deletes_damaged_newer_checkpoints(two_checkpoints):
+    cut(two_checkpoints / "0000004" / "state.safetensors")
+    checkpoint.save(two_checkpoints, trained(3), TrainingProgress(3))
+    assert [p.name for p in checkpoint.list_checkpoints(two_checkpoints)] == [
+        "0000002",
+        "0000003",
+    ]
 
 
-def test_hash_covers_the_progress(two):
-    """A flipped digit of the step would train some batches twice, unseen."""
-    path = two / "0000004" / "state.safetensors"
+def test_hash_covers_the_progress(two_checkpoints):
+    """A wrong step number would silently train some batches twice."""
+    path = two_checkpoints / "0000004" / "state.safetensors"
     data = path.read_bytes()
     text = json.dumps({"progress": json.dumps(vars(TrainingProgress(4)))})[
         1:-1
@@ -150,10 +158,10 @@ def test_hash_covers_the_progress(two):
     assert text.replace(b": ", b":", 1) in data
     path.write_bytes(data.replace(b'step\\": 4', b'step\\": 3'))
     assert path.read_bytes() != data
-    assert checkpoint.restore(two, trained(1), lambda text: None).step == 2
+    assert checkpoint.restore(two_checkpoints, trained(1), lambda text: None).step == 2
 
 
-def test_failed_save_keeps_older_checkpoints(two, monkeypatch):
+def test_failed_save_keeps_older_checkpoints(two_checkpoints, monkeypatch):
     def fail(path, *_, **__):
         with open(path, "wb") as stream:
             stream.write(b"half")
@@ -161,14 +169,14 @@ def test_failed_save_keeps_older_checkpoints(two, monkeypatch):
 
     monkeypatch.setattr(mx, "save_safetensors", fail)
     with pytest.raises(UserError, match="cannot write") as caught:
-        checkpoint.save(two, trained(1), TrainingProgress(6))
+        checkpoint.save(two_checkpoints, trained(1), TrainingProgress(6))
     assert caught.value.code == 1
-    assert sorted(p.name for p in two.iterdir()) == ["0000002", "0000004"]
-    assert checkpoint.restore(two, trained(1), pytest.fail).step == 4
+    assert sorted(p.name for p in two_checkpoints.iterdir()) == ["0000002", "0000004"]
+    assert checkpoint.restore(two_checkpoints, trained(1), pytest.fail).step == 4
 
 
-def test_save_checks_free_space_first(two, monkeypatch):
+def test_save_checks_free_space_first(two_checkpoints, monkeypatch):
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda path: 1000)
     with pytest.raises(UserError, match=r"this needs .* MB, and 0 MB are free"):
-        checkpoint.save(two, trained(1), TrainingProgress(6))
-    assert sorted(p.name for p in two.iterdir()) == ["0000002", "0000004"]
+        checkpoint.save(two_checkpoints, trained(1), TrainingProgress(6))
+    assert sorted(p.name for p in two_checkpoints.iterdir()) == ["0000002", "0000004"]

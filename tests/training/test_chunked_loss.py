@@ -1,4 +1,4 @@
-"""The loss by chunks against the loss of all logits at once."""
+"""The chunked loss compared with the loss of all logits at once."""
 
 import gc
 from dataclasses import replace
@@ -10,7 +10,7 @@ import pytest
 from lmx.models.loader import build_model
 from lmx.training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
 from lmx.training.losses import cross_entropy_sum
-from tiny_llamas import GRID_WAYS, WAYS, llama, tokens_of
+from tiny_llamas import GRID_MODES, MODES, llama, tokens_of
 from tiny_steps import Tiny, make_step
 
 COMMON = {
@@ -58,29 +58,29 @@ FAMILIES = {
 }
 
 
-def outputs(model, rounding, chunk, batch, **settings):
+def outputs(model, fake_quant, chunk, batch, **settings):
     chunked = ChunkedLoss(model, chunk) if chunk else None
-    options = settings | {"fake_quant": rounding, "name": "sgd"}
+    options = settings | {"fake_quant": fake_quant, "name": "sgd"}
     step = make_step(model, chunked_loss=chunked, **options)
     loss = step(batch, 0.0, 0)[0].item()
     assert step.evaluate([batch])[0] == pytest.approx(loss, rel=1e-5)
     return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
 
-def assert_alike(found, expected):
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+def assert_alike(result, expected):
+    assert result[0] == pytest.approx(expected[0], rel=1e-5)
     for path, gradient in expected[1].items():
         allowed = 1e-6 * max(1.0, np.abs(gradient).max())
-        np.testing.assert_allclose(found[1][path], gradient, rtol=1e-5, atol=allowed)
+        np.testing.assert_allclose(result[1][path], gradient, rtol=1e-5, atol=allowed)
 
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("way", WAYS + GRID_WAYS)
-def test_chunked_loss_and_gradients_equal_full_logits(way, tied):
+@pytest.mark.parametrize("mode", MODES + GRID_MODES)
+def test_chunked_loss_and_gradients_equal_full_logits(mode, tied):
     batch = tokens_of()
-    expected = outputs(*llama(way, tie_word_embeddings=tied), None, batch)
-    # 33 tokens: chunks of 7 end within rows, and the last is smaller.
-    assert_alike(outputs(*llama(way, tie_word_embeddings=tied), 7, batch), expected)
+    expected = outputs(*llama(mode, tie_word_embeddings=tied), None, batch)
+    # 33 tokens: chunks of 7 end within sequences, and the last chunk is smaller.
+    assert_alike(outputs(*llama(mode, tie_word_embeddings=tied), 7, batch), expected)
     assert sum(np.abs(g).max() > 0 for g in expected[1].values()) > 5
 
 
@@ -116,7 +116,7 @@ def test_chunked_loss_refuses_a_model_without_blocks():
 
 
 class Sideways(nn.Module):
-    """A model whose head looks at its neighbours, or at the tokens."""
+    """A model whose head uses neighboring positions or the tokens."""
 
     def __init__(self, head):
         super().__init__()
@@ -162,12 +162,12 @@ def test_chunked_loss_uses_less_memory():
     assert peak(16) < 0.6 * logits
 
 
-def sparse(places, rows=4, length=24):
-    """A batch of which the targets at `places` of the B * L are trained."""
-    batch = tokens_of(rows, length)
-    mask = np.zeros(rows * length, bool)
+def sparse(places, sequences=4, length=24):
+    """A batch that trains only the targets at `places` of the B * L positions."""
+    batch = tokens_of(sequences, length)
+    mask = np.zeros(sequences * length, bool)
     mask[places] = True
-    return replace(batch, mask=mx.array(mask.reshape(rows, length)))
+    return replace(batch, mask=mx.array(mask.reshape(sequences, length)))
 
 
 @pytest.mark.parametrize("trained", [range(3, 96, 7), range(30, 41), [95], []])
@@ -179,13 +179,15 @@ def test_head_runs_on_trained_positions_only(trained, chunk):
     assert set(trained) <= set(batch.head_positions.tolist())
     model, _ = llama()
     step = make_step(model, chunked_loss=ChunkedLoss(model, chunk), name="sgd")
-    seen, head = [], model.model.embed_tokens.as_linear
-    model.model.embed_tokens.as_linear = lambda x: seen.append(x.shape[1]) or head(x)
+    chunk_sizes, head = [], model.model.embed_tokens.as_linear
+    model.model.embed_tokens.as_linear = lambda x: (
+        chunk_sizes.append(x.shape[1]) or head(x)
+    )
     loss = step(batch, 0.0, 0)[0].item()
-    found = {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
-    # Once to follow the trunk, which is not computed, then for the chunks.
-    assert sum(seen[1:]) == len(batch.head_positions)
-    assert_alike((loss, found), outputs(*llama(), None, batch))
+    result = {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+    # The first call traces the trunk without computing it. Then come the chunks.
+    assert sum(chunk_sizes[1:]) == len(batch.head_positions)
+    assert_alike((loss, result), outputs(*llama(), None, batch))
 
 
 def test_batch_without_padding_has_no_places():

@@ -1,4 +1,4 @@
-"""The divergence from targets, against float64 sums and finite differences."""
+"""Divergences from targets, compared with float64 sums and finite differences."""
 
 import itertools
 
@@ -30,21 +30,21 @@ def full_kl(teacher, student, temperature=1.0):
 def test_kl_with_full_vocabulary_equals_exact_kl(temperature):
     teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
     target = compress_targets(teacher, VOCABULARY, temperature)
-    found = kl_sum(student, target, temperature=temperature).item()
-    wanted = full_kl(teacher, student, temperature).sum()
-    assert found / 24 == pytest.approx(wanted / 24, abs=1e-6)
+    result = kl_sum(student, target, temperature=temperature).item()
+    expected = full_kl(teacher, student, temperature).sum()
+    assert result / 24 == pytest.approx(expected / 24, abs=1e-6)
 
 
 def test_top_k_kl_is_a_growing_lower_bound():
     teacher, student = (logits(seed, 4, 6, VOCABULARY) for seed in (0, 1))
-    found = [
+    result = [
         kl_sum(student, compress_targets(teacher, k)).item() for k in (1, 5, 20, 49, 50)
     ]
-    wanted = full_kl(teacher, student).sum()
-    assert found[0] > 0
-    assert all(a < b + 1e-4 for a, b in itertools.pairwise(found))
-    assert found[-1] == pytest.approx(wanted, rel=1e-6)
-    assert found[0] < 0.9 * wanted
+    expected = full_kl(teacher, student).sum()
+    assert result[0] > 0
+    assert all(a < b + 1e-4 for a, b in itertools.pairwise(result))
+    assert result[-1] == pytest.approx(expected, rel=1e-6)
+    assert result[0] < 0.9 * expected
 
 
 @pytest.mark.parametrize("top_k", [1, 2, 3])
@@ -52,12 +52,12 @@ def test_top_k_kl_of_three_tokens(top_k):
     teacher, student = mx.array([[[2.0, -1.0, 0.5]]]), mx.array([[[0.3, 0.9, -2.0]]])
     p, q = softmax(teacher)[0, 0], softmax(student)[0, 0]
     order = np.argsort(-p)
-    named, rest = order[:top_k], order[top_k:]
-    wanted = sum(p[i] * np.log(p[i] / q[i]) for i in named)
+    top, tail = order[:top_k], order[top_k:]
+    expected = sum(p[i] * np.log(p[i] / q[i]) for i in top)
     if top_k < 3:
-        wanted += p[rest].sum() * np.log(p[rest].sum() / q[rest].sum())
-    found = kl_sum(student, compress_targets(teacher, top_k)).item()
-    assert found == pytest.approx(wanted, abs=1e-6)
+        expected += p[tail].sum() * np.log(p[tail].sum() / q[tail].sum())
+    result = kl_sum(student, compress_targets(teacher, top_k)).item()
+    assert result == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -66,17 +66,19 @@ def test_kl_gradient_equals_finite_differences(top_k, temperature):
     teacher, student = (logits(seed, 2, 3, 12) for seed in (0, 1))
     target = compress_targets(teacher, top_k, temperature)
     mask = mx.array([[True, False, True], [True, True, False]])
-    found = mx.grad(lambda x: kl_sum(x, target, mask, temperature=temperature))(student)
+    result = mx.grad(lambda x: kl_sum(x, target, mask, temperature=temperature))(
+        student
+    )
 
     indices, p = np.array(target.indices), np.exp(np.array(target.log_probs, float))
-    rest = np.exp(np.array(target.log_tail, float))
+    tail = np.exp(np.array(target.log_tail, float))
 
     def loss(x):
         q = softmax(x, temperature)
-        named = np.take_along_axis(q, indices, axis=-1)
-        losses = (p * np.log(p / named)).sum(axis=-1)
+        top = np.take_along_axis(q, indices, axis=-1)
+        losses = (p * np.log(p / top)).sum(axis=-1)
         if top_k < 12:
-            losses += rest * np.log(rest / (1 - named.sum(axis=-1)))
+            losses += tail * np.log(tail / (1 - top.sum(axis=-1)))
         return (losses * np.array(mask)).sum()
 
     x = np.array(student, np.float64)
@@ -84,7 +86,7 @@ def test_kl_gradient_equals_finite_differences(top_k, temperature):
         step = np.zeros_like(x)
         step[place] = 1e-5
         slope = (loss(x + step) - loss(x - step)) / 2e-5
-        assert found[place].item() == pytest.approx(slope, abs=2e-5)
+        assert result[place].item() == pytest.approx(slope, abs=2e-5)
 
 
 def test_kl_is_finite_for_extreme_logits():
@@ -136,20 +138,20 @@ REFERENCES = {
 
 
 def outcomes(x, indices, temperature):
-    """Float64 probabilities of the tokens named, and of the rest if there is one."""
+    """Float64 probabilities of the top tokens, and of the tail if there is one."""
     probs = softmax(x, temperature)
     if indices is None:
         return probs
-    named = np.take_along_axis(probs, np.array(indices), axis=-1)
-    rest = 1 - named.sum(axis=-1, keepdims=True)
-    return np.concatenate([named, rest], -1) if named.shape != probs.shape else named
+    top = np.take_along_axis(probs, np.array(indices), axis=-1)
+    tail = 1 - top.sum(axis=-1, keepdims=True)
+    return np.concatenate([top, tail], -1) if top.shape != probs.shape else top
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("top_k", [None, 1, 2, 3])
 @pytest.mark.parametrize("divergence", REFERENCES)
 def test_divergences_and_gradients_equal_float64(divergence, top_k, temperature):
-    """On three tokens: the value by its definition, the gradient by differences."""
+    """Three tokens: the value by definition, the gradient by finite differences."""
     teacher, student = (logits(seed, 2, 3, 3, size=2.0) for seed in (3, 4))
     mask = mx.array([[True, False, True], [True, True, False]])
     target = full_targets(teacher, temperature)
@@ -157,7 +159,7 @@ def test_divergences_and_gradients_equal_float64(divergence, top_k, temperature)
         target = compress_targets(teacher, top_k, temperature)
     p = outcomes(teacher, target.indices, temperature)
 
-    def wanted(x):
+    def expected(x):
         losses = REFERENCES[divergence](p, outcomes(x, target.indices, temperature))
         return (losses * np.array(mask)).sum()
 
@@ -167,11 +169,11 @@ def test_divergences_and_gradients_equal_float64(divergence, top_k, temperature)
 
     value, gradient = mx.value_and_grad(loss)(student)
     x = np.array(student, np.float64)
-    assert value.item() == pytest.approx(wanted(x), rel=1e-5, abs=1e-6)
+    assert value.item() == pytest.approx(expected(x), rel=1e-5, abs=1e-6)
     for place in np.ndindex(x.shape):
         step = np.zeros_like(x)
         step[place] = 1e-5
-        slope = (wanted(x + step) - wanted(x - step)) / 2e-5
+        slope = (expected(x + step) - expected(x - step)) / 2e-5
         assert gradient[place].item() == pytest.approx(slope, abs=2e-6), place
 
 
@@ -185,17 +187,17 @@ def test_top_k_of_all_tokens_equals_full_targets(divergence):
             student
         )
 
-    named, every = (
+    top, full = (
         loss(compress_targets(teacher, VOCABULARY)),
         loss(full_targets(teacher)),
     )
-    assert named[0].item() == pytest.approx(every[0].item(), rel=1e-6)
-    assert mx.abs(named[1] - every[1]).max().item() < 1e-5
+    assert top[0].item() == pytest.approx(full[0].item(), rel=1e-6)
+    assert mx.abs(top[1] - full[1]).max().item() < 1e-5
 
 
 @pytest.mark.parametrize("divergence", REFERENCES)
 def test_divergences_are_finite_for_extreme_logits(divergence):
-    """What a teacher or a student holds for impossible costs much, but not all."""
+    """A token of probability 0 in the teacher or the student has a finite cost."""
     sure = mx.array([[60.0, 0.0, -60.0, -mx.inf]])
     other = mx.array([[-60.0, 0.0, 60.0, 200.0]])
     for target in (full_targets(sure), *(compress_targets(sure, k) for k in (1, 2, 4))):

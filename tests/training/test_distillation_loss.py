@@ -1,4 +1,4 @@
-"""Distillation in a step: one loss and one gradient, however the work is cut."""
+"""Distillation in a step: chunks and accumulation keep loss and gradients."""
 
 from dataclasses import replace
 
@@ -11,45 +11,45 @@ from lmx.training.distillation import DistillationLoss, OnlineTeacher
 from lmx.training.document_mask import DocumentCaches
 from lmx.training.losses import cross_entropy_sum
 from lmx.training.teacher_targets import compress_targets
-from test_document_mask import alone, documents_of, packed
+from test_document_mask import documents_of, packed, separate_batches
 from tiny_llamas import VOCABULARY, llama, tokens_of
 from tiny_steps import Tiny, make_step, random_batch
 
 LOSSES = ("forward_kl", "reverse_kl", "jsd", "cakld")
 
 
-def another(**changes):
-    """A model with other weights than `llama` has."""
+def teacher_model(**changes):
+    """A model with other weights than `llama`."""
     model, _ = llama(hidden_size=32, intermediate_size=32, **changes)
     return model
 
 
-def taught(teacher=None, **settings):
+def distillation_loss(teacher=None, **settings):
     return DistillationLoss(
         TeacherConfig(**settings), teacher and OnlineTeacher(teacher), 0.3
     )
 
 
-def gradients(loss, *batches, way="full", chunk=None, **settings):
-    """The loss summed, and gradients by the mean, of one step."""
-    model, rounding = llama(way)
+def gradients(loss, *batches, mode="full", chunk=None, **settings):
+    """The summed loss and the mean gradients of one step."""
+    model, fake_quant = llama(mode)
     chunked = ChunkedLoss(model, chunk) if chunk else None
     if settings.pop("packing", False):
         settings["document_caches"] = DocumentCaches(model)
         if loss.online:
             loss.online.document_caches = DocumentCaches(loss.online.model)
-    settings |= {"fake_quant": rounding, "name": "sgd", "chunked_loss": chunked}
+    settings |= {"fake_quant": fake_quant, "name": "sgd", "chunked_loss": chunked}
     step = make_step(model, teacher_loss=loss, **settings)
     value = step(list(batches), 0.0, 0)[0].item()
     return value, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
 
-def assert_alike(found, expected, tolerance=1e-5):
-    assert found[0] == pytest.approx(expected[0], rel=tolerance)
+def assert_alike(result, expected, tolerance=1e-5):
+    assert result[0] == pytest.approx(expected[0], rel=tolerance)
     assert any(np.abs(gradient).max() > 1e-4 for gradient in expected[1].values())
     for path, gradient in expected[1].items():
         allowed = tolerance * max(0.1, np.abs(gradient).max())
-        np.testing.assert_allclose(found[1][path], gradient, rtol=0, atol=allowed)
+        np.testing.assert_allclose(result[1][path], gradient, rtol=0, atol=allowed)
 
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "cakld"])
@@ -58,76 +58,88 @@ def test_distillation_with_chunks_checkpointing_and_accumulation(divergence):
     batch = tokens_of(4)
     halves = [replace(batch, tokens=batch.tokens[i::2]) for i in (0, 1)]
     halves = [replace(h, mask=batch.mask[i::2]) for i, h in enumerate(halves)]
-    expected = gradients(taught(another(), **settings), batch)
-    for way in (
+    expected = gradients(distillation_loss(teacher_model(), **settings), batch)
+    for options in (
         {"chunk": 7},
         {"chunk": 7, "gradient_checkpointing": True},
         {"batches": halves},
     ):
-        batches = way.pop("batches", [batch])
-        found = gradients(taught(another(), **settings), *batches, **way)
-        assert_alike(found, expected)
+        batches = options.pop("batches", [batch])
+        result = gradients(
+            distillation_loss(teacher_model(), **settings), *batches, **options
+        )
+        assert_alike(result, expected)
 
 
 @pytest.mark.parametrize("chunk", [None, 8])
 def test_distillation_of_packed_documents_equals_separate_ones(chunk):
     documents = documents_of()
-    found = gradients(taught(another()), packed(documents), packing=True, chunk=chunk)
-    assert_alike(found, gradients(taught(another()), *alone(documents)))
-    # A teacher that saw across documents would teach something else.
-    blind = gradients(taught(another()), replace(packed(documents), documents=None))
-    assert abs(blind[0] - found[0]) > 1e-3 * found[0]
+    result = gradients(
+        distillation_loss(teacher_model()), packed(documents), packing=True, chunk=chunk
+    )
+    assert_alike(
+        result,
+        gradients(distillation_loss(teacher_model()), *separate_batches(documents)),
+    )
+    # Control: a teacher that attends across documents gives another loss.
+    blind = gradients(
+        distillation_loss(teacher_model()), replace(packed(documents), documents=None)
+    )
+    assert abs(blind[0] - result[0]) > 1e-3 * result[0]
 
 
 @pytest.mark.parametrize(
     ("divergence", "chunk"), [*((loss, None) for loss in LOSSES), ("forward_kl", 7)]
 )
 def test_offline_targets_of_all_tokens_equal_the_online_teacher(divergence, chunk):
-    teacher, batch = another(), tokens_of()
+    teacher, batch = teacher_model(), tokens_of()
     settings = {"loss": divergence, "temperature": 1.5}
-    live = gradients(taught(teacher, **settings), batch, chunk=chunk)
+    online = gradients(distillation_loss(teacher, **settings), batch, chunk=chunk)
     target = compress_targets(teacher(batch.tokens[:, :-1]), VOCABULARY, 1.5)
-    kept = replace(batch, target=tuple(target))
+    cached = replace(batch, target=tuple(target))
     settings |= {"offline": True, "top_k": VOCABULARY}
-    assert_alike(gradients(taught(**settings), kept, chunk=chunk), live)
+    assert_alike(gradients(distillation_loss(**settings), cached, chunk=chunk), online)
 
 
 def test_offline_top_k_loss_is_a_lower_bound():
-    teacher, batch = another(), tokens_of()
+    teacher, batch = teacher_model(), tokens_of()
     logits = teacher(batch.tokens[:, :-1])
-    every = gradients(taught(teacher), batch)[0]
-    loss = taught(offline=True, top_k=8)
-    found = gradients(loss, replace(batch, target=tuple(compress_targets(logits, 8))))[
+    every = gradients(distillation_loss(teacher), batch)[0]
+    loss = distillation_loss(offline=True, top_k=8)
+    result = gradients(loss, replace(batch, target=tuple(compress_targets(logits, 8))))[
         0
     ]
-    assert 0 < found < every
+    assert 0 < result < every
 
 
-@pytest.mark.parametrize("way", ["full", "lora", "lora-qat", "lsq-qat"])
-def test_distillation_of_quantized_and_adapted_students(way):
+@pytest.mark.parametrize("mode", ["full", "lora", "lora-qat", "lsq-qat"])
+def test_distillation_of_quantized_and_adapted_students(mode):
     batch = tokens_of()
-    expected = gradients(taught(another()), batch, way=way)
-    assert_alike(gradients(taught(another()), batch, way=way, chunk=5), expected)
+    expected = gradients(distillation_loss(teacher_model()), batch, mode=mode)
+    assert_alike(
+        gradients(distillation_loss(teacher_model()), batch, mode=mode, chunk=5),
+        expected,
+    )
 
 
 def test_ce_weight_mixes_the_losses():
-    batch, teacher = tokens_of(), another()
-    pure = gradients(taught(teacher), batch)[0]
+    batch, teacher = tokens_of(), teacher_model()
+    pure = gradients(distillation_loss(teacher), batch)[0]
     model, _ = llama()
     plain = cross_entropy_sum(
         model(batch.tokens[:, :-1]), batch.tokens[:, 1:], batch.mask
     ).item()
-    mixed = gradients(taught(teacher, ce_weight=0.25), batch)[0]
+    mixed = gradients(distillation_loss(teacher, ce_weight=0.25), batch)[0]
     assert mixed == pytest.approx(0.75 * pure + 0.25 * plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
-@pytest.mark.parametrize("kept", [False, True])
-def test_evaluation_loss_equals_training_loss(chunk, kept):
-    batch, teacher = tokens_of(), another()
-    loss = taught(teacher, temperature=2.0, ce_weight=0.25)
+@pytest.mark.parametrize("cached", [False, True])
+def test_evaluation_loss_equals_training_loss(chunk, cached):
+    batch, teacher = tokens_of(), teacher_model()
+    loss = distillation_loss(teacher, temperature=2.0, ce_weight=0.25)
     expected = gradients(loss, batch)[0]
-    if kept:
+    if cached:
         logits = teacher(batch.tokens[:, :-1])
         target = compress_targets(logits, VOCABULARY, temperature=2.0)
         batch, loss.online = replace(batch, target=tuple(target)), None
@@ -141,16 +153,16 @@ def test_evaluation_loss_equals_training_loss(chunk, kept):
 
 
 def test_distillation_with_a_larger_padded_vocabulary():
-    """The tokens that both have are compared; padding of either teaches nothing."""
-    batch, teacher = tokens_of(), another()
-    wider = another(vocab_size=VOCABULARY + 32)
+    """Only tokens of both vocabularies are compared; padding is ignored."""
+    batch, teacher = tokens_of(), teacher_model()
+    wider = teacher_model(vocab_size=VOCABULARY + 32)
     same = teacher.parameters()
     embedding = wider.model.embed_tokens.weight
     embedding[:VOCABULARY] = same["model"]["embed_tokens"]["weight"]
     same["model"]["embed_tokens"]["weight"] = embedding
     wider.update(same)
-    expected = gradients(taught(teacher), batch)
-    assert_alike(gradients(taught(wider), batch, chunk=7), expected)
+    expected = gradients(distillation_loss(teacher), batch)
+    assert_alike(gradients(distillation_loss(wider), batch, chunk=7), expected)
 
 
 def test_online_teacher_without_split_returns_logits():
@@ -164,10 +176,10 @@ def test_online_teacher_without_split_returns_logits():
 
 @pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl"])
 def test_distillation_converges_to_the_teacher(divergence):
-    teacher, (model, _) = another(), llama()
+    teacher, (model, _) = teacher_model(), llama()
     before = np.array(teacher.model.embed_tokens.weight)
     step, batch = (
-        make_step(model, teacher_loss=taught(teacher, loss=divergence)),
+        make_step(model, teacher_loss=distillation_loss(teacher, loss=divergence)),
         tokens_of(8),
     )
     losses = [step(batch, 3e-3, n)[0].item() for n in range(25)]

@@ -1,4 +1,4 @@
-"""Packed rows against their documents one by one."""
+"""Packed sequences compared with their documents one by one."""
 
 import mlx.core as mx
 import numpy as np
@@ -10,43 +10,43 @@ from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.document_mask import DocumentCaches, PackingUnsupported
 from lmx.training.step import TrainStep
 from test_chunked_loss import COMMON, FAMILIES, GEMMA3
-from tiny_llamas import GRID_WAYS, VOCABULARY, WAYS, llama
+from tiny_llamas import GRID_MODES, MODES, VOCABULARY, llama
 from tiny_steps import make_step
 
 LENGTHS = [[9, 15, 4], [21, 6]]
-WIDTH = 31  # token slots of a row: 28 or 27 are filled
+WIDTH = 31  # token slots of a packed sequence: 28 or 27 are filled
 
 
 def documents_of(lengths=LENGTHS, *, seed=0) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Tokens and mask of every document, row by row."""
+    """Tokens and mask of every document, sequence by sequence."""
     generator = np.random.default_rng(seed)
-    found = []
-    for length in (length for row in lengths for length in row):
+    result = []
+    for length in (length for sequence in lengths for length in sequence):
         mask = generator.random(length) < 0.6
         mask[0], mask[-1] = False, True
-        found.append((generator.integers(0, VOCABULARY, length), mask))
-    return found
+        result.append((generator.integers(0, VOCABULARY, length), mask))
+    return result
 
 
 def packed(documents, lengths=LENGTHS) -> Batch:
-    given = iter(documents)
+    remaining = iter(documents)
     tokens = np.zeros((len(lengths), WIDTH), np.int32)
     trained = np.zeros((len(lengths), WIDTH), bool)
-    numbers = np.zeros((len(lengths), WIDTH), np.int32)
-    for row, parts in enumerate(lengths):
-        place = 0
-        for number, length in enumerate(parts):
-            here = slice(place, place + length)
-            tokens[row, here], trained[row, here] = next(given)
-            numbers[row, here] = number
-            place += length
-        numbers[row, place:] = len(parts)
-    arrays = (tokens, trained[:, 1:], numbers[:, :-1])
-    tokens, mask, numbers = map(mx.array, arrays)
-    return Batch(tokens, mask, ("rows.jsonl:1",), numbers)
+    document_ids = np.zeros((len(lengths), WIDTH), np.int32)
+    for sequence, parts in enumerate(lengths):
+        start = 0
+        for document, length in enumerate(parts):
+            span = slice(start, start + length)
+            tokens[sequence, span], trained[sequence, span] = next(remaining)
+            document_ids[sequence, span] = document
+            start += length
+        document_ids[sequence, start:] = len(parts)
+    arrays = (tokens, trained[:, 1:], document_ids[:, :-1])
+    tokens, mask, document_ids = map(mx.array, arrays)
+    return Batch(tokens, mask, ("rows.jsonl:1",), document_ids)
 
 
-def alone(documents) -> list[Batch]:
+def separate_batches(documents) -> list[Batch]:
     return [
         Batch(mx.array(tokens[None], mx.int32), mx.array(mask[None, 1:]), ())
         for tokens, mask in documents
@@ -54,27 +54,27 @@ def alone(documents) -> list[Batch]:
 
 
 def gradients(step: TrainStep, batch: Batch):
-    given = (*batch.arrays, None, None)
-    return mx.value_and_grad(step._train_loss)(step.parameters, *given)
+    arguments = (*batch.arrays, None, None)
+    return mx.value_and_grad(step._train_loss)(step.parameters, *arguments)
 
 
 def assert_packing_is_exact(model, **settings):
     documents = documents_of()
     step = make_step(model, document_caches=DocumentCaches(model), **settings)
     step.model.train()
-    loss, found = gradients(step, packed(documents))
-    parts = [gradients(step, batch) for batch in alone(documents)]
+    loss, result = gradients(step, packed(documents))
+    parts = [gradients(step, batch) for batch in separate_batches(documents)]
     assert loss.item() == pytest.approx(sum(p[0].item() for p in parts), rel=1e-5)
-    assert found
-    for name, gradient in found.items():
+    assert result
+    for name, gradient in result.items():
         expected = sum(part[1][name] for part in parts)
         allowed = 1e-4 * max(1.0, mx.abs(expected).max().item())
         assert mx.abs(gradient - expected).max().item() <= allowed, name
 
 
-@pytest.mark.parametrize("way", WAYS + GRID_WAYS)
-def test_packed_loss_and_gradients_equal_separate_documents(way):
-    model, fake_quant = llama(way)
+@pytest.mark.parametrize("mode", MODES + GRID_MODES)
+def test_packed_loss_and_gradients_equal_separate_documents(mode):
+    model, fake_quant = llama(mode)
     assert_packing_is_exact(model, fake_quant=fake_quant)
 
 
@@ -92,8 +92,8 @@ def test_packing_is_exact_for_several_architectures(name):
 
 
 def test_packing_respects_sliding_windows():
-    # 21 tokens of a document in a window of 8.
-    assert max(max(row) for row in LENGTHS) > 2 * GEMMA3["sliding_window"]
+    # A document has 21 tokens, the window 8.
+    assert max(max(sequence) for sequence in LENGTHS) > 2 * GEMMA3["sliding_window"]
     model = family("gemma3")
     tokens = mx.array(np.random.default_rng(0).integers(0, 300, (1, 40)))
     one = mx.zeros((1, 40), mx.int32)
@@ -112,8 +112,8 @@ def test_packing_without_document_numbers_differs():
     step = make_step(model, document_caches=DocumentCaches(model))
     batch = packed(documents_of())
     merged = Batch(batch.tokens, batch.mask, batch.where)
-    kept, lost = (gradients(step, b)[0].item() for b in (batch, merged))
-    assert abs(kept - lost) > 1e-2 * kept
+    separated, joined = (gradients(step, b)[0].item() for b in (batch, merged))
+    assert abs(separated - joined) > 1e-2 * separated
 
 
 def test_packed_padding_changes_nothing():
@@ -122,9 +122,9 @@ def test_packed_padding_changes_nothing():
     batch = packed(documents_of())
     other = mx.where(mx.arange(WIDTH) >= 28, mx.array(7, mx.int32), batch.tokens)
     changed = Batch(other, batch.mask, (), batch.documents)
-    (loss, found), (same, again) = gradients(step, batch), gradients(step, changed)
+    (loss, result), (same, again) = gradients(step, batch), gradients(step, changed)
     assert loss.item() == same.item()
-    assert all(mx.array_equal(found[k], again[k]).item() for k in found)
+    assert all(mx.array_equal(result[k], again[k]).item() for k in result)
 
 
 def test_compiled_step_trains_on_packed_sequences():
@@ -132,7 +132,7 @@ def test_compiled_step_trains_on_packed_sequences():
     step = make_step(model, document_caches=DocumentCaches(model))
     batch = packed(documents_of())
     before, _ = step.evaluate([batch])
-    losses = [step(batch, 1e-2, number)[0].item() for number in range(5)]
+    losses = [step(batch, 1e-2, seed)[0].item() for seed in range(5)]
     assert losses[0] == pytest.approx(before, rel=1e-5)
     assert losses[-1] < losses[0]
     window = [step([batch, batch], 1e-2, 9)[0].item() for _ in range(2)]
@@ -140,7 +140,7 @@ def test_compiled_step_trains_on_packed_sequences():
 
 
 def test_packing_refuses_models_that_mix_up_masks():
-    """Gemma 2 has another axis for groups of heads, where a row's mask has none."""
+    """Gemma 2 adds an axis for groups of heads, which the mask of a sequence lacks."""
     with pytest.raises(PackingUnsupported, match=r"broadcast|reshape|are off by"):
         DocumentCaches(family("gemma2"))
 

@@ -1,7 +1,7 @@
-"""Every architecture family of mlx-lm: trained in full and by adapters, and leaner.
+"""Full and adapter training of every architecture family of mlx-lm.
 
-Compiling the kernels of all these models would take minutes, so what is computed here
-is not compiled; that a step can be, a trace shows.
+Compiling the kernels of all these models would take minutes, so most tests run without
+compilation. One test traces a compiled step.
 """
 
 import mlx.core as mx
@@ -22,11 +22,11 @@ from tiny_families import FAMILIES, VOCABULARY, WINDOW, config, member
 from tiny_steps import make_step
 
 LENGTH = 17
-# No gradient comes through the choice of experts or tokens, nor to a constant.
+# The choice of experts or tokens has no gradient, nor has a constant.
 CHOOSING = ("indexer.", "correction_bias", "expert_bias")
 CONSTANT = {
     "apertus": ("act_fn.eps",),
-    # Its gate's one surviving score is a softmax over itself.
+    # The router's single selected score is a softmax over itself.
     "phimoe": ("block_sparse_moe.gate.weight",),
 }
 
@@ -48,7 +48,7 @@ def batch():
 
 
 def train(step, batch, *, rate, steps=4):
-    """Losses per token of a few steps, of which every norm is a number."""
+    """Losses per token of a few steps; every norm must be finite."""
     losses = []
     for seed in range(steps):
         loss, tokens, norm, _ = (v.item() for v in step(batch, rate, seed))
@@ -86,17 +86,17 @@ def test_families_train_and_fuse_adapters(family, batch):
     assert make_step(plain).evaluate([batch])[0] == pytest.approx(trained, rel=1e-4)
 
 
-@pytest.mark.parametrize("way", ["full", "adapters"])
+@pytest.mark.parametrize("mode", ["full", "adapters"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families_train_with_fake_quantization(family, way, batch):
-    """Of quantization-aware training, the exported codes have the loss of the last."""
+def test_families_train_with_fake_quantization(family, mode, batch):
+    """The exported codes have the loss of quantization-aware training."""
     model = member(family)
     base = dict(tree_flatten(model.parameters()))
     specs = select_layers(model, QuantizationConfig(bits=4, group_size=32)).specs
-    if way == "adapters":
+    if mode == "adapters":
         lora_model.attach(model, LoRAConfig(rank=2), seed=0, merged=True)
     step = make_step(model, fake_quant=FakeQuant(model, specs, mx.float32))
-    losses = train(step, batch, rate=5e-3 if way == "full" else 2e-2, steps=3)
+    losses = train(step, batch, rate=5e-3 if mode == "full" else 2e-2, steps=3)
     assert losses[-1] < losses[0] - 0.05
     codes = step.fake_quant.export_tensors(step.parameters)
     weights = lora_model.fuse(model, base, step.parameters, mx.float32)
@@ -111,7 +111,7 @@ def test_families_train_with_fake_quantization(family, way, batch):
 
 
 def outputs(family, batch, *, chunk=None, **settings):
-    """Loss and gradients: momentum's first value is the gradient."""
+    """Loss and gradients: the first momentum is the gradient."""
     model = member(family)
     chunked = ChunkedLoss(model, chunk) if chunk else None
     step = make_step(model, name="sgd", chunked_loss=chunked, **settings)
@@ -130,20 +130,20 @@ def test_families_have_equal_gradients_with_less_memory(family, batch, monkeypat
         return checkpoint(function)
 
     monkeypatch.setattr(mx, "checkpoint", counting)
-    again, found = outputs(family, batch, gradient_checkpointing=True, chunk=7)
+    again, result = outputs(family, batch, gradient_checkpointing=True, chunk=7)
     assert again == pytest.approx(loss, rel=1e-5)
     for path, gradient in expected.items():
         allowed = {"rtol": 1e-4, "atol": 1e-5 * largest}
-        assert mx.allclose(found[path], gradient, **allowed), path
-    found = find_blocks(member(family))
-    assert len(blocks) >= len(found.trunk[found.name])
+        assert mx.allclose(result[path], gradient, **allowed), path
+    location = find_blocks(member(family))
+    assert len(blocks) >= len(location.trunk[location.name])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_train_with_a_compiled_step(family, batch):
-    """Traced, and not computed: code that needs a value meanwhile would raise."""
+    """Traced, not computed: code that needs a value in between would raise."""
     model = member(family)
-    # It computes something itself, to try its cuts.
+    # The constructor computes a forward pass to verify the split.
     chunked = ChunkedLoss(model, 7)
     mx.enable_compile()
     step = make_step(model, gradient_checkpointing=True, chunked_loss=chunked)
@@ -155,34 +155,36 @@ SLIDING = [f for f in FAMILIES if config(f) != config(f, window=LENGTH)]
 
 @pytest.mark.parametrize("family", SLIDING)
 def test_families_use_sliding_windows_in_training(family, batch):
-    """Or the tests above would not have seen the masks of sliding layers."""
+    """Control: the tests above cover the masks of sliding layers."""
     narrow, wide = (make_step(member(family, window=w)) for w in (WINDOW, LENGTH))
     losses = [step(batch, 0.0, 0)[0].item() for step in (narrow, wide)]
     assert abs(losses[0] / losses[1] - 1) > 1e-5
 
 
 def test_checkpointing_refuses_keys_shared_through_a_cache(batch):
-    """AFM's last blocks read the cache of one before, past what runs twice."""
+    """The last blocks of AFM read the cache of an earlier block."""
     train(make_step(member("afm7")), batch, rate=3e-3)
     with pytest.raises(UserError, match="share keys through a cache"):
         make_step(member("afm7"), gradient_checkpointing=True)(batch, 1e-3, 0)
 
 
 def test_step_refuses_models_that_evaluate_in_the_forward_pass(batch):
-    """DBRX picks its experts with NumPy while it trains, which no trace can follow."""
+    """DBRX selects its experts with NumPy, which cannot be traced."""
     mx.enable_compile()
     with pytest.raises(UserError, match=r"cannot be trained.*eval"):
         make_step(member("dbrx"))(batch, 1e-3, 0)
 
 
-@pytest.mark.skipif(mx.metal.is_available(), reason="there the kernel runs, forward")
+@pytest.mark.skipif(
+    mx.metal.is_available(), reason="Metal runs the kernel in the forward pass"
+)
 def test_step_refuses_metal_kernels_on_the_cpu(batch):
     with pytest.raises(UserError, match=r"cannot be trained.*No Metal"):
         make_step(member("bitnet"))(batch, 1e-3, 0)
 
 
 def test_step_refuses_adapters_on_layers_with_direct_weight_access(batch):
-    """Gemma 3n clips the weights of its mixing layers in every forward."""
+    """Gemma 3n clips the weights of its mixing layers in every forward pass."""
     model = member("gemma3n")
     lora_model.attach(
         model, LoRAConfig(rank=2, target_modules=["altup.prediction_coefs"]), seed=0

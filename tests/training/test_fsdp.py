@@ -1,4 +1,4 @@
-"""Processes that keep shares train as one does, and go on from its checkpoints."""
+"""FSDP ranks train like one process, and checkpoints resume in both setups."""
 
 import errno
 import json
@@ -39,7 +39,7 @@ CASES = {
     "tied": ({}, SGD),
     "untied": ({"tie_word_embeddings": False}, SGD),
     "adamw": ({}, {"weight_decay": 0.1}),
-    # Neither the vocabulary nor half of the matrices can be cut in two.
+    # The vocabulary and half of the matrices have odd sizes and are not sharded.
     "odd": ({"vocab_size": 321, "intermediate_size": 97}, SGD),
     "checkpointed": ({}, SGD | {"gradient_checkpointing": True}),
     "chunked": ({}, SGD | {"chunked": 5}),
@@ -49,12 +49,12 @@ CASES = {
     ),
     "without blocks": (None, SGD),
 }
-# A step of AdamW is as long as its rate, even where a gradient is all rounding.
+# AdamW makes a full step even from a gradient that is only rounding error.
 RATES = {"adamw": 1e-3}
 BFLOAT = {"name": "sgd", "compute_dtype": mx.bfloat16}
 
 
-def begun(case: str, **more) -> TrainStep:
+def new_step(case: str, **more) -> TrainStep:
     shape, settings = CASES[case]
     model = Tiny() if shape is None else llama("full", **shape)[0]
     settings = settings | more
@@ -65,87 +65,93 @@ def begun(case: str, **more) -> TrainStep:
 
 def steps_of(case: str):
     if CASES[case][0] is None:
-        return [[random_batch(rows, seed=rows)] for rows in (5, 4, 1)]
+        return [[random_batch(batch_size, seed=batch_size)] for batch_size in (5, 4, 1)]
     return windows()
 
 
 def outcome(step: TrainStep, windows, rate: float = 1e-2) -> dict[str, np.ndarray]:
-    """Losses, tokens, norms, validation and whole weights of a training."""
-    numbers = []
+    """Losses, token counts, norms, evaluation and full weights of a training."""
+    metrics = []
     for number, window in enumerate(windows):
-        told = step(window, rate, number)
-        numbers.append([value.item() for value in told[:3]])
+        output = step(window, rate, number)
+        metrics.append([value.item() for value in output[:3]])
     valid = [batch for window in windows for batch in window]
-    found = {"steps": np.array(numbers), "valid": np.array(step.evaluate(valid))}
+    result = {"steps": np.array(metrics), "valid": np.array(step.evaluate(valid))}
     weights = step.gather_parameters(dict.fromkeys(step.parameters, mx.float32))
-    return found | {f"weight {k}": np.array(v) for k, v in weights.items()}
+    return result | {f"weight {k}": np.array(v) for k, v in weights.items()}
 
 
-def held(step: TrainStep) -> int:
-    """Bytes of parameters and moments."""
+def state_bytes(step: TrainStep) -> int:
+    """Bytes of parameters and optimizer state."""
     parts = [step.parameters, step.optimizer.state]
     return sum(value.nbytes for _, value in tree_flatten(parts))
 
 
 def train_everything(ranks, folder) -> None:
-    found = {}
+    result = {}
     for case in CASES:
-        step = begun(case, ranks=ranks, fsdp=True)
+        step = new_step(case, ranks=ranks, fsdp=True)
         trained = outcome(step, steps_of(case), RATES.get(case, 1e-2))
-        found[case] = trained | {"held": np.array(held(step))}
-    for name, fsdp in (("shares", True), ("no shares", False)):
+        result[case] = trained | {"state_bytes": np.array(state_bytes(step))}
+    for name, fsdp in (("shards", True), ("no shards", False)):
         model, _ = llama("full")
         step = make_step(model, ranks=ranks, fsdp=fsdp, **BFLOAT)
-        found[name] = outcome(step, windows()[:1])
-    step = begun("tied", ranks=ranks, fsdp=True)
+        result[name] = outcome(step, windows()[:1])
+    step = new_step("tied", ranks=ranks, fsdp=True)
     ranks.reduce_scatter = lambda values: mx.split(values, ranks.size)[ranks.rank]
-    found["own gradients alone"] = outcome(step, windows())
-    flat = {f"{c}|{k}": v for c, values in found.items() for k, v in values.items()}
+    result["local gradients only"] = outcome(step, windows())
+    flat = {f"{c}|{k}": v for c, values in result.items() for k, v in values.items()}
     np.savez(folder / f"{ranks.rank}.npz", **flat)
 
 
-def in_two(name: str, folder) -> None:
-    ended = in_ring(PROGRAM.format(name=name), str(folder), folder=folder)
-    assert [done.returncode for done in ended] == [0, 0], ended
+def run_on_two_ranks(name: str, folder) -> None:
+    processes = in_ring(PROGRAM.format(name=name), str(folder), folder=folder)
+    assert [done.returncode for done in processes] == [0, 0], processes
 
 
 @pytest.fixture(scope="module")
-def alone():
-    """What one process makes of every case; two find what it has compiled."""
+def single_process():
+    """The results of one process; it fills the compilation cache for the two."""
     return {
-        case: outcome(begun(case), steps_of(case), RATES.get(case, 1e-2))
+        case: outcome(new_step(case), steps_of(case), RATES.get(case, 1e-2))
         for case in CASES
     }
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, alone):
-    """What two processes with shares made of every case."""
+def two_processes(tmp_path_factory, single_process):
+    """The results of two FSDP processes, by case."""
     folder = tmp_path_factory.mktemp("pair")
-    in_two("train_everything", folder)
+    run_on_two_ranks("train_everything", folder)
     return [cases_of(folder / f"{rank}.npz") for rank in range(2)]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fsdp_trains_like_one_process(pair, alone, case):
-    expected = alone[case]
-    found = {key: value for key, value in pair[0][case].items() if key != "held"}
-    assert_same_training(found, expected, ALLOWED.get(case, 1e-5))
+def test_fsdp_trains_like_one_process(two_processes, single_process, case):
+    expected = single_process[case]
+    result = {
+        key: value
+        for key, value in two_processes[0][case].items()
+        if key != "state_bytes"
+    }
+    assert_same_training(result, expected, ALLOWED.get(case, 1e-5))
     if case != "without blocks":
-        # The gradient is clipped.
+        # The norm exceeds the limit, so the gradient is clipped.
         assert expected["steps"][0, 2] > 1
-    assert np.array_equal(pair[1][case]["steps"], found["steps"])
+    assert np.array_equal(two_processes[1][case]["steps"], result["steps"])
 
 
-def test_fsdp_without_reduce_scatter_differs(pair, alone):
-    """Negative control: the comparison sees the fault it is there for."""
+def test_fsdp_without_reduce_scatter_differs(two_processes, single_process):
+    """Negative control: the comparison detects the missing reduction."""
     with pytest.raises(AssertionError):
-        assert_same_training(pair[0]["own gradients alone"], alone["tied"])
+        assert_same_training(
+            two_processes[0]["local gradients only"], single_process["tied"]
+        )
 
 
-def test_fsdp_sums_bfloat16_gradients_in_float32(pair):
-    found, expected = pair[0]["shares"], pair[0]["no shares"]
-    assert_same_training(found, expected, 1e-6)
+def test_fsdp_sums_bfloat16_gradients_in_float32(two_processes):
+    result, expected = two_processes[0]["shards"], two_processes[0]["no shards"]
+    assert_same_training(result, expected, 1e-6)
     model, _ = llama("full")
     exact = outcome(
         make_step(model, **BFLOAT | {"compute_dtype": mx.float32}), windows()[:1]
@@ -154,15 +160,15 @@ def test_fsdp_sums_bfloat16_gradients_in_float32(pair):
         assert_same_training(exact, expected)
 
 
-@pytest.mark.parametrize(("case", "most"), [("tied", 0.51), ("odd", 0.9)])
-def test_fsdp_rank_holds_only_its_shard(pair, case, most):
-    whole = held(begun(case))
+@pytest.mark.parametrize(("case", "limit"), [("tied", 0.51), ("odd", 0.9)])
+def test_fsdp_rank_holds_only_its_shard(two_processes, case, limit):
+    whole = state_bytes(new_step(case))
     for rank in range(2):
-        assert 0.5 <= pair[rank][case]["held"] / whole <= most
+        assert 0.5 <= two_processes[rank][case]["state_bytes"] / whole <= limit
 
 
 class Rank:
-    """One of several, for what needs no others."""
+    """A rank without communication."""
 
     def __init__(self, rank, size):
         self.rank, self.size = rank, size
@@ -198,8 +204,8 @@ def test_shard_frees_the_full_parameter():
     )
     mx.eval(whole)
     before = mx.get_active_memory()
-    own = shards.shard("a", whole)
-    mx.eval(own)
+    shard = shards.shard("a", whole)
+    mx.eval(shard)
     del whole
     mx.clear_cache()
     assert mx.get_active_memory() < before - (1 << 20)
@@ -211,20 +217,20 @@ def train(step: TrainStep, first: int, last: int) -> None:
         mx.eval(output, step.parameters)
 
 
-def go_on(ranks, folder) -> None:
-    """From the beginning, then from a file of one process, saving both."""
-    step = begun("odd", ranks=ranks, fsdp=True, **ADAMW, name="adamw")
+def resume_and_save(ranks, folder) -> None:
+    """Train from the start, then from a checkpoint of one process; save both."""
+    step = new_step("odd", ranks=ranks, fsdp=True, **ADAMW, name="adamw")
     train(step, 0, 2)
     progress = TrainingProgress(2, 70, 1.5, best_step=2, best_loss=0.1 + 0.2)
     path = checkpoint.save(folder / "two", step, progress)
     assert (path is None) == (ranks.rank == 1)
     train(step, 2, 4)
     checkpoint.save(folder / "two", step, TrainingProgress(4, best_step=2), best_step=2)
-    own = bits(step)
-    other = begun("odd", ranks=ranks, fsdp=True, **ADAMW, name="adamw")
+    expected = bits(step)
+    other = new_step("odd", ranks=ranks, fsdp=True, **ADAMW, name="adamw")
     train(other, 7, 8)
     assert checkpoint.restore(folder / "two", other, print).step == 4
-    assert bits(other) == own
+    assert bits(other) == expected
     assert checkpoint.load_weights(folder / "two", other, 2)
     assert not checkpoint.load_weights(folder / "two", other, 3)
     checkpoint.save(folder / "recalled", other, TrainingProgress(2))
@@ -238,30 +244,30 @@ def loaded(folder):
     return mx.load(str(folder / "state.safetensors"), return_metadata=True)
 
 
-def assert_equal(found: dict, expected: dict) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(result: dict, expected: dict) -> None:
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        assert found[name].dtype == value.dtype
-        assert mx.array_equal(found[name], value), name
+        assert result[name].dtype == value.dtype
+        assert mx.array_equal(result[name], value), name
 
 
-def assert_close(found: dict, expected: dict) -> None:
-    """On the whole: AdamW makes a step of what is rounding alone."""
-    assert found.keys() == expected.keys()
+def assert_close(result: dict, expected: dict) -> None:
+    """Compare means: AdamW makes a full step from rounding error."""
+    assert result.keys() == expected.keys()
     for name, value in expected.items():
-        off = mx.abs(found[name] - value).astype(mx.float32).mean().item()
+        off = mx.abs(result[name] - value).astype(mx.float32).mean().item()
         assert off < 1e-5 * max(1.0, mx.abs(value).max().item()), name
 
 
 def test_fsdp_checkpoints_equal_those_of_one_process(tmp_path):
     def fresh():
-        return begun("odd", **ADAMW, name="adamw")
+        return new_step("odd", **ADAMW, name="adamw")
 
     whole = fresh()
     train(whole, 0, 4)
     checkpoint.save(tmp_path / "one", whole, TrainingProgress(4))
-    in_two("go_on", tmp_path)
-    # Of one process that goes on from two: what is in the file, bit for bit.
+    run_on_two_ranks("resume_and_save", tmp_path)
+    # One process restores the checkpoint of two ranks bit-exactly.
     step = fresh()
     progress = checkpoint.restore(tmp_path / "two", step, pytest.fail)
     assert progress.step == 4
@@ -272,12 +278,12 @@ def test_fsdp_checkpoints_equal_those_of_one_process(tmp_path):
     assert same_metadata == metadata
     assert json.loads(metadata["progress"])["best_step"] == 2
     assert_close(tensors, loaded(tmp_path / "one/0000004")[0])
-    # Two that went on from one did what one does.
+    # Two ranks that resume from one process train like one process.
     train(whole, 4, 6)
     checkpoint.save(tmp_path / "one", whole, TrainingProgress(6))
     paths = ("from one/0000006", "one/0000006")
     assert_close(*(loaded(tmp_path / path)[0] for path in paths))
-    # And the best weights are those of the step they are of.
+    # The best weights belong to their step.
     paths = ("two/0000002", "recalled/0000002")
     best, recalled = (loaded(tmp_path / path)[0] for path in paths)
     parameters = {k: v for k, v in best.items() if k.startswith("parameters:")}
@@ -285,37 +291,41 @@ def test_fsdp_checkpoints_equal_those_of_one_process(tmp_path):
 
 
 def count_messages(ranks, folder) -> None:
-    """How often a step gathers and scatters, with and without checkpointed blocks."""
-    told = {}
+    """Count collectives of a step, with and without gradient checkpointing."""
+    output = {}
     for again in (False, True):
         sent = []
-        for way in ("all_gather", "reduce_scatter"):
-            setattr(ranks, way, counted(way, getattr(type(ranks), way), ranks, sent))
-        step = begun("tied", ranks=ranks, fsdp=True, gradient_checkpointing=again)
+        for method in ("all_gather", "reduce_scatter"):
+            setattr(
+                ranks,
+                method,
+                counted(method, getattr(type(ranks), method), ranks, sent),
+            )
+        step = new_step("tied", ranks=ranks, fsdp=True, gradient_checkpointing=again)
         mx.eval(step([tokens_of(4)], 1e-2, 0))
-        told[str(again)] = sent
-    (folder / f"{ranks.rank}.json").write_text(json.dumps(told))
+        output[str(again)] = sent
+    (folder / f"{ranks.rank}.json").write_text(json.dumps(output))
 
 
-def counted(name, way, ranks, sent):
+def counted(name, method, ranks, sent):
     def call(value):
         sent.append(name)
-        return way(ranks, value)
+        return method(ranks, value)
 
     return call
 
 
 def test_fsdp_gathers_blocks_per_forward_pass(tmp_path):
-    in_two("count_messages", tmp_path)
+    run_on_two_ranks("count_messages", tmp_path)
     first, second = (json.loads((tmp_path / f"{r}.json").read_text()) for r in (0, 1))
     assert first == second
-    # All outside of the blocks, then two blocks.
+    # Everything outside the blocks, then two blocks.
     assert first["False"] == ["all_gather"] * 3 + ["reduce_scatter"] * 3
     again = ["all_gather", "reduce_scatter"] * 2
     assert first["True"] == ["all_gather"] * 3 + again + ["reduce_scatter"]
 
 
-# Tied and not, with experts, shared keys, states, convolutions, and parts per head.
+# Tied and untied, experts, shared keys, states, convolutions, parts per head.
 UNLIKE = (
     "gemma3n",
     "qwen3_next",
@@ -331,12 +341,12 @@ UNLIKE = (
 
 def train_families(ranks, folder) -> None:
     mx.disable_compile()
-    found = {}
+    result = {}
     for family in UNLIKE:
         step = make_step(member(family), ranks=ranks, fsdp=True, **SGD)
         for key, value in outcome(step, [[family_batch()]] * 2).items():
-            found[f"{family}|{key}"] = value
-    np.savez(folder / f"{ranks.rank}.npz", **found)
+            result[f"{family}|{key}"] = value
+    np.savez(folder / f"{ranks.rank}.npz", **result)
 
 
 def family_batch() -> Batch:
@@ -345,20 +355,20 @@ def family_batch() -> Batch:
 
 
 def test_fsdp_trains_families_like_one_process(tmp_path):
-    in_two("train_families", tmp_path)
-    told = dict(np.load(tmp_path / "0.npz"))
+    run_on_two_ranks("train_families", tmp_path)
+    output = dict(np.load(tmp_path / "0.npz"))
     mx.disable_compile()
     try:
         for family in UNLIKE:
             expected = outcome(make_step(member(family), **SGD), [[family_batch()]] * 2)
-            found = {key: told[f"{family}|{key}"] for key in expected}
-            assert_same_training(found, expected, 1e-4)
+            result = {key: output[f"{family}|{key}"] for key in expected}
+            assert_same_training(result, expected, 1e-4)
     finally:
         mx.enable_compile()
 
 
 def fail_in_the_middle(ranks, folder) -> None:
-    step = begun("tied", ranks=ranks, fsdp=True)
+    step = new_step("tied", ranks=ranks, fsdp=True)
 
     def fail(path, layout, values, metadata):
         next(values)
@@ -375,7 +385,7 @@ def fail_in_the_middle(ranks, folder) -> None:
 
 
 def test_full_disk_stops_all_ranks(tmp_path):
-    in_two("fail_in_the_middle", tmp_path)
+    run_on_two_ranks("fail_in_the_middle", tmp_path)
     assert [path.name for path in (tmp_path / "it").iterdir()] == ["0000002"]
 
 
@@ -391,13 +401,13 @@ VALUES = {
 
 def test_streamed_safetensors_equal_those_of_mlx(tmp_path):
     layout = {name: (value.dtype, value.shape) for name, value in VALUES.items()}
-    found, expected = tmp_path / "found", tmp_path / "expected.safetensors"
+    result, expected = tmp_path / "result", tmp_path / "expected.safetensors"
     metadata = {"progress": '{"step": 1, "é": "\\""}'}
-    stream_safetensors(found, layout, iter(VALUES.values()), metadata)
+    stream_safetensors(result, layout, iter(VALUES.values()), metadata)
     mx.save_safetensors(str(expected), VALUES, metadata=metadata)
-    tensors, told = mx.load(str(found), format="safetensors", return_metadata=True)
+    tensors, output = mx.load(str(result), format="safetensors", return_metadata=True)
     others, same = mx.load(str(expected), return_metadata=True)
-    assert told == same == metadata
+    assert output == same == metadata
     assert tensors.keys() == others.keys()
     for name, value in others.items():
         assert tensors[name].dtype == value.dtype
@@ -417,6 +427,6 @@ def test_stream_safetensors_checks_the_layout(tmp_path, count):
 
 
 def test_one_process_shards_nothing():
-    step = begun("tied")
+    step = new_step("tied")
     assert not step.sharding
     assert step.ranks is SINGLE_PROCESS

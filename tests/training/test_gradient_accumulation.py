@@ -1,4 +1,4 @@
-"""Several batches as one: every trained token weighs the same, wherever it is."""
+"""Accumulated batches equal one batch: every trained token has equal weight."""
 
 import gc
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from lmx.data.batching import Batch
 from lmx.training.step import TrainStep
-from tiny_llamas import GRID_WAYS, llama, tokens_of
+from tiny_llamas import GRID_MODES, llama, tokens_of
 from tiny_steps import Tiny, make_step, random_batch
 
 
@@ -16,7 +16,7 @@ def ragged(lengths) -> list[Batch]:
 
 
 def joined(batches) -> Batch:
-    """All rows in one batch, padded to the longest."""
+    """All sequences in one batch, padded to the longest."""
     longest = max(batch.mask.shape[1] for batch in batches)
     tokens, masks = [], []
     for batch in batches:
@@ -26,37 +26,37 @@ def joined(batches) -> Batch:
     return Batch(mx.concatenate(tokens), mx.concatenate(masks), ())
 
 
-def outputs(window, way="full", **settings):
-    model, rounding = llama(way)
-    step = make_step(model, fake_quant=rounding, name="sgd", **settings)
-    numbers = [v.item() for v in step(window, 0.0, 0)]
-    return numbers, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
+def outputs(window, mode="full", **settings):
+    model, fake_quant = llama(mode)
+    step = make_step(model, fake_quant=fake_quant, name="sgd", **settings)
+    metrics = [v.item() for v in step(window, 0.0, 0)]
+    return metrics, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
 
-@pytest.mark.parametrize("way", ["full", "lora", "lora-qat", *GRID_WAYS])
+@pytest.mark.parametrize("mode", ["full", "lora", "lora-qat", *GRID_MODES])
 @pytest.mark.parametrize("lengths", [(3, 14), (5, 9, 16), (16, 4, 8, 13)])
-def test_accumulated_gradients_equal_one_batch(way, lengths):
+def test_accumulated_gradients_equal_one_batch(mode, lengths):
     window = ragged(lengths)
     counts = {batch.mask.sum().item() for batch in window}
     assert len(counts) == len(window)
-    expected = outputs(joined(window), way)
-    found = outputs(window, way)
-    assert found[0] == pytest.approx(expected[0], rel=1e-5)
+    expected = outputs(joined(window), mode)
+    result = outputs(window, mode)
+    assert result[0] == pytest.approx(expected[0], rel=1e-5)
     for path, gradient in expected[1].items():
         allowed = 1e-5 * max(1.0, np.abs(gradient).max())
-        np.testing.assert_allclose(found[1][path], gradient, rtol=1e-5, atol=allowed)
+        np.testing.assert_allclose(result[1][path], gradient, rtol=1e-5, atol=allowed)
 
 
 def test_clipping_applies_to_accumulated_gradients():
     window = ragged((3, 14))
     norm = outputs(window)[0][2]
-    _, found = outputs(window, max_grad_norm=norm / 2)
-    joint = sum((v.astype(np.float64) ** 2).sum() for v in found.values()) ** 0.5
+    _, result = outputs(window, max_grad_norm=norm / 2)
+    joint = sum((v.astype(np.float64) ** 2).sum() for v in result.values()) ** 0.5
     assert joint == pytest.approx(norm / 2, rel=1e-4)
 
 
 def test_accumulation_sizes_can_vary_between_steps():
-    """What one window leaves behind is no part of the next."""
+    """A window does not affect the gradients of the next."""
     windows = [
         [random_batch(seed=s) for s in range(first, last)]
         for first, last in ((0, 2), (2, 3), (3, 7), (7, 8))
@@ -82,9 +82,9 @@ def test_accumulation_compiles_once_per_shape(monkeypatch):
     traced = []
     real = TrainStep._gradients
 
-    def counted(self, tokens, *rest):
+    def counted(self, tokens, *arguments):
         traced.append(tokens.shape)
-        return real(self, tokens, *rest)
+        return real(self, tokens, *arguments)
 
     monkeypatch.setattr(TrainStep, "_gradients", counted)
     step = make_step(Tiny())

@@ -1,4 +1,4 @@
-"""Blocks run twice give the gradients of blocks run once, and are let go of again."""
+"""Recomputed blocks give equal gradients, and are restored afterwards."""
 
 import gc
 
@@ -10,44 +10,44 @@ from lmx.errors import UserError
 from lmx.models.hooks import ModuleProxy, find_blocks
 from lmx.training import gradient_checkpointing
 from lmx.training.gradient_checkpointing import checkpointed
-from tiny_llamas import GRID_WAYS, WAYS, llama, tokens_of
+from tiny_llamas import GRID_MODES, MODES, llama, tokens_of
 from tiny_steps import Tiny, make_step
 
 
-def outputs(way, *, dropout=0.0, **settings):
-    """Loss and gradients of a compiled step: momentum's first value is the gradient."""
-    model, rounding = llama(way, dropout=dropout)
-    step = make_step(model, fake_quant=rounding, name="sgd", **settings)
+def outputs(mode, *, dropout=0.0, **settings):
+    """Loss and gradients of a compiled step: the first momentum is the gradient."""
+    model, fake_quant = llama(mode, dropout=dropout)
+    step = make_step(model, fake_quant=fake_quant, name="sgd", **settings)
     loss = step(tokens_of(), 0.0, 0)[0].item()
     return loss, {k: np.array(step.optimizer.state[k]["v"]) for k in step.parameters}
 
 
-@pytest.mark.parametrize("way", WAYS + GRID_WAYS)
-def test_checkpointing_keeps_loss_and_gradients(way):
-    loss, expected = outputs(way)
-    again, found = outputs(way, gradient_checkpointing=True)
+@pytest.mark.parametrize("mode", MODES + GRID_MODES)
+def test_checkpointing_keeps_loss_and_gradients(mode):
+    loss, expected = outputs(mode)
+    again, result = outputs(mode, gradient_checkpointing=True)
     assert again == pytest.approx(loss, rel=1e-6)
-    assert found.keys() == expected.keys()
+    assert result.keys() == expected.keys()
     for path, gradient in expected.items():
         assert np.abs(gradient).max() > 0, path
-        np.testing.assert_allclose(found[path], gradient, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result[path], gradient, rtol=1e-5, atol=1e-6)
 
 
 def test_checkpointing_replays_dropout(monkeypatch):
     settings = {"dropout": 0.5, "gradient_checkpointing": True}
-    loss, found = outputs("lora", **settings)
-    # Once only, with the same draws.
+    loss, result = outputs("lora", **settings)
+    # Without recomputation, with the same random draws.
     monkeypatch.setattr(
         gradient_checkpointing.mx, "checkpoint", lambda function: function
     )
     once, expected = outputs("lora", **settings)
     assert loss == once != outputs("lora")[0]
     for path, gradient in expected.items():
-        np.testing.assert_allclose(found[path], gradient, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result[path], gradient, rtol=1e-5, atol=1e-6)
 
 
 class Counting(nn.Module):
-    """A block that counts how often it is run."""
+    """A block that counts its calls."""
 
     def __init__(self):
         super().__init__()
@@ -60,7 +60,7 @@ class Counting(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, one after the other; the first may be there twice."""
+    """A sequence of blocks; a block may occur twice."""
 
     def __init__(self, blocks):
         super().__init__()
@@ -73,7 +73,7 @@ class Stack(nn.Module):
 
 
 def gradient(model, x, *, times):
-    """Of all parameters, with `times` contexts around the forward pass."""
+    """Gradients of all parameters, with `times` contexts around the forward pass."""
     blocks = find_blocks(model)
 
     def loss(parameters):
@@ -87,10 +87,10 @@ def gradient(model, x, *, times):
                 return model(x).sum()
 
     before = model.parameters()
-    found = mx.grad(loss)(before)
-    mx.eval(found)
+    result = mx.grad(loss)(before)
+    mx.eval(result)
     model.update(before)
-    return found
+    return result
 
 
 @pytest.mark.parametrize(("times", "calls"), [(0, 1), (1, 2), (2, 2)])
@@ -116,8 +116,8 @@ def test_checkpointed_block_used_twice_sums_gradients():
     shared = Counting()
     model, x = Stack([shared, Counting(), shared]), mx.ones((2, 4))
     expected = gradient(model, x, times=0)["layers"][0]["linear"]["weight"]
-    found = gradient(model, x, times=1)["layers"][0]["linear"]["weight"]
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    result = gradient(model, x, times=1)["layers"][0]["linear"]["weight"]
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
 def test_checkpointing_refuses_a_model_without_blocks():

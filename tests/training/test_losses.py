@@ -1,4 +1,4 @@
-"""The loss against NumPy in float64."""
+"""The loss compared with NumPy in float64."""
 
 import mlx.core as mx
 import numpy as np
@@ -16,9 +16,9 @@ def test_cross_entropy_equals_float64(dtype):
     losses = np.log(np.exp(exact).sum(-1)) - np.take_along_axis(
         exact, targets[..., None], -1
     ).squeeze(-1)
-    found = cross_entropy_sum(logits, mx.array(targets), mx.array(mask))
-    assert found.dtype == mx.float32
-    assert found.item() == pytest.approx((losses * mask).sum(), rel=1e-6)
+    result = cross_entropy_sum(logits, mx.array(targets), mx.array(mask))
+    assert result.dtype == mx.float32
+    assert result.item() == pytest.approx((losses * mask).sum(), rel=1e-6)
 
 
 def test_cross_entropy_of_large_logits_is_finite():
@@ -45,10 +45,10 @@ def test_cross_entropy_gradient_is_softmax_minus_one_hot(dtype):
     def loss(logits):
         return 3 * cross_entropy_sum(logits, mx.array(targets), mx.array(mask))
 
-    found = mx.grad(loss)(logits)
+    result = mx.grad(loss)(logits)
     exact = np.exp(np.array(logits.astype(mx.float32), np.float64))
     softmax = exact / exact.sum(-1, keepdims=True)
     expected = 3 * (softmax - np.eye(50)[targets]) * mask[..., None]
-    assert found.dtype == dtype
+    assert result.dtype == dtype
     allowed = 1e-6 if dtype == mx.float32 else 2e-2
-    np.testing.assert_allclose(found.astype(mx.float32), expected, atol=allowed)
+    np.testing.assert_allclose(result.astype(mx.float32), expected, atol=allowed)

@@ -1,4 +1,4 @@
-"""Every optimizer against MLX's own, or against its definition in NumPy."""
+"""Every optimizer compared with the one of MLX."""
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
@@ -12,7 +12,7 @@ from tiny_steps import make_step
 NAMES = ("adamw", "adafactor", "lion", "muon", "sgd")
 
 
-def made(name, parameters):
+def new_optimizer(name, parameters):
     config = OptimizerConfig(name, beta1=0.9, beta2=0.95, momentum=0.8)
     return make_optimizer(config, parameters, block_prefix="layers.")
 
@@ -43,22 +43,22 @@ def run(optimizer, steps=3):
 
 @pytest.mark.parametrize("name", REFERENCES)
 def test_optimizers_equal_mlx(name):
-    found = run(made(name, values(0)))
+    result = run(new_optimizer(name, values(0)))
     expected = run(REFERENCES[name]())
     for path in SHAPES:
-        np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(result[path], expected[path], rtol=1e-5, atol=1e-6)
 
 
 def test_muon_updates_block_matrices_and_adamw_everything_else():
-    found = run(made("muon", values(0)))
-    rest = run(REFERENCES["adamw"]())
+    result = run(new_optimizer("muon", values(0)))
+    adamw = run(REFERENCES["adamw"]())
     muon = run(optimizers.Muon(0.1, 0.8, weight_decay=0.0))
     for path in ("head.weight", "layers.0.norm"):
-        np.testing.assert_allclose(found[path], rest[path], rtol=1e-5)
+        np.testing.assert_allclose(result[path], adamw[path], rtol=1e-5)
     start = values(0)["layers.0.w"]
-    # As MLX's, but 0.2 large in the mean: 0.2 * sqrt(6) for a matrix of 4 x 6.
+    # Like MLX, but scaled to an RMS of 0.2: 0.2 * sqrt(6) for a 4 x 6 matrix.
     np.testing.assert_allclose(
-        found["layers.0.w"] - start,
+        result["layers.0.w"] - start,
         (muon["layers.0.w"] - start) * 0.2 * 6**0.5,
         rtol=1e-4,
         atol=1e-6,
@@ -69,19 +69,19 @@ def test_muon_updates_block_matrices_and_adamw_everything_else():
 def test_muon_updates_have_the_size_of_adamw(shape):
     gradient = mx.random.normal(shape, key=mx.random.key(0))
     parameters = {"layers.0.w": mx.zeros(shape)}
-    optimizer = made("muon", parameters)
+    optimizer = new_optimizer("muon", parameters)
     optimizer.learning_rate = mx.array(1.0)
-    moved = optimizer.apply_gradients({"layers.0.w": gradient}, parameters)
-    size = mx.sqrt(mx.square(moved["layers.0.w"]).mean()).item()
+    updated = optimizer.apply_gradients({"layers.0.w": gradient}, parameters)
+    size = mx.sqrt(mx.square(updated["layers.0.w"]).mean()).item()
     assert 0.12 < size < 0.28
 
 
-@pytest.mark.parametrize("way", ["full", "lora", "qat", "lsq-qat"])
+@pytest.mark.parametrize("mode", ["full", "lora", "qat", "lsq-qat"])
 @pytest.mark.parametrize("name", NAMES)
-def test_optimizers_reduce_the_loss(name, way):
-    model, rounding = llama(way)
+def test_optimizers_reduce_the_loss(name, mode):
+    model, fake_quant = llama(mode)
     rate = 0.3 if name == "sgd" else 3e-3
-    step = make_step(model, fake_quant=rounding, name=name, max_grad_norm=1.0)
+    step = make_step(model, fake_quant=fake_quant, name=name, max_grad_norm=1.0)
     losses = []
     for seed in range(8):
         losses.append(step(tokens_of(), rate, seed)[0].item())

@@ -1,4 +1,4 @@
-"""Targets on disk: a distribution in few bytes, of this teacher and these tokens."""
+"""Targets on disk: compressed distributions of one teacher and its tokens."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ TABLE = 3 * mx.random.normal((VOCABULARY, VOCABULARY), key=mx.random.key(2))
 
 
 class Teacher:
-    """Predicts by the last token alone, and counts what it is asked."""
+    """Predicts from the last token only, and counts its calls."""
 
     def __init__(self, stop_at=None):
         self.calls = 0
@@ -30,7 +30,7 @@ class Teacher:
         return TABLE[tokens]
 
 
-def made(
+def part_targets(
     folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, info=None
 ):
     return cache_part_targets(
@@ -53,43 +53,43 @@ def softmax(logits, temperature=1.0):
 @pytest.mark.parametrize("temperature", [1.0, 2.5])
 @pytest.mark.parametrize("top_k", [1, 8, VOCABULARY, 1000])
 def test_part_targets_are_the_teachers_top_k_and_tail(tmp_path, top_k, temperature):
-    found = made(tmp_path, Teacher(), top_k=top_k, temperature=temperature)
-    assert len(found) == 2
-    for tokens, target in zip(PARTS, found, strict=True):
-        wanted = softmax(TABLE[tokens], temperature)
-        kept = min(top_k, VOCABULARY)
+    result = part_targets(tmp_path, Teacher(), top_k=top_k, temperature=temperature)
+    assert len(result) == 2
+    for tokens, target in zip(PARTS, result, strict=True):
+        expected = softmax(TABLE[tokens], temperature)
+        count = min(top_k, VOCABULARY)
         indices = np.array(target.indices)
-        assert indices.shape == (3, 5, kept)
-        order = np.argsort(-wanted, axis=-1)[..., :kept]
+        assert indices.shape == (3, 5, count)
+        order = np.argsort(-expected, axis=-1)[..., :count]
         assert np.array_equal(np.sort(indices), np.sort(order))
-        chosen = np.take_along_axis(wanted, indices, axis=-1)
+        chosen = np.take_along_axis(expected, indices, axis=-1)
         assert np.allclose(np.exp(target.log_probs), chosen, rtol=5e-3)
-        rest = 1 - chosen.sum(axis=-1)
-        assert np.allclose(np.exp(target.log_tail), rest, rtol=5e-3, atol=1e-9)
+        tail = 1 - chosen.sum(axis=-1)
+        assert np.allclose(np.exp(target.log_tail), tail, rtol=5e-3, atol=1e-9)
         total = np.exp(target.log_probs).sum(axis=-1) + np.exp(target.log_tail)
         assert np.allclose(total, 1, atol=1e-6)
 
 
 def test_compressed_tail_is_exact():
     logits = mx.concatenate([mx.array([40.0, 39.0]), mx.arange(6) / 7])[None, None]
-    rest = compress_targets(logits, 2).log_tail.item()
-    assert rest == pytest.approx(np.log(softmax(logits)[..., 2:].sum()), abs=1e-5)
+    tail = compress_targets(logits, 2).log_tail.item()
+    assert tail == pytest.approx(np.log(softmax(logits)[..., 2:].sum()), abs=1e-5)
     assert compress_targets(logits, 8).log_tail.item() == -np.inf
 
 
 def test_part_targets_check_free_space_first(tmp_path, monkeypatch):
     lines = []
-    found = made(tmp_path, Teacher(), info=lines.append)
-    wanted = 30 * bytes_per_token(8, VOCABULARY)
+    result = part_targets(tmp_path, Teacher(), info=lines.append)
+    expected = 30 * bytes_per_token(8, VOCABULARY)
     assert bytes_per_token(8, VOCABULARY) == 8 * 4 + 4
     assert bytes_per_token(256, 150_000) == 256 * 6 + 4
     files = [*tmp_path.rglob("*.npy")]
-    # Every file has a header besides.
-    assert 0 <= sum(f.stat().st_size for f in files) - wanted < 512 * len(found)
+    # Every file also has a header.
+    assert 0 <= sum(f.stat().st_size for f in files) - expected < 512 * len(result)
     assert "30 tokens" in lines[0]
-    monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: wanted - 1)
+    monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: expected - 1)
     with pytest.raises(UserError, match=r"this needs .* MB"):
-        made(tmp_path / "full", Teacher())
+        part_targets(tmp_path / "full", Teacher())
     assert not [*(tmp_path / "full").rglob("*.npy")]
 
 
@@ -100,14 +100,14 @@ def test_index_dtype():
 
 def test_part_targets_resume(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        made(tmp_path, Teacher(stop_at=1))
+        part_targets(tmp_path, Teacher(stop_at=1))
     second, third = Teacher(), Teacher()
-    found = made(tmp_path, second)
+    result = part_targets(tmp_path, second)
     assert second.calls == 1
-    made(tmp_path, third)
+    part_targets(tmp_path, third)
     assert third.calls == 0
-    whole = made(tmp_path / "whole", Teacher())
-    for one, other in zip(found, whole, strict=True):
+    whole = part_targets(tmp_path / "whole", Teacher())
+    for one, other in zip(result, whole, strict=True):
         assert all(mx.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
@@ -117,7 +117,7 @@ def test_part_targets_resume(tmp_path):
     ids=lambda change: next(iter(change)),
 )
 def test_part_targets_of_other_settings_are_replaced(tmp_path, change):
-    made(tmp_path, Teacher())
+    part_targets(tmp_path, Teacher())
     teacher = Teacher()
-    made(tmp_path, teacher, **change)
+    part_targets(tmp_path, teacher, **change)
     assert teacher.calls == 2

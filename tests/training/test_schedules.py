@@ -1,4 +1,4 @@
-"""Schedules, decay and clipping."""
+"""Learning rate schedules, weight decay and gradient clipping."""
 
 import itertools
 import math
@@ -27,11 +27,11 @@ def rates(schedule, *, steps=100, warmup=0.1, final=0.1, decay_ratio=0.2):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_warmup_is_linear(schedule):
-    found = rates(schedule)
-    assert found[0] == pytest.approx(0.2)
-    assert found[4] == pytest.approx(1.0)
-    assert found[9] == found[10] == pytest.approx(2.0)
-    assert max(found) == pytest.approx(2.0)
+    result = rates(schedule)
+    assert result[0] == pytest.approx(0.2)
+    assert result[4] == pytest.approx(1.0)
+    assert result[9] == result[10] == pytest.approx(2.0)
+    assert max(result) == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize(
@@ -39,32 +39,32 @@ def test_warmup_is_linear(schedule):
     [("cosine", 1.1, 0.2), ("linear", 1.1, 0.2), ("constant", 2.0, 2.0)],
 )
 def test_schedules_end_at_min_lr(schedule, middle, last):
-    # Steps 10 to 100 of 101: the middle of the fall is step 55.
-    found = rates(schedule, steps=101, warmup=10 / 101)
-    assert found[55] == pytest.approx(middle)
-    assert found[-1] == pytest.approx(last)
-    assert found[10:] == sorted(found[10:], reverse=True)
+    # The decay covers steps 10 to 100 of 101, so its middle is step 55.
+    result = rates(schedule, steps=101, warmup=10 / 101)
+    assert result[55] == pytest.approx(middle)
+    assert result[-1] == pytest.approx(last)
+    assert result[10:] == sorted(result[10:], reverse=True)
 
 
 def test_cosine_schedule():
-    found = rates("cosine", steps=101, warmup=0.0, final=0.0)
-    assert found[25] == pytest.approx(1 + math.cos(math.pi / 4))
+    result = rates("cosine", steps=101, warmup=0.0, final=0.0)
+    assert result[25] == pytest.approx(1 + math.cos(math.pi / 4))
 
 
 def test_warmup_stable_decay_schedule():
-    found = rates("warmup-stable-decay", warmup=0.1, final=0.1, decay_ratio=0.4)
-    assert found[10:60] == [2.0] * 50
-    assert found[79] == pytest.approx(1.1)
-    assert found[-1] == pytest.approx(0.2)
-    falls = [a - b for a, b in itertools.pairwise(found[59:])]
+    result = rates("warmup-stable-decay", warmup=0.1, final=0.1, decay_ratio=0.4)
+    assert result[10:60] == [2.0] * 50
+    assert result[79] == pytest.approx(1.1)
+    assert result[-1] == pytest.approx(0.2)
+    falls = [a - b for a, b in itertools.pairwise(result[59:])]
     assert falls == pytest.approx([1.8 / 40] * 40)
 
 
-@pytest.mark.parametrize(("share", "kept"), [(0.0, 90), (1.0, 1)])
-def test_warmup_stable_decay_with_extreme_ratios(share, kept):
-    found = rates("warmup-stable-decay", decay_ratio=share)
-    assert found.count(2.0) == kept
-    assert found[-1] == pytest.approx(0.2)
+@pytest.mark.parametrize(("share", "peak_steps"), [(0.0, 90), (1.0, 1)])
+def test_warmup_stable_decay_with_extreme_ratios(share, peak_steps):
+    result = rates("warmup-stable-decay", decay_ratio=share)
+    assert result.count(2.0) == peak_steps
+    assert result[-1] == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -1,4 +1,4 @@
-"""A step against derivatives by hand, MLX's own AdamW, and itself cut otherwise."""
+"""A step compared with finite differences, MLX's AdamW, and other batch splits."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,11 +13,11 @@ PATHS = ("embedding.weight", "head.weight", "head.bias")
 
 
 def gradients(batch, **settings):
-    """The (clipped) gradients: without a first moment's memory, Adam keeps them."""
+    """The (clipped) gradients: with beta1 = 0 they are Adam's first moments."""
     step = make_step(Tiny(), beta1=0.0, **settings)
     loss, tokens, norm, _ = (v.item() for v in step(batch, 1e-3, 0))
-    found = {k: np.array(step.optimizer.state[k]["m"]) for k in PATHS}
-    return found, loss, tokens, norm
+    result = {k: np.array(step.optimizer.state[k]["m"]) for k in PATHS}
+    return result, loss, tokens, norm
 
 
 def numpy_loss(parameters, batch):
@@ -37,7 +37,7 @@ def numpy_parameters():
 
 def test_step_gradient_equals_finite_differences():
     batch, parameters = random_batch(), numpy_parameters()
-    found, loss, tokens, norm = gradients(batch)
+    result, loss, tokens, norm = gradients(batch)
     assert tokens == batch.mask.sum().item()
     assert loss / tokens == pytest.approx(numpy_loss(parameters, batch), rel=1e-6)
     squares = 0.0
@@ -50,7 +50,7 @@ def test_step_gradient_equals_finite_differences():
             slope = (above - numpy_loss(parameters, batch)) / (2 * width)
             values[index] = before
             squares += slope**2
-            assert found[path][index] == pytest.approx(slope, rel=1e-4, abs=1e-7)
+            assert result[path][index] == pytest.approx(slope, rel=1e-4, abs=1e-7)
     assert norm == pytest.approx(squares**0.5, rel=1e-5)
 
 
@@ -65,32 +65,32 @@ def test_step_gradient_equals_mlx():
 
     flat = dict(tree_flatten(model.trainable_parameters()))
     expected = mx.grad(loss)(flat)
-    found = gradients(batch)[0]
+    result = gradients(batch)[0]
     for path in PATHS:
-        np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(result[path], expected[path], rtol=1e-5, atol=1e-7)
 
 
 def test_sequences_without_trained_tokens_change_nothing():
     batch = random_batch()
     tokens = mx.concatenate([batch.tokens, mx.full((5, 8), 3, mx.int32)])
     mask = mx.concatenate([batch.mask, mx.zeros((5, 7), mx.bool_)])
-    found, *numbers = gradients(Batch(tokens, mask, batch.where))
-    expected, *others = gradients(batch)
-    assert numbers == pytest.approx(others, rel=1e-6)
+    result, *metrics = gradients(Batch(tokens, mask, batch.where))
+    expected, *expected_metrics = gradients(batch)
+    assert metrics == pytest.approx(expected_metrics, rel=1e-6)
     for path in PATHS:
-        np.testing.assert_allclose(found[path], expected[path], rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(result[path], expected[path], rtol=1e-5, atol=1e-7)
 
 
 def test_evaluation_weighs_tokens_equally():
-    """A row of many trained tokens and one of few: not the mean of their means."""
+    """Sequences with many and few trained tokens: no mean of means."""
     batch = random_batch(2)
     step = make_step(Tiny())
-    rows = [
+    sequences = [
         Batch(batch.tokens[i : i + 1], batch.mask[i : i + 1], batch.where[i : i + 1])
         for i in (0, 1)
     ]
-    assert len({row.mask.sum().item() for row in rows}) == 2
-    whole, cut = step.evaluate([batch]), step.evaluate(rows)
+    assert len({sequence.mask.sum().item() for sequence in sequences}) == 2
+    whole, cut = step.evaluate([batch]), step.evaluate(sequences)
     assert whole == pytest.approx(cut, rel=1e-6)
     exact = numpy_loss(numpy_parameters(), batch)
     assert whole[0] / whole[1] == pytest.approx(exact, rel=1e-6)
@@ -114,7 +114,7 @@ def train(step, rates):
 
 
 def reference(optimizer, rates, **model):
-    """The same training by MLX's optimizer, uncompiled."""
+    """The same training with MLX's optimizer, uncompiled."""
     model = Tiny(**model)
 
     def loss(batch):
@@ -125,8 +125,8 @@ def reference(optimizer, rates, **model):
     for number, rate in enumerate(rates):
         optimizer.learning_rate = rate
         batch = random_batch(seed=number)
-        _, found = nn.value_and_grad(model, loss)(batch)
-        optimizer.update(model, found)
+        _, result = nn.value_and_grad(model, loss)(batch)
+        optimizer.update(model, result)
     return dict(tree_flatten(model.parameters()))
 
 
@@ -136,31 +136,31 @@ RATES = (1e-2, 3e-2, 2e-2, 1e-2)
 def test_step_equals_adamw_of_mlx():
     adamw = optimizers.AdamW(0.0, [0.9, 0.95], weight_decay=0.1, bias_correction=True)
     expected = reference(adamw, RATES, bias=False)
-    found = train(make_step(Tiny(bias=False), weight_decay=0.1), RATES)
-    assert found.keys() == expected.keys()
-    for path in found:
-        np.testing.assert_allclose(found[path], expected[path], rtol=1e-4, atol=1e-5)
+    result = train(make_step(Tiny(bias=False), weight_decay=0.1), RATES)
+    assert result.keys() == expected.keys()
+    for path in result:
+        np.testing.assert_allclose(result[path], expected[path], rtol=1e-4, atol=1e-5)
 
 
 def test_step_does_not_decay_vectors():
     settings = {"learning_rate": 0.0, "betas": [0.9, 0.95], "bias_correction": True}
     adam = reference(optimizers.Adam(**settings), RATES[:1])
     adamw = reference(optimizers.AdamW(weight_decay=1.0, **settings), RATES[:1])
-    found = train(make_step(Tiny(), weight_decay=1.0), RATES[:1])
-    np.testing.assert_allclose(found["head.bias"], adam["head.bias"], rtol=1e-5)
-    np.testing.assert_allclose(found["head.weight"], adamw["head.weight"], rtol=1e-5)
+    result = train(make_step(Tiny(), weight_decay=1.0), RATES[:1])
+    np.testing.assert_allclose(result["head.bias"], adam["head.bias"], rtol=1e-5)
+    np.testing.assert_allclose(result["head.weight"], adamw["head.weight"], rtol=1e-5)
     assert not np.allclose(adam["head.bias"], adamw["head.bias"], rtol=1e-5)
 
 
 def test_master_weights_are_float32():
     step = make_step(Tiny(), compute_dtype=mx.bfloat16)
-    # Far below half a unit of bfloat16: only float32 masters can add these up.
-    found = train(step, [1e-6] * 3)
+    # Far below half a bfloat16 ulp: only float32 master weights accumulate these.
+    result = train(step, [1e-6] * 3)
     start = Tiny().head.weight
-    assert all(v.dtype == mx.float32 for v in found.values())
-    assert not mx.array_equal(found["head.weight"], start)
+    assert all(v.dtype == mx.float32 for v in result.values())
+    assert not mx.array_equal(result["head.weight"], start)
     same = mx.array_equal(
-        found["head.weight"].astype(mx.bfloat16), start.astype(mx.bfloat16)
+        result["head.weight"].astype(mx.bfloat16), start.astype(mx.bfloat16)
     )
     assert same
     assert step.materialize().head.weight.dtype == mx.bfloat16
@@ -183,7 +183,7 @@ def test_evaluation_has_no_dropout():
 
 
 def test_lr_multipliers_scale_updates():
-    """LoRA+: the update, weight decay included, of three times the learning rate."""
+    """LoRA+: the update, with weight decay, of three times the learning rate."""
     start = dict(tree_flatten(Tiny().parameters()))
     moved = {}
     for factor in (1.0, 3.0):

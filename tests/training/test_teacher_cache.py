@@ -1,4 +1,4 @@
-"""A teacher's predictions in the cache: of these tokens, made once, whole or absent."""
+"""Cached teacher targets: computed once, keyed by all settings, resumable."""
 
 from dataclasses import replace
 
@@ -24,22 +24,22 @@ ALL = np.arange(30)
 
 
 class Teacher(OnlineTeacher):
-    """Counts the tokens it reads, and dies when it is told to."""
+    """Counts its input tokens, and stops at call number `stop_at`."""
 
     def __init__(self, stop_at=None):
         super().__init__(Tiny())
-        self.asked, self.calls, self.stop_at = 0, 0, stop_at
+        self.num_tokens, self.calls, self.stop_at = 0, 0, stop_at
 
     def hidden(self, inputs, documents=None):
         self.calls += 1
         if self.calls == self.stop_at:
             raise KeyboardInterrupt
-        self.asked += inputs.size
+        self.num_tokens += inputs.size
         return super().hidden(inputs, documents)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
+def _cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LMX_CACHE", str(tmp_path))
 
 
@@ -47,9 +47,11 @@ def source(teacher, digest="a", info=lambda _: None):
     return TeacherClient(lambda: teacher, digest, VOCABULARY, info, lambda _: None)
 
 
-def kept(teacher, wanted=ALL, *, top_k=4, temperature=1.0, examples=EXAMPLES, **more):
+def cached_targets(
+    teacher, members=ALL, *, top_k=4, temperature=1.0, examples=EXAMPLES, **more
+):
     settings = {"top_k": top_k, "temperature": temperature}
-    return cache_teacher_targets(examples, wanted, source(teacher, **more), **settings)
+    return cache_teacher_targets(examples, members, source(teacher, **more), **settings)
 
 
 def batches(packed):
@@ -63,44 +65,44 @@ def batches(packed):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 def test_cached_targets_equal_the_online_teacher(packed, temperature):
-    """All tokens kept are the live teacher, as far as half a float goes."""
-    targets = kept(Teacher(), top_k=100, temperature=temperature)
+    """Targets of all tokens equal the online teacher up to float16 rounding."""
+    targets = cached_targets(Teacher(), top_k=100, temperature=temperature)
     for number in range(3):
         batch = targets(batches(packed)(number))
         logits = Tiny()(batch.tokens[:, :-1]) / temperature
         indices, log_probs, log_tail = map(np.array, batch.target)
         mask = np.array(batch.mask)
-        wanted = np.array(full_targets(logits).log_probs)
-        chosen = np.take_along_axis(wanted, indices, axis=-1)
+        expected = np.array(full_targets(logits).log_probs)
+        chosen = np.take_along_axis(expected, indices, axis=-1)
         np.testing.assert_allclose(log_probs[mask], chosen[mask], rtol=1e-3, atol=1e-3)
         assert np.array_equal(np.sort(indices[mask])[0], np.arange(VOCABULARY))
         assert np.all(log_tail[mask] == -np.inf)
         student = 2 * logits[..., ::-1]
-        found, live = (
+        result, live = (
             divergence_sum(student, target, batch.mask).item() / mask.sum()
             for target in (
                 full_targets(logits),
                 type(full_targets(logits))(*batch.target),
             )
         )
-        assert found == pytest.approx(live, abs=2e-4)
+        assert result == pytest.approx(live, abs=2e-4)
 
 
 def test_cache_is_reused_and_resumed(monkeypatch):
     monkeypatch.setattr(teacher_cache, "BLOCK_TOKENS", 40)
     with pytest.raises(KeyboardInterrupt):
-        kept(Teacher(stop_at=3))
+        cached_targets(Teacher(stop_at=3))
     second, third = Teacher(), Teacher()
-    found = kept(second)
-    assert second.asked > 0
-    kept(third)
-    assert third.asked == 0
+    result = cached_targets(second)
+    assert second.num_tokens > 0
+    cached_targets(third)
+    assert third.num_tokens == 0
     monkeypatch.setenv("LMX_CACHE", str(cache.root() / "anew"))
     whole_again = Teacher()
-    again = kept(whole_again)
-    assert second.asked < whole_again.asked
+    again = cached_targets(whole_again)
+    assert second.num_tokens < whole_again.num_tokens
     for number in range(4):
-        pair = (targets(batches(False)(number)).target for targets in (found, again))
+        pair = (targets(batches(False)(number)).target for targets in (result, again))
         assert all(map(mx.array_equal, *pair))
 
 
@@ -119,25 +121,25 @@ def test_cache_is_reused_and_resumed(monkeypatch):
     ids=lambda change: next(iter(change)),
 )
 def test_cache_key_covers_all_settings(change):
-    kept(Teacher())
+    cached_targets(Teacher())
     teacher = Teacher()
-    kept(teacher, **change)
-    assert teacher.asked
+    cached_targets(teacher, **change)
+    assert teacher.num_tokens
 
 
 def test_cache_computes_selected_examples_and_logs_their_size(monkeypatch):
-    wanted, lines = np.array([3, 4, 17]), []
-    few = kept(Teacher(), wanted, info=lines.append)
-    count = sum(EXAMPLES[n].mask[1:].sum() for n in wanted)
+    members, lines = np.array([3, 4, 17]), []
+    few = cached_targets(Teacher(), members, info=lines.append)
+    count = sum(EXAMPLES[n].mask[1:].sum() for n in members)
     assert f"{count} trained tokens, {bytes_per_token(4, VOCABULARY)} bytes" in lines[0]
-    every = kept(Teacher())
-    for member in wanted:
+    every = cached_targets(Teacher())
+    for member in members:
         assert all(
             map(np.array_equal, few._of_example(member), every._of_example(member))
         )
     monkeypatch.setattr("lmx.run.fs.free_bytes", lambda _: 100)
     with pytest.raises(UserError, match=r"this needs .* MB"):
-        kept(Teacher(), digest="full")
+        cached_targets(Teacher(), digest="full")
 
 
 def test_teacher_confidence():
@@ -148,7 +150,7 @@ def test_teacher_confidence():
             token = int(example.tokens[place])
             probabilities.append(np.exp(log_probs[int(place) - 1, token].item()))
     first, second = Teacher(), Teacher()
-    found = teacher_confidence(EXAMPLES, ALL, source(first))
-    assert found == pytest.approx(np.mean(probabilities), rel=1e-5)
-    assert teacher_confidence(EXAMPLES, ALL, source(second)) == found
-    assert (first.asked > 0, second.asked) == (True, 0)
+    result = teacher_confidence(EXAMPLES, ALL, source(first))
+    assert result == pytest.approx(np.mean(probabilities), rel=1e-5)
+    assert teacher_confidence(EXAMPLES, ALL, source(second)) == result
+    assert (first.num_tokens > 0, second.num_tokens) == (True, 0)

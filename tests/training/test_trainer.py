@@ -34,13 +34,13 @@ def killed_at(moment, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, deadly)
-        # The body is the one statement that raises.
+        # The body of the with statement raises.
         with pytest.raises(Killed):
             yield
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it."""
+    """A stand-in for SIGKILL that no handler catches."""
 
 
 def make_trainer(
@@ -76,7 +76,7 @@ def make_eval_batches():
     )
 
 
-def rows(folder, name="metrics.jsonl"):
+def records(folder, name="metrics.jsonl"):
     lines = (folder / name).read_text().splitlines()
     return [
         {k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines
@@ -87,7 +87,7 @@ def outcome(folder, trainer, loss):
     """Everything that an interruption must not change."""
     weights = {k: bytes(memoryview(v)) for k, v in trainer.step.parameters.items()}
     trained = trainer.progress.trained_tokens
-    return weights, loss, trained, rows(folder), rows(folder, "samples.jsonl")
+    return weights, loss, trained, records(folder), records(folder, "samples.jsonl")
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +98,12 @@ def expected(tmp_path_factory):
 
 
 def test_trainer_logs_training_and_evaluation(expected):
-    _, loss, trained, found, samples = expected
-    train = [row for row in found if row["kind"] == "train"]
-    valid = [row for row in found if row["kind"] == "valid"]
-    assert [row["step"] for row in train] == [2, 4, 6, 8, 9]
-    assert [row["step"] for row in valid] == [0, 4, 8, 9]
-    assert [row["step"] for row in samples] == [0, 4, 8, 9]
+    _, loss, trained, result, samples = expected
+    train = [record for record in result if record["kind"] == "train"]
+    valid = [record for record in result if record["kind"] == "valid"]
+    assert [record["step"] for record in train] == [2, 4, 6, 8, 9]
+    assert [record["step"] for record in valid] == [0, 4, 8, 9]
+    assert [record["step"] for record in samples] == [0, 4, 8, 9]
     assert valid[-1]["loss"] == loss < valid[0]["loss"]
     batches = make_batches()
     masks = [batches(step).mask.sum().item() for step in range(STEPS)]
@@ -112,23 +112,23 @@ def test_trainer_logs_training_and_evaluation(expected):
 
 
 def test_trainer_logs_loss_per_token(tmp_path):
-    """With a learning rate of 0 the loss of two steps is one quotient of sums."""
+    """With a learning rate of 0 the loss of two steps is a ratio of sums."""
     trainer = make_trainer(tmp_path, learning_rate=lambda step: 0.0, steps=2)
     trainer.step.model.dropout.p = 0.0
     trainer.step.model.dropout._p_1 = 1.0
     trainer.train()
     batches = make_batches()
     loss, tokens = trainer.step.evaluate([batches(0), batches(1)])
-    [row] = [row for row in rows(tmp_path) if row["kind"] == "train"]
-    assert row["loss"] == pytest.approx(loss / tokens, rel=1e-6)
+    [record] = [record for record in records(tmp_path) if record["kind"] == "train"]
+    assert record["loss"] == pytest.approx(loss / tokens, rel=1e-6)
 
 
 def test_gradient_accumulation_counts_one_step(tmp_path):
-    seen = []
+    windows = []
 
     class Watched(TrainStep):
         def __call__(self, window, *settings):
-            seen.append([batch.where for batch in window])
+            windows.append([batch.where for batch in window])
             return super().__call__(window, *settings)
 
     trainer = make_trainer(
@@ -142,13 +142,13 @@ def test_gradient_accumulation_counts_one_step(tmp_path):
     trainer.step = make_step(Tiny(), Watched)
     trainer.train()
     batches = make_batches()
-    assert [len(window) for window in seen] == [3, 3, 3, 1]
+    assert [len(window) for window in windows] == [3, 3, 3, 1]
     places = [batches(index).where for index in range(10)]
-    assert list(itertools.chain(*seen)) == places
+    assert list(itertools.chain(*windows)) == places
     trained = [batches(index).mask.sum().item() for index in range(10)]
-    found = [row for row in rows(tmp_path) if row["kind"] == "train"]
-    assert [row["step"] for row in found] == [1, 2, 3, 4]
-    assert [row["trained_tokens"] for row in found] == [
+    result = [record for record in records(tmp_path) if record["kind"] == "train"]
+    assert [record["step"] for record in result] == [1, 2, 3, 4]
+    assert [record["trained_tokens"] for record in result] == [
         sum(trained[:count]) for count in (3, 6, 9, 10)
     ]
     saved = checkpoint.list_checkpoints(tmp_path / "checkpoints")
@@ -261,6 +261,6 @@ def test_nan_loss_stops_training(tmp_path, rate):
     assert caught.value.place.split(", ") == list(batch(step - 1).where)
     assert record["tokens"] == batch(step - 1).tokens.tolist()
     assert "nan_batch.json" in caught.value.hint
-    # The checkpoint from before is good: with a finite learning rate the run ends.
+    # The earlier checkpoint is valid: with a finite learning rate the run ends.
     assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[0].name == "0000003"
     assert math.isfinite(make_trainer(tmp_path).train())

@@ -1,4 +1,4 @@
-"""Models with blocks, small enough for exact comparisons, in all ways of training."""
+"""Small Llama models for exact comparisons, in every training mode."""
 
 import mlx.core as mx
 import numpy as np
@@ -14,13 +14,13 @@ from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_map
 
 VOCABULARY = 320
-WAYS = ("full", "lora", "qat", "lora-qat", "frozen")
-# Of these the grids are trained too, of the last nothing else.
-GRID_WAYS = ("lsq-qat", "lsq-lora-qat", "codes-qat")
+MODES = ("full", "lora", "qat", "lora-qat", "frozen")
+# These modes also train the quantization grids; the last trains only the grids.
+GRID_MODES = ("lsq-qat", "lsq-lora-qat", "codes-qat")
 
 
-def llama(way="full", *, dropout=0.0, **changes):
-    """A model to train and the rounding to train it with, or None."""
+def llama(mode="full", *, dropout=0.0, **changes):
+    """A model and its fake quantization, or None."""
     shape = ScratchModelConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -32,19 +32,19 @@ def llama(way="full", *, dropout=0.0, **changes):
     mx.random.seed(3)
     model = build_model(config)
     model.update(tree_map(lambda v: 1.5 * v, model.parameters()))
-    if "lora" in way:
-        attach(model, dropout=dropout, merged="qat" in way)
-    if way == "frozen":
+    if "lora" in mode:
+        attach(model, dropout=dropout, merged="qat" in mode)
+    if mode == "frozen":
         model.freeze()
         model.layers[1].unfreeze()
-    if "qat" not in way:
+    if "qat" not in mode:
         return model, None
-    grid = {"lsq": "lsq", "codes": "scales_only"}.get(way.split("-")[0], "minmax")
+    grid = {"lsq": "lsq", "codes": "scales_only"}.get(mode.split("-")[0], "minmax")
     if grid == "scales_only":
         model.freeze()
-    rounding = QATConfig(bits=4, group_size=32, quantizer=grid)
-    specs = select_layers(model, rounding).specs
-    return model, FakeQuant(model, specs, mx.float32, rounding)
+    fake_quant = QATConfig(bits=4, group_size=32, quantizer=grid)
+    specs = select_layers(model, fake_quant).specs
+    return model, FakeQuant(model, specs, mx.float32, fake_quant)
 
 
 def attach(model, *, dropout, merged):
@@ -54,8 +54,8 @@ def attach(model, *, dropout, merged):
         layer.lora_b = 0.1 * mx.random.normal(layer.lora_b.shape)
 
 
-def tokens_of(rows=3, length=11, *, seed=0) -> Batch:
+def tokens_of(sequences=3, length=11, *, seed=0) -> Batch:
     generator = np.random.default_rng(seed)
-    tokens = generator.integers(0, VOCABULARY, (rows, length + 1)).astype(np.int32)
-    mask = generator.random((rows, length)) < 0.6
+    tokens = generator.integers(0, VOCABULARY, (sequences, length + 1)).astype(np.int32)
+    mask = generator.random((sequences, length)) < 0.6
     return Batch(mx.array(tokens), mx.array(mask), ("rows.jsonl:1",))

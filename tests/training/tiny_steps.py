@@ -1,4 +1,4 @@
-"""A model small enough to differentiate by hand, and random rows to train it on."""
+"""A model small enough for finite differences, and random training data."""
 
 from dataclasses import fields
 
@@ -14,7 +14,7 @@ VOCABULARY, WIDTH = 11, 6
 
 
 class Tiny(nn.Module):
-    """Embedding, tanh, dropout, linear: every token sees itself alone."""
+    """Embedding, tanh, dropout, linear: no attention between tokens."""
 
     def __init__(self, *, bias: bool = True, dropout: float = 0.0):
         super().__init__()
@@ -32,12 +32,12 @@ class Tiny(nn.Module):
         return self.head(self.dropout(mx.tanh(self.embedding(tokens))))
 
 
-def random_batch(rows: int = 3, length: int = 7, *, seed: int = 0) -> Batch:
+def random_batch(sequences: int = 3, length: int = 7, *, seed: int = 0) -> Batch:
     generator = np.random.default_rng(seed)
-    tokens = generator.integers(0, VOCABULARY, (rows, length + 1)).astype(np.int32)
-    mask = generator.random((rows, length)) < 0.5
+    tokens = generator.integers(0, VOCABULARY, (sequences, length + 1)).astype(np.int32)
+    mask = generator.random((sequences, length)) < 0.5
     mask[:, 0] = True
-    where = tuple(f"rows.jsonl:{row + 1}" for row in range(rows))
+    where = tuple(f"rows.jsonl:{index + 1}" for index in range(sequences))
     return Batch(mx.array(tokens), mx.array(mask), where)
 
 
@@ -54,7 +54,7 @@ def random_examples(count: int, longest: int, *, seed: int = 0) -> list[Example]
 
 
 def make_step(model: nn.Module, kind: type[TrainStep] = TrainStep, **settings):
-    """A train step; the settings of the optimizer are among the others."""
+    """A train step; `settings` includes those of the optimizer."""
     names = {field.name for field in fields(OptimizerConfig)} & set(settings)
     optimizer = OptimizerConfig(**{name: settings.pop(name) for name in names})
     return kind(model, optimizer, **settings)
