@@ -248,7 +248,7 @@ def test_input_file_completion_ends_at_stop_string(
 
 
 @pytest.mark.parametrize(
-    ("request", "message"),
+    ("line", "message"),
     [
         ("{", "not JSON"),
         ("[]", "a request must be an object"),
@@ -262,10 +262,10 @@ def test_input_file_completion_ends_at_stop_string(
     ],
 )
 def test_input_file_errors_come_before_generation(
-    folder, capsys, tmp_path, request, message
+    folder, capsys, tmp_path, line, message
 ):
     file = tmp_path / "rows.jsonl"
-    file.write_text('{"prompt": "good"}\n' + request + "\n")
+    file.write_text('{"prompt": "good"}\n' + line + "\n")
     with pytest.raises(UserError, match=message) as error:
         lmx(folder, "--input-file", file)
     assert error.value.place == f"{file}:2"
