@@ -1,4 +1,4 @@
-"""Every adapter type on every base: exact, fused, and loaded by mlx-lm."""
+"""Every adapter type on every base model: gradients, fusion, and loading in mlx-lm."""
 
 import json
 import shutil
@@ -19,15 +19,15 @@ TOKENS = mx.random.randint(0, 320, (2, 40), key=mx.random.key(0))
 GRIDS = {f"{bits} bits": (32, bits, "affine") for bits in (2, 3, 4, 5, 6, 8)}
 GRIDS |= {"mxfp4": (32, 4, "mxfp4"), "mxfp8": (32, 8, "mxfp8")}
 GRIDS |= {"nvfp4": (16, 4, "nvfp4")}
-EVERYTHING = ["*", "model.embed_tokens"]
+ALL_MODULES = ["*", "model.embed_tokens"]
 
 
 @pytest.fixture(scope="session")
 def bases(make_checkpoint, tmp_path_factory):
-    """A function from grid and config to a float32 checkpoint folder."""
+    """A cached function: (grid, config changes) -> float32 checkpoint folder."""
     folders = {}
 
-    def of(grid="dense", *, experts=False, **changes):
+    def make_base(grid="dense", *, experts=False, **changes):
         key = json.dumps([grid, experts, changes])
         if key not in folders:
             config = {"base": QWEN3_MOE} if experts else {"num_hidden_layers": 3}
@@ -36,11 +36,11 @@ def bases(make_checkpoint, tmp_path_factory):
             folders[key] = dense if grid == "dense" else quantized(dense, folder, grid)
         return folders[key]
 
-    return of
+    return make_base
 
 
 def quantized(dense, folder, grid):
-    """Quantized by stock MLX, which dequantizes mxfp embeddings to bfloat16."""
+    """Quantize with stock MLX. It dequantizes mxfp embeddings to bfloat16."""
     shutil.copytree(dense, folder, dirs_exist_ok=True)
     model, _ = mlx_lm.load(str(dense))
     group_size, bits, mode = GRIDS[grid]
@@ -64,7 +64,7 @@ def quantized(dense, folder, grid):
 
 
 class Adapted:
-    """A model with adapters moved away from their initial values."""
+    """A model whose adapters differ from their initial values."""
 
     def __init__(self, folder, **settings):
         self.folder = folder
@@ -98,12 +98,12 @@ class Adapted:
         return mlx_lm.load(str(self.folder), adapter_path=str(folder))[0](TOKENS)
 
 
-def is_close(left, right, tolerance=2e-5):
-    return (mx.abs(left - right).max() / mx.abs(right).max()).item() < tolerance
+def is_close(actual, expected, tolerance=2e-5):
+    return (mx.abs(actual - expected).max() / mx.abs(expected).max()).item() < tolerance
 
 
 def dense_model(folder, tensors, tmp_path):
-    """The model of a folder, unquantized."""
+    """Return the model of a folder with unquantized weights."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config.pop("quantization", None)
@@ -120,7 +120,7 @@ def dense_model(folder, tensors, tmp_path):
 def test_adapted_model_starts_as_the_base_and_equals_the_fused_model(
     bases, tmp_path, grid, kind, experts
 ):
-    run = Adapted(bases(grid, experts=experts), type=kind, target_modules=EVERYTHING)
+    run = Adapted(bases(grid, experts=experts), type=kind, target_modules=ALL_MODULES)
     assert is_close(run.first, run.before)
     assert not is_close(run.after, run.before, 1e-2)
     model = dense_model(run.folder, run.fused(), tmp_path / "fused")
@@ -131,15 +131,15 @@ def test_adapted_model_starts_as_the_base_and_equals_the_fused_model(
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("grid", ["dense", *GRIDS])
 def test_stock_mlx_lm_loads_saved_adapters(bases, tmp_path, grid, kind, experts):
-    """Except what mlx-lm cannot load: see `io.layers_mlx_lm_cannot_load`."""
-    wrong = grid in ("3 bits", "5 bits", "6 bits") and kind == "dora"
-    layers = ["*"] if kind == "dora" and grid != "dense" else EVERYTHING
+    """mlx-lm cannot load some adapters: see `io.layers_mlx_lm_cannot_load`."""
+    is_unsupported = grid in ("3 bits", "5 bits", "6 bits") and kind == "dora"
+    layers = ["*"] if kind == "dora" and grid != "dense" else ALL_MODULES
     run = Adapted(bases(grid, experts=experts), type=kind, target_modules=layers)
     assert (
         bool(io.layers_mlx_lm_cannot_load(lora_model.adapted_layers(run.model)))
-        == wrong
+        == is_unsupported
     )
-    if wrong:
+    if is_unsupported:
         with pytest.raises(ValueError, match="does not match"):
             run.stock(tmp_path)
     else:
@@ -148,11 +148,15 @@ def test_stock_mlx_lm_loads_saved_adapters(bases, tmp_path, grid, kind, experts)
 
 @pytest.mark.parametrize("grid", ["dense", "4 bits"])
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("stable", [False, True])
-def test_ranks_by_pattern_and_num_layers(bases, tmp_path, grid, kind, stable):
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_ranks_by_pattern_and_num_layers(bases, tmp_path, grid, kind, use_rslora):
     layers = {"mlp.*": 3, "*_proj": 6}
     run = Adapted(
-        bases(grid), type=kind, target_modules=layers, use_rslora=stable, num_layers=2
+        bases(grid),
+        type=kind,
+        target_modules=layers,
+        use_rslora=use_rslora,
+        num_layers=2,
     )
     assert len(lora_model.adapted_layers(run.model)) == 14
     paths = lora_model.adapted_layers(run.model)
@@ -160,7 +164,7 @@ def test_ranks_by_pattern_and_num_layers(bases, tmp_path, grid, kind, stable):
     assert not any(".layers.0." in path for path in actual)
     assert actual["model.layers.1.mlp.up_proj"] == 3
     assert actual["model.layers.2.self_attn.q_proj"] == 6
-    divisor = 6**0.5 if stable else 6
+    divisor = 6**0.5 if use_rslora else 6
     assert paths["model.layers.2.self_attn.q_proj"].scale == pytest.approx(6 / divisor)
     assert is_close(run.stock(tmp_path), run.after, 1e-4)
 
@@ -175,7 +179,7 @@ def test_save_adapter_pads_experts_of_different_ranks(bases, tmp_path):
 
 
 def reference_merge(run, trained):
-    """The merged weights, by the formulas of the papers."""
+    """Return the merged weights by the formulas of the papers."""
     result = {}
     for path in lora_model.adapted_layers(run.model):
         a, b = trained[f"{path}.lora_a"], trained[f"{path}.lora_b"]
@@ -197,19 +201,19 @@ def reference_merge(run, trained):
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 @pytest.mark.parametrize("experts", [False, True], ids=["llama", "experts"])
 def test_gradients_equal_those_of_the_merged_weight(bases, kind, experts):
-    """Dense, tied embedding included; 80 tokens, so that experts are sorted."""
-    run = Adapted(bases(experts=experts), type=kind, target_modules=EVERYTHING)
-    plain = load(run.folder).model.eval()
+    """Includes the tied embedding. 80 tokens are enough for sorted experts."""
+    run = Adapted(bases(experts=experts), type=kind, target_modules=ALL_MODULES)
+    merged_model = load(run.folder).model.eval()
 
-    def by_sum(trained):
-        plain.update(tree_unflatten(list(reference_merge(run, trained).items())))
-        return mx.logsumexp(plain(TOKENS), axis=-1).sum()
+    def merged_loss(trained):
+        merged_model.update(tree_unflatten(list(reference_merge(run, trained).items())))
+        return mx.logsumexp(merged_model(TOKENS), axis=-1).sum()
 
-    def by_adapter(trained):
+    def adapter_loss(trained):
         run.model.update(tree_unflatten(list(trained.items())))
         return mx.logsumexp(run.model(TOKENS), axis=-1).sum()
 
-    expected, actual = (mx.grad(f)(run.trained) for f in (by_sum, by_adapter))
+    expected, actual = (mx.grad(f)(run.trained) for f in (merged_loss, adapter_loss))
     assert all(mx.abs(gradient).max() > 0 for gradient in expected.values())
     for name, gradient in expected.items():
         assert is_close(actual[name], gradient, 1e-4), name
@@ -220,19 +224,19 @@ def test_gradients_equal_those_of_the_merged_weight(bases, kind, experts):
 def test_gradients_on_quantized_layers_equal_those_on_dense_ones(
     bases, tmp_path, grid, kind
 ):
-    """The dequantized model gives its adapters the same gradients."""
-    run = Adapted(bases(grid), type=kind, target_modules=EVERYTHING)
-    plain = load(run.folder).model
-    expanded = lora_model.fuse(plain, run.base, {}, mx.float32)
+    """Adapters of the dequantized model have the same gradients."""
+    run = Adapted(bases(grid), type=kind, target_modules=ALL_MODULES)
+    quantized_model = load(run.folder).model
+    expanded = lora_model.fuse(quantized_model, run.base, {}, mx.float32)
     dense_copy = dense_model(run.folder, expanded, tmp_path / "dense_copy")
     lora_model.attach(dense_copy, run.adapter, seed=0)
 
     def loss(model):
-        def of(trained):
+        def loss_of(trained):
             model.update(tree_unflatten(list(trained.items())))
             return mx.logsumexp(model(TOKENS), axis=-1).sum()
 
-        return of
+        return loss_of
 
     expected, actual = (mx.grad(loss(m))(run.trained) for m in (dense_copy, run.model))
     for name, gradient in expected.items():
@@ -256,7 +260,7 @@ def test_quantized_embedding_adapters_merge(grid, kind):
     merged = layer.merge(expanded, trained)
     assert not is_close(merged, expanded, 1e-2)
     tokens, x = mx.arange(7), mx.random.normal((3, 96), key=mx.random.key(3))
-    # A lookup in floating-point codes gives bfloat16.
+    # A lookup in floating-point codes returns bfloat16.
     assert is_close(layer(tokens), merged[:7], 1e-5 if mode == "affine" else 1e-2)
     assert is_close(layer.as_linear(x), x @ merged.T)
 

@@ -117,11 +117,11 @@ def test_merged_forward_has_lora_gradients(folder, path):
         )
 
     def loss(model):
-        def of(parameters):
+        def loss_of(parameters):
             model.update(tree_unflatten(list(parameters.items())))
             return mx.logsumexp(model(TOKENS), axis=-1).sum()
 
-        return of
+        return loss_of
 
     expected, actual = (mx.grad(loss(m))(trained) for m in (unmerged, merged))
     for name, gradient in expected.items():

@@ -1,4 +1,4 @@
-"""AWQ: less block error than RTN, and the checkpoint runs in stock mlx-lm."""
+"""AWQ has a lower block error than RTN, and its checkpoint runs in stock mlx-lm."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -41,7 +41,7 @@ class RecordingLogger(SimpleNamespace):
 
 
 def model_of(config=LLAMA, **changes):
-    """Norms have outlier channels, as in real models."""
+    """Return a model whose norms have outlier channels, as in real models."""
     mx.random.seed(5)
     model = build_model(config | SIZES | changes)
     weights = dict(tree_flatten(model.parameters()))
@@ -63,7 +63,7 @@ def tokens_of(seed, count=16):
 
 
 def quantized(method, folder, config=LLAMA, **settings):
-    """Tensors, and the dense weights of the quantized model by name."""
+    """Return tensors, dense weights of the quantized model by name, and log lines."""
     model = model_of(config)
     settings = CONFIGS[method](**{"bits": 3, "group_size": 32} | settings)
     specs = select_layers(model, settings).specs
@@ -81,11 +81,11 @@ def quantized(method, folder, config=LLAMA, **settings):
 
 
 def block_errors(weights, config=LLAMA):
-    """Relative error of every block by itself, on other tokens."""
-    model, other = model_of(config), model_of(config)
-    other.update(tree_unflatten(list(weights.items())))
+    """Return the relative error of each block, on new tokens."""
+    model, quantized_model = model_of(config), model_of(config)
+    quantized_model.update(tree_unflatten(list(weights.items())))
     tokens, errors = tokens_of(2), []
-    original, quantized = BlockwiseModel(model), BlockwiseModel(other)
+    original, quantized = BlockwiseModel(model), BlockwiseModel(quantized_model)
     hidden = original.embed(tokens)
     for index in range(len(original)):
         output = original.run_block(index, tokens, hidden)
@@ -154,36 +154,36 @@ def test_mixed_bits_in_stock_mlx_lm(make_checkpoint, tmp_path):
         for name, value in tensors.items()
         if name in weights and "norm" in name
     }
-    by_hand = load(source, compute="stored").model
-    by_hand.update(tree_unflatten(list(weights.items())))
-    ours = load(target, compute="stored").model
+    reference = load(source, compute="stored").model
+    reference.update(tree_unflatten(list(weights.items())))
+    loaded_model = load(target, compute="stored").model
     tokens = tokens_of(3, count=1)
-    assert mx.array_equal(ours(tokens[:, :1]), stock(tokens[:, :1]))
-    assert mx.allclose(by_hand(tokens), stock(tokens), rtol=1e-4, atol=1e-4)
+    assert mx.array_equal(loaded_model(tokens[:, :1]), stock(tokens[:, :1]))
+    assert mx.allclose(reference(tokens), stock(tokens), rtol=1e-4, atol=1e-4)
 
 
 def test_awq_resumes_after_a_kill(tmp_path, monkeypatch):
-    whole, _, _ = quantized("awq", tmp_path / "whole")
-    assert any(name.endswith("layernorm.weight") for name in whole)
+    expected, _, _ = quantized("awq", tmp_path / "expected")
+    assert any(name.endswith("layernorm.weight") for name in expected)
     quantize_group = awq.AWQ.quantize_group
 
-    def stopping(self, weights, statistics):
+    def interrupt(self, weights, statistics):
         if "model.layers.1.mlp.down_proj" in weights:
             raise KeyboardInterrupt
         return quantize_group(self, weights, statistics)
 
     with monkeypatch.context() as patched:
-        patched.setattr(awq.AWQ, "quantize_group", stopping)
+        patched.setattr(awq.AWQ, "quantize_group", interrupt)
         with pytest.raises(KeyboardInterrupt):
             quantized("awq", tmp_path / "killed")
-    again, _, lines = quantized("awq", tmp_path / "killed")
+    resumed, _, lines = quantized("awq", tmp_path / "killed")
     assert not any("layers.0:" in line for line in lines)
-    assert whole.keys() == again.keys()
-    assert all(mx.array_equal(again[name], value) for name, value in whole.items())
+    assert expected.keys() == resumed.keys()
+    assert all(mx.array_equal(resumed[name], value) for name, value in expected.items())
 
 
-class Toy(nn.Module):
-    """A norm and a layer."""
+class NormAndLinear(nn.Module):
+    """A norm followed by a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -197,33 +197,33 @@ class Toy(nn.Module):
 def test_search_scales_protects_salient_channels():
     """A few channels carry most of the output."""
     mx.random.seed(0)
-    toy = Toy()
+    module = NormAndLinear()
     outliers = mx.arange(128) % 32 == 5
-    toy.norm.weight = mx.where(outliers, 30.0, 1.0)
+    module.norm.weight = mx.where(outliers, 30.0, 1.0)
     hidden = [mx.random.normal((1, 256, 128)) for _ in range(3)]
-    before = dict(tree_flatten(toy.parameters()))
-    mappings = find_mappings(toy, partial(_residual, toy), hidden[0])
+    before = dict(tree_flatten(module.parameters()))
+    mappings = find_mappings(module, partial(_residual, module), hidden[0])
     dtypes = {name: value.dtype for name, value in before.items()}
 
     def quantizer(path, weight):
         return dequantize(pack(weight, SPEC, mx.float32), SPEC, mx.float32)
 
-    blocks = [BlockError.of(toy, partial(_residual, toy), x) for x in hidden]
+    blocks = [BlockError.of(module, partial(_residual, module), x) for x in hidden]
     result = search_scales(mappings, before, ["layer"], quantizer, *blocks[:2], dtypes)
-    plain, scaled = (
+    rtn_error, scaled = (
         blocks[2].error(quantized_weights(weights, ["layer"], quantizer))
         for weights in (before, result.weights)
     )
-    assert scaled < 0.3 * plain
+    assert scaled < 0.3 * rtn_error
     assert blocks[2].error(result.weights) < 1e-10
 
 
-def _residual(toy, x):
-    # As a block: its output is added to its input.
-    return mx.concatenate([x[..., :64] + toy(x), x[..., 64:]], axis=-1)
+def _residual(module, x):
+    # Like a transformer block, the output is added to the input.
+    return mx.concatenate([x[..., :64] + module(x), x[..., 64:]], axis=-1)
 
 
-def test_clip_has_the_least_error_of_all_ranges():
+def test_clip_has_the_lowest_error_of_all_ranges():
     mx.random.seed(1)
     weight = mx.random.normal((6, 96)) ** 3
     x = np.random.default_rng(0).normal(size=(500, 96))
@@ -235,15 +235,15 @@ def test_clip_has_the_least_error_of_all_ranges():
         return np.stack([(part**2).sum(axis=0) for part in parts])
 
     clipped = clip(weight, moments, SPEC, mx.float32)
-    plain = pack(weight, SPEC, mx.float32)
-    assert (error(clipped) <= error(plain) * (1 + 1e-6)).all()
-    assert error(clipped).sum() < 0.96 * error(plain).sum()
+    rtn = pack(weight, SPEC, mx.float32)
+    assert (error(clipped) <= error(rtn) * (1 + 1e-6)).all()
+    assert error(clipped).sum() < 0.96 * error(rtn).sum()
     for factor in (0.9, 0.7, 0.5):
         groups = weight.reshape(6, 3, 32)
         low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
         candidate = mx.clip(groups, factor * low, factor * high).reshape(6, 96)
-        other = error(pack(candidate, SPEC, mx.float32))
-        assert (error(clipped) <= other * (1 + 1e-6)).all()
+        candidate_error = error(pack(candidate, SPEC, mx.float32))
+        assert (error(clipped) <= candidate_error * (1 + 1e-6)).all()
 
 
 def test_awq_refuses_floating_point_modes():

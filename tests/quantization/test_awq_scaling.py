@@ -54,7 +54,7 @@ MAPPINGS = {
 
 
 def block_of(model, seed):
-    """The first block of a model, its forward function, and its input, float32."""
+    """Return the first block of a model, its forward function and its float32 input."""
     blockwise = BlockwiseModel(model.eval())
     tokens = mx.random.randint(0, VOCABULARY, (2, 8), key=mx.random.key(seed))
     run = partial(blockwise.run_block, 0, tokens)
@@ -100,9 +100,9 @@ def test_mappings_preserve_the_output_under_any_scale(family):
 
 def test_v_proj_feeds_o_proj_unless_heads_share_values():
     heads = {"num_key_value_heads": 2}
-    shared, alone = (build_model(config("llama") | change) for change in ({}, heads))
+    shared, separate = (build_model(config("llama") | change) for change in ({}, heads))
     assert "v_proj" not in consumers_by_producer(find_mappings(*block_of(shared, 1)))
-    assert consumers_by_producer(find_mappings(*block_of(alone, 1)))["v_proj"] == {
+    assert consumers_by_producer(find_mappings(*block_of(separate, 1)))["v_proj"] == {
         "o_proj"
     }
 
@@ -146,5 +146,7 @@ def test_round_scale_gives_weights_that_the_dtype_represents():
     assert mx.allclose(rounded, scale, rtol=0.05)
     scaled = mapping.apply(weights, rounded)[name]
     assert mx.allclose(scaled, scaled.astype(mx.bfloat16), rtol=1e-6, atol=1e-6)
-    plain = mapping.apply(weights, scale)[name]
-    assert not mx.allclose(plain, plain.astype(mx.bfloat16), rtol=1e-6, atol=1e-6)
+    unrounded = mapping.apply(weights, scale)[name]
+    assert not mx.allclose(
+        unrounded, unrounded.astype(mx.bfloat16), rtol=1e-6, atol=1e-6
+    )

@@ -1,4 +1,4 @@
-"""Code packing against MLX's own, bit for bit."""
+"""Code packing equals that of MLX, bit for bit."""
 
 import mlx.core as mx
 import numpy as np
@@ -26,7 +26,7 @@ def test_packing_matches_mlx(bits):
 def test_code_starts_at_its_bit(bits):
     codes = np.random.default_rng(0).integers(0, 2**bits, (7, 96))
     packed = np.array(packing.pack_codes(mx.array(codes), bits))
-    for row, words in zip(codes, packed, strict=True):
-        stream = int.from_bytes(words.tobytes(), "little")
-        read = [(stream >> (i * bits)) % 2**bits for i in range(96)]
-        assert read == row.tolist()
+    for row, packed_row in zip(codes, packed, strict=True):
+        stream = int.from_bytes(packed_row.tobytes(), "little")
+        actual = [(stream >> (i * bits)) % 2**bits for i in range(96)]
+        assert actual == row.tolist()

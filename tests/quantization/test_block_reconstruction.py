@@ -1,4 +1,4 @@
-"""Block reconstruction: what it gains, and that a worse result is rejected."""
+"""Block reconstruction reduces the error and rejects a worse result."""
 
 import re
 
@@ -10,14 +10,17 @@ from mlx.utils import tree_flatten
 from test_gptq import RecordingLogger, model_of, quantized, tokens_of
 from tiny_checkpoints import QWEN3_MOE
 
-PLENTY = tokens_of(1, count=128)
+MANY_TOKENS = tokens_of(1, count=128)
 SIZES = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96}
 LINE = re.compile(r"error on held-out tokens (\S+) -> (\S+?)(?:: rejected)?$")
 TRAIN = {"steps": 8, "learning_rate": 0.003}
 
 
-def run(folder, *, model=None, tokens=PLENTY, logger=None, **settings):
-    """Tensors, the quantized model, held-out errors before and after, and log lines."""
+def run(folder, *, model=None, tokens=MANY_TOKENS, logger=None, **settings):
+    """Return tensors, the quantized model, held-out errors and log lines.
+
+    The errors are pairs: before and after the reconstruction.
+    """
     logger = logger or RecordingLogger()
     model = model or model_of(**SIZES)
     tensors, model = quantized(
@@ -29,7 +32,7 @@ def run(folder, *, model=None, tokens=PLENTY, logger=None, **settings):
         bits=2,
         group_size=32,
         refine_iters=0,
-        # Plain GPTQ leaves an error to reduce.
+        # Basic GPTQ leaves an error to reduce.
         output_hessian=False,
         asymmetric_calibration=False,
         **settings,
@@ -39,9 +42,9 @@ def run(folder, *, model=None, tokens=PLENTY, logger=None, **settings):
     return tensors, model, errors, logger.lines
 
 
-def same(left, right):
-    assert left.keys() == right.keys()
-    return all(mx.array_equal(value, right[name]) for name, value in left.items())
+def equal(actual, expected):
+    assert actual.keys() == expected.keys()
+    return all(mx.array_equal(value, expected[name]) for name, value in actual.items())
 
 
 @pytest.fixture(scope="module")
@@ -50,42 +53,42 @@ def trained(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    return run(tmp_path_factory.mktemp("plain"))
+def without_reconstruction(tmp_path_factory):
+    return run(tmp_path_factory.mktemp("without"))
 
 
-def test_reconstruction_reduces_the_held_out_error(trained, plain):
+def test_reconstruction_reduces_the_held_out_error(trained, without_reconstruction):
     tensors, _, errors, lines = trained
     assert len(errors) == 2
     assert all(after < before for before, after in errors)
     assert "block reconstruction improved 2 of 2 blocks" in lines
-    assert not any("held-out" in line for line in plain[3])
-    assert not same(tensors, plain[0])
+    assert not any("held-out" in line for line in without_reconstruction[3])
+    assert not equal(tensors, without_reconstruction[0])
 
 
-def test_worse_reconstruction_is_rejected(tmp_path, plain):
-    wild = TRAIN | {"learning_rate": 3.0}
-    tensors, _, errors, lines = run(tmp_path, block_reconstruction=wild)
+def test_worse_reconstruction_is_rejected(tmp_path, without_reconstruction):
+    high_rate = TRAIN | {"learning_rate": 3.0}
+    tensors, _, errors, lines = run(tmp_path, block_reconstruction=high_rate)
     assert all(after == before for before, after in errors)
     assert sum("rejected" in line for line in lines) == 2
     assert "block reconstruction improved 0 of 2 blocks" in lines
-    assert same(tensors, plain[0])
+    assert equal(tensors, without_reconstruction[0])
 
 
 def test_reconstruction_resumes_after_a_kill(tmp_path, trained):
     logger = RecordingLogger()
 
-    def die(line):
+    def interrupt(line):
         if "layers.1: block reconstruction" in line:
             raise KeyboardInterrupt
         logger.lines.append(line)
 
-    logger.info = die
+    logger.info = interrupt
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, block_reconstruction=TRAIN, logger=logger)
     tensors, _, errors, _ = run(tmp_path, block_reconstruction=TRAIN)
     assert len(errors) == 1
-    assert same(tensors, trained[0])
+    assert equal(tensors, trained[0])
 
 
 def test_reconstruction_of_experts_and_other_grids(tmp_path):
@@ -103,8 +106,8 @@ def test_reconstruction_of_experts_and_other_grids(tmp_path):
 
 
 def test_reconstruction_needs_two_shards_of_tokens(tmp_path):
-    few = tokens_of(1, count=8)
-    *_, lines = run(tmp_path, tokens=few, block_reconstruction=TRAIN)
+    few_tokens = tokens_of(1, count=8)
+    *_, lines = run(tmp_path, tokens=few_tokens, block_reconstruction=TRAIN)
     assert any("block reconstruction skipped" in line for line in lines)
 
 

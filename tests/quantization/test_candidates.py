@@ -26,7 +26,7 @@ def case(make_checkpoint, tmp_path_factory):
     return folder / "q", tensors, targets
 
 
-def worse(tensors, factor=1.5):
+def damaged(tensors, factor=1.5):
     return {k: factor * v if k.endswith("scales") else v for k, v in tensors.items()}
 
 
@@ -39,7 +39,7 @@ def selector_of(case):
 
 def test_better_candidate_is_selected(case):
     selector, tensors, lines = selector_of(case)
-    assert selector.add("rtn", worse(tensors))
+    assert selector.add("rtn", damaged(tensors))
     assert selector.add("method", tensors)
     assert selector.best_name == "method"
     assert selector.tensors is tensors
@@ -54,7 +54,7 @@ def test_worse_candidate_is_rejected(case, factor):
     selector, tensors, lines = selector_of(case)
     selector.add("rtn", tensors)
     before = selector._model.model(TOKENS[0])
-    assert not selector.add("method", worse(tensors, factor))
+    assert not selector.add("method", damaged(tensors, factor))
     assert selector.best_name == "rtn"
     assert selector.tensors is tensors
     assert "rejected, keeping rtn" in lines[1]

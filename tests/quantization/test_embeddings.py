@@ -1,4 +1,4 @@
-"""Statistics of embeddings, against the whole model and against the divergence."""
+"""Embedding statistics compared with the full model and with the divergence."""
 
 import mlx.core as mx
 import numpy as np
@@ -25,8 +25,11 @@ def model_of(*, tied, **changes):
     return model.eval()
 
 
-def statistics_of(model, folder, tokens=TOKENS, rows=4):
-    shards = [tokens[start : start + rows] for start in range(0, len(tokens), rows)]
+def statistics_of(model, folder, tokens=TOKENS, shard_size=4):
+    shards = [
+        tokens[start : start + shard_size]
+        for start in range(0, len(tokens), shard_size)
+    ]
     model = BlockwiseModel(model)
     counted = [mx.ones(shard.shape, mx.bool_) for shard in shards]
     no_paths = [[]] * len(model)
@@ -36,23 +39,23 @@ def statistics_of(model, folder, tokens=TOKENS, rows=4):
     return statistics[PATH]
 
 
-def gradients_of(model, row, key):
-    """Gradients of the loss of sampled labels with respect to the lookups."""
+def gradients_of(model, sequence, key):
+    """Return gradients of the sampled-label loss with respect to the lookups."""
     call = f"{PATH}:0"
 
     def loss(shift):
         with hook_calls(model, [PATH], GradientTap({call: shift})):
-            return sampled_label_loss(model(row), key)
+            return sampled_label_loss(model(sequence), key)
 
-    shift = mx.zeros((*row.shape, model.args.hidden_size))
+    shift = mx.zeros((*sequence.shape, model.args.hidden_size))
     return np.array(mx.grad(loss)(shift)[0], np.float64)
 
 
-def head_inputs(model, row):
-    """Inputs of the head, and probabilities of all tokens."""
+def head_inputs(model, sequence):
+    """Return the lm_head inputs and the probabilities of all tokens."""
     tap = GradientTap()
     with hook_calls(model, [PATH], tap):
-        logits = model(row)
+        logits = model(sequence)
     return tap.inputs.get(f"{PATH}:1", [None])[0], softmax(np.array(logits[0]))
 
 
@@ -97,7 +100,7 @@ def test_embedding_statistics_match_the_whole_model(tmp_path, monkeypatch, tied,
         for cluster_moments, share, count in zip(fisher, shares, counts, strict=True)
     ]
     if tied:
-        pairs = [head_inputs(model, row[None]) for row in TOKENS]
+        pairs = [head_inputs(model, sequence[None]) for sequence in TOKENS]
         x = np.concatenate([np.array(pair[0], np.float64) for pair in pairs])
         p = np.concatenate([pair[1] for pair in pairs])
         for cluster in range(num_clusters):
@@ -120,7 +123,7 @@ def test_embedding_statistics_match_the_whole_model(tmp_path, monkeypatch, tied,
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_moments_predict_the_divergence(tmp_path, tied, monkeypatch):
-    """The divergence is half the cost of an error, in nats per token."""
+    """The divergence in nats per token is half the cost of a weight error."""
     for name in ("SHRINKAGE", "HALF_LOOKUPS", "HALF_PREDICTIONS"):
         monkeypatch.setattr(embeddings, name, 1e-9)
     monkeypatch.setattr(output_fisher, "TOKENS_PER_COLUMN", 1000)
@@ -135,36 +138,36 @@ def test_moments_predict_the_divergence(tmp_path, tied, monkeypatch):
     model.model.embed_tokens.weight = weight + error
     after = np.log(softmax(np.array(model(tokens))))
     divergence = (np.exp(before) * (before - after)).sum(axis=-1).mean()
-    # Rows of a cluster share their moments: their mean represents all of them.
+    # Rows of a cluster share their moments, so their mean cost represents all rows.
     error = np.array(error, np.float64)
     costs = np.einsum("vi,vij,vj->v", error, moments[clusters], error)
     expected = sum(costs[clusters == c].mean() for c in set(clusters)) / 2
     assert divergence == pytest.approx(expected, rel=0.2)
 
 
-def test_backward_pass_uses_few_tokens_and_the_head_all(tmp_path, monkeypatch):
+def test_backward_pass_uses_few_tokens_and_lm_head_uses_all(tmp_path, monkeypatch):
     monkeypatch.setattr(output_fisher, "TOKENS_PER_COLUMN", 0.5)
     shards = []
     for name in ("start_backward", "backward"):
-        real = getattr(ForwardBackwardPass, name)
+        original = getattr(ForwardBackwardPass, name)
 
-        def recorded(fb_pass, *args, real=real):
+        def recorded(fb_pass, *args, original=original):
             shards.append((fb_pass.num_backward, len(fb_pass.tokens)))
-            return real(fb_pass, *args)
+            return original(fb_pass, *args)
 
         monkeypatch.setattr(ForwardBackwardPass, name, recorded)
-    # 128 columns, and 24 tokens per shard.
-    statistics_of(model_of(tied=True), tmp_path, rows=1)
-    statistics_of(model_of(tied=False), tmp_path, rows=1)
+    # There are 128 columns and 24 tokens per shard.
+    statistics_of(model_of(tied=True), tmp_path, shard_size=1)
+    statistics_of(model_of(tied=False), tmp_path, shard_size=1)
     assert shards == [(3, 6)] * 2 + [(3, 3)] * 2
 
 
 def test_cluster_rows_groups_rows_of_one_direction():
-    draw = np.random.default_rng(0)
-    centers = draw.normal(size=(3, 64))
-    kinds = draw.integers(0, 3, 600)
-    norms = np.exp(draw.normal(size=(600, 1)))
-    rows = norms * (centers[kinds] + 0.1 * draw.normal(size=(600, 64)))
+    rng = np.random.default_rng(0)
+    centers = rng.normal(size=(3, 64))
+    kinds = rng.integers(0, 3, 600)
+    norms = np.exp(rng.normal(size=(600, 1)))
+    rows = norms * (centers[kinds] + 0.1 * rng.normal(size=(600, 64)))
     clusters = cluster_rows(mx.array(rows, mx.float32), mx.array(kinds == 1))
     clusters = np.array(clusters)
     assert len(set(clusters)) <= 600 // MIN_CLUSTER_ROWS

@@ -1,4 +1,4 @@
-"""GPTQ as a whole: less divergence than RTN, and its log lines."""
+"""GPTQ has a lower divergence than RTN and logs its errors."""
 
 from functools import cache
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 192}
 
 
 def model_of(config=LLAMA, **changes):
-    """Weights are scaled up, so that attention and logits differ between tokens."""
+    """Return a model with enlarged weights, so that logits differ between tokens."""
     mx.random.seed(5)
     model = build_model(config | changes)
     weights = {
@@ -35,7 +35,7 @@ CONFIGS = {"gptq": GPTQConfig, "rtn": RTNConfig}
 
 
 def tokens_of(seed, count=96):
-    """Token frequencies are uneven, as in text."""
+    """Return tokens with uneven frequencies, as in text."""
     share = mx.random.uniform(shape=(count, 32), key=mx.random.key(seed))
     return (320 * share**3).astype(mx.int32)
 
@@ -49,7 +49,7 @@ class RecordingLogger(SimpleNamespace):
 def quantized(
     method, model, folder, *, tokens=None, counted=None, logger=None, **settings
 ):
-    """Tensors, and the model with their dequantized weights."""
+    """Return tensors and the model with the dequantized weights."""
     config = CONFIGS[method](**settings)
     specs = select_layers(model, config).specs
     dense = dict(tree_flatten(model.parameters()))
@@ -71,35 +71,38 @@ def quantized(
     return tensors, model
 
 
-def divergence(model, other):
-    """Mean KL on tokens outside the calibration set."""
+def divergence(model, quantized_model):
+    """Return the mean KL divergence on tokens outside the calibration set."""
     tokens = tokens_of(2)
-    p, q = (m(tokens).astype(mx.float32) for m in (model, other))
+    p, q = (m(tokens).astype(mx.float32) for m in (model, quantized_model))
     p, q = (x - mx.logsumexp(x, axis=-1, keepdims=True) for x in (p, q))
     return (mx.exp(p) * (p - q)).sum(axis=-1).mean().item()
 
 
 @pytest.fixture(scope="module")
 def gptq_models(tmp_path_factory):
-    """Cached function from bits and tying to the quantized model and its logger."""
+    """A cached function: (bits, tied) -> quantized model and logger."""
 
     @cache
-    def of(bits, tied):
+    def get_model(bits, tied):
         logger, folder = RecordingLogger(), tmp_path_factory.mktemp("gptq")
         model = model_of(**SIZES, tie_word_embeddings=tied)
         return quantized("gptq", model, folder, bits=bits, logger=logger)[1], logger
 
-    return of
+    return get_model
 
 
-# Tying and bits are independent.
+# The cases vary bits and tied embeddings independently.
 @pytest.mark.parametrize(("bits", "tied"), [(2, True), (3, False), (4, True)])
 def test_gptq_divergence_is_below_rtn(tmp_path, gptq_models, bits, tied):
     changes = SIZES | {"tie_word_embeddings": tied}
     model = model_of(**changes)
-    _, plain = quantized("rtn", model_of(**changes), tmp_path, bits=bits)
-    others = {"rtn": plain, "gptq": gptq_models(bits, tied)[0]}
-    kl = {method: divergence(model, other) for method, other in others.items()}
+    _, rtn = quantized("rtn", model_of(**changes), tmp_path, bits=bits)
+    models = {"rtn": rtn, "gptq": gptq_models(bits, tied)[0]}
+    kl = {
+        method: divergence(model, quantized_model)
+        for method, quantized_model in models.items()
+    }
     assert 0 < kl["gptq"] < 0.8 * kl["rtn"]
 
 
@@ -109,32 +112,32 @@ def test_every_option_reduces_the_divergence(tmp_path):
     settings = {"bits": 3, "overrides": {"model.embed_tokens": "skip"}}
 
     def loss(name, **changes):
-        _, other = quantized(
+        _, quantized_model = quantized(
             "gptq", model_of(**SIZES), tmp_path / name, **settings, **changes
         )
-        return divergence(model, other)
+        return divergence(model, quantized_model)
 
-    whole = loss("whole")
-    assert whole < loss("plain", refine_iters=0, asymmetric_calibration=False)
-    assert whole < 0.95 * loss("rows alone", output_hessian=False)
+    full = loss("full")
+    assert full < loss("single pass", refine_iters=0, asymmetric_calibration=False)
+    assert full < 0.95 * loss("independent rows", output_hessian=False)
 
 
 def test_padding_does_not_change_the_result(tmp_path):
     """Tokens after the last counted position have no effect."""
-    draw, tokens = np.random.default_rng(0), np.array(tokens_of(1))
+    rng, tokens = np.random.default_rng(0), np.array(tokens_of(1))
     counted = np.zeros(tokens.shape, bool)
-    ends = draw.integers(8, 31, len(tokens))
-    for row, end in zip(counted, ends, strict=True):
-        row[end - 4 : end] = True
-    narrow = SIZES | {"hidden_size": 64, "intermediate_size": 128}
+    ends = rng.integers(8, 31, len(tokens))
+    for position_mask, end in zip(counted, ends, strict=True):
+        position_mask[end - 4 : end] = True
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 128}
     results = []
     for number in range(2):
         is_padding = np.arange(32) >= ends[:, None]
-        padded = np.where(is_padding, draw.integers(0, 320, tokens.shape), tokens)
+        padded = np.where(is_padding, rng.integers(0, 320, tokens.shape), tokens)
         settings = {"tokens": mx.array(padded), "counted": counted}
         settings |= {"bits": 3, "refine_iters": 1}
         folder = tmp_path / str(number)
-        results.append(quantized("gptq", model_of(**narrow), folder, **settings)[0])
+        results.append(quantized("gptq", model_of(**sizes), folder, **settings)[0])
     assert all(mx.array_equal(results[0][k], results[1][k]).item() for k in results[0])
 
 
@@ -157,19 +160,19 @@ def test_output_errors_are_logged(gptq_models):
 
 
 @pytest.mark.parametrize(
-    "more",
+    "option",
     [
         {"block_reconstruction": {}},
         {"mixed_precision": {"target_bpw": 3}},
     ],
 )
-def test_options_without_token_weights_refuse_completions(more):
+def test_options_without_token_weights_refuse_completions(option):
     calibration = {"loss_on": "completions"}
     quantize.GPTQConfig(calibration=calibration)
     with pytest.raises(
-        ValueError, match=f"{next(iter(more))} weights all tokens equally"
+        ValueError, match=f"{next(iter(option))} weights all tokens equally"
     ):
-        quantize.GPTQConfig(calibration=calibration, **more)
+        quantize.GPTQConfig(calibration=calibration, **option)
     with pytest.raises(ValueError, match="awq weights all tokens equally"):
         quantize.AWQConfig(calibration=calibration)
 

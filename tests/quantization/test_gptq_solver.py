@@ -1,4 +1,4 @@
-"""The GPTQ solver, against float64 arithmetic and exhaustive search."""
+"""The GPTQ solver compared with float64 arithmetic and exhaustive search."""
 
 from itertools import product
 
@@ -25,11 +25,11 @@ LEVELS = 4.0
 
 
 def inputs(width=WIDTH, count=2048, seed=0) -> np.ndarray:
-    """Correlated inputs of different magnitudes, as in a model."""
+    """Return correlated inputs of different magnitudes, as in a model."""
     generator = np.random.default_rng(seed)
-    mixed = np.eye(width) + generator.normal(size=(width, width)) / np.sqrt(width)
+    mixing = np.eye(width) + generator.normal(size=(width, width)) / np.sqrt(width)
     sizes = np.exp(0.7 * generator.normal(size=width))
-    return generator.normal(size=(count, width)) @ mixed * sizes
+    return generator.normal(size=(count, width)) @ mixing * sizes
 
 
 def moments(x: np.ndarray) -> mx.array:
@@ -37,18 +37,18 @@ def moments(x: np.ndarray) -> mx.array:
 
 
 def weights(rows=ROWS, width=WIDTH, seed=1) -> mx.array:
-    draw = np.random.default_rng(seed).normal(size=(rows, width))
-    return mx.array(0.05 * draw, mx.float32)
+    samples = np.random.default_rng(seed).normal(size=(rows, width))
+    return mx.array(0.05 * samples, mx.float32)
 
 
-def double(value: mx.array) -> np.ndarray:
+def to_float64(value: mx.array) -> np.ndarray:
     return np.array(value).astype(np.float64)
 
 
 def row_errors(grid: AffineGrid, target, matrix) -> np.ndarray:
-    """The squared error of every row, in float64."""
-    off = double(grid.weight()) - double(target)
-    return np.einsum("nk,kl,nl->n", off, double(matrix), off)
+    """Return the squared error of every row in float64."""
+    error = to_float64(grid.weight()) - to_float64(target)
+    return np.einsum("nk,kl,nl->n", error, to_float64(matrix), error)
 
 
 @pytest.fixture(scope="module")
@@ -57,17 +57,17 @@ def hessian():
 
 
 def test_hessian_factor_is_a_factor_of_the_inverse(hessian):
-    order, factor = np.array(hessian.order), double(hessian.factor)
-    ordered = double(hessian.matrix)[np.ix_(order, order)]
+    order, factor = np.array(hessian.order), to_float64(hessian.factor)
+    ordered = to_float64(hessian.matrix)[np.ix_(order, order)]
     assert np.allclose(factor.T @ factor @ ordered, np.eye(WIDTH), atol=1e-3)
     assert np.array_equal(factor, np.triu(factor))
     rows = weights()
-    solved = double(hessian.solve(rows)) @ double(hessian.matrix)
-    assert np.allclose(solved, double(rows), atol=1e-4)
+    solved = to_float64(hessian.solve(rows)) @ to_float64(hessian.matrix)
+    assert np.allclose(solved, to_float64(rows), atol=1e-4)
 
 
 def test_hessian_order_puts_costly_columns_first_by_group(hessian):
-    order, costs = np.array(hessian.order), np.diag(double(hessian.matrix))
+    order, costs = np.array(hessian.order), np.diag(to_float64(hessian.matrix))
     assert sorted(order) == list(range(WIDTH))
     groups = order.reshape(-1, GROUP)
     assert all(len(set(group // GROUP)) == 1 for group in groups)
@@ -79,9 +79,9 @@ def test_hessian_order_puts_costly_columns_first_by_group(hessian):
 def naive_gptq(target, hessian, grid: AffineGrid) -> np.ndarray:
     """Optimal brain quantization: remove each column from the inverse."""
     order = np.array(hessian.order)
-    remaining, codes = double(target), np.zeros(target.shape)
-    inverse = np.linalg.inv(double(hessian.matrix))
-    scales, biases = double(grid.scales), double(grid.biases)
+    remaining, codes = to_float64(target), np.zeros(target.shape)
+    inverse = np.linalg.inv(to_float64(hessian.matrix))
+    scales, biases = to_float64(grid.scales), to_float64(grid.biases)
     for column in order:
         scale, bias = (v[:, column // GROUP] for v in (scales, biases))
         code = np.clip(np.round((remaining[:, column] - bias) / scale), 0, 3)
@@ -97,13 +97,13 @@ def test_gptq_codes_match_naive_obq(hessian):
     target = weights()
     grid = gptq(target, hessian, GROUP, LEVELS, mx.float32)
     expected = naive_gptq(target, hessian, grid)
-    # A weight halfway between two codes may go to either.
-    assert (double(grid.codes) == expected).mean() > 0.999
+    # A weight halfway between two codes can take either code.
+    assert (to_float64(grid.codes) == expected).mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
 def test_numpy_and_mlx_give_the_same_grids(hessian, dtype, monkeypatch):
-    """NumPy is used on a CPU, MLX on a GPU."""
+    """The solver uses NumPy on a CPU and MLX on a GPU."""
     target, costs = weights(), mx.diagonal(hessian.matrix)
 
     def grids():
@@ -114,10 +114,10 @@ def test_numpy_and_mlx_give_the_same_grids(hessian, dtype, monkeypatch):
     numpy_grids = grids()
     calls = []
     monkeypatch.setattr(backend, "on_cpu", lambda: calls.append(1) or False)
-    for one, other in zip(numpy_grids, grids(), strict=True):
-        # A weight halfway between two codes may go to either.
-        assert (double(one.codes) == double(other.codes)).mean() > 0.999
-        distance = np.abs(double(one.weight()) - double(other.weight()))
+    for expected, actual in zip(numpy_grids, grids(), strict=True):
+        # A weight halfway between two codes can take either code.
+        assert (to_float64(expected.codes) == to_float64(actual.codes)).mean() > 0.999
+        distance = np.abs(to_float64(expected.weight()) - to_float64(actual.weight()))
         assert np.quantile(distance, 0.999) < 1e-6
     assert calls
 
@@ -125,31 +125,34 @@ def test_numpy_and_mlx_give_the_same_grids(hessian, dtype, monkeypatch):
 def test_gptq_without_correlations_rounds_to_the_fitted_grid():
     target, hessian = weights(), damped(mx.eye(WIDTH), GROUP)
     grid = gptq(target, hessian, GROUP, LEVELS, mx.float32)
-    plain = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
-    assert mx.array_equal(grid.codes, plain.codes)
-    assert mx.allclose(grid.weight(), plain.weight())
+    fitted = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
+    assert mx.array_equal(grid.codes, fitted.codes)
+    assert mx.allclose(grid.weight(), fitted.weight())
 
 
 @pytest.mark.parametrize("power", [-6, 7])
 def test_solve_layer_is_invariant_to_the_scale_of_inputs(hessian, power):
     scaled = damped(moments(inputs()) * 4.0**power, GROUP)
     spec = QuantSpec(bits=2, group_size=GROUP)
-    one, other = (
+    expected, actual = (
         solve_layer(weights(), h, spec, mx.float16) for h in (hessian, scaled)
     )
-    assert mx.array_equal(one.tensors["weight"], other.tensors["weight"])
+    assert mx.array_equal(expected.tensors["weight"], actual.tensors["weight"])
 
 
 def test_solve_layer_rows_are_independent(hessian, monkeypatch):
     spec = QuantSpec(bits=3, group_size=GROUP)
-    whole = solve_layer(weights(), hessian, spec, mx.float16)
+    single_pass = solve_layer(weights(), hessian, spec, mx.float16)
     monkeypatch.setattr(gptq_solver, "MAX_ELEMENTS", 5 * WIDTH)
     size = 3 * WIDTH * WIDTH // GROUP
     monkeypatch.setattr(gptq_solver, "MAX_REFIT_ELEMENTS", size)
     parts = solve_layer(weights(), hessian, spec, mx.float16)
-    same = [mx.abs(dequantize(s.tensors, spec, mx.float16)[:5]) for s in (whole, parts)]
-    assert mx.allclose(*same, atol=2e-2)
-    for name, error in whole.errors.items():
+    magnitudes = [
+        mx.abs(dequantize(s.tensors, spec, mx.float16)[:5])
+        for s in (single_pass, parts)
+    ]
+    assert mx.allclose(*magnitudes, atol=2e-2)
+    for name, error in single_pass.errors.items():
         assert parts.errors[name] == pytest.approx(error, rel=2e-2)
 
 
@@ -173,33 +176,33 @@ def test_refit_is_least_squares(hessian):
     grid = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
     grid = refit(grid, target, hessian.matrix, mx.float32)
     errors = row_errors(grid, target, hessian.matrix)
-    root = np.linalg.cholesky(double(hessian.matrix)).T
+    root = np.linalg.cholesky(to_float64(hessian.matrix)).T
     for row in range(ROWS):
         columns = []
-        for kind in (double(grid.codes)[row], np.ones(WIDTH)):
+        for kind in (to_float64(grid.codes)[row], np.ones(WIDTH)):
             for start in range(0, WIDTH, GROUP):
                 column = np.zeros(WIDTH)
                 column[start : start + GROUP] = kind[start : start + GROUP]
                 columns.append(root @ column)
         _, residual, *_ = np.linalg.lstsq(
-            np.array(columns).T, root @ double(target)[row], rcond=None
+            np.array(columns).T, root @ to_float64(target)[row], rcond=None
         )
         assert errors[row] == pytest.approx(residual[0], rel=1e-3)
 
 
 def test_refined_error_is_between_the_optimum_and_rtn():
-    """Six weights of 2 bits: all codes, each with its best scale and bias."""
+    """The optimum over all 2-bit codes of six weights, with the best scale and bias."""
     x = inputs(6, 400)
     hessian, target = damped(moments(x), 6), weights(8, 6)
-    root = np.linalg.cholesky(double(hessian.matrix)).T
-    plain = AffineGrid(*_plain(target))
+    root = np.linalg.cholesky(to_float64(hessian.matrix)).T
+    rtn = AffineGrid(*_rtn_grid(target))
     grid = gptq(target, hessian, 6, LEVELS, mx.float32)
     for _ in range(3):
         grid = refit(grid, target, hessian.matrix, mx.float32)
         grid = coordinate_descent(grid, target, hessian.matrix, LEVELS)
-    refined, rounded = (row_errors(g, target, hessian.matrix) for g in (grid, plain))
+    refined, rounded = (row_errors(g, target, hessian.matrix) for g in (grid, rtn))
     for row in range(len(target)):
-        goal = root @ double(target)[row]
+        goal = root @ to_float64(target)[row]
         best = min(
             np.sum((goal - a @ np.linalg.lstsq(a, goal, rcond=None)[0]) ** 2)
             for codes in product(range(4), repeat=6)
@@ -209,7 +212,7 @@ def test_refined_error_is_between_the_optimum_and_rtn():
     assert refined.sum() < 0.6 * rounded.sum()
 
 
-def _plain(target):
+def _rtn_grid(target):
     low, high = target.min(axis=1), target.max(axis=1)
     scale = (high - low) / 3
     scale, low = scale[:, None], low[:, None]
@@ -218,21 +221,21 @@ def _plain(target):
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
-def test_stored_layer_has_the_least_error(hessian, bits, dtype):
+def test_stored_layer_has_the_lowest_error(hessian, bits, dtype):
     weight = weights().astype(dtype)
     spec = QuantSpec(bits=bits, group_size=GROUP)
     solution = solve_layer(weight, hessian, spec, dtype)
     errors = solution.errors
     assert errors["best"] <= min(errors.values()) * (1 + 1e-6)
     assert errors["best"] < 0.8 * errors["RTN"]
-    stored = double(dequantize(solution.tensors, spec, dtype).astype(mx.float32))
-    off = stored - double(weight.astype(mx.float32))
-    matrix, whole = double(hessian.matrix), double(weight.astype(mx.float32))
-    share = np.sum((off @ matrix) * off) / np.sum((whole @ matrix) * whole)
+    stored = to_float64(dequantize(solution.tensors, spec, dtype).astype(mx.float32))
+    error = stored - to_float64(weight.astype(mx.float32))
+    matrix, original = to_float64(hessian.matrix), to_float64(weight.astype(mx.float32))
+    share = np.sum((error @ matrix) * error) / np.sum((original @ matrix) * original)
     assert errors["best"] == pytest.approx(share, rel=1e-3)
     rounded = dequantize(pack(weight, spec, dtype), spec, dtype).astype(mx.float32)
-    off = double(rounded) - whole
-    share = np.sum((off @ matrix) * off) / np.sum((whole @ matrix) * whole)
+    error = to_float64(rounded) - original
+    share = np.sum((error @ matrix) * error) / np.sum((original @ matrix) * original)
     assert errors["RTN"] == pytest.approx(share, rel=1e-3)
 
 
@@ -244,28 +247,28 @@ def test_target_compensates_for_the_output_error(hessian):
     cross = mx.array(x.T @ (y - x) / len(x) / mean, mx.float32)
     spec = QuantSpec(bits=4, group_size=GROUP)
 
-    drift = (
+    output_drift = (
         0.1 * np.random.default_rng(6).normal(size=(len(x), ROWS)) + 0.02 * x[:, :ROWS]
     )
-    residual = mx.array(drift.T @ x / len(x) / mean, mx.float32)
+    residual = mx.array(output_drift.T @ x / len(x) / mean, mx.float32)
 
     def quantized(cross, residual, strength=1.0):
         error = None if cross is None else OutputError(cross, residual, strength)
         layer = solve_layer(weights(), hessian, spec, mx.float32, output_error=error)
-        return double(dequantize(layer.tensors, spec, mx.float32))
+        return to_float64(dequantize(layer.tensors, spec, mx.float32))
 
-    target = y @ double(weights()).T + drift
+    target = y @ to_float64(weights()).T + output_drift
 
     def output_error(weight):
         return np.sum((x @ weight.T - target) ** 2)
 
-    plain, half = quantized(None, None), quantized(cross, residual, 0.5)
-    inputs_alone, full = quantized(cross, None), quantized(cross, residual)
+    baseline, half = quantized(None, None), quantized(cross, residual, 0.5)
+    inputs_only, full = quantized(cross, None), quantized(cross, residual)
     zeros = mx.zeros_like(cross), mx.zeros_like(residual)
-    assert np.array_equal(quantized(*zeros), plain)
-    assert np.array_equal(quantized(cross, residual, 0.0), plain)
-    assert output_error(full) < output_error(half) < output_error(plain)
-    assert output_error(full) < output_error(inputs_alone) < output_error(plain)
+    assert np.array_equal(quantized(*zeros), baseline)
+    assert np.array_equal(quantized(cross, residual, 0.0), baseline)
+    assert output_error(full) < output_error(half) < output_error(baseline)
+    assert output_error(full) < output_error(inputs_only) < output_error(baseline)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +283,7 @@ def test_target_compensates_for_the_output_error(hessian):
     ],
     ids=["few", "repeated", "dead", "zero", "duplicated", "outlier"],
 )
-def test_solve_layer_with_degenerate_inputs(make):
+def test_solve_layer_accepts_degenerate_inputs(make):
     hessian = damped(moments(make(inputs())), GROUP)
     assert 0 < hessian.damping <= 1
     solution = solve_layer(
@@ -296,11 +299,11 @@ def test_damping_is_raised_until_the_matrix_is_invertible():
     assert damped(broken, GROUP).damping == pytest.approx(0.1)
 
 
-def test_fit_grid_against_a_grid_search():
+def test_fit_grid_is_close_to_a_grid_search():
     weight = weights(6, 8)
     cost = mx.array(np.exp(np.random.default_rng(3).normal(size=8)), mx.float32)
-    scale, bias = (double(v) for v in fit_grid(weight.T, cost, LEVELS, mx.float32))
-    rows, costs = double(weight), double(cost)
+    scale, bias = (to_float64(v) for v in fit_grid(weight.T, cost, LEVELS, mx.float32))
+    rows, costs = to_float64(weight), to_float64(cost)
 
     def error(row, scale, bias):
         points = scale * np.arange(4) + bias
@@ -322,7 +325,7 @@ def test_fit_grid_against_a_grid_search():
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16, mx.float32], ids=str)
 def test_round_to_dtype_is_the_same_in_numpy_and_mlx(dtype):
     values = np.random.default_rng(0).normal(size=4096).astype(np.float32)
-    # Halfway between two bfloat16 values, and zero.
+    # The first values are halfway between two bfloat16 values, or zero.
     values[:4] = 1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 0
     expected = mx.array(values).astype(dtype).astype(mx.float32)
     assert np.array_equal(backend.round_to_dtype(values, dtype), np.array(expected))

@@ -1,4 +1,4 @@
-"""InputStatistics and correction strength, against float64 arithmetic."""
+"""InputStatistics and correction strength compared with float64 arithmetic."""
 
 from itertools import pairwise
 
@@ -9,19 +9,19 @@ from lmx.config.quantize import DAMPENING_FRAC
 from lmx.quantization.ptq.input_statistics import CalibrationShard, InputStatistics
 
 WIDTH, OUTPUTS, TOKENS = 16, 8, 4096
-DRAW = np.random.default_rng(0)
-X = DRAW.normal(size=(TOKENS, WIDTH)) * np.exp(DRAW.normal(size=WIDTH))
-WEIGHT = DRAW.normal(size=(OUTPUTS, WIDTH))
-LINEAR = 0.3 * X @ DRAW.normal(size=(WIDTH, OUTPUTS))
-NOISE = DRAW.normal(size=(TOKENS, OUTPUTS))
-OTHER = X + 0.1 * DRAW.normal(size=X.shape)
-WEIGHTS = DRAW.random(TOKENS)
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(TOKENS, WIDTH)) * np.exp(RNG.normal(size=WIDTH))
+WEIGHT = RNG.normal(size=(OUTPUTS, WIDTH))
+LINEAR = 0.3 * X @ RNG.normal(size=(WIDTH, OUTPUTS))
+NOISE = RNG.normal(size=(TOKENS, OUTPUTS))
+PERTURBED_X = X + 0.1 * RNG.normal(size=X.shape)
+WEIGHTS = RNG.random(TOKENS)
 
 
-def statistics_of(y, errors, cuts=(1000, 2500), weights=None) -> InputStatistics:
-    """Of shards that end at `cuts`."""
+def statistics_of(y, errors, boundaries=(1000, 2500), weights=None) -> InputStatistics:
+    """Return statistics of shards that end at `boundaries`."""
     statistics = InputStatistics.empty(WIDTH, experts=None, with_cross=True)
-    ends = [0, *cuts, len(y)]
+    ends = [0, *boundaries, len(y)]
     shards = [
         CalibrationShard(
             *(
@@ -37,7 +37,10 @@ def statistics_of(y, errors, cuts=(1000, 2500), weights=None) -> InputStatistics
 
 
 def expected_strength(y, errors, weights, factor=1.0) -> float:
-    """The best scale, on the second half, of the correction of the first half."""
+    """Return the best scale of a correction.
+
+    The first half of the tokens fits the correction, the second half its scale.
+    """
     error = (y - X) @ (factor * WEIGHT.T) + errors
     fit, validation = slice(0, TOKENS // 2), slice(TOKENS // 2, None)
     moments = X[fit].T @ (weights[fit, None] * X[fit])
@@ -49,11 +52,11 @@ def expected_strength(y, errors, weights, factor=1.0) -> float:
     return 2 * best / (1 + best)
 
 
-@pytest.mark.parametrize("cuts", [(), (2048,), (1000, 2500), (100, 200, 4000)])
-def test_sums_and_strengths_do_not_depend_on_shards(cuts):
-    # The noise of so few tokens is as large as the part that inputs explain.
-    y, errors, weights = OTHER, 0.05 * LINEAR + 3 * NOISE, WEIGHTS
-    statistics = statistics_of(y, errors, cuts, weights)
+@pytest.mark.parametrize("boundaries", [(), (2048,), (1000, 2500), (100, 200, 4000)])
+def test_sums_and_strengths_do_not_depend_on_shards(boundaries):
+    # With few tokens, the noise is as large as the error that the inputs explain.
+    y, errors, weights = PERTURBED_X, 0.05 * LINEAR + 3 * NOISE, WEIGHTS
+    statistics = statistics_of(y, errors, boundaries, weights)
     weighted = weights[:, None] * X
     for value, expected in [
         (statistics.second_moments, X.T @ weighted),
@@ -72,14 +75,14 @@ def test_explained_errors_are_corrected_and_noise_is_not():
     strength = statistics_of(X, LINEAR).correction_strength["a"]
     assert 0.99 < strength <= 1
     assert statistics_of(X, NOISE).correction_strength["a"] < 0.2
-    # Errors of the inputs alone: the layer does not write to the residual stream.
+    # Only the inputs have errors. The layer does not write to the residual stream.
     assert statistics_of(1.1 * X, None).correction_strength["a"] > 0.99
     assert statistics_of(X, None).correction_strength["a"] == 0
 
 
 def test_moments_are_weighted():
-    draw = np.random.default_rng(0)
-    x, y, weights = draw.normal(size=(9, 4)), draw.normal(size=(9, 4)), draw.random(9)
+    rng = np.random.default_rng(0)
+    x, y, weights = rng.normal(size=(9, 4)), rng.normal(size=(9, 4)), rng.random(9)
     statistics = InputStatistics.empty(4, experts=None, with_cross=True)
     x, y, weights = (mx.array(v, mx.float32) for v in (x, y, weights))
     statistics.add(x, y, weights=weights)
@@ -91,9 +94,9 @@ def test_moments_are_weighted():
 
 
 def test_invisible_tokens_are_routed_to_no_expert():
-    draw = np.random.default_rng(1)
-    x, experts = draw.normal(size=(12, 4)), draw.integers(0, 3, 12)
-    # Two rows for each of six tokens.
+    rng = np.random.default_rng(1)
+    x, experts = rng.normal(size=(12, 4)), rng.integers(0, 3, 12)
+    # Each of the six tokens has two rows.
     visible = np.array([1, 1, 0, 1, 0, 1], bool)
     statistics = InputStatistics.empty(4, experts=3, with_cross=False)
     statistics.add_routed(mx.array(x, mx.float32), mx.array(experts), mx.array(visible))

@@ -26,12 +26,12 @@ def flat(packed):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_unchanged_latents_give_the_stored_tensors(spec, dtype):
-    """Bit for bit, with experts too. The weight is the dequantized one."""
+    """The tensors are equal bit for bit, and the weight is the dequantized one."""
     packed = pack(normal(2, 3, 256), spec, dtype)
     grid = LatentCodes(spec, dtype)
     values = grid.init(packed), *flat(packed)
-    again = grid.packed(*values)
-    assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
+    repacked = grid.packed(*values)
+    assert all(mx.array_equal(value, repacked[name]) for name, value in packed.items())
     weight = grid.weight(*values)
     assert mx.array_equal(weight, dequantize(packed, spec, dtype).astype(mx.float32))
     moved = grid.packed(values[0] + 0.6, *values[1:])
@@ -40,7 +40,7 @@ def test_unchanged_latents_give_the_stored_tensors(spec, dtype):
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_gradients_match_finite_differences_of_the_clipped_line(bits):
-    """Straight-through estimator: the rounding error is constant."""
+    """The straight-through estimator keeps the rounding error constant."""
     grid = LatentCodes(QuantSpec(bits=bits, group_size=32), mx.float32)
     top = 2**bits - 1
     latents = top / 2 + normal(1, 32, scale=top / 2)
@@ -51,21 +51,21 @@ def test_gradients_match_finite_differences_of_the_clipped_line(bits):
     )(latents, scales, biases)
     p, g = (np.array(v[0], dtype=np.float64) for v in (latents, cotangent))
     s, b = scales.item(), biases.item()
-    off = np.clip(np.rint(p), 0, top) - np.clip(p, -0.5, top + 0.5)
+    rounding_error = np.clip(np.rint(p), 0, top) - np.clip(p, -0.5, top + 0.5)
 
     def surrogate(p, s, b):
-        return ((np.clip(p, -0.5, top + 0.5) + off) * s + b) @ g
+        return ((np.clip(p, -0.5, top + 0.5) + rounding_error) * s + b) @ g
 
     step = 1e-6
     moves = step * np.eye(32)
     expected = [surrogate(p + m, s, b) - surrogate(p - m, s, b) for m in moves]
-    close(gradients[0][0], np.array(expected) / (2 * step))
+    assert_close(gradients[0][0], np.array(expected) / (2 * step))
     assert 0 < np.mean(np.array(expected) == 0) < 0.5
     by_scale = surrogate(p, s + step, b) - surrogate(p, s - step, b)
     by_bias = surrogate(p, s, b + step) - surrogate(p, s, b - step)
-    close(gradients[1], np.array([by_scale]) / (2 * step))
-    close(gradients[2], np.array([by_bias]) / (2 * step))
+    assert_close(gradients[1], np.array([by_scale]) / (2 * step))
+    assert_close(gradients[2], np.array([by_bias]) / (2 * step))
 
 
-def close(value, expected):
+def assert_close(value, expected):
     np.testing.assert_allclose(np.array(value), expected, rtol=1e-4, atol=1e-5)

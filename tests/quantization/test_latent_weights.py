@@ -1,4 +1,4 @@
-"""Latent weights within the cells of their codes, against NumPy."""
+"""Latent weights within the cells of their codes, compared with NumPy."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,7 +17,7 @@ def normal(*shape, seed=0, scale=0.05):
 
 
 def packed_layer(quantizer_class, bits, dtype, shape=(8, 256), distance=1.0):
-    """A quantizer, packed tensors, their levels, and targets some steps away."""
+    """Return a quantizer, packed tensors, their levels and shifted targets."""
     spec = QuantSpec(bits=bits, group_size=GROUP)
     quantizer = quantizer_class(spec, dtype, "mse")
     packed = pack(normal(*shape), spec, dtype)
@@ -46,9 +46,9 @@ def test_latent_weights_keep_codes_and_gradients(quantizer_class, bits, dtype):
     assert weight.shape == target.shape
     stored = quantizer.pack(weight, qparams)
     assert all(mx.array_equal(stored[name], packed[name]) for name in packed)
-    # Negative control: the targets themselves have other codes.
-    other = quantizer.pack(target, qparams)
-    assert not mx.array_equal(other["weight"], packed["weight"])
+    # Negative control: the targets have other codes.
+    packed_target = quantizer.pack(target, qparams)
+    assert not mx.array_equal(packed_target["weight"], packed["weight"])
     gradient = mx.grad(lambda w: quantizer.fake_quantize(w, qparams).sum())(weight)
     assert mx.array_equal(gradient, mx.ones_like(gradient))
 
@@ -76,11 +76,11 @@ def test_latent_weights_are_nearest_to_the_target_within_their_cell(
         np.array(quantizer.latent_within_cell(packed, target), np.float64) - biases
     ) / scales
     assert np.abs(actual - nearest).max() < 1e-3
-    # Most targets lie within their cell; some do not.
+    # Most targets are within their cell.
     assert 0.5 < (np.abs(actual - steps) < 1e-3).mean() < 0.95
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-9], ids=["of one value", "hidden"])
+@pytest.mark.parametrize("scale", [0.0, 1e-9], ids=["constant", "hidden"])
 def test_latent_weights_start_at_the_level_where_float32_cannot_resolve_steps(scale):
     spec = QuantSpec(bits=4, group_size=GROUP)
     quantizer = LSQQuantizer(spec, mx.float32, "mse")

@@ -35,7 +35,7 @@ def test_candidate_plans_tie_and_untie_layers_of_one_input():
 
 
 def test_candidate_plans_charge_layers_without_a_gradient():
-    """As a router that only ranks, or a layer that no token reached."""
+    """Routers and layers that receive no token have no gradient."""
     costs = {"a": [1.0, 0.2, 0.1], "b": [0.9, 0.2, 0.1], "c": [0.0, 0.0, 0.0]}
     bits = bits_by_plan(costs, [["a"], ["b"], ["c"]])
     assert bits["sensitivity"] == [4, 2, 4, 4]

@@ -1,4 +1,4 @@
-"""Output Fisher information, against gradients of the whole model."""
+"""Output Fisher information compared with gradients of the full model."""
 
 import mlx.core as mx
 import numpy as np
@@ -33,12 +33,12 @@ def model_of(config=LLAMA):
     return model.eval()
 
 
-def estimate(model, folder, paths, rows=2, counted=None):
-    """Fisher information of the layers at `paths`, for every block."""
+def estimate(model, folder, paths, shard_size=2, counted=None):
+    """Return the Fisher information of the layers at `paths` of every block."""
     counted = mx.ones(TOKENS.shape, mx.bool_) if counted is None else counted
-    starts = range(0, len(TOKENS), rows)
-    tokens = [TOKENS[start : start + rows] for start in starts]
-    counted = [counted[start : start + rows] for start in starts]
+    starts = range(0, len(TOKENS), shard_size)
+    tokens = [TOKENS[start : start + shard_size] for start in starts]
+    counted = [counted[start : start + shard_size] for start in starts]
     model = BlockwiseModel(model)
     estimate_output_fisher(
         model,
@@ -52,26 +52,28 @@ def estimate(model, folder, paths, rows=2, counted=None):
     return [output_fisher(folder, index) for index in range(len(model))]
 
 
-def gradients_of(model, path, rows, counted=None):
-    """Gradients with respect to a layer's output, row by row, of the whole model."""
+def gradients_of(model, path, sequences, counted=None):
+    """Return gradients with respect to a layer output, sequence by sequence."""
     call, gradients = f"{path}:0", []
     tap = GradientTap()
     with hook_calls(model, [path], tap):
-        model(rows[:1])
-    for key, row in enumerate(rows):
+        model(sequences[:1])
+    for key, sequence in enumerate(sequences):
 
-        def loss(shift, row=row, key=key):
+        def loss(shift, sequence=sequence, key=key):
             mask = None if counted is None else counted[key][None]
             with hook_calls(model, [path], GradientTap({call: shift})):
-                return sampled_label_loss(model(row[None]), mx.random.key(key), mask)
+                return sampled_label_loss(
+                    model(sequence[None]), mx.random.key(key), mask
+                )
 
         gradient = mx.grad(loss)(mx.zeros_like(tap.outputs[call]))
         gradients.append(np.array(gradient, np.float64).reshape(-1, gradient.shape[-1]))
     return np.concatenate(gradients)
 
 
-def expected_fisher(model, path, rows):
-    gradients = gradients_of(model, path, rows)
+def expected_fisher(model, path, sequences):
+    gradients = gradients_of(model, path, sequences)
     return gradients.T @ gradients / len(gradients)
 
 
@@ -87,7 +89,7 @@ def test_fisher_matches_the_whole_model(tmp_path):
     assert not model.training
 
 
-# 128 outputs need 38 tokens: the first shard of two windows of 24.
+# 128 outputs need 38 tokens: the first shard of two sequences of 24.
 @pytest.mark.parametrize("limit", [("TOKENS_PER_OUTPUT", 0.3), ("MAX_TOKENS", 38)])
 def test_fisher_uses_as_many_tokens_as_needed(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(module, *limit)
@@ -119,7 +121,7 @@ def test_fisher_without_layers_runs_no_pass(tmp_path, monkeypatch, paths):
 
 
 def test_only_counted_positions_have_gradients(tmp_path, monkeypatch):
-    """Norms exist for layers too wide for Fisher information as well."""
+    """Layers that are too wide for Fisher information have gradient norms as well."""
     monkeypatch.setattr(module, "MAX_OUTPUT_RATIO", 1)
     counted = mx.random.bernoulli(0.4, TOKENS.shape, key=mx.random.key(1))
     model, paths = model_of(), ["self_attn.o_proj", "mlp.up_proj"]
@@ -160,11 +162,11 @@ def test_token_weights_without_gradients_are_equal():
     assert np.array_equal(np.concatenate(weights), VISIBLE.reshape(-1))
 
 
-def test_token_weights_are_half_their_own_and_half_the_mean():
+def test_token_weights_average_the_norm_and_the_mean():
     norms = np.array([2, 6, 10, 0, 1, 3, 8, 0], np.float64)
     weights = np.concatenate(token_weights(mx.array(norms, mx.float32), SHARDS))
     counted, visible = np.array(COUNTED).reshape(-1), VISIBLE.reshape(-1)
-    # Tokens of the last window have no gradients, so they have the mean of their kind.
+    # Tokens of the last sequence have no gradients and use the mean of their kind.
     means = np.where(counted, (6 + 10 + 8) / 3, np.where(visible, (2 + 1 + 3) / 3, 0))
     expected = means.copy()
     expected[:8] = (1 - OWN_WEIGHT) * means[:8] + OWN_WEIGHT * norms

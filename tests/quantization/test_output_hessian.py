@@ -1,4 +1,4 @@
-"""Rows that compensate for each other's errors, against float64 arithmetic."""
+"""Error compensation between rows, compared with float64 arithmetic."""
 
 import mlx.core as mx
 import numpy as np
@@ -10,23 +10,23 @@ from lmx.quantization.ptq.gptq_solver import solve_layer
 from lmx.quantization.ptq.hessian import OUTPUT_SHRINKAGE, OutputHessian, damped
 
 GROUP, WIDTH, ROWS = 32, 96, 40
-DRAW = np.random.default_rng(0)
-INPUTS = DRAW.normal(size=(512, WIDTH)) @ (
-    np.eye(WIDTH) + 0.1 * DRAW.normal(size=2 * (WIDTH,))
+RNG = np.random.default_rng(0)
+INPUTS = RNG.normal(size=(512, WIDTH)) @ (
+    np.eye(WIDTH) + 0.1 * RNG.normal(size=2 * (WIDTH,))
 )
 HESSIAN = damped(mx.array(INPUTS.T @ INPUTS / 512, mx.float32), GROUP)
-WEIGHT = mx.array(0.05 * DRAW.normal(size=(ROWS, WIDTH)), mx.float32)
+WEIGHT = mx.array(0.05 * RNG.normal(size=(ROWS, WIDTH)), mx.float32)
 
 
 def output_fisher(rank=8) -> np.ndarray:
-    """Fisher information of strongly coupled outputs."""
-    gradients = DRAW.normal(size=(400, rank)) @ DRAW.normal(size=(rank, ROWS))
-    gradients = gradients + 0.3 * DRAW.normal(size=gradients.shape)
+    """Return the Fisher information of strongly coupled outputs."""
+    gradients = RNG.normal(size=(400, rank)) @ RNG.normal(size=(rank, ROWS))
+    gradients = gradients + 0.3 * RNG.normal(size=gradients.shape)
     return gradients.T @ gradients / 400
 
 
-def shrunk(matrix: np.ndarray) -> np.ndarray:
-    """The output Hessian with rows in their own order."""
+def shrunk_hessian(matrix: np.ndarray) -> np.ndarray:
+    """Return the output Hessian in the original row order."""
     share, size = OUTPUT_SHRINKAGE, len(matrix)
     return (1 - share) * matrix / np.trace(matrix) * size + share * np.eye(size)
 
@@ -47,14 +47,14 @@ def test_compensation_minimizes_the_error_of_later_rows():
     hessian = OutputHessian.from_fisher(mx.array(fisher, mx.float32), num_sets=5)
     order = np.array(hessian.order)
     assert sorted(order) == list(range(ROWS))
-    matrix = shrunk(fisher)[np.ix_(order, order)]
-    errors = DRAW.normal(size=(ROWS, WIDTH))
+    matrix = shrunk_hessian(fisher)[np.ix_(order, order)]
+    errors = RNG.normal(size=(ROWS, WIDTH))
     shifts = np.zeros((ROWS, WIDTH))
     for index, rows in enumerate(hessian.sets):
-        # The errors of a set from its target, which earlier sets shifted.
+        # Earlier sets shifted the target of this set.
         residual = mx.array(errors[rows] - shifts[rows], mx.float32)
-        more = hessian.compensation(index, residual)
-        for later, values in zip(hessian.sets[index + 1 :], more, strict=True):
+        compensation = hessian.compensation(index, residual)
+        for later, values in zip(hessian.sets[index + 1 :], compensation, strict=True):
             shifts[later] += np.array(values, np.float64)
         done, free = slice(0, rows.stop), slice(rows.stop, None)
         best = -np.linalg.solve(matrix[free, free], matrix[free, done] @ errors[done])
@@ -75,7 +75,7 @@ def test_output_hessian_reduces_the_cost(bits, monkeypatch):
     spec, fisher = QuantSpec(bits=bits, group_size=GROUP), output_fisher()
     independent, coupled = quantized(spec, None), quantized(spec, fisher)
     assert cost(coupled, fisher) < 0.6 * cost(independent, fisher)
-    # The cost for the inputs alone rises.
+    # The cost of independent outputs increases.
     assert cost(coupled, np.eye(ROWS)) > cost(independent, np.eye(ROWS))
 
 
@@ -91,11 +91,11 @@ def test_large_layer_is_solved_in_more_sets(monkeypatch):
     spec, fisher = QuantSpec(bits=3, group_size=GROUP), output_fisher()
     monkeypatch.setattr(gptq_solver, "MAX_ELEMENTS", WIDTH)
     sizes = []
-    real = gptq_solver.gptq
+    original = gptq_solver.gptq
 
     def recorded(target, *args):
         sizes.append(len(target))
-        return real(target, *args)
+        return original(target, *args)
 
     monkeypatch.setattr(gptq_solver, "gptq", recorded)
     coupled, independent = quantized(spec, fisher), quantized(spec, None)

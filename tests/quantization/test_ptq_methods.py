@@ -28,8 +28,8 @@ AWKWARD = {
     "tie_word_embeddings": False,
 }
 EVEN = {"dtype": "float32"}
-# Methods choose no grid by the model. So each grid is tested with one of two models:
-# one of awkward widths with a head, or one of even widths with tied embeddings.
+# The grid does not depend on the model. So each grid is tested with one of two models:
+# indivisible widths with lm_head, or even widths with tied embeddings.
 GRIDS = [
     ({"bits": 2, "group_size": 32}, AWKWARD),
     ({"bits": 3}, EVEN),
@@ -81,19 +81,21 @@ def quantize(method, source, target, **settings):
 
 @pytest.fixture(scope="module")
 def quantized(make_checkpoint, tmp_path_factory):
-    """Cached function from method, grid and model to the checkpoint folder, the plan,
-    the tensors and the original weights."""
-    made = {}
+    """A cached function that quantizes a model.
 
-    def of(method, grid, model):
+    (method, grid, model) -> checkpoint folder, plan, tensors, original weights.
+    """
+    results = {}
+
+    def get_result(method, grid, model):
         key = method, *grid.items()
-        if key not in made:
+        if key not in results:
             source = make_checkpoint(num_hidden_layers=2, **model)
             folder = tmp_path_factory.mktemp("quantized") / "q"
-            made[key] = folder, *quantize(method, source, folder, **grid)
-        return made[key]
+            results[key] = folder, *quantize(method, source, folder, **grid)
+        return results[key]
 
-    return of
+    return get_result
 
 
 def relative_error(weight, expected):
@@ -112,7 +114,7 @@ def test_config_defaults_and_unknown_keys(method):
 
 
 def require(method, grid):
-    """Skip modes that a method refuses. It must accept all affine grids."""
+    """Skip modes that a method refuses. A method must accept all affine grids."""
     try:
         CONFIGS[method](**grid)
     except ValidationError:
@@ -121,8 +123,8 @@ def require(method, grid):
         pytest.skip("not for this mode")
 
 
-def without_scales(quantized, weight):
-    """Remove scales of whole columns and rows, as AWQ applies them."""
+def remove_scales(quantized, weight):
+    """Remove the scales that AWQ applies to columns and rows."""
     for axis in (0, 1):
         product = (quantized * weight).sum(axis=axis)
         factor = product / mx.square(weight).sum(axis=axis)
@@ -130,12 +132,12 @@ def without_scales(quantized, weight):
     return quantized
 
 
-def name_of(value):
-    """Test id of a grid; none for its model."""
+def grid_id(value):
+    """Return the test id of a grid, or an empty id for its model."""
     return "" if "dtype" in value else "-".join(map(str, value.values()))
 
 
-@pytest.mark.parametrize(("grid", "model"), GRIDS, ids=name_of)
+@pytest.mark.parametrize(("grid", "model"), GRIDS, ids=grid_id)
 def test_tensors_are_near_the_weights_in_the_given_spec(method, quantized, grid, model):
     require(method, grid)
     _, plan, tensors, dense = quantized(method, grid, model)
@@ -156,61 +158,61 @@ def test_tensors_are_near_the_weights_in_the_given_spec(method, quantized, grid,
         stored = getattr(mx, model["dtype"])
         assert packed["scales"].dtype == (stored if is_affine else mx.uint8)
         options = {"bits": spec.bits, "group_size": spec.group_size, "mode": spec.mode}
-        plain = mx.dequantize(
+        mlx_weight = mx.dequantize(
             *mx.quantize(weight, **options), **options, dtype=mx.float32
         )
         error = relative_error(
-            without_scales(dequantize(packed, spec, mx.float32), weight), weight
+            remove_scales(dequantize(packed, spec, mx.float32), weight), weight
         )
-        # The least output error may have a larger weight error, and so may the
-        # compensation for the embedding errors of a random model.
-        assert error < min(0.8, 2.5 * relative_error(plain, weight))
+        # A lower output error can have a larger weight error. The same is true for the
+        # compensation for embedding errors of a random model.
+        assert error < min(0.8, 2.5 * relative_error(mlx_weight, weight))
 
 
-@pytest.mark.parametrize(("grid", "model"), GRIDS, ids=name_of)
+@pytest.mark.parametrize(("grid", "model"), GRIDS, ids=grid_id)
 def test_checkpoint_gives_the_same_logits_in_stock_mlx_lm(
     method, quantized, grid, model
 ):
     require(method, grid)
     folder, *_ = quantized(method, grid, model)
     stock, _ = mlx_lm.load(str(folder))
-    ours = load(folder, compute="stored").model
-    assert mx.array_equal(ours(TOKENS[:1, :1]), stock(TOKENS[:1, :1]))
+    loaded_model = load(folder, compute="stored").model
+    assert mx.array_equal(loaded_model(TOKENS[:1, :1]), stock(TOKENS[:1, :1]))
     stock.set_dtype(mx.float32)
-    ours = load(folder, compute="float32").model
-    assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
+    loaded_model = load(folder, compute="float32").model
+    assert mx.allclose(loaded_model(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_layers_with_indivisible_widths_are_unchanged(method, quantized):
     folder, plan, _, dense = quantized(method, *GRIDS[2])
-    down = [f"model.layers.{n}.mlp.down_proj" for n in range(2)]
-    assert sorted(plan.skipped) == down
+    skipped = [f"model.layers.{n}.mlp.down_proj" for n in range(2)]
+    assert sorted(plan.skipped) == skipped
     files = mx.load(str(folder / "model.safetensors"))
-    for path in down:
+    for path in skipped:
         assert mx.array_equal(files[f"{path}.weight"], dense[f"{path}.weight"])
         assert f"{path}.scales" not in files
     mlx_lm.load(str(folder))
 
 
-def test_mixture_of_experts(method, make_checkpoint, tmp_path):
-    """Experts have three-dimensional weights, and the router has its own bits."""
+def test_quantize_handles_experts_and_routers(method, make_checkpoint, tmp_path):
+    """Experts have 3-D weights, and the router has another bit width."""
     source = make_checkpoint(QWEN3_MOE, dtype="float32", num_hidden_layers=1)
     plan, tensors, _ = quantize(method, source, tmp_path / "q", bits=4)
     assert plan.specs["model.layers.0.mlp.gate"].bits == 8
     assert tensors["model.layers.0.mlp.switch_mlp.up_proj.weight"].ndim == 3
     stock, _ = mlx_lm.load(str(tmp_path / "q"))
     assert stock.layers[0].mlp.gate.bits == 8
-    ours = load(tmp_path / "q", compute="stored").model
-    assert mx.allclose(ours(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
+    loaded_model = load(tmp_path / "q", compute="stored").model
+    assert mx.allclose(loaded_model(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_two_runs_write_the_same_bytes(method, quantized, make_checkpoint, tmp_path):
     grid, model = GRIDS[1]
-    one, *_ = quantized(method, grid, model)
+    first_folder, *_ = quantized(method, grid, model)
     source = make_checkpoint(num_hidden_layers=2, **model)
-    quantize(method, source, tmp_path / "two", **grid)
+    quantize(method, source, tmp_path / "second", **grid)
     digests = [
         {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
-        for folder in (one, tmp_path / "two")
+        for folder in (first_folder, tmp_path / "second")
     ]
     assert digests[0] == digests[1]

@@ -49,7 +49,7 @@ def folder(request, make_checkpoint, tmp_path_factory):
 
 
 class Run:
-    """Training as the train stage sets it up."""
+    """Training with the setup of the train stage."""
 
     def __init__(self, folder, compute=mx.float32):
         self.loaded = load(folder, compute="stored")
@@ -78,25 +78,29 @@ class Run:
 
 @pytest.mark.parametrize("compute", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
 def test_exported_checkpoint_has_the_training_logits(folder, tmp_path, compute):
-    """Equal logits bit for bit, with the codes and sizes of the base."""
+    """The logits are equal bit for bit. Codes and sizes are those of the base."""
     run = Run(folder, compute)
     before = run.step.materialize()(TOKENS)
     run.train()
     after = run.step.materialize()(TOKENS)
     assert mx.abs(after - before).max().item() > 0.02
     target = run.export(tmp_path / "out")
-    again = load(target, compute="stored")
-    set_compute_dtype(again.model, compute)
-    assert mx.array_equal(again.model(TOKENS), after)
-    plain = load(folder, compute="stored")
-    set_compute_dtype(plain.model, compute)
-    assert mx.array_equal(plain.model(TOKENS), before)
-    old, new = (mx.load(str(f / "model.safetensors")) for f in (folder, target))
-    changed = {k for k, v in old.items() if not mx.array_equal(v, new[k])}
+    exported = load(target, compute="stored")
+    set_compute_dtype(exported.model, compute)
+    assert mx.array_equal(exported.model(TOKENS), after)
+    base_model = load(folder, compute="stored")
+    set_compute_dtype(base_model.model, compute)
+    assert mx.array_equal(base_model.model(TOKENS), before)
+    base_tensors, exported_tensors = (
+        mx.load(str(f / "model.safetensors")) for f in (folder, target)
+    )
+    changed = {
+        k for k, v in base_tensors.items() if not mx.array_equal(v, exported_tensors[k])
+    }
     adapted = {p for p in run.specs if p != MIXED}
     assert changed == {f"{path}.biases" for path in adapted}
-    assert {k: (v.dtype, v.shape) for k, v in old.items()} == {
-        k: (v.dtype, v.shape) for k, v in new.items()
+    assert {k: (v.dtype, v.shape) for k, v in base_tensors.items()} == {
+        k: (v.dtype, v.shape) for k, v in exported_tensors.items()
     }
 
 
@@ -104,7 +108,7 @@ def test_stock_mlx_lm_has_the_training_logits(folder, tmp_path):
     run = Run(folder)
     run.train()
     target = run.export(tmp_path / "out")
-    before, after = (mlx_lm.load(str(place))[0] for place in (folder, target))
+    before, after = (mlx_lm.load(str(checkpoint))[0] for checkpoint in (folder, target))
     before.set_dtype(mx.float32)
     after.set_dtype(mx.float32)
     trained = run.step.materialize()(TOKENS)
@@ -112,7 +116,7 @@ def test_stock_mlx_lm_has_the_training_logits(folder, tmp_path):
     assert not mx.allclose(before(TOKENS), trained, rtol=1e-2, atol=1e-2)
 
 
-def test_save_adapter_writes_plain_lora(folder, tmp_path):
+def test_save_adapter_writes_lora(folder, tmp_path):
     run = Run(folder)
     run.train()
     layers = lora_model.adapted_layers(run.model)
@@ -143,15 +147,15 @@ def test_save_adapter_writes_plain_lora(folder, tmp_path):
         expected = weight + 1.5 * product.T
         assert mx.allclose(layer.merge(weight, trained), expected, atol=1e-6)
         biases = layer.merge_biases(trained).astype(mx.float32)
-        moved = biases - run.packed[path]["biases"].astype(mx.float32)
-        # The first column of a group gives its update, up to the rounding of the bias.
-        coarse = mx.finfo(run.loaded.dtype).eps * mx.abs(biases).max().item()
-        first = 1.5 * product.T[:, :: layer.linear.group_size]
-        assert mx.abs(moved - first).max().item() <= coarse
+        change = biases - run.packed[path]["biases"].astype(mx.float32)
+        # The first column of a group holds its update, up to the rounding of the bias.
+        tolerance = mx.finfo(run.loaded.dtype).eps * mx.abs(biases).max().item()
+        update = 1.5 * product.T[:, :: layer.linear.group_size]
+        assert mx.abs(change - update).max().item() <= tolerance
 
 
 def test_stock_mlx_lm_loads_saved_qa_lora(make_checkpoint, tmp_path):
-    """Onto the quantized base: equal up to rounding."""
+    """The logits on the quantized base are equal up to rounding."""
     loaded = load(make_checkpoint(dtype="float32"), compute="stored")
     weights = dict(tree_flatten(loaded.model.parameters()))
     specs = {f"model.layers.0.{n}_proj": QuantSpec(bits=4) for n in NAMES}
@@ -175,12 +179,12 @@ def test_stock_mlx_lm_loads_saved_qa_lora(make_checkpoint, tmp_path):
     stock, _ = mlx_lm.load(str(folder), adapter_path=str(tmp_path))
     actual = run.step.materialize()(TOKENS)
     assert mx.allclose(stock(TOKENS), actual, rtol=1e-4, atol=1e-4)
-    plain, _ = mlx_lm.load(str(folder))
-    assert not mx.allclose(plain(TOKENS), actual, rtol=1e-2, atol=1e-2)
+    base_model, _ = mlx_lm.load(str(folder))
+    assert not mx.allclose(base_model(TOKENS), actual, rtol=1e-2, atol=1e-2)
 
 
 def test_gradients_equal_those_of_the_biases(folder):
-    """Against NumPy in float64; the gradient of x is that of the forward weight."""
+    """The reference is float64. The gradient of x uses the forward weight."""
     run = Run(folder)
     path = "model.layers.0.mlp.down_proj"
     pair = [f"{path}.lora_a", f"{path}.lora_b"]
@@ -203,12 +207,12 @@ def test_gradients_equal_those_of_the_biases(folder):
     close(gradients[pair[0]], 1.5 * d_biases.T @ b.T)
     close(gradients[pair[1]], 1.5 * a.T @ d_biases.T)
     run.step._set_weights(parameters)
-    served = mx.dequantize(
+    forward_weight = mx.dequantize(
         *(layer.linear[n] for n in ("weight", "scales", "biases")),
         group_size=group,
         bits=layer.linear.bits,
     )
-    close(dx.reshape(15, 256), errors @ np.array(served, dtype=np.float64))
+    close(dx.reshape(15, 256), errors @ np.array(forward_weight, dtype=np.float64))
 
 
 def test_attach_refuses_a_model_without_codes(make_checkpoint):

@@ -1,4 +1,4 @@
-"""Quantization grids, against float64 NumPy without MLX."""
+"""Quantization grids compared with float64 NumPy."""
 
 import itertools
 
@@ -15,26 +15,26 @@ ROWS, WIDTH = 24, 384
 
 
 def weights(dtype):
-    """Rows of very different scales and offsets; a row of zeros, a constant row."""
-    key, other = mx.random.split(mx.random.key(0))
+    """Return rows of different scales and offsets, a zero row and a constant row."""
+    key, scale_key = mx.random.split(mx.random.key(0))
     weight = mx.random.normal((ROWS, WIDTH), key=key)
-    sizes = mx.exp(2 * mx.random.normal((ROWS, 1), key=other))
-    weight = weight * sizes + mx.linspace(-2, 2, ROWS)[:, None] * sizes
+    scale_values = mx.exp(2 * mx.random.normal((ROWS, 1), key=scale_key))
+    weight = weight * scale_values + mx.linspace(-2, 2, ROWS)[:, None] * scale_values
     weight[0] = 0
     weight[1] = 0.75
     return weight.astype(dtype)
 
 
 def unpacked(codes, bits):
-    """Codes [rows, WIDTH], lowest bits first."""
-    words = np.array(codes)
-    stream = (words[..., None] >> np.arange(32, dtype=np.uint32)) & 1
-    digits = stream.reshape(len(words), -1, bits)
-    return (digits << np.arange(bits)).sum(axis=-1)
+    """Return codes [rows, WIDTH]. The lowest bits come first."""
+    packed = np.array(codes)
+    code_bits = (packed[..., None] >> np.arange(32, dtype=np.uint32)) & 1
+    bits_by_code = code_bits.reshape(len(packed), -1, bits)
+    return (bits_by_code << np.arange(bits)).sum(axis=-1)
 
 
 def affine(weight, bits, group_size):
-    """Exact codes, scales and biases: the larger edge and zero are grid points."""
+    """Return exact codes, scales and biases. The larger edge and zero are levels."""
     groups = weight.reshape(-1, group_size)
     low, high = groups.min(axis=1), groups.max(axis=1)
     step = np.maximum((high - low) / (2**bits - 1), 1e-7)
@@ -61,10 +61,10 @@ def test_affine_grid_is_anchored_at_the_larger_edge(bits, group_size, dtype):
         for name in ("scales", "biases")
     )
     precision = {mx.float32: 1e-6, mx.float16: 2**-11, mx.bfloat16: 2**-8}[dtype]
-    same = np.isclose(scales, scale, rtol=precision, atol=1e-7)
-    # In 16 bits, MLX may be one step off at the edge.
-    assert same.all() if dtype == mx.float32 else same.mean() > 0.95
-    assert abs(stored_codes[same] - codes[same]).max() <= 0.5 + 1e-3
+    matches = np.isclose(scales, scale, rtol=precision, atol=1e-7)
+    # In 16 bits, MLX can differ by one step at the edge.
+    assert matches.all() if dtype == mx.float32 else matches.mean() > 0.95
+    assert abs(stored_codes[matches] - codes[matches]).max() <= 0.5 + 1e-3
     np.testing.assert_allclose(biases, bias, rtol=precision)
     rounded = stored_codes * scales[:, None].astype(np.float64) + biases[:, None]
     expanded = np.array(dequantize(packed, spec, dtype).astype(mx.float32))
@@ -77,7 +77,7 @@ def test_affine_grid_is_anchored_at_the_larger_edge(bits, group_size, dtype):
 
 
 def e4m3(codes):
-    """Eight-bit floats: sign, four bits of exponent, three of mantissa."""
+    """Decode 8-bit floats: 1 sign bit, 4 exponent bits and 3 mantissa bits."""
     sign = np.where(codes & 0x80, -1.0, 1.0)
     exponent, mantissa = (codes >> 3) & 0xF, (codes & 7) / 8
     small = exponent == 0
@@ -87,13 +87,13 @@ def e4m3(codes):
 
 
 def floating_grid(mode):
-    """Values of every code, and of every scale."""
-    eight = np.arange(256)
-    powers = 2.0 ** (eight - 127)
+    """Return the levels, the value of every code and the value of every scale code."""
+    all_codes = np.arange(256)
+    powers = 2.0 ** (all_codes - 127)
     if mode == "mxfp8":
-        return np.delete(e4m3(eight), [127, 255]), e4m3(eight), powers
+        return np.delete(e4m3(all_codes), [127, 255]), e4m3(all_codes), powers
     points = np.concatenate([E2M1, -E2M1])
-    return points, points, powers if mode == "mxfp4" else e4m3(eight)
+    return points, points, powers if mode == "mxfp4" else e4m3(all_codes)
 
 
 @pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
@@ -102,22 +102,24 @@ def test_floating_point_codes_are_nearest_on_the_stored_grid(mode, dtype):
     weight, spec = weights(dtype), QuantSpec(mode=mode)
     packed = pack(weight, spec, dtype)
     assert packed.keys() == {"weight", "scales"}
-    points, values, sizes = floating_grid(mode)
+    points, values, scale_values = floating_grid(mode)
     groups = np.array(weight.astype(mx.float32), dtype=np.float64)
     groups = groups.reshape(-1, spec.group_size)
-    scales = sizes[np.array(packed["scales"])].reshape(-1, 1)
+    scales = scale_values[np.array(packed["scales"])].reshape(-1, 1)
     codes = unpacked(packed["weight"], spec.bits).reshape(groups.shape)
-    served = values[codes] * scales
+    stored_values = values[codes] * scales
     best = abs(groups[..., None] - (points * scales)[:, None, :]).min(axis=-1)
-    assert (abs(groups - served) <= best + 1e-5 * abs(groups)).all()
+    assert (abs(groups - stored_values) <= best + 1e-5 * abs(groups)).all()
     # The scale fits its group: the largest weight is neither lost nor clipped much.
     largest = abs(groups).max(axis=1)
-    used = largest > 0
-    ratio = abs(served).max(axis=1)[used] / largest[used]
+    is_nonzero = largest > 0
+    ratio = abs(stored_values).max(axis=1)[is_nonzero] / largest[is_nonzero]
     assert ratio.min() > 0.7
     assert ratio.max() < 1.34
     expanded = dequantize(packed, spec, mx.float32)
-    np.testing.assert_array_equal(np.array(expanded).reshape(served.shape), served)
+    np.testing.assert_array_equal(
+        np.array(expanded).reshape(stored_values.shape), stored_values
+    )
 
 
 def test_weight_is_cast_to_the_stored_dtype_first():
@@ -125,8 +127,8 @@ def test_weight_is_cast_to_the_stored_dtype_first():
     cast = pack(weight.astype(mx.bfloat16), spec, mx.bfloat16)
     packed = pack(weight, spec, mx.bfloat16)
     assert all(mx.array_equal(packed[name], cast[name]) for name in cast)
-    unlike = pack(weight, spec, mx.float32)["weight"]
-    assert not mx.array_equal(packed["weight"], unlike)
+    float32_codes = pack(weight, spec, mx.float32)["weight"]
+    assert not mx.array_equal(packed["weight"], float32_codes)
 
 
 def test_mode_defaults():

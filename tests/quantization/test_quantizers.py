@@ -1,4 +1,4 @@
-"""QAT quantizers against NumPy, and what they store."""
+"""QAT quantizers compared with NumPy, and their stored tensors."""
 
 import itertools
 import typing
@@ -26,7 +26,7 @@ SPECS = [
     QuantSpec(bits=bits, group_size=group)
     for bits, group in itertools.product((2, 3, 4, 5, 6, 8), (32, 64, 128))
 ]
-TWO = QuantSpec(bits=2, group_size=32)
+TWO_BITS = QuantSpec(bits=2, group_size=32)
 KINDS = [
     *itertools.product(
         (MinMaxQuantizer, LSQQuantizer, ScalesOnlyQuantizer, FixedScaleQuantizer), SPECS
@@ -40,7 +40,7 @@ def normal(*shape, seed=0, scale=0.05):
 
 
 def moved_quantizer(quantizer_class, spec, dtype, weight, start="mse"):
-    """A quantizer, and qparams moved away from their initial values."""
+    """Return a quantizer and qparams that differ from their initial values."""
     quantizer = quantizer_class(spec, dtype, start)
     first = quantizer.init(weight)
     return quantizer, {
@@ -66,7 +66,7 @@ def test_config_lists_all_quantizers():
     ids=lambda v: getattr(v, "__name__", str(v))[-60:],
 )
 def test_fake_quantize_equals_the_dequantized_pack(quantizer_class, spec, shape, dtype):
-    """Bit for bit, by plain MLX; tests of `FakeQuant` use the compiled forward."""
+    """The reference is mx.dequantize. Tests of FakeQuant use the compiled forward."""
     weight = normal(*shape)
     quantizer, qparams = moved_quantizer(quantizer_class, spec, dtype, weight)
     value = quantizer.fake_quantize(weight, qparams)
@@ -82,7 +82,7 @@ def test_fake_quantize_equals_the_dequantized_pack(quantizer_class, spec, shape,
 
 
 def reference(weight, scales, biases, group, top, margin):
-    """LSQ with an offset in float64: levels, and gradients of sum(probe * levels)."""
+    """Return LSQ levels and gradients of sum(probe * levels) in float64."""
     w = weight.reshape(-1, group)
     s, b = scales[:, None], biases[:, None]
     t = (w - b) / s
@@ -111,21 +111,23 @@ def test_lsq_gradients_match_the_paper(bits):
         atol=1e-6,
     )
     factor, g = 1 / np.sqrt(32 * top), g.reshape(-1, 32)
-    close(d_weight, (g * inside).reshape(5, 96))
-    close(actual["scales"], factor * (g * gradient).sum(axis=1))
-    close(actual["biases"], factor * (g * ~inside).sum(axis=1))
+    assert_close(d_weight, (g * inside).reshape(5, 96))
+    assert_close(actual["scales"], factor * (g * gradient).sum(axis=1))
+    assert_close(actual["biases"], factor * (g * ~inside).sum(axis=1))
 
 
 def test_lsq_gradients_match_finite_differences():
-    """Straight-through: the rounding error stays constant when a parameter moves."""
+    """The straight-through estimator keeps the rounding error constant."""
     weight, probe = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
-    quantizer, qparams = moved_quantizer(LSQQuantizer, TWO, mx.float32, 0.8 * weight)
+    quantizer, qparams = moved_quantizer(
+        LSQQuantizer, TWO_BITS, mx.float32, 0.8 * weight
+    )
     w, s, b, g = to_float64(weight[0], qparams["scales"], qparams["biases"], probe[0])
     t = (w - b) / s
-    off = np.rint(np.clip(t, 0, 3)) - np.clip(t, 0, 3)
+    rounding_error = np.rint(np.clip(t, 0, 3)) - np.clip(t, 0, 3)
 
     def surrogate(w, s, b):
-        return ((np.clip((w - b) / s, 0, 3) + off) * s + b) @ g
+        return ((np.clip((w - b) / s, 0, 3) + rounding_error) * s + b) @ g
 
     def loss(weight, qparams):
         return (quantizer.fake_quantize(weight, qparams) * probe).sum()
@@ -134,18 +136,18 @@ def test_lsq_gradients_match_finite_differences():
     step = 1e-7
     moves = step * np.eye(32)
     differences = [surrogate(w + m, s, b) - surrogate(w - m, s, b) for m in moves]
-    close(d_weight[0], np.array(differences) / (2 * step))
+    assert_close(d_weight[0], np.array(differences) / (2 * step))
     factor = 1 / np.sqrt(32 * 3)
     d_scale = surrogate(w, s + step, b) - surrogate(w, s - step, b)
     d_bias = surrogate(w, s, b + step) - surrogate(w, s, b - step)
-    close(actual["scales"], factor * np.array([d_scale]) / (2 * step))
-    close(actual["biases"], factor * np.array([d_bias]) / (2 * step))
+    assert_close(actual["scales"], factor * np.array([d_scale]) / (2 * step))
+    assert_close(actual["biases"], factor * np.array([d_bias]) / (2 * step))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_fixed_scale_quantizer_starts_with_the_stored_codes(spec, dtype):
-    """Also codes of a method, which are not the nearest ones."""
+    """The codes of a PTQ method are not always the nearest ones."""
     packed = pack(normal(6, 256), spec, dtype)
     packed["weight"] = mx.random.randint(
         0, 2**31, packed["weight"].shape, key=mx.random.key(3)
@@ -153,42 +155,42 @@ def test_fixed_scale_quantizer_starts_with_the_stored_codes(spec, dtype):
     quantizer = FixedScaleQuantizer(spec, dtype, "mse")
     assert quantizer.init_from_codes(packed) == {}
     weight = dequantize(exact := to_float32(packed), spec, mx.float32)
-    again = quantizer.pack(weight, {})
-    assert all(mx.array_equal(value, again[name]) for name, value in packed.items())
-    assert all(again[name].dtype == value.dtype for name, value in packed.items())
-    # Every weight has a gradient, also on the outermost levels.
+    repacked = quantizer.pack(weight, {})
+    assert all(mx.array_equal(value, repacked[name]) for name, value in packed.items())
+    assert all(repacked[name].dtype == value.dtype for name, value in packed.items())
+    # Weights on the outermost levels have a gradient as well.
     gradient = mx.grad(lambda w: quantizer.fake_quantize(w, {}).sum())(weight)
     assert mx.all(gradient == 1).item()
-    moved = weight + 0.6 * mx.repeat(exact["scales"], spec.group_size, axis=-1)
-    assert not mx.array_equal(quantizer.pack(moved, {})["weight"], packed["weight"])
+    shifted = weight + 0.6 * mx.repeat(exact["scales"], spec.group_size, axis=-1)
+    assert not mx.array_equal(quantizer.pack(shifted, {})["weight"], packed["weight"])
 
 
 def to_float32(packed):
-    """Scales and biases in float32, exactly."""
+    """Return the tensors with float32 scales and biases."""
     pair = {name: packed[name].astype(mx.float32) for name in ("scales", "biases")}
     return packed | pair
 
 
 def test_fixed_scale_gradients_match_finite_differences():
-    """Linear over every cell, the outermost too, and constant beyond."""
+    """The function is linear in every cell and constant outside the range."""
     weight, probe = normal(1, 32), normal(1, 32, seed=1, scale=1.0)
-    quantizer = FixedScaleQuantizer(TWO, mx.float32, "mse")
+    quantizer = FixedScaleQuantizer(TWO_BITS, mx.float32, "mse")
     quantizer.init(0.8 * weight)
     packed = quantizer.pack(weight, {})
     w, s, b, g = to_float64(
         weight[0], packed["scales"][0], packed["biases"][0], probe[0]
     )
     t = (w - b) / s
-    off = np.clip(np.rint(t), 0, 3) - np.clip(t, -0.5, 3.5)
+    rounding_error = np.clip(np.rint(t), 0, 3) - np.clip(t, -0.5, 3.5)
 
     def surrogate(w):
-        return ((np.clip((w - b) / s, -0.5, 3.5) + off) * s + b) @ g
+        return ((np.clip((w - b) / s, -0.5, 3.5) + rounding_error) * s + b) @ g
 
     actual = mx.grad(lambda w: (quantizer.fake_quantize(w, {}) * probe).sum())(weight)
     moves = 1e-7 * np.eye(32)
     differences = [surrogate(w + m) - surrogate(w - m) for m in moves]
     assert 0 < np.mean(np.abs(t - 1.5) > 2) < 0.5
-    close(actual[0], np.array(differences) / 2e-7)
+    assert_close(actual[0], np.array(differences) / 2e-7)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -211,8 +213,8 @@ def test_scales_only_gradients_match_quantized_matmul(bits):
     packed = quantizer.pack(None, qparams)
     expected = mx.grad(product)([packed["scales"], packed["biases"]])
     actual = mx.grad(loss)(qparams)
-    close(actual["scales"], np.array(expected[0]).reshape(-1))
-    close(actual["biases"], np.array(expected[1]).reshape(-1))
+    assert_close(actual["scales"], np.array(expected[0]).reshape(-1))
+    assert_close(actual["biases"], np.array(expected[1]).reshape(-1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -235,7 +237,9 @@ def test_seq_levels_match_the_paper(dtype):
 def test_stretched_elastic_gradients_match_the_paper(quantizer_class):
     """d alpha is level - w / alpha inside the range and the level outside it."""
     weight, probe = normal(3, 64), normal(3, 64, seed=1, scale=1.0)
-    quantizer, qparams = moved_quantizer(quantizer_class, TWO, mx.float32, 0.8 * weight)
+    quantizer, qparams = moved_quantizer(
+        quantizer_class, TWO_BITS, mx.float32, 0.8 * weight
+    )
 
     def loss(weight, qparams):
         return (quantizer.fake_quantize(weight, qparams) * probe).sum()
@@ -248,8 +252,10 @@ def test_stretched_elastic_gradients_match_the_paper(quantizer_class):
     inside = np.abs(w / s) <= middle + 0.5
     assert 0 < inside.mean() < 1
     gradient = np.where(inside, level - w / s, level)
-    close(d_weight, (g * inside).reshape(3, 64))
-    close(actual["scales"], (g * gradient).sum(axis=1) / np.sqrt(32 * 2 * middle))
+    assert_close(d_weight, (g * inside).reshape(3, 64))
+    assert_close(
+        actual["scales"], (g * gradient).sum(axis=1) / np.sqrt(32 * 2 * middle)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -258,9 +264,9 @@ def test_stretched_elastic_gradients_match_the_paper(quantizer_class):
 )
 def test_stretched_elastic_levels_are_stored_exactly(quantizer_class, dtype):
     weight = normal(64, 256)
-    quantizer, qparams = moved_quantizer(quantizer_class, TWO, dtype, weight)
+    quantizer, qparams = moved_quantizer(quantizer_class, TWO_BITS, dtype, weight)
     packed = quantizer.pack(weight, qparams)
-    value = dequantize(packed, TWO, dtype).reshape(-1, 32)
+    value = dequantize(packed, TWO_BITS, dtype).reshape(-1, 32)
     scale, actual = to_float64(packed["scales"].reshape(-1, 1), value)
     levels = np.unique(actual / scale)
     expected_value = {
@@ -268,18 +274,20 @@ def test_stretched_elastic_levels_are_stored_exactly(quantizer_class, dtype):
         TernaryQuantizer: [-1, 0, 1],
     }[quantizer_class]
     assert levels.tolist() == expected_value
-    # As near to the trained scale as the type allows.
-    off = scale[:, 0] / to_float64(qparams["scales"])[0] - 1
-    assert np.abs(off).max() < {mx.bfloat16: 2**-6, mx.float16: 2**-9}.get(dtype, 1e-6)
+    # The stored scale is the trained scale rounded to the dtype.
+    rounding_error = scale[:, 0] / to_float64(qparams["scales"])[0] - 1
+    assert np.abs(rounding_error).max() < {mx.bfloat16: 2**-6, mx.float16: 2**-9}.get(
+        dtype, 1e-6
+    )
 
 
 @pytest.mark.parametrize(
     ("quantizer_class", "spec"),
     [
         (LSQQuantizer, SPECS[3]),
-        (LSQQuantizer, TWO),
-        (SEQQuantizer, TWO),
-        (TernaryQuantizer, TWO),
+        (LSQQuantizer, TWO_BITS),
+        (SEQQuantizer, TWO_BITS),
+        (TernaryQuantizer, TWO_BITS),
     ],
     ids=lambda v: getattr(v, "__name__", "")[-10:],
 )
@@ -296,18 +304,18 @@ def test_init_mse_has_less_error_than_minmax(quantizer_class, spec):
 
     assert error("mse") < 0.9 * error("minmax")
     if quantizer_class is LSQQuantizer:
-        plain = MinMaxQuantizer(spec, mx.float16, "minmax").fake_quantize(weight, {})
-        assert error("minmax") <= mx.square(plain - weight).sum().item()
+        minmax = MinMaxQuantizer(spec, mx.float16, "minmax").fake_quantize(weight, {})
+        assert error("minmax") <= mx.square(minmax - weight).sum().item()
 
 
 def test_trained_scales_lower_the_loss_more():
-    """A layer with a few large weights, the same steps from the same weights."""
+    """The runs have equal steps and initial weights, with a few large weights."""
     generator = np.random.default_rng(0)
     start = mx.array(0.02 * generator.standard_t(4, (32, 128)), mx.float32)
     x = mx.array(generator.normal(size=(256, 128)), mx.float32)
 
-    def last(quantizer_class):
-        quantizer = quantizer_class(TWO, mx.float16, "minmax")
+    def final_loss(quantizer_class):
+        quantizer = quantizer_class(TWO_BITS, mx.float16, "minmax")
         state = {"weight": start} | (qparams := quantizer.init(start))
         optimizer = Adam(1e-3)
 
@@ -323,9 +331,9 @@ def test_trained_scales_lower_the_loss_more():
             mx.eval(state, value)
         return value.item()
 
-    plain = last(MinMaxQuantizer)
+    minmax = final_loss(MinMaxQuantizer)
     assert all(
-        last(quantizer_class) < 0.7 * plain
+        final_loss(quantizer_class) < 0.7 * minmax
         for quantizer_class in (LSQQuantizer, ScalesOnlyQuantizer, SEQQuantizer)
     )
 
@@ -334,10 +342,10 @@ def test_trained_scales_lower_the_loss_more():
     "quantizer_class", [LSQQuantizer, SEQQuantizer, TernaryQuantizer]
 )
 def test_constant_groups_stay_finite(quantizer_class):
-    """The scale of zeros may be zero; nothing becomes infinite."""
+    """A zero group can have a zero scale, but all values stay finite."""
     weight = mx.concatenate([mx.zeros((1, 32)), mx.full((1, 32), 0.25)])
     for dtype, start in itertools.product(DTYPES, ("minmax", "mse")):
-        quantizer = quantizer_class(TWO, dtype, start)
+        quantizer = quantizer_class(TWO_BITS, dtype, start)
         qparams = quantizer.init(weight)
 
         def loss(weight, qparams, quantizer=quantizer):
@@ -357,23 +365,23 @@ def test_constant_groups_stay_finite(quantizer_class):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_init_from_codes_keeps_the_codes(quantizer_class, dtype, spec):
-    """Also codes that are not the nearest to any weight, as GPTQ's."""
+    """GPTQ codes are not always the nearest ones."""
     packed = pack(normal(8, 256), spec, dtype)
     codes = mx.random.randint(0, 1 << 30, packed["weight"].shape, key=mx.random.key(2))
     packed["weight"] = codes.astype(mx.uint32)
     exact = {k: v if k == "weight" else v.astype(mx.float32) for k, v in packed.items()}
     quantizer = quantizer_class(spec, dtype, "mse")
     qparams = quantizer.init_from_codes(packed)
-    again = quantizer.pack(dequantize(exact, spec, mx.float32), qparams)
+    repacked = quantizer.pack(dequantize(exact, spec, mx.float32), qparams)
     for name, value in packed.items():
-        assert mx.array_equal(again[name], value), name
+        assert mx.array_equal(repacked[name], value), name
     if spec.bits == 8 and dtype == mx.bfloat16 and quantizer_class is LSQQuantizer:
-        # Why the weights are float32.
-        short = quantizer.pack(dequantize(packed, spec, dtype), qparams)
-        assert not mx.array_equal(short["weight"], packed["weight"])
+        # Negative control: 16-bit weights lose codes.
+        low_precision = quantizer.pack(dequantize(packed, spec, dtype), qparams)
+        assert not mx.array_equal(low_precision["weight"], packed["weight"])
 
 
-def down(*widths):
+def bit_schedule(*widths):
     return {"bit_schedule": [{"bits": bits, "steps": 2} for bits in widths]}
 
 
@@ -399,14 +407,14 @@ def down(*widths):
             "fake_quant_after_n_steps does not apply to quantizer: scales_only",
         ),
         (
-            {"quantizer": "fixed_scale"} | down(8),
+            {"quantizer": "fixed_scale"} | bit_schedule(8),
             "needs mode: affine and quantizer: minmax or lsq",
         ),
-        ({"bits": 2, "quantizer": "ternary"} | down(8), "minmax or lsq"),
-        ({"mode": "mxfp4"} | down(8), "needs mode: affine"),
-        (down(8, 4), "fewer bits than the one before, and more than bits: 4"),
+        ({"bits": 2, "quantizer": "ternary"} | bit_schedule(8), "minmax or lsq"),
+        ({"mode": "mxfp4"} | bit_schedule(8), "needs mode: affine"),
+        (bit_schedule(8, 4), "fewer bits than the one before, and more than bits: 4"),
         (
-            {"bits": 2} | down(4, 8),
+            {"bits": 2} | bit_schedule(4, 8),
             "fewer bits than the one before, and more than bits: 2",
         ),
     ],
@@ -416,6 +424,6 @@ def test_config_refuses_contradictions(settings, message):
         QATConfig(**settings)
 
 
-def close(value, expected):
+def assert_close(value, expected):
     scale = np.abs(expected).max()
     np.testing.assert_allclose(np.array(value) / scale, expected / scale, atol=2e-5)

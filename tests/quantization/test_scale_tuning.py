@@ -1,4 +1,4 @@
-"""Scale tuning: trained values are the stored ones, and never worse than the start."""
+"""Scale tuning stores the trained values and is never worse than the start."""
 
 import mlx.core as mx
 import numpy as np
@@ -17,14 +17,14 @@ CONFIG = ScaleTuningConfig(steps=12, batch_tokens=64, learning_rate=1e-2, top_k=
 
 
 def parts_of(seed, count):
-    """Some tokens far more often than others, as in text."""
+    """Return tokens with uneven frequencies, as in text."""
     share = mx.random.uniform(shape=(count, 2, 32), key=mx.random.key(seed))
     return list((320 * share**3).astype(mx.int32))
 
 
 @pytest.fixture(scope="module", params=["llama", "experts"])
 def case(request, make_checkpoint, tmp_path_factory):
-    """A quantized model, and training and held-out predictions of the original."""
+    """A quantized model with training and held-out predictions of the original."""
     from test_ptq_methods import quantize
 
     base = LLAMA if request.param == "llama" else QWEN3_MOE
@@ -91,23 +91,23 @@ def test_stored_scales_give_the_evaluated_predictions(case, tuned, tmp_path):
 
 
 def test_gradients_match_finite_differences(case, tmp_path):
-    """For scales about the middle of their codes, and for biases."""
+    """Covers biases, and scales around the middle code."""
     tuner = tuner_of(case, tmp_path)
     tuner.model.dtype = mx.float32
     _, training, _ = case
     tokens, target = training.tokens[0], training[0]
     start = dict(tuner._masters)
-    moved = {}
+    recorded = {}
     tuner._optimizer.apply_gradients = lambda gradients, origin: (
-        moved.update(gradients) or origin
+        recorded.update(gradients) or origin
     )
     tuner._add(tokens, training.counted[0], *target)
     tuner._update(mx.array(0.0))
-    norm = np.sqrt(sum(np.square(np.array(g)).sum() for g in moved.values()))
+    norm = np.sqrt(sum(np.square(np.array(g)).sum() for g in recorded.values()))
     assert norm < 1, "the gradients were clipped"
-    # The value of the first layer with the largest gradient.
+    # This value of the first layer has the largest gradient.
     first = next(iter(tuner.model.affine_layers.values())).scales.size
-    place = int(mx.argmax(mx.abs(moved["biases"][:first])).item())
+    place = int(mx.argmax(mx.abs(recorded["biases"][:first])).item())
     middle, unit = 3.5, tuner._units[place].item()
 
     def loss(kind, step):
@@ -123,11 +123,13 @@ def test_gradients_match_finite_differences(case, tmp_path):
 
     for kind in KINDS:
         gradient = (loss(kind, 0.03) - loss(kind, -0.03)) / 0.06
-        assert moved[kind][place].item() == pytest.approx(gradient, rel=0.02, abs=1e-6)
+        assert recorded[kind][place].item() == pytest.approx(
+            gradient, rel=0.02, abs=1e-6
+        )
 
 
 def _divergence(logits, target):
-    """In float64, for targets with the whole vocabulary."""
+    """Return the divergence in float64, for targets with the full vocabulary."""
     x = np.array(logits.astype(mx.float32), np.float64)
     x = x - x.max(axis=-1, keepdims=True)
     q = x - np.log(np.exp(x).sum(axis=-1, keepdims=True))
@@ -137,7 +139,7 @@ def _divergence(logits, target):
 
 
 @pytest.mark.parametrize("rate", [1e3, 1e30])
-def test_tuning_that_only_harms_keeps_the_start(case, tmp_path, rate, capsys):
+def test_harmful_tuning_keeps_the_start(case, tmp_path, rate, capsys):
     tuner = tuner_of(case, tmp_path, learning_rate=rate, logger=RunLogger(None))
     start = tuner._stored()
     tensors = tuner.run()
@@ -165,13 +167,13 @@ def test_probe_stops_at_a_worse_learning_rate(case, tmp_path, monkeypatch, capsy
 
 
 def test_step_does_not_depend_on_its_parts(case, tmp_path):
-    """The parts have different numbers of tokens that count."""
+    """The parts have different numbers of counted tokens."""
     path, _, held_out = case
     teacher, parts = load(path).model, parts_of(5, 2)
     counted = [mx.arange(32) < n * mx.ones((2, 1)) for n in (30, 7)]
-    whole = [mx.concatenate(parts)], [mx.concatenate(counted)]
-    moved = []
-    for name, (tokens, count) in {"parts": (parts, counted), "whole": whole}.items():
+    joined = [mx.concatenate(parts)], [mx.concatenate(counted)]
+    results = []
+    for name, (tokens, count) in {"parts": (parts, counted), "joined": joined}.items():
         settings = {"digest": "b", "top_k": 320, "info": lambda _: None}
         folder = tmp_path / name
         targets = cache_part_targets(
@@ -179,35 +181,35 @@ def test_step_does_not_depend_on_its_parts(case, tmp_path):
         )
         tuner = tuner_of((path, targets, held_out), folder, batch_tokens=128)
         losses = [tuner._train_step(step, 3, 1e-2).item() for step in range(3)]
-        moved.append((losses, tuner._masters, tuner._optimizer.state["step"].item()))
-    (losses, masters, steps), (others, expected, _) = moved
+        results.append((losses, tuner._masters, tuner._optimizer.state["step"].item()))
+    (losses, masters, steps), (expected_losses, expected, _) = results
     assert steps == 3
-    np.testing.assert_allclose(losses, others, rtol=1e-4)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-4)
     for kind in KINDS:
         # If a gradient is almost zero, Adam amplifies the order of a sum.
         assert np.isclose(masters[kind], expected[kind], atol=2e-5).mean() > 0.995
 
 
 def test_killed_run_resumes_exactly(case, tmp_path, monkeypatch):
-    whole = tuner_of(case, tmp_path / "whole", learning_rate=None).run()
+    expected = tuner_of(case, tmp_path / "expected", learning_rate=None).run()
     killed = tuner_of(case, tmp_path, learning_rate=None)
     evaluate, calls = killed._evaluate, []
 
-    def dying(*parts):
+    def interrupt(*parts):
         calls.append(parts)
-        # The start, up to four learning rates, then steps.
+        # The calls are the start, up to four learning rates, then steps.
         if len(calls) == 5 + 5:
             raise KeyboardInterrupt
         return evaluate(*parts)
 
-    monkeypatch.setattr(killed, "_evaluate", dying)
+    monkeypatch.setattr(killed, "_evaluate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         killed.run()
     second = tuner_of(case, tmp_path, learning_rate=None)
     assert second._load()["step"] > 0
     tensors = second.run()
-    for name in whole:
-        assert mx.array_equal(whole[name], tensors[name])
+    for name in expected:
+        assert mx.array_equal(expected[name], tensors[name])
 
 
 def test_other_settings_start_a_new_run(case, tuned):

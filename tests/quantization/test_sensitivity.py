@@ -1,5 +1,4 @@
-"""Layer sensitivities: the statistics against weight gradients, the costs against
-NumPy, and the predictions against measured divergences."""
+"""Layer sensitivities compared with weight gradients and measured divergences."""
 
 import mlx.core as mx
 import numpy as np
@@ -29,8 +28,8 @@ HEADS = ("lm_head", "model.embed_tokens")
 def model_of(name):
     mx.random.seed(5)
     model = build_model(CONFIGS[name])
-    louder = {k: 2 * v for k, v in tree_flatten(model.parameters()) if v.ndim > 1}
-    model.update(tree_unflatten(list(louder.items())))
+    enlarged = {k: 2 * v for k, v in tree_flatten(model.parameters()) if v.ndim > 1}
+    model.update(tree_unflatten(list(enlarged.items())))
     return model.eval()
 
 
@@ -41,7 +40,7 @@ def collected(model, folder, count=2):
 
 
 def sampled_labels(model, tokens, tensors, stats):
-    """The sampled tokens: where the gradient of a logit is below zero."""
+    """Return the sampled tokens. Their logits have negative gradients."""
     [*_, head] = [c for c in stats.sources if c.startswith(HEADS)]
     labels = tensors[f"gradients.{head}"].argmin(axis=-1)
     logits = np.array(model(tokens)[0], dtype=np.float64)
@@ -53,7 +52,7 @@ def sampled_labels(model, tokens, tensors, stats):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_collect_stats_inputs_and_gradients_give_weight_gradients(name, tmp_path):
-    """A weight gradient is the sum of inputs times output gradients, by call."""
+    """A weight gradient is the sum of inputs times output gradients over all calls."""
     model = model_of(name)
     paths, tokens, stats = collected(model, tmp_path, count=1)
     [tensors] = stats.sequences()
@@ -62,8 +61,8 @@ def test_collect_stats_inputs_and_gradients_give_weight_gradients(name, tmp_path
     def loss(parameters):
         model.update(parameters)
         logits = model(tokens)[0]
-        chosen = mx.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
-        return (mx.logsumexp(logits, axis=-1) - chosen).sum()
+        label_logits = mx.take_along_axis(logits, labels[:, None], axis=-1)[:, 0]
+        return (mx.logsumexp(logits, axis=-1) - label_logits).sum()
 
     before = model.parameters()
     expected = dict(tree_flatten(mx.grad(loss)(before)))
@@ -119,13 +118,17 @@ def test_sensitivity_is_half_the_mean_squared_change(name, tmp_path):
                     np.array(tensors[f"gradients.{call}"]),
                 )
                 experts = tensors.get(f"experts.{source}")
-                for row, gradient in enumerate(gradients):
-                    matrix = error if experts is None else error[experts[row].item()]
-                    is_token = x.ndim == 1
-                    moved = (
-                        matrix[x[row].item()] if is_token else matrix @ np.array(x[row])
+                for position, gradient in enumerate(gradients):
+                    matrix = (
+                        error if experts is None else error[experts[position].item()]
                     )
-                    total += (gradient @ moved) ** 2
+                    is_token = x.ndim == 1
+                    output_change = (
+                        matrix[x[position].item()]
+                        if is_token
+                        else matrix @ np.array(x[position])
+                    )
+                    total += (gradient @ output_change) ** 2
         [cost] = sensitivity(path, layer, [spec], stats)
         assert cost == pytest.approx(total / 2 / tokens.size, rel=1e-3), path
 
@@ -137,10 +140,12 @@ def test_layer_statistics_fake_quantize_beats_mlx_on_the_inputs(tmp_path):
     weight = dict(model.named_modules())[path].weight
     costs = input_energies(path, weight.shape[-1], stats)
     [*packed] = mx.quantize(weight, 64, 2)
-    plain = mx.dequantize(*packed, 64, 2)
-    ours = LayerStatistics(weight, costs).fake_quantize(spec)
-    lost = [((w - weight) ** 2 * costs).sum().item() for w in (ours, plain)]
-    assert lost[0] < 0.8 * lost[1]
+    mlx_weight = mx.dequantize(*packed, 64, 2)
+    fitted_weight = LayerStatistics(weight, costs).fake_quantize(spec)
+    losses = [
+        ((w - weight) ** 2 * costs).sum().item() for w in (fitted_weight, mlx_weight)
+    ]
+    assert losses[0] < 0.8 * losses[1]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -148,7 +153,7 @@ def test_sensitivity_predicts_the_divergence_of_one_quantized_layer(name, tmp_pa
     model = model_of(name)
     paths, tokens, stats = collected(model, tmp_path, count=12)
     if name == "experts":
-        # Whatever is before a router also changes who computes, all at once.
+        # An error before a router can also change the selected experts.
         paths = [p for p in paths if "layers.1.mlp.switch" in p or p == "lm_head"]
     before = dict(tree_flatten(model.parameters()))
     layers = {}

@@ -1,4 +1,4 @@
-"""SequentialPipeline: what layers are calibrated on, in which order, and resume."""
+"""SequentialPipeline: calibration inputs, order of the layers, and resume."""
 
 import inspect
 from pathlib import Path
@@ -77,30 +77,30 @@ class RecordingRTN(PTQMethod):
         folder,
         *,
         key="a",
-        rows=4,
+        shard_size=4,
         compute=mx.float32,
         counted=None,
-        **more,
+        **options,
     ):
-        self.context = context_of(model, folder, counted=counted, **more)
+        self.context = context_of(model, folder, counted=counted, **options)
         return SequentialPipeline(
             self,
             windows_of(TOKENS, counted),
             folder / "pipeline",
             key=key,
             compute=compute,
-            batch_tokens=rows * TOKENS.shape[1],
+            batch_tokens=shard_size * TOKENS.shape[1],
         ).run()
 
     def quantized_before(self, path) -> list[str]:
-        """Layers that are quantized before the group of this one."""
+        """Return the layers that are quantized before the group of `path`."""
         paths, group = list(self.statistics), self.statistics[path]
         return [
             p for p in paths[: paths.index(path)] if self.statistics[p] is not group
         ]
 
 
-class Recorder(nn.Module):
+class RecordingLayer(nn.Module):
     """A layer that records its inputs."""
 
     def __init__(self, layer, inputs):
@@ -113,7 +113,7 @@ class Recorder(nn.Module):
 
 
 def inputs_of(model, path, quantized=()):
-    """The inputs of a layer in a model some of whose layers are quantized."""
+    """Return the inputs of a layer in a partly quantized model."""
     modules = dict(model.named_modules())
     for name in quantized:
         layer = modules[name]
@@ -122,7 +122,7 @@ def inputs_of(model, path, quantized=()):
         )
     parent, _, name = path.rpartition(".")
     inputs = []
-    modules[parent][name] = Recorder(modules[path], inputs)
+    modules[parent][name] = RecordingLayer(modules[path], inputs)
     model(TOKENS)
     return inputs[0]
 
@@ -133,15 +133,15 @@ def rows_of(model, path, quantized=()):
 
 
 def test_gptq_call_chain_has_six_calls(tmp_path, monkeypatch):
-    """From the method's entry to the column update; see sequential.py."""
+    """The chain goes from the method entry to the column update (see sequential.py)."""
     chains, update = [], gptq_solver.gptq_strip
 
-    def recorded(*args):
+    def record_chain(*args):
         frames = [f for f in inspect.stack()[1:] if "/lmx/" in f.filename]
         chains.append([frame.function for frame in reversed(frames)])
         return update(*args)
 
-    monkeypatch.setattr(gptq_solver, "gptq_strip", recorded)
+    monkeypatch.setattr(gptq_solver, "gptq_strip", record_chain)
     monkeypatch.setattr(gptq_solver, "compiled_for", lambda _, function: function)
     config = GPTQConfig(bits=3, refine_iters=0)
     GPTQ(config, context_of(model_of(), tmp_path)).quantize()
@@ -163,11 +163,11 @@ def test_groups_come_in_the_order_of_calls(tmp_path):
     blocks = [f"model.layers.{number}.{part}" for number in range(3) for part in parts]
     outside = ["lm_head", "model.embed_tokens"]
     assert sorted(method.statistics) == sorted([*blocks, *outside])
-    order, last = [], None
+    order, previous = [], None
     for path, statistics in method.statistics.items():
-        if statistics is not last:
+        if statistics is not previous:
             order.append(path.rpartition(".")[2])
-        last = statistics
+        previous = statistics
     inside = ["q_proj", "o_proj", "gate_proj", "down_proj"]
     assert order == ["embed_tokens", *inside * 3, "lm_head"]
 
@@ -217,7 +217,7 @@ def test_residual_moments_hold_the_error_of_the_residual_stream(tmp_path, path, 
         statistics.residual_moments, expected, atol=1e-3 * largest
     )
     assert 0 < statistics.correction_strength[path] <= 1
-    # The output of all other layers goes into another layer first.
+    # All other layers feed another layer and not the residual stream.
     assert residual_writers(method) == {
         f"model.layers.{n}.{layer}"
         for n in range(3)
@@ -233,7 +233,7 @@ def residual_writers(method) -> set[str]:
 @pytest.mark.parametrize("compute", [mx.float32, mx.float16, mx.bfloat16])
 @pytest.mark.parametrize("has_post_norm", [False, True])
 def test_layers_before_a_norm_are_no_residual_writers(tmp_path, compute, has_post_norm):
-    """Gemma normalizes the output of a layer before it is added. States are large."""
+    """Gemma normalizes a layer output before the addition. Hidden states are large."""
     method, gemma = RecordingRTN(), {"model_type": "gemma2"}
     gemma |= {"query_pre_attn_scalar": 64, "final_logit_softcapping": 30.0}
     gemma |= {"attn_logit_softcapping": 50.0}
@@ -265,51 +265,51 @@ def test_embeddings_have_no_statistics_unless_weighed(tmp_path):
 
 
 def test_weighed_outputs_have_fisher_information(tmp_path):
-    weighed, plain = RecordingRTN(weighs_outputs=True), RecordingRTN()
+    weighed, unweighed = RecordingRTN(weighs_outputs=True), RecordingRTN()
     weighed.run(model_of(), tmp_path)
-    plain.run(model_of(), tmp_path / "plain")
+    unweighed.run(model_of(), tmp_path / "unweighed")
     modules = dict(model_of().named_modules())
     for path, statistics in weighed.statistics.items():
         if ".layers." in path:
             size = modules[path].weight.shape[0]
             assert statistics.output_fisher[path].shape == (size, size)
-            assert not plain.statistics[path].output_fisher
-    # It is on disk until the block is done.
+            assert not unweighed.statistics[path].output_fisher
+    # Files are deleted when the block is finished.
     assert not list(tmp_path.glob("pipeline/*/fisher-*"))
 
 
 def test_without_cross_moments_there_is_no_full_stream(tmp_path):
-    both, alone = RecordingRTN(), RecordingRTN(needs_cross_moments=False)
-    both.run(model_of(), tmp_path / "both")
-    alone.run(model_of(), tmp_path)
-    for path, statistics in both.statistics.items():
+    with_cross, without_cross = RecordingRTN(), RecordingRTN(needs_cross_moments=False)
+    with_cross.run(model_of(), tmp_path / "with-cross")
+    without_cross.run(model_of(), tmp_path)
+    for path, statistics in with_cross.statistics.items():
         if statistics is not None:
-            # The sums have another order.
-            ours = alone.statistics[path].second_moments
+            # The order of the sums is different.
+            actual = without_cross.statistics[path].second_moments
             expected = statistics.second_moments
             atol = 1e-6 * mx.abs(expected).max().item()
-            assert mx.allclose(ours, expected, atol=atol)
-            assert alone.statistics[path].cross_moments is None
+            assert mx.allclose(actual, expected, atol=atol)
+            assert without_cross.statistics[path].cross_moments is None
     assert not list(tmp_path.glob("pipeline/*/stream-full-*"))
 
 
 def test_layer_that_is_called_twice_receives_both_inputs(tmp_path):
-    def model_that_calls_twice():
+    def make_model():
         model = model_of()
         mlp = model.model.layers[1].mlp
 
-        class Twice(type(mlp)):
+        class CallsTwice(type(mlp)):
             def __call__(self, x):
                 return super().__call__(x) + 0.5 * super().__call__(0.25 * x)
 
-        mlp.__class__ = Twice
+        mlp.__class__ = CallsTwice
         return model
 
     method = RecordingRTN()
-    method.run(model_that_calls_twice(), tmp_path)
+    method.run(make_model(), tmp_path)
     path = "model.layers.2.self_attn.q_proj"
     before = list(method.statistics)[: list(method.statistics).index(path)]
-    x = rows_of(model_that_calls_twice(), path, before)
+    x = rows_of(make_model(), path, before)
     moments = method.statistics[path].second_moments
     np.testing.assert_allclose(moments, x.T @ x, atol=1e-4 * np.abs(x.T @ x).max())
 
@@ -335,7 +335,7 @@ def test_next_block_uses_the_finalized_weights(tmp_path):
     np.testing.assert_allclose(moments, x.T @ x, atol=1e-4 * np.abs(x.T @ x).max())
 
 
-def test_experts_have_moments_of_their_own_inputs(tmp_path):
+def test_experts_have_moments_of_their_inputs(tmp_path):
     method = RecordingRTN()
     model = model_of(QWEN3_MOE)
     method.run(model, tmp_path)
@@ -354,15 +354,15 @@ def test_experts_have_moments_of_their_own_inputs(tmp_path):
 
 
 def test_killed_run_resumes_at_its_block(tmp_path):
-    whole = RecordingRTN().run(model_of(), tmp_path / "whole")
+    expected = RecordingRTN().run(model_of(), tmp_path / "expected")
     with pytest.raises(KeyboardInterrupt):
         RecordingRTN("model.layers.2.mlp.up_proj").run(model_of(), tmp_path)
     second = RecordingRTN()
     tensors = second.run(model_of(), tmp_path)
     last = ("model.layers.2", "lm_head", "model.embed_tokens")
     assert all(path.startswith(last) for path in second.statistics)
-    assert tensors.keys() == whole.keys()
-    assert all(mx.array_equal(tensors[name], whole[name]) for name in whole)
+    assert tensors.keys() == expected.keys()
+    assert all(mx.array_equal(tensors[name], expected[name]) for name in expected)
     third = RecordingRTN()
     third.run(model_of(), tmp_path)
     assert not third.statistics
@@ -371,13 +371,13 @@ def test_killed_run_resumes_at_its_block(tmp_path):
 
 
 def test_model_is_restored_and_old_streams_are_deleted(tmp_path):
-    model, same = model_of(), model_of()
+    model, original_model = model_of(), model_of()
     RecordingRTN().run(model, tmp_path)
     assert all(
-        mx.array_equal(value, other)
-        for (_, value), (_, other) in zip(
+        mx.array_equal(value, original)
+        for (_, value), (_, original) in zip(
             tree_flatten(model.parameters()),
-            tree_flatten(same.parameters()),
+            tree_flatten(original_model.parameters()),
             strict=True,
         )
     )
@@ -393,9 +393,9 @@ def test_model_that_is_no_sequence_of_blocks_is_refused(tmp_path):
     model = model_of()
 
     class Skipping(type(model.model)):
-        def __call__(self, inputs, cache=None, **more):
-            first = super().__call__(inputs, cache, **more)
-            return first + 0.1 * super().__call__(inputs, cache, **more)
+        def __call__(self, inputs, cache=None, **options):
+            first = super().__call__(inputs, cache, **options)
+            return first + 0.1 * super().__call__(inputs, cache, **options)
 
     model.model.__class__ = Skipping
     model.model.layers = model.model.layers[:1] * 2 + model.model.layers[1:]
@@ -408,20 +408,20 @@ def test_one_block_is_in_memory_at_a_time(make_checkpoint, tmp_path):
     loaded = load(source, lazy=True)
     size = sum(v.nbytes for _, v in tree_flatten(loaded.model.parameters()))
 
-    def peak(folder, reread):
+    def peak_memory(folder, reread):
         model = load(source, lazy=True).model
         method = RecordingRTN()
-        method.statistics = Discarding()
+        method.statistics = DiscardingDict()
         before = mx.get_active_memory()
         mx.reset_peak_memory()
         method.run(model, folder, reread=reread)
         return mx.get_peak_memory() - before
 
-    assert peak(tmp_path / "reread", loaded.reread) < size / 3
-    assert peak(tmp_path / "in-memory", None) > size
+    assert peak_memory(tmp_path / "reread", loaded.reread) < size / 3
+    assert peak_memory(tmp_path / "in-memory", None) > size
 
 
-class Discarding(dict):
+class DiscardingDict(dict):
     """Stores nothing."""
 
     def __setitem__(self, key, value):
@@ -429,12 +429,12 @@ class Discarding(dict):
 
 
 def test_tokens_are_weighted_by_their_gradients(tmp_path):
-    """For layers with no quantized layer before them, against the whole model."""
+    """The reference is the full model, so no quantized layer precedes the group."""
     counted = np.array(mx.random.bernoulli(0.3, TOKENS.shape, key=mx.random.key(2)))
     counted[:, -1] = True
     model, method = model_of(), RecordingRTN(weighs_outputs=True)
     grid = GRID.model_copy(update={"quantize_embeddings": False})
-    method.run(model, tmp_path, rows=1, grid=grid, counted=counted)
+    method.run(model, tmp_path, shard_size=1, grid=grid, counted=counted)
     model = model_of()
     group = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
     norms = sum(

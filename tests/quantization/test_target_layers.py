@@ -1,4 +1,4 @@
-"""select_layers: which layers are quantized, and on which grid."""
+"""select_layers: the quantized layers and their grids."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,7 +41,7 @@ def test_embeddings_and_head_follow_the_recipe(tied, embeddings, head):
     assert plan.skipped == skipped
 
 
-def test_head_of_another_name_is_found():
+def test_head_with_another_name_is_detected():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
@@ -80,31 +80,35 @@ def test_model_without_quantizable_layers_is_refused():
 
 @pytest.mark.parametrize("mode", ["affine", "mxfp4", "nvfp4", "mxfp8"])
 def test_quant_predicate_of_the_model_is_used(mode):
-    """A router is affine with 8 bits, whatever the recipe says."""
+    """A router is affine with 8 bits, independent of the recipe."""
     plan = select_layers(build_model(QWEN3_MOE), QuantizationConfig(mode=mode))
     router = QuantSpec(bits=8, group_size=64)
     grids = {
         path: spec for path, spec in plan.specs.items() if path.endswith("mlp.gate")
     }
     assert grids == {f"model.layers.{n}.mlp.gate": router for n in range(2)}
-    others = {grid for path, grid in plan.specs.items() if path not in grids}
-    assert len(others) == 1
-    assert others.pop().mode == mode
+    other_specs = {grid for path, grid in plan.specs.items() if path not in grids}
+    assert len(other_specs) == 1
+    assert other_specs.pop().mode == mode
     assert "model.layers.0.mlp.switch_mlp.up_proj" in plan.specs
 
 
 @pytest.mark.parametrize(
-    ("answer", "grid"),
+    ("predicate_result", "grid"),
     [
         ({"bits": 8}, QuantSpec(bits=8, group_size=32)),
         ({"mode": "mxfp8"}, QuantSpec(mode="mxfp8")),
         ({"group_size": 128, "bits": 6}, QuantSpec(bits=6, group_size=128)),
     ],
 )
-def test_quant_predicate_is_completed_by_the_recipe(answer, grid):
+def test_quant_predicate_is_completed_by_the_recipe(predicate_result, grid):
     model = build_model(LLAMA)
     type(model).quant_predicate = property(
-        lambda _: lambda path, module: answer if "o_proj" in path else "up" not in path
+        lambda _: (
+            lambda path, module: (
+                predicate_result if "o_proj" in path else "up" not in path
+            )
+        )
     )
     try:
         plan = select_layers(model, QuantizationConfig(bits=3, group_size=32))
@@ -131,7 +135,7 @@ def plan_of(overrides, config=LLAMA, **settings):
     )
 
 
-def test_pattern_matches_the_path_or_the_path_in_the_block():
+def test_pattern_matches_full_paths_and_paths_in_the_block():
     override = {"bits": 8}
     for pattern in (DOWN, "*.down_proj", "mlp.down_proj", "mlp.d*"):
         specs = plan_of({pattern: override}).specs
@@ -155,19 +159,19 @@ def test_first_matching_pattern_wins_and_is_completed():
 
 def test_pattern_overrides_predicate_and_switches():
     """The predicate of this model gives its routers 8 bits."""
-    gate = "model.layers.0.mlp.gate"
-    plain = plan_of({}, QWEN3_MOE)
-    assert plain.specs[gate].bits == 8
-    assert plain.explicit == {gate, gate.replace("0", "1")}
-    named = plan_of({"mlp.gate": {"bits": 3}}, QWEN3_MOE)
-    assert named.specs[gate].bits == 3
+    router = "model.layers.0.mlp.gate"
+    default = plan_of({}, QWEN3_MOE)
+    assert default.specs[router].bits == 8
+    assert default.explicit == {router, router.replace("0", "1")}
+    overridden_bits = plan_of({"mlp.gate": {"bits": 3}}, QWEN3_MOE)
+    assert overridden_bits.specs[router].bits == 3
     assert (
-        plan_of({"mlp.gate": "skip"}, QWEN3_MOE).skipped[gate]
+        plan_of({"mlp.gate": "skip"}, QWEN3_MOE).skipped[router]
         == "skipped by the recipe"
     )
-    both = plan_of({"lm_head": {"bits": 6}}, QWEN3_MOE, quantize_lm_head=False)
-    assert both.specs["lm_head"].bits == 6
-    assert both.explicit == plain.explicit | {"lm_head"}
+    overridden = plan_of({"lm_head": {"bits": 6}}, QWEN3_MOE, quantize_lm_head=False)
+    assert overridden.specs["lm_head"].bits == 6
+    assert overridden.explicit == default.explicit | {"lm_head"}
 
 
 def test_pattern_without_match_lists_the_layers():
