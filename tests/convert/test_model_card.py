@@ -70,7 +70,7 @@ def test_hub_base_model_is_linked(tmp_path):
 def test_metadata_is_readable_by_the_hub(tmp_path):
     from huggingface_hub import ModelCard
 
-    terms = {"license": "other", "license_name": "own"}
+    terms = {"license": "other", "license_name": "custom"}
     metadata, _ = write_and_read_card(
         tmp_path, base="a/b", terms=terms, datasets=["c/d", "e"]
     )

@@ -16,11 +16,11 @@ from lmx.data import cache
 
 def fill(folder):
     print("filling", flush=True)
-    (folder / "half").write_text("a")
+    (folder / "first").write_text("a")
     time.sleep(float(sys.argv[1]))
     if sys.argv[2] == "die":
         os.kill(os.getpid(), 9)
-    (folder / "whole").write_text("b")
+    (folder / "second").write_text("b")
     return {"by": os.getpid()}
 
 entry = cache.get_or_create("test", "key", fill, warning=print)
@@ -91,10 +91,10 @@ def test_killed_process_leaves_no_entry(cache_folder):
     killed = start_worker(0, "die")
     assert killed.wait(30) == -9
     killed.stdout.close()
-    assert [*cache_folder.rglob("half")]
+    assert [*cache_folder.rglob("first")]
     entry = cache.get_or_create("test", "key", fill, warning=pytest.fail)
     assert entry.made
-    assert not [*cache_folder.rglob("half")]
+    assert not [*cache_folder.rglob("first")]
 
 
 def test_two_processes_create_one_entry(cache_folder):
@@ -102,7 +102,7 @@ def test_two_processes_create_one_entry(cache_folder):
     lines = [p.communicate(timeout=30)[0].splitlines() for p in processes]
     assert sorted(map(len, lines)) == [1, 2]
     assert lines[0][-1] == lines[1][-1]
-    assert lines[0][-1].endswith("['half', 'index.json', 'whole']")
+    assert lines[0][-1].endswith("['first', 'index.json', 'second']")
 
 
 def test_unwritable_cache_is_refused(tmp_path, monkeypatch):

@@ -57,8 +57,8 @@ def test_logits_match_the_model(family):
     blockwise = BlockwiseModel(model)
     blockwise.verify(PARTS[0])
     expected = [model(tokens) for tokens in PARTS]
-    for ours, theirs in zip(logits_of(blockwise, PARTS), expected, strict=True):
-        assert mx.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+    for actual, logits in zip(logits_of(blockwise, PARTS), expected, strict=True):
+        assert mx.allclose(actual, logits, rtol=1e-4, atol=1e-4)
 
 
 def test_blocks_run_in_another_dtype_and_the_model_is_restored():

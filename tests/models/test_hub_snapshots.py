@@ -57,14 +57,16 @@ def test_download_snapshot_skips_unneeded_files(stand_in, files):
     all_files = files | {
         "pytorch_model.bin": b"\x80\x04",
         "consolidated.safetensors": b"a copy",
-        "own.py": b"1/0",
+        "custom.py": b"1/0",
         "onnx/model.onnx": b"x",
     }
     stand_in.repositories["models/lab/tiny"] = Repository(all_files)
     folder = checkpoint_folder("lab/tiny")
     actual = {p.name: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     assert actual == files
-    assert (checkpoint_folder("lab/tiny", trust_remote_code=True) / "own.py").is_file()
+    assert (
+        checkpoint_folder("lab/tiny", trust_remote_code=True) / "custom.py"
+    ).is_file()
 
 
 @pytest.mark.parametrize(

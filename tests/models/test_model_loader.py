@@ -258,12 +258,12 @@ def test_missing_checkpoint_code_is_named(folder):
 
 
 def test_tokenizer_code_is_refused_without_a_prompt(folder, monkeypatch):
-    """Hugging Face would ask on the terminal."""
+    """transformers would prompt on the terminal."""
 
-    def ask(*_):
-        raise AssertionError("asked")
+    def prompt(*_):
+        raise AssertionError("prompted")
 
-    monkeypatch.setattr("builtins.input", ask)
+    monkeypatch.setattr("builtins.input", prompt)
     edit(
         folder / "tokenizer_config.json",
         tokenizer_class="Own",

@@ -1,4 +1,4 @@
-"""AWQ mappings are found on every architecture and preserve the block output."""
+"""AWQ mappings exist for every architecture and preserve the block output."""
 
 from dataclasses import replace
 from functools import partial
