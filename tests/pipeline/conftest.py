@@ -1,20 +1,20 @@
-"""One tiny model, trained once, that other runs start from."""
+"""Session fixtures: one tiny model, trained once, is the base of the other runs."""
 
 import pytest
-from tiny_runs import TRAIN, VALIDATE, Run
+from tiny_runs import EVALUATE, TRAIN, Run
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
-    """A run of every stage, done: a fresh model, trained, quantized, exported."""
-    # Enough to answer something.
+def full_run(tmp_path_factory):
+    """A finished run of every stage, from random weights to the export."""
+    # Enough steps for the model to generate an answer.
     train = TRAIN | {"steps": 45, "eval_steps": 15, "sample_prompts": ["Add 1 and 1."]}
     run = Run(
-        tmp_path_factory.mktemp("whole"),
+        tmp_path_factory.mktemp("full_run"),
         {"train": train},
         {"quantize": {"bits": 4, "group_size": 32}},
         {
-            "evaluate": VALIDATE
+            "evaluate": EVALUATE
             | {"thresholds": {"max_kl": 5.0, "min_top1_agreement": 0.0}}
         },
         "export",
@@ -24,6 +24,6 @@ def whole(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def base(whole):
-    """The trained tiny model."""
-    return whole.output / "stages" / "1-train" / "dense"
+def base(full_run):
+    """The folder of the trained tiny model."""
+    return full_run.output / "stages" / "1-train" / "dense"

@@ -1,10 +1,10 @@
-"""Adapters of every kind through the command line, on dense and quantized bases."""
+"""Every adapter type, trained on dense and quantized models from the command line."""
 
 import mlx.core as mx
 import pytest
 from lmx.models.loader import load
 from tiny_checkpoints import QWEN3_MOE
-from tiny_runs import MEASURE, TRAIN, Run
+from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 GRID = {"bits": 2, "group_size": 32}
 ADAPTERS = {
@@ -14,61 +14,67 @@ ADAPTERS = {
 
 
 @pytest.fixture(scope="module")
-def coded(tmp_path_factory, base):
-    """The trained tiny model in two bits."""
+def quantized_model(tmp_path_factory, base):
+    """The folder of the trained tiny model, quantized to 2 bits."""
     run = Run(tmp_path_factory.mktemp("coded"), {"quantize": GRID}, model=base)
     assert run() == 0
     return run.output / "stages" / "1-quantize" / "model"
 
 
 @pytest.fixture(scope="module", params=ADAPTERS)
-def tuned(request, tmp_path_factory, coded):
-    """Adapters trained on codes, and what is left of them when it is rounded again."""
+def tuned_run(request, tmp_path_factory, quantized_model):
+    """A run that trains an adapter on a quantized model, then quantizes the result."""
     train = TRAIN | {"learning_rate": 1e-3, "adapter": ADAPTERS[request.param]}
-    stages = {"train": train}, {"quantize": GRID}, {"evaluate": MEASURE}, "export"
-    run = Run(tmp_path_factory.mktemp(request.param), *stages, model=coded)
+    stages = {"train": train}, {"quantize": GRID}, {"evaluate": METRICS_ONLY}, "export"
+    run = Run(tmp_path_factory.mktemp(request.param), *stages, model=quantized_model)
     assert run() == 0
     return run
 
 
-def test_adapter_improvement_survives_dense_export_only(tuned):
-    gain = tuned.json("report.json")["training"]["improvement"]
-    assert gain["in_training"] > 0.01
-    assert gain["exported"] == pytest.approx(gain["in_training"], abs=1e-3)
-    assert "fused into its dequantized weights" in tuned.log
-    base, dense, again = tuned.json("report.json")["models"].values()
-    assert base["loss"] - dense["loss"] == pytest.approx(gain["exported"], abs=1e-3)
-    # Part of so small an update is less than a step of the grid.
-    assert base["loss"] - again["loss"] < 0.9 * gain["exported"]
+def test_adapter_improvement_survives_dense_export_only(tuned_run):
+    improvement = tuned_run.json("report.json")["training"]["improvement"]
+    assert improvement["in_training"] > 0.01
+    assert improvement["exported"] == pytest.approx(
+        improvement["in_training"], abs=1e-3
+    )
+    assert "fused into its dequantized weights" in tuned_run.log
+    base, dense, requantized = tuned_run.json("report.json")["models"].values()
+    assert base["loss"] - dense["loss"] == pytest.approx(
+        improvement["exported"], abs=1e-3
+    )
+    # The update is smaller than a grid step in part of the weights.
+    assert base["loss"] - requantized["loss"] < 0.9 * improvement["exported"]
     assert dense["bits_per_weight"] == 16
 
 
-def test_mlx_lm_loads_the_fused_model(tuned, coded):
+def test_mlx_lm_loads_the_fused_model(tuned_run, quantized_model):
     import mlx_lm
 
-    folder = tuned.output / "stages/1-train/dense"
+    folder = tuned_run.output / "stages/1-train/dense"
     tokens = mx.array([[5, 80, 200, 7, 33, 120]])
-    stock = mlx_lm.load(str(folder))[0](tokens).astype(mx.float32)
-    own, plain = (load(f, compute="float32").model(tokens) for f in (folder, coded))
-    assert mx.abs(stock - own).max().item() < 0.05
-    assert mx.abs(own - plain).max().item() > 0.1
+    mlx_lm_logits = mlx_lm.load(str(folder))[0](tokens).astype(mx.float32)
+    logits, base_logits = (
+        load(f, compute="float32").model(tokens) for f in (folder, quantized_model)
+    )
+    assert mx.abs(mlx_lm_logits - logits).max().item() < 0.05
+    assert mx.abs(logits - base_logits).max().item() > 0.1
 
 
 def test_adapter_of_experts_and_embedding(tmp_path, make_checkpoint):
     adapter = {"rank": 4, "target_modules": ["*", "model.embed_tokens"]}
     train = TRAIN | {"adapter": adapter, "learning_rate": 1e-2}
-    stages = {"train": train}, {"evaluate": MEASURE}
+    stages = {"train": train}, {"evaluate": METRICS_ONLY}
     run = Run(tmp_path, *stages, model=make_checkpoint(QWEN3_MOE, num_hidden_layers=1))
     assert run() == 0
-    gain = run.json("report.json")["training"]["improvement"]
-    assert gain["exported"] > 0.1
+    improvement = run.json("report.json")["training"]["improvement"]
+    assert improvement["exported"] > 0.1
     names = mx.load(str(run.output / "adapters" / "adapters.safetensors"))
     assert "model.embed_tokens.lora_b" in names
     assert "model.layers.0.mlp.switch_mlp.up_proj.lora_a" in names
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({}, "a quantized model cannot be trained in full"),
         (
@@ -90,8 +96,8 @@ def test_adapter_of_experts_and_embedding(tmp_path, make_checkpoint):
     ],
 )
 def test_invalid_adapter_of_quantized_model_is_refused(
-    tmp_path, coded, capsys, change, said
+    tmp_path, quantized_model, capsys, change, message
 ):
-    run = Run(tmp_path, {"train": TRAIN | change}, model=coded)
+    run = Run(tmp_path, {"train": TRAIN | change}, model=quantized_model)
     assert run() == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

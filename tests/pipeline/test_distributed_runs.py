@@ -1,4 +1,4 @@
-"""Runs of two processes: one writes, and they stop, fail and go on together."""
+"""Runs of two processes: rank 0 writes; both stop, fail and resume together."""
 
 import os
 import signal
@@ -10,12 +10,19 @@ import pytest
 from lmx.cli import main
 from lmx.run import launcher
 from processes import free_ports, hostfile, in_ring
-from tiny_runs import ASSASSIN, TRAIN, VALIDATE, Run, resume_command, write_rows
+from tiny_runs import (
+    EVALUATE,
+    SIGNAL_AT_CALL,
+    TRAIN,
+    Run,
+    resume_command,
+    write_examples,
+)
 
 BIN = Path(sys.executable).parent
 MAIN = "import sys; from lmx.cli.main import train; sys.exit(train())"
-# One of the processes is sent a signal, the other one is not.
-ATTACK = (
+# Only the given rank gets the signal.
+SIGNAL_ONE_RANK = (
     """
 import os, sys
 arguments = sys.argv[1:]
@@ -23,10 +30,10 @@ if os.environ["MLX_RANK"] != arguments.pop(0):
     arguments[1:3] = ["step", "1000000"]
 sys.argv[1:] = arguments
 """
-    + ASSASSIN
+    + SIGNAL_AT_CALL
 )
 LORA = {"type": "lora", "rank": 4, "dropout": 0.2}
-TWICE = (
+STAGES = (
     {"train": TRAIN},
     {
         "train": TRAIN
@@ -47,16 +54,16 @@ TWICE = (
 
 def make_run(folder, *stages):
     folder.mkdir(exist_ok=True)
-    return Run(folder, *(stages or TWICE))
+    return Run(folder, *(stages or STAGES))
 
 
-def both(run, *more):
-    return in_ring(MAIN, *run.arguments(*more), folder=run.folder)
+def run_both_ranks(run, *overrides):
+    return in_ring(MAIN, *run.arguments(*overrides), folder=run.folder)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The same in one process."""
+    """The same run in one process."""
     run = make_run(tmp_path_factory.mktemp("plain"))
     assert run() == 0
     return run
@@ -64,14 +71,14 @@ def plain(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, plain):
-    """The outcome of two processes that nothing disturbs, and what they said.
+    """An undisturbed run of two processes, and the processes with their output.
 
-    They find what the one has compiled, which else each of them would.
+    It depends on `plain`, whose compiled kernels both processes reuse.
     """
     run = make_run(tmp_path_factory.mktemp("undisturbed"))
-    ended = both(run)
-    assert [done.returncode for done in ended] == [0, 0], ended[0].stderr
-    return run, ended
+    processes = run_both_ranks(run)
+    assert [process.returncode for process in processes] == [0, 0], processes[0].stderr
+    return run, processes
 
 
 def test_only_rank_0_logs(expected):
@@ -79,72 +86,76 @@ def test_only_rank_0_logs(expected):
     assert "2 processes over ring; each trains on 1/2 of every batch" in first.stdout
     assert second.stdout == second.stderr == ""
     assert run.json("manifest.json")["status"] == "done"
-    steps = [row["step"] for row in run.rows() if row["stage"] == "1-train"]
+    steps = [record["step"] for record in run.records() if record["stage"] == "1-train"]
     assert steps.count(1) == steps.count(0) == 1
 
 
-def assert_close(found: list[dict], expected: list[dict]) -> None:
-    for rows in (found, expected):
-        assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    figures = [[v for v in row.values() if isinstance(v, float)] for row in expected]
-    for row, numbers in zip(found, figures, strict=True):
-        mine = [value for value in row.values() if isinstance(value, float)]
-        assert mine == pytest.approx(numbers, rel=1e-4)
+def assert_close(records: list[dict], expected: list[dict]) -> None:
+    for run_records in (records, expected):
+        assert [record["step"] for record in run_records] == [
+            record["step"] for record in expected
+        ]
+    expected_values = [
+        [v for v in record.values() if isinstance(v, float)] for record in expected
+    ]
+    for record, values in zip(records, expected_values, strict=True):
+        actual = [value for value in record.values() if isinstance(value, float)]
+        assert actual == pytest.approx(values, rel=1e-4)
 
 
 def test_distributed_training_matches_one_process(plain, expected):
-    # In the other stage dropout draws by process.
-    assert_close(*(of_first_stage(run) for run in (expected[0], plain)))
+    # In the second stage dropout depends on the rank.
+    assert_close(*(first_stage_records(run) for run in (expected[0], plain)))
 
 
-def of_first_stage(run) -> list[dict]:
-    return [row for row in run.rows() if row["stage"] == "1-train"]
+def first_stage_records(run) -> list[dict]:
+    return [record for record in run.records() if record["stage"] == "1-train"]
 
 
-@pytest.mark.parametrize(("rank", "kind"), [(0, "SIGTERM"), (1, "SIGINT")])
-def test_signal_to_one_rank_stops_all(tmp_path, expected, rank, kind):
+@pytest.mark.parametrize(("rank", "signal_name"), [(0, "SIGTERM"), (1, "SIGINT")])
+def test_signal_to_one_rank_stops_all(tmp_path, expected, rank, signal_name):
     run = make_run(tmp_path)
-    # The second training's fourth step.
-    attack = [str(rank), kind, "step", "16", *run.arguments()]
-    first, second = in_ring(ATTACK, *attack, folder=tmp_path)
+    # Step 4 of the second train stage.
+    arguments = [str(rank), signal_name, "step", "16", *run.arguments()]
+    first, second = in_ring(SIGNAL_ONE_RANK, *arguments, folder=tmp_path)
     assert (first.returncode, second.returncode) == (130, 130), first.stderr
     assert "stopped after step" in first.stderr
     assert second.stderr == ""
     assert run.json("manifest.json")["status"] == "interrupted"
     assert resume_command(first.stderr) == run.arguments()
-    assert [done.returncode for done in both(run)] == [0, 0]
+    assert [process.returncode for process in run_both_ranks(run)] == [0, 0]
     assert "stage 1-train: already complete, skipping" in run.log
     assert "resuming after step" in run.log
     assert run.outcome() == expected[0].outcome()
 
 
 def test_one_process_resumes_a_distributed_run(tmp_path, expected):
-    run = make_run(tmp_path, TWICE[0])
-    stopped = in_ring(
-        ATTACK, "1", "SIGINT", "step", "7", *run.arguments(), folder=tmp_path
+    run = make_run(tmp_path, STAGES[0])
+    processes = in_ring(
+        SIGNAL_ONE_RANK, "1", "SIGINT", "step", "7", *run.arguments(), folder=tmp_path
     )
-    assert [done.returncode for done in stopped] == [130, 130]
+    assert [process.returncode for process in processes] == [130, 130]
     assert run() == 0
-    assert_close(run.rows(), of_first_stage(expected[0]))
+    assert_close(run.records(), first_stage_records(expected[0]))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_death_of_one_rank_ends_the_others(tmp_path, expected, rank):
     run = make_run(tmp_path)
-    attack = [str(rank), "SIGKILL", "step", "9", *run.arguments()]
-    ended = in_ring(ATTACK, *attack, folder=tmp_path)
-    assert ended[rank].returncode == -signal.SIGKILL
-    assert ended[1 - rank].returncode == 1
-    assert "lost the connection to another process" in ended[1 - rank].stderr
+    arguments = [str(rank), "SIGKILL", "step", "9", *run.arguments()]
+    processes = in_ring(SIGNAL_ONE_RANK, *arguments, folder=tmp_path)
+    assert processes[rank].returncode == -signal.SIGKILL
+    assert processes[1 - rank].returncode == 1
+    assert "lost the connection to another process" in processes[1 - rank].stderr
     assert run.json("manifest.json")["status"] == ("running", "failed")[rank]
     if rank == 0:
-        assert [done.returncode for done in both(run)] == [0, 0]
+        assert [process.returncode for process in run_both_ranks(run)] == [0, 0]
         assert run.outcome() == expected[0].outcome()
 
 
 def test_nan_loss_stops_all_ranks(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN | {"learning_rate": 1e38}})
-    first, second = both(run)
+    first, second = run_both_ranks(run)
     assert (first.returncode, second.returncode) == (1, 1)
     assert "NaN or infinite at step" in first.stderr
     assert second.stderr == ""
@@ -153,15 +164,15 @@ def test_nan_loss_stops_all_ranks(tmp_path):
 
 
 def test_error_of_rank_0_ends_all_ranks(tmp_path):
-    run = make_run(tmp_path, {"train": TRAIN | {"steps": 1}}, {"evaluate": VALIDATE})
-    run.stages[1]["evaluate"] = VALIDATE | {"thresholds": {"max_perplexity": 0.5}}
+    run = make_run(tmp_path, {"train": TRAIN | {"steps": 1}}, {"evaluate": EVALUATE})
+    run.stages[1]["evaluate"] = EVALUATE | {"thresholds": {"max_perplexity": 0.5}}
     run.write()
-    first, second = both(run)
+    first, second = run_both_ranks(run)
     assert (first.returncode, second.returncode) == (1, 1)
     assert "perplexity" in first.stderr
     assert second.stderr == ""
-    # And before any stage: the folder is another run's.
-    first, second = both(run, "seed=1")
+    # Before any stage: the folder belongs to another run.
+    first, second = run_both_ranks(run, "seed=1")
     assert (first.returncode, second.returncode) == (2, 2)
     assert "another recipe" in first.stderr
     assert second.stderr == ""
@@ -184,7 +195,7 @@ if os.environ["MLX_RANK"] == "1":
     assert not Path(f"{run.output}-elsewhere").exists()
 
 
-OTHER_ROWS = """
+OTHER_EXAMPLES = """
 import os
 if os.environ["MLX_RANK"] == "1":
     os.chdir("elsewhere")
@@ -210,29 +221,29 @@ if os.environ["MLX_RANK"] == "1":
 
 
 @pytest.mark.parametrize(
-    ("difference", "told"),
+    ("difference", "message"),
     [
-        (OTHER_ROWS, "reads other examples than"),
+        (OTHER_EXAMPLES, "reads other examples than"),
         (OTHER_RECIPE, "runs another recipe than"),
         (OTHER_MODEL, "begins with another model than"),
     ],
 )
 def test_ranks_must_have_the_same_recipe_and_model(
-    tmp_path, monkeypatch, difference, told
+    tmp_path, monkeypatch, difference, message
 ):
     run = make_run(tmp_path, {"train": TRAIN})
-    # A name that means another file elsewhere.
+    # The relative path is another file in the other folder.
     monkeypatch.chdir(tmp_path)
     (tmp_path / "elsewhere").mkdir()
-    write_rows(tmp_path / "elsewhere" / "train.jsonl", 1, 40)
+    write_examples(tmp_path / "elsewhere" / "train.jsonl", 1, 40)
     run.data["train"] = ["train.jsonl"]
     run.write()
     first, second = in_ring(difference + MAIN, *run.arguments(), folder=tmp_path)
     assert (first.returncode, second.returncode) == (2, 2)
-    assert f"process 1 {told} the first one" in second.stderr
+    assert f"process 1 {message} the first one" in second.stderr
 
 
-# The second one hangs, and the first one is told to end while it waits for it.
+# Rank 1 hangs. Rank 0 gets SIGTERM while it waits for rank 1.
 HANG = """
 import os, signal, threading
 from lmx.training import trainer
@@ -245,7 +256,7 @@ def hang(*arguments):
     calls.append(1)
     if len(calls) == 7:
         if rank == "1":
-            # The first one has left by then.
+            # Rank 0 has exited by then.
             signal.signal(signal.SIGALRM, lambda *_: os._exit(5))
             signal.alarm(5)
             signal.pause()
@@ -272,13 +283,13 @@ def test_run_under_mlx_launch(tmp_path, expected):
     with subprocess.Popen(
         [*command, BIN / "lmx-train", *run.arguments()],
         env=os.environ | {"PYTHONWARNINGS": "ignore"},
-        # Left open: mlx.launch reads from it as long as it runs.
+        # Left open, because mlx.launch reads from it while it runs.
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     ) as process:
-        told = process.stdout.read()
-    assert told.count("2 processes over ring") == 1
+        output = process.stdout.read()
+    assert output.count("2 processes over ring") == 1
     assert run.outcome() == expected[0].outcome()
 
 
@@ -295,21 +306,21 @@ def test_only_rank_0_runs_dry_run_and_list(second_of_two, capsys, arguments):
 
 
 class TestLauncher:
-    """What is known before anything is connected."""
+    """Values that the launcher reads from the environment before it connects."""
 
-    def test_alone(self, monkeypatch):
+    def test_launcher_has_no_rank_without_environment(self, monkeypatch):
         assert (launcher.launched_rank(), launcher.local_process_count()) == (None, 1)
         monkeypatch.setenv("MLX_RANK", "0")
         assert launcher.launched_rank() is None
 
-    def test_one_process_has_an_empty_list(self, tmp_path, monkeypatch):
+    def test_launcher_has_no_rank_with_an_empty_hostfile(self, tmp_path, monkeypatch):
         (tmp_path / "hosts").write_text("\n")
         monkeypatch.setenv("MLX_RANK", "0")
         monkeypatch.setenv("MLX_HOSTFILE", str(tmp_path / "hosts"))
         assert (launcher.launched_rank(), launcher.local_process_count()) == (None, 1)
 
     @pytest.mark.parametrize(
-        ("said", "rank", "backend", "neighbours", "processes"),
+        ("environment", "rank", "backend", "local_processes", "process_count"),
         [
             (
                 {"MLX_RANK": "1", "NCCL_HOST_IP": "10.0.0.1", "MLX_WORLD_SIZE": "4"},
@@ -332,24 +343,24 @@ class TestLauncher:
             ),
         ],
     )
-    def test_ways_of_connecting(
-        self, monkeypatch, said, rank, backend, neighbours, processes
+    def test_launcher_reads_rank_and_backend(
+        self, monkeypatch, environment, rank, backend, local_processes, process_count
     ):
-        for name, value in said.items():
+        for name, value in environment.items():
             monkeypatch.setenv(name, value)
         assert launcher.launched_rank() == rank
         assert launcher.backend() == backend
-        assert launcher.local_process_count() == neighbours
-        assert launcher.process_count() == processes
+        assert launcher.local_process_count() == local_processes
+        assert launcher.process_count() == process_count
 
-    def test_jaccl_lists_the_devices_of_all(self, tmp_path, monkeypatch):
+    def test_launcher_counts_jaccl_devices(self, tmp_path, monkeypatch):
         (tmp_path / "devices").write_text('[[null, "rdma_a"], ["rdma_b", null]]')
         monkeypatch.setenv("MLX_RANK", "0")
         monkeypatch.setenv("MLX_JACCL_COORDINATOR", "a:1")
         monkeypatch.setenv("MLX_IBV_DEVICES", str(tmp_path / "devices"))
         assert launcher.process_count() == 2
 
-    def test_neighbours_share_a_machine(self, tmp_path, monkeypatch):
+    def test_launcher_counts_local_processes(self, tmp_path, monkeypatch):
         hosts = tmp_path / "hosts"
         hosts.write_text('[["10.0.0.1:1"], ["10.0.0.2:1"], ["10.0.0.2:2"]]')
         monkeypatch.setenv("MLX_HOSTFILE", str(hosts))

@@ -1,4 +1,5 @@
-"""`--dry-run` tells what a distill stage needs, and refuses what will not fit."""
+"""Cost estimates of the draft stage: `--dry-run` shows them and refuses what does not
+fit."""
 
 import json
 from dataclasses import replace
@@ -31,9 +32,9 @@ stages:
 """
 
 
-def told(student: dict, find=lambda name: None, **settings):
-    config = DraftConfig(draft_model=student, **settings)
-    return draft_training_cost(target(), config, BATCH, 4, find)
+def draft_cost(draft_model: dict, find_model=lambda name: None, **settings):
+    config = DraftConfig(draft_model=draft_model, **settings)
+    return draft_training_cost(target(), config, BATCH, 4, find_model)
 
 
 def target() -> ModelShape:
@@ -41,7 +42,7 @@ def target() -> ModelShape:
 
 
 @pytest.mark.parametrize(
-    ("student", "like"),
+    ("draft_model", "shape_change"),
     [
         ({"num_layers": 2}, {"num_hidden_layers": 2}),
         ({"num_layers": [0, 3, 7]}, {"num_hidden_layers": 3}),
@@ -54,56 +55,59 @@ def target() -> ModelShape:
     ],
     ids=str,
 )
-def test_draft_training_cost_includes_the_target(student, like):
-    load = told(student)
-    shape = SHAPE.model_copy(update=like)
+def test_draft_training_cost_includes_the_target(draft_model, shape_change):
+    cost = draft_cost(draft_model)
+    shape = SHAPE.model_copy(update=shape_change)
     expected = ModelShape(from_scratch.llama_config(shape), 0).parameters
-    assert load.trained == load.parameters == expected
-    assert load.memory["target"] == 4 * target().parameters
+    assert cost.trained == cost.parameters == expected
+    assert cost.memory["target"] == 4 * target().parameters
 
 
 def test_online_target_costs_time_and_no_disk():
-    kept, live = (
-        told({"num_layers": 2}, data_generation={"top_k": k}) for k in (64, None)
+    offline, online = (
+        draft_cost({"num_layers": 2}, data_generation={"top_k": k}) for k in (64, None)
     )
-    assert live.operations - kept.operations == 2 * target().parameters * 1024
-    answers = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
-    configs = [DraftConfig(data_generation=answers | {"top_k": k}) for k in (64, None)]
-    disk, none = (generation_cost(target(), config, 30.0) for config in configs)
-    # Two bytes for a token of 2048, two for its log-probability, four for the rest.
+    assert online.operations - offline.operations == 2 * target().parameters * 1024
+    data_generation = {"num_prompts": 90, "num_eval_prompts": 10, "max_tokens": 20}
+    configs = [
+        DraftConfig(data_generation=data_generation | {"top_k": k}) for k in (64, None)
+    ]
+    disk, no_disk = (generation_cost(target(), config, 30.0) for config in configs)
+    # 2 bytes per token id of 2048, 2 per log-probability, 4 for the remaining mass.
     assert (disk.tokens, disk.bytes) == (5000, 5000 * (64 * 4 + 4))
-    assert (none.bytes, none.operations) == (0, disk.operations / 2)
+    assert (no_disk.bytes, no_disk.operations) == (0, disk.operations / 2)
 
 
 def test_on_policy_cost_has_target_and_draft_passes():
-    student = {"num_layers": 2}
-    plain, replayed = (
-        told(student, on_policy=settings) for settings in (None, {"fraction": 0.25})
+    draft_model = {"num_layers": 2}
+    off_policy, on_policy = (
+        draft_cost(draft_model, on_policy=settings)
+        for settings in (None, {"fraction": 0.25})
     )
-    besides = 2 * target().parameters + 4 * plain.parameters
-    assert replayed.operations - plain.operations == 0.25 * besides * 1024
+    extra = 2 * target().parameters + 4 * off_policy.parameters
+    assert on_policy.operations - off_policy.operations == 0.25 * extra * 1024
 
 
 def test_draft_cost_of_a_hub_model_is_unknown(tmp_path):
-    assert told({"init_from": "some/sibling"}) is None
+    assert draft_cost({"init_from": "some/sibling"}) is None
     sizes = [SHAPE.model_copy(update={"num_hidden_layers": count}) for count in (3, 2)]
-    sibling, cut = map(from_scratch.llama_config, sizes)
+    sibling, pruned = map(from_scratch.llama_config, sizes)
     (tmp_path / "config.json").write_text(json.dumps(sibling))
-    load = told({"init_from": "some/sibling"}, lambda name: tmp_path)
-    assert load.trained == ModelShape(cut, 0).parameters
+    cost = draft_cost({"init_from": "some/sibling"}, lambda name: tmp_path)
+    assert cost.trained == ModelShape(pruned, 0).parameters
 
 
 def test_dry_run_shows_data_memory_and_time(tmp_path, capsys):
     recipe = tmp_path / "draft.yaml"
     recipe.write_text(RECIPE)
     assert main.train([str(recipe), "--dry-run"]) == 0
-    printed = capsys.readouterr().out
+    output = capsys.readouterr().out
     for expected in (
         "data     1-draft: generates at most ",
         "(target ",
         "for 10 steps",
     ):
-        assert expected in printed
+        assert expected in output
 
 
 def test_draft_that_does_not_fit_is_refused_with_remedies(

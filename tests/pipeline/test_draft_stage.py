@@ -1,4 +1,4 @@
-"""The distill stage through the command line, and its draft in stock mlx-lm."""
+"""The draft stage from the command line, and its draft model in mlx-lm."""
 
 import json
 import re
@@ -18,16 +18,16 @@ from lmx.models.loader import load
 from lmx.run.fs import hash_file
 from tiny_runs import Run
 
-ANSWERS = {
+DATA_GENERATION = {
     "num_prompts": 24,
     "num_eval_prompts": 4,
     "max_tokens": 12,
     "temperatures": [0.0, 0.8],
     "top_k": 16,
 }
-DISTILL = {
+DRAFT = {
     "draft_model": {"num_layers": 1},
-    "data_generation": ANSWERS,
+    "data_generation": DATA_GENERATION,
     "steps": 12,
     "batch_tokens": 256,
     "learning_rate": 3e-3,
@@ -37,8 +37,8 @@ DISTILL = {
 }
 
 
-def run_of(folder, *stages, model):
-    """With room for what is to be copied."""
+def make_run(folder, *stages, model):
+    """A run with room for the copying prompts."""
     run = Run(folder, *stages, model=model)
     run.data["max_seq_length"] = 128
     run.write()
@@ -46,29 +46,29 @@ def run_of(folder, *stages, model):
 
 
 @pytest.fixture(scope="module")
-def distilled(base, tmp_path_factory):
-    """A run that distils a draft from the trained tiny model."""
-    # The model itself is the sibling: it guesses right, and nothing is won.
-    trial = DISTILL["benchmark"] | {"baseline_model": str(base)}
-    stage = {"draft": DISTILL | {"benchmark": trial}}
-    run = run_of(tmp_path_factory.mktemp("distil"), stage, model=base)
+def draft_run(base, tmp_path_factory):
+    """A run that trains a draft model for the trained tiny model."""
+    # The target is its own baseline: all draft tokens are accepted, without speed-up.
+    benchmark = DRAFT["benchmark"] | {"baseline_model": str(base)}
+    stage = {"draft": DRAFT | {"benchmark": benchmark}}
+    run = make_run(tmp_path_factory.mktemp("distil"), stage, model=base)
     assert run() == 0
     return run
 
 
-def answers_kept():
+def cached_completions():
     return sorted((cache.root() / "completions").rglob("index.json"))
 
 
-def test_draft_json_has_recommendation_and_costs(distilled, base):
-    draft, report = distilled.json("draft/draft.json"), distilled.json("report.json")
+def test_draft_json_has_recommendation_and_costs(draft_run, base):
+    draft, report = draft_run.json("draft/draft.json"), draft_run.json("report.json")
     assert draft["target"] == weights_digest(base)
     assert draft["recommendation"] == (
         "recommended" if draft["speedup"] >= MIN_SPEEDUP else "not recommended"
     )
     assert (
         draft["recommendation"].capitalize()
-        in (distilled.output / "draft/README.md").read_text()
+        in (draft_run.output / "draft/README.md").read_text()
     )
     assert 1 <= draft["num_draft_tokens"] <= 8
     costs = draft["costs"]["rounds"]
@@ -76,15 +76,19 @@ def test_draft_json_has_recommendation_and_costs(distilled, base):
     assert costs[0] == 1
     assert costs == sorted(costs)
     assert draft["costs"]["prefill"] >= 0
-    # What was predicted when the training ended is what the trial began with.
+    # The benchmark starts from the prediction of the last validation.
     expected = draft["training"]["expected"]
-    for name, trial in draft["benchmark"].items():
-        told = expected[f"accepted_length_{name.replace(' ', '_')}"]
-        assert told == pytest.approx(trial["predicted_accepted_lengths"], rel=0.02)
+    for name, benchmark in draft["benchmark"].items():
+        predicted = expected[f"accepted_length_{name.replace(' ', '_')}"]
+        assert predicted == pytest.approx(
+            benchmark["predicted_accepted_lengths"], rel=0.02
+        )
     assert report["draft"]["acceptance_rate"] == draft["acceptance_rate"]
-    kinds = ("", ", chat", ", copying")
+    prompt_sets = ("", ", chat", ", copying")
     assert list(report["speculation"]) == [
-        f"{how}{kind}" for how in ("greedy", "temperature 0.7") for kind in kinds
+        f"{sampling}{prompt_set}"
+        for sampling in ("greedy", "temperature 0.7")
+        for prompt_set in prompt_sets
     ]
     for name, columns in report["speculation"].items():
         assert list(columns) == ["standard", "prompt_lookup", "baseline_model", "draft"]
@@ -98,14 +102,14 @@ def test_draft_json_has_recommendation_and_costs(distilled, base):
     )
 
 
-def test_card_and_page_show_every_prompt_set_and_the_baseline(distilled):
-    card = (distilled.output / "draft/README.md").read_text()
+def test_card_and_page_show_every_prompt_set_and_the_baseline(draft_run):
+    card = (draft_run.output / "draft/README.md").read_text()
     assert "|  | standard | prompt_lookup | baseline_model | draft |" in card
-    page = (distilled.output / "report.html").read_text()
-    for how in ("greedy", "temperature 0.7"):
-        for kind in ("chat", "copying"):
-            assert f"| {how}, {kind}: speed-up | 1.00x |" in card
-            assert f"Speculative decoding, {how}, {kind}" in page
+    page = (draft_run.output / "report.html").read_text()
+    for sampling in ("greedy", "temperature 0.7"):
+        for prompt_set in ("chat", "copying"):
+            assert f"| {sampling}, {prompt_set}: speed-up | 1.00x |" in card
+            assert f"Speculative decoding, {sampling}, {prompt_set}" in page
     rows = re.findall(r"<tr><th[^>]*>(\w+)</th>(.*?)</tr>", page, re.DOTALL)
     shown = [cells for name, cells in rows if name == "baseline_model"]
     assert len(shown) == 6
@@ -113,157 +117,157 @@ def test_card_and_page_show_every_prompt_set_and_the_baseline(distilled):
 
 
 def test_baseline_model_with_other_tokenizer_is_refused_before_training(
-    distilled, tmp_path, capsys
+    draft_run, tmp_path, capsys
 ):
     other = tmp_path / "other"
-    shutil.copytree(distilled.model, other)
-    words = json.loads((other / "tokenizer.json").read_text())
-    vocabulary = words["model"]["vocab"]
+    shutil.copytree(draft_run.model, other)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
     first, second = list(vocabulary)[-2:]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
-    (other / "tokenizer.json").write_text(json.dumps(words))
-    trial = DISTILL["benchmark"] | {"baseline_model": str(other)}
-    stage = {"draft": DISTILL | {"benchmark": trial}}
-    run = run_of(tmp_path, stage, model=distilled.model)
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    benchmark = DRAFT["benchmark"] | {"baseline_model": str(other)}
+    stage = {"draft": DRAFT | {"benchmark": benchmark}}
+    run = make_run(tmp_path, stage, model=draft_run.model)
     assert run() == 2
     assert "baseline model" in capsys.readouterr().err
     assert not (run.output / "metrics.jsonl").exists()
 
 
-def test_draft_training_logs_bounds_lengths_and_prediction(distilled):
-    rows = [row for row in distilled.rows() if row["kind"] == "draft"]
-    assert [row["step"] for row in rows] == [0, 6, 12]
-    for row in rows:
-        assert row["acceptance_lower_bound"] <= row["acceptance_upper_bound"] <= 1
-        assert len(row["accepted_length"]) == 8
-        assert row["accepted_length"] == sorted(row["accepted_length"])
-        assert row["predicted_speedup"] > 0
-    assert rows[-1]["acceptance_lower_bound"] > rows[0]["acceptance_lower_bound"]
-    assert "MB on disk" in distilled.log
+def test_draft_training_logs_bounds_lengths_and_prediction(draft_run):
+    records = [record for record in draft_run.records() if record["kind"] == "draft"]
+    assert [record["step"] for record in records] == [0, 6, 12]
+    for record in records:
+        assert record["acceptance_lower_bound"] <= record["acceptance_upper_bound"] <= 1
+        assert len(record["accepted_length"]) == 8
+        assert record["accepted_length"] == sorted(record["accepted_length"])
+        assert record["predicted_speedup"] > 0
+    assert records[-1]["acceptance_lower_bound"] > records[0]["acceptance_lower_bound"]
+    assert "MB on disk" in draft_run.log
 
 
-def test_completions_are_generated_once_for_several_losses(distilled, tmp_path):
-    before = answers_kept()
+def test_completions_are_generated_once_for_several_losses(draft_run, tmp_path):
+    completions = cached_completions()
     other = {
-        **DISTILL,
-        "draft_model": {"init_from": str(distilled.model), "num_layers": [1]},
+        **DRAFT,
+        "draft_model": {"init_from": str(draft_run.model), "num_layers": [1]},
         "loss": "reverse_kl",
         "quantization": {"bits": 8, "group_size": 32},
     }
-    run = run_of(tmp_path, {"draft": other}, "export", model=distilled.model)
+    run = make_run(tmp_path, {"draft": other}, "export", model=draft_run.model)
     assert run() == 0
     assert run.json("draft/draft.json")["target"] == weights_digest(
         run.output / "model"
     )
-    assert answers_kept() == before
-    assert "generated 24 of 24" in distilled.log
+    assert cached_completions() == completions
+    assert "generated 24 of 24" in draft_run.log
     assert "generated 24 of 24" not in run.log
     assert "MB on disk" not in run.log
     config = json.loads((run.output / "draft/config.json").read_text())
     assert config["quantization"]["bits"] == 8
 
 
-def test_missed_draft_threshold_publishes_nothing(distilled, tmp_path):
+def test_missed_draft_threshold_publishes_nothing(draft_run, tmp_path):
     fresh = {"from_scratch": True, "num_layers": 1}
-    gates = {
-        **DISTILL,
+    config = {
+        **DRAFT,
         "draft_model": fresh,
         "steps": 1,
         "thresholds": {"min_acceptance_rate": 1.0},
     }
-    run = run_of(tmp_path, {"draft": gates}, "export", model=distilled.model)
+    run = make_run(tmp_path, {"draft": config}, "export", model=draft_run.model)
     assert run() == 1
     assert "acceptance_rate" in run.log
     assert run.json("report.json")["draft"]["acceptance_rate"] < 1
     assert not (run.output / "draft").exists()
 
 
-def test_draft_depth_is_chosen_by_predicted_speedup(distilled, tmp_path):
+def test_draft_depth_is_chosen_by_predicted_speedup(draft_run, tmp_path):
     auto = {
-        **DISTILL,
+        **DRAFT,
         "draft_model": {"num_layers": "auto", "intermediate_size": 32},
-        # The target runs beside the draft.
-        "data_generation": {**ANSWERS, "top_k": None},
+        # The target runs online.
+        "data_generation": {**DATA_GENERATION, "top_k": None},
         "steps": 2,
     }
-    run = run_of(tmp_path, {"draft": auto}, model=distilled.model)
+    run = make_run(tmp_path, {"draft": auto}, model=draft_run.model)
     assert run() == 0
     config = json.loads((run.output / "draft/config.json").read_text())
     assert config["num_hidden_layers"] in (1, 2)
     assert config["intermediate_size"] == 32
     assert "MB on disk" not in run.log
-    last = [row for row in run.rows() if row["kind"] == "draft"][-1]
+    last = [record for record in run.records() if record["kind"] == "draft"][-1]
     assert last["acceptance_lower_bound"] == last["acceptance_upper_bound"]
 
 
-def test_interrupted_draft_training_resumes_exactly(distilled, tmp_path):
-    run = run_of(tmp_path, {"draft": DISTILL}, model=distilled.model)
-    assert run.attacked("SIGTERM", "step", 7).returncode == 130
+def test_interrupted_draft_training_resumes_exactly(draft_run, tmp_path):
+    run = make_run(tmp_path, {"draft": DRAFT}, model=draft_run.model)
+    assert run.run_with_signal("SIGTERM", "step", 7).returncode == 130
     assert run() == 0
     assert "resuming after step 7" in run.log
     file = "draft/model.safetensors"
-    assert hash_file(run.output / file) == hash_file(distilled.output / file)
+    assert hash_file(run.output / file) == hash_file(draft_run.output / file)
 
 
-def test_interrupted_on_policy_training_resumes_exactly(distilled, tmp_path_factory):
-    replayed = {
+def test_interrupted_on_policy_training_resumes_exactly(draft_run, tmp_path_factory):
+    on_policy = {
         "on_policy": {"fraction": 0.5, "rollout_tokens": 3, "rollout_interval": 2}
     }
-    stage = {"draft": DISTILL | replayed | {"steps": 8}}
+    stage = {"draft": DRAFT | on_policy | {"steps": 8}}
     files = []
-    for name, stop in (("whole", None), ("stopped", 5)):
+    for name, stop_step in (("undisturbed", None), ("stopped", 5)):
         folder = tmp_path_factory.mktemp(name)
-        run = run_of(folder, stage, model=distilled.model)
-        if stop:
-            assert run.attacked("SIGTERM", "step", stop).returncode == 130
+        run = make_run(folder, stage, model=draft_run.model)
+        if stop_step:
+            assert run.run_with_signal("SIGTERM", "step", stop_step).returncode == 130
         assert run() == 0
         files.append(run.output / "draft/model.safetensors")
         assert re.search(r"step 4: replaying \d+ rejected draft tokens", run.log)
         assert len(list(run.output.glob("stages/*/replays/*.json"))) == 2
-    assert f"resuming after step {stop}" in run.log
+    assert f"resuming after step {stop_step}" in run.log
     assert hash_file(files[0]) == hash_file(files[1])
 
 
-def test_model_change_after_draft_is_refused(distilled, tmp_path, capsys):
-    run = run_of(
-        tmp_path, {"draft": DISTILL}, {"quantize": {"bits": 4}}, model=distilled.model
+def test_model_change_after_draft_is_refused(draft_run, tmp_path, capsys):
+    run = make_run(
+        tmp_path, {"draft": DRAFT}, {"quantize": {"bits": 4}}, model=draft_run.model
     )
     assert run() == 2
     assert "distil last" in capsys.readouterr().err
 
 
-def texts(distilled, prompt):
-    """What the target says alone, greedily."""
-    loaded = load(distilled.model)
+def target_output(draft_run, prompt):
+    """The target and its greedy output without a draft model."""
+    loaded = load(draft_run.model)
     generator = Generator(loaded.model, loaded.tokenizer)
     return loaded, generator.chat(prompt, max_tokens=12)
 
 
-def test_mlx_lm_output_is_unchanged_by_the_draft(distilled):
+def test_mlx_lm_output_is_unchanged_by_the_draft(draft_run):
     import mlx.core as mx
     from mlx_lm import load as stock_load
     from mlx_lm.generate import speculative_generate_step
 
-    loaded, ours = texts(distilled, "Add 3 and 3.")
-    draft, tokenizer = stock_load(str(distilled.output / "draft"))
+    loaded, expected = target_output(draft_run, "Add 3 and 3.")
+    draft, tokenizer = stock_load(str(draft_run.output / "draft"))
     assert tokenizer.get_vocab() == loaded.tokenizer.get_vocab()
     prompt = mx.array(
         Generator(loaded.model, loaded.tokenizer).encode_chat("Add 3 and 3.")
     )
     steps = speculative_generate_step(
-        prompt, loaded.model, draft, num_draft_tokens=3, max_tokens=len(ours.tokens)
+        prompt, loaded.model, draft, num_draft_tokens=3, max_tokens=len(expected.tokens)
     )
-    assert [token for token, *_ in steps] == ours.tokens
+    assert [token for token, *_ in steps] == expected.tokens
 
 
-def test_mlx_lm_server_output_is_unchanged_by_the_draft(distilled, tmp_path):
-    _, ours = texts(distilled, "Add 4 and 4.")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    models = ["--model", distilled.model, "--draft-model", distilled.output / "draft"]
-    place = ["--host", "127.0.0.1", "--port", port, "--num-draft-tokens", 3]
-    command = [sys.executable, "-m", "mlx_lm", "server", *models, *place]
+def test_mlx_lm_server_output_is_unchanged_by_the_draft(draft_run, tmp_path):
+    _, expected = target_output(draft_run, "Add 4 and 4.")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    models = ["--model", draft_run.model, "--draft-model", draft_run.output / "draft"]
+    options = ["--host", "127.0.0.1", "--port", port, "--num-draft-tokens", 3]
+    command = [sys.executable, "-m", "mlx_lm", "server", *models, *options]
     server = subprocess.Popen(
         [*map(str, command)],
         stdout=subprocess.DEVNULL,
@@ -273,30 +277,30 @@ def test_mlx_lm_server_output_is_unchanged_by_the_draft(distilled, tmp_path):
         chat = {"messages": [{"role": "user", "content": "Add 4 and 4."}]}
         body = json.dumps({**chat, "max_tokens": 12, "temperature": 0.0}).encode()
         address = f"http://127.0.0.1:{port}/v1/chat/completions"
-        answer = json.loads(_asked(address, body))
+        response = json.loads(_post(address, body))
         streaming = json.loads(body) | {"stream": True}
-        pieces = _asked(address, json.dumps(streaming).encode())
+        stream = _post(address, json.dumps(streaming).encode())
     finally:
         server.terminate()
         server.wait(timeout=20)
-    assert answer["choices"][0]["message"]["content"] == ours.text
-    events = [line.removeprefix("data: ") for line in pieces.splitlines()]
+    assert response["choices"][0]["message"]["content"] == expected.text
+    events = [line.removeprefix("data: ") for line in stream.splitlines()]
     events = [json.loads(event) for event in events if event.startswith("{")]
     assert len(events) > 1
     streamed = [event["choices"][0]["delta"].get("content") for event in events]
-    assert "".join(filter(None, streamed)) == ours.text
+    assert "".join(filter(None, streamed)) == expected.text
 
 
-def _asked(url, body):
-    """What the server answers, once it is there."""
-    end = time.monotonic() + 90
+def _post(url, body):
+    """POST to the server; retry until it listens."""
+    deadline = time.monotonic() + 90
     while True:
         try:
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(url, body, headers)
-            with urllib.request.urlopen(request, timeout=60) as reply:
-                return reply.read().decode()
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.read().decode()
         except OSError:
-            if time.monotonic() > end:
+            if time.monotonic() > deadline:
                 raise
             time.sleep(0.3)

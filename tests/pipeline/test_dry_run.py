@@ -1,4 +1,4 @@
-"""`--dry-run` tells what is there and what is needed, and refuses what will not fit."""
+"""`--dry-run` shows the model, the data and the cost, and refuses what does not fit."""
 
 import gc
 import json
@@ -12,7 +12,7 @@ from lmx.cli import main
 from lmx.config.model import ScratchModelConfig
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.train import TeacherConfig, TrainConfig
-from lmx.data.batching import Batch as Rows
+from lmx.data.batching import Batch
 from lmx.data.record_formats import DataRecord
 from lmx.models import checkpoint_writer, from_scratch
 from lmx.models.loader import build_model
@@ -59,25 +59,25 @@ stages:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    companions = folder.parent / "tokenizer"
-    for path in (folder, companions):
+    tokenizer = folder.parent / "tokenizer"
+    for path in (folder, tokenizer):
         path.mkdir()
-    from_scratch.train_tokenizer(["count to three, one two three"] * 3, 320, companions)
+    from_scratch.train_tokenizer(["count to three, one two three"] * 3, 320, tokenizer)
     config = from_scratch.llama_config(SHAPE)
     weights = from_scratch.initial_weights(config, 0)
-    checkpoint_writer.write_checkpoint(folder, weights, config, companions=companions)
+    checkpoint_writer.write_checkpoint(folder, weights, config, companions=tokenizer)
     return folder
 
 
 @pytest.fixture
-def here(model, tmp_path, monkeypatch) -> Path:
+def workspace(model, tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").symlink_to(model)
     (tmp_path / "recipe.yaml").write_text(RECIPE)
-    long = json.loads(json.dumps(CHAT).replace("one two", "one two " * 60))
-    silent = json.loads(json.dumps(CHAT).replace("count", "count " * 80))
-    rows = [CHAT] * 6 + [long, silent, {"messages": "none"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    long_completion = json.loads(json.dumps(CHAT).replace("one two", "one two " * 60))
+    long_prompt = json.loads(json.dumps(CHAT).replace("count", "count " * 80))
+    records = [CHAT] * 6 + [long_completion, long_prompt, {"messages": "none"}]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     return tmp_path
 
 
@@ -88,10 +88,10 @@ def test_reservoir_samples_every_nth_example(count, monkeypatch):
     for number in range(count):
         sample.add(DataRecord(str(number), text="x" * 10))
         assert len(sample.rows) <= 60
-    places = [int(row.where) for row in sample.rows]
+    positions = [int(record.where) for record in sample.rows]
     assert sample.total == count
-    assert places == list(range(0, count, places[1] if count > 1 else 1))
-    assert len(places) >= min(count, 30)
+    assert positions == list(range(0, count, positions[1] if count > 1 else 1))
+    assert len(positions) >= min(count, 30)
 
 
 def test_reservoir_takes_an_oversized_example():
@@ -100,9 +100,9 @@ def test_reservoir_takes_an_oversized_example():
     assert len(sample.rows) == 1
 
 
-def test_dry_run_shows_model_data_and_plan(here, capsys):
+def test_dry_run_shows_model_data_and_plan(workspace, capsys):
     assert main.train(["recipe.yaml", "--dry-run"]) == 0
-    printed = capsys.readouterr().out
+    output = capsys.readouterr().out
     for expected in (
         "llama, 90,432 parameters, 181 kB, vocabulary 320",
         "13 of 15 layers are quantized",
@@ -118,42 +118,42 @@ def test_dry_run_shows_model_data_and_plan(here, capsys):
         " for 7 steps at the ",
         "disk     needs ",
     ):
-        assert expected in printed
-    assert not (here / "exports").exists()
+        assert expected in output
+    assert not (workspace / "exports").exists()
 
 
-def test_dry_run_of_scratch_model_assumes_lengths(here, capsys):
+def test_dry_run_of_scratch_model_assumes_lengths(workspace, capsys):
     arguments = [
         "model={from_scratch: {vocab_size: 320, hidden_size: 64}}",
         "stages.train.adapter=null",
     ]
     assert main.train(["recipe.yaml", "--dry-run", *arguments]) == 0
-    printed = capsys.readouterr().out
-    assert "its tokenizer is trained at the start of the run" in printed
-    assert "assume 3 characters per token" in printed
-    assert "one two three" in printed
+    output = capsys.readouterr().out
+    assert "its tokenizer is trained at the start of the run" in output
+    assert "assume 3 characters per token" in output
+    assert "one two three" in output
 
 
-def test_dry_run_skips_hub_models(here, capsys):
+def test_dry_run_skips_hub_models(workspace, capsys):
     assert main.train(["recipe.yaml", "--dry-run", "model=org/model"]) == 0
-    printed = capsys.readouterr().out
-    assert "org/model: not on this disk" in printed
-    assert "rows.jsonl: 8 examples" in printed
+    output = capsys.readouterr().out
+    assert "org/model: not on this disk" in output
+    assert "rows.jsonl: 8 examples" in output
 
 
-@pytest.mark.parametrize("what", ["memory", "disk"])
+@pytest.mark.parametrize("limit", ["memory", "disk"])
 def test_run_that_does_not_fit_exits_3_unless_limits_are_ignored(
-    here, capsys, monkeypatch, what
+    workspace, capsys, monkeypatch, limit
 ):
-    if what == "memory":
+    if limit == "memory":
         monkeypatch.setattr(resources, "memory_limit", lambda: 1000)
     else:
         monkeypatch.setattr(resources, "free_bytes", lambda folder: 1000)
     assert main.train(["recipe.yaml", "--dry-run"]) == 3
     error = capsys.readouterr().err
-    assert what in error
+    assert limit in error
     assert "--ignore-limits" in error
-    if what == "memory":
+    if limit == "memory":
         assert "stages.1.train.gradient_checkpointing=true or " in error
         half = (
             "stages.1.train.batch_size=1 stages.1.train.gradient_accumulation_steps=2"
@@ -170,28 +170,30 @@ def test_run_that_does_not_fit_exits_3_unless_limits_are_ignored(
         ("rows.jsonl", '{"colour": "red"}\n', "no dataset format matches"),
     ],
 )
-def test_unusable_data_exits_2(here, capsys, file, text, message):
-    (here / file).write_text(text)
+def test_unusable_data_exits_2(workspace, capsys, file, text, message):
+    (workspace / file).write_text(text)
     assert main.train(["recipe.yaml", "--dry-run"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_unknown_architecture_exits_2(here, capsys, model):
-    odd = here / "odd"
-    odd.mkdir()
+def test_an_unknown_architecture_exits_2(workspace, capsys, model):
+    unknown = workspace / "odd"
+    unknown.mkdir()
     config = json.loads((model / "config.json").read_text())
-    (odd / "config.json").write_text(json.dumps(config | {"model_type": "abacus"}))
-    (odd / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    (unknown / "config.json").write_text(json.dumps(config | {"model_type": "abacus"}))
+    (unknown / "model.safetensors").write_bytes(
+        (model / "model.safetensors").read_bytes()
+    )
     assert main.train(["recipe.yaml", "--dry-run", "model=odd"]) == 2
     assert "no model type 'abacus'" in capsys.readouterr().err
 
 
-def anatomy(shape: ScratchModelConfig) -> ModelShape:
+def model_shape(shape: ScratchModelConfig) -> ModelShape:
     config = from_scratch.llama_config(shape)
     return ModelShape(config, 2 * ModelShape(config, 0).parameters)
 
 
-LEAN = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
+LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
 
 
 @pytest.mark.parametrize("adapter", [None, {"rank": 4}], ids=["full", "lora"])
@@ -201,38 +203,38 @@ LEAN = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
         {"loss_chunk_tokens": None},
         {"loss_chunk_tokens": None, "gradient_checkpointing": True},
         {"loss_chunk_tokens": 64},
-        LEAN,
-        LEAN | {"gradient_accumulation_steps": 2},
-        LEAN | {"optimizer": "lion"},
+        LOW_MEMORY,
+        LOW_MEMORY | {"gradient_accumulation_steps": 2},
+        LOW_MEMORY | {"optimizer": "lion"},
     ],
     ids=str,
 )
 def test_training_cost_memory_is_near_measured_peak(adapter, settings):
-    # Estimates are those of loaded models, whose functions are replaced.
+    # Estimates assume the CPU functions of loaded models.
     cpu.enable()
     shape = ScratchModelConfig(
         vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=4
     )
     config = TrainConfig(adapter=adapter, steps=1, batch_size=4, **settings)
-    told = training_cost(anatomy(shape), config, BatchShape(128, 512, 512), 4)
-    step = network_step(shape, config)
-    assert sum(v.size for v in step.parameters.values()) == told.trained
+    estimate = training_cost(model_shape(shape), config, BatchShape(128, 512, 512), 4)
+    step = make_step(shape, config)
+    assert sum(v.size for v in step.parameters.values()) == estimate.trained
     tokens = mx.array(np.random.default_rng(0).integers(0, 2048, (4, 129)), mx.int32)
-    batch = Rows(tokens, mx.ones((4, 128), mx.bool_), ())
-    # What other tests left would be freed in the middle of this.
+    batch = Batch(tokens, mx.ones((4, 128), mx.bool_), ())
+    # Garbage of other tests would otherwise be freed during the measurement.
     gc.collect()
     before = mx.get_active_memory()
-    own = sum(v.nbytes for _, v in tree_flatten(step.model.parameters()))
+    model_bytes = sum(v.nbytes for _, v in tree_flatten(step.model.parameters()))
     mx.reset_peak_memory()
     for seed in range(2):
         outputs = step([batch] * config.gradient_accumulation_steps, 1e-3, seed)
         mx.eval(outputs, step.parameters, step.optimizer.state)
-    moments = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
-    peak = mx.get_peak_memory() - before + moments + own
-    assert 0.6 < sum(told.memory.values()) / peak < 1.6
+    optimizer_bytes = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
+    peak = mx.get_peak_memory() - before + optimizer_bytes + model_bytes
+    assert 0.6 < sum(estimate.memory.values()) / peak < 1.6
 
 
-def network_step(shape, config) -> TrainStep:
+def make_step(shape, config) -> TrainStep:
     network = build_model(from_scratch.llama_config(shape))
     if config.adapter:
         lora_model.attach(network, config.adapter, seed=0)
@@ -246,43 +248,43 @@ def network_step(shape, config) -> TrainStep:
 
 
 def test_training_cost_of_options():
-    def told(**settings):
+    def estimate(**settings):
         config = TrainConfig(steps=1, batch_size=8, **settings)
-        return training_cost(anatomy(SHAPE), config, BatchShape(64, 512, 512), 4)
+        return training_cost(model_shape(SHAPE), config, BatchShape(64, 512, 512), 4)
 
-    plain, lean, many = (
-        told(),
-        told(gradient_checkpointing=True),
-        told(gradient_accumulation_steps=4),
+    plain, checkpointed, accumulated = (
+        estimate(),
+        estimate(gradient_checkpointing=True),
+        estimate(gradient_accumulation_steps=4),
     )
-    assert 1.2 < lean.operations / plain.operations < 1.4
-    assert many.operations == 4 * plain.operations
-    added = sum(many.memory.values()) - sum(plain.memory.values())
+    assert 1.2 < checkpointed.operations / plain.operations < 1.4
+    assert accumulated.operations == 4 * plain.operations
+    added = sum(accumulated.memory.values()) - sum(plain.memory.values())
     assert added == 4 * plain.trained
-    assert told(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
-    beside, kept = (
-        told(teacher=TeacherConfig()),
-        told(teacher=TeacherConfig(offline=True)),
+    assert estimate(optimizer="sgd").memory["optimizer"] == 8 * plain.trained
+    online, offline = (
+        estimate(teacher=TeacherConfig()),
+        estimate(teacher=TeacherConfig(offline=True)),
     )
-    assert beside.memory == plain.memory | {"teacher": 4 * plain.parameters}
-    assert 1.25 < beside.operations / plain.operations < 1.4
-    assert kept == plain
+    assert online.memory == plain.memory | {"teacher": 4 * plain.parameters}
+    assert 1.25 < online.operations / plain.operations < 1.4
+    assert offline == plain
 
 
 def test_training_cost_with_fsdp_divides_shards(monkeypatch):
-    def told(shard):
+    def estimate(shard):
         config = TrainConfig(steps=1, batch_size=8, fsdp=shard)
-        return training_cost(anatomy(SHAPE), config, BatchShape(64, 512, 512), 2)
+        return training_cost(model_shape(SHAPE), config, BatchShape(64, 512, 512), 2)
 
-    plain, alone = told(False), told(True)
-    assert alone.memory == plain.memory
+    plain, single = estimate(False), estimate(True)
+    assert single.memory == plain.memory
     monkeypatch.setattr("lmx.pipeline.estimate.process_count", lambda: 4)
-    assert told(False).memory == plain.memory
-    shares = told(True).memory
-    assert shares["optimizer"] == plain.memory["optimizer"] // 4
-    stored = anatomy(SHAPE).bytes + 4 * plain.trained
-    spared = plain.memory["weights"] - shares["weights"]
-    assert spared == pytest.approx(0.75 * stored, abs=1)
+    assert estimate(False).memory == plain.memory
+    sharded = estimate(True).memory
+    assert sharded["optimizer"] == plain.memory["optimizer"] // 4
+    stored = model_shape(SHAPE).bytes + 4 * plain.trained
+    saved = plain.memory["weights"] - sharded["weights"]
+    assert saved == pytest.approx(0.75 * stored, abs=1)
 
 
 def test_loss_chunk_auto_depends_on_logits():
@@ -290,11 +292,11 @@ def test_loss_chunk_auto_depends_on_logits():
     assert config.chunk(vocabulary=32768, tokens=4096, on_cpu=False) == 512
     assert config.chunk(vocabulary=32768, tokens=4095, on_cpu=False) is None
     assert config.chunk(vocabulary=1 << 20, tokens=4096, on_cpu=False) == 64
-    given = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=7)
-    assert given.chunk(vocabulary=8, tokens=8, on_cpu=False) == 7
-    never = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=None)
-    assert never.chunk(vocabulary=1 << 20, tokens=1 << 20, on_cpu=False) is None
-    # Few at a time stay in the CPU's caches.
+    explicit = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=7)
+    assert explicit.chunk(vocabulary=8, tokens=8, on_cpu=False) == 7
+    disabled = TrainConfig(steps=1, batch_size=8, loss_chunk_tokens=None)
+    assert disabled.chunk(vocabulary=1 << 20, tokens=1 << 20, on_cpu=False) is None
+    # Small chunks stay in the CPU caches.
     assert config.chunk(vocabulary=32768, tokens=64, on_cpu=True) == 128
 
 
@@ -306,16 +308,16 @@ def test_training_cost_is_six_operations_per_parameter_and_token():
         num_attention_heads=1,
         max_position_embeddings=64,
     )
-    told = training_cost(
-        anatomy(shape), TrainConfig(steps=1, batch_size=1), BatchShape(8, 8, 8.0), 4
+    estimate = training_cost(
+        model_shape(shape), TrainConfig(steps=1, batch_size=1), BatchShape(8, 8, 8.0), 4
     )
     norms = 3 * 64
     attention = 12 * 8 * 64
-    assert told.operations == (6 * (told.parameters - norms) + attention) * 8
+    assert estimate.operations == (6 * (estimate.parameters - norms) + attention) * 8
 
 
 def test_quantized_bytes_are_the_bytes_written():
-    shape = anatomy(SHAPE)
+    shape = model_shape(SHAPE)
     grid = QuantizationConfig(bits=4, group_size=32)
     network = build_model(shape.config)
     network.set_dtype(mx.float16)
@@ -326,22 +328,22 @@ def test_quantized_bytes_are_the_bytes_written():
         for path, spec in specs.items()
         for value in pack(modules[path].weight, spec, mx.float16).values()
     )
-    rounded = {f"{path}.weight" for path in specs}
-    rest = tree_flatten(network.parameters())
-    written += sum(value.nbytes for name, value in rest if name not in rounded)
+    quantized = {f"{path}.weight" for path in specs}
+    remaining = tree_flatten(network.parameters())
+    written += sum(value.nbytes for name, value in remaining if name not in quantized)
     assert shape.quantized_bytes(specs) == written
 
 
-def test_disk_estimate_has_artifacts_and_checkpoints(here):
-    shape = anatomy(SHAPE)
+def test_disk_estimate_has_artifacts_and_checkpoints(workspace):
+    shape = model_shape(SHAPE)
     workload = Workload(shape, mx.float16, [64], 64, 0, lambda name: None)
 
     def disk(*overrides: str) -> tuple[int, int]:
         stages = plan(load("recipe.yaml", ["stages.train.qat=null", *overrides])).stages
         needs = [each.stage.resources(workload, shape.bytes) for each in stages]
-        return sum(each.disk for each in needs), needs[0].training.trained
+        return sum(need.disk for need in needs), needs[0].training.trained
 
-    # The trained model, its published copy, and three states of three tensors each.
+    # The trained model, its published copy, and 3 checkpoints of 3 tensors each.
     needed, trained = disk()
     assert needed == 2 * shape.bytes + 36 * trained
     needed, _ = disk(

@@ -1,4 +1,4 @@
-"""The rows whose answers are shown side by side, and what is asked of them."""
+"""Evaluation samples: which records are chosen, and the prompt of each."""
 
 from types import SimpleNamespace
 
@@ -7,16 +7,16 @@ from lmx.data.record_formats import DataRecord
 from lmx.pipeline.evaluator import OPENING_WORDS, choose_samples
 
 
-def chat(asked, answer, skill=None):
+def chat(prompt, completion, skill=None):
     turns = (
-        {"role": "user", "content": asked},
-        {"role": "assistant", "content": answer},
+        {"role": "user", "content": prompt},
+        {"role": "assistant", "content": completion},
     )
-    return DataRecord("here:1", messages=turns, skill=skill)
+    return DataRecord("rows:1", messages=turns, skill=skill)
 
 
 class Generator:
-    """Says what it was given."""
+    """Returns the prompt in upper case."""
 
     max_positions = 30
 
@@ -32,17 +32,17 @@ class Generator:
 
 
 @pytest.mark.parametrize(
-    ("row", "prompt", "expected"),
+    ("record", "prompt", "expected"),
     [
         (chat("Hi?", "Yes."), "Hi?", "Yes."),
         (DataRecord("x", prompt="one plus", completion=" two"), "one plus", " two"),
         (DataRecord("x", text="To be\nor not"), "To be or not", None),
     ],
 )
-def test_sample_prompt_of_every_record_format(row, prompt, expected):
-    [shown] = choose_samples([row], 4)
-    shown.generate("fine-tuned", Generator())
-    assert shown.to_json() == {
+def test_sample_prompt_of_every_record_format(record, prompt, expected):
+    [sample] = choose_samples([record], 4)
+    sample.generate("fine-tuned", Generator())
+    assert sample.to_json() == {
         "prompt": prompt,
         "expected": expected,
         "answers": {"fine-tuned": prompt.upper()},
@@ -50,18 +50,22 @@ def test_sample_prompt_of_every_record_format(row, prompt, expected):
 
 
 def test_sample_prompt_of_text_is_its_opening():
-    [shown] = choose_samples([DataRecord("x", text="word " * 500)], 4)
-    assert shown.prompt == " ".join(["word"] * OPENING_WORDS)
+    [sample] = choose_samples([DataRecord("x", text="word " * 500)], 4)
+    assert sample.prompt == " ".join(["word"] * OPENING_WORDS)
 
 
 def test_overlong_sample_prompt_has_no_answer():
-    [shown] = choose_samples([chat("a" * 31, "b")], 4)
-    shown.generate("fine-tuned", Generator())
-    assert shown.answers == {}
+    [sample] = choose_samples([chat("a" * 31, "b")], 4)
+    sample.generate("fine-tuned", Generator())
+    assert sample.answers == {}
 
 
 def test_samples_alternate_skills_and_skip_empty_prompts():
-    rows = [chat(f"{skill}{n}", "x", skill) for skill in "ab" for n in range(3)]
-    rows.insert(0, DataRecord("x", prompt="", completion="unasked"))
-    assert [row.prompt for row in choose_samples(rows, 3)] == ["a0", "b0", "a1"]
-    assert choose_samples(rows, 0) == []
+    records = [chat(f"{skill}{n}", "x", skill) for skill in "ab" for n in range(3)]
+    records.insert(0, DataRecord("x", prompt="", completion="unused"))
+    assert [record.prompt for record in choose_samples(records, 3)] == [
+        "a0",
+        "b0",
+        "a1",
+    ]
+    assert choose_samples(records, 0) == []

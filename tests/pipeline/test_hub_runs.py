@@ -1,4 +1,4 @@
-"""Recipes that read from the Hub and push to it: refused early, resumed, described."""
+"""Recipes that read from the Hub and push to it: early checks, resume, model card."""
 
 from pathlib import Path
 
@@ -15,10 +15,10 @@ def export(**changes):
     return {"export": {"hub_repo_id": "alice/small", **changes}}
 
 
-def everything_said(run, capfd):
+def all_output(run, capfd):
     files = [p for p in run.output.rglob("*") if p.suffix not in (".safetensors", "")]
-    said = "".join(capfd.readouterr())
-    return said + "".join(p.read_bytes().decode("latin-1") for p in files)
+    output = "".join(capfd.readouterr())
+    return output + "".join(p.read_bytes().decode("latin-1") for p in files)
 
 
 def metadata(repository):
@@ -27,7 +27,7 @@ def metadata(repository):
 
 @pytest.fixture
 def with_data(stand_in, monkeypatch, tmp_path):
-    """The stand-in, for the client of data sets too."""
+    """The Hub stand-in, with the datasets client connected to it."""
     import datasets
     from huggingface_hub import constants
 
@@ -47,16 +47,18 @@ def test_run_without_hub_write_access_is_refused(
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
     code = run(*flag)
-    said = capfd.readouterr()
+    output = capfd.readouterr()
     if flag and token:
-        # What only the Hub knows is asked when the run starts.
+        # A dry run sends no request to the Hub.
         assert code == 0
-        assert "pushed to alice/small on the Hub, private" in said.out
+        assert "pushed to alice/small on the Hub, private" in output.out
         assert stand_in.requests == []
     else:
         assert code == 2
-        wrong = "may not write to this" if token else "there is no Hub token"
-        assert f"alice/small: {wrong}" in said.err.replace("the token of 'alice' ", "")
+        reason = "may not write to this" if token else "there is no Hub token"
+        assert f"alice/small: {reason}" in output.err.replace(
+            "the token of 'alice' ", ""
+        )
     assert not run.output.exists()
 
 
@@ -65,9 +67,9 @@ def test_failed_push_resumes(stand_in, make_checkpoint, tmp_path, capfd):
     stand_in.should_drop = lambda method, path: path.endswith("/commit/main")
     assert run() == 1
     stand_in.should_drop = lambda method, path: False
-    [sent] = stand_in.sent
+    [commit] = stand_in.sent
     assert run() == 0
-    assert stand_in.sent == [sent]
+    assert stand_in.sent == [commit]
     repository = stand_in.repositories["models/alice/small"]
     assert repository.private
     model = run.output / "model"
@@ -78,10 +80,10 @@ def test_failed_push_resumes(stand_in, make_checkpoint, tmp_path, capfd):
         "tags": ["mlx", "lmx"],
         "license": "mit",
     }
-    said = everything_said(run, capfd)
-    assert "stage 1-train: already complete, skipping" in said
-    assert "pushed: https://huggingface.co/alice/small/commit/" in said
-    assert TOKEN not in said
+    output = all_output(run, capfd)
+    assert "stage 1-train: already complete, skipping" in output
+    assert "pushed: https://huggingface.co/alice/small/commit/" in output
+    assert TOKEN not in output
 
 
 def test_hub_revision_and_license_are_in_the_card(
@@ -94,12 +96,12 @@ def test_hub_revision_and_license_are_in_the_card(
     files["README.md"] = CARD.encode()
     models = Repository(files, {"config.json": b"{}"}, tags={"v1": 0})
     run = Run(tmp_path, TRAIN, export(private=False), model="lab/base")
-    rows = Path(run.data["train"][0]).read_bytes()
-    wrong = b'{"nothing": "to use"}\n'
+    train_data = Path(run.data["train"][0]).read_bytes()
+    invalid = b'{"nothing": "to use"}\n'
     with_data.repositories = {
         "models/lab/base": models,
         "datasets/lab/rows": Repository(
-            {"train.jsonl": rows}, {"train.jsonl": wrong}, tags={"v1": 0}
+            {"train.jsonl": train_data}, {"train.jsonl": invalid}, tags={"v1": 0}
         ),
     }
     run.model = {"path": "lab/base", "revision": "v1"}
@@ -117,7 +119,7 @@ def test_hub_revision_and_license_are_in_the_card(
         "license": "apache-2.0",
         "datasets": ["lab/rows"],
     }
-    # Offline, all of it is here; but nothing can be pushed.
+    # Offline, the cache has all inputs. A push is not possible.
     run.stages = [TRAIN, {"export": None}]
     run.write()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)

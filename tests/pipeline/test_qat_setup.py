@@ -1,4 +1,4 @@
-"""What a train stage refuses of a rounding, before and after it has seen the model."""
+"""QAT setup: initial latent weights, and settings that are refused."""
 
 import mlx.core as mx
 import pytest
@@ -17,17 +17,17 @@ from pydantic import ValidationError
 
 UP, DOWN = (f"model.layers.0.mlp.{name}_proj" for name in ("up", "down"))
 COMMON = {"steps": 10, "batch_size": 1}
-PHASES = {"bit_schedule": [{"bits": 8, "steps": 5}]}
-COMING_DOWN = {"qat": QATConfig(bits=2, **PHASES)}
+BIT_SCHEDULE = {"bit_schedule": [{"bits": 8, "steps": 5}]}
+DECREASING_BITS = {"qat": QATConfig(bits=2, **BIT_SCHEDULE)}
 
 
-def config(adapter=None, **rounding) -> TrainConfig:
-    return TrainConfig(**COMMON, adapter=adapter, qat=QATConfig(**rounding))
+def config(adapter=None, **qat) -> TrainConfig:
+    return TrainConfig(**COMMON, adapter=adapter, qat=QATConfig(**qat))
 
 
 @pytest.fixture
-def mixed(make_checkpoint, tmp_path):
-    """A checkpoint with layers of 3 and 4 bits, most of them dense."""
+def mixed_model(make_checkpoint, tmp_path):
+    """A checkpoint with one 3-bit and one 4-bit layer; the other layers are dense."""
     loaded = load(make_checkpoint(), compute="stored")
     weights = {k: v for k, v in mx.load(str(loaded.path / "model.safetensors")).items()}
     specs = {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
@@ -41,67 +41,84 @@ def mixed(make_checkpoint, tmp_path):
     return load(target, compute="stored")
 
 
-def test_prepare_keeps_specs_of_quantized_layers(mixed):
-    found = prepare(config(bits=3, quantizer="lsq"), mixed, NullLogger())
-    assert found.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
-    assert "model.embed_tokens" in found.selection.skipped
-    assert not found.selection.specs.keys() & found.selection.skipped
-    for path, spec in found.selection.specs.items():
-        weight = dict(found.loaded.model.named_modules())[path].weight
-        served = dequantize(found.packed[path], spec, mixed.dtype)
-        step = mx.repeat(mx.abs(found.packed[path]["scales"]), 64, axis=-1)
+def test_prepare_keeps_specs_of_quantized_layers(mixed_model):
+    prepared = prepare(config(bits=3, quantizer="lsq"), mixed_model, NullLogger())
+    assert prepared.selection.specs == {UP: QuantSpec(bits=3), DOWN: QuantSpec(bits=4)}
+    assert "model.embed_tokens" in prepared.selection.skipped
+    assert not prepared.selection.specs.keys() & prepared.selection.skipped
+    for path, spec in prepared.selection.specs.items():
+        weight = dict(prepared.loaded.model.named_modules())[path].weight
+        served = dequantize(prepared.packed[path], spec, mixed_model.dtype)
+        step = mx.repeat(mx.abs(prepared.packed[path]["scales"]), 64, axis=-1)
         assert weight.dtype == mx.float32
         assert (mx.abs(weight - served) / step).max().item() < 0.5
 
 
-def weights_of(found):
-    modules = dict(found.loaded.model.named_modules())
+def weights_of(prepared):
+    modules = dict(prepared.loaded.model.named_modules())
     return {path: modules[path].weight for path in (UP, DOWN)}
 
 
-def begun(mixed, origin=dict, seed=0, teacher=None, **rounding):
-    """The weights a training from codes begins with."""
-    settings = COMMON | {"qat": QATConfig(bits=3, quantizer="lsq", **rounding)}
-    own = TrainConfig(**settings, teacher=teacher)
+def initial_weights(mixed_model, unquantized_weights=dict, seed=0, teacher=None, **qat):
+    """The initial latent weights of QAT on a quantized model."""
+    options = COMMON | {"qat": QATConfig(bits=3, quantizer="lsq", **qat)}
+    train_config = TrainConfig(**options, teacher=teacher)
     return weights_of(
-        prepare(own, mixed, NullLogger(), unquantized_weights=origin, seed=seed)
+        prepare(
+            train_config,
+            mixed_model,
+            NullLogger(),
+            unquantized_weights=unquantized_weights,
+            seed=seed,
+        )
     )
 
 
 @pytest.fixture
 def dense(make_checkpoint):
-    """What the layers of `mixed` were quantized from, by name."""
+    """The unquantized weights of the quantized layers of `mixed_model`, by name."""
     weights = mx.load(str(load(make_checkpoint()).path / "model.safetensors"))
     return {f"{path}.weight": weights[f"{path}.weight"] for path in (UP, DOWN)}
 
 
-def test_latent_weights_begin_near_unquantized_weights(mixed, dense):
-    found = begun(mixed, dense.copy)
-    points = begun(mixed, latent_init="codes")
-    for path, weight in found.items():
-        wished = dense[f"{path}.weight"].astype(mx.float32)
-        left = mx.abs(weight - wished).mean() / mx.abs(points[path] - wished).mean()
-        assert left.item() < 0.1
+def test_latent_weights_begin_near_unquantized_weights(mixed_model, dense):
+    weights = initial_weights(mixed_model, dense.copy)
+    code_weights = initial_weights(mixed_model, latent_init="codes")
+    for path, weight in weights.items():
+        expected = dense[f"{path}.weight"].astype(mx.float32)
+        relative_error = (
+            mx.abs(weight - expected).mean()
+            / mx.abs(code_weights[path] - expected).mean()
+        )
+        assert relative_error.item() < 0.1
 
 
-def test_latent_weights_of_unknown_origin_are_random_by_seed(mixed, dense):
-    """As are those of layers whose scales a method has folded."""
+def test_latent_weights_of_unknown_origin_are_random_by_seed(mixed_model, dense):
+    """So are those of layers whose scales a PTQ method has folded."""
     folded = {name: 3 * value for name, value in dense.items()}
-    found, same = begun(mixed), begun(mixed, folded.copy)
-    other, points = begun(mixed, seed=1), begun(mixed, latent_init="codes")
-    for path, weight in found.items():
-        assert mx.array_equal(weight, same[path])
-        assert not mx.array_equal(weight, other[path])
-        assert not mx.array_equal(weight, points[path])
+    weights, folded_result = (
+        initial_weights(mixed_model),
+        initial_weights(mixed_model, folded.copy),
+    )
+    other_seed, code_weights = (
+        initial_weights(mixed_model, seed=1),
+        initial_weights(mixed_model, latent_init="codes"),
+    )
+    for path, weight in weights.items():
+        assert mx.array_equal(weight, folded_result[path])
+        assert not mx.array_equal(weight, other_seed[path])
+        assert not mx.array_equal(weight, code_weights[path])
 
 
-def test_self_distillation_begins_at_the_codes(mixed, dense):
-    points = begun(mixed, latent_init="codes")
-    found = begun(mixed, dense.copy, teacher={})
-    asked = begun(mixed, dense.copy, teacher={}, latent_init="nearest")
-    for path, weight in points.items():
-        assert mx.array_equal(found[path], weight)
-        assert not mx.array_equal(asked[path], weight)
+def test_self_distillation_begins_at_the_codes(mixed_model, dense):
+    code_weights = initial_weights(mixed_model, latent_init="codes")
+    weights = initial_weights(mixed_model, dense.copy, teacher={})
+    nearest = initial_weights(
+        mixed_model, dense.copy, teacher={}, latent_init="nearest"
+    )
+    for path, weight in code_weights.items():
+        assert mx.array_equal(weights[path], weight)
+        assert not mx.array_equal(nearest[path], weight)
 
 
 def test_latent_init_of_unquantized_model_is_refused(make_checkpoint):
@@ -111,7 +128,7 @@ def test_latent_init_of_unquantized_model_is_refused(make_checkpoint):
 
 
 @pytest.mark.parametrize(
-    ("rounding", "said"),
+    ("qat", "message"),
     [
         (
             {"bits": 8, "quantizer": "lsq"},
@@ -126,17 +143,17 @@ def test_latent_init_of_unquantized_model_is_refused(make_checkpoint):
             {"bits": 4, "quantizer": "lsq", "fake_quant_after_n_steps": 2},
             "would quantize it again",
         ),
-        ({"bits": 4, "quantizer": "lsq"} | PHASES, "would quantize it again"),
+        ({"bits": 4, "quantizer": "lsq"} | BIT_SCHEDULE, "would quantize it again"),
     ],
 )
-def test_quantized_model_is_never_quantized_again(mixed, rounding, said):
-    with pytest.raises(UserError, match=said):
-        prepare(config(**rounding), mixed, NullLogger())
+def test_quantized_model_is_never_quantized_again(mixed_model, qat, message):
+    with pytest.raises(UserError, match=message):
+        prepare(config(**qat), mixed_model, NullLogger())
 
 
-def test_full_training_of_quantized_model_is_refused(mixed):
+def test_full_training_of_quantized_model_is_refused(mixed_model):
     with pytest.raises(UserError, match="full fine-tuning needs its weights"):
-        prepare(TrainConfig(**COMMON), mixed, NullLogger())
+        prepare(TrainConfig(**COMMON), mixed_model, NullLogger())
 
 
 def test_floating_point_codes_cannot_be_trained(make_checkpoint, tmp_path):
@@ -157,7 +174,7 @@ def test_floating_point_codes_cannot_be_trained(make_checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("settings", "message"),
     [
         (
             {"load_best_at_end": True},
@@ -169,20 +186,20 @@ def test_floating_point_codes_cannot_be_trained(make_checkpoint, tmp_path):
         ),
         ({"steps": 5}, "fake_quant_after_n_steps must be below steps"),
         (
-            COMING_DOWN | {"load_best_at_end": True},
+            DECREASING_BITS | {"load_best_at_end": True},
             "bit_schedule does not work with load_best_at_end",
         ),
-        (COMING_DOWN | {"steps": 5}, "bit_schedule must be below steps"),
+        (DECREASING_BITS | {"steps": 5}, "bit_schedule must be below steps"),
         (
             {"qat": QATConfig(quantizer="scales_only"), "adapter": LoRAConfig()},
             "scales_only trains no weights",
         ),
     ],
 )
-def test_conflicting_qat_settings_are_refused(change, said):
-    late = {"qat": QATConfig(fake_quant_after_n_steps=5)}
-    with pytest.raises(ValidationError, match=said):
-        TrainConfig(**COMMON | late | change)
+def test_conflicting_qat_settings_are_refused(settings, message):
+    delayed = {"qat": QATConfig(fake_quant_after_n_steps=5)}
+    with pytest.raises(ValidationError, match=message):
+        TrainConfig(**COMMON | delayed | settings)
 
 
 def test_require_steps_refuses_late_phases():
@@ -191,4 +208,4 @@ def test_require_steps_refuses_late_phases():
     with pytest.raises(UserError, match="begins after 5 steps, and there are 5"):
         require_steps(QATConfig(fake_quant_after_n_steps=5), 5)
     with pytest.raises(UserError, match="2 bits begins after 5 steps, and there are 4"):
-        require_steps(COMING_DOWN["qat"], 4)
+        require_steps(DECREASING_BITS["qat"], 4)

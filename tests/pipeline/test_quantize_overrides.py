@@ -1,4 +1,4 @@
-"""Layers on grids of their own, by pattern or to a budget, through the command line."""
+"""Per-layer quantization by pattern or by size budget, from the command line."""
 
 import json
 
@@ -22,21 +22,21 @@ METHODS = {
 }
 
 
-def run_of(folder, model, **settings):
+def make_run(folder, model, **settings):
     stage = {"quantize": {"calibration": CALIBRATION} | settings}
     return Run(folder, stage, model=model)
 
 
-def same_logits_in_stock_mlx_lm(folder) -> bool:
-    """Of one token to the bit, of many in float32 nearly."""
+def matches_mlx_lm_logits(folder) -> bool:
+    """Bitwise for one token; within a tolerance for many tokens in float32."""
     tokens = mx.arange(24)[None]
-    stock, _ = mlx_lm.load(str(folder))
-    ours = load(folder, compute="stored").model
-    exact = mx.array_equal(ours(tokens[:, :1]), stock(tokens[:, :1]))
-    stock.set_dtype(mx.float32)
-    ours = load(folder, compute="float32").model
-    close = mx.allclose(ours(tokens), stock(tokens), rtol=1e-4, atol=1e-4)
-    return bool(exact.item() and close.item())
+    mlx_lm_model, _ = mlx_lm.load(str(folder))
+    model = load(folder, compute="stored").model
+    is_exact = mx.array_equal(model(tokens[:, :1]), mlx_lm_model(tokens[:, :1]))
+    mlx_lm_model.set_dtype(mx.float32)
+    model = load(folder, compute="float32").model
+    is_close = mx.allclose(model(tokens), mlx_lm_model(tokens), rtol=1e-4, atol=1e-4)
+    return bool(is_exact.item() and is_close.item())
 
 
 @pytest.mark.parametrize("kind", [*METHODS, "train"])
@@ -54,9 +54,9 @@ def test_mixed_precision_checkpoint_loads_in_mlx_lm(kind, tmp_path, base):
     assert written["model.layers.0.mlp.gate_proj"] is False
     assert written["model.layers.0.mlp.down_proj"]["bits"] == 5
     assert written["model.layers.1.self_attn.q_proj"]["mode"] == "mxfp4"
-    output = written.get("model.layers.1.self_attn.o_proj", written)
-    assert (output["bits"], output["group_size"]) == (3, 32)
-    assert same_logits_in_stock_mlx_lm(folder)
+    out_proj = written.get("model.layers.1.self_attn.o_proj", written)
+    assert (out_proj["bits"], out_proj["group_size"]) == (3, 32)
+    assert matches_mlx_lm_logits(folder)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_mixed_precision_checkpoint_loads_in_mlx_lm(kind, tmp_path, base):
     ids=str,
 )
 def test_mixed_precision_target_is_met_to_the_byte(budget, tmp_path, base):
-    run = run_of(tmp_path, base, mixed_precision=budget, method="rtn")
+    run = make_run(tmp_path, base, mixed_precision=budget, method="rtn")
     assert run() == 0
     folder = run.output / "stages/1-quantize/model"
     stage = run.json("manifest.json")["stages"]["1-quantize"]
@@ -80,24 +80,26 @@ def test_mixed_precision_target_is_met_to_the_byte(budget, tmp_path, base):
     assert facts["bytes"] == sizes.bytes
     assert facts["bits_per_weight"] == pytest.approx(sizes.bits_per_weight)
     limit = budget.get("target_bytes") or budget["target_bpw"] * sizes.parameters / 8
-    # Nothing that is left would hold the next larger grid of the smallest layer.
+    # The remaining budget is too small for the next wider candidate of any layer.
     assert 0.97 * limit < sizes.bytes <= limit
-    assert same_logits_in_stock_mlx_lm(folder)
+    assert matches_mlx_lm_logits(folder)
 
 
 def test_unknown_override_key_gets_a_hint(tmp_path, base, capsys):
-    run = run_of(tmp_path, base, overrides={"*.down_proj": {"bitz": 4}, "*": "leave"})
+    run = make_run(tmp_path, base, overrides={"*.down_proj": {"bitz": 4}, "*": "leave"})
     assert run() == 2
-    told = capsys.readouterr().err
-    assert "unknown key 'bitz'" in told
-    assert "did you mean 'bits'?" in told
-    assert "2 problems" in told
+    error = capsys.readouterr().err
+    assert "unknown key 'bitz'" in error
+    assert "did you mean 'bits'?" in error
+    assert "2 problems" in error
 
 
 def test_overrides_count_towards_mixed_precision_target(tmp_path, base):
     layers = {"*.down_proj": {"mode": "mxfp4"}, "mlp.up_proj": "skip"}
     budget = {"target_bpw": 5.5, "candidate_bits": [2, 3, 6]}
-    run = run_of(tmp_path, base, mixed_precision=budget, overrides=layers, method="rtn")
+    run = make_run(
+        tmp_path, base, mixed_precision=budget, overrides=layers, method="rtn"
+    )
     assert run() == 0
     folder = run.output / "stages/1-quantize/model"
     written = json.loads((folder / "config.json").read_text())["quantization"]
@@ -120,33 +122,35 @@ def test_overrides_count_towards_mixed_precision_target(tmp_path, base):
 def test_impossible_mixed_precision_target_is_refused(
     bits, message, hint, tmp_path, base, capsys
 ):
-    run = run_of(tmp_path, base, mixed_precision={"target_bpw": bits})
+    run = make_run(tmp_path, base, mixed_precision={"target_bpw": bits})
     assert run() == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert hint in told
+    error = capsys.readouterr().err
+    assert message in error
+    assert hint in error
 
 
 def test_smallest_mixed_precision_target_works(tmp_path, base, capsys):
-    few = {"candidate_bits": [2, 3, 6]}
-    run = run_of(tmp_path, base, mixed_precision=few | {"target_bpw": 1.0})
+    candidates = {"candidate_bits": [2, 3, 6]}
+    run = make_run(tmp_path, base, mixed_precision=candidates | {"target_bpw": 1.0})
     assert run() == 2
     words = capsys.readouterr().err.split("smallest possible is ")[1].split()
     size = int(words[0].replace(",", ""))
-    for enough in (f"target_bytes={size}", f"target_bpw={words[3]}"):
-        key = enough.partition("=")[0]
-        run = run_of(tmp_path, base, mixed_precision=few | {key: 1.0}, method="rtn")
-        assert run("--restart", f"stages.quantize.mixed_precision.{enough}") == 0, (
-            enough
+    for target in (f"target_bytes={size}", f"target_bpw={words[3]}"):
+        key = target.partition("=")[0]
+        run = make_run(
+            tmp_path, base, mixed_precision=candidates | {key: 1.0}, method="rtn"
         )
-    run = run_of(
-        tmp_path, base, mixed_precision=few | {"target_bytes": float(size - 1)}
+        assert run("--restart", f"stages.quantize.mixed_precision.{target}") == 0, (
+            target
+        )
+    run = make_run(
+        tmp_path, base, mixed_precision=candidates | {"target_bytes": float(size - 1)}
     )
     assert run("--restart") == 2
 
 
 def test_sensitivities_are_cached(tmp_path, base):
-    told = []
+    measured = []
     for bits in (4.0, 4.5):
         folder = tmp_path / f"{bits}"
         folder.mkdir()
@@ -155,8 +159,8 @@ def test_sensitivities_are_cached(tmp_path, base):
             "candidate_bits": [3, 5],
             "candidate_group_sizes": [32, 64],
         }
-        run = run_of(folder, base, mixed_precision=budget)
+        run = make_run(folder, base, mixed_precision=budget)
         assert run() == 0
-        told.append("measuring the sensitivity" in run.log)
+        measured.append("measuring the sensitivity" in run.log)
         assert (run.output / "stages/1-quantize/sensitivity.json").is_file()
-    assert told == [True, False]
+    assert measured == [True, False]

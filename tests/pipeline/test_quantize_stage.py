@@ -1,4 +1,4 @@
-"""What follows a method in a quantize stage: gates, tuning, and rows kept apart."""
+"""The quantize stage after its method: candidates, scale tuning, held-out sequences."""
 
 from types import SimpleNamespace
 
@@ -24,38 +24,38 @@ QUANTIZE = {
 TUNE = {"steps": 4, "batch_tokens": 64, "learning_rate": 3e-3}
 
 
-def facts_of(folder, base, **settings):
+def quantize_facts(folder, base, **settings):
     run = Run(folder, {"quantize": QUANTIZE | settings}, model=base)
     assert run() == 0
     return run, run.json("manifest.json")["stages"]["1-quantize"]["facts"]["facts"]
 
 
 def test_quantize_stage_selects_best_candidate(tmp_path, base):
-    run, facts = facts_of(tmp_path, base, method="gptq", scale_tuning=TUNE)
-    found = facts["eval_kl"]
-    assert list(found) == ["rtn", "gptq", "scale_tuning"]
-    assert found[facts["selected_candidate"]] == min(found.values())
+    run, facts = quantize_facts(tmp_path, base, method="gptq", scale_tuning=TUNE)
+    eval_kl = facts["eval_kl"]
+    assert list(eval_kl) == ["rtn", "gptq", "scale_tuning"]
+    assert eval_kl[facts["selected_candidate"]] == min(eval_kl.values())
     assert "gptq: held-out KL" in run.log
-    left = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
-    assert left <= {"model", "walk"}
+    files = {path.name for path in (run.output / "stages/1-quantize").iterdir()}
+    assert files <= {"model", "walk"}
 
 
 def test_eval_kl_covers_completions_only(tmp_path, base):
-    """Where they alone count, against the whole answers of the validation rows."""
+    """With loss_on: completions, eval_kl is the KL over the validation completions."""
     calibration = QUANTIZE["calibration"] | {
         "loss_on": "completions",
         "num_eval_tokens": 10_000,
     }
     tune = TUNE | {"top_k": 10_000}
-    given = {"method": "gptq", "calibration": calibration, "scale_tuning": tune}
-    run, facts = facts_of(tmp_path, base, **given)
-    found = load(run.output / "stages/1-quantize/model")
-    rows = [*RecordReader(str(tmp_path / "valid.jsonl"), split="train")]
-    examples = encode_all(rows, found.tokenizer, max_seq_length=32).examples
+    settings = {"method": "gptq", "calibration": calibration, "scale_tuning": tune}
+    run, facts = quantize_facts(tmp_path, base, **settings)
+    quantized = load(run.output / "stages/1-quantize/model")
+    records = [*RecordReader(str(tmp_path / "valid.jsonl"), split="train")]
+    examples = encode_all(records, quantized.tokenizer, max_seq_length=32).examples
     batches = BucketBatchSampler(
         examples, max_seq_length=32, batch_tokens=1024
     ).in_order()
-    sums = measure_per_sequence(load(base).model, found.model, list(batches))
+    sums = measure_per_sequence(load(base).model, quantized.model, list(batches))
     expected = sums.kl.sum() / sums.tokens.sum()
     assert facts["eval_kl"][facts["selected_candidate"]] == pytest.approx(
         expected, rel=0.01
@@ -63,7 +63,7 @@ def test_eval_kl_covers_completions_only(tmp_path, base):
 
 
 @pytest.mark.parametrize(
-    ("settings", "judged"),
+    ("settings", "candidates"),
     [
         ({"method": "rtn"}, None),
         ({"method": "rtn", "scale_tuning": TUNE}, ["rtn", "scale_tuning"]),
@@ -71,29 +71,29 @@ def test_eval_kl_covers_completions_only(tmp_path, base):
         ({"method": "gptq", "scale_tuning": False, "rollback_if_worse": False}, None),
     ],
 )
-def test_eval_kl_has_only_configured_candidates(tmp_path, base, settings, judged):
-    _, facts = facts_of(tmp_path, base, **settings)
-    assert judged == (list(facts["eval_kl"]) if judged else None)
-    assert ("eval_kl" in facts) == bool(judged)
+def test_eval_kl_has_only_configured_candidates(tmp_path, base, settings, candidates):
+    _, facts = quantize_facts(tmp_path, base, **settings)
+    assert candidates == (list(facts["eval_kl"]) if candidates else None)
+    assert ("eval_kl" in facts) == bool(candidates)
 
 
-def calibrating(monkeypatch, train, valid):
-    """Windows of one token each, the number of a row."""
+def make_calibration_data(monkeypatch, train, valid):
+    """Calibration data of one-token sequences: the token is the record's number."""
 
-    def windows(rows, tokenizer, *, length, tokens, seed):
-        numbers = [int(row.text) for row in rows][:tokens]
+    def windows(records, tokenizer, *, length, tokens, seed):
+        numbers = [int(record.text) for record in records][:tokens]
         if not numbers:
             raise UserError("too few")
         tokens = np.array(numbers, np.int32)[:, None]
         return CalibrationBatch(tokens, np.ones(tokens.shape, bool))
 
     monkeypatch.setattr("lmx.pipeline.ptq_refinement.concatenated_sequences", windows)
-    rows = {
+    records = {
         split: [DataRecord(str(n), text=str(n)) for n in numbers]
         for split, numbers in (("train", train), ("valid", valid))
     }
     context = SimpleNamespace(
-        rows=SimpleNamespace(**rows),
+        rows=SimpleNamespace(**records),
         data=SimpleNamespace(train=["a"], valid=["b"] if valid else []),
         logger=SimpleNamespace(info=lambda _: None),
         seed=0,
@@ -106,10 +106,10 @@ def calibrating(monkeypatch, train, valid):
 
 @pytest.mark.parametrize("valid", [[], [100, 101], [2, 3, 4]])
 def test_calibration_and_evaluation_tokens_are_disjoint(monkeypatch, valid):
-    found = calibrating(monkeypatch, range(20), valid)
-    watched = set(found.train_sequences(8).tokens.flatten().tolist())
-    assert len(watched) == 8
-    held_out = set(found.eval_sequences.tokens.flatten().tolist())
-    assert held_out
-    assert not watched & held_out
-    assert held_out == set(valid) if valid else held_out == {0, 1, 2}
+    data = make_calibration_data(monkeypatch, range(20), valid)
+    train_tokens = set(data.train_sequences(8).tokens.flatten().tolist())
+    assert len(train_tokens) == 8
+    eval_tokens = set(data.eval_sequences.tokens.flatten().tolist())
+    assert eval_tokens
+    assert not train_tokens & eval_tokens
+    assert eval_tokens == set(valid) if valid else eval_tokens == {0, 1, 2}

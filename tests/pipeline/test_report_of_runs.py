@@ -1,10 +1,10 @@
-"""The page of real runs: done, stopped by a gate, interrupted."""
+"""The report page of finished, failed and interrupted runs."""
 
 import re
 import shutil
 
 from lmx.cli import main
-from tiny_runs import TRAIN, VALIDATE, Run
+from tiny_runs import EVALUATE, TRAIN, Run
 
 
 def page(run):
@@ -15,43 +15,45 @@ def sections(html):
     return re.findall(r'<h2 id="(\w+)">', html)
 
 
-def test_report_page_has_every_section(whole):
-    html = page(whole)
+def test_report_page_has_every_section(full_run):
+    html = page(full_run)
     shown = ["thresholds", "models", "curves", "divergence", "layers", "samples"]
     measured = [name for name in sections(html) if name != "speculation"]
     assert measured == [*shown, "commands", "recipe", "versions"]
     assert "<td>done</td>" in html
-    assert f"{whole.output}/report.html" in whole.log.splitlines()[-1]
-    models = whole.json("report.json")["models"]
+    assert f"{full_run.output}/report.html" in full_run.log.splitlines()[-1]
+    models = full_run.json("report.json")["models"]
     assert f"{models['quantized']['perplexity']:.3f}" in html
 
 
-def test_report_json_has_histograms_and_layers(whole):
-    report = whole.json("report.json")
-    tuned, quantized = report["models"].values()
-    assert "layers" not in tuned
+def test_report_json_has_histograms_and_layers(full_run):
+    report = full_run.json("report.json")
+    fine_tuned, quantized = report["models"].values()
+    assert "layers" not in fine_tuned
     assert {layer["bits"] for layer in quantized["layers"].values()} == {4}
     assert all(1e-4 < v["error"] < 0.1 for v in quantized["layers"].values())
     assert sum(quantized["kl_histogram"]["positions"]) == quantized["tokens"]
     assert sum(quantized["agreement_by_confidence"]["positions"]) == quantized["tokens"]
     assert len(report["samples"]) == 4
-    for row in report["samples"]:
-        assert row["prompt"].startswith("Add")
-        assert "together are" in row["expected"]
-        assert set(row["answers"]) == {"fine-tuned", "quantized"}
+    for sample in report["samples"]:
+        assert sample["prompt"].startswith("Add")
+        assert "together are" in sample["expected"]
+        assert set(sample["answers"]) == {"fine-tuned", "quantized"}
 
 
-def test_report_page_is_rebuilt_from_the_run_directory(whole, tmp_path, capsys):
+def test_report_page_is_rebuilt_from_the_run_directory(full_run, tmp_path, capsys):
     copy = tmp_path / "elsewhere"
-    shutil.copytree(whole.output, copy, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(
+        full_run.output, copy, ignore=shutil.ignore_patterns("*.safetensors")
+    )
     (copy / "report.html").unlink()
     assert main.main(["report", str(copy)]) == 0
-    assert (copy / "report.html").read_text() == page(whole)
+    assert (copy / "report.html").read_text() == page(full_run)
 
 
 def test_report_page_shows_missed_threshold(base, tmp_path):
-    small = VALIDATE | {"thresholds": {"max_perplexity": 1.0}, "num_samples": 0}
-    run = Run(tmp_path, {"evaluate": small}, "export", model=base)
+    evaluate = EVALUATE | {"thresholds": {"max_perplexity": 1.0}, "num_samples": 0}
+    run = Run(tmp_path, {"evaluate": evaluate}, "export", model=base)
     assert run() == 1
     html = page(run)
     assert '<td class="bad">missed</td>' in html
@@ -63,7 +65,7 @@ def test_report_page_shows_missed_threshold(base, tmp_path):
 
 def test_report_page_of_interrupted_run_has_curves(base, tmp_path):
     run = Run(tmp_path, {"train": TRAIN}, model=base)
-    assert run.attacked("SIGINT", "step", 6).returncode == 130
+    assert run.run_with_signal("SIGINT", "step", 6).returncode == 130
     html = page(run)
     assert "<td>interrupted; the same command resumes it</td>" in html
     assert "to resume: lmx-train" in html

@@ -1,10 +1,10 @@
-"""Killed, stopped or damaged, a run ends with the bits of one that was not."""
+"""A killed, stopped or damaged run ends with the weights of an undisturbed run."""
 
 import signal
 
 import pytest
 from lmx.cli import main
-from tiny_runs import TRAIN, VALIDATE, Run, resume_command
+from tiny_runs import EVALUATE, TRAIN, Run, resume_command
 
 LORA = {"type": "lora", "rank": 4}
 GRID = {"bits": 4, "group_size": 32}
@@ -31,21 +31,21 @@ def make_run(folder, kind, base):
 
 @pytest.fixture(scope="session")
 def expected(tmp_path_factory, base):
-    """The outcome of an undisturbed run, by kind of training."""
+    """A function from a kind of training to the outcome of its undisturbed run."""
     outcomes = {}
 
-    def of(kind):
+    def outcome_of(kind):
         if kind not in outcomes:
             run = make_run(tmp_path_factory.mktemp(kind), kind, base)
             assert run() == 0
             outcomes[kind] = run.outcome()
         return outcomes[kind]
 
-    return of
+    return outcome_of
 
 
 @pytest.mark.parametrize(
-    ("kind", "where", "turn"),
+    ("kind", "where", "call"),
     [
         ("full", "step", 2),
         ("full", "save", 4),
@@ -60,30 +60,30 @@ def expected(tmp_path_factory, base):
         ("down", "step", 9),
     ],
 )
-def test_run_resumes_after_kill(tmp_path, base, expected, kind, where, turn):
+def test_run_resumes_after_kill(tmp_path, base, expected, kind, where, call):
     run = make_run(tmp_path, kind, base)
-    assert run.attacked("SIGKILL", where, turn).returncode == -signal.SIGKILL
-    assert bool(run.half_written()) == (where == "save")
+    assert run.run_with_signal("SIGKILL", where, call).returncode == -signal.SIGKILL
+    assert bool(run.partial_files()) == (where == "save")
     assert run() == 0
     assert "crashed or was killed in stage 1-train" in run.log
     assert run.outcome() == expected(kind)
-    assert not run.half_written()
+    assert not run.partial_files()
 
 
 @pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM"])
 def test_run_resumes_after_signal(tmp_path, base, expected, kind):
     run = make_run(tmp_path, "full", base)
-    stopped = run.attacked(kind, "step", 7)
-    assert stopped.returncode == 130
-    assert "stopped after step 7; saved" in stopped.stderr
+    process = run.run_with_signal(kind, "step", 7)
+    assert process.returncode == 130
+    assert "stopped after step 7; saved" in process.stderr
     assert run.json("manifest.json")["status"] == "interrupted"
-    assert main.train(resume_command(stopped.stderr)) == 0
+    assert main.train(resume_command(process.stderr)) == 0
     assert "resuming after step 7" in run.log
     assert run.outcome() == expected("full")
 
 
 def test_run_resumes_after_signal_in_evaluate(tmp_path, base, monkeypatch, capsys):
-    run = Run(tmp_path, {"quantize": GRID}, {"evaluate": VALIDATE}, model=base)
+    run = Run(tmp_path, {"quantize": GRID}, {"evaluate": EVALUATE}, model=base)
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -92,24 +92,24 @@ def test_run_resumes_after_signal_in_evaluate(tmp_path, base, monkeypatch, capsy
         patch.setattr("lmx.pipeline.evaluator.measure_perplexity", stop)
         assert run("--ignore-limits") == 130
     assert run.json("manifest.json")["status"] == "interrupted"
-    again = resume_command(capsys.readouterr().err)
-    assert again == run.arguments("--ignore-limits")
-    assert main.train(again) == 0
+    arguments = resume_command(capsys.readouterr().err)
+    assert arguments == run.arguments("--ignore-limits")
+    assert main.train(arguments) == 0
     assert "stage 1-quantize: already complete, skipping" in run.log
 
 
-def finished(tmp_path, base):
-    """A finished run, and the checkpoints it keeps."""
+def finish_run(tmp_path, base):
+    """A finished run and its checkpoints."""
     run = make_run(tmp_path, "full", base)
     assert run() == 0
-    kept = sorted((run.output / "stages/1-train/checkpoints").iterdir())
-    assert [p.name for p in kept] == ["0000010", "0000012"]
-    return run, kept
+    checkpoints = sorted((run.output / "stages/1-train/checkpoints").iterdir())
+    assert [p.name for p in checkpoints] == ["0000010", "0000012"]
+    return run, checkpoints
 
 
 @pytest.mark.parametrize("damage", ["flipped", "cut"])
 def test_damaged_newest_checkpoint_is_skipped(tmp_path, base, expected, capsys, damage):
-    run, (_, newest) = finished(tmp_path, base)
+    run, (_, newest) = finish_run(tmp_path, base)
     weights = newest / "state.safetensors"
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 16
@@ -125,8 +125,8 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path, base, expected, capsys, 
 
 
 def test_damaged_checkpoints_restart_the_training(tmp_path, base, expected):
-    run, kept = finished(tmp_path, base)
-    for checkpoint in kept:
+    run, checkpoints = finish_run(tmp_path, base)
+    for checkpoint in checkpoints:
         (checkpoint / "state.json").unlink()
     (run.output / "stages/1-train/dense/model.safetensors").unlink()
     assert run() == 0
@@ -134,7 +134,7 @@ def test_damaged_checkpoints_restart_the_training(tmp_path, base, expected):
 
 
 def test_other_seed_gives_other_weights(tmp_path, base, expected):
-    """Negative control of all the equal hashes here."""
+    """Negative control for the equal hashes in this file."""
     run = make_run(tmp_path, "full", base)
     assert run("seed=1") == 0
     assert run.outcome()[0] != expected("full")[0]
@@ -142,15 +142,16 @@ def test_other_seed_gives_other_weights(tmp_path, base, expected):
 
 def test_interrupted_run_has_curves(tmp_path, base):
     run = make_run(tmp_path / "stopped", "full", base)
-    assert run.attacked("SIGINT", "step", 7).returncode == 130
+    assert run.run_with_signal("SIGINT", "step", 7).returncode == 130
     curves = run.output / "stages/1-train/curves.svg"
     first = curves.read_bytes()
     assert run() == 0
-    calm = make_run(tmp_path / "calm", "full", base)
-    assert calm() == 0
+    undisturbed = make_run(tmp_path / "undisturbed", "full", base)
+    assert undisturbed() == 0
     assert f"curves: {curves}" in run.log
     assert b"validation" in first
     assert curves.read_bytes() != first
     assert (
-        curves.read_bytes() == (calm.output / "stages/1-train/curves.svg").read_bytes()
+        curves.read_bytes()
+        == (undisturbed.output / "stages/1-train/curves.svg").read_bytes()
     )

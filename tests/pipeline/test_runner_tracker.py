@@ -1,4 +1,4 @@
-"""A run with a tracker: what it gets, and that it changes nothing of the run."""
+"""A run with a tracker: the tracked values, and an unchanged outcome."""
 
 import os
 from pathlib import Path
@@ -8,10 +8,10 @@ import warm
 import yaml
 from lmx.errors import UserError
 from lmx.pipeline.plan import load
-from tiny_runs import TRAIN, VALIDATE, Run
+from tiny_runs import EVALUATE, TRAIN, Run
 
 PROGRAM = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
-# A wandb that fails at one of its calls.
+# A wandb module that fails at the call FAILS_AT.
 BROKEN = """
 import os
 
@@ -62,42 +62,42 @@ def expected(make):
 
 
 def launch(run, *more, **environment):
-    """In a process of its own: wandb starts threads and a service."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
-    return warm.run(PROGRAM, *run.arguments(*more), env=clean | environment)
+    """Run in a subprocess, because wandb starts threads and a service."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("WANDB_")}
+    return warm.run(PROGRAM, *run.arguments(*more), env=environ | environment)
 
 
-def sessions(run):
-    """What wandb wrote, one file for every time the run was started."""
+def session_files(run):
+    """The files of wandb: one per start of the run."""
     return sorted((run.output / "wandb").glob("offline-run-*/*.wandb"))
 
 
 def test_tracker_files_are_in_the_run_directory(make, expected):
-    run = make({"train": TRAIN}, {"evaluate": VALIDATE}, type="wandb", name="a name")
-    # What the recipe says holds, not what the environment says.
+    run = make({"train": TRAIN}, {"evaluate": EVALUATE}, type="wandb", name="a name")
+    # The recipe overrides the environment.
     done = launch(run, WANDB_MODE="online", WANDB_API_KEY="0" * 40)
     assert done.returncode == 0, done.stderr
     assert "wandb" not in (done.stdout + done.stderr).lower()
-    [file] = sessions(run)
-    told = file.read_bytes()
+    [file] = session_files(run)
+    content = file.read_bytes()
     for name in ("train/loss", "train/learning_rate", "valid/loss", "step"):
-        assert f"1-train/{name}".encode() in told
-    for word in (b"tuned/perplexity", b"a name", b"save_steps"):
-        assert word in told
+        assert f"1-train/{name}".encode() in content
+    for text in (b"tuned/perplexity", b"a name", b"save_steps"):
+        assert text in content
     written = [path for path in (run.output / "wandb").rglob("*") if path.is_file()]
     assert not any(b"0" * 40 in path.read_bytes() for path in written)
-    models, rows = run.outcome()
-    assert (models, [r for r in rows if r["stage"] == "1-train"]) == expected
+    models, records = run.outcome()
+    assert (models, [r for r in records if r["stage"] == "1-train"]) == expected
 
 
 def test_resumed_run_keeps_tracker_id(make, expected):
     run = make({"train": TRAIN}, type="wandb")
-    assert run.attacked("SIGKILL", "step", 8).returncode < 0
-    # Where results go is no part of the recipe's identity.
+    assert run.run_with_signal("SIGKILL", "step", 8).returncode < 0
+    # The tracker settings are not part of the recipe hash.
     assert launch(run, "tracker.project=other").returncode == 0
     assert run.outcome() == expected
-    known = (run.output / "wandb/run-id").read_text()
-    assert {path.name for path in sessions(run)} == {f"run-{known}.wandb"}
+    run_id = (run.output / "wandb/run-id").read_text()
+    assert {path.name for path in session_files(run)} == {f"run-{run_id}.wandb"}
 
 
 @pytest.mark.parametrize("place", ["import", "init", "log", "finish"])

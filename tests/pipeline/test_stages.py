@@ -1,4 +1,4 @@
-"""Every stage kind is one class, and nothing else asks for the kind of a stage."""
+"""Every stage kind is one class; no other code compares the kind of a stage."""
 
 import ast
 from pathlib import Path
@@ -9,23 +9,23 @@ from lmx.config.schema import StageEntry
 from lmx.pipeline.stages import STAGES
 
 PIPELINE = Path(lmx.pipeline.__file__).parent
-# The names that code has for a stage, its raw block and its config.
+# Variable names of a stage, its raw block and its config.
 STAGE_NAMES = {"stage", "planned", "raw", "entry", "config"}
 
 
 def kind_tests(source: str) -> list[int]:
-    """Lines that compare a stage's kind, or look for an attribute of a stage."""
+    """Lines that compare the kind of a stage or test a stage for an attribute."""
     lines = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            if any(isinstance(s, ast.Attribute) and s.attr == "kind" for s in sides):
+            operands = [node.left, *node.comparators]
+            if any(isinstance(s, ast.Attribute) and s.attr == "kind" for s in operands):
                 lines.append(node.lineno)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
-            reads = node.func.id == "hasattr" or (
+            reads_attribute = node.func.id == "hasattr" or (
                 node.func.id == "getattr" and len(node.args) == 3
             )
-            if reads and _root(node.args[0]) in STAGE_NAMES:
+            if reads_attribute and _root(node.args[0]) in STAGE_NAMES:
                 lines.append(node.lineno)
     return lines
 
@@ -36,13 +36,13 @@ def _root(node: ast.expr) -> str | None:
     return node.id if isinstance(node, ast.Name) else None
 
 
-def test_stages_are_the_kinds_of_the_schema():
+def test_stages_match_the_schema():
     assert list(STAGES) == list(StageEntry.model_fields)
     assert all(stage.kind == kind for kind, stage in STAGES.items())
 
 
 @pytest.mark.parametrize("path", PIPELINE.glob("*.py"), ids=lambda path: path.stem)
-def test_no_module_asks_for_the_kind_of_a_stage(path):
+def test_pipeline_modules_do_not_compare_stage_kinds(path):
     assert not kind_tests(path.read_text())
 
 
@@ -55,5 +55,5 @@ def test_no_module_asks_for_the_kind_of_a_stage(path):
         'getattr(planned.stage.config, "qat", None)',
     ],
 )
-def test_a_planted_kind_test_is_found(planted):
+def test_kind_tests_finds_a_planted_comparison(planted):
     assert kind_tests(planted) == [1]

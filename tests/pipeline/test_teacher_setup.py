@@ -1,4 +1,4 @@
-"""Distillation through the command line: which teacher, and the same bits again."""
+"""Distillation from the command line: choice of the teacher, exact resume."""
 
 import json
 import shutil
@@ -10,52 +10,54 @@ from tiny_runs import TRAIN, Run
 
 GRID = {"bits": 2, "group_size": 32}
 QUANTIZED = {"quantize": GRID}
-LEARNED = TRAIN | {"qat": GRID | {"quantizer": "lsq"}}
-CODES = LEARNED | {"qat": {"bits": 4, "group_size": 32, "quantizer": "lsq"}}
-CACHED = {"offline": True, "top_k": 8, "loss": "cakld", "ce_weight": 0.2}
-ANSWERED = CACHED | {"sequence_level": {"max_tokens": 8}}
+QAT = TRAIN | {"qat": GRID | {"quantizer": "lsq"}}
+QAT_4BIT = QAT | {"qat": {"bits": 4, "group_size": 32, "quantizer": "lsq"}}
+OFFLINE = {"offline": True, "top_k": 8, "loss": "cakld", "ce_weight": 0.2}
+GENERATED = OFFLINE | {"sequence_level": {"max_tokens": 8}}
 
 
-def student(**teacher):
-    return LEARNED | {"teacher": teacher}
+def distill(**teacher):
+    return QAT | {"teacher": teacher}
 
 
 def losses(run, kind="train"):
-    return [row["loss"] for row in run.rows() if row["kind"] == kind]
+    return [record["loss"] for record in run.records() if record["kind"] == kind]
 
 
 def test_distillation_recovers_the_quantized_model(tmp_path, base):
-    """The teacher is the unquantized model; cached, it is another way to the same."""
+    """The teacher is the unquantized model. Offline logits give the same losses."""
     (tmp_path / "cached").mkdir()
     longer = {"steps": 30, "learning_rate": 1e-3, "load_best_at_end": True}
-    live = Run(tmp_path, QUANTIZED, {"train": student() | longer}, model=base)
-    assert live() == 0
-    assert f"teacher: {base}" in live.log
-    # The loss is the divergence from it.
-    assert losses(live)[-1] < 0.5 * losses(live)[0]
-    # So is that of the validations, by which the best is kept.
-    first, *_, last = losses(live, "valid")
-    assert 0.5 < first / losses(live)[0] < 2
+    online = Run(tmp_path, QUANTIZED, {"train": distill() | longer}, model=base)
+    assert online() == 0
+    assert f"teacher: {base}" in online.log
+    # The loss is the divergence from the teacher.
+    assert losses(online)[-1] < 0.5 * losses(online)[0]
+    # So is the validation loss, which selects the best checkpoint.
+    first, *_, last = losses(online, "valid")
+    assert 0.5 < first / losses(online)[0] < 2
     assert last < 0.5 * first
-    train = student(offline=True, top_k=320) | longer
-    cached = Run(tmp_path / "cached", QUANTIZED, {"train": train}, model=base)
-    assert cached() == 0
-    assert losses(cached)[0] == pytest.approx(losses(live)[0], abs=2e-5)
+    train = distill(offline=True, top_k=320) | longer
+    offline = Run(tmp_path / "cached", QUANTIZED, {"train": train}, model=base)
+    assert offline() == 0
+    assert losses(offline)[0] == pytest.approx(losses(online)[0], abs=2e-5)
     for kind in ("train", "valid"):
-        assert losses(cached, kind) == pytest.approx(losses(live, kind), abs=5e-4)
-    assert "MB in" in cached.log
+        assert losses(offline, kind) == pytest.approx(losses(online, kind), abs=5e-4)
+    assert "MB in" in offline.log
 
 
-@pytest.mark.parametrize("teacher", [{}, ANSWERED], ids=["live", "answered"])
+@pytest.mark.parametrize("teacher", [{}, GENERATED], ids=["live", "generated"])
 def test_distillation_resumes_exactly(tmp_path, base, teacher):
-    brief = {"packing": True, "batch_size": 2, "steps": 8}
-    train = {"train": student(**teacher) | brief}
+    short = {"packing": True, "batch_size": 2, "steps": 8}
+    train = {"train": distill(**teacher) | short}
     outcomes = []
-    for name in ("whole", "killed"):
+    for name in ("undisturbed", "killed"):
         (tmp_path / name).mkdir()
         run = Run(tmp_path / name, QUANTIZED, train, model=base)
         if name == "killed":
-            assert run.attacked("SIGKILL", "step", 7).returncode == -signal.SIGKILL
+            assert (
+                run.run_with_signal("SIGKILL", "step", 7).returncode == -signal.SIGKILL
+            )
         assert run() == 0
         assert "packing is off" not in run.log
         outcomes.append(run.outcome())
@@ -73,29 +75,29 @@ def test_teacher_with_other_tokenizer_is_refused(
     first, second = [token for token, n in vocabulary.items() if n in (300, 301)]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    run = Run(tmp_path, {"train": student(model=str(other))}, model=make_checkpoint())
+    run = Run(tmp_path, {"train": distill(model=str(other))}, model=make_checkpoint())
     assert run() == 2
     assert "the teacher has other tokens than the model" in capsys.readouterr().err
-    run.stages = [{"train": student(model=str(make_checkpoint()))}]
+    run.stages = [{"train": distill(model=str(make_checkpoint()))}]
     run.write()
     assert run("--restart") == 0
 
 
 @pytest.mark.parametrize(
-    ("model", "train", "said"),
+    ("model", "train", "message"),
     [
         ("base", TRAIN | {"teacher": {}}, "the same model"),
         ("", TRAIN | {"teacher": {}}, "cannot teach itself"),
-        ("codes", CODES | {"teacher": {}}, "is quantized, and its full-precision"),
+        ("codes", QAT_4BIT | {"teacher": {}}, "is quantized, and its full-precision"),
         ("base", TRAIN | {"teacher": {"model": "./none"}}, "no such file or folder"),
         ("base", TRAIN | {"teacher": {"top_k": 9}}, "top_k needs offline: true"),
     ],
 )
 def test_teacher_without_signal_is_refused(
-    tmp_path, base, whole, capsys, model, train, said
+    tmp_path, base, full_run, capsys, model, train, message
 ):
-    codes = whole.output / "stages" / "2-quantize" / "model"
+    codes = full_run.output / "stages" / "2-quantize" / "model"
     folder = {"base": base, "codes": codes, "": ""}[model]
     run = Run(tmp_path, {"train": train}, model=folder)
     assert main.train(run.arguments()) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Training from the codes of a quantized model on, through the command line."""
+"""Training that starts from the codes of a quantized model, from the command line."""
 
 import signal
 from functools import cache
@@ -7,35 +7,35 @@ import mlx.core as mx
 import pytest
 from lmx.models.loader import load
 from tiny_checkpoints import QWEN3_MOE
-from tiny_runs import MEASURE, TRAIN, Run
+from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 GRID = {"bits": 2, "group_size": 32}
 GPTQ = GRID | {
     "method": "gptq",
-    # Codes, scales and biases that plain rounding would not give are enough here.
+    # The test only needs codes, scales and biases that differ from those of RTN.
     "refine_iters": 1,
     "output_hessian": False,
     "calibration": {"num_tokens": 512, "max_seq_length": 64, "num_eval_tokens": 64},
     "scale_tuning": {"steps": 2, "batch_tokens": 64, "learning_rate": 1e-3},
     "rollback_if_worse": False,
 }
-MOVING = TRAIN | {"learning_rate": 5e-3}
-STILL = TRAIN | {"steps": 1, "learning_rate": 1e-30}
-WAYS = {
+TRAINING = TRAIN | {"learning_rate": 5e-3}
+FROZEN = TRAIN | {"steps": 1, "learning_rate": 1e-30}
+MODES = {
     "lsq": {"qat": GRID | {"quantizer": "lsq"}},
     "lora": {"qat": GRID | {"quantizer": "lsq"}, "adapter": {"rank": 4}},
     "scales_only": {"qat": GRID | {"quantizer": "scales_only"}},
     "fixed_scale": {"qat": GRID | {"quantizer": "fixed_scale"}},
-    "kept by lora": {"qat": GRID, "adapter": {"rank": 4}},
+    "lora_minmax": {"qat": GRID, "adapter": {"rank": 4}},
     "qa_lora": {"adapter": {"type": "qa_lora", "rank": 4}},
 }
-# What a way leaves as it was.
-LEFT = {
+# The tensors that a mode does not change.
+UNCHANGED = {
     "lsq": set(),
     "lora": set(),
     "scales_only": {"weight"},
     "fixed_scale": {"scales", "biases"},
-    "kept by lora": {"scales", "biases"},
+    "lora_minmax": {"scales", "biases"},
     "qa_lora": {"weight", "scales"},
 }
 TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
@@ -53,32 +53,32 @@ def tensors(folder):
     return mx.load(str(folder / "model.safetensors"))
 
 
-def stock(folder):
-    """Logits by mlx-lm alone."""
+def mlx_lm_logits(folder):
+    """Logits of the model that mlx-lm loads."""
     import mlx_lm
 
     return mlx_lm.load(str(folder))[0](TOKENS)
 
 
 @pytest.fixture(scope="module")
-def gained(tmp_path_factory, base):
-    """A function of a way to a run that trains from rounded weights on, done once."""
+def trained_run(tmp_path_factory, base):
+    """A function from a mode to its cached run on an RTN-quantized model."""
 
     @cache
-    def of(way):
-        train = {"train": MOVING | WAYS[way]}
-        stages = {"quantize": GRID}, train, {"evaluate": MEASURE}
+    def run_of_mode(mode):
+        train = {"train": TRAINING | MODES[mode]}
+        stages = {"quantize": GRID}, train, {"evaluate": METRICS_ONLY}
         run = Run(tmp_path_factory.mktemp("gained"), *stages, model=base)
         assert run() == 0
         return run
 
-    return of
+    return run_of_mode
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_training_without_updates_keeps_the_codes(tmp_path, base, way):
-    """Tensors and logits, bit for bit."""
-    stages = {"quantize": GPTQ}, {"train": STILL | WAYS[way]}
+@pytest.mark.parametrize("mode", MODES)
+def test_training_without_updates_keeps_the_codes(tmp_path, base, mode):
+    """Tensors and logits are bitwise equal."""
+    stages = {"quantize": GPTQ}, {"train": FROZEN | MODES[mode]}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 0
     before, after = tensors(quantized(run)), tensors(trained(run))
@@ -86,23 +86,28 @@ def test_training_without_updates_keeps_the_codes(tmp_path, base, way):
     for name, value in before.items():
         assert value.dtype == after[name].dtype, name
         assert mx.array_equal(value, after[name]), name
-    assert mx.array_equal(stock(quantized(run)), stock(trained(run)))
-    # The unquantized twin is what the codes were made of.
+    assert mx.array_equal(mlx_lm_logits(quantized(run)), mlx_lm_logits(trained(run)))
+    # The reference is the model that the codes were quantized from.
     assert not trained(run, "dense").exists()
     reference = run.json("manifest.json")["stages"]["2-train"]["facts"]["reference"]
     assert reference == str(base)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_training_from_codes_improves_exported_loss(gained, way):
-    run = gained(way)
-    said = "training continues from the codes of 15 layers" in run.log
-    assert said == (way != "qa_lora")
-    gain = run.json("report.json")["training"]["improvement"]
-    assert gain["in_training"] > 0.01
-    assert gain["exported"] == pytest.approx(gain["in_training"], abs=2e-3)
-    own = load(trained(run), compute="float32").model(TOKENS)
-    assert mx.abs(own - stock(trained(run)).astype(mx.float32)).max().item() < 0.05
+@pytest.mark.parametrize("mode", MODES)
+def test_training_from_codes_improves_exported_loss(trained_run, mode):
+    run = trained_run(mode)
+    is_logged = "training continues from the codes of 15 layers" in run.log
+    assert is_logged == (mode != "qa_lora")
+    improvement = run.json("report.json")["training"]["improvement"]
+    assert improvement["in_training"] > 0.01
+    assert improvement["exported"] == pytest.approx(
+        improvement["in_training"], abs=2e-3
+    )
+    logits = load(trained(run), compute="float32").model(TOKENS)
+    assert (
+        mx.abs(logits - mlx_lm_logits(trained(run)).astype(mx.float32)).max().item()
+        < 0.05
+    )
     before, after = tensors(quantized(run)), tensors(trained(run))
     assert {k: v.dtype for k, v in before.items()} == {
         k: v.dtype for k, v in after.items()
@@ -110,24 +115,24 @@ def test_training_from_codes_improves_exported_loss(gained, way):
     path = "model.layers.0.mlp.up_proj"
     for name in ("weight", "scales", "biases"):
         same = mx.array_equal(before[f"{path}.{name}"], after[f"{path}.{name}"])
-        assert same == (name in LEFT[way]), name
+        assert same == (name in UNCHANGED[mode]), name
 
 
-@pytest.mark.parametrize("way", ["kept by lora", "qa_lora"])
-def test_training_from_codes_resumes_after_kill(tmp_path, base, gained, way):
-    stages = {"quantize": GRID}, {"train": MOVING | WAYS[way]}
+@pytest.mark.parametrize("mode", ["lora_minmax", "qa_lora"])
+def test_training_from_codes_resumes_after_kill(tmp_path, base, trained_run, mode):
+    stages = {"quantize": GRID}, {"train": TRAINING | MODES[mode]}
     run = Run(tmp_path, *stages, model=base)
-    assert run.attacked("SIGKILL", "step", 8).returncode == -signal.SIGKILL
+    assert run.run_with_signal("SIGKILL", "step", 8).returncode == -signal.SIGKILL
     assert run() == 0
     assert "resuming after step 6" in run.log
-    assert run.outcome() == gained(way).outcome()
+    assert run.outcome() == trained_run(mode).outcome()
 
 
-def test_qa_lora_of_imported_model_changes_biases_only(tmp_path, gained):
-    """Validated, exported and adapted twice over, it has the size of the base."""
-    first = gained("qa_lora")
-    train = {"train": TRAIN | WAYS["qa_lora"]}
-    stages = train, train, {"evaluate": MEASURE}, "export"
+def test_qa_lora_of_imported_model_changes_biases_only(tmp_path, trained_run):
+    """After two QA-LoRA stages the model has the size of the base."""
+    first = trained_run("qa_lora")
+    train = {"train": TRAIN | MODES["qa_lora"]}
+    stages = train, train, {"evaluate": METRICS_ONLY}, "export"
     run = Run(tmp_path, *stages, model=quantized(first))
     assert run() == 0
     names = ["1-train", "2-train"]
@@ -141,33 +146,33 @@ def test_qa_lora_of_imported_model_changes_biases_only(tmp_path, gained):
 
 
 def test_qa_lora_of_unquantized_model_is_refused(tmp_path, base, capsys):
-    run = Run(tmp_path, {"train": TRAIN | WAYS["qa_lora"]}, model=base)
+    run = Run(tmp_path, {"train": TRAIN | MODES["qa_lora"]}, model=base)
     assert run() == 2
     assert "a qa_lora adapter needs a quantized model" in capsys.readouterr().err
     assert not run.output.exists()
 
 
 def test_training_from_codes_of_an_imported_model(tmp_path, make_checkpoint):
-    """Experts too; without the weights it was made of, its twin is what codes mean."""
+    """Without the original weights, the dense export has the dequantized codes."""
     first = Run(tmp_path, {"quantize": GRID}, model=make_checkpoint(QWEN3_MOE))
     assert first() == 0
     folder = quantized(first)
     (tmp_path / "on").mkdir()
-    train = STILL | WAYS["lsq"]
+    train = FROZEN | MODES["lsq"]
     run = Run(tmp_path / "on", {"train": train}, model=folder)
     assert run() == 0
-    place = run.output / "stages" / "1-train"
-    before, after = tensors(folder), tensors(place / "model")
+    stage = run.output / "stages" / "1-train"
+    before, after = tensors(folder), tensors(stage / "model")
     assert before.keys() == after.keys()
     assert all(mx.array_equal(v, after[k]) for k, v in before.items())
-    twin, codes = (
-        load(f, compute="float32").model(TOKENS) for f in (place / "dense", folder)
+    dense_logits, code_logits = (
+        load(f, compute="float32").model(TOKENS) for f in (stage / "dense", folder)
     )
-    assert mx.abs(twin - codes).max().item() < 0.05
+    assert mx.abs(dense_logits - code_logits).max().item() < 0.05
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("qat", "message"),
     [
         (
             {"bits": 3, "group_size": 64, "quantizer": "lsq"},
@@ -191,10 +196,10 @@ def test_training_from_codes_of_an_imported_model(tmp_path, make_checkpoint):
     ],
 )
 def test_conflicting_quantization_is_refused_before_training(
-    tmp_path, base, capsys, asked, said
+    tmp_path, base, capsys, qat, message
 ):
-    stages = {"quantize": GRID}, {"train": TRAIN | {"qat": asked}}
+    stages = {"quantize": GRID}, {"train": TRAIN | {"qat": qat}}
     run = Run(tmp_path, *stages, model=base)
     assert run() == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not run.output.exists()

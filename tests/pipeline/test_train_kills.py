@@ -1,5 +1,4 @@
-"""Killed from outside at any moment, again and again: the weights are those of a run
-that was left alone."""
+"""A run that is killed repeatedly at random ends with the undisturbed weights."""
 
 import os
 import random
@@ -19,7 +18,7 @@ KINDS = {
         "adapter": LORA,
         "load_best_at_end": True,
     },
-    # Too fast to go well for long: it ends early, and the best is an older one.
+    # The learning rate is too high: the run stops early and keeps an older checkpoint.
     "lean": {
         "steps": None,
         "epochs": 47.8,
@@ -42,61 +41,64 @@ def make_run(folder, kind, base):
     return Run(folder, {"train": TRAIN | KINDS[kind]}, model=base)
 
 
-def writes(run):
-    """What is half-written at this moment."""
+def partial_writes(run):
+    """The partial files and folders at this moment."""
     stage = run.output / "stages/1-train"
-    places = [run.output, stage, stage / "checkpoints"]
-    names = (name for p in places if p.is_dir() for name in os.listdir(p))
+    folders = [run.output, stage, stage / "checkpoints"]
+    names = (name for p in folders if p.is_dir() for name in os.listdir(p))
     return {name for name in names if name.endswith(".partial")}
 
 
-def rows(run):
+def count_records(run):
     path = run.output / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def wait_for_write(process, run, draw):
-    """Until the n-th file or folder since the start is being written."""
-    seen, turn = writes(run), draw.randint(1, 4)
+def wait_for_write(process, run, rng):
+    """Wait until the n-th file or folder since the start is partially written."""
+    seen, count = partial_writes(run), rng.randint(1, 4)
     before = len(seen)
-    while process.poll() is None and len(seen) < before + turn:
-        seen |= writes(run)
+    while process.poll() is None and len(seen) < before + count:
+        seen |= partial_writes(run)
 
 
-def wait_for_rows(process, run, draw):
-    """Until a few rows have been added to the report, and a moment longer."""
-    turn, last, added = draw.randint(1, 9), rows(run), 0
-    while process.poll() is None and added < turn:
-        now = rows(run)
+def wait_for_records(process, run, rng):
+    """Wait for a random number of new metrics records, then up to 30 ms more."""
+    count, last, added = rng.randint(1, 9), count_records(run), 0
+    while process.poll() is None and added < count:
+        now = count_records(run)
         added, last = added + (now > last), now
         time.sleep(0.001)
-    time.sleep(draw.uniform(0, 0.03))
+    time.sleep(rng.uniform(0, 0.03))
 
 
-def kill_once(run, wait, draw):
-    """Run and kill; whether it was alive until then, and in the middle of a write."""
+def kill_once(run, wait, rng):
+    """Run and kill. Return whether the kill ended it, and whether it hit a write."""
     process = Process(PROGRAM, *run.arguments())
-    wait(process, run, draw)
+    wait(process, run, rng)
     process.kill()
-    return process.wait() < 0, bool(writes(run))
+    return process.wait() < 0, bool(partial_writes(run))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_resumes_after_kills_at_random_moments(tmp_path, base, kind):
-    calm = make_run(tmp_path / "calm", kind, base)
-    assert calm() == 0
-    run, draw = make_run(tmp_path / "killed", kind, base), random.Random(kind)
+    undisturbed = make_run(tmp_path / "undisturbed", kind, base)
+    assert undisturbed() == 0
+    run, rng = make_run(tmp_path / "killed", kind, base), random.Random(kind)
     kills = hits = 0
     while kills < KILLS or hits < HITS:
-        wait = wait_for_rows if kills % 2 else wait_for_write
-        killed, hit = kill_once(run, wait, draw)
+        wait = wait_for_records if kills % 2 else wait_for_write
+        killed, hit = kill_once(run, wait, rng)
         assert killed, f"it ended after {kills} kills, {hits} of them in a write"
         kills, hits = kills + 1, hits + hit
     assert run() == 0
-    assert run.outcome() == calm.outcome()
-    told = [[x[20:] for x in r.log.splitlines() if " step " in x] for r in (calm, run)]
-    assert told[0][-2:] == told[1][-2:]
+    assert run.outcome() == undisturbed.outcome()
+    step_lines = [
+        [x[20:] for x in r.log.splitlines() if " step " in x]
+        for r in (undisturbed, run)
+    ]
+    assert step_lines[0][-2:] == step_lines[1][-2:]
     facts = run.json("manifest.json")["stages"]["1-train"]["facts"]["facts"]
-    begin = "keeping step {selected_step} of {steps}: validation loss"
-    assert told[0][-1].startswith(begin.format(**facts))
+    prefix = "keeping step {selected_step} of {steps}: validation loss"
+    assert step_lines[0][-1].startswith(prefix.format(**facts))
     assert facts["selected_step"] == facts["best_step"] < facts["steps"]

@@ -1,4 +1,4 @@
-"""Recipes that run in half a second, through the real command line."""
+"""Recipes that run in half a second through the real command line."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ import yaml
 from lmx.cli import main
 from lmx.run.fs import hash_file
 
-FRESH = {
+SCRATCH_CONFIG = {
     "vocab_size": 320,
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -25,97 +25,104 @@ TRAIN = {
     "eval_steps": 5,
     "save_steps": 2,
 }
-VALIDATE = {"num_tokens": 500, "exact_match_samples": 4, "latency_tokens": 8}
-# Measures, and asks the models nothing.
-MEASURE = VALIDATE | {"exact_match_samples": 0, "num_samples": 0}
-TIMES = ("seconds", "tokens_per_second", "peak_memory_gb")
+EVALUATE = {"num_tokens": 500, "exact_match_samples": 4, "latency_tokens": 8}
+# Evaluation without generation.
+METRICS_ONLY = EVALUATE | {"exact_match_samples": 0, "num_samples": 0}
+TIMING_KEYS = ("seconds", "tokens_per_second", "peak_memory_gb")
 
-# A process that dies, or is sent a signal, in the n-th call of a function.
-ASSASSIN = """
+# A program that signals its own process in the n-th call of a function.
+SIGNAL_AT_CALL = """
 import os, signal, sys
 import mlx.core as mx
 from lmx.cli import main as cli
 from lmx.training.step import TrainStep
 
-kind, turn = signal.Signals[sys.argv[1]], int(sys.argv[3])
+signal_number, turn = signal.Signals[sys.argv[1]], int(sys.argv[3])
 places = {"step": (TrainStep, "__call__"), "save": (mx, "save_safetensors")}
 owner, name = places[sys.argv[2]]
 real, calls = getattr(owner, name), 0
 
-def deadly(*arguments, **settings):
+def signal_at_turn(*arguments, **settings):
     global calls
     calls += 1
     if calls == turn:
         if name == "save_safetensors":
             open(arguments[0], "wb").write(b"half a checkpoint")
-        os.kill(os.getpid(), kind)
+        os.kill(os.getpid(), signal_number)
     return real(*arguments, **settings)
 
-setattr(owner, name, deadly)
+setattr(owner, name, signal_at_turn)
 sys.exit(cli.train(sys.argv[4:]))
 """
 
 
-def write_rows(path: Path, first: int, count: int) -> str:
-    """Chats with one right answer each."""
-    rows = []
-    for number in range(first, first + count):
-        asked = {"role": "user", "content": f"Add {number} and {number % 7}."}
-        text = f"{number} and {number % 7} together are {number + number % 7}"
-        answer = {"role": "assistant", "content": text}
-        rows.append({"messages": [asked, answer], "skill": f"addition{number % 2}"})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write_examples(path: Path, start: int, count: int) -> str:
+    """Write chats that have exactly one correct answer each."""
+    examples = []
+    for n in range(start, start + count):
+        prompt = {"role": "user", "content": f"Add {n} and {n % 7}."}
+        text = f"{n} and {n % 7} together are {n + n % 7}"
+        completion = {"role": "assistant", "content": text}
+        examples.append({"messages": [prompt, completion], "skill": f"addition{n % 2}"})
+    path.write_text("".join(json.dumps(example) + "\n" for example in examples))
     return str(path)
 
 
 class Run:
-    """A recipe in a folder of its own, and what became of it."""
+    """A recipe in its own folder, and the outputs of its run."""
 
     def __init__(self, folder: Path, *stages: dict | str, model: dict | str = ""):
         self.folder = folder
         self.output = folder / "out"
         self.recipe = folder / "tiny.yaml"
         self.data = {
-            "train": [write_rows(folder / "train.jsonl", 0, 40)],
-            "valid": [write_rows(folder / "valid.jsonl", 100, 10)],
+            "train": [write_examples(folder / "train.jsonl", 0, 40)],
+            "valid": [write_examples(folder / "valid.jsonl", 100, 10)],
             "max_seq_length": 64,
         }
-        self.model = str(model) or {"from_scratch": FRESH}
+        self.model = str(model) or {"from_scratch": SCRATCH_CONFIG}
         self.stages = [s if isinstance(s, dict) else {s: None} for s in stages]
         self.write()
 
     def write(self) -> None:
-        """The recipe as it is now."""
+        """Write the recipe file from the current attributes."""
         recipe = {"model": self.model, "data": self.data, "stages": self.stages}
         self.recipe.write_text(yaml.safe_dump(recipe, sort_keys=False))
 
-    def arguments(self, *more: str) -> list[str]:
-        return [str(self.recipe), f"output={self.output}", *more]
+    def arguments(self, *overrides: str) -> list[str]:
+        return [str(self.recipe), f"output={self.output}", *overrides]
 
-    def __call__(self, *more: str) -> int:
-        """Run in this process; the exit code."""
-        return main.train(self.arguments(*more))
+    def __call__(self, *overrides: str) -> int:
+        """Run in this process and return the exit code."""
+        return main.train(self.arguments(*overrides))
 
-    def attacked(self, kind: str, where: str, turn: int) -> subprocess.CompletedProcess:
-        """Run in a process that gets a signal in the n-th step or save."""
-        return warm.run(ASSASSIN, kind, where, str(turn), *self.arguments())
+    def run_with_signal(
+        self, signal_name: str, place: str, call: int
+    ) -> subprocess.CompletedProcess:
+        """Run in a subprocess that gets a signal in the n-th step or save."""
+        return warm.run(
+            SIGNAL_AT_CALL, signal_name, place, str(call), *self.arguments()
+        )
 
     def json(self, name: str):
         return json.loads((self.output / name).read_text())
 
-    def rows(self, name: str = "metrics.jsonl") -> list[dict]:
-        """Rows without what no two runs have alike."""
+    def records(self, name: str = "metrics.jsonl") -> list[dict]:
+        """The records of a JSON Lines file, without timings and memory."""
         lines = (self.output / name).read_text().splitlines()
-        rows = map(json.loads, lines)
-        return [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
+        records = map(json.loads, lines)
+        return [
+            {k: v for k, v in record.items() if k not in TIMING_KEYS}
+            for record in records
+        ]
 
     def outcome(self) -> tuple:
-        """What must be the same, whatever happened on the way."""
+        """Model hashes and metrics: equal for interrupted and undisturbed runs."""
         models = sorted((self.output / "stages").glob("*/*/model.safetensors"))
         hashes = {str(p.relative_to(self.output)): hash_file(p) for p in models}
-        return hashes, self.rows()
+        return hashes, self.records()
 
-    def half_written(self) -> list[Path]:
+    def partial_files(self) -> list[Path]:
         return [*self.output.rglob("*.partial")]
 
     @property
@@ -124,7 +131,7 @@ class Run:
 
 
 def resume_command(log: str) -> list[str]:
-    """The arguments of the command that an interrupted run says to give."""
+    """The arguments of the resume command that an interrupted run prints."""
     [line] = [line for line in log.splitlines() if "to resume:" in line]
     program, *arguments = shlex.split(line.split("to resume:")[1])
     assert program == "lmx-train"
