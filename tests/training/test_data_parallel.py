@@ -28,7 +28,7 @@ test_data_parallel.{name}(ranks.join(), Path(sys.argv[1]))
 SGD = {"name": "sgd", "momentum": 0.9, "max_grad_norm": 1.0}
 
 
-def without_last_row(batch: Batch) -> Batch:
+def mask_last_sequence(batch: Batch) -> Batch:
     """Masks the last sequence, like one that fills up a batch."""
     keep = mx.arange(len(batch.mask))[:, None] < len(batch.mask) - 1
     return Batch(batch.tokens, batch.mask & keep, batch.where, batch.documents)
@@ -38,10 +38,10 @@ def windows() -> list[list[Batch]]:
     """Steps with odd and even batch sizes, one sequence, and several batches."""
     return [
         [tokens_of(5, 12)],
-        [without_last_row(tokens_of(4, 7, seed=1))],
+        [mask_last_sequence(tokens_of(4, 7, seed=1))],
         [tokens_of(1, 9, seed=2)],
         ragged((3, 14)),
-        [without_last_row(tokens_of(2, 8, seed=3)), tokens_of(3, 11, seed=4)],
+        [mask_last_sequence(tokens_of(2, 8, seed=3)), tokens_of(3, 11, seed=4)],
     ]
 
 
