@@ -28,7 +28,7 @@ def recipe(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def ran(monkeypatch):
+def calls(monkeypatch):
     """What the runner and the preflight were called with."""
     calls = []
 
@@ -44,24 +44,24 @@ def ran(monkeypatch):
     return calls
 
 
-def test_train_accepts_options_anywhere(recipe, ran):
+def test_train_accepts_options_anywhere(recipe, calls):
     assert main.train([recipe, "--quiet", "seed=4", "--ignore-limits"]) == 0
     command = f"lmx-train {recipe} seed=4 --ignore-limits"
     flags = {"restart": False, "ignore_limits": True, "quiet": True, "command": command}
-    assert ran == [(4, "good", flags)]
+    assert calls == [(4, "good", flags)]
 
 
-def test_dry_run_runs_nothing(recipe, ran):
+def test_dry_run_runs_nothing(recipe, calls):
     assert main.train(["--dry-run", recipe]) == 0
-    assert ran == [(0, "good", {"ignore_limits": False})]
+    assert calls == [(0, "good", {"ignore_limits": False})]
 
 
-def test_lmx_train_verb_is_lmx_train(recipe, ran):
+def test_lmx_train_verb_is_lmx_train(recipe, calls):
     assert main.main(["train", recipe, "seed=7"]) == 0
-    assert ran[0][0] == 7
+    assert calls[0][0] == 7
 
 
-def test_recipe_errors_exit_2_without_traceback(recipe, ran, capsys):
+def test_recipe_errors_exit_2_without_traceback(recipe, calls, capsys):
     assert main.train([recipe, "sed=1"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -70,7 +70,7 @@ def test_recipe_errors_exit_2_without_traceback(recipe, ran, capsys):
         "    hint: did you mean 'seed'?\n"
         "1 problem; nothing was run.\n"
     )
-    assert ran == []
+    assert calls == []
 
 
 def test_debug_shows_the_traceback(recipe, capsys):
@@ -91,7 +91,7 @@ def test_debug_shows_the_traceback(recipe, capsys):
         (Interrupted("to go on: lmx-train x"), 130, "to go on: lmx-train x\n"),
     ],
 )
-def test_exit_codes(recipe, ran, capsys, monkeypatch, error, code, text):
+def test_exit_codes(recipe, calls, capsys, monkeypatch, error, code, text):
     def run(*_, **__):
         raise error
 
@@ -117,7 +117,7 @@ def test_train_options(capsys):
 
 
 @pytest.fixture
-def shelf(tmp_path, monkeypatch):
+def recipe_folder(tmp_path, monkeypatch):
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "qat_4bit.yaml").write_text(
         f"# Learn the rounding.\n{GOOD}"
@@ -129,12 +129,12 @@ def shelf(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["qat_4bit", "recipes/qat_4bit.yaml"])
-def test_bundled_recipe_by_name(shelf, ran, name):
+def test_bundled_recipe_by_name(recipe_folder, calls, name):
     assert main.train([name]) == 0
-    assert ran[0][1] == "qat_4bit"
+    assert calls[0][1] == "qat_4bit"
 
 
-def test_unknown_recipe_hints_at_the_nearest(shelf, capsys):
+def test_unknown_recipe_hints_at_the_nearest(recipe_folder, capsys):
     assert main.train(["qat_4bits"]) == 2
     assert capsys.readouterr().err == (
         "no such recipe: 'qat_4bits'\n    hint: did you mean 'qat_4bit'?\n"
@@ -143,7 +143,7 @@ def test_unknown_recipe_hints_at_the_nearest(shelf, capsys):
     assert "this is a folder" in capsys.readouterr().err
 
 
-def test_list_prints_recipes_stages_and_methods(shelf, capsys):
+def test_list_prints_recipes_stages_and_methods(recipe_folder, capsys):
     assert main.train(["--list"]) == 0
     printed = capsys.readouterr().out
     assert "  qat_4bit  Learn the rounding.\n" in printed

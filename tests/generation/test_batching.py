@@ -1,4 +1,4 @@
-"""Continuous batching: each request gets the tokens it gets alone; none starves."""
+"""Continuous batching: each request gets its tokens of a single run; none starves."""
 
 import numpy as np
 import pytest
@@ -45,7 +45,7 @@ def run_all(batcher, requests, arrivals=1):
     return [completions[id(request)] for request in requests]
 
 
-def alone(model, request, tokenizer):
+def generate_alone(model, request, tokenizer):
     responses = Generator(model, tokenizer, prefill_step_size=16).stream(
         request.prompt,
         max_tokens=request.max_tokens,
@@ -61,7 +61,9 @@ def test_batch_generator_matches_single_requests(name, count):
     requests = some_requests(count, 256)
     batcher = BatchGenerator(model, max_batch_size=16, prefill_step_size=16)
     completions = run_all(batcher, requests, arrivals=3)
-    assert completions == [alone(model, request, tokenizer) for request in requests]
+    assert completions == [
+        generate_alone(model, request, tokenizer) for request in requests
+    ]
     assert len({tuple(tokens) for tokens in completions}) > 0.75 * count
     assert batcher.idle
     assert not batcher.nbytes
@@ -75,7 +77,9 @@ def test_batch_generator_supports_other_caches(family):
         BatchGenerator(model, max_batch_size=5, prefill_step_size=8), requests
     )
     tokenizer = byte_tokenizer()
-    assert completions == [alone(model, request, tokenizer) for request in requests]
+    assert completions == [
+        generate_alone(model, request, tokenizer) for request in requests
+    ]
 
 
 def test_batch_generator_rejects_caches_without_merge():
@@ -159,7 +163,7 @@ def test_cancel_does_not_change_other_requests():
         if number == 3:
             batcher.cancel(requests[0])
     for request in requests[1:]:
-        assert completions[id(request)] == alone(model, request, tokenizer)
+        assert completions[id(request)] == generate_alone(model, request, tokenizer)
 
 
 def test_batch_generator_launches_next_step_early():

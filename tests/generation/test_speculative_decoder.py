@@ -189,7 +189,7 @@ def test_prefix_cache_after_speculative_decoding_is_exact(family):
     completions = tokens_of(plain)
 
     @cache
-    def alone(*prompt):
+    def generate_alone(*prompt):
         return tokens_of(plain, prompt, max_tokens=9)
 
     for length in (1, 4, 8):
@@ -204,7 +204,7 @@ def test_prefix_cache_after_speculative_decoding_is_exact(family):
                 next(stream)
             stream.close()
             second = [*PROMPT, *first, 3, 1, 4]
-            assert tokens_of(generator, second, max_tokens=9) == alone(*second)
+            assert tokens_of(generator, second, max_tokens=9) == generate_alone(*second)
 
 
 class Table:

@@ -65,8 +65,8 @@ def test_families_train_in_full(family, batch):
     losses = train(step, batch, rate=4e-3)
     assert losses[-1] < losses[0] - 0.1
     exempt = CHOOSING + CONSTANT.get(family, ())
-    still = [k for k, v in step.parameters.items() if mx.array_equal(v, before[k])]
-    assert [k for k in still if not any(part in k for part in exempt)] == []
+    unchanged = [k for k, v in step.parameters.items() if mx.array_equal(v, before[k])]
+    assert [k for k in unchanged if not any(part in k for part in exempt)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,8 +130,10 @@ def test_families_have_equal_gradients_with_less_memory(family, batch, monkeypat
         return checkpoint(function)
 
     monkeypatch.setattr(mx, "checkpoint", counting)
-    again, result = outputs(family, batch, gradient_checkpointing=True, chunk=7)
-    assert again == pytest.approx(loss, rel=1e-5)
+    checkpointed_loss, result = outputs(
+        family, batch, gradient_checkpointing=True, chunk=7
+    )
+    assert checkpointed_loss == pytest.approx(loss, rel=1e-5)
     for path, gradient in expected.items():
         allowed = {"rtol": 1e-4, "atol": 1e-5 * largest}
         assert mx.allclose(result[path], gradient, **allowed), path

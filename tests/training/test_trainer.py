@@ -27,13 +27,13 @@ def killed_at(moment, monkeypatch):
     owner, name, turn = moment
     real, calls = getattr(owner, name), itertools.count(1)
 
-    def deadly(*arguments, **settings):
+    def killing(*arguments, **settings):
         if next(calls) == turn:
             raise Killed
         return real(*arguments, **settings)
 
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, deadly)
+        patch.setattr(owner, name, killing)
         # The body of the with statement raises.
         with pytest.raises(Killed):
             yield
