@@ -21,6 +21,8 @@ from mlx.utils import tree_flatten
 from tiny_families import FAMILIES, VOCABULARY, WINDOW, config, member
 from tiny_steps import make_step
 
+pytestmark = pytest.mark.slow
+
 LENGTH = 17
 # The choice of experts or tokens has no gradient, nor has a constant.
 CHOOSING = ("indexer.", "correction_bias", "expert_bias")
