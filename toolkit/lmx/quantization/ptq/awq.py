@@ -31,6 +31,11 @@ class AWQ(PTQMethod):
         self._clipped: set[str] = set()
 
     def quantize(self) -> dict[str, mx.array]:
+        """Quantize the layers in `context.specs`.
+
+        Returns:
+            Packed codes, scales and biases by name, and the dense weights that changed.
+        """
         tensors = SequentialPipeline.from_method(self).run()
         self.scaler.log_summary()
         return tensors

@@ -4,6 +4,7 @@ A method is a class in `methods.METHODS`. A calibrated method is a `PTQMethod`: 
 `SequentialPipeline` calls its hooks for every block of the model.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +112,7 @@ class QuantizedBlock:
     shards: list[ActivationShard]
 
 
-class PTQMethod:
+class PTQMethod(ABC):
     """Base class of calibrated quantization methods.
 
     Attributes:
@@ -130,18 +131,11 @@ class PTQMethod:
         self.config = config
         self.context = context
 
-    def quantize(self) -> dict[str, mx.array]:
-        """Quantize the layers in `context.specs`.
-
-        Returns:
-            Packed codes, scales and biases by name, and the dense weights that changed.
-        """
-        raise NotImplementedError
-
     def prepare_block(self, block: BlockContext) -> Weights | None:
         """New weights for an equivalent block before it is quantized. None = as is."""
         return None
 
+    @abstractmethod
     def quantize_group(
         self, weights: dict[str, mx.array], statistics: InputStatistics | None
     ) -> dict[str, QuantizedTensor]:
@@ -152,7 +146,6 @@ class PTQMethod:
             statistics: of their input. None if they receive no hidden states. The
                 caller holds no reference to them, so a method may free them.
         """
-        raise NotImplementedError
 
     def finalize_block(self, block: QuantizedBlock) -> dict[str, QuantizedTensor]:
         """Better tensors for layers of a quantized block, by path."""

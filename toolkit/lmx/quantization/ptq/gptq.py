@@ -36,6 +36,11 @@ class GPTQ(PTQMethod):
         self.weighs_outputs = config.output_hessian
 
     def quantize(self) -> dict[str, mx.array]:
+        """Quantize the layers in `context.specs`.
+
+        Returns:
+            Packed codes, scales and biases by name, and the dense weights that changed.
+        """
         tensors = SequentialPipeline.from_method(self).run()
         if self.reconstruction:
             self.reconstruction.log_summary()
