@@ -145,21 +145,21 @@ def test_moments_predict_the_divergence(tmp_path, tied, monkeypatch):
     assert divergence == pytest.approx(expected, rel=0.2)
 
 
-def test_backward_pass_uses_few_tokens_and_lm_head_uses_all(tmp_path, monkeypatch):
+@pytest.mark.parametrize("tied", [False, True])
+def test_fisher_pass_uses_few_tokens(tied, tmp_path, monkeypatch):
     monkeypatch.setattr(output_fisher, "TOKENS_PER_COLUMN", 0.5)
     shards = []
-    for name in ("start_backward", "backward"):
+    for name in ("forward", "start_backward", "backward"):
         original = getattr(ForwardBackwardPass, name)
 
-        def recorded(fb_pass, *args, original=original):
-            shards.append((fb_pass.num_backward, len(fb_pass.tokens)))
-            return original(fb_pass, *args)
+        def recorded(fb_pass, *args, original=original, **kwargs):
+            shards.append(len(fb_pass.tokens))
+            return original(fb_pass, *args, **kwargs)
 
         monkeypatch.setattr(ForwardBackwardPass, name, recorded)
-    # There are 128 columns and 24 tokens per shard.
-    statistics_of(model_of(tied=True), tmp_path, shard_size=1)
-    statistics_of(model_of(tied=False), tmp_path, shard_size=1)
-    assert shards == [(3, 6)] * 2 + [(3, 3)] * 2
+    # There are 128 columns, and 6 shards of 24 tokens.
+    statistics_of(model_of(tied=tied), tmp_path, shard_size=1)
+    assert shards == [3, 3, 3]
 
 
 def test_cluster_rows_groups_rows_of_one_direction():

@@ -11,11 +11,12 @@ from lmx.quantization.affine_grid import AffineGrid, fit_grid, nearest
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq import gptq_solver
 from lmx.quantization.ptq.gptq_solver import (
+    LayerProblem,
     coordinate_descent,
     fit_groups,
     gptq,
     refit,
-    solve_layer,
+    solve_layers,
 )
 from lmx.quantization.ptq.hessian import damped
 from lmx.quantization.ptq.input_statistics import OutputError
@@ -49,6 +50,26 @@ def row_errors(grid: AffineGrid, target, matrix) -> np.ndarray:
     """Return the squared error of every row in float64."""
     error = to_float64(grid.weight()) - to_float64(target)
     return np.einsum("nk,kl,nl->n", error, to_float64(matrix), error)
+
+
+def solve_layer(weight, hessian, spec, dtype, **problem):
+    """Return one layer, solved on its own."""
+    layers = {"layer": LayerProblem(weight, **problem)}
+    return solve_layers(layers, hessian, spec, dtype)["layer"]
+
+
+def descent_of(grid: AffineGrid, target, hessian) -> mx.array:
+    return (target - grid.weight()) @ hessian.matrix
+
+
+def refitted(grid: AffineGrid, target, hessian) -> AffineGrid:
+    descent = descent_of(grid, target, hessian)
+    return refit(grid, descent, hessian.matrix, mx.float32)
+
+
+def descended(grid: AffineGrid, target, hessian) -> AffineGrid:
+    descent = descent_of(grid, target, hessian)
+    return coordinate_descent(grid, descent, hessian.matrix, LEVELS)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +130,7 @@ def test_numpy_and_mlx_give_the_same_grids(hessian, dtype, monkeypatch):
     def grids():
         first = fit_groups(target, costs, GROUP, LEVELS, dtype)
         second = gptq(target, hessian, GROUP, LEVELS, dtype)
-        return first, second, coordinate_descent(first, target, hessian.matrix, LEVELS)
+        return first, second, descended(first, target, hessian)
 
     numpy_grids = grids()
     calls = []
@@ -156,14 +177,43 @@ def test_solve_layer_rows_are_independent(hessian, monkeypatch):
         assert parts.errors[name] == pytest.approx(error, rel=2e-2)
 
 
+@pytest.mark.parametrize("coupled", [False, True])
+def test_layers_with_one_input_are_solved_as_if_alone(hessian, coupled):
+    spec, generator = QuantSpec(bits=3, group_size=GROUP), np.random.default_rng(3)
+    layers = {}
+    for name, rows in (("q", 96), ("k", 40), ("v", 40)):
+        gradients = generator.normal(size=(500, rows)) @ generator.normal(
+            size=(rows, rows)
+        )
+        fisher = mx.array(gradients.T @ gradients / 500, mx.float32)
+        fisher = fisher if coupled and name != "k" else None
+        layers[name] = LayerProblem(weights(rows), output_fisher=fisher)
+    together = solve_layers(layers, hessian, spec, mx.float32)
+    for name, layer in layers.items():
+        alone = solve_layers({name: layer}, hessian, spec, mx.float32)[name]
+        if coupled and name == "v":
+            # It has 2 sets alone and 3 with a layer of more rows.
+            assert together[name].errors["best"] == pytest.approx(
+                alone.errors["best"], rel=0.2
+            )
+            continue
+        expected, actual = (
+            dequantize(solution.tensors, spec, mx.float32)
+            for solution in (alone, together[name])
+        )
+        assert (mx.abs(expected - actual) < 1e-5).mean() > 0.99
+        for candidate, error in alone.errors.items():
+            assert together[name].errors[candidate] == pytest.approx(error, rel=1e-2)
+
+
 def test_refit_and_descent_reduce_the_error(hessian):
     target = weights()
     grid = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
     before = row_errors(grid, target, hessian.matrix)
     for _ in range(3):
         for improved in (
-            refit(grid, target, hessian.matrix, mx.float32),
-            coordinate_descent(grid, target, hessian.matrix, LEVELS),
+            refitted(grid, target, hessian),
+            descended(grid, target, hessian),
         ):
             after = row_errors(improved, target, hessian.matrix)
             assert np.all(after <= before * (1 + 1e-4))
@@ -174,7 +224,7 @@ def test_refit_and_descent_reduce_the_error(hessian):
 def test_refit_is_least_squares(hessian):
     target = weights()
     grid = fit_groups(target, mx.diagonal(hessian.matrix), GROUP, LEVELS, mx.float32)
-    grid = refit(grid, target, hessian.matrix, mx.float32)
+    grid = refitted(grid, target, hessian)
     errors = row_errors(grid, target, hessian.matrix)
     root = np.linalg.cholesky(to_float64(hessian.matrix)).T
     for row in range(ROWS):
@@ -198,8 +248,8 @@ def test_refined_error_is_between_the_optimum_and_rtn():
     rtn = AffineGrid(*_rtn_grid(target))
     grid = gptq(target, hessian, 6, LEVELS, mx.float32)
     for _ in range(3):
-        grid = refit(grid, target, hessian.matrix, mx.float32)
-        grid = coordinate_descent(grid, target, hessian.matrix, LEVELS)
+        grid = refitted(grid, target, hessian)
+        grid = descended(grid, target, hessian)
     refined, rounded = (row_errors(g, target, hessian.matrix) for g in (grid, rtn))
     for row in range(len(target)):
         goal = root @ to_float64(target)[row]

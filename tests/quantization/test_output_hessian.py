@@ -6,7 +6,7 @@ import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.quantization.packing import dequantize
 from lmx.quantization.ptq import gptq_solver
-from lmx.quantization.ptq.gptq_solver import solve_layer
+from lmx.quantization.ptq.gptq_solver import LayerProblem, solve_layers
 from lmx.quantization.ptq.hessian import OUTPUT_SHRINKAGE, OutputHessian, damped
 
 GROUP, WIDTH, ROWS = 32, 96, 40
@@ -33,7 +33,8 @@ def shrunk_hessian(matrix: np.ndarray) -> np.ndarray:
 
 def quantized(spec, fisher) -> np.ndarray:
     fisher = None if fisher is None else mx.array(fisher, mx.float32)
-    layer = solve_layer(WEIGHT, HESSIAN, spec, mx.float32, output_fisher=fisher)
+    layers = {"layer": LayerProblem(WEIGHT, output_fisher=fisher)}
+    layer = solve_layers(layers, HESSIAN, spec, mx.float32)["layer"]
     return np.array(dequantize(layer.tensors, spec, mx.float32), np.float64)
 
 

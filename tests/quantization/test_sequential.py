@@ -132,7 +132,7 @@ def rows_of(model, path, quantized=()):
     return np.array(x, np.float64).reshape(-1, x.shape[-1])
 
 
-def test_gptq_call_chain_has_six_calls(tmp_path, monkeypatch):
+def test_gptq_call_chain_has_seven_calls(tmp_path, monkeypatch):
     """The chain goes from the method entry to the column update (see sequential.py)."""
     chains, update = [], gptq_solver.gptq_strip
 
@@ -150,7 +150,8 @@ def test_gptq_call_chain_has_six_calls(tmp_path, monkeypatch):
         "run",
         "_quantize_block",
         "quantize_group",
-        "solve_layer",
+        "solve_layers",
+        "solve_rows",
         "gptq",
     ] in chains
 

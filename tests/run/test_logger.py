@@ -4,10 +4,12 @@ import io
 import json
 import re
 import sys
+import time
 
 import pytest
 from lmx.errors import UserError
-from lmx.run.logger import RunLogger, format_duration, format_number
+from lmx.run.logger import HEARTBEAT_SECONDS, RunLogger
+from lmx.run.progress import format_duration, format_number
 
 
 class Terminal(io.StringIO):
@@ -115,11 +117,12 @@ def test_logger_reports_disk_errors(tmp_path):
 
 
 def test_progress_without_terminal_is_plain_lines(logger, capsys, monkeypatch):
-    clock = iter([100.0, 110.0, 130.0])
-    monkeypatch.setattr("lmx.run.logger.time.monotonic", lambda: next(clock))
+    clock = set_clock(monkeypatch)
     with logger.progress(40, "training") as bar:
         bar.update(10, loss=2.51234, learning_rate=2e-4)
+        clock[0] += 10
         bar.update(20, loss=2.0)
+        clock[0] += 20
         bar.update(40, loss=1.5)
     assert capsys.readouterr().out.splitlines() == [
         "training 10/40  loss 2.512  learning rate 0.0002",
@@ -127,6 +130,68 @@ def test_progress_without_terminal_is_plain_lines(logger, capsys, monkeypatch):
         "training 40/40  loss 1.5",
     ]
     assert "about 20 s left" in logged(logger)
+
+
+def set_clock(monkeypatch) -> list[float]:
+    """Return the seconds that the logger sees."""
+    clock = [100.0]
+    monkeypatch.setattr("lmx.run.progress.time.monotonic", lambda: clock[0])
+    return clock
+
+
+def test_silence_is_broken_by_the_progress_with_the_time_left(
+    logger, capsys, monkeypatch
+):
+    clock = set_clock(monkeypatch)
+
+    def beats(seconds: int) -> list[str]:
+        for _ in range(seconds):
+            clock[0] += 1
+            logger.break_silence()
+        return capsys.readouterr().out.splitlines()
+
+    logger.info("stage 1-quantize")
+    capsys.readouterr()
+    assert beats(8) == []
+    (line,) = beats(1)
+    assert line.startswith("running for ")
+    with logger.progress(4e9, "quantizing", percent=True) as bar:
+        bar.advance(0, "block 1 of 4")
+        clock[0] += 5
+        bar.advance(1e9, "block 2 of 4")
+        # 9 of 36 seconds, as the line comes 4 seconds later.
+        assert beats(9) == ["quantizing 25%  block 2 of 4  about 27 s left"]
+        with logger.progress(2, "inner") as inner:
+            inner.advance()
+            assert beats(9) == ["inner 1/2  about 4 s left"]
+        bar.advance(9e9)
+        assert beats(9) == ["quantizing 100%  block 2 of 4"]
+    assert len(beats(30)) == 3
+    assert "block 2 of 4  about 27 s left" in logged(logger)
+
+
+def test_heartbeat_runs_during_one_long_operation(logger, capsys, monkeypatch):
+    monkeypatch.setattr("lmx.run.logger.HEARTBEAT_SECONDS", 0.1)
+    with logger.heartbeat():
+        time.sleep(0.5)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) >= 2
+    assert all(line.startswith("running for") for line in lines)
+    count = len(lines)
+    time.sleep(0.2)
+    assert capsys.readouterr().out == "" or count == 0
+
+
+def test_heartbeat_on_a_terminal_writes_to_the_log_file(logger, monkeypatch):
+    open_terminal(monkeypatch)
+    clock = set_clock(monkeypatch)
+    logger.info("stage 2-evaluate")
+    with logger.progress(4, "evaluating") as bar:
+        bar.advance()
+        clock[0] += HEARTBEAT_SECONDS
+        bar.advance()
+        logger.break_silence()
+    assert "evaluating 2/4  about 10 s left" in logged(logger)
 
 
 def test_progress_on_terminal_is_a_bar_and_the_log_file_is_plain(logger, monkeypatch):

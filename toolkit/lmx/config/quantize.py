@@ -1,6 +1,6 @@
 """The `quantize` block: calibration, refinement and the methods rtn, gptq and awq."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -175,12 +175,30 @@ class RTNConfig(PTQConfig):
         return self
 
 
+# Values of the other keys by effort, where they differ from the defaults.
+EFFORTS: dict[str, dict[str, Any]] = {
+    "fast": {
+        "refine_iters": 0,
+        "asymmetric_calibration": False,
+        "output_hessian": False,
+        "scale_tuning": False,
+        "rollback_if_worse": False,
+    },
+    "standard": {},
+    "best": {"refine_iters": 3, "scale_tuning": {}, "rollback_if_worse": True},
+}
+
+
 class GPTQConfig(PTQConfig):
     """Codes, scales and biases that minimize the output error of every layer on the
     calibration data (GPTQ, arXiv 2210.17323)."""
 
     method: Literal["gptq"] = "gptq"
     """Quantization method."""
+    effort: Literal["fast", "standard", "best"] = "standard"
+    """Time to spend; it sets the keys below that the recipe does not name. fast: one
+    pass of GPTQ with closed-form scales. standard: the defaults. best: everything that
+    lowers the divergence, several times slower."""
     dampening_frac: float = Field(DAMPENING_FRAC, gt=0, le=1)
     """Initial Hessian dampening, as a fraction of the mean of its diagonal."""
     refine_iters: int = Field(3, ge=0)
@@ -198,6 +216,13 @@ class GPTQConfig(PTQConfig):
     block_reconstruction: BlockReconstructionConfig | None = None
     """Present = train every block after GPTQ, {} = with all defaults. A block that is
     no better on held-out sequences is restored. Several times slower."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _set_effort(cls, value):
+        if isinstance(value, dict) and isinstance(value.get("effort"), str):
+            return EFFORTS.get(value["effort"], {}) | value
+        return value
 
     @model_validator(mode="after")
     def _check_affine(self):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_map
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from ..cpu import malloc
 from ..errors import UserError
@@ -80,6 +80,25 @@ class BlockwiseModel:
             block.update(original or self._take_lazy_block(index).parameters())
             mx.clear_cache()
             malloc.trim()
+
+    @contextmanager
+    def cast_outer_weights(self, dtype: mx.Dtype) -> Iterator[None]:
+        """Weights outside the blocks are in `dtype` inside the context.
+
+        Otherwise every call casts them anew, which takes longer than their product.
+        """
+        outer = {
+            name: value
+            for name, value in tree_flatten(self.model.parameters())
+            if not name.startswith(self.prefix)
+        }
+        self.model.update(
+            tree_unflatten([(name, cast(v, dtype)) for name, v in outer.items()])
+        )
+        try:
+            yield
+        finally:
+            self.model.update(tree_unflatten(list(outer.items())))
 
     def unload(self) -> None:
         """Free all weights that were read, including those outside the blocks."""

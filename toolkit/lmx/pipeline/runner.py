@@ -174,7 +174,8 @@ def _run_stages(
         else:
             logger.stage = name
             logger.info(f"stage {name}")
-            record = _run_stage(planned.stage, context, run_dir)
+            with logger.heartbeat():
+                record = _run_stage(planned.stage, context, run_dir)
         context = replace(context, current=_local_artifact(record, context))
 
 

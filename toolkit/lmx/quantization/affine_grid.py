@@ -35,6 +35,10 @@ class AffineGrid:
         )
         return (codes * scales + biases).reshape(self.codes.shape).astype(mx.float32)
 
+    def __getitem__(self, rows: slice) -> "AffineGrid":
+        """Some of the rows."""
+        return AffineGrid(self.codes[rows], self.scales[rows], self.biases[rows])
+
     def over(self, other: "AffineGrid", rows: mx.array) -> "AffineGrid":
         """This grid in the rows that are True, `other` elsewhere."""
         pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]

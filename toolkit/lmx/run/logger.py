@@ -4,13 +4,19 @@ import json
 import math
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from ..errors import UserError
 from .fs import disk_errors, write_atomic
+from .progress import ProgressBar, format_duration
 from .trackers import TrackerThread
+
+# Longest silence of the log while a stage runs.
+HEARTBEAT_SECONDS = 10
 
 # Terminal escape sequences, and control characters except tab and newline.
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -32,7 +38,10 @@ class RunLogger:
         self.quiet = quiet
         self.stage = ""
         self.tracker: TrackerThread | None = None
-        self._bar = None
+        # What a terminal shows: `rich.progress.Progress`, or nothing.
+        self.bar = None
+        self._running: list[ProgressBar] = []
+        self._stage_start = self._last_line = time.monotonic()
 
     def info(self, text: str) -> None:
         """Log a line."""
@@ -47,6 +56,7 @@ class RunLogger:
 
     def debug(self, text: str) -> None:
         """Log lines to log.txt only."""
+        self._last_line = time.monotonic()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
         lines = _CONTROL.sub("", text).split("\n")
         self._append("log.txt", "".join(f"{stamp} {line}\n" for line in lines))
@@ -81,13 +91,55 @@ class RunLogger:
                 write_atomic(path, "".join(valid))
 
     @contextmanager
-    def progress(self, total: int, description: str) -> Iterator["ProgressBar"]:
+    def progress(
+        self, total: float, description: str, *, percent: bool = False
+    ) -> Iterator[ProgressBar]:
         """A progress bar on a terminal, lines elsewhere, with the remaining time."""
-        progress = ProgressBar(self, total, description)
+        progress = ProgressBar(self, total, description, percent=percent)
+        self._running.append(progress)
         try:
             yield progress
         finally:
             progress.close()
+
+    def close_progress(self, progress: ProgressBar) -> None:
+        """Forget a progress that has ended."""
+        self._running.remove(progress)
+
+    @contextmanager
+    def heartbeat(self) -> Iterator[None]:
+        """Log the progress inside the context whenever nothing else is logged."""
+        self._stage_start, stopped = time.monotonic(), threading.Event()
+
+        def beat() -> None:
+            while not stopped.wait(HEARTBEAT_SECONDS / 10):
+                self.break_silence()
+
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stopped.set()
+            thread.join()
+
+    def break_silence(self) -> None:
+        """Log the progress if the last line is `HEARTBEAT_SECONDS` old."""
+        now = time.monotonic()
+        if now - self._last_line < 0.9 * HEARTBEAT_SECONDS:
+            return
+        progress = self._running[-1] if self._running else None
+        if progress is None:
+            line = f"running for {format_duration(now - self._stage_start)}"
+        else:
+            line = progress.line()
+        try:
+            if progress is not None and progress.is_on_screen:
+                self.debug(line)
+            else:
+                self.info(line)
+        except UserError:
+            pass  # A full disk ends the stage where it writes its results.
 
     def _is_valid(self, line: str, step: int) -> bool:
         try:
@@ -113,8 +165,8 @@ class RunLogger:
 
     def _show(self, text: str, *, to=None) -> None:
         text = _CONTROL.sub("", text)
-        if self._bar is not None:
-            self._bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if self.bar is not None:
+            self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
             stream = to or sys.stdout
             stream.write(text + "\n")
@@ -130,88 +182,8 @@ class RunLogger:
             table.add_column(Text(name), justify="right" if number else "left")
         for row in cells[1:]:
             table.add_row(*map(Text, row))
-        console = self._bar.console if self._bar else Console()
+        console = self.bar.console if self.bar else Console()
         console.print(table)
-
-
-class ProgressBar:
-    """Progress of a long operation; made by `RunLogger.progress`."""
-
-    def __init__(self, logger: RunLogger, total: int, description: str):
-        self._logger = logger
-        self._total = total
-        self._description = description
-        self._started: tuple[float, int] | None = None
-        self._task = None
-        # A terminal shows one bar at a time; nested operations log lines.
-        if sys.stdout.isatty() and not logger.quiet and logger._bar is None:
-            self._open_bar()
-
-    def update(self, done: int, **values: float) -> None:
-        """Show the progress, with values such as loss=2.5."""
-        text = "  ".join(
-            f"{name.replace('_', ' ')} {format_number(value)}"
-            for name, value in values.items()
-        )
-        line = f"{self._description} {done}/{self._total}  {text}"
-        if self._task is not None:
-            self._logger.debug(line)
-            self._logger._bar.update(self._task, completed=done, values=text)
-        else:
-            self._logger.info(f"{line}  {self._remaining(done)}".rstrip())
-
-    def close(self) -> None:
-        """Remove the bar from the screen."""
-        if self._task is not None:
-            self._logger._bar.stop()
-            self._logger._bar = None
-
-    def _open_bar(self) -> None:
-        from rich import progress as rich
-        from rich.table import Column
-
-        # On a narrow terminal the values are truncated.
-        bar = rich.Progress(
-            rich.TextColumn("{task.description}"),
-            rich.BarColumn(bar_width=20),
-            rich.MofNCompleteColumn(),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn(
-                "{task.fields[values]}",
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-            expand=True,
-            # In slow trainings, updates are minutes apart.
-            speed_estimate_period=600,
-        )
-        self._task = bar.add_task(self._description, total=self._total, values="")
-        self._logger._bar = bar
-        bar.start()
-
-    def _remaining(self, done: int) -> str:
-        now = time.monotonic()
-        if self._started is None:
-            self._started = (now, done)
-            return ""
-        start, first = self._started
-        remaining = (now - start) / max(1, done - first) * (self._total - done)
-        return f"about {format_duration(remaining)} left" if remaining else ""
-
-
-def format_number(value: float) -> str:
-    """A number with four significant digits and grouped thousands."""
-    if isinstance(value, int):
-        return f"{value:,}"
-    if 1000 <= abs(value) < math.inf:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def format_duration(seconds: float) -> str:
-    """A duration such as 45 s, 12 min or 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def _finite(value):
@@ -237,3 +209,7 @@ class NullLogger(RunLogger):
 
     def _show(self, text: str, *, to=None) -> None:
         pass
+
+    def heartbeat(self):
+        """Do nothing."""
+        return nullcontext()

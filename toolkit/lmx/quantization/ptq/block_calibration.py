@@ -86,8 +86,9 @@ class BlockCalibration:
                 outputs = self._run(shard, FULL)
             activation_cache.save(self.after, FULL, shard, {"hidden": outputs})
             inputs = dict(captured.rows)
+            known = self._reusable(captured.objects)
             for path in self._residual_writers:
-                with self._block_until(path):
+                with self._block_until(path), override_inputs(self._block, known):
                     inputs[f"{path}{RESIDUAL}"] = self._run(shard, FULL)
             activation_cache.save(self.after, FULL_INPUTS, shard, inputs)
 
@@ -218,6 +219,10 @@ class BlockCalibration:
         ):
             yield
 
+    def _reusable(self, inputs: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Inputs of layers that are called once."""
+        return {p: x for p, x in inputs.items() if p not in self._called_again}
+
     def _one_window(self) -> mx.array:
         return activation_cache.load(self.before, QUANTIZED, 0)["hidden"][:1]
 
@@ -231,7 +236,7 @@ class BlockCalibration:
         for group in self._cached:
             stream = f"{INPUTS}-{group[0]}"
             x = activation_cache.load(self.after, stream, shard)["x"]
-            inputs |= {path: x for path in group if path not in self._called_again}
+            inputs |= self._reusable(dict.fromkeys(group, x))
         with override_inputs(self._block, inputs):
             return self._run(shard, QUANTIZED)
 

@@ -16,7 +16,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...models.hooks import GradientTap, capture_inputs, hook_calls, is_hidden
-from .fisher import ForwardBackwardPass, logit_chunks, visible_positions
+from .fisher import (
+    ForwardBackwardPass,
+    logit_chunks,
+    unnormalized_probabilities,
+    visible_positions,
+)
 from .input_statistics import InputStatistics
 
 # Share of the Fisher information that is replaced by a multiple of the identity. With
@@ -118,13 +123,13 @@ def _lookup_moments(
     """
     width = embeddings(fb_pass.blockwise.model, [path])[path].shape[-1]
     sums = InputStatistics.empty(width, experts=len(sizes), with_cross=False)
-    for shard, tokens in enumerate(fb_pass.tokens[: fb_pass.num_backward]):
+    for shard, tokens in enumerate(fb_pass.tokens):
         visible = visible_positions(fb_pass.counted[shard]).reshape(-1)
         for rows, gradients in _lookup_gradients(fb_pass, path, shard, tokens):
             sums.add_routed(gradients, clusters[rows], visible)
     num_lookups = max(1, sums.counts.sum().item())
     shrinkage = SHRINKAGE * min(1.0, FEW_TOKENS / num_lookups)
-    fisher = _shrink(sums.second_moments / fb_pass.num_backward_tokens, shrinkage)
+    fisher = _shrink(sums.second_moments / fb_pass.num_counted_tokens, shrinkage)
     lookups = sums.counts + PRIOR_LOOKUPS * sizes
     mean = fisher.sum(axis=0) * (lookups / lookups.sum())[:, None, None]
     return _blend(fisher, mean, sums.counts, HALF_LOOKUPS)
@@ -138,23 +143,38 @@ def _head_moments(
     An input is weighted by the second derivative of the loss with respect to the logits
     of the cluster's tokens: p (1 - p) with p the predicted probability.
     """
-    size = clusters.max().item() + 1
-    members = (clusters[:, None] == mx.arange(size)).astype(mx.float32)
     total, counts = 0.0, 0.0
-    for shard, tokens in enumerate(fb_pass.tokens):
-        hidden = fb_pass.hidden(len(fb_pass.blockwise), shard)
-        for chunk in logit_chunks(tokens):
-            with capture_inputs(fb_pass.blockwise.model, [path]) as captured:
-                logits = fb_pass.blockwise.logits(tokens[chunk], hidden[chunk])
-            probs = mx.softmax(logits.astype(mx.float32), axis=-1)
-            probs = probs * fb_pass.counted[shard][chunk][..., None]
-            weights = (probs * (1 - probs)).reshape(-1, len(clusters)) @ members
-            rows = captured.rows[path].astype(mx.float32)
-            total = total + (rows.T * weights.T[:, None]) @ rows
-            counts = counts + weights.sum(axis=0)
-            mx.eval(total, counts)
+    for shard in range(len(fb_pass.tokens)):
+        rows, weights = _head_inputs(fb_pass, path, shard, clusters)
+        # One cluster at a time: the sums of all are as large as many tokens' logits.
+        products = [(rows * column[:, None]).T @ rows for column in weights.T]
+        total = total + mx.stack(products)
+        counts = counts + weights.sum(axis=0)
+        mx.eval(total, counts)
     mean = total.sum(axis=0) / counts.sum() * counts[:, None, None]
     return _blend(total, mean, counts, HALF_PREDICTIONS) / fb_pass.num_counted_tokens
+
+
+def _head_inputs(
+    fb_pass: ForwardBackwardPass, path: str, shard: int, clusters: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Inputs of the head [T, K], and their weight in each cluster [T, C], float32."""
+    tokens = fb_pass.tokens[shard]
+    hidden = fb_pass.hidden(len(fb_pass.blockwise), shard)
+    size = clusters.max().item() + 1
+    members = (clusters[:, None] == mx.arange(size)).astype(mx.float32)
+    inputs, weights = [], []
+    for chunk in logit_chunks(tokens):
+        with capture_inputs(fb_pass.blockwise.model, [path]) as captured:
+            logits = fb_pass.blockwise.logits(tokens[chunk], hidden[chunk])
+        probs = unnormalized_probabilities(logits)
+        probs = probs / probs.sum(axis=-1, keepdims=True)
+        by_cluster = (probs * (1 - probs)).reshape(-1, len(clusters)) @ members
+        counted = fb_pass.counted[shard][chunk].reshape(-1, 1)
+        inputs.append(captured.rows[path].astype(mx.float32))
+        weights.append(by_cluster * counted)
+        mx.eval(inputs[-1], weights[-1])
+    return mx.concatenate(inputs), mx.concatenate(weights)
 
 
 def _blend(

@@ -15,14 +15,13 @@ import mlx.core as mx
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import GradientTap, hook_calls, path_of
 from ...run.fs import require_space
+from ...training.losses import cross_entropy_sum, exp_nonpositive
 from . import activation_cache
 
 # Positions whose logits are in memory at once.
 LOGITS_AT_ONCE = 128
 # Tokens that go back through a block at once, in whole windows.
 BACKWARD_TOKENS = 512
-# Stream of shards without a backward pass. It has the newest hidden states only.
-FORWARD_ONLY = "forward"
 GRADIENTS = "gradients"
 
 
@@ -34,11 +33,28 @@ def sampled_label_loss(
     Args:
         counted: bool [...], the positions that count. None = all.
     """
+    if counted is None:
+        counted = mx.ones(logits.shape[:-1], mx.bool_)
+    labels = sample_labels(mx.stop_gradient(logits), key)
+    return cross_entropy_sum(logits, labels, counted)
+
+
+def sample_labels(logits: mx.array, key: mx.array) -> mx.array:
+    """One token for each position, int [...], from the predictions [..., vocabulary].
+
+    Inverts the cumulative distribution. On a CPU this takes a tenth of the time of
+    `mx.random.categorical`, which draws a random number for every logit.
+    """
+    totals = mx.cumsum(unnormalized_probabilities(logits), axis=-1)
+    draws = mx.random.uniform(shape=(*logits.shape[:-1], 1), key=key)
+    labels = (totals <= draws * totals[..., -1:]).sum(axis=-1)
+    return mx.minimum(labels, logits.shape[-1] - 1)
+
+
+def unnormalized_probabilities(logits: mx.array) -> mx.array:
+    """Probabilities relative to that of the most probable token, float32."""
     logits = logits.astype(mx.float32)
-    labels = mx.random.categorical(mx.stop_gradient(logits), key=key)
-    label_logits = mx.take_along_axis(logits, labels[..., None], axis=-1)
-    losses = mx.logsumexp(logits, axis=-1) - label_logits[..., 0]
-    return (losses if counted is None else mx.where(counted, losses, 0.0)).sum()
+    return exp_nonpositive(logits - logits.max(axis=-1, keepdims=True))
 
 
 def visible_positions(counted: mx.array) -> mx.array:
@@ -82,12 +98,11 @@ class OutputGradients:
 
 @dataclass
 class ForwardBackwardPass:
-    """Runs tokens forward through a model and gradients of some shards back.
+    """Runs tokens forward through a model and gradients of their loss back.
 
     Attributes:
         tokens: int32 [B, L] by shard.
         counted: bool [B, L] by shard, the positions whose prediction counts.
-        num_backward: number of shards, the first ones, with a backward pass.
         compute: dtype to run blocks in.
         folder: for hidden states and gradients.
     """
@@ -95,7 +110,6 @@ class ForwardBackwardPass:
     blockwise: BlockwiseModel
     tokens: list[mx.array]
     counted: list[mx.array]
-    num_backward: int
     compute: mx.Dtype
     folder: Path
 
@@ -111,10 +125,8 @@ class ForwardBackwardPass:
         for shard, tokens in enumerate(self.tokens):
             hidden = self.blockwise.embed(tokens)
             if shard == 0:
-                sizes = [part.size for part in self.tokens]
-                backward = sum(sizes[: self.num_backward])
-                num_states = sum(sizes) + backward * len(self.blockwise)
-                states = num_states * hidden.shape[-1] * 4
+                size = sum(part.size for part in self.tokens)
+                states = size * (len(self.blockwise) + 1) * hidden.shape[-1] * 4
                 require_space(self.folder, states + reserved_bytes)
             self._save(0, shard, hidden)
         for index in range(len(self.blockwise)):
@@ -132,7 +144,7 @@ class ForwardBackwardPass:
             logits = self.blockwise.logits(tokens, hidden)
             return sampled_label_loss(logits, key, counted)
 
-        for shard, tokens in enumerate(self.tokens[: self.num_backward]):
+        for shard, tokens in enumerate(self.tokens):
             hidden = self.hidden(len(self.blockwise), shard)
             counted, gradients = self.counted[shard], mx.zeros_like(hidden)
             for chunk in logit_chunks(tokens):
@@ -153,11 +165,11 @@ class ForwardBackwardPass:
         Yields:
             The index of a block and the gradients of its layers.
         """
-        num_tokens = self.num_backward_tokens
+        num_tokens = self.num_counted_tokens
         for index in reversed(range(len(self.blockwise))):
             sums, paths = OutputGradients(), layers[index]
             with self.blockwise.loaded_block(index, self.compute):
-                for shard, tokens in enumerate(self.tokens[: self.num_backward]):
+                for shard, tokens in enumerate(self.tokens):
                     hidden, gradients = self.hidden(index, shard), self.gradients(shard)
                     before = []
                     size = max(1, BACKWARD_TOKENS // tokens.shape[1])
@@ -174,19 +186,13 @@ class ForwardBackwardPass:
             yield index, sums
 
     @property
-    def num_backward_tokens(self) -> int:
-        """Number of tokens that count in shards with a backward pass."""
-        return sum(part.sum().item() for part in self.counted[: self.num_backward])
-
-    @property
     def num_counted_tokens(self) -> int:
         """Number of tokens that count."""
         return sum(part.sum().item() for part in self.counted)
 
     def hidden(self, index: int, shard: int) -> mx.array:
         """Hidden states [B, L, width] before a block, lazy."""
-        stream = self._stream(index, shard)
-        return activation_cache.load(self.folder, stream, shard)["x"]
+        return activation_cache.load(self.folder, str(index), shard)["x"]
 
     def gradients(self, shard: int) -> mx.array:
         """Gradients [B, L, width] at the current place of the backward pass, lazy."""
@@ -213,8 +219,4 @@ class ForwardBackwardPass:
 
     def _save(self, place: int | str, shard: int, value: mx.array) -> None:
         mx.eval(value)
-        stream = self._stream(place, shard)
-        activation_cache.save(self.folder, stream, shard, {"x": value})
-
-    def _stream(self, place: int | str, shard: int) -> str:
-        return str(place) if shard < self.num_backward else FORWARD_ONLY
+        activation_cache.save(self.folder, str(place), shard, {"x": value})

@@ -1,15 +1,18 @@
 """GPTQ: quantize every layer for the inputs it receives in the quantized model.
 
 `SequentialPipeline` calls `GPTQ.quantize_group` for every group of layers. `GPTQ`
-decides which Hessian a layer gets, and `gptq_solver.solve_layer` quantizes one weight.
+decides which Hessian a layer gets, and `gptq_solver.solve_layers` quantizes their weights.
 """
+
+from collections.abc import Iterable
 
 import mlx.core as mx
 
+from ...config.quant_spec import QuantSpec
 from ...config.quantize import GPTQConfig
 from .base import PTQContext, PTQMethod, QuantizedBlock, QuantizedTensor
 from .block_reconstruction import BlockReconstruction
-from .gptq_solver import QuantizedLayer, solve_layer
+from .gptq_solver import LayerProblem, QuantizedLayer, solve_layers
 from .hessian import Hessian, damped
 from .input_statistics import InputStatistics, OutputError
 from .sequential import SequentialPipeline
@@ -64,19 +67,34 @@ class GPTQ(PTQMethod):
         # As large as the Hessians, which are made of them.
         del statistics
         quantized = {}
-        for path, weight in weights.items():
-            layer = solve_layer(
-                weight.astype(context.dtype),
-                hessians[context.specs[path].group_size],
-                context.specs[path],
+        for spec, paths in self._by_spec(weights).items():
+            problems = {
+                path: LayerProblem(
+                    weights[path].astype(context.dtype),
+                    errors.get(path),
+                    fisher.pop(path, None),
+                )
+                for path in paths
+            }
+            hessian = hessians[spec.group_size]
+            layers = solve_layers(
+                problems,
+                hessian,
+                spec,
                 context.dtype,
-                output_error=errors.get(path),
-                output_fisher=fisher.pop(path, None),
                 refine_iters=self.config.refine_iters,
             )
-            self._log_errors(path, layer, errors.get(path))
-            quantized[path] = context.quantized_tensor(path, layer.tensors)
+            for path, layer in layers.items():
+                self._log_errors(path, layer, errors.get(path))
+                quantized[path] = context.quantized_tensor(path, layer.tensors)
         return quantized
+
+    def _by_spec(self, paths: Iterable[str]) -> dict[QuantSpec, list[str]]:
+        """The layers of each grid, which are solved together."""
+        by_spec: dict[QuantSpec, list[str]] = {}
+        for path in paths:
+            by_spec.setdefault(self.context.specs[path], []).append(path)
+        return by_spec
 
     def _hessians(self, paths: list[str], moments: mx.array) -> dict[int, Hessian]:
         """Hessians by group size of the layers."""
@@ -172,13 +190,13 @@ class GPTQ(PTQMethod):
         self, path: str, weight: mx.array, hessian: Hessian, name: str
     ) -> QuantizedLayer:
         context = self.context
-        layer = solve_layer(
-            weight.astype(context.dtype),
+        layer = solve_layers(
+            {path: LayerProblem(weight.astype(context.dtype))},
             hessian,
             context.specs[path],
             context.dtype,
             refine_iters=self.config.refine_iters,
-        )
+        )[path]
         self._log_errors(name, layer)
         return layer
 

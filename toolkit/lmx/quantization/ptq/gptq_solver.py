@@ -1,9 +1,12 @@
-"""Quantize one layer to the least output error on its inputs.
+"""Quantize layers to the least output error on their inputs.
 
 GPTQ (arXiv 2210.17323) goes through the columns, the costliest groups first, and fits
 the scale and bias of each group on the way. Then least squares refits all scales and
 biases with the full Hessian, and coordinate descent improves the codes (arXiv
 2309.01885), in turns. Every row keeps the best grid it has had; RTN is one of them.
+
+Layers with the same input have the same Hessian, so their rows are solved together:
+the time of a column update hardly depends on the number of rows.
 
 With the Fisher information of the outputs, rows compensate for each other's errors. If
 H is the Hessian of the inputs and A that of the outputs, errors E cost tr(A E H E'):
@@ -12,6 +15,7 @@ the KL divergence to second order if inputs and gradients are independent (YAQA,
 targets of later sets, as the error of a column shifts later columns in GPTQ.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -28,11 +32,27 @@ from .input_statistics import OutputError
 STRIP = 8
 # Row sets with an output Hessian. More sets compensate better and take longer.
 MAX_SETS, MIN_ROWS_PER_SET = 16, 32
-# Elements of a weight that are solved at once, in about ten float32 arrays.
+# Elements of all weights that are solved at once, in about ten float32 arrays.
 MAX_ELEMENTS = 1 << 21
 # Elements of the largest array of a refit.
 MAX_REFIT_ELEMENTS = 1 << 24
 RIDGE = 1e-4
+
+
+@dataclass(frozen=True)
+class LayerProblem:
+    """A weight to quantize.
+
+    Attributes:
+        weight: [N, K].
+        output_error: error of the outputs to compensate for. None = none.
+        output_fisher: float32 [N, N], Fisher information of the outputs. None = rows
+            are independent.
+    """
+
+    weight: mx.array
+    output_error: OutputError | None = None
+    output_fisher: mx.array | None = None
 
 
 @dataclass(frozen=True)
@@ -49,90 +69,138 @@ class QuantizedLayer:
     errors: dict[str, float]
 
 
-def solve_layer(
-    weight: mx.array,
+def solve_layers(
+    layers: Mapping[str, LayerProblem],
     hessian: Hessian,
     spec: QuantSpec,
     dtype: mx.Dtype,
     *,
-    output_error: OutputError | None = None,
-    output_fisher: mx.array | None = None,
     refine_iters: int = 3,
-) -> QuantizedLayer:
-    """Quantize one weight.
+) -> dict[str, QuantizedLayer]:
+    """Quantize the weights of layers that share their input.
 
     Args:
-        weight: [N, K].
         hessian: of the inputs in the quantized model.
         dtype: dtype that scales and biases are stored in.
-        output_error: error of the outputs to compensate for. None = none.
-        output_fisher: float32 [N, N], Fisher information of the outputs. None = rows
-            are independent.
         refine_iters: rounds of refit and coordinate descent after GPTQ.
     """
-    group_size, levels = spec.group_size, 2.0**spec.bits
-    coupling, order, row_sets = _row_sets(weight, output_fisher)
-    if coupling:
-        weight = weight[order]
-    shifts = [mx.array(0.0)] * len(row_sets)
-    packed, errors, output = [], {}, 0.0
-    for index, rows in enumerate(row_sets):
-        target = _target(weight[rows], order[rows], hessian, output_error)
+    num_sets = _num_sets(layers)
+    solutions = {k: _LayerRows(v, hessian, num_sets) for k, v in layers.items()}
+    for index in range(num_sets):
+        present = [rows for rows in solutions.values() if index < len(rows.sets)]
+        targets = [rows.target(index) for rows in present]
+        weight = mx.concatenate([rows.weight(index) for rows in present])
+        target = mx.concatenate(targets)
+        best = solve_rows(
+            weight, target, hessian, spec, dtype, refine_iters=refine_iters
+        )
+        end = 0
+        for rows, target in zip(present, targets, strict=True):
+            part = slice(end, end := end + len(target))
+            rows.add(index, best, part, target, spec)
+        del best, target, targets, weight  # before the arrays of the next rows exist
+    return {name: rows.quantized() for name, rows in solutions.items()}
+
+
+def _num_sets(layers: Mapping[str, LayerProblem]) -> int:
+    """Row sets, so that rows can compensate and the arrays of a set are not large."""
+    coupled = [v for v in layers.values() if v.output_fisher is not None]
+    longest = max((len(layer.weight) for layer in coupled), default=0)
+    num_sets = min(MAX_SETS, ceil(longest / MIN_ROWS_PER_SET))
+    size = sum(layer.weight.size for layer in layers.values())
+    return max(1, num_sets, ceil(size / MAX_ELEMENTS))
+
+
+class _LayerRows:
+    """The rows of one layer, which are solved in sets."""
+
+    def __init__(self, layer: LayerProblem, hessian: Hessian, num_sets: int):
+        size, fisher = len(layer.weight), layer.output_fisher
+        coupling = None
+        if fisher is not None:
+            coupling = OutputHessian.from_fisher(fisher, num_sets)
+        self._layer, self._hessian, self._coupling = layer, hessian, coupling
         if coupling:
-            target = target + shifts[index]
-        best = BestGridTracker(target, hessian.matrix, dtype)
-        best.add("RTN", rtn_grid(weight[rows], spec, dtype))
-        costs = mx.diagonal(hessian.matrix)
-        best.add("fitted grid", fit_groups(target, costs, group_size, levels, dtype))
-        grid = gptq(target, hessian, group_size, levels, dtype)
-        best.add("GPTQ", grid)
-        for iteration in range(refine_iters):
-            grid = refit(grid, target, hessian.matrix, dtype)
-            grid = coordinate_descent(grid, target, hessian.matrix, levels)
-            best.add(f"refined {iteration + 1}", grid)
-            grid = best.grid
-        for name, error in (best.totals | {"best": best.errors.sum().item()}).items():
-            errors[name] = errors.get(name, 0.0) + error
-        output += best.output
-        packed.append(_packed(best.grid, spec, dtype))
-        if coupling:
-            residual = best.grid.weight(dtype) - target
-            later = coupling.compensation(index, residual)
+            self.sets, self._order = coupling.sets, coupling.order
+        else:
+            step = ceil(size / num_sets)
+            self.sets = [slice(row, row + step) for row in range(0, size, step)]
+            self._order = mx.arange(size)
+        self._shifts = [mx.array(0.0)] * len(self.sets)
+        self._packed: list[dict[str, mx.array]] = []
+        self._errors: dict[str, float] = {}
+        self._output = 0.0
+
+    def weight(self, index: int) -> mx.array:
+        """The rows of a set."""
+        return self._layer.weight[self._order[self.sets[index]]]
+
+    def target(self, index: int) -> mx.array:
+        """Rows that compensate for the output error and for earlier sets, float32."""
+        weight, error = self.weight(index).astype(mx.float32), self._layer.output_error
+        target = weight + self._shifts[index]
+        if error is not None and error.strength:
+            moments = error.moments(weight, self._order[self.sets[index]])
+            target = target + error.strength * self._hessian.solve(moments)
+        return target
+
+    def add(
+        self,
+        index: int,
+        best: "BestGridTracker",
+        part: slice,
+        target: mx.array,
+        spec: QuantSpec,
+    ) -> None:
+        """Keep the solution of a set, which is a part of the solved rows."""
+        grid = best.grid[part]
+        self._packed.append(_packed(grid, spec, best.dtype))
+        for name, errors in best.candidates.items():
+            error = errors[part].sum().item()
+            self._errors[name] = self._errors.get(name, 0.0) + error
+        self._output += best.output[part].sum().item()
+        if self._coupling:
+            residual = grid.weight(best.dtype) - target
+            later = self._coupling.compensation(index, residual)
             for other, shift in enumerate(later, index + 1):
-                shifts[other] = shifts[other] + shift
-            mx.eval(shifts)
-        del best, grid, target  # before the arrays of the next rows exist
-    tensors = {k: mx.concatenate([part[k] for part in packed]) for k in packed[0]}
-    if coupling:
-        original = mx.argsort(order)
-        tensors = {name: value[original] for name, value in tensors.items()}
-    mx.eval(tensors)
-    return QuantizedLayer(tensors, {k: e / (output or 1.0) for k, e in errors.items()})
+                self._shifts[other] = self._shifts[other] + shift
+            mx.eval(self._shifts)
+
+    def quantized(self) -> QuantizedLayer:
+        """The tensors of all sets in the order of the weight's rows."""
+        tensors = {
+            name: mx.concatenate([part[name] for part in self._packed])
+            for name in self._packed[0]
+        }
+        if self._coupling:
+            original = mx.argsort(self._order)
+            tensors = {name: value[original] for name, value in tensors.items()}
+        mx.eval(tensors)
+        output = self._output or 1.0
+        return QuantizedLayer(tensors, {k: e / output for k, e in self._errors.items()})
 
 
-def _row_sets(
-    weight: mx.array, output_fisher: mx.array | None
-) -> tuple[OutputHessian | None, mx.array, list[slice]]:
-    """The output Hessian, the order of the rows, and the sets of rows to solve."""
-    if output_fisher is not None:
-        num_sets = min(MAX_SETS, ceil(len(weight) / MIN_ROWS_PER_SET))
-        num_sets = max(num_sets, ceil(weight.size / MAX_ELEMENTS))
-        coupling = OutputHessian.from_fisher(output_fisher, num_sets)
-        if coupling:
-            return coupling, coupling.order, coupling.sets
-    size = max(1, MAX_ELEMENTS // weight.shape[1])
-    starts = range(0, len(weight), size)
-    return None, mx.arange(len(weight)), [slice(row, row + size) for row in starts]
-
-
-def _target(
-    weight: mx.array, rows: mx.array, hessian: Hessian, error: OutputError | None
-) -> mx.array:
-    """The weight that compensates for the output error, float32 [n, K]."""
-    weight = weight.astype(mx.float32)
-    if error is None or not error.strength:
-        return weight
-    return weight + error.strength * hessian.solve(error.moments(weight, rows))
+def solve_rows(
+    weight: mx.array,
+    target: mx.array,
+    hessian: Hessian,
+    spec: QuantSpec,
+    dtype: mx.Dtype,
+    *,
+    refine_iters: int,
+) -> "BestGridTracker":
+    """The best grid of every row for a target, float32 [N, K]."""
+    group_size, levels = spec.group_size, 2.0**spec.bits
+    best = BestGridTracker(target, hessian.matrix, dtype)
+    best.add("RTN", rtn_grid(weight, spec, dtype))
+    best.add("GPTQ", gptq(target, hessian, group_size, levels, dtype))
+    for iteration in range(refine_iters):
+        grid = refit(best.grid, best.descent, hessian.matrix, dtype)
+        descent = (target - grid.weight(dtype)) @ hessian.matrix
+        grid = coordinate_descent(grid, descent, hessian.matrix, levels)
+        best.add(f"refined {iteration + 1}", grid)
+    best.candidates["best"] = best.errors
+    return best
 
 
 class BestGridTracker:
@@ -141,29 +209,34 @@ class BestGridTracker:
     Attributes:
         grid: the best rows so far.
         errors: float32 [N], squared output error of each row of `grid`.
-        totals: squared output error of each candidate.
-        output: squared norm of the output of the target.
+        descent: float32 [N, K], minus half the gradient of these errors with respect
+            to the weight.
+        candidates: errors [N] of each candidate by name.
+        output: float32 [N], squared norm of the outputs of the target.
     """
 
     def __init__(self, target: mx.array, matrix: mx.array, dtype: mx.Dtype):
         self.target = target
         self.matrix = matrix
         self.dtype = dtype
-        self.totals: dict[str, float] = {}
-        self.output = ((target @ matrix) * target).sum().item()
+        self.candidates: dict[str, mx.array] = {}
+        self.output = ((target @ matrix) * target).sum(axis=1)
         self.errors: mx.array | None = None
 
     def add(self, name: str, grid: AffineGrid) -> None:
         """Evaluate a grid as it is stored."""
-        error = grid.weight(self.dtype) - self.target
-        errors = ((error @ self.matrix) * error).sum(axis=1)
-        self.totals[name] = errors.sum().item()
+        difference = self.target - grid.weight(self.dtype)
+        descent = difference @ self.matrix
+        errors = (descent * difference).sum(axis=1)
+        self.candidates[name] = errors
         if self.errors is None:
-            self.grid, self.errors = grid, errors
+            self.grid, self.errors, self.descent = grid, errors, descent
         else:
-            self.grid = grid.over(self.grid, errors < self.errors)
+            is_better = errors < self.errors
+            self.grid = grid.over(self.grid, is_better)
             self.errors = mx.minimum(errors, self.errors)
-        mx.eval(self.errors, vars(self.grid))
+            self.descent = mx.where(is_better[:, None], descent, self.descent)
+        mx.eval(errors, self.errors, self.descent, vars(self.grid))
 
 
 def rtn_grid(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> AffineGrid:
@@ -261,11 +334,14 @@ def gptq_strip(rows, factor, scale, bias, top):
 
 
 def coordinate_descent(
-    grid: AffineGrid, target: mx.array, matrix: mx.array, levels: float
+    grid: AffineGrid, descent: mx.array, matrix: mx.array, levels: float
 ) -> AffineGrid:
-    """One sweep over all codes: each moves to its minimum with the others fixed."""
-    # Minus half the gradient of the error with respect to each weight.
-    descent = to_fast_backend(matrix @ (target - grid.weight()).T)
+    """One sweep over all codes: each moves to its minimum with the others fixed.
+
+    Args:
+        descent: float32 [N, K], (target - weight) times the matrix.
+    """
+    descent = to_fast_backend(descent.T)
     old_codes, matrix = to_fast_backend(grid.codes.T), to_fast_backend(matrix)
     scales, biases = to_fast_backend(grid.scales.T), to_fast_backend(grid.biases.T)
     update, concatenate = (
@@ -315,23 +391,26 @@ def descent_strip(descent, matrix, old_codes, scale, divisor, top):
 
 
 def refit(
-    grid: AffineGrid, target: mx.array, matrix: mx.array, dtype: mx.Dtype
+    grid: AffineGrid, descent: mx.array, matrix: mx.array, dtype: mx.Dtype
 ) -> AffineGrid:
-    """Fit all scales and biases to the codes at once, by least squares."""
+    """Fit all scales and biases to the codes at once, by least squares.
+
+    Args:
+        descent: float32 [N, K], (target - weight) times the matrix.
+    """
     groups = grid.scales.shape[1]
     blocks = matrix.reshape(groups, grid.group, groups, grid.group)
     size = max(1, MAX_REFIT_ELEMENTS // (groups * len(matrix)))
     fitted = []
-    for start in range(0, len(target), size):
+    for start in range(0, len(descent), size):
         rows = slice(start, start + size)
-        part = AffineGrid(grid.codes[rows], grid.scales[rows], grid.biases[rows])
-        fitted.append(_refit_rows(part, target[rows], blocks, dtype))
+        fitted.append(_refit_rows(grid[rows], descent[rows], blocks, dtype))
         mx.eval(fitted[-1])
     scales, biases = (mx.concatenate(v) for v in zip(*fitted, strict=True))
     return AffineGrid(grid.codes, scales, biases)
 
 
-def _refit_rows(grid: AffineGrid, target: mx.array, blocks: mx.array, dtype: mx.Dtype):
+def _refit_rows(grid: AffineGrid, descent: mx.array, blocks: mx.array, dtype: mx.Dtype):
     groups, group_size = blocks.shape[:2]
     width = groups * group_size
     codes = grid.codes.reshape(-1, groups, group_size)
@@ -350,7 +429,6 @@ def _refit_rows(grid: AffineGrid, target: mx.array, blocks: mx.array, dtype: mx.
         ],
         axis=1,
     )
-    descent = (target - grid.weight()) @ blocks.reshape(width, width)
     descent = descent.reshape(-1, groups, group_size)
     sums = mx.concatenate(
         [(descent * codes).sum(axis=-1), descent.sum(axis=-1)], axis=1

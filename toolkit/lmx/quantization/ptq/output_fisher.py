@@ -19,11 +19,11 @@ from .embeddings import embedding_statistics, embeddings, tied_heads
 from .fisher import ForwardBackwardPass, visible_positions
 from .input_statistics import InputStatistics
 
-# Tokens with a backward pass, for each column of an embedding and for each output.
+# Tokens for each column of an embedding and for each output.
 TOKENS_PER_COLUMN = 1
 TOKENS_PER_OUTPUT = 8
 # Limit of these tokens, whose hidden states before every block are on disk.
-MAX_TOKENS = 1 << 13
+MAX_TOKENS = 1 << 12
 # The same limit if tokens have different weights: the first tokens get their own.
 MAX_WEIGHTED_TOKENS = 1 << 16
 # Layers with more outputs, or a larger ratio of outputs to inputs, are solved row by
@@ -73,16 +73,17 @@ def estimate_output_fisher(
     num_tokens += [TOKENS_PER_OUTPUT * size for size in sizes]
     limit = min(max(num_tokens, default=0), MAX_TOKENS)
     limit = limit if all_count else MAX_WEIGHTED_TOKENS
-    num_backward = ceil(limit * len(tokens) / sum(part.size for part in tokens))
-    num_backward = min(len(tokens), num_backward)
-    with TemporaryDirectory(dir=folder) as states, differentiable(blockwise.model):
+    num_shards = ceil(limit * len(tokens) / sum(part.size for part in tokens))
+    tokens, counted = tokens[:num_shards], counted[:num_shards]
+    with (
+        TemporaryDirectory(dir=folder) as states,
+        differentiable(blockwise.model),
+        blockwise.cast_outer_weights(compute),
+    ):
         fb_pass = ForwardBackwardPass(
-            blockwise, tokens, counted, num_backward, compute, Path(states)
+            blockwise, tokens, counted, compute, Path(states)
         )
         heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
-        if not heads:
-            fb_pass.tokens = fb_pass.tokens[:num_backward]
-            fb_pass.counted = fb_pass.counted[:num_backward]
         fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))
         fb_pass.start_backward()
         layers = [{path: size > 0 for path, size in o.items()} for o in outputs]

@@ -10,7 +10,7 @@ results are on disk, and a killed run resumes at the block where it stopped.
 The call chain from a recipe to the column update of GPTQ:
 
     GPTQ.quantize > SequentialPipeline.run > _quantize_block > GPTQ.quantize_group
-    > gptq_solver.solve_layer > gptq > gptq_strip
+    > gptq_solver.solve_layers > solve_rows > gptq > gptq_strip
 """
 
 import hashlib
@@ -59,7 +59,7 @@ TOKENS_PER_COLUMN = 8
 MIN_TOKENS = 1 << 15
 BATCH_TOKENS = 2048
 # Freed memory that MLX may keep, as it counts too if a model hardly fits.
-CACHE_BYTES = 1 << 27
+CACHE_BYTES = 1 << 29
 
 
 class SequentialPipeline:

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from ..logger import format_number
+from ..progress import format_number
 
 TICKS = 5
 

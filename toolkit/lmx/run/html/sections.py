@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
-from ..logger import format_duration, format_number
+from ..progress import format_duration, format_number
 from .charts import Chart, Line, bar_chart, line_chart
 from .record import Record
 

@@ -1,0 +1,143 @@
+"""Progress of long work: a bar on a terminal, and lines with the time left elsewhere."""
+
+import math
+import sys
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .logger import RunLogger
+
+
+class ProgressBar:
+    """Progress of a long operation; made by `RunLogger.progress`.
+
+    `update` writes a line. `advance` writes none, so that an inner loop can call it:
+    the heartbeat of the logger writes one whenever the log is silent for too long.
+
+    Args:
+        total: amount of work, in any unit.
+        percent: show the share that is done instead of amounts.
+    """
+
+    def __init__(
+        self,
+        logger: "RunLogger",
+        total: float,
+        description: str,
+        *,
+        percent: bool = False,
+    ):
+        self._logger = logger
+        self._total = total
+        self._description = description
+        self._percent = percent
+        self._done: float = 0
+        self._text = ""
+        self._created = time.monotonic()
+        # Time and amount that the time left is extrapolated from.
+        self._started: tuple[float, float] | None = None
+        self._task = None
+        # A terminal shows one bar at a time; nested operations log lines.
+        if sys.stdout.isatty() and not logger.quiet and logger.bar is None:
+            self._open_bar()
+
+    def update(self, done: float, **values: float) -> None:
+        """Log the progress, with values such as loss=2.5."""
+        self._done = done
+        self._text = "  ".join(
+            f"{name.replace('_', ' ')} {format_number(value)}"
+            for name, value in values.items()
+        )
+        if self._task is None:
+            self._logger.info(self.line())
+        else:
+            self._logger.debug(f"{self._description} {self._amount()}  {self._text}")
+            self._draw()
+
+    def advance(self, amount: float = 1, note: str | None = None) -> None:
+        """Count finished work.
+
+        Args:
+            note: what comes next. None = as before.
+        """
+        if self._started is None:
+            self._started = (self._created, 0)
+        self._done = min(self._total, self._done + amount)
+        self._text = self._text if note is None else note
+        if self._task is not None:
+            self._draw()
+
+    def line(self) -> str:
+        """The progress and the time left as text."""
+        parts = (f"{self._description} {self._amount()}", self._text, self._remaining())
+        return "  ".join(filter(None, parts))
+
+    def close(self) -> None:
+        """Remove the bar from the screen."""
+        self._logger.close_progress(self)
+        if self._task is not None:
+            self._logger.bar.stop()
+            self._logger.bar = None
+
+    @property
+    def is_on_screen(self) -> bool:
+        """Whether a terminal shows it."""
+        return self._task is not None
+
+    def _amount(self) -> str:
+        if self._percent:
+            return f"{self._done / self._total:.0%}"
+        return f"{self._done}/{self._total}"
+
+    def _draw(self) -> None:
+        self._logger.bar.update(self._task, completed=self._done, values=self._text)
+
+    def _open_bar(self) -> None:
+        from rich import progress as rich
+        from rich.table import Column
+
+        # On a narrow terminal the values are truncated.
+        bar = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(bar_width=20),
+            rich.TaskProgressColumn() if self._percent else rich.MofNCompleteColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn(
+                "{task.fields[values]}",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            expand=True,
+            # In slow trainings, updates are minutes apart.
+            speed_estimate_period=600,
+        )
+        self._task = bar.add_task(self._description, total=self._total, values="")
+        self._logger.bar = bar
+        bar.start()
+
+    def _remaining(self) -> str:
+        now = time.monotonic()
+        if self._started is None:
+            self._started = (now, self._done)
+            return ""
+        start, first = self._started
+        if self._done <= first:
+            return ""
+        remaining = (now - start) / (self._done - first) * (self._total - self._done)
+        return f"about {format_duration(remaining)} left" if remaining else ""
+
+
+def format_number(value: float) -> str:
+    """A number with four significant digits and grouped thousands."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    if 1000 <= abs(value) < math.inf:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration such as 45 s, 12 min or 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
