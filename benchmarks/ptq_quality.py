@@ -263,7 +263,7 @@ def call_runner(
 ) -> dict:
     """Run one method in a separate process and return its measurements."""
     command = [runner, str(folder), str(target), json.dumps(options)]
-    output = _call([str(ptq_runners.PROGRAM), *command], threads)
+    output = call_program([str(ptq_runners.PROGRAM), *command], threads)
     # mlx-lm prints its own report before this line.
     return json.loads(output.splitlines()[-1]) | {"folder": str(target)}
 
@@ -276,12 +276,13 @@ def _evaluate(runs: list[dict], folder: Path, arguments: argparse.Namespace) -> 
     missing = [path for path, file in files.items() if not file.is_file()]
     if missing:
         command = [model, str(folder / "eval.npy"), *missing]
-        _call([str(ptq_divergence.PROGRAM), *command], arguments.threads)
+        call_program([str(ptq_divergence.PROGRAM), *command], arguments.threads)
     for run in runs:
         run |= np.load(files[run["folder"]])
 
 
-def _call(command: list[str], threads: int | None) -> str:
+def call_program(command: list[str], threads: int | None) -> str:
+    """Run a Python program and return its output; exit if it fails."""
     environment = dict(os.environ)
     for name in ("LMX_BLAS_THREADS", "OMP_NUM_THREADS") if threads else ():
         environment[name] = str(threads)

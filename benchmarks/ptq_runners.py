@@ -5,8 +5,10 @@ writes it to TARGET, and prints JSON: time and memory, or the reason of a failur
 """
 
 import copy
+import importlib
 import json
 import resource
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -69,11 +71,15 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
         return sequences
 
     ptq_refinement.concatenated_sequences = recorded
+    for name, value in options.pop("patches", {}).items():
+        module, _, constant = name.rpartition(".")
+        setattr(importlib.import_module(module), constant, value)
+    calibration = _calibration(settings["calibration"], options)
     recipe = {
         "model": settings["model"],
         "seed": settings["seed"],
         "output": str(target.with_suffix(".run")),
-        "stages": [{"quantize": options | {"calibration": settings["calibration"]}}],
+        "stages": [{"quantize": options | {"calibration": calibration}}],
     }
     path = target.with_suffix(".yaml")
     path.write_text(json.dumps(recipe))
@@ -86,6 +92,24 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     )
     (config,) = Path(recipe["output"]).glob("**/model/config.json")
     config.parent.rename(target)
+
+
+def _calibration(config: dict, options: dict) -> dict:
+    """All tokens for calibration if the options hold out none."""
+    from lmx.config.quantize import GPTQConfig
+
+    quantize = GPTQConfig.model_validate(options)
+    if quantize.scale_tuning or quantize.rollback_if_worse:
+        return config
+    return config | {
+        "num_tokens": config["num_tokens"] + config.get("num_eval_tokens", 0)
+    }
+
+
+def remove_results(target: Path) -> None:
+    """Delete what a run wrote."""
+    for folder in (target, target.with_suffix(".run")):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _calibration_tokens(folder: Path):

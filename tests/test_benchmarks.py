@@ -1,6 +1,8 @@
 """The benchmark programs, with sizes so small that only the comparisons are tested."""
 
+import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +16,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 def run(program: str, options: str) -> str:
     """The output of a benchmark program."""
-    command = [sys.executable, str(BENCHMARKS / program), *options.split()]
+    command = [sys.executable, str(BENCHMARKS / program), *shlex.split(options)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
@@ -34,6 +36,40 @@ def milliseconds(row: dict[str, str]) -> float:
 def libraries() -> list[str]:
     """Libraries in a table; "stock" only where lmx replaces MLX's BLAS."""
     return ["lmx", "mlx-lm"] + ["stock"] * (blas.use_openblas().path is not None)
+
+
+def test_real_model_compares_all_methods(tmp_path):
+    text = "The river bends at the old mill, and the road follows it to the town. " * 40
+    for name in ("valid", "test"):
+        (tmp_path / f"{name}.txt").write_text(text)
+    questions = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(3)]
+    (tmp_path / "test.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    options = (
+        f"--folder {tmp_path / 'runs'} --gsm8k {tmp_path} "
+        f"--model {BENCHMARKS.parent / 'data/tiny-base'} "
+        f"--calibration-data {tmp_path / 'valid.txt'} "
+        f"--eval-data {tmp_path / 'test.txt'} --bits 4 --budgets 4.5 --seq-length 32 "
+        "--num-tokens 512 --num-eval-tokens 64 --num-answers 2 --threads 1 "
+    )
+    parts = {
+        "quality": ["RTN", "mlx gptq", "lmx fast"],
+        "budget": ["lmx fast"],
+        "parts": ["no embedding clusters"],
+        "cost": ["mlx gptq, run 1", "lmx fast, run 1"],
+    }
+    for part, names in parts.items():
+        rows = " ".join(f'"{name}"' for name in names)
+        printed = run("real_model.py", f"{options} --part {part} --rows {rows}")
+        assert run("real_model.py", f"{options} --part {part} --print-only") == printed
+        cells = [
+            line.strip("| ").split(" | ")
+            for line in printed.splitlines()
+            if line.startswith("| ")
+        ]
+        assert [row[0] for row in cells[2:]] == [n.partition(",")[0] for n in names]
+        if part == "quality":
+            errors = {row[0]: float(row[1].split()[0]) for row in cells[2:]}
+            assert errors["lmx fast"] < errors["mlx gptq"] < errors["RTN"]
 
 
 @pytest.mark.parametrize(("case", "trained"), [("full", 73_920), ("lora", 20_480)])

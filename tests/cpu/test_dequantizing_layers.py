@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from lmx.cpu import patches
+from mlx.utils import tree_flatten
 
 GRIDS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 128)]
 GRIDS += [("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
@@ -31,6 +32,57 @@ def dequantized_rows(monkeypatch):
 
     monkeypatch.setattr(patches, "_multiply", recording)
     return rows
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_kept_weights_give_the_same_outputs_for_one_row(grid, monkeypatch):
+    model = Model(*grid, bias=True)
+    patches.dequantize_for_many_tokens(model)
+    x = mx.random.normal((1, 256), key=mx.random.key(0)) / 16
+    expected = model.linear(x), model.embed.as_linear(x)
+    names = [name for name, _ in tree_flatten(model.parameters())]
+    size = patches.keep_dequantized(model)
+    assert size == 2 * 4 * 64 * 256
+    assert patches.keep_dequantized(model) == 0
+    assert [name for name, _ in tree_flatten(model.parameters())] == names
+
+    def fail(*_, **__):
+        raise AssertionError("the codes were used")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "quantized_matmul", fail)
+        patched.setattr(mx, "dequantize", fail)
+        actual = model.linear(x), model.embed.as_linear(x)
+    for one, other in zip(expected, actual, strict=True):
+        assert mx.allclose(one, other, rtol=1e-5, atol=1e-5)
+
+
+def test_replaced_scales_are_used():
+    model = Model("affine", 4, 32, bias=False)
+    patches.dequantize_for_many_tokens(model)
+    patches.keep_dequantized(model)
+    x = mx.ones((1, 256))
+    before = model.linear(x)
+    model.linear.scales = 2 * model.linear.scales
+    model.linear.biases = 2 * model.linear.biases
+    assert mx.allclose(model.linear(x), 2 * before, rtol=1e-4)
+
+
+def test_weights_are_not_kept_if_memory_is_short(monkeypatch):
+    model = Model("affine", 4, 32, bias=False)
+    patches.dequantize_for_many_tokens(model)
+    size = 2 * 4 * 64 * 256
+    monkeypatch.setattr(patches, "available_memory", lambda: 4 * size - 1)
+    assert patches.keep_dequantized(model) == 0
+    monkeypatch.setattr(patches, "available_memory", lambda: 4 * size)
+    assert patches.keep_dequantized(model) == size
+
+
+def test_available_memory_is_read_from_the_kernel(tmp_path, monkeypatch):
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal: 100 kB\nMemAvailable:    7 kB\n")
+    monkeypatch.setattr(patches, "MEMORY_FILE", file)
+    assert patches.available_memory() == 7 * 1024
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -316,6 +316,31 @@ def test_training_cost_is_six_operations_per_parameter_and_token():
     assert estimate.operations == (6 * (estimate.parameters - norms) + attention) * 8
 
 
+def test_quantize_stage_has_time_memory_and_disk(model, tmp_path, capsys):
+    times = {}
+    for effort in ("fast", "standard", "best"):
+        path = tmp_path / f"{effort}.yaml"
+        recipe = {
+            "model": str(model),
+            "stages": [{"quantize": {"method": "gptq", "effort": effort}}],
+        }
+        path.write_text(json.dumps(recipe))
+        loaded = load(path, [])
+        check = resources.ResourceCheck(
+            loaded, plan(loaded), resources.model_shape(loaded), [], 1.0
+        )
+        (needs,) = check.stages.values()
+        times[effort] = needs.work
+        assert needs.disk > 0 < sum(needs.memory.values())
+        lines = [f"{topic}: {text}" for topic, text in check.lines()]
+        assert [line.partition(":")[0] for line in lines[:3]] == [
+            "memory",
+            "time",
+            "disk",
+        ]
+    assert times["fast"] < times["standard"] < times["best"]
+
+
 def test_quantized_bytes_are_the_bytes_written():
     shape = model_shape(SHAPE)
     grid = QuantizationConfig(bits=4, group_size=32)

@@ -4,6 +4,7 @@ import mlx.core as mx
 import pytest
 from lmx.models.loader import load
 from lmx.quantization.ptq.candidates import CandidateModel, CandidateSelector
+from lmx.run.logger import NullLogger
 from lmx.training.teacher_cache import cache_part_targets
 from test_ptq_methods import quantize
 
@@ -34,7 +35,9 @@ def selector_of(case):
     path, tensors, targets = case
     lines = []
     model = CandidateModel(load(path).model, mx.float16)
-    return CandidateSelector(model, targets, lines.append), tensors, lines
+    logger = NullLogger()
+    logger.info = lines.append
+    return CandidateSelector(model, targets, logger), tensors, lines
 
 
 def test_better_candidate_is_selected(case):

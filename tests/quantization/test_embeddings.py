@@ -7,6 +7,7 @@ from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
 from lmx.models.loader import build_model
 from lmx.quantization.ptq import embeddings, output_fisher
+from lmx.quantization.ptq.cost import CostMeter
 from lmx.quantization.ptq.embeddings import MIN_CLUSTER_ROWS, cluster_rows
 from lmx.quantization.ptq.fisher import ForwardBackwardPass, sampled_label_loss
 from lmx.quantization.ptq.output_fisher import estimate_output_fisher
@@ -34,7 +35,10 @@ def statistics_of(model, folder, tokens=TOKENS, shard_size=4):
     counted = [mx.ones(shard.shape, mx.bool_) for shard in shards]
     no_paths = [[]] * len(model)
     statistics = estimate_output_fisher(
-        model, [PATH], no_paths, shards, counted, compute=mx.float32, folder=folder
+        *(model, [PATH], no_paths, shards, counted),
+        compute=mx.float32,
+        folder=folder,
+        meter=CostMeter(),
     )
     return statistics[PATH]
 

@@ -303,7 +303,9 @@ def test_target_compensates_for_the_output_error(hessian):
     residual = mx.array(output_drift.T @ x / len(x) / mean, mx.float32)
 
     def quantized(cross, residual, strength=1.0):
-        error = None if cross is None else OutputError(cross, residual, strength)
+        error = (
+            None if cross is None else OutputError(hessian, cross, residual, strength)
+        )
         layer = solve_layer(weights(), hessian, spec, mx.float32, output_error=error)
         return to_float64(dequantize(layer.tensors, spec, mx.float32))
 
@@ -319,6 +321,23 @@ def test_target_compensates_for_the_output_error(hessian):
     assert np.array_equal(quantized(cross, residual, 0.0), baseline)
     assert output_error(full) < output_error(half) < output_error(baseline)
     assert output_error(full) < output_error(inputs_only) < output_error(baseline)
+
+
+def test_correction_uses_the_hessian_of_its_own_inputs(hessian):
+    """A few inputs a thousand times larger than others break it otherwise."""
+    x, generator = inputs(), np.random.default_rng(7)
+    huge = generator.normal(size=WIDTH) * 1e3
+    some = np.concatenate([x[:500], [huge] * 4])
+    y = some * (1 + 0.01 * generator.normal(size=some.shape))
+    mean = np.diag(some.T @ some / len(some)).mean()
+    cross = mx.array(some.T @ (y - some) / len(some) / mean, mx.float32)
+
+    def largest(hessian):
+        correction = OutputError(hessian, cross, None, 1.0).correction
+        return mx.abs(correction(weights(), slice(None))).max().item()
+
+    own = damped(moments(some), WIDTH)
+    assert largest(own) < 0.1 < largest(hessian)
 
 
 @pytest.mark.parametrize(

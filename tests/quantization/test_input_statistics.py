@@ -32,7 +32,7 @@ def statistics_of(y, errors, boundaries=(1000, 2500), weights=None) -> InputStat
         for start, end in pairwise(ends)
     ]
     weight = mx.array(WEIGHT, mx.float32)
-    statistics.add_shards(iter(shards), len(y), {"a": weight, "b": 2 * weight})
+    statistics.add_compared(iter(shards), len(y), {"a": weight, "b": 2 * weight})
     return statistics
 
 

@@ -7,7 +7,12 @@ from lmx.models.blockwise import BlockwiseModel
 from lmx.models.hooks import GradientTap, hook_calls
 from lmx.models.loader import build_model
 from lmx.quantization.ptq import output_fisher as module
-from lmx.quantization.ptq.fisher import sampled_label_loss, visible_positions
+from lmx.quantization.ptq.cost import CostMeter
+from lmx.quantization.ptq.fisher import (
+    sample_labels,
+    sampled_label_loss,
+    visible_positions,
+)
 from lmx.quantization.ptq.output_fisher import (
     OWN_WEIGHT,
     estimate_output_fisher,
@@ -48,8 +53,24 @@ def estimate(model, folder, paths, shard_size=2, counted=None):
         counted,
         compute=mx.float32,
         folder=folder,
+        meter=CostMeter(),
     )
     return [output_fisher(folder, index) for index in range(len(model))]
+
+
+def test_sampled_labels_have_the_predicted_probabilities():
+    logits = mx.array([2.0, -40.0, 0.5, 1.0, -1.0, 0.0])
+    count = 40_000
+    rows = mx.broadcast_to(logits, (count, 6))
+    labels = np.array(sample_labels(rows, mx.random.key(3)))
+    expected = np.array(mx.softmax(logits), np.float64)
+    observed = np.bincount(labels, minlength=6) / count
+    error = np.sqrt(expected * (1 - expected) / count)
+    assert np.all(np.abs(observed - expected) <= 4 * error + 1e-9)
+    # One label off would be seen.
+    assert np.any(np.abs(np.roll(observed, 1) - expected) > 40 * error)
+    last = sample_labels(mx.array([[-1e9, -1e9, 0.0]] * 100), mx.random.key(0))
+    assert mx.all(last == 2)
 
 
 def gradients_of(model, path, sequences, counted=None):

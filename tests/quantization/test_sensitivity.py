@@ -151,7 +151,7 @@ def test_layer_statistics_fake_quantize_beats_mlx_on_the_inputs(tmp_path):
 @pytest.mark.parametrize("name", CONFIGS)
 def test_sensitivity_predicts_the_divergence_of_one_quantized_layer(name, tmp_path):
     model = model_of(name)
-    paths, tokens, stats = collected(model, tmp_path, count=12)
+    paths, tokens, stats = collected(model, tmp_path, count=24)
     if name == "experts":
         # An error before a router can also change the selected experts.
         paths = [p for p in paths if "layers.1.mlp.switch" in p or p == "lm_head"]

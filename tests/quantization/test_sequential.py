@@ -1,6 +1,7 @@
 """SequentialPipeline: calibration inputs, order of the layers, and resume."""
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,8 +14,9 @@ from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
 from lmx.models.loader import build_model, load
 from lmx.quantization.packing import dequantize, pack
-from lmx.quantization.ptq import gptq_solver
+from lmx.quantization.ptq import gptq_solver, sequential
 from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
+from lmx.quantization.ptq.cost import CostMeter, SequentialCost
 from lmx.quantization.ptq.gptq import GPTQ
 from lmx.quantization.ptq.sequential import SequentialPipeline
 from lmx.quantization.target_layers import select_layers
@@ -154,6 +156,50 @@ def test_gptq_call_chain_has_seven_calls(tmp_path, monkeypatch):
         "solve_rows",
         "gptq",
     ] in chains
+
+
+@pytest.mark.parametrize("effort", ["fast", "standard"])
+def test_meter_counts_the_estimated_work(effort, tmp_path):
+    model, done, notes = model_of(), [], []
+    config = GPTQConfig.model_validate({"bits": 3, "effort": effort})
+    context = context_of(model, tmp_path)
+    cost = SequentialCost.of(
+        model,
+        context.specs,
+        tokens=TOKENS.size,
+        fisher_tokens=TOKENS.size,
+        streams=2,
+        refine_iters=config.refine_iters,
+    )
+
+    def advance(amount, note):
+        done.append(amount)
+        notes.extend([note] if note else [])
+
+    context = replace(context, meter=CostMeter(cost, advance))
+    GPTQ(config, context).quantize()
+    # Untied: the pass before the blocks computes no moments of the head.
+    unused = cost.logits(TOKENS.size, gradient=False)
+    assert sum(done) == pytest.approx(cost.total - unused, rel=0.02)
+    assert notes[1:] == [f"block {number} of 3" for number in (1, 2, 3)]
+    assert max(done) < 0.5 * cost.total
+
+
+def test_full_precision_stream_reads_the_first_tokens_only(tmp_path, monkeypatch):
+    monkeypatch.setattr(sequential, "COMPARED_TOKENS", 2 * TOKENS.shape[1])
+    method, path = RecordingRTN(), "model.layers.1.mlp.down_proj"
+    method.run(model_of(), tmp_path / "few", shard_size=2)
+    few = method.statistics[path]
+    all_tokens = RecordingRTN()
+    monkeypatch.setattr(sequential, "COMPARED_TOKENS", TOKENS.size)
+    all_tokens.run(model_of(), tmp_path / "all", shard_size=2)
+    full = all_tokens.statistics[path]
+    assert mx.allclose(few.second_moments, full.second_moments, rtol=1e-3, atol=1e-3)
+    assert mx.array_equal(full.compared_moments, full.second_moments)
+    share = mx.diagonal(few.compared_moments).sum()
+    share = share / mx.diagonal(full.compared_moments).sum()
+    assert 0.1 < share.item() < 0.6
+    assert mx.abs(few.cross_moments).max() < mx.abs(full.cross_moments).max()
 
 
 def test_groups_come_in_the_order_of_calls(tmp_path):

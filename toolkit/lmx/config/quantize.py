@@ -27,7 +27,7 @@ class CalibrationConfig(ConfigModel):
     tokens with a loss count (see data.loss_on); use it for a model of one task.
     completions works with rtn, and with gptq without block_reconstruction and
     mixed_precision."""
-    num_eval_tokens: int = Field(16384, ge=8)
+    num_eval_tokens: int = Field(4096, ge=8)
     """Held-out tokens for comparing candidates, from the recipe's validation data, else
     from the calibration data."""
 
@@ -40,9 +40,9 @@ class ScaleTuningConfig(ConfigModel):
     start.
     """
 
-    steps: int = Field(100, ge=1)
+    steps: int = Field(32, ge=1)
     """Optimizer steps."""
-    batch_tokens: int = Field(4096, ge=8)
+    batch_tokens: int = Field(2048, ge=8)
     """Tokens per step, in sequences of `calibration.max_seq_length`. A forward pass has
     at most 1,024 of them, or one sequence."""
     learning_rate: float | None = Field(None, gt=0)
@@ -97,7 +97,7 @@ class PTQConfig(QuantizationConfig):
     """Calibration data, also for scale_tuning and mixed_precision."""
     scale_tuning: ScaleTuning = None
     """Train scales and biases after quantization. false = off, {} = on with all
-    defaults. On by default after gptq."""
+    defaults."""
     rollback_if_worse: bool = True
     """Keep the result of each quantization step only if it lowers the KL divergence on
     held-out tokens. false = skip this check, e.g. when the model is too large to run
@@ -179,13 +179,11 @@ class RTNConfig(PTQConfig):
 EFFORTS: dict[str, dict[str, Any]] = {
     "fast": {
         "refine_iters": 0,
-        "asymmetric_calibration": False,
         "output_hessian": False,
-        "scale_tuning": False,
         "rollback_if_worse": False,
     },
     "standard": {},
-    "best": {"refine_iters": 3, "scale_tuning": {}, "rollback_if_worse": True},
+    "best": {"refine_iters": 3, "scale_tuning": {}},
 }
 
 
@@ -196,12 +194,13 @@ class GPTQConfig(PTQConfig):
     method: Literal["gptq"] = "gptq"
     """Quantization method."""
     effort: Literal["fast", "standard", "best"] = "standard"
-    """Time to spend; it sets the keys below that the recipe does not name. fast: one
-    pass of GPTQ with closed-form scales. standard: the defaults. best: everything that
-    lowers the divergence, several times slower."""
+    """Time to spend; it sets the keys that the recipe does not name. fast: one pass of
+    GPTQ, with refine_iters 0, output_hessian false and rollback_if_worse false.
+    standard: the defaults. best: refine_iters 3 and scale_tuning, several times
+    slower."""
     dampening_frac: float = Field(DAMPENING_FRAC, gt=0, le=1)
     """Initial Hessian dampening, as a fraction of the mean of its diagonal."""
-    refine_iters: int = Field(3, ge=0)
+    refine_iters: int = Field(1, ge=0)
     """Iterations of scale refit and coordinate descent after GPTQ."""
     asymmetric_calibration: bool = True
     """Each layer compensates for the quantization error of earlier layers, both in its
@@ -211,8 +210,6 @@ class GPTQConfig(PTQConfig):
     """Use the Hessian of the loss with respect to layer outputs, so that output
     channels can compensate for each other's errors. Needs one extra forward and
     backward pass."""
-    scale_tuning: ScaleTuning = ScaleTuningConfig()
-    """Train scales and biases after quantization. false = off."""
     block_reconstruction: BlockReconstructionConfig | None = None
     """Present = train every block after GPTQ, {} = with all defaults. A block that is
     no better on held-out sequences is restored. Several times slower."""

@@ -37,6 +37,19 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+def keep_dequantized(model: Any) -> int:
+    """Keep the weights of quantized layers dequantized on a Linux CPU.
+
+    Returns:
+        The bytes that they take (`patches.keep_dequantized`); 0 elsewhere.
+    """
+    from . import patches
+
+    if sys.platform != "linux" or os.environ.get("LMX_CPU") == "off" or not on_cpu():
+        return 0
+    return patches.keep_dequantized(model)
+
+
 def enable(model: Any = None) -> CpuStatus:
     """Replace what is slow in MLX on a Linux CPU. Repeated calls are cheap.
 

@@ -16,7 +16,7 @@ TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8
 # heap.
 HEAP_LIMITS = 32 << 20, 1 << 30
 # The same limits inside `low_memory`.
-LOW_MEMORY_LIMITS = 12 << 20, 32 << 20
+LOW_MEMORY_LIMITS = 32 << 20, 256 << 20
 
 _enabled = False
 

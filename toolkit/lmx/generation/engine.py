@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from .. import cpu
 from ..errors import UserError
 from .decode_loop import BatchSampler, decode
 from .detokenizer import StreamingDetokenizer
@@ -35,6 +36,8 @@ class Generator:
         draft_length: chooses the number of draft tokens; adapts over all completions.
         sequential_verify: verify draft tokens one at a time; see `SpeculativeDecoder`.
         kv_bits, quantized_kv_start: as for `CacheState`.
+        keep_dequantized: on a Linux CPU, keep the weights of quantized layers in
+            float32, if memory allows; see `cpu.keep_dequantized`.
 
     Attributes:
         speculative_stats: statistics of the last completion; None without a proposer.
@@ -52,7 +55,10 @@ class Generator:
         sequential_verify: bool = False,
         kv_bits: int | None = None,
         quantized_kv_start: int = 0,
+        keep_dequantized: bool = True,
     ):
+        if keep_dequantized:
+            cpu.keep_dequantized(model)
         self.model = model
         self.tokenizer = tokenizer
         self.prefill_step_size = prefill_step_size

@@ -34,7 +34,7 @@ and at most N tokens of prompts and completions, distillation takes besides:
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -191,6 +191,9 @@ class StageResources:
         generation: cost of its data, if it generates data.
         steps: optimizer steps; None = unknown before the data is read.
         remedies: overrides of the recipe that need less memory.
+        memory: bytes by part, if it does not train.
+        work: operations of large matrix products that take as long, if it does not
+            train.
     """
 
     model_bytes: int
@@ -200,6 +203,8 @@ class StageResources:
     generation: GenerationCost | None = None
     steps: int | None = None
     remedies: tuple[str, ...] = ()
+    memory: dict[str, int] = field(default_factory=dict)
+    work: float = 0
 
 
 def training_cost(

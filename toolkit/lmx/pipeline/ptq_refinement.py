@@ -173,7 +173,7 @@ class PostQuantRefinement:
         weights = dict(self.weights)
         write_model(candidate, self.loaded, weights, self.selection, dict(tensors))
         model = CandidateModel(self.context.load(candidate).model, self.loaded.dtype)
-        selector = CandidateSelector(model, eval_targets, self.context.logger.info)
+        selector = CandidateSelector(model, eval_targets, self.context.logger)
         if self.config.rollback_if_worse and self.config.method != "rtn":
             selector.add("rtn", self._rtn(tensors))
         selector.add(self.config.method, tensors)
@@ -201,17 +201,19 @@ class PostQuantRefinement:
         def targets(
             name: str, sequences: CalibrationBatch, at_once: int, temperature: float
         ) -> PartTargets:
-            parts = sequences.parts(at_once)
-            return cache_part_targets(
-                self.context.folder / name,
-                [mx.array(part.tokens) for part in parts],
-                reference.model,
-                counted=[mx.array(part.counted) for part in parts],
-                digest=digest,
-                top_k=self.tuning.top_k,
-                temperature=temperature,
-                info=self.context.logger.info,
-            )
+            parts, logger = sequences.parts(at_once), self.context.logger
+            with logger.progress(len(parts), "full-precision predictions") as progress:
+                return cache_part_targets(
+                    self.context.folder / name,
+                    [mx.array(part.tokens) for part in parts],
+                    reference.model,
+                    counted=[mx.array(part.counted) for part in parts],
+                    digest=digest,
+                    top_k=self.tuning.top_k,
+                    temperature=temperature,
+                    info=logger.info,
+                    on_part=progress.advance,
+                )
 
         eval_targets = targets(
             "eval-targets", self.calibration.eval_sequences, TOKENS_AT_ONCE, 1.0

@@ -11,6 +11,7 @@ from ..quantization.target_layers import select_layers
 from ..run.fs import remove_folder
 from .context import ModelArtifact, StageContext, write_model
 from .estimate import StageResources, Workload
+from .quantize_cost import QuantizeCost
 from .stage import ModelState, RawStage, Stage, quantization_values
 
 # Folders of intermediate results, which the finished checkpoint replaces.
@@ -45,13 +46,21 @@ class QuantizeStage(Stage):
         size = shape.quantized_bytes(shape.selection(self.config).specs)
         if target := self.config.mixed_precision:
             size = target.max_bytes(shape.parameters)
-        return StageResources(size, disk=size)
+        specs = shape.selection(self.config).specs
+        cost = QuantizeCost(self.config, shape.model(), specs, workload.dtype)
+        return StageResources(
+            size,
+            disk=size + cost.disk,
+            memory={"quantization": cost.memory},
+            work=cost.work,
+        )
 
     def run(self, context: StageContext) -> ModelArtifact:
         """Quantize the current model, which becomes the full-precision reference."""
         # Imported here, so that a recipe is checked without the libraries of a run.
         from ..quantization.mixed_precision.search import search_plan
         from ..quantization.ptq.base import PTQContext
+        from ..quantization.ptq.cost import CostMeter
         from ..quantization.ptq.methods import METHODS
         from .ptq_refinement import CalibrationData, PostQuantRefinement
 
@@ -86,13 +95,18 @@ class QuantizeStage(Stage):
             )
             task = replace(task, specs=selection.specs)
             facts["mixed_precision"] = result
-        tensors = METHODS[config.method](config, task).quantize()
-        if uses_eval_tokens:
-            refinement = PostQuantRefinement(
-                config, context, calibration, loaded, selection
-            )
-            tensors, measured = refinement.run(tensors)
-            facts |= measured
+        cost = QuantizeCost(config, loaded.model, selection.specs, loaded.dtype)
+        with context.logger.progress(
+            cost.work, config.method, percent=True
+        ) as progress:
+            task = replace(task, meter=CostMeter(cost.sequential, progress.advance))
+            tensors = METHODS[config.method](config, task).quantize()
+            if uses_eval_tokens:
+                refinement = PostQuantRefinement(
+                    config, context, calibration, loaded, selection
+                )
+                tensors, measured = refinement.run(tensors)
+                facts |= measured
         # Lazy weights, referenced nowhere else, so that each is freed once written.
         weights = dict(tree_flatten(loaded.reread().parameters()))
         target = context.folder / "model"

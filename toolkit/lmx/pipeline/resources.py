@@ -58,6 +58,20 @@ def training_speed(dtype: mx.Dtype) -> float:
     return 6 * PROBE_EXAMPLES * 6 * width**2 / min(seconds)
 
 
+def matmul_speed() -> float:
+    """Floating-point operations per second of a large product in float32."""
+    cpu.enable()
+    width = 2 * PROBE_WIDTH
+    a, b = mx.random.normal((2, width, width), key=mx.random.key(0))
+    mx.eval(a @ b)
+    seconds = []
+    for _ in range(4):
+        start = time.perf_counter()
+        mx.eval(a @ b)
+        seconds.append(time.perf_counter() - start)
+    return 2 * width**3 / min(seconds)
+
+
 def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
     """Refuse a run that exceeds memory or disk, as far as is known without data.
 
@@ -110,6 +124,8 @@ class ResourceCheck:
         for name, needs in self.stages.items():
             if needs.generation or needs.training:
                 yield from self._stage_lines(name, needs, training_speed(needs.dtype))
+            if needs.work:
+                yield from self._work_lines(name, needs)
         yield (
             "disk",
             f"needs {readable_size(self.disk)}, free {readable_size(self.free)}",
@@ -118,13 +134,13 @@ class ResourceCheck:
     def require(self) -> None:
         """Raise UserError with code 3 if something does not fit."""
         for name, needs in self.stages.items():
-            memory = sum(needs.training.memory.values()) if needs.training else 0
+            parts = needs.training.memory if needs.training else needs.memory
+            memory = sum(parts.values())
             if memory > self.limit:
                 raise UserError(
                     f"{name} needs about {readable_size(memory)} of memory, and the "
                     f"limit is {readable_size(self.limit)}",
-                    hint=f"try {' or '.join(needs.remedies)}; --ignore-limits runs it "
-                    "anyway",
+                    hint=_remedy(needs),
                     code=WILL_NOT_FIT,
                 )
         if self.disk > self.free:
@@ -135,6 +151,22 @@ class ResourceCheck:
                 place=str(self.output),
                 code=WILL_NOT_FIT,
             )
+
+    def _work_lines(
+        self, name: str, needs: StageResources
+    ) -> Iterator[tuple[str, str]]:
+        speed = matmul_speed()
+        yield (
+            "memory",
+            f"{name}: about {readable_size(sum(needs.memory.values()))} of "
+            f"{readable_size(self.limit)}",
+        )
+        yield (
+            "time",
+            f"{name}: roughly {_duration(needs.work / speed)} at the "
+            f"{speed / 1e9:,.0f} GFLOP/s of a product just measured",
+        )
+        yield "disk", f"{name}: {readable_size(needs.disk)}"
 
     def _stage_lines(
         self, name: str, needs: StageResources, speed: float
@@ -164,6 +196,11 @@ class ResourceCheck:
                 f"{speed / 1e9:,.0f} GFLOP/s just measured"
             )
         yield "time", f"{name}: {duration}"
+
+
+def _remedy(needs: StageResources) -> str:
+    options = f"try {' or '.join(needs.remedies)}; " if needs.remedies else ""
+    return f"{options}--ignore-limits runs it anyway"
 
 
 def model_shape(loaded: LoadedRecipe) -> ModelShape | None:

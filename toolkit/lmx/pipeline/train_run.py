@@ -261,7 +261,9 @@ class TrainRun:
         ranks, model = self.context.ranks, self.step.materialize()
         with ranks.collective_errors():
             if ranks.is_first:
-                generator = Generator(model, self.loaded.tokenizer)
+                generator = Generator(
+                    model, self.loaded.tokenizer, keep_dequantized=False
+                )
                 for prompt in self.config.sample_prompts:
                     answer = generator.chat(prompt, max_tokens=SAMPLE_TOKENS).text
                     row = {"step": done, "prompt": prompt, "answer": answer}

@@ -102,6 +102,29 @@ class RunLogger:
         finally:
             progress.close()
 
+    def open_bar(self, description: str, total: float, *, percent: bool):
+        """Show a bar on the terminal; returns its task in `bar`."""
+        from rich import progress as rich
+        from rich.table import Column
+
+        # On a narrow terminal the values are truncated.
+        self.bar = rich.Progress(
+            rich.TextColumn("{task.description}"),
+            rich.BarColumn(bar_width=20),
+            rich.TaskProgressColumn() if percent else rich.MofNCompleteColumn(),
+            rich.TimeRemainingColumn(),
+            rich.TextColumn(
+                "{task.fields[values]}",
+                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
+            ),
+            expand=True,
+            # In slow trainings, updates are minutes apart.
+            speed_estimate_period=600,
+        )
+        task = self.bar.add_task(description, total=total, values="")
+        self.bar.start()
+        return task
+
     def close_progress(self, progress: ProgressBar) -> None:
         """Forget a progress that has ended."""
         self._running.remove(progress)

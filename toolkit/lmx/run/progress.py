@@ -1,12 +1,24 @@
-"""Progress of long work: a bar on a terminal, and lines with the time left elsewhere."""
+"""Progress of long work: a bar on a terminal, else lines with the time left."""
 
 import math
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from .logger import RunLogger
+
+class ProgressOutput(Protocol):
+    """What a progress bar needs of a logger."""
+
+    quiet: bool
+    bar: Any
+
+    def info(self, text: str) -> None: ...
+
+    def debug(self, text: str) -> None: ...
+
+    def open_bar(self, description: str, total: float, *, percent: bool) -> Any: ...
+
+    def close_progress(self, progress: "ProgressBar") -> None: ...
 
 
 class ProgressBar:
@@ -22,7 +34,7 @@ class ProgressBar:
 
     def __init__(
         self,
-        logger: "RunLogger",
+        logger: ProgressOutput,
         total: float,
         description: str,
         *,
@@ -40,7 +52,7 @@ class ProgressBar:
         self._task = None
         # A terminal shows one bar at a time; nested operations log lines.
         if sys.stdout.isatty() and not logger.quiet and logger.bar is None:
-            self._open_bar()
+            self._task = logger.open_bar(description, total, percent=percent)
 
     def update(self, done: float, **values: float) -> None:
         """Log the progress, with values such as loss=2.5."""
@@ -92,28 +104,6 @@ class ProgressBar:
 
     def _draw(self) -> None:
         self._logger.bar.update(self._task, completed=self._done, values=self._text)
-
-    def _open_bar(self) -> None:
-        from rich import progress as rich
-        from rich.table import Column
-
-        # On a narrow terminal the values are truncated.
-        bar = rich.Progress(
-            rich.TextColumn("{task.description}"),
-            rich.BarColumn(bar_width=20),
-            rich.TaskProgressColumn() if self._percent else rich.MofNCompleteColumn(),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn(
-                "{task.fields[values]}",
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-            expand=True,
-            # In slow trainings, updates are minutes apart.
-            speed_estimate_period=600,
-        )
-        self._task = bar.add_task(self._description, total=self._total, values="")
-        self._logger.bar = bar
-        bar.start()
 
     def _remaining(self) -> str:
         now = time.monotonic()

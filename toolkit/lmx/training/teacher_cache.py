@@ -252,6 +252,7 @@ def cache_part_targets(
     top_k: int,
     temperature: float = 1.0,
     info: Callable[[str], None],
+    on_part: Callable[[], None] | None = None,
 ) -> PartTargets:
     """Write the teacher's predictions for parts of a text that are not in `folder`.
 
@@ -264,6 +265,7 @@ def cache_part_targets(
         top_k: tokens kept per position; all, if the vocabulary is smaller.
         temperature: divides the logits.
         info: logs the size beforehand.
+        on_part: called after every part, also if its predictions were there.
 
     Raises:
         UserError: the disk is too small.
@@ -277,6 +279,9 @@ def cache_part_targets(
         folder.mkdir(parents=True)
         state.write_text(json.dumps(key))
     missing = [n for n in range(len(parts)) if not _part_folder(folder, n).is_dir()]
+    on_part = on_part or (lambda: None)
+    for _ in range(len(parts) - len(missing)):
+        on_part()
     for number in missing:
         logits = teacher(parts[number])
         vocab_size = logits.shape[-1]
@@ -291,6 +296,7 @@ def cache_part_targets(
         target = compress_targets(logits, top_k, temperature)
         with atomic_folder(_part_folder(folder, number)) as partial_folder:
             save_targets(partial_folder, target, vocab_size)
+        on_part()
     return PartTargets(folder, parts, counted, key)
 
 

@@ -6,7 +6,7 @@ A method is a class in `methods.METHODS`. A calibrated method is a `PTQMethod`: 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from ...config.quantize import PTQConfig
 from ...run.logger import RunLogger
 from ..packing import dequantize, pack
 from .activation_cache import ActivationShard
+from .cost import CostMeter
 from .input_statistics import InputStatistics
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class PTQContext:
         folder: where a method keeps its state. It is deleted once the checkpoint is
             written.
         reread: returns the same model with lazy weights. None = weights stay in memory.
+        meter: told about finished work.
     """
 
     model: nn.Module
@@ -50,6 +52,7 @@ class PTQContext:
     folder: Path
     logger: RunLogger
     reread: Callable[[], nn.Module] | None = None
+    meter: CostMeter = field(default_factory=CostMeter)
 
     def quantized_tensor(
         self, path: str, tensors: dict[str, mx.array]
@@ -117,13 +120,14 @@ class PTQMethod(ABC):
 
     Attributes:
         needs_cross_moments: run the full-precision stream too, at the cost of a second
-            forward pass. Without it statistics have no `cross`, and `finalize_block`
-            has no target.
+            forward pass over some tokens. Without it statistics have no cross moments.
+        needs_block_targets: run it over all tokens, for `finalize_block`.
         weighs_embeddings: estimate the cost of errors in embeddings.
         weighs_outputs: estimate the Fisher information of layer outputs.
     """
 
     needs_cross_moments = False
+    needs_block_targets = False
     weighs_embeddings = False
     weighs_outputs = False
 

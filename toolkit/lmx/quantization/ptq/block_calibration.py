@@ -23,6 +23,7 @@ from ...models.hooks import (
 from ...run.fs import require_space
 from . import activation_cache
 from .activation_cache import FULL, INPUTS, QUANTIZED
+from .cost import CostMeter
 from .input_statistics import CalibrationShard, InputStatistics
 
 FULL_INPUTS = f"{INPUTS}-{FULL}"
@@ -38,7 +39,8 @@ class BlockCalibration:
         paths: paths in the block of the layers to quantize.
         tokens: int32 [B, L] by shard.
         before, after: folders of the hidden states around the block.
-        full_precision: whether there is a full-precision stream.
+        num_compared: number of shards, the first ones, with a full-precision stream.
+        meter: told about finished work.
 
     Attributes:
         groups: paths of layers that share their input, in the order of their calls.
@@ -56,14 +58,16 @@ class BlockCalibration:
         before: Path,
         after: Path,
         *,
-        full_precision: bool,
+        num_compared: int,
+        meter: CostMeter,
     ):
         self.blockwise = blockwise
         self.index = index
+        self.meter = meter
         self.tokens = tokens
         self.before = before
         self.after = after
-        self.full_precision = full_precision
+        self.num_compared = num_compared
         captured = self._run_one_window(paths)
         self.groups = captured.groups()
         self._called_again = captured.called_again
@@ -71,7 +75,7 @@ class BlockCalibration:
         self._residual_writers = [
             group[0]
             for group in self.groups
-            if full_precision and self._adds_to_residual(group)
+            if num_compared and self._adds_to_residual(group)
         ]
         self._check_space(captured)
 
@@ -81,7 +85,7 @@ class BlockCalibration:
         Inputs of a mixture's experts are not compared and not cached.
         """
         paths = [g[0] for g in self.groups if self._num_experts(g[0]) is None]
-        for shard in range(len(self.tokens)):
+        for shard in range(self.num_compared):
             with capture_inputs(self._block, paths) as captured:
                 outputs = self._run(shard, FULL)
             activation_cache.save(self.after, FULL, shard, {"hidden": outputs})
@@ -91,6 +95,7 @@ class BlockCalibration:
                 with self._block_until(path), override_inputs(self._block, known):
                     inputs[f"{path}{RESIDUAL}"] = self._run(shard, FULL)
             activation_cache.save(self.after, FULL_INPUTS, shard, inputs)
+            self.meter.forward(self.index, self.tokens[shard].size)
 
     def statistics(
         self, group: list[str], weights: list[mx.array] | None = None
@@ -105,24 +110,26 @@ class BlockCalibration:
         path = group[0]
         modules = dict(self._block.named_modules())
         width, experts = modules[path].weight.shape[-1], self._num_experts(path)
-        compare = self.full_precision and experts is None
-        statistics = InputStatistics.empty(width, experts=experts, with_cross=compare)
-        if compare:
+        num_compared = self.num_compared if experts is None else 0
+        statistics = InputStatistics.empty(
+            width, experts=experts, with_cross=num_compared > 0
+        )
+        if num_compared:
             prefix = f"{self.blockwise.prefix}{self.index}."
             dense = {f"{prefix}{name}": modules[name].weight for name in group}
-            num_tokens = sum(shard.size for shard in self.tokens)
-            statistics.add_shards(self._compare(group, weights), num_tokens, dense)
-        else:
-            for shard in range(len(self.tokens)):
-                captured = self._capture(path, shard)
-                token_weights = weights and weights[shard]
-                if experts is None:
-                    statistics.add(captured.rows[path], weights=token_weights)
-                else:
-                    visible = None if token_weights is None else token_weights > 0
-                    statistics.add_routed(
-                        captured.rows[path], captured.experts[path], visible
-                    )
+            compared = sum(shard.size for shard in self.tokens[:num_compared])
+            statistics.add_compared(self._compare(group, weights), compared, dense)
+        for shard in range(num_compared, len(self.tokens)):
+            captured = self._capture(path, shard)
+            token_weights = weights and weights[shard]
+            if experts is None:
+                statistics.add(captured.rows[path], weights=token_weights)
+            else:
+                visible = None if token_weights is None else token_weights > 0
+                statistics.add_routed(
+                    captured.rows[path], captured.experts[path], visible
+                )
+            self._count_statistics(shard)
         self._cached.append(group)
         return statistics
 
@@ -138,7 +145,7 @@ class BlockCalibration:
         self, group: list[str], weights: list[mx.array] | None
     ) -> Iterator[CalibrationShard]:
         path = group[0]
-        for shard in range(len(self.tokens)):
+        for shard in range(self.num_compared):
             captured, token_weights = (
                 self._capture(path, shard),
                 weights and weights[shard],
@@ -152,6 +159,15 @@ class BlockCalibration:
             yield CalibrationShard(
                 captured.rows[path], full[path], errors, token_weights
             )
+            self._count_statistics(shard)
+
+    def _count_statistics(self, shard: int) -> None:
+        """Count the work on one shard for one group of layers."""
+        tokens, groups = self.tokens[shard].size, len(self.groups)
+        share = tokens / sum(part.size for part in self.tokens) / groups
+        self.meter.moments(self.index, share)
+        # Together the groups run the block about once.
+        self.meter.forward(self.index, tokens // groups)
 
     def invalidate_inputs(self) -> None:
         """Drop all cached inputs, because weights of the block were replaced."""
@@ -180,10 +196,11 @@ class BlockCalibration:
     def _check_space(self, captured: CapturedInputs) -> None:
         hidden = self._one_window()
         inputs = {id(value): value.nbytes for value in captured.objects.values()}
-        windows = sum(shard.size for shard in self.tokens) / hidden.shape[1]
-        per_window = (hidden.nbytes + sum(inputs.values())) * (1 + self.full_precision)
-        per_window += hidden.nbytes * len(self._residual_writers)
-        require_space(self.after.parent, ceil(windows * per_window))
+        sizes = [shard.size / hidden.shape[1] for shard in self.tokens]
+        per_window = hidden.nbytes + sum(inputs.values())
+        compared = per_window + hidden.nbytes * len(self._residual_writers)
+        size = sum(sizes) * per_window + sum(sizes[: self.num_compared]) * compared
+        require_space(self.after.parent, ceil(size))
 
     def _adds_to_residual(self, group: list[str]) -> bool:
         """Whether the output of a layer is added to the residual stream unchanged."""
@@ -249,7 +266,7 @@ class HeadCalibration:
         tokens: int32 [B, L] by shard.
         counted: bool [B, L] by shard, the positions that the statistics sum over.
         folder: of the hidden states after the last block.
-        full_precision: whether there is a full-precision stream.
+        num_compared: number of shards, the first ones, with a full-precision stream.
     """
 
     def __init__(
@@ -260,14 +277,14 @@ class HeadCalibration:
         counted: list[mx.array],
         folder: Path,
         *,
-        full_precision: bool,
+        num_compared: int,
     ):
         self.blockwise = blockwise
         self.paths = paths
         self.tokens = tokens
         self.counted = counted
         self.folder = folder
-        self.streams = [QUANTIZED, FULL] if full_precision else [QUANTIZED]
+        self.num_compared = num_compared
 
     def groups(self) -> list[list[str]]:
         """Paths of layers that share their input. Others receive no hidden states."""
@@ -279,26 +296,28 @@ class HeadCalibration:
         modules = dict(self.blockwise.model.named_modules())
         weights, path = {p: modules[p].weight for p in group}, group[0]
         width = weights[path].shape[-1]
-        compare = len(self.streams) > 1
-        statistics = InputStatistics.empty(width, experts=None, with_cross=compare)
-        if compare:
-            num_tokens = sum(shard.size for shard in self.tokens)
-            statistics.add_shards(self._compare(path), num_tokens, weights)
-        else:
-            for shard in range(len(self.tokens)):
-                (x,), counted = self._inputs(path, shard)
-                statistics.add(x, weights=counted)
+        statistics = InputStatistics.empty(
+            width, experts=None, with_cross=self.num_compared > 0
+        )
+        if self.num_compared:
+            compared = sum(shard.size for shard in self.tokens[: self.num_compared])
+            statistics.add_compared(self._compare(path), compared, weights)
+        for shard in range(self.num_compared, len(self.tokens)):
+            (x,), counted = self._inputs(path, shard, [QUANTIZED])
+            statistics.add(x, weights=counted)
         return statistics
 
     def _compare(self, path: str) -> Iterator[CalibrationShard]:
-        for shard in range(len(self.tokens)):
-            (x, y), counted = self._inputs(path, shard)
+        for shard in range(self.num_compared):
+            (x, y), counted = self._inputs(path, shard, [QUANTIZED, FULL])
             yield CalibrationShard(x, y, None, counted)
 
-    def _inputs(self, path: str, shard: int) -> tuple[list[mx.array], mx.array]:
-        """Inputs of a layer in every stream, and the weights of the positions."""
+    def _inputs(
+        self, path: str, shard: int, streams: list[str]
+    ) -> tuple[list[mx.array], mx.array]:
+        """Inputs of a layer in these streams, and the weights of the positions."""
         tokens = self.tokens[shard]
-        hidden = [self._hidden(stream, shard) for stream in self.streams]
+        hidden = [self._hidden(stream, shard) for stream in streams]
         rows = [self._capture([path], tokens, h).rows[path] for h in hidden]
         return rows, self.counted[shard].reshape(-1).astype(mx.float32)
 

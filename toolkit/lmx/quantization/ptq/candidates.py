@@ -1,13 +1,13 @@
 """Candidates of a quantization, compared by the KL divergence on held-out tokens."""
 
 import math
-from collections.abc import Callable
 from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ...run.logger import NullLogger, RunLogger
 from ...training.distillation import kl_sum
 from ...training.teacher_cache import PartTargets
 
@@ -46,17 +46,27 @@ class CandidateModel:
             for name, value in masters.items()
         }
 
-    def divergence(self, targets: PartTargets, num_parts: int | None = None) -> float:
+    def divergence(
+        self,
+        targets: PartTargets,
+        num_parts: int | None = None,
+        *,
+        logger: RunLogger | None = None,
+    ) -> float:
         """KL(teacher || this model) in nats, a mean over the positions that count.
 
         Args:
             num_parts: use the first parts only. None = all.
+            logger: shows the progress. None = none is shown.
         """
         total = count = 0
         parts = zip(targets.tokens, targets.counted, targets, strict=True)
-        for tokens, counted, target in islice(parts, num_parts):
-            total += kl_sum(self.model(tokens), target, counted).item()
-            count += counted.sum().item()
+        number = min(num_parts or len(targets), len(targets))
+        with (logger or NullLogger()).progress(number, "held-out KL") as progress:
+            for tokens, counted, target in islice(parts, number):
+                total += kl_sum(self.model(tokens), target, counted).item()
+                count += counted.sum().item()
+                progress.advance()
         return total / count
 
 
@@ -66,7 +76,7 @@ class CandidateSelector:
     Args:
         model: the tensors of every candidate fit it.
         targets: predictions of the unquantized model on held-out tokens.
-        info: logs a line for every candidate.
+        logger: gets a line for every candidate, and the progress.
 
     Attributes:
         tensors: of the best candidate, by name.
@@ -78,14 +88,14 @@ class CandidateSelector:
         self,
         model: CandidateModel,
         targets: PartTargets,
-        info: Callable[[str], None],
+        logger: RunLogger,
     ):
         self.tensors: dict[str, mx.array] = {}
         self.divergences: dict[str, float] = {}
         self.best_name = ""
         self._model = model
         self._targets = targets
-        self._info = info
+        self._logger = logger
 
     @property
     def best(self) -> float:
@@ -98,7 +108,7 @@ class CandidateSelector:
         Afterwards the model has the tensors of the best candidate.
         """
         self._model.set_tensors(tensors)
-        divergence = self._model.divergence(self._targets)
+        divergence = self._model.divergence(self._targets, logger=self._logger)
         divergence = math.inf if math.isnan(divergence) else divergence
         self.divergences[name] = divergence
         line = f"{name}: held-out KL {divergence:.4g}"
@@ -110,5 +120,5 @@ class CandidateSelector:
         else:
             line += f": rejected, keeping {self.best_name}"
             self._model.set_tensors(self.tensors)
-        self._info(line)
+        self._logger.info(line)
         return is_better

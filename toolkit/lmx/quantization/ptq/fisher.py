@@ -17,6 +17,7 @@ from ...models.hooks import GradientTap, hook_calls, path_of
 from ...run.fs import require_space
 from ...training.losses import cross_entropy_sum, exp_nonpositive
 from . import activation_cache
+from .cost import CostMeter
 
 # Positions whose logits are in memory at once.
 LOGITS_AT_ONCE = 128
@@ -105,6 +106,7 @@ class ForwardBackwardPass:
         counted: bool [B, L] by shard, the positions whose prediction counts.
         compute: dtype to run blocks in.
         folder: for hidden states and gradients.
+        meter: told about finished work.
     """
 
     blockwise: BlockwiseModel
@@ -112,6 +114,7 @@ class ForwardBackwardPass:
     counted: list[mx.array]
     compute: mx.Dtype
     folder: Path
+    meter: CostMeter
 
     def forward(self, *, reserved_bytes: int = 0) -> None:
         """Run every shard to the end of the last block.
@@ -135,6 +138,7 @@ class ForwardBackwardPass:
                     hidden = self.hidden(index, shard)
                     hidden = self.blockwise.run_block(index, tokens, hidden)
                     self._save(index + 1, shard, hidden)
+                    self.meter.forward(index, tokens.size)
 
     def start_backward(self) -> None:
         """Compute the gradients with respect to the output of the last block."""
@@ -151,6 +155,7 @@ class ForwardBackwardPass:
                 args = hidden[chunk], tokens[chunk], counted[chunk]
                 gradients[chunk] = mx.grad(loss)(*args, next(keys))
                 mx.eval(gradients)
+                self.meter.logits(args[1].size, gradient=True)
             self._save(GRADIENTS, shard, gradients)
 
     def backward(
@@ -183,6 +188,7 @@ class ForwardBackwardPass:
                         mx.eval(gradient, vars(sums))
                         before.append(gradient)
                     self._save(GRADIENTS, shard, mx.concatenate(before))
+                    self.meter.backward(index, tokens.size)
             yield index, sums
 
     @property

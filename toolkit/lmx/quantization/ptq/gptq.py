@@ -1,7 +1,8 @@
 """GPTQ: quantize every layer for the inputs it receives in the quantized model.
 
 `SequentialPipeline` calls `GPTQ.quantize_group` for every group of layers. `GPTQ`
-decides which Hessian a layer gets, and `gptq_solver.solve_layers` quantizes their weights.
+decides which Hessian a layer gets, and `gptq_solver.solve_layers` quantizes the
+weights.
 """
 
 from collections.abc import Iterable
@@ -33,9 +34,8 @@ class GPTQ(PTQMethod):
             if config.block_reconstruction
             else None
         )
-        self.needs_cross_moments = bool(
-            config.asymmetric_calibration or self.reconstruction
-        )
+        self.needs_cross_moments = config.asymmetric_calibration
+        self.needs_block_targets = self.reconstruction is not None
         self.weighs_outputs = config.output_hessian
 
     def quantize(self) -> dict[str, mx.array]:
@@ -44,6 +44,7 @@ class GPTQ(PTQMethod):
         Returns:
             Packed codes, scales and biases by name, and the dense weights that changed.
         """
+        self.context.logger.info(f"effort: {self.config.effort}")
         tensors = SequentialPipeline.from_method(self).run()
         if self.reconstruction:
             self.reconstruction.log_summary()
@@ -83,6 +84,7 @@ class GPTQ(PTQMethod):
                 spec,
                 context.dtype,
                 refine_iters=self.config.refine_iters,
+                on_solved=context.meter.solve,
             )
             for path, layer in layers.items():
                 self._log_errors(path, layer, errors.get(path))
@@ -118,15 +120,21 @@ class GPTQ(PTQMethod):
         """The errors to compensate for, by path, on the scale of the Hessians."""
         if not self.config.asymmetric_calibration:
             return {}
-        mean = mx.diagonal(statistics.second_moments).mean().item() or 1.0
+        moments = statistics.compared_moments
+        mean = mx.diagonal(moments).mean().item() or 1.0
+        hessian = damped(moments, len(moments), self.config.dampening_frac)
         cross, residual = statistics.cross_moments / mean, statistics.residual_moments
         statistics.cross_moments = statistics.residual_moments = None
+        statistics.compared_moments = None
         mx.eval(cross)
         if residual is not None:
             residual = residual / mean
             mx.eval(residual)
         strengths = statistics.correction_strength.items()
-        return {path: OutputError(cross, residual, s) for path, s in strengths}
+        return {
+            path: OutputError(hessian, cross, residual, strength)
+            for path, strength in strengths
+        }
 
     def _clusters(
         self, path: str, weight: mx.array, statistics: InputStatistics
@@ -196,6 +204,7 @@ class GPTQ(PTQMethod):
             context.specs[path],
             context.dtype,
             refine_iters=self.config.refine_iters,
+            on_solved=context.meter.solve,
         )[path]
         self._log_errors(name, layer)
         return layer

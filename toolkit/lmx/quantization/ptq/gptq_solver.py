@@ -15,7 +15,7 @@ the KL divergence to second order if inputs and gradients are independent (YAQA,
 targets of later sets, as the error of a column shifts later columns in GPTQ.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import ceil
 
@@ -31,7 +31,7 @@ from .input_statistics import OutputError
 # Columns that are updated one by one. Their errors reach later columns in one product.
 STRIP = 8
 # Row sets with an output Hessian. More sets compensate better and take longer.
-MAX_SETS, MIN_ROWS_PER_SET = 16, 32
+MAX_SETS, MIN_ROWS_PER_SET = 4, 32
 # Elements of all weights that are solved at once, in about ten float32 arrays.
 MAX_ELEMENTS = 1 << 21
 # Elements of the largest array of a refit.
@@ -76,6 +76,7 @@ def solve_layers(
     dtype: mx.Dtype,
     *,
     refine_iters: int = 3,
+    on_solved: Callable[[int], None] | None = None,
 ) -> dict[str, QuantizedLayer]:
     """Quantize the weights of layers that share their input.
 
@@ -83,9 +84,10 @@ def solve_layers(
         hessian: of the inputs in the quantized model.
         dtype: dtype that scales and biases are stored in.
         refine_iters: rounds of refit and coordinate descent after GPTQ.
+        on_solved: called with the number of weights of every finished row set.
     """
     num_sets = _num_sets(layers)
-    solutions = {k: _LayerRows(v, hessian, num_sets) for k, v in layers.items()}
+    solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
     for index in range(num_sets):
         present = [rows for rows in solutions.values() if index < len(rows.sets)]
         targets = [rows.target(index) for rows in present]
@@ -98,6 +100,8 @@ def solve_layers(
         for rows, target in zip(present, targets, strict=True):
             part = slice(end, end := end + len(target))
             rows.add(index, best, part, target, spec)
+        if on_solved:
+            on_solved(weight.size)
         del best, target, targets, weight  # before the arrays of the next rows exist
     return {name: rows.quantized() for name, rows in solutions.items()}
 
@@ -114,12 +118,12 @@ def _num_sets(layers: Mapping[str, LayerProblem]) -> int:
 class _LayerRows:
     """The rows of one layer, which are solved in sets."""
 
-    def __init__(self, layer: LayerProblem, hessian: Hessian, num_sets: int):
+    def __init__(self, layer: LayerProblem, num_sets: int):
         size, fisher = len(layer.weight), layer.output_fisher
         coupling = None
         if fisher is not None:
             coupling = OutputHessian.from_fisher(fisher, num_sets)
-        self._layer, self._hessian, self._coupling = layer, hessian, coupling
+        self._layer, self._coupling = layer, coupling
         if coupling:
             self.sets, self._order = coupling.sets, coupling.order
         else:
@@ -140,8 +144,8 @@ class _LayerRows:
         weight, error = self.weight(index).astype(mx.float32), self._layer.output_error
         target = weight + self._shifts[index]
         if error is not None and error.strength:
-            moments = error.moments(weight, self._order[self.sets[index]])
-            target = target + error.strength * self._hessian.solve(moments)
+            rows = self._order[self.sets[index]]
+            target = target + error.correction(weight, rows)
         return target
 
     def add(

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-from .hessian import damped
+from .hessian import Hessian, damped
 
 # Rows of a weight that the correction strength is estimated on, spread over all rows.
 STRENGTH_ROWS = 256
@@ -46,6 +46,7 @@ class InputStatistics:
         second_moments: X'X, float32 [K, K]; for a mixture of experts [E, K, K]; for
             clusters of rows [C, K, K].
         cross_moments: X'(Y - X), float32 [K, K]. None without a full-precision stream.
+        compared_moments: X'X over the inputs that `cross_moments` sums over.
         counts: number of inputs; for a mixture [E].
         residual_moments: D'X, float32 [N, K], with D the error of the residual stream.
             None if the layer does not add to it.
@@ -58,6 +59,7 @@ class InputStatistics:
     second_moments: mx.array
     cross_moments: mx.array | None
     counts: mx.array
+    compared_moments: mx.array | None = None
     residual_moments: mx.array | None = None
     correction_strength: dict[str, float] = field(default_factory=dict)
     output_fisher: dict[str, mx.array] = field(default_factory=dict)
@@ -85,11 +87,11 @@ class InputStatistics:
             weights: of the tokens, [T]. None = all 1.
         """
         x = x.astype(mx.float32)
-        left = (x if weights is None else x * weights[:, None]).T
         # Evaluated one after the other, so that one product is in memory at a time.
-        self.second_moments = self.second_moments + left @ x
+        self.second_moments = self.second_moments + _second_moments(x, weights)
         self.counts = self.counts + len(x)
         mx.eval(self.second_moments, self.counts)
+        left = (x if weights is None else x * weights[:, None]).T
         if y is not None:
             self.cross_moments = self.cross_moments + left @ (y.astype(mx.float32) - x)
             mx.eval(self.cross_moments)
@@ -126,13 +128,16 @@ class InputStatistics:
         self.counts = self.counts + mx.array(ends[1:]) - mx.array(ends[:-1])
         mx.eval(self.second_moments, self.counts)
 
-    def add_shards(
+    def add_compared(
         self,
         shards: Iterable[CalibrationShard],
         num_tokens: int,
         weights: dict[str, mx.array],
     ) -> None:
-        """Add all shards to empty statistics and estimate the correction strengths.
+        """Add shards with inputs of both models to empty statistics.
+
+        The correction strengths are estimated from them. Shards that are added later
+        have inputs of the quantized model only.
 
         Args:
             num_tokens: in all shards together.
@@ -149,26 +154,43 @@ class InputStatistics:
                 shard = shard[half - start :]
             self._add_shard(shard)
         self.correction_strength = {p: e.strength(self) for p, e in estimates.items()}
+        self.compared_moments = self.second_moments
 
     def _add_shard(self, shard: CalibrationShard) -> None:
         if len(shard.x):
             self.add(shard.x, shard.y, shard.errors, shard.weights)
 
 
+def _second_moments(x: mx.array, weights: mx.array | None) -> mx.array:
+    """The weighted sum of x'x over rows [T, K], float32 [K, K]."""
+    if weights is not None:
+        x = x * mx.sqrt(weights)[:, None]
+    return x.T @ x
+
+
 @dataclass(frozen=True)
 class OutputError:
-    """The error of a layer's outputs caused by earlier layers, scaled as its Hessian.
+    """The error of a layer's outputs caused by earlier layers.
+
+    The moments are scaled as the Hessian.
 
     Attributes:
+        hessian: of the inputs that the moments sum over. Rare inputs can be a thousand
+            times larger than others, so that a Hessian of other inputs will not do.
         cross_moments: X'(Y - X), float32 [K, K].
         residual_moments: D'X, float32 [N, K]. None if the layer does not add to the
             residual stream.
         strength: share of the correction to apply, 0 to 1.
     """
 
+    hessian: Hessian
     cross_moments: mx.array
     residual_moments: mx.array | None
     strength: float
+
+    def correction(self, weight: mx.array, rows: slice | mx.array) -> mx.array:
+        """What to add to some rows [n, K] of the weight, float32."""
+        return self.strength * self.hessian.solve(self.moments(weight, rows))
 
     def moments(self, weight: mx.array, rows: slice | mx.array) -> mx.array:
         """E'X for some rows [n, K] of the weight."""
@@ -191,6 +213,7 @@ class _CorrectionStrength:
         hessian = damped(moments, len(moments))
         # The scale of the Hessian. Both sums of `_gain_and_cost` are on it too.
         self._mean = mx.diagonal(moments).mean().item() or 1.0
+        self._hessian = hessian
         self._correction = hessian.solve(self._error_moments(statistics) / self._mean)
         self._gain, self._cost = self._gain_and_cost(statistics)
         mx.eval(self._correction)
@@ -207,7 +230,8 @@ class _CorrectionStrength:
         return 2 * best / (1 + best)
 
     def _error_moments(self, statistics: InputStatistics) -> mx.array:
-        error = OutputError(statistics.cross_moments, statistics.residual_moments, 1.0)
+        moments = statistics.cross_moments, statistics.residual_moments
+        error = OutputError(self._hessian, *moments, strength=1.0)
         return error.moments(self._weight, self._rows)
 
     def _gain_and_cost(self, statistics: InputStatistics) -> tuple[float, float]:

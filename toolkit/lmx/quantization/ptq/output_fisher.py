@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from ...models.blockwise import BlockwiseModel
 from ...models.hooks import differentiable
+from .cost import CostMeter
 from .embeddings import embedding_statistics, embeddings, tied_heads
 from .fisher import ForwardBackwardPass, visible_positions
 from .input_statistics import InputStatistics
@@ -43,6 +44,7 @@ def estimate_output_fisher(
     *,
     compute: mx.Dtype,
     folder: Path,
+    meter: CostMeter,
 ) -> dict[str, InputStatistics]:
     """Run tokens forward and the gradients of their loss back.
 
@@ -52,6 +54,7 @@ def estimate_output_fisher(
         counted: bool [B, L] by shard, the positions whose prediction counts.
         compute: dtype to run blocks in.
         folder: for the results, and temporarily for hidden states.
+        meter: told about finished work.
 
     Returns:
         Statistics of embeddings by path.
@@ -69,19 +72,15 @@ def estimate_output_fisher(
     widths = [weight.shape[-1] for weight in weights]
     if not any(outputs) and not widths:
         return {}
-    num_tokens = [TOKENS_PER_COLUMN * width for width in widths]
-    num_tokens += [TOKENS_PER_OUTPUT * size for size in sizes]
-    limit = min(max(num_tokens, default=0), MAX_TOKENS)
-    limit = limit if all_count else MAX_WEIGHTED_TOKENS
-    num_shards = ceil(limit * len(tokens) / sum(part.size for part in tokens))
-    tokens, counted = tokens[:num_shards], counted[:num_shards]
+    limit = num_fisher_tokens(widths, sizes) if all_count else MAX_WEIGHTED_TOKENS
+    tokens, counted = _first(tokens, limit), _first(counted, limit)
     with (
         TemporaryDirectory(dir=folder) as states,
         differentiable(blockwise.model),
         blockwise.cast_outer_weights(compute),
     ):
         fb_pass = ForwardBackwardPass(
-            blockwise, tokens, counted, compute, Path(states)
+            blockwise, tokens, counted, compute, Path(states), meter
         )
         heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
         fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))
@@ -95,6 +94,25 @@ def estimate_output_fisher(
             if tensors:
                 mx.save_safetensors(str(_file(folder, index)), tensors)
         return embedding_statistics(fb_pass, embedding_paths, heads)
+
+
+def _first(shards: list[mx.array], limit: int) -> list[mx.array]:
+    """The first windows [B, L] of shards, with at least `limit` positions in all."""
+    chosen = []
+    for shard in shards:
+        if limit <= 0:
+            break
+        part = shard[: ceil(limit / shard.shape[1])]
+        chosen.append(part)
+        limit -= part.size
+    return chosen
+
+
+def num_fisher_tokens(widths: list[int], outputs: list[int]) -> int:
+    """Tokens for embeddings of these widths and layers of these numbers of outputs."""
+    num_tokens = [TOKENS_PER_COLUMN * width for width in widths]
+    num_tokens += [TOKENS_PER_OUTPUT * size for size in outputs]
+    return min(max(num_tokens, default=0), MAX_TOKENS)
 
 
 def output_fisher(folder: Path, index: int) -> dict[str, mx.array]:

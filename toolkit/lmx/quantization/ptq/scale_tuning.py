@@ -154,6 +154,7 @@ class ScaleTuner:
         with self.logger.progress(steps, "tuning scales") as progress:
             for step in range(state["step"], steps):
                 loss = self._train_step(step, steps, state["rate"])
+                progress.advance()
                 state["step"] = step + 1
                 if state["step"] % interval == 0 or state["step"] == steps:
                     divergence = self._evaluate()
@@ -174,8 +175,10 @@ class ScaleTuner:
         """The learning rate that gives the least held-out KL after a few steps."""
         divergences: dict[float, float] = {}
         for rate in PROBE_RATES:
-            for step in range(PROBE_STEPS):
-                self._train_step(step, PROBE_STEPS, rate)
+            with self.logger.progress(PROBE_STEPS, f"trying {rate:g}") as progress:
+                for step in range(PROBE_STEPS):
+                    self._train_step(step, PROBE_STEPS, rate)
+                    progress.advance()
             divergence = self._evaluate(PROBE_PARTS)
             divergences[rate] = math.inf if math.isnan(divergence) else divergence
             self._reset()
@@ -260,7 +263,7 @@ class ScaleTuner:
 
     def _evaluate(self, num_parts: int | None = None) -> float:
         self.model.set_tensors(self._stored())
-        return self.model.divergence(self.held_out, num_parts)
+        return self.model.divergence(self.held_out, num_parts, logger=self.logger)
 
     def _stored(self) -> dict[str, mx.array]:
         named = self._flat.unflatten(self._masters)

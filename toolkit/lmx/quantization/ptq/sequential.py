@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,9 +58,16 @@ TENSORS = "tensors.safetensors"
 EMBEDDINGS = "embeddings"
 TOKENS_PER_COLUMN = 8
 MIN_TOKENS = 1 << 15
+# Tokens of the full-precision stream.
+COMPARED_TOKENS = 1 << 12
 BATCH_TOKENS = 2048
 # Freed memory that MLX may keep, as it counts too if a model hardly fits.
 CACHE_BYTES = 1 << 29
+
+
+def default_num_tokens(width: int) -> int:
+    """Calibration tokens for a model whose widest layer has this many inputs."""
+    return max(MIN_TOKENS, TOKENS_PER_COLUMN * width)
 
 
 class SequentialPipeline:
@@ -95,6 +103,12 @@ class SequentialPipeline:
         shards = windows.parts(batch_tokens)
         self.tokens = [mx.array(shard.tokens) for shard in shards]
         self.counted = [mx.array(shard.counted) for shard in shards]
+        self.num_compared = 0
+        if method.needs_block_targets:
+            self.num_compared = len(shards)
+        elif method.needs_cross_moments:
+            share = COMPARED_TOKENS / windows.size
+            self.num_compared = min(len(shards), ceil(share * len(shards)))
         self.folder = folder
         self.key = key
         self.compute = compute
@@ -116,7 +130,7 @@ class SequentialPipeline:
         modules = dict(context.model.named_modules())
         width = max(modules[path].weight.shape[-1] for path in context.specs)
         recommended = TOKENS_PER_COLUMN * width
-        num_tokens = config.calibration.num_tokens or max(MIN_TOKENS, recommended)
+        num_tokens = config.calibration.num_tokens or default_num_tokens(width)
         windows = context.windows(num_tokens)
         if windows.size < recommended:
             context.logger.warning(
@@ -145,6 +159,8 @@ class SequentialPipeline:
         with _low_memory():
             self._start()
             for index in range(self._num_done(), len(self.blockwise)):
+                note = f"block {index + 1} of {len(self.blockwise)}"
+                self.context.meter.start(note)
                 self._quantize_block(index)
             self._quantize_head()
         files = sorted(self.folder.glob(f"*/{TENSORS}"))
@@ -154,17 +170,18 @@ class SequentialPipeline:
         """Write the streams before the first block, unless that is done."""
         state = self.folder / "state.json"
         if state.is_file() and json.loads(state.read_text()) == self.key:
+            self.context.meter.skip_blocks(self._num_done())
             return
+        self.context.meter.start("Fisher information and embeddings")
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self.blockwise.verify(self.tokens[0][:1, :8])
         quantized = self._quantize_embeddings()
         with atomic_folder(self.folder / "0000") as target:
-            if self.method.needs_cross_moments:
-                self._embed(target, FULL)
+            self._embed(target, FULL, self.tokens[: self.num_compared])
             weights = {path: layer.weight for path, layer in quantized.items()}
             with replaced_weights(self.model, weights):
-                self._embed(target, QUANTIZED)
+                self._embed(target, QUANTIZED, self.tokens)
         self.blockwise.unload()
         state.write_text(json.dumps(self.key))
 
@@ -182,15 +199,16 @@ class SequentialPipeline:
                 self.counted,
                 compute=self.compute,
                 folder=target,
+                meter=self.context.meter,
             )
             for path, weight in weights.items():
                 quantized |= self._quantize_outer({path: weight}, statistics.get(path))
             mx.save_safetensors(str(target / TENSORS), _by_name(quantized))
         return quantized
 
-    def _embed(self, folder: Path, stream: str) -> None:
+    def _embed(self, folder: Path, stream: str, shards: list[mx.array]) -> None:
         """Write the hidden states before the first block."""
-        for shard, tokens in enumerate(self.tokens):
+        for shard, tokens in enumerate(shards):
             hidden = {"hidden": self.blockwise.embed(tokens)}
             activation_cache.save(folder, stream, shard, hidden)
 
@@ -219,10 +237,10 @@ class SequentialPipeline:
                 self.tokens,
                 before,
                 after,
-                full_precision=self.method.needs_cross_moments,
+                num_compared=self.num_compared,
+                meter=self.context.meter,
             )
-            if self.method.needs_cross_moments:
-                calibration.run_full_precision()
+            calibration.run_full_precision()
             called = {path for group in calibration.groups for path in group}
             uncalled = [[path] for path in paths if path not in called]
             for group in (*calibration.groups, *uncalled):
@@ -242,7 +260,7 @@ class SequentialPipeline:
             mx.save_safetensors(str(after / TENSORS), tensors)
         activation_cache.drop(before)
         drop_block_statistics(self.folder / EMBEDDINGS, index)
-        self.context.logger.info(
+        self.context.logger.debug(
             f"block {index + 1} of {len(self.blockwise)} quantized"
         )
 
@@ -363,7 +381,7 @@ class SequentialPipeline:
             self.tokens,
             self.counted,
             self.folder / f"{len(self.blockwise):04d}",
-            full_precision=self.method.needs_cross_moments,
+            num_compared=self.num_compared,
         )
         groups = calibration.groups()
         called = {path for group in groups for path in group}

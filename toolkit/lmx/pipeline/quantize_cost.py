@@ -1,0 +1,195 @@
+"""Time, memory and disk of a quantize stage, estimated from shapes.
+
+The unit of work is one floating-point operation of a large matrix product, as in
+`quantization/ptq/cost.py`, which counts the calibrated methods. Around them:
+
+    predictions  a forward pass with logits for every token of the evaluation and of
+                 scale tuning, by the full-precision model
+    candidates   a forward pass with logits over the evaluation tokens for each
+    tuning       a forward and a backward pass for every token of every step, of the
+                 probe of the learning rate too
+    search       mixed precision: both passes over its tokens, and one plan after the
+                 other over its held-out tokens
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..config.quant_spec import QuantSpec
+from ..config.quantize import GPTQConfig, PTQConfig
+
+# Work on one token relative to the products of its forward pass: without gradients, and
+# with those of scales and biases.
+FORWARD, FORWARD_BACKWARD = 2.0, 8.0
+# Work per weight of rounding to nearest, with reading and writing.
+RTN_WORK = 2e4
+# Forward passes of AWQ's search, per calibration token.
+AWQ_PASSES = 6
+# Evaluations within scale tuning, each over all evaluation tokens.
+TUNING_EVALUATIONS = 9
+# Plans that a mixed-precision search compares, and work per weight of their grids.
+PLANS, GRID_WORK = 6, 5e5
+
+
+@dataclass(frozen=True)
+class QuantizeCost:
+    """Estimates for one quantize block.
+
+    Attributes:
+        model: only the shapes of its weights are used.
+        specs: quantization grid by path of each layer to quantize.
+        dtype: dtype that the checkpoint stores.
+    """
+
+    config: PTQConfig
+    model: nn.Module
+    specs: dict[str, QuantSpec]
+    dtype: mx.Dtype
+
+    @property
+    def work(self) -> float:
+        """Operations of the whole stage."""
+        total = RTN_WORK * self._weights
+        if self.config.method == "awq":
+            total += self._passes(AWQ_PASSES * self.num_tokens, FORWARD)
+        if self.sequential:
+            total += self.sequential.total
+        if self.config.mixed_precision:
+            total += self._search
+        return total + self._refinement
+
+    @property
+    def memory(self) -> int:
+        """Peak bytes of arrays: the largest phase's."""
+        from ..quantization.ptq.gptq_solver import MAX_ELEMENTS
+
+        size = self._weights
+        stored = self.dtype.size * size
+        refined = 0
+        if self._tokens_of_refinement:
+            refined = 4 * size + 6 * 4 * self._vocabulary * 512
+        if self.sequential is None:
+            return max(stored // 2, refined)
+        largest = max((max(self.sequential.solved), self.sequential.head_weights))
+        blocks = (4 + self.dtype.size) * largest + 12 * 4 * MAX_ELEMENTS
+        logits = 6 * 4 * self._vocabulary * 128
+        return int(max(blocks + logits + 4 * self._width**2 * 8, refined))
+
+    @property
+    def disk(self) -> int:
+        """Temporary bytes: hidden states and layer inputs, and stored predictions."""
+        from ..training.teacher_targets import bytes_per_token
+
+        size = 0
+        if self.sequential:
+            inputs = 4 * self._width * self.sequential.streams
+            size += int(self.num_tokens * (2 * inputs + 6 * 4 * self._hidden))
+            hidden = 4 * self._hidden * (len(self.sequential.solved) + 1)
+            size += self.sequential.fisher_tokens * hidden
+        if tuning := self.config.scale_tuning:
+            per_token = bytes_per_token(tuning.top_k, self._vocabulary)
+            size += self._tokens_of_refinement * per_token
+        return size
+
+    @property
+    def num_tokens(self) -> int:
+        """Calibration tokens, if the dataset has them."""
+        from ..quantization.ptq.sequential import default_num_tokens
+
+        return self.config.calibration.num_tokens or default_num_tokens(self._width)
+
+    @cached_property
+    def sequential(self):
+        """`SequentialCost` of a calibrated method; None for RTN."""
+        from ..quantization.ptq.cost import SequentialCost
+        from ..quantization.ptq.output_fisher import num_fisher_tokens
+
+        config = self.config
+        if config.method == "rtn":
+            return None
+        is_gptq = isinstance(config, GPTQConfig)
+        outputs = [self._hidden] if is_gptq and config.output_hessian else []
+        fisher = num_fisher_tokens([self._hidden], outputs) if is_gptq else 0
+        return SequentialCost.of(
+            self.model,
+            self.specs,
+            tokens=self.num_tokens,
+            fisher_tokens=min(fisher, self.num_tokens),
+            streams=1 + (is_gptq and config.asymmetric_calibration),
+            refine_iters=config.refine_iters if is_gptq else 0,
+        )
+
+    @property
+    def _refinement(self) -> float:
+        config, held_out = self.config, self.config.calibration.num_eval_tokens
+        tuning = config.scale_tuning
+        rolls_back = config.rollback_if_worse and config.method != "rtn"
+        if not (tuning or rolls_back):
+            return 0.0
+        passes = 2 + rolls_back
+        trained = 0
+        if tuning:
+            passes += TUNING_EVALUATIONS
+            trained = tuning.steps * tuning.batch_tokens
+        predicted = self._tokens_of_refinement
+        work = self._passes(predicted + passes * held_out, FORWARD)
+        return work + self._passes(trained, FORWARD_BACKWARD)
+
+    @property
+    def _tokens_of_refinement(self) -> int:
+        """Tokens whose predictions are stored."""
+        config, tuning = self.config, self.config.scale_tuning
+        rolls_back = config.rollback_if_worse and config.method != "rtn"
+        if not (tuning or rolls_back):
+            return 0
+        held_out = config.calibration.num_eval_tokens
+        if not tuning:
+            return held_out
+        wanted = tuning.steps * tuning.batch_tokens
+        return held_out + min(config.calibration.num_tokens or wanted, wanted)
+
+    @property
+    def _search(self) -> float:
+        from ..quantization.mixed_precision import search
+
+        work = self._passes(search.CALIBRATION_TOKENS, FORWARD_BACKWARD)
+        work += self._passes(PLANS * search.HELD_OUT_TOKENS, FORWARD)
+        return work + GRID_WORK * self._weights
+
+    def _passes(self, tokens: float, factor: float) -> float:
+        return factor * 2 * self._weights * tokens
+
+    @cached_property
+    def _matrices(self) -> dict[str, tuple[int, ...]]:
+        named = tree_flatten(self.model.parameters())
+        return {name: value.shape for name, value in named if value.ndim > 1}
+
+    @property
+    def _weights(self) -> int:
+        return sum(map(prod, self._matrices.values()))
+
+    @property
+    def _width(self) -> int:
+        return max(shape[-1] for shape in self._matrices.values())
+
+    @cached_property
+    def _embedding(self) -> tuple[int, ...]:
+        """Shape of the largest matrix outside the blocks, [vocabulary, hidden]."""
+        return max(
+            (shape for name, shape in self._matrices.items() if "embed" in name),
+            key=prod,
+            default=(0, self._width),
+        )
+
+    @property
+    def _vocabulary(self) -> int:
+        return self._embedding[0]
+
+    @property
+    def _hidden(self) -> int:
+        return self._embedding[-1]
