@@ -9,7 +9,14 @@ from ..errors import UserError
 from ..evaluation import lm_eval
 from ..run.distributed import ProcessGroup
 from .context import ModelArtifact, StageContext
+from .estimate import StageResources, Workload
 from .stage import ModelState, RawStage, Stage, missing_source
+
+# Time of a token relative to the products of its forward pass: with many tokens at
+# once, and alone.
+FORWARD_FACTOR, DECODE_FACTOR = 3.0, 40.0
+# Generations of the latency measurement.
+LATENCY_RUNS = 16
 
 
 class EvaluateStage(Stage):
@@ -46,6 +53,19 @@ class EvaluateStage(Stage):
 
     def remote_checks(self) -> None:
         lm_eval.require(self.config.tasks)
+
+    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+        weights = workload.shape.parameters
+        # The perplexity of two models and their divergence, without exact matches: how
+        # many examples have one correct answer is known once they are read.
+        passes = FORWARD_FACTOR * 2 * weights * 4 * self.config.num_tokens
+        generated = 2 * LATENCY_RUNS * self.config.latency_tokens
+        decoding = DECODE_FACTOR * 2 * weights * generated
+        return StageResources(
+            model_bytes,
+            memory={"models": 2 * 4 * weights},
+            work=passes + decoding,
+        )
 
     def run(self, context: StageContext) -> ModelArtifact:
         """Measure the models, write report.json, check the thresholds.

@@ -115,8 +115,9 @@ class Evaluator:
             )
 
     def _measure(self, loaded: LoadedModel, reference: LoadedModel | None) -> dict:
-        batches = self._eval_batches(loaded)
-        perplexity = measure_perplexity(loaded.model, batches)
+        batches, logger = self._eval_batches(loaded), self.context.logger
+        with logger.progress(len(batches), "perplexity") as bar:
+            perplexity = measure_perplexity(loaded.model, bar.track(batches))
         size = checkpoint_size(loaded.path)
         metrics = {
             "perplexity": perplexity.value,
@@ -127,7 +128,10 @@ class Evaluator:
             "bytes": size.bytes,
         }
         if reference:
-            divergence = measure_divergence(reference.model, loaded.model, batches)
+            with logger.progress(len(batches), "KL divergence") as bar:
+                divergence = measure_divergence(
+                    reference.model, loaded.model, bar.track(batches)
+                )
             metrics |= vars(divergence)
             ratio, ratio_stderr = perplexity.ratio_to(self._perplexity)
             metrics |= {

@@ -15,6 +15,7 @@ from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
 from ..models.checkpoint import check_weights, read_config
 from ..run.fs import free_bytes
+from ..run.progress import format_duration
 from .estimate import ModelShape, StageResources, Workload, config_dtype
 from .plan import RunPlan
 
@@ -163,7 +164,7 @@ class ResourceCheck:
         )
         yield (
             "time",
-            f"{name}: roughly {_duration(needs.work / speed)} at the "
+            f"{name}: roughly {format_duration(needs.work / speed)} at the "
             f"{speed / 1e9:,.0f} GFLOP/s of a product just measured",
         )
         yield "disk", f"{name}: {readable_size(needs.disk)}"
@@ -177,7 +178,7 @@ class ResourceCheck:
                 "data",
                 f"{name}: generates at most {data.tokens:,} tokens, predictions: "
                 f"{size if data.bytes else 'none'}; "
-                f"roughly {_duration(OVERHEAD * data.operations / speed)}",
+                f"roughly {format_duration(OVERHEAD * data.operations / speed)}",
             )
         if not (cost := needs.training):
             return
@@ -192,7 +193,7 @@ class ResourceCheck:
         if needs.steps is not None:
             seconds = OVERHEAD * cost.operations * needs.steps / speed
             duration = (
-                f"roughly {_duration(seconds)} for {needs.steps:,} steps at the "
+                f"roughly {format_duration(seconds)} for {needs.steps:,} steps at the "
                 f"{speed / 1e9:,.0f} GFLOP/s just measured"
             )
         yield "time", f"{name}: {duration}"
@@ -241,10 +242,3 @@ def readable_size(count: float) -> str:
             return f"{count:.0f} {unit}"
         count /= 1000
     return f"{count:.1f} GB"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 90:
-        return f"{max(1, seconds):.0f} s"
-    minutes = seconds / 60
-    return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"

@@ -151,7 +151,8 @@ class RunLogger:
         now = time.monotonic()
         if now - self._last_line < 0.9 * HEARTBEAT_SECONDS:
             return
-        progress = self._running[-1] if self._running else None
+        # A copy, as the other thread may end a progress meanwhile.
+        progress = next(iter(self._running[-1:]), None)
         if progress is None:
             line = f"running for {format_duration(now - self._stage_start)}"
         else:

@@ -3,7 +3,10 @@
 import math
 import sys
 import time
-from typing import Any, Protocol
+from collections.abc import Iterable, Iterator
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class ProgressOutput(Protocol):
@@ -80,6 +83,13 @@ class ProgressBar:
         if self._task is not None:
             self._draw()
 
+    def track(self, items: Iterable[T], note: str | None = None) -> Iterator[T]:
+        """The items; each is counted when the next one is asked for."""
+        self.advance(0, note)
+        for item in items:
+            yield item
+            self.advance()
+
     def line(self) -> str:
         """The progress and the time left as text."""
         parts = (f"{self._description} {self._amount()}", self._text, self._remaining())
@@ -99,7 +109,7 @@ class ProgressBar:
 
     def _amount(self) -> str:
         if self._percent:
-            return f"{self._done / self._total:.0%}"
+            return f"{self._done / max(self._total, 1):.0%}"
         return f"{self._done}/{self._total}"
 
     def _draw(self) -> None:
