@@ -38,6 +38,7 @@ def statistics_of(model, folder, tokens=TOKENS, shard_size=4):
         *(model, [PATH], no_paths, shards, counted),
         compute=mx.float32,
         folder=folder,
+        max_tokens=4096,
         meter=CostMeter(),
     )
     return statistics[PATH]

@@ -38,7 +38,7 @@ def model_of(config=LLAMA):
     return model.eval()
 
 
-def estimate(model, folder, paths, shard_size=2, counted=None):
+def estimate(model, folder, paths, shard_size=2, counted=None, max_tokens=4096):
     """Return the Fisher information of the layers at `paths` of every block."""
     counted = mx.ones(TOKENS.shape, mx.bool_) if counted is None else counted
     starts = range(0, len(TOKENS), shard_size)
@@ -53,6 +53,7 @@ def estimate(model, folder, paths, shard_size=2, counted=None):
         counted,
         compute=mx.float32,
         folder=folder,
+        max_tokens=max_tokens,
         meter=CostMeter(),
     )
     return [output_fisher(folder, index) for index in range(len(model))]
@@ -111,12 +112,14 @@ def test_fisher_matches_the_whole_model(tmp_path):
 
 
 # 128 outputs need 38 tokens: the first shard of two sequences of 24.
-@pytest.mark.parametrize("limit", [("TOKENS_PER_OUTPUT", 0.3), ("MAX_TOKENS", 38)])
-def test_fisher_uses_as_many_tokens_as_needed(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(module, *limit)
+@pytest.mark.parametrize(("per_output", "max_tokens"), [(0.3, 4096), (8, 38)])
+def test_fisher_uses_as_many_tokens_as_needed(
+    per_output, max_tokens, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(module, "TOKENS_PER_OUTPUT", per_output)
     model = model_of()
     path = "self_attn.o_proj"
-    value = estimate(model, tmp_path, [path])[0][path]
+    value = estimate(model, tmp_path, [path], max_tokens=max_tokens)[0][path]
     expected = expected_fisher(model, f"model.layers.0.{path}", TOKENS[:2])
     np.testing.assert_allclose(value, expected, atol=2e-4 * np.abs(expected).max())
 

@@ -14,7 +14,7 @@ from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
 from lmx.models.loader import build_model, load
 from lmx.quantization.packing import dequantize, pack
-from lmx.quantization.ptq import gptq_solver, sequential
+from lmx.quantization.ptq import gptq_solver
 from lmx.quantization.ptq.base import PTQContext, PTQMethod, QuantizedTensor
 from lmx.quantization.ptq.cost import CostMeter, SequentialCost
 from lmx.quantization.ptq.gptq import GPTQ
@@ -168,7 +168,7 @@ def test_meter_counts_the_estimated_work(effort, tmp_path):
         context.specs,
         tokens=TOKENS.size,
         fisher_tokens=TOKENS.size,
-        streams=2,
+        compared_tokens=TOKENS.size,
         refine_iters=config.refine_iters,
     )
 
@@ -185,13 +185,12 @@ def test_meter_counts_the_estimated_work(effort, tmp_path):
     assert max(done) < 0.5 * cost.total
 
 
-def test_full_precision_stream_reads_the_first_tokens_only(tmp_path, monkeypatch):
-    monkeypatch.setattr(sequential, "COMPARED_TOKENS", 2 * TOKENS.shape[1])
-    method, path = RecordingRTN(), "model.layers.1.mlp.down_proj"
+def test_full_precision_stream_reads_the_first_tokens_only(tmp_path):
+    path = "model.layers.1.mlp.down_proj"
+    method = RecordingRTN(max_compared_tokens=2 * TOKENS.shape[1])
     method.run(model_of(), tmp_path / "few", shard_size=2)
     few = method.statistics[path]
     all_tokens = RecordingRTN()
-    monkeypatch.setattr(sequential, "COMPARED_TOKENS", TOKENS.size)
     all_tokens.run(model_of(), tmp_path / "all", shard_size=2)
     full = all_tokens.statistics[path]
     assert mx.allclose(few.second_moments, full.second_moments, rtol=1e-3, atol=1e-3)

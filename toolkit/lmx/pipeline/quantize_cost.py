@@ -87,8 +87,8 @@ class QuantizeCost:
 
         size = 0
         if self.sequential:
-            inputs = 4 * self._width * self.sequential.streams
-            size += int(self.num_tokens * (2 * inputs + 6 * 4 * self._hidden))
+            per_token = 2 * 4 * self._width + 6 * 4 * self._hidden
+            size += (self.num_tokens + self.sequential.compared_tokens) * per_token
             hidden = 4 * self._hidden * (len(self.sequential.solved) + 1)
             size += self.sequential.fisher_tokens * hidden
         if tuning := self.config.scale_tuning:
@@ -107,6 +107,7 @@ class QuantizeCost:
     def sequential(self):
         """`SequentialCost` of a calibrated method; None for RTN."""
         from ..quantization.ptq.cost import SequentialCost
+        from ..quantization.ptq.gptq import LIMITS
         from ..quantization.ptq.output_fisher import num_fisher_tokens
 
         config = self.config
@@ -114,13 +115,19 @@ class QuantizeCost:
             return None
         is_gptq = isinstance(config, GPTQConfig)
         outputs = [self._hidden] if is_gptq and config.output_hessian else []
-        fisher = num_fisher_tokens([self._hidden], outputs) if is_gptq else 0
+        fisher = 0
+        if is_gptq:
+            limit = LIMITS[config.effort].fisher_tokens
+            fisher = num_fisher_tokens([self._hidden], outputs, limit)
+        compared = 0
+        if is_gptq and config.asymmetric_calibration:
+            compared = LIMITS[config.effort].compared_tokens
         return SequentialCost.of(
             self.model,
             self.specs,
             tokens=self.num_tokens,
             fisher_tokens=min(fisher, self.num_tokens),
-            streams=1 + (is_gptq and config.asymmetric_calibration),
+            compared_tokens=min(compared, self.num_tokens),
             refine_iters=config.refine_iters if is_gptq else 0,
         )
 

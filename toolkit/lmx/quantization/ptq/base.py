@@ -124,12 +124,18 @@ class PTQMethod(ABC):
         needs_block_targets: run it over all tokens, for `finalize_block`.
         weighs_embeddings: estimate the cost of errors in embeddings.
         weighs_outputs: estimate the Fisher information of layer outputs.
+        max_compared_tokens: of the full-precision stream, if only cross moments need
+            it.
+        max_fisher_tokens: with a forward and backward pass before the blocks, if all
+            calibration tokens count alike.
     """
 
     needs_cross_moments = False
     needs_block_targets = False
     weighs_embeddings = False
     weighs_outputs = False
+    max_compared_tokens = 1 << 12
+    max_fisher_tokens = 1 << 12
 
     def __init__(self, config: PTQConfig, context: PTQContext):
         self.config = config

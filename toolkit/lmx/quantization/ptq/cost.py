@@ -41,7 +41,7 @@ class SequentialCost:
         outer: weights outside the blocks that are quantized.
         tokens: of the calibration.
         fisher_tokens: with a forward and backward pass before the blocks.
-        streams: 2 with a full-precision stream, else 1.
+        compared_tokens: of the full-precision stream.
         refine_iters: refinements of a grid.
     """
 
@@ -52,7 +52,7 @@ class SequentialCost:
     outer: int
     tokens: int
     fisher_tokens: int
-    streams: int
+    compared_tokens: int
     refine_iters: int
 
     @classmethod
@@ -63,7 +63,7 @@ class SequentialCost:
         *,
         tokens: int,
         fisher_tokens: int,
-        streams: int,
+        compared_tokens: int,
         refine_iters: int,
     ) -> "SequentialCost | None":
         """From the shapes of a model's weights. None if it has no blocks."""
@@ -93,7 +93,7 @@ class SequentialCost:
         head = max(matrices.values(), default=0)
         return cls(
             *(weights, solved, squares, head, outer),
-            *(tokens, fisher_tokens, streams, refine_iters),
+            *(tokens, fisher_tokens, compared_tokens, refine_iters),
         )
 
     def forward(self, block: int, tokens: int) -> float:
@@ -115,12 +115,12 @@ class SequentialCost:
 
     def moments(self, block: int, tokens: int) -> float:
         """Second moments of the inputs of a block's layers."""
-        return MOMENTS * self.streams * 2 * self.squares[block] * tokens
+        return MOMENTS * 2 * self.squares[block] * tokens
 
     def block(self, index: int) -> float:
         """Everything for one block."""
-        passes = self.streams * self.forward(index, self.tokens)
-        moments = self.moments(index, self.tokens)
+        tokens = self.tokens + self.compared_tokens
+        passes, moments = self.forward(index, tokens), self.moments(index, tokens)
         return passes + moments + self.solve(self.solved[index])
 
     @property
@@ -177,7 +177,9 @@ class CostMeter:
 
     def moments(self, block: int, share: float) -> None:
         """A share of a block's second moments was computed."""
-        self._add(lambda cost: share * cost.moments(block, cost.tokens))
+        self._add(
+            lambda cost: share * cost.moments(block, cost.tokens + cost.compared_tokens)
+        )
 
     def solve(self, weights: int) -> None:
         """Weights were quantized."""

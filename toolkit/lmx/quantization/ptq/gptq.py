@@ -6,6 +6,7 @@ weights.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -17,6 +18,27 @@ from .gptq_solver import LayerProblem, QuantizedLayer, solve_layers
 from .hessian import Hessian, damped
 from .input_statistics import InputStatistics, OutputError
 from .sequential import SequentialPipeline
+
+
+@dataclass(frozen=True)
+class EffortLimits:
+    """Limits that an effort sets besides the keys of the recipe.
+
+    Attributes:
+        compared_tokens, fisher_tokens: see `PTQMethod`.
+        row_sets: `max_sets` of `gptq_solver.solve_layers`.
+    """
+
+    compared_tokens: int
+    fisher_tokens: int
+    row_sets: int
+
+
+LIMITS = {
+    "fast": EffortLimits(1 << 12, 1 << 12, 4),
+    "standard": EffortLimits(1 << 12, 1 << 12, 4),
+    "best": EffortLimits(1 << 30, 1 << 13, 16),
+}
 
 
 class GPTQ(PTQMethod):
@@ -37,6 +59,10 @@ class GPTQ(PTQMethod):
         self.needs_cross_moments = config.asymmetric_calibration
         self.needs_block_targets = self.reconstruction is not None
         self.weighs_outputs = config.output_hessian
+        limits = LIMITS[config.effort]
+        self.max_compared_tokens = limits.compared_tokens
+        self.max_fisher_tokens = limits.fisher_tokens
+        self._row_sets = limits.row_sets
 
     def quantize(self) -> dict[str, mx.array]:
         """Quantize the layers in `context.specs`.
@@ -84,6 +110,7 @@ class GPTQ(PTQMethod):
                 spec,
                 context.dtype,
                 refine_iters=self.config.refine_iters,
+                max_sets=self._row_sets,
                 on_solved=context.meter.solve,
             )
             for path, layer in layers.items():

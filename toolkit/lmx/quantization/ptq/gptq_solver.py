@@ -30,8 +30,8 @@ from .input_statistics import OutputError
 
 # Columns that are updated one by one. Their errors reach later columns in one product.
 STRIP = 8
-# Row sets with an output Hessian. More sets compensate better and take longer.
-MAX_SETS, MIN_ROWS_PER_SET = 4, 32
+# Rows of a set with an output Hessian, at least.
+MIN_ROWS_PER_SET = 32
 # Elements of all weights that are solved at once, in about ten float32 arrays.
 MAX_ELEMENTS = 1 << 21
 # Elements of the largest array of a refit.
@@ -76,6 +76,7 @@ def solve_layers(
     dtype: mx.Dtype,
     *,
     refine_iters: int = 3,
+    max_sets: int = 16,
     on_solved: Callable[[int], None] | None = None,
 ) -> dict[str, QuantizedLayer]:
     """Quantize the weights of layers that share their input.
@@ -84,9 +85,11 @@ def solve_layers(
         hessian: of the inputs in the quantized model.
         dtype: dtype that scales and biases are stored in.
         refine_iters: rounds of refit and coordinate descent after GPTQ.
+        max_sets: row sets with an output Hessian. More sets compensate better and take
+            longer.
         on_solved: called with the number of weights of every finished row set.
     """
-    num_sets = _num_sets(layers)
+    num_sets = _num_sets(layers, max_sets)
     solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
     for index in range(num_sets):
         present = [rows for rows in solutions.values() if index < len(rows.sets)]
@@ -106,11 +109,11 @@ def solve_layers(
     return {name: rows.quantized() for name, rows in solutions.items()}
 
 
-def _num_sets(layers: Mapping[str, LayerProblem]) -> int:
+def _num_sets(layers: Mapping[str, LayerProblem], max_sets: int) -> int:
     """Row sets, so that rows can compensate and the arrays of a set are not large."""
     coupled = [v for v in layers.values() if v.output_fisher is not None]
     longest = max((len(layer.weight) for layer in coupled), default=0)
-    num_sets = min(MAX_SETS, ceil(longest / MIN_ROWS_PER_SET))
+    num_sets = min(max_sets, ceil(longest / MIN_ROWS_PER_SET))
     size = sum(layer.weight.size for layer in layers.values())
     return max(1, num_sets, ceil(size / MAX_ELEMENTS))
 

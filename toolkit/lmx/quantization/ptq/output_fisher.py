@@ -23,9 +23,8 @@ from .input_statistics import InputStatistics
 # Tokens for each column of an embedding and for each output.
 TOKENS_PER_COLUMN = 1
 TOKENS_PER_OUTPUT = 8
-# Limit of these tokens, whose hidden states before every block are on disk.
-MAX_TOKENS = 1 << 12
-# The same limit if tokens have different weights: the first tokens get their own.
+# Limit of these tokens, whose hidden states before every block are on disk, if tokens
+# have different weights: the first tokens get their own.
 MAX_WEIGHTED_TOKENS = 1 << 16
 # Layers with more outputs, or a larger ratio of outputs to inputs, are solved row by
 # row: their matrices are large, and layers that widen a block gain least.
@@ -44,16 +43,17 @@ def estimate_output_fisher(
     *,
     compute: mx.Dtype,
     folder: Path,
+    max_tokens: int,
     meter: CostMeter,
 ) -> dict[str, InputStatistics]:
     """Run tokens forward and the gradients of their loss back.
 
     Args:
         block_paths: paths in each block of the layers to estimate; see `output_fisher`.
-        tokens: int32 [B, L] by shard.
-        counted: bool [B, L] by shard, the positions whose prediction counts.
+        tokens, counted: int32 and bool [B, L] by shard; whether a prediction counts.
         compute: dtype to run blocks in.
         folder: for the results, and temporarily for hidden states.
+        max_tokens: limit of the tokens, if all count alike.
         meter: told about finished work.
 
     Returns:
@@ -68,20 +68,20 @@ def estimate_output_fisher(
         for block, paths in zip(blockwise.blocks, block_paths, strict=True)
     ]
     sizes = [size for by_path in outputs for size in by_path.values() if size]
-    weights = embeddings(blockwise.model, embedding_paths).values()
-    widths = [weight.shape[-1] for weight in weights]
-    if not any(outputs) and not widths:
+    tables = embeddings(blockwise.model, embedding_paths)
+    widths = [weight.shape[-1] for weight in tables.values()]
+    if not (any(outputs) or widths):
         return {}
-    limit = num_fisher_tokens(widths, sizes) if all_count else MAX_WEIGHTED_TOKENS
+    limit = num_fisher_tokens(widths, sizes, max_tokens)
+    limit = limit if all_count else MAX_WEIGHTED_TOKENS
     tokens, counted = _first(tokens, limit), _first(counted, limit)
     with (
         TemporaryDirectory(dir=folder) as states,
         differentiable(blockwise.model),
         blockwise.cast_outer_weights(compute),
     ):
-        fb_pass = ForwardBackwardPass(
-            blockwise, tokens, counted, compute, Path(states), meter
-        )
+        args = blockwise, tokens, counted, compute, Path(states), meter
+        fb_pass = ForwardBackwardPass(*args)
         heads = tied_heads(fb_pass, embedding_paths) if embedding_paths else []
         fb_pass.forward(reserved_bytes=sum(4 * size**2 for size in sizes))
         fb_pass.start_backward()
@@ -89,8 +89,8 @@ def estimate_output_fisher(
         for index, gradients in fb_pass.backward(layers):
             tensors = {f"fisher.{k}": v for k, v in gradients.fisher.items()}
             if not all_count:
-                for path, norms in gradients.squared_norms.items():
-                    tensors[f"norms.{path}"] = mx.concatenate(norms)
+                norms = gradients.squared_norms.items()
+                tensors |= {f"norms.{k}": mx.concatenate(v) for k, v in norms}
             if tensors:
                 mx.save_safetensors(str(_file(folder, index)), tensors)
         return embedding_statistics(fb_pass, embedding_paths, heads)
@@ -108,11 +108,11 @@ def _first(shards: list[mx.array], limit: int) -> list[mx.array]:
     return chosen
 
 
-def num_fisher_tokens(widths: list[int], outputs: list[int]) -> int:
+def num_fisher_tokens(widths: list[int], outputs: list[int], limit: int) -> int:
     """Tokens for embeddings of these widths and layers of these numbers of outputs."""
     num_tokens = [TOKENS_PER_COLUMN * width for width in widths]
     num_tokens += [TOKENS_PER_OUTPUT * size for size in outputs]
-    return min(max(num_tokens, default=0), MAX_TOKENS)
+    return min(max(num_tokens, default=0), limit)
 
 
 def output_fisher(folder: Path, index: int) -> dict[str, mx.array]:

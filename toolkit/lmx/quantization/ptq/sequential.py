@@ -58,8 +58,6 @@ TENSORS = "tensors.safetensors"
 EMBEDDINGS = "embeddings"
 TOKENS_PER_COLUMN = 8
 MIN_TOKENS = 1 << 15
-# Tokens of the full-precision stream.
-COMPARED_TOKENS = 1 << 12
 BATCH_TOKENS = 2048
 # Freed memory that MLX may keep, as it counts too if a model hardly fits.
 CACHE_BYTES = 1 << 29
@@ -107,7 +105,7 @@ class SequentialPipeline:
         if method.needs_block_targets:
             self.num_compared = len(shards)
         elif method.needs_cross_moments:
-            share = COMPARED_TOKENS / windows.size
+            share = method.max_compared_tokens / windows.size
             self.num_compared = min(len(shards), ceil(share * len(shards)))
         self.folder = folder
         self.key = key
@@ -199,6 +197,7 @@ class SequentialPipeline:
                 self.counted,
                 compute=self.compute,
                 folder=target,
+                max_tokens=self.method.max_fisher_tokens,
                 meter=self.context.meter,
             )
             for path, weight in weights.items():
