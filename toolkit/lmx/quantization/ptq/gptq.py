@@ -36,7 +36,7 @@ class EffortLimits:
 
 LIMITS = {
     "fast": EffortLimits(1 << 12, 1 << 12, 4),
-    "standard": EffortLimits(1 << 12, 1 << 12, 4),
+    "standard": EffortLimits(1 << 30, 1 << 12, 4),
     "best": EffortLimits(1 << 30, 1 << 13, 16),
 }
 
