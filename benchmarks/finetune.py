@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import random_llama
-from finetune_runners import LIBRARIES, PROGRAM, RANK, SCALE
+from finetune_runners import LEARNING_RATE, LIBRARIES, PROGRAM, RANK, SCALE
 from lmx.models import checkpoint_writer
 
 SKILLS = Path(__file__).parents[1] / "data" / "skills" / "train.jsonl"
@@ -113,9 +113,7 @@ def _arguments() -> argparse.Namespace:
 def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     """Write the inputs of all runs: model, dataset, tokens, settings."""
     from lmx.data import dataset
-    from lmx.data.tokenization import encode_all
     from lmx.models import from_scratch
-    from lmx.models.loader import load
 
     path = arguments.data or _random_chats(folder / "random.jsonl")
     source = list(dataset.RecordReader(str(path)))
@@ -133,12 +131,10 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
     chats = _chats(source, count, 16 if case.joined else 1)
     text = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
     (folder / "train.jsonl").write_text(text)
-    examples = list(dataset.RecordReader(str(folder / "train.jsonl")))
-    encoded = encode_all(examples, load(model).tokenizer, max_seq_length=case.length)
-    assert len(encoded.examples) == count, "an example was skipped"
-    tokens = [[e.tokens.tolist(), e.mask.tolist()] for e in encoded.examples]
-    (folder / "tokens.json").write_text(json.dumps(tokens))
+    write_tokens(folder, model, case.length)
     settings = {
+        "full": False,
+        "learning_rate": LEARNING_RATE,
         "num_layers": arguments.num_layers,
         "vocab_size": case.vocab_size,
         "batch_size": case.batch_size,
@@ -146,6 +142,19 @@ def prepare(case: Case, arguments: argparse.Namespace, folder: Path) -> None:
         "checkpointing": case.checkpointing,
     }
     (folder / "settings.json").write_text(json.dumps(settings))
+
+
+def write_tokens(folder: Path, model: Path, length: int) -> None:
+    """Write tokens and masks of train.jsonl to tokens.json."""
+    from lmx.data.dataset import RecordReader
+    from lmx.data.tokenization import encode_all
+    from lmx.models.loader import load_tokenizer
+
+    rows = list(RecordReader(str(folder / "train.jsonl")))
+    examples = encode_all(rows, load_tokenizer(model), max_seq_length=length).examples
+    assert len(examples) == len(rows), "an example was skipped"
+    tokens = [[e.tokens.tolist(), e.mask.tolist()] for e in examples]
+    (folder / "tokens.json").write_text(json.dumps(tokens))
 
 
 def _random_chats(path: Path) -> Path:

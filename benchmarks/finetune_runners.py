@@ -1,7 +1,11 @@
-"""One run of `finetune.py`: `finetune_runners.py LIBRARY FOLDER` prints JSON."""
+"""One run of `finetune.py`: `finetune_runners.py LIBRARY FOLDER` prints JSON.
+
+mlx-lm and hf also train for `real_model_training.py`, LoRA or all weights.
+"""
 
 import json
 import resource
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -118,7 +122,7 @@ def _lmx(folder: Path, settings: dict, _: str) -> dict:
     for number in range(clock.total):
         batch = batches(number)
         clock.batch(number, batch.mask.size, _filled(batch.tokens))
-        outputs = step(batch, LEARNING_RATE, number)
+        outputs = step(batch, settings["learning_rate"], number)
         mx.async_eval(outputs, step.parameters, step.optimizer.state)
         # Like the trainer: read the results of a step while the next one runs.
         _record(clock, pending)
@@ -158,6 +162,7 @@ def _mlx_lm(folder: Path, settings: dict, library: str) -> dict:
     used = blas.use_openblas()
     from types import SimpleNamespace
 
+    import mlx.core as mx
     import mlx.optimizers as optimizers
     from mlx.utils import tree_flatten
     from mlx_lm import load
@@ -180,9 +185,12 @@ def _mlx_lm(folder: Path, settings: dict, library: str) -> dict:
             yield tokens, spans
 
     model, tokenizer = load(str(folder / "model"))
-    model.freeze()
-    lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
-    linear_to_lora_layers(model, settings["num_layers"], lora)
+    # As lmx; half precision is slower on a CPU.
+    model.set_dtype(mx.float32)
+    if not settings["full"]:
+        model.freeze()
+        lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
+        linear_to_lora_layers(model, settings["num_layers"], lora)
     dataset = SimpleNamespace(
         data=str(folder), train=True, test=False, mask_prompt=True
     )
@@ -198,7 +206,9 @@ def _mlx_lm(folder: Path, settings: dict, library: str) -> dict:
         adapter_file=str(folder / "adapters.safetensors"),
         grad_checkpoint=settings["checkpointing"],
     )
-    optimizer = optimizers.Adam(LEARNING_RATE, betas=list(BETAS), bias_correction=True)
+    optimizer = optimizers.Adam(
+        settings["learning_rate"], betas=list(BETAS), bias_correction=True
+    )
     trainer.train(
         model,
         optimizer,
@@ -222,11 +232,13 @@ def _hf(folder: Path, settings: dict, _: str) -> dict:
     model.config.use_cache = False
     if settings["checkpointing"]:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    lora = LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules="all-linear")
-    model = get_peft_model(model, lora).train()
+    if not settings["full"]:
+        lora = LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules="all-linear")
+        model = get_peft_model(model, lora)
+    model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
-        trained, lr=LEARNING_RATE, betas=BETAS, weight_decay=0.0
+        trained, lr=settings["learning_rate"], betas=BETAS, weight_decay=0.0
     )
     examples, size = _tokens(folder), settings["batch_size"]
     clock = Clock(len(examples) // size, len(examples) // size)
@@ -243,9 +255,20 @@ def _hf(folder: Path, settings: dict, _: str) -> dict:
         loss.backward()
         optimizer.step()
         clock.step(loss.item(), int((batch["labels"][:, 1:] >= 0).sum()))
+    if settings.get("options") is not None and not settings["full"]:
+        _merge(model, folder)
     size = sum(value.numel() for value in trained)
     threads = torch.get_num_threads()
     return clock.result(size, f"{threads} torch {torch.__version__}")
+
+
+def _merge(model, folder: Path) -> None:
+    """Write the merged model with the configuration and tokenizer of the original."""
+    result = folder / "result"
+    model.merge_and_unload().save_pretrained(result)
+    for path in (folder / "model").iterdir():
+        if ".safetensors" not in path.name:
+            shutil.copy(path, result)
 
 
 def _padded(examples) -> dict:

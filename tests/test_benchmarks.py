@@ -72,6 +72,35 @@ def test_real_model_compares_all_methods(tmp_path):
             assert errors["lmx fast"] < errors["mlx gptq"] < errors["RTN"]
 
 
+def test_real_model_training_runs_all_libraries(tmp_path):
+    for name, count in (("train", 24), ("test", 4)):
+        rows = [
+            {"question": f"What is {n} + 1?", "answer": f"It is #### {n + 1}"}
+            for n in range(count)
+        ]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = (
+        f"--folder {tmp_path / 'runs'} --gsm8k {tmp_path} --bits 4 --num-examples 8 "
+        f"--model {BENCHMARKS.parent / 'data/tiny-base'} --batch-size 4 "
+        "--seq-length 64 --num-answers 4 --num-questions 2 --max-tokens 4 --threads 1 "
+        '--rows untrained "lmx LoRA" "mlx-lm LoRA, fuse" "lmx gptq, 4 bits" '
+        '"mlx-lm LoRA, fuse, quantize, 4 bits" "lmx gptq, QLoRA, 4 bits" "lmx full"'
+    )
+    printed = run("real_model_training.py", options)
+    assert run("real_model_training.py", f"{options} --print-only") == printed
+    cells = [
+        line.strip("| ").split(" | ")
+        for line in printed.splitlines()
+        if line.startswith("| ")
+    ]
+    rows = {row[0]: row for row in cells[2:]}
+    assert len(rows) == 7
+    losses = {k: float(v[1].split()[0]) for k, v in rows.items() if k != "lmx full"}
+    assert losses["lmx LoRA"] < losses["untrained"]
+    assert losses["lmx LoRA"] == pytest.approx(losses["mlx-lm LoRA, fuse"], rel=0.05)
+    assert float(rows["lmx full"][4]) > 0
+
+
 @pytest.mark.parametrize(("case", "trained"), [("full", 73_920), ("lora", 20_480)])
 def test_train_step_losses_are_equal(case, trained):
     text = run(
