@@ -29,7 +29,7 @@ from .context import StageContext, write_model
 
 DEFAULT_DATASET = "builtin:stdlib"
 # Tokens per forward pass: without training, and where a step accumulates gradients.
-TOKENS_AT_ONCE, TRAINED_TOKENS_AT_ONCE = 2048, 1024
+TOKENS_AT_ONCE, TRAINED_TOKENS_AT_ONCE = 512, 1024
 
 
 class CalibrationData:
