@@ -21,7 +21,7 @@ from lmx import cpu
 from lmx.convert.importers import load_model
 from lmx.errors import UserError
 from lmx.evaluation.latency import cut_prompts, sample_text
-from lmx.evaluation.memory_bandwidth import measure_memory_bandwidth
+from lmx.evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
 from lmx.generation.batching import BatchGenerator, GenerationRequest
 from lmx.generation.decode_loop import BatchSampler, decode
 from lmx.generation.engine import GREEDY, Generator
@@ -35,7 +35,6 @@ from lmx.generation.speculative.factory import (
 from lmx.generation.speculative.proposer import Proposer
 from lmx.models.checkpoint import model_folder
 from lmx.models.loader import LoadedModel
-from mlx.utils import tree_flatten
 
 WITHOUT_CACHE_TOKENS = 8
 """Tokens decoded without a cache; each of them reads the whole text again."""
@@ -285,23 +284,6 @@ class SpeedAblation:
         return weight_bytes(self.model, self.loaded.config) / batch_size + cache_bytes
 
 
-def weight_bytes(model: Any, config: dict) -> int:
-    """Bytes of the weights that one token reads.
-
-    All weights, except embeddings that are not the LM head and inactive experts.
-    """
-    config = config | config.get("text_config", {})
-    tied = config.get("tie_word_embeddings", True)
-    active, experts = config.get("num_experts_per_tok"), _experts(config)
-    total = 0
-    for path, value in tree_flatten(model.parameters()):
-        if "embed" in path and not tied:
-            continue
-        is_expert = active and experts and value.ndim == 3 and len(value) == experts
-        total += value.nbytes * active // experts if is_expert else value.nbytes
-    return total
-
-
 def _bytes_read(cache: Any) -> float:
     """Bytes of a layer's cache that the next token reads; buffers may be larger."""
     keys = getattr(cache, "keys", None)
@@ -310,11 +292,6 @@ def _bytes_read(cache: Any) -> float:
     capacity = (keys if isinstance(keys, mx.array) else keys[0]).shape[-2]
     positions = min(cache.offset, getattr(cache, "max_size", cache.offset))
     return cache.nbytes * positions / capacity
-
-
-def _experts(config: dict) -> int | None:
-    names = ("num_experts", "num_local_experts", "n_routed_experts")
-    return next((config[name] for name in names if config.get(name)), None)
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:

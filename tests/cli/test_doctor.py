@@ -11,7 +11,7 @@ from lmx.evaluation import memory_bandwidth
 def doctor_output(monkeypatch, capsys):
     """The output of doctor by label, with a small matrix product."""
     monkeypatch.setattr(doctor, "MATMUL_SIZE", 64)
-    monkeypatch.setattr(memory_bandwidth, "COPIED_BYTES", 1 << 12)
+    monkeypatch.setattr(memory_bandwidth, "READ_BYTES", 1 << 12)
 
     def run():
         assert doctor.doctor(None) == 0

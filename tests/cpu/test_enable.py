@@ -50,7 +50,7 @@ def enable(platform: str = "linux", **environment: str) -> str:
 
 @linux_cpu
 def test_enable_replaces_functions_layers_and_blas():
-    assert enable().startswith("3 DequantizingLinear True ")
+    assert enable().startswith("3 FastQuantizedLinear True ")
     assert not enable().endswith("MLX's")
 
 

@@ -47,7 +47,9 @@ def test_bench_measures_every_case_and_decoder(folder, capsys):
         for rate in latency.RATES:
             assert row[rate]["p50"] >= row[rate]["p99"]
         assert row["peak_memory_gb"] > 0
-        assert (row["speedup"] == 1) == (row["decoder"] == "standard")
+        is_standard = row["decoder"] == "standard"
+        assert (row["speedup"] == 1) == is_standard
+        assert (row.get("bandwidth_share", 0) > 0) == is_standard
     # The model is its own draft model: all draft tokens are accepted.
     for row in rows[2], rows[6]:
         assert row["acceptance_rate"] == 1
@@ -62,13 +64,14 @@ def test_bench_prints_a_table_and_a_comparison(folder, make_checkpoint, capsys):
     lines = out.splitlines()
     assert lines[0] == folder
     assert lines[1].startswith("Values are p50 / p90 / p99")
-    assert lines[2].split("  ")[-1].strip() == "accept"
-    assert [line.split()[:3] for line in lines[3:6]] == [
+    assert lines[2].startswith("bandwidth: ")
+    assert lines[3].split("  ")[-1].strip() == "accept"
+    assert [line.split()[:3] for line in lines[4:7]] == [
         ["9", "1", "standard"],
         ["9", "1", "prompt-lookup"],
         ["9", "3", "standard"],
     ]
-    assert all(line.count(" / ") == 6 for line in lines[3:9])
+    assert all(line.count(" / ") == 6 for line in lines[4:10])
     assert other in lines
     ratios = [
         line for line in lines if line.startswith("prompt 20, batch 1, standard: ")

@@ -8,7 +8,7 @@ import sys
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from lmx.cpu.patches import DequantizingLinear
+from lmx.cpu.quantized_matmul import FastQuantizedLinear
 from lmx.errors import UserError
 from lmx.models.loader import checkpoint_folder, load, load_tokenizer, set_compute_dtype
 from mlx.utils import tree_flatten
@@ -274,13 +274,13 @@ def test_tokenizer_code_is_refused_without_a_prompt(folder, monkeypatch):
     assert not (folder / "ran").exists()
 
 
-def test_quantized_models_use_dequantizing_layers(folder, tmp_path):
+def test_quantized_models_use_all_cores(folder, tmp_path):
     import mlx_lm
 
     target = tmp_path / "quantized"
     mlx_lm.convert(str(folder), str(target), quantize=True)
     layer = load(target).model.layers[0].mlp.up_proj
-    assert type(layer) is DequantizingLinear
+    assert type(layer) is FastQuantizedLinear
     assert layer.scales.dtype == mx.float32
 
 

@@ -19,13 +19,18 @@ if TYPE_CHECKING:
     from ..models.loader import LoadedModel
 
 
-HEAD = "Values are p50 / p90 / p99: so many percent of the runs are no worse.\n"
+HEAD = (
+    "Values are p50 / p90 / p99: so many percent of the runs are no worse.\n"
+    "bandwidth: weights that decoding reads per second, of the {:.1f} GB/s that "
+    "memory gives\n"
+)
 COLUMNS = (
     *("prompt", "batch", "decoder", "TTFT (ms)", "prefill, tokens/s"),
-    *("decode, tokens/s", "peak GB", "speed-up", "accept"),
+    *("decode, tokens/s", "bandwidth", "peak GB", "speed-up", "accept"),
 )
-ROW = "{:>6}{:>6}  {:<18}{:>21}{:>25}{:>25}{:>9}{:>10}{:>9}"
+ROW = "{:>6}{:>6}  {:<18}{:>21}{:>25}{:>25}{:>11}{:>9}{:>10}{:>9}"
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")
+STANDARD = "standard"
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,12 +158,13 @@ def _decoders(
         )
 
     proposers = _proposers(args, loaded, tokens).items()
-    standard = {"standard": lambda: Generator(loaded.model, loaded.tokenizer)}
+    standard = {STANDARD: lambda: Generator(loaded.model, loaded.tokenizer)}
     return standard | {name: speculative(make) for name, make in proposers}
 
 
 def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
     from ..evaluation.latency import BenchmarkPlan, run_benchmark
+    from ..evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
     from ..generation.batching import BatchGenerator
 
     if max(args.batch_sizes) > 1:
@@ -174,10 +180,16 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
         args.repeats,
         check_parity=args.check_parity,
     )
+    bandwidth = measure_memory_bandwidth()
     if not args.json:
-        sys.stdout.write(HEAD + ROW.format(*COLUMNS) + "\n")
+        sys.stdout.write(HEAD.format(bandwidth / 1e9) + ROW.format(*COLUMNS) + "\n")
     rows = []
     for row in run_benchmark(tokens, plan, decoders):
+        if row["decoder"] == STANDARD:
+            # A step reads the weights once for the whole batch.
+            steps = row["decode_tokens_per_second"]["p50"] / row["batch_size"]
+            read = steps * weight_bytes(loaded.model, loaded.config)
+            row["bandwidth_share"] = read / bandwidth
         rows.append(row)
         if not args.json:
             sys.stdout.write(_cells(row) + "\n")
@@ -208,13 +220,17 @@ def _cells(row: dict) -> str:
     def percentiles(name: str, digits: int = 0) -> str:
         return " / ".join(f"{value:,.{digits}f}" for value in row[name].values())
 
-    accepted = row.get("acceptance_rate")
+    def share(name: str) -> str:
+        value = row.get(name)
+        return "-" if value is None else f"{value:.0%}"
+
     return ROW.format(
         *_case(row),
         percentiles("ttft_ms"),
         percentiles("prefill_tokens_per_second"),
         percentiles("decode_tokens_per_second", 1),
+        share("bandwidth_share"),
         f"{row['peak_memory_gb']:.2f}",
         f"{row['speedup']:.2f}x",
-        "-" if accepted is None else f"{accepted:.0%}",
+        share("acceptance_rate"),
     )

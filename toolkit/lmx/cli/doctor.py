@@ -82,7 +82,7 @@ def _speed() -> list[tuple[str, str]]:
     bandwidth = measure_memory_bandwidth()
     return [
         ("matmul", f"{flops / 1e9:,.0f} GFLOP/s (float32, {size} x {size})"),
-        ("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s (MLX, one array)"),
+        ("memory bandwidth", f"{bandwidth / 1e9:,.1f} GB/s (reading)"),
     ]
 
 

@@ -41,13 +41,13 @@ def keep_dequantized(model: Any) -> int:
     """Keep the weights of quantized layers dequantized on a Linux CPU.
 
     Returns:
-        The bytes that they take (`patches.keep_dequantized`); 0 elsewhere.
+        The bytes that they take (`quantized_matmul.keep_dequantized`); 0 elsewhere.
     """
-    from . import patches
+    from . import quantized_matmul
 
     if sys.platform != "linux" or os.environ.get("LMX_CPU") == "off" or not on_cpu():
         return 0
-    return patches.keep_dequantized(model)
+    return quantized_matmul.keep_dequantized(model)
 
 
 def enable(model: Any = None) -> CpuStatus:
@@ -59,10 +59,10 @@ def enable(model: Any = None) -> CpuStatus:
     both.
 
     Args:
-        model: an `nn.Module` whose quantized layers are to dequantize their weights for
-            large inputs (`patches.dequantize_for_many_tokens`).
+        model: an `nn.Module` whose quantized layers are to use all cores
+            (`quantized_matmul.use_fast_layers`).
     """
-    from . import blas, malloc, patches
+    from . import blas, malloc, patches, quantized_matmul
     from .precompiled_header import precompile_header
 
     if sys.platform != "linux" or os.environ.get("LMX_CPU") == "off" or not on_cpu():
@@ -73,5 +73,5 @@ def enable(model: Any = None) -> CpuStatus:
     patches.replace_functions()
     patches.replace_swiglu()
     if model is not None:
-        patches.dequantize_for_many_tokens(model)
+        quantized_matmul.use_fast_layers(model)
     return CpuStatus(library, keeps_memory, True, header)

@@ -1,20 +1,39 @@
-"""Memory bandwidth, the roofline of decoding."""
+"""Memory bandwidth, the roofline of decoding: every token reads all weights."""
 
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-COPIED_BYTES = 1 << 28
+READ_BYTES = 1 << 28
 REPEATS = 5
 
 
 def measure_memory_bandwidth() -> float:
-    """Bytes per second that MLX reads and writes."""
+    """Bytes per second that the GPU, or all cores together, read."""
+    from .. import cpu
+
+    read = _read_on_all_cores if cpu.on_cpu() else _read_on_gpu
+    return READ_BYTES / read()
+
+
+def _read_on_all_cores() -> float:
+    """Seconds; NumPy, as MLX's reductions use one core, and cost more than reading."""
+    import numpy as np
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    parts = np.array_split(np.ones(READ_BYTES // 4, np.float32), cores)
+    with ThreadPoolExecutor(cores) as threads:
+        return shortest_time(lambda: list(threads.map(np.max, parts)))
+
+
+def _read_on_gpu() -> float:
     import mlx.core as mx
 
-    array = mx.zeros(COPIED_BYTES // 4)
+    array = mx.zeros(READ_BYTES // 4)
     mx.eval(array)
-    # Every byte is read once and written once.
-    return 2 * COPIED_BYTES / shortest_time(lambda: mx.eval(-array))
+    return shortest_time(lambda: mx.eval(mx.max(array)))
 
 
 def shortest_time(work: Callable[[], None]) -> float:
@@ -25,3 +44,37 @@ def shortest_time(work: Callable[[], None]) -> float:
         work()
         times.append(time.perf_counter() - start)
     return min(times)
+
+
+def weight_bytes(model: Any, config: dict) -> int:
+    """Bytes of the weights that decoding one token reads.
+
+    All weights as they are in memory, except embeddings that are not the LM head and
+    inactive experts.
+    """
+    from mlx.utils import tree_flatten
+
+    from ..cpu.quantized_matmul import kept_weight
+
+    config = config | config.get("text_config", {})
+    tied = config.get("tie_word_embeddings", True)
+    active, experts = config.get("num_experts_per_tok"), _experts(config)
+    layers = {
+        path: weight
+        for path, module in model.named_modules()
+        if (weight := kept_weight(module)) is not None
+    }
+    codes = tree_flatten(model.parameters())
+    weights = [(p, v) for p, v in codes if p.rpartition(".")[0] not in layers]
+    total = 0
+    for path, value in (*weights, *layers.items()):
+        if "embed" in path and not tied:
+            continue
+        is_expert = active and experts and value.ndim == 3 and len(value) == experts
+        total += value.nbytes * active // experts if is_expert else value.nbytes
+    return total
+
+
+def _experts(config: dict) -> int | None:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return next((config[name] for name in names if config.get(name)), None)

@@ -1,9 +1,12 @@
-"""Quantized layers that dequantize for many rows give the same outputs."""
+"""Quantized layers that use all cores give the outputs of MLX's."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
-from lmx.cpu import patches
+from lmx.cpu import blas, quantized_matmul
 from mlx.utils import tree_flatten
 
 GRIDS = [("affine", bits, group) for bits in (2, 3, 4, 5, 6, 8) for group in (32, 128)]
@@ -22,28 +25,28 @@ class Model(nn.Module):
 
 
 @pytest.fixture
-def dequantized_rows(monkeypatch):
-    """The row counts for which a weight was dequantized."""
-    rows, multiply = [], patches._multiply
+def calls(monkeypatch):
+    """Input rows and cores of every product with codes."""
+    recorded, multiply = [], quantized_matmul._quantized_matmul
 
-    def recording(layer, x):
-        rows.append(x.size // x.shape[-1])
-        return multiply(layer, x)
+    def recording(layer, x, cores):
+        recorded.append((x.size // x.shape[-1], cores))
+        return multiply(layer, x, cores)
 
-    monkeypatch.setattr(patches, "_multiply", recording)
-    return rows
+    monkeypatch.setattr(quantized_matmul, "_quantized_matmul", recording)
+    return recorded
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_kept_weights_give_the_same_outputs_for_one_row(grid, monkeypatch):
     model = Model(*grid, bias=True)
-    patches.dequantize_for_many_tokens(model)
+    quantized_matmul.use_fast_layers(model)
     x = mx.random.normal((1, 256), key=mx.random.key(0)) / 16
     expected = model.linear(x), model.embed.as_linear(x)
     names = [name for name, _ in tree_flatten(model.parameters())]
-    size = patches.keep_dequantized(model)
+    size = quantized_matmul.keep_dequantized(model)
     assert size == 2 * 4 * 64 * 256
-    assert patches.keep_dequantized(model) == 0
+    assert quantized_matmul.keep_dequantized(model) == 0
     assert [name for name, _ in tree_flatten(model.parameters())] == names
 
     def fail(*_, **__):
@@ -59,8 +62,8 @@ def test_kept_weights_give_the_same_outputs_for_one_row(grid, monkeypatch):
 
 def test_replaced_scales_are_used():
     model = Model("affine", 4, 32, bias=False)
-    patches.dequantize_for_many_tokens(model)
-    patches.keep_dequantized(model)
+    quantized_matmul.use_fast_layers(model)
+    quantized_matmul.keep_dequantized(model)
     x = mx.ones((1, 256))
     before = model.linear(x)
     model.linear.scales = 2 * model.linear.scales
@@ -70,62 +73,92 @@ def test_replaced_scales_are_used():
 
 def test_weights_are_not_kept_if_memory_is_short(monkeypatch):
     model = Model("affine", 4, 32, bias=False)
-    patches.dequantize_for_many_tokens(model)
+    quantized_matmul.use_fast_layers(model)
     size = 2 * 4 * 64 * 256
-    monkeypatch.setattr(patches, "available_memory", lambda: 4 * size - 1)
-    assert patches.keep_dequantized(model) == 0
-    monkeypatch.setattr(patches, "available_memory", lambda: 4 * size)
-    assert patches.keep_dequantized(model) == size
+    monkeypatch.setattr(quantized_matmul, "available_memory", lambda: 4 * size - 1)
+    assert quantized_matmul.keep_dequantized(model) == 0
+    monkeypatch.setattr(quantized_matmul, "available_memory", lambda: 4 * size)
+    assert quantized_matmul.keep_dequantized(model) == size
 
 
 def test_available_memory_is_read_from_the_kernel(tmp_path, monkeypatch):
     file = tmp_path / "meminfo"
     file.write_text("MemTotal: 100 kB\nMemAvailable:    7 kB\n")
-    monkeypatch.setattr(patches, "MEMORY_FILE", file)
-    assert patches.available_memory() == 7 * 1024
+    monkeypatch.setattr(quantized_matmul, "MEMORY_FILE", file)
+    assert quantized_matmul.available_memory() == 7 * 1024
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
-def test_dequantizing_layers_equal_mlx_for_every_row_count(
-    grid, bias, dequantized_rows
-):
+def test_fast_layers_equal_mlx_for_every_row_count(grid, bias, calls):
     model = Model(*grid, bias=bias)
     inputs = [mx.random.normal(s, key=mx.random.key(len(s))) / 16 for s in SHAPES]
     expected = [(model.linear(x), model.embed.as_linear(x)) for x in inputs]
-    patches.dequantize_for_many_tokens(model)
-    assert type(model.linear) is patches.DequantizingLinear
-    assert type(model.embed) is patches.DequantizingEmbedding
+    quantized_matmul.use_fast_layers(model)
+    assert type(model.linear) is quantized_matmul.FastQuantizedLinear
+    assert type(model.embed) is quantized_matmul.FastQuantizedEmbedding
     for x, (linear, head) in zip(inputs, expected, strict=True):
         assert mx.allclose(model.linear(x), linear, rtol=1e-5, atol=1e-5)
         assert mx.allclose(model.embed.as_linear(x), head, rtol=1e-5, atol=1e-5)
         assert model.linear(x).shape == linear.shape
     mode, bits, _ = grid
     threshold = (
-        patches.MIN_ROWS_AFFINE[bits]
+        quantized_matmul.MIN_ROWS_AFFINE[bits]
         if mode == "affine"
-        else patches.MIN_ROWS_FLOATING[mode]
+        else quantized_matmul.MIN_ROWS_FLOATING[mode]
     )
-    assert 1 < threshold == min(dequantized_rows)
-    assert max(dequantized_rows) == 30
+    assert max(calls) == (threshold - 1, 1)
 
 
 def test_embedding_lookup_is_unchanged():
     model = Model("affine", 4, 64, bias=False)
     tokens = mx.array([[0, 5], [63, 5]])
     before = model.embed(tokens)
-    patches.dequantize_for_many_tokens(model)
+    quantized_matmul.use_fast_layers(model)
     assert mx.array_equal(model.embed(tokens), before)
 
 
 def test_unquantized_layers_are_unchanged():
     model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4))
-    patches.dequantize_for_many_tokens(model)
+    quantized_matmul.use_fast_layers(model)
     assert [type(layer) for layer in model.layers] == [nn.Linear, nn.Embedding]
 
 
-def test_dequantizing_linear_keeps_bfloat16():
+def test_fast_linear_keeps_bfloat16():
     model = Model("affine", 4, 64, bias=True)
     model.set_dtype(mx.bfloat16)
-    patches.dequantize_for_many_tokens(model)
+    quantized_matmul.use_fast_layers(model)
     assert model.linear(mx.ones((30, 256), mx.bfloat16)).dtype == mx.bfloat16
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_cores_share_the_rows_of_large_weights(grid, calls, monkeypatch):
+    """Every output is the same sum, so the bits are equal."""
+    mode, bits, group_size = grid
+    options = {"mode": mode, "bits": bits, "group_size": group_size}
+    model = nn.Sequential(nn.QuantizedLinear(256, 67, bias=True, **options))
+    x = mx.random.normal((1, 256), key=mx.random.key(0))
+    expected = model(x)
+    quantized_matmul.use_fast_layers(model)
+    monkeypatch.setattr(blas, "use_openblas", lambda: blas.Blas("a test", threads=3))
+    monkeypatch.setattr(quantized_matmul, "MIN_WEIGHTS_PER_CORE", 67 * 256 // 3)
+    assert mx.array_equal(model(x), expected)
+    monkeypatch.setattr(quantized_matmul, "MIN_WEIGHTS_PER_CORE", 67 * 256)
+    assert mx.array_equal(model(x), expected)
+    assert calls == [(1, 3), (1, 1)]
+
+
+def test_cores_are_shared_in_every_thread(monkeypatch):
+    """MLX's streams belong to the thread that made them, unless they are made so."""
+    model = nn.Sequential(nn.QuantizedLinear(256, 64, bias=False))
+    quantized_matmul.use_fast_layers(model)
+    monkeypatch.setattr(blas, "use_openblas", lambda: blas.Blas("a test", threads=2))
+    monkeypatch.setattr(quantized_matmul, "MIN_WEIGHTS_PER_CORE", 1)
+    mx.eval(model.parameters())
+
+    def product(_):
+        return np.array(model(mx.ones((1, 256))))
+
+    with ThreadPoolExecutor(2) as threads:
+        outputs = [product(0), *threads.map(product, range(4))]
+    assert all(np.array_equal(output, outputs[0]) for output in outputs)
