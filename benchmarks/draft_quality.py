@@ -66,6 +66,11 @@ def _arguments() -> argparse.Namespace:
         help="first train a target of 31M parameters",
     )
     parser.add_argument("--code-only", action="store_true", help="no chat prompts")
+    parser.add_argument(
+        "--gsm8k",
+        type=Path,
+        help="folder with train.jsonl and test.jsonl: only their questions are prompts",
+    )
     parser.add_argument("--folder", type=Path, default=Path("draft-quality"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--num-layers", type=int, default=2, help="of the draft")
@@ -172,13 +177,16 @@ class Seed:
         return _run_recipe(recipe, self.folder / name, self.arguments.threads)
 
     def _write_examples(self, split: str, count: int) -> None:
-        """Write code examples and, without --code-only, as many chats."""
+        """Write code examples and as many chats, code only, or GSM8K only."""
         path = self.folder / f"{split}.jsonl"
         if path.exists():
             return
         rng = random.Random(self.seed if split == "train" else 0)
-        examples = _code_examples(split, count, rng)
-        if not self.arguments.code_only:
+        if folder := self.arguments.gsm8k:
+            examples = _questions(folder, split, count, rng)
+        else:
+            examples = _code_examples(split, count, rng)
+        if not (folder or self.arguments.code_only):
             lines = (DATA / "skills" / path.name).read_text().splitlines()
             chats = rng.sample([json.loads(line) for line in lines], count // 2)
             pairs = zip(examples, chats, strict=False)
@@ -216,6 +224,21 @@ def _code_examples(split: str, count: int, rng: random.Random) -> list[dict]:
         for start in range(0, len(text) - CHARACTERS, CHARACTERS)
     ]
     return [{"text": part} for part in rng.sample(parts, min(count, len(parts)))]
+
+
+def _questions(folder: Path, split: str, count: int, rng: random.Random) -> list[dict]:
+    """Questions and answers of GSM8K as chats."""
+    file = folder / ("train.jsonl" if split == "train" else "test.jsonl")
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": row["question"]},
+                {"role": "assistant", "content": row["answer"]},
+            ]
+        }
+        for row in rng.sample(rows, min(count, len(rows)))
+    ]
 
 
 def _run_recipe(recipe: dict, output: Path, threads: int | None) -> Path:
