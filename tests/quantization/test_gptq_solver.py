@@ -399,3 +399,27 @@ def test_round_to_dtype_is_the_same_in_numpy_and_mlx(dtype):
     expected = mx.array(values).astype(dtype).astype(mx.float32)
     assert np.array_equal(backend.round_to_dtype(values, dtype), np.array(expected))
     assert mx.array_equal(backend.round_to_dtype(mx.array(values), dtype), expected)
+
+
+def test_round_to_float16_is_exact_for_all_exponents():
+    """Subnormal values, overflow and ties included; one in 9,973 bit patterns."""
+    values = np.arange(0, 2**32, 9973, dtype=np.uint32).view(np.float32)
+    values = np.append(values[~np.isnan(values)], np.float32([2**-25, 65519, 65520]))
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16).astype(np.float32)
+    rounded = backend.round_to_dtype(mx.array(values), mx.float16)
+    assert np.array_equal(np.array(rounded), expected)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_grid_weight_is_that_of_half_precision_arithmetic(dtype):
+    generator = np.random.default_rng(0)
+    codes = mx.array(generator.integers(0, 256, (8, 64)), mx.float32)
+    scales, biases = (
+        mx.array(generator.normal(size=(8, 2)), dtype).astype(mx.float32)
+        for _ in range(2)
+    )
+    parts = codes.reshape(8, 2, 32).astype(dtype)
+    expected = parts * scales[..., None].astype(dtype) + biases[..., None].astype(dtype)
+    weight = AffineGrid(codes, scales, biases).weight(dtype)
+    assert mx.array_equal(weight, expected.reshape(8, 64).astype(mx.float32))

@@ -28,12 +28,12 @@ class AffineGrid:
 
     def weight(self, dtype: mx.Dtype = mx.float32) -> mx.array:
         """The dequantized weight [N, K], float32, computed in `dtype`."""
-        shape = (*self.scales.shape, self.group)
-        codes = self.codes.reshape(shape).astype(dtype)
-        scales, biases = (
-            v[..., None].astype(dtype) for v in (self.scales, self.biases)
-        )
-        return (codes * scales + biases).reshape(self.codes.shape).astype(mx.float32)
+        codes = self.codes.reshape(*self.scales.shape, self.group)
+        # Products and sums of two half-precision values that are rounded from float32
+        # are those of half-precision arithmetic.
+        products = round_to_dtype(codes * self.scales[..., None], dtype)
+        weight = round_to_dtype(products + self.biases[..., None], dtype)
+        return weight.reshape(self.codes.shape)
 
     def __getitem__(self, rows: slice) -> "AffineGrid":
         """Some of the rows."""

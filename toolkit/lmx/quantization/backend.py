@@ -4,6 +4,7 @@ Column-by-column updates are thousands of small operations. On a CPU, NumPy star
 in a tenth of the time that MLX takes.
 """
 
+import math
 from collections.abc import Callable
 from functools import cache, wraps
 from types import ModuleType
@@ -11,6 +12,8 @@ from types import ModuleType
 import mlx.core as mx
 
 from ..cpu import on_cpu
+
+FLOAT16_MAX, FLOAT16_MIN_NORMAL = 65504.0, 2.0**-14
 
 
 def library(array) -> ModuleType:
@@ -57,6 +60,8 @@ def round_to_dtype(array, dtype: mx.Dtype):
     if dtype == mx.float32:
         return array
     backend = library(array)
+    if backend is mx and dtype == mx.float16 and on_cpu():
+        return _round_to_float16(array)
     if backend is mx:
         return array.astype(dtype).astype(mx.float32)
     if dtype == mx.float16:
@@ -66,3 +71,18 @@ def round_to_dtype(array, dtype: mx.Dtype):
     bits = array.view(backend.uint32)
     bits = bits + 0x7FFF + (bits >> 16 & 1)
     return (bits & backend.uint32(0xFFFF0000)).view(backend.float32)
+
+
+@mx.compile
+def _round_to_float16(array: mx.array) -> mx.array:
+    """Float32 values, rounded in their own bits.
+
+    MLX's conversion to float16 takes ten times as long on a CPU.
+    """
+    bits = array.view(mx.uint32)
+    # Keep 10 bits of the fraction, rounded to the nearest, ties to even.
+    normal = ((bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000).view(mx.float32)
+    normal = mx.where(mx.abs(normal) > FLOAT16_MAX, normal * math.inf, normal)
+    # Subnormal values are multiples of 2^-24, the distance of values around .75.
+    subnormal = (array + 0.75) - 0.75
+    return mx.where(mx.abs(array) < FLOAT16_MIN_NORMAL, subnormal, normal)
