@@ -37,10 +37,10 @@ class NaiveSampler(BucketBatchSampler):
         epoch, position = divmod(step, self.per_epoch)
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
         plan = []
-        for length, size, members in self.buckets:
+        for bucket, (_, size, members) in enumerate(self.buckets):
             order = generator.permutation(members.astype(np.int64))
             plan += [
-                (length, size, order[start : start + size])
+                (bucket, order[start : start + size])
                 for start in range(0, len(order), size)
             ]
         plan = [plan[i] for i in generator.permutation(len(plan))]

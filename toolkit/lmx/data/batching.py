@@ -12,8 +12,11 @@ import numpy as np
 
 from .tokenization import Example
 
-# `Batch.head_positions` are rounded up to a multiple of 1/8 of a batch's targets.
+# `Batch.head_positions` are rounded up to a multiple of 1/8 of a batch's targets, or of
+# a larger fraction where a dataset would otherwise have more shapes. MLX compiles each
+# shape once and keeps the result (mlx #4464).
 HEAD_FRACTIONS = 8
+MAX_SHAPES = 32
 
 
 def bucket_lengths(max_seq_length: int) -> list[int]:
@@ -41,6 +44,7 @@ class Batch:
             sequences are packed; padding is a separate document.
         example_indices: the examples, in the order of the sequences.
         target: cached predictions of a teacher, [B, L, ...] each, if there are any.
+        head_fractions: number of shapes that `head_positions` may have.
     """
 
     tokens: mx.array
@@ -49,6 +53,7 @@ class Batch:
     documents: mx.array | None = None
     example_indices: tuple[int, ...] = ()
     target: tuple[mx.array, ...] | None = None
+    head_fractions: int = HEAD_FRACTIONS
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
@@ -59,11 +64,11 @@ class Batch:
     def head_positions(self) -> mx.array | None:
         """Targets that need the LM head: int32 [T] into the B * L targets; None = all.
 
-        These are the trained targets, padded with others until T is a multiple of an
-        eighth of B * L: few shapes mean few compiled traces.
+        These are the trained targets, padded with others until T is a multiple of
+        B * L / `head_fractions`: few shapes mean few compiled traces.
         """
         mask = np.array(self.mask).reshape(-1)
-        step = -(-mask.size // HEAD_FRACTIONS)
+        step = -(-mask.size // self.head_fractions)
         count = step * max(1, -(-int(mask.sum()) // step))
         if count >= mask.size:
             return None
@@ -144,6 +149,7 @@ class BucketBatchSampler:
                 size = balanced_batch_size(count, limit)
                 self.buckets.append((length, size, members.astype(np.int32)))
         counts = [-(-len(members) // size) for _, size, members in self.buckets]
+        self._head_fractions = head_fractions(counts)
         # Index of the first batch of every bucket, and the number of batches.
         self._first_batches = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
@@ -163,20 +169,20 @@ class BucketBatchSampler:
         if self._epoch != epoch:
             self._shuffle_epoch(epoch)
         index = self._shuffle[position]
-        bucket = np.searchsorted(self._first_batches, index, side="right") - 1
-        length, size, _ = self.buckets[bucket]
+        bucket = int(np.searchsorted(self._first_batches, index, side="right")) - 1
+        size = self.buckets[bucket][1]
         start = (index - self._first_batches[bucket]) * size
-        return self._collate(length, size, self._order[bucket][start : start + size])
+        return self._collate(bucket, self._order[bucket][start : start + size])
 
     def in_order(self, limit: int | None = None) -> Iterator[Batch]:
         """Every batch once, unshuffled, alternating between buckets; for validation."""
         plan = [
-            (start / len(members), length, size, members[start : start + size])
-            for length, size, members in self.buckets
+            (start / len(members), bucket, members[start : start + size])
+            for bucket, (_, size, members) in enumerate(self.buckets)
             for start in range(0, len(members), size)
         ]
-        for _, length, size, members in sorted(plan, key=lambda p: p[:2])[:limit]:
-            yield self._collate(length, size, members)
+        for _, bucket, members in sorted(plan, key=lambda p: p[:2])[:limit]:
+            yield self._collate(bucket, members)
 
     def _shuffle_epoch(self, epoch: int) -> None:
         generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
@@ -184,7 +190,8 @@ class BucketBatchSampler:
         self._shuffle = generator.permutation(self.per_epoch)
         self._epoch = epoch
 
-    def _collate(self, length: int, size: int, members: np.ndarray) -> Batch:
+    def _collate(self, bucket: int, members: np.ndarray) -> Batch:
+        length, size, _ = self.buckets[bucket]
         tokens = np.zeros((size, length + 1), np.int32)
         mask = np.zeros((size, length), bool)
         where = []
@@ -199,7 +206,27 @@ class BucketBatchSampler:
             mx.array(mask),
             tuple(where),
             example_indices=tuple(members.tolist()),
+            head_fractions=self._head_fractions[bucket],
         )
+
+
+def head_fractions(num_batches: list[int]) -> list[int]:
+    """`Batch.head_fractions` of every bucket, `MAX_SHAPES` together if possible.
+
+    A bucket with n fractions computes 1/2n of its targets in vain on average. So the
+    bucket that gains most over all its batches gets twice as many, in turns.
+    """
+    fractions = [1] * len(num_batches)
+    while True:
+        spare = MAX_SHAPES - sum(fractions)
+        gains = {
+            num_batches[bucket] / count: bucket
+            for bucket, count in enumerate(fractions)
+            if count <= spare and count < HEAD_FRACTIONS
+        }
+        if not gains:
+            return fractions
+        fractions[gains[max(gains)]] *= 2
 
 
 def balanced_batch_size(count: int, limit: int) -> int:

@@ -329,7 +329,8 @@ def shard_batch(batch: Batch, ranks: ProcessGroup) -> Batch:
     arrays = [value if value is None else shard(value) for value in batch.arrays]
     where = tuple(ranks.shard(batch.where))
     target = batch.target and tuple(shard(value) for value in batch.target)
-    return Batch(arrays[0], arrays[1], where, arrays[2], target=target)
+    fractions = batch.head_fractions
+    return Batch(*arrays[:2], where, arrays[2], target=target, head_fractions=fractions)
 
 
 @contextmanager
