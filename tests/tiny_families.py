@@ -387,8 +387,13 @@ WINDOWS = (
 )
 
 
-def config(family: str, *, window: int = WINDOW) -> dict:
+def config(
+    family: str, *, window: int = WINDOW, active_experts: int | None = None
+) -> dict:
     settings = SHAPE | (FAMILIES | OTHERS)[family] | {"model_type": family}
+    if active_experts:
+        names = ("num_experts_per_tok", "num_experts_per_token")
+        settings |= {name: active_experts for name in names if name in settings}
     return _widened(settings, window)
 
 

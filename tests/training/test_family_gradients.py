@@ -1,0 +1,163 @@
+"""Gradients and causality of every architecture family, as lmx trains them.
+
+Known faults elsewhere: experts without gradients (mlx-lm #1814, #1787), recurrent
+layers with wrong gradients in all but the first sequence, padding masks that replaced
+the causal mask, and float16 models with NaN gradients.
+"""
+
+from contextlib import suppress
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config.lora import LoRAConfig
+from lmx.data.batching import Batch
+from lmx.models.lora import lora_model
+from lmx.training.document_mask import DocumentCaches, PackingUnsupported
+from mlx.utils import tree_map
+from tiny_families import EXPERTS, FAMILIES, VOCABULARY, member
+from tiny_steps import make_step
+
+pytestmark = pytest.mark.slow
+
+LENGTH, CUT = 24, 15
+NUM_EXPERTS = EXPERTS["num_experts"]
+MIXTURES = (
+    *("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "phimoe", "mixtral"),
+    *("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "afmoe"),
+    *("granitemoehybrid", "nemotron_h", "jamba", "kimi_linear", "minimax"),
+    *("longcat_flash", "lfm2_moe", "hunyuan", "ernie4_5_moe", "bailing_hybrid"),
+)
+HYBRIDS = (
+    *("qwen3_next", "qwen3_5", "mamba", "mamba2", "falcon_h1", "granitemoehybrid"),
+    *("nemotron_h", "lfm2", "jamba", "kimi_linear", "rwkv7", "recurrent_gemma"),
+    *("plamo2", "olmo_hybrid", "bailing_hybrid", "minimax", "baichuan_m1"),
+)
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled():
+    """Compiling the kernels of all these models would take minutes."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def random_tokens(sequences: int, length: int, *, seed: int = 0) -> np.ndarray:
+    generator = np.random.default_rng(seed)
+    return generator.integers(0, VOCABULARY, (sequences, length)).astype(np.int32)
+
+
+def make_batch(tokens: np.ndarray, mask: np.ndarray | None = None, documents=None):
+    if mask is None:
+        mask = np.ones((len(tokens), tokens.shape[1] - 1), bool)
+    arrays = mx.array(tokens), mx.array(mask)
+    return Batch(*arrays, ("rows.jsonl:1",) * len(tokens), documents)
+
+
+def gradients(step, batch) -> dict[str, np.ndarray]:
+    """The gradient of the mean loss: with SGD it is the first momentum."""
+    step(batch, 0.0, 0)
+    return {path: np.array(step.optimizer.state[path]["v"]) for path in step.parameters}
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_adapters_of_every_expert_have_gradients(family):
+    model = member(family)
+    lora_model.attach(model, LoRAConfig(rank=2, target_modules=["*"]), seed=0)
+    step = make_step(model, name="sgd")
+    for path, value in step.parameters.items():
+        if path.endswith("lora_b"):
+            # At zero, where training starts, A has no gradient.
+            noise = mx.random.normal(value.shape, key=mx.random.key(0))
+            step.parameters[path] = 0.1 * noise
+    by_path = gradients(step, make_batch(random_tokens(12, LENGTH)))
+    # Adapters of experts are stacked: [experts, rank, in] and [experts, out, rank].
+    stacked = {path: g for path, g in by_path.items() if g.ndim == 3}
+    assert len(stacked) >= 4
+    for path, gradient in stacked.items():
+        assert len(gradient) == NUM_EXPERTS
+        assert all(np.abs(expert).max() > 0 for expert in gradient), path
+
+
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_gradients_of_each_sequence_equal_finite_differences(family, row):
+    tokens = random_tokens(2, LENGTH)
+    mask = np.zeros((2, LENGTH - 1), bool)
+    mask[row] = True
+    batch = make_batch(tokens, mask)
+    # All experts are active, as the loss jumps where the choice of experts changes.
+    step, alone = (
+        make_step(member(family, active_experts=NUM_EXPERTS), name="sgd")
+        for _ in range(2)
+    )
+    start = dict(step.parameters)
+    by_path = gradients(step, batch)
+    expected = gradients(alone, make_batch(tokens[row : row + 1]))
+    largest = max(np.abs(g).max() for g in expected.values())
+    for path, gradient in by_path.items():
+        error = np.abs(gradient - expected[path]).max()
+        assert error <= 1e-4 * np.abs(expected[path]).max() + 1e-5 * largest, path
+        assert_slope(step, start, path, gradient, batch)
+
+
+def assert_slope(step, start, path, gradient, batch, width=1e-3):
+    """Compare with the loss on both sides, half along the gradient, half at random."""
+    noise = np.random.default_rng(1).normal(size=gradient.shape)
+    direction = noise / np.linalg.norm(noise)
+    norm = np.linalg.norm(gradient)
+    if norm:
+        direction = direction + gradient / norm
+    losses = []
+    for sign in (1, -1):
+        shift = mx.array(sign * width * direction, mx.float32)
+        step.parameters.update(start | {path: start[path] + shift})
+        loss, count = step.evaluate([batch])
+        losses.append(loss / count)
+    step.parameters.update(start)
+    slope = (losses[0] - losses[1]) / (2 * width)
+    expected = (gradient * direction).sum()
+    assert slope == pytest.approx(expected, rel=0.05, abs=1e-3), path
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_train_float16_checkpoints(family):
+    """The checkpoint is float16; lmx computes in float32 or bfloat16."""
+    model = member(family)
+    model.update(tree_map(lambda v: v.astype(mx.float16), model.parameters()))
+    step = make_step(model)
+    loss, _, norm, _ = step(make_batch(random_tokens(2, LENGTH)), 1e-3, 0)
+    assert np.isfinite([loss.item(), norm.item()]).all()
+    assert norm.item() > 0
+    assert all(mx.isfinite(value).all().item() for value in step.parameters.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_future_tokens_do_not_change_earlier_losses(family):
+    """In full sequences, before padding, and in an earlier packed document."""
+    model = member(family)
+    tokens = random_tokens(2, LENGTH)
+    mask = np.zeros((2, LENGTH - 1), bool)
+    # The target of position j is token j + 1.
+    mask[:, : CUT - 1] = True
+    changed, padded, earlier = tokens.copy(), tokens.copy(), tokens.copy()
+    changed[:, CUT:] = (tokens[:, CUT:] + 1) % VOCABULARY
+    padded[:, CUT:] = 0
+    earlier[:, 0] = (tokens[:, 0] + 1) % VOCABULARY
+    caches = [None]
+    with suppress(PackingUnsupported):
+        caches.append(DocumentCaches(model))
+    for document_caches in caches:
+        documents = None
+        if document_caches:
+            documents = mx.array(np.arange(LENGTH - 1)[None] >= CUT)
+            documents = mx.broadcast_to(documents, mask.shape).astype(mx.int32)
+        step = make_step(model, document_caches=document_caches)
+        loss, other, before_padding, control = (
+            step.evaluate([make_batch(values, mask, documents)])[0]
+            for values in (tokens, changed, padded, earlier)
+        )
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert before_padding == pytest.approx(loss, rel=1e-6)
+        assert abs(control / loss - 1) > 1e-5
