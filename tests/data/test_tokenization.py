@@ -26,6 +26,12 @@ GENERATION_MARKERS = DROPS_REASONING.replace(
     "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>"
     "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}",
 )
+# Qwen3: the last turn gets an empty thinking block if it has no other.
+INSERTS_THINKING = CHATML.replace(
+    "{{ m.content }}",
+    "{% if loop.last and m.role == 'assistant' and '<think>' not in m.content %}"
+    "<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
+)
 # The header counts the messages, so a shorter chat is never a prefix.
 CHANGES_HISTORY = "{{ messages | length }} messages\n" + CHATML
 WITH_BOS = "<s>" + CHATML
@@ -150,6 +156,25 @@ def test_template_that_drops_reasoning_trains_the_last_turn():
         "B<|im_end|>",
     ]
     assert encoded.last_only == 0
+
+
+def test_thinking_blocks_that_the_template_inserts_are_not_trained():
+    """NeMo Automodel #3738: the model would learn not to think."""
+    tokenizer = build_tokenizer(INSERTS_THINKING)
+    record = chat("1+1?", "2", "2+2?", "2", "3+3?", "6")
+    encoded = tokenization.encode_all([record], tokenizer, max_seq_length=512)
+    [example] = encoded.examples
+    full_text = tokenizer.apply_chat_template(list(record.messages), tokenize=False)
+    assert "<think>\n\n</think>\n\n6" in full_text
+    assert tokenizer.decode(example.tokens) == full_text
+    turns = ["2<|im_end|>", "2<|im_end|>", "6<|im_end|>"]
+    assert trained_texts(example, tokenizer) == turns
+    # Earlier turns have no such block, and are trained all the same.
+    assert encoded.last_only == 0
+    # What the row itself holds is trained.
+    for content in (THINKING, "<think>\n\n</think>\n\n6"):
+        example = encode_one(chat("1+1?", content), tokenizer)
+        assert trained_texts(example, tokenizer) == [content + "<|im_end|>"]
 
 
 def test_generation_markers_of_the_template_are_used():

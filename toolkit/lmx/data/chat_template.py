@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from ..errors import UserError
 from .record_formats import DataRecord
 
+THINK = "<think>"
+EMPTY_THINKING = re.compile(r"(?:<think>\s*</think>\s*)?")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -118,13 +120,31 @@ def _span(
     if index == 0:
         return None
     prompt = _prefix(messages[:index], whole, tokenizer, add_generation_prompt=True)
-    if index == len(messages) - 1:
-        completed = whole
-    else:
-        completed = _prefix(messages[: index + 1], whole, tokenizer)
-    if prompt is None or completed is None or len(prompt) >= len(completed):
+    if prompt is None:
         return None
-    return len(prompt), len(completed)
+    content = messages[index]["content"].strip()
+    start, end = len(prompt), len(whole)
+    if not content.startswith(THINK):
+        # Inserted by the template. Without thinking, it is a part of the prompt.
+        start += len(EMPTY_THINKING.match(whole[start:]).group())
+    if index < len(messages) - 1:
+        completed = _prefix(messages[: index + 1], whole, tokenizer)
+        end = len(completed or "") or _end_of_turn(messages, content, whole, start)
+    return (start, end) if start < end else None
+
+
+def _end_of_turn(messages: list[dict], content: str, whole: str, start: int) -> int:
+    """The end of an earlier turn with the content at `start`; 0 if it is not there.
+
+    For templates that render the last turn in another way, such as with an empty
+    thinking block.
+    """
+    last = messages[-1]["content"].strip()
+    if not last:
+        return 0
+    before, _, suffix = whole.rpartition(last)
+    turn = content + suffix
+    return start + len(turn) if before and whole.startswith(turn, start) else 0
 
 
 def _prefix(messages: list[dict], whole: str, tokenizer, **options) -> str | None:
