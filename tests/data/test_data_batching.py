@@ -129,10 +129,10 @@ def batch_order(sampler, epoch=0):
 
 
 def test_epochs_and_seeds_differ():
-    first, second = batch_order(batches(seed=1)), batch_order(batches(seed=1), 1)
-    assert first == batch_order(batches(seed=1))
+    first, second = batch_order(batches(seed=0)), batch_order(batches(seed=0), 1)
+    assert first == batch_order(batches(seed=0))
     assert first != second
-    assert first != batch_order(batches(seed=2))
+    assert first != batch_order(batches(seed=1))
     # The composition of the batches changes, not only their order.
     assert set(first) != set(second)
 

@@ -129,10 +129,10 @@ def test_filters_match_mlx_lm():
 
 def test_sampler_depends_on_seed_only():
     mx.random.seed(1)
-    first = sample(seed=7, temperature=1.0)
+    first = sample(seed=0, temperature=1.0)
     mx.random.seed(2)
-    assert (sample(seed=7, temperature=1.0) == first).all()
-    assert (sample(seed=8, temperature=1.0) != first).any()
+    assert (sample(seed=0, temperature=1.0) == first).all()
+    assert (sample(seed=1, temperature=1.0) != first).any()
 
 
 def test_sampler_keeps_global_random_state():

@@ -141,7 +141,7 @@ def test_attach_starts_as_the_base_and_freezes_it(folder):
 
 def test_attach_depends_on_the_seed(folder):
     initial = []
-    for seed in (1, 1, 2):
+    for seed in (0, 0, 1):
         model = load(folder).model
         lora_model.attach(
             model, LoRAConfig(**OPTIONS, target_modules=["mlp.*"]), seed=seed

@@ -1,6 +1,7 @@
 """Guarantees of every quantization method."""
 
 import hashlib
+import shutil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -216,3 +217,43 @@ def test_two_runs_write_the_same_bytes(method, quantized, make_checkpoint, tmp_p
         for folder in (first_folder, tmp_path / "second")
     ]
     assert digests[0] == digests[1]
+
+
+def zero_some_weights(source, target):
+    """A copy in which a layer, some rows and some groups are zero."""
+    shutil.copytree(source, target)
+    file = target / "model.safetensors"
+    weights = dict(mx.load(str(file)))
+    for name, value in weights.items():
+        if "o_proj" in name:
+            weights[name] = mx.zeros_like(value)
+        elif value.ndim == 2:
+            # One group of each row, and whole rows.
+            value[:, 32:64] = 0
+            value[:4] = 0
+    mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
+    return target
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [{"bits": 2, "group_size": 32}, {"bits": 4, "group_size": 32}]
+    + [{"mode": mode} for mode in ("mxfp4", "nvfp4", "mxfp8")],
+    ids=grid_id,
+)
+def test_zero_groups_stay_zero(method, grid, make_checkpoint, tmp_path):
+    """A scale of zero made NaN weights in other tools: mlx #1028."""
+    require(method, grid)
+    source = make_checkpoint(num_hidden_layers=2, dtype="float16")
+    source = zero_some_weights(source, tmp_path / "zeros")
+    plan, tensors, dense = quantize(method, source, tmp_path / "q", **grid)
+    for path, spec in plan.specs.items():
+        names = ("weight", "scales", "biases")
+        packed = {n: tensors[k] for n in names if (k := f"{path}.{n}") in tensors}
+        weight = dequantize(packed, spec, mx.float32)
+        assert mx.isfinite(weight).all().item(), path
+        if method != "gptq":
+            # GPTQ also compensates for the errors of earlier layers.
+            assert not mx.any((weight != 0) & (dense[f"{path}.weight"] == 0)).item()
+    logits = mlx_lm.load(str(tmp_path / "q"))[0](TOKENS)
+    assert mx.isfinite(logits).all().item()
