@@ -136,15 +136,14 @@ def rows_of(model, path, quantized=()):
 
 def test_gptq_call_chain_has_seven_calls(tmp_path, monkeypatch):
     """The chain goes from the method entry to the column update (see sequential.py)."""
-    chains, update = [], gptq_solver.gptq_strip
+    chains, update = [], gptq_solver.gptq_columns
 
     def record_chain(*args):
         frames = [f for f in inspect.stack()[1:] if "/lmx/" in f.filename]
         chains.append([frame.function for frame in reversed(frames)])
         return update(*args)
 
-    monkeypatch.setattr(gptq_solver, "gptq_strip", record_chain)
-    monkeypatch.setattr(gptq_solver, "compiled_for", lambda _, function: function)
+    monkeypatch.setattr(gptq_solver, "gptq_columns", record_chain)
     config = GPTQConfig(bits=3, refine_iters=0)
     GPTQ(config, context_of(model_of(), tmp_path)).quantize()
     assert [

@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from ..cpu import on_cpu
 from ..cpu.fast_exp import ROUNDER
+from . import gpu_kernels
 from .backend import compiled, library, round_to_dtype
 
 # Factors by which the range of the weights is shrunk in the search for a start.
@@ -79,6 +80,9 @@ def fit_grid(weight, cost, levels: float, dtype: mx.Dtype):
     Returns:
         Scales and biases, float32 [N], of values that `dtype` can represent.
     """
+    if gpu_kernels.on_gpu():
+        search = {"shrink_factors": SHRINK_FACTORS, "iterations": LEAST_SQUARES_ITERS}
+        return gpu_kernels.fit_grid(weight, cost, levels, dtype, **search)
     low, high = weight.min(axis=0), weight.max(axis=0)
     scale = (high - low) / (levels - 1)
     scale, bias = round_to_dtype(scale, dtype), round_to_dtype(low, dtype)

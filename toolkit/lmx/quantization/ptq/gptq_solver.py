@@ -23,13 +23,12 @@ import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
 from ..affine_grid import AffineGrid, fit_grid, nearest, safe_scale
-from ..backend import compiled_for, library, to_fast_backend
+from ..backend import library, to_fast_backend
 from ..packing import pack, pack_codes, unpack_codes
+from .column_updates import descent_columns, gptq_columns
 from .hessian import Hessian, OutputHessian
 from .input_statistics import OutputError
 
-# Columns that are updated one by one. Their errors reach later columns in one product.
-STRIP = 8
 # Rows of a set with an output Hessian, at least.
 MIN_ROWS_PER_SET = 32
 # Elements of all weights that are solved at once, in about ten float32 arrays.
@@ -288,7 +287,6 @@ def gptq(
     """
     factor, order = to_fast_backend(hessian.factor), hessian.order
     remaining = to_fast_backend(target[:, order].T)
-    update, concatenate = compiled_for(factor, gptq_strip), library(factor).concatenate
     groups = []
     for start in range(0, len(factor), group_size):
         columns = slice(start, start + group_size)
@@ -296,16 +294,7 @@ def gptq(
         costs = 1 / library(block).diagonal(block) ** 2
         scale, bias = fit_grid(rows, costs, levels, dtype)
         divisor, top = safe_scale(scale, levels)
-        codes, errors = [], []
-        for first in range(0, len(block), STRIP):
-            strip, later = slice(first, first + STRIP), slice(first + STRIP, None)
-            strip_codes, error = update(
-                rows[:STRIP], block[strip, strip], divisor, bias, top
-            )
-            rows = rows[STRIP:] - block[strip, later].T @ error
-            codes.append(strip_codes)
-            errors.append(error)
-        codes, errors = concatenate(codes), concatenate(errors)
+        codes, errors = gptq_columns(rows, block, divisor, bias, top)
         spread = factor[columns, start + group_size :].T @ errors
         remaining = remaining[group_size:] - spread
         groups.append((codes, scale, bias))
@@ -315,29 +304,6 @@ def gptq(
     return AffineGrid(
         grid.codes[:, columns], grid.scales[:, by_group], grid.biases[:, by_group]
     )
-
-
-def gptq_strip(rows, factor, scale, bias, top):
-    """The column update of GPTQ: codes and errors of some columns.
-
-    Args:
-        rows: [STRIP, N], a column of the weight each.
-        factor: [STRIP, STRIP], the part of the Hessian's factor for these columns.
-        scale, bias: [N], of the group.
-        top: highest code.
-    """
-    backend = library(rows)
-    diagonal = backend.diagonal(factor)[:, None]
-    # In units of the scale, a column takes half as many operations.
-    steps, spread = (rows - bias) / scale, (factor / diagonal)[..., None]
-    codes, errors = [], []
-    for column in range(len(factor)):
-        code = nearest(steps[0], top)
-        error = steps[0] - code
-        steps = steps[1:] - spread[column, column + 1 :] * error
-        codes.append(code)
-        errors.append(error)
-    return backend.stack(codes), backend.stack(errors) * scale / diagonal
 
 
 def coordinate_descent(
@@ -351,50 +317,19 @@ def coordinate_descent(
     descent = to_fast_backend(descent.T)
     old_codes, matrix = to_fast_backend(grid.codes.T), to_fast_backend(matrix)
     scales, biases = to_fast_backend(grid.scales.T), to_fast_backend(grid.biases.T)
-    update, concatenate = (
-        compiled_for(matrix, descent_strip),
-        library(matrix).concatenate,
-    )
     groups = []
     for number, start in enumerate(range(0, len(old_codes), grid.group)):
-        columns = slice(start, start + grid.group)
-        divisor, top = safe_scale(scales[number], levels)
-        block, old = matrix[columns, columns], old_codes[columns]
-        rows, remaining = descent[: grid.group], descent[grid.group :]
-        codes, changes = [], []
-        for first in range(0, len(block), STRIP):
-            strip, later = slice(first, first + STRIP), slice(first + STRIP, None)
-            strip_codes, change = update(
-                rows[:STRIP],
-                block[strip, strip],
-                old[strip],
-                scales[number],
-                divisor,
-                top,
-            )
-            rows = rows[STRIP:] - block[strip, later].T @ change
-            codes.append(strip_codes)
-            changes.append(change)
-        codes, changes = concatenate(codes), concatenate(changes)
-        descent = remaining - matrix[start + grid.group :, columns] @ changes
-        groups.append((codes, scales[number], biases[number]))
+        columns, scale = slice(start, start + grid.group), scales[number]
+        divisor, top = safe_scale(scale, levels)
+        block, rows = matrix[columns, columns], descent[: grid.group]
+        codes, changes = descent_columns(
+            rows, block, old_codes[columns], scale, divisor, top
+        )
+        spread = matrix[start + grid.group :, columns] @ changes
+        descent = descent[grid.group :] - spread
+        groups.append((codes, scale, biases[number]))
         _async_eval((descent, codes))
     return _stack_groups(groups)
-
-
-def descent_strip(descent, matrix, old_codes, scale, divisor, top):
-    """The column update of coordinate descent: codes and changes of the weight."""
-    backend = library(descent)
-    diagonal = backend.diagonal(matrix)
-    steps = descent / divisor / diagonal[:, None]
-    spread = (matrix / diagonal)[..., None]
-    codes = []
-    for column in range(len(matrix)):
-        code = nearest(old_codes[column] + steps[0], top)
-        steps = steps[1:] - spread[column, column + 1 :] * (code - old_codes[column])
-        codes.append(code)
-    codes = backend.stack(codes)
-    return codes, (codes - old_codes) * scale
 
 
 def refit(

@@ -10,7 +10,7 @@ results are on disk, and a killed run resumes at the block where it stopped.
 The call chain from a recipe to the column update of GPTQ:
 
     GPTQ.quantize > SequentialPipeline.run > _quantize_block > GPTQ.quantize_group
-    > gptq_solver.solve_layers > solve_rows > gptq > gptq_strip
+    > gptq_solver.solve_layers > solve_rows > gptq > gptq_columns
 """
 
 import hashlib

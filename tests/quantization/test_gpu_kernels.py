@@ -1,0 +1,161 @@
+"""The GPU kernels of GPTQ: their bodies as C++, and the number of launches."""
+
+import ctypes
+import re
+import shutil
+import subprocess
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.quantization import affine_grid, backend, gpu_kernels
+from lmx.quantization.affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
+from lmx.quantization.ptq import column_updates, gptq_solver
+from lmx.quantization.ptq.hessian import damped
+
+GROUP, ROWS, LEVELS = 64, 50, 8.0
+CONSTANTS = {
+    "GROUP": GROUP,
+    "SHRINKS": len(SHRINK_FACTORS),
+    "ITERS": LEAST_SQUARES_ITERS,
+}
+VIEWS = {"Slice", "Transpose", "Reshape", "Broadcast", "ExpandDims", "Squeeze"}
+
+
+@pytest.fixture(scope="module")
+def run_kernel(tmp_path_factory):
+    """A function that runs the body of a kernel for every row, on the CPU."""
+    if not shutil.which("g++"):
+        pytest.skip("needs g++")
+    folder = tmp_path_factory.mktemp("kernels")
+
+    def run(name, arrays, shapes, dtype="float"):
+        inputs, outputs, body = gpu_kernels.KERNELS[name]
+        source = "#include <math.h>\n"
+        source += "#define FUNCTION static inline\n#define THREAD\n#define DEVICE\n"
+        source += gpu_kernels.HELPERS + f"typedef {dtype} T;\n"
+        source += "".join(f"const int {k} = {v};\n" for k, v in CONSTANTS.items())
+        kinds = ["const int*" if n == "count" else "const float*" for n in inputs]
+        kinds += ["float*"] * len(outputs)
+        names = zip(kinds, inputs + outputs, strict=True)
+        parameters = ", ".join(f"{kind} {name}" for kind, name in names)
+        source += f'extern "C" void run({parameters}) {{\n'
+        source += f"for (int n = 0; n < count[0]; n++) {{ {body} }} }}\n"
+        file = folder / f"{name}_{dtype}.cpp"
+        file.write_text(source)
+        library = file.with_suffix(".so")
+        command = ["g++", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
+        subprocess.run([*command, str(file), "-o", str(library)], check=True)
+        arrays = [np.ascontiguousarray(a, np.float32) for a in arrays]
+        arrays.append(np.array([ROWS], np.int32))
+        results = [np.full(shape, np.nan, np.float32) for shape in shapes]
+        pointers = [ctypes.c_void_p(a.ctypes.data) for a in (*arrays, *results)]
+        ctypes.CDLL(str(library)).run(*pointers)
+        return results
+
+    return run
+
+
+def random_rows(seed=0):
+    """Rows of a group as columns [g, N]; a constant and a zero row among them."""
+    rows = np.random.default_rng(seed).normal(size=(GROUP, ROWS)).astype(np.float32)
+    rows[:, 0], rows[:, 1] = 0.25, 0
+    return rows
+
+
+def random_hessian(width=GROUP):
+    x = np.random.default_rng(1).normal(size=(4 * width, width))
+    x = x @ (np.eye(width) + 0.3 * np.random.default_rng(2).normal(size=(width, width)))
+    return damped(mx.array(x.T @ x / len(x), mx.float32), GROUP)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("float", mx.float32), ("_Float16", mx.float16)]
+)
+def test_fit_grid_kernel_equals_numpy(run_kernel, kind, dtype):
+    rows = random_rows()
+    cost = np.random.default_rng(3).uniform(0.1, 2, GROUP).astype(np.float32)
+    inputs = [rows, cost, [LEVELS], SHRINK_FACTORS]
+    scale, bias = run_kernel("fit_grid", inputs, [ROWS, ROWS], kind)
+    expected = affine_grid.fit_grid(rows, cost, LEVELS, dtype)
+
+    def errors(scale, bias):
+        return affine_grid._error(rows, cost, scale, bias, LEVELS)
+
+    assert np.allclose(errors(scale, bias), errors(*expected), rtol=1e-4, atol=1e-9)
+    # Candidates with nearly equal errors may change places.
+    assert np.isclose(scale, expected[0], rtol=1e-3).mean() > 0.9
+    assert scale[1] == bias[1] == 0
+
+
+def grid_of(rows):
+    low = rows.min(axis=0)
+    scale = (rows.max(axis=0) - low) / (LEVELS - 1)
+    return (scale, low, *affine_grid.safe_scale(scale, LEVELS))
+
+
+def test_gptq_kernel_equals_numpy(run_kernel):
+    rows, factor = random_rows(), np.array(random_hessian().factor)
+    _, low, divisor, top = grid_of(rows)
+    arrays = rows, factor, divisor, low, top
+    codes, errors = run_kernel("gptq_columns", arrays, [rows.shape] * 2)
+    expected_codes, expected_errors = column_updates.gptq_columns(*arrays)
+    assert (codes == expected_codes).mean() > 0.999
+    is_same = (codes == expected_codes).all(axis=0)
+    assert np.allclose(errors[:, is_same], expected_errors[:, is_same], atol=1e-4)
+
+
+def test_descent_kernel_equals_numpy(run_kernel):
+    rows, matrix = random_rows(), np.array(random_hessian().matrix)
+    scale, low, divisor, top = grid_of(rows)
+    old = np.minimum(np.rint(np.maximum((rows - low) / divisor, 0)), top)
+    descent = matrix @ random_rows(seed=4)
+    arrays = descent, matrix, old, scale, divisor, top
+    codes, changes = run_kernel("descent_columns", arrays, [rows.shape] * 2)
+    expected_codes, expected_changes = column_updates.descent_columns(*arrays)
+    assert (codes != old).mean() > 0.2
+    assert (codes == expected_codes).mean() > 0.999
+    is_same = (codes == expected_codes).all(axis=0)
+    assert np.allclose(changes[:, is_same], expected_changes[:, is_same], atol=1e-4)
+
+
+def launches(array: mx.array, path) -> int:
+    """Operations of an array that has not been computed, without views."""
+    mx.export_to_dot(str(path), array)
+    names = re.findall(r'label ="([A-Za-z]+)[^"]*", shape=rectangle', path.read_text())
+    assert names
+    return sum(name not in VIEWS for name in names)
+
+
+def test_gptq_launches_few_kernels_for_a_group(monkeypatch, tmp_path):
+    """On a GPU. Each kernel is counted as two operations here."""
+    hessian = random_hessian(4 * GROUP)
+    target = mx.random.normal((ROWS, 4 * GROUP), key=mx.random.key(0))
+    mx.eval(target, hessian.factor, hessian.matrix)
+
+    def two_outputs(first, *_, **__):
+        return first + 1, first + 2
+
+    def fit(weight, *_, **__):
+        return two_outputs(weight[0])
+
+    monkeypatch.setattr(gptq_solver, "_async_eval", lambda arrays: None)
+    for module in (backend, affine_grid):
+        monkeypatch.setattr(module, "on_cpu", lambda: False)
+
+    def per_column():
+        grid = gptq_solver.gptq(target, hessian, GROUP, LEVELS, mx.float16)
+        moved = gptq_solver.coordinate_descent(grid, target, hessian.matrix, LEVELS)
+        counts = [
+            launches(a, tmp_path / "graph.dot") for a in (grid.codes, moved.codes)
+        ]
+        return [count / (4 * GROUP) for count in counts]
+
+    without_kernels = per_column()
+    monkeypatch.setattr(gpu_kernels, "on_gpu", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "fit_grid", fit)
+    for name in ("gptq_columns", "descent_columns"):
+        monkeypatch.setattr(gpu_kernels, name, two_outputs)
+    with_kernels = per_column()
+    assert min(without_kernels) > 2
+    assert max(with_kernels) < 0.25

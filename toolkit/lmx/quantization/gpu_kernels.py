@@ -1,0 +1,231 @@
+"""The steps of GPTQ within a group of columns, as one GPU kernel each.
+
+A thread takes one row of the weight through all columns of the group. In MLX's own
+functions, the same takes several kernels for every column. The bodies are plain C that
+Metal, CUDA and a C++ compiler understand; the tests run them with the latter.
+"""
+
+from functools import cache
+from math import ceil
+
+import mlx.core as mx
+
+# Threads that share their registers: each needs a few hundred bytes for its group.
+THREADS = 64
+
+METAL = """
+#define FUNCTION inline
+#define THREAD thread
+#define DEVICE device
+"""
+CUDA = """
+#define FUNCTION __device__ inline
+#define THREAD
+#define DEVICE
+"""
+METAL_INDEX = "int n = thread_position_in_grid.x;"
+CUDA_INDEX = "int n = blockIdx.x * blockDim.x + threadIdx.x;"
+GUARD = "if (n >= count[0]) return;"
+
+HELPERS = """
+template <typename T> FUNCTION float rounded(float x) {
+    return static_cast<float>(static_cast<T>(x));
+}
+
+FUNCTION float nearest_code(float steps, float top) {
+    steps = steps > 0 ? steps : 0;
+    return rint(steps < top ? steps : top);
+}
+
+// A scale of 0 gives codes of 0.
+FUNCTION float divisor_of(float scale) { return scale == 0 ? 1 : scale; }
+FUNCTION float top_of(float scale, float levels) {
+    return scale == 0 ? 0 : levels - 1;
+}
+
+template <int GROUP> FUNCTION float grid_error(
+    THREAD const float* row, DEVICE const float* cost, float scale, float bias,
+    float levels) {
+    float divisor = divisor_of(scale), top = top_of(scale, levels), total = 0;
+    for (int i = 0; i < GROUP; i++) {
+        float steps = (row[i] - bias) / divisor;
+        float error = steps - nearest_code(steps, top);
+        total += cost[i] * error * error;
+    }
+    return total * divisor * divisor;
+}
+"""
+
+# `affine_grid.fit_grid`.
+FIT_GRID = """
+float row[GROUP], total_cost = 0, mean = 0;
+float low = weight[n], high = low;
+for (int i = 0; i < GROUP; i++) {
+    row[i] = weight[i * count[0] + n];
+    low = row[i] < low ? row[i] : low;
+    high = row[i] > high ? row[i] : high;
+    total_cost += cost[i];
+    mean += cost[i] * row[i];
+}
+mean /= total_cost;
+float full_scale = rounded<T>((high - low) / (levels[0] - 1));
+float best_scale = full_scale, best_bias = rounded<T>(low);
+float best = grid_error<GROUP>(row, cost, best_scale, best_bias, levels[0]);
+for (int candidate = 0; candidate < SHRINKS + ITERS; candidate++) {
+    float next_scale, next_bias;
+    if (candidate < SHRINKS) {
+        next_scale = shrink[candidate] * full_scale;
+        next_bias = shrink[candidate] * low;
+    } else {
+        // Least squares for the codes of the best grid.
+        float divisor = divisor_of(best_scale), top = top_of(best_scale, levels[0]);
+        float mean_code = 0, variance = 0, covariance = 0;
+        for (int i = 0; i < GROUP; i++)
+            mean_code += cost[i] * nearest_code((row[i] - best_bias) / divisor, top);
+        mean_code /= total_cost;
+        for (int i = 0; i < GROUP; i++) {
+            float code = nearest_code((row[i] - best_bias) / divisor, top) - mean_code;
+            variance += cost[i] * code * code;
+            covariance += cost[i] * code * (row[i] - mean);
+        }
+        next_scale = variance == 0 ? best_scale : covariance / variance;
+        next_bias = mean - next_scale * mean_code;
+    }
+    next_scale = rounded<T>(next_scale);
+    next_bias = rounded<T>(next_bias);
+    float error = grid_error<GROUP>(row, cost, next_scale, next_bias, levels[0]);
+    if (error < best) {
+        best = error;
+        best_scale = next_scale;
+        best_bias = next_bias;
+    }
+}
+scale[n] = best_scale;
+bias[n] = best_bias;
+"""
+
+# `column_updates.gptq_strip`, for a whole group.
+GPTQ_COLUMNS = """
+float steps[GROUP];
+for (int i = 0; i < GROUP; i++)
+    steps[i] = (rows[i * count[0] + n] - bias[n]) / scale[n];
+for (int i = 0; i < GROUP; i++) {
+    float code = nearest_code(steps[i], top[n]);
+    float error = (steps[i] - code) / factor[i * GROUP + i];
+    codes[i * count[0] + n] = code;
+    errors[i * count[0] + n] = error * scale[n];
+    for (int j = i + 1; j < GROUP; j++) steps[j] -= factor[i * GROUP + j] * error;
+}
+"""
+
+# `column_updates.descent_strip`, for a whole group.
+DESCENT_COLUMNS = """
+float steps[GROUP];
+for (int i = 0; i < GROUP; i++)
+    steps[i] = descent[i * count[0] + n] / divisor[n] / matrix[i * GROUP + i];
+for (int i = 0; i < GROUP; i++) {
+    float old = old_codes[i * count[0] + n];
+    float code = nearest_code(old + steps[i], top[n]);
+    codes[i * count[0] + n] = code;
+    changes[i * count[0] + n] = (code - old) * scale[n];
+    for (int j = i + 1; j < GROUP; j++)
+        steps[j] -= matrix[i * GROUP + j] / matrix[j * GROUP + j] * (code - old);
+}
+"""
+
+# Name: inputs, outputs and body.
+KERNELS = {
+    "fit_grid": (
+        ["weight", "cost", "levels", "shrink", "count"],
+        ["scale", "bias"],
+        FIT_GRID,
+    ),
+    "gptq_columns": (
+        ["rows", "factor", "scale", "bias", "top", "count"],
+        ["codes", "errors"],
+        GPTQ_COLUMNS,
+    ),
+    "descent_columns": (
+        ["descent", "matrix", "old_codes", "scale", "divisor", "top", "count"],
+        ["codes", "changes"],
+        DESCENT_COLUMNS,
+    ),
+}
+
+
+def on_gpu() -> bool:
+    """Whether MLX computes on a GPU, where these kernels run."""
+    return mx.default_device().type == mx.gpu
+
+
+def fit_grid(
+    weight: mx.array,
+    cost: mx.array,
+    levels: float,
+    dtype: mx.Dtype,
+    *,
+    shrink_factors: tuple[float, ...],
+    iterations: int,
+) -> tuple[mx.array, mx.array]:
+    """`affine_grid.fit_grid` in one kernel."""
+    group_size, rows = weight.shape
+    template = [
+        ("T", dtype),
+        ("GROUP", group_size),
+        ("SHRINKS", len(shrink_factors)),
+        ("ITERS", iterations),
+    ]
+    inputs = [weight, cost, mx.array([levels], mx.float32), mx.array(shrink_factors)]
+    return _launch("fit_grid", inputs, template, [(rows,), (rows,)])
+
+
+def gptq_columns(
+    rows: mx.array, factor: mx.array, scale: mx.array, bias: mx.array, top: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Codes and errors [g, N] of a group; see `column_updates.gptq_columns`."""
+    inputs = [rows, factor, scale, bias, top]
+    template = [("GROUP", len(rows))]
+    return _launch("gptq_columns", inputs, template, [rows.shape] * 2)
+
+
+def descent_columns(
+    descent: mx.array,
+    matrix: mx.array,
+    old_codes: mx.array,
+    scale: mx.array,
+    divisor: mx.array,
+    top: mx.array,
+) -> tuple[mx.array, mx.array]:
+    """Codes and changes [g, N]; see `column_updates.descent_columns`."""
+    inputs = [descent, matrix, old_codes, scale, divisor, top]
+    template = [("GROUP", len(descent))]
+    return _launch("descent_columns", inputs, template, [descent.shape] * 2)
+
+
+def _launch(
+    name: str, inputs: list[mx.array], template: list, shapes: list[tuple[int, ...]]
+) -> tuple[mx.array, mx.array]:
+    count = shapes[0][-1]
+    first, second = _kernel(name)(
+        inputs=[*inputs, mx.array([count], mx.int32)],
+        template=template,
+        grid=(THREADS * ceil(count / THREADS), 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=[mx.float32] * 2,
+    )
+    return first, second
+
+
+@cache
+def _kernel(name: str):
+    inputs, outputs, body = KERNELS[name]
+    on_metal = mx.metal.is_available()
+    make = mx.fast.metal_kernel if on_metal else mx.fast.cuda_kernel
+    return make(
+        name=f"lmx_{name}",
+        input_names=inputs,
+        output_names=outputs,
+        header=(METAL if on_metal else CUDA) + HELPERS,
+        source="\n".join((METAL_INDEX if on_metal else CUDA_INDEX, GUARD, body)),
+    )

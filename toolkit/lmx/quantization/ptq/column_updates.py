@@ -1,0 +1,99 @@
+"""Column-by-column updates of the codes of a group: GPTQ and coordinate descent.
+
+On a CPU, a strip of columns is updated one by one; their effect on later columns of the
+group is one product. On a GPU, one kernel updates the group.
+"""
+
+from .. import gpu_kernels
+from ..affine_grid import nearest
+from ..backend import compiled_for, library
+
+# Columns that are updated one by one.
+STRIP = 8
+
+
+def gptq_columns(rows, factor, scale, bias, top):
+    """Codes and errors of a group, whose later columns compensate for earlier ones.
+
+    Args:
+        rows: [g, N], a column of the weight each.
+        factor: [g, g], the part of the Hessian's factor for these columns.
+        scale, bias: [N]; no scale is 0.
+        top: [N], highest codes.
+
+    Returns:
+        Codes [g, N], and errors [g, N] for the columns of later groups.
+    """
+    if gpu_kernels.on_gpu():
+        return gpu_kernels.gptq_columns(rows, factor, scale, bias, top)
+    update, concatenate = compiled_for(factor, gptq_strip), library(factor).concatenate
+    codes, errors = [], []
+    for first in range(0, len(factor), STRIP):
+        strip, later = slice(first, first + STRIP), slice(first + STRIP, None)
+        strip_codes, error = update(
+            rows[:STRIP], factor[strip, strip], scale, bias, top
+        )
+        rows = rows[STRIP:] - factor[strip, later].T @ error
+        codes.append(strip_codes)
+        errors.append(error)
+    return concatenate(codes), concatenate(errors)
+
+
+def gptq_strip(rows, factor, scale, bias, top):
+    """`gptq_columns` for one strip."""
+    backend = library(rows)
+    diagonal = backend.diagonal(factor)[:, None]
+    # In units of the scale, a column takes half as many operations.
+    steps, spread = (rows - bias) / scale, (factor / diagonal)[..., None]
+    codes, errors = [], []
+    for column in range(len(factor)):
+        code = nearest(steps[0], top)
+        error = steps[0] - code
+        steps = steps[1:] - spread[column, column + 1 :] * error
+        codes.append(code)
+        errors.append(error)
+    return backend.stack(codes), backend.stack(errors) * scale / diagonal
+
+
+def descent_columns(descent, matrix, old_codes, scale, divisor, top):
+    """Codes of a group, each moved to its minimum with the others fixed.
+
+    Args:
+        descent: [g, N], minus half the gradient of the error.
+        matrix: [g, g], the part of the Hessian for these columns.
+        old_codes: [g, N].
+        scale, divisor: [N]; the divisor is the scale, or 1 where that is 0.
+        top: [N], highest codes.
+
+    Returns:
+        Codes and changes of the weight, both [g, N].
+    """
+    if gpu_kernels.on_gpu():
+        arrays = descent, matrix, old_codes, scale, divisor, top
+        return gpu_kernels.descent_columns(*arrays)
+    update = compiled_for(matrix, descent_strip)
+    concatenate = library(matrix).concatenate
+    codes, changes = [], []
+    for first in range(0, len(matrix), STRIP):
+        strip, later = slice(first, first + STRIP), slice(first + STRIP, None)
+        grid = old_codes[strip], scale, divisor, top
+        strip_codes, change = update(descent[:STRIP], matrix[strip, strip], *grid)
+        descent = descent[STRIP:] - matrix[strip, later].T @ change
+        codes.append(strip_codes)
+        changes.append(change)
+    return concatenate(codes), concatenate(changes)
+
+
+def descent_strip(descent, matrix, old_codes, scale, divisor, top):
+    """`descent_columns` for one strip."""
+    backend = library(descent)
+    diagonal = backend.diagonal(matrix)
+    steps = descent / divisor / diagonal[:, None]
+    spread = (matrix / diagonal)[..., None]
+    codes = []
+    for column in range(len(matrix)):
+        code = nearest(old_codes[column] + steps[0], top)
+        steps = steps[1:] - spread[column, column + 1 :] * (code - old_codes[column])
+        codes.append(code)
+    codes = backend.stack(codes)
+    return codes, (codes - old_codes) * scale
