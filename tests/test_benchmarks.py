@@ -101,6 +101,20 @@ def test_real_model_training_runs_all_libraries(tmp_path):
     assert float(rows["lmx full"][4]) > 0
 
 
+def test_larger_model_goes_through_all_stages(tmp_path):
+    options = (
+        f"--folder {tmp_path / 'runs'} --num-layers 2 --hidden-size 128 "
+        "--intermediate-size 192 --num-heads 2 --num-key-value-heads 1 "
+        "--vocab-size 2048 --num-tokens 1024 --steps 2 --batch-tokens 256 "
+        "--seq-length 64"
+    )
+    printed = run("larger_model.py", options)
+    assert run("larger_model.py", options) == printed
+    stages = {line.split()[0]: line.split()[1:] for line in printed.splitlines()[1:]}
+    assert list(stages) == ["import", "quantize", "train", "export"]
+    assert all(0.05 < float(cells[2]) < 3 for cells in stages.values())
+
+
 @pytest.mark.parametrize(("case", "trained"), [("full", 73_920), ("lora", 20_480)])
 def test_train_step_losses_are_equal(case, trained):
     text = run(

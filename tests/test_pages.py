@@ -44,7 +44,9 @@ RUN_ELSEWHERE = re.compile(
     r"|python benchmarks/(train_step|finetune|generate)\.py.*"
 )
 # Programs of other packages.
-EXTERNAL = {"hf", "mlx_lm.generate", "mlx_lm.server", "python"}
+EXTERNAL = {"hf", "python"} | {
+    f"mlx_lm.{name}" for name in ("evaluate", "generate", "perplexity", "server")
+}
 # Our programs and their entry points.
 PROGRAMS = {"lmx": "main", "lmx-train": "train"}
 ENTRY_POINT = "import sys; from lmx.cli import main as cli; sys.exit(cli.{}())"
