@@ -24,13 +24,16 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 PAGES = {
     str(path.relative_to(ROOT)): path.read_text()
-    for path in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for path in [
+        ROOT / "README.md",
+        *sorted((ROOT / "docs").glob("*.md")),
+        ROOT / "benchmarks/README.md",
+    ]
 }
 # Their links are checked; their commands are not run.
 OTHER_PAGES = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
-    "benchmarks/README.md",
     "benchmarks/RESULTS.md",
     "data/SOURCES.md",
     "tests/README.md",
@@ -231,7 +234,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_readme_links_every_page():
-    assert all(f"]({page})" in README for page in PAGES if page != "README.md")
+    assert all(f"]({page})" in README for page in PAGES if page.startswith("docs/"))
 
 
 def test_readme_is_short():
