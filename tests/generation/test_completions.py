@@ -12,6 +12,7 @@ from lmx.generation.completions import (
     replace_completions,
 )
 from lmx.generation.engine import Generator
+from lmx.run.logger import NullLogger
 from tiny_generators import VOCABULARY, byte_tokenizer, tiny
 
 STOP_TOKENS = frozenset(range(40))
@@ -50,9 +51,17 @@ class CountingLoader:
         return self.model
 
 
-def replaced(load, *, temperatures=(0.0,), max_seq_length=30, seed=0, digest="a"):
+def replaced(
+    load,
+    *,
+    temperatures=(0.0,),
+    max_seq_length=30,
+    seed=0,
+    digest="a",
+    logger=None,
+):
     cached_generator = CachedGenerator(
-        load, digest, STOP_TOKENS, lambda _: None, lambda _: None
+        load, digest, STOP_TOKENS, logger or NullLogger()
     )
     settings = {"max_tokens": 9, "max_seq_length": max_seq_length, "seed": seed}
     return replace_completions(
@@ -125,3 +134,12 @@ def test_replace_completions_skips_prompts_without_room(model):
     )
     with pytest.raises(UserError, match="leaves room"):
         replaced(CountingLoader(model), max_seq_length=2)
+
+
+def test_progress_counts_all_tokens(model, monkeypatch):
+    """Also those after a stop token, and those of cached completions."""
+    logger, lines = NullLogger(), []
+    monkeypatch.setattr(logger, "close_progress", lambda bar: lines.append(bar.line()))
+    replaced(CountingLoader(model), logger=logger)
+    replaced(CountingLoader(model), logger=logger)
+    assert [line.split("  ")[0] for line in lines] == ["completions 100%"] * 2

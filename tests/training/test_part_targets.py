@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.errors import UserError
+from lmx.run.logger import NullLogger
 from lmx.training.teacher_cache import cache_part_targets
 from lmx.training.teacher_targets import (
     bytes_per_token,
@@ -31,7 +32,7 @@ class Teacher:
 
 
 def part_targets(
-    folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, info=None
+    folder, teacher, *, parts=PARTS, top_k=8, digest="a", temperature=1.0, logger=None
 ):
     return cache_part_targets(
         folder,
@@ -40,7 +41,7 @@ def part_targets(
         digest=digest,
         top_k=top_k,
         temperature=temperature,
-        info=info or (lambda _: None),
+        logger=logger or NullLogger(),
     )
 
 
@@ -78,8 +79,9 @@ def test_compressed_tail_is_exact():
 
 
 def test_part_targets_check_free_space_first(tmp_path, monkeypatch):
-    lines = []
-    result = part_targets(tmp_path, Teacher(), info=lines.append)
+    logger, lines = NullLogger(), []
+    monkeypatch.setattr(logger, "info", lines.append)
+    result = part_targets(tmp_path, Teacher(), logger=logger)
     expected = 30 * bytes_per_token(8, VOCABULARY)
     assert bytes_per_token(8, VOCABULARY) == 8 * 4 + 4
     assert bytes_per_token(256, 150_000) == 256 * 6 + 4

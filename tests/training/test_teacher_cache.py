@@ -9,6 +9,7 @@ from lmx.data import cache
 from lmx.data.batching import BucketBatchSampler, InMemoryExamples
 from lmx.data.packing import PackedBatchSampler, pack
 from lmx.errors import UserError
+from lmx.run.logger import NullLogger
 from lmx.training import teacher_cache
 from lmx.training.distillation import OnlineTeacher, divergence_sum
 from lmx.training.teacher_cache import (
@@ -43,8 +44,9 @@ def _cache_folder(tmp_path, monkeypatch):
     monkeypatch.setenv("LMX_CACHE", str(tmp_path))
 
 
-def source(teacher, digest="a", info=lambda _: None):
-    return TeacherClient(lambda: teacher, digest, VOCABULARY, info, lambda _: None)
+def source(teacher, digest="a", logger=None):
+    logger = logger or NullLogger()
+    return TeacherClient(lambda: teacher, digest, VOCABULARY, logger)
 
 
 def cached_targets(
@@ -128,8 +130,9 @@ def test_cache_key_covers_all_settings(change):
 
 
 def test_cache_computes_selected_examples_and_logs_their_size(monkeypatch):
-    members, lines = np.array([3, 4, 17]), []
-    few = cached_targets(Teacher(), members, info=lines.append)
+    members, logger, lines = np.array([3, 4, 17]), NullLogger(), []
+    monkeypatch.setattr(logger, "info", lines.append)
+    few = cached_targets(Teacher(), members, logger=logger)
     count = sum(EXAMPLES[n].mask[1:].sum() for n in members)
     assert f"{count} trained tokens, {bytes_per_token(4, VOCABULARY)} bytes" in lines[0]
     every = cached_targets(Teacher())

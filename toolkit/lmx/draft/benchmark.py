@@ -16,6 +16,7 @@ from ..generation.speculative.draft_length import DraftLengthController
 from ..generation.speculative.draft_model import DraftModelProposer
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
 from ..generation.speculative.proposer import Proposer
+from ..run.logger import NullLogger, RunLogger
 from .acceptance import (
     ReferenceCompletion,
     all_acceptance_probs,
@@ -118,6 +119,7 @@ class DraftBenchmark:
         target: maps tokens [B, L] and a list of caches to logits [B, L, V].
         prompt_sets: prompt tokens by the name of the prompt set.
         baseline_model: another draft model to compare with.
+        logger: shows the progress. None = none is shown.
     """
 
     def __init__(
@@ -129,7 +131,9 @@ class DraftBenchmark:
         *,
         max_tokens: int,
         baseline_model: Candidate | None = None,
+        logger: RunLogger | None = None,
     ):
+        self.logger = logger or NullLogger()
         self.target, self.draft, self.baseline_model = target, draft, baseline_model
         self.tokenizer = tokenizer
         self.set_names = [
@@ -217,7 +221,9 @@ class DraftBenchmark:
 
         # Warm-up: compilation is not timed.
         complete(self.prompts[0], 0)
-        return [complete(prompt, index) for index, prompt in enumerate(self.prompts)]
+        with self.logger.progress(len(self.prompts), "benchmark prompts") as progress:
+            prompts = progress.track(self.prompts)
+            return [complete(prompt, index) for index, prompt in enumerate(prompts)]
 
     def _stats(
         self,

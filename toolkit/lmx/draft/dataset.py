@@ -216,7 +216,7 @@ class DistillationBatches:
                 teacher,
                 digest=key,
                 top_k=top_k,
-                info=logger.info,
+                logger=logger,
             )
 
     def with_examples(

@@ -13,6 +13,8 @@ from ..data import cache
 from ..data.batching import ExampleDataset, InMemoryExamples
 from ..data.tokenization import Example
 from ..errors import UserError
+from ..run.logger import RunLogger
+from ..run.progress import ProgressBar
 from .batching import BatchGenerator, GenerationRequest
 from .sampling import Sampling
 
@@ -29,15 +31,13 @@ class CachedGenerator:
         load_model: returns a model for `BatchGenerator`; called only if needed.
         digest: hash of the model.
         stop_tokens: tokens that end a completion; the stop token is part of it.
-        info: logs progress.
-        warning: logs damaged cache entries.
+        logger: shows progress, and damaged cache entries.
     """
 
     load_model: Callable[[], Any]
     digest: str
     stop_tokens: frozenset[int]
-    info: Callable[[str], None]
-    warning: Callable[[str], None]
+    logger: RunLogger
 
     def request(
         self,
@@ -54,36 +54,55 @@ class CachedGenerator:
     def generate(self, requests: Sequence[GenerationRequest]) -> list[list[int]]:
         """The completions of the requests, from the cache or from the model."""
         completions = []
-        for start in range(0, len(requests), BATCH_SIZE):
-            block = requests[start : start + BATCH_SIZE]
-            settings = [[r.prompt, r.max_tokens, repr(r.sampling)] for r in block]
-            entry = cache.get_or_create(
-                "completions",
-                cache.key_of([self.digest, sorted(self.stop_tokens), settings]),
-                partial(self._fill, requests=block),
-                warning=self.warning,
-            )
-            if entry.made:
-                done = min(start + BATCH_SIZE, len(requests))
-                self.info(f"generated {done:,} of {len(requests):,} completions")
-            completions += entry.facts["completions"]
+        total = sum(request.max_tokens for request in requests)
+        with self.logger.progress(total, "completions", percent=True) as progress:
+            for start in range(0, len(requests), BATCH_SIZE):
+                block = requests[start : start + BATCH_SIZE]
+                settings = [[r.prompt, r.max_tokens, repr(r.sampling)] for r in block]
+                entry = cache.get_or_create(
+                    "completions",
+                    cache.key_of([self.digest, sorted(self.stop_tokens), settings]),
+                    partial(self._fill, requests=block, progress=progress),
+                    warning=self.logger.warning,
+                )
+                if entry.made:
+                    done = min(start + BATCH_SIZE, len(requests))
+                    self.logger.info(
+                        f"generated {done:,} of {len(requests):,} completions"
+                    )
+                else:
+                    progress.skip(sum(request.max_tokens for request in block))
+                completions += entry.facts["completions"]
         return completions
 
-    def _fill(self, _: Path, *, requests: Sequence[GenerationRequest]) -> dict:
-        return {"completions": generate_batch(self.load_model(), requests)}
+    def _fill(
+        self, _: Path, *, requests: Sequence[GenerationRequest], progress: ProgressBar
+    ) -> dict:
+        model = self.load_model()
+        return {"completions": generate_batch(model, requests, progress)}
 
 
 def generate_batch(
-    model: Any, requests: Sequence[GenerationRequest]
+    model: Any,
+    requests: Sequence[GenerationRequest],
+    progress: ProgressBar | None = None,
 ) -> list[list[int]]:
-    """The completions of the requests, `BATCH_SIZE` decoded together."""
+    """The completions of the requests, `BATCH_SIZE` decoded together.
+
+    Args:
+        progress: counts tokens, and those that a completion ends before.
+    """
     generator = BatchGenerator(model, max_batch_size=BATCH_SIZE)
     for request in requests:
         generator.submit(request)
     completions: dict[GenerationRequest, list[int]] = {r: [] for r in requests}
     while not generator.idle:
         for request, token, _ in generator.step():
-            completions[request].append(token)
+            tokens = completions[request]
+            tokens.append(token)
+            has_ended = token in request.stop_tokens
+            if progress:
+                progress.advance(1 + has_ended * (request.max_tokens - len(tokens)))
     mx.clear_cache()
     return list(completions.values())
 

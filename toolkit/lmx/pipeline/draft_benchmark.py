@@ -107,6 +107,7 @@ class DraftEvaluation:
             },
             max_tokens=config.max_tokens,
             baseline_model=self.baseline and self._candidate(self.baseline),
+            logger=context.logger,
         )
         modes = decoding_modes(config.temperature, context.seed)
         results = {name: benchmark.run(sampling) for name, sampling in modes.items()}

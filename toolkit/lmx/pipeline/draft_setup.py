@@ -141,13 +141,9 @@ class DraftData:
 
     @property
     def _generator(self) -> CachedGenerator:
-        logger = self.context.logger
+        model = self.target.model
         return CachedGenerator(
-            lambda: self.target.model,
-            self.digest,
-            self.stop_tokens,
-            logger.info,
-            logger.warning,
+            lambda: model, self.digest, self.stop_tokens, self.context.logger
         )
 
     def _completions(self, prompts: list[Prompt]) -> list[Example]:

@@ -201,19 +201,17 @@ class PostQuantRefinement:
         def targets(
             name: str, sequences: CalibrationBatch, at_once: int, temperature: float
         ) -> PartTargets:
-            parts, logger = sequences.parts(at_once), self.context.logger
-            with logger.progress(len(parts), "full-precision predictions") as progress:
-                return cache_part_targets(
-                    self.context.folder / name,
-                    [mx.array(part.tokens) for part in parts],
-                    reference.model,
-                    counted=[mx.array(part.counted) for part in parts],
-                    digest=digest,
-                    top_k=self.tuning.top_k,
-                    temperature=temperature,
-                    info=logger.info,
-                    on_part=progress.advance,
-                )
+            parts = sequences.parts(at_once)
+            return cache_part_targets(
+                self.context.folder / name,
+                [mx.array(part.tokens) for part in parts],
+                reference.model,
+                counted=[mx.array(part.counted) for part in parts],
+                digest=digest,
+                top_k=self.tuning.top_k,
+                temperature=temperature,
+                logger=self.context.logger,
+            )
 
         eval_targets = targets(
             "eval-targets", self.calibration.eval_sequences, TOKENS_AT_ONCE, 1.0

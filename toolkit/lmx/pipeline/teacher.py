@@ -67,12 +67,11 @@ class TeacherSetup:
     @cached_property
     def client(self) -> TeacherClient:
         """Computes the predictions that are stored."""
-        logger = self.context.logger
         configs = (read_config(self.folder), self.student.config)
         sizes = filter(None, (config_int(config, "vocab_size") for config in configs))
         vocabulary = min(sizes, default=len(self.student.tokenizer.get_vocab()))
         return TeacherClient(
-            lambda: self.online, self.digest, vocabulary, logger.info, logger.warning
+            lambda: self.online, self.digest, vocabulary, self.context.logger
         )
 
     def replace_completions(self, examples: ExampleDataset) -> ExampleDataset:
@@ -87,8 +86,7 @@ class TeacherSetup:
             lambda: self.online.model,
             self.digest,
             frozenset(self.student.tokenizer.eos_token_ids),
-            context.logger.info,
-            context.logger.warning,
+            context.logger,
         )
         return replace_completions(
             examples,

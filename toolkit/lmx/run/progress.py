@@ -83,6 +83,11 @@ class ProgressBar:
         if self._task is not None:
             self._draw()
 
+    def skip(self, amount: float) -> None:
+        """Count work that was done before, which says nothing about the time left."""
+        self.advance(amount)
+        self._started = (time.monotonic(), self._done)
+
     def track(self, items: Iterable[T], note: str | None = None) -> Iterator[T]:
         """The items; each is counted when the next one is asked for."""
         self.advance(0, note)

@@ -22,6 +22,8 @@ import numpy as np
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
 from ..run.fs import atomic_folder, require_space
+from ..run.logger import RunLogger
+from ..run.progress import ProgressBar
 from .distillation import OnlineTeacher
 from .teacher_targets import (
     TeacherTarget,
@@ -46,14 +48,13 @@ class TeacherClient:
         load: loads it.
         digest: a hash of the teacher.
         vocab_size: predictions cover this many tokens, from the first on.
-        info, warning: loggers of progress and of damaged blocks.
+        logger: shows progress, and damaged blocks.
     """
 
     load: Callable[[], OnlineTeacher]
     digest: str
     vocab_size: int
-    info: Callable[[str], None]
-    warning: Callable[[str], None]
+    logger: RunLogger
 
 
 class CachedTargets:
@@ -111,7 +112,7 @@ def cache_teacher_targets(
     counts = np.zeros(len(examples), np.int64)
     counts[members] = [_num_trained(examples[n]) for n in members]
     total, token_bytes = counts.sum(), bytes_per_token(top_k, teacher.vocab_size)
-    teacher.info(
+    teacher.logger.info(
         f"teacher predictions for {total:,} trained tokens, {token_bytes:,} bytes "
         f"each: {total * token_bytes / 1e6:,.1f} MB in {cache.root() / 'targets'}"
     )
@@ -120,19 +121,20 @@ def cache_teacher_targets(
     settings = {"vocabulary": teacher.vocab_size, "top_k": top_k}
     settings["temperature"] = temperature
     folders, remaining = [], int(total)
-    for number, block in enumerate(blocks, 1):
-        block_examples = InMemoryExamples(examples[n] for n in block)
-        entry = cache.get_or_create(
-            "targets",
-            cache.key_of([teacher.digest, settings, block_examples.digest]),
-            partial(_fill_block, block_examples, teacher, top_k, temperature),
-            warning=teacher.warning,
-            space=remaining * token_bytes,
-        )
-        if entry.made and len(blocks) > 1:
-            teacher.info(f"teacher predictions: {number} of {len(blocks)} blocks")
-        folders.append(entry.folder)
-        remaining -= int(counts[block].sum())
+    with teacher.logger.progress(total, "teacher predictions", percent=True) as bar:
+        for block in blocks:
+            block_examples = InMemoryExamples(examples[n] for n in block)
+            entry = cache.get_or_create(
+                "targets",
+                cache.key_of([teacher.digest, settings, block_examples.digest]),
+                partial(_fill_block, block_examples, teacher, top_k, temperature, bar),
+                warning=teacher.logger.warning,
+                space=remaining * token_bytes,
+            )
+            if not entry.made:
+                bar.skip(int(counts[block].sum()))
+            folders.append(entry.folder)
+            remaining -= int(counts[block].sum())
     return CachedTargets(folders, blocks, counts)
 
 
@@ -159,7 +161,8 @@ def teacher_confidence(
         return {"mean": total / count}
 
     key = cache.key_of([teacher.digest, teacher.vocab_size, selected.digest])
-    entry = cache.get_or_create("confidence", key, fill, warning=teacher.warning)
+    warning = teacher.logger.warning
+    entry = cache.get_or_create("confidence", key, fill, warning=warning)
     return entry.facts["mean"]
 
 
@@ -195,6 +198,7 @@ def _fill_block(
     teacher: TeacherClient,
     top_k: int,
     temperature: float,
+    progress: ProgressBar,
     folder: Path,
 ) -> dict:
     """Write the predictions of a block's trained tokens, in the examples' order."""
@@ -208,6 +212,7 @@ def _fill_block(
         target = compress_targets(logits, top_k, temperature)
         for array, values in zip(block, target, strict=True):
             array[numbers] = np.array(values)
+        progress.advance(len(numbers))
     save_targets(folder, block, teacher.vocab_size)
     return {}
 
@@ -251,8 +256,7 @@ def cache_part_targets(
     digest: str,
     top_k: int,
     temperature: float = 1.0,
-    info: Callable[[str], None],
-    on_part: Callable[[], None] | None = None,
+    logger: RunLogger,
 ) -> PartTargets:
     """Write the teacher's predictions for parts of a text that are not in `folder`.
 
@@ -264,8 +268,7 @@ def cache_part_targets(
         digest: a hash of the teacher.
         top_k: tokens kept per position; all, if the vocabulary is smaller.
         temperature: divides the logits.
-        info: logs the size beforehand.
-        on_part: called after every part, also if its predictions were there.
+        logger: shows the size beforehand, and the progress.
 
     Raises:
         UserError: the disk is too small.
@@ -279,24 +282,23 @@ def cache_part_targets(
         folder.mkdir(parents=True)
         state.write_text(json.dumps(key))
     missing = [n for n in range(len(parts)) if not _part_folder(folder, n).is_dir()]
-    on_part = on_part or (lambda: None)
-    for _ in range(len(parts) - len(missing)):
-        on_part()
-    for number in missing:
-        logits = teacher(parts[number])
-        vocab_size = logits.shape[-1]
-        if number == missing[0]:
-            positions = sum(parts[n].size for n in missing)
-            size = positions * bytes_per_token(top_k, vocab_size)
-            info(
-                f"teacher predictions for {positions:,} tokens: {size / 1e6:,.1f} MB "
-                "on disk"
-            )
-            require_space(folder, size)
-        target = compress_targets(logits, top_k, temperature)
-        with atomic_folder(_part_folder(folder, number)) as partial_folder:
-            save_targets(partial_folder, target, vocab_size)
-        on_part()
+    with logger.progress(len(parts), "teacher predictions") as progress:
+        progress.skip(len(parts) - len(missing))
+        for number in missing:
+            logits = teacher(parts[number])
+            vocab_size = logits.shape[-1]
+            if number == missing[0]:
+                positions = sum(parts[n].size for n in missing)
+                size = positions * bytes_per_token(top_k, vocab_size)
+                logger.info(
+                    f"teacher predictions for {positions:,} tokens: "
+                    f"{size / 1e6:,.1f} MB on disk"
+                )
+                require_space(folder, size)
+            target = compress_targets(logits, top_k, temperature)
+            with atomic_folder(_part_folder(folder, number)) as partial_folder:
+                save_targets(partial_folder, target, vocab_size)
+            progress.advance()
     return PartTargets(folder, parts, counted, key)
 
 
