@@ -68,9 +68,11 @@ def search_plan(
         candidates = candidate_plans(sizes, **measured.facts, limit=limit)
         energies = mx.load(str(measured.folder / ENERGIES_FILE))
         evaluator = GridEvaluator(model, energies, held_out, folder, task.dtype)
-        losses = {
-            name: evaluator(plan.specs | specs) for name, specs in candidates.items()
-        }
+        with task.logger.progress(len(candidates), "comparing plans") as progress:
+            losses = {
+                name: evaluator(plan.specs | specs)
+                for name, specs in progress.track(candidates.items())
+            }
         evaluator.close()
     best = min(losses, key=losses.get)
     _log(candidates, losses, best, sizes, task)
@@ -114,14 +116,17 @@ def _sensitivities(
         task.logger.info(
             f"measuring the sensitivity of {len(options)} layers to every grid"
         )
-        stats = collect_stats(model, list(options), tokens, scratch, seed=0)
+        args = model, list(options), tokens, scratch
+        stats = collect_stats(*args, seed=0, logger=task.logger)
         modules = dict(model.named_modules())
         groups, costs, energies = stats.groups(), {}, {}
-        for path in (path for group in groups for path in group):
-            weight = modules[path].weight.astype(task.dtype)
-            energies[path] = input_energies(path, weight.shape[-1], stats)
-            layer = LayerStatistics(weight, energies[path])
-            costs[path] = sensitivity(path, layer, options[path], stats)
+        paths = [path for group in groups for path in group]
+        with task.logger.progress(len(paths), "sensitivity of layers") as progress:
+            for path in progress.track(paths):
+                weight = modules[path].weight.astype(task.dtype)
+                energies[path] = input_energies(path, weight.shape[-1], stats)
+                layer = LayerStatistics(weight, energies[path])
+                costs[path] = sensitivity(path, layer, options[path], stats)
         mx.save_safetensors(str(folder / ENERGIES_FILE), energies)
         return {"groups": groups, "costs": costs}
 

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from ...config.quant_spec import QuantSpec
 from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, path_of
 from ...run.fs import require_space
+from ...run.logger import NullLogger, RunLogger
 from ..ptq.fisher import sampled_label_loss
 from ..ptq.gptq_solver import fit_groups
 
@@ -62,20 +63,32 @@ class CalibrationStats:
 
 
 def collect_stats(
-    model: nn.Module, paths: list[str], tokens: mx.array, folder: Path, *, seed: int
+    model: nn.Module,
+    paths: list[str],
+    tokens: mx.array,
+    folder: Path,
+    *,
+    seed: int,
+    logger: RunLogger | None = None,
 ) -> CalibrationStats:
     """Run sequences [n, L] one by one and write what the layers at `paths` compute.
+
+    Args:
+        logger: shows the progress. None = none is shown.
 
     Raises:
         UserError: the disk has too little space.
     """
-    for number, sequence in enumerate(tokens):
-        key = mx.random.key(seed + number)
-        sources, tensors = _run_sequence(model, paths, sequence[None], key)
-        if number == 0:
-            size = sum(value.nbytes for value in tensors.values())
-            require_space(folder, size * len(tokens))
-        mx.save_safetensors(str(folder / f"sequence-{number:04d}.safetensors"), tensors)
+    logger = logger or NullLogger()
+    with logger.progress(len(tokens), "gradients of sequences") as progress:
+        for number, sequence in enumerate(progress.track(tokens)):
+            key = mx.random.key(seed + number)
+            sources, tensors = _run_sequence(model, paths, sequence[None], key)
+            if number == 0:
+                size = sum(value.nbytes for value in tensors.values())
+                require_space(folder, size * len(tokens))
+            file = folder / f"sequence-{number:04d}.safetensors"
+            mx.save_safetensors(str(file), tensors)
     return CalibrationStats(folder, sources, tokens.size)
 
 
