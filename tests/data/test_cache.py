@@ -61,15 +61,23 @@ def test_entry_is_created_once(cache_folder):
     assert cache.get_or_create("test", "other", fill, warning=print).made
 
 
-@pytest.mark.parametrize("damage", ["shorten", "remove", "spoil"])
+INDEXES = ['{"sha256"', "[1, 2]", "{}", '{"facts": {"pair": [3, 4]}}', "null"]
+
+
+@pytest.mark.parametrize("damage", ["shorten", "change", "remove", "folder", *INDEXES])
 def test_damaged_entry_is_created_again_with_a_warning(cache_folder, damage):
     folder = cache.get_or_create("test", "key", fill, warning=print).folder
     if damage == "shorten":
         (folder / "rows").write_text("cont")
+    elif damage == "change":
+        (folder / "rows").write_text("CONTENT")
     elif damage == "remove":
         (folder / "rows").unlink()
+    elif damage == "folder":
+        (folder / cache.INDEX).unlink()
+        (folder / cache.INDEX).mkdir()
     else:
-        (folder / cache.INDEX).write_text('{"sizes"')
+        (folder / cache.INDEX).write_text(damage)
     messages = []
     assert cache.get_or_create("test", "key", fill, warning=messages.append).made
     assert messages == [f"{folder}: damaged, created again"]
