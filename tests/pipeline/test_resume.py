@@ -1,6 +1,10 @@
 """A killed, stopped or damaged run ends with the weights of an undisturbed run."""
 
+import os
 import signal
+import subprocess
+import sys
+import time
 
 import pytest
 from lmx.cli import main
@@ -96,6 +100,43 @@ def test_run_resumes_after_signal_in_evaluate(tmp_path, base, monkeypatch, capsy
     assert arguments == run.arguments("--ignore-limits")
     assert main.train(arguments) == 0
     assert "stage 1-quantize: already complete, skipping" in run.log
+
+
+@pytest.mark.parametrize("stage", ["quantize", "evaluate", "export"])
+def test_sigterm_in_any_stage_is_an_interruption(tmp_path, base, monkeypatch, stage):
+    """By default, SIGTERM ends the process, and the run seems to go on."""
+    run = Run(
+        tmp_path,
+        {"quantize": GRID},
+        {"evaluate": EVALUATE},
+        {"export": None},
+        model=base,
+    )
+
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(f"lmx.pipeline.{stage}.{stage.capitalize()}Stage.run", stop)
+        assert run("--ignore-limits") == 130
+    assert run.json("manifest.json")["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert run("--ignore-limits") == 0
+
+
+def test_closed_pipe_does_not_end_a_run(tmp_path, base):
+    """As in `lmx-train RECIPE | head -1`."""
+    run = make_run(tmp_path, "full", base)
+    reader, writer = os.pipe()
+    os.close(reader)
+    program = "import sys; from lmx.cli import main; sys.exit(main.train(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, *run.arguments()]
+    process = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (process.returncode, process.stderr) == (0, "")
+    assert run.json("manifest.json")["status"] == "done"
+    assert f"done: {run.output / 'report.html'}" in run.log
 
 
 def finish_run(tmp_path, base):

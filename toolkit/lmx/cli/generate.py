@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import INTERRUPTED, UserError
+from ..run import terminal
 
 if TYPE_CHECKING:
     from ..generation.engine import Generator
@@ -193,8 +193,7 @@ def generate(args: argparse.Namespace) -> int:
         sys.stdout.write("\n")
         return INTERRUPTED
     except BrokenPipeError:  # as in `| head`
-        # Buffered output would raise the error again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        terminal.close(sys.stdout)
         return 0
 
 

@@ -1,7 +1,6 @@
 """Entry points of `lmx-train` and `lmx`. A verb imports only what it needs."""
 
 import argparse
-import os
 import shlex
 import sys
 import traceback
@@ -9,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from ..errors import INTERRUPTED, Interrupted, UserError
+from ..run import terminal
 from .parser import HintingParser
 
 EXAMPLES = """\
@@ -137,8 +137,7 @@ def _guarded(command: Callable[[], int], *, debug: bool) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # as in `| head`
-        # Buffered output would raise the error again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        terminal.close(sys.stdout)
         return 0
     except UserError as error:
         if debug:

@@ -17,6 +17,7 @@ from ..run.html.page import NAME as REPORT
 from ..run.launcher import backend
 from ..run.logger import NullLogger, RunLogger
 from ..run.run_dir import NullRunDir, RunDir
+from ..run.signals import sigterm_interrupts
 from ..run.trackers import TRACKERS, TrackerThread
 from .context import ModelArtifact, StageContext
 from .plan import RunPlan, difference
@@ -64,7 +65,7 @@ def run(
             logger.warning(run_dir.crash_note)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
-            with tracking, ranks.connection_errors():
+            with sigterm_interrupts(), tracking, ranks.connection_errors():
                 _run_stages(loaded, plan, run_dir, logger, ranks)
         except (Interrupted, KeyboardInterrupt):
             logger.warning(f"interrupted; to resume: {command}")

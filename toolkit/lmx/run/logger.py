@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 import threading
 import time
@@ -11,15 +10,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from ..errors import UserError
+from . import terminal
 from .fs import disk_errors, write_atomic
 from .progress import ProgressBar, format_duration
 from .trackers import TrackerThread
 
 # Longest silence of the log while a stage runs.
 HEARTBEAT_SECONDS = 10
-
-# Terminal escape sequences, and control characters except tab and newline.
-_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class RunLogger:
@@ -58,7 +55,7 @@ class RunLogger:
         """Log lines to log.txt only."""
         self._last_line = time.monotonic()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = _CONTROL.sub("", text).split("\n")
+        lines = terminal.printable(text).split("\n")
         self._append("log.txt", "".join(f"{stamp} {line}\n" for line in lines))
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -188,13 +185,12 @@ class RunLogger:
             stream.write(text.encode(errors="replace"))
 
     def _show(self, text: str, *, to=None) -> None:
-        text = _CONTROL.sub("", text)
+        text = terminal.printable(text)
         if self.bar is not None:
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
         else:
-            stream = to or sys.stdout
-            stream.write(text + "\n")
-            stream.flush()
+            # log.txt has the line if nobody reads this stream any more.
+            terminal.write(to or sys.stdout, text + "\n")
 
     def _draw(self, title: str, cells: list[list[str]]) -> None:
         from rich.console import Console
@@ -206,8 +202,13 @@ class RunLogger:
             table.add_column(Text(name), justify="right" if number else "left")
         for row in cells[1:]:
             table.add_row(*map(Text, row))
-        console = self.bar.console if self.bar else Console()
-        console.print(table)
+        if self.bar:
+            self.bar.console.print(table)
+            return
+        console = Console()
+        with console.capture() as capture:
+            console.print(table)
+        terminal.write(sys.stdout, capture.get())
 
 
 def _finite(value):

@@ -38,6 +38,22 @@ def stop_requested() -> Iterator[Callable[[], bool]]:
 
 
 @contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt, as SIGINT does.
+
+    By default, it would end the process without a word in the run directory.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
 def exit_if_stuck(seconds: float) -> Iterator[None]:
     """Exit the process if this context is still open `seconds` after a SIGTERM.
 
