@@ -3,6 +3,8 @@
 import argparse
 import io
 import json
+import os
+import signal
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,6 +13,8 @@ from lmx.cli import generate
 from lmx.data.tokenizer_files import require_same_tokenizer
 from lmx.errors import UserError
 from lmx.generation.engine import Generator
+from lmx.generation.kv_cache import CacheState
+from lmx.generation.prefix_cache import PrefixCache, load_messages
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import factory
 from mlx.utils import tree_map
@@ -84,6 +88,72 @@ def test_chat_streams_text_only(generator, folder, capsys, monkeypatch):
     assert lmx(folder, "--chat", "--max-tokens", 5) == 0
     (reply,) = chat(generator, ["hello"], 5)
     assert capsys.readouterr() == (reply + "\n", "")
+
+
+@pytest.mark.parametrize("place", ["token", "forward"])
+def test_interrupt_ends_an_answer_and_not_the_chat(
+    generator, folder, capsys, monkeypatch, place, tmp_path
+):
+    """The conversation goes on with the part that was printed."""
+    printed, write, forward = [], generate.write_token, CacheState.forward
+
+    def interrupt_once():
+        if len(printed) == 3:
+            printed.append("")
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def write_and_interrupt(response):
+        write(response)
+        printed.append(response.text)
+        if place == "token":
+            interrupt_once()
+
+    def forward_and_interrupt(*args, **options):
+        if place == "forward":
+            interrupt_once()
+        return forward(*args, **options)
+
+    monkeypatch.setattr(generate, "write_token", write_and_interrupt)
+    monkeypatch.setattr(CacheState, "forward", forward_and_interrupt)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand then?\n"))
+    cache_folder = tmp_path / "cache"
+    words = "--max-tokens", 9, "--save-prompt-cache", cache_folder
+    assert lmx(folder, "--chat", *words) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    (whole,) = chat(generator, ["hello"], 9)
+    assert whole.startswith(first)
+    assert 0 < len(first) < len(whole)
+    messages = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "and then?"},
+    ]
+    assert second == generator.chat(messages, max_tokens=9).text
+    assert load_messages(cache_folder)[:3] == messages
+
+
+def test_interrupted_forward_pass_leaves_no_cache(generator, monkeypatch):
+    """Without a chat, Ctrl-C arrives anywhere."""
+    cached = Generator(
+        generator.model, generator.tokenizer, prefix_cache=PrefixCache(1 << 30)
+    )
+    forward, calls = CacheState.forward, []
+
+    def fail(self, *args, **options):
+        calls.append(1)
+        if len(calls) == 4:
+            for layer in self.layer_caches[:1]:
+                layer.offset += 1
+            raise KeyboardInterrupt
+        return forward(self, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CacheState, "forward", fail)
+        with pytest.raises(KeyboardInterrupt):
+            cached.generate([1, 2, 3], max_tokens=9)
+    assert cached.prefix_cache.nbytes == 0
+    expected = generator.generate([1, 2, 3], max_tokens=9).tokens
+    assert cached.generate([1, 2, 3], max_tokens=9).tokens == expected
 
 
 def test_chat_continues_from_saved_prompt_cache(generator, folder, run_json, tmp_path):

@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -259,6 +261,10 @@ def _chat_lines() -> Iterator[str]:
             yield line.rstrip("\n")
 
 
+class _AnswerStopped(Exception):
+    """The user ended an answer."""
+
+
 class InteractiveSession:
     """Prompts in sequence: a single one, or the turns of a chat."""
 
@@ -282,15 +288,46 @@ class InteractiveSession:
         prompt = self._encode(text)
         if self._args.draft_model and not self._generator.make_proposer:
             self._set_draft(prompt)
-        result = self._generator.generate(
-            prompt,
-            max_tokens=self._args.max_tokens,
-            sampling=self._sampling,
-            stop=self._args.stop,
-            on_token=(lambda _: None) if self._args.json else write_token,
-        )
-        self._messages.append({"role": "assistant", "content": result.text})
-        self._report(prompt, result)
+        texts: list[str] = []
+        try:
+            result = self._answer(prompt, texts)
+        except _AnswerStopped:
+            # What was said stays in the conversation.
+            result = None
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+        self._messages.append({"role": "assistant", "content": "".join(texts)})
+        if result:
+            self._report(prompt, result)
+
+    def _answer(self, prompt: list[int], texts: list[str]) -> "GenerationResult":
+        """Generate one response.
+
+        Args:
+            texts: gets the text of every token.
+
+        Raises:
+            _AnswerStopped: Ctrl-C in a chat. It is noted and takes effect after the
+                token, as an interrupted forward pass would leave half a KV cache.
+        """
+        from ..run.signals import stop_requested
+
+        def on_token(response: "GenerationResponse") -> None:
+            texts.append(response.text)
+            if not self._args.json:
+                write_token(response)
+            if stopping():
+                raise _AnswerStopped
+
+        noted = stop_requested(signal.SIGINT)
+        with noted if self._args.chat else nullcontext(lambda: False) as stopping:
+            return self._generator.generate(
+                prompt,
+                max_tokens=self._args.max_tokens,
+                sampling=self._sampling,
+                stop=self._args.stop,
+                on_token=on_token,
+            )
 
     def save(self) -> None:
         """Save the KV cache if `--save-prompt-cache` is given."""

@@ -238,18 +238,24 @@ class Generator:
             yield token, None
 
     def _store_prefix(self, responses, prompt: Sequence[int], cache: CacheState):
-        """Pass the responses on; at any kind of end, put the cache in the prefix cache.
+        """Pass the responses on; then put the cache in the prefix cache.
 
-        The caller may abandon the stream early.
+        The caller may abandon the stream early. After an exception, such as
+        KeyboardInterrupt, the layers of the cache may have different lengths.
         """
-        tokens = list(prompt)
+        tokens, is_whole = list(prompt), True
         try:
             for response in responses:
                 tokens.append(response.token)
                 yield response
+        except GeneratorExit:
+            raise
+        except BaseException:
+            is_whole = False
+            raise
         finally:
             responses.close()
-            if self.prefix_cache and cache.length:
+            if is_whole and self.prefix_cache and cache.length:
                 # The cache may contain accepted draft tokens that were never yielded.
                 cache.rollback(max(0, cache.length - len(tokens)))
                 self.prefix_cache.insert(tokens[: cache.length], cache)

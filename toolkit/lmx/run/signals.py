@@ -10,17 +10,22 @@ from ..errors import INTERRUPTED
 
 
 @contextmanager
-def stop_requested() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether SIGINT or SIGTERM has arrived.
+def stop_requested(
+    *kinds: signal.Signals,
+) -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether one of some signals has arrived.
 
     The first signal only sets this flag; a second one has its default effect. Outside
     the main thread, which alone receives signals, the flag stays False.
+
+    Args:
+        kinds: default: SIGINT and SIGTERM.
     """
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield lambda: False
         return
-    kinds = (signal.SIGINT, signal.SIGTERM)
+    kinds = kinds or (signal.SIGINT, signal.SIGTERM)
     before = {kind: signal.getsignal(kind) for kind in kinds}
 
     def note(kind, _):
