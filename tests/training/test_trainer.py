@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import signal
+import time
 from contextlib import contextmanager
 
 import mlx.core as mx
@@ -264,3 +265,22 @@ def test_nan_loss_stops_training(tmp_path, rate):
     # The earlier checkpoint is valid: with a finite learning rate the run ends.
     assert checkpoint.list_checkpoints(tmp_path / "checkpoints")[0].name == "0000003"
     assert math.isfinite(make_trainer(tmp_path).train())
+
+
+def test_tokens_per_second_of_every_step_is_near_the_mean(tmp_path, monkeypatch):
+    """Launching a step may wait for it; then the last step seemed to take no time."""
+    launch = mx.async_eval
+
+    def launch_and_wait(*arrays):
+        launch(*arrays)
+        time.sleep(0.05)
+
+    monkeypatch.setattr(mx, "async_eval", launch_and_wait)
+    changes = {"logging_steps": 1, "eval_steps": 4, "save_steps": 3, "steps": 11}
+    make_trainer(tmp_path, **changes).train()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    steps = [r for r in map(json.loads, lines) if r["kind"] == "train"]
+    assert len(steps) == 11
+    mean = steps[-1]["trained_tokens"] / steps[-1]["seconds"]
+    # The first step also compiles.
+    assert all(mean / 4 < r["tokens_per_second"] < 4 * mean for r in steps[1:])

@@ -105,6 +105,10 @@ class Trainer:
         # Whether any rank was asked to stop before the last finished step.
         self._any_rank_stops = False
         self._last_time = 0.0
+        # Tokens and seconds since the last step that was not overlapped by the next.
+        # The time of a single step is not known: MLX may wait for most of the next one
+        # when that is launched.
+        self._rate_tokens, self._rate_seconds = 0, 0.0
 
     def train(self) -> float:
         """Train to the end, from the newest checkpoint if there is one.
@@ -166,6 +170,8 @@ class Trainer:
         progress.loss_since += loss_sum
         progress.tokens_since += int(tokens)
         progress.seconds_since += now - self._last_time
+        self._rate_tokens += int(tokens)
+        self._rate_seconds += now - self._last_time
         self._last_time = now
         is_last = progress.step == self.config.steps
         if progress.step % self.config.logging_steps == 0 or is_last:
@@ -185,6 +191,7 @@ class Trainer:
             message = f"stopped after step {done}; saved {path}"
             raise Interrupted(message if self.ranks.is_first else "")
         self._last_time = time.perf_counter()
+        self._rate_tokens, self._rate_seconds = 0, 0.0
 
     def _batches_of(self, step: int) -> list[Batch]:
         size, count = self.config.gradient_accumulation_steps, self.config.num_batches
@@ -274,7 +281,7 @@ class Trainer:
             "loss": progress.loss_since / progress.tokens_since,
             "learning_rate": learning_rate,
             "gradient_norm": norm,
-            "tokens_per_second": progress.tokens_since / progress.seconds_since,
+            "tokens_per_second": self._rate_tokens / self._rate_seconds,
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
         }
         self._count_tokens()
