@@ -32,6 +32,12 @@ INSERTS_THINKING = CHATML.replace(
     "{% if loop.last and m.role == 'assistant' and '<think>' not in m.content %}"
     "<think>\n\n</think>\n\n{% endif %}{{ m.content }}",
 )
+# GLM-4.5: each turn without thinking gets a block on a line of its own.
+INSERTS_THINKING_LINES = CHATML.replace("assistant\n", "assistant").replace(
+    "{{ m.role }}\n{{ m.content }}",
+    "{{ m.role }}{{ '\n<think></think>' if m.role == 'assistant' "
+    "and '<think>' not in m.content }}\n{{ m.content }}",
+)
 # The header counts the messages, so a shorter chat is never a prefix.
 CHANGES_HISTORY = "{{ messages | length }} messages\n" + CHATML
 WITH_BOS = "<s>" + CHATML
@@ -175,6 +181,19 @@ def test_thinking_blocks_that_the_template_inserts_are_not_trained():
     for content in (THINKING, "<think>\n\n</think>\n\n6"):
         example = encode_one(chat("1+1?", content), tokenizer)
         assert trained_texts(example, tokenizer) == [content + "<|im_end|>"]
+
+
+def test_thinking_blocks_on_lines_of_their_own_are_not_trained():
+    tokenizer = build_tokenizer(INSERTS_THINKING_LINES)
+    record = chat("1+1?", "2", "2+2?", "4")
+    example = encode_one(record, tokenizer)
+    assert tokenizer.decode(example.tokens).count("\n<think></think>\n") == 2
+    assert trained_texts(example, tokenizer) == ["2<|im_end|>", "4<|im_end|>"]
+    # Completions without a chat, and thinking of the row.
+    record = DataRecord("f:1", prompt="1+1?", completion="2")
+    assert trained_texts(encode_one(record, tokenizer), tokenizer) == ["2<|im_end|>"]
+    example = encode_one(chat("1+1?", THINKING), tokenizer)
+    assert trained_texts(example, tokenizer) == ["\n" + THINKING + "<|im_end|>"]
 
 
 def test_generation_markers_of_the_template_are_used():

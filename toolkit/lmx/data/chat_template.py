@@ -8,7 +8,8 @@ from ..errors import UserError
 from .record_formats import DataRecord
 
 THINK = "<think>"
-EMPTY_THINKING = re.compile(r"(?:<think>\s*</think>\s*)?")
+# GLM-4.5 begins its block with a newline.
+EMPTY_THINKING = re.compile(r"(?:\s*<think>\s*</think>\s*)?")
 _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
