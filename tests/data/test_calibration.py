@@ -1,5 +1,7 @@
 """Calibration sequences: concatenated records, or one example with its loss mask."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from lmx.data.calibration import (
@@ -84,6 +86,21 @@ def test_per_example_sequences_reach_the_token_count(tokenizer):
         make_records(30), tokenizer, tokens=100, **settings | {"seed": 4}
     )
     assert not np.array_equal(partial.tokens[0], other_seed.tokens[0])
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [concatenated_sequences, partial(per_example_sequences, loss_on="completions")],
+    ids=["concatenated", "per_example"],
+)
+def test_sequences_depend_on_the_seed_only(tokenizer, sample):
+    """A seed of 0 is a seed: mlx-lm #1661."""
+    first, again, other = (
+        sample(make_records(30), tokenizer, tokens=128, length=32, seed=seed).tokens
+        for seed in (0, 0, 1)
+    )
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
 
 
 def test_examples_without_completion_are_refused(tokenizer):
