@@ -191,7 +191,8 @@ FAMILIES = {
     "gpt2": {"n_ctx": 256, "n_embd": 32, "n_head": 2, "n_layer": 2, "n_positions": 256},
     "gpt_neox": {"rotary_emb_base": 10000, "rotary_pct": 0.25},
     "smollm3": {},
-    "exaone4": SLIDING | {"rope_scaling": None, "sliding_window_pattern": "LG"},
+    "exaone4": LOCAL_AND_GLOBAL
+    | {"rope_scaling": None, "sliding_window_pattern": "LG"},
     "mamba": {
         "state_size": 8,
         "conv_kernel": 3,
