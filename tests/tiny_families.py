@@ -386,23 +386,25 @@ WINDOWS = (
     "window_size",
     "index_topk",
 )
+ACTIVE_EXPERTS = ("num_experts_per_tok", "num_experts_per_token")
 
 
 def config(
     family: str, *, window: int = WINDOW, active_experts: int | None = None
 ) -> dict:
     settings = SHAPE | (FAMILIES | OTHERS)[family] | {"model_type": family}
+    changes = dict.fromkeys(WINDOWS, window)
     if active_experts:
-        names = ("num_experts_per_tok", "num_experts_per_token")
-        settings |= {name: active_experts for name in names if name in settings}
-    return _widened(settings, window)
+        changes |= dict.fromkeys(ACTIVE_EXPERTS, active_experts)
+    return _changed(settings, changes)
 
 
-def _widened(settings: dict, window: int) -> dict:
-    wide = {k: window for k in WINDOWS if k in settings}
+def _changed(settings: dict, changes: dict) -> dict:
+    """With other values of the keys that the family has."""
+    changed = {k: v for k, v in changes.items() if k in settings}
     if "text_config" in settings:
-        wide["text_config"] = _widened(settings["text_config"], window)
-    return settings | wide
+        changed["text_config"] = _changed(settings["text_config"], changes)
+    return settings | changed
 
 
 def member(family: str, **changes):

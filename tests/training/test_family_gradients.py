@@ -23,16 +23,12 @@ pytestmark = pytest.mark.slow
 
 LENGTH, CUT = 24, 15
 NUM_EXPERTS = EXPERTS["num_experts"]
-MIXTURES = (
-    *("qwen3_moe", "qwen2_moe", "qwen3_next", "qwen3_5_moe", "phimoe", "mixtral"),
-    *("gpt_oss", "deepseek_v2", "deepseek_v3", "glm4_moe", "olmoe", "afmoe"),
-    *("granitemoehybrid", "nemotron_h", "jamba", "kimi_linear", "minimax"),
-    *("longcat_flash", "lfm2_moe", "hunyuan", "ernie4_5_moe", "bailing_hybrid"),
-)
+MIXTURES = [family for family in FAMILIES if "expert" in str(config(family))]
 HYBRIDS = (
-    *("qwen3_next", "qwen3_5", "mamba", "mamba2", "falcon_h1", "granitemoehybrid"),
-    *("nemotron_h", "lfm2", "jamba", "kimi_linear", "rwkv7", "recurrent_gemma"),
-    *("plamo2", "olmo_hybrid", "bailing_hybrid", "minimax", "baichuan_m1"),
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "mamba", "mamba2", "falcon_h1"),
+    *("granitemoehybrid", "nemotron_h", "lfm2", "lfm2_moe", "jamba", "kimi_linear"),
+    *("rwkv7", "recurrent_gemma", "plamo2", "olmo_hybrid", "bailing_hybrid"),
+    *("minimax", "baichuan_m1"),
 )
 
 
@@ -103,13 +99,17 @@ def test_gradients_of_each_sequence_equal_finite_differences(family, row):
         assert_slope(step, start, path, gradient, batch)
 
 
-def assert_slope(step, start, path, gradient, batch, width=1e-3):
+def assert_slope(step, start, path, gradient, batch):
     """Compare with the loss on both sides, half along the gradient, half at random."""
     noise = np.random.default_rng(1).normal(size=gradient.shape)
     direction = noise / np.linalg.norm(noise)
     norm = np.linalg.norm(gradient)
     if norm:
         direction = direction + gradient / norm
+    expected = (gradient * direction).sum()
+    # Wide where the gradient is small, as that of decays: else the difference of the
+    # losses would be lost in their rounding errors.
+    width = np.clip(2e-4 / max(abs(expected), 1e-9), 1e-3, 1e-2)
     losses = []
     for sign in (1, -1):
         shift = mx.array(sign * width * direction, mx.float32)
@@ -118,8 +118,7 @@ def assert_slope(step, start, path, gradient, batch, width=1e-3):
         losses.append(loss / count)
     step.parameters.update(start)
     slope = (losses[0] - losses[1]) / (2 * width)
-    expected = (gradient * direction).sum()
-    assert slope == pytest.approx(expected, rel=0.05, abs=1e-3), path
+    assert slope == pytest.approx(expected, rel=0.03, abs=1e-4), path
 
 
 def loss_and_norm(loaded, compute, *, adapter=False) -> tuple[float, float]:
