@@ -118,7 +118,7 @@ def assert_slope(step, start, path, gradient, batch):
         losses.append(loss / count)
     step.parameters.update(start)
     slope = (losses[0] - losses[1]) / (2 * width)
-    assert slope == pytest.approx(expected, rel=0.03, abs=1e-4), path
+    assert slope == pytest.approx(expected, rel=0.04, abs=1.5e-4), path
 
 
 def loss_and_norm(loaded, compute, *, adapter=False) -> tuple[float, float]:
@@ -149,7 +149,7 @@ def test_families_train_float16_checkpoints(family, adapter, make_checkpoint):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_future_tokens_do_not_change_earlier_losses(family):
-    """In full sequences, before padding, and in an earlier packed document."""
+    """In full sequences, before padding, and in packed documents."""
     model = member(family)
     tokens = random_tokens(2, LENGTH)
     mask = np.zeros((2, LENGTH - 1), bool)
@@ -165,7 +165,8 @@ def test_future_tokens_do_not_change_earlier_losses(family):
     for document_caches in caches:
         documents = None
         if document_caches:
-            documents = mx.array(np.arange(LENGTH - 1)[None] >= CUT)
+            # The second one continues at the cut: the mask must be causal within it.
+            documents = mx.array(np.arange(LENGTH - 1)[None] >= CUT // 3)
             documents = mx.broadcast_to(documents, mask.shape).astype(mx.int32)
         step = make_step(model, document_caches=document_caches)
         loss, other, before_padding, control = (
