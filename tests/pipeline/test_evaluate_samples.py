@@ -16,13 +16,17 @@ def chat(prompt, completion, skill=None):
 
 
 class Generator:
-    """Returns the prompt in upper case."""
+    """Returns the prompt in upper case; with a chat template, between brackets."""
 
     max_positions = 30
 
+    def __init__(self, chat_template=None):
+        self.tokenizer = SimpleNamespace(chat_template=chat_template)
+
     def encode_chat(self, messages, *, thinking):
         assert not thinking
-        return [*messages[-1]["content"]]
+        text = messages[-1]["content"]
+        return [*(f"<{text}>" if self.tokenizer.chat_template else text)]
 
     def encode_text(self, text):
         return [*text]
@@ -47,6 +51,17 @@ def test_sample_prompt_of_every_record_format(record, prompt, expected):
         "expected": expected,
         "answers": {"fine-tuned": prompt.upper()},
     }
+
+
+def test_prompts_are_asked_with_the_chat_template_they_are_trained_with():
+    record = DataRecord("x", prompt="one plus", completion=" two")
+    [sample] = choose_samples([record], 4)
+    sample.generate("base", Generator())
+    sample.generate("fine-tuned", Generator("{{ messages }}"))
+    assert sample.answers == {"base": "ONE PLUS", "fine-tuned": "<ONE PLUS>"}
+    [text] = choose_samples([DataRecord("x", text="To be")], 4)
+    text.generate("fine-tuned", Generator("{{ messages }}"))
+    assert text.answers == {"fine-tuned": "TO BE"}
 
 
 def test_sample_prompt_of_text_is_its_opening():

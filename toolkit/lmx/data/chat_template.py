@@ -67,7 +67,7 @@ def render(record: DataRecord, tokenizer, *, everything: bool = False) -> Render
         return RenderedChat(record, record.text, ((0, len(record.text)),), bare=True)
     if record.messages is not None:
         return _chat(record, list(record.messages), tokenizer, everything)
-    if _has_template(tokenizer):
+    if has_template(tokenizer):
         user = {"role": "user", "content": record.prompt}
         assistant = {"role": "assistant", "content": record.completion}
         return _chat(record, [user, assistant], tokenizer, everything)
@@ -75,7 +75,8 @@ def render(record: DataRecord, tokenizer, *, everything: bool = False) -> Render
     return RenderedChat(record, text, ((len(record.prompt), len(text)),), bare=True)
 
 
-def _has_template(tokenizer) -> bool:
+def has_template(tokenizer) -> bool:
+    """Whether a tokenizer, bare or in mlx-lm's wrapper, has a chat template."""
     has = getattr(tokenizer, "has_chat_template", None)
     return tokenizer.chat_template is not None if has is None else has
 
@@ -83,7 +84,7 @@ def _has_template(tokenizer) -> bool:
 def _chat(
     record: DataRecord, messages: list[dict], tokenizer, everything: bool
 ) -> RenderedChat:
-    if not _has_template(tokenizer):
+    if not has_template(tokenizer):
         raise UserError(
             "chat examples need a chat template, which this model's tokenizer lacks",
             hint="use an instruct model, or examples with prompt and completion",

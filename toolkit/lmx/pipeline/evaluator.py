@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ..config.evaluate import EvaluateConfig
 from ..data.batching import Batch, BucketBatchSampler
+from ..data.chat_template import has_template
 from ..data.record_formats import DataRecord
 from ..data.tokenization import encode_all
 from ..errors import FAILED, UserError
@@ -272,8 +273,11 @@ class SampleComparison:
 
         A prompt that is longer than the model's context has no answer.
         """
-        if self.row.messages:
-            messages = [*self.row.messages[:-1]]
+        messages = [*(self.row.messages or ())][:-1]
+        if self.row.prompt and has_template(generator.tokenizer):
+            # As such rows are trained.
+            messages = [{"role": "user", "content": self.row.prompt}]
+        if messages:
             prompt = generator.encode_chat(messages, thinking=False)
         else:
             prompt = generator.encode_text(self.prompt)
