@@ -5,7 +5,9 @@ import resource
 import shutil
 from contextlib import contextmanager
 
+import mlx.core as mx
 import pytest
+from lmx.cli import main
 from tiny_runs import EVALUATE, TRAIN, Run
 
 
@@ -115,6 +117,32 @@ def test_run_refuses_truncated_weights(tmp_path, model, capsys):
     error = error_of(make_run(tmp_path, model), capsys, 2)
     assert "cut short" in error
     assert str(model) in error
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize("stage", [{"quantize": {"bits": 4}}, "export"])
+def test_run_refuses_weights_that_are_not_finite(tmp_path, model, capsys, value, stage):
+    file = model / "model.safetensors"
+    weights = mx.load(str(file))
+    name = "model.layers.0.mlp.down_proj.weight"
+    weights[name][3, 5] = float(value)
+    mx.save_safetensors(str(file), weights, {"format": "mlx"})
+    run = make_run(tmp_path, model, stage)
+    error = error_of(run, capsys, 1)
+    # Quantized, the scale of the group is not finite.
+    assert f"the tensor {name.removesuffix('weight')}" in error
+    assert "NaN or infinite" in error
+
+
+def test_generation_refuses_predictions_that_are_not_numbers(model, capsys):
+    file = model / "model.safetensors"
+    weights = mx.load(str(file))
+    weights["model.norm.weight"][0] = float("nan")
+    mx.save_safetensors(str(file), weights, {"format": "mlx"})
+    assert main.main(["generate", str(model), "--prompt", "1 + 1"]) == 1
+    output, error = capsys.readouterr()
+    assert output == ""
+    assert error.startswith("the model predicts NaN")
 
 
 def test_run_refuses_a_model_without_tokenizer(tmp_path, model, capsys):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import mlx.core as mx
 
+from ..errors import FAILED, UserError
 from .kv_cache import CacheState
 from .logits_processors import LogitsProcessor
 from .sampling import Sampling, make_sampler
@@ -56,10 +57,22 @@ def decode(
     Args:
         cache: may already contain a prefix of the prompts, at most all but their last
             token.
+
+    Raises:
+        UserError: the first prediction is NaN.
     """
 
-    def step(tokens: mx.array) -> tuple[mx.array, mx.array | None]:
+    def step(
+        tokens: mx.array, *, is_first: bool = False
+    ) -> tuple[mx.array, mx.array | None]:
         logits = cache.forward(tokens)[:, -1, :]
+        if is_first and mx.isnan(logits).any().item():
+            raise UserError(
+                "the model predicts NaN",
+                hint="a weight is NaN or infinite, or the model needs bfloat16 or "
+                "float32 in place of float16",
+                code=FAILED,
+            )
         sampled = sampler(logits)
         scores = _logprobs(logits, sampled) if logprobs else None
         mx.async_eval(sampled, scores)
@@ -74,7 +87,7 @@ def decode(
             tokens[:, cache.length : -1],
             step_size=prefill_step_size // len(prompts),
         )
-        next_step = step(tokens[:, -1:])
+        next_step = step(tokens[:, -1:], is_first=True)
         for n in range(1, max_tokens + 1):
             current = next_step
             if n < max_tokens:

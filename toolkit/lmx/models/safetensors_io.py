@@ -13,7 +13,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from ..errors import UserError
+from ..errors import FAILED, UserError
 
 DTYPE_NAMES = {
     mx.bool_: "BOOL",
@@ -44,13 +44,15 @@ def write_safetensors(path: Path, tensors: dict[str, mx.array]) -> None:
     Args:
         tensors: by name. The dictionary is emptied, so that each tensor is read or
             computed when it is written, and freed at once.
+
+    Raises:
+        UserError: a tensor has a value that is NaN or infinite.
     """
     # The widest types first, so that every tensor begins at a multiple of its type.
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.size, name))
     layout = {name: (tensors[name].dtype, tensors[name].shape) for name in order}
-    stream_safetensors(
-        path, layout, (tensors.pop(name) for name in order), {"format": "mlx"}
-    )
+    checked = (_finite(name, tensors.pop(name)) for name in order)
+    stream_safetensors(path, layout, checked, {"format": "mlx"})
 
 
 def stream_safetensors(
@@ -86,6 +88,32 @@ def stream_safetensors(
             if (tensor.dtype, tensor.shape) != layout[name]:
                 raise ValueError(f"{name} differs from the announced type or shape")
             stream.write(memoryview(mx.contiguous(tensor).reshape(-1).view(mx.uint8)))
+
+
+def require_finite(folder: Path) -> None:
+    """Check the weights of a checkpoint, one tensor at a time.
+
+    Raises:
+        UserError: a tensor has a value that is NaN or infinite.
+    """
+    for file in sorted(folder.glob("*.safetensors")):
+        tensors = mx.load(str(file))
+        for name in list(tensors):
+            _finite(name, tensors.pop(name), place=str(file))
+
+
+def _finite(name: str, tensor: mx.array, place: str | None = None) -> mx.array:
+    """The tensor, if all its values are finite."""
+    if not mx.issubdtype(tensor.dtype, mx.floating):
+        return tensor
+    if not mx.isfinite(tensor).all().item():
+        raise UserError(
+            f"the tensor {name} has values that are NaN or infinite",
+            hint="the model is damaged, or was trained at too high a learning rate",
+            place=place,
+            code=FAILED,
+        )
+    return tensor
 
 
 def read_header(file: Path) -> dict[str, dict]:
