@@ -329,3 +329,12 @@ def test_run_of_other_architectures(tmp_path, make_checkpoint, base):
     run = Run(tmp_path, *stages, model=make_checkpoint(base))
     assert run() == 0
     check_report(run.json("report.json"), ["base", "fine-tuned", "quantized"])
+
+
+def test_small_updates_that_fusing_rounds_are_reported(tmp_path, base, finished):
+    """Float16 holds few of the changes of a training at a low rate."""
+    train = TRAIN | {"adapter": LORA, "learning_rate": 1e-6, "steps": 2}
+    run = Run(tmp_path, {"train": train}, model=base)
+    assert run() == 0
+    assert "warning: float16 rounds the fused weights by" in run.log
+    assert "rounds the fused weights" not in finished("lora").log

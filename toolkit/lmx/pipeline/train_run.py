@@ -30,6 +30,9 @@ from .evaluator import SAMPLE_TOKENS
 from .qat_setup import prepare, require_steps
 from .teacher import TeacherSetup
 
+# Rounding of fused weights, relative to the adapter's changes, that is worth a warning.
+MAX_FUSING_ERROR = 0.1
+
 
 class TrainRun:
     """One training: the model, the batches and the trainer, and what it writes.
@@ -84,12 +87,27 @@ class TrainRun:
             loaded.model, self.base_weights, parameters, loaded.dtype
         )
         packed = fake_quant.export_tensors(parameters) if fake_quant else {}
+        if self.config.adapter and not fake_quant:
+            self._warn_of_rounding()
         reference = model = self._write_reference(dict(weights), packed)
         if fake_quant:
             model = self.context.folder / "model"
             write_model(model, loaded, weights, self.selection, packed)
         adapters = self._write_adapter() if self.config.adapter else None
         return ModelArtifact(model, reference, adapters, self._facts(model))
+
+    def _warn_of_rounding(self) -> None:
+        """Warn if the stored dtype cannot hold what the adapter changes."""
+        error = lora_model.fusing_error(
+            self.loaded.model, self.base_weights, self.parameters
+        )
+        if error > MAX_FUSING_ERROR:
+            name = str(self.loaded.dtype).removeprefix("mlx.core.")
+            self.context.logger.warning(
+                f"{name} rounds the fused weights by {error:.0%} of what the adapter "
+                "changes; the adapter itself is exact (lmx generate --adapter-path), "
+                "and so is a base model that is converted to float32 before"
+            )
 
     def _write_reference(
         self, weights: dict[str, mx.array], packed: dict[str, mx.array]
