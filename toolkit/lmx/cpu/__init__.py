@@ -62,11 +62,12 @@ def enable(model: Any = None) -> CpuStatus:
         model: an `nn.Module` whose quantized layers are to use all cores
             (`quantized_matmul.use_fast_layers`).
     """
-    from . import blas, malloc, patches, quantized_matmul
+    from . import blas, kernel_cache, malloc, patches, quantized_matmul
     from .precompiled_header import precompile_header
 
     if sys.platform != "linux" or os.environ.get("LMX_CPU") == "off" or not on_cpu():
         return CpuStatus(blas.use_openblas(), False, False, None)
+    kernel_cache.use_private_folder()
     keeps_memory = malloc.keep_freed_memory()
     library = blas.use_openblas()
     header = precompile_header()

@@ -15,20 +15,13 @@ import sys
 from pathlib import Path
 
 import mlx
-import mlx.core as mx
+
+from .kernel_cache import kernel_cache
 
 HEADER = Path("mlx/backend/cpu/compiled_preamble.h")
 # GCC ignores a precompiled header that was made with other code generation flags than
 # those of MLX's own call.
 FLAGS = ("-std=c++17", "-O3", "-Wall", "-fPIC", "-shared", "-w")
-
-
-def kernel_cache() -> Path:
-    """The folder in which this version of MLX keeps its CPU kernels."""
-    # The rule of std::filesystem::temp_directory_path, which MLX uses.
-    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
-    root = next(filter(None, map(os.environ.get, names)), "/tmp")
-    return Path(root) / "mlx" / mx.__version__ / "cpu"
 
 
 def precompile_header() -> Path | None:

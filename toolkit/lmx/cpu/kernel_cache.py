@@ -1,0 +1,97 @@
+"""A private folder for the kernels that MLX compiles on a Linux CPU.
+
+MLX keeps them in the shared temporary folder under a name that anybody can guess, and
+loads what lies there. Here MLX gets a folder that only this user can write, and files
+that a killed compiler left unfinished are removed: loading them ends the process.
+"""
+
+import os
+import stat
+import struct
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+
+# Seconds after which no compiler writes to a file any more.
+SETTLED = 10
+# ELF64: offset of the section table, and size and number of its entries. The linker
+# writes the table last.
+ELF_MAGIC = b"\x7fELF"
+SECTION_TABLE, SECTION_ENTRIES = (0x28, "<Q"), (0x3A, "<HH")
+ELF_HEADER = 64
+
+
+def kernel_cache() -> Path:
+    """The folder in which this version of MLX keeps its CPU kernels."""
+    # The rule of std::filesystem::temp_directory_path, which MLX uses.
+    names = ("TMPDIR", "TMP", "TEMP", "TEMPDIR")
+    root = next(filter(None, map(os.environ.get, names)), "/tmp")
+    return Path(root) / "mlx" / mx.__version__ / "cpu"
+
+
+@cache
+def use_private_folder() -> Path | None:
+    """Let MLX compile into a folder of this user, for the rest of the process.
+
+    Sets TMPDIR, which MLX reads before each compilation. Python's own temporary files
+    stay where they are.
+
+    Returns:
+        The folder, or None if there is no place for one: MLX then does as it does.
+    """
+    for folder in _candidates():
+        if _make_private(folder):
+            os.environ["TMPDIR"] = str(folder)
+            remove_unfinished(kernel_cache())
+            return folder
+    return None
+
+
+def _candidates() -> list[Path]:
+    """Below the temporary folder, else below the home folder."""
+    name = f"lmx-{os.getuid()}"
+    home = [Path.home() / ".cache" / name] if "HOME" in os.environ else []
+    try:
+        # Python remembers its choice, so that a changed TMPDIR does not affect it.
+        base = Path(tempfile.gettempdir())
+    except FileNotFoundError:
+        return home
+    # A child process inherits the private folder.
+    return [base if base.name == name else base / name, *home]
+
+
+def _make_private(folder: Path) -> bool:
+    """Create a folder, or check that only this user can write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError:
+        return False
+    is_folder = stat.S_ISDIR(status.st_mode)
+    is_own = status.st_uid == os.getuid() and not status.st_mode & 0o022
+    return is_folder and is_own and os.access(folder, os.W_OK)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Delete libraries that end before their last table."""
+    for file in folder.glob("*.so"):
+        try:
+            status = file.stat()
+            age = time.time() - status.st_mtime
+            if age > SETTLED and not _is_finished(file, status.st_size):
+                file.unlink()
+        except OSError:
+            continue  # Another process removed it.
+
+
+def _is_finished(file: Path, size: int) -> bool:
+    with file.open("rb") as stream:
+        header = stream.read(ELF_HEADER)
+    if len(header) < ELF_HEADER or not header.startswith(ELF_MAGIC):
+        return False
+    (start,) = struct.unpack_from(SECTION_TABLE[1], header, SECTION_TABLE[0])
+    width, count = struct.unpack_from(SECTION_ENTRIES[1], header, SECTION_ENTRIES[0])
+    return size >= start + width * count
