@@ -359,6 +359,33 @@ def test_constant_groups_stay_finite(quantizer_class):
         assert all(mx.all(mx.isfinite(v)).item() for v in actual[1].values())
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("quantizer_class", "spec"),
+    [
+        *(kind for kind in KINDS if kind[1].group_size != 128),
+        *((MinMaxQuantizer, QuantSpec(mode=m)) for m in ("mxfp4", "nvfp4", "mxfp8")),
+    ],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)
+def test_zero_groups_stay_zero(quantizer_class, spec, dtype):
+    """A scale of zero made NaN weights in other tools: mlx #1028."""
+    weight, probe = normal(6, 128), normal(6, 128, seed=1)
+    weight[0], weight[:, 64:] = 0, 0
+    quantizer = quantizer_class(spec, dtype, "mse")
+    qparams = quantizer.init(weight)
+
+    def loss(parameters):
+        return (quantizer.fake_quantize(parameters.pop("w"), parameters) * probe).sum()
+
+    gradients = mx.grad(loss)({"w": weight} | qparams)
+    assert all(mx.all(mx.isfinite(v)).item() for v in gradients.values())
+    stored = dequantize(quantizer.pack(weight, qparams), spec, mx.float32)
+    for value in (quantizer.fake_quantize(weight, qparams), stored):
+        assert mx.all((value == 0) | (weight != 0)).item()
+        assert mx.all(mx.isfinite(value)).item()
+
+
 @pytest.mark.parametrize(
     "quantizer_class", [LSQQuantizer, ScalesOnlyQuantizer], ids=["lsq", "scales_only"]
 )
