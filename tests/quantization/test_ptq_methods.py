@@ -244,7 +244,7 @@ def zero_some_weights(source, target):
 def test_zero_groups_stay_zero(method, grid, make_checkpoint, tmp_path):
     """A scale of zero made NaN weights in other tools: mlx #1028."""
     require(method, grid)
-    source = make_checkpoint(num_hidden_layers=2, dtype="float16")
+    source = make_checkpoint(dtype="float16")
     source = zero_some_weights(source, tmp_path / "zeros")
     plan, tensors, dense = quantize(method, source, tmp_path / "q", **grid)
     for path, spec in plan.specs.items():
@@ -252,8 +252,12 @@ def test_zero_groups_stay_zero(method, grid, make_checkpoint, tmp_path):
         packed = {n: tensors[k] for n in names if (k := f"{path}.{n}") in tensors}
         weight = dequantize(packed, spec, mx.float32)
         assert mx.isfinite(weight).all().item(), path
-        if method != "gptq":
-            # GPTQ also compensates for the errors of earlier layers.
-            assert not mx.any((weight != 0) & (dense[f"{path}.weight"] == 0)).item()
+        zero = dense[f"{path}.weight"] == 0
+        if method == "gptq":
+            # The other weights of a row compensate for its errors, and layers that
+            # write to the residual stream for those of earlier layers.
+            writes = path.endswith(("o_proj", "down_proj"))
+            zero = mx.all(zero, axis=-1, keepdims=True) & (not writes)
+        assert not mx.any((weight != 0) & zero).item(), path
     logits = mlx_lm.load(str(tmp_path / "q"))[0](TOKENS)
     assert mx.isfinite(logits).all().item()
