@@ -9,6 +9,9 @@ from ..errors import UserError
 
 KeyPath = tuple[str | int, ...]
 
+# Errors of a recipe that are shown, and characters of a line.
+MAX_RENDERED, MAX_SHOWN = 20, 200
+
 
 class SourcePosition(NamedTuple):
     """A position in a text. Lines and columns count from 1."""
@@ -34,9 +37,8 @@ class ConfigError:
         elif self.place:
             line, column = self.place
             where = f"{file}:{line}:{column}"
-            details = (
-                [text] if (text := "".join(lines[line - 1 : line]).strip()) else []
-            )
+            text = "".join(lines[line - 1 : line]).strip()[:MAX_SHOWN]
+            details = [text] if text else []
         details += [f"hint: {self.hint}"] if self.hint else []
         return "\n    ".join([f"{where}: {self.message}", *details])
 
@@ -50,6 +52,7 @@ class ConfigErrors(UserError):
         )
         count = f"{len(errors)} problem{'s' * (len(errors) > 1)}; nothing was run."
         lines = text.splitlines()
-        super().__init__(
-            "\n".join([e.render(file, lines) for e in self.errors] + [count])
-        )
+        rendered = [e.render(file, lines) for e in self.errors[:MAX_RENDERED]]
+        if len(errors) > MAX_RENDERED:
+            rendered.append(f"... and {len(errors) - MAX_RENDERED:,} more")
+        super().__init__("\n".join([*rendered, count]))

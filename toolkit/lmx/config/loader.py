@@ -17,6 +17,8 @@ from .schema import Recipe
 
 Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
 
+# Far more than any recipe needs; PyYAML reads 1 MB per second.
+MAX_BYTES = 1 << 20
 SWITCHES = {"yes": True, "on": True, "no": False, "off": False}
 
 
@@ -95,6 +97,10 @@ def root_of(recipe: Path) -> Path:
 
 def _text(path: Path) -> str:
     try:
+        if path.stat().st_size > MAX_BYTES:
+            raise UserError(
+                f"a recipe has at most {MAX_BYTES:,} bytes", place=str(path)
+            )
         return path.read_text("utf-8-sig")
     except OSError as error:
         reason = (error.strerror or str(error)).lower()

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from .base import ConfigModel
-from .errors import KeyPath
+from .errors import MAX_SHOWN, KeyPath
 from .key_hints import key_hint, value_hint
 from .schema import Recipe, StageEntry
 
@@ -32,6 +32,7 @@ LIMITS = {
     "less_than": "must be less than {lt:g}, got {got}",
     "less_than_equal": "must be at most {le:g}, got {got}",
     "too_short": "needs at least one entry",
+    "too_long": "has {actual_length:,} entries, at most {max_length} are allowed",
 }
 
 
@@ -82,7 +83,10 @@ def shown(value: Any) -> str:
         return "nothing"
     if isinstance(value, dict):
         return "a block of keys"
-    return "a list" if isinstance(value, list) else json.dumps(value, default=str)
+    if isinstance(value, list):
+        return "a list"
+    text = json.dumps(value, default=str)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def nearest(name: Any, names: Iterable[str]) -> str | None:
@@ -130,7 +134,8 @@ def section_at(path: KeyPath, data: Any) -> type[ConfigModel] | None:
 def _choice(choices: list[type[ConfigModel]], block: Any) -> type[ConfigModel]:
     method = block.get("method") if isinstance(block, dict) else None
     for section in choices:
-        if method and section.model_fields["method"].default == method:
+        field = section.model_fields.get("method")
+        if method and field and field.default == method:
             return section
     return choices[0]
 

@@ -1,8 +1,10 @@
 """The recipe schema: the top level and the stages."""
 
+import os
+from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from .base import ConfigModel
 from .data import DataConfig
@@ -12,6 +14,10 @@ from .export import ExportConfig
 from .model import ModelConfig
 from .quantize import QuantizeConfig
 from .train import TrainConfig
+
+MAX_STAGES = 100
+# Of a file's name, in all common file systems; of a path, with room for our own files.
+MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500
 
 
 class WandbConfig(ConfigModel):
@@ -85,5 +91,17 @@ class Recipe(ConfigModel):
     """Run directory. Default: exports/<recipe name>."""
     tracker: WandbConfig | None = None
     """Experiment tracker. Default: none."""
-    stages: list[StageEntry] = Field(min_length=1)
+    stages: list[StageEntry] = Field(min_length=1, max_length=MAX_STAGES)
     """Stages, in order."""
+
+    @field_validator("output")
+    @classmethod
+    def _check_output(cls, value: str | None) -> str | None:
+        path = Path(os.path.expanduser(value or ""))
+        if path.parts and path.parts[0].startswith("~"):
+            raise ValueError(f"there is no user {path.parts[0].removeprefix('~')}")
+        if any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in path.parts):
+            raise ValueError(f"a name in the path has over {MAX_NAME_BYTES} bytes")
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise ValueError(f"the path has more than {MAX_PATH_BYTES:,} bytes")
+        return value

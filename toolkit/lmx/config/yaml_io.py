@@ -6,9 +6,13 @@ from typing import Any
 
 import yaml
 
-from .errors import ConfigError, KeyPath, SourcePosition
+from .errors import MAX_SHOWN, ConfigError, KeyPath, SourcePosition
 
 TAG = "tag:yaml.org,2002:"
+# More than any recipe needs. An alias counts as all that it stands for.
+MAX_VALUES, MAX_DEPTH = 100_000, 50
+MAX_INTEGER = 2**63 - 1
+TOO_DEEP = f"nested more than {MAX_DEPTH} levels deep"
 # PyYAML takes the first match in this order.
 SCALARS = {
     "null": (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
@@ -21,6 +25,7 @@ SCALARS = {
     ),
 }
 MESSAGES = {
+    TOO_DEEP: TOO_DEEP,
     r"character '\t'": "a tab: YAML is indented with spaces",
     "expected <block end>": "the indentation does not match the lines above",
     "could not find expected ':'": "expected the form `key: value`",
@@ -40,6 +45,12 @@ class _Loader(yaml.SafeLoader):
 
     yaml_implicit_resolvers: dict = {}  # noqa: RUF012 - declared by PyYAML
 
+    def fetch_flow_collection_start(self, token_class: type) -> None:
+        # PyYAML's time grows with the square of the depth.
+        if self.flow_level >= MAX_DEPTH:
+            raise yaml.MarkedYAMLError(problem=TOO_DEEP, problem_mark=self.get_mark())
+        super().fetch_flow_collection_start(token_class)
+
 
 class _Dumper(yaml.SafeDumper):
     """SafeDumper that quotes text which YAML 1.1 or `read` takes for another type."""
@@ -50,6 +61,10 @@ for _name, (_pattern, _first) in SCALARS.items():
         _class.add_implicit_resolver(
             TAG + _name, re.compile(rf"^(?:{_pattern})$"), _first
         )
+
+
+class _TooLarge(Exception):
+    """A recipe has too many values."""
 
 
 @dataclass
@@ -69,13 +84,26 @@ class Document:
     values: dict[KeyPath, SourcePosition] = field(default_factory=dict)
     errors: list[ConfigError] = field(default_factory=list)
     invalid: list[KeyPath] = field(default_factory=list)
+    _count: int = 0
+
+    def _read(self, node: yaml.Node) -> None:
+        try:
+            self.data = self._build(node, ())
+        except _TooLarge:
+            message = f"the recipe has more than {MAX_VALUES:,} values"
+            self.errors.append(ConfigError(message, _position(node.start_mark)))
 
     def _build(
         self, node: yaml.Node, path: KeyPath, above: tuple[int, ...] = ()
     ) -> Any:
         self.values[path] = _position(node.start_mark)
+        self._count += 1
+        if self._count > MAX_VALUES:
+            raise _TooLarge
         if id(node) in above:
             return self._invalid_value(node, path, "an alias cannot contain itself")
+        if len(above) >= MAX_DEPTH:
+            return self._invalid_value(node, path, TOO_DEEP)
         above = (*above, id(node))
         match node.tag.removeprefix(TAG), node:
             case "map", yaml.MappingNode():
@@ -93,6 +121,8 @@ class Document:
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 self._add_error(key, "a key must be text, not a list or a block")
+            elif fault := _fault(key.value):
+                self._add_error(key, fault)
             elif key.value in built:
                 first = self.keys[(*path, key.value)]
                 self._add_error(
@@ -107,10 +137,16 @@ class Document:
         return built
 
     def _scalar(self, kind: str, node: yaml.ScalarNode, path: KeyPath) -> Any:
+        if fault := _fault(node.value):
+            return self._invalid_value(node, path, fault)
         try:
-            return _scalar(kind, node.value)
+            value = _scalar(kind, node.value)
+            if kind == "int" and abs(value) > MAX_INTEGER:
+                message = "an integer has at most 63 bits"
+                return self._invalid_value(node, path, message)
+            return value
         except ValueError:
-            message = f"{node.value!r} does not match its tag"
+            message = f"{node.value[:MAX_SHOWN]!r} does not match its tag"
             return self._invalid_value(node, path, message)
 
     def _invalid_value(self, node: yaml.Node, path: KeyPath, message: str) -> None:
@@ -133,9 +169,11 @@ def read(text: str) -> Document:
         line = before.count("\n") + 1
         place = SourcePosition(line, error.position - (before.rfind("\n") + 1) + 1)
         document.errors.append(ConfigError("a control character is not allowed", place))
+    except RecursionError:
+        document.errors.append(ConfigError(TOO_DEEP))
     else:
         if node is not None:
-            document.data = document._build(node, ())
+            document._read(node)
     return document
 
 
@@ -157,6 +195,17 @@ def _scalar(kind: str, text: str) -> Any:
         case "float":
             return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
     return text
+
+
+def _fault(text: str) -> str | None:
+    """Why a scalar is not text that a file can hold."""
+    if "\0" in text:
+        return "a NUL character is not allowed"
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return "half of a surrogate pair is not allowed"
+    return None
 
 
 def _position(mark: yaml.Mark) -> SourcePosition:
