@@ -37,6 +37,11 @@ def on_cpu() -> bool:
     return mx.default_device() == mx.Device(mx.cpu)
 
 
+def replaces_functions() -> bool:
+    """Whether `enable` replaces anything: on a Linux CPU, without LMX_CPU=off."""
+    return sys.platform == "linux" and os.environ.get("LMX_CPU") != "off" and on_cpu()
+
+
 def keep_dequantized(model: Any) -> int:
     """Keep the weights of quantized layers dequantized on a Linux CPU.
 
@@ -45,7 +50,7 @@ def keep_dequantized(model: Any) -> int:
     """
     from . import quantized_matmul
 
-    if sys.platform != "linux" or os.environ.get("LMX_CPU") == "off" or not on_cpu():
+    if not replaces_functions():
         return 0
     return quantized_matmul.keep_dequantized(model)
 
@@ -65,7 +70,7 @@ def enable(model: Any = None) -> CpuStatus:
     from . import blas, kernel_cache, malloc, patches, quantized_matmul
     from .precompiled_header import precompile_header
 
-    if sys.platform != "linux" or os.environ.get("LMX_CPU") == "off" or not on_cpu():
+    if not replaces_functions():
         return CpuStatus(blas.use_openblas(), False, False, None)
     kernel_cache.use_private_folder()
     keeps_memory = malloc.keep_freed_memory()

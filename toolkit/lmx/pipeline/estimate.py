@@ -8,8 +8,9 @@ the largest batch, training takes:
                  practically none, the others one; 4 T more with gradient accumulation
     step         the larger of the backward pass and the update (8 T);
                  the backward pass keeps c n (in + out) of every matrix,
-                 2 c n heads length of every attention layer, 16 n vocabulary for the
-                 loss, and (4 + c) of every weight that has a fake quantizer;
+                 2 c n heads length of every attention layer (nothing with the
+                 blockwise attention of float32 on a Linux CPU), 16 n vocabulary for
+                 the loss, and (4 + c) of every weight that has a fake quantizer;
                  with gradient checkpointing, n width c of every block and the
                  activations of one block alone; with a chunked loss, the
                  16 n vocabulary of a few chunks, and 8 of every weight of the head
@@ -33,6 +34,7 @@ and at most N tokens of prompts and completions, distillation takes besides:
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -42,11 +44,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from .. import cpu
 from ..config.base import ConfigModel
 from ..config.draft import DraftConfig, DraftModelConfig
 from ..config.quant_spec import QuantSpec
 from ..config.train import TrainConfig
 from ..cpu import on_cpu
+from ..data.batching import balanced_batch_size
 from ..draft.pruning import PrunedShape, pruned_config
 from ..models.checkpoint import checkpoint_size, config_int, read_config
 from ..models.loader import build_model
@@ -177,6 +181,17 @@ class Workload:
     def mean_length(self) -> float:
         """Tokens of an example on average."""
         return sum(self.lengths) / len(self.lengths)
+
+    def largest_batch(self, batch_size: int | None, batch_tokens: int | None) -> int:
+        """Tokens of the largest batch: a bucket with few examples has smaller ones."""
+        sizes = []
+        for length, count in Counter(self.lengths).items():
+            limit = batch_size or max(1, batch_tokens // length)
+            if self.examples:
+                count = math.ceil(count * self.examples / len(self.lengths))
+                limit = balanced_batch_size(count, limit)
+            sizes.append(length * limit)
+        return max(sizes)
 
 
 @dataclass(frozen=True)
@@ -378,7 +393,8 @@ def _activations(
         for size, share in _active(shape, matrices)
     )
     layers, heads = map(shape.setting, ("num_hidden_layers", "num_attention_heads"))
-    values += 2 * layers * heads * batch.length
+    if not (cpu.replaces_functions() and compute == 4):
+        values += 2 * layers * heads * batch.length
     if config.gradient_checkpointing:
         values = layers * shape.setting("hidden_size") + values / max(1, layers)
     return int(batch.tokens * compute * values)

@@ -151,11 +151,10 @@ class TrainStage(Stage):
             tokens = config.sequences_per_batch(window) * window
             return BatchShape(window, tokens, tokens)
         longest = workload.longest
+        tokens = workload.largest_batch(config.batch_size, config.batch_tokens)
         if config.batch_tokens:
-            tokens = max(config.batch_tokens, longest)
             return BatchShape(longest, tokens, tokens)
-        size = config.batch_size
-        return BatchShape(longest, size * longest, size * workload.mean_length)
+        return BatchShape(longest, tokens, config.batch_size * workload.mean_length)
 
     def _steps(self, workload: Workload, batch: BatchShape) -> int | None:
         config = self.config
