@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
+from lmx.errors import UserError
 from lmx.quantization import backend
 from lmx.quantization.affine_grid import AffineGrid, fit_grid, nearest
 from lmx.quantization.packing import dequantize, pack
@@ -366,6 +367,15 @@ def test_solve_layer_accepts_degenerate_inputs(make):
 def test_damping_is_raised_until_the_matrix_is_invertible():
     broken = mx.array(np.diag([1.0] * 127 + [-0.05]), mx.float32)
     assert damped(broken, GROUP).damping == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_inputs_that_are_not_finite_are_refused(value):
+    """No damping makes their matrix invertible: the search had no end."""
+    x = inputs()
+    x[5, 3] = float(value)
+    with pytest.raises(UserError, match="NaN or infinite inputs"):
+        damped(moments(x), GROUP)
 
 
 def test_fit_grid_is_close_to_a_grid_search():

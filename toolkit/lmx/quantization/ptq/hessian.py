@@ -1,11 +1,13 @@
 """The cost of weight errors: Hessians of layer inputs and of layer outputs."""
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
 from ...config.quantize import DAMPENING_FRAC
+from ...errors import FAILED, UserError
 
 # Share of the output Fisher information that is replaced by a multiple of the identity.
 OUTPUT_SHRINKAGE = 0.2
@@ -44,9 +46,19 @@ def damped(
         moments: float32 [K, K], of any number of inputs. All zero if there were none.
         group_size: columns that share a scale.
         damping: share of the mean diagonal to start with.
+
+    Raises:
+        UserError: the moments are NaN or infinite, so no damping makes them invertible.
     """
     diagonal = mx.diagonal(moments)
     mean = diagonal.mean().item() or 1.0
+    if not math.isfinite(mean):
+        raise UserError(
+            "the calibration data gives NaN or infinite inputs of a layer",
+            hint="the model needs bfloat16 or float32 in place of float16, or is "
+            "damaged",
+            code=FAILED,
+        )
     order = _column_order(diagonal / mean, group_size)
     columns = mx.arange(len(moments))
     while True:
