@@ -6,7 +6,8 @@ import pytest
 from lmx import cpu
 
 WIDTH = 128
-GRIDS = [("affine", 2, 32), ("affine", 3, 64), ("affine", 4, 64), ("affine", 8, 32)]
+GRIDS = [("affine", 2, 32), ("affine", 3, 64), ("affine", 4, 64), ("affine", 5, 64)]
+GRIDS += [("affine", 6, 128), ("affine", 8, 32)]
 GRIDS += [("mxfp4", 4, 32), ("nvfp4", 4, 16), ("mxfp8", 8, 32)]
 
 

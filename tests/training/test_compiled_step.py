@@ -1,5 +1,6 @@
 """What the compiled step costs over many batches: traces and memory."""
 
+import resource
 from pathlib import Path
 
 import mlx.core as mx
@@ -13,7 +14,6 @@ from tiny_llamas import llama
 from tiny_steps import Tiny, make_step, random_batch, random_examples
 
 LONGEST = 2048
-PAGE = 4096
 
 
 class CountingStep(TrainStep):
@@ -79,7 +79,8 @@ def test_scalars_do_not_trace_again():
 
 
 def resident_bytes() -> int:
-    return PAGE * int(Path("/proc/self/statm").read_text().split()[1])
+    pages = Path("/proc/self/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize()
 
 
 @pytest.mark.slow
