@@ -381,3 +381,32 @@ def test_free_bytes_uses_nearest_existing_folder(tmp_path):
     assert free_bytes(tmp_path / "not" / "yet") == free_bytes(tmp_path) > 0
     assert resources.memory_limit() > 1 << 20
     assert resources.training_speed(mx.float32) > 1e8
+
+
+def test_largest_batch_is_that_of_a_bucket(monkeypatch):
+    """21 and 2 examples: batches of at most 8 are 3 x 7 of 256, and 2 of 512 tokens."""
+    shape = model_shape(SHAPE)
+    lengths = 21 * [256] + 2 * [512]
+
+    def largest(examples, *sizes):
+        workload = Workload(shape, mx.float16, lengths, 512, examples, lambda _: None)
+        return workload.largest_batch(*sizes)
+
+    assert largest(23, 8, None) == 7 * 256
+    assert largest(23, None, 2048) == 7 * 256
+    # Twice as many examples as in the sample: 4 of the longest.
+    assert largest(46, 8, None) == 2048
+    # Unknown: the longest examples may fill a batch.
+    assert largest(0, 8, None) == 8 * 512
+    assert largest(0, None, 100) == 512
+
+
+def test_attention_scores_count_where_they_are_kept(monkeypatch):
+    config, batch = TrainConfig(steps=1, batch_tokens=512), BatchShape(64, 512, 512)
+    steps = []
+    for value in (True, False):
+        monkeypatch.setattr(cpu, "replaces_functions", lambda value=value: value)
+        cost = training_cost(model_shape(SHAPE), config, batch, 4)
+        steps.append(cost.memory["step"])
+    heads = SHAPE.num_hidden_layers * SHAPE.num_attention_heads
+    assert steps[1] - steps[0] == 4 * 512 * 2 * heads * 64
