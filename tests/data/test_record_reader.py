@@ -136,6 +136,38 @@ def test_invalid_completions_are_skipped(write, record, reason):
     assert [actual for _, actual in reader.stats.first_skipped] == [reason]
 
 
+UNREADABLE = "more digits or levels than can be read"
+SURROGATE = '"\\ud800"'
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("[" * 20_000 + "]" * 20_000, UNREADABLE),
+        ('{"messages": ' + "[" * 20_000 + "]" * 20_000 + "}", UNREADABLE),
+        ('{"messages": ' + "9" * 5000 + "}", UNREADABLE),
+        ("17", "not chat: it has no object"),
+        (f"{{{SURROGATE}: 1}}", "not chat: it has ?"),
+        (f'{{"{"k" * 5000}": 1}}', f"not chat: it has {'k' * 100}"),
+        (
+            f'{{"messages": [{{"role": "assistant", "content": {SURROGATE}}}]}}',
+            "message 1 has half of a surrogate pair",
+        ),
+        (
+            f'{{"messages": [{{"role": "assistant", "tool_calls": [{SURROGATE}]}}]}}',
+            "message 1 has half of a surrogate pair",
+        ),
+    ],
+    ids=range(8),
+)
+def test_rows_that_no_tokenizer_could_take_are_skipped(tmp_path, line, reason):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join([json.dumps(CHAT), line, json.dumps(CHAT)]))
+    reader = dataset.RecordReader(str(path))
+    assert len(list(reader)) == 2
+    assert reader.stats.first_skipped == ((f"{path}:2", reason),)
+
+
 def test_columns_are_renamed(write):
     path = write([{"question": "1+1", "answer": "2", "text": "ignored", "skill": "s"}])
     columns = {"prompt": "question", "completion": "answer"}

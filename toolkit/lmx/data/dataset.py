@@ -20,6 +20,8 @@ from .record_formats import DataRecord
 # Records from which the format is detected, and skipped records that are logged.
 DETECTION_RECORDS, MAX_LOGGED = 200, 5
 BUILTIN = "builtin:"
+# Characters of the keys in a message.
+MAX_KEYS_SHOWN = 100
 # Resolves a relative path of the recipe; None = there is no such path.
 Find = Callable[[str], Path | None]
 _NO_COLUMNS: Mapping[str, str] = MappingProxyType({})
@@ -180,8 +182,11 @@ def _opener(source: str, split: str, find: Find, streaming: bool):
 
 
 def _parse(where: str, raw: object, name: str) -> DataRecord:
+    if isinstance(raw, record_formats.Unreadable):
+        raise record_formats.BadRecord("more digits or levels than can be read")
     if record_formats.format_of(raw) != name:
         keys = ", ".join(raw) if isinstance(raw, dict) else "no object"
+        keys = keys[:MAX_KEYS_SHOWN].encode(errors="replace").decode()
         raise record_formats.BadRecord(f"not {name}: it has {keys or 'no keys'}")
     skill = raw.get("skill")
     fields = record_formats.FORMATS[name].parse(raw)

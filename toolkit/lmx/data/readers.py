@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..errors import UserError
 from . import cache
+from .record_formats import Unreadable
 
 SUFFIXES = (".jsonl", ".json", ".txt", ".parquet")
 SPLITS = {
@@ -113,14 +114,19 @@ def _lines(path: Path) -> Iterator[LocatedRecord]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            place = f"{path}:{number}"
             try:
-                yield f"{path}:{number}", json.loads(line)
+                row = json.loads(line)
             except json.JSONDecodeError as error:
                 hint = (
                     "a .jsonl file has one JSON object per line; correct or delete it"
                 )
                 message = f"line {number} is not JSON: {error.msg}"
                 raise _error(path, message, at=f":{number}", hint=hint) from None
+            except (ValueError, RecursionError):
+                # JSON, but with thousands of digits or levels.
+                row = Unreadable()
+            yield place, row
 
 
 def _list(path: Path) -> Iterator[LocatedRecord]:
@@ -132,6 +138,9 @@ def _list(path: Path) -> Iterator[LocatedRecord]:
     except json.JSONDecodeError as error:
         at = f":{error.lineno}:{error.colno}"
         raise _error(path, f"is not JSON: {error.msg}", at=at, hint=hint) from None
+    except (ValueError, RecursionError):
+        message = "has a number with too many digits, or too many levels of lists"
+        raise _error(path, message, hint=hint) from None
     if not isinstance(rows, list):
         raise _error(path, "is not a list of objects", hint=hint)
     yield from ((f"{path}[{index}]", row) for index, row in enumerate(rows))

@@ -1,6 +1,7 @@
 """The dataset formats: detection by keys, and parsing of records."""
 
 import difflib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -39,6 +40,10 @@ class DataRecord:
         return f"{self.prompt}\n{self.completion}"
 
 
+class Unreadable:
+    """In place of a row that Python's JSON reader gives up on."""
+
+
 class BadRecord(ValueError):
     """A record that does not fit its format; it is skipped, counted and logged."""
 
@@ -50,7 +55,18 @@ def _string(value: object, name: str) -> str:
         value = str(value)
     if not isinstance(value, str):
         raise BadRecord(f"{name} is {_kind_of(value)}, not text")
+    if not is_text(value):
+        raise BadRecord(f"{name} has half of a surrogate pair")
     return value
+
+
+def is_text(value: str) -> bool:
+    """Whether a string has only whole characters, which tokenizers and files take."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _part(part: object, name: str) -> str:
@@ -82,6 +98,8 @@ def _turn(message: object, number: int) -> dict:
     content = extra.pop("content", extra.pop("value", None))
     if content is None and not extra.get("tool_calls"):
         raise BadRecord(f"message {number} has no content")
+    if not is_text(json.dumps(extra, ensure_ascii=False)):
+        raise BadRecord(f"message {number} has half of a surrogate pair")
     content = "" if content is None else _string(content, f"message {number}")
     return {"role": ROLES[role], "content": content, **extra}
 
