@@ -33,8 +33,9 @@ def read_config(path: Path) -> dict:
     """The config.json of a checkpoint folder.
 
     Raises:
-        UserError: it is missing, or it is no model's.
+        UserError: it is missing, or it is no model's, or a link leaves the folder.
     """
+    require_own_files(path)
     file = path / "config.json"
     if not file.is_file():
         raise UserError(
@@ -44,6 +45,27 @@ def read_config(path: Path) -> dict:
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))
     return config
+
+
+def require_own_files(folder: Path) -> None:
+    """Refuse links that leave a model folder: their targets would be published.
+
+    The Hub's cache keeps the files of its folders in another folder, which is allowed.
+
+    Raises:
+        UserError: naming the link.
+    """
+    root = folder.resolve()
+    places = [root]
+    if root.parent.name == "snapshots":
+        places.append(root.parent.parent / "blobs")
+    for path in root.rglob("*"):
+        if path.is_symlink() and not any(map(path.resolve().is_relative_to, places)):
+            raise UserError(
+                "this link leaves the model folder",
+                place=str(folder / path.relative_to(root)),
+                hint="put a copy of the file there",
+            )
 
 
 def config_int(config: dict, name: str) -> int:
