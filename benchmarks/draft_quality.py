@@ -82,9 +82,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch-tokens", type=int, default=1024)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--loss", default="adaptive_kl_tv")
-    parser.add_argument(
-        "--on-policy", type=float, metavar="FRACTION", help="of the steps; adds a draft"
-    )
     parser.add_argument("--threads", type=int, help="default: all cores")
     return parser.parse_args()
 
@@ -122,21 +119,16 @@ class Seed:
         num_valid = max(arguments.num_eval_prompts, arguments.num_test_prompts)
         self._write_examples("train", arguments.num_prompts)
         self._write_examples("valid", num_valid)
-        distilled = self._distill("distilled")
+        distilled = self._distill()
         untrained = next((distilled / "stages").glob("*-draft/initial"))
         drafts = {
             "untrained": lambda: untrained,
             "cross-entropy": lambda: self._train_on_corpus(untrained),
             "distilled": lambda: distilled / "draft",
         }
-        if fraction := arguments.on_policy:
-            on_policy = {"on_policy": {"fraction": fraction}}
-            drafts["on-policy"] = lambda: (
-                self._distill("on-policy", on_policy) / "draft"
-            )
         return {name: self._benchmark(name, draft) for name, draft in drafts.items()}
 
-    def _distill(self, name: str, settings: dict | None = None) -> Path:
+    def _distill(self) -> Path:
         arguments = self.arguments
         data_generation = {
             "num_prompts": arguments.num_prompts,
@@ -150,8 +142,7 @@ class Seed:
             "loss": arguments.loss,
             "benchmark": {"num_prompts": 2, "max_tokens": 8},
         }
-        stages = [{"draft": stage | self._steps() | (settings or {})}]
-        return self._run(stages, self.target, name)
+        return self._run([{"draft": stage | self._steps()}], self.target, "distilled")
 
     def _train_on_corpus(self, draft: Path) -> Path:
         """As many steps and tokens, with cross-entropy on the examples."""

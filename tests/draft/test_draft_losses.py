@@ -50,7 +50,6 @@ def sums(name, logits, target):
     mask = mx.ones(logits.shape[:2], mx.bool_)
     tokens = mx.zeros(logits.shape[:2], mx.int32)
     loss_function = DraftLoss(name)
-    target = (*target, mask)
     return [
         loss_function(
             logits[:, n : n + 1],
@@ -104,7 +103,7 @@ def test_draft_loss_gradients_match_finite_differences(name):
     tokens, mask = mx.zeros((1, 2), mx.int32), mx.ones((1, 2), mx.bool_)
 
     def loss(logits):
-        return DraftLoss(name)(logits, tokens, mask, *target, mask)
+        return DraftLoss(name)(logits, tokens, mask, *target)
 
     gradient = np.array(mx.grad(loss)(mx.array(draft)))
     for index in np.ndindex(draft.shape):
@@ -131,7 +130,7 @@ def test_draft_loss_sums_trainable_positions_with_cross_entropy():
     tokens = mx.array([[0, 1, 2, 3, 4]])
     mask = mx.array([[False, True, True, False, False]])
     loss_function = DraftLoss("forward_kl", cross_entropy=0.25)
-    losses = loss_function(mx.array(draft), tokens, mask, *target, mask)
+    losses = loss_function(mx.array(draft), tokens, mask, *target)
     p, q = softmax(teacher)[0], softmax(draft)[0]
     expected = sum(0.75 * kl(p[i], q[i]) - 0.25 * np.log(q[i, i]) for i in (1, 2))
     assert losses.item() == pytest.approx(expected, abs=1e-5)

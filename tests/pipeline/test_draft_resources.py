@@ -78,16 +78,6 @@ def test_online_target_costs_time_and_no_disk():
     assert (no_disk.bytes, no_disk.operations) == (0, disk.operations / 2)
 
 
-def test_on_policy_cost_has_target_and_draft_passes():
-    draft_model = {"num_layers": 2}
-    off_policy, on_policy = (
-        draft_cost(draft_model, on_policy=settings)
-        for settings in (None, {"fraction": 0.25})
-    )
-    extra = 2 * target().parameters + 4 * off_policy.parameters
-    assert on_policy.operations - off_policy.operations == 0.25 * extra * 1024
-
-
 def test_draft_cost_of_a_hub_model_is_unknown(tmp_path):
     assert draft_cost({"init_from": "some/sibling"}) is None
     sizes = [SHAPE.model_copy(update={"num_hidden_layers": count}) for count in (3, 2)]

@@ -209,25 +209,6 @@ def test_interrupted_draft_training_resumes_exactly(draft_run, tmp_path):
     assert hash_file(run.output / file) == hash_file(draft_run.output / file)
 
 
-def test_interrupted_on_policy_training_resumes_exactly(draft_run, tmp_path_factory):
-    on_policy = {
-        "on_policy": {"fraction": 0.5, "rollout_tokens": 3, "rollout_interval": 2}
-    }
-    stage = {"draft": DRAFT | on_policy | {"steps": 8}}
-    files = []
-    for name, stop_step in (("undisturbed", None), ("stopped", 5)):
-        folder = tmp_path_factory.mktemp(name)
-        run = make_run(folder, stage, model=draft_run.model)
-        if stop_step:
-            assert run.run_with_signal("SIGTERM", "step", stop_step).returncode == 130
-        assert run() == 0
-        files.append(run.output / "draft/model.safetensors")
-        assert re.search(r"step 4: replaying \d+ rejected draft tokens", run.log)
-        assert len(list(run.output.glob("stages/*/replays/*.json"))) == 2
-    assert f"resuming after step {stop_step}" in run.log
-    assert hash_file(files[0]) == hash_file(files[1])
-
-
 def test_model_change_after_draft_is_refused(draft_run, tmp_path, capsys):
     run = make_run(
         tmp_path, {"draft": DRAFT}, {"quantize": {"bits": 4}}, model=draft_run.model

@@ -63,18 +63,6 @@ class DataGenerationConfig(ConfigModel):
     counts as one outcome. null = no cache: the target runs in every training step."""
 
 
-class OnPolicyConfig(ConfigModel):
-    """On-policy steps at the end of the training: the draft continues from its rejected
-    tokens, and learns the target's predictions there (arXiv 2605.29343)."""
-
-    fraction: float = Field(0.5, gt=0, le=1)
-    """Fraction of the steps, at the end of the training."""
-    rollout_tokens: int = Field(8, ge=1)
-    """Maximum tokens that the draft generates from each rejection."""
-    rollout_interval: int = Field(100, ge=1)
-    """Steps between new rollouts."""
-
-
 class DraftBenchmarkConfig(ConfigModel):
     """Benchmark of the trained draft on prompts of the validation data."""
 
@@ -113,8 +101,6 @@ class DraftConfig(ConfigModel):
     ce_weight: Fraction = 0.1
     """Weight of the cross-entropy on the generated tokens; the distillation loss has
     the weight 1 - ce_weight."""
-    on_policy: OnPolicyConfig | None = None
-    """Present = the last steps train on the draft's own rejected tokens."""
     steps: int = Field(1000, ge=1)
     """Optimizer steps."""
     batch_tokens: int = Field(2048, ge=8)

@@ -141,8 +141,6 @@ KEYS = {
     f"{DRAFT}.eval_steps": "evaluate_every",
     f"{DRAFT}.save_steps": "checkpoint_every save_every",
     f"{DRAFT}.logging_steps": "report_every",
-    f"{DRAFT}.on_policy.rollout_tokens": "guesses",
-    f"{DRAFT}.on_policy.rollout_interval": "refresh",
     f"{DRAFT}.benchmark": "trial",
     f"{DRAFT}.benchmark.num_prompts": "prompts",
     f"{DRAFT}.benchmark.baseline_model": "sibling",

@@ -20,8 +20,6 @@ from ..run.logger import RunLogger
 from ..training.teacher_cache import cache_part_targets
 from ..training.teacher_targets import (
     TeacherTarget,
-    compress_targets,
-    decompress_targets,
     full_targets,
 )
 
@@ -161,18 +159,14 @@ def generate_completions(
 class DistillationBatches:
     """Batches of completions with the target's predictions, shuffled every epoch.
 
-    The target of a batch has the parts of a `TeacherTarget`, then bool [B, L]: whether
-    the next token was sampled from the target.
+    The target of a batch has the parts of a `TeacherTarget`.
 
     Args:
         teacher: maps tokens [B, L] to logits [B, L, V].
         key: hash of the teacher.
         tokens: maximum tokens per batch, including padding.
         top_k: tokens stored per prediction; None = the teacher runs for every batch.
-        logger: logs the size of the predictions, which are computed once and cached;
-            None = the teacher runs for every batch.
-        num_draft_tokens: per example, the tokens at its end that the draft generated;
-            None = no such tokens.
+        logger: logs the size of the predictions, which are computed once and cached.
 
     Attributes:
         digest: hash of the completions and predictions.
@@ -188,8 +182,7 @@ class DistillationBatches:
         tokens: int,
         top_k: int | None,
         seed: int,
-        logger: RunLogger | None,
-        num_draft_tokens: Sequence[int] | None = None,
+        logger: RunLogger,
     ):
         batches = BucketBatchSampler(
             examples, max_seq_length=max_seq_length, batch_tokens=tokens
@@ -203,13 +196,8 @@ class DistillationBatches:
         self.seed = seed
         self._batches = list(batches.in_order())
         self._teacher = teacher
-        num_draft_tokens = num_draft_tokens or [0] * len(examples)
-        self._num_target_tokens = [
-            len(example.tokens) - count
-            for example, count in zip(examples, num_draft_tokens, strict=True)
-        ]
         self._cached_targets = None
-        if logger and top_k is not None:
+        if top_k is not None:
             self._cached_targets = cache_part_targets(
                 cache.root() / "draft_targets" / cache.key_of(facts),
                 [mx.contiguous(batch.tokens[:, :-1]) for batch in self._batches],
@@ -218,22 +206,6 @@ class DistillationBatches:
                 top_k=top_k,
                 logger=logger,
             )
-
-    def with_examples(
-        self, examples: list[Example], num_draft_tokens: Sequence[int]
-    ) -> "DistillationBatches":
-        """Batches of other examples, with predictions that are not cached."""
-        return DistillationBatches(
-            examples,
-            self._teacher,
-            key=self.key,
-            max_seq_length=self.max_seq_length,
-            tokens=self.tokens,
-            top_k=self.top_k,
-            seed=self.seed,
-            logger=None,
-            num_draft_tokens=num_draft_tokens,
-        )
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -245,13 +217,7 @@ class DistillationBatches:
         return self[int(order[position])]
 
     def __getitem__(self, index: int) -> Batch:
-        batch = self._batches[index]
-        is_target_token = np.ones(batch.mask.shape, bool)
-        for sequence, example in enumerate(batch.example_indices):
-            end = self._num_target_tokens[example] - 1
-            is_target_token[sequence, end:] = False
-        target = (*self._target(index), mx.array(is_target_token))
-        return replace(batch, target=target)
+        return replace(self._batches[index], target=tuple(self._target(index)))
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
@@ -259,7 +225,4 @@ class DistillationBatches:
     def _target(self, index: int) -> TeacherTarget:
         if self._cached_targets:
             return self._cached_targets[index]
-        logits = self._teacher(self._batches[index].tokens[:, :-1])
-        if self.top_k is None:
-            return full_targets(logits)
-        return decompress_targets(*compress_targets(logits, self.top_k))
+        return full_targets(self._teacher(self._batches[index].tokens[:, :-1]))

@@ -58,8 +58,8 @@ class DraftLoss:
     Args:
         loss: name of the divergence.
         eta: of `adaptive_kl_tv`.
-        cross_entropy: weight of the cross-entropy on tokens of the target. The
-            divergence has the remaining weight.
+        cross_entropy: weight of the cross-entropy. The divergence has the remaining
+            weight.
     """
 
     def __init__(
@@ -73,19 +73,17 @@ class DraftLoss:
         self.cross_entropy = cross_entropy
 
     def labels(self, inputs, documents, target: tuple) -> tuple:
-        """The arrays of a batch's target: its top-k distribution, or all log-probs;
-        then whether a token was sampled from the target."""
+        """The arrays of a batch's target: its top-k distribution, or all log-probs."""
         return tuple(part for part in target if part is not None)
 
     def __call__(
         self, logits: mx.array, tokens: mx.array, mask: mx.array, *labels: mx.array
     ) -> mx.array:
         """The loss sum in nats of logits [..., V], with `labels` of equal positions."""
-        *parts, is_target_token = labels
         target = (
-            TeacherTarget(*parts)
-            if len(parts) > 1
-            else TeacherTarget(None, *parts, None)
+            TeacherTarget(*labels)
+            if len(labels) > 1
+            else TeacherTarget(None, *labels, None)
         )
         width = logits.shape[-1]
         if target.indices is None:
@@ -95,7 +93,7 @@ class DraftLoss:
         )
         loss = (1 - self.cross_entropy) * loss
         if self.cross_entropy:
-            ce = cross_entropy_sum(logits, tokens, mask & is_target_token)
+            ce = cross_entropy_sum(logits, tokens, mask)
             loss = loss + self.cross_entropy * ce
         return loss
 
@@ -117,5 +115,5 @@ def distribution_overlap(
 
 def acceptance_bounds(model: nn.Module, batch: Batch) -> tuple[mx.array, mx.array]:
     """Bounds [B, L] of the acceptance rate of sampled draft tokens, by position."""
-    *target, _ = batch.target
-    return distribution_overlap(model(batch.tokens[:, :-1]), TeacherTarget(*target))
+    target = TeacherTarget(*batch.target)
+    return distribution_overlap(model(batch.tokens[:, :-1]), target)

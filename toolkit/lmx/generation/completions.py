@@ -85,7 +85,7 @@ class CachedGenerator:
 def generate_batch(
     model: Any,
     requests: Sequence[GenerationRequest],
-    progress: ProgressBar | None = None,
+    progress: ProgressBar,
 ) -> list[list[int]]:
     """The completions of the requests, `BATCH_SIZE` decoded together.
 
@@ -101,8 +101,7 @@ def generate_batch(
             tokens = completions[request]
             tokens.append(token)
             has_ended = token in request.stop_tokens
-            if progress:
-                progress.advance(1 + has_ended * (request.max_tokens - len(tokens)))
+            progress.advance(1 + has_ended * (request.max_tokens - len(tokens)))
     mx.clear_cache()
     return list(completions.values())
 

@@ -14,9 +14,8 @@ from ..config.train import CACHED_LOGITS, CHUNK_LOGITS
 from ..cpu import on_cpu
 from ..draft.acceptance import all_acceptance_probs, predict_accepted_lengths
 from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
-from ..draft.dataset import DistillationBatches, mean_prompt_length
+from ..draft.dataset import mean_prompt_length
 from ..draft.losses import DraftLoss, acceptance_bounds
-from ..draft.on_policy import OnPolicyBatches
 from ..models.checkpoint import config_int, weights_digest
 from ..models.loader import LoadedModel, set_compute_dtype
 from ..training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
@@ -174,7 +173,7 @@ class DraftDistillation:
         config = self.config
         return Trainer(
             step,
-            self._batches(step),
+            self.data.train_batches,
             TrainerConfig(
                 steps=config.steps,
                 seed=self.context.seed,
@@ -188,20 +187,6 @@ class DraftDistillation:
             eval_batches=list(self.data.eval_batches),
             logger=self.context.logger,
             on_evaluate=on_evaluate,
-        )
-
-    def _batches(self, step: TrainStep) -> DistillationBatches | OnPolicyBatches:
-        config, batches = self.config, self.data.train_batches
-        if config.on_policy is None:
-            return batches
-        return OnPolicyBatches(
-            batches,
-            config.on_policy,
-            begin=config.steps - round(config.on_policy.fraction * config.steps),
-            folder=self.context.folder / "replays",
-            draft=step.materialize,
-            stop_tokens=self.data.stop_tokens,
-            info=self.context.logger.info,
         )
 
     def _quantize(self, trained: Path) -> Path:

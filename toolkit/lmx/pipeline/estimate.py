@@ -29,8 +29,6 @@ and at most N tokens of prompts and completions, distillation takes besides:
     data         2 P operations per generated token, 2 P more for its prediction, and
                  k (2 + index) + 4 bytes of disk per token of N
     online       2 P per token of every step if predictions are not stored
-    on-policy    2 P + 4 D per token of the on-policy steps, for the draft model's
-                 rollout and the target's prediction
 """
 
 import math
@@ -50,7 +48,6 @@ from ..config.draft import DraftConfig, DraftModelConfig
 from ..config.quant_spec import QuantSpec
 from ..config.train import TrainConfig
 from ..cpu import on_cpu
-from ..data.batching import balanced_batch_size
 from ..draft.pruning import PrunedShape, pruned_config
 from ..models.checkpoint import checkpoint_size, config_int, read_config
 from ..models.loader import build_model
@@ -184,6 +181,9 @@ class Workload:
 
     def largest_batch(self, batch_size: int | None, batch_tokens: int | None) -> int:
         """Tokens of the largest batch: a bucket with few examples has smaller ones."""
+        # Needs NumPy, which reading a recipe does not load.
+        from ..data.batching import balanced_batch_size
+
         sizes = []
         for length, count in Counter(self.lengths).items():
             limit = batch_size or max(1, batch_tokens // length)
@@ -288,8 +288,6 @@ def draft_training_cost(
     alone = TrainConfig(steps=config.steps, batch_tokens=config.batch_tokens)
     cost, total = training_cost(draft, alone, batch, compute), target.parameters
     online = 2 * total * (config.data_generation.top_k is None)
-    if config.on_policy:
-        online += config.on_policy.fraction * (2 * total + 4 * draft.parameters)
     memory = {"target": compute * total} | cost.memory
     operations = cost.operations + online * batch.mean_tokens
     return replace(cost, memory=memory, operations=operations)
