@@ -22,7 +22,7 @@ def case(make_checkpoint, tmp_path_factory):
         load(source).model,
         digest="a",
         top_k=64,
-        info=lambda _: None,
+        logger=NullLogger(),
     )
     return folder / "q", tensors, targets
 
