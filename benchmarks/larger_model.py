@@ -53,7 +53,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--num-key-value-heads", type=int, default=8)
     parser.add_argument("--vocab-size", type=int, default=151936)
     parser.add_argument("--num-tokens", type=int, default=4096, help="calibration")
-    parser.add_argument("--steps", type=int, default=8, help="of training")
+    parser.add_argument("--steps", type=int, default=2, help="of training")
     parser.add_argument("--batch-tokens", type=int, default=1024, help="per step")
     parser.add_argument("--seq-length", type=int, default=512)
     parser.add_argument("--write", action="store_true", help=argparse.SUPPRESS)
