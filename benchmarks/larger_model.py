@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+import random_llama
+
 CALL = "import sys; from lmx.cli import main; sys.exit(main.{}(sys.argv[1:]))"
 GRID = {"bits": 4, "group_size": 64}
 ROW = "{:10}{:>9}{:>9}{:>9}{:>9}"
@@ -62,11 +64,8 @@ def _arguments() -> argparse.Namespace:
 
 def write_model(folder: Path, arguments: argparse.Namespace) -> None:
     """Write the model as GGUF. Weights are computed one at a time."""
-    import mlx.core as mx
     from lmx.config.model import ScratchModelConfig
-    from lmx.models import checkpoint_writer, from_scratch
-    from lmx.models.loader import build_model
-    from mlx.utils import tree_flatten
+    from lmx.models import from_scratch
 
     shape = ScratchModelConfig(
         vocab_size=arguments.vocab_size,
@@ -81,21 +80,8 @@ def write_model(folder: Path, arguments: argparse.Namespace) -> None:
     config = from_scratch.llama_config(shape)
     config |= {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     config |= {"head_dim": 128, "tie_word_embeddings": True}
-    weights, key = {}, mx.random.key(0)
-    for name, value in tree_flatten(build_model(config).parameters()):
-        if value.ndim > 1:
-            key, subkey = mx.random.split(key)
-            # Uniform random numbers are faster than normal ones.
-            value = mx.random.uniform(-0.05, 0.05, value.shape, mx.bfloat16, key=subkey)
-        weights[name] = value.astype(mx.bfloat16)
-    tokenizer = folder / "tokenizer"
-    tokenizer.mkdir(exist_ok=True)
-    text = Path(__file__).read_text()
-    from_scratch.train_tokenizer([text], 320, tokenizer)
-    dense = folder / "dense"
-    dense.mkdir(exist_ok=True)
-    checkpoint_writer.write_checkpoint(dense, weights, config, companions=tokenizer)
-    recipe = {"model": str(dense), "output": str(folder / "source.partial")}
+    random_llama.write(folder, config)
+    recipe = {"model": str(folder / "model"), "output": str(folder / "source.partial")}
     recipe["stages"] = [{"export": {"formats": ["gguf"]}}]
     (folder / "source.yaml").write_text(json.dumps(recipe))
     command = ["-c", CALL.format("train"), str(folder / "source.yaml"), "--quiet"]

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from lmx.models import checkpoint_writer
+import random_llama
 
 LMX = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
 ROW = "{:14}{:>9}{:>10}{:>11}{:>9}"
@@ -58,11 +58,8 @@ def _arguments() -> argparse.Namespace:
 
 def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
     """Write the model and the recipe. Weights are computed one at a time."""
-    import mlx.core as mx
     from lmx.config.model import ScratchModelConfig
     from lmx.models import from_scratch
-    from lmx.models.loader import build_model
-    from mlx.utils import tree_flatten
 
     shape = ScratchModelConfig(
         vocab_size=arguments.vocab_size,
@@ -75,21 +72,7 @@ def write_inputs(folder: Path, arguments: argparse.Namespace) -> None:
         dtype="bfloat16",
     )
     config = from_scratch.llama_config(shape)
-    weights, key = {}, mx.random.key(0)
-    for name, value in tree_flatten(build_model(config).parameters()):
-        if value.ndim > 1:
-            key, subkey = mx.random.split(key)
-            # Uniform random numbers are faster than normal ones.
-            value = mx.random.uniform(-0.05, 0.05, value.shape, mx.bfloat16, key=subkey)
-        weights[name] = value.astype(mx.bfloat16)
-    (folder / "tokenizer").mkdir()
-    (folder / "model").mkdir()
-    from_scratch.train_tokenizer(
-        [Path(__file__).read_text()], 320, folder / "tokenizer"
-    )
-    checkpoint_writer.write_checkpoint(
-        folder / "model", weights, config, companions=folder / "tokenizer"
-    )
+    random_llama.write(folder, config)
     calibration = {"dataset": "builtin:stdlib", "num_tokens": arguments.num_tokens}
     stage = {"method": "gptq", "bits": arguments.bits, "calibration": calibration}
     # Both options off: they run the whole model, which does not fit.

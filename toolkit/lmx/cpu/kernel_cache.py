@@ -1,7 +1,7 @@
 """A private folder for the kernels that MLX compiles on a Linux CPU.
 
-MLX keeps them in the shared temporary folder under a name that anybody can guess, and
-loads what lies there. Here MLX gets a folder that only this user can write, and files
+MLX keeps them in the shared temporary folder under a predictable name, and loads the
+files it finds. Here MLX gets a folder that only this user can write, and files
 that a killed compiler left unfinished are removed: loading them ends the process.
 """
 

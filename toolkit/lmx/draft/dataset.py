@@ -189,10 +189,6 @@ class DistillationBatches:
         )
         facts = [key, InMemoryExamples(examples).digest, max_seq_length, tokens, top_k]
         self.digest = sha256(repr(facts).encode()).hexdigest()
-        self.key = key
-        self.max_seq_length = max_seq_length
-        self.tokens = tokens
-        self.top_k = top_k
         self.seed = seed
         self._batches = list(batches.in_order())
         self._teacher = teacher

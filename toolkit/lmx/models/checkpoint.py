@@ -35,12 +35,12 @@ def read_config(path: Path) -> dict:
     Raises:
         UserError: it is missing, or it is no model's, or a link leaves the folder.
     """
-    require_own_files(path)
     file = path / "config.json"
     if not file.is_file():
         raise UserError(
             "this folder is not a model: it has no config.json", place=str(path)
         )
+    require_own_files(path)
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))

@@ -16,6 +16,7 @@ from ..data.splits import Splits
 from ..errors import UserError
 from ..models import checkpoint_writer, from_scratch
 from ..models.loader import LoadedModel, load
+from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.fs import atomic_folder
@@ -165,6 +166,17 @@ class StageContext:
         )
         # The manifest has absolute paths. A relative one would look like another model.
         return folder.absolute()
+
+    def require_finite_base(self) -> None:
+        """Check the weights of the recipe's model, if it is the current one.
+
+        Those of other models were checked when they were written.
+
+        Raises:
+            UserError: a tensor has a value that is NaN or infinite.
+        """
+        if self.current and self.current.model == self.base:
+            require_finite(self.base)
 
     @property
     def initial_model(self) -> Path:

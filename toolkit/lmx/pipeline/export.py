@@ -13,7 +13,6 @@ from ..convert.exporters.base import ExportContext
 from ..convert.exporters.model_card import write_card
 from ..data.dataset import hub_id
 from ..errors import UserError
-from ..models.safetensors_io import require_finite
 from ..run.fs import atomic_folder
 from ..run.tables import table
 from .context import ModelArtifact, StageContext
@@ -70,7 +69,7 @@ class ExportStage(Stage):
             load=lambda folder: context.load(folder, compute="stored", lazy=True),
             info=context.logger.info,
         )
-        require_finite(current.model)
+        context.require_finite_base()
         targets = dict(zip(config.formats, self.outputs(context.output), strict=True))
         with ExitStack() as together:
             for name, target in targets.items():

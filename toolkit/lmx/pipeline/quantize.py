@@ -7,7 +7,6 @@ from mlx.utils import tree_flatten
 
 from ..config.messages import Problem
 from ..config.quantize import PTQConfig
-from ..models.loader import LoadedModel
 from ..quantization.target_layers import select_layers
 from ..run.fs import remove_folder
 from .context import ModelArtifact, StageContext, write_model
@@ -66,7 +65,8 @@ class QuantizeStage(Stage):
         from .ptq_refinement import CalibrationData, PostQuantRefinement
 
         config, reference = self.config, context.current.model
-        loaded = _load_finite(context)
+        context.require_finite_base()
+        loaded = context.load(reference, compute="stored", lazy=True)
         selection = select_layers(loaded.model, config)
         for path, reason in sorted(selection.skipped.items()):
             context.logger.info(f"left unquantized: {path}: {reason}")
@@ -115,12 +115,3 @@ class QuantizeStage(Stage):
         for name in INTERMEDIATE:
             remove_folder(context.folder / name)
         return ModelArtifact(target, reference, context.current.adapters, facts)
-
-
-def _load_finite(context: StageContext) -> LoadedModel:
-    """The current model, its weights unread, if all of them are finite."""
-    from ..models.safetensors_io import require_finite
-
-    loaded = context.load(context.current.model, compute="stored", lazy=True)
-    require_finite(loaded.path)
-    return loaded

@@ -10,9 +10,7 @@ from ..errors import INTERRUPTED
 
 
 @contextmanager
-def stop_requested(
-    *kinds: signal.Signals,
-) -> Iterator[Callable[[], bool]]:
+def stop_requested(*kinds: signal.Signals) -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether one of some signals has arrived.
 
     The first signal only sets this flag; a second one has its default effect. Outside
