@@ -1,6 +1,7 @@
 """The benchmark programs, with sizes so small that only the comparisons are tested."""
 
 import json
+import random
 import re
 import shlex
 import subprocess
@@ -189,3 +190,16 @@ def test_generate_outputs_have_the_same_tokens():
         assert float(overlap) > 2 * float(product)
         assert float(lmx) == pytest.approx(float(lmx_expected), rel=0.2)
         assert float(mlx_lm) == pytest.approx(float(mlx_lm_expected), rel=0.2)
+
+
+def test_draft_quality_takes_questions_of_gsm8k(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    from draft_quality import _questions
+
+    rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(5)]
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chats = _questions(tmp_path, "valid", 3, random.Random(0))
+    turns = [[turn["content"] for turn in chat["messages"]] for chat in chats]
+    assert len({question for question, _ in turns}) == 3
+    assert all({"question": q, "answer": a} in rows for q, a in turns)
