@@ -21,7 +21,7 @@ import random_llama
 
 LMX = "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
 ROW = "{:14}{:>9}{:>10}{:>11}{:>9}"
-BLOCKS = "stages/*/scratch/walk/[0-9]*/tensors.safetensors"
+BLOCKS = "stages/*/scratch/**/[0-9]*/tensors.safetensors"
 
 
 def main() -> None:

@@ -203,3 +203,16 @@ def test_draft_quality_takes_questions_of_gsm8k(tmp_path, monkeypatch):
     turns = [[turn["content"] for turn in chat["messages"]] for chat in chats]
     assert len({question for question, _ in turns}) == 3
     assert all({"question": q, "answer": a} in rows for q, a in turns)
+
+
+def test_ptq_large_is_killed_and_resumed():
+    options = (
+        "--hidden-size 128 --intermediate-size 128 --num-layers 3 --num-heads 2 "
+        "--num-key-value-heads 2 --vocab-size 320 --num-tokens 1024 --refine-iters 1 "
+        "--uninterrupted"
+    )
+    printed = run("ptq_large.py", options)
+    rows = {line.split()[0]: line.split() for line in printed.splitlines()}
+    assert rows["killed"][-1] in "12"
+    assert rows["resumed"][-1] == rows["uninterrupted"][-1] == "3"
+    assert printed.endswith("the resumed run has the same bytes\n")

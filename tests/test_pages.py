@@ -84,10 +84,6 @@ SMALL = [
     "stages.evaluate.latency_tokens=8",
 ]
 SMALL_BENCHMARKS = {
-    # Large enough to be killed between two blocks.
-    "ptq_large": "--hidden-size 128 --intermediate-size 128 --num-layers 3 "
-    "--num-heads 2 --num-key-value-heads 2 --vocab-size 320 --num-tokens 1024 "
-    "--refine-iters 1 --uninterrupted",
     "ptq_time": "--hidden-size 64 --num-layers 1 --vocab-size 320 --num-tokens 256 "
     "--seq-length 64",
     "qat_step": "--hidden-size 64 --num-layers 1 --vocab-size 512 --batch-size 2 "
