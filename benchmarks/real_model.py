@@ -56,11 +56,11 @@ def main() -> None:
         (part, case) for part in arguments.part for case in _cases(part, arguments)
     ]
     if not arguments.print_only:
-        for seed in range(arguments.seeds):
+        for seed in arguments.seeds:
             inputs = _prepare(folder / f"seed-{seed}", arguments, seed)
             for part, case in cases:
                 for row in _selected(part, case, arguments):
-                    if seed == 0 or row.seeded:
+                    if row.seeded or seed == arguments.seeds[0]:
                         _run_row(inputs, part, case, row, arguments)
     model = arguments.model or "SmolLM2-135M-Instruct (Q4_1 expanded to float16)"
     print(f"Reference: {model}; {arguments.num_tokens:,} calibration tokens.")
@@ -68,7 +68,7 @@ def main() -> None:
         records = {
             row.name: [
                 record
-                for seed in range(arguments.seeds if row.seeded else 1)
+                for seed in (arguments.seeds if row.seeded else arguments.seeds[:1])
                 if (record := _record(folder / f"seed-{seed}", part, case, row))
             ]
             for row in _selected(part, case, arguments)
@@ -84,7 +84,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bits", nargs="+", default=["4", "3", "2"])
     parser.add_argument("--budgets", nargs="+", default=["3.5", "4.5"])
     parser.add_argument("--rows", nargs="+", help="names in the tables; default: all")
-    parser.add_argument("--seeds", type=int, default=1, help="of calibration tokens")
+    parser.add_argument(
+        "--seeds", nargs="+", type=int, default=[0], help="of calibration tokens"
+    )
     parser.add_argument(
         "--wikitext", help="folder with wikitext2_valid.txt and wikitext2_test.txt"
     )
