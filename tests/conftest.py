@@ -19,3 +19,9 @@ os.environ["HF_HOME"] = _cache.name
 
 from hub_stand_in import stand_in  # noqa: E402, F401
 from tiny_checkpoints import make_checkpoint, tokenizer_folder  # noqa: E402, F401
+
+
+def pytest_addoption(parser) -> None:
+    """Options of the fuzzers in tests/fuzz."""
+    parser.addoption("--fuzz-cases", type=int, help="cases of each fuzzer")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="seed of the cases")

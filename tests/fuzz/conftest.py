@@ -1,0 +1,32 @@
+"""Every fuzzer is slow; `--fuzz-cases N` sets how many cases each one makes."""
+
+import random
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(FOLDER):
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def num_cases(request: pytest.FixtureRequest):
+    """The number of cases: that of the command line, else the default of the test."""
+
+    def choose(default: int) -> int:
+        return request.config.getoption("--fuzz-cases") or default
+
+    return choose
+
+
+@pytest.fixture
+def fuzz_random(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers that depend on `--fuzz-seed` and on the name of the test."""
+    return random.Random(
+        f"{request.config.getoption('--fuzz-seed')} {request.node.name}"
+    )
