@@ -13,6 +13,7 @@ from lmx.pipeline import resources
 from lmx.pipeline.estimate import (
     BatchShape,
     ModelShape,
+    draft_benchmark_work,
     draft_training_cost,
     generation_cost,
 )
@@ -78,6 +79,17 @@ def test_online_target_costs_time_and_no_disk():
     assert (no_disk.bytes, no_disk.operations) == (0, disk.operations / 2)
 
 
+def test_draft_benchmark_work_grows_with_prompts_and_decoders():
+    def work(**benchmark):
+        return draft_benchmark_work(target(), DraftConfig(benchmark=benchmark))
+
+    one = work(num_prompts=1, max_tokens=8)
+    assert work(num_prompts=2, max_tokens=32) == 8 * one
+    with_baseline = work(num_prompts=1, max_tokens=8, baseline_model="some/model")
+    # Without a draft, prompt lookup and the draft, then the baseline too.
+    assert with_baseline / one == pytest.approx(4 / 3)
+
+
 def test_draft_cost_of_a_hub_model_is_unknown(tmp_path):
     assert draft_cost({"init_from": "some/sibling"}) is None
     sizes = [SHAPE.model_copy(update={"num_hidden_layers": count}) for count in (3, 2)]
@@ -96,6 +108,7 @@ def test_dry_run_shows_data_memory_and_time(tmp_path, capsys):
         "data     1-draft: generates at most ",
         "(target ",
         "for 10 steps",
+        "1-draft: benchmark roughly ",
     ):
         assert expected in output
 

@@ -12,6 +12,7 @@ from .estimate import (
     BatchShape,
     StageResources,
     Workload,
+    draft_benchmark_work,
     draft_training_cost,
     generation_cost,
     training_dtype,
@@ -58,6 +59,8 @@ class DraftStage(Stage):
             # Only the prompt of an example is used.
             generation=generation_cost(shape, config, workload.mean_length),
             steps=config.steps,
+            work=draft_benchmark_work(shape, config),
+            work_name="benchmark",
             remedies=(
                 f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
                 f"{self.address}.draft_model.num_layers=1",

@@ -63,6 +63,8 @@ CHUNKS_AT_ONCE = 3
 LOGIT_BYTES = (16, 28)
 # Fractions of the target's blocks that `num_layers: auto` compares.
 DEPTH_FRACTIONS = (0.125, 0.25, 0.375, 0.5)
+# Time of a token that is decoded alone, relative to the products of its forward pass.
+DECODE_FACTOR = 40.0
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
 
 
@@ -207,8 +209,9 @@ class StageResources:
         steps: optimizer steps; None = unknown before the data is read.
         remedies: overrides of the recipe that need less memory.
         memory: bytes by part, if it does not train.
-        work: operations of large matrix products that take as long, if it does not
-            train.
+        work: operations of large matrix products that take as long, besides training
+            and the generation of its data.
+        work_name: what this work is; empty = all that the stage does.
     """
 
     model_bytes: int
@@ -220,6 +223,7 @@ class StageResources:
     remedies: tuple[str, ...] = ()
     memory: dict[str, int] = field(default_factory=dict)
     work: float = 0
+    work_name: str = ""
 
 
 def training_cost(
@@ -310,6 +314,18 @@ def generation_cost(
     passes = 2 if data.top_k else 1
     operations = 2 * target.parameters * passes * tokens
     return GenerationCost(tokens, size * tokens, operations)
+
+
+def draft_benchmark_work(target: ModelShape, config: DraftConfig) -> float:
+    """Operations of large matrix products that take as long as the benchmark.
+
+    Every prompt is completed greedily and sampled, each without a draft and with every
+    proposer. A proposer is counted as a speed-up of 1.
+    """
+    benchmark = config.benchmark
+    decoders = 3 + (benchmark.baseline_model is not None)
+    tokens = 2 * decoders * benchmark.num_prompts * benchmark.max_tokens
+    return DECODE_FACTOR * 2 * target.parameters * tokens
 
 
 def _draft_shape(

@@ -9,12 +9,11 @@ from ..errors import UserError
 from ..evaluation import lm_eval
 from ..run.distributed import ProcessGroup
 from .context import ModelArtifact, StageContext
-from .estimate import StageResources, Workload
+from .estimate import DECODE_FACTOR, StageResources, Workload
 from .stage import ModelState, RawStage, Stage, missing_source
 
-# Time of a token relative to the products of its forward pass: with many tokens at
-# once, and alone.
-FORWARD_FACTOR, DECODE_FACTOR = 3.0, 40.0
+# Time of many tokens relative to the products of their forward pass.
+FORWARD_FACTOR = 3.0
 # Generations of the latency measurement.
 LATENCY_RUNS = 16
 

@@ -157,17 +157,20 @@ class ResourceCheck:
         self, name: str, needs: StageResources
     ) -> Iterator[tuple[str, str]]:
         speed = matmul_speed()
-        yield (
-            "memory",
-            f"{name}: about {readable_size(sum(needs.memory.values()))} of "
-            f"{readable_size(self.limit)}",
-        )
+        work = f"{needs.work_name} " if needs.work_name else ""
+        if needs.memory:
+            yield (
+                "memory",
+                f"{name}: about {readable_size(sum(needs.memory.values()))} of "
+                f"{readable_size(self.limit)}",
+            )
         yield (
             "time",
-            f"{name}: roughly {format_duration(needs.work / speed)} at the "
+            f"{name}: {work}roughly {format_duration(needs.work / speed)} at the "
             f"{speed / 1e9:,.0f} GFLOP/s of a product just measured",
         )
-        yield "disk", f"{name}: {readable_size(needs.disk)}"
+        if needs.memory:
+            yield "disk", f"{name}: {readable_size(needs.disk)}"
 
     def _stage_lines(
         self, name: str, needs: StageResources, speed: float
