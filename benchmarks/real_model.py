@@ -185,7 +185,6 @@ def _part_rows(case: str) -> list[Row]:
         "no embedding clusters": {"patches": clusters},
         "refine_iters 0": {"refine_iters": 0},
         "refine_iters 3": {"refine_iters": 3},
-        "block_reconstruction": {"block_reconstruction": {}},
     }
     for steps in TUNING_STEPS:
         tuning = {"steps": steps, "batch_tokens": TUNING_BATCH}

@@ -128,7 +128,6 @@ KEYS = {
     f"{QUANTIZE}.asymmetric_calibration": "asymmetry sequential_update true_sequential",
     f"{QUANTIZE}.output_hessian": "outputs",
     f"{QUANTIZE}.dampening_frac": "damping damp_percent percdamp",
-    f"{QUANTIZE}.block_reconstruction": "blocks",
     f"{DRAFT}.draft_model": "student draft",
     f"{DRAFT}.draft_model.init_from": "from path",
     f"{DRAFT}.draft_model.num_layers": "layers num_hidden_layers",

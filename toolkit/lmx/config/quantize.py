@@ -25,8 +25,7 @@ class CalibrationConfig(ConfigModel):
     """Tokens that count. all: documents are concatenated and split, and every token
     counts. completions: examples are processed one by one as in training, and the
     tokens with a loss count (see data.loss_on); use it for a model of one task.
-    completions works with rtn, and with gptq without block_reconstruction and
-    mixed_precision."""
+    completions works with rtn, and with gptq without mixed_precision."""
     num_eval_tokens: int = Field(4096, ge=8)
     """Held-out tokens for comparing candidates, from the recipe's validation data, else
     from the calibration data."""
@@ -130,18 +129,6 @@ class PTQConfig(QuantizationConfig):
         return ["mixed_precision"] if self.mixed_precision else []
 
 
-class BlockReconstructionConfig(ConfigModel):
-    """Train weights, scales and biases of every block towards its full-precision output
-    (BRECQ, arXiv 2102.05426; EfficientQAT's Block-AP, arXiv 2407.11062)."""
-
-    steps: int = Field(100, ge=1)
-    """Optimizer steps per block, with about 2048 tokens each."""
-    learning_rate: float = Field(0.003, gt=0)
-    """Learning rate of the weights, in quantization steps."""
-    scale_lr_multiplier: float = Field(3.0, gt=0)
-    """Learning rate of scales and biases divided by learning_rate."""
-
-
 class AWQConfig(PTQConfig):
     """Activation-aware scaling and clipping, then RTN (AWQ, arXiv 2306.00978)."""
 
@@ -210,9 +197,6 @@ class GPTQConfig(PTQConfig):
     """Use the Hessian of the loss with respect to layer outputs, so that output
     channels can compensate for each other's errors. Needs one extra forward and
     backward pass."""
-    block_reconstruction: BlockReconstructionConfig | None = None
-    """Present = train every block after GPTQ, {} = with all defaults. A block that is
-    no better on held-out sequences is restored. Several times slower."""
 
     @model_validator(mode="before")
     @classmethod
@@ -226,12 +210,6 @@ class GPTQConfig(PTQConfig):
         if self.mode != "affine":
             raise ValueError(f"gptq needs mode: affine; use rtn for {self.mode}")
         return self
-
-    @property
-    def ignores_token_weights(self) -> list[str]:
-        """Enabled options that weight all calibration tokens equally."""
-        enabled = ["block_reconstruction"] if self.block_reconstruction else []
-        return enabled + super().ignores_token_weights
 
 
 def _default_to_rtn(value):

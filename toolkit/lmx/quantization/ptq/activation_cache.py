@@ -4,7 +4,6 @@ The streams are the hidden states of the full-precision model, those of the quan
 model, and the inputs of the layers of the current block.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
@@ -35,24 +34,3 @@ def newest(folder: Path) -> Path:
 
 def _file(folder: Path, stream: str, shard: int) -> Path:
     return folder / f"stream-{stream}-{shard:04d}.safetensors"
-
-
-@dataclass(frozen=True)
-class ActivationShard:
-    """The hidden states of one shard of the tokens around a block.
-
-    Attributes:
-        tokens: int32 [B, L].
-        before, after: folders of the hidden states around the block.
-    """
-
-    tokens: mx.array
-    index: int
-    before: Path
-    after: Path
-
-    def states(self) -> tuple[mx.array, mx.array]:
-        """Input of the block in the quantized model and its output in the
-        full-precision model, both [B, L, width] and lazy."""
-        hidden = load(self.before, QUANTIZED, self.index)["hidden"]
-        return hidden, load(self.after, FULL, self.index)["hidden"]

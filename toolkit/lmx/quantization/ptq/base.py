@@ -18,7 +18,6 @@ from ...config.quant_spec import QuantSpec
 from ...config.quantize import PTQConfig
 from ...run.logger import RunLogger
 from ..packing import dequantize, pack
-from .activation_cache import ActivationShard
 from .cost import CostMeter
 from .input_statistics import InputStatistics
 
@@ -97,31 +96,12 @@ class BlockContext:
     samples: list[tuple[BlockForward, mx.array]]
 
 
-@dataclass(frozen=True)
-class QuantizedBlock:
-    """A block after all its layers were quantized.
-
-    Attributes:
-        prefix: prefix of the names of the block's parameters in the model.
-        tensors: stored tensors of the block by name in the model.
-        run: maps tokens and hidden states to the output of the block.
-        shards: hidden states around the block.
-    """
-
-    prefix: str
-    block: nn.Module
-    tensors: dict[str, mx.array]
-    run: Callable[[mx.array, mx.array], mx.array]
-    shards: list[ActivationShard]
-
-
 class PTQMethod(ABC):
     """Base class of calibrated quantization methods.
 
     Attributes:
         needs_cross_moments: run the full-precision stream too, at the cost of a second
             forward pass over some tokens. Without it statistics have no cross moments.
-        needs_block_targets: run it over all tokens, for `finalize_block`.
         weighs_embeddings: estimate the cost of errors in embeddings.
         weighs_outputs: estimate the Fisher information of layer outputs.
         max_compared_tokens: of the full-precision stream, if only cross moments need
@@ -131,7 +111,6 @@ class PTQMethod(ABC):
     """
 
     needs_cross_moments = False
-    needs_block_targets = False
     weighs_embeddings = False
     weighs_outputs = False
     max_compared_tokens = 1 << 12
@@ -156,10 +135,6 @@ class PTQMethod(ABC):
             statistics: of their input. None if they receive no hidden states. The
                 caller holds no reference to them, so a method may free them.
         """
-
-    def finalize_block(self, block: QuantizedBlock) -> dict[str, QuantizedTensor]:
-        """Better tensors for layers of a quantized block, by path."""
-        return {}
 
 
 def set_weights(block: nn.Module, weights: Weights) -> None:

@@ -169,10 +169,6 @@ class BlockCalibration:
         # Together the groups run the block about once.
         self.meter.forward(self.index, tokens // groups)
 
-    def invalidate_inputs(self) -> None:
-        """Drop all cached inputs, because weights of the block were replaced."""
-        self._cached.clear()
-
     def run_quantized(self) -> None:
         """Run the quantized stream to the end of the block."""
         for shard in range(len(self.tokens)):

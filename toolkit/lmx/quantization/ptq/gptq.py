@@ -12,8 +12,7 @@ import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
 from ...config.quantize import GPTQConfig
-from .base import PTQContext, PTQMethod, QuantizedBlock, QuantizedTensor
-from .block_reconstruction import BlockReconstruction
+from .base import PTQContext, PTQMethod, QuantizedTensor
 from .gptq_solver import LayerProblem, QuantizedLayer, solve_layers
 from .hessian import Hessian, damped
 from .input_statistics import InputStatistics, OutputError
@@ -51,13 +50,7 @@ class GPTQ(PTQMethod):
 
     def __init__(self, config: GPTQConfig, context: PTQContext):
         super().__init__(config, context)
-        self.reconstruction = (
-            BlockReconstruction(config.block_reconstruction, context)
-            if config.block_reconstruction
-            else None
-        )
         self.needs_cross_moments = config.asymmetric_calibration
-        self.needs_block_targets = self.reconstruction is not None
         self.weighs_outputs = config.output_hessian
         limits = LIMITS[config.effort]
         self.max_compared_tokens = limits.compared_tokens
@@ -71,13 +64,7 @@ class GPTQ(PTQMethod):
             Packed codes, scales and biases by name, and the dense weights that changed.
         """
         self.context.logger.info(f"effort: {self.config.effort}")
-        tensors = SequentialPipeline.from_method(self).run()
-        if self.reconstruction:
-            self.reconstruction.log_summary()
-        return tensors
-
-    def finalize_block(self, block: QuantizedBlock) -> dict[str, QuantizedTensor]:
-        return self.reconstruction.improve(block) if self.reconstruction else {}
+        return SequentialPipeline.from_method(self).run()
 
     def quantize_group(
         self, weights: dict[str, mx.array], statistics: InputStatistics | None

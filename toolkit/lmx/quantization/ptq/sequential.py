@@ -31,11 +31,10 @@ from ...cpu import malloc, on_cpu
 from ...models.blockwise import BlockwiseModel, cast
 from ...run.fs import atomic_folder
 from . import activation_cache
-from .activation_cache import FULL, QUANTIZED, ActivationShard
+from .activation_cache import FULL, QUANTIZED
 from .base import (
     BlockContext,
     PTQMethod,
-    QuantizedBlock,
     QuantizedTensor,
     Weights,
     set_weights,
@@ -102,9 +101,7 @@ class SequentialPipeline:
         self.tokens = [mx.array(shard.tokens) for shard in shards]
         self.counted = [mx.array(shard.counted) for shard in shards]
         self.num_compared = 0
-        if method.needs_block_targets:
-            self.num_compared = len(shards)
-        elif method.needs_cross_moments:
+        if method.needs_cross_moments:
             share = method.max_compared_tokens / windows.size
             self.num_compared = min(len(shards), ceil(share * len(shards)))
         self.folder = folder
@@ -250,11 +247,6 @@ class SequentialPipeline:
                         affine, self._statistics(index, group, calibration, called)
                     )
                 tensors |= self._assign(index, quantized)
-            block = self._quantized_block(index, tensors, before, after)
-            improved = self.method.finalize_block(block)
-            if improved:
-                tensors |= self._assign(index, improved)
-                calibration.invalidate_inputs()
             calibration.run_quantized()
             mx.save_safetensors(str(after / TENSORS), tensors)
         activation_cache.drop(before)
@@ -305,17 +297,6 @@ class SequentialPipeline:
 
     def _forward(self, index: int, tokens: mx.array, hidden: mx.array) -> mx.array:
         return self.blockwise.run_block(index, tokens[: len(hidden)], hidden)
-
-    def _quantized_block(
-        self, index: int, tensors: dict[str, mx.array], before: Path, after: Path
-    ) -> QuantizedBlock:
-        shards = [
-            ActivationShard(tokens, shard, before, after)
-            for shard, tokens in enumerate(self.tokens)
-        ]
-        run = partial(self.blockwise.run_block, index)
-        block = self.blockwise.blocks[index]
-        return QuantizedBlock(self._prefix(index), block, tensors, run, shards)
 
     def _prefix(self, index: int) -> str:
         return f"{self.blockwise.prefix}{index}."
