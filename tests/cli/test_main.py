@@ -5,6 +5,7 @@ import sys
 import time
 import types
 
+import lmx
 import pytest
 from lmx import pipeline
 from lmx.cli import main
@@ -113,7 +114,15 @@ def test_train_options(capsys):
     words = capsys.readouterr().out.partition("options:")[2].split()
     flags = {word for word in words if word.startswith("--")}
     expected = "--help --dry-run --restart --ignore-limits --list --quiet --debug"
-    assert flags == set(expected.replace(",", "").split())
+    assert flags == {*expected.split(), "--version"}
+
+
+@pytest.mark.parametrize("program", [main.train, main.main])
+def test_version(program, capsys):
+    with pytest.raises(SystemExit) as caught:
+        program(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"lmx {lmx.__version__}\n"
 
 
 @pytest.fixture
@@ -174,7 +183,7 @@ def test_help_does_not_import_the_schema():
         "from lmx.cli import main as cli\n"
         "try: cli.train(['--help'])\n"
         "except SystemExit: pass\n"
-        "assert not {'pydantic', 'mlx.core', 'yaml'} & set(sys.modules)"
+        "assert not {'pydantic', 'mlx.core', 'yaml', 'argcomplete'} & set(sys.modules)"
     )
     assert imported(code) == []
 

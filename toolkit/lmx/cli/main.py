@@ -1,12 +1,15 @@
 """Entry points of `lmx-train` and `lmx`. A verb imports only what it needs."""
 
 import argparse
+import os
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 
+from .. import __version__
 from ..errors import INTERRUPTED, Interrupted, UserError
 from ..run import terminal
 from .parser import HintingParser
@@ -21,6 +24,8 @@ exit codes: 0 done, 1 the run failed or missed a threshold, 2 recipe or usage,
 3 does not fit in memory or on disk, 130 interrupted and resumable"""
 VERBS = {
     "train": "run a recipe (same as lmx-train)",
+    "init": "write a recipe for your model and data",
+    "recipes": "list the included recipes, or copy one",
     "schema": "show the recipe schema: keys, types, defaults",
     "generate": "generate text with a model",
     "bench": "measure latency and throughput of a model",
@@ -29,13 +34,29 @@ VERBS = {
     "compare": "compare runs",
     "push": "upload a model to the Hugging Face Hub",
     "doctor": "show hardware, versions and measured speed",
+    "completion": "print the script for completion in bash, zsh or fish",
 }
+# Set by the completion scripts of argcomplete.
+COMPLETION = "_ARGCOMPLETE"
 # Modules of the verbs, where the name is another.
 MODULES = {"report": "runs", "compare": "runs", "push": "runs"}
 
 
 def train(argv: Sequence[str] | None = None) -> int:
     """`lmx-train RECIPE [key=value ...]`: run a recipe; returns the exit code."""
+    parser = train_parser()
+    if COMPLETION in os.environ:
+        from .completion import complete
+
+        complete(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    if not arguments.recipe and not arguments.list:
+        parser.error("give a recipe, or use --list")
+    return _guarded(lambda: _train(arguments), debug=arguments.debug)
+
+
+def train_parser() -> HintingParser:
+    """The arguments of `lmx-train`."""
     parser = HintingParser(
         prog="lmx-train",
         description="Run a recipe: train, quantize, draft, evaluate, export.",
@@ -55,10 +76,8 @@ def train(argv: Sequence[str] | None = None) -> int:
         "--debug": "show the traceback of an error",
     }.items():
         parser.add_argument(flag, action="store_true", help=meaning)
-    arguments = parser.parse_intermixed_args(argv)
-    if not arguments.recipe and not arguments.list:
-        parser.error("give a recipe, or use --list")
-    return _guarded(lambda: _train(arguments), debug=arguments.debug)
+    _add_version(parser)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,8 +94,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "verb", choices=VERBS, metavar="VERB", help="see below; each has its own --help"
     )
+    _add_version(parser)
+    if COMPLETION in os.environ:
+        from .completion import complete_verb
+
+        complete_verb(parser, {v: partial(verb_parser, v) for v in VERBS})
     verb = parser.parse_args(argv[:1]).verb
     return train(argv[1:]) if verb == "train" else _run_verb(verb, argv[1:])
+
+
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--version", action="version", version=f"lmx {__version__}")
+
+
+def verb_parser(verb: str) -> HintingParser:
+    """The arguments of `lmx VERB`."""
+    if verb == "train":
+        return train_parser()
+    parser = HintingParser(prog=f"lmx {verb}")
+    parser.set_defaults(command=add_arguments(verb, parser))
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    return parser
 
 
 def add_arguments(verb: str, parser: argparse.ArgumentParser) -> Callable[..., int]:
@@ -87,11 +125,8 @@ def add_arguments(verb: str, parser: argparse.ArgumentParser) -> Callable[..., i
 
 
 def _run_verb(verb: str, argv: Sequence[str]) -> int:
-    parser = HintingParser(prog=f"lmx {verb}")
-    command = add_arguments(verb, parser)
-    parser.add_argument("--debug", action="store_true", help="show tracebacks")
-    arguments = parser.parse_args(argv)
-    return _guarded(lambda: command(arguments), debug=arguments.debug)
+    arguments = verb_parser(verb).parse_args(argv)
+    return _guarded(lambda: arguments.command(arguments), debug=arguments.debug)
 
 
 def _train(arguments: argparse.Namespace) -> int:

@@ -7,13 +7,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
 from ..config.base import ConfigModel
+from ..config.json_schema import recipe_schema
 from ..config.messages import fields, nearest, sections
 from ..config.schema import Recipe, StageEntry
 from ..errors import UserError
@@ -30,6 +30,30 @@ A heading is the address of a block. With the name of a key it is an override:
 `stages.train.adapter`. In a recipe, every stage is an entry of the list `stages`, as in
 `- train:`. The default `absent` means that the key is not set. Any other key is an
 error; its message suggests the nearest key.
+
+## Write a recipe
+
+`lmx init` asks for your model, data, task and bits, and writes a commented recipe; the
+options `--model`, `--data`, `--task`, `--bits` and `--output` answer the questions.
+`lmx recipes` lists the included recipes, and `lmx recipes copy NAME` writes one beside
+you. Neither overwrites a file.
+
+```bash
+lmx init --model Qwen/Qwen3-0.6B --data data/skills/train.jsonl --output mine.yaml
+lmx recipes copy qat_4bit tiny.yaml
+```
+
+Editors with yaml-language-server (VS Code with the YAML extension, Neovim, Helix, Zed)
+then check the recipe while you type, complete keys and values, and show their meaning.
+The first line of these recipes tells them where the JSON Schema is:
+`# yaml-language-server: $schema=...`. `lmx schema --json` prints the schema, for
+another place. The schema knows keys, types and limits. `lmx-train RECIPE --dry-run`
+also checks files and rules of several keys.
+
+Shells complete verbs, options, included recipes and the keys of overrides. For bash,
+add `eval "$(lmx completion bash)"` to `~/.bashrc`. For zsh, add
+`eval "$(lmx completion zsh)"` to `~/.zshrc`, after `compinit`. For fish:
+`lmx completion fish > ~/.config/fish/completions/lmx.fish`.
 """
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
@@ -216,7 +240,7 @@ def schema(arguments: argparse.Namespace) -> int:
         UserError: no block or key has this name.
     """
     if arguments.json:
-        text = json.dumps(Recipe.model_json_schema(), indent=2) + "\n"
+        text = json.dumps(recipe_schema(), indent=2) + "\n"
     elif arguments.markdown:
         text = markdown()
     elif arguments.name:
@@ -298,16 +322,15 @@ def _escaped(text: str) -> str:
 
 def listing() -> str:
     """Bundled recipes with their first comment; stages, methods, formats, trackers."""
-    from ..config.bundled import bundled_recipes
+    from ..config.bundled import summaries
     from ..convert.exporters import FORMATS
     from ..quantization.ptq.methods import METHODS
     from ..run import wandb_tracker
 
     stages = {kind: info.description for kind, info in fields(StageEntry).items()}
-    recipes = {name: _first_comment(path) for name, path in bundled_recipes().items()}
     return "\n\n".join(
         [
-            _list("recipes", recipes),
+            _list("recipes", summaries()),
             _list("stages", stages),
             _list("quantization methods", _summaries(METHODS)),
             _list("export formats", _summaries(FORMATS)),
@@ -318,11 +341,6 @@ def listing() -> str:
 
 def _summaries(modules: dict) -> dict[str, str]:
     return {name: module.__doc__.splitlines()[0] for name, module in modules.items()}
-
-
-def _first_comment(path: Path) -> str:
-    lines = path.read_text("utf-8").splitlines()
-    return next((line.lstrip("# ") for line in lines if line.startswith("#")), "")
 
 
 def _list(title: str, items: dict[str, str]) -> str:

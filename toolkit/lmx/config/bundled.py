@@ -16,6 +16,19 @@ def bundled_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted((BUNDLED / "recipes").glob("*.yaml"))}
 
 
+def summaries() -> dict[str, str]:
+    """The first comment of every bundled recipe, by name."""
+    from .recipe_text import summary
+
+    recipes = bundled_recipes().items()
+    return {name: summary(path.read_text("utf-8")) for name, path in recipes}
+
+
+def schema_file() -> Path:
+    """The JSON Schema of a recipe, for editors; beside the bundled recipes."""
+    return BUNDLED / "recipes" / "recipe.schema.json"
+
+
 def locate(name: str) -> Path:
     """The file of a recipe, given by path or by the name of a bundled recipe.
 

@@ -11,16 +11,22 @@ def _as_list(value):
     return [value] if isinstance(value, str) else value
 
 
-DataSources = Annotated[list[str], BeforeValidator(_as_list)]
+DataSources = Annotated[
+    list[str], BeforeValidator(_as_list, json_schema_input_type=str | list[str])
+]
 
 
 class DataConfig(ConfigModel):
     """The datasets, and which tokens have a loss."""
 
-    train: DataSources = Field([])
+    train: DataSources = Field(
+        [], examples=["data/skills/train.jsonl", "builtin:stdlib", "owner/dataset"]
+    )
     """Training data: a file, folder, Hub id (owner/name or owner/name@revision) or
     builtin:<name>, or a list of them."""
-    valid: DataSources = Field([])
+    valid: DataSources = Field(
+        [], examples=["data/skills/valid.jsonl", ["valid.jsonl", "builtin:stdlib"]]
+    )
     """Validation data. Default: the split `valid` or `validation` of the training data,
     else examples split off from it."""
     max_seq_length: int = Field(512, ge=8)
@@ -28,7 +34,9 @@ class DataConfig(ConfigModel):
     loss_on: Literal["completions", "all"] = "completions"
     """Tokens with a loss. completions: assistant turns and completions; all: every
     token."""
-    columns: dict[str, str] = Field({})
+    columns: dict[str, str] = Field(
+        {}, examples=[{"prompt": "question", "completion": "answer"}]
+    )
     """Column names of your dataset, e.g. {prompt: question, completion: answer}."""
     streaming: bool = False
     """Stream a Hub dataset instead of downloading all of it."""

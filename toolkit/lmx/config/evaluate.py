@@ -37,7 +37,7 @@ class EvaluateConfig(ConfigModel):
     """Examples for which the report shows the output of every model."""
     latency_tokens: int = Field(64, ge=8)
     """Tokens to generate for the latency measurement."""
-    tasks: list[str] = Field([])
+    tasks: list[str] = Field([], examples=[["arc_easy", "gsm8k"]])
     """lm-evaluation-harness tasks: task names or .yaml files. Needs `pip install
     lmx-toolkit[eval]`."""
     task_limit: int | None = Field(None, ge=1)

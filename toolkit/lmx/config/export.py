@@ -17,11 +17,15 @@ class ExportConfig(ConfigModel):
     """mlx: model/, for mlx-lm, LM Studio and mlx-swift. hf: hf/, the dequantized
     weights for transformers. peft: peft/, the trained adapter. gguf: gguf/NAME.gguf for
     llama.cpp, from Llama and Qwen models."""
-    hub_repo_id: str | None = Field(None, pattern=HUB_REPO_ID)
+    hub_repo_id: str | None = Field(
+        None, pattern=HUB_REPO_ID, examples=["user/Qwen3-0.6B-4bit-qat"]
+    )
     """Also upload model/ to this Hugging Face Hub repository, user/name."""
     private: bool = True
     """Create the repository as private."""
-    license: str | None = Field(None, pattern=r"^[a-z0-9][a-z0-9.+-]*$")
+    license: str | None = Field(
+        None, pattern=r"^[a-z0-9][a-z0-9.+-]*$", examples=["apache-2.0"]
+    )
     """Hub id of the license, e.g. apache-2.0. Default: that of the base model."""
 
     @model_validator(mode="after")

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from ..errors import UserError
-from . import yaml_io
+from . import bundled, yaml_io
 from .errors import ConfigError, ConfigErrors, KeyPath
 from .messages import Problem, explain, path_of
 from .overrides import merge
@@ -48,20 +48,24 @@ class LoadedRecipe:
 
 
 def load_recipe(
-    path: str | Path, overrides: Sequence[str] = (), check: Check | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    check: Check | None = None,
+    text: str | None = None,
 ) -> LoadedRecipe:
     """Read a recipe, apply overrides and validate it. Reads no weights.
 
     Args:
         check: returns further problems of the raw recipe data, given a function that
             finds files; None = validate against the schema only.
+        text: the content of the file; None = read it.
 
     Raises:
         ConfigErrors: all errors of the file and the arguments.
         UserError: the file cannot be read.
     """
     path = Path(path)
-    text = _text(path)
+    text = _text(path) if text is None else text
     document = yaml_io.read(text)
     if not isinstance(document.data, dict):
         raise ConfigErrors(path, text, document.errors or [_not_a_block(document.data)])
@@ -83,9 +87,14 @@ def load_recipe(
 
 
 def find(relative: str, root: Path) -> Path | None:
-    """An existing path: absolute, from the working directory, or from `root`."""
-    path = os.path.expanduser(relative)  # unlike pathlib's, it never raises
-    candidates = (Path(path), root / path)
+    """An existing path: absolute, from the working directory, or from `root`.
+
+    Files in data/ that exist in neither folder are those that come with lmx.
+    """
+    path = Path(os.path.expanduser(relative))  # unlike pathlib's, it never raises
+    candidates = [path, root / path]
+    if path.parts[:1] == ("data",) and len(path.parts) > 1:
+        candidates.append(bundled.BUNDLED / path)
     return next((c for c in candidates if os.path.exists(c)), None)
 
 

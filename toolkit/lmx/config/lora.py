@@ -35,7 +35,9 @@ class LoRAConfig(ConfigModel):
     dropout: float = Field(0.0, ge=0, lt=1)
     """Dropout on the adapter input. Not with qat or qa_lora, which merge the adapter in
     every step."""
-    target_modules: TargetModules = "auto"
+    target_modules: TargetModules = Field(
+        "auto", examples=["auto", ["*_proj"], {"self_attn.*": 32, "mlp.*": 8}]
+    )
     """Layers to adapt: auto, a list of shell patterns, or a mapping of patterns to
     ranks (the first match counts). A pattern matches the layer's path within its block,
     or the full path outside the blocks. `auto`, also as a pattern: all linear and

@@ -153,18 +153,20 @@ def _home_hint(key: str, names: Iterable[str]) -> str | None:
     """The block that has `key`, unless this block has a key of nearly that name."""
     if difflib.get_close_matches(key, names, n=1):
         return None
-    homes = [home for home in addresses(Recipe) if home.rpartition(".")[2] == key]
+    homes = [home for home, _ in keys(Recipe) if home.rpartition(".")[2] == key]
     if not homes:
         return None
     return f"'{key}' belongs to {homes[0].rpartition('.')[0] or 'the top level'}"
 
 
-def addresses(section: type[ConfigModel], above: str = "") -> Iterable[str]:
+def keys(
+    section: type[ConfigModel], above: str = ""
+) -> Iterable[tuple[str, FieldInfo]]:
     """Dotted addresses of all keys of a section and the sections below it."""
     for key, info in fields(section).items():
-        yield f"{above}{key}"
+        yield f"{above}{key}", info
         for inner in sections(info.annotation):
-            yield from addresses(inner, f"{above}{key}.")
+            yield from keys(inner, f"{above}{key}.")
 
 
 def _missing(path: KeyPath, key: str, data: Any) -> Problem:

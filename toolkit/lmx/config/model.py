@@ -49,9 +49,9 @@ class ScratchModelConfig(ConfigModel):
 class ModelConfig(ConfigModel):
     """The base model: an existing checkpoint, or a model from scratch."""
 
-    path: str | None = None
+    path: str | None = Field(None, examples=["Qwen/Qwen3-0.6B", "model.gguf"])
     """A local folder, a Hub id or a GGUF file."""
-    revision: str | None = None
+    revision: str | None = Field(None, examples=["main"])
     """Branch, tag or commit of a Hub id."""
     trust_remote_code: bool = False
     """Run Python code from the checkpoint. Enable it only for code that you

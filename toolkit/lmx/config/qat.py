@@ -54,7 +54,9 @@ class QATConfig(QuantizationConfig):
     fake_quant_after_n_steps: int = Field(0, ge=0)
     """Steps in full precision before fake quantization of the trained layers begins.
     Layers that are not trained are quantized from the first step on."""
-    bit_schedule: list[BitScheduleStep] = Field([])
+    bit_schedule: list[BitScheduleStep] = Field(
+        [], examples=[[{"bits": 8, "steps": 50}, {"bits": 6, "steps": 50}]]
+    )
     """Phases with more bits before `bits`, e.g. `[{bits: 8, steps: 50}, {bits: 6,
     steps: 50}]`. They begin after fake_quant_after_n_steps, each with fewer bits than
     the one before. The export always has `bits`. Trained scales are initialized anew in

@@ -79,7 +79,9 @@ LayerOverride = Annotated[
 class QuantizationConfig(QuantSpec):
     """The default spec, overrides by layer, and the embedding and output head."""
 
-    overrides: dict[str, LayerOverride] = Field({})
+    overrides: dict[str, LayerOverride] = Field(
+        {}, examples=[{"*.down_proj": {"bits": 6}, "lm_head": "skip"}]
+    )
     """Other specs by layer pattern, e.g. `"*.down_proj": {bits: 4}`, or skip to leave a
     layer unquantized. A pattern matches the full path or the path within the block. The
     first match counts; it has priority over the model's own requests."""

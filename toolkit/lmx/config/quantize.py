@@ -8,12 +8,14 @@ from .base import ConfigModel
 from .quant_spec import Bits, QuantizationConfig
 
 DAMPENING_FRAC = 0.01
+# In a JSON Schema, of the methods that are not the default: see `QuantizeConfig`.
+METHOD_IS_REQUIRED: dict[str, Any] = {"required": ["method"]}
 
 
 class CalibrationConfig(ConfigModel):
     """The calibration data: tokens on which activations are captured."""
 
-    dataset: str | None = None
+    dataset: str | None = Field(None, examples=["builtin:stdlib"])
     """A file, folder, Hub id or builtin:<name>. Default: the recipe's training data, or
     builtin:stdlib if it has none."""
     num_tokens: int | None = Field(None, ge=1)
@@ -59,13 +61,16 @@ def _from_bool(value):
     return {True: {}, False: None}[value] if isinstance(value, bool) else value
 
 
-ScaleTuning = Annotated[ScaleTuningConfig | None, BeforeValidator(_from_bool)]
+ScaleTuning = Annotated[
+    ScaleTuningConfig | None,
+    BeforeValidator(_from_bool, json_schema_input_type=bool | ScaleTuningConfig | None),
+]
 
 
 class MixedPrecisionConfig(ConfigModel):
     """Bits and group size of every layer, chosen by measured loss for a target size."""
 
-    target_bpw: float | None = Field(None, gt=0)
+    target_bpw: float | None = Field(None, gt=0, examples=[3.5])
     """Target bits per weight: bytes of all tensors in the checkpoint times 8, divided
     by the weights of the model, as in report.json. Give target_bpw or target_bytes."""
     target_bytes: float | None = Field(None, gt=0)
@@ -129,7 +134,7 @@ class PTQConfig(QuantizationConfig):
         return ["mixed_precision"] if self.mixed_precision else []
 
 
-class AWQConfig(PTQConfig):
+class AWQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     """Activation-aware scaling and clipping, then RTN (AWQ, arXiv 2306.00978)."""
 
     method: Literal["awq"] = "awq"
@@ -174,7 +179,7 @@ EFFORTS: dict[str, dict[str, Any]] = {
 }
 
 
-class GPTQConfig(PTQConfig):
+class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     """Codes, scales and biases that minimize the output error of every layer on the
     calibration data (GPTQ, arXiv 2210.17323)."""
 

@@ -33,7 +33,9 @@ class WandbConfig(ConfigModel):
     """offline: log to disk only, for `wandb sync`. online: also send."""
 
 
-class StageEntry(ConfigModel):
+class StageEntry(
+    ConfigModel, json_schema_extra={"minProperties": 1, "maxProperties": 1}
+):
     """One stage: a mapping with exactly one key."""
 
     train: TrainConfig | None = None
@@ -81,13 +83,16 @@ def _from_path(value):
 class Recipe(ConfigModel):
     """A complete job: base model, data and stages."""
 
-    model: Annotated[ModelConfig, BeforeValidator(_from_path)]
+    model: Annotated[
+        ModelConfig,
+        BeforeValidator(_from_path, json_schema_input_type=str | ModelConfig),
+    ] = Field(examples=["Qwen/Qwen3-0.6B", "data/tiny-base", {"from_scratch": {}}])
     """Base model: a local folder, a Hub id, a GGUF file, or {from_scratch: {...}}."""
     data: DataConfig = DataConfig()
     """Training and validation data."""
     seed: int = Field(0, ge=0)
     """Random seed."""
-    output: str | None = None
+    output: str | None = Field(None, examples=["exports/try"])
     """Run directory. Default: exports/<recipe name>."""
     tracker: WandbConfig | None = None
     """Experiment tracker. Default: none."""

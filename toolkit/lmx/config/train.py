@@ -156,7 +156,7 @@ class TrainConfig(ConfigModel):
     """Stop after N validations without a lower loss. null = never."""
     logging_steps: int = Field(10, ge=1)
     """Steps between log lines."""
-    sample_prompts: list[str] = Field([])
+    sample_prompts: list[str] = Field([], examples=[["Sort: 31, 7, 12"]])
     """Prompts to complete at every validation. The completions are in samples.jsonl."""
 
     @model_validator(mode="after")

@@ -184,6 +184,20 @@ def write(data: Any) -> str:
     )
 
 
+def write_inline(data: Any) -> str:
+    """YAML text on one line, which may stand for a value inside other YAML."""
+    # In a list, text is quoted as YAML with brackets needs it.
+    inline = yaml.dump(
+        [data],
+        Dumper=_Dumper,
+        default_flow_style=True,
+        allow_unicode=True,
+        sort_keys=False,
+        width=float("inf"),
+    )
+    return inline.strip()[1:-1]
+
+
 def _scalar(kind: str, text: str) -> Any:
     match kind:
         case "null":

@@ -62,14 +62,19 @@ class RunPlan:
     recipe_hash: str
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
+def load(
+    path: str | Path, overrides: Sequence[str] = (), text: str | None = None
+) -> LoadedRecipe:
     """Read, override and check a recipe file, without reading any weight.
+
+    Args:
+        text: the content of the file; None = read it.
 
     Raises:
         ConfigErrors: all errors of the file and the overrides.
         UserError: the file cannot be read.
     """
-    return load_recipe(path, overrides, check=check_recipe)
+    return load_recipe(path, overrides, check=check_recipe, text=text)
 
 
 def plan(loaded: LoadedRecipe) -> RunPlan:

@@ -10,6 +10,7 @@ from pathlib import Path
 from .. import __version__, cpu
 from ..config import yaml_io
 from ..config.loader import LoadedRecipe
+from ..config.recipe_text import without_schema_line
 from ..data.splits import Splits
 from ..errors import Interrupted, UserError
 from ..run.distributed import ProcessGroup, join
@@ -145,7 +146,7 @@ def _open(
         plan.output,
         name=loaded.name,
         command=command,
-        recipe_text=loaded.text,
+        recipe_text=without_schema_line(loaded.text),
         resolved=loaded.resolved,
         recipe_hash=plan.recipe_hash,
         difference=difference,

@@ -1,0 +1,152 @@
+"""`lmx recipes` and `lmx init`: recipes of the user's own."""
+
+import io
+from itertools import product
+
+import pytest
+from lmx.cli import init, main
+from lmx.config import bundled
+from lmx.config.recipe_text import SCHEMA_LINE
+from lmx.config.yaml_io import read
+from lmx.pipeline.plan import load, plan
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_recipes_lists_every_recipe_with_its_title(capsys):
+    assert main.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [*bundled.bundled_recipes()]
+    assert any("4-bit quantization-aware LoRA" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", bundled.bundled_recipes())
+def test_copied_recipe_works_in_any_folder(name, elsewhere, capsys):
+    assert main.main(["recipes", "copy", name]) == 0
+    text = (elsewhere / f"{name}.yaml").read_text()
+    source = bundled.bundled_recipes()[name].read_text()
+    # Only the address of the schema differs.
+    assert text.splitlines()[1:] == source.splitlines()[1:]
+    assert text.startswith(f"{SCHEMA_LINE}file://")
+    loaded = load(f"{name}.yaml")
+    assert plan(loaded).stages
+    if loaded.recipe.model.path:
+        assert loaded.find("data/tiny-base") == bundled.BUNDLED / "data/tiny-base"
+
+
+def test_own_files_go_before_those_of_lmx(elsewhere):
+    main.main(["recipes", "copy", "lora"])
+    (elsewhere / "data/tiny-base").mkdir(parents=True)
+    (elsewhere / "data/tiny-base/config.json").write_text("{}")
+    found = load("lora.yaml").find("data/tiny-base")
+    assert found.resolve() == elsewhere / "data/tiny-base"
+    assert load("lora.yaml").find("recipes/lora.yaml") is None
+
+
+def test_copy_never_overwrites(elsewhere, capsys):
+    (elsewhere / "mine").mkdir()
+    assert main.main(["recipes", "copy", "lora", "mine"]) == 0
+    assert (elsewhere / "mine/lora.yaml").is_file()
+    (elsewhere / "a.yaml").write_text("mine")
+    assert main.main(["recipes", "copy", "lora", "a.yaml"]) == 2
+    assert "a.yaml: the file exists" in capsys.readouterr().err
+    assert (elsewhere / "a.yaml").read_text() == "mine"
+    with pytest.raises(SystemExit):
+        main.main(["recipes", "copy", "no_such"])
+    assert "qat_4bit" in capsys.readouterr().err
+
+
+def written(*arguments: str) -> dict:
+    assert main.main(["init", *arguments, "--output", "my.yaml"]) == 0
+    assert plan(load("my.yaml")).stages
+    return read(open("my.yaml").read()).data
+
+
+CASES = [
+    *product(["qat", "quantize"], init.BITS),
+    ("finetune", None),
+    ("draft", None),
+]
+
+
+@pytest.mark.parametrize(("task", "bits"), CASES)
+@pytest.mark.parametrize("model", ["owner/name", "data/tiny-base"])
+def test_init_writes_a_valid_recipe(task, bits, model, elsewhere):
+    options = ["--bits", str(bits)] if bits else []
+    data = written("--task", task, "--model", model, "--data", "owner/set", *options)
+    assert data["model"] == model
+    assert data["data"]["train"] == "owner/set"
+    assert "valid" not in data["data"]
+    text = (elsewhere / "my.yaml").read_text()
+    widths = {v for path, v in init._values(data) if path[-1] == "bits"}
+    assert widths == ({bits} if bits else set())
+    if bits:
+        title = text.splitlines()[1]
+        assert f"{bits}-bit" in title or f"{bits} bits" in title
+    assert text.count("#") > 3
+    values = {path[-1]: value for path, value in init._values(data)}
+    if model == "owner/name" and task != "quantize":
+        assert values["max_seq_length"] == 1024
+        assert "batch_size" not in values
+        assert values["learning_rate"] <= (1e-4 if task != "draft" else 1e-3)
+        assert "sample_prompts" not in values
+    elif task in ("qat", "finetune"):
+        assert values["batch_size"] == 64
+
+
+def test_init_without_options_of_bits_and_data(elsewhere):
+    data = written("--task", "quantize", "--model", "owner/name")
+    assert data["data"] == {"valid": "builtin:stdlib", "max_seq_length": 256}
+    assert data["stages"][0]["quantize"]["bits"] == 4
+    (elsewhere / "my.yaml").unlink()
+    included = ["--model", init.INCLUDED_MODEL, "--data", init.INCLUDED_DATA]
+    source = read(bundled.bundled_recipes()["qat_4bit"].read_text()).data
+    assert written(*included) == source
+
+
+REFUSED = {
+    ("--model", "a/b"): "--data is missing",
+    ("--data", "a/b"): "--model is missing",
+    ("--model", "a/b", "--data", "c/d", "--task", "draft", "--bits", "4"): "--bits",
+    ("--model", "./none", "--data", "c/d"): "no such file or folder: './none'",
+    ("--model", "a/b", "--data", "./x.jsonl"): "qat_4bit.yaml:",
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.items())
+def test_init_refuses_what_lmx_train_would_refuse(
+    arguments, message, elsewhere, capsys
+):
+    assert main.main(["init", *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(elsewhere.iterdir())
+
+
+def test_init_never_overwrites(elsewhere, capsys):
+    (elsewhere / "my.yaml").write_text("mine")
+    arguments = ["--model", "a/b", "--data", "c/d", "--output", "my.yaml"]
+    assert main.main(["init", *arguments]) == 2
+    assert (elsewhere / "my.yaml").read_text() == "mine"
+
+
+class TerminalInput(io.StringIO):
+    """Typed answers."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_init_asks_on_a_terminal(elsewhere, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", TerminalInput("quantise\nquantize\na/b\n3\n"))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert main.main(["init"]) == 0
+    data = read((elsewhere / "quantize_3bit.yaml").read_text()).data
+    assert (data["model"], data["stages"][0]["quantize"]["bits"]) == ("a/b", 3)
+    assert capsys.readouterr().out.count("task (") == 2
+    # The end of the input is an interruption.
+    monkeypatch.setattr("sys.stdin", TerminalInput("qat\n"))
+    assert main.main(["init"]) == 130
