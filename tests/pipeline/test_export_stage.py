@@ -1,9 +1,12 @@
 """The export stage publishes all formats or none, and refuses early."""
 
+import re
+
 import mlx.core as mx
 import pytest
 from lmx.convert.exporters import hf
 from lmx.convert.importers import load_model as load
+from lmx.pipeline.context import ModelArtifact
 from tiny_runs import EVALUATE, TRAIN, Run
 
 LORA = {"adapter": {"rank": 4}, "steps": 4, "learning_rate": 1e-2}
@@ -29,6 +32,46 @@ def test_every_export_format_is_the_same_model(published):
     assert (published.output / "model" / "README.md").is_file()
     for name in FORMATS:
         assert f"exported {name}:" in published.log
+
+
+def tried(log):
+    """The commands that the run suggests at its end."""
+    return re.findall("try it: (.*)", log)
+
+
+def test_run_ends_with_a_command_for_the_new_model(published, tmp_path, base):
+    before = len(published.log)
+    assert published() == 0
+    command = f'lmx generate {published.output}/model --prompt "..."'
+    # Also a run whose stages were all complete.
+    assert tried(published.log) == [command] * 2
+    assert tried(published.log[before:]) == [command]
+    lines = published.log.splitlines()
+    assert "done: " in lines[-2]
+    assert "try it: " in lines[-1]
+    only_hf = Run(tmp_path, {"export": {"formats": ["hf"]}}, model=base)
+    assert only_hf() == 0
+    [command] = tried(only_hf.log)
+    assert f" {only_hf.output}/hf " in command
+    assert str(base) not in command
+
+
+def test_result_of_a_run_is_its_newest_model(tmp_path):
+    base, out = tmp_path / "base", tmp_path / "out"
+    stage = out / "stages/1-train/dense"
+
+    def result(model, *published, **paths):
+        folders = tuple(out / name for name in published)
+        artifact = ModelArtifact(model, base, published=folders, **paths)
+        return artifact.result_in(out)
+
+    assert result(stage) == stage
+    assert result(out / "model", "hf", "model") == out / "model"
+    assert result(stage, "gguf", "hf") == out / "hf"
+    assert result(stage, "peft") == stage
+    assert result(base, "gguf") == out / "gguf"
+    # An evaluation leaves no new model.
+    assert result(base) is None
 
 
 def test_exports_are_hashed_in_the_manifest(published):

@@ -59,6 +59,14 @@ class ModelArtifact:
         folders = {*folders, *self.published} - {None}
         return sorted(path for path in folders if path.is_relative_to(output))
 
+    def result_in(self, output: Path) -> Path | None:
+        """The newest model of the run that `lmx generate` loads; None if all models
+        are from elsewhere."""
+        exported = {path.name: path for path in self.published}
+        folders = [exported.get(name) for name in ("model", "hf", "gguf")]
+        new = [path for path in (*folders, self.model) if path]
+        return next((path for path in new if path.is_relative_to(output)), None)
+
     def to_json(self, output: Path) -> dict:
         """A record for the manifest; paths in the run directory are relative to it."""
 

@@ -80,7 +80,6 @@ class ExportStage(Stage):
         for name, target in targets.items():
             context.logger.info(f"exported {name}: {target}")
         model = targets.get("mlx", current.model)
-        context.logger.info(f'try it: lmx generate {model} --prompt "..."')
         if name := config.hub_repo_id:
             hub.push(model, name, private=config.private, info=context.logger.info)
         return replace(current, model=model, published=tuple(targets.values()))

@@ -1,6 +1,7 @@
 """Run a plan: every stage in its own folder, completed stages skipped, resumable."""
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -67,7 +68,7 @@ def run(
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
             with sigterm_interrupts(), tracking, ranks.connection_errors():
-                _run_stages(loaded, plan, run_dir, logger, ranks)
+                last = _run_stages(loaded, plan, run_dir, logger, ranks)
         except (Interrupted, KeyboardInterrupt):
             logger.warning(f"interrupted; to resume: {command}")
             run_dir.set_status("interrupted")
@@ -78,7 +79,20 @@ def run(
             raise
         run_dir.set_status("done")
         logger.info(f"done: {run_dir.path / REPORT}")
+        if command := _generate_command(last, run_dir.path):
+            logger.info(f"try it: {command}")
     return 0
+
+
+def _generate_command(last: ModelArtifact, output: Path) -> str | None:
+    """The command that generates with the run's new model; None if it made none."""
+    model = last.result_in(output)
+    if model is None and last.draft is None:
+        return None
+    words = ["lmx", "generate", str(model or last.model)]
+    if last.draft:
+        words += ["--draft-model", str(last.draft)]
+    return f'{shlex.join(words)} --prompt "..."'
 
 
 @contextmanager
@@ -160,7 +174,8 @@ def _run_stages(
     run_dir: RunDir | NullRunDir,
     logger: RunLogger,
     ranks: ProcessGroup,
-) -> None:
+) -> ModelArtifact:
+    """Run the stages in order; returns the artifact of the last one."""
     context = _context(loaded, run_dir, logger, ranks)
     names = [planned.name for planned in plan.stages]
     for position, planned in enumerate(plan.stages):
@@ -179,6 +194,7 @@ def _run_stages(
             with logger.heartbeat():
                 record = _run_stage(planned.stage, context, run_dir)
         context = replace(context, current=_local_artifact(record, context))
+    return context.current
 
 
 def _run_stage(
