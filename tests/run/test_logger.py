@@ -119,13 +119,14 @@ def test_logger_reports_disk_errors(tmp_path):
 def test_progress_without_terminal_is_plain_lines(logger, capsys, monkeypatch):
     clock = set_clock(monkeypatch)
     with logger.progress(40, "training") as bar:
+        clock[0] += 10
         bar.update(10, loss=2.51234, learning_rate=2e-4)
         clock[0] += 10
         bar.update(20, loss=2.0)
         clock[0] += 20
         bar.update(40, loss=1.5)
     assert capsys.readouterr().out.splitlines() == [
-        "training 10/40  loss 2.512  learning rate 0.0002",
+        "training 10/40  loss 2.512  learning rate 0.0002  about 30 s left",
         "training 20/40  loss 2  about 20 s left",
         "training 40/40  loss 1.5",
     ]
@@ -229,13 +230,62 @@ def test_table_is_aligned(logger, capsys):
     assert lines[2] in logged(logger)
 
 
-def test_progress_fits_a_narrow_terminal(logger, monkeypatch):
-    terminal = open_terminal(monkeypatch, columns=80)
-    metrics = {"loss": 2.5, "learning_rate": 2e-4, "gradient_norm": 0.3}
+METRICS = {
+    "loss": 2.51234,
+    "learning_rate": 1.2345e-4,
+    "tokens_per_second": 1234.5,
+    "peak_memory_gb": 0.4321,
+    "gradient_norm": 1.234,
+}
+
+
+def screen_lines(terminal):
+    """Every state of the last line of a terminal."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
+    return [line for line in re.split(r"[\r\n]", text) if line]
+
+
+@pytest.mark.parametrize(
+    ("columns", "pattern"),
+    [
+        (20, "training 1238/4000"),
+        (40, r"training 1238/4000 23 min left loss 2\.5.*|training.*left"),
+        (
+            80,
+            "training 1238/4000 [━╸╺ ]+ 23 min left loss 2.512 lr 0.00012 "
+            "1,234 tok/s 0.4 GB",
+        ),
+        (
+            120,
+            "training 1238/4000 [━╸╺ ]{20,} 23 min left loss 2.512 lr 0.00012 "
+            "1,234 tok/s 0.4 GB gradient norm 1.234",
+        ),
+    ],
+)
+def test_progress_fits_the_terminal(logger, monkeypatch, columns, pattern):
+    terminal = open_terminal(monkeypatch, columns=columns)
+    clock = set_clock(monkeypatch)
     with logger.progress(4000, "training") as bar:
-        bar.update(10, **metrics, tokens_per_second=1234.5, peak_memory_gb=0.4)
-    screen = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
-    assert re.search(r"training \S+ +10/4000 -?[-:0-9]+ loss 2\.5", screen)
+        bar.skip(1230)
+        clock[0] += 4
+        bar.update(1238, **METRICS)
+    lines = screen_lines(terminal)
+    assert max(map(len, lines)) <= columns
+    assert re.fullmatch(pattern, lines[-1]), lines[-1]
+
+
+def test_progress_of_a_resumed_run_says_nothing_of_the_earlier_one(logger, monkeypatch):
+    """The time left is that of the steps since the resume."""
+    terminal = open_terminal(monkeypatch, columns=80)
+    clock = set_clock(monkeypatch)
+    with logger.progress(100, "training") as bar:
+        clock[0] += 1000
+        bar.skip(60)
+        assert bar.line() == "training 60/100"
+        clock[0] += 10
+        bar.advance()
+        assert bar.line() == "training 61/100  about 6 min left"
+    assert "training 61/100" in screen_lines(terminal)[-1]
 
 
 def test_table_on_terminal_uses_rich(logger, monkeypatch):

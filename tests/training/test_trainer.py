@@ -13,6 +13,7 @@ from lmx.data.batching import BucketBatchSampler
 from lmx.errors import Interrupted, UserError
 from lmx.run.fs import remove_partial_files
 from lmx.run.logger import RunLogger
+from lmx.run.progress import ProgressBar
 from lmx.training import checkpoint
 from lmx.training.step import TrainStep
 from lmx.training.trainer import Trainer, TrainerConfig
@@ -122,6 +123,33 @@ def test_trainer_logs_loss_per_token(tmp_path):
     loss, tokens = trainer.step.evaluate([batches(0), batches(1)])
     [record] = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert record["loss"] == pytest.approx(loss / tokens, rel=1e-6)
+
+
+def test_progress_moves_at_every_step_and_starts_at_the_resumed_one(
+    tmp_path, monkeypatch
+):
+    seen = []
+    for method in ("skip", "advance"):
+        real = getattr(ProgressBar, method)
+
+        def noting(bar, amount=1, real=real):
+            real(bar, amount)
+            seen.append(bar.line().split("  ")[0])
+
+        monkeypatch.setattr(ProgressBar, method, noting)
+    rates = itertools.count()
+
+    def stops_in_step_7(step):
+        if next(rates) == 6:
+            raise Killed
+        return 1e-2
+
+    with pytest.raises(Killed):
+        make_trainer(tmp_path, learning_rate=stops_in_step_7, logging_steps=9).train()
+    assert list(dict.fromkeys(seen)) == [f"training {n}/9" for n in range(7)]
+    seen.clear()
+    make_trainer(tmp_path, logging_steps=9).train()
+    assert list(dict.fromkeys(seen)) == [f"training {n}/9" for n in range(6, 10)]
 
 
 def test_gradient_accumulation_counts_one_step(tmp_path):

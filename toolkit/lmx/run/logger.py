@@ -35,7 +35,7 @@ class RunLogger:
         self.quiet = quiet
         self.stage = ""
         self.tracker: TrackerThread | None = None
-        # What a terminal shows: `rich.progress.Progress`, or nothing.
+        # What a terminal shows: `rich.live.Live`, or nothing.
         self.bar = None
         self._running: list[ProgressBar] = []
         self._stage_start = self._last_line = time.monotonic()
@@ -99,28 +99,16 @@ class RunLogger:
         finally:
             progress.close()
 
-    def open_bar(self, description: str, total: float, *, percent: bool):
-        """Show a bar on the terminal; returns its task in `bar`."""
-        from rich import progress as rich
-        from rich.table import Column
+    def open_bar(self, progress: ProgressBar) -> None:
+        """Show a progress on the last line of the terminal until `bar.stop()`."""
+        from rich.console import Console
+        from rich.live import Live
 
-        # On a narrow terminal the values are truncated.
-        self.bar = rich.Progress(
-            rich.TextColumn("{task.description}"),
-            rich.BarColumn(bar_width=20),
-            rich.TaskProgressColumn() if percent else rich.MofNCompleteColumn(),
-            rich.TimeRemainingColumn(),
-            rich.TextColumn(
-                "{task.fields[values]}",
-                table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis"),
-            ),
-            expand=True,
-            # In slow trainings, updates are minutes apart.
-            speed_estimate_period=600,
+        console = Console()
+        self.bar = Live(
+            console=console, get_renderable=lambda: _drawn(progress, console.width)
         )
-        task = self.bar.add_task(description, total=total, values="")
         self.bar.start()
-        return task
 
     def close_progress(self, progress: ProgressBar) -> None:
         """Forget a progress that has ended."""
@@ -209,6 +197,23 @@ class RunLogger:
         with console.capture() as capture:
             console.print(table)
         terminal.write(sys.stdout, capture.get())
+
+
+def _drawn(progress: ProgressBar, width: int):
+    """A progress as one line of a terminal with `width` columns."""
+    from rich.progress_bar import ProgressBar as Bar
+    from rich.table import Table
+    from rich.text import Text
+
+    before, share, bar, after = progress.on_screen(width)
+    line = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
+    cells = [Text(before, no_wrap=True)]
+    if bar:
+        cells.append(Bar(total=1, completed=share, width=bar))
+    if after:
+        cells.append(Text(after, no_wrap=True))
+    line.add_row(*cells)
+    return line
 
 
 def _finite(value):

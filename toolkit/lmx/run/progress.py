@@ -7,6 +7,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
+# Short names of values, for a bar on a terminal.
+ON_BAR = {
+    "learning_rate": "lr {:.2g}",
+    "tokens_per_second": "{:,.0f} tok/s",
+    "peak_memory_gb": "{:.1f} GB",
+}
+MIN_BAR, MAX_BAR = 5, 20
 
 
 class ProgressOutput(Protocol):
@@ -19,7 +26,7 @@ class ProgressOutput(Protocol):
 
     def debug(self, text: str) -> None: ...
 
-    def open_bar(self, description: str, total: float, *, percent: bool) -> Any: ...
+    def open_bar(self, progress: "ProgressBar") -> None: ...
 
     def close_progress(self, progress: "ProgressBar") -> None: ...
 
@@ -49,26 +56,32 @@ class ProgressBar:
         self._percent = percent
         self._done: float = 0
         self._text = ""
-        self._created = time.monotonic()
+        # The text in parts, each short enough for a terminal.
+        self._parts: list[str] = []
         # Time and amount that the time left is extrapolated from.
-        self._started: tuple[float, float] | None = None
-        self._task = None
+        self._start: tuple[float, float] = (time.monotonic(), 0)
         # A terminal shows one bar at a time; nested operations log lines.
-        if sys.stdout.isatty() and not logger.quiet and logger.bar is None:
-            self._task = logger.open_bar(description, total, percent=percent)
+        self.is_on_screen = (
+            sys.stdout.isatty() and not logger.quiet and logger.bar is None
+        )
+        if self.is_on_screen:
+            logger.open_bar(self)
 
     def update(self, done: float, **values: float) -> None:
         """Log the progress, with values such as loss=2.5."""
         self._done = done
-        self._text = "  ".join(
-            f"{name.replace('_', ' ')} {format_number(value)}"
+        long = {
+            name: f"{name.replace('_', ' ')} {format_number(value)}"
             for name, value in values.items()
-        )
-        if self._task is None:
-            self._logger.info(self.line())
+        }
+        self._text = "  ".join(long.values())
+        self._parts = [
+            ON_BAR.get(name, long[name]).format(value) for name, value in values.items()
+        ]
+        if self.is_on_screen:
+            self._logger.debug(self.line())
         else:
-            self._logger.debug(f"{self._description} {self._amount()}  {self._text}")
-            self._draw()
+            self._logger.info(self.line())
 
     def advance(self, amount: float = 1, note: str | None = None) -> None:
         """Count finished work.
@@ -76,17 +89,14 @@ class ProgressBar:
         Args:
             note: what comes next. None = as before.
         """
-        if self._started is None:
-            self._started = (self._created, 0)
         self._done = min(self._total, self._done + amount)
-        self._text = self._text if note is None else note
-        if self._task is not None:
-            self._draw()
+        if note is not None:
+            self._text, self._parts = note, [note]
 
     def skip(self, amount: float) -> None:
-        """Count work that was done before, which says nothing about the time left."""
+        """Count work that says nothing about the time left, e.g. of an earlier run."""
         self.advance(amount)
-        self._started = (time.monotonic(), self._done)
+        self._start = (time.monotonic(), self._done)
 
     def track(self, items: Iterable[T], note: str | None = None) -> Iterator[T]:
         """The items; each is counted when the next one is asked for."""
@@ -100,36 +110,48 @@ class ProgressBar:
         parts = (f"{self._description} {self._amount()}", self._text, self._remaining())
         return "  ".join(filter(None, parts))
 
+    def on_screen(self, width: int) -> tuple[str, float, int, str]:
+        """The progress for a terminal line of `width` characters.
+
+        The time left comes first, then the values in their order, then a bar: what does
+        not fit is left out.
+
+        Returns:
+            Text before the bar, the share that is done, characters of the bar (0 = no
+            bar), and text after it.
+        """
+        start = f"{self._description} {self._amount()}"[:width]
+        after: list[str] = []
+        room = width - len(start)
+        remaining = self._remaining().removeprefix("about ")
+        for part in filter(None, (remaining, *self._parts)):
+            if len(part) + 1 > room:
+                break
+            after.append(part)
+            room -= len(part) + 1
+        bar = min(MAX_BAR, room - 1)
+        share = self._done / self._total if self._total else 1.0
+        return start, share, bar if bar >= MIN_BAR else 0, " ".join(after)
+
     def close(self) -> None:
-        """Remove the bar from the screen."""
+        """Stop the bar; a terminal keeps its last state."""
         self._logger.close_progress(self)
-        if self._task is not None:
+        if self.is_on_screen:
             self._logger.bar.stop()
             self._logger.bar = None
-
-    @property
-    def is_on_screen(self) -> bool:
-        """Whether a terminal shows it."""
-        return self._task is not None
 
     def _amount(self) -> str:
         if self._percent:
             return f"{self._done / max(self._total, 1):.0%}"
         return f"{self._done}/{self._total}"
 
-    def _draw(self) -> None:
-        self._logger.bar.update(self._task, completed=self._done, values=self._text)
-
     def _remaining(self) -> str:
-        now = time.monotonic()
-        if self._started is None:
-            self._started = (now, self._done)
-            return ""
-        start, first = self._started
+        start, first = self._start
         if self._done <= first:
             return ""
-        remaining = (now - start) / (self._done - first) * (self._total - self._done)
-        return f"about {format_duration(remaining)} left" if remaining else ""
+        seconds_each = (time.monotonic() - start) / (self._done - first)
+        remaining = seconds_each * (self._total - self._done)
+        return f"about {format_duration(remaining)} left" if remaining > 0 else ""
 
 
 def format_number(value: float) -> str:

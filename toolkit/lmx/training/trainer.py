@@ -102,6 +102,7 @@ class Trainer:
         self.progress = TrainingProgress()
         self.selected_step = 0
         self._running: _RunningStep | None = None
+        self._has_finished_step = False
         # Whether any rank was asked to stop before the last finished step.
         self._any_rank_stops = False
         self._last_time = 0.0
@@ -128,6 +129,7 @@ class Trainer:
             self.ranks.connection_errors(),
             exit_if_stuck(SHUTDOWN_SECONDS) if self.ranks.size > 1 else nullcontext(),
         ):
+            bar.skip(self.progress.step)
             self._last_time = time.perf_counter()
             for step in range(self.progress.step, config.steps):
                 if self._is_out_of_patience():
@@ -166,6 +168,10 @@ class Trainer:
                     self._raise_not_finite(running)
         now = time.perf_counter()
         progress = self.progress
+        # The first step says nothing about the time left: it compiles kernels.
+        count = bar.advance if self._has_finished_step else bar.skip
+        count(1)
+        self._has_finished_step = True
         progress.step = running.number + 1
         progress.loss_since += loss_sum
         progress.tokens_since += int(tokens)
@@ -280,9 +286,9 @@ class Trainer:
         metrics = {
             "loss": progress.loss_since / progress.tokens_since,
             "learning_rate": learning_rate,
-            "gradient_norm": norm,
             "tokens_per_second": self._rate_tokens / self._rate_seconds,
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
+            "gradient_norm": norm,
         }
         self._count_tokens()
         bar.update(progress.step, **metrics)
