@@ -74,6 +74,20 @@ def test_result_of_a_run_is_its_newest_model(tmp_path):
     assert result(base) is None
 
 
+def test_exported_weights_are_links_to_those_of_the_stage(published, base):
+    name = "model.safetensors"
+    stage = published.output / "stages/1-train/dense"
+    exported = published.output / "model" / name
+    assert exported.samefile(stage / name)
+    assert not (exported.parent / "config.json").samefile(stage / "config.json")
+    # Not with the model of the recipe, whose files are the user's.
+    for folder in (published.output / "model", published.output / "hf"):
+        for file in folder.iterdir():
+            assert not (base / file.name).exists() or not file.samefile(
+                base / file.name
+            )
+
+
 def test_exports_are_hashed_in_the_manifest(published):
     artifacts = published.json("manifest.json")["stages"]["2-export"]["artifacts"]
     assert {"model", "hf", "peft", "gguf"} <= artifacts.keys()

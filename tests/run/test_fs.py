@@ -137,6 +137,70 @@ def test_atomic_folder_keeps_the_old_folder_on_errors(tmp_path):
     assert names(tmp_path) == ["model"]
 
 
+LARGE = b"x" * fs.MIN_LINKED_BYTES
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run directory with a stage's model of a large and a small file."""
+    run_dir = tmp_path / "run"
+    stage = run_dir / "stages" / "1-train" / "model"
+    stage.mkdir(parents=True)
+    (run_dir / fs.MANIFEST).write_text("{}")
+    (run_dir / fs.LOCK).write_text("")
+    (stage / "large").write_bytes(LARGE)
+    (stage / "small").write_bytes(b"{}")
+    return run_dir
+
+
+def inodes(folder):
+    return {path.name: path.stat().st_ino for path in folder.iterdir()}
+
+
+def test_large_files_of_one_run_directory_are_links(run_dir, tmp_path):
+    stage, target = run_dir / "stages/1-train/model", run_dir / "model"
+    with fs.atomic_folder(target) as partial:
+        fs.copy_folder(stage, partial)
+    assert inodes(target)["large"] == inodes(stage)["large"]
+    # An editor may write to it in place.
+    assert inodes(target)["small"] != inodes(stage)["small"]
+    assert fs.hash_folder(target) == fs.hash_folder(stage)
+    # The user's own models are elsewhere.
+    (tmp_path / "other").mkdir()
+    fs.copy_folder(stage, tmp_path / "other")
+    fs.copy_file(tmp_path / "other" / "large", stage / "foreign")
+    assert (tmp_path / "other" / "large").stat().st_nlink == 1
+    assert (stage / "foreign").stat().st_nlink == 1
+
+
+def test_change_of_a_link_keeps_the_other_file(run_dir):
+    stage, target = run_dir / "stages/1-train/model", run_dir / "model"
+    target.mkdir()
+    changes = (
+        lambda path: fs.write_atomic(path, b"other"),
+        lambda path: fs.copy_file(stage / "small", path),
+        lambda path: fs.remove_folder(path.parent),
+    )
+    for change in changes:
+        fs.copy_file(stage / "large", target / "large")
+        assert (stage / "large").stat().st_nlink == 2
+        change(target / "large")
+        assert (stage / "large").read_bytes() == LARGE
+        assert (stage / "large").stat().st_nlink == 1
+
+
+def test_files_are_copied_where_links_are_impossible(run_dir, monkeypatch):
+    stage = run_dir / "stages/1-train/model"
+
+    def refuse(*_):
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(fs.os, "link", refuse)
+    fs.copy_file(stage / "large", run_dir / "large")
+    assert (run_dir / "large").read_bytes() == LARGE
+    assert (stage / "large").stat().st_nlink == 1
+
+
 def test_remove_partial_files_after_killed_writers(tmp_path):
     program = """
 import os, sys

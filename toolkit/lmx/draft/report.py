@@ -9,6 +9,7 @@ from .. import __version__
 from ..errors import UserError
 from ..models.checkpoint import config_int
 from ..models.loader import build_model, make_cache
+from ..run.fs import write_atomic
 from .benchmark import DRAFT, DecoderStats, DecodingStats, DraftBenchmarkResult
 from .cost_model import SpeculationCosts
 
@@ -196,7 +197,7 @@ def write_report(
         training: the training record for draft.json.
     """
     record = report.to_json() | {"training": training, "lmx": __version__}
-    (folder / "draft.json").write_text(json.dumps(record, indent=2) + "\n")
+    write_atomic(folder / "draft.json", json.dumps(record, indent=2) + "\n")
     columns, rows = report.table()
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
     card = CARD.format(
@@ -208,7 +209,7 @@ def write_report(
         table="\n".join(f"| {' | '.join(line)} |" for line in lines),
         num_draft_tokens=report.num_draft_tokens,
     )
-    (folder / "README.md").write_text(card)
+    write_atomic(folder / "README.md", card)
 
 
 def _speedup(stats: DecodingStats) -> str:

@@ -2,12 +2,12 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 
 import mlx.core as mx
 
 from ..config.quant_spec import QuantSpec
+from ..run.fs import copy_file
 from .checkpoint import INDEX_FILE
 from .safetensors_io import write_safetensors
 
@@ -107,7 +107,7 @@ def _copy_companions(source: Path, folder: Path, *, with_code: bool) -> None:
     with_code |= tokenizer.is_file() and b'"auto_map"' in tokenizer.read_bytes()
     for pattern in (*COMPANIONS, *(["*.py"] if with_code else [])):
         for file in filter(Path.is_file, source.glob(pattern)):
-            shutil.copyfile(file, folder / file.name)
+            copy_file(file, folder / file.name)
 
 
 def _write_weights(

@@ -2,7 +2,6 @@
 
 import json
 import platform
-import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from ..draft.report import DraftReport, require_servable
 from ..errors import FAILED, UserError
 from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
-from ..run.fs import atomic_folder, write_atomic
+from ..run.fs import atomic_folder, copy_folder, write_atomic
 from .context import DRAFT_FOLDER, ModelArtifact
 from .draft_setup import DraftData
 
@@ -153,7 +152,7 @@ class DraftEvaluation:
     def _publish(self, source: Path, result: DraftReport, facts: dict) -> Path:
         target = self.context.output / DRAFT_FOLDER
         with atomic_folder(target) as partial:
-            shutil.copytree(source, partial, dirs_exist_ok=True)
+            copy_folder(source, partial)
             report.write_report(partial, result, name=self.context.name, training=facts)
         self.context.logger.info(f"draft: {target}")
         return target

@@ -27,6 +27,10 @@ _REASONS = {
 }
 HINT = "free some space, or use another folder with output=..."
 PARTIAL = ".partial"
+# Files of every run directory. Its owner locks the second one.
+MANIFEST, LOCK = "manifest.json", ".lock"
+# Smaller files are copied: people edit some of them in place, such as config.json.
+MIN_LINKED_BYTES = 1 << 16
 
 
 @contextmanager
@@ -92,6 +96,33 @@ def atomic_folder(path: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
         _sync(path.parent)
+
+
+def copy_folder(source: Path, target: Path) -> None:
+    """Copy a folder's content into an existing folder, with links as `copy_file`."""
+    shutil.copytree(source, target, copy_function=copy_file, dirs_exist_ok=True)
+
+
+def copy_file(source: Path | str, target: Path | str) -> None:
+    """Copy a file. Large files of one run directory become hard links.
+
+    Such files share their bytes, so that nothing may write to them in place: see
+    `write_atomic` and `atomic_folder`, which replace.
+    """
+    source, target = Path(source), Path(target)
+    target.unlink(missing_ok=True)
+    run_dir = next(filter(_is_run_dir, target.parents), None)
+    is_inside = run_dir and source.resolve().is_relative_to(run_dir.resolve())
+    if is_inside and source.stat().st_size >= MIN_LINKED_BYTES:
+        # Not all disks have hard links.
+        with suppress(OSError):
+            os.link(source.resolve(), target)
+            return
+    shutil.copyfile(source, target)
+
+
+def _is_run_dir(path: Path) -> bool:
+    return all((path / name).is_file() for name in (MANIFEST, LOCK))
 
 
 def remove_folder(path: Path) -> None:

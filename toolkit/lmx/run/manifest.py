@@ -8,9 +8,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from ..errors import UserError
-from .fs import stage_metrics
+from .fs import MANIFEST, stage_metrics
 
-NAME = "manifest.json"
 PACKAGES = ("lmx-toolkit", "mlx", "mlx-lm", "numpy")
 
 
@@ -20,7 +19,7 @@ def read(path: Path) -> dict | None:
     Raises:
         UserError: the file is damaged.
     """
-    file = path / NAME
+    file = path / MANIFEST
     if not file.exists():
         return None
     try:

@@ -11,6 +11,8 @@ from pathlib import Path
 from ..errors import UserError
 from . import manifest
 from .fs import (
+    LOCK,
+    MANIFEST,
     disk_errors,
     hash_file,
     hash_folder,
@@ -149,11 +151,11 @@ class RunDir:
 
     def _save(self) -> None:
         text = json.dumps(self._manifest, indent=2) + "\n"
-        write_atomic(self.path / manifest.NAME, text)
+        write_atomic(self.path / MANIFEST, text)
 
 
 def _lock(path: Path) -> int:
-    handle = os.open(path / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
+    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -174,7 +176,7 @@ def _refuse_foreign(path: Path) -> None:
     names = (p.name for p in path.iterdir() if not p.name.startswith("."))
     unknown = sorted(set(names) - {RECIPE, RESOLVED})
     if unknown:
-        (path / ".lock").unlink()
+        (path / LOCK).unlink()
         raise UserError(
             f"not a run directory of lmx: it has {', '.join(unknown[:3])}",
             place=str(path),

@@ -1,10 +1,9 @@
 """mlx-lm's checkpoint format, which mlx-lm, LM Studio and mlx-swift load."""
 
-import shutil
 from pathlib import Path
 
 from ...errors import FAILED, UserError
-from ...run.fs import hash_folder
+from ...run.fs import copy_folder, hash_folder
 from .base import ExportContext
 
 FOLDER = "model"
@@ -16,7 +15,7 @@ def export(folder: Path, context: ExportContext) -> None:
     Raises:
         UserError: the copy differs.
     """
-    shutil.copytree(context.model, folder, dirs_exist_ok=True)
+    copy_folder(context.model, folder)
     if hash_folder(folder) != hash_folder(context.model):
         raise UserError(
             "the copy differs from the evaluated checkpoint; check the disk",

@@ -5,6 +5,7 @@ from pathlib import Path
 import yaml
 
 from ... import __version__
+from ...run.fs import write_atomic
 
 TEMPLATE = """\
 ---
@@ -95,4 +96,4 @@ def write_card(
         questions=sum(count for _, count in by_skill.values()),
         recipe=recipe.strip(),
     )
-    (folder / "README.md").write_text(text)
+    write_atomic(folder / "README.md", text)
