@@ -98,14 +98,65 @@ def test_schema_prints_block_key_and_overview(capsys):
     assert "alpha" not in rank
     # A key of several blocks is shown in each.
     assert printed(capsys, "batch_tokens").count("batch_tokens:") == 3
-    everything = printed(capsys)
-    assert "  stages.train.adapter " in everything
-    assert "  stages.quantize, method: gptq " in everything
 
 
-def test_unknown_name_hints_at_the_nearest(capsys):
-    assert main.main(["schema", "learning_rte"]) == 2
-    assert "did you mean 'learning_rate'?" in capsys.readouterr().err
+def listed(capsys) -> dict[str, list[str]]:
+    """The blocks that `lmx schema` lists, and the names of their keys."""
+    lines = printed(capsys).split("keys:\n", 1)[1].splitlines()
+    found: dict[str, list[str]] = {}
+    title = ""
+    for line in filter(None, lines):
+        assert len(line) <= schema.WIDTH
+        if line.startswith("    "):
+            found[title] += filter(None, line.strip().split(", "))
+        else:
+            title = line
+            found[title] = []
+    return found
+
+
+def test_schema_shows_everything_that_it_lists(capsys):
+    found = listed(capsys)
+    assert list(found) == [block.title for block in blocks()]
+    assert "learning_rate" in found["stages.train"]
+    assert "dampening_frac" in found["stages.quantize, method: gptq"]
+    for title, keys in found.items():
+        assert printed(capsys, title).startswith(title)
+        for key in keys:
+            key = key.strip(",")
+            if not key.startswith("The keys of "):
+                assert f"  {key}: " in printed(capsys, title)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("gptq", "stages.quantize, method: gptq\n"),
+        ("method", "stages.quantize, method: rtn\n"),
+        ("adamw", "stages.train\n\n  optimizer: adamw, "),
+        ("gguf", "stages.export\n\n  formats: list of "),
+        ("top level", "top level\n"),
+    ],
+)
+def test_schema_finds_values(capsys, name, text):
+    assert printed(capsys, name).startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("learning_rte", "did you mean 'learning_rate'?"),
+        ("lr", "called stages.train.learning_rate here"),
+        ("iters", "called stages.train.steps here"),
+        ("accumulation", "names with this part: gradient_accumulation_steps"),
+        # A word for a type is no value.
+        ("number", "did you mean 'num_layers'?"),
+        ("xyzzy", "`lmx schema` lists all blocks and keys"),
+    ],
+)
+def test_unknown_name_hints_at_what_it_may_stand_for(capsys, name, hint):
+    assert main.main(["schema", name]) == 2
+    assert capsys.readouterr().err.endswith(f"    hint: {hint}\n")
 
 
 def test_json_schema_has_every_key_with_its_description(capsys):

@@ -5,7 +5,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from ..config.base import ConfigModel
 from ..config.json_schema import recipe_schema
+from ..config.key_hints import addresses_of
 from ..config.messages import fields, nearest, sections
 from ..config.schema import Recipe, StageEntry
 from ..errors import UserError
@@ -55,7 +56,15 @@ add `eval "$(lmx completion bash)"` to `~/.bashrc`. For zsh, add
 `eval "$(lmx completion zsh)"` to `~/.zshrc`, after `compinit`. For fish:
 `lmx completion fish > ~/.config/fish/completions/lmx.fish`.
 """
+OVERVIEW = """\
+`lmx schema NAME` shows a block, a key or a value: `lmx schema train`,
+`lmx schema learning_rate`, `lmx schema gptq`. All blocks, each with its keys:
+"""
 KINDS = {int: "whole number", float: "number", str: "text", bool: "true or false"}
+# Words of `KeyReference.values` that are no values.
+TYPE_WORDS = {"list", "of", "or", "mapping", "to", "block", "null"} | {
+    word for kind in KINDS.values() for word in kind.split()
+}
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 # Stands for the keys of a mapping, which the user chooses.
 PATTERN = "<pattern>"
@@ -225,7 +234,10 @@ def add_schema_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx schema`."""
     parser.description = "Show the keys of a recipe with their values and defaults."
     parser.add_argument(
-        "name", nargs="?", help="a block or a key, e.g. train, adapter or adapter.rank"
+        "name",
+        nargs="?",
+        help="a block, a key or a value, e.g. train, adapter.rank or gptq; "
+        "without it, all blocks and keys are listed",
     )
     parser.add_argument("--markdown", action="store_true", help="print docs/recipes.md")
     parser.add_argument(
@@ -246,8 +258,7 @@ def schema(arguments: argparse.Namespace) -> int:
     elif arguments.name:
         text = "\n".join(map(_block_text, _named(arguments.name)))
     else:
-        lines = [f"  {block.title:<44}{block.meaning}"[:WIDTH] for block in blocks()]
-        text = "\n".join(["blocks, each shown by `lmx schema NAME`:", *lines, ""])
+        text = "\n".join([OVERVIEW, *map(_block_summary, blocks()), ""])
     sys.stdout.write(text)
     return 0
 
@@ -258,22 +269,59 @@ def markdown() -> str:
 
 
 def _named(name: str) -> list[BlockReference]:
-    """The blocks of this name; else the blocks with such a key, and only this key."""
+    """The blocks with this address or title; else what has such a key or value."""
     every, end = blocks(), f".{name}"
-    if matches := [b for b in every if f".{b.address}".endswith(end)]:
-        return matches
-    matches = [
-        BlockReference(block.address, "", block.only, (key,))
-        for block in every
-        for key in block.keys
-        if f".{block.address}.{key.name}".endswith(end)
-    ]
+    if same_title := [block for block in every if block.title == name]:
+        return same_title
+    by_address = [b for b in every if f".{b.address}".endswith(end)]
+    matches = (
+        by_address
+        or _with_key(lambda b, key: f".{b.address}.{key.name}".endswith(end))
+        or [b for b in every if name in b.only.split(": ")]
+        or _with_key(lambda _, key: name in _words(key.values))
+    )
     if not matches:
-        names = {b.address.rpartition(".")[2] for b in every}
-        names |= {key.name for block in every for key in block.keys}
-        hint = nearest(name, sorted(names - {""}))
-        raise UserError(f"a recipe has no block or key '{name}'", hint=hint)
+        hint = _hint(name)
+        raise UserError(f"a recipe has no block, key or value '{name}'", hint=hint)
     return matches
+
+
+def _with_key(
+    test: Callable[[BlockReference, KeyReference], bool],
+) -> list[BlockReference]:
+    """Blocks cut down to one key that passes the test."""
+    return [
+        BlockReference(block.address, "", block.only, (key,))
+        for block in blocks()
+        for key in block.keys
+        if test(block, key)
+    ]
+
+
+def _words(values: str) -> set[str]:
+    return set(re.split("[ ,]+", values)) - TYPE_WORDS
+
+
+def _hint(name: str) -> str:
+    """What a name that is not in the schema may stand for."""
+    if known := addresses_of(name):
+        return f"called {' or '.join(known)} here"
+    names = {block.address.rpartition(".")[2] for block in blocks()}
+    names |= {key.name for block in blocks() for key in block.keys}
+    names = sorted(names - {"", PATTERN})
+    if inside := [each for each in names if name in each]:
+        return f"names with this part: {', '.join(inside)}"
+    hint = nearest(name, names)
+    if hint.startswith("available"):
+        return "`lmx schema` lists all blocks and keys"
+    return hint
+
+
+def _block_summary(block: BlockReference) -> str:
+    """The title and the names of the keys."""
+    names = ", ".join(key.name for key in block.keys)
+    text = names if names or block.only else block.meaning.replace("`", "")
+    return "\n".join([block.title, *_wrapped(text, 4)])
 
 
 def _block_text(block: BlockReference) -> str:

@@ -207,7 +207,7 @@ def key_hint(key: str, siblings: set[str]) -> str | None:
 
     A name with several meanings gets a hint only in a block that has one of them.
     """
-    addresses = _by_name().get(key, [])
+    addresses = addresses_of(key)
     leaves = [address.rpartition(".")[2] for address in addresses]
     if local := [leaf for leaf in leaves if leaf in siblings]:
         return f"called '{local[0]}' here"
@@ -222,6 +222,11 @@ def value_hint(path: Iterable, value: object, allowed: Iterable[str]) -> str | N
     key = next((step for step in reversed(list(path)) if step in VALUES), None)
     known = VALUES.get(key, {}).get(str(value).lower())
     return f"called '{known}' here" if known in allowed else None
+
+
+def addresses_of(name: str) -> list[str]:
+    """The addresses of the keys that another tool calls `name`."""
+    return _by_name().get(name, [])
 
 
 @cache
