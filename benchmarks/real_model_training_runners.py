@@ -9,7 +9,6 @@ writes the model FOLDER/result; `measure` evaluates it.
 
 import json
 import math
-import re
 import resource
 import shutil
 import sys
@@ -21,7 +20,6 @@ from finetune_runners import BETAS, RANK, SCALE
 
 PROGRAM = Path(__file__)
 ALPHA = RANK * SCALE
-NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def main() -> None:
@@ -231,6 +229,7 @@ def _losses(network, tokenizer, chats: list, sizes: dict) -> tuple[list, list]:
 
 def _answers(network, tokenizer, chats: list, sizes: dict) -> list[bool]:
     """Whether the last number of a greedy answer is that of the test answer."""
+    from lmx.evaluation.exact_match import last_number
     from mlx_lm import batch_generate
 
     prompts = [
@@ -240,15 +239,9 @@ def _answers(network, tokenizer, chats: list, sizes: dict) -> list[bool]:
     texts = batch_generate(
         network, tokenizer, prompts, max_tokens=sizes["max_tokens"]
     ).texts
-    expected = [final_number(chat[1]["content"]) for chat in chats]
-    found = [final_number(text) for text in texts]
+    expected = [last_number(chat[1]["content"]) for chat in chats]
+    found = [last_number(text) for text in texts]
     return [a is not None and a == b for a, b in zip(found, expected, strict=True)]
-
-
-def final_number(text: str) -> float | None:
-    """The number after the last `####`, else the last number; None without one."""
-    numbers = NUMBER.findall(text.rpartition("####")[2])
-    return float(numbers[-1].replace(",", "")) if numbers else None
 
 
 RUNNERS = {

@@ -1,13 +1,18 @@
 """Exact-match accuracy on a model that answers from a table."""
 
 import math
+from decimal import Decimal
+from typing import get_args
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.config.evaluate import EvaluateConfig
 from lmx.evaluation.exact_match import (
+    FILTERS,
     ExactMatch,
     ExactMatchItem,
+    last_number,
     measure_exact_match,
 )
 from lmx.generation.engine import Generator
@@ -78,6 +83,62 @@ def test_exact_match_requires_the_full_answer():
     assert measure_exact_match(generator, questions).overall == 0
     cut = measure_exact_match(generator, questions, max_tokens=3)
     assert cut.by_skill == {"x": (1, 2)}
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("18 - 3 = 15, so 15 * 2 = 30.\n#### 30", "30"),
+        ("#### 42", "42"),
+        ("The total is $1,234.50.", "1234.5"),
+        ("1,000,000 stars", "1000000"),
+        ("42.", "42"),
+        ("It is 42.0", "42"),
+        ("**7**", "7"),
+        ("-5", "-5"),
+        ("It fell by \u22125 degrees", "-5"),
+        ("-$5", "-5"),
+        ("$-5.25", "-5.25"),
+        # A minus between two numbers is no sign.
+        ("9-5", "5"),
+        ("9 - 5", "5"),
+        ("(9)-5", "5"),
+        # No thousands separators.
+        ("2, 7, 85", "85"),
+        ("1,2,3", "3"),
+        ("1,2345", "2345"),
+        ("50%", "50"),
+        # Only numbers after the mark count, if there are any.
+        ("7 #### 8 ####", "8"),
+        ("#### 3 and then 4", "4"),
+        ("9" * 5000, "9" * 5000),
+    ],
+)
+def test_last_number(text, number):
+    assert last_number(text) == Decimal(number)
+
+
+@pytest.mark.parametrize("text", ["", "no number", "####", "-", "$", "one"])
+def test_last_number_of_an_answer_without_one(text):
+    assert last_number(text) is None
+
+
+def test_exact_match_compares_what_the_filter_extracts(monkeypatch):
+    answers = ["2 + 2 = 4\n#### 4", "It is 1,000.", "5", "I do not know", "-4"]
+    expected = ["#### 4", "1000", "#### 6", "#### 0", "4"]
+    items = [question("A", answer, "x") for answer in expected]
+    generator = Generator(Next(), Letters())
+    monkeypatch.setattr(generator, "batch_generate", lambda *_, **__: answers)
+    by_filter = {
+        name: measure_exact_match(generator, items, answer_filter=chosen).correct
+        for name, chosen in FILTERS.items()
+    }
+    assert by_filter == {"none": [0] * 5, "flexible-extract": [1, 1, 0, 0, 0]}
+
+
+def test_every_filter_of_the_recipe_exists():
+    annotation = EvaluateConfig.model_fields["exact_match_filter"].annotation
+    assert set(get_args(annotation)) == FILTERS.keys()
 
 
 def test_exact_match_batches_prompts_and_keeps_few_wrong_answers():

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 from lmx.data.record_formats import DataRecord
-from lmx.pipeline.evaluator import OPENING_WORDS, choose_samples
+from lmx.pipeline.evaluator import OPENING_WORDS, choose_items, choose_samples
+from tiny_runs import EVALUATE, Run
 
 
 def chat(prompt, completion, skill=None):
@@ -84,3 +85,40 @@ def test_samples_alternate_skills_and_skip_empty_prompts():
         "a1",
     ]
     assert choose_samples(records, 0) == []
+
+
+def test_exact_match_items_have_one_correct_answer():
+    """Without a filter those with a skill, with it those with a number."""
+    records = [
+        chat("Add 1 and 2.", "3", "adding"),
+        chat("Say it.", "it", "saying"),
+        chat("Add 3 and 4.", "3 + 4 = 7\n#### 7"),
+        chat("Hi?", "Yes."),
+        DataRecord("x", prompt="Add 5 and 6.", completion="11", skill="adding"),
+        DataRecord("x", prompt="", completion="12", skill="adding"),
+        DataRecord("x", text="A text with a 5."),
+        DataRecord("x", messages=({"role": "user", "content": "1"},), skill="adding"),
+    ]
+
+    def chosen(*settings):
+        items = choose_items(records, 9, *settings)
+        return [(i.skill, i.messages[-1]["content"], i.answer) for i in items]
+
+    first = ("adding", "Add 1 and 2.", "3")
+    completion = ("adding", "Add 5 and 6.", "11")
+    assert chosen() == [first, ("saying", "Say it.", "it"), completion]
+    long = ("answers", "Add 3 and 4.", "3 + 4 = 7\n#### 7")
+    assert chosen("flexible-extract") == [first, long, completion]
+
+
+def test_exact_match_of_numbers_in_a_run(tmp_path, base):
+    evaluate = EVALUATE | {"exact_match_filter": "flexible-extract", "num_samples": 0}
+    run = Run(tmp_path, {"evaluate": evaluate}, model=base)
+    # No answer has a number in its first token.
+    assert run("stages.evaluate.exact_match_max_tokens=1") == 0
+    [warning] = [line for line in run.log.splitlines() if "warning" in line]
+    assert "at most 1 tokens, and 4 of 4 expected answers are longer" in warning
+    assert "raise exact_match_max_tokens" in warning
+    figures = run.json("report.json")["models"]["base"]
+    assert figures["exact_match"] == 0
+    assert {skill[:-1] for skill in figures["exact_match_by_skill"]} == {"addition"}

@@ -1,5 +1,7 @@
 """The `evaluate` block: metrics and thresholds."""
 
+from typing import Literal
+
 from pydantic import Field
 
 from .base import ConfigModel
@@ -21,7 +23,7 @@ class EvaluationThresholds(ConfigModel):
     max_perplexity_ratio: float | None = Field(None, gt=0)
     """Maximum perplexity divided by the reference's."""
     min_exact_match: float | None = Field(None, ge=0, le=1)
-    """Minimum fraction of exact matches on examples with one correct answer."""
+    """Minimum fraction of exact matches; see `exact_match_filter`."""
 
 
 class EvaluateConfig(ConfigModel):
@@ -33,6 +35,13 @@ class EvaluateConfig(ConfigModel):
     """Minimum tokens with a loss to evaluate on, if the validation data has as many."""
     exact_match_samples: int = Field(240, ge=0)
     """Maximum examples for exact match, spread over the kinds of examples."""
+    exact_match_filter: Literal["none", "flexible-extract"] = "none"
+    """What is compared, in the names of lm-evaluation-harness. none: the whole answer,
+    of examples with a `skill`. flexible-extract: the last number of the answer, after
+    `####` if the answer has it, as in GSM8K; of all examples whose answer has a number.
+    """
+    exact_match_max_tokens: int = Field(48, ge=1)
+    """Maximum tokens of a generated answer. Answers of GSM8K need about 256."""
     num_samples: int = Field(4, ge=0)
     """Examples for which the report shows the output of every model."""
     latency_tokens: int = Field(64, ge=8)

@@ -154,6 +154,8 @@ KEYS = {
     "stages.evaluate.thresholds.min_exact_match": "accuracy skill_accuracy exact_match",
     "stages.evaluate.num_tokens": "tokens",
     "stages.evaluate.exact_match_samples": "questions",
+    "stages.evaluate.exact_match_filter": "filter exact_match_mode filter_list",
+    "stages.evaluate.exact_match_max_tokens": "max_gen_toks max_new_tokens",
     "stages.evaluate.num_samples": "samples",
     "stages.evaluate.latency_tokens": "speed_tokens",
     "stages.evaluate.task_limit": "documents limit",
@@ -197,6 +199,12 @@ VALUES = {
         "acceptance": "adaptive_kl_tv",
         "kl": "forward_kl",
         "tv": "total_variation",
+    },
+    "exact_match_filter": {
+        "full": "none",
+        "last_number": "flexible-extract",
+        "strict-match": "flexible-extract",
+        "flexible_extract": "flexible-extract",
     },
     "formats": {"dense": "hf", "safetensors": "hf", "transformers": "hf"},
 }

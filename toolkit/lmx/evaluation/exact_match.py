@@ -1,7 +1,9 @@
-"""Exact match: the share of questions with exactly the expected answer."""
+"""Exact match: the share of questions with exactly the expected answer, or number."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from math import sqrt
 from statistics import mean, pvariance
 
@@ -9,6 +11,27 @@ from ..generation.engine import Generator
 from ..generation.prompt import Messages
 
 MAX_WRONG_SHOWN = 5
+NUMBER = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# Before a number: a sign, as in "-5", "-$5" and "$-5", but not in "9-5".
+MINUS = re.compile(r"(?<![\w)])[-\u2212]\$?$")
+
+
+def last_number(text: str) -> Decimal | None:
+    """The last number of an answer; None if it has none.
+
+    GSM8K writes the result after `####`: if a number is there, only that part counts.
+    Thousands separators, `$` and a final period are not part of the value.
+    """
+    result = text.rpartition("####")[2]
+    matches = [*NUMBER.finditer(result)] or [*NUMBER.finditer(result := text)]
+    if not matches:
+        return None
+    value = Decimal(matches[-1][0].replace(",", ""))
+    return -value if MINUS.search(result[: matches[-1].start()]) else value
+
+
+# By `exact_match_filter`: the part of an answer that is compared; None = no such part.
+FILTERS = {"none": str.strip, "flexible-extract": last_number}
 
 
 @dataclass(frozen=True)
@@ -45,18 +68,24 @@ class ExactMatch:
 
 
 def measure_exact_match(
-    generator: Generator, items: Sequence[ExactMatchItem], *, max_tokens: int = 48
+    generator: Generator,
+    items: Sequence[ExactMatchItem],
+    *,
+    max_tokens: int = 48,
+    answer_filter: Callable[[str], object] = str.strip,
 ) -> ExactMatch:
     """Generate one greedy completion per item, without a chain of thought.
 
-    A completion is correct if it equals the answer; surrounding white space is ignored.
+    Args:
+        answer_filter: the part of a completion that must equal that of the answer; an
+            entry of `FILTERS`.
     """
     assert items, "no items"
     prompts = [generator.encode_chat(item.messages, thinking=False) for item in items]
     completions = generator.batch_generate(prompts, max_tokens=max_tokens)
     by_skill, wrong, results = {}, [], []
     for item, completion in zip(items, completions, strict=True):
-        is_correct = completion.strip() == item.answer.strip()
+        is_correct = answer_filter(completion) == answer_filter(item.answer)
         correct, count = by_skill.get(item.skill, (0, 0))
         by_skill[item.skill] = correct + is_correct, count + 1
         results.append(int(is_correct))

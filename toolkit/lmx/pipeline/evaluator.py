@@ -14,7 +14,12 @@ from ..data.tokenization import encode_all
 from ..errors import FAILED, UserError
 from ..evaluation import lm_eval
 from ..evaluation.divergence import measure_divergence
-from ..evaluation.exact_match import ExactMatch, ExactMatchItem, measure_exact_match
+from ..evaluation.exact_match import (
+    FILTERS,
+    ExactMatch,
+    ExactMatchItem,
+    measure_exact_match,
+)
 from ..evaluation.latency import measure_latency, measure_speculation
 from ..evaluation.perplexity import (
     Perplexity,
@@ -141,8 +146,13 @@ class Evaluator:
             }
         self._perplexity = perplexity
         generator = Generator(loaded.model, loaded.tokenizer)
-        if items := choose_items(self.rows, self.config.exact_match_samples):
-            result = measure_exact_match(generator, items)
+        if items := self._exact_match_items(loaded):
+            result = measure_exact_match(
+                generator,
+                items,
+                max_tokens=self.config.exact_match_max_tokens,
+                answer_filter=FILTERS[self.config.exact_match_filter],
+            )
             metrics |= {
                 "exact_match": result.overall,
                 "exact_match_stderr": result.stderr,
@@ -161,6 +171,23 @@ class Evaluator:
             )
         prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
         return metrics | self._latency(loaded, generator, prompts[-LATENCY_PROMPTS:])
+
+    def _exact_match_items(self, loaded: LoadedModel) -> list[ExactMatchItem]:
+        """The items of all models; the first one warns of answers that are too long."""
+        config = self.config
+        items = choose_items(
+            self.rows, config.exact_match_samples, config.exact_match_filter
+        )
+        limit = config.exact_match_max_tokens
+        lengths = [len(loaded.tokenizer.encode(item.answer)) for item in items]
+        if len(self.metrics) == 0 and max(lengths, default=0) > limit:
+            count = sum(length > limit for length in lengths)
+            self.context.logger.warning(
+                f"exact match generates at most {limit} tokens, and {count} of "
+                f"{len(items)} expected answers are longer: raise "
+                "exact_match_max_tokens"
+            )
+        return items
 
     def _latency(self, loaded: LoadedModel, generator: Generator, prompts) -> dict:
         """Latency of standard decoding, and with every proposer that needs no model."""
@@ -234,16 +261,34 @@ def _batches_with_tokens(batches: BucketBatchSampler, tokens: int) -> list[Batch
     return chosen
 
 
-def choose_items(rows: list[DataRecord], count: int) -> list[ExactMatchItem]:
-    """The first examples of every skill, in turn, up to `count`."""
+def choose_items(
+    rows: list[DataRecord], count: int, filter_name: str = "none"
+) -> list[ExactMatchItem]:
+    """The first examples of every skill, in turn, up to `count`.
+
+    Without a filter, only examples with a skill have exactly one correct answer.
+    """
     by_skill: dict[str, list[ExactMatchItem]] = defaultdict(list)
     for row in rows:
-        if row.skill and row.messages:
-            *prompt, answer = row.messages
-            item = ExactMatchItem([*prompt], answer["content"], row.skill)
-            by_skill[row.skill].append(item)
+        *prompt, answer = row.messages or _as_messages(row) or (None,)
+        if not prompt or answer["role"] != "assistant":
+            continue
+        part = FILTERS[filter_name](answer["content"])
+        if part is not None and (row.skill or filter_name != "none"):
+            item = ExactMatchItem(prompt, answer["content"], row.skill or "answers")
+            by_skill[item.skill].append(item)
     turns = zip_longest(*(by_skill[skill] for skill in sorted(by_skill)))
     return [item for turn in turns for item in turn if item][:count]
+
+
+def _as_messages(row: DataRecord) -> tuple[dict, ...]:
+    """A prompt and its completion as a chat; empty if the row has no prompt."""
+    if not row.prompt:
+        return ()
+    return (
+        {"role": "user", "content": row.prompt},
+        {"role": "assistant", "content": row.completion},
+    )
 
 
 @dataclass
