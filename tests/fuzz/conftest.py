@@ -1,11 +1,14 @@
 """Every fuzzer is slow; `--fuzz-cases N` sets how many cases each one makes."""
 
 import random
+import sys
 from pathlib import Path
 
 import pytest
 
 FOLDER = Path(__file__).parent
+# Some fuzzers use the fixtures of other folders.
+sys.path.append(str(FOLDER.parent / "convert"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,9 @@
 """Errors that a user can cause and fix, and the exit codes of the commands."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 USAGE = 2
 FAILED = 1
 WILL_NOT_FIT = 3
@@ -38,3 +42,46 @@ class UserError(Exception):
 
 class Interrupted(Exception):
     """The user stopped the run; everything needed to resume is on disk."""
+
+
+# Rust libraries raise their panics as an exception of this module, not an Exception.
+RUST_PANICS = "pyo3_runtime"
+MAX_DETAIL_LINES, MAX_DETAIL = 4, 400
+INTERNAL = (LookupError, ArithmeticError, TypeError, AttributeError, AssertionError)
+
+
+@contextmanager
+def library_errors(
+    message: str, *, place: str | Path, hint: str | None = None
+) -> Iterator[None]:
+    """Turn whatever a library raises about a file of the user into a `UserError`.
+
+    Args:
+        message: what does not work; the library's own words follow it.
+        place: the file or folder that the library reads.
+    """
+    try:
+        yield
+    except (UserError, Interrupted):
+        raise
+    # Not Exception: some model files of mlx-lm exit if a package is missing.
+    except BaseException as error:
+        is_library = isinstance(error, Exception | SystemExit)
+        if not is_library and type(error).__module__ != RUST_PANICS:
+            raise
+        text = f"{message}: {error_detail(error)}"
+        raise UserError(text, place=str(place), hint=hint) from error
+
+
+def error_detail(error: BaseException) -> str:
+    """The text of a foreign exception in one line of limited length."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    more = " ..." * (len(lines) > MAX_DETAIL_LINES)
+    text = " ".join(lines[:MAX_DETAIL_LINES]) + more
+    if len(text) > MAX_DETAIL:
+        text = f"{text[:MAX_DETAIL]} ..."
+    # The text of these speaks of the library's own code, or is a mere name.
+    is_internal = isinstance(error, INTERNAL) or not isinstance(error, Exception)
+    if is_internal or " " not in text:
+        return f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text

@@ -11,7 +11,9 @@ DTYPES = ("exact", "float16", "bfloat16", "float32")
 
 def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx convert`."""
-    parser.description = "Convert a GPTQ, AWQ, GGUF or peft checkpoint to MLX."
+    parser.description = (
+        "Convert a GPTQ, AWQ, GGUF or peft checkpoint to MLX, or expand codes."
+    )
     add = parser.add_argument
     add("source", metavar="SOURCE", help="folder, Hub id, GGUF file or peft adapter")
     add("target", metavar="TARGET", help="new folder")
@@ -22,6 +24,11 @@ def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
         help="dtype of scales and unquantized weights; exact (default) = as published, "
         "float32 where 16 bits would round",
     )
+    add(
+        "--dequantize",
+        action="store_true",
+        help="write dense weights, also of a quantized MLX folder",
+    )
 
 
 def convert(args: argparse.Namespace) -> int:
@@ -30,29 +37,36 @@ def convert(args: argparse.Namespace) -> int:
     Raises:
         UserError: the source has no supported format, or the target exists.
     """
-    from ..convert.importers import fetch_checkpoint, find_importable, peft
+    from ..convert.dequantize import dequantize_checkpoint
+    from ..convert.importers import fetch_checkpoint, find_importable, load_model, peft
     from ..convert.importers.convert import convert_checkpoint
     from ..models.checkpoint import checkpoint_size
     from ..models.loader import DTYPES as MLX_DTYPES
     from ..run.fs import atomic_folder
 
-    target = Path(args.target).expanduser()
+    target, dtype = Path(args.target).expanduser(), MLX_DTYPES.get(args.dtype)
     path = fetch_checkpoint(args.source)
-    is_adapter = peft.is_adapter(path)
+    is_adapter = path.is_dir() and peft.is_adapter(path)
     source = None if is_adapter else find_importable(path)
-    if source is None and not is_adapter:
+    if is_adapter and args.dequantize:
+        raise UserError("an adapter has no codes to expand", place=args.source)
+    if source is None and not (is_adapter or args.dequantize):
         raise UserError(
             "the folder has no supported format: gptq, awq, compressed-tensors "
             "(pack-quantized) or GGUF",
             place=args.source,
+            hint="--dequantize expands a quantized MLX folder",
         )
     if target.exists():
         raise UserError("the target exists", place=str(target))
     with atomic_folder(target) as partial:
         if is_adapter:
             peft.convert_adapter(path, partial)
+        elif args.dequantize:
+            loaded = load_model(path, compute="stored", lazy=True)
+            dequantize_checkpoint(loaded, partial, dtype)
         else:
-            convert_checkpoint(source, partial, MLX_DTYPES.get(args.dtype))
+            convert_checkpoint(source, partial, dtype)
     if is_adapter:
         sys.stdout.write(f"{target}: an adapter for mlx-lm's --adapter-path\n")
         return 0

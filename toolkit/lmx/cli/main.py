@@ -29,7 +29,7 @@ VERBS = {
     "schema": "show the recipe schema: keys, types, defaults",
     "generate": "generate text with a model",
     "bench": "measure latency and throughput of a model",
-    "convert": "convert a GPTQ, AWQ, GGUF or peft checkpoint to MLX",
+    "convert": "convert a GPTQ, AWQ, GGUF or peft checkpoint to MLX, or dequantize",
     "report": "write report.html of a run again",
     "compare": "compare runs",
     "push": "upload a model to the Hugging Face Hub",

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..errors import UserError
+from ..errors import UserError, error_detail
 from .record_formats import DataRecord
 
 THINK = "<think>"
@@ -158,14 +158,17 @@ def _prefix(messages: list[dict], whole: str, tokenizer, **options) -> str | Non
 
 
 def _render(messages: list[dict], tokenizer, *, add_generation_prompt=False) -> str:
-    from jinja2 import TemplateError
-
     try:
-        return tokenizer.apply_chat_template(
+        text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=add_generation_prompt
         )
-    except (TemplateError, TypeError, ValueError) as error:
-        raise NoTrainableTokens(f"the chat template rejects it: {error}") from None
+    # A template is a program: it raises whatever a program raises.
+    except Exception as error:
+        detail = error_detail(error)
+        raise NoTrainableTokens(f"the chat template rejects it: {detail}") from None
+    if not isinstance(text, str):
+        raise NoTrainableTokens("the chat template returns no text")
+    return text
 
 
 def _marked(messages: list[dict], tokenizer) -> tuple[list[int], list[bool]]:

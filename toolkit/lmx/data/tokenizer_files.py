@@ -3,8 +3,32 @@
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from ..run.fs import read_json
+from ..errors import UserError, library_errors
+from ..run.fs import MAX_JSON_BYTES, read_json, require_regular_file
+
+# Files that transformers and mlx-lm read as JSON objects, besides tokenizer.json.
+OBJECTS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template.json",
+    "vocab.json",
+)
+TEXTS = ("chat_template.jinja", "merges.txt", "vocab.txt")
+# Settings of tokenizer_config.json, and their types.
+SETTINGS = {
+    "chat_template": str | list | dict,
+    "tokenizer_class": str,
+    "model_max_length": int | float,
+    "added_tokens_decoder": dict,
+    "auto_map": dict | list | str,
+    "tool_parser_type": str,
+    "chat_template_type": str,
+    "clean_up_tokenization_spaces": bool,
+} | dict.fromkeys(
+    ("bos_token", "eos_token", "unk_token", "pad_token", "mask_token"), str | dict
+)
 
 
 def eos_token_ids(folder: Path) -> list[int]:
@@ -17,8 +41,56 @@ def eos_token_ids(folder: Path) -> list[int]:
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
             value = read_json(folder / name).get("eos_token_id")
-            ids += value if isinstance(value, list) else [value]
-    return [token for token in dict.fromkeys(ids) if token is not None]
+            some = [] if value is None else value if type(value) is list else [value]
+            if not all(type(token) is int and token >= 0 for token in some):
+                raise UserError(
+                    f"eos_token_id is {str(value)[:40]}; it must be a token id or a "
+                    "list of token ids",
+                    place=str(folder / name),
+                    hint="copy the value from the tokenizer, or remove the key",
+                )
+            ids += some
+    return list(dict.fromkeys(ids))
+
+
+def check_tokenizer_files(folder: Path) -> dict:
+    """Check the tokenizer files of a folder, as far as their kind tells.
+
+    Returns:
+        The content of tokenizer_config.json; empty if there is none.
+
+    Raises:
+        UserError: a file cannot be read, is too large, or has a setting of a wrong
+            type.
+    """
+    for name in ("tokenizer.json", "tokenizer.model", *TEXTS):
+        if (file := folder / name).exists():
+            require_regular_file(file, MAX_JSON_BYTES)
+            if name in TEXTS:
+                with library_errors("not UTF-8 text", place=file):
+                    file.read_text(encoding="utf-8")
+    values: dict[str, dict] = {}
+    for name in OBJECTS:
+        if (file := folder / name).exists():
+            values[name] = read_json(file)
+            if not values[name]:
+                _require_object(file)
+    settings = values.get("tokenizer_config.json", {})
+    for key, kind in SETTINGS.items():
+        value = settings.get(key)
+        if value is not None and not isinstance(value, kind):
+            raise UserError(
+                f"{key} is {str(value)[:40]!r}, a value of a wrong type",
+                place=str(folder / "tokenizer_config.json"),
+                hint="copy the file from the model that the tokenizer belongs to",
+            )
+    return settings
+
+
+def _require_object(file: Path) -> None:
+    """Raise UserError if a JSON file holds another value than an object."""
+    if file.read_bytes().strip()[:1] != b"{":
+        raise UserError("this is no JSON object", place=str(file))
 
 
 def require_same_tokenizer(

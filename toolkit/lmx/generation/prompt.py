@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..errors import UserError
+from ..errors import library_errors
 
 Messages = list[dict[str, str]]
 
@@ -27,18 +27,16 @@ def encode_chat(
         return encode_text(tokenizer, prompt)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
-    from jinja2 import TemplateError
-
-    try:
+    message = "the model's chat template rejects these messages"
+    place = getattr(tokenizer, "name_or_path", None) or "chat_template"
+    hint = "correct chat_template.jinja, or use --ignore-chat-template"
+    # A template is a program: it raises whatever a program raises.
+    with library_errors(message, place=place, hint=hint):
         return tokenizer.apply_chat_template(
             prompt,
             add_generation_prompt=True,
             enable_thinking=thinking and tokenizer.has_thinking,
         )
-    except TemplateError as error:
-        raise UserError(
-            f"the model's chat template rejects these messages: {error}"
-        ) from error
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:

@@ -2,17 +2,21 @@
 
 import hashlib
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..data.cache import file_hash
 from ..errors import UserError
 from ..run.fs import read_json
-from .safetensors_io import MAX_HEADER_BYTES, read_header
+from .config_check import check_config, check_sizes
+from .safetensors_io import DTYPE_NAMES, MAX_HEADER_BYTES, read_header
 
 INDEX_FILE = "model.safetensors.index.json"
 # Bytes at the end of a weight file that tell it from others of the same shapes.
 DIGEST_TAIL_BYTES = 1 << 20
+# Types of codes, which belong to scales of another type.
+INTEGERS = {name for name in DTYPE_NAMES.values() if name[0] in "UI"} | {"BOOL"}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 PICKLE_HINT = (
     "if you trust them, load them with transformers and save_pretrained() them; for "
@@ -33,7 +37,8 @@ def read_config(path: Path) -> dict:
     """The config.json of a checkpoint folder.
 
     Raises:
-        UserError: it is missing, or it is no model's, or a link leaves the folder.
+        UserError: it is missing, or it is no model's, or a value is of a wrong type or
+            out of range, or a link leaves the folder.
     """
     file = path / "config.json"
     if not file.is_file():
@@ -44,6 +49,7 @@ def read_config(path: Path) -> dict:
     config = read_json(file)
     if not isinstance(config.get("model_type"), str):
         raise UserError("the config names no model_type", place=str(file))
+    check_config(config, str(file))
     return config
 
 
@@ -51,35 +57,52 @@ def require_own_files(folder: Path) -> None:
     """Refuse links that leave a model folder: their targets would be published.
 
     The Hub's cache keeps the files of its folders in another folder, which is allowed.
+    Pipes and devices are refused too: a library would wait for them for ever.
 
     Raises:
-        UserError: naming the link.
+        UserError: naming the file.
     """
     root = folder.resolve()
     places = [root]
     if root.parent.name == "snapshots":
         places.append(root.parent.parent / "blobs")
     for path in root.rglob("*"):
-        if path.is_symlink() and not any(map(path.resolve().is_relative_to, places)):
+        place = str(folder / path.relative_to(root))
+        # Unlike Path.resolve, this accepts a link to itself.
+        target = Path(os.path.realpath(path))
+        if path.is_symlink() and not any(map(target.is_relative_to, places)):
             raise UserError(
                 "this link leaves the model folder",
-                place=str(folder / path.relative_to(root)),
+                place=place,
                 hint="put a copy of the file there",
             )
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise UserError("this is a pipe or a device, not a file", place=place)
 
 
 def config_int(config: dict, name: str) -> int:
     """A number of a config, of its language part if it has several; else 0."""
-    return (config | config.get("text_config", {})).get(name) or 0
+    value = (config | (config.get("text_config") or {})).get(name)
+    return value if isinstance(value, int) else 0
 
 
-def check_weights(path: Path) -> None:
-    """Refuse a folder without weights or with a damaged file.
+def check_weights(path: Path, config: dict) -> None:
+    """Refuse a folder without weights, with a damaged file, or of another config.
 
     Raises:
         UserError: naming the file.
     """
-    if tensor_files(path):
+    if files := tensor_files(path):
+        headers = [read_header(file) for file in dict.fromkeys(files.values())]
+        tensors = {name: t for header in headers for name, t in header.items()}
+        if not any(tensor["dtype"] not in INTEGERS for tensor in tensors.values()):
+            raise UserError(
+                "all tensors are integers, so these are no weights of a model",
+                place=str(next(iter(files.values()))),
+                hint="copy the weight files again",
+            )
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in tensors.items()}
+        check_sizes(config, shapes, str(path / "config.json"))
         return
     files = [file.name for file in path.iterdir()]
     pickles = sorted(name for name in files if Path(name).suffix in PICKLE_SUFFIXES)
@@ -125,7 +148,7 @@ def tensor_files(path: Path) -> dict[str, Path]:
 def missing_shards(path: Path) -> list[str]:
     """Files that the index names and the folder lacks."""
     names = set(_weight_map(path).values())
-    return sorted(name for name in names if not (path / name).is_file())
+    return sorted(names - {file.name for file in path.iterdir() if file.is_file()})
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -199,8 +222,13 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
         count = math.prod(tensor["shape"])
         if is_packed and leaf == "weight":
             layer = quantization.get(path)
-            bits = (layer if isinstance(layer, dict) else quantization)["bits"]
-            count = count * 32 // bits
+            grid = quantization | (layer if isinstance(layer, dict) else {})
+            if "bits" not in grid:
+                raise UserError(
+                    f"{path} has scales, but quantization has no bits for it",
+                    place=str(folder / "config.json"),
+                )
+            count = count * 32 // grid["bits"]
         parameters += count
     ranges = [tensor["data_offsets"] for tensor in tensors.values()]
     return CheckpointSize(parameters, sum(end - start for start, end in ranges))

@@ -3,7 +3,7 @@
 Only this module, the exporters and lm-eval's wrapper import mlx-lm.
 """
 
-import importlib
+import importlib.util
 import re
 import resource
 from collections.abc import Callable
@@ -17,9 +17,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import cpu
-from ..data.tokenizer_files import eos_token_ids
-from ..errors import UserError
-from . import checkpoint_fixups
+from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
+from ..errors import UserError, library_errors
+from . import checkpoint_fixups, config_check
 from .checkpoint import check_weights, missing_shards, read_config
 
 CHECKPOINT_PATTERNS = [
@@ -28,10 +28,15 @@ CHECKPOINT_PATTERNS = [
 # Some repositories hold all weights twice, once in their authors' own layout.
 DUPLICATE_WEIGHTS = ["consolidated*.safetensors"]
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-LOAD_ERRORS = (ValueError, RuntimeError, KeyError, TypeError, AttributeError, OSError)
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 # mlx-lm rounds AWQ's biases and misreads GPTQ's words; convert.importers does neither.
 IMPORTED_METHODS = ("awq", "gptq")
+MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+")
+# mlx-lm's modules that tokenizer_config.json may name.
+PLUGINS = {"tool_parser_type": "tool_parsers", "chat_template_type": "chat_templates"}
+# Layers whose parameters are floating-point numbers, unless quantized.
+DENSE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Conv1d)
+CONFIG_HINT = "copy config.json from the model that the weights belong to"
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ def load(
 
     model, config, dtype = read()
     if not lazy:
-        with _as_user_error(path):
+        with _load_errors(path):
             mx.eval(model.parameters())
     # mlx-lm keeps only the end tokens that generation_config.json names.
     if ids := eos_token_ids(path):
@@ -97,14 +102,17 @@ def load(
 
 def _load_lazily(path: Path, trust_remote_code: bool, compute: str, adapter):
     """A model whose weights are unread, its config, and the type it is stored in."""
-    with _mlx_lm() as utils, _as_user_error(path):
+    with _mlx_lm() as utils, _load_errors(path):
         model, config = utils.load_model(
             path,
             lazy=True,
             trust_remote_code=trust_remote_code,
             **checkpoint_fixups.load_options(path, utils._get_classes),
         )
-    dtype = stored_dtype(_prepare(model))
+        _prepare(model)
+    _check_dtypes(model, path)
+    dtype = stored_dtype(model)
+    _check_forward_pass(model, path)
     if adapter:
         _load_adapter(model, Path(adapter).expanduser())
     if compute != "stored":
@@ -176,9 +184,9 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
             place=place,
             hint="convert it first: lmx convert SOURCE TARGET",
         )
-    check_weights(path)
+    check_weights(path, config)
     if "model_file" not in config:
-        model_classes(config, place=place)
+        model_arguments(config, place=place)
     elif not trust_remote_code:
         raise UserError(
             f"this model needs Python code from its checkpoint "
@@ -191,35 +199,50 @@ def check_loadable(path: Path, *, trust_remote_code: bool = False) -> None:
 def _load_adapter(model: nn.Module, folder: Path) -> None:
     with _mlx_lm():
         from mlx_lm.tuner.utils import load_adapters
-    try:
+    hint = "is it of this model, with adapter_config.json beside it?"
+    with library_errors("the adapter does not load", place=folder, hint=hint):
         load_adapters(model, str(folder))
         mx.eval(model.parameters())
-    except LOAD_ERRORS as error:
-        raise UserError(
-            f"the adapter does not load: {str(error).splitlines()[0]}",
-            place=str(folder),
-            hint="is it of this model, with adapter_config.json beside it?",
-        ) from error
     # Dropout is for training.
     model.eval()
 
 
-@contextmanager
-def _as_user_error(path: Path):
-    """Turn mlx-lm's errors into UserErrors."""
-    try:
-        yield
-    except LOAD_ERRORS as error:
-        first, *more = str(error).split("\n")
-        details = " ".join([first.strip(), *more[:3]]) + " ..." * (len(more) > 3)
-        missing = missing_shards(path)
-        raise UserError(
-            f"the model does not load: {details}",
-            place=str(path),
-            hint=f"{missing[0]} is missing"
-            if missing
-            else "are all its files of one model?",
-        ) from error
+def _load_errors(path: Path):
+    """Turn whatever mlx-lm and MLX raise about a folder into a UserError."""
+    missing = missing_shards(path)
+    hint = f"{missing[0]} is missing" if missing else "are all its files of one model?"
+    return library_errors("the model does not load", place=path, hint=hint)
+
+
+def _check_dtypes(model: nn.Module, path: Path) -> None:
+    """Refuse integers in place of numbers: MLX would compute with them.
+
+    Raises:
+        UserError: naming the tensor.
+    """
+    for name, module in model.named_modules():
+        for leaf in ("weight", "bias") if type(module) in DENSE else ():
+            if leaf in module and not mx.issubdtype(module[leaf].dtype, mx.floating):
+                raise UserError(
+                    f"{name}.{leaf} has values of {module[leaf].dtype}, which are no "
+                    "weights",
+                    place=str(path),
+                    hint="copy the weight files again, or import them: lmx convert",
+                )
+
+
+def _check_forward_pass(model: nn.Module, path: Path) -> None:
+    """Refuse a config whose sizes do not fit together or to the weights.
+
+    MLX checks the shapes when it records the computation of a token. Nothing is
+    computed, and no weight is read.
+
+    Raises:
+        UserError: the model cannot compute.
+    """
+    place = path / "config.json"
+    with library_errors("the model cannot run", place=place, hint=CONFIG_HINT):
+        model(mx.zeros((1, 2), mx.int32), cache=make_cache(model))
 
 
 def model_classes(config: dict, *, place: str | None = None):
@@ -228,22 +251,47 @@ def model_classes(config: dict, *, place: str | None = None):
     Raises:
         UserError: mlx-lm has no such architecture.
     """
+    unknown = UserError(
+        f"mlx-lm has no model type {config['model_type']!r}",
+        place=place,
+        hint="update mlx-lm, or choose another model",
+    )
+    if not MODULE_NAME.fullmatch(config["model_type"]):
+        raise unknown
     with _mlx_lm() as utils:
         try:
             return utils._get_classes(config)
         # Some of its modules are not models; one exits if a package is missing.
-        except (ValueError, AttributeError, SystemExit) as error:
-            raise UserError(
-                f"mlx-lm has no model type {config['model_type']!r}",
-                place=place,
-                hint="update mlx-lm, or choose another model",
-            ) from error
+        except (ValueError, AttributeError, ImportError, SystemExit) as error:
+            raise unknown from error
 
 
-def build_model(config: dict) -> nn.Module:
-    """A model of this config with mlx-lm's random initial weights, float32."""
-    model_class, arguments_class = model_classes(config)
-    return _prepare(model_class(arguments_class.from_dict(config)))
+def build_model(config: dict, *, place: str | Path = "config.json") -> nn.Module:
+    """A model of this config with mlx-lm's random initial weights, float32.
+
+    Args:
+        place: where the config is from, for messages.
+
+    Raises:
+        UserError: mlx-lm has no such architecture, or cannot build it.
+    """
+    model_class, _ = model_classes(config, place=str(place))
+    arguments = model_arguments(config, place=place)
+    message = "mlx-lm cannot build this model"
+    with library_errors(message, place=place, hint=CONFIG_HINT):
+        return _prepare(model_class(arguments))
+
+
+def model_arguments(config: dict, *, place: str | Path = "config.json") -> Any:
+    """The values of a config that its architecture reads, with mlx-lm's defaults.
+
+    Raises:
+        UserError: mlx-lm has no such architecture, or a value is missing or wrong.
+    """
+    _, arguments_class = model_classes(config, place=str(place))
+    config_check.check_arguments(config, arguments_class, str(place))
+    with library_errors("mlx-lm rejects the config", place=place, hint=CONFIG_HINT):
+        return arguments_class.from_dict(config)
 
 
 def _prepare(model: nn.Module) -> nn.Module:
@@ -262,18 +310,45 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         UserError: the folder has no tokenizer, or it cannot be read.
     """
+    settings = check_tokenizer_files(path)
     # Without this key, Hugging Face would ask on the terminal.
     options = {"trust_remote_code": trust_remote_code}
     ids = eos_token_ids(path) or None
     with _mlx_lm() as utils:
+        _check_plugins(settings, str(path / "tokenizer_config.json"))
         try:
-            return utils.load_tokenizer(path, options, eos_token_ids=ids)
-        except LOAD_ERRORS as error:
+            with _tokenizer_errors(path):
+                tokenizer = utils.load_tokenizer(path, options, eos_token_ids=ids)
+                tokenizer.encode("a")
+                return tokenizer
+        except UserError:
+            # If this file alone is damaged, the error names it.
+            if (file := path / "tokenizer.json").is_file():
+                from tokenizers import Tokenizer
+
+                with _tokenizer_errors(file):
+                    Tokenizer.from_file(str(file))
+            raise
+
+
+def _tokenizer_errors(place: Path):
+    hint = "a checkpoint needs tokenizer.json and tokenizer_config.json"
+    return library_errors("the tokenizer does not load", place=place, hint=hint)
+
+
+def _check_plugins(settings: dict, place: str) -> None:
+    """Refuse names of tool parsers and chat templates that mlx-lm does not have."""
+    for key, package in PLUGINS.items():
+        name = settings.get(key)
+        if name is not None and not (
+            MODULE_NAME.fullmatch(name)
+            and importlib.util.find_spec(f"mlx_lm.{package}.{name}")
+        ):
             raise UserError(
-                f"the tokenizer does not load: {str(error).splitlines()[0]}",
-                place=str(path),
-                hint="a checkpoint needs tokenizer.json and tokenizer_config.json",
-            ) from error
+                f"mlx-lm has no {key} {name[:40]!r}",
+                place=place,
+                hint=f"remove {key}, or update mlx-lm",
+            )
 
 
 def make_cache(model: nn.Module) -> list:

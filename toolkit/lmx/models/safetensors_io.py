@@ -10,10 +10,12 @@ import struct
 from collections.abc import Iterable
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
 from ..errors import FAILED, UserError
+from ..run.fs import require_regular_file
 
 DTYPE_NAMES = {
     mx.bool_: "BOOL",
@@ -36,6 +38,9 @@ DTYPE_BYTES |= {"F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "C64": 8}
 # Readers expect the first tensor at a multiple of this.
 ALIGNMENT = 8
 MAX_HEADER_BYTES = 100 << 20
+# MLX counts the elements of a dimension in 32 bits.
+MAX_SIZE = 2**31 - 1
+COPY_HINT = "download or copy the file again"
 
 
 def write_safetensors(path: Path, tensors: dict[str, mx.array]) -> None:
@@ -122,37 +127,60 @@ def read_header(file: Path) -> dict[str, dict]:
     Raises:
         UserError: the file is cut short or is something else.
     """
+    require_regular_file(file)
     try:
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(min(length, MAX_HEADER_BYTES)))
-        header.pop("__metadata__", None)
-        broken = [name for name, tensor in header.items() if not _is_sound(tensor)]
-        ends = [tensor["data_offsets"][1] for tensor in header.values()]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, RecursionError) as error:
+        raise _damaged(file, "its header is not JSON") from error
+    if not isinstance(header, dict):
+        raise _damaged(file, "its header is no object of tensors")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not _all_are(metadata.values(), str):
+        raise _damaged(file, "its __metadata__ is no object of texts")
+    faults = ((name, _tensor_fault(tensor)) for name, tensor in header.items())
+    for name, fault in faults:
+        if fault:
+            raise UserError(
+                f"the file is damaged: {name} {fault}", place=str(file), hint=COPY_HINT
+            )
+    end = max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+    if (size := file.stat().st_size) < (end := 8 + length + end):
         raise UserError(
-            "this is no safetensors file, or it is damaged", place=str(file)
-        ) from error
-    end = 8 + length + max(ends, default=0)
-    if file.stat().st_size < end:
-        raise UserError(
-            f"the file is cut short: {file.stat().st_size:,} of {end:,} bytes",
-            place=str(file),
-        )
-    if broken:
-        raise UserError(
-            f"the file is damaged: {broken[0]} has a shape that does not match its "
-            "byte range",
-            place=str(file),
+            f"the file is cut short: {size:,} of {end:,} bytes", place=str(file)
         )
     return header
 
 
-def _is_sound(tensor: dict) -> bool:
-    """Whether a tensor's byte range is as long as its type and shape require."""
-    start, end = tensor["data_offsets"]
-    element = DTYPE_BYTES.get(tensor["dtype"])
-    is_valid = 0 <= start <= end and min(tensor["shape"], default=0) >= 0
-    return is_valid and (
-        element is None or end - start == prod(tensor["shape"]) * element
+def _damaged(file: Path, reason: str) -> UserError:
+    return UserError(
+        f"this is no safetensors file, or it is damaged: {reason}",
+        place=str(file),
+        hint=COPY_HINT,
     )
+
+
+def _tensor_fault(tensor: Any) -> str | None:
+    """Why MLX cannot read a tensor of a header; None if it can."""
+    tensor = tensor if isinstance(tensor, dict) else {}
+    dtype, shape, ends = map(tensor.get, ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str):
+        return "has no type"
+    if not isinstance(shape, list) or not _all_are(shape, int):
+        return "has no shape"
+    if not all(0 <= size <= MAX_SIZE for size in shape):
+        return f"has the shape {shape}"
+    if not isinstance(ends, list) or len(ends) != 2 or not _all_are(ends, int):
+        return "has no byte range"
+    element = DTYPE_BYTES.get(dtype)
+    if not 0 <= ends[0] <= ends[1] or (
+        element is not None and ends[1] - ends[0] != prod(shape) * element
+    ):
+        return "has a shape that does not match its byte range"
+    return None
+
+
+def _all_are(values: Iterable, kind: type) -> bool:
+    """Whether the type of all values is this one: a bool is no int."""
+    return all(type(value) is kind for value in values)

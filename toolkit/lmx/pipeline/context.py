@@ -205,6 +205,15 @@ class StageContext:
         """A model's folder, or the recipe's name for it if it is the recipe's model."""
         return self.source.path if model == self.base else str(model)
 
+    def base_name(self, model: Path) -> str:
+        """The name with which other programs load the base of an adapter.
+
+        The Hub id of the recipe's model; else the whole path of an MLX folder. A GGUF
+        file has its import in the cache.
+        """
+        is_on_hub = model == self.base and self.find(self.source.path) is None
+        return self.source.path if is_on_hub else str(model.absolute())
+
     def require_visible(self, model: Path) -> Path:
         """The folder of a model that rank 0 wrote.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.loader import LoadedRecipe
+from ..convert.importers import find_importable, gguf
 from ..data.dataset import BUILTIN, RecordReader
 from ..data.record_formats import DataRecord
 from ..data.tokenization import (
@@ -78,7 +79,7 @@ def _model(
     loaded: LoadedRecipe, plan: RunPlan
 ) -> tuple[ModelShape | None, Any, list[Line]]:
     """The model's shape, its tokenizer, and lines about them."""
-    from ..models.loader import load_tokenizer
+    from ..models.loader import load
 
     model = loaded.recipe.model
     shape = model_shape(loaded)
@@ -98,9 +99,12 @@ def _model(
     if model.from_scratch:
         lines.append(("model", "its tokenizer is trained at the start of the run"))
         return shape, None, lines
-    folder = loaded.find(model.path)
-    trust = model.trust_remote_code
-    return shape, load_tokenizer(folder, trust_remote_code=trust), lines
+    place = loaded.find(model.path)
+    if (source := find_importable(place)) and source.is_file():
+        return shape, gguf.load_tokenizer(source), lines
+    # The weights stay unread. Their shapes are compared with the config.
+    checkpoint = load(place, compute="stored", lazy=True)
+    return shape, checkpoint.tokenizer, lines
 
 
 def _quantized_layers(selection) -> Iterator[Line]:

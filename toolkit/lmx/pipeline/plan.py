@@ -13,8 +13,11 @@ from ..config.errors import KeyPath
 from ..config.loader import LoadedRecipe, load_recipe
 from ..config.messages import Problem, nearest
 from ..config.quant_spec import QuantSpec
+from ..convert.importers import find_importable, gguf
 from ..data.builtin import BUILTINS
 from ..data.dataset import BUILTIN
+from ..errors import UserError
+from ..models.checkpoint import read_config
 from ..run.tables import OUTPUT_KEYS, one_line, recipe_values
 from .stage import (
     Find,
@@ -25,7 +28,6 @@ from .stage import (
     looks_local,
     missing_source,
     quantization_values,
-    read_config,
 )
 from .stages import STAGES
 
@@ -147,18 +149,32 @@ def _raw_stages(data: dict, find: Find) -> Iterator[RawStage]:
 def _initial_state(data: dict, find: Find) -> ModelState:
     """The recipe's model before its first stage."""
     model, (_, source) = data.get("model"), _model_path(data)
-    folder = find(source) if source else None
-    config, quantization = read_config(folder), None
-    if folder and folder.suffix == GGUF and folder.is_file():
-        from ..convert.importers.gguf import is_quantized
-
-        quantization = {} if is_quantized(folder) else None
-    elif "quantization" in config:
+    try:
+        config = _config_of(find(source) if source else None)
+    # `_check_model` reports it.
+    except UserError:
+        config = {}
+    quantization = None
+    if config.get("quantization"):
         quantization = quantization_values(config["quantization"], QuantSpec)
-    elif "quantization_config" in config:
+    elif config.get("quantization_config"):
         quantization = {}
     is_untrained = isinstance(model, dict) and model.get("from_scratch") is not None
-    return ModelState(config, is_untrained, quantization)
+    return ModelState(config, is_untrained, quantization, source=source)
+
+
+def _config_of(place: Path | None) -> dict:
+    """The config of a checkpoint on this disk; empty if there is none.
+
+    Raises:
+        UserError: the checkpoint is damaged, or cannot be imported.
+    """
+    if place is None or not _is_checkpoint(place):
+        return {}
+    source = find_importable(place)
+    return (
+        gguf.outline(source)[0] if source and source.is_file() else read_config(place)
+    )
 
 
 def _model_path(data: dict) -> tuple[KeyPath, str | None]:
@@ -180,6 +196,11 @@ def _check_model(data: dict, find: Find) -> Iterator[Problem]:
     elif place and place.is_dir() and not _is_checkpoint(place):
         message = f"the folder '{source}' is not a model: it has no config.json"
         yield Problem(path, message)
+    else:
+        try:
+            _config_of(place)
+        except UserError as error:
+            yield Problem(path, f"{error.place}: {error.message}", error.hint)
     block = model if isinstance(model, dict) else {}
     is_local = place is not None or block.get("from_scratch")
     if is_local and block.get("revision") is not None:
@@ -187,8 +208,10 @@ def _check_model(data: dict, find: Find) -> Iterator[Problem]:
         yield Problem(("model", "revision"), "this model is not on the Hub", hint)
 
 
-def _is_checkpoint(folder: Path) -> bool:
-    return (folder / "config.json").is_file() or any(folder.glob(f"*{GGUF}"))
+def _is_checkpoint(place: Path) -> bool:
+    if place.is_file():
+        return place.suffix == GGUF
+    return (place / "config.json").is_file() or any(place.glob(f"*{GGUF}"))
 
 
 def _check_datasets(data: dict, find: Find) -> Iterator[Problem]:

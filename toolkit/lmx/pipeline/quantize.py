@@ -30,6 +30,12 @@ class QuantizeStage(Stage):
         yield from super().check(raw, state)
         if state.quantization is not None:
             hint = "quantizing twice adds error; keep one quantization"
+            if state.source:
+                hint = (
+                    "quantizing twice adds error; start from the model before it was "
+                    f"quantized, or expand this one: lmx convert {state.source} TARGET "
+                    "--dequantize"
+                )
             yield Problem(raw.path, "the model is already quantized here", hint, "key")
 
     @classmethod

@@ -11,9 +11,11 @@ import mlx.nn as nn
 from .. import cpu
 from ..config.loader import LoadedRecipe
 from ..convert import importers
+from ..convert.importers import gguf
 from ..data.batching import bucket_lengths
 from ..errors import WILL_NOT_FIT, UserError
-from ..models.checkpoint import check_weights, read_config
+from ..models.checkpoint import read_config
+from ..models.loader import check_loadable
 from ..run.fs import free_bytes
 from ..run.progress import format_duration
 from .estimate import ModelShape, StageResources, Workload, config_dtype
@@ -222,11 +224,14 @@ def model_shape(loaded: LoadedRecipe) -> ModelShape | None:
         size = empty.parameters * getattr(mx, model.from_scratch.dtype).size
         return ModelShape(config, size)
     folder = loaded.find(model.path)
-    # The shape of a checkpoint in another format is known once it has been imported.
-    if folder is None or importers.find_importable(folder):
+    source = importers.find_importable(folder) if folder else None
+    if source and source.is_file():
+        return ModelShape(*gguf.outline(source))
+    # The shape of a folder in another format is known once it has been imported.
+    if folder is None or source:
         return None
+    check_loadable(folder, trust_remote_code=model.trust_remote_code)
     config = read_config(folder)
-    check_weights(folder)
     if "model_file" in config:
         return None
     return ModelShape.of_folder(folder, config)

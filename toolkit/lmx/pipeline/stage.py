@@ -1,6 +1,5 @@
 """The protocol of a stage kind: what it reads and writes, checks, costs and does."""
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ class ModelState:
         is_untrained: the model is from scratch, and no stage has trained it.
         quantization: values of its quantization block, empty if they are unknown;
             None = full precision.
+        source: the recipe's name of its model while no stage has changed it.
         has_adapter: the last train stage trained an adapter.
         has_draft: a draft stage has distilled a draft model from the current model.
     """
@@ -39,6 +39,7 @@ class ModelState:
     config: dict
     is_untrained: bool = False
     quantization: dict | None = None
+    source: str | None = None
     has_adapter: bool = False
     has_draft: bool = False
 
@@ -147,7 +148,8 @@ class Stage(ABC):
     @classmethod
     def next_state(cls, raw: RawStage, state: ModelState) -> ModelState:
         """The current model after the stage."""
-        return replace(state, is_untrained=False)
+        source = None if cls.changes_model else state.source
+        return replace(state, is_untrained=False, source=source)
 
     @property
     def quantization(self) -> QuantizationConfig | None:
@@ -225,12 +227,3 @@ def missing_source(path: KeyPath, source: str, find: Find) -> Problem:
     if not (hint or "").startswith("did"):
         hint = "a relative path starts at the working directory, else beside recipes/"
     return Problem(path, f"no such file or folder: '{source}'", hint)
-
-
-def read_config(folder: Path | None) -> dict:
-    """A checkpoint's config.json; empty if there is none that can be read."""
-    try:
-        config = json.loads((folder / "config.json").read_text()) if folder else {}
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}

@@ -306,7 +306,7 @@ class TrainRun:
                 adapter=adapter,
                 keys=self.adapted_keys,
                 num_layers=adapter.num_layers or len(self.loaded.model.layers),
-                base=self.context.display_name(self.initial),
+                base=self.context.base_name(self.initial),
             )
         return target
 

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ PARTIAL = ".partial"
 MANIFEST, LOCK = "manifest.json", ".lock"
 # Smaller files are copied: people edit some of them in place, such as config.json.
 MIN_LINKED_BYTES = 1 << 16
+# The largest published tokenizer.json has 35 MB.
+MAX_JSON_BYTES = 256 << 20
 
 
 @contextmanager
@@ -201,14 +204,38 @@ def require_space(path: Path, size: int) -> None:
         )
 
 
+def require_regular_file(path: Path, max_bytes: int | None = None) -> None:
+    """Refuse a folder, a pipe or a device, which would be read for ever, and a file
+    that is too large to hold in memory.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        UserError: it is no file, or a larger one.
+    """
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
+        raise UserError(f"this is {kind}, not a file", place=str(path))
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise UserError(
+            f"the file has {status.st_size:,} bytes, and at most {max_bytes:,} are "
+            "read: it is damaged, or of another kind",
+            place=str(path),
+        )
+
+
 def read_json(path: Path) -> dict:
     """The object in a JSON file; empty if the file holds another value.
 
     Raises:
-        UserError: the file is not JSON.
+        FileNotFoundError: there is nothing.
+        UserError: it is no file, or not JSON.
     """
+    require_regular_file(path, MAX_JSON_BYTES)
     try:
         value = json.loads(path.read_bytes())
+    except RecursionError as error:
+        raise UserError("not JSON: nested too deeply", place=str(path)) from error
     except ValueError as error:
         raise UserError(f"not JSON: {error}", place=str(path)) from error
     return value if isinstance(value, dict) else {}

@@ -4,9 +4,10 @@ Codes of 2 to 5 bits, and symmetric codes of 8 bits, are copied if float16 holds
 scales. Every other matrix is written dequantized.
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from ...models.quantized_layers import is_quantized
 from .base import ExportContext
 
 FOLDER = "gguf"
@@ -36,12 +37,25 @@ def export(folder: Path, context: ExportContext) -> None:
     file = folder / f"{context.name}.gguf"
     types = write(file, loaded, name=context.name)
     verify_roundtrip(file, loaded)
-    counts = ", ".join(f"{types.count(name)} {name}" for name in sorted(set(types)))
+    names = [ggml_type for ggml_type, _ in types]
+    counts = ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
     context.info(f"matrices of {file.name}: {counts}")
-    quantized = sum(is_quantized(module) for module in loaded.model.modules())
-    dequantized = quantized - sum(name.startswith("Q") for name in types)
-    if dequantized:
-        context.info(
-            f"{dequantized} of {quantized} quantized matrices are dequantized in it: "
-            "ggml has no such codes, or float16 does not hold their scales"
+    for text in _other_codes(types):
+        context.info(text)
+
+
+def _other_codes(types: list[tuple[str, int | None]]) -> Iterator[str]:
+    """Lines about codes that the file does not hold as they are in the model."""
+    quantized = [(name, bits) for name, bits in types if bits is not None]
+    for (name, bits), count in sorted(Counter(quantized).items()):
+        if name.startswith("Q") and not name.startswith(f"Q{bits}"):
+            yield (
+                f"{count} matrices of {bits} bits are stored as {name}: ggml has no "
+                f"codes of {bits} bits. Their weights are the same, but take "
+                f"{name[1]} bits each"
+            )
+    if dequantized := sum(not name.startswith("Q") for name, _ in quantized):
+        yield (
+            f"{dequantized} of {len(quantized)} quantized matrices are dequantized in "
+            "it: ggml has no such codes, or float16 does not hold their scales"
         )

@@ -110,8 +110,7 @@ def push(
     """
     from huggingface_hub import HfApi
 
-    read_config(folder)
-    check_weights(folder)
+    check_weights(folder, read_config(folder))
     require_write_access(name, private=private)
     api = HfApi(token=require_token(name))
     files = [p for p in folder.rglob("*") if p.is_file() and p.name[0] != "."]

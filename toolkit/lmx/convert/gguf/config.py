@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import FAILED, UserError
-from ...models.loader import model_classes
+from ...models.loader import model_arguments
 from . import blocks, tokenizer
 from .reader import GGUFTensor
 
@@ -15,6 +15,12 @@ PERMUTED_QK = {"llama": True, "qwen2": False, "qwen3": False}
 # llama.cpp's architectures by mlx-lm's model types.
 ARCHITECTURES = {"mistral": "llama"} | {name: name for name in PERMUTED_QK}
 ROPE_FREQUENCIES = "rope_freqs.weight"
+# transformers' classes, which a config.json names.
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 # RoPE scaling of Llama 3.1 and 3.2. A file stores only the resulting frequency factors.
 LLAMA3_FACTORS = (8.0, 32.0)
 LLAMA3 = {
@@ -29,31 +35,33 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
 
     Raises:
         KeyError: a key is missing.
-        UserError: the architecture or its RoPE scaling is not supported.
+        UserError: the architecture or its RoPE scaling is not supported, or a value is
+            of a wrong type or out of range.
     """
-    kind = metadata["general.architecture"]
+    kind = str(metadata["general.architecture"])[:40]
     experts = " with experts" if metadata.get(f"{kind}.expert_count") else ""
     if kind not in PERMUTED_QK or experts:
         raise UserError(
             f"GGUF files of {kind} models{experts} are not supported",
             hint=f"supported architectures: {', '.join(PERMUTED_QK)}",
         )
-    if metadata.get("split.count", 1) > 1:
+    if metadata.get("split.count", 1) not in (0, 1):
         raise UserError(
             "this file is one of several",
             hint="join them with llama-gguf-split --merge",
         )
 
-    def value(name: str, default: Any = None) -> Any:
-        result = metadata.get(f"{kind}.{name}", default)
-        if result is None:
-            raise KeyError(f"{kind}.{name}")
-        return result
+    def value(name: str, default: int | None = None) -> int:
+        return _number(metadata, f"{kind}.{name}", int, default)
+
+    def fraction(name: str, default: float | None = None) -> float:
+        return _number(metadata, f"{kind}.{name}", float, default)
 
     hidden_size, heads = value("embedding_length"), value("attention.head_count")
     rope_size = value("rope.dimension_count", hidden_size // heads)
     config = {
         "model_type": kind,
+        "architectures": [CLASSES[kind]],
         "hidden_size": hidden_size,
         "intermediate_size": value("feed_forward_length"),
         "num_hidden_layers": value("block_count"),
@@ -61,8 +69,8 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         "num_key_value_heads": value("attention.head_count_kv", heads),
         "head_dim": value("attention.key_length", rope_size),
         "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": value("attention.layer_norm_rms_epsilon"),
-        "rope_theta": value("rope.freq_base", 10000.0),
+        "rms_norm_eps": fraction("attention.layer_norm_rms_epsilon"),
+        "rope_theta": fraction("rope.freq_base", 10000.0),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": "blk.0.attn_q.bias" in tensors,
@@ -70,6 +78,25 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
     }
     config |= _rope_from_metadata(metadata, kind, tensors, config)
     return config | tokenizer.special_token_ids(metadata)
+
+
+def _number(
+    metadata: dict[str, Any], key: str, kind: type, default: float | None
+) -> Any:
+    """A number above zero.
+
+    Raises:
+        KeyError: the key is missing, and there is no default.
+        UserError: the value is another one.
+    """
+    value = metadata.get(key, default)
+    if value is None:
+        raise KeyError(key)
+    kinds = (int,) if kind is int else (int, float)
+    if type(value) not in kinds or not 0 < value < 2**31:
+        what = "a whole number of at least 1" if kind is int else "a number above 0"
+        raise UserError(f"{key} is {str(value)[:40]}; it must be {what}")
+    return value
 
 
 def to_metadata(config: dict) -> dict[str, Any]:
@@ -85,7 +112,7 @@ def to_metadata(config: dict) -> dict[str, Any]:
             hint=f"supported model types: {', '.join(ARCHITECTURES)}",
             code=FAILED,
         )
-    args = model_classes(config)[1].from_dict(config)
+    args = model_arguments(config)
     if "sliding_attention" in (getattr(args, "layer_types", None) or []):
         raise _unsupported("sliding-window layers")
     if getattr(args, "rope_traditional", False):
@@ -116,7 +143,7 @@ def to_metadata(config: dict) -> dict[str, Any]:
 
 def rope_factors(config: dict) -> np.ndarray | None:
     """Llama 3's frequency factors, float32 [head / 2]; None for other RoPE scaling."""
-    args = model_classes(config)[1].from_dict(config)
+    args = model_arguments(config)
     rope_type, factor = _rope_scaling(args.rope_scaling)
     if rope_type != "llama3":
         return None
@@ -136,14 +163,19 @@ def _rope_from_metadata(
     """The `rope_scaling` of a config, if positions are scaled."""
     scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
     if scaling == "linear":
-        factor = metadata[f"{kind}.rope.scaling.factor"]
+        factor = _number(metadata, f"{kind}.rope.scaling.factor", float, None)
         return {"rope_scaling": {"type": "linear", "factor": factor}}
     if scaling != "none":
         raise UserError(f"the RoPE scaling {scaling!r} is not supported")
     if ROPE_FREQUENCIES not in tensors:
         return {}
-    dense = blocks.to_dense(tensors[ROPE_FREQUENCIES])
-    stored = np.array(dense.astype(mx.float32))
+    tensor = tensors[ROPE_FREQUENCIES]
+    if tensor.ggml_type != "F32" or tensor.shape != (config["head_dim"] // 2,):
+        raise UserError(
+            f"{ROPE_FREQUENCIES} is {tensor.ggml_type} {list(tensor.shape)}; it must "
+            f"be F32 [{config['head_dim'] // 2}]"
+        )
+    stored = np.array(blocks.to_dense(tensor).astype(mx.float32))
     for factor in LLAMA3_FACTORS:
         expected = _llama3_factors(config["head_dim"], config["rope_theta"], factor)
         if np.allclose(stored, expected, rtol=1e-4):

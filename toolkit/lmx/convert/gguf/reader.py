@@ -16,12 +16,20 @@ from typing import Any
 import numpy as np
 
 from ...errors import UserError
+from ...run.fs import require_regular_file
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 # Metadata types by number, as struct codes; 8 is a string, 9 an array.
 SCALARS = dict(enumerate("BbHhIif?", 0)) | {10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+# The fewest bytes of a list and of a string, of a key with a value, and of the
+# description of a tensor.
+MIN_BYTES, MIN_VALUE_BYTES, MIN_TENSOR_BYTES = (12, 8), 13, 24
+# ggml's own limits are 4 dimensions and no lists of lists.
+MAX_DIMENSIONS, MAX_DEPTH, MAX_ALIGNMENT = 4, 4, 1 << 20
+NO_GGUF = "this is not a GGUF file"
+HINT = "download or copy the file again"
 # Name, values per block and bytes per block, by ggml's type number.
 GGML_TYPES = {
     0: ("F32", 1, 4),
@@ -56,18 +64,21 @@ class GGUFTensor:
 def read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
     """Metadata and tensors of a file, by name.
 
+    Every length is compared with the bytes that the file has before it is believed.
+
     Raises:
-        UserError: not a GGUF file, a truncated one, or a tensor of an unknown type.
+        UserError: not a GGUF file, a damaged one, or a tensor of an unknown type.
     """
+    require_regular_file(path)
     data = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
     try:
         return _read(_Cursor(data), data)
-    except (struct.error, UnicodeDecodeError, KeyError) as error:
-        raise UserError(
-            "this is not a GGUF file, or it is truncated", place=str(path)
-        ) from error
+    except UnicodeDecodeError as error:
+        message = f"{NO_GGUF}: a text is not UTF-8"
+        raise UserError(message, place=str(path), hint=HINT) from error
     except UserError as error:
-        raise UserError(error.message, place=str(path), hint=error.hint) from error
+        hint = error.hint or HINT
+        raise UserError(error.message, place=str(path), hint=hint) from error
 
 
 class _Cursor:
@@ -81,38 +92,53 @@ class _Cursor:
         return self.scalars(code, 1)[0]
 
     def scalars(self, code: str, count: int) -> tuple:
-        layout = struct.Struct(f"<{count}{code}")
-        values = layout.unpack_from(self._data, self.position)
-        self.position += layout.size
-        return values
+        size = count * struct.calcsize(f"<{code}")
+        return struct.unpack(f"<{count}{code}", self._take(size))
 
     def string(self) -> str:
-        length = self.scalar("Q")
-        text = bytes(self._data[self.position : self.position + length])
-        self.position += length
-        return text.decode()
+        return bytes(self._take(self.scalar("Q"))).decode()
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, depth: int = 0) -> Any:
         if kind == STRING:
             return self.string()
         if kind != ARRAY:
+            if kind not in SCALARS:
+                raise UserError(f"{NO_GGUF}: a value has the unknown type {kind}")
             return self.scalar(SCALARS[kind])
         kind, count = self.scalar("I"), self.scalar("Q")
         if kind in SCALARS:
             return list(self.scalars(SCALARS[kind], count))
-        return [self.value(kind) for _ in range(count)]
+        if depth == MAX_DEPTH:
+            raise UserError(f"{NO_GGUF}: lists are nested too deeply")
+        self.require(count * MIN_BYTES[kind == STRING])
+        return [self.value(kind, depth + 1) for _ in range(count)]
+
+    def require(self, size: int) -> None:
+        """Raise UserError if fewer bytes are left."""
+        left = len(self._data) - self.position
+        if size > left:
+            raise UserError(
+                f"{NO_GGUF}, or it is truncated: at byte {self.position:,} it "
+                f"announces {size:,} bytes and has {left:,}"
+            )
+
+    def _take(self, size: int) -> memoryview:
+        self.require(size)
+        start, self.position = self.position, self.position + size
+        return self._data[start : self.position]
 
 
 def _read(cursor: _Cursor, data: np.ndarray) -> tuple[dict, dict[str, GGUFTensor]]:
     magic, version = bytes(cursor.scalars("B", 4)), cursor.scalar("I")
     if magic != MAGIC or version not in VERSIONS:
-        raise UserError(
-            f"this is not a GGUF file of version {' or '.join(map(str, VERSIONS))}"
-        )
+        raise UserError(f"{NO_GGUF} of version {' or '.join(map(str, VERSIONS))}")
     tensors, count = cursor.scalars("Q", 2)
+    cursor.require(tensors * MIN_TENSOR_BYTES + count * MIN_VALUE_BYTES)
     metadata = {cursor.string(): cursor.value(cursor.scalar("I")) for _ in range(count)}
     entries = [_tensor_info(cursor) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
+    if type(alignment) is not int or not 1 <= alignment <= MAX_ALIGNMENT:
+        raise UserError(f"general.alignment is {alignment!r}; it must be such as 32")
     start = math.ceil(cursor.position / alignment) * alignment
     return metadata, {n: _tensor(n, *entry, data[start:]) for n, *entry in entries}
 
@@ -120,6 +146,8 @@ def _read(cursor: _Cursor, data: np.ndarray) -> tuple[dict, dict[str, GGUFTensor
 def _tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     """Name, shape, type number and offset."""
     name, dimensions = cursor.string(), cursor.scalar("I")
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise UserError(f"{name[:80]!r} has {dimensions:,} dimensions")
     shape = cursor.scalars("Q", dimensions)[::-1]
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 
@@ -133,6 +161,10 @@ def _tensor(
             hint=f"supported types: {', '.join(n for n, *_ in GGML_TYPES.values())}",
         )
     ggml_type, block_values, block_bytes = GGML_TYPES[number]
+    if not all(0 < size < 2**31 for size in shape) or shape[-1] % block_values:
+        raise UserError(
+            f"{name} has the shape {list(shape)}, which {ggml_type} cannot have"
+        )
     size = math.prod(shape) // block_values * block_bytes
     raw = data[offset : offset + size]
     if len(raw) < size:

@@ -14,6 +14,9 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")
 BOUNDARY = "▁"  # sentencepiece's space
 FILES = ("tokenizer.json", "tokenizer_config.json")
+LISTS = {"tokens": str, "token_type": int, "scores": float, "merges": str}
+PER_TOKEN = ("token_type", "scores")
+MAX_TOKEN_CHARACTERS = 10_000
 # ggml's names of the special tokens, and Hugging Face's.
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
 # The patterns that split a text into words before it is encoded, by llama.cpp's name;
@@ -59,8 +62,9 @@ def write(metadata: dict[str, Any], folder: Path, *, source: Path) -> None:
     Raises:
         UserError: lmx cannot build the tokenizer and `source` has none.
     """
-    model = metadata.get(f"{KEY}model")
-    pre_tokenizer = metadata.get(f"{KEY}pre", "default")
+    _check_lists(metadata)
+    model = str(metadata.get(f"{KEY}model"))[:40]
+    pre_tokenizer = str(metadata.get(f"{KEY}pre", "default"))[:40]
     if model == "llama":
         tokenizer = _build_sentencepiece(metadata)
     elif model == "gpt2" and pre_tokenizer in PRE_TOKENIZERS:
@@ -78,6 +82,33 @@ def write(metadata: dict[str, Any], folder: Path, *, source: Path) -> None:
     tokenizer.save(str(folder / FILES[0]))
     text = json.dumps(_tokenizer_config(metadata), indent=2) + "\n"
     (folder / FILES[1]).write_text(text)
+
+
+def _check_lists(metadata: dict[str, Any]) -> None:
+    """Check the lists of the tokenizer and the ids of its special tokens.
+
+    Raises:
+        UserError: names the key.
+    """
+    tokens = metadata.get(f"{KEY}tokens", [])
+    for name, kind in LISTS.items():
+        values = metadata.get(f"{KEY}{name}")
+        is_list = isinstance(values, list) and all(isinstance(v, kind) for v in values)
+        if values is not None and not is_list:
+            raise UserError(f"{KEY}{name} is not a list of {kind.__name__} values")
+        if name in PER_TOKEN and values is not None and len(values) != len(tokens):
+            raise UserError(
+                f"{KEY}{name} has {len(values):,} values for {len(tokens):,} tokens"
+            )
+    if (longest := max(map(len, tokens), default=0)) > MAX_TOKEN_CHARACTERS:
+        raise UserError(f"{KEY}tokens has a token of {longest:,} characters")
+    for name in (*SPECIAL_TOKENS, "eot"):
+        index = metadata.get(f"{KEY}{name}_token_id")
+        if index is not None and index not in range(len(tokens)):
+            raise UserError(
+                f"{KEY}{name}_token_id is {str(index)[:40]}, and the file has "
+                f"{len(tokens):,} tokens"
+            )
 
 
 def to_metadata(folder: Path, config: dict, vocab_size: int) -> dict[str, Any]:
@@ -208,7 +239,8 @@ def _tokenizer_config(metadata: dict[str, Any]) -> dict:
         "clean_up_tokenization_spaces": False,
     }
     template = metadata.get("tokenizer.chat_template")
-    return settings | ({"chat_template": template} if template else {})
+    is_text = isinstance(template, str) and template
+    return settings | ({"chat_template": template} if is_text else {})
 
 
 def _token_type(text: str, model: dict, added: dict[str, bool]) -> int:

@@ -31,8 +31,14 @@ FILE_TYPES = {
 QUANTIZATION_VERSION = 2
 
 
-def write(file: Path, loaded: LoadedModel, *, name: str) -> list[str]:
-    """Write the file of a model; returns ggml's types of its matrices.
+def write(
+    file: Path, loaded: LoadedModel, *, name: str
+) -> list[tuple[str, int | None]]:
+    """Write the file of a model.
+
+    Returns:
+        For every matrix ggml's type, and the bits of its codes in the model; None if
+        the model has it dense.
 
     Raises:
         UserError: GGUF cannot hold the model or its tokenizer.
@@ -43,22 +49,23 @@ def write(file: Path, loaded: LoadedModel, *, name: str) -> list[str]:
     vocab_size, _ = quantized_layers.weight_shape(loaded.model.model.embed_tokens)
     metadata |= tokenizer.to_metadata(loaded.path, loaded.config, vocab_size)
     writer = gguf.GGUFWriter(file, metadata.pop("general.architecture"))
-    types = []
+    types: list[tuple[str, int | None]] = []
     # The header needs all sizes first. A second pass writes the values, so that only
     # one tensor is in memory.
-    for tensor, ggml_type, value in _tensors(loaded):
+    for tensor, ggml_type, value, bits in _tensors(loaded):
         raw = gguf.GGMLQuantizationType[ggml_type]
         writer.add_tensor_info(tensor, value.shape, value.dtype, value.nbytes, raw)
-        types += [ggml_type] if value.ndim > 1 else []
+        types += [(ggml_type, bits)] if value.ndim > 1 else []
     writer.add_name(name)
-    writer.add_file_type(FILE_TYPES[max(sorted(set(types)), key=types.count)])
+    names = [ggml_type for ggml_type, _ in types]
+    writer.add_file_type(FILE_TYPES[max(sorted(set(names)), key=names.count)])
     writer.add_quantization_version(QUANTIZATION_VERSION)
     for key, value in metadata.items():
         _adder(writer, value)(key, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for _, _, value in _tensors(loaded):
+    for _, _, value, _ in _tensors(loaded):
         writer.write_tensor_data(value)
     writer.close()
     return types
@@ -107,12 +114,15 @@ def _adder(writer: Any, value: Any):
     return getattr(writer, f"add_{by_type.get(type(value), 'array')}")
 
 
-def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray]]:
-    """llama.cpp's name of every tensor, ggml's type, and its values or blocks."""
+def _tensors(
+    loaded: LoadedModel,
+) -> Iterator[tuple[str, str, np.ndarray, int | None]]:
+    """llama.cpp's name of every tensor, ggml's type, its values or blocks, and the bits
+    of its codes in the model."""
     model = loaded.reread()
     factors = config.rope_factors(loaded.config)
     if factors is not None:
-        yield config.ROPE_FREQUENCIES, "F32", factors
+        yield config.ROPE_FREQUENCIES, "F32", factors, None
     tensors = dict(tree_flatten(model.parameters()))
     for path, module in model.named_modules():
         if quantized_layers.is_quantized(module):
@@ -130,11 +140,13 @@ def _tensors(loaded: LoadedModel) -> Iterator[tuple[str, str, np.ndarray]]:
                 _gguf_name(f"{path}.weight"),
                 ggml_type,
                 _permute_qk(path, value, loaded.config),
+                module.bits,
             )
     for name in list(tensors):
         ggml_type, value = blocks.from_dense(tensors.pop(name))
         path = name.rpartition(".")[0]
-        yield _gguf_name(name), ggml_type, _permute_qk(path, value, loaded.config)
+        rows = _permute_qk(path, value, loaded.config)
+        yield _gguf_name(name), ggml_type, rows, None
 
 
 def _gguf_name(name: str) -> str:

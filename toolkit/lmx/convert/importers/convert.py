@@ -8,7 +8,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ...config.quant_spec import QuantSpec
-from ...errors import UserError
+from ...errors import UserError, library_errors
 from ...models import checkpoint_writer
 from ...models.loader import build_model
 from . import gguf, hf_folder
@@ -31,20 +31,17 @@ def convert_checkpoint(
         UserError: names the tensor that is damaged or that MLX cannot hold exactly.
     """
     with TemporaryDirectory() as scratch:
-        if source.is_dir():
-            companions = source
-            config, dense, layers = hf_folder.read(source)
-        else:
-            companions = Path(scratch)
-            config, dense, layers = gguf.read(source, companions)
-        model = build_model(config)
-        weights = _rename(model, dense, layers, place=str(source))
-        modules = {
-            path: module
-            for path, module in model.named_modules()
-            if hasattr(module, "to_quantized")
-        }
-        weights, specs = _check(weights, model, modules, place=str(source))
+        companions = source if source.is_dir() else Path(scratch)
+        with library_errors("the checkpoint cannot be imported", place=source):
+            config, dense, layers = _read(source, companions)
+            model = build_model(config, place=source)
+            weights = _rename(model, dense, layers, place=str(source))
+            modules = {
+                path: module
+                for path, module in model.named_modules()
+                if hasattr(module, "to_quantized")
+            }
+            weights, specs = _check(weights, model, modules, place=str(source))
         if dtype:
             weights = {name: _cast(value, dtype) for name, value in weights.items()}
         unquantized = [path for path in modules if path not in specs]
@@ -56,6 +53,13 @@ def convert_checkpoint(
             specs=specs,
             kept=unquantized,
         )
+
+
+def _read(source: Path, companions: Path):
+    """Config, dense tensors and quantized layers of a folder or a GGUF file."""
+    if source.is_dir():
+        return hf_folder.read(source)
+    return gguf.read(source, companions)
 
 
 def _rename(

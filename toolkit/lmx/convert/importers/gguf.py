@@ -1,12 +1,22 @@
 """llama.cpp's GGUF models of the Llama and Qwen families, by mlx-lm's names."""
 
+import json
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ...errors import UserError
+from ...config.quant_spec import QuantSpec
+from ...errors import UserError, library_errors
+from ...models import loader
+from ...models.checkpoint_writer import quantization_block
+from ...models.config_check import check_config, check_sizes
 from ..gguf import blocks, config, reader, tokenizer
 from ..gguf.reader import GGUFTensor
 from .affine_repack import AffineGroups
@@ -28,6 +38,8 @@ MODULE_PATHS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Bits of a dense weight after the import, where they are not 16.
+DENSE_BITS = {"Q6_K": 32}
 TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 
@@ -44,24 +56,92 @@ def read(
             not supported.
     """
     metadata, tensors = reader.read(path)
-    try:
-        settings = config.from_metadata(metadata, tensors)
-        tokenizer.write(metadata, companions, source=path.parent)
+    with _errors(path):
+        settings = _config(path, metadata, tensors)
+        _write_tokenizer(path, metadata, companions, settings)
         return settings, *_weights(tensors, settings)
-    except KeyError as error:
-        raise UserError(f"the file has no {error}", place=str(path)) from error
-    except UserError as error:
-        raise UserError(error.message, place=str(path), hint=error.hint) from error
 
 
-def is_quantized(path: Path) -> bool:
-    """Whether a file has tensors that become quantized layers.
+def outline(path: Path) -> tuple[dict, int]:
+    """Config and bytes of the checkpoint that the import of a file would write.
+
+    No weight is read: its bytes are about those of the blocks with scales of 16 bits,
+    those of k-quants with scales of 32 bits.
 
     Raises:
-        UserError: the file is damaged, or a type is not supported.
+        UserError: the file is damaged, or its architecture or a type is not supported.
     """
-    _, tensors = reader.read(path)
-    return any(t.ggml_type in blocks.GROUPED_TYPES for t in tensors.values())
+    metadata, tensors = reader.read(path)
+    specs, kept, size = {}, [], 0.0
+    with _errors(path):
+        settings = _config(path, metadata, tensors)
+        for name, tensor in tensors.items():
+            if name == config.ROPE_FREQUENCIES:
+                continue
+            module, _ = _module_path(name)
+            bits = DENSE_BITS.get(tensor.ggml_type, 16)
+            if tensor.ggml_type in blocks.GROUPED_TYPES:
+                _, width = blocks.GROUPED_TYPES[tensor.ggml_type]
+                specs[module] = QuantSpec(bits=width, group_size=blocks.BLOCK)
+                scales = 64 if tensor.ggml_type.endswith("K") else 32
+                bits = width + scales / blocks.BLOCK
+            elif len(tensor.shape) > 1:
+                kept.append(module)
+            size += bits / 8 * math.prod(tensor.shape)
+    if specs:
+        settings["quantization"] = quantization_block(specs, kept)
+    return settings, int(size)
+
+
+def load_tokenizer(path: Path) -> Any:
+    """The tokenizer of a file, as its import would have it.
+
+    Raises:
+        UserError: the file is damaged, or its tokenizer is not supported.
+    """
+    metadata, tensors = reader.read(path)
+    with _errors(path), TemporaryDirectory() as scratch:
+        settings = _config(path, metadata, tensors)
+        _write_tokenizer(path, metadata, Path(scratch), settings)
+        (Path(scratch) / "config.json").write_text(json.dumps(settings))
+        return loader.load_tokenizer(Path(scratch))
+
+
+@contextmanager
+def _errors(path: Path) -> Iterator[None]:
+    """Name the file in errors about its content."""
+    try:
+        yield
+    except KeyError as error:
+        message = f"the file has no {error}"
+        raise UserError(message, place=str(path), hint=reader.HINT) from error
+    except UserError as error:
+        hint = error.hint or reader.HINT
+        raise UserError(error.message, place=str(path), hint=hint) from error
+
+
+def _config(
+    path: Path, metadata: dict[str, Any], tensors: dict[str, GGUFTensor]
+) -> dict:
+    """The config.json of a file's model, its sizes compared with the tensors."""
+    settings = config.from_metadata(metadata, tensors)
+    check_config(settings, str(path))
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    check_sizes(settings, shapes, str(path))
+    return settings
+
+
+def _write_tokenizer(
+    path: Path, metadata: dict[str, Any], folder: Path, settings: dict
+) -> None:
+    tokens, rows = metadata.get(f"{tokenizer.KEY}tokens", []), settings["vocab_size"]
+    if isinstance(tokens, list) and len(tokens) > rows:
+        raise UserError(f"the file has {len(tokens):,} tokens and {rows:,} embeddings")
+    with library_errors("the tokenizer in this file does not load", place=path):
+        try:
+            tokenizer.write(metadata, folder, source=path.parent)
+        except KeyError as error:
+            raise UserError(f"the file has no {error}") from error
 
 
 def _weights(
@@ -73,6 +153,9 @@ def _weights(
             continue
         path, leaf = _module_path(name)
         order = _row_order(path, tensor, settings)
+        is_grouped = tensor.ggml_type in blocks.GROUPED_TYPES
+        if is_grouped and (leaf != "weight" or len(tensor.shape) != 2):
+            raise UserError(f"{name} is no matrix, but has blocks {tensor.ggml_type}")
         groups = blocks.to_affine_groups(tensor)
         if groups:
             layers[path] = groups if order is None else groups.permute_rows(order)
@@ -100,5 +183,10 @@ def _row_order(path: str, tensor: GGUFTensor, settings: dict) -> np.ndarray | No
     is_qk = path.endswith(("self_attn.q_proj", "self_attn.k_proj"))
     if not is_qk or not config.PERMUTED_QK[settings["model_type"]]:
         return None
-    rows = np.arange(tensor.shape[0]).reshape(-1, settings["head_dim"] // 2, 2)
+    head = settings["head_dim"]
+    if head % 2 or tensor.shape[0] % head:
+        raise UserError(
+            f"{path} has {tensor.shape[0]:,} rows, which are no heads of {head:,}"
+        )
+    rows = np.arange(tensor.shape[0]).reshape(-1, head // 2, 2)
     return rows.swapaxes(1, 2).reshape(-1)

@@ -7,6 +7,7 @@ import mlx.core as mx
 
 from ...errors import UserError
 from ...models.checkpoint import read_config
+from ...models.config_check import check_sizes
 from ...models.safetensors_io import read_header
 from . import act_order, awq, compressed_tensors, gptq
 from .affine_repack import AffineGroups
@@ -40,7 +41,7 @@ def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups]
     """
     config = read_config(path)
     module, settings = find_format(config), _quantization_config(config)
-    dense = _load_tensors(path)
+    dense = _load_tensors(path, config)
     layers = {}
     for codes in sorted(name for name in dense if name.endswith(f".{module.CODES}")):
         name = codes.removesuffix(f".{module.CODES}")
@@ -56,12 +57,14 @@ def read(path: Path) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups]
     return config, dense, layers
 
 
-def _load_tensors(path: Path) -> dict[str, mx.array]:
+def _load_tensors(path: Path, config: dict) -> dict[str, mx.array]:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise UserError("the folder has no *.safetensors", place=str(path))
-    tensors = {}
-    for file in files:
-        read_header(file)
+    headers = {file: read_header(file) for file in files}
+    tensors, shapes = {}, {}
+    for file, header in headers.items():
+        shapes |= {name: tuple(tensor["shape"]) for name, tensor in header.items()}
         tensors |= mx.load(str(file))
+    check_sizes(config, shapes, str(path / "config.json"))
     return tensors

@@ -1,0 +1,225 @@
+"""Checks of a config.json before mlx-lm builds a model of it.
+
+mlx-lm trusts a config: it builds ten million layers if the config says so, and divides
+by a number of heads that is zero. The types and ranges of the keys that most models
+share are checked here; the sizes are compared with the weights in the headers.
+"""
+
+import math
+import re
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, Union, get_args, get_origin
+
+from ..errors import UserError
+
+HINT = "copy config.json from the model that the weights belong to"
+# Keys that are whole numbers of at least 1 in every model that has them. Some models
+# give one number per block.
+POSITIVE = (
+    *("hidden_size", "num_hidden_layers", "vocab_size", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "max_position_embeddings"),
+    *("n_embd", "n_layer", "n_layers", "n_head", "n_heads", "d_model", "num_layers"),
+)
+NOT_NEGATIVE = ("intermediate_size", "moe_intermediate_size", "num_experts")
+EPSILONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_eps")
+KINDS = {
+    "quantization": dict,
+    "quantization_config": dict,
+    "text_config": dict,
+    "rope_scaling": dict,
+    "rope_parameters": dict,
+    "layer_types": list,
+    "model_file": str,
+    "torch_dtype": str,
+    "dtype": str,
+    "architectures": list | str,
+}
+# mlx.core.quantize knows these.
+BITS, MODES = (1, 2, 3, 4, 5, 6, 8), ("affine", "mxfp4", "mxfp8", "nvfp4")
+TAGGED_FLOAT = "__float__"
+LAYERS = re.compile(r"(^|_)(layers?|depth)$")
+EXPERTS = re.compile(r"experts?$")
+SIZES = re.compile(
+    r"(^|_)(size|dim|dims|rank|heads?|embd|model|inner|ff|state|groups?)$|^(num|n)_"
+)
+# Keys of other things than weights.
+NO_SIZES = re.compile(r"window|chunk|position|ctx|context|block|batch|keep|token")
+# A word of packed 2-bit codes holds 16 inputs; a head may be split or doubled.
+SIZE_MARGIN = 64
+
+
+def check_config(config: dict, place: str) -> None:
+    """Check the types and the ranges of the common keys, of the language part too.
+
+    Args:
+        place: the file, for messages.
+
+    Raises:
+        UserError: names the key and what it must be.
+    """
+    for key, value in _values(config):
+        if value is not None and (fault := _fault(key, value)):
+            raise UserError(
+                f"{key} is {_shown(value)}; it must be {fault}", place=place, hint=HINT
+            )
+    for _, block in _blocks(config):
+        layers, kinds = block.get("num_hidden_layers"), block.get("layer_types")
+        if layers and kinds is not None and len(kinds) < layers:
+            raise UserError(
+                f"layer_types has {len(kinds)} entries for {layers:,} layers",
+                place=place,
+                hint=HINT,
+            )
+    _check_quantization(config.get("quantization"), place)
+
+
+def check_arguments(config: dict, arguments: type, place: str) -> None:
+    """Check the values that an architecture of mlx-lm reads against its declared types.
+
+    Only numbers, texts and switches: mlx-lm declares the others loosely. None stands
+    for a default that mlx-lm's own code may handle.
+
+    Args:
+        arguments: the dataclass `ModelArgs` of the architecture.
+
+    Raises:
+        UserError: names the key.
+    """
+    for key, field in getattr(arguments, "__dataclass_fields__", {}).items():
+        value, kinds = config.get(key), _kinds(field.type)
+        is_read = kinds and value is not None and not key.endswith("token_id")
+        if not is_read or isinstance(value, kinds) or _is_tagged_float(value):
+            continue
+        names = " or ".join(sorted(kind.__name__ for kind in kinds))
+        raise UserError(
+            f"{key} is {_shown(value)}; this architecture reads {names}",
+            place=place,
+            hint=HINT,
+        )
+
+
+def check_sizes(
+    config: dict, shapes: Mapping[str, tuple[int, ...]], place: str
+) -> None:
+    """Refuse numbers of layers, experts and sizes that the weights cannot have.
+
+    Building the model would take minutes or all memory. This takes microseconds.
+
+    Args:
+        shapes: of all tensors, by name, from the headers of the weight files.
+
+    Raises:
+        UserError: names the key and the size in the weight files.
+    """
+    largest = max((max(shape, default=1) for shape in shapes.values()), default=0)
+    for path, value in _values(config):
+        key = path.rpartition(".")[2]
+        if type(value) is not int or NO_SIZES.search(key):
+            continue
+        if LAYERS.search(key):
+            limit, what = len(shapes), f"the weight files have {len(shapes):,} tensors"
+        elif EXPERTS.search(key):
+            limit = max(len(shapes), largest)
+            what = f"no tensor of the weight files has more than {largest:,} rows"
+        elif SIZES.search(key):
+            limit = SIZE_MARGIN * largest
+            what = f"no tensor of the weight files has more than {largest:,} rows"
+        else:
+            continue
+        if value > limit:
+            raise UserError(f"{path} is {value:,}, but {what}", place=place, hint=HINT)
+
+
+def _blocks(config: dict) -> Iterator[tuple[str, dict]]:
+    """The config and its language part, with the start of their keys."""
+    yield "", config
+    if isinstance(config.get("text_config"), dict):
+        yield "text_config.", config["text_config"]
+
+
+def _values(config: dict) -> Iterator[tuple[str, Any]]:
+    for start, block in _blocks(config):
+        for key, value in block.items():
+            yield f"{start}{key}", value
+
+
+def _fault(path: str, value: Any) -> str | None:
+    """What the value of a key must be; None if it is that."""
+    key = path.rpartition(".")[2]
+    if key in KINDS and not isinstance(value, KINDS[key]):
+        names = {dict: "an object", list: "a list", str: "text"}
+        return names.get(KINDS[key], "a list of texts")
+    if key in ("layer_types", "architectures"):
+        texts = [value] if isinstance(value, str) else value
+        return None if all(isinstance(v, str) for v in texts) else "a list of texts"
+    if key in POSITIVE and not _are_integers(value, 1):
+        return "a whole number of at least 1"
+    if key in NOT_NEGATIVE and not _are_integers(value, 0):
+        return "a whole number of at least 0"
+    if key in EPSILONS and not (_is_number(value) and value >= 0):
+        return "a number of at least 0"
+    if key == "rope_theta" and isinstance(value, str | bool | int | float):
+        return None if _is_number(value) and value > 0 else "a number above 0"
+    return None
+
+
+def _are_integers(value: Any, least: int) -> bool:
+    """Whether a value, or all of a list of them, are numbers of at least `least`."""
+    values = value if isinstance(value, list) else [value]
+    return bool(values) and all(
+        # Null: this block has no such part.
+        v is None or (type(v) is int and least <= v < 2**31)
+        for v in values
+    )
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    # A whole number of hundreds of digits has no float.
+    return is_number and abs(value) < 1e300 and math.isfinite(value)
+
+
+def _check_quantization(block: dict | None, place: str) -> None:
+    """Check mlx-lm's `quantization`: one grid, and grids or `false` by layer."""
+    if block is None:
+        return
+    grids = {"quantization": block}
+    # A layer may leave out what is like the rest.
+    common = {k: block.get(k) for k in ("bits", "group_size", "mode") if k in block}
+    for path, layer in block.items():
+        if isinstance(layer, dict):
+            grids[f"quantization.{path}"] = common | layer
+    for name, grid in grids.items():
+        bits, size = grid.get("bits"), grid.get("group_size")
+        mode = grid.get("mode", "affine")
+        if type(bits) is not int or bits not in BITS:
+            fault = f"bits is {_shown(bits)}; it must be one of {BITS}"
+        elif type(size) is not int or not 0 < size < 2**20:
+            fault = f"group_size is {_shown(size)}; it must be a number such as 64"
+        elif mode not in MODES:
+            fault = f"mode is {_shown(mode)}; it must be one of {', '.join(MODES)}"
+        else:
+            continue
+        raise UserError(f"{name}.{fault}", place=place, hint=HINT)
+
+
+def _kinds(annotation: Any) -> tuple[type, ...]:
+    """The types of a declaration; none if it has others than the simple ones."""
+    is_union = get_origin(annotation) in (Union, types.UnionType)
+    kinds = set(get_args(annotation)) if is_union else {annotation}
+    kinds.discard(type(None))
+    if not kinds or not kinds <= {int, float, bool, str}:
+        return ()
+    # What is declared as one of int, float and bool is published as any of them.
+    return tuple(kinds | ({int, float} if kinds & {int, float, bool} else set()))
+
+
+def _is_tagged_float(value: Any) -> bool:
+    """Whether this is how transformers writes infinity: {"__float__": "Infinity"}."""
+    return isinstance(value, dict) and set(value) == {TAGGED_FLOAT}
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
