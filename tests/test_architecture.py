@@ -218,6 +218,49 @@ def test_broad_except_clauses_raise(name):
             )
 
 
+PRINTS = {"print", "input", "breakpoint"}
+STREAMS = {"stdout", "stderr", "__stdout__", "__stderr__"}
+
+
+def direct_output(tree: ast.Module) -> list[int]:
+    """Lines that print, or that name a standard output."""
+    lines = []
+    for node in ast.walk(tree):
+        match node:
+            case (
+                ast.Call(func=ast.Name(id=name))
+                | ast.Attribute(value=ast.Name(id="traceback"), attr=name)
+            ) if name in PRINTS or name.startswith("print_"):
+                lines.append(node.lineno)
+            case ast.Attribute(value=ast.Name(id="sys"), attr=name) if name in STREAMS:
+                lines.append(node.lineno)
+            case ast.ImportFrom(module="sys", names=names):
+                lines += [node.lineno for n in names if n.name in STREAMS]
+    return lines
+
+
+@each_file
+def test_all_output_passes_the_terminal_module(name):
+    if name != "run.terminal":
+        assert direct_output(parse(FILES[name])) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f():\n    print(1)",
+        "import sys\nsys.stdout.write('x')",
+        "import sys\nwrite = sys.stderr.write",
+        "import sys\nf(file=sys.__stdout__)",
+        "import traceback\ntraceback.print_exc()",
+        "\nfrom sys import stdout",
+    ],
+)
+def test_planted_output_is_found(text):
+    assert direct_output(ast.parse(text)) == [2]
+    assert direct_output(ast.parse("import sys\nsys.stdin.read()\nf.print()")) == []
+
+
 def test_class_names_are_unique():
     places: dict[str, list[str]] = {}
     for name, path in FILES.items():

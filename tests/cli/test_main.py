@@ -11,6 +11,7 @@ from lmx import pipeline
 from lmx.cli import main
 from lmx.config import bundled
 from lmx.errors import Interrupted, UserError
+from lmx.run.terminal import printable
 
 GOOD = """\
 model: a/b
@@ -99,6 +100,76 @@ def test_exit_codes(recipe, calls, capsys, monkeypatch, error, code, text):
     monkeypatch.setattr(sys.modules["lmx.pipeline.runner"], "run", run)
     assert main.train([recipe]) == code
     assert capsys.readouterr().err.startswith(text)
+
+
+def error_of(capfd, recipe: str, line: str, arguments: list[str]) -> str:
+    """What a recipe with one more line, or a command, prints as its error."""
+    with open(recipe, "a") as file:
+        file.write(line + "\n")
+    try:
+        code = main.train([recipe, *arguments])
+    except SystemExit as usage:
+        code = usage.code
+    printed = capfd.readouterr()
+    assert (code, printed.out) == (2, "")
+    return printed.err
+
+
+# In YAML, \\e is ESC and \\x9B its 8-bit form.
+HOSTILE = r"\e[2J\e]0;title\x07\x9B31m\u202E"
+
+
+@pytest.mark.parametrize(
+    ("recipe_line", "arguments"),
+    [
+        (f'"{HOSTILE}seed": 1', []),
+        (f'seed: "{HOSTILE}"', []),
+        (f'tracker: {{type: "{HOSTILE}"}}', []),
+        ("", [f'seed="{HOSTILE}"']),
+        ("", ["\x1b[31mseed\x9b=1"]),
+        ("", ["--\x1b[31mfast\x9b"]),
+        ("", ["seed=x\x1b[31m\x9b", "--debug"]),
+    ],
+)
+def test_errors_print_no_escape_sequence(recipe, capfd, recipe_line, arguments):
+    error = error_of(capfd, recipe, recipe_line, arguments)
+    assert len(error) > 20
+    assert printable(error) == error
+
+
+LONG = "x" * 5000
+
+
+@pytest.mark.parametrize(
+    ("recipe_line", "arguments"),
+    [
+        (f"{LONG}: 1", []),
+        (f"seed: {LONG}", []),
+        (f"seed: !!int {LONG}", []),
+        (f"tracker: {{type: {LONG}}}", []),
+        (f"? [{LONG}]\n: 1", []),
+        ("", [f"{LONG}=1"]),
+        ("", [f"seed={LONG}"]),
+        ("", [f"--{LONG}"]),
+        ("", [f"model={LONG}/x/y"]),
+        ("", [f"data.train=builtin:{LONG}"]),
+    ],
+)
+def test_errors_quote_at_most_300_characters_of_a_line(
+    recipe, capfd, recipe_line, arguments
+):
+    error = error_of(capfd, recipe, recipe_line, arguments)
+    assert "x" * 20 in error
+    assert "x" * 301 not in error
+    assert len(error) < 2000
+
+
+def test_errors_quote_at_most_30_lines_of_a_text(recipe, capfd):
+    text = '"' + "x\\n" * 5000 + '"'
+    for line in (f"? {text}\n: 1", f"seed: {text}"):
+        error = error_of(capfd, recipe, line, [])
+        assert error.count("\n") < 40
+        assert len(error) < 2000
 
 
 @pytest.mark.parametrize("argv", [[], ["x.yaml", "--chek"], ["--che", "x.yaml"]])

@@ -1,5 +1,6 @@
 """OpenBLAS in place of MLX's BLAS: proven by its bits; errors are one warning."""
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ from functools import partial
 from importlib.util import find_spec
 
 import pytest
-from lmx.cpu import blas
+from lmx.cpu import blas, elf_got
 
 linux = pytest.mark.skipif(
     sys.platform != "linux" or not find_spec("scipy_openblas32"),
@@ -104,6 +105,12 @@ class TestUseOpenblas:
                 "import lmx.cpu.elf_got as l; l.write_slots = lambda *_: {}",
                 "does not call",
             ),
+            (
+                "import lmx.cpu.blas as b\n"
+                "def fail(sgemm): raise RuntimeError('no product')\n"
+                "b._mlx_uses = fail",
+                "no product",
+            ),
             ("import sys; sys.modules['scipy_openblas32'] = None", "no-such-library"),
             ("import lmx.cpu.elf_got as l; l.MACHINES = ()", "is not supported"),
             ("import os; os.environ['LMX_BLAS_THREADS'] = 'all'", "=all is not a"),
@@ -118,6 +125,44 @@ class TestUseOpenblas:
         assert reason in done.stdout
         assert len(done.stderr.splitlines()) == 1
         assert reason in done.stderr
+
+    @pytest.mark.parametrize(
+        "failure",
+        [
+            # The products are of another library.
+            "blas._mlx_uses = lambda sgemm: False",
+            # An error of MLX.
+            "blas._mlx_uses = lambda sgemm: 1 / 0",
+            # The linker's page cannot be written, after some were.
+            "turns = iter([1, 1]); real = elf_got._make_writable\n"
+            "def some(position):\n"
+            "    if not next(turns, 0): raise OSError('no')\n"
+            "    real(position)\n"
+            "elf_got._make_writable = some",
+        ],
+    )
+    def test_failed_replacement_leaves_every_entry_as_it_was(self, failure):
+        program = (
+            "import ctypes, mlx.core\n"
+            "from pathlib import Path\n"
+            "from lmx.cpu import blas, elf_got\n"
+            "folder = Path(mlx.core.__file__).parent\n"
+            "files = [Path(mlx.core.__file__), *folder.glob('lib/libmlx.so*')]\n"
+            "found = elf_got.imports(files, blas.BLAS_NAMES).values()\n"
+            "slots = [slot for positions in found for slot in positions]\n"
+            "assert len(slots) > 2\n"
+            "tell = lambda: [ctypes.c_size_t.from_address(s).value for s in slots]\n"
+            "before = tell()\n"
+        )
+        attempt = (
+            "\ntry: print(blas.use_openblas().name, end=' ')\n"
+            "except ZeroDivisionError: print('stopped', end=' ')\n"
+            "print(tell() == before)"
+        )
+        done = python(program + failure + attempt)
+        assert done.stdout in ("MLX's own True\n", "stopped True\n"), done.stderr
+        # The check itself can fail.
+        assert output(program + attempt).endswith("(wheel) False\n")
 
     def test_bits_identify_the_blas(self):
         program = "from lmx.cpu import blas\n" + (
@@ -170,3 +215,13 @@ def test_processes_share_the_processors(monkeypatch):
         assert blas._thread_count() == threads
     monkeypatch.setenv("LMX_BLAS_THREADS", "5")
     assert blas._thread_count() == 5
+
+
+def test_every_library_gets_its_own_address_back():
+    table = (ctypes.c_size_t * 4)(11, 22, 33, 44)
+    first = ctypes.addressof(table)
+    slots = {first: 5, first + 16: 5}
+    previous = elf_got.write_slots(slots)
+    assert list(table) == [5, 22, 5, 44]
+    assert elf_got.write_slots(previous) == slots
+    assert list(table) == [11, 22, 33, 44]

@@ -3,11 +3,15 @@
 import argparse
 import io
 import json
+import os
 
 import pytest
-from lmx.cli import generate
+from lmx.cli import generate, main
 from lmx.errors import UserError
+from lmx.generation.engine import Generator
+from lmx.generation.outputs import GenerationResponse, GenerationResult
 from lmx.generation.sampling import Sampling
+from lmx.run.terminal import StreamedText, printable
 from tiny_generators import chatting, write_folder
 
 
@@ -35,7 +39,7 @@ def test_generate_streams_text_and_reports_on_stderr(generator, run_folder, caps
     expected = generator.chat("hello", max_tokens=12)
     assert lmx(run_folder, "--prompt", "hello", "--max-tokens", 12) == 0
     out, err = capsys.readouterr()
-    assert out == expected.text + "\n"
+    assert out == printable(expected.text) + "\n"
     assert f"{expected.prompt_tokens} prompt tokens, TTFT " in err
     assert err.count("tokens/s") == 2
     assert err.endswith(" GB\n")
@@ -67,7 +71,7 @@ def test_generate_reads_prompt_file_and_system_message(
         {"role": "system", "content": "be brief"},
         {"role": "user", "content": "né?"},
     ]
-    expected = generator.chat(messages, max_tokens=5).text + "\n"
+    expected = printable(generator.chat(messages, max_tokens=5).text) + "\n"
     options = ["--system", "be brief", "--max-tokens", 5, "--prompt-file"]
     file = tmp_path / "prompt.txt"
     file.write_text("né?", encoding="utf-8")
@@ -86,21 +90,59 @@ def test_generate_command_accepts_zero_max_tokens(run_folder, capsys):
 
 
 def test_generate_interrupt_ends_the_line(run_folder, capsys, monkeypatch):
-    def interrupt(response):
+    def interrupt(output, text):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(generate, "write_token", interrupt)
+    monkeypatch.setattr(StreamedText, "write", interrupt)
     assert lmx(run_folder, "--prompt", "hello") == 130
     assert capsys.readouterr() == ("\n", "")
 
 
-def test_generate_ignores_broken_pipe(run_folder, capfd, monkeypatch):
-    def broken_pipe(response):
-        raise BrokenPipeError
-
-    monkeypatch.setattr(generate, "write_token", broken_pipe)
-    assert lmx(run_folder, "--prompt", "hello") == 0
+def test_generate_stops_when_nobody_reads(run_folder, capfd, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as stream:
+        monkeypatch.setattr("sys.stdout", stream)
+        words = [str(run_folder), "--prompt", "hello", "--max-tokens", "5"]
+        assert main.main(["generate", *words]) == 0
     assert capfd.readouterr() == ("", "")
+
+
+# The colors of a text, the title of a window with a bell, and a reversed name.
+HOSTILE = "a\x1b[31mred\x1b[0m \x1b]0;title\x07\x9b2J \xe9 \u202eexe.\u2028\t\U0001f600"
+SAFE = "ared  \xe9 exe.\n\t\U0001f600"
+
+
+@pytest.fixture
+def hostile_model(generator, monkeypatch):
+    """The model answers HOSTILE, one character per token."""
+
+    def answer(self, prompt, *, on_token=None, **options):
+        for character in HOSTILE:
+            on_token(GenerationResponse(character, 0))
+        return GenerationResult(HOSTILE, [0], 3, "stop", None, None, None)
+
+    monkeypatch.setattr(Generator, "generate", answer)
+
+
+def test_generate_streams_no_escape_sequence(run_folder, hostile_model, capfd):
+    assert lmx(run_folder, "--prompt", "hello") == 0
+    assert capfd.readouterr().out == SAFE + "\n"
+
+
+def test_chat_streams_no_escape_sequence(run_folder, hostile_model, capfd, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand then?\n"))
+    assert lmx(run_folder, "--chat") == 0
+    assert capfd.readouterr().out == f"{SAFE}\n{SAFE}\n"
+
+
+def test_generate_json_escapes_and_keeps_every_character(
+    run_folder, hostile_model, capfd
+):
+    assert lmx(run_folder, "--prompt", "hello", "--json") == 0
+    out = capfd.readouterr().out
+    assert printable(out) == out
+    assert json.loads(out)["text"] == HOSTILE
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import PrefixCache, load_messages
 from lmx.generation.sampling import Sampling
 from lmx.generation.speculative import factory
+from lmx.run.terminal import StreamedText, printable
 from mlx.utils import tree_map
 from tiny_generators import byte_tokenizer, chatting, tiny, write_folder
 
@@ -87,7 +88,7 @@ def test_chat_streams_text_only(generator, folder, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
     assert lmx(folder, "--chat", "--max-tokens", 5) == 0
     (reply,) = chat(generator, ["hello"], 5)
-    assert capsys.readouterr() == (reply + "\n", "")
+    assert capsys.readouterr() == (printable(reply) + "\n", "")
 
 
 @pytest.mark.parametrize("place", ["token", "forward"])
@@ -95,16 +96,16 @@ def test_interrupt_ends_an_answer_and_not_the_chat(
     generator, folder, capsys, monkeypatch, place, tmp_path
 ):
     """The conversation goes on with the part that was printed."""
-    printed, write, forward = [], generate.write_token, CacheState.forward
+    printed, write, forward = [], StreamedText.write, CacheState.forward
 
     def interrupt_once():
         if len(printed) == 3:
             printed.append("")
             os.kill(os.getpid(), signal.SIGINT)
 
-    def write_and_interrupt(response):
-        write(response)
-        printed.append(response.text)
+    def write_and_interrupt(output, text):
+        write(output, text)
+        printed.append(text)
         if place == "token":
             interrupt_once()
 
@@ -113,7 +114,7 @@ def test_interrupt_ends_an_answer_and_not_the_chat(
             interrupt_once()
         return forward(*args, **options)
 
-    monkeypatch.setattr(generate, "write_token", write_and_interrupt)
+    monkeypatch.setattr(StreamedText, "write", write_and_interrupt)
     monkeypatch.setattr(CacheState, "forward", forward_and_interrupt)
     monkeypatch.setattr("sys.stdin", io.StringIO("hello\nand then?\n"))
     cache_folder = tmp_path / "cache"
@@ -121,14 +122,16 @@ def test_interrupt_ends_an_answer_and_not_the_chat(
     assert lmx(folder, "--chat", *words) == 0
     first, second = capsys.readouterr().out.splitlines()
     (whole,) = chat(generator, ["hello"], 9)
-    assert whole.startswith(first)
-    assert 0 < len(first) < len(whole)
+    said = load_messages(cache_folder)[1]["content"]
+    assert first == printable(said)
+    assert whole.startswith(said)
+    assert 0 < len(said) < len(whole)
     messages = [
         {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": first},
+        {"role": "assistant", "content": said},
         {"role": "user", "content": "and then?"},
     ]
-    assert second == generator.chat(messages, max_tokens=9).text
+    assert second == printable(generator.chat(messages, max_tokens=9).text)
     assert load_messages(cache_folder)[:3] == messages
 
 

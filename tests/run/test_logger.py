@@ -82,6 +82,38 @@ def test_logger_removes_terminal_escapes(logger, capsys):
     assert logged(logger).endswith("aredb\tcd\n")
 
 
+def test_logger_on_a_terminal_shows_only_the_escapes_of_rich(logger, monkeypatch):
+    screen = open_terminal(monkeypatch)
+    hostile = "\x1b]0;title\x07\x9b2J\u202e[red]name[/red]"
+    logger.table(hostile, ["", hostile], [[hostile, "1"]])
+    with logger.progress(4, hostile) as bar:
+        bar.advance(1, hostile)
+        logger.info(hostile)
+        logger.warning(hostile)
+        logger.table(hostile, ["", hostile], [[hostile, "1"]])
+    text = screen.getvalue()
+    assert text.count("[red]name[/red]") >= 9
+    assert not re.search("\x1b]|[\x07\x9b\u202e]", text)
+
+
+def test_lost_console_is_no_error_of_a_run(logger, monkeypatch):
+    with open("/dev/full", "w") as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        logger.info("one")
+        logger.warning("two")
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    logger.info("three")
+    logger.warning("four")
+    logger.table("five", ["", "six"], [["seven", "1"]])
+    words = [line.split()[-1] for line in logged(logger).splitlines()]
+    assert words == ["one", "two", "three", "four", "five", "six", "1"]
+    # Without a log file the console is all there is.
+    with pytest.raises(UserError, match="cannot write to the standard output"):
+        RunLogger(None).info("one")
+
+
 def test_metrics_records_have_stage_and_valid_json(logger):
     logger.metrics({"step": 1, "loss": float("nan"), "peak": float("inf"), "name": "ü"})
     logger.sample({"step": 1, "answer": "\ud800 half a pair\n"})

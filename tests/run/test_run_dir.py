@@ -1,5 +1,6 @@
 """The run directory: one owner, one recipe, stages complete only if unchanged."""
 
+import fcntl
 import json
 import os
 import signal
@@ -91,6 +92,71 @@ def test_open_refuses_a_second_process(path, holder):
     holder.communicate()
     with start(path) as run:
         assert run.crash_note is None
+
+
+@pytest.fixture
+def before_the_lock(monkeypatch):
+    """Call a function before the next locks are taken."""
+    real = fcntl.flock
+
+    def install(*calls):
+        waiting = iter(calls)
+
+        def flock(handle, operation):
+            next(waiting, lambda: None)()
+            real(handle, operation)
+
+        monkeypatch.setattr(fcntl, "flock", flock)
+
+    return install
+
+
+def test_a_folder_that_is_moved_before_its_lock_is_not_used(path, before_the_lock):
+    start(path).__exit__(None)
+    moved = path.with_name("moved")
+    before_the_lock(lambda: os.rename(path, moved))
+    before = (path / "manifest.json").read_bytes()
+    with start(path, "two"):
+        assert (moved / "manifest.json").read_bytes() == before
+        assert manifest(path)["recipe_hash"] == "two"
+        # The lock is that of the path, and the moved folder is free.
+        with pytest.raises(UserError, match="another process uses this folder"):
+            start(path, "two")
+        start(moved).__exit__(None)
+
+
+def test_a_folder_that_is_replaced_before_its_lock_is_checked_again(
+    path, before_the_lock
+):
+    other = path.with_name("other")
+    start(other, "two").__exit__(None)
+    start(path).__exit__(None)
+
+    def replace():
+        os.rename(path, path.with_name("moved"))
+        os.rename(other, path)
+
+    before_the_lock(replace)
+    with pytest.raises(UserError, match="the run of another recipe"):
+        start(path)
+    assert manifest(path)["recipe_hash"] == "two"
+
+
+def test_a_folder_that_always_moves_is_an_error(path, before_the_lock):
+    names = (path.with_name(f"moved-{n}") for n in range(1000))
+    before_the_lock(*[lambda: os.rename(path, next(names))] * 1000)
+    with pytest.raises(UserError, match="other programs move or delete this folder"):
+        start(path)
+
+
+def test_restart_of_a_run_that_another_process_moved_moves_nothing(
+    path, before_the_lock
+):
+    start(path).__exit__(None)
+    before_the_lock(lambda: os.rename(path, path.with_name("moved")))
+    start(path, restart=True).__exit__(None)
+    names = sorted(folder.name for folder in path.parent.iterdir())
+    assert names == ["moved", "try"]
 
 
 def test_crash_note_after_a_killed_run(path, holder):

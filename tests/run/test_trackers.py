@@ -68,7 +68,7 @@ def test_tracker_error_redacts_secrets(tmp_path, monkeypatch):
         raise ValueError("bad key 0123456789abcdef")
 
     [line] = reported(tmp_path, start)
-    assert line.endswith("ValueError: bad key ***")
+    assert line.endswith("ValueError: bad key REDACTED")
 
 
 def test_hanging_tracker_does_not_block_the_run(tmp_path, monkeypatch):

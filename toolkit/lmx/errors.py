@@ -8,6 +8,20 @@ USAGE = 2
 FAILED = 1
 WILL_NOT_FIT = 3
 INTERRUPTED = 130
+# Lines of a message, characters of a line, and characters of a value in a line that are
+# shown: all of them may come from a file.
+MAX_LINES, MAX_CHARACTERS, MAX_VALUE = 30, 300, 200
+
+
+def shorten(text: str, characters: int = MAX_CHARACTERS) -> str:
+    """The text with at most MAX_LINES lines of so many characters."""
+    lines = text.split("\n", MAX_LINES)
+    if len(lines) > MAX_LINES:
+        lines[-1] = f"... and {lines[-1].count(chr(10)) + 1:,} more lines"
+    return "\n".join(
+        line if len(line) <= characters else f"{line[: characters - 4]} ..."
+        for line in lines
+    )
 
 
 class UserError(Exception):
@@ -36,8 +50,9 @@ class UserError(Exception):
         self.code = code
 
     def __str__(self) -> str:
-        text = f"{self.place}: {self.message}" if self.place else self.message
-        return f"{text}\n    hint: {self.hint}" if self.hint else text
+        text = shorten(self.message)
+        text = f"{self.place}: {text}" if self.place else text
+        return f"{text}\n    hint: {shorten(self.hint)}" if self.hint else text
 
 
 class Interrupted(Exception):
@@ -46,7 +61,7 @@ class Interrupted(Exception):
 
 # Rust libraries raise their panics as an exception of this module, not an Exception.
 RUST_PANICS = "pyo3_runtime"
-MAX_DETAIL_LINES, MAX_DETAIL = 4, 400
+MAX_DETAIL_LINES = 4
 INTERNAL = (LookupError, ArithmeticError, TypeError, AttributeError, AssertionError)
 
 
@@ -77,9 +92,7 @@ def error_detail(error: BaseException) -> str:
     """The text of a foreign exception in one line of limited length."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     more = " ..." * (len(lines) > MAX_DETAIL_LINES)
-    text = " ".join(lines[:MAX_DETAIL_LINES]) + more
-    if len(text) > MAX_DETAIL:
-        text = f"{text[:MAX_DETAIL]} ..."
+    text = shorten(" ".join(lines[:MAX_DETAIL_LINES]) + more, MAX_VALUE)
     # The text of these speaks of the library's own code, or is a mere name.
     is_internal = isinstance(error, INTERNAL) or not isinstance(error, Exception)
     if is_internal or " " not in text:

@@ -1,14 +1,13 @@
 """`lmx bench`: latency and throughput by prompt length, batch size and decoder."""
 
 import argparse
-import json
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
 from ..models.checkpoint import model_folder
+from ..run import terminal
 from .generate import add_draft_arguments, draft_argument_faults, parity_line
 
 if TYPE_CHECKING:
@@ -79,10 +78,10 @@ def bench(args: argparse.Namespace) -> int:
             model_folder(name), trust_remote_code=args.trust_remote_code
         )
         if not args.json:
-            sys.stdout.write(f"{name}\n")
+            terminal.write_out(f"{name}\n")
         results[name] = _bench(args, loaded)
     if args.json:
-        sys.stdout.write(json.dumps(results, indent=2) + "\n")
+        terminal.write_json(results, indent=2)
     elif args.compare:
         _compare(*results.values())
     return 0
@@ -138,7 +137,7 @@ def _proposers(
         if make:
             proposers[f"draft {Path(args.draft_model).name}"] = make
         else:
-            sys.stderr.write("no speed-up from drafting on this machine\n")
+            terminal.write_err("no speed-up from drafting on this machine\n")
     return proposers
 
 
@@ -182,7 +181,7 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
     )
     bandwidth = measure_memory_bandwidth()
     if not args.json:
-        sys.stdout.write(HEAD.format(bandwidth / 1e9) + ROW.format(*COLUMNS) + "\n")
+        terminal.write_out(HEAD.format(bandwidth / 1e9) + ROW.format(*COLUMNS) + "\n")
     rows = []
     for row in run_benchmark(tokens, plan, decoders):
         if row["decoder"] == STANDARD:
@@ -192,21 +191,20 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
             row["bandwidth_share"] = read / bandwidth
         rows.append(row)
         if not args.json:
-            sys.stdout.write(_cells(row) + "\n")
+            terminal.write_out(_cells(row) + "\n")
             if "parity" in row:
-                sys.stdout.write(f"{'':15}{parity_line(row['parity'])}\n")
-            sys.stdout.flush()
+                terminal.write_out(f"{'':15}{parity_line(row['parity'])}\n")
     return rows
 
 
 def _compare(first_rows: list[dict], second_rows: list[dict]) -> None:
     """Print the speed of the second model relative to the first."""
-    sys.stdout.write("tokens/s of the second model divided by the first, p50\n")
+    terminal.write_out("tokens/s of the second model divided by the first, p50\n")
     by_case = {_case(row): row for row in first_rows}
     for row in second_rows:
         if first := by_case.get(_case(row)):
             ratios = (row[rate]["p50"] / first[rate]["p50"] for rate in RATES)
-            sys.stdout.write(
+            terminal.write_out(
                 "prompt {}, batch {}, {}: ".format(*_case(row))
                 + "prefill {:.2f}x, decode {:.2f}x\n".format(*ratios)
             )

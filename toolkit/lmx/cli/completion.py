@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -16,6 +15,7 @@ from ..config.bundled import bundled_recipes
 from ..config.messages import keys
 from ..config.schema import Recipe
 from ..errors import UserError
+from ..run import terminal
 
 SHELLS = ("bash", "zsh", "fish")
 
@@ -33,7 +33,7 @@ def add_completion_arguments(parser: argparse.ArgumentParser) -> None:
 def completion(arguments: argparse.Namespace) -> int:
     """Print the script; the exit code is 0."""
     programs = ["lmx", "lmx-train"]
-    sys.stdout.write(argcomplete.shellcode(programs, shell=arguments.shell) + "\n")
+    terminal.write_out(argcomplete.shellcode(programs, shell=arguments.shell) + "\n")
     return 0
 
 

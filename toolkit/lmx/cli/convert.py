@@ -1,10 +1,10 @@
 """`lmx convert`: quantized checkpoints and adapters of other tools, as MLX folders."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from ..errors import UserError
+from ..run import terminal
 
 DTYPES = ("exact", "float16", "bfloat16", "float32")
 
@@ -68,10 +68,10 @@ def convert(args: argparse.Namespace) -> int:
         else:
             convert_checkpoint(source, partial, dtype)
     if is_adapter:
-        sys.stdout.write(f"{target}: an adapter for mlx-lm's --adapter-path\n")
+        terminal.write_out(f"{target}: an adapter for mlx-lm's --adapter-path\n")
         return 0
     size = checkpoint_size(target)
-    sys.stdout.write(
+    terminal.write_out(
         f"{target}: {size.parameters:,} parameters, {size.bytes / 1e6:,.1f} MB, "
         f"{size.bits_per_weight:.2f} bits per weight\n"
     )

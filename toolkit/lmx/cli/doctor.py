@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from .. import __version__, cpu
 from ..data import cache
 from ..evaluation.memory_bandwidth import measure_memory_bandwidth, shortest_time
+from ..run import terminal
 
 MATMUL_SIZE = 1024
 
@@ -21,8 +22,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 def doctor(_: argparse.Namespace) -> int:
     """Print one line per fact; the exit code is 0."""
     for label, value in (*_software(), *_machine(), *_speed(), *_disk(), *_hub()):
-        sys.stdout.write(f"{label:<18}{value}\n")
-        sys.stdout.flush()
+        terminal.write_out(f"{label:<18}{value}\n")
     return 0
 
 

@@ -1,7 +1,6 @@
 """`lmx generate`: text on stdout, statistics on stderr."""
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from ..errors import INTERRUPTED, UserError
 from ..run import terminal
@@ -192,11 +191,8 @@ def generate(args: argparse.Namespace) -> int:
     try:
         return _generate(args, text)
     except KeyboardInterrupt:
-        sys.stdout.write("\n")
+        terminal.write_out("\n", tolerant=True)
         return INTERRUPTED
-    except BrokenPipeError:  # as in `| head`
-        terminal.close(sys.stdout)
-        return 0
 
 
 def _read_input(args: argparse.Namespace) -> str:
@@ -204,12 +200,18 @@ def _read_input(args: argparse.Namespace) -> str:
     file = args.input_file or args.prompt_file
     if not file:
         return args.prompt or ""
-    if file == "-":
-        return sys.stdin.read()
     try:
+        if file == "-":
+            return _standard_input().read()
         return Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the prompt: {error}", place=file) from error
+
+
+def _standard_input() -> TextIO:
+    if sys.stdin is None:
+        raise UserError("the standard input is closed", hint="use --prompt")
+    return sys.stdin
 
 
 def _generate(args: argparse.Namespace, text: str) -> int:
@@ -239,7 +241,7 @@ def _generate(args: argparse.Namespace, text: str) -> int:
             system=args.system,
             ignore_chat_template=args.ignore_chat_template,
         ):
-            print_json(response)
+            terminal.write_json(response)
         return 0
     session = InteractiveSession(args, loaded, generator, sampling)
     for prompt in _chat_lines() if args.chat else [text]:
@@ -250,11 +252,11 @@ def _generate(args: argparse.Namespace, text: str) -> int:
 
 def _chat_lines() -> Iterator[str]:
     """Lines of standard input up to /exit; a terminal gets an input prompt."""
+    stream = _standard_input()
     while True:
-        if sys.stdin.isatty():
-            sys.stderr.write("> ")
-            sys.stderr.flush()
-        line = sys.stdin.readline()
+        if stream.isatty():
+            terminal.write_err("> ")
+        line = stream.readline()
         if not line or line.strip() == "/exit":
             return
         if line.strip():
@@ -278,6 +280,7 @@ class InteractiveSession:
         self._args, self._loaded = args, loaded
         self._generator, self._sampling = generator, sampling
         self._messages: list[dict[str, str]] = []
+        self._output = terminal.StreamedText()
         if args.prompt_cache_file:
             self._load()
         if args.system is not None and not self._messages:
@@ -294,8 +297,8 @@ class InteractiveSession:
         except _AnswerStopped:
             # What was said stays in the conversation.
             result = None
-            sys.stdout.write("\n")
-            sys.stdout.flush()
+            self._output.finish()
+            terminal.write_out("\n")
         self._messages.append({"role": "assistant", "content": "".join(texts)})
         if result:
             self._report(prompt, result)
@@ -315,7 +318,7 @@ class InteractiveSession:
         def on_token(response: "GenerationResponse") -> None:
             texts.append(response.text)
             if not self._args.json:
-                write_token(response)
+                self._output.write(response.text)
             if stopping():
                 raise _AnswerStopped
 
@@ -384,7 +387,7 @@ class InteractiveSession:
             load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
         )
         if generator.make_proposer is None:
-            sys.stderr.write(
+            terminal.write_err(
                 "no speed-up from drafting on this machine; using standard decoding\n"
             )
         generator.draft_length = DraftLengthController(fixed=args.num_draft_tokens)
@@ -402,12 +405,12 @@ class InteractiveSession:
             report = check_parity(cache, prompt, result.tokens, self._sampling)
             stats["parity"] = report.to_json()
         if self._args.json:
-            print_json(asdict(result) | stats)
+            terminal.write_json(asdict(result) | stats)
             return
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        self._output.finish()
+        terminal.write_out("\n")
         if not self._args.chat:
-            sys.stderr.write(summary(result, stats) + "\n")
+            terminal.write_err(summary(result, stats) + "\n")
 
 
 def summary(result: "GenerationResult", stats: dict) -> str:
@@ -444,15 +447,3 @@ def parity_line(report: dict) -> str:
             f"{first['expected']}, margin {first['margin']:.4f}"
         )
     return text + ("" if report["all_from_rounding"] else ": MORE THAN ROUNDING")
-
-
-def write_token(response: "GenerationResponse") -> None:
-    """Write the text of a token to stdout without delay."""
-    sys.stdout.write(response.text)
-    sys.stdout.flush()
-
-
-def print_json(record: dict) -> None:
-    """Write one JSON line to stdout without delay."""
-    sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
-    sys.stdout.flush()

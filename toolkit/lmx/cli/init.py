@@ -3,7 +3,6 @@
 import argparse
 import re
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from ..config.errors import KeyPath
 from ..config.recipe_text import set_value, without_key, without_schema_line
 from ..config.yaml_io import read
 from ..errors import UserError
+from ..run import terminal
 from .recipes import require_new, write_recipe
 
 TASKS = {
@@ -58,7 +58,7 @@ def init(arguments: argparse.Namespace) -> int:
     Raises:
         UserError: the file exists, or a value is missing or does not work.
     """
-    if sys.stdin.isatty() and sys.stdout.isatty():
+    if terminal.input_is_terminal() and terminal.output_is_terminal():
         _ask(arguments)
     task = arguments.task or "qat"
     bits = arguments.bits or (4 if task in BY_BITS else None)
@@ -78,7 +78,7 @@ def init(arguments: argparse.Namespace) -> int:
     if "thresholds:" in text:
         lines.append("A model that misses a threshold is not published: adapt them.")
     lines.append(f"Then: lmx-train {shlex.quote(str(target))} --dry-run")
-    sys.stdout.write("\n".join(lines) + "\n")
+    terminal.write_out("\n".join(lines) + "\n")
     return 0
 
 
@@ -169,7 +169,7 @@ def _check(target: Path, text: str) -> None:
 def _ask(arguments: argparse.Namespace) -> None:
     """Ask for every value that no option gave; an empty answer is the default."""
     for name, about in TASKS.items():
-        sys.stdout.write(f"  {name:<10}{about}\n")
+        terminal.write_out(f"  {name:<10}{about}\n")
     arguments.task = arguments.task or _answer("task", "qat", [*TASKS])
     arguments.model = arguments.model or _answer("model", INCLUDED_MODEL)
     if arguments.data is None and arguments.task != "quantize":
@@ -183,7 +183,7 @@ def _answer(question: str, default: str, choices: list[str] | None = None) -> st
     among = f" ({', '.join(choices)})" if choices else ""
     while True:
         try:
-            answer = input(f"{question}{among} [{default}]: ").strip() or default
+            answer = terminal.ask(f"{question}{among} [{default}]: ").strip() or default
         except EOFError:
             raise KeyboardInterrupt from None
         if not choices or answer in choices:

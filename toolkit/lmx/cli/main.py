@@ -10,6 +10,7 @@ from functools import partial
 from importlib import import_module
 
 from .. import __version__
+from ..config.redaction import redact
 from ..errors import INTERRUPTED, Interrupted, UserError
 from ..run import terminal
 from .parser import HintingParser
@@ -44,15 +45,12 @@ MODULES = {"report": "runs", "compare": "runs", "push": "runs"}
 
 def train(argv: Sequence[str] | None = None) -> int:
     """`lmx-train RECIPE [key=value ...]`: run a recipe; returns the exit code."""
-    parser = train_parser()
-    if COMPLETION in os.environ:
-        from .completion import complete
+    return _guarded(_train, sys.argv[1:] if argv is None else list(argv))
 
-        complete(parser)
-    arguments = parser.parse_intermixed_args(argv)
-    if not arguments.recipe and not arguments.list:
-        parser.error("give a recipe, or use --list")
-    return _guarded(lambda: _train(arguments), debug=arguments.debug)
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`lmx VERB ...`: returns the exit code."""
+    return _guarded(_main, sys.argv[1:] if argv is None else list(argv))
 
 
 def train_parser() -> HintingParser:
@@ -80,9 +78,19 @@ def train_parser() -> HintingParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """`lmx VERB ...`: returns the exit code."""
-    argv = sys.argv[1:] if argv is None else list(argv)
+def _train(argv: list[str]) -> int:
+    parser = train_parser()
+    if COMPLETION in os.environ:
+        from .completion import complete
+
+        complete(parser)
+    arguments = parser.parse_intermixed_args(argv)
+    if not arguments.recipe and not arguments.list:
+        parser.error("give a recipe, or use --list")
+    return _run_recipe(arguments)
+
+
+def _main(argv: list[str]) -> int:
     parser = HintingParser(
         prog="lmx",
         description="Train, quantize, evaluate and run language models on MLX.",
@@ -100,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         complete_verb(parser, {v: partial(verb_parser, v) for v in VERBS})
     verb = parser.parse_args(argv[:1]).verb
-    return train(argv[1:]) if verb == "train" else _run_verb(verb, argv[1:])
+    return _train(argv[1:]) if verb == "train" else _run_verb(verb, argv[1:])
 
 
 def _add_version(parser: argparse.ArgumentParser) -> None:
@@ -124,12 +132,12 @@ def add_arguments(verb: str, parser: argparse.ArgumentParser) -> Callable[..., i
     return getattr(module, verb)
 
 
-def _run_verb(verb: str, argv: Sequence[str]) -> int:
+def _run_verb(verb: str, argv: list[str]) -> int:
     arguments = verb_parser(verb).parse_args(argv)
-    return _guarded(lambda: arguments.command(arguments), debug=arguments.debug)
+    return arguments.command(arguments)
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _run_recipe(arguments: argparse.Namespace) -> int:
     from ..config import bundled
     from ..run.launcher import launched_rank
 
@@ -139,7 +147,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.list:
         from .schema import listing
 
-        sys.stdout.write(listing() + "\n")
+        terminal.write_out(listing() + "\n")
         return 0
     path = bundled.locate(arguments.recipe)
     from ..pipeline.plan import load, plan
@@ -159,28 +167,27 @@ def _train(arguments: argparse.Namespace) -> int:
         ignore_limits=arguments.ignore_limits,
         quiet=arguments.quiet,
         command=shlex.join(
-            ["lmx-train", arguments.recipe, *arguments.overrides]
+            ["lmx-train", arguments.recipe, *loaded.overrides]
             + ["--ignore-limits"] * arguments.ignore_limits,
         ),
     )
 
 
-def _guarded(command: Callable[[], int], *, debug: bool) -> int:
+def _guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:
     """Run a command. A `UserError` becomes a message and an exit code."""
+    terminal.reserve_streams()
+    sys.excepthook = terminal.write_crash
     try:
-        code = command()
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # as in `| head`
-        terminal.close(sys.stdout)
+        return command(argv)
+    except terminal.ReaderGone:
         return 0
     except UserError as error:
-        if debug:
-            traceback.print_exc()
+        if "--debug" in argv:
+            terminal.write_err(redact(traceback.format_exc()))
         elif str(error):
-            sys.stderr.write(f"{error}\n")
+            terminal.write_err(redact(f"{error}\n"))
         return error.code
     except (KeyboardInterrupt, Interrupted) as stop:
         if str(stop):
-            sys.stderr.write(f"{stop}\n")
+            terminal.write_err(f"{stop}\n")
         return INTERRUPTED

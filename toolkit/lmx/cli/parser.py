@@ -5,6 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from ..errors import USAGE, shorten
+from ..run import terminal
+
 # Option or verb: its name here.
 KNOWN = {
     "keys": "schema",
@@ -49,6 +52,10 @@ class HintingParser(argparse.ArgumentParser):
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
+    def _print_message(self, message: str, file=None) -> None:
+        # argparse prints the help and the version here; `error` prints by itself.
+        terminal.write_out(message)
+
     def error(self, message: str) -> NoReturn:
         """Print the usage, the message and a hint per known name; exit with 2."""
         words = [word.partition("=")[0].replace("_", "-") for word in self._words]
@@ -58,4 +65,6 @@ class HintingParser(argparse.ArgumentParser):
             for word in dict.fromkeys(words)
             if word in KNOWN and word not in known
         ]
-        super().error(message + "".join(hints))
+        error = f"{self.prog}: error: {shorten(message)}{''.join(hints)}\n"
+        terminal.write_err(self.format_usage() + error)
+        raise SystemExit(USAGE)

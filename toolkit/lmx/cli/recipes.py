@@ -1,12 +1,12 @@
 """`lmx recipes`: list the included recipes, and copy one to change it."""
 
 import argparse
-import sys
 from pathlib import Path
 
 from ..config.bundled import bundled_recipes, locate, schema_file, summaries
 from ..config.recipe_text import with_schema_line
 from ..errors import UserError
+from ..run import terminal
 from ..run.fs import write_atomic
 
 
@@ -34,14 +34,14 @@ def recipes(arguments: argparse.Namespace) -> int:
         items = summaries()
         width = max(map(len, items))
         lines = [f"{name:<{width}}  {about}\n" for name, about in items.items()]
-        sys.stdout.write("".join(lines))
+        terminal.write_out("".join(lines))
         return 0
     source = locate(arguments.name)
     target = Path(arguments.target or source.name).expanduser()
     if target.is_dir():
         target /= source.name
     write_recipe(target, source.read_text("utf-8"))
-    sys.stdout.write(
+    terminal.write_out(
         f"{target}\nThe paths in data/ are those of lmx's own small model and data: "
         f"replace them with yours.\nThen: lmx-train {target} --dry-run\n"
     )

@@ -1,10 +1,9 @@
 """`lmx report`, `lmx compare` and `lmx push`: what to do with finished runs."""
 
 import argparse
-import json
-import sys
 from pathlib import Path
 
+from ..run import terminal
 from ..run.compare import RunSummary, metrics_table, read_runs, recipe_table
 from ..run.fs import write_atomic
 from ..run.html.page import comparison_page, write_page
@@ -24,7 +23,7 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 def report(arguments: argparse.Namespace) -> int:
     """Write the page and print its path; returns the exit code."""
-    sys.stdout.write(f"{write_page(arguments.run)}\n")
+    terminal.write_out(f"{write_page(arguments.run)}\n")
     return 0
 
 
@@ -44,7 +43,7 @@ def compare(arguments: argparse.Namespace) -> int:
     if arguments.html:
         write_atomic(arguments.html, comparison_page(runs))
     if arguments.json:
-        sys.stdout.write(json.dumps(_to_json(runs), indent=2) + "\n")
+        terminal.write_json(_to_json(runs), indent=2)
         return 0
     logger = RunLogger(None)
     logger.table(METRICS_TITLE, *metrics_table(runs))

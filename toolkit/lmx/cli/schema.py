@@ -3,7 +3,6 @@
 import argparse
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from ..config.key_hints import addresses_of
 from ..config.messages import fields, nearest, sections
 from ..config.schema import Recipe, StageEntry
 from ..errors import UserError
+from ..run import terminal
 
 WIDTH = 88
 HEAD = """\
@@ -259,7 +259,7 @@ def schema(arguments: argparse.Namespace) -> int:
         text = "\n".join(map(_block_text, _named(arguments.name)))
     else:
         text = "\n".join([OVERVIEW, *map(_block_summary, blocks()), ""])
-    sys.stdout.write(text)
+    terminal.write_out(text)
     return 0
 
 

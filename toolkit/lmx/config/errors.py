@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import UserError
+from ..errors import UserError, shorten
 
 KeyPath = tuple[str | int, ...]
 
-# Errors of a recipe that are shown, and characters of a line.
-MAX_RENDERED, MAX_SHOWN = 20, 200
+# Errors of a recipe that are shown.
+MAX_RENDERED = 20
 
 
 class SourcePosition(NamedTuple):
@@ -33,14 +33,14 @@ class ConfigError:
         """One to three lines: position and message, the line of the file, the hint."""
         where, details = str(file), []
         if self.argument:
-            where = f"argument '{self.argument}'"
+            where = f"argument '{shorten(self.argument)}'"
         elif self.place:
             line, column = self.place
             where = f"{file}:{line}:{column}"
-            text = "".join(lines[line - 1 : line]).strip()[:MAX_SHOWN]
-            details = [text] if text else []
+            text = "".join(lines[line - 1 : line]).strip()
+            details = [shorten(text)] if text else []
         details += [f"hint: {self.hint}"] if self.hint else []
-        return "\n    ".join([f"{where}: {self.message}", *details])
+        return "\n    ".join([f"{where}: {shorten(self.message)}", *details])
 
 
 class ConfigErrors(UserError):
@@ -56,3 +56,6 @@ class ConfigErrors(UserError):
         if len(errors) > MAX_RENDERED:
             rendered.append(f"... and {len(errors) - MAX_RENDERED:,} more")
         super().__init__("\n".join([*rendered, count]))
+
+    def __str__(self) -> str:
+        return self.message

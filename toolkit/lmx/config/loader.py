@@ -13,6 +13,7 @@ from . import bundled, yaml_io
 from .errors import ConfigError, ConfigErrors, KeyPath
 from .messages import Problem, explain, path_of
 from .overrides import merge
+from .redaction import redact, redact_values
 from .schema import Recipe
 
 Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
@@ -27,11 +28,13 @@ class LoadedRecipe:
     """A validated recipe and its source.
 
     Attributes:
+        recipe: the values as given; all texts below are redacted (`redaction.redact`).
         name: the stem of the file, which is the name of the run directory.
         text: the content of the file.
         overrides: the arguments after the file.
         root: second folder for relative paths, after the working directory.
         resolved: YAML with all values, which loads to the same recipe.
+        secrets: where a token or a password was redacted, such as "line 3".
     """
 
     recipe: Recipe
@@ -41,6 +44,7 @@ class LoadedRecipe:
     overrides: tuple[str, ...]
     root: Path
     resolved: str
+    secrets: tuple[str, ...]
 
     def find(self, relative: str) -> Path | None:
         """An existing path, from the working directory or else from the root."""
@@ -82,8 +86,16 @@ def load_recipe(
     ]
     if errors:
         raise ConfigErrors(path, text, errors)
-    resolved = yaml_io.write(_plain(recipe))
-    return LoadedRecipe(recipe, path.stem, path, text, tuple(overrides), root, resolved)
+    return LoadedRecipe(
+        recipe=recipe,
+        name=path.stem,
+        path=path,
+        text=redact(text),
+        overrides=tuple(map(redact, overrides)),
+        root=root,
+        resolved=yaml_io.write(redact_values(_plain(recipe))),
+        secrets=_secrets(text, overrides),
+    )
 
 
 def find(relative: str, root: Path) -> Path | None:
@@ -117,6 +129,14 @@ def _text(path: Path) -> str:
     except UnicodeDecodeError as error:
         message = f"byte {error.start + 1} is not UTF-8 text"
         raise UserError(message, place=str(path)) from error
+
+
+def _secrets(text: str, overrides: Sequence[str]) -> tuple[str, ...]:
+    """The lines and arguments that `redact` changes."""
+    lines = enumerate(text.split("\n"), 1)
+    places = [f"line {number}" for number, line in lines if redact(line) != line]
+    keys = (o.partition("=")[0] for o in overrides if redact(o) != o)
+    return (*places, *(f"the argument {key}" for key in keys))
 
 
 def _not_a_block(data: Any) -> ConfigError:

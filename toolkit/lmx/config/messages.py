@@ -9,8 +9,9 @@ from typing import Any, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from ..errors import MAX_VALUE, shorten
 from .base import ConfigModel
-from .errors import MAX_SHOWN, KeyPath
+from .errors import KeyPath
 from .key_hints import key_hint, value_hint
 from .schema import Recipe, StageEntry
 
@@ -85,8 +86,7 @@ def shown(value: Any) -> str:
         return "a block of keys"
     if isinstance(value, list):
         return "a list"
-    text = json.dumps(value, default=str)
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+    return shorten(json.dumps(value, default=str), MAX_VALUE)
 
 
 def nearest(name: Any, names: Iterable[str]) -> str | None:

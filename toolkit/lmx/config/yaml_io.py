@@ -6,7 +6,8 @@ from typing import Any
 
 import yaml
 
-from .errors import MAX_SHOWN, ConfigError, KeyPath, SourcePosition
+from ..errors import MAX_VALUE, shorten
+from .errors import ConfigError, KeyPath, SourcePosition
 
 TAG = "tag:yaml.org,2002:"
 # More than any recipe needs. An alias counts as all that it stands for.
@@ -146,7 +147,7 @@ class Document:
                 return self._invalid_value(node, path, message)
             return value
         except ValueError:
-            message = f"{node.value[:MAX_SHOWN]!r} does not match its tag"
+            message = f"{shorten(node.value, MAX_VALUE)!r} does not match its tag"
             return self._invalid_value(node, path, message)
 
     def _invalid_value(self, node: yaml.Node, path: KeyPath, message: str) -> None:

@@ -69,7 +69,7 @@ def use_openblas() -> Blas:
             return _unchanged("MLX computes on the GPU")
         os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", IDLE_TIMEOUT)
         return _replace()
-    except (OSError, ImportError, AttributeError, ValueError) as error:
+    except (OSError, ImportError, AttributeError, ValueError, RuntimeError) as error:
         message = "matrix products are slow: OpenBLAS cannot be used (%s)"
         logging.getLogger("lmx").warning(message, error)
         return _unchanged(str(error))
@@ -91,10 +91,15 @@ def _replace() -> Blas:
         raise OSError("MLX does not import cblas_sgemm")
     library, prefix, blas = _load_openblas(list(slots))
     addresses = {name: elf_got.address(library[prefix + name]) for name in slots}
-    previous = elf_got.write_slots(slots, addresses)
-    if not _mlx_uses(library[f"{prefix}cblas_sgemm"]):
-        elf_got.write_slots(slots, previous)
-        raise OSError(f"MLX does not call {blas.path}")
+    previous = elf_got.write_slots(
+        {position: addresses[name] for name in slots for position in slots[name]}
+    )
+    try:
+        if not _mlx_uses(library[f"{prefix}cblas_sgemm"]):
+            raise OSError(f"MLX does not call {blas.path}")
+    except BaseException:
+        elf_got.write_slots(previous)
+        raise
     return blas
 
 

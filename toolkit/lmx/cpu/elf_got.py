@@ -59,17 +59,25 @@ def imports(files: Iterable[Path], wanted: re.Pattern) -> dict[str, list[int]]:
     return slots
 
 
-def write_slots(
-    slots: dict[str, list[int]], addresses: dict[str, int]
-) -> dict[str, int]:
-    """Write addresses into the slots of their names; returns the previous ones."""
-    previous = {}
-    for name, positions in slots.items():
-        for position in positions:
-            _make_writable(position)
-            slot = ctypes.c_size_t.from_address(position)
-            previous[name] = slot.value
-            slot.value = addresses[name]
+def write_slots(addresses: dict[int, int]) -> dict[int, int]:
+    """Write addresses into table entries, into all of them or none.
+
+    Args:
+        addresses: what to write, by the address of the entry.
+
+    Returns:
+        What the entries held. Two libraries may hold different addresses of a function:
+        an entry that was not called yet points into its own library.
+
+    Raises:
+        OSError: an entry cannot be written.
+    """
+    for position in addresses:
+        _make_writable(position)
+    slots = {p: ctypes.c_size_t.from_address(p) for p in addresses}
+    previous = {position: slot.value for position, slot in slots.items()}
+    for position, slot in slots.items():
+        slot.value = addresses[position]
     return previous
 
 

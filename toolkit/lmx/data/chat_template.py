@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..errors import UserError, error_detail
+from ..errors import UserError, error_detail, shorten
 from .record_formats import DataRecord
 
 THINK = "<think>"
@@ -15,6 +15,9 @@ _MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 class NoTrainableTokens(ValueError):
     """The reason why a record has no trainable tokens."""
+
+    def __init__(self, reason: str):
+        super().__init__(shorten(reason))
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..errors import UserError
+from ..errors import UserError, shorten
 
 ROLES = {
     **{role: role for role in ("system", "user", "assistant", "tool")},
@@ -46,6 +46,9 @@ class Unreadable:
 
 class BadRecord(ValueError):
     """A record that does not fit its format; it is skipped, counted and logged."""
+
+    def __init__(self, reason: str):
+        super().__init__(shorten(reason))
 
 
 def _string(value: object, name: str) -> str:

@@ -1,6 +1,5 @@
 """`lmx-train --dry-run`: checks that need no weights and no network, in seconds."""
 
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from ..data.tokenization import (
     encode_all,
     render_mask,
 )
+from ..run import terminal
 from .estimate import ModelShape
 from .plan import RunPlan
 from .resources import ResourceCheck, model_shape, readable_size
@@ -211,4 +211,4 @@ def _stages(plan: RunPlan) -> Iterator[Line]:
 
 def _print(lines: Iterable[Line]) -> None:
     for topic, text in lines:
-        sys.stdout.write(f"{topic:<9}{text}\n")
+        terminal.write_out(f"{topic:<9}{text}\n")

@@ -12,6 +12,7 @@ from .. import __version__, cpu
 from ..config import yaml_io
 from ..config.loader import LoadedRecipe
 from ..config.recipe_text import without_schema_line
+from ..config.redaction import REDACTED
 from ..data.splits import Splits
 from ..errors import Interrupted, UserError
 from ..run.distributed import ProcessGroup, join
@@ -57,14 +58,7 @@ def run(
         logger = (
             RunLogger(run_dir.path, quiet=quiet) if ranks.is_first else NullLogger()
         )
-        logger.info(f"lmx {__version__}: {loaded.name} -> {run_dir.path}")
-        if ranks.size > 1:
-            logger.info(
-                f"{ranks.size} processes over {backend()}; each trains on "
-                f"1/{ranks.size} of every batch"
-            )
-        if run_dir.crash_note:
-            logger.warning(run_dir.crash_note)
+        _log_start(loaded, run_dir, logger, ranks)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
             with sigterm_interrupts(), tracking, ranks.connection_errors():
@@ -93,6 +87,28 @@ def _generate_command(last: ModelArtifact, output: Path) -> str | None:
     if last.draft:
         words += ["--draft-model", str(last.draft)]
     return f'{shlex.join(words)} --prompt "..."'
+
+
+def _log_start(
+    loaded: LoadedRecipe,
+    run_dir: RunDir | NullRunDir,
+    logger: RunLogger,
+    ranks: ProcessGroup,
+) -> None:
+    logger.info(f"lmx {__version__}: {loaded.name} -> {run_dir.path}")
+    if ranks.size > 1:
+        logger.info(
+            f"{ranks.size} processes over {backend()}; each trains on "
+            f"1/{ranks.size} of every batch"
+        )
+    if loaded.secrets:
+        logger.warning(
+            f"{', '.join(loaded.secrets)}: this looks like a token or a password. "
+            f"The run uses it; its files, trackers and model cards get {REDACTED} "
+            "instead. Keep secrets in environment variables."
+        )
+    if run_dir.crash_note:
+        logger.warning(run_dir.crash_note)
 
 
 @contextmanager

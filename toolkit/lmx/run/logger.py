@@ -2,13 +2,13 @@
 
 import json
 import math
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from ..config.redaction import redact, redact_values
 from ..errors import UserError
 from . import terminal
 from .fs import disk_errors, write_atomic
@@ -23,7 +23,8 @@ class RunLogger:
     """Log lines for people and JSONL records for programs.
 
     On a terminal the output has colors and a progress bar; elsewhere it is plain lines.
-    Control characters are removed.
+    Control characters and what looks like a token are removed. A run goes on when
+    nobody reads its console output, because log.txt has the same lines.
 
     Args:
         folder: the run directory; None = only the console.
@@ -49,13 +50,13 @@ class RunLogger:
     def warning(self, text: str) -> None:
         """Log a warning; the console gets it on stderr, also when quiet."""
         self.debug(f"warning: {text}")
-        self._show(f"warning: {text}", to=sys.stderr)
+        self._show(f"warning: {text}", write=terminal.write_err)
 
     def debug(self, text: str) -> None:
         """Log lines to log.txt only."""
         self._last_line = time.monotonic()
         stamp = time.strftime("%Y-%m-%d %H:%M:%S")
-        lines = terminal.printable(text).split("\n")
+        lines = redact(terminal.printable(text)).split("\n")
         self._append("log.txt", "".join(f"{stamp} {line}\n" for line in lines))
 
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -63,7 +64,7 @@ class RunLogger:
         cells = [columns, *rows]
         text = "\n".join([title, *_aligned(cells)])
         self.debug(text)
-        if sys.stdout.isatty():
+        if terminal.output_is_terminal():
             self._draw(title, cells)
         else:
             self._show(text)
@@ -101,10 +102,9 @@ class RunLogger:
 
     def open_bar(self, progress: ProgressBar) -> None:
         """Show a progress on the last line of the terminal until `bar.stop()`."""
-        from rich.console import Console
         from rich.live import Live
 
-        console = Console()
+        console = _console()
         self.bar = Live(
             console=console, get_renderable=lambda: _drawn(progress, console.width)
         )
@@ -160,7 +160,7 @@ class RunLogger:
 
     def _append_record(self, name: str, record: dict) -> dict:
         values = {key: _finite(value) for key, value in record.items()}
-        record = {"stage": self.stage} | values
+        record = redact_values({"stage": self.stage} | values)
         self._append(name, json.dumps(record, ensure_ascii=False) + "\n")
         return record
 
@@ -172,31 +172,37 @@ class RunLogger:
         with disk_errors(path), path.open("ab", buffering=0) as stream:
             stream.write(text.encode(errors="replace"))
 
-    def _show(self, text: str, *, to=None) -> None:
-        text = terminal.printable(text)
+    def _show(self, text: str, *, write=None) -> None:
+        text = redact(text)
         if self.bar is not None:
+            text = terminal.printable(text)
             self.bar.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        elif write:
+            write(f"{text}\n")
         else:
-            # log.txt has the line if nobody reads this stream any more.
-            terminal.write(to or sys.stdout, text + "\n")
+            terminal.write_out(f"{text}\n", tolerant=self.folder is not None)
 
     def _draw(self, title: str, cells: list[list[str]]) -> None:
-        from rich.console import Console
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=Text(title), title_justify="left")
+        def plain(text: str) -> Text:
+            return Text(terminal.printable(text))
+
+        table = Table(title=plain(title), title_justify="left")
         for number, name in enumerate(cells[0]):
-            table.add_column(Text(name), justify="right" if number else "left")
+            table.add_column(plain(name), justify="right" if number else "left")
         for row in cells[1:]:
-            table.add_row(*map(Text, row))
-        if self.bar:
-            self.bar.console.print(table)
-            return
-        console = Console()
-        with console.capture() as capture:
-            console.print(table)
-        terminal.write(sys.stdout, capture.get())
+            table.add_row(*map(plain, row))
+        console = self.bar.console if self.bar else _console()
+        console.print(table)
+
+
+def _console():
+    """The standard output for rich, which adds styles to printable text."""
+    from rich.console import Console
+
+    return Console(file=terminal.StyledOutput())
 
 
 def _drawn(progress: ProgressBar, width: int):
@@ -207,11 +213,11 @@ def _drawn(progress: ProgressBar, width: int):
 
     before, share, bar, after = progress.on_screen(width)
     line = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
-    cells = [Text(before, no_wrap=True)]
+    cells = [Text(terminal.printable(before), no_wrap=True)]
     if bar:
         cells.append(Bar(total=1, completed=share, width=bar))
     if after:
-        cells.append(Text(after, no_wrap=True))
+        cells.append(Text(terminal.printable(after), no_wrap=True))
     line.add_row(*cells)
     return line
 
@@ -237,7 +243,7 @@ class NullLogger(RunLogger):
     def __init__(self):
         super().__init__(None, quiet=True)
 
-    def _show(self, text: str, *, to=None) -> None:
+    def _show(self, text: str, *, write=None) -> None:
         pass
 
     def heartbeat(self):

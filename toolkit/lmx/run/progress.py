@@ -1,10 +1,11 @@
 """Progress of long work: a bar on a terminal, else lines with the time left."""
 
 import math
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
+
+from . import terminal
 
 T = TypeVar("T")
 # Short names of values, for a bar on a terminal.
@@ -62,7 +63,7 @@ class ProgressBar:
         self._start: tuple[float, float] = (time.monotonic(), 0)
         # A terminal shows one bar at a time; nested operations log lines.
         self.is_on_screen = (
-            sys.stdout.isatty() and not logger.quiet and logger.bar is None
+            terminal.output_is_terminal() and not logger.quiet and logger.bar is None
         )
         if self.is_on_screen:
             logger.open_bar(self)

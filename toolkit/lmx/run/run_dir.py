@@ -22,6 +22,7 @@ from .fs import (
 from .html.page import write_page
 
 RECIPE, RESOLVED = "recipe.yaml", "resolved.yaml"
+LOCK_ATTEMPTS = 10
 
 
 class RunDir:
@@ -65,7 +66,6 @@ class RunDir:
         if restart:
             _move_aside(path)
         with disk_errors(path), ExitStack() as undo:
-            path.mkdir(parents=True, exist_ok=True)
             lock = _lock(path)
             undo.callback(os.close, lock)
             old = manifest.read(path)
@@ -155,6 +155,24 @@ class RunDir:
 
 
 def _lock(path: Path) -> int:
+    """Lock a folder, created if necessary; returns the open file.
+
+    Another process may move or replace the folder before the lock is taken. The lock
+    then belongs to another folder, and is taken again.
+    """
+    for _ in range(LOCK_ATTEMPTS):
+        with suppress(FileNotFoundError):
+            path.mkdir(parents=True, exist_ok=True)
+            handle = _lock_file(path)
+            if _is_open_at(handle, path / LOCK):
+                os.ftruncate(handle, 0)
+                os.write(handle, str(os.getpid()).encode())
+                return handle
+            os.close(handle)
+    raise UserError("other programs move or delete this folder", place=str(path))
+
+
+def _lock_file(path: Path) -> int:
     handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -166,9 +184,14 @@ def _lock(path: Path) -> int:
             place=str(path),
             hint="wait until it ends, or use another folder with output=...",
         ) from error
-    os.ftruncate(handle, 0)
-    os.write(handle, str(os.getpid()).encode())
     return handle
+
+
+def _is_open_at(handle: int, path: Path) -> bool:
+    """Whether a path leads to an open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(handle), os.stat(path))
+    return False
 
 
 def _refuse_foreign(path: Path) -> None:
@@ -204,7 +227,8 @@ def _move_aside(path: Path) -> None:
             return
     with disk_errors(path):
         lock = _lock(path)
-        os.rename(path, _aside(path))
+        if (path / MANIFEST).exists():
+            os.rename(path, _aside(path))
         os.close(lock)
 
 

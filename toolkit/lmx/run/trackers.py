@@ -1,17 +1,15 @@
 """Experiment trackers, in a thread, so that a slow or broken one never blocks a run."""
 
-import os
-import re
 from collections.abc import Callable
 from queue import SimpleQueue
 from threading import Thread
 
+from ..config.redaction import redact_environment
 from .wandb_tracker import start_wandb
 
 TRACKERS = {"wandb": start_wandb}
 # Seconds that the end of a run waits for the tracker.
 FINISH_TIMEOUT = 60
-_SECRET = re.compile(r"(KEY|TOKEN|SECRET|PASSWORD)$")
 
 
 class TrackerThread:
@@ -60,13 +58,5 @@ class TrackerThread:
     def _warn_once(self) -> None:
         if self._error and not self._has_warned:
             self._has_warned = True
-            reason = _redact(self._error)
+            reason = redact_environment(self._error).strip().split("\n")[0]
             self._warning(f"the tracker failed, continuing without it: {reason}")
-
-
-def _redact(text: str) -> str:
-    """The first line, without the values of secret environment variables."""
-    for name, value in os.environ.items():
-        if value and _SECRET.search(name):
-            text = text.replace(value, "***")
-    return text.strip().split("\n")[0]

@@ -5,6 +5,7 @@ from pathlib import Path
 import yaml
 
 from ... import __version__
+from ...config.redaction import redact
 from ...run.fs import write_atomic
 
 TEMPLATE = """\
@@ -96,4 +97,4 @@ def write_card(
         questions=sum(count for _, count in by_skill.values()),
         recipe=recipe.strip(),
     )
-    write_atomic(folder / "README.md", text)
+    write_atomic(folder / "README.md", redact(text))
