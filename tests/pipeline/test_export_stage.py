@@ -4,6 +4,7 @@ import re
 
 import mlx.core as mx
 import pytest
+from huggingface_hub import ModelCard
 from lmx.convert.exporters import hf
 from lmx.convert.importers import load_model as load
 from lmx.pipeline.context import ModelArtifact
@@ -29,7 +30,9 @@ def test_every_export_format_is_the_same_model(published):
         assert mx.allclose(logits, expected, rtol=1e-4, atol=1e-4), folder
     assert (published.output / "gguf" / "tiny.gguf").is_file()
     assert (published.output / "peft" / "adapter_model.safetensors").is_file()
-    assert (published.output / "model" / "README.md").is_file()
+    modelfile = (published.output / "gguf" / "Modelfile").read_text()
+    assert modelfile.startswith("FROM ./tiny.gguf\n")
+    assert "PARAMETER stop" in modelfile
     for name in FORMATS:
         assert f"exported {name}:" in published.log
 
@@ -86,6 +89,27 @@ def test_exported_weights_are_links_to_those_of_the_stage(published, base):
             assert not (base / file.name).exists() or not file.samefile(
                 base / file.name
             )
+
+
+def test_every_export_format_has_a_model_card(published, base):
+    for folder, library in {
+        "model": "mlx",
+        "hf": "transformers",
+        "peft": "peft",
+        "gguf": None,
+    }.items():
+        card = ModelCard.load(published.output / folder / "README.md")
+        assert card.data.library_name == library
+        assert f"# {base.name}-finetuned\n" in card.content
+
+
+def test_card_of_a_qat_run_names_bits_and_method(tmp_path, base):
+    train = TRAIN | {"steps": 1, "qat": {"bits": 3, "group_size": 32}}
+    run = Run(tmp_path, {"train": train}, {"export": None}, model=base)
+    assert run() == 0
+    card = ModelCard.load(run.output / "model" / "README.md")
+    assert f"# {base.name}-3bit-qat\n" in card.content
+    assert card.data.tags == ["mlx", "lmx", "3-bit", "qat"]
 
 
 def test_exports_are_hashed_in_the_manifest(published):

@@ -1,8 +1,10 @@
 """`lmx report`, `lmx compare` and `lmx push`: what to do with finished runs."""
 
 import argparse
+import shlex
 from pathlib import Path
 
+from ..errors import UserError
 from ..run import terminal
 from ..run.compare import RunSummary, metrics_table, read_runs, recipe_table
 from ..run.fs import write_atomic
@@ -63,7 +65,10 @@ def add_push_arguments(parser: argparse.ArgumentParser) -> None:
         "folder", metavar="FOLDER", help="model folder or run directory"
     )
     parser.add_argument(
-        "name", metavar="USER/NAME", help="Hub repository, created if necessary"
+        "name",
+        nargs="?",
+        metavar="USER/NAME",
+        help="Hub repository, created if necessary; without it, lmx suggests a name",
     )
     parser.add_argument("--public", action="store_true", help="create it as public")
 
@@ -72,12 +77,17 @@ def push(arguments: argparse.Namespace) -> int:
     """Upload; the exit code is 0.
 
     Raises:
-        UserError: the folder has no valid model, or the upload fails.
+        UserError: the folder has no valid model, no repository is named, or the upload
+            fails.
     """
     from ..convert.exporters import hub
     from ..models.checkpoint import model_folder
 
     folder = Path(model_folder(arguments.folder)).expanduser()
+    if arguments.name is None:
+        name = hub.suggested_repository(folder)
+        command = shlex.join(["lmx", "push", arguments.folder, name])
+        raise UserError("no repository is named", hint=f"for example: {command}")
     logger = RunLogger(None)
     hub.push(folder, arguments.name, private=not arguments.public, info=logger.info)
     return 0

@@ -10,7 +10,8 @@ from ..config.export import ExportConfig
 from ..config.messages import Problem
 from ..convert.exporters import FORMATS, hub
 from ..convert.exporters.base import ExportContext
-from ..convert.exporters.model_card import write_card
+from ..convert.exporters.model_card import CardFacts, write_card
+from ..convert.exporters.repository_name import repository_name, stored_as
 from ..data.dataset import hub_id
 from ..errors import UserError
 from ..run.fs import atomic_folder
@@ -71,12 +72,12 @@ class ExportStage(Stage):
         )
         context.require_finite_base()
         targets = dict(zip(config.formats, self.outputs(context.output), strict=True))
+        facts = self._card_facts(context)
         with ExitStack() as together:
             for name, target in targets.items():
                 partial = together.enter_context(atomic_folder(target))
                 FORMATS[name].export(partial, source)
-                if name == "mlx":
-                    self._write_card(partial, context)
+                write_card(partial, facts, FORMATS[name].CARD)
         for name, target in targets.items():
             context.logger.info(f"exported {name}: {target}")
         model = targets.get("mlx", current.model)
@@ -84,21 +85,29 @@ class ExportStage(Stage):
             hub.push(model, name, private=config.private, info=context.logger.info)
         return replace(current, model=model, published=tuple(targets.values()))
 
-    def _write_card(self, folder: Path, context: StageContext) -> None:
+    def _card_facts(self, context: StageContext) -> CardFacts:
         report_file = context.output / "report.json"
         report = json.loads(report_file.read_text()) if report_file.exists() else {}
         path = context.source.path
         is_on_hub = path is not None and context.find(path) is None
         ids = [hub_id(source, context.find) for source in context.data.train]
-        write_card(
-            folder,
+        current = context.current
+        trained = {
+            "is_trained": path is not None and "trained_tokens" in current.facts,
+            "is_qat": bool(current.facts.get("qat")),
+        }
+        title = (self.config.hub_repo_id or "").rpartition("/")[2]
+        return CardFacts(
+            title=title
+            or repository_name(path or context.name, current.model, **trained),
             name=context.name,
             recipe=(context.output / "recipe.yaml").read_text(),
             base=path if is_on_hub else None,
             origin=f"`{path}`" if path else "random weights",
             terms=self._license(context),
             datasets=list(dict.fromkeys(name[0] for name in ids if name)),
-            is_quantized=context.current.is_quantized,
+            stored_as=stored_as(current.model),
+            **trained,
             report=report,
             table=table(report["models"]) if report else ([], []),
         )

@@ -316,6 +316,7 @@ class TrainRun:
             "best_step": self.trainer.progress.best_step,
             "selected_step": self.trainer.selected_step,
             "trained_tokens": self.trainer.progress.trained_tokens,
+            "qat": self.config.qat is not None,
             "trained_parameters": sum(v.size for v in self.parameters.values()),
             "seconds": self.trainer.progress.seconds,
             "kept": self.selection.skipped,

@@ -1,7 +1,8 @@
 """The export formats.
 
 A format is a module with `FOLDER`, its folder in the run directory, and
-`export(folder, context)`, which writes the model into an empty folder and verifies it.
+`export(folder, context)`, which writes the model into an empty folder and verifies it,
+and `CARD`, what the model card in the folder says about the format.
 `check_supported(config)`, if present, refuses model types that the format cannot hold.
 """
 

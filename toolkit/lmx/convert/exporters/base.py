@@ -8,6 +8,29 @@ from ...models.loader import LoadedModel
 
 
 @dataclass(frozen=True)
+class FormatCard:
+    """What the model card of a format says besides the facts of the run.
+
+    Attributes:
+        kind: what the files are, as the start of a sentence.
+        library: the Hub's name of the library that loads them; None = it has none.
+        tags: the Hub's tags of the format.
+        language: of `usage`.
+        usage: how to use the files; {name} stands for the model's name.
+        keeps_bits: whether weights have as many bits as in the checkpoint.
+        is_adapter: whether they are an adapter of the base model.
+    """
+
+    kind: str
+    library: str | None
+    tags: tuple[str, ...]
+    language: str
+    usage: str
+    keeps_bits: bool = False
+    is_adapter: bool = False
+
+
+@dataclass(frozen=True)
 class ExportContext:
     """A model to export.
 

@@ -8,9 +8,20 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from .base import ExportContext
+from ...run.fs import write_atomic
+from .base import ExportContext, FormatCard
 
 FOLDER = "gguf"
+CARD = FormatCard(
+    kind="A GGUF model",
+    library=None,
+    tags=("gguf",),
+    language="bash",
+    usage="""\
+llama-cli -m {name}.gguf
+ollama create {name} -f Modelfile && ollama run {name}
+""",
+)
 
 
 def check_supported(config: dict) -> None:
@@ -25,18 +36,21 @@ def check_supported(config: dict) -> None:
 
 
 def export(folder: Path, context: ExportContext) -> None:
-    """Write NAME.gguf and verify it.
+    """Write NAME.gguf and verify it; write a Modelfile for Ollama.
 
     Raises:
         UserError: GGUF cannot hold the model or tokenizer, or a weight differs after
             reading the file.
     """
+    from ..gguf.modelfile import modelfile
     from ..gguf.writer import verify_roundtrip, write
 
     loaded = context.load(context.model)
     file = folder / f"{context.name}.gguf"
     types = write(file, loaded, name=context.name)
     verify_roundtrip(file, loaded)
+    text = modelfile(file.name, loaded.tokenizer)
+    write_atomic(folder / "Modelfile", text)
     names = [ggml_type for ggml_type, _ in types]
     counts = ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
     context.info(f"matrices of {file.name}: {counts}")

@@ -14,9 +14,21 @@ from mlx.utils import tree_flatten
 from ...errors import FAILED, UserError
 from ...models import checkpoint_writer, quantized_layers
 from ...models.loader import build_model
-from .base import ExportContext
+from .base import ExportContext, FormatCard
 
 FOLDER = "hf"
+CARD = FormatCard(
+    kind="A model with unquantized weights",
+    library="transformers",
+    tags=(),
+    language="python",
+    usage="""\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")
+tokenizer = AutoTokenizer.from_pretrained(".")
+""",
+)
 
 # Model types whose exports were loaded in transformers and gave the same logits.
 SUPPORTED = """

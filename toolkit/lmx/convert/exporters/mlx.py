@@ -4,9 +4,20 @@ from pathlib import Path
 
 from ...errors import FAILED, UserError
 from ...run.fs import copy_folder, hash_folder
-from .base import ExportContext
+from .base import ExportContext, FormatCard
 
 FOLDER = "model"
+CARD = FormatCard(
+    kind="A model in MLX's format",
+    library="mlx",
+    tags=("mlx",),
+    language="bash",
+    usage="""\
+lmx generate . --prompt "..."
+mlx_lm.generate --model . --prompt "..."
+""",
+    keeps_bits=True,
+)
 
 
 def export(folder: Path, context: ExportContext) -> None:

@@ -1,5 +1,9 @@
-"""The model card: origin, recipe and measurements of a model."""
+"""The model card: origin, recipe and measurements of a model.
 
+The metadata follows the Hub's specification of model cards.
+"""
+
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -7,14 +11,15 @@ import yaml
 from ... import __version__
 from ...config.redaction import redact
 from ...run.fs import write_atomic
+from .base import FormatCard
 
 TEMPLATE = """\
 ---
 {{ metadata }}---
 
-# {{ name }}
+# {{ title }}
 
-{{ kind }} made with lmx {{ version }} from {{ origin }}.
+{{ kind }}, made with lmx {{ version }} from {{ origin }}.
 
 {% if models %}
 | | {{ models | join(" | ") }} |
@@ -25,14 +30,13 @@ TEMPLATE = """\
 Perplexity, KL divergence (nats per token, against the previous column) and top-1
 agreement are measured on {{ tokens }} held-out tokens{% if questions %}; exact match
 is the share of {{ questions }} questions answered exactly{% endif %}.
-The files in this repository were reloaded for the measurement.
+{{ measured }}
 
 {% endif %}
 ## Usage
 
-```bash
-lmx generate . --prompt "..."
-mlx_lm.generate --model . --prompt "..."
+```{{ language }}
+{{ usage }}
 ```
 
 ## Recipe
@@ -41,60 +45,99 @@ mlx_lm.generate --model . --prompt "..."
 {{ recipe }}
 ```
 """
+MEASURED_FILES = "The files in this repository were reloaded for the measurement."
+MEASURED_MODEL = (
+    "The model was measured in MLX's format, from which these files were made."
+)
 
 
-def write_card(
-    folder: Path,
-    *,
-    name: str,
-    recipe: str,
-    base: str | None,
-    origin: str,
-    terms: dict[str, str],
-    datasets: list[str],
-    is_quantized: bool,
-    report: dict,
-    table: tuple[list[str], list[list[str]]],
-) -> None:
-    """Write README.md.
+@dataclass(frozen=True)
+class CardFacts:
+    """What the cards of all formats of a run say.
 
-    Args:
+    Attributes:
+        title: the name under which the model is published.
+        name: the recipe's name, which single-file formats have.
+        recipe: its text.
         base: Hub id of the base model, if it is on the Hub.
         origin: description of the base model, if it is not on the Hub.
         terms: the license entries of the metadata.
         datasets: Hub ids of the training data.
+        stored_as: how the weights are quantized, e.g. 4bit; None = not at all.
+        is_trained: whether weights were trained on data.
+        is_qat: whether they were trained with fake quantization.
         report: the run's report; empty if nothing was measured.
         table: column names and rows of the measured models.
     """
+
+    title: str
+    name: str
+    recipe: str
+    base: str | None
+    origin: str
+    terms: dict[str, str]
+    datasets: list[str]
+    stored_as: str | None
+    is_trained: bool
+    is_qat: bool
+    report: dict
+    table: tuple[list[str], list[list[str]]]
+
+
+def card_metadata(facts: CardFacts, form: FormatCard) -> dict:
+    """The entries that the Hub reads."""
+    tags = [*form.tags, "lmx"]
+    if facts.stored_as and form.keeps_bits:
+        tags.append(facts.stored_as.replace("bit", "-bit"))
+    if facts.is_qat:
+        tags.append("qat")
+    metadata = {"library_name": form.library} if form.library else {}
+    metadata |= {"pipeline_tag": "text-generation", "tags": tags}
+    if facts.base:
+        metadata["base_model"] = facts.base
+        if relation := _relation(facts, form):
+            metadata["base_model_relation"] = relation
+    metadata |= facts.terms
+    if facts.datasets:
+        metadata["datasets"] = facts.datasets
+    return metadata
+
+
+def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
+    """Write README.md."""
     from jinja2 import Environment, StrictUndefined
 
-    metadata = {
-        "library_name": "mlx",
-        "pipeline_tag": "text-generation",
-        "tags": ["mlx", "lmx"],
-    }
-    if base:
-        relation = "quantized" if is_quantized else "finetune"
-        metadata |= {"base_model": base, "base_model_relation": relation}
-    metadata |= terms
-    if datasets:
-        metadata["datasets"] = datasets
-    columns, rows = table
-    last = report.get("models", {}).get(columns[-1], {}) if columns else {}
+    columns, rows = facts.table
+    last = facts.report.get("models", {}).get(columns[-1], {}) if columns else {}
     by_skill = last.get("exact_match_by_skill", {})
+    base, kind = facts.base, form.kind
+    if facts.stored_as and form.keeps_bits:
+        kind += f", quantized to {facts.stored_as.replace('bit', ' bits')}"
     environment = Environment(
         undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     text = environment.from_string(TEMPLATE).render(
-        metadata=yaml.safe_dump(metadata, sort_keys=False),
-        name=name,
-        kind="A quantized model" if is_quantized else "A model",
+        metadata=yaml.safe_dump(card_metadata(facts, form), sort_keys=False),
+        title=facts.title,
+        kind=kind,
         version=__version__,
-        origin=f"[{base}](https://huggingface.co/{base})" if base else origin,
+        origin=f"[{base}](https://huggingface.co/{base})" if base else facts.origin,
         models=columns[1:],
         rows=rows,
         tokens=f"{last.get('tokens', 0):,}",
         questions=sum(count for _, count in by_skill.values()),
-        recipe=recipe.strip(),
+        measured=MEASURED_FILES if form.library == "mlx" else MEASURED_MODEL,
+        language=form.language,
+        usage=form.usage.strip().format(name=facts.name),
+        recipe=facts.recipe.strip(),
     )
     write_atomic(folder / "README.md", redact(text))
+
+
+def _relation(facts: CardFacts, form: FormatCard) -> str | None:
+    """The Hub's word for what was done to the base model; None = only converted."""
+    if form.is_adapter:
+        return "adapter"
+    if facts.stored_as:
+        return "quantized"
+    return "finetune" if facts.is_trained else None

@@ -8,10 +8,22 @@ import mlx.core as mx
 from ...errors import FAILED, UserError
 from ...models import safetensors_io
 from ..importers import peft as peft_importer
-from .base import ExportContext
+from .base import ExportContext, FormatCard
 from .hf import check_supported as check_hf_supported
 
 FOLDER = "peft"
+CARD = FormatCard(
+    kind="An adapter",
+    library="peft",
+    tags=("lora",),
+    language="python",
+    usage="""\
+from peft import AutoPeftModelForCausalLM
+
+model = AutoPeftModelForCausalLM.from_pretrained(".")
+""",
+    is_adapter=True,
+)
 
 
 def export(folder: Path, context: ExportContext) -> None:
