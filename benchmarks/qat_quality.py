@@ -170,7 +170,7 @@ def _run(folder: Path, model: str, method: Method, seed: int, bits, arguments) -
         "train",
         [str(file), "--quiet", "--ignore-limits"],
     )
-    return _last_stage(folder)["facts"]["facts"]
+    return _last_stage(folder)["result"]["facts"]
 
 
 def _last_stage(folder: Path) -> dict:
@@ -179,7 +179,7 @@ def _last_stage(folder: Path) -> dict:
 
 
 def _model(folder: Path) -> Path:
-    return (folder / _last_stage(folder)["facts"]["model"]).absolute()
+    return (folder / _last_stage(folder)["result"]["model"]).absolute()
 
 
 def _fuse(folder: Path) -> Path:

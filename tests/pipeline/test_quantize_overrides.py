@@ -74,7 +74,7 @@ def test_mixed_precision_target_is_met_to_the_byte(budget, tmp_path, base):
     assert run() == 0
     folder = run.output / "stages/1-quantize/model"
     stage = run.json("manifest.json")["stages"]["1-quantize"]
-    facts = stage["facts"]["facts"]["mixed_precision"]
+    facts = stage["result"]["facts"]["mixed_precision"]
     sizes = checkpoint_size(folder)
     assert facts["candidates"][facts["selected"]] == min(facts["candidates"].values())
     assert facts["bytes"] == sizes.bytes
@@ -108,7 +108,7 @@ def test_overrides_count_towards_mixed_precision_target(tmp_path, base):
         assert written[f"model.layers.{block}.mlp.up_proj"] is False
     stage = run.json("manifest.json")["stages"]["1-quantize"]
     sizes = checkpoint_size(folder)
-    assert stage["facts"]["facts"]["mixed_precision"]["bytes"] == sizes.bytes
+    assert stage["result"]["facts"]["mixed_precision"]["bytes"] == sizes.bytes
     assert sizes.bits_per_weight <= 5.5
 
 

@@ -27,7 +27,7 @@ TUNE = {"steps": 4, "batch_tokens": 64, "learning_rate": 3e-3}
 def quantize_facts(folder, base, **settings):
     run = Run(folder, {"quantize": QUANTIZE | settings}, model=base)
     assert run() == 0
-    return run, run.json("manifest.json")["stages"]["1-quantize"]["facts"]["facts"]
+    return run, run.json("manifest.json")["stages"]["1-quantize"]["result"]["facts"]
 
 
 def test_quantize_stage_selects_best_candidate(tmp_path, base):

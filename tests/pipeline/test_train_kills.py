@@ -98,7 +98,7 @@ def test_training_resumes_after_kills_at_random_moments(tmp_path, base, kind):
         for r in (undisturbed, run)
     ]
     assert step_lines[0][-2:] == step_lines[1][-2:]
-    facts = run.json("manifest.json")["stages"]["1-train"]["facts"]["facts"]
+    facts = run.json("manifest.json")["stages"]["1-train"]["result"]["facts"]
     prefix = "keeping step {selected_step} of {steps}: validation loss"
     assert step_lines[0][-1].startswith(prefix.format(**facts))
     assert facts["selected_step"] == facts["best_step"] < facts["steps"]

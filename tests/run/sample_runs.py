@@ -79,12 +79,26 @@ MANIFEST = {
     "command": "lmx-train try.yaml seed=1",
     "status": "done",
     "recipe_hash": "ab" * 32,
+    "plan": {"1-train": "ef" * 32, "2-evaluate": "12" * 32},
     "versions": {"python": "3.11", "mlx": "0.32.4", "numpy": None},
     "machine": {"system": "Linux", "cores": 2},
     "started": "2026-01-01T10:00:00+0000",
     "ended": "2026-01-01T10:02:05+0000",
     "current_stage": "2-evaluate",
-    "stages": {"1-train": {"facts": {}, "artifacts": {"model": {"a": "cd" * 32}}}},
+    "stages": {
+        "1-train": {
+            "result": {
+                "model": "model",
+                "reference": None,
+                "adapters": None,
+                "draft": None,
+                "facts": {},
+                "published": [],
+            },
+            "artifacts": {"model": {"a": "cd" * 32}},
+            "sha256": "34" * 32,
+        }
+    },
 }
 RECORDS = [
     {"stage": "1-train", "kind": "valid", "step": 0, "loss": 3.0},

@@ -18,13 +18,13 @@ from lmx.run.run_dir import RunDir
 with RunDir.open(
     Path(sys.argv[1]), name="try", command="lmx-train try",
     recipe_text="seed: 1", resolved="seed: 1", recipe_hash="one",
-    difference=lambda old, new: "",
+    plan={"1-train": "one"}, difference=lambda old, new: "",
 ) as run:
     run.start_stage("1-train")
     (run.path / "metrics.jsonl").write_text(
-        '{"stage": "1-train", "step": 20, "peak_memory_gb": 1.5}\\n'
-        '{"stage": "1-train", "step": 30, "loss": 2.0}\\n'
-        '{"stage": "1-train", "step": 40, "peak_mem'
+        '{"stage": "1-train", "kind": "train", "step": 20, "peak_memory_gb": 1.5}\\n'
+        '{"stage": "1-train", "kind": "train", "step": 30, "loss": 2.0}\\n'
+        '{"stage": "1-train", "kind": "train", "step": 40, "peak_mem'
     )
     print("held", flush=True)
     sys.stdin.read()
@@ -32,7 +32,17 @@ with RunDir.open(
 """
 
 
-def start(path, recipe_hash="one", *, restart=False, resolved="seed: 1"):
+STAGES = ("1-train", "2-validate", "3-export")
+
+
+def result(loss=2.5):
+    """The result of a stage."""
+    folders = dict.fromkeys(("model", "reference", "adapters", "draft"))
+    return folders | {"facts": {"loss": loss}, "published": []}
+
+
+def start(path, recipe_hash="one", *, plan=None, restart=False, resolved="seed: 1"):
+    plan = plan or {stage: f"{recipe_hash} {stage}" for stage in STAGES}
     return RunDir.open(
         path,
         name="try",
@@ -40,6 +50,7 @@ def start(path, recipe_hash="one", *, restart=False, resolved="seed: 1"):
         recipe_text="seed: 1 # text",
         resolved=resolved,
         recipe_hash=recipe_hash,
+        plan=plan,
         difference=lambda old, new: f"{old} became\n{new}",
         restart=restart,
     )
@@ -189,7 +200,8 @@ def test_exception_keeps_a_recorded_status(path):
 
 
 def test_open_refuses_a_changed_recipe_with_its_diff(path):
-    start(path).__exit__(None)
+    with start(path) as run:
+        leave(run, "1-train")
     with pytest.raises(UserError, match="seed: 1 became\n    seed: 2") as caught:
         start(path, "two", resolved="seed: 2")
     assert caught.value.code == 2
@@ -202,7 +214,7 @@ def test_open_refuses_a_changed_recipe_with_its_diff(path):
 
 def test_restart_moves_the_old_run_aside(path):
     with start(path) as run:
-        run.complete_stage("1-train", {}, [])
+        run.complete_stage("1-train", result(), [])
     for number, recipe_hash in enumerate(["two", "three"], 1):
         with start(path, recipe_hash, restart=True) as run:
             assert run.completed_stage("1-train", pytest.fail) is None
@@ -236,7 +248,7 @@ def test_open_ignores_hidden_files(path):
 def test_open_reports_a_damaged_manifest(path):
     start(path).__exit__(None)
     (path / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match="cannot read the manifest"):
+    with pytest.raises(UserError, match="this manifest is damaged"):
         start(path)
     start(path, restart=True).__exit__(None)
     assert (path.with_name("try.old-1") / "manifest.json").read_text() == "{"
@@ -261,7 +273,7 @@ def test_open_reports_a_read_only_folder(tmp_path):
 def leave(run, stage, text="content"):
     folder = run.stage_folder(stage)
     (folder / "weights").write_text(text)
-    run.complete_stage(stage, {"loss": 2.5}, [folder])
+    run.complete_stage(stage, result(), [folder])
     return folder / "weights"
 
 
@@ -270,7 +282,7 @@ def test_completed_stage_returns_its_facts(path):
         leave(run, "1-train")
         assert run.completed_stage("2-validate", pytest.fail) is None
     with start(path) as run:
-        assert run.completed_stage("1-train", pytest.fail) == {"loss": 2.5}
+        assert run.completed_stage("1-train", pytest.fail) == result()
 
 
 @pytest.mark.parametrize("damage", ["change", "remove"])
@@ -300,7 +312,7 @@ def test_discard_stages_deletes_records_and_folders(path):
 
 def test_complete_stage_refuses_an_empty_artifact(path):
     with start(path) as run, pytest.raises(AssertionError, match="empty"):
-        run.complete_stage("1-train", {}, [run.stage_folder("1-train")])
+        run.complete_stage("1-train", result(), [run.stage_folder("1-train")])
 
 
 def test_open_removes_partial_files(path):

@@ -1,5 +1,6 @@
 """What a stage works with: its folder, the current model, data, logger and ranks."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,8 +20,9 @@ from ..models.loader import LoadedModel, load
 from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.fs import atomic_folder
+from ..run.fs import atomic_folder, write_atomic
 from ..run.logger import RunLogger
+from ..run.report import REPORT
 
 PATHS = ("model", "reference", "adapters", "draft")
 
@@ -68,22 +70,30 @@ class ModelArtifact:
         return next((path for path in new if path.is_relative_to(output)), None)
 
     def to_json(self, output: Path) -> dict:
-        """A record for the manifest; paths in the run directory are relative to it."""
+        """A record for the manifest, with paths relative to the run directory.
+
+        The recipe's own model is None: its path may be another one on the next run.
+        """
 
         def relative(path: Path | None) -> str | None:
-            if path is None:
-                return None
-            inside = path.is_relative_to(output)
-            return str(path.relative_to(output) if inside else path.absolute())
+            is_inside = path is not None and path.is_relative_to(output)
+            return str(path.relative_to(output)) if is_inside else None
 
         paths = {name: relative(getattr(self, name)) for name in PATHS}
         published = [relative(path) for path in self.published]
         return paths | {"facts": self.facts, "published": published}
 
     @classmethod
-    def from_json(cls, record: dict, output: Path) -> "ModelArtifact":
-        """The artifact of a record that `to_json` made."""
+    def from_json(
+        cls, record: dict, output: Path, base: Path | None
+    ) -> "ModelArtifact":
+        """The artifact of a record that `to_json` made.
+
+        Args:
+            base: the folder of the recipe's model.
+        """
         paths = {name: record[name] and output / record[name] for name in PATHS}
+        paths |= {name: paths[name] or base for name in ("model", "reference")}
         published = tuple(output / path for path in record["published"])
         return cls(**paths, facts=record["facts"], published=published)
 
@@ -200,6 +210,12 @@ class StageContext:
         folder = self.require_visible(current.reference)
         loaded = self.load(folder, compute="stored", lazy=True)
         return dict(tree_flatten(loaded.model.parameters()))
+
+    def write_report(self, report: dict) -> None:
+        """Write the report of this stage, which is that of the run for now."""
+        text = json.dumps(report, indent=2) + "\n"
+        for folder in (self.folder, self.output):
+            write_atomic(folder / REPORT, text)
 
     def display_name(self, model: Path) -> str:
         """A model's folder, or the recipe's name for it if it is the recipe's model."""

@@ -1,6 +1,5 @@
 """The end of a draft stage: benchmark, report, thresholds and draft/."""
 
-import json
 import platform
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,8 @@ from ..draft.report import DraftReport, require_servable
 from ..errors import FAILED, UserError
 from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
-from ..run.fs import atomic_folder, copy_folder, write_atomic
+from ..run.fs import atomic_folder, copy_folder
+from ..run.report import REPORT, read_report
 from .context import DRAFT_FOLDER, ModelArtifact
 from .draft_setup import DraftData
 
@@ -127,11 +127,9 @@ class DraftEvaluation:
 
     def _write_report(self, record: dict) -> None:
         """Add to report.json, which an evaluate stage may have begun."""
-        path = self.context.output / "report.json"
-        before = json.loads(path.read_text()) if path.exists() else {}
+        before = read_report(self.context.output / REPORT)
         empty = {"name": self.context.name, "models": {}, "thresholds": []}
-        merged = empty | before | record
-        write_atomic(path, json.dumps(merged, indent=2) + "\n")
+        self.context.write_report(empty | before | record)
 
     def _check_thresholds(self, result: DraftReport) -> None:
         missed = [

@@ -32,7 +32,7 @@ from ..models.checkpoint import config_int
 from ..models.from_scratch import initial_weights
 from ..models.loader import LoadedModel, compute_dtype, set_compute_dtype
 from ..quantization.dequantize import dequantized_model
-from ..run.fs import remove_folder
+from ..run import fs
 from .context import StageContext, write_model
 from .estimate import DEPTH_FRACTIONS
 
@@ -212,7 +212,7 @@ class DraftInitializer:
             name = f"candidate-{len(shape.layers)}"
             candidate = self._write(self.context.folder / name, shape)
             speedups[shape] = predict_speedup(candidate)
-            remove_folder(candidate)
+            fs.remove(candidate)
         best = max(speedups, key=speedups.get)
         by_depth = ", ".join(f"{len(s.layers)}: {v:.2f}x" for s, v in speedups.items())
         self.context.logger.info(

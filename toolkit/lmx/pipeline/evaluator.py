@@ -1,6 +1,5 @@
 """Evaluation of a run's models: metrics, samples, thresholds and report.json."""
 
-import json
 from collections import defaultdict
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -31,7 +30,6 @@ from ..generation.engine import Generator
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
 from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
-from ..run.fs import write_atomic
 from ..run.tables import table
 from .context import StageContext
 
@@ -238,8 +236,7 @@ class Evaluator:
             "samples": [sample.to_json() for sample in self.samples],
             "thresholds": thresholds,
         } | {key: facts[key] for key in DRAFT_FACTS if key in facts}
-        path = self.context.output / "report.json"
-        write_atomic(path, json.dumps(report, indent=2) + "\n")
+        self.context.write_report(report)
 
 
 def _threshold(name: str, limit: float, value: float | None) -> dict:

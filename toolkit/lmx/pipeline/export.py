@@ -1,6 +1,5 @@
 """The export stage: write, verify and publish the current model."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +14,7 @@ from ..convert.exporters.repository_name import repository_name, stored_as
 from ..data.dataset import hub_id
 from ..errors import UserError
 from ..run.fs import atomic_folder
+from ..run.report import REPORT, read_report
 from ..run.tables import table
 from .context import ModelArtifact, StageContext
 from .estimate import StageResources, Workload
@@ -86,8 +86,7 @@ class ExportStage(Stage):
         return replace(current, model=model, published=tuple(targets.values()))
 
     def _card_facts(self, context: StageContext) -> CardFacts:
-        report_file = context.output / "report.json"
-        report = json.loads(report_file.read_text()) if report_file.exists() else {}
+        report = read_report(context.output / REPORT)
         path = context.source.path
         is_on_hub = path is not None and context.find(path) is None
         ids = [hub_id(source, context.find) for source in context.data.train]

@@ -43,11 +43,14 @@ class PlannedStage:
         inputs: the current model (a folder, a Hub id or "from scratch"), further models
             that the stage names, then its datasets.
         outputs: folders that the stage writes; the first one is its own.
+        identity: hash of the stage's block, of the recipe's model, data and seed, and
+            of all stages before it. A finished stage with the same identity is kept.
     """
 
     stage: Stage
     inputs: tuple[str, ...]
     outputs: tuple[Path, ...]
+    identity: str
 
     @property
     def name(self) -> str:
@@ -85,28 +88,49 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
     output = Path(os.path.expanduser(recipe.output or RUNS / loaded.name))
     current = recipe.model.path or "from scratch"
     stages = []
+    identities = _identities(loaded.resolved)
     for index, entry in enumerate(recipe.stages, 1):
         stage = STAGES[entry.kind](entry.config, index)
         folder = output / "stages" / stage.name
         inputs = tuple(dict.fromkeys((current, *stage.inputs(recipe.data))))
-        stages.append(PlannedStage(stage, inputs, (folder, *stage.outputs(output))))
+        outputs = (folder, *stage.outputs(output))
+        stages.append(PlannedStage(stage, inputs, outputs, next(identities)))
         if stage.changes_model:
             current = str(folder)
     return RunPlan(output, tuple(stages), recipe_hash(loaded.resolved))
 
 
+def _identities(resolved: str) -> Iterator[str]:
+    """The identity of every stage of a resolved recipe, in order."""
+    values = _result_values(resolved)
+    stages = values.pop("stages")
+    identity = _hash(values)
+    for stage in stages:
+        identity = _hash([identity, stage])
+        yield identity
+
+
 def recipe_hash(resolved: str) -> str:
     """Sha256 of a resolved recipe without the keys that say where results go."""
+    return _hash(_result_values(resolved))
+
+
+def _result_values(resolved: str) -> dict:
     data = yaml_io.read(resolved).data
-    for key in OUTPUT_KEYS:
-        data.pop(key, None)
-    canonical = json.dumps(data, sort_keys=True, ensure_ascii=False)
+    return {key: value for key, value in data.items() if key not in OUTPUT_KEYS}
+
+
+def _hash(values: Any) -> str:
+    canonical = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def difference(old: str, new: str) -> str:
     """The values in which two resolved recipes differ, one override per line."""
-    before, after = (recipe_values(yaml_io.read(text).data) for text in (old, new))
+    data = [yaml_io.read(text).data for text in (old, new)]
+    if not isinstance(data[0], dict):
+        return "the values before are unknown: resolved.yaml is missing or damaged"
+    before, after = map(recipe_values, data)
     lines = []
     for key in [*before, *(k for k in after if k not in before)]:
         if key not in after:

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from ..config.messages import Problem
 from ..config.quantize import PTQConfig
 from ..quantization.target_layers import select_layers
-from ..run.fs import remove_folder
+from ..run import fs
 from .context import ModelArtifact, StageContext, write_model
 from .estimate import StageResources, Workload
 from .quantize_cost import QuantizeCost
@@ -119,5 +119,5 @@ class QuantizeStage(Stage):
         target = context.folder / "model"
         write_model(target, loaded, weights, selection, tensors)
         for name in INTERMEDIATE:
-            remove_folder(context.folder / name)
+            fs.remove(context.folder / name)
         return ModelArtifact(target, reference, context.current.adapters, facts)

@@ -1,6 +1,5 @@
 """Run a plan: every stage in its own folder, completed stages skipped, resumable."""
 
-import json
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,9 +15,10 @@ from ..config.redaction import REDACTED
 from ..data.splits import Splits
 from ..errors import Interrupted, UserError
 from ..run.distributed import ProcessGroup, join
-from ..run.html.page import NAME as REPORT
+from ..run.html.page import NAME as PAGE
 from ..run.launcher import backend
 from ..run.logger import NullLogger, RunLogger
+from ..run.report import REPORT, read_report
 from ..run.run_dir import NullRunDir, RunDir
 from ..run.signals import sigterm_interrupts
 from ..run.trackers import TRACKERS, TrackerThread
@@ -72,7 +72,7 @@ def run(
             run_dir.set_status("failed")
             raise
         run_dir.set_status("done")
-        logger.info(f"done: {run_dir.path / REPORT}")
+        logger.info(f"done: {run_dir.path / PAGE}")
         if command := _generate_command(last, run_dir.path):
             logger.info(f"try it: {command}")
     return 0
@@ -109,6 +109,8 @@ def _log_start(
         )
     if run_dir.crash_note:
         logger.warning(run_dir.crash_note)
+    if run_dir.change_note:
+        logger.info(run_dir.change_note)
 
 
 @contextmanager
@@ -130,12 +132,12 @@ def tracked(loaded: LoadedRecipe, logger: RunLogger) -> Iterator[None]:
         yield
         code = 0
     finally:
-        logger.tracker.finish(_summary(logger.folder / "report.json"), code)
+        logger.tracker.finish(_summary(logger.folder / REPORT), code)
 
 
 def _summary(path: Path) -> dict[str, float]:
     """The metrics of every evaluated model; empty without a report."""
-    models = json.loads(path.read_text())["models"] if path.exists() else {}
+    models = read_report(path).get("models", {})
     return {
         f"{name}/{key}": value
         for name, metrics in models.items()
@@ -179,6 +181,7 @@ def _open(
         recipe_text=without_schema_line(loaded.text),
         resolved=loaded.resolved,
         recipe_hash=plan.recipe_hash,
+        plan={planned.name: planned.identity for planned in plan.stages},
         difference=difference,
         restart=restart,
     )
@@ -241,10 +244,9 @@ def _run_stage(
 
 def _local_artifact(record: dict, context: StageContext) -> ModelArtifact:
     """Rank 0's artifact with this machine's path of the recipe's model."""
-    artifact = ModelArtifact.from_json(record, context.output)
-    if context.ranks.is_first or artifact.model.is_relative_to(context.output):
-        return artifact
-    return ModelArtifact(context.base, context.base, facts=artifact.facts)
+    is_base = record["model"] is None or record["reference"] is None
+    base = context.base if is_base else None
+    return ModelArtifact.from_json(record, context.output, base)
 
 
 def _context(

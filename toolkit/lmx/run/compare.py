@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UserError
-from .html.record import Record, read_report
+from .html.record import Record
+from .report import read_report
 from .tables import Metric, metrics_of, one_line, recipe_values
 
 ABSENT = "-"

@@ -7,9 +7,10 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ..errors import FAILED, UserError
 
@@ -21,6 +22,8 @@ _REASONS = {
     errno.EPERM: "no write permission",
     errno.EFBIG: "the file is too large for the disk",
     errno.ENOTDIR: "a part of the path is a file, not a folder",
+    errno.EISDIR: "a folder exists in place of the file",
+    errno.ELOOP: "a link exists in place of the file",
     errno.EEXIST: "a file exists in place of the folder",
     errno.ENOLCK: "the disk does not support file locks",
     errno.ENOTSUP: "the disk does not support file locks",
@@ -128,32 +131,61 @@ def _is_run_dir(path: Path) -> bool:
     return all((path / name).is_file() for name in (MANIFEST, LOCK))
 
 
-def remove_folder(path: Path) -> None:
-    """Delete a folder, if it exists, so that no reader sees a part of it."""
-    if path.exists():
+def remove(path: Path) -> None:
+    """Delete a file, a link or a folder, if it exists. No reader sees a part of it."""
+    if os.path.lexists(path):
         aside = _partial_path(path)
         os.rename(path, aside)
-        shutil.rmtree(aside)
+        _delete(aside)
 
 
 def remove_partial_files(path: Path) -> None:
     """Remove temporary files and folders of killed writers below a folder."""
     for partial in sorted(path.rglob(f".*{PARTIAL}"), reverse=True):
-        if partial.is_dir():
-            shutil.rmtree(partial)
-        else:
-            partial.unlink()
+        _delete(partial)
+
+
+def _delete(path: Path) -> None:
+    """Delete without following links."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _replace_folder(partial: Path, path: Path) -> None:
-    if not path.exists():
-        os.rename(partial, path)
-        return
     # A non-empty folder cannot be replaced in one step.
-    aside = _partial_path(path)
-    os.rename(path, aside)
+    aside = _partial_path(path) if os.path.lexists(path) else None
+    if aside:
+        os.rename(path, aside)
     os.rename(partial, path)
-    shutil.rmtree(aside)
+    if aside:
+        _delete(aside)
+
+
+def require_own_entries(folder: Path) -> None:
+    """Refuse links that leave a folder, and pipes, sockets and devices in it.
+
+    A write would change another folder, and a read could wait for ever.
+
+    Raises:
+        UserError: naming the entry.
+    """
+    root = folder.resolve()
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in (*folders, *files)):
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode) and not path.resolve().is_relative_to(root):
+                reason = "this link leaves the run directory"
+            elif not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                reason = "this is neither a file nor a folder"
+            else:
+                continue
+            raise UserError(
+                reason,
+                place=str(path),
+                hint="remove it, or use another folder with output=...",
+            )
 
 
 def _partial_path(path: Path) -> Path:
@@ -224,6 +256,23 @@ def require_regular_file(path: Path, max_bytes: int | None = None) -> None:
         )
 
 
+def parse_json(text: str | bytes, place: Path) -> Any:
+    """The value of a JSON text.
+
+    Args:
+        place: the file that an error names.
+
+    Raises:
+        UserError: the text is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise UserError("not JSON: nested too deeply", place=str(place)) from error
+    except ValueError as error:
+        raise UserError(f"not JSON: {error}", place=str(place)) from error
+
+
 def read_json(path: Path) -> dict:
     """The object in a JSON file; empty if the file holds another value.
 
@@ -232,26 +281,50 @@ def read_json(path: Path) -> dict:
         UserError: it is no file, or not JSON.
     """
     require_regular_file(path, MAX_JSON_BYTES)
-    try:
-        value = json.loads(path.read_bytes())
-    except RecursionError as error:
-        raise UserError("not JSON: nested too deeply", place=str(path)) from error
-    except ValueError as error:
-        raise UserError(f"not JSON: {error}", place=str(path)) from error
+    value = parse_json(path.read_bytes(), path)
     return value if isinstance(value, dict) else {}
 
 
-def read_jsonl(path: Path) -> list[dict]:
-    """All records of a JSONL file; empty if the file does not exist."""
-    records = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        # The last line of a killed run may be incomplete.
-        with suppress(ValueError):
-            records.append(json.loads(line))
-    return records
+def read_text(path: Path) -> str:
+    """The text of a file, with marks in place of bytes that are not UTF-8.
+
+    Empty if there is no such file.
+    """
+    return path.read_text("utf-8", errors="replace") if path.is_file() else ""
 
 
-def stage_metrics(run_dir: Path, stage: str) -> list[dict]:
-    """The records of a stage in metrics.jsonl, oldest first."""
-    records = read_jsonl(run_dir / "metrics.jsonl")
-    return [record for record in records if record["stage"] == stage]
+def read_jsonl(path: Path, **types: type) -> list[dict]:
+    """The records of a JSON Lines file; empty if there is no such file.
+
+    Args:
+        types: keys of a record, and the type of their values. Other lines are skipped:
+            the last line of a killed run may be incomplete.
+    """
+    return [record for _, record in _records(path, types)]
+
+
+def filter_jsonl(path: Path, keeps: Callable[[dict], bool]) -> None:
+    """Delete the lines that are no record of a stage, or that `keeps` does not keep.
+
+    Raises:
+        UserError: a disk error; the file stays as it was.
+    """
+    lines = (line for line, r in _records(path, {"stage": str}) if keeps(r))
+    write_atomic(path, "".join(f"{line}\n" for line in lines))
+
+
+def _records(path: Path, types: dict[str, type]) -> Iterator[tuple[str, dict]]:
+    # Other line breaks, such as U+2028, are part of a text.
+    for line in read_text(path).split("\n"):
+        with suppress(UserError):
+            record = parse_json(line, path)
+            if isinstance(record, dict) and all(
+                isinstance(record.get(key), kind) for key, kind in types.items()
+            ):
+                yield line, record
+
+
+def read_metrics(run_dir: Path, stage: str | None = None) -> list[dict]:
+    """The records in metrics.jsonl, oldest first: of a stage, or of all."""
+    records = read_jsonl(run_dir / "metrics.jsonl", stage=str, kind=str, step=int)
+    return [r for r in records if stage in (None, r["stage"])]

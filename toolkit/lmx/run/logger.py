@@ -11,12 +11,14 @@ from pathlib import Path
 from ..config.redaction import redact, redact_values
 from ..errors import UserError
 from . import terminal
-from .fs import disk_errors, write_atomic
+from .fs import disk_errors, filter_jsonl
 from .progress import ProgressBar, format_duration
 from .trackers import TrackerThread
 
 # Longest silence of the log while a stage runs.
 HEARTBEAT_SECONDS = 10
+# Files with one record per line, which names its stage.
+RECORD_FILES = ("metrics.jsonl", "samples.jsonl")
 
 
 class RunLogger:
@@ -81,12 +83,10 @@ class RunLogger:
 
     def truncate(self, step: int) -> None:
         """Drop this stage's records after `step`; the resumed run repeats them."""
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in RECORD_FILES:
             path = self.folder and self.folder / name
             if path and path.exists():
-                lines = path.read_text().splitlines(keepends=True)
-                valid = [line for line in lines if self._is_valid(line, step)]
-                write_atomic(path, "".join(valid))
+                filter_jsonl(path, lambda record: self._is_kept(record, step))
 
     @contextmanager
     def progress(
@@ -150,13 +150,9 @@ class RunLogger:
         except UserError:
             pass  # A full disk ends the stage where it writes its results.
 
-    def _is_valid(self, line: str, step: int) -> bool:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            # The last line of a killed run may be incomplete.
-            return False
-        return record["stage"] != self.stage or record.get("step", 0) <= step
+    def _is_kept(self, record: dict, step: int) -> bool:
+        done = record.get("step", 0)
+        return record["stage"] != self.stage or (isinstance(done, int) and done <= step)
 
     def _append_record(self, name: str, record: dict) -> dict:
         values = {key: _finite(value) for key, value in record.items()}

@@ -3,25 +3,21 @@
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ..errors import UserError
-from . import manifest
-from .fs import (
-    LOCK,
-    MANIFEST,
-    disk_errors,
-    hash_file,
-    hash_folder,
-    remove_partial_files,
-    write_atomic,
-)
+from . import fs, manifest
+from .earlier_run import EarlierRun, aside
+from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
 from .html.page import write_page
+from .html.record import RESOLVED
+from .logger import RECORD_FILES
+from .manifest import STAGES
+from .report import REPORT
 
-RECIPE, RESOLVED = "recipe.yaml", "resolved.yaml"
+RECIPE = "recipe.yaml"
 LOCK_ATTEMPTS = 10
 
 
@@ -31,11 +27,13 @@ class RunDir:
     Attributes:
         path: the folder.
         crash_note: where the previous run crashed or was killed; None = it did not.
+        change_note: what a changed recipe keeps of it; None = it is the same recipe.
     """
 
-    def __init__(self, path: Path, lock: int, content: dict, crash_note: str | None):
+    def __init__(self, path: Path, lock: int, content: dict):
         self.path = path
-        self.crash_note = crash_note
+        self.crash_note: str | None = None
+        self.change_note: str | None = None
         self._lock = lock
         self._manifest = content
 
@@ -49,6 +47,7 @@ class RunDir:
         recipe_text: str,
         resolved: str,
         recipe_hash: str,
+        plan: dict[str, str],
         difference: Callable[[str, str], str],
         restart: bool = False,
     ) -> "RunDir":
@@ -56,31 +55,45 @@ class RunDir:
 
         Args:
             command: the command line of the user.
+            plan: the identities of the stages by name, in order.
             difference: a readable diff of two resolved recipes.
             restart: rename an earlier run to `<path>.old-N` and start over.
 
         Raises:
-            UserError: another process uses the folder, it has the run of another
-                recipe or other files, or the disk reports an error.
+            UserError: another process uses the folder, it has finished stages of
+                another recipe or other files, or the disk reports an error.
         """
         if restart:
             _move_aside(path)
         with disk_errors(path), ExitStack() as undo:
             lock = _lock(path)
             undo.callback(os.close, lock)
+            fs.require_own_entries(path)
             old = manifest.read(path)
+            new = manifest.new(name, command, recipe_hash, plan)
+            folder = cls(path, lock, new)
             if old is None:
                 _refuse_foreign(path)
-            elif old["recipe_hash"] != recipe_hash:
-                _refuse_changed(path, resolved, difference)
-            remove_partial_files(path)
-            new = manifest.new(name, command, recipe_hash, old["stages"] if old else {})
-            folder = cls(path, lock, new, manifest.crash_note(path, old))
+            else:
+                changes = difference(fs.read_text(path / RESOLVED), resolved)
+                folder._continue(old, EarlierRun(path, old, plan, changes))
+            fs.remove_partial_files(path)
             write_atomic(path / RECIPE, recipe_text)
             write_atomic(path / RESOLVED, resolved)
+            folder._restore_report()
             folder.set_status("running")
             undo.pop_all()
         return folder
+
+    def _continue(self, old: dict, earlier: EarlierRun) -> None:
+        """Keep the stages of an earlier run that are the same."""
+        earlier.require_kept_results()
+        self.crash_note = manifest.crash_note(self.path, old)
+        self._manifest["stages"] = earlier.records
+        if earlier.is_changed:
+            set_aside = earlier.discard()
+            self._drop_records(earlier.discarded)
+            self.change_note = earlier.change_note(set_aside)
 
     def __enter__(self) -> "RunDir":
         return self
@@ -101,7 +114,7 @@ class RunDir:
 
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage, created if necessary."""
-        folder = self.path / "stages" / stage
+        folder = self.path / STAGES / stage
         with disk_errors(folder):
             folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -111,38 +124,67 @@ class RunDir:
         self._manifest["current_stage"] = stage
         self._save()
 
-    def complete_stage(self, stage: str, facts: dict, artifacts: list[Path]) -> None:
-        """Record a stage as complete, with the hashes of its artifacts.
+    def complete_stage(self, stage: str, result: dict, artifacts: list[Path]) -> None:
+        """Record a stage as complete, with the hashes of its artifacts and its report.
 
         Args:
-            facts: the result of `completed_stage`, valid as JSON.
+            result: a `StageResult`.
             artifacts: folders in the run directory, not empty.
         """
         hashes = {str(p.relative_to(self.path)): hash_folder(p) for p in artifacts}
         assert all(hashes.values()), f"stage {stage} has an empty artifact"
-        self._manifest["stages"][stage] = {"facts": facts, "artifacts": hashes}
+        folder = self.path / STAGES / stage
+        if (folder / REPORT).exists():
+            digest = hash_file(folder / REPORT)
+            hashes[f"{STAGES}/{stage}"] = {REPORT: digest}
+        record = {"result": result, "artifacts": hashes}
+        record["sha256"] = manifest.digest_of(record)
+        self._manifest["stages"][stage] = record
         self._save()
         self._write_page()
 
     def completed_stage(
         self, stage: str, warning: Callable[[str], None]
     ) -> dict | None:
-        """The facts of a complete stage; None if an artifact is missing or changed."""
+        """The result of a complete stage; None if an artifact is missing or changed."""
         record = self._manifest["stages"].get(stage)
         if record is None:
+            return None
+        if record["sha256"] != manifest.digest_of(record):
+            warning(f"the record of stage {stage} is damaged: it runs again")
             return None
         for artifact, hashes in record["artifacts"].items():
             if not _is_unchanged(self.path / artifact, hashes):
                 warning(f"{artifact} is damaged or missing: stage {stage} runs again")
                 return None
-        return record["facts"]
+        return record["result"]
 
     def discard_stages(self, stages: list[str]) -> None:
         """Delete the records and folders of stages whose input will change."""
-        for stage in stages:
-            self._manifest["stages"].pop(stage, None)
-            shutil.rmtree(self.path / "stages" / stage, ignore_errors=True)
+        with disk_errors(self.path):
+            for stage in stages:
+                self._manifest["stages"].pop(stage, None)
+                fs.remove(self.path / STAGES / stage)
+            self._drop_records(stages)
+            self._restore_report()
         self._save()
+
+    def _drop_records(self, stages: list[str]) -> None:
+        """Delete the lines of stages in metrics.jsonl and samples.jsonl."""
+        for name in RECORD_FILES:
+            if (path := self.path / name).is_file():
+                fs.filter_jsonl(path, lambda record: record["stage"] not in stages)
+
+    def _restore_report(self) -> None:
+        """Leave the report of the last finished stage that wrote one, or none."""
+        report = self.path / REPORT
+        for stage in reversed(self._manifest["stages"]):
+            file = self.path / STAGES / stage / REPORT
+            if file.is_file():
+                if not report.is_file() or report.read_bytes() != file.read_bytes():
+                    write_atomic(report, file.read_bytes())
+                return
+        fs.remove(report)
 
     def _write_page(self) -> None:
         # An error here must not end the run: `lmx report` can write the page again.
@@ -173,7 +215,8 @@ def _lock(path: Path) -> int:
 
 
 def _lock_file(path: Path) -> int:
-    handle = os.open(path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+    handle = os.open(path / LOCK, flags, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -207,19 +250,6 @@ def _refuse_foreign(path: Path) -> None:
         )
 
 
-def _refuse_changed(
-    path: Path, resolved: str, difference: Callable[[str, str], str]
-) -> None:
-    before = (path / RESOLVED).read_text()
-    lines = difference(before, resolved).replace("\n", "\n    ")
-    raise UserError(
-        f"this folder has the run of another recipe:\n    {lines}",
-        place=str(path),
-        hint=f"use --restart to start over (the old run moves to {_aside(path).name}), "
-        "or output=... for another folder",
-    )
-
-
 def _move_aside(path: Path) -> None:
     """Rename the folder of an earlier run, if there is one, even an unreadable one."""
     with suppress(UserError):
@@ -228,28 +258,24 @@ def _move_aside(path: Path) -> None:
     with disk_errors(path):
         lock = _lock(path)
         if (path / MANIFEST).exists():
-            os.rename(path, _aside(path))
+            os.rename(path, aside(path))
         os.close(lock)
 
 
-def _aside(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old-{number}")).exists():
-        number += 1
-    return aside
-
-
 def _is_unchanged(path: Path, hashes: dict[str, str]) -> bool:
-    return all(
-        (path / name).is_file() and hash_file(path / name) == digest
-        for name, digest in hashes.items()
-    )
+    try:
+        return all(
+            (path / name).is_file() and hash_file(path / name) == digest
+            for name, digest in hashes.items()
+        )
+    except OSError:
+        return False
 
 
 class NullRunDir:
     """No-op run directory for ranks other than 0."""
 
-    crash_note = None
+    crash_note = change_note = None
 
     def __init__(self, path: Path):
         self.path = path
@@ -262,7 +288,7 @@ class NullRunDir:
 
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage; it may exist only on another machine."""
-        return self.path / "stages" / stage
+        return self.path / STAGES / stage
 
     def completed_stage(self, stage: str, warning) -> None:
         """Rank 0 alone reads the manifest."""
@@ -272,7 +298,7 @@ class NullRunDir:
 
     start_stage = set_status
 
-    def complete_stage(self, stage: str, facts: dict, artifacts: list[Path]) -> None:
+    def complete_stage(self, stage: str, result: dict, artifacts: list[Path]) -> None:
         """Rank 0 alone writes the manifest."""
 
     def discard_stages(self, stages: list[str]) -> None:

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 from ..compare import RunSummary, metrics_table, recipe_table
-from ..fs import stage_metrics, write_atomic
+from ..fs import read_metrics, write_atomic
 from ..tables import recovery_table, table
 from . import sections
 from .charts import Chart, Line, line_chart
@@ -23,7 +23,8 @@ def write_page(folder: Path) -> Path:
         UserError: this is not a run directory, or a file is damaged or not writable.
     """
     target = folder / NAME
-    write_atomic(target, page(folder))
+    # A damaged file may hold half of a surrogate pair.
+    write_atomic(target, page(folder).encode(errors="replace"))
     return target
 
 
@@ -114,7 +115,7 @@ def draw_curves(folder: Path, stage: str, target: Path) -> bool:
     Raises:
         UserError: the file is not writable.
     """
-    charts = sections.curves(stage_metrics(folder, stage)).get(stage, [])
+    charts = sections.curves(read_metrics(folder, stage)).get(stage, [])
     keys = [f"{stage}-{name}" for name in SVG_CURVES]
     charts = [chart for chart in charts if chart.key in keys]
     if charts:

@@ -1,17 +1,18 @@
 """The content of a run directory, as far as its files exist."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
+from ...config import yaml_io
 from ...errors import UserError
 from .. import manifest
-from ..fs import read_jsonl
+from ..fs import read_jsonl, read_metrics, read_text
+from ..report import REPORT, read_report
 
 # Final lines of log.txt that the page shows.
 LAST_LINES = 6
+PUBLISHED = ("model", "draft", "adapters")
+RESOLVED = "resolved.yaml"
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,8 @@ class Record:
         report: empty before the first evaluation.
         resolved: all values of the recipe, including defaults and overrides.
         log: the last lines of log.txt.
-        folders: the published folders that exist.
+        folders: the published folders that exist and are of this run, not of an
+            earlier recipe.
     """
 
     path: Path
@@ -50,21 +52,21 @@ class Record:
                 place=str(path),
                 hint="give the output folder of lmx-train, e.g. exports/<recipe>",
             )
-        resolved = _text(path / "resolved.yaml")
+        finished = content["stages"].values()
+        written = {folder for record in finished for folder in record["artifacts"]}
+        samples = path / "samples.jsonl"
         return cls(
             path=path,
             manifest=content,
-            report=read_report(path / "report.json"),
-            metrics=read_jsonl(path / "metrics.jsonl"),
-            samples=read_jsonl(path / "samples.jsonl"),
-            recipe=_text(path / "recipe.yaml"),
-            resolved_text=resolved,
-            resolved=_resolved(path, resolved),
-            log=_text(path / "log.txt").splitlines()[-LAST_LINES:],
+            report=read_report(path / REPORT),
+            metrics=read_metrics(path),
+            samples=read_jsonl(samples, stage=str, step=int, prompt=str, answer=str),
+            recipe=read_text(path / "recipe.yaml"),
+            resolved_text=read_text(path / RESOLVED),
+            resolved=_resolved(path),
+            log=read_text(path / "log.txt").splitlines()[-LAST_LINES:],
             folders=tuple(
-                name
-                for name in ("model", "draft", "adapters")
-                if (path / name).is_dir()
+                name for name in PUBLISHED if name in written and (path / name).is_dir()
             ),
         )
 
@@ -79,28 +81,18 @@ class Record:
         return self.report.get("models", {})
 
 
-def read_report(file: Path) -> dict:
-    """A report.json; empty if the file does not exist.
-
-    Raises:
-        UserError: the file is not a report.
-    """
-    try:
-        report = json.loads(_text(file) or "{}")
-    except ValueError as error:
-        raise UserError("not a report of lmx", place=str(file)) from error
-    if not isinstance(report, dict) or not isinstance(report.get("models", {}), dict):
-        raise UserError("not a report of lmx", place=str(file))
-    return report
-
-
-def _resolved(path: Path, text: str) -> dict:
-    try:
-        return yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        place = str(path / "resolved.yaml")
-        raise UserError("not the recipe of a run", place=place) from error
-
-
-def _text(file: Path) -> str:
-    return file.read_text("utf-8", errors="replace") if file.is_file() else ""
+def _resolved(path: Path) -> dict:
+    """The values of resolved.yaml; empty if there is no such file."""
+    file = path / RESOLVED
+    if not (text := read_text(file)):
+        return {}
+    document = yaml_io.read(text)
+    data = document.data
+    is_recipe = isinstance(data, dict) and not document.errors
+    if (
+        not is_recipe
+        or not isinstance(data.get("model"), dict)
+        or not isinstance(data.get("output"), str | None)
+    ):
+        raise UserError("not the recipe of a run", place=str(file))
+    return data

@@ -5,7 +5,9 @@ import re
 from dataclasses import dataclass
 from datetime import datetime
 
+from ..manifest import TIME_FORMAT
 from ..progress import format_duration, format_number
+from ..report import LARGEST
 from .charts import Chart, Line, bar_chart, line_chart
 from .record import Record
 
@@ -85,7 +87,7 @@ def _duration(facts: dict) -> str | None:
     start, end = facts.get("started"), facts.get("ended")
     if not start or not end:
         return None
-    times = [datetime.strptime(t, "%Y-%m-%dT%H:%M:%S%z") for t in (start, end)]
+    times = [datetime.strptime(t, TIME_FORMAT) for t in (start, end)]
     return format_duration((times[1] - times[0]).total_seconds())
 
 
@@ -105,7 +107,7 @@ CURVES = (
 
 def curves(metrics: list[dict]) -> dict[str, list[Chart]]:
     """Charts by stage, in the order of the run, without stages that have none."""
-    stages = dict.fromkeys(row["stage"] for row in metrics if "stage" in row)
+    stages = dict.fromkeys(row["stage"] for row in metrics)
     by_stage = {stage: _stage_charts(stage, metrics) for stage in stages}
     return {stage: charts for stage, charts in by_stage.items() if charts}
 
@@ -115,11 +117,17 @@ def points(metrics: list[dict], stage: str, kind: str, key: str) -> list[tuple]:
     return [
         (row["step"], row[key])
         for row in metrics
-        if row.get("stage") == stage
-        and row.get("kind") == kind
-        and "step" in row
+        if row["stage"] == stage
+        and row["kind"] == kind
+        and _is_shown(row["step"])
         and key in row
+        and (row[key] is None or _is_shown(row[key]))
     ]
+
+
+def _is_shown(value) -> bool:
+    """Whether a value is a finite number that charts can show."""
+    return isinstance(value, int | float) and abs(value) < LARGEST
 
 
 def _stage_charts(stage: str, metrics: list[dict]) -> list[Chart]:
