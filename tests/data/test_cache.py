@@ -8,6 +8,7 @@ import time
 import pytest
 from lmx.data import cache, fingerprint
 from lmx.errors import UserError
+from lmx.run import fs
 
 # Fills an entry slowly. With "die", it kills itself before the entry is complete.
 WORKER = """
@@ -170,3 +171,52 @@ def test_tokenizer_fingerprint_changes_with_its_files(tokenizer_folder, tmp_path
     assert "chat_template.jinja" in str(fingerprint.tokenizer(folder))
     (folder / "model.safetensors.index.json").write_text("{}")
     assert "safetensors" not in str(fingerprint.tokenizer(folder))
+
+
+@pytest.mark.parametrize("note", ["[]", "{}", "3", '{"stamp": 3}', "{", b"\xff", None])
+def test_damaged_note_of_a_hash_is_written_again(cache_folder, tmp_path, note):
+    file = tmp_path / "weights"
+    file.write_text("content")
+    os.utime(file, (1, 1))
+    digest = cache.file_hash(file)
+    [path] = (cache.root() / "hashes").iterdir()
+    before = path.read_bytes()
+    path.unlink()
+    if note is None:
+        path.mkdir()
+    else:
+        path.write_bytes(note if isinstance(note, bytes) else note.encode())
+    assert cache.file_hash(file) == digest
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("place", ["content", "lock", "."])
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+def test_other_entries_in_place_of_the_cache_are_replaced(
+    cache_folder, tmp_path, place, kind
+):
+    entry = cache.get_or_create("test", "key", fill, warning=print).folder.parent
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "mine").write_text("mine")
+    path = entry / place
+    fs.remove(path)
+    if kind == "file":
+        path.write_text("file")
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(other)
+    again = cache.get_or_create("test", "key", fill, warning=print)
+    assert (again.folder / "rows").read_text() == "content"
+    assert [p.name for p in other.iterdir()] == ["mine"]
+
+
+def test_changed_facts_are_noticed(cache_folder):
+    """The hash of an index covers all of it."""
+    folder = cache.get_or_create("test", "key", fill, warning=print).folder
+    index = folder / cache.INDEX
+    index.write_text(index.read_text().replace("[1, 2]", "[1, 3]"))
+    again = cache.get_or_create("test", "key", fill, warning=print)
+    assert again.made
+    assert again.facts == {"pair": [1, 2]}

@@ -179,7 +179,7 @@ def test_change_of_a_link_keeps_the_other_file(run_dir):
     changes = (
         lambda path: fs.write_atomic(path, b"other"),
         lambda path: fs.copy_file(stage / "small", path),
-        lambda path: fs.remove_folder(path.parent),
+        lambda path: fs.remove(path.parent),
     )
     for change in changes:
         fs.copy_file(stage / "large", target / "large")

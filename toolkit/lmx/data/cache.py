@@ -85,9 +85,12 @@ def get_or_create(
         fs.require_space(entry, space)
         with fs.atomic_folder(folder) as partial:
             facts = fill(partial)
-            index = json.dumps({"sha256": fs.hash_folder(partial), "facts": facts})
-            (partial / INDEX).write_text(index)
-    return CacheEntry(folder, json.loads(index)["facts"], made=True)
+            # Through JSON, so that a new entry and a cached one have the same facts.
+            facts = json.loads(json.dumps(facts))
+            index = {"files": fs.hash_folder(partial), "facts": facts}
+            index["sha256"] = key_of(index)
+            (partial / INDEX).write_text(json.dumps(index))
+    return CacheEntry(folder, facts, made=True)
 
 
 def file_hash(path: Path) -> str:
@@ -101,11 +104,13 @@ def file_hash(path: Path) -> str:
     stamp = [str(path.absolute()), status.st_size, status.st_mtime_ns]
     note = root() / "hashes" / f"{key_of(stamp[0])}.json"
     known = _json(note)
-    if known and known["stamp"] == stamp:
+    if known.get("stamp") == stamp and isinstance(known.get("sha256"), str):
         return known["sha256"]
     digest = fs.hash_file(path)
     if time.time_ns() - status.st_mtime_ns > SETTLED:
         with _written(note):
+            if not note.is_file():
+                fs.remove(note)
             fs.write_atomic(note, json.dumps({"stamp": stamp, "sha256": digest}))
     return digest
 
@@ -117,25 +122,33 @@ def _read_facts(folder: Path) -> dict | None:
     trained without a word.
     """
     index = _json(folder / INDEX)
-    if not isinstance(index, dict) or "facts" not in index:
+    digest = index.pop("sha256", None)
+    if digest != key_of(index) or folder.is_symlink():
         return None
     digests = fs.hash_folder(folder)
     digests.pop(INDEX)
-    return index["facts"] if digests == index.get("sha256") else None
+    return index["facts"] if digests == index["files"] else None
 
 
-def _json(path: Path) -> dict | None:
+def _json(path: Path) -> dict:
+    """The object in a file; empty if there is none."""
     try:
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
+        return fs.read_json(path) if path.is_file() else {}
+    except (OSError, UserError):
+        return {}
 
 
 @contextmanager
 def _locked(place: Path) -> Iterator[None]:
     """Hold the lock of an entry; waits while another process fills it."""
+    lock = place / "lock"
+    # Links would be followed out of the cache.
+    if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
+        fs.remove(place)
     place.mkdir(parents=True, exist_ok=True)
-    handle = os.open(place / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    if os.path.lexists(lock) and (lock.is_symlink() or not lock.is_file()):
+        fs.remove(lock)
+    handle = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
