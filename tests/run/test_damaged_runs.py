@@ -120,7 +120,7 @@ def test_pipes_do_not_block(tmp_path):
             start(folder)
         if name != "manifest.json":
             write_page(folder)
-    with pytest.raises(UserError, match="version of lmx: not a file"):
+    with pytest.raises(UserError, match="version of lmx: this is a pipe"):
         write_page(folder)
 
 

@@ -13,7 +13,13 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ..errors import UserError
-from .fs import MANIFEST, parse_json, read_metrics
+from .fs import (
+    MANIFEST,
+    MAX_JSON_BYTES,
+    parse_json,
+    read_metrics,
+    require_regular_file,
+)
 
 # The folder of the folders of the stages.
 STAGES = "stages"
@@ -105,8 +111,7 @@ def read(path: Path) -> dict | None:
     if not os.path.lexists(file):
         return None
     try:
-        if not file.is_file():
-            raise UserError("not a file", place=str(file))
+        require_regular_file(file, MAX_JSON_BYTES)
         content = parse_json(file.read_bytes(), file)
         if not isinstance(content, dict) or "recipe_hash" not in content:
             # Many programs have a manifest.json.
