@@ -82,7 +82,7 @@ def outside(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["log.txt", ".lock", "stages", "stages/1-train", "model", ".a.partial"]
+    "name", ["log.txt", "stages", "stages/1-train", "model", ".a.partial"]
 )
 @pytest.mark.parametrize("target", ["inner", "file", "missing"])
 def test_links_out_of_a_run_are_refused(tmp_path, outside, name, target):
@@ -96,6 +96,13 @@ def test_links_out_of_a_run_are_refused(tmp_path, outside, name, target):
         start(tmp_path / "try")
     assert caught.value.place == str(link)
     assert link.is_symlink()
+
+
+def test_lock_that_is_a_link_is_not_followed(tmp_path, outside):
+    (tmp_path / "try").mkdir()
+    (tmp_path / "try/.lock").symlink_to(outside / "file")
+    with pytest.raises(UserError, match="a link exists in place of the file"):
+        start(tmp_path / "try")
 
 
 def test_partial_links_within_a_run_are_removed_but_not_followed(tmp_path):

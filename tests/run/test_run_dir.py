@@ -140,7 +140,8 @@ def test_a_folder_that_is_replaced_before_its_lock_is_checked_again(
     path, before_the_lock
 ):
     other = path.with_name("other")
-    start(other, "two").__exit__(None)
+    with start(other, "two") as run:
+        leave(run, "1-train")
     start(path).__exit__(None)
 
     def replace():
