@@ -108,7 +108,7 @@ class ExportStage(Stage):
             stored_as=stored_as(current.model),
             **trained,
             report=report,
-            table=table(report["models"]) if report else ([], []),
+            table=table(report.get("models", {})) if report else ([], []),
         )
 
     def _license(self, context: StageContext) -> dict[str, str]:
