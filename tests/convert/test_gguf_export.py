@@ -104,6 +104,8 @@ def test_quantized_matrices_keep_their_codes(
         )
     assert ("2 of 2 quantized matrices are dequantized" in lines[-1]) == (kind == "F16")
     assert f"2 {kind}" in lines[0] or kind == "F16"
+    wider = f"2 matrices of {bits} bits are stored as {kind}: ggml has no codes of"
+    assert (wider in "".join(lines)) == (bits in (2, 3))
 
 
 @pytest.mark.parametrize(

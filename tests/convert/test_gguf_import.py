@@ -1,6 +1,7 @@
 """Import of files from llama.cpp's GGUF writer: weights, config and tokenizer."""
 
 import json
+import re
 from itertools import pairwise
 
 import mlx.core as mx
@@ -371,15 +372,119 @@ def test_pre_tokenizer_follows_the_file(tmp_path, pre_tokenizer, digits):
     ]
 
 
+def write_recipe(folder, model, stages):
+    rows = [{"text": "one two three"}] * 3
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "rows.jsonl").write_text(text)
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        f"model: {model}\ndata: {{train: {folder}/rows.jsonl, max_seq_length: 64}}\n"
+        f"stages:\n{stages}"
+    )
+    return str(recipe)
+
+
 def test_recipe_check_detects_quantized_gguf(make_gguf, tmp_path, capsys):
-    recipe = tmp_path / "recipe.yaml"
     codes = {}
     for kind in ("Q8_0", "F16"):
         path, _, _ = make_gguf(kind)
-        recipe.write_text(
-            f"model: {path}\ndata: {{train: builtin:stdlib}}\n"
-            "stages: [{quantize: {bits: 4}}]\n"
-        )
-        codes[kind] = main.train([str(recipe), "--dry-run"])
+        recipe = write_recipe(tmp_path, path, "  - quantize: {bits: 4}\n")
+        codes[kind] = main.train([recipe, "--dry-run"])
     assert codes == {"Q8_0": 2, "F16": 0}
-    assert "the model is already quantized here" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "recipe.yaml:4:5: the model is already quantized here" in error
+    assert f"lmx convert {path} TARGET --dequantize" in error
+
+
+def test_recipe_check_names_the_grid_of_a_gguf(make_gguf, tmp_path, capsys):
+    path, _, _ = make_gguf("Q5_K")
+    train = (
+        "adapter: {rank: 4}, qat: {bits: 4, quantizer: lsq}, steps: 1, batch_size: 1"
+    )
+    recipe = write_recipe(tmp_path, path, f"  - train: {{{train}}}\n")
+    assert main.train([recipe, "--dry-run"]) == 2
+    assert (
+        "recipe.yaml:4:33: the model is quantized here with bits: 5, group_size: 32; "
+        "this block has bits: 4, group_size: 64"
+    ) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q8_0", "F16"])
+def test_dry_run_of_a_gguf_equals_that_of_its_import(
+    make_gguf, tmp_path, capsys, kind, monkeypatch
+):
+    from lmx.pipeline import resources
+
+    monkeypatch.setattr(resources, "training_speed", lambda dtype: 1e9)
+    path, _, _ = make_gguf(kind)
+    stage = "  - train: {adapter: {rank: 4}, steps: 2, batch_size: 2}\n"
+    outputs = []
+    for model in (path, resolve_checkpoint(path)):
+        recipe = write_recipe(tmp_path, model, stage)
+        assert main.train([recipe, "--dry-run"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        skipped = ("output", "disk", "plan")
+        outputs.append(
+            [
+                # Norms with values of 32 bits make the import 2 kB larger.
+                re.sub(r"\d+ [kM]B", "SIZE", line.replace(str(model), "MODEL"))
+                for line in lines
+                if not line.startswith(skipped)
+            ]
+        )
+    assert outputs[0] == outputs[1]
+    text = "\n".join(outputs[0])
+    for part in (
+        "vocabulary 320",
+        "are trained",
+        "two three<|im_end|>⟧",
+        "memory",
+        "time",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("general.alignment", 0, "general.alignment is 0"),
+        ("llama.block_count", 10**7, "num_hidden_layers is 10,000,000, but the weight"),
+        ("llama.block_count", 0, "llama.block_count is 0; it must be a whole number"),
+        ("llama.attention.head_count", 0, "llama.attention.head_count is 0; it must"),
+        ("llama.rope.freq_base", 0.0, "llama.rope.freq_base is 0.0; it must be a"),
+        ("tokenizer.ggml.eos_token_id", 9999, "eos_token_id is 9999, and the file has"),
+        ("tokenizer.ggml.tokens", [1, 2], "tokenizer.ggml.tokens is not a list of str"),
+        ("tokenizer.ggml.tokens", ["a"] * 400, "the file has 400 tokens and 320 embe"),
+        ("tokenizer.ggml.merges", ["x y"], "the tokenizer in this file does not load"),
+    ],
+)
+def test_damaged_metadata_is_named(
+    make_gguf, tmp_path, monkeypatch, key, value, message
+):
+    path, _, _ = make_gguf("Q4_0")
+    metadata, tensors = reader.read(path)
+    if key == "general.alignment":
+        data = path.read_bytes().replace(b"llama.block_count", b"general.alignment")
+        at = data.index(b"general.alignment") + len("general.alignment") + 4
+        path.write_bytes(data[:at] + bytes(4) + data[at + 4 :])
+    else:
+        changed = metadata | {key: value}
+        monkeypatch.setattr(reader, "read", lambda _: (changed, tensors))
+    (tmp_path / "target").mkdir()
+    with pytest.raises(UserError) as caught:
+        convert_checkpoint(path, tmp_path / "target")
+    assert message in caught.value.message
+    assert caught.value.place == str(path)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("count", [2**64 - 1, 2**63, 2**40, 10**6])
+@pytest.mark.parametrize("at", [8, 16, 24])
+def test_absurd_lengths_are_refused_before_they_are_read(make_gguf, count, at):
+    """The numbers of tensors and of values, and the length of the first key."""
+    path, _, _ = make_gguf("Q4_0")
+    data = path.read_bytes()
+    path.write_bytes(data[:at] + count.to_bytes(8, "little") + data[at + 8 :])
+    with pytest.raises(UserError, match=r"announces|not UTF-8") as caught:
+        resolve_checkpoint(path)
+    assert caught.value.place == str(path)

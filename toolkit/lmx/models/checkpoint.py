@@ -76,7 +76,9 @@ def require_own_files(folder: Path) -> None:
                 place=place,
                 hint="put a copy of the file there",
             )
-        if path.exists() and not (path.is_file() or path.is_dir()):
+        if not path.exists():
+            raise UserError("this link has no target", place=place, hint="remove it")
+        if not (path.is_file() or path.is_dir()):
             raise UserError("this is a pipe or a device, not a file", place=place)
 
 

@@ -13,7 +13,7 @@ from ..config.errors import KeyPath
 from ..config.loader import LoadedRecipe, load_recipe
 from ..config.messages import Problem, nearest
 from ..config.quant_spec import QuantSpec
-from ..convert.importers import find_importable, gguf
+from ..convert.importers import find_importable
 from ..data.builtin import BUILTINS
 from ..data.dataset import BUILTIN
 from ..errors import UserError
@@ -196,9 +196,12 @@ def _config_of(place: Path | None) -> dict:
     if place is None or not _is_checkpoint(place):
         return {}
     source = find_importable(place)
-    return (
-        gguf.outline(source)[0] if source and source.is_file() else read_config(place)
-    )
+    if source is None or source.is_dir():
+        return read_config(place)
+    # Needs NumPy, which reading another recipe does not load.
+    from ..convert.importers import gguf
+
+    return gguf.outline(source)[0]
 
 
 def _model_path(data: dict) -> tuple[KeyPath, str | None]:

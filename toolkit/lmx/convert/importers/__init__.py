@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ...data import cache
 from ...errors import UserError
+from ...run.fs import require_regular_file
 
 if TYPE_CHECKING:
     from ...models.loader import LoadedModel
@@ -129,6 +130,8 @@ def import_cached(source: Path) -> Path:
     names = CHECKPOINT_PATTERNS if source.is_dir() else [source.name, "tokenizer*.json"]
     folder = source if source.is_dir() else source.parent
     inputs = sorted({file for name in names for file in folder.glob(name)})
+    for file in inputs:
+        require_regular_file(file)
     facts = {file.name: cache.file_hash(file) for file in inputs}
     size = sum(file.stat().st_size for file in inputs)
 
