@@ -41,7 +41,8 @@ def test_copied_recipe_works_in_any_folder(name, elsewhere, capsys):
 def test_own_files_go_before_those_of_lmx(elsewhere):
     main.main(["recipes", "copy", "lora"])
     (elsewhere / "data/tiny-base").mkdir(parents=True)
-    (elsewhere / "data/tiny-base/config.json").write_text("{}")
+    config = elsewhere / "data/tiny-base/config.json"
+    config.write_text('{"model_type": "llama"}')
     found = load("lora.yaml").find("data/tiny-base")
     assert found.resolve() == elsewhere / "data/tiny-base"
     assert load("lora.yaml").find("recipes/lora.yaml") is None
