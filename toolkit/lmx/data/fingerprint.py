@@ -17,7 +17,8 @@ TOKENIZER_FILES = (
 # The modules of this folder that decide which tokens a source gives.
 CODE = (
     *("builtin", "readers", "dataset", "record_formats"),
-    *("splits", "token_store", "tokenization", "chat_template"),
+    *("splits", "token_store", "tokenization", "token_edges", "chat_template"),
+    *("chat_spans", "chat_rendering", "template_limits"),
 )
 
 

@@ -9,7 +9,9 @@ import numpy as np
 
 from ..errors import UserError
 from . import chat_template
+from .chat_rendering import NoTrainableTokens
 from .record_formats import DataRecord
+from .token_edges import EncodedText, encode_with_edges
 
 LossOn = Literal["completions", "all"]
 
@@ -113,14 +115,15 @@ def encode_block(
     for record in records:
         try:
             plans.append(chat_template.render(record, tokenizer, everything=everything))
-        except chat_template.NoTrainableTokens as error:
+        except NoTrainableTokens as error:
             encoded.dropped.append((record.where, str(error)))
-    known = _tokens(plans, tokenizer)
+    texts = [("" if plan.marked else plan.text, plan.edges) for plan in plans]
+    texts = encode_with_edges(texts, tokenizer)
     bos, eos = _bos(tokenizer), tokenizer.eos_token_id
-    for plan in plans:
+    for plan, text in zip(plans, texts, strict=True):
         try:
-            tokens, mask = _masked(plan, known, tokenizer)
-        except chat_template.NoTrainableTokens as error:
+            tokens, mask = _masked(plan, text, tokenizer)
+        except NoTrainableTokens as error:
             encoded.dropped.append((plan.record.where, str(error)))
             continue
         if plan.bare:
@@ -140,34 +143,18 @@ def render_mask(example: Example, tokenizer) -> list[tuple[str, bool]]:
     ]
 
 
-def _tokens(
-    plans: Iterable[chat_template.RenderedChat], tokenizer
-) -> dict[str, list[int]]:
-    """The tokens of all texts and prefixes of the chats, encoded in one batch."""
-    texts = {text: None for plan in plans for text in plan.texts()}
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return {t: list(tokenizer.encode(t, add_special_tokens=False)) for t in texts}
-    # Some tokenizer.json enable truncation or padding.
-    backend.no_truncation()
-    backend.no_padding()
-    encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    return {text: e.ids for text, e in zip(texts, encodings, strict=True)}
-
-
 def _masked(
-    plan: chat_template.RenderedChat, known: dict, tokenizer
+    plan: chat_template.RenderedChat, encoded: EncodedText, tokenizer
 ) -> tuple[list[int], list[bool]]:
     """The tokens of the whole text, and a mask with edges between tokens."""
     if plan.marked:
         return plan.marked
-    tokens = known[plan.text]
-    edges = [known[text] for text in plan.prefixes()]
-    if any(tokens[: len(edge)] != edge for edge in edges):
+    tokens, edges = encoded.ids, encoded.edges
+    if edges is None:
         return _by_segment(plan, tokens, tokenizer)
     mask = [False] * len(tokens)
     for start, end in zip(edges[::2], edges[1::2], strict=True):
-        mask[len(start) : len(end)] = [True] * (len(end) - len(start))
+        mask[start:end] = [True] * (end - start)
     return tokens, _until_end_of_turn(plan, tokens, mask, tokenizer)
 
 
@@ -183,9 +170,7 @@ def _by_segment(plan, tokens: list[int], tokenizer) -> tuple[list[int], list[boo
         joined += ids
         mask += [trained] * len(ids)
     if tokenizer.decode(joined) != tokenizer.decode(tokens):
-        raise chat_template.NoTrainableTokens(
-            "no token boundary lies at the start of the completion"
-        )
+        raise NoTrainableTokens("no token boundary lies at the start of the completion")
     return joined, _until_end_of_turn(plan, joined, mask, tokenizer)
 
 
