@@ -24,10 +24,10 @@ def nested_blocks(depth: int) -> str:
 def error_of(tmp_path, text: str) -> str:
     path = tmp_path / "recipe.yaml"
     path.write_text(text)
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(UserError) as caught:
         load_recipe(path)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     message = str(caught.value)
     assert max(map(len, message.splitlines())) < 300 + len(str(path))
     return message

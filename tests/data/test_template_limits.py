@@ -81,6 +81,7 @@ HOSTILE = {
 def quick(monkeypatch):
     """Limits that are reached soon, and none remembered from another test."""
     monkeypatch.setattr(template_limits, "MAX_STEPS", 50_000)
+    monkeypatch.setattr(template_limits, "MAX_CHARACTERS", 1_000_000)
     monkeypatch.setattr(template_limits, "MAX_SECONDS", 1)
     monkeypatch.setattr(chat_rendering, "_exceeded", chat_rendering.Counter())
 
@@ -123,14 +124,14 @@ def test_template_that_is_stopped_three_times_ends_the_run():
 def test_a_long_chat_has_a_larger_budget():
     """Templates look at all messages for each message, which takes n**2 steps."""
     template = "{% for m in messages %}{% for n in messages %}{% endfor %}{% endfor %}"
-    assert render_messages(MESSAGES * 1_000, build_tokenizer(template)) == ""
+    assert render_messages(MESSAGES * 400, build_tokenizer(template)) == ""
 
 
 @pytest.mark.parametrize(
     ("template", "text"),
     [
         (CHATML, "<|im_start|>user\nHi<|im_end|>\n"),
-        ("{{ messages | tojson(indent=1) | length }}", "51"),
+        ("{{ messages | tojson(indent=1) | length }}", "45"),
         ("{{ '%s, %05.1f' % ('a', 2) }}{{ '{:>4}|{}'.format('a', 'b') }}", None),
         ("{{ messages[0].content.replace('H', 'h') | center(6) | indent(2) }}", "  hi"),
         ("{{ ['a', 1] + [2] * 2 }}{{ 'a' ~ 1 ~ [2] }}{{ 7 % 4 + 2 ** 3 * 2 }}", None),
@@ -139,7 +140,8 @@ def test_a_long_chat_has_a_larger_budget():
         ("{% set a, b = 1, 2 %}{{ (a, b) }}{{ {'a': [b]} }}{{ [1, 2, 3][1:] }}", None),
         ("{{ messages | selectattr('role', 'equalto', 'user') | list | length }}", "1"),
         ("{{ [1, 2, 3] | sum }}{{ 10**12 }}{{ None | default(10**12, true) }}", None),
-        ("{% generation %}a{% endgeneration %}{% continue %}", None),
+        ("{% generation %}a{% endgeneration %}", "a"),
+        ("{% for a in [1, 2] %}{% continue %}{% endfor %}", ""),
         ("{% macro m(a) %}{{ a }}{{ caller() }}{% endmacro %}"
          "{% call m('x') %}y{% endcall %}{% filter upper %}z{% endfilter %}", "xyZ"),
     ],

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ..config.text_files import read_text
 from ..errors import INTERRUPTED, UserError
 from ..run import terminal
 
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from ..models.loader import LoadedModel
 
 PREFIX_CACHE_BYTES = 4 << 30
+# Bytes of a prompt file, or of a file of requests.
+MAX_INPUT = 1 << 30
 """Maximum size of the KV caches of earlier chat turns."""
 SAMPLING = {
     "temperature": (float, 0.0, "0 = greedy (default)"),
@@ -200,12 +203,12 @@ def _read_input(args: argparse.Namespace) -> str:
     file = args.input_file or args.prompt_file
     if not file:
         return args.prompt or ""
-    try:
-        if file == "-":
+    if file == "-":
+        try:
             return _standard_input().read()
-        return Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the prompt: {error}", place=file) from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"cannot read the prompt: {error}", place=file) from error
+    return read_text(Path(file), "prompt", max_bytes=MAX_INPUT)
 
 
 def _standard_input() -> TextIO:

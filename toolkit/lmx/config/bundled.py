@@ -36,10 +36,10 @@ def locate(name: str) -> Path:
         UserError: there is no such file or bundled recipe.
     """
     path = Path(os.path.expanduser(name))
-    if path.is_file():
-        return path
     if path.is_dir():
         raise UserError("a recipe is a YAML file; this is a folder", place=name)
+    if os.path.exists(path):  # unlike pathlib's, it never raises
+        return path
     known = bundled_recipes()
     bundled = BUNDLED / path
     if name in known or bundled.is_file():

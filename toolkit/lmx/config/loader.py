@@ -8,13 +8,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import UserError
 from . import bundled, yaml_io
 from .errors import ConfigError, ConfigErrors, KeyPath
 from .messages import Problem, explain, path_of
 from .overrides import merge
 from .redaction import redact, redact_values
 from .schema import Recipe
+from .text_files import read_text
 
 Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
 
@@ -69,7 +69,8 @@ def load_recipe(
         UserError: the file cannot be read.
     """
     path = Path(path)
-    text = _text(path) if text is None else text
+    if text is None:
+        text = read_text(path, "recipe", max_bytes=MAX_BYTES)
     document = yaml_io.read(text)
     if not isinstance(document.data, dict):
         raise ConfigErrors(path, text, document.errors or [_not_a_block(document.data)])
@@ -114,21 +115,6 @@ def root_of(recipe: Path) -> Path:
     """The parent of the folder `recipes` with the recipe, else the recipe's folder."""
     parents = recipe.resolve().parents
     return next((p.parent for p in parents if p.name == "recipes"), parents[0])
-
-
-def _text(path: Path) -> str:
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(
-                f"a recipe has at most {MAX_BYTES:,} bytes", place=str(path)
-            )
-        return path.read_text("utf-8-sig")
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise UserError(f"cannot read the recipe: {reason}", place=str(path)) from error
-    except UnicodeDecodeError as error:
-        message = f"byte {error.start + 1} is not UTF-8 text"
-        raise UserError(message, place=str(path)) from error
 
 
 def _secrets(text: str, overrides: Sequence[str]) -> tuple[str, ...]:

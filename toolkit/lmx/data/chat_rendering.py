@@ -35,7 +35,9 @@ def render_messages(messages: list[dict], tokenizer: Any, **options: Any) -> Any
 
     limit_templates()
     try:
-        result = tokenizer.apply_chat_template(messages, **{"tokenize": False} | options)
+        result = tokenizer.apply_chat_template(
+            messages, **{"tokenize": False} | options
+        )
     except TemplateLimitError as error:
         template = str(tokenizer.chat_template)
         _exceeded[template] += 1

@@ -1,12 +1,16 @@
 """Reads the records of JSONL, JSON, text and Parquet files, each with its location."""
 
 import gzip
+import io
 import json
 import re
 import zlib
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
+from typing import Any, BinaryIO, TextIO
 
+from ..config.text_files import open_regular, require_regular
 from ..errors import UserError
 from . import cache
 from .record_formats import Unreadable
@@ -18,6 +22,12 @@ SPLITS = {
     "test": ("test",),
 }
 END_OF_DOCUMENT = "<|endoftext|>"
+# Limits of what is in memory at once: a line, and a JSON list or a document.
+MAX_LINE, MAX_WHOLE = 1 << 28, 1 << 30
+# A compressed file holds at most SMALL bytes, or MAX_RATIO times its size.
+MAX_RATIO, SMALL = 200, 1 << 26
+# Few, because a row of a Parquet file may repeat a long text of the file.
+PARQUET_ROWS = 256
 
 # The location of a record, `file:line` or `file[index]`, and the record.
 LocatedRecord = tuple[str, object]
@@ -33,9 +43,7 @@ def list_data_files(path: Path, split: str) -> list[Path]:
         UserError: there is no such file.
     """
     if not path.is_dir():
-        if not path.exists():
-            raise _error(path, "there is no such file")
-        return [path]
+        return [_existing(path)]
     files = sorted(file for file in path.iterdir() if suffix(file) in SUFFIXES)
     named = [file for file in files if _split(file) == split]
     selected = named or [file for file in files if _split(file) is None]
@@ -47,7 +55,17 @@ def list_data_files(path: Path, split: str) -> list[Path]:
             f"files end in {', '.join(SUFFIXES)}, .gz allowed",
             place=str(path),
         )
-    return selected
+    return [_existing(file) for file in selected]
+
+
+def _existing(path: Path) -> Path:
+    try:
+        require_regular(path)
+    except FileNotFoundError:
+        raise _error(path, "there is no such file") from None
+    except OSError as error:
+        raise _error(path, f"cannot be read: {error.strerror}") from None
+    return path
 
 
 def has_split(path: Path, split: str) -> bool:
@@ -103,36 +121,79 @@ def _error(path: Path, message: str, *, at: str = "", hint: str | None = None):
     return UserError(message, place=f"{path}{at}", hint=hint or suffixes)
 
 
-def _open(path: Path):
-    opened = gzip.open if path.suffix == ".gz" else open
+class _Decompressed(io.RawIOBase):
+    """The content of a gzip file, which ends with an error if there is too much."""
+
+    def __init__(self, path: Path, stream: BinaryIO):
+        self._path, self._stream = path, stream
+        self._left = max(SMALL, MAX_RATIO * path.stat().st_size)
+        self._content = gzip.GzipFile(fileobj=stream)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._content.read(len(buffer))
+        self._left -= len(data)
+        if self._left < 0:
+            limit = f"{MAX_RATIO} times its size and more than {SMALL >> 20} MiB"
+            message = f"the compressed file holds more than {limit}"
+            raise _error(self._path, message, hint="decompress it, if you trust it")
+        buffer[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        self._stream.close()
+        super().close()
+
+
+def _open_bytes(path: Path) -> BinaryIO:
+    stream = open_regular(path)
+    if path.suffix != ".gz":
+        return stream
+    return io.BufferedReader(_Decompressed(path, stream), 1 << 16)
+
+
+def _open(path: Path) -> TextIO:
     # Only \n ends a line: JSON strings may hold other separators of str.splitlines.
-    return opened(path, "rt", encoding="utf-8-sig", newline="\n")
+    return io.TextIOWrapper(_open_bytes(path), encoding="utf-8-sig", newline="\n")
+
+
+def _numbered_lines(path: Path) -> Iterator[tuple[int, str]]:
+    with _open(path) as file:
+        for number in count(1):
+            line = file.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                message = f"line {number} has more than {MAX_LINE:,} characters"
+                raise _error(path, message, at=f":{number}", hint="split it")
+            yield number, line
 
 
 def _lines(path: Path) -> Iterator[LocatedRecord]:
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                hint = (
-                    "a .jsonl file has one JSON object per line; correct or delete it"
-                )
-                message = f"line {number} is not JSON: {error.msg}"
-                raise _error(path, message, at=f":{number}", hint=hint) from None
-            except (ValueError, RecursionError):
-                # JSON, but with thousands of digits or levels.
-                row = Unreadable()
-            yield place, row
+    hint = "a .jsonl file has one JSON object per line; correct or delete it"
+    for number, line in _numbered_lines(path):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            message = f"line {number} is not JSON: {error.msg}"
+            raise _error(path, message, at=f":{number}", hint=hint) from None
+        except (ValueError, RecursionError):
+            # JSON, but with thousands of digits or levels.
+            row = Unreadable()
+        yield f"{path}:{number}", row
 
 
 def _list(path: Path) -> Iterator[LocatedRecord]:
-    with _open(path) as file:
-        text = file.read()
     hint = "a .json file is one list of objects; one object per line is .jsonl"
+    with _open(path) as file:
+        text = file.read(MAX_WHOLE + 1)
+    if len(text) > MAX_WHOLE:
+        message = f"a .json file has at most {MAX_WHOLE:,} characters"
+        raise _error(path, message, hint=hint)
     try:
         rows = json.loads(text) if text.strip() else []
     except json.JSONDecodeError as error:
@@ -148,16 +209,20 @@ def _list(path: Path) -> Iterator[LocatedRecord]:
 
 def _documents(path: Path) -> Iterator[LocatedRecord]:
     """The file as one document, or as several between lines of END_OF_DOCUMENT."""
-    with _open(path) as file:
-        start, lines = 1, []
-        for number, line in enumerate(file, 1):
-            if line.strip() != END_OF_DOCUMENT:
-                lines.append(line)
-                continue
+    start, size, lines = 1, 0, []
+    for number, line in _numbered_lines(path):
+        if line.strip() == END_OF_DOCUMENT:
             yield f"{path}:{start}", {"text": "".join(lines)}
-            start, lines = number + 1, []
-        if "".join(lines).strip():
-            yield f"{path}:{start}", {"text": "".join(lines)}
+            start, size, lines = number + 1, 0, []
+            continue
+        lines.append(line)
+        size += len(line)
+        if size > MAX_WHOLE:
+            message = f"a document has at most {MAX_WHOLE:,} characters"
+            hint = f"a line {END_OF_DOCUMENT} ends a document"
+            raise _error(path, message, at=f":{start}", hint=hint)
+    if "".join(lines).strip():
+        yield f"{path}:{start}", {"text": "".join(lines)}
 
 
 def _table(path: Path) -> Iterator[LocatedRecord]:
@@ -165,12 +230,22 @@ def _table(path: Path) -> Iterator[LocatedRecord]:
     from pyarrow import parquet
 
     index = 0
-    opened = gzip.open if path.suffix == ".gz" else open
     try:
-        with opened(path, "rb") as file:
-            for batch in parquet.ParquetFile(file).iter_batches():
+        with _open_bytes(path) as file:
+            source = io.BytesIO(file.read()) if path.suffix == ".gz" else file
+            table = parquet.ParquetFile(source)
+            _check_table(path, table)
+            for batch in table.iter_batches(batch_size=PARQUET_ROWS):
                 for row in batch.to_pylist():
                     yield f"{path}[{index}]", row
                     index += 1
-    except pyarrow.ArrowException as error:
+    # ArrowInvalid is a ValueError too; damaged files give several kinds.
+    except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise _error(path, f"is not a Parquet file: {error}") from None
+
+
+def _check_table(path: Path, table: Any) -> None:
+    groups = range(table.metadata.num_row_groups)
+    size = sum(table.metadata.row_group(n).total_byte_size for n in groups)
+    if size > max(SMALL, MAX_RATIO * path.stat().st_size):
+        raise _error(path, f"holds more than {MAX_RATIO} times its size")

@@ -22,12 +22,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 # A template has MAX_STEPS and MAX_CHARACTERS, and more for each character of a chat.
 MAX_STEPS, STEPS_PER_CHARACTER = 2_000_000, 50
 MAX_CHARACTERS, CHARACTERS_PER_CHARACTER = 100_000_000, 64
+# Of the processor, not of the clock: a busy machine skips the same chats.
 MAX_SECONDS, STEPS_PER_CHECK = 10.0, 64
 MAX_TEMPLATE = 300_000
 # Integers that a filter or method may take (widths, counts), and bits of a product.
 MAX_ARGUMENT = MAX_BITS = 100_000
-# Characters of JSON with indentation for each one without it.
-MAX_INDENTED = 50
+# Levels of indented JSON.
+MAX_LEVELS = 10
 # No chat template uses these, and their time or length has no simple bound.
 REMOVED = ("urlize", "wordwrap", "xmlattr", "pprint", "striptags")
 TO_TEXT = (
@@ -48,7 +49,7 @@ class TemplateBudget:
     def __init__(self, size: int):
         self._steps = MAX_STEPS + STEPS_PER_CHARACTER * size
         self._characters = MAX_CHARACTERS + CHARACTERS_PER_CHARACTER * size
-        self._deadline = time.monotonic() + MAX_SECONDS
+        self._deadline = time.thread_time() + MAX_SECONDS
 
     def step(self, characters: int = 0) -> None:
         """Count a step that makes some characters.
@@ -63,7 +64,7 @@ class TemplateBudget:
         if self._steps < 0:
             raise TemplateLimitError("it takes too many steps")
         late = self._steps % STEPS_PER_CHECK == 0 or characters > MAX_ARGUMENT
-        if late and time.monotonic() > self._deadline:
+        if late and time.thread_time() > self._deadline:
             raise TemplateLimitError(f"it takes more than {MAX_SECONDS:.0f} seconds")
 
     def text(self, *values: Any) -> int:
@@ -97,7 +98,7 @@ def _format_bound(pattern: Any, values: Any) -> int:
     text = pattern.decode("latin-1") if isinstance(pattern, bytes) else str(pattern)
     if _OTHER_WIDTHS.search(text):
         raise TemplateLimitError("it takes the width of a format from a value")
-    widths = sum(int(digits[:9]) for digits in _WIDTHS.findall(text))
+    widths = sum(int(digits[:18]) for digits in _WIDTHS.findall(text))
     repeats = text.count("%") + text.count("{")
     return len(text) + widths + repeats * _budget.get().text(values)
 
@@ -127,7 +128,8 @@ def _filter_bound(name: str, value: Any, args: tuple, kwargs: dict) -> int:
     """A bound of the length of the result of a filter that makes text."""
     if name in TO_TEXT:
         indented = name == "tojson" and len(args) + len(kwargs) > 0
-        return _budget.get().text(value) * (MAX_INDENTED if indented else 1)
+        factor = MAX_LEVELS * (1 + _widths(args, kwargs)) if indented else 1
+        return _budget.get().text(value) * factor
     if name == "replace":
         return _replace_bound(str(value), *map(str, args), *map(str, kwargs.values()))
     if name == "format":

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from ..errors import UserError
+from ..config.text_files import read_text
 from ..generation.batching import BatchGenerator, GenerationRequest
 from ..generation.engine import GREEDY, Generator
 from ..generation.outputs import GenerationResult
@@ -18,6 +18,8 @@ from ..generation.speculative.parity import check_parity
 
 PERCENTILES = (50, 90, 99)
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")
+# Bytes of a corpus.
+MAX_CORPUS = 1 << 28
 SAMPLE_TEXT = Path(__file__).with_name("sample_text.txt")
 BenchmarkArms = dict[str, Callable[[], Generator]]
 """Makers of generators by name. The first one decodes without drafting."""
@@ -97,12 +99,7 @@ def sample_text(corpus: str | Path | None = None) -> str:
     Raises:
         UserError: the file cannot be read.
     """
-    try:
-        return Path(corpus or SAMPLE_TEXT).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(
-            f"cannot read the corpus: {error}", place=str(corpus)
-        ) from error
+    return read_text(Path(corpus or SAMPLE_TEXT), "corpus", max_bytes=MAX_CORPUS)
 
 
 def cut_prompts(tokens: Sequence[int], length: int, count: int) -> list[list[int]]:

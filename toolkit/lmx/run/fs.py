@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from ..config.text_files import require_regular
 from ..errors import FAILED, UserError
 
 _REASONS = {
@@ -245,9 +246,7 @@ def require_regular_file(path: Path, max_bytes: int | None = None) -> None:
         UserError: it is no file, or a larger one.
     """
     status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe or a device"
-        raise UserError(f"this is {kind}, not a file", place=str(path))
+    require_regular(path, status)
     if max_bytes is not None and status.st_size > max_bytes:
         raise UserError(
             f"the file has {status.st_size:,} bytes, and at most {max_bytes:,} are "
