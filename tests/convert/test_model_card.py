@@ -89,16 +89,23 @@ def test_relation_to_the_base_model_is_that_of_the_run(
 
 
 @pytest.mark.parametrize(
-    ("form", "library", "tags", "usage"),
+    ("form", "library", "tags", "usage", "suffix"),
     [
-        ("mlx", "mlx", ["mlx", "lmx", "4-bit", "qat"], "mlx_lm.generate --model ."),
-        ("hf", "transformers", ["lmx", "qat"], "AutoModelForCausalLM"),
-        ("peft", "peft", ["lora", "lmx", "qat"], "AutoPeftModelForCausalLM"),
-        ("gguf", None, ["gguf", "lmx", "qat"], "llama-cli -m qat_4bit.gguf\nollama"),
+        ("mlx", "mlx", ["mlx", "lmx", "4-bit", "qat"], "mlx_lm.generate --model .", ""),
+        ("hf", "transformers", ["lmx", "qat"], "AutoModelForCausalLM", "-dequantized"),
+        ("peft", "peft", ["lora", "lmx", "qat"], "AutoPeftModelForCausalLM", "-lora"),
+        (
+            "gguf",
+            None,
+            ["gguf", "lmx", "qat"],
+            "llama-cli -m qat_4bit.gguf\nollama",
+            "-GGUF",
+        ),
     ],
 )
-def test_card_of_every_format(tmp_path, form, library, tags, usage):
+def test_card_of_every_format(tmp_path, form, library, tags, usage, suffix):
     metadata, body = write_and_read_card(tmp_path, form)
+    assert f"# tiny-base-4bit-qat{suffix}\n" in body
     assert metadata.get("library_name") == library
     assert metadata["tags"] == tags
     assert usage in body
@@ -106,6 +113,12 @@ def test_card_of_every_format(tmp_path, form, library, tags, usage):
     prose = " ".join(body.split())
     assert ("quantized to 4 bits" in prose) is (form == "mlx")
     assert ("measured in MLX's format" in prose) is (form != "mlx")
+
+
+def test_unquantized_model_is_not_called_dequantized(tmp_path):
+    changes = {"title": "tiny-base-finetuned", "stored_as": None, "is_qat": False}
+    _, body = write_and_read_card(tmp_path, "hf", **changes)
+    assert "# tiny-base-finetuned\n" in body
 
 
 def test_metadata_is_readable_by_the_hub(tmp_path):

@@ -92,15 +92,15 @@ def test_exported_weights_are_links_to_those_of_the_stage(published, base):
 
 
 def test_every_export_format_has_a_model_card(published, base):
-    for folder, library in {
-        "model": "mlx",
-        "hf": "transformers",
-        "peft": "peft",
-        "gguf": None,
-    }.items():
+    for folder, library, suffix in [
+        ("model", "mlx", ""),
+        ("hf", "transformers", ""),
+        ("peft", "peft", "-lora"),
+        ("gguf", None, "-GGUF"),
+    ]:
         card = ModelCard.load(published.output / folder / "README.md")
         assert card.data.library_name == library
-        assert f"# {base.name}-finetuned\n" in card.content
+        assert f"# {base.name}-finetuned{suffix}\n" in card.content
 
 
 def test_card_of_a_qat_run_names_bits_and_method(tmp_path, base):

@@ -17,7 +17,9 @@ class FormatCard:
         tags: the Hub's tags of the format.
         language: of `usage`.
         usage: how to use the files; {name} stands for the model's name.
+        suffix: what the title ends with.
         keeps_bits: whether weights have as many bits as in the checkpoint.
+        is_dequantized: whether quantized weights become numbers of the model's dtype.
         is_adapter: whether they are an adapter of the base model.
     """
 
@@ -26,7 +28,9 @@ class FormatCard:
     tags: tuple[str, ...]
     language: str
     usage: str
+    suffix: str = ""
     keeps_bits: bool = False
+    is_dequantized: bool = False
     is_adapter: bool = False
 
 

@@ -21,6 +21,7 @@ CARD = FormatCard(
 llama-cli -m {name}.gguf
 ollama create {name} -f Modelfile && ollama run {name}
 """,
+    suffix="-GGUF",
 )
 
 

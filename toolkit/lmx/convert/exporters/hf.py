@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(".")
 tokenizer = AutoTokenizer.from_pretrained(".")
 """,
+    is_dequantized=True,
 )
 
 # Model types whose exports were loaded in transformers and gave the same logits.

@@ -118,7 +118,7 @@ def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
     )
     text = environment.from_string(TEMPLATE).render(
         metadata=yaml.safe_dump(card_metadata(facts, form), sort_keys=False),
-        title=facts.title,
+        title=facts.title + _suffix(facts, form),
         kind=kind,
         version=__version__,
         origin=f"[{base}](https://huggingface.co/{base})" if base else facts.origin,
@@ -132,6 +132,13 @@ def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
         recipe=facts.recipe.strip(),
     )
     write_atomic(folder / "README.md", redact(text))
+
+
+def _suffix(facts: CardFacts, form: FormatCard) -> str:
+    """The end of the title: the name of a quantized model is not that of its copies."""
+    if form.is_dequantized and facts.stored_as:
+        return "-dequantized"
+    return form.suffix
 
 
 def _relation(facts: CardFacts, form: FormatCard) -> str | None:

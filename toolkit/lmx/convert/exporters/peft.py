@@ -22,6 +22,7 @@ from peft import AutoPeftModelForCausalLM
 
 model = AutoPeftModelForCausalLM.from_pretrained(".")
 """,
+    suffix="-lora",
     is_adapter=True,
 )
 
