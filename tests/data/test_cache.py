@@ -114,6 +114,45 @@ def test_two_processes_create_one_entry(cache_folder):
     assert lines[0][-1].endswith("['first', 'index.json', 'second']")
 
 
+@pytest.mark.parametrize(
+    "home",
+    [
+        "/dev/null",
+        pytest.param(
+            "/proc/none",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="has no /proc"),
+        ),
+    ],
+)
+def test_unwritable_home_is_refused(monkeypatch, tmp_path, home):
+    monkeypatch.delenv("LMX_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", home)
+    file = tmp_path / "rows.jsonl"
+    file.write_text("row")
+    os.utime(file, (1e9, 1e9))
+    for use in (
+        lambda: cache.get_or_create("test", "key", fill, warning=print),
+        lambda: cache.file_hash(file),
+    ):
+        with pytest.raises(UserError, match="cannot write") as caught:
+            use()
+        assert "LMX_CACHE" in caught.value.hint
+        assert home in caught.value.place
+        assert caught.value.code == 1
+
+
+def test_missing_home_is_refused(monkeypatch):
+    """As for a container's user who is in no list of users."""
+    monkeypatch.delenv("LMX_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    with pytest.raises(UserError, match="no home folder") as caught:
+        cache.root()
+    assert "LMX_CACHE" in caught.value.hint
+
+
 def test_unwritable_cache_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("LMX_CACHE", str(tmp_path / "file"))

@@ -108,6 +108,51 @@ def test_generate_stops_when_nobody_reads(run_folder, capfd, monkeypatch):
     assert capfd.readouterr() == ("", "")
 
 
+def test_prompt_of_another_locale_is_read_as_utf8(run_folder, capsys, monkeypatch):
+    # How Python decodes the bytes of an argument and of a stream in the C locale.
+    prompt = "caf\xe9 \u4e2d".encode().decode("ascii", "surrogateescape")
+    flags = ["--max-tokens", 3, "--json"]
+    monkeypatch.setattr("sys.stdin", io.StringIO(prompt))
+    for words in (
+        ["--prompt", "caf\xe9 \u4e2d"],
+        ["--prompt", prompt],
+        ["--prompt-file", "-"],
+        ["--prompt", prompt, "--ignore-chat-template"],
+    ):
+        assert lmx(run_folder, *words, *flags) == 0
+    first, *others, raw = map(json.loads, capsys.readouterr().out.splitlines())
+    assert [other["text"] for other in others] == [first["text"]] * 2
+    assert [other["prompt_tokens"] for other in others] == [first["prompt_tokens"]] * 2
+    assert raw["prompt_tokens"] == len("caf\xe9 \u4e2d".encode())
+
+
+@pytest.mark.parametrize("flags", [[], ["--ignore-chat-template"]])
+@pytest.mark.parametrize("prompt", ["a\udcff", "\ud800"])
+def test_prompt_that_is_no_text_is_refused(run_folder, capfd, flags, prompt):
+    words = [str(run_folder), "--prompt", prompt, *flags]
+    assert main.main(["generate", *words]) == 2
+    assert "the prompt is not UTF-8 text\n    hint: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("source", [["--prompt-file", "-"], ["--chat"]])
+def test_closed_standard_input_is_refused(run_folder, capfd, monkeypatch, source):
+    monkeypatch.setattr("sys.stdin", None)
+    assert main.main(["generate", str(run_folder), *source]) == 2
+    assert capfd.readouterr().err.startswith("the standard input is closed\n    hint")
+
+
+@pytest.mark.parametrize("source", [["--prompt-file", "-"], ["--chat"]])
+def test_standard_input_of_other_bytes_is_refused(
+    run_folder, capfd, monkeypatch, source
+):
+    stream = io.TextIOWrapper(io.BytesIO(b"a\xff\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", stream)
+    assert main.main(["generate", str(run_folder), *source]) == 2
+    error = capfd.readouterr().err
+    assert "cannot read the prompt" in error
+    assert "Traceback" not in error
+
+
 # The colors of a text, the title of a window with a bell, and a reversed name.
 HOSTILE = "a\x1b[31mred\x1b[0m \x1b]0;title\x07\x9b2J \xe9 \u202eexe.\u2028\t\U0001f600"
 SAFE = "ared  \xe9 exe.\n\t\U0001f600"

@@ -1,6 +1,7 @@
 """`lmx convert`: quantized checkpoints and adapters of other tools, as MLX folders."""
 
 import argparse
+import os
 from pathlib import Path
 
 from ..errors import UserError
@@ -44,7 +45,7 @@ def convert(args: argparse.Namespace) -> int:
     from ..models.loader import DTYPES as MLX_DTYPES
     from ..run.fs import atomic_folder
 
-    target, dtype = Path(args.target).expanduser(), MLX_DTYPES.get(args.dtype)
+    target, dtype = Path(os.path.expanduser(args.target)), MLX_DTYPES.get(args.dtype)
     path = fetch_checkpoint(args.source)
     is_adapter = path.is_dir() and peft.is_adapter(path)
     source = None if is_adapter else find_importable(path)

@@ -1,10 +1,11 @@
 """`lmx generate`: text on stdout, statistics on stderr."""
 
 import argparse
+import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -203,12 +204,18 @@ def _read_input(args: argparse.Namespace) -> str:
     file = args.input_file or args.prompt_file
     if not file:
         return args.prompt or ""
-    if file == "-":
-        try:
-            return _standard_input().read()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"cannot read the prompt: {error}", place=file) from error
-    return read_text(Path(file), "prompt", max_bytes=MAX_INPUT)
+    if file != "-":
+        return read_text(Path(file), "prompt", max_bytes=MAX_INPUT)
+    with _input_errors():
+        return _standard_input().read()
+
+
+@contextmanager
+def _input_errors() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the prompt: {error}", place="-") from error
 
 
 def _standard_input() -> TextIO:
@@ -259,7 +266,8 @@ def _chat_lines() -> Iterator[str]:
     while True:
         if stream.isatty():
             terminal.write_err("> ")
-        line = stream.readline()
+        with _input_errors():
+            line = stream.readline()
         if not line or line.strip() == "/exit":
             return
         if line.strip():
@@ -347,7 +355,7 @@ class InteractiveSession:
         cache, tokens = latest
         save_prompt_cache(
             cache,
-            Path(self._args.save_prompt_cache).expanduser(),
+            Path(os.path.expanduser(self._args.save_prompt_cache)),
             digest=self._digest(),
             tokens=tokens,
             messages=self._messages if self._args.chat else [],
@@ -356,7 +364,7 @@ class InteractiveSession:
     def _load(self) -> None:
         from ..generation import prefix_cache
 
-        folder = Path(self._args.prompt_cache_file).expanduser()
+        folder = Path(os.path.expanduser(self._args.prompt_cache_file))
         cache = self._generator.new_cache()
         tokens = prefix_cache.load_prompt_cache(cache, folder, digest=self._digest())
         self._generator.prefix_cache.insert(tokens, cache)
@@ -368,7 +376,7 @@ class InteractiveSession:
 
         adapter = self._args.adapter_path
         return quick_digest(
-            self._loaded.path, Path(adapter).expanduser() if adapter else None
+            self._loaded.path, Path(os.path.expanduser(adapter)) if adapter else None
         )
 
     def _encode(self, text: str) -> list[int]:

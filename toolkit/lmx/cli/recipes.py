@@ -1,6 +1,7 @@
 """`lmx recipes`: list the included recipes, and copy one to change it."""
 
 import argparse
+import os
 from pathlib import Path
 
 from ..config.bundled import bundled_recipes, locate, schema_file, summaries
@@ -37,7 +38,7 @@ def recipes(arguments: argparse.Namespace) -> int:
         terminal.write_out("".join(lines))
         return 0
     source = locate(arguments.name)
-    target = Path(arguments.target or source.name).expanduser()
+    target = Path(os.path.expanduser(arguments.target or source.name))
     if target.is_dir():
         target /= source.name
     write_recipe(target, source.read_text("utf-8"))

@@ -1,6 +1,7 @@
 """`lmx report`, `lmx compare` and `lmx push`: what to do with finished runs."""
 
 import argparse
+import os
 import shlex
 from pathlib import Path
 
@@ -83,7 +84,7 @@ def push(arguments: argparse.Namespace) -> int:
     from ..convert.exporters import hub
     from ..models.checkpoint import model_folder
 
-    folder = Path(model_folder(arguments.folder)).expanduser()
+    folder = Path(os.path.expanduser(model_folder(arguments.folder)))
     if arguments.name is None:
         name = hub.suggested_repository(folder)
         command = shlex.join(["lmx", "push", arguments.folder, name])

@@ -1,5 +1,6 @@
 """The cache between runs, keyed by content. Its folder may be deleted at any time."""
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -19,11 +20,22 @@ SETTLED = 2_000_000_000
 
 
 def root() -> Path:
-    """LMX_CACHE, else lmx in the user's cache folder."""
-    if folder := os.environ.get("LMX_CACHE"):
-        return Path(folder).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "lmx"
+    """LMX_CACHE, else lmx in the user's cache folder.
+
+    Raises:
+        UserError: the user has no home folder.
+    """
+    folder = os.environ.get("LMX_CACHE") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "lmx"
+    )
+    path = Path(os.path.expanduser(folder))
+    if path.parts[0].startswith("~"):
+        raise UserError(
+            "the cache has no place: there is no home folder",
+            place=folder,
+            hint="set LMX_CACHE to a folder",
+        )
+    return path
 
 
 def size() -> int:
@@ -158,9 +170,10 @@ def _locked(place: Path) -> Iterator[None]:
 
 @contextmanager
 def _written(place: Path) -> Iterator[None]:
-    """Add a hint on LMX_CACHE to errors of a full disk."""
+    """Create the cache, and add a hint on LMX_CACHE to errors of its disk."""
     try:
         with fs.disk_errors(place):
+            _create(root())
             yield
     except UserError as error:
         if error.hint != fs.HINT:
@@ -171,3 +184,11 @@ def _written(place: Path) -> Iterator[None]:
             hint="free some space or set LMX_CACHE to another folder",
             code=error.code,
         ) from error
+
+
+def _create(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileNotFoundError as error:
+        # As for a home folder below /proc, where nothing can be created.
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES)) from error

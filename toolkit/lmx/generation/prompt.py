@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..errors import library_errors
+from ..errors import UserError, library_errors
 
 Messages = list[dict[str, str]]
 
@@ -19,7 +19,7 @@ def encode_chat(
         thinking: enable the chain of thought in templates that have a switch for it.
 
     Raises:
-        UserError: the chat template rejects the messages.
+        UserError: the chat template rejects the messages, or they are not UTF-8 text.
     """
     if not tokenizer.has_chat_template:
         if not isinstance(prompt, str):
@@ -27,6 +27,7 @@ def encode_chat(
         return encode_text(tokenizer, prompt)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
+    prompt = [m | {"content": utf8_text(m["content"])} for m in prompt]
     message = "the model's chat template rejects these messages"
     place = getattr(tokenizer, "name_or_path", None) or "chat_template"
     hint = "correct chat_template.jinja, or use --ignore-chat-template"
@@ -40,7 +41,28 @@ def encode_chat(
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of raw text. BOS is not added if the text already starts with it."""
+    """Token ids of raw text. BOS is not added if the text already starts with it.
+
+    Raises:
+        UserError: it is not UTF-8 text.
+    """
+    text = utf8_text(text)
     bos = tokenizer.bos_token
     has_bos = bos is not None and text.startswith(bos)
     return tokenizer.encode(text, add_special_tokens=not has_bos)
+
+
+def utf8_text(text: str) -> str:
+    """The text, which may come from an argument or a stream of another locale.
+
+    Python keeps bytes that the locale cannot decode as halves of surrogate pairs.
+
+    Raises:
+        UserError: it is not UTF-8 text; no tokenizer would take it.
+    """
+    try:
+        return text.encode(errors="surrogateescape").decode()
+    except UnicodeError as error:
+        raise UserError(
+            "the prompt is not UTF-8 text", hint="save or send it as UTF-8"
+        ) from error

@@ -26,7 +26,7 @@ PICKLE_HINT = (
 
 def model_folder(model: str) -> str:
     """The checkpoint in model/ of a run directory; any other name as it is."""
-    folder = Path(model).expanduser()
+    folder = Path(os.path.expanduser(model))
     inner = folder / "model"
     is_checkpoint = (folder / "config.json").is_file()
     is_run = not is_checkpoint and (inner / "config.json").is_file()

@@ -4,6 +4,7 @@ Only this module, the exporters and lm-eval's wrapper import mlx-lm.
 """
 
 import importlib.util
+import os
 import re
 import resource
 from collections.abc import Callable
@@ -114,7 +115,7 @@ def _load_lazily(path: Path, trust_remote_code: bool, compute: str, adapter):
     dtype = stored_dtype(model)
     _check_forward_pass(model, path)
     if adapter:
-        _load_adapter(model, Path(adapter).expanduser())
+        _load_adapter(model, Path(os.path.expanduser(adapter)))
     if compute != "stored":
         cast(model, compute_dtype(compute, dtype))
     cpu.enable(model)
@@ -129,7 +130,7 @@ def checkpoint_folder(
     Raises:
         UserError: `source` is a file, or neither a folder nor a model of the Hub.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_file():
         raise UserError("a checkpoint is a folder; this is a file", place=str(source))
     if path.exists():

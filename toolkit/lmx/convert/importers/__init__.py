@@ -4,6 +4,7 @@ Formats: GPTQ, AWQ and compressed-tensors folders (`hf_folder.FORMATS`), and GGU
 PEFT adapters: `peft`.
 """
 
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +80,7 @@ def fetch_checkpoint(
     """
     from ...models.loader import checkpoint_folder
 
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if not path.is_file():
         return checkpoint_folder(
             source, revision=revision, trust_remote_code=trust_remote_code

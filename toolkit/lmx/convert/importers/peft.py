@@ -6,6 +6,7 @@ is alpha / rank, or alpha / sqrt(rank) with `use_rslora`.
 
 import json
 import math
+import os
 import re
 import warnings
 from collections.abc import Iterable
@@ -110,7 +111,7 @@ def resolve_adapter(source: str | Path) -> Path:
     Raises:
         UserError: there is no adapter, or mlx-lm has no such adapter.
     """
-    folder = Path(source).expanduser()
+    folder = Path(os.path.expanduser(source))
     if not (folder / CONFIG).is_file():
         raise UserError(f"the adapter does not load: no {CONFIG}", place=str(source))
     if not is_adapter(folder):
