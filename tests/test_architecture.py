@@ -23,7 +23,7 @@ ROOT = Path(lmx.__file__).parent
 LINES, FUNCTION_LINES = 500, 60
 # A module imports its own layer and the layers below it. The lowest layer comes first.
 LAYERS = [
-    "errors",
+    "errors version",
     "config",
     "run cpu",
     "data",
@@ -31,6 +31,7 @@ LAYERS = [
     "quantization training generation",
     "draft evaluation convert",
     "pipeline",
+    "api",
     "cli",
 ]
 RANKS = {part: rank for rank, layer in enumerate(LAYERS) for part in layer.split()}
@@ -277,7 +278,7 @@ def config_models() -> list[type[ConfigModel]]:
         below = waiting.pop().__subclasses__()
         waiting += below
         models += [c for c in below if c.__module__.startswith("lmx.")]
-    assert schema.Recipe in models
+    assert schema.RecipeConfig in models
     return sorted(set(models), key=lambda c: (c.__module__, c.__qualname__))
 
 

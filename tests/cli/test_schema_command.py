@@ -50,7 +50,7 @@ class Whole(ConfigModel):
 
 @pytest.fixture
 def whole(monkeypatch):
-    monkeypatch.setattr(schema, "Recipe", Whole)
+    monkeypatch.setattr(schema, "RecipeConfig", Whole)
 
 
 def printed(capsys, *arguments) -> str:

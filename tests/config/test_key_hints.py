@@ -3,7 +3,7 @@
 import pytest
 from lmx.config import key_hints
 from lmx.config.messages import fields, keys, sections
-from lmx.config.schema import Recipe
+from lmx.config.schema import RecipeConfig
 
 ALIASES = [
     pytest.param(address, name, id=f"{address}:{name}")
@@ -17,7 +17,7 @@ VALUES = [
 ]
 
 
-def blocks(section=Recipe, above=""):
+def blocks(section=RecipeConfig, above=""):
     """The section of every block of the schema by its address."""
     yield above, section
     for key, info in fields(section).items():
@@ -36,7 +36,7 @@ def keys_at(block: str) -> set[str]:
 
 @pytest.mark.parametrize("address", key_hints.KEYS)
 def test_key_hints_name_a_key_of_the_schema(address):
-    assert address in {known for known, _ in keys(Recipe)}
+    assert address in {known for known, _ in keys(RecipeConfig)}
 
 
 @pytest.mark.parametrize(("address", "name"), ALIASES)
@@ -63,7 +63,7 @@ def test_known_value_gets_the_schema_value(key, value, known):
 
 @pytest.mark.parametrize("key", key_hints.VALUES)
 def test_value_hints_name_a_value_of_the_schema(key):
-    blocks = Recipe.model_json_schema()["$defs"].values()
+    blocks = RecipeConfig.model_json_schema()["$defs"].values()
     values = str(
         [b["properties"][key] for b in blocks if key in b.get("properties", {})]
     )

@@ -2,13 +2,13 @@
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ..errors import UserError
-from ..generation.batching import BatchGenerator, GenerationRequest
-from ..generation.detokenizer import StreamingDetokenizer
 from ..generation.engine import Generator
+from ..generation.prompt import encode_prompt
+from ..generation.requests import generate_requests, make_request
 from ..generation.sampling import Sampling
 
 KEYS = {
@@ -18,38 +18,6 @@ KEYS = {
     "temperature": (int, float),
     "seed": int,
 }
-
-
-@dataclass(eq=False)
-class BatchRequest:
-    """A request and its output so far."""
-
-    index: int
-    request: GenerationRequest
-    detokenizer: StreamingDetokenizer
-    text: str = ""
-    tokens: int = 0
-    finish_reason: str | None = None
-
-    def to_json(self) -> dict:
-        """The response."""
-        return {
-            "index": self.index,
-            "text": self.text,
-            "prompt_tokens": len(self.request.prompt),
-            "tokens": self.tokens,
-            "finish_reason": self.finish_reason,
-        }
-
-    def add(self, token: int, is_last: bool, batcher: BatchGenerator) -> None:
-        """Append a token; a stop string ends the request early."""
-        if self.finish_reason:
-            return
-        text, self.finish_reason = self.detokenizer.add(token, last=is_last)
-        self.text += text
-        self.tokens += token not in self.request.stop_tokens
-        if self.finish_reason:
-            batcher.cancel(self.request)
 
 
 def parse_requests(text: str, *, place: str) -> list[dict]:
@@ -96,7 +64,7 @@ def _is_message(message: Any) -> bool:
     )
 
 
-def generate_requests(
+def answer_records(
     generator: Generator,
     records: Sequence[dict],
     *,
@@ -117,44 +85,28 @@ def generate_requests(
     Raises:
         UserError: a prompt cannot be encoded or is too long.
     """
-    batcher = BatchGenerator(
-        generator.model, prefill_step_size=generator.prefill_step_size
-    )
-    stop_tokens = generator.resolve_stop_tokens(None)
-    pending: list[BatchRequest] = []
-    by_request: dict[GenerationRequest, BatchRequest] = {}
-    for index, record in enumerate(records):
+    requests = []
+    for record in records:
         options = {k: record[k] for k in ("temperature", "seed") if k in record}
         try:
-            prompt = _encode(generator, record, system, ignore_chat_template)
+            prompt = encode_prompt(
+                generator.tokenizer,
+                record.get("messages") or record["prompt"],
+                # Messages bring their own system message.
+                system=None if "messages" in record else system,
+                ignore_chat_template="prompt" in record and ignore_chat_template,
+            )
             limit = record.get("max_tokens", max_tokens)
-            count = generator.clamp_max_tokens(prompt, limit)
             settings = replace(sampling, **options)
-            request = GenerationRequest(prompt, count, settings, stop_tokens)
+            requests.append(make_request(generator, prompt, limit, settings))
         except UserError as error:
             raise UserError(error.message, place=record["place"]) from error
-        detokenizer = StreamingDetokenizer(generator.tokenizer, stop_tokens, stop)
-        pending.append(BatchRequest(index, request, detokenizer))
-        by_request[request] = pending[-1]
-        batcher.submit(request)
-        if count <= 0:
-            pending[-1].finish_reason = "length"
-    pending.reverse()
-    while pending:
-        while pending and pending[-1].finish_reason:
-            yield pending.pop().to_json()
-        for request, token, is_last in batcher.step():
-            by_request[request].add(token, is_last, batcher)
-
-
-def _encode(
-    generator: Generator, record: dict, system: str | None, ignore_chat_template: bool
-) -> list[int]:
-    if "messages" in record:
-        return generator.encode_chat(record["messages"])
-    if ignore_chat_template:
-        return generator.encode_text(record["prompt"])
-    messages = [{"role": "user", "content": record["prompt"]}]
-    if system is not None:
-        messages.insert(0, {"role": "system", "content": system})
-    return generator.encode_chat(messages)
+    results = generate_requests(generator, requests, stop=stop)
+    for index, result in enumerate(results):
+        yield {
+            "index": index,
+            "text": result.text,
+            "prompt_tokens": result.prompt_tokens,
+            "tokens": len(result.tokens),
+            "finish_reason": result.finish_reason,
+        }

@@ -13,7 +13,7 @@ from argcomplete.lexers import split_line
 from ..config import yaml_io
 from ..config.bundled import bundled_recipes
 from ..config.messages import keys
-from ..config.schema import Recipe
+from ..config.schema import RecipeConfig
 from ..errors import UserError
 from ..run import terminal
 
@@ -73,7 +73,7 @@ def override_keys(
     prefix: str, parsed_args: argparse.Namespace, **_: Any
 ) -> Iterator[str]:
     """Keys as `key=`; after it, the values that the key may have."""
-    kinds, every = _stage_kinds(parsed_args.recipe), dict(keys(Recipe))
+    kinds, every = _stage_kinds(parsed_args.recipe), dict(keys(RecipeConfig))
     # Lists and mappings are set as a whole.
     whole = [
         f"{address}."
@@ -92,7 +92,7 @@ def override_keys(
 
 def schema_names(**_: Any) -> set[str]:
     """Names of blocks and keys."""
-    return {part for address, _ in keys(Recipe) for part in address.split(".")}
+    return {part for address, _ in keys(RecipeConfig) for part in address.split(".")}
 
 
 # By program and argument.

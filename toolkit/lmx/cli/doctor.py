@@ -6,10 +6,11 @@ import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
-from .. import __version__, cpu
+from .. import cpu
 from ..data import cache
 from ..evaluation.memory_bandwidth import measure_memory_bandwidth, shortest_time
 from ..run import terminal
+from ..version import __version__
 
 MATMUL_SIZE = 1024
 

@@ -230,7 +230,7 @@ def _generate(args: argparse.Namespace, text: str) -> int:
     cpu.enable()
     from ..convert.importers import load_model
     from ..models.checkpoint import model_folder
-    from .batch_file import generate_requests, parse_requests
+    from .batch_file import answer_records, parse_requests
 
     sampling = sampling_from_args(args)
     requests = parse_requests(text, place=args.input_file) if args.input_file else None
@@ -242,7 +242,7 @@ def _generate(args: argparse.Namespace, text: str) -> int:
     )
     generator = make_generator(args, loaded)
     if requests is not None:
-        for response in generate_requests(
+        for response in answer_records(
             generator,
             requests,
             max_tokens=args.max_tokens,

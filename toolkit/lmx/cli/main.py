@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
-from .. import __version__
 from ..config.redaction import redact
 from ..errors import INTERRUPTED, Interrupted, UserError
 from ..run import terminal
+from ..version import __version__
 from .parser import HintingParser
 
 EXAMPLES = """\
@@ -138,7 +138,6 @@ def _run_verb(verb: str, argv: list[str]) -> int:
 
 
 def _run_recipe(arguments: argparse.Namespace) -> int:
-    from ..config import bundled
     from ..run.launcher import launched_rank
 
     if launched_rank() and (arguments.list or arguments.dry_run):
@@ -149,28 +148,29 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 
         terminal.write_out(listing() + "\n")
         return 0
-    path = bundled.locate(arguments.recipe)
-    from ..pipeline.plan import load, plan
+    from ..api.recipe import Recipe
 
-    loaded = load(path, arguments.overrides)
-    stages = plan(loaded)
+    recipe = Recipe(arguments.recipe, overrides=arguments.overrides)
     if arguments.dry_run:
         from ..pipeline.dry_run import dry_run
 
-        return dry_run(loaded, stages, ignore_limits=arguments.ignore_limits)
+        return dry_run(
+            recipe.loaded, recipe.plan, ignore_limits=arguments.ignore_limits
+        )
     from ..pipeline.runner import run
 
-    return run(
-        loaded,
-        stages,
+    run(
+        recipe.loaded,
+        recipe.plan,
         restart=arguments.restart,
         ignore_limits=arguments.ignore_limits,
         quiet=arguments.quiet,
         command=shlex.join(
-            ["lmx-train", arguments.recipe, *loaded.overrides]
+            ["lmx-train", arguments.recipe, *recipe.loaded.overrides]
             + ["--ignore-limits"] * arguments.ignore_limits,
         ),
     )
+    return 0
 
 
 def _guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:

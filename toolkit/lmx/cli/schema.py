@@ -15,7 +15,7 @@ from ..config.base import ConfigModel
 from ..config.json_schema import recipe_schema
 from ..config.key_hints import addresses_of
 from ..config.messages import fields, nearest, sections
-from ..config.schema import Recipe, StageEntry
+from ..config.schema import RecipeConfig, StageEntry
 from ..errors import UserError
 from ..run import terminal
 
@@ -103,7 +103,7 @@ class BlockReference:
 
 def blocks() -> list[BlockReference]:
     """All blocks of the schema, each before its inner blocks."""
-    return list(_walk("", [Recipe], {}))
+    return list(_walk("", [RecipeConfig], {}))
 
 
 def _walk(

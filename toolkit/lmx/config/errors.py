@@ -20,21 +20,37 @@ class SourcePosition(NamedTuple):
     column: int
 
 
+def address(path: KeyPath) -> str:
+    """A path as in an override, such as `stages.1.train.steps`. Lists count from 1."""
+    return ".".join(str(p + 1 if isinstance(p, int) else p) for p in path)
+
+
 @dataclass(frozen=True)
 class ConfigError:
-    """One error, in the file or in an argument; without position, in the whole file."""
+    """One error, in the recipe or in an argument; without position, in all of it.
+
+    Attributes:
+        place: the position in the text of the recipe.
+        path: the keys of the faulty value, or of the block that has it.
+        argument: the override with the fault.
+    """
 
     message: str
     place: SourcePosition | None = None
     hint: str | None = None
     argument: str | None = None
+    path: KeyPath = ()
 
-    def render(self, file: Path, lines: Sequence[str]) -> str:
-        """One to three lines: position and message, the line of the file, the hint."""
-        where, details = str(file), []
+    def render(self, file: Path | None, lines: Sequence[str]) -> str:
+        """One to three lines: position and message, the line of the file, the hint.
+
+        Args:
+            file: None = the recipe is a dict, whose positions are the keys.
+        """
+        where, details = str(file or address(self.path) or "recipe"), []
         if self.argument:
             where = f"argument '{shorten(self.argument)}'"
-        elif self.place:
+        elif file and self.place:
             line, column = self.place
             where = f"{file}:{line}:{column}"
             text = "".join(lines[line - 1 : line]).strip()
@@ -46,7 +62,7 @@ class ConfigError:
 class ConfigErrors(UserError):
     """All errors of a recipe, in the order of its lines, arguments last."""
 
-    def __init__(self, file: Path, text: str, errors: Sequence[ConfigError]):
+    def __init__(self, file: Path | None, text: str, errors: Sequence[ConfigError]):
         self.errors = sorted(
             errors, key=lambda e: (e.argument is not None, e.place or (0, 0))
         )

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
 from .loader import SWITCHES
-from .schema import Recipe
+from .schema import RecipeConfig
 
 # YAML 1.2, which editors read, takes these words for text. The loader takes any case.
 _WORDS = "|".join(
@@ -46,7 +46,7 @@ class _EditorSchema(GenerateJsonSchema):
 
 def recipe_schema() -> dict:
     """The JSON Schema of a recipe."""
-    schema = Recipe.model_json_schema(schema_generator=_EditorSchema)
+    schema = RecipeConfig.model_json_schema(schema_generator=_EditorSchema)
     head = {"$schema": _EditorSchema.schema_dialect, "title": "lmx recipe"}
     return head | _without_titles(schema)
 

@@ -1,7 +1,8 @@
-"""Loading of a recipe file with overrides: a validated recipe, or all its errors."""
+"""Loading of a recipe with overrides, from a file or from Python: a validated recipe,
+or all its errors."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from pydantic import ValidationError
 from . import bundled, yaml_io
 from .errors import ConfigError, ConfigErrors, KeyPath
 from .messages import Problem, explain, path_of
-from .overrides import merge
+from .overrides import Override, merge, shown
+from .plain_data import plain_data
 from .redaction import redact, redact_values
-from .schema import Recipe
+from .schema import RecipeConfig
 from .text_files import read_text
 
 Check = Callable[[dict, Callable[[str], Path | None]], list[Problem]]
@@ -30,19 +32,22 @@ class LoadedRecipe:
     Attributes:
         recipe: the values as given; all texts below are redacted (`redaction.redact`).
         name: the stem of the file, which is the name of the run directory.
-        text: the content of the file.
-        overrides: the arguments after the file.
+        path: the file; None = the recipe was given in Python.
+        text: the content of the file, or YAML of the data with its overrides.
+        overrides: the overrides as arguments of the command line.
         root: second folder for relative paths, after the working directory.
+        data: the data as given, with the overrides.
         resolved: YAML with all values, which loads to the same recipe.
         secrets: where a token or a password was redacted, such as "line 3".
     """
 
-    recipe: Recipe
+    recipe: RecipeConfig
     name: str
-    path: Path
+    path: Path | None
     text: str
     overrides: tuple[str, ...]
     root: Path
+    data: dict
     resolved: str
     secrets: tuple[str, ...]
 
@@ -53,7 +58,7 @@ class LoadedRecipe:
 
 def load_recipe(
     path: str | Path,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[Override] = (),
     check: Check | None = None,
     text: str | None = None,
 ) -> LoadedRecipe:
@@ -75,6 +80,72 @@ def load_recipe(
     if not isinstance(document.data, dict):
         raise ConfigErrors(path, text, document.errors or [_not_a_block(document.data)])
     root = root_of(path)
+    recipe = _validate_document(document, overrides, check, path, text, root)
+    arguments = [*map(shown, overrides)]
+    return LoadedRecipe(
+        recipe,
+        path.stem,
+        path,
+        text=redact(text),
+        overrides=tuple(map(redact, arguments)),
+        root=root,
+        data=document.data,
+        resolved=yaml_io.write(redact_values(_plain(recipe))),
+        secrets=_secrets(text, arguments),
+    )
+
+
+def load_recipe_data(
+    data: Mapping[str, Any],
+    overrides: Sequence[Override] = (),
+    check: Check | None = None,
+    *,
+    name: str,
+    root: Path,
+) -> LoadedRecipe:
+    """`load_recipe` of data from Python; the place of an error is its key.
+
+    Args:
+        name: of the run directory.
+        root: second folder for relative paths, after the working directory.
+
+    Raises:
+        ConfigErrors: all errors of the data and the overrides.
+    """
+    plain, errors = plain_data(data)
+    if errors:
+        raise ConfigErrors(None, "", errors)
+    # Written and read, so that its twin in a file cannot differ from it.
+    document = yaml_io.read(yaml_io.write(plain))
+    recipe = _validate_document(document, overrides, check, None, "", root)
+    text = yaml_io.write(document.data)
+    return LoadedRecipe(
+        recipe,
+        name,
+        path=None,
+        text=redact(text),
+        overrides=tuple(redact(shown(override)) for override in overrides),
+        root=root,
+        data=document.data,
+        resolved=yaml_io.write(redact_values(_plain(recipe))),
+        # The text has the overrides, too.
+        secrets=_secrets(text, ()),
+    )
+
+
+def _validate_document(
+    document: yaml_io.Document,
+    overrides: Sequence[Override],
+    check: Check | None,
+    path: Path | None,
+    text: str,
+    root: Path,
+) -> RecipeConfig:
+    """The recipe of a document, whose data gets the overrides.
+
+    Raises:
+        ConfigErrors: all errors of the document and the overrides.
+    """
     origins, errors = merge(document.data, overrides)
     recipe, problems = _validate(document.data)
     if check:
@@ -87,16 +158,7 @@ def load_recipe(
     ]
     if errors:
         raise ConfigErrors(path, text, errors)
-    return LoadedRecipe(
-        recipe=recipe,
-        name=path.stem,
-        path=path,
-        text=redact(text),
-        overrides=tuple(map(redact, overrides)),
-        root=root,
-        resolved=yaml_io.write(redact_values(_plain(recipe))),
-        secrets=_secrets(text, overrides),
-    )
+    return recipe
 
 
 def find(relative: str, root: Path) -> Path | None:
@@ -135,9 +197,9 @@ def _not_a_block(data: Any) -> ConfigError:
     )
 
 
-def _validate(data: dict) -> tuple[Recipe | None, list[Problem]]:
+def _validate(data: dict) -> tuple[RecipeConfig | None, list[Problem]]:
     try:
-        return Recipe.model_validate(data), []
+        return RecipeConfig.model_validate(data), []
     except ValidationError as invalid:
         errors = invalid.errors(include_url=False)
     if any([_switch(error, data) for error in errors]):
@@ -168,7 +230,7 @@ def _locate(
 ) -> ConfigError:
     """The error with the argument or the position in the file that causes it."""
     path = problem.path
-    error = ConfigError(problem.message, hint=problem.hint)
+    error = ConfigError(problem.message, hint=problem.hint, path=path)
     prefixes = [path[:size] for size in range(len(path), -1, -1)]
     if argument := next((origins[p] for p in prefixes if p in origins), None):
         return replace(error, argument=argument)
@@ -182,7 +244,7 @@ def _locate(
     return replace(error, place=next(filter(None, positions), None))
 
 
-def _plain(recipe: Recipe) -> dict:
+def _plain(recipe: RecipeConfig) -> dict:
     data = recipe.model_dump(mode="json", exclude={"stages"})
     stages = [
         {s.kind: s.config.model_dump(mode="json", by_alias=True)} for s in recipe.stages

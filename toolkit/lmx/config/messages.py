@@ -13,7 +13,7 @@ from ..errors import MAX_VALUE, shorten
 from .base import ConfigModel
 from .errors import KeyPath
 from .key_hints import key_hint, value_hint
-from .schema import Recipe, StageEntry
+from .schema import RecipeConfig, StageEntry
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -112,7 +112,7 @@ def sections(annotation: Any) -> list[type[ConfigModel]]:
 
 def section_at(path: KeyPath, data: Any) -> type[ConfigModel] | None:
     """The section of the block at `path` of `data`."""
-    section: type[ConfigModel] | None = Recipe
+    section: type[ConfigModel] | None = RecipeConfig
     inner: list[type[ConfigModel]] = []
     for step in path:
         data = data[step]
@@ -153,7 +153,7 @@ def _home_hint(key: str, names: Iterable[str]) -> str | None:
     """The block that has `key`, unless this block has a key of nearly that name."""
     if difflib.get_close_matches(key, names, n=1):
         return None
-    homes = [home for home, _ in keys(Recipe) if home.rpartition(".")[2] == key]
+    homes = [home for home, _ in keys(RecipeConfig) if home.rpartition(".")[2] == key]
     if not homes:
         return None
     return f"'{key}' belongs to {homes[0].rpartition('.')[0] or 'the top level'}"

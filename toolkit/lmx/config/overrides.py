@@ -1,11 +1,15 @@
 """Overrides `a.b=value`, merged into the recipe data before validation."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import ConfigError, KeyPath
+from .errors import ConfigError, KeyPath, address
 from .key_hints import key_hint
 from .yaml_io import read
+
+# The text `key=value`, whose value is YAML, or a key and a value.
+Override = str | tuple[str, Any]
 
 
 class _BadOverride(Exception):
@@ -16,35 +20,54 @@ class _BadOverride(Exception):
         self.hint = hint
 
 
+def shown(override: Override) -> str:
+    """An override as an argument of the command line."""
+    if isinstance(override, str):
+        return override
+    key, value = override
+    is_bare = isinstance(value, str) and read(value).data == value
+    text = value if is_bare else json.dumps(value, ensure_ascii=False)
+    return f"{key}={text}"
+
+
 def merge(
-    data: dict, arguments: Sequence[str]
+    data: dict, overrides: Sequence[Override]
 ) -> tuple[dict[KeyPath, str], list[ConfigError]]:
-    """Set the value of every argument in `data`, in place.
+    """Set the value of every override in `data`, in place.
 
     `stages.train.steps` sets a key of the only train stage, `stages.2.train.steps` of
     the second stage. Lists count from 1.
 
     Returns:
-        The argument by path of its value, and the errors of invalid arguments.
+        The override by path of its value, and the errors of invalid overrides.
     """
     origins: dict[KeyPath, str] = {}
     errors = []
-    for argument in arguments:
+    for override in overrides:
+        argument = shown(override)
         try:
-            origins |= dict.fromkeys(_set(data, argument), argument)
+            key, value = _parse(override) if isinstance(override, str) else override
+            origins |= dict.fromkeys(_set(data, key, value), argument)
         except _BadOverride as error:
             errors.append(ConfigError(str(error), hint=error.hint, argument=argument))
     return origins, errors
 
 
-def _set(data: dict, argument: str) -> list[KeyPath]:
-    """Set the value of one argument; returns the paths of new blocks and the value."""
+def _parse(argument: str) -> tuple[str, Any]:
+    """The key and the value of `key=value`."""
     key, equals, text = argument.partition("=")
-    if not equals or not all(key.split(".")):
+    if not equals:
         raise _BadOverride("an argument after the recipe must have the form key=value")
     document = read(text)
     if document.errors:
         raise _BadOverride(document.errors[0].message)
+    return key, document.data
+
+
+def _set(data: dict, key: str, value: Any) -> list[KeyPath]:
+    """Set one value; returns the paths of new blocks and of the value."""
+    if not all(key.split(".")):
+        raise _BadOverride("an argument after the recipe must have the form key=value")
     block: Any = data
     path: KeyPath = ()
     created = []
@@ -57,23 +80,21 @@ def _set(data: dict, argument: str) -> list[KeyPath]:
             created.append(path)
         block = block[step]
     last = _key_or_index(block, last, path)
-    block[last] = document.data
+    block[last] = value
     return [*created, (*path, last)]
 
 
 def _key_or_index(block: Any, step: str, path: KeyPath) -> str | int:
     """The step as the key of a block or the index of a list."""
-    address = ".".join(str(p + 1 if isinstance(p, int) else p) for p in path)
+    above = address(path)
     if isinstance(block, dict):
         return step
     if not isinstance(block, list):
         raise _BadOverride(
-            f"'{address}' is a value, not a block; set all of it: {address}={{...}}"
+            f"'{above}' is a value, not a block; set all of it: {above}={{...}}"
         )
     if not step.isdecimal() or not 1 <= int(step) <= len(block):
-        raise _BadOverride(
-            f"'{address}' has the entries 1 to {len(block)}, got '{step}'"
-        )
+        raise _BadOverride(f"'{above}' has the entries 1 to {len(block)}, got '{step}'")
     return int(step) - 1
 
 

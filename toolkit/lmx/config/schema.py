@@ -33,6 +33,33 @@ class WandbConfig(ConfigModel):
     """offline: log to disk only, for `wandb sync`. online: also send."""
 
 
+class FunctionConfig(ConfigModel):
+    """A Python function."""
+
+    name: str
+    """Its module and name."""
+    sha256: str
+    """Hash of its source and its default values."""
+
+
+class PythonConfig(ConfigModel):
+    """The Python functions that a run needs, as `lmx.train` got them."""
+
+    loss: FunctionConfig | None = None
+    """The loss of train stages."""
+    metrics: dict[str, FunctionConfig] = Field({})
+    """Metrics of evaluate stages, by name."""
+
+    @property
+    def names(self) -> list[str]:
+        """The arguments of `lmx.train` that the run needs."""
+        metrics = ", ".join(f"{name!r}: ..." for name in self.metrics)
+        return [
+            *(["loss=..."] if self.loss else []),
+            *([f"metrics={{{metrics}}}"] if metrics else []),
+        ]
+
+
 class StageEntry(
     ConfigModel, json_schema_extra={"minProperties": 1, "maxProperties": 1}
 ):
@@ -80,7 +107,7 @@ def _from_path(value):
     return {"path": value} if isinstance(value, str) else value
 
 
-class Recipe(ConfigModel):
+class RecipeConfig(ConfigModel):
     """A complete job: base model, data and stages."""
 
     model: Annotated[
@@ -98,6 +125,9 @@ class Recipe(ConfigModel):
     """Experiment tracker. Default: none."""
     stages: list[StageEntry] = Field(min_length=1, max_length=MAX_STAGES)
     """Stages, in order."""
+    python: PythonConfig | None = None
+    """Python functions that the run needs. `lmx.train` writes this block, and such a
+    recipe runs only with `lmx.train` and the same functions."""
 
     @field_validator("output")
     @classmethod

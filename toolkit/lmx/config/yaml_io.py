@@ -152,10 +152,11 @@ class Document:
 
     def _invalid_value(self, node: yaml.Node, path: KeyPath, message: str) -> None:
         self.invalid.append(path)
-        self._add_error(node, message)
+        self._add_error(node, message, path)
 
-    def _add_error(self, node: yaml.Node, message: str) -> None:
-        self.errors.append(ConfigError(message, _position(node.start_mark)))
+    def _add_error(self, node: yaml.Node, message: str, path: KeyPath = ()) -> None:
+        place = _position(node.start_mark)
+        self.errors.append(ConfigError(message, place, path=path))
 
 
 def read(text: str) -> Document:

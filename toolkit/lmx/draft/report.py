@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import __version__
 from ..errors import UserError
 from ..models.checkpoint import config_int
 from ..models.loader import build_model, make_cache
 from ..run.fs import write_atomic
+from ..version import __version__
 from .benchmark import DRAFT, DecoderStats, DecodingStats, DraftBenchmarkResult
 from .cost_model import SpeculationCosts
 

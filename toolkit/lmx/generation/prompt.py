@@ -40,6 +40,31 @@ def encode_chat(
         )
 
 
+def encode_prompt(
+    tokenizer: Any,
+    prompt: str | Messages,
+    *,
+    system: str | None = None,
+    ignore_chat_template: bool = False,
+) -> list[int]:
+    """Token ids of a user's text or of a chat, with an optional system message.
+
+    Args:
+        ignore_chat_template: encode the text as it is.
+
+    Raises:
+        UserError: the chat template rejects the messages.
+    """
+    if ignore_chat_template:
+        assert isinstance(prompt, str), "messages need the chat template"
+        return encode_text(tokenizer, prompt)
+    if system is None:
+        return encode_chat(tokenizer, prompt)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    return encode_chat(tokenizer, [{"role": "system", "content": system}, *prompt])
+
+
 def encode_text(tokenizer: Any, text: str) -> list[int]:
     """Token ids of raw text. BOS is not added if the text already starts with it.
 

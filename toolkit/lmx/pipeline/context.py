@@ -23,6 +23,7 @@ from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..run.fs import atomic_folder, write_atomic
 from ..run.logger import RunLogger
 from ..run.report import REPORT
+from .extensions import Extensions
 
 PATHS = ("model", "reference", "adapters", "draft")
 
@@ -145,6 +146,7 @@ class StageContext:
         find: the path of a file that the recipe names; None if there is none.
         rows: training and validation examples, each read when first used.
         ranks: the processes of the run; only rank 0 writes.
+        extensions: what the caller added in Python.
     """
 
     folder: Path
@@ -158,6 +160,7 @@ class StageContext:
     find: Callable[[str], Path | None]
     rows: Splits
     ranks: ProcessGroup = SINGLE_PROCESS
+    extensions: Extensions = field(default_factory=Extensions)
 
     def load(
         self, path: Path, compute: str = "auto", *, lazy: bool = False

@@ -187,6 +187,7 @@ class DraftDistillation:
             eval_batches=list(self.data.eval_batches),
             logger=self.context.logger,
             on_evaluate=on_evaluate,
+            callbacks=self.context.extensions.callbacks,
         )
 
     def _quantize(self, trained: Path) -> Path:

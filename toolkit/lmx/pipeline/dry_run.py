@@ -1,6 +1,6 @@
 """`lmx-train --dry-run`: checks that need no weights and no network, in seconds."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,46 @@ class RowReservoir:
             self._characters = sum(len(sampled.as_text()) for sampled in self.rows)
 
 
+class DryRun:
+    """What a run would read, need and write.
+
+    Attributes:
+        resources: what it needs of this machine, once `lines` has ended; None if the
+            size of the model is unknown.
+    """
+
+    def __init__(self, loaded: LoadedRecipe, plan: RunPlan):
+        self.loaded = loaded
+        self.plan = plan
+        self.resources: ResourceCheck | None = None
+
+    def lines(self) -> Iterator[Line]:
+        """Topics and texts, each as soon as it is known.
+
+        Raises:
+            UserError: the model or the data cannot be used.
+        """
+        loaded, plan = self.loaded, self.plan
+        shape, tokenizer, lines = _model(loaded, plan)
+        yield from lines
+        sample = RowReservoir()
+        for split in ("valid", "train"):
+            sample, lines = _split(loaded, split, sample)
+            yield from lines
+        lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
+        yield from lines
+        yield from _stages(plan)
+        if shape:
+            share = sample.total / max(1, len(sample.rows))
+            self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
+            yield from self.resources.lines()
+
+    def require(self) -> None:
+        """Raise UserError with code 3 if memory or disk are too small."""
+        if self.resources:
+            self.resources.require()
+
+
 def dry_run(loaded: LoadedRecipe, plan: RunPlan, *, ignore_limits: bool) -> int:
     """Print what a run would read, need and write; returns the exit code.
 
@@ -57,21 +97,11 @@ def dry_run(loaded: LoadedRecipe, plan: RunPlan, *, ignore_limits: bool) -> int:
         UserError: the model or the data cannot be used, or, without `ignore_limits`,
             memory or disk are too small.
     """
-    shape, tokenizer, lines = _model(loaded, plan)
-    _print(lines)
-    sample = RowReservoir()
-    for split in ("valid", "train"):
-        sample, lines = _split(loaded, split, sample)
-        _print(lines)
-    lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
-    _print(lines)
-    _print(_stages(plan))
-    if shape:
-        share = sample.total / max(1, len(sample.rows))
-        check = ResourceCheck(loaded, plan, shape, lengths, share)
-        _print(check.lines())
-        if not ignore_limits:
-            check.require()
+    run = DryRun(loaded, plan)
+    for topic, text in run.lines():
+        terminal.write_out(f"{topic:<9}{text}\n")
+    if not ignore_limits:
+        run.require()
     return 0
 
 
@@ -207,8 +237,3 @@ def _stages(plan: RunPlan) -> Iterator[Line]:
         yield "plan", f"{planned.name}: {', '.join(planned.inputs)} -> {outputs}"
         for text in planned.stage.offline_checks():
             yield "plan", f"{planned.name}: {text}"
-
-
-def _print(lines: Iterable[Line]) -> None:
-    for topic, text in lines:
-        terminal.write_out(f"{topic:<9}{text}\n")

@@ -1,7 +1,9 @@
 """Evaluation of a run's models: metrics, samples, thresholds and report.json."""
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 
@@ -59,6 +61,7 @@ class Evaluator:
         self.rows = context.rows.valid
         self.metrics: dict[str, dict] = {}
         self.samples = choose_samples(self.rows, config.num_samples)
+        self._paths: dict[str, Path] = {}
         self._batches: list[Batch] | None = None
         # Of the model measured last, which is the next one's reference.
         self._perplexity: Perplexity | None = None
@@ -76,12 +79,23 @@ class Evaluator:
         return folders
 
     def run(self) -> None:
-        """Fill `metrics` and log them as a table."""
-        logger, folders, reference = self.context.logger, self.folders, None
-        with logger.progress(len(folders), "evaluating") as bar:
-            for number, (name, folder) in enumerate(folders.items(), 1):
-                logger.info(f"evaluating {name}: {folder}")
-                loaded = self.context.load(folder)
+        """Measure the models of the run, and log the metrics as a table."""
+        load = self.context.load
+        self.measure({k: partial(load, path) for k, path in self.folders.items()})
+        self.context.logger.table(self.context.name, *table(self.metrics))
+
+    def measure(self, models: dict[str, Callable[[], LoadedModel]]) -> None:
+        """Fill `metrics` and `samples`.
+
+        Args:
+            models: functions that load the models, each after its reference.
+        """
+        logger, reference = self.context.logger, None
+        with logger.progress(len(models), "evaluating") as bar:
+            for number, (name, load) in enumerate(models.items(), 1):
+                loaded = load()
+                self._paths[name] = loaded.path
+                logger.info(f"evaluating {name}: {loaded.path}")
                 self.metrics[name] = self._measure(loaded, reference)
                 if name == "quantized" and reference:
                     self.metrics[name]["layers"] = measure_layers(reference, loaded)
@@ -89,17 +103,19 @@ class Evaluator:
                     sample.generate(name, Generator(loaded.model, loaded.tokenizer))
                 reference = loaded
                 bar.update(number, perplexity=self.metrics[name]["perplexity"])
-        self.context.logger.table(self.context.name, *table(self.metrics))
 
     def check(self) -> None:
         """Write report.json, and compare the last model with the thresholds."""
-        last = list(self.metrics)[-1]
-        results = [
-            _threshold(name, limit, self.metrics[last].get(THRESHOLDS[name]))
-            for name, limit in self.config.thresholds.model_dump().items()
-            if limit is not None
-        ]
-        self._write(results)
+        self._write(self.thresholds())
+        self.require_thresholds()
+
+    def require_thresholds(self) -> None:
+        """Log the thresholds of the last model.
+
+        Raises:
+            UserError: one is missed; its code is 1.
+        """
+        last, results = list(self.metrics)[-1], self.thresholds()
         for result in results:
             status = "passed" if result["passed"] else "MISSED"
             value = "not measured"
@@ -113,10 +129,19 @@ class Evaluator:
             raise UserError(
                 f"the {last} model misses its thresholds: {', '.join(missed)}; nothing "
                 "is published",
-                place=str(self.folders[last]),
+                place=str(self._paths[last]),
                 hint="train longer, use more bits, or loosen `thresholds`",
                 code=FAILED,
             )
+
+    def thresholds(self) -> list[dict]:
+        """The thresholds of the last model, as in report.json."""
+        last = list(self.metrics)[-1]
+        return [
+            _threshold(name, limit, self.metrics[last].get(THRESHOLDS[name]))
+            for name, limit in self.config.thresholds.model_dump().items()
+            if limit is not None
+        ]
 
     def _measure(self, loaded: LoadedModel, reference: LoadedModel | None) -> dict:
         batches, logger = self._eval_batches(loaded), self.context.logger
@@ -167,6 +192,11 @@ class Evaluator:
             metrics["tasks"] = lm_eval.measure_tasks(
                 loaded, self._tasks, limit=self.config.task_limit
             )
+        if functions := self.context.extensions.metrics:
+            metrics["custom"] = {
+                name: function(loaded, self.rows)
+                for name, function in functions.items()
+            }
         prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
         return metrics | self._latency(loaded, generator, prompts[-LATENCY_PROMPTS:])
 

@@ -3,15 +3,16 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..config import yaml_io
 from ..config.errors import KeyPath
-from ..config.loader import LoadedRecipe, load_recipe
+from ..config.loader import LoadedRecipe, load_recipe, load_recipe_data
 from ..config.messages import Problem, nearest
+from ..config.overrides import Override
 from ..config.quant_spec import QuantSpec
 from ..convert.importers import find_importable
 from ..data.builtin import BUILTINS
@@ -33,6 +34,8 @@ from .stages import STAGES
 
 RUNS = Path("exports")
 GGUF = ".gguf"
+# The Python functions that a kind of stage uses.
+FUNCTIONS = {"train": "loss", "evaluate": "metrics"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class RunPlan:
 
 
 def load(
-    path: str | Path, overrides: Sequence[str] = (), text: str | None = None
+    path: str | Path, overrides: Sequence[Override] = (), text: str | None = None
 ) -> LoadedRecipe:
     """Read, override and check a recipe file, without reading any weight.
 
@@ -80,6 +83,21 @@ def load(
         UserError: the file cannot be read.
     """
     return load_recipe(path, overrides, check=check_recipe, text=text)
+
+
+def load_data(
+    data: Mapping[str, Any],
+    overrides: Sequence[Override] = (),
+    *,
+    name: str,
+    root: Path,
+) -> LoadedRecipe:
+    """Override and check recipe data from Python; see `load_recipe_data`.
+
+    Raises:
+        ConfigErrors: all errors of the data and the overrides.
+    """
+    return load_recipe_data(data, overrides, check_recipe, name=name, root=root)
 
 
 def plan(loaded: LoadedRecipe) -> RunPlan:
@@ -103,10 +121,11 @@ def plan(loaded: LoadedRecipe) -> RunPlan:
 def _identities(resolved: str) -> Iterator[str]:
     """The identity of every stage of a resolved recipe, in order."""
     values = _result_values(resolved)
-    stages = values.pop("stages")
+    stages, functions = values.pop("stages"), values.pop("python") or {}
     identity = _hash(values)
     for stage in stages:
-        identity = _hash([identity, stage])
+        used = [functions.get(FUNCTIONS.get(kind, "")) for kind in stage]
+        identity = _hash([identity, stage, used])
         yield identity
 
 
@@ -149,6 +168,7 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
         find: the path of a file that the recipe names; None if there is none.
     """
     problems = [*_check_model(data, find), *_check_datasets(data, find)]
+    problems += _check_functions(data, find)
     state = _initial_state(data, find)
     for raw in _raw_stages(data, find):
         if stage := STAGES.get(raw.kind):
@@ -249,6 +269,25 @@ def _check_datasets(data: dict, find: Find) -> Iterator[Problem]:
                 yield Problem(path, f"unknown built-in data '{name}'", hint)
         elif is_missing(source, find):
             yield missing_source(path, source, find)
+
+
+def _check_functions(data: dict, find: Find) -> Iterator[Problem]:
+    """Problems of Python functions that no stage would call."""
+    block = data.get("python")
+    block = block if isinstance(block, dict) else {}
+    stages = list(_raw_stages(data, find))
+    trainings = [raw for raw in stages if raw.kind == "train"]
+    if block.get("loss"):
+        if not trainings:
+            yield Problem(("python", "loss"), "no train stage uses this loss", of="key")
+        for raw in trainings:
+            for key in ("teacher", "fsdp"):
+                if raw.value(key) not in (None, False):
+                    message = f"a loss from Python does not work with {key}"
+                    yield Problem((*raw.path, key), message, "leave one out", "key")
+    if block.get("metrics") and not any(raw.kind == "evaluate" for raw in stages):
+        message = "no evaluate stage measures these metrics"
+        yield Problem(("python", "metrics"), message, "add an evaluate stage", "key")
 
 
 def _datasets(block: Any) -> Iterator[tuple[KeyPath, str]]:

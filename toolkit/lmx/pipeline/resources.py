@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -41,6 +42,7 @@ def memory_limit() -> int:
         return physical
 
 
+@cache
 def training_speed(dtype: mx.Dtype) -> float:
     """Floating-point operations per second of a small network's training step."""
     cpu.enable()
@@ -61,6 +63,7 @@ def training_speed(dtype: mx.Dtype) -> float:
     return 6 * PROBE_EXAMPLES * 6 * width**2 / min(seconds)
 
 
+@cache
 def matmul_speed() -> float:
     """Floating-point operations per second of a large product in float32."""
     cpu.enable()
@@ -122,6 +125,24 @@ class ResourceCheck:
         self.free = free_bytes(plan.output)
         self.limit = memory_limit()
 
+    def seconds(self, name: str) -> float | None:
+        """The estimated time of a stage; None if the number of steps is unknown."""
+        needs, total = self.stages[name], 0.0
+        if needs.training and needs.steps is None:
+            return None
+        if needs.generation or needs.training:
+            operations = needs.generation.operations if needs.generation else 0.0
+            if needs.training:
+                operations += needs.training.operations * needs.steps
+            total += OVERHEAD * operations / training_speed(needs.dtype)
+        return total + (needs.work / matmul_speed() if needs.work else 0.0)
+
+    def memory(self, name: str) -> int:
+        """The estimated memory of a stage, in bytes."""
+        needs = self.stages[name]
+        parts = needs.training.memory if needs.training else needs.memory
+        return int(sum(parts.values()))
+
     def lines(self) -> Iterator[tuple[str, str]]:
         """Memory, time and disk: topics and texts."""
         for name, needs in self.stages.items():
@@ -137,8 +158,7 @@ class ResourceCheck:
     def require(self) -> None:
         """Raise UserError with code 3 if something does not fit."""
         for name, needs in self.stages.items():
-            parts = needs.training.memory if needs.training else needs.memory
-            memory = sum(parts.values())
+            memory = self.memory(name)
             if memory > self.limit:
                 raise UserError(
                     f"{name} needs about {readable_size(memory)} of memory, and the "

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from .. import __version__, cpu
+from .. import cpu
 from ..config import yaml_io
 from ..config.loader import LoadedRecipe
 from ..config.recipe_text import without_schema_line
@@ -22,7 +22,9 @@ from ..run.report import REPORT, read_report
 from ..run.run_dir import NullRunDir, RunDir
 from ..run.signals import sigterm_interrupts
 from ..run.trackers import TRACKERS, TrackerThread
+from ..version import __version__
 from .context import ModelArtifact, StageContext
+from .extensions import Extensions
 from .plan import RunPlan, difference
 from .resources import require_resources
 from .stage import Stage
@@ -36,18 +38,22 @@ def run(
     ignore_limits: bool,
     quiet: bool,
     command: str,
-) -> int:
-    """Run every stage that is not complete; returns the exit code.
+    extensions: Extensions | None = None,
+) -> None:
+    """Run every stage that is not complete.
 
     Args:
         restart: set an earlier run aside instead of resuming it.
         ignore_limits: run even if memory or disk look too small.
         command: the user's command, which resumes the run after an interruption.
+        extensions: what Python code adds; None = nothing.
 
     Raises:
         UserError: a stage cannot do its work, or a threshold is missed.
-        Interrupted: stopped by the user, resumable.
+        Interrupted: stopped by the user or a callback, resumable.
     """
+    extensions = extensions or Extensions()
+    extensions.require(loaded.recipe)
     cpu.enable()
     ranks = join()
     with ranks.connection_errors():
@@ -62,7 +68,8 @@ def run(
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()
             with sigterm_interrupts(), tracking, ranks.connection_errors():
-                last = _run_stages(loaded, plan, run_dir, logger, ranks)
+                context = make_context(loaded, run_dir.path, logger, ranks, extensions)
+                last = _run_stages(context, plan, run_dir)
         except (Interrupted, KeyboardInterrupt):
             logger.warning(f"interrupted; to resume: {command}")
             run_dir.set_status("interrupted")
@@ -75,7 +82,6 @@ def run(
         logger.info(f"done: {run_dir.path / PAGE}")
         if command := _generate_command(last, run_dir.path):
             logger.info(f"try it: {command}")
-    return 0
 
 
 def _generate_command(last: ModelArtifact, output: Path) -> str | None:
@@ -132,12 +138,16 @@ def tracked(loaded: LoadedRecipe, logger: RunLogger) -> Iterator[None]:
         yield
         code = 0
     finally:
-        logger.tracker.finish(_summary(logger.folder / REPORT), code)
+        logger.tracker.finish(_summary(_models(logger.folder)), code)
 
 
-def _summary(path: Path) -> dict[str, float]:
-    """The metrics of every evaluated model; empty without a report."""
-    models = read_report(path).get("models", {})
+def _models(output: Path) -> dict[str, dict]:
+    """The figures of every evaluated model; empty without a report."""
+    return read_report(output / REPORT).get("models", {})
+
+
+def _summary(models: dict[str, dict]) -> dict[str, float]:
+    """The metrics of all models by one key each."""
     return {
         f"{name}/{key}": value
         for name, metrics in models.items()
@@ -188,14 +198,10 @@ def _open(
 
 
 def _run_stages(
-    loaded: LoadedRecipe,
-    plan: RunPlan,
-    run_dir: RunDir | NullRunDir,
-    logger: RunLogger,
-    ranks: ProcessGroup,
+    context: StageContext, plan: RunPlan, run_dir: RunDir | NullRunDir
 ) -> ModelArtifact:
     """Run the stages in order; returns the artifact of the last one."""
-    context = _context(loaded, run_dir, logger, ranks)
+    logger, ranks = context.logger, context.ranks
     names = [planned.name for planned in plan.stages]
     for position, planned in enumerate(plan.stages):
         name = planned.name
@@ -212,8 +218,21 @@ def _run_stages(
             logger.info(f"stage {name}")
             with logger.heartbeat():
                 record = _run_stage(planned.stage, context, run_dir)
+            _call_back(name, context, is_last=name == names[-1])
         context = replace(context, current=_local_artifact(record, context))
     return context.current
+
+
+def _call_back(name: str, context: StageContext, *, is_last: bool) -> None:
+    """Tell the callbacks that a stage has ended.
+
+    Raises:
+        Interrupted: one of them stops the run before its end.
+    """
+    callbacks = context.extensions.callbacks
+    callbacks.call("stage_end", stage=name, metrics=_models(context.output))
+    if context.ranks.broadcast_object(callbacks.is_stopped) and not is_last:
+        raise Interrupted(f"stopped after stage {name}")
 
 
 def _run_stage(
@@ -249,13 +268,20 @@ def _local_artifact(record: dict, context: StageContext) -> ModelArtifact:
     return ModelArtifact.from_json(record, context.output, base)
 
 
-def _context(
+def make_context(
     loaded: LoadedRecipe,
-    run_dir: RunDir | NullRunDir,
+    output: Path,
     logger: RunLogger,
     ranks: ProcessGroup,
+    extensions: Extensions,
 ) -> StageContext:
+    """The surroundings of the first stage.
+
+    Args:
+        output: the run directory.
+    """
     recipe = loaded.recipe
+    extensions.callbacks.state.path = output
     rows = Splits(
         recipe.data,
         find=lambda name: loaded.find(name) or Path(name),
@@ -264,8 +290,8 @@ def _context(
         warning=logger.warning,
     )
     return StageContext(
-        folder=run_dir.path,
-        output=run_dir.path,
+        folder=output,
+        output=output,
         name=loaded.name,
         source=recipe.model,
         data=recipe.data,
@@ -275,4 +301,5 @@ def _context(
         find=loaded.find,
         rows=rows,
         ranks=ranks,
+        extensions=extensions,
     )

@@ -19,6 +19,7 @@ from ..models.lora.io import init_adapter
 from ..quantization.packing import dequantize
 from ..quantization.qat.fake_quant import FakeQuant, QALoRAWeights
 from ..run.fs import atomic_folder
+from ..training.losses import cross_entropy_sum
 from ..training.optimizers import OptimizerConfig
 from ..training.schedules import learning_rate_at
 from ..training.step import TrainStep
@@ -71,8 +72,8 @@ class TrainRun:
         if self.config.fsdp:
             self._free_full_weights()
         self.eval_loss = self.trainer.train()
-        if self.teacher:
-            # The trainer's loss is the divergence from the teacher.
+        if self.teacher or self.context.extensions.loss:
+            # The trainer's loss is the divergence from the teacher, or the caller's.
             self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
         if self.step.sharding:
@@ -203,6 +204,7 @@ class TrainRun:
             chunked_loss=chunked,
             document_caches=caches,
             teacher_loss=teacher_loss,
+            loss=context.extensions.loss or cross_entropy_sum,
             gradient_checkpointing=config.gradient_checkpointing,
             ranks=context.ranks,
             fsdp=config.fsdp,
@@ -216,6 +218,7 @@ class TrainRun:
             eval_batches=eval_batches,
             logger=context.logger,
             on_evaluate=self._sample,
+            callbacks=context.extensions.callbacks,
         )
 
     def _trainer_config(self, steps: int, num_batches: int) -> TrainerConfig:

@@ -13,6 +13,7 @@ from ..errors import UserError
 from . import terminal
 from .fs import disk_errors, filter_jsonl
 from .progress import ProgressBar, format_duration
+from .tables import aligned
 from .trackers import TrackerThread
 
 # Longest silence of the log while a stage runs.
@@ -64,7 +65,7 @@ class RunLogger:
     def table(self, title: str, columns: list[str], rows: list[list[str]]) -> None:
         """Print a table, also when quiet. Only the first column is left-aligned."""
         cells = [columns, *rows]
-        text = "\n".join([title, *_aligned(cells)])
+        text = "\n".join([title, *aligned(cells)])
         self.debug(text)
         if terminal.output_is_terminal():
             self._draw(title, cells)
@@ -220,17 +221,6 @@ def _drawn(progress: ProgressBar, width: int):
 
 def _finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _aligned(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 class NullLogger(RunLogger):

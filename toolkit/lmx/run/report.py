@@ -75,6 +75,7 @@ class ModelReport(_Entry):
     bytes: Number | None = None
     generation: dict[str, dict[str, Number | None]] | None = None
     tasks: dict[str, dict[str, Number | None]] = {}
+    custom: dict[str, Number] = {}
     kl_histogram: Histogram | None = None
     agreement_by_confidence: Histogram | None = None
     layers: dict[str, Layer] | None = None

@@ -95,7 +95,7 @@ METRICS = (
 
 
 def metrics_of(models: list[dict]) -> list[Metric]:
-    """The standard metrics, and every metric of the evaluated tasks."""
+    """The standard metrics, those of the evaluated tasks, and the caller's own."""
     measured = [figures.get("tasks", {}) for figures in models]
     names = {
         (task, metric): None
@@ -104,7 +104,12 @@ def metrics_of(models: list[dict]) -> list[Metric]:
         for metric in scores
         if "_stderr" not in metric
     }
-    return [*METRICS, *(_score(task, metric) for task, metric in names)]
+    custom = dict.fromkeys(n for figures in models for n in figures.get("custom", {}))
+    return [
+        *METRICS,
+        *(_score(task, metric) for task, metric in names),
+        *(Metric(name, ("custom", name), "{:.4g}") for name in custom),
+    ]
 
 
 def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
@@ -114,6 +119,18 @@ def table(models: dict[str, dict]) -> tuple[list[str], list[list[str]]]:
         for metric in metrics_of([*models.values()])
     ]
     return ["", *models], rows
+
+
+def aligned(rows: list[list[str]]) -> list[str]:
+    """Rows of cells as lines of text. Only the first column is left-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def recovery_table(recovered: dict) -> tuple[list[str], list[list[str]]]:

@@ -13,7 +13,7 @@ from ..errors import UserError
 from ..models.hooks import find_blocks
 from ..quantization.qat.fake_quant import FakeQuant
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from .chunked_loss import ChunkedLoss
+from .chunked_loss import ChunkedLoss, Loss
 from .distillation import DistillationLoss
 from .document_mask import DocumentCaches
 from .fsdp import ShardedParameters
@@ -54,7 +54,8 @@ class TrainStep:
         chunked_loss: computes the loss without full logits; None = the plain loss.
         document_caches: keeps attention inside the documents of packed batches; None =
             no batch is packed.
-        teacher_loss: the loss against a teacher; None = cross-entropy.
+        teacher_loss: the loss against a teacher; None = `loss`.
+        loss: the summed loss of logits, targets and mask, without a teacher.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
         ranks: the processes that train this model; each one gets its share of a batch.
         fsdp: every rank holds only its shard of parameters, gradients and moments.
@@ -74,6 +75,7 @@ class TrainStep:
         chunked_loss: ChunkedLoss | None = None,
         document_caches: DocumentCaches | None = None,
         teacher_loss: DistillationLoss | None = None,
+        loss: Loss = cross_entropy_sum,
         gradient_checkpointing: bool = False,
         ranks: ProcessGroup = SINGLE_PROCESS,
         fsdp: bool = False,
@@ -85,6 +87,7 @@ class TrainStep:
         self.chunked_loss = chunked_loss
         self.document_caches = document_caches
         self.teacher_loss = teacher_loss
+        self.loss = loss
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
@@ -285,7 +288,7 @@ class TrainStep:
             kwargs["cache"] = self.document_caches(documents)
         if self.teacher_loss:
             labels += self.teacher_loss.labels(inputs, documents, target)
-        loss = self.teacher_loss or cross_entropy_sum
+        loss = self.teacher_loss or self.loss
         with blocks:
             if chunked:
                 return chunked(inputs, labels, places, loss=loss, **kwargs)

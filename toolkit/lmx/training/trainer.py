@@ -14,6 +14,7 @@ import numpy as np
 from ..cpu import on_cpu
 from ..data.batching import Batch, BucketBatchSampler
 from ..errors import FAILED, Interrupted, UserError
+from ..run.callbacks import CallbackList
 from ..run.fs import write_atomic
 from ..run.logger import RunLogger
 from ..run.signals import exit_if_stuck, stop_requested
@@ -74,6 +75,7 @@ class Trainer:
         learning_rate: of a step, counted from 0.
         eval_batches: validation batches, used in every evaluation.
         on_evaluate: called on all ranks with the step after every evaluation.
+        callbacks: called after every step and evaluation; they may stop the training.
 
     Attributes:
         progress: steps, tokens and losses so far.
@@ -90,6 +92,7 @@ class Trainer:
         eval_batches: Sequence[Batch],
         logger: RunLogger,
         on_evaluate: Callable[[int], None] = lambda step: None,
+        callbacks: CallbackList | None = None,
     ):
         self.step = step
         self.ranks = step.ranks
@@ -99,6 +102,7 @@ class Trainer:
         self.eval_batches = eval_batches
         self.logger = logger
         self.on_evaluate = on_evaluate
+        self.callbacks = callbacks or CallbackList()
         self.progress = TrainingProgress()
         self.selected_step = 0
         self._running: _RunningStep | None = None
@@ -118,18 +122,23 @@ class Trainer:
             The validation loss of the selected weights, per trained token.
 
         Raises:
-            Interrupted: a signal stopped the training, after a checkpoint was saved.
+            Interrupted: a signal or a callback stopped the training, after a checkpoint
+                was saved.
             UserError: the loss is NaN or infinite, or the examples have changed.
         """
         config = self.config
         self._resume()
         with (
-            stop_requested() as stopping,
+            stop_requested() as signalled,
             self.logger.progress(config.steps, "training") as bar,
             self.ranks.connection_errors(),
             exit_if_stuck(SHUTDOWN_SECONDS) if self.ranks.size > 1 else nullcontext(),
         ):
             bar.skip(self.progress.step)
+
+            def stopping() -> bool:
+                return signalled() or self.callbacks.is_stopped
+
             self._last_time = time.perf_counter()
             for step in range(self.progress.step, config.steps):
                 if self._is_out_of_patience():
@@ -138,7 +147,7 @@ class Trainer:
                 self._train_step(step, bar, stop=stopping())
                 if self._is_due(step + 1) or self._should_stop(stopping):
                     self._finish_step(bar)
-                    self._evaluate_and_save(stop=self._should_stop(stopping))
+                    self._evaluate_and_save(stopping)
         return self._select_weights()
 
     def _train_step(self, step: int, bar, *, stop: bool) -> None:
@@ -182,8 +191,18 @@ class Trainer:
         is_last = progress.step == self.config.steps
         if progress.step % self.config.logging_steps == 0 or is_last:
             self._log(running.learning_rate, norm, bar)
+        self.callbacks.call(
+            "step",
+            stage=self.logger.stage,
+            step=progress.step,
+            steps=self.config.steps,
+            loss=loss_sum / max(1, tokens),
+            learning_rate=running.learning_rate,
+            gradient_norm=norm,
+            trained_tokens=int(tokens),
+        )
 
-    def _evaluate_and_save(self, *, stop: bool) -> None:
+    def _evaluate_and_save(self, stopping: Callable[[], bool]) -> None:
         """Evaluate, save and stop as the finished step requires.
 
         Evaluation comes before saving, so that a resumed run does not repeat it.
@@ -191,6 +210,7 @@ class Trainer:
         config, done = self.config, self.progress.step
         if done % config.eval_steps == 0 or done == config.steps:
             self._evaluate()
+        stop = self._should_stop(stopping)
         if stop or done % config.save_steps == 0 or self._is_new_best():
             path = self._save()
         if stop:
@@ -270,6 +290,13 @@ class Trainer:
             self.logger.metrics({"kind": "valid", "step": step, "loss": loss})
             self.logger.info(f"step {step}: validation loss {loss:#.4g}")
         self.on_evaluate(step)
+        self.callbacks.call(
+            "evaluate",
+            stage=self.logger.stage,
+            step=step,
+            steps=self.config.steps,
+            validation_loss=loss,
+        )
 
     def _save(self) -> Path | None:
         """The path of the new checkpoint on the rank that writes it."""

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import yaml
 
-from ... import __version__
 from ...config.export import HUB_REPO_ID
 from ...errors import FAILED, UserError
 from ...models.checkpoint import check_weights, read_config
+from ...version import __version__
 from .repository_name import repository_name
 
 TOKENS_URL = "huggingface.co/settings/tokens"

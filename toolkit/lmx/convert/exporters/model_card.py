@@ -8,9 +8,9 @@ from pathlib import Path
 
 import yaml
 
-from ... import __version__
 from ...config.redaction import redact
 from ...run.fs import write_atomic
+from ...version import __version__
 from .base import FormatCard
 
 TEMPLATE = """\

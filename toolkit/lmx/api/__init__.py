@@ -1,0 +1,1 @@
+"""The Python API: every name of `lmx`, one concept per module."""

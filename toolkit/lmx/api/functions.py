@@ -1,0 +1,148 @@
+"""Identity and contract of the Python functions of a run: losses and metrics."""
+
+import hashlib
+import inspect
+import json
+import textwrap
+from collections.abc import Callable, Mapping
+from functools import wraps
+from types import CodeType
+from typing import Any
+
+import mlx.core as mx
+
+from ..data.record_formats import DataRecord
+from ..errors import FAILED, UserError
+from ..models.loader import LoadedModel
+from ..pipeline.extensions import Loss, Metric
+from .model import Model
+
+MetricFunction = Callable[[Model, list[dict[str, Any]]], float]
+PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+def identity(function: Callable[..., Any], *, name: str) -> dict[str, str]:
+    """Name and source hash of a function, as in the `python` block of a recipe.
+
+    The hash covers the source, default values and captured variables, as far as these
+    are numbers and text. It does not cover functions that the function calls.
+
+    Args:
+        name: what the function is, for the error message.
+
+    Raises:
+        UserError: it is no function written in Python.
+    """
+    code = getattr(function, "__code__", None)
+    if not inspect.isfunction(function) or code is None:
+        raise UserError(
+            f"{name} must be a function, got a {type(function).__name__}",
+            hint="write a def or a lambda that calls it",
+        )
+    try:
+        source: Any = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):  # as in exec() and in an interactive interpreter
+        source = _code_facts(code)
+    cells = function.__closure__ or ()
+    values = [
+        function.__defaults__ or (),
+        sorted((function.__kwdefaults__ or {}).items()),
+        [_captured(cell) for cell in cells],
+    ]
+    facts = json.dumps([source, values], default=_shown)
+    return {
+        "name": f"{function.__module__}.{function.__qualname__}",
+        "sha256": hashlib.sha256(facts.encode()).hexdigest(),
+    }
+
+
+def python_block(
+    loss: Loss | None, metrics: Mapping[str, MetricFunction] | None
+) -> dict[str, Any] | None:
+    """The `python` block of a recipe with these functions; None = without any.
+
+    Raises:
+        UserError: one of them is no function written in Python.
+    """
+    block: dict[str, Any] = {}
+    if loss is not None:
+        block["loss"] = identity(loss, name="loss")
+    if metrics:
+        block["metrics"] = {
+            name: identity(function, name=f"metrics[{name!r}]")
+            for name, function in metrics.items()
+        }
+    return block or None
+
+
+def checked_loss(function: Loss) -> Loss:
+    """The loss; its errors name it.
+
+    Raises (when called):
+        UserError: it fails, or does not return one number.
+    """
+    name = function.__qualname__
+
+    @wraps(function)
+    def loss(logits: mx.array, targets: mx.array, mask: mx.array) -> mx.array:
+        try:
+            total = function(logits, targets, mask)
+        except Exception as error:
+            raise UserError(
+                f"the loss {name} fails: {type(error).__name__}: {error}", code=FAILED
+            ) from error
+        if not isinstance(total, mx.array) or total.shape != ():
+            got = getattr(total, "shape", type(total).__name__)
+            raise UserError(
+                f"the loss {name} must return the sum over trained tokens, an mx.array "
+                f"of shape (); got {got}",
+                hint="end with mx.where(mask, losses, 0).sum()",
+                code=FAILED,
+            )
+        return total.astype(mx.float32)
+
+    return loss
+
+
+def checked_metric(function: MetricFunction, name: str) -> Metric:
+    """The metric as evaluate stages call it; its errors name it.
+
+    Raises (when called):
+        UserError: it fails, or does not return a number.
+    """
+
+    def measure(loaded: LoadedModel, records: list[DataRecord]) -> float:
+        examples = [_example(record) for record in records]
+        try:
+            return float(function(Model(loaded), examples))
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"the metric {name} fails: {type(error).__name__}: {error}", code=FAILED
+            ) from error
+
+    return measure
+
+
+def _example(record: DataRecord) -> dict[str, Any]:
+    """The keys of an example that it has."""
+    return {key: value for key, value in vars(record).items() if value is not None}
+
+
+def _captured(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+def _code_facts(code: CodeType) -> list[Any]:
+    constants = [
+        _code_facts(c) if isinstance(c, CodeType) else c for c in code.co_consts
+    ]
+    return [code.co_code.hex(), list(code.co_names), constants]
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__

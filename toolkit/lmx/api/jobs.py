@@ -1,0 +1,149 @@
+"""`lmx.quantize`, `lmx.make_draft` and `lmx.export`: recipes of one stage."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import UserError
+from .model import Model, ModelLike, model_path
+from .run import Run
+from .training import train
+
+Data = str | os.PathLike[str] | Sequence[str] | Mapping[str, Any]
+
+
+def quantize(
+    model: Model | ModelLike,
+    *,
+    data: Data | None = None,
+    output: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    restart: bool = False,
+    ignore_limits: bool = False,
+    quiet: bool = False,
+    **keys: Any,
+) -> Run:
+    """Quantize a model after training, and export it.
+
+    Args:
+        model: a folder or GGUF file, a Hub id, a `Run`, or a `Model`.
+        data: calibration data: a file, a Hub id, a list of them, or a `data` block;
+            None = built-in text.
+        output: the run directory; None = exports/ and the model's name with a hash of
+            all settings, so that the same call finds its result again.
+        seed, restart, ignore_limits, quiet: as for `lmx.train`.
+        keys: those of a quantize stage: method ("rtn", "gptq", "awq"), bits,
+            group_size, ... (docs/recipes.md).
+
+    Returns:
+        The run; `model_path` is the quantized model.
+
+    Raises:
+        ConfigErrors: all errors of the keys.
+        UserError: the model cannot be quantized.
+    """
+    stages: list[dict[str, Any]] = [{"quantize": keys}, {"export": {}}]
+    return train(
+        _recipe(model, data, seed, stages),
+        output=output,
+        restart=restart,
+        ignore_limits=ignore_limits,
+        quiet=quiet,
+    )
+
+
+def make_draft(
+    model: Model | ModelLike,
+    data: Data,
+    *,
+    output: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    restart: bool = False,
+    ignore_limits: bool = False,
+    quiet: bool = False,
+    **keys: Any,
+) -> Run:
+    """Train a draft model for speculative decoding of a model.
+
+    Args:
+        model, output, seed, restart, ignore_limits, quiet: as for `quantize`.
+        data: prompts like those that the model will get, as for `quantize`.
+        keys: those of a draft stage: steps, draft_model, quantization, ...
+            (docs/recipes.md).
+
+    Returns:
+        The run; `draft_path` is the draft model, for `lmx.load(model, draft=...)`.
+
+    Raises:
+        ConfigErrors: all errors of the keys.
+        UserError: the draft model cannot be trained, or misses a threshold.
+    """
+    return train(
+        _recipe(model, data, seed, [{"draft": keys}]),
+        output=output,
+        restart=restart,
+        ignore_limits=ignore_limits,
+        quiet=quiet,
+    )
+
+
+def export(
+    model: Model | ModelLike,
+    formats: Sequence[str] = ("mlx",),
+    *,
+    output: str | os.PathLike[str] | None = None,
+    restart: bool = False,
+    ignore_limits: bool = False,
+    quiet: bool = False,
+    **keys: Any,
+) -> Run:
+    """Write a model in the formats of other programs, reloaded and compared.
+
+    Args:
+        model, output, restart, ignore_limits, quiet: as for `quantize`.
+        formats: "mlx", "hf" (transformers), "gguf" (llama.cpp). "peft" needs an export
+            stage in the recipe that trains the adapter.
+        keys: further keys of an export stage: hub_repo_id, private, license.
+
+    Returns:
+        The run; its folder has model/, hf/ and gguf/.
+
+    Raises:
+        ConfigErrors: an unknown format, or one that this architecture does not have.
+        UserError: the export fails.
+    """
+    stages = [{"export": {"formats": list(formats), **keys}}]
+    return train(
+        _recipe(model, None, 0, stages),
+        output=output,
+        restart=restart,
+        ignore_limits=ignore_limits,
+        quiet=quiet,
+    )
+
+
+def _recipe(
+    model: Model | ModelLike, data: Data | None, seed: int, stages: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A recipe of these stages.
+
+    Raises:
+        UserError: the model has an adapter, which is not in its files.
+    """
+    if isinstance(model, Model) and model.adapter:
+        raise UserError(
+            "the files of this model do not have its adapter",
+            place=str(model.path),
+            hint="fuse it first: mlx_lm.fuse, or train it in the same recipe",
+        )
+    block = data_block(data, "train")
+    return {"model": model_path(model), "data": block, "seed": seed, "stages": stages}
+
+
+def data_block(data: Data | None, split: str) -> dict[str, Any]:
+    """The `data` block of a recipe with a dataset as its split."""
+    if data is None:
+        return {}
+    if isinstance(data, Mapping):
+        return dict(data)
+    return {split: os.fspath(data) if isinstance(data, os.PathLike) else data}

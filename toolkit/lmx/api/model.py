@@ -1,0 +1,189 @@
+"""`lmx.load` and `lmx.Model`: a loaded model with its tokenizer."""
+
+import os
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mlx.nn.layers.base import Module
+
+from .. import cpu
+from ..convert.importers import load_model
+from ..generation.engine import Generator
+from ..generation.speculative.draft_length import DraftLengthController
+from ..generation.speculative.factory import proposer_factory
+from ..models.checkpoint import model_folder
+from ..models.loader import LoadedModel
+from ..run.fs import MANIFEST
+from .run import Run
+
+ModelLike = str | os.PathLike[str] | Run
+
+
+class Model:
+    """A model in memory, for `lmx.generate` and `lmx.evaluate`.
+
+    Args:
+        loaded: the model, its tokenizer and its files.
+        adapter: the folder of the adapter in the model, which `path` does not have.
+        draft: how `lmx.generate` drafts tokens unless it is told; see `load`.
+        trust_remote_code: whether a draft model may run Python code of its own.
+
+    Attributes:
+        module: mlx-lm's model, from tokens int [B, L] to logits [B, L, V].
+        tokenizer: mlx-lm's tokenizer.
+        config: config.json.
+        path: the folder of the checkpoint.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        adapter: Path | None = None,
+        draft: str | None = None,
+        trust_remote_code: bool = False,
+    ):
+        self.loaded = loaded
+        self.adapter = adapter
+        self.draft = draft
+        self._trust_remote_code = trust_remote_code
+        self._generators: dict[tuple[str | None, int | None], Generator] = {}
+
+    @property
+    def module(self) -> Module:
+        module: Module = self.loaded.model
+        return module
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.loaded.tokenizer
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.loaded.config
+
+    @property
+    def path(self) -> Path:
+        return self.loaded.path
+
+    def generator(
+        self,
+        draft: str | None = None,
+        num_draft_tokens: int | None = None,
+        *,
+        sample: list[int] | None = None,
+    ) -> Generator:
+        """The engine behind `lmx.generate`, kept for the next call.
+
+        Args:
+            draft: as in `load`; None = that of this model, if it has one.
+            num_draft_tokens: draft tokens per step; None = adapted to the speed-up.
+            sample: tokens of a typical prompt, for `layer-skip`.
+
+        Raises:
+            UserError: the draft model does not load, or has another tokenizer.
+        """
+        key = draft or self.draft, num_draft_tokens
+        if key not in self._generators:
+            generator = Generator(self.module, self.tokenizer)
+            if key[0] and not set_draft(
+                generator,
+                key[0],
+                self.loaded,
+                sample or [],
+                num_draft_tokens=num_draft_tokens,
+                trust_remote_code=self._trust_remote_code,
+            ):
+                warnings.warn(NO_SPEEDUP, stacklevel=3)
+            self._generators[key] = generator
+        return self._generators[key]
+
+    def __repr__(self) -> str:
+        return f"<lmx.Model {self.config.get('model_type')}: {self.path}>"
+
+
+NO_SPEEDUP = "no speed-up from drafting on this machine; using standard decoding"
+
+
+def set_draft(
+    generator: Generator,
+    name: str,
+    target: LoadedModel,
+    sample: list[int],
+    *,
+    num_draft_tokens: int | None,
+    trust_remote_code: bool,
+) -> bool:
+    """Let a generator decode speculatively; returns whether a speed-up is expected.
+
+    Args:
+        name, sample: those of `proposer_factory`.
+
+    Raises:
+        UserError: the draft model does not load, or has another tokenizer.
+    """
+    generator.make_proposer = proposer_factory(
+        name,
+        target,
+        sample,
+        load_draft=partial(load_model, trust_remote_code=trust_remote_code),
+    )
+    generator.draft_length = DraftLengthController(fixed=num_draft_tokens)
+    return generator.make_proposer is not None
+
+
+def load(
+    source: ModelLike,
+    adapter: str | os.PathLike[str] | None = None,
+    draft: str | os.PathLike[str] | Run | None = None,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    compute: str = "auto",
+) -> Model:
+    """Load a model.
+
+    Args:
+        source: a folder or GGUF file, a Hub id, a run directory, or a `Run`.
+        adapter: folder of a LoRA or DoRA adapter of mlx-lm or peft.
+        draft: draft tokens for speculative decoding, which gives the same output
+            faster: a model folder, a Hub id, a `Run` with a draft model,
+            "prompt-lookup", "layer-skip", or "prompt-lookup+" one of these.
+        revision: branch, tag or commit of a Hub id.
+        trust_remote_code: run Python code from the checkpoint.
+        compute: "auto" (float32 on a CPU, else as stored), "stored", or the name of a
+            type.
+
+    Raises:
+        UserError: the model or the adapter does not exist or does not load.
+    """
+    cpu.enable()
+    if isinstance(draft, Run):
+        draft = draft.draft_path
+    loaded = load_model(
+        model_path(source),
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        compute=compute,
+        adapter=Path(adapter) if adapter else None,
+    )
+    name = None if draft is None else os.fspath(draft)
+    return Model(
+        loaded,
+        adapter=Path(adapter) if adapter else None,
+        draft=name,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def model_path(source: "ModelLike | Model") -> str:
+    """The folder, file or Hub id of a model; of a run, that of its last model."""
+    if isinstance(source, Run | Model):
+        return str(source.model_path if isinstance(source, Run) else source.path)
+    folder = Path(source).expanduser()
+    name = model_folder(os.fspath(source))
+    if name == os.fspath(source) and (folder / MANIFEST).is_file():
+        return str(Run(folder).model_path)
+    return name

@@ -1,0 +1,165 @@
+"""`lmx.Run`: the results of a run directory."""
+
+import html
+import os
+from pathlib import Path
+from typing import Any
+
+from ..config.loader import find
+from ..pipeline.context import ModelArtifact
+from ..run import manifest
+from ..run.fs import read_metrics
+from ..run.html.page import NAME as PAGE
+from ..run.html.record import Record
+from ..run.report import REPORT, read_report
+from ..run.run_dir import RECIPE
+from ..run.tables import table
+from .recipe import Recipe
+from .table import Table
+
+
+class Run:
+    """A run directory, finished or not. Properties read its files when asked.
+
+    Args:
+        path: the folder.
+
+    Raises:
+        UserError: it is not a run directory, or its manifest is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path).expanduser()
+        Record.read(self.path)
+
+    @property
+    def name(self) -> str:
+        """The name of the recipe."""
+        return str(self._manifest["name"])
+
+    @property
+    def status(self) -> str:
+        """done, running, failed or interrupted."""
+        return str(self._manifest["status"])
+
+    @property
+    def model_path(self) -> Path:
+        """The checkpoint that the run ended with, for lmx, mlx-lm and LM Studio.
+
+        Raises:
+            FileNotFoundError: no stage is complete.
+        """
+        if (artifact := self.artifact) is None:
+            raise FileNotFoundError(f"{self.path}: no stage is complete")
+        return artifact.model
+
+    @property
+    def reference_path(self) -> Path | None:
+        """The full-precision baseline of a quantized model; None if it has none."""
+        artifact = self.artifact
+        return artifact.reference if artifact and artifact.is_quantized else None
+
+    @property
+    def adapter_path(self) -> Path | None:
+        """The trained adapter; None if there is none."""
+        return self.artifact.adapters if self.artifact else None
+
+    @property
+    def draft_path(self) -> Path | None:
+        """The trained draft model; None if there is none."""
+        return self.artifact.draft if self.artifact else None
+
+    @property
+    def report(self) -> Path:
+        """The page with all results, report.html."""
+        return self.path / PAGE
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe with all values.
+
+        Raises:
+            ConfigErrors: files that it names are no longer there.
+        """
+        values = Record.read(self.path).resolved
+        return Recipe(values, overrides={"output": self.path})
+
+    @property
+    def recipe_path(self) -> Path:
+        """The recipe as it was given, recipe.yaml."""
+        return self.path / RECIPE
+
+    @property
+    def metrics(self) -> dict[str, dict[str, Any]]:
+        """Figures of every evaluated model by name, the last one at the end.
+
+        Units: perplexity; loss and kl_mean in nats per token; bytes of the checkpoint;
+        fractions for top1_agreement and exact_match. Empty without evaluation.
+        """
+        models: dict[str, dict[str, Any]] = self._report.get("models", {})
+        return models
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl: `pandas.DataFrame(run.history)` is a table.
+
+        Every row has `stage`, `kind` (train, valid, ...) and `step`.
+        """
+        return list(read_metrics(self.path))
+
+    @property
+    def samples(self) -> list[dict[str, Any]]:
+        """The sample prompts with the models' answers: prompt, expected, answers."""
+        samples: list[dict[str, Any]] = self._report.get("samples", [])
+        return samples
+
+    @property
+    def table(self) -> Table:
+        """The metrics, one column per model."""
+        return Table(*table(self.metrics))
+
+    def __str__(self) -> str:
+        text = f"{self.name}: {self.status}, {self.path}"
+        return f"{text}\n{self.table}" if self.metrics else text
+
+    def __repr__(self) -> str:
+        return f"<lmx.Run {self.name}: {self.status}, {self.path}>"
+
+    def _repr_html_(self) -> str:
+        title = html.escape(f"{self.name}: {self.status}, {self.path}")
+        metrics = self.table._repr_html_() if self.metrics else ""
+        return f"<p>{title}</p>{metrics}"
+
+    @property
+    def _manifest(self) -> dict[str, Any]:
+        content: dict[str, Any] = manifest.read(self.path) or {}
+        return content
+
+    @property
+    def _report(self) -> dict[str, Any]:
+        report: dict[str, Any] = read_report(self.path / REPORT)
+        return report
+
+    @property
+    def artifact(self) -> ModelArtifact | None:
+        """The model that the last complete stage left."""
+        stages = self._manifest["stages"]
+        if not stages:
+            return None
+        last = max(stages, key=lambda name: int(name.partition("-")[0]))
+        return ModelArtifact.from_json(stages[last]["result"], self.path, self._base)
+
+    @property
+    def _base(self) -> Path | None:
+        """The folder, file or Hub id of the recipe's model; None if from scratch."""
+        name = Record.read(self.path).resolved["model"]["path"]
+        return name and (find(name, self.path) or Path(name))
+
+
+def open_run(path: str | os.PathLike[str]) -> Run:
+    """The results of a run directory.
+
+    Raises:
+        UserError: it is not a run directory, or its manifest is damaged.
+    """
+    return Run(path)

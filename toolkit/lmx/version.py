@@ -1,0 +1,3 @@
+"""The version of the package, which a build reads without importing anything else."""
+
+__version__ = "0.1.0"
