@@ -98,6 +98,21 @@ SMALL_BENCHMARKS = {
 SMALL_BENCH = ["--tokens=8", "--repeats=1", "--prompt-lengths=16"]
 
 
+# What a shown program runs after: recipe files get the small settings.
+SMALL_RUNS = """
+import lmx
+
+def train(recipe, *, overrides=None, real=lmx.train, **options):
+    if isinstance(recipe, str):
+        small = [a for a in {small} if a.partition("=")[0] not in (overrides or {{}})]
+        recipe = lmx.Recipe(recipe, overrides=[*small, "stages.train.adapter.rank=2"])
+        overrides = {{key: min(v, 2) for key, v in (overrides or {{}}).items()}}
+    return real(recipe, overrides=overrides, **options)
+
+lmx.train = train
+"""
+
+
 def blocks(language: str) -> list[tuple[str, str, str]]:
     """Page, second word and text of every code block in a language."""
     return [
@@ -178,6 +193,16 @@ def run(shown: str, folder: Path) -> subprocess.CompletedProcess:
 @pytest.mark.parametrize("command", RUN)
 def test_shown_command_runs(command, workspace):
     process = run(command, workspace)
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", sorted({page for page, _, _ in blocks("python")}))
+def test_shown_program_runs(page, tmp_path):
+    shown = [text for each, _, text in blocks("python") if each == page]
+    program = "\n".join([SMALL_RUNS.format(small=SMALL), *shown])
+    process = warm.run(program, cwd=tmp_path, timeout=400)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip()
 

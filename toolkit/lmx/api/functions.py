@@ -127,7 +127,10 @@ def checked_metric(function: MetricFunction, name: str) -> Metric:
 
 def _example(record: DataRecord) -> dict[str, Any]:
     """The keys of an example that it has."""
-    return {key: value for key, value in vars(record).items() if value is not None}
+    values = {key: value for key, value in vars(record).items() if value is not None}
+    if "messages" in values:
+        values["messages"] = [dict(message) for message in values["messages"]]
+    return values
 
 
 def _captured(cell: Any) -> Any:
