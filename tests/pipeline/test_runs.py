@@ -235,7 +235,7 @@ def test_complete_stages_are_skipped(tmp_path, full_run):
     lines = len(run.log.splitlines())
     assert run() == 0
     messages = [line[20:] for line in run.log.splitlines()[lines:]]
-    assert messages[1:-1] == [
+    assert messages[1:-2] == [
         f"stage {name}: already complete, skipping"
         for name in ("1-train", "2-quantize", "3-evaluate", "4-export")
     ]

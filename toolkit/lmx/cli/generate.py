@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -225,21 +224,17 @@ def _standard_input() -> TextIO:
 
 
 def _generate(args: argparse.Namespace, text: str) -> int:
-    from .. import cpu
-
-    cpu.enable()
-    from ..convert.importers import load_model
-    from ..models.checkpoint import model_folder
+    from ..api.model import load
     from .batch_file import answer_records, parse_requests
 
     sampling = sampling_from_args(args)
     requests = parse_requests(text, place=args.input_file) if args.input_file else None
-    loaded = load_model(
-        model_folder(args.model),
+    loaded = load(
+        args.model,
+        args.adapter_path,
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
-        adapter=args.adapter_path,
-    )
+    ).loaded
     generator = make_generator(args, loaded)
     if requests is not None:
         for response in answer_records(
@@ -386,22 +381,18 @@ class InteractiveSession:
         return self._generator.encode_chat(self._messages)
 
     def _set_draft(self, prompt: list[int]) -> None:
-        from ..convert.importers import load_model
-        from ..generation.speculative.draft_length import DraftLengthController
-        from ..generation.speculative.factory import proposer_factory
+        from ..api.model import NO_SPEEDUP, set_draft
 
-        args, generator = self._args, self._generator
-        generator.make_proposer = proposer_factory(
+        args = self._args
+        if not set_draft(
+            self._generator,
             args.draft_model,
             self._loaded,
             prompt,
-            load_draft=partial(load_model, trust_remote_code=args.trust_remote_code),
-        )
-        if generator.make_proposer is None:
-            terminal.write_err(
-                "no speed-up from drafting on this machine; using standard decoding\n"
-            )
-        generator.draft_length = DraftLengthController(fixed=args.num_draft_tokens)
+            num_draft_tokens=args.num_draft_tokens,
+            trust_remote_code=args.trust_remote_code,
+        ):
+            terminal.write_err(f"{NO_SPEEDUP}\n")
 
     def _report(self, prompt: list[int], result: "GenerationResult") -> None:
         import mlx.core as mx
