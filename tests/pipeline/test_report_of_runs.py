@@ -21,7 +21,7 @@ def test_report_page_has_every_section(full_run):
     measured = [name for name in sections(html) if name != "speculation"]
     assert measured == [*shown, "commands", "recipe", "versions"]
     assert "<td>done</td>" in html
-    assert f"{full_run.output}/report.html" in full_run.log.splitlines()[-1]
+    assert f"{full_run.output}/report.html" in full_run.log.splitlines()[-2]
     models = full_run.json("report.json")["models"]
     assert f"{models['quantized']['perplexity']:.3f}" in html
 

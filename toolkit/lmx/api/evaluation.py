@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -151,8 +150,7 @@ def evaluate(
         assert config, "the recipe has an evaluate stage"
         evaluator = Evaluator(config, context)
         if run and reference is None:
-            folders = evaluator.folders.items()
-            loaders = {name: partial(context.load, folder) for name, folder in folders}
+            loaders = evaluator.loaders
         else:
             loaders = {"reference": _loader(reference)} if reference else {}
             loaders["model"] = _loader(model)

@@ -78,10 +78,15 @@ class Evaluator:
             folders["quantized"] = current.model
         return folders
 
+    @property
+    def loaders(self) -> dict[str, Callable[[], LoadedModel]]:
+        """Functions that load the models of `folders`."""
+        load = self.context.load
+        return {name: partial(load, path) for name, path in self.folders.items()}
+
     def run(self) -> None:
         """Measure the models of the run, and log the metrics as a table."""
-        load = self.context.load
-        self.measure({k: partial(load, path) for k, path in self.folders.items()})
+        self.measure(self.loaders)
         self.context.logger.table(self.context.name, *table(self.metrics))
 
     def measure(self, models: dict[str, Callable[[], LoadedModel]]) -> None:
