@@ -212,6 +212,17 @@ def test_metrics_are_reported_and_a_missed_threshold_raises(recipe, run, tmp_pat
     assert "metrics:\n    examples:\n" in failed.recipe_path.read_text()
 
 
+def test_another_metric_keeps_the_stages_before_it(recipe, run, tmp_path):
+    recipe |= {"model": run.reference_path, "stages": recipe["stages"][1:3]}
+    recorder, options = Recorder(), {"output": tmp_path / "r", "quiet": True}
+    for value in (1, 2):
+        options |= {"metrics": {"n": lambda *_, value=value: value}}
+        done = lmx.train(recipe, callbacks=[recorder], **options)
+        assert done.metrics["quantized"]["custom"] == {"n": value}
+    stages = [stage for stage, _ in recorder.events]
+    assert stages == ["1-quantize", "2-evaluate", "2-evaluate"]
+
+
 def test_folder_without_a_run_is_refused(tmp_path):
     with pytest.raises(lmx.UserError, match="not a run directory"):
         lmx.open_run(tmp_path)
