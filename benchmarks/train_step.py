@@ -201,7 +201,7 @@ def _lmx(arguments: argparse.Namespace) -> dict:
     seconds, losses = [], []
     for number in range(WARMUP_STEPS + arguments.steps):
         start = time.perf_counter()
-        loss, count, norm, _ = step(batch, LEARNING_RATE, number)
+        loss, count, norm, *_ = step(batch, LEARNING_RATE, number)
         mx.eval(loss, count, norm, step.parameters, step.optimizer.state)
         seconds.append(time.perf_counter() - start)
         losses.append((loss / count).item())

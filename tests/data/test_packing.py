@@ -179,8 +179,8 @@ def test_packed_sequences_have_the_loss_of_their_examples():
     unpacked_batches = BucketBatchSampler(
         dataset, max_seq_length=LONGEST, batch_size=8
     ).in_order()
-    loss, tokens = step.evaluate(unpacked_batches)
-    packed_loss, packed_tokens = step.evaluate(packed_batches)
+    loss, tokens, _ = step.evaluate(unpacked_batches)
+    packed_loss, packed_tokens, _ = step.evaluate(packed_batches)
     assert packed_tokens == tokens
     assert packed_loss == pytest.approx(loss, rel=1e-5)
     unmasked_loss, _ = step.evaluate(

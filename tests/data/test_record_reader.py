@@ -67,7 +67,20 @@ CHAT = {"messages": [USER, ANSWER]}
         (
             {"prompt": "Hi", "chosen": "Hello", "rejected": "Go away"},
             "preference",
-            {"prompt": "Hi", "completion": "Hello"},
+            {"prompt": "Hi", "completion": "Hello", "rejected": "Go away"},
+        ),
+        (
+            {"chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "No"}]},
+            "preference",
+            {
+                "messages": (USER, ANSWER),
+                "rejected": (USER, {**ANSWER, "content": "No"}),
+            },
+        ),
+        (
+            {"prompt": "Hi", "completion": "Go away", "label": False},
+            "unpaired_preference",
+            {"prompt": "Hi", "completion": "Go away", "label": False},
         ),
         (
             {"prompt": "Hi", "chosen": [ANSWER], "rejected": []},

@@ -77,7 +77,7 @@ def outcome(step: TrainStep, windows) -> dict[str, np.ndarray]:
         metrics.append([value.item() for value in output[:3]])
     valid = [batch for window in windows for batch in window]
     weights = {f"weight {k}": np.array(v) for k, v in step.parameters.items()}
-    return weights | {"steps": np.array(metrics), "valid": step.evaluate(valid)}
+    return weights | {"steps": np.array(metrics), "valid": step.evaluate(valid)[:2]}
 
 
 def train_everything(ranks, folder) -> None:

@@ -147,7 +147,7 @@ def test_evaluation_loss_equals_training_loss(chunk, cached):
     step = make_step(
         model, teacher_loss=loss, chunked_loss=chunk and ChunkedLoss(model, chunk)
     )
-    total, tokens = step.evaluate([batch, batch])
+    total, tokens, _ = step.evaluate([batch, batch])
     assert total == pytest.approx(2 * expected, rel=1e-5)
     assert tokens == 2 * batch.mask.sum().item()
 

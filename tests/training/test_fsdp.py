@@ -76,7 +76,7 @@ def outcome(step: TrainStep, windows, rate: float = 1e-2) -> dict[str, np.ndarra
         output = step(window, rate, number)
         metrics.append([value.item() for value in output[:3]])
     valid = [batch for window in windows for batch in window]
-    result = {"steps": np.array(metrics), "valid": np.array(step.evaluate(valid))}
+    result = {"steps": np.array(metrics), "valid": np.array(step.evaluate(valid)[:2])}
     weights = step.gather_parameters(dict.fromkeys(step.parameters, mx.float32))
     return result | {f"weight {k}": np.array(v) for k, v in weights.items()}
 

@@ -15,7 +15,7 @@ PATHS = ("embedding.weight", "head.weight", "head.bias")
 def gradients(batch, **settings):
     """The (clipped) gradients: with beta1 = 0 they are Adam's first moments."""
     step = make_step(Tiny(), beta1=0.0, **settings)
-    loss, tokens, norm, _ = (v.item() for v in step(batch, 1e-3, 0))
+    loss, tokens, norm = (v.item() for v in step(batch, 1e-3, 0)[:3])
     result = {k: np.array(step.optimizer.state[k]["m"]) for k in PATHS}
     return result, loss, tokens, norm
 
@@ -91,7 +91,7 @@ def test_evaluation_weighs_tokens_equally():
     ]
     assert len({sequence.mask.sum().item() for sequence in sequences}) == 2
     whole, cut = step.evaluate([batch]), step.evaluate(sequences)
-    assert whole == pytest.approx(cut, rel=1e-6)
+    assert whole[:2] == pytest.approx(cut[:2], rel=1e-6)
     exact = numpy_loss(numpy_parameters(), batch)
     assert whole[0] / whole[1] == pytest.approx(exact, rel=1e-6)
 

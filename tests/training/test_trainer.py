@@ -120,7 +120,7 @@ def test_trainer_logs_loss_per_token(tmp_path):
     trainer.step.model.dropout._p_1 = 1.0
     trainer.train()
     batches = make_batches()
-    loss, tokens = trainer.step.evaluate([batches(0), batches(1)])
+    loss, tokens, _ = trainer.step.evaluate([batches(0), batches(1)])
     [record] = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert record["loss"] == pytest.approx(loss / tokens, rel=1e-6)
 

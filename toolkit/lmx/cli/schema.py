@@ -128,6 +128,8 @@ def _walk(
     meaning = _one_line(variants[0].__doc__)
     if len(variants) > 1:
         meaning = "Keys that all variants below have."
+        if not common:
+            meaning = "The keys of one of the variants below."
     yield BlockReference(address, meaning, "", _key_references(common))
     inner = dict(common)
     for variant, keys in zip(variants, keys_of, strict=True):

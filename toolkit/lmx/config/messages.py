@@ -27,6 +27,8 @@ EXPECTED = {
     "model_type": "a block of keys",
     "model_attributes_type": "a block of keys",
 }
+# Keys whose value chooses among several blocks.
+TAGS = ("method", "type")
 LIMITS = {
     "greater_than": "must be more than {gt:g}, got {got}",
     "greater_than_equal": "must be at least {ge:g}, got {got}",
@@ -132,11 +134,12 @@ def section_at(path: KeyPath, data: Any) -> type[ConfigModel] | None:
 
 
 def _choice(choices: list[type[ConfigModel]], block: Any) -> type[ConfigModel]:
-    method = block.get("method") if isinstance(block, dict) else None
+    block = block if isinstance(block, dict) else {}
     for section in choices:
-        field = section.model_fields.get("method")
-        if method and field and field.default == method:
-            return section
+        for tag in TAGS:
+            field = section.model_fields.get(tag)
+            if field and tag in block and field.default == block[tag]:
+                return section
     return choices[0]
 
 
@@ -177,12 +180,13 @@ def _missing(path: KeyPath, key: str, data: Any) -> Problem:
 def _unknown_value(path: KeyPath, error: dict) -> Problem:
     value, context = error["input"], error["ctx"]
     if error["type"] == "union_tag_invalid":
-        path, value = (*path, "method"), context["tag"]
+        path = (*path, context["discriminator"].strip("'"))
+        value = context["tag"]
     expected = context.get("expected") or context["expected_tags"]
     names = [name.strip("'") for name in re.split(", | or ", expected)]
     hint = value_hint(path, value, names) or nearest(value, names)
-    if path[-1] == "method":
-        return Problem(path, f"unknown method {shown(value)}", hint)
+    if error["type"] == "union_tag_invalid" or path[-1] == "method":
+        return Problem(path, f"unknown {path[-1]} {shown(value)}", hint)
     choices = "one of " * (len(names) > 1) + ", ".join(names)
     message = f"expected {choices}; got {shown(value)}"
     return Problem(path, message, None if hint.startswith("available") else hint)

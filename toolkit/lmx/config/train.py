@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from .base import ConfigModel
 from .lora import LoRAConfig
+from .preference import PreferenceLossConfig
 from .qat import QATConfig
 
 BETAS = {"beta1", "beta2"}
@@ -87,12 +88,16 @@ class TrainConfig(ConfigModel):
     trained."""
     teacher: TeacherConfig | None = None
     """Present = knowledge distillation."""
+    loss: PreferenceLossConfig | None = None
+    """Present = preference optimization, on examples with chosen and rejected
+    completions, or with labels for kto. Default: cross-entropy."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps. Give steps or epochs."""
     epochs: float | None = Field(None, gt=0)
     """Passes over the training data. Give steps or epochs."""
     batch_size: int | None = Field(None, ge=1)
-    """Sequences per batch. Give batch_size or batch_tokens."""
+    """Examples per batch. Give batch_size or batch_tokens. An example of preference
+    data has two sequences."""
     batch_tokens: int | None = Field(None, ge=1)
     """Tokens per batch, including padding; short examples form larger batches. Give
     batch_size or batch_tokens."""
@@ -174,6 +179,8 @@ class TrainConfig(ConfigModel):
         self._check_optimizer_keys()
         if self.fsdp:
             self._check_fsdp()
+        if self.loss:
+            self._check_loss(self.loss.type)
         return self
 
     def _check_adapter(self, adapter: LoRAConfig):
@@ -212,6 +219,11 @@ class TrainConfig(ConfigModel):
             )
         if self.steps and self.steps <= last_phase:
             raise ValueError(f"{' and '.join(names)} must be below steps")
+
+    def _check_loss(self, name: str):
+        for key in ("teacher", "packing", "fsdp"):
+            if getattr(self, key):
+                raise ValueError(f"{key} does not work with the loss {name}")
 
     def _check_fsdp(self):
         if self.adapter or self.qat or self.teacher:

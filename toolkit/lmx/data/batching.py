@@ -45,6 +45,7 @@ class Batch:
         example_indices: the examples, in the order of the sequences.
         target: cached predictions of a teacher, [B, L, ...] each, if there are any.
         head_fractions: number of shapes that `head_positions` may have.
+        sequences_per_example: sequences that belong together, one after the other.
     """
 
     tokens: mx.array
@@ -54,6 +55,7 @@ class Batch:
     example_indices: tuple[int, ...] = ()
     target: tuple[mx.array, ...] | None = None
     head_fractions: int = HEAD_FRACTIONS
+    sequences_per_example: int = 1
 
     @property
     def arrays(self) -> tuple[mx.array, mx.array, mx.array | None]:
@@ -81,10 +83,12 @@ class ExampleDataset(Protocol):
 
     Attributes:
         lengths: int [examples], tokens per example.
+        labels: bool [examples], if the examples have labels, else None.
         digest: a hash of all tokens and masks, which changes when an example does.
     """
 
     lengths: np.ndarray
+    labels: np.ndarray | None
     digest: str
 
     def __len__(self) -> int: ...
@@ -100,12 +104,33 @@ class InMemoryExamples(list[Example]):
         return np.array([len(example.tokens) for example in self], np.int32)
 
     @property
+    def labels(self) -> np.ndarray | None:
+        labels = [example.label for example in self if example.label is not None]
+        return np.array(labels, bool) if labels else None
+
+    @property
     def digest(self) -> str:
         total = hashlib.sha256()
         for example in self:
             total.update(example.tokens.tobytes())
             total.update(example.mask.tobytes())
+        if self.labels is not None:
+            total.update(self.labels.tobytes())
         return total.hexdigest()
+
+
+class BatchSource(Protocol):
+    """Batches by index: a `BucketBatchSampler` or a `PackedBatchSampler`.
+
+    Attributes:
+        examples: of all batches.
+        per_epoch: batches in one pass over the examples.
+    """
+
+    examples: ExampleDataset
+    per_epoch: int
+
+    def __call__(self, step: int) -> Batch: ...
 
 
 class BucketBatchSampler:
@@ -117,10 +142,11 @@ class BucketBatchSampler:
     is left out. Needs about 12 bytes of memory per example.
 
     Args:
-        batch_size: maximum sequences per batch, or
-        batch_tokens: maximum padded tokens per batch, unless one sequence has more;
-        short
-            sequences then form larger batches.
+        batch_size: maximum examples per batch, or
+        batch_tokens: maximum padded tokens per batch, unless one example has more;
+            short sequences then form larger batches.
+        sequences_per_example: so many of `examples`, one after the other, stay
+            together, such as the chosen and the rejected completion of a prompt.
     """
 
     def __init__(
@@ -131,21 +157,25 @@ class BucketBatchSampler:
         batch_size: int | None = None,
         batch_tokens: int | None = None,
         seed: int = 0,
+        sequences_per_example: int = 1,
     ):
         assert (batch_size is None) != (batch_tokens is None)
         self.examples = (
             InMemoryExamples(examples) if isinstance(examples, list) else examples
         )
         self.seed = seed
+        self.sequences_per_example = sequences_per_example
         self._epoch, self._order, self._shuffle = -1, [], np.zeros(0)
         self.buckets: list[tuple[int, int, np.ndarray]] = []
-        inputs = self.examples.lengths - 1
+        lengths = self.examples.lengths.reshape(-1, sequences_per_example)
+        inputs = lengths.max(axis=1) - 1
         low = 0
         for length in bucket_lengths(max_seq_length):
             members = np.flatnonzero((inputs > low) & (inputs <= length))
             low = length
             if count := len(members):
-                limit = batch_size or max(1, batch_tokens // length)
+                tokens = length * sequences_per_example
+                limit = batch_size or max(1, batch_tokens // tokens)
                 size = balanced_batch_size(count, limit)
                 self.buckets.append((length, size, members.astype(np.int32)))
         counts = [-(-len(members) // size) for _, size, members in self.buckets]
@@ -157,6 +187,11 @@ class BucketBatchSampler:
     def digest(self) -> str:
         """A hash of the examples, which changes when an example does."""
         return self.examples.digest
+
+    @property
+    def num_examples(self) -> int:
+        """Number of examples, with one or more sequences each."""
+        return len(self.examples) // self.sequences_per_example
 
     @property
     def per_epoch(self) -> int:
@@ -192,10 +227,12 @@ class BucketBatchSampler:
 
     def _collate(self, bucket: int, members: np.ndarray) -> Batch:
         length, size, _ = self.buckets[bucket]
-        tokens = np.zeros((size, length + 1), np.int32)
-        mask = np.zeros((size, length), bool)
+        together = self.sequences_per_example
+        tokens = np.zeros((size * together, length + 1), np.int32)
+        mask = np.zeros((size * together, length), bool)
+        indices = (members[:, None] * together + np.arange(together)).reshape(-1)
         where = []
-        for row, index in enumerate(members):
+        for row, index in enumerate(indices):
             example = self.examples[index]
             count = len(example.tokens)
             tokens[row, :count] = example.tokens
@@ -205,9 +242,18 @@ class BucketBatchSampler:
             mx.array(tokens),
             mx.array(mask),
             tuple(where),
-            example_indices=tuple(members.tolist()),
+            example_indices=tuple(indices.tolist()),
             head_fractions=self._head_fractions[bucket],
+            sequences_per_example=together,
         )
+
+
+def example_indices(batches: BatchSource, num_batches: int) -> np.ndarray:
+    """Indices of the examples in the first batches."""
+    if num_batches >= batches.per_epoch:
+        return np.arange(len(batches.examples))
+    used = {i for n in range(num_batches) for i in batches(n).example_indices}
+    return np.array(sorted(used))
 
 
 def head_fractions(num_batches: list[int]) -> list[int]:

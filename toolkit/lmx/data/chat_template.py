@@ -79,7 +79,7 @@ def _chat(
     if everything:
         whole = render_messages(messages, tokenizer)
         return RenderedChat(record, whole, ((0, len(whole)),))
-    turns = [i for i, message in enumerate(messages) if _is_completion(message)]
+    turns = [i for i, message in enumerate(messages) if is_completion(message)]
     messages = messages[: turns[-1] + 1]
     whole = render_messages(messages, tokenizer)
     spans = find_spans(messages, turns, whole, tokenizer)
@@ -92,7 +92,8 @@ def _chat(
     raise NoTrainableTokens("the chat template changes the turns before the last one")
 
 
-def _is_completion(message: dict) -> bool:
+def is_completion(message: dict) -> bool:
+    """Whether a message is a turn of the assistant that is not empty."""
     filled = message["content"].strip() or message.get("tool_calls")
     return message["role"] == "assistant" and bool(filled)
 

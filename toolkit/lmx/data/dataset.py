@@ -41,7 +41,7 @@ class ReadStats:
     """Counts of one pass over a source.
 
     Attributes:
-        format: chat, preference, completion, instruction or text.
+        format: chat, preference, unpaired_preference, completion, instruction or text.
         records: number of valid records.
         skipped: number of invalid records.
         first_skipped: (where, reason) of the first invalid records.

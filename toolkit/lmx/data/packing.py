@@ -145,6 +145,11 @@ class PackedBatchSampler:
         return total / (self.num_sequences * (self._length + 1))
 
     @property
+    def num_examples(self) -> int:
+        """Number of examples."""
+        return len(self.examples)
+
+    @property
     def per_epoch(self) -> int:
         """Batches in one pass over the examples."""
         return -(-self.num_sequences // self._size)

@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import UserError, shorten
 
@@ -22,6 +22,9 @@ class DataRecord:
     Attributes:
         where: its location, ``file:line``.
         skill: the kind of task, if the completion is its only correct answer.
+        rejected: the worse one of two completions: messages if the example has
+            messages, else text.
+        label: whether the completion is desirable, in data without pairs.
     """
 
     where: str
@@ -30,6 +33,8 @@ class DataRecord:
     completion: str | None = None
     text: str | None = None
     skill: str | None = None
+    rejected: tuple[dict, ...] | str | None = None
+    label: bool | None = None
 
     def as_text(self) -> str:
         """The whole example as plain text."""
@@ -38,6 +43,13 @@ class DataRecord:
         if self.text is not None:
             return self.text
         return f"{self.prompt}\n{self.completion}"
+
+    def with_rejected(self) -> "DataRecord":
+        """The example with the rejected completion in place of the chosen one."""
+        assert self.rejected is not None
+        if self.messages is not None:
+            return replace(self, messages=self.rejected, rejected=None)
+        return replace(self, completion=self.rejected, rejected=None)
 
 
 class Unreadable:
@@ -140,15 +152,37 @@ def _prompt_and_completion(prompt: object, completion: object, name: str) -> dic
 
 
 def _preference(record: dict) -> dict:
-    prompt, chosen = record.get("prompt"), record["chosen"]
-    if isinstance(chosen, list):
-        turns = _turns(chosen, "assistant")
-        # Many datasets repeat the prompt at the start of the chosen conversation.
+    chosen = _preferred(record, "chosen")
+    if not record.get("rejected"):
+        # The chosen completion alone can be fine-tuned on.
+        return chosen
+    rejected = _preferred(record, "rejected")
+    if chosen.keys() != rejected.keys():
+        raise BadRecord("chosen and rejected are not both text or both messages")
+    name = "messages" if "messages" in chosen else "completion"
+    if chosen[name] == rejected[name]:
+        raise BadRecord("chosen and rejected are equal")
+    return chosen | {"rejected": rejected[name]}
+
+
+def _preferred(record: dict, name: str) -> dict:
+    """The prompt with the completion `name`."""
+    prompt, completion = record.get("prompt"), record[name]
+    if isinstance(completion, list):
+        turns = _turns(completion, "assistant")
+        # Many datasets repeat the prompt at the start of both conversations.
         if turns and turns[0]["role"] != "assistant":
             return _conversation(turns)
     elif prompt is None:
-        raise BadRecord("chosen is text, but there is no prompt")
-    return _prompt_and_completion(prompt, chosen, "chosen")
+        raise BadRecord(f"{name} is text, but there is no prompt")
+    return _prompt_and_completion(prompt, completion, name)
+
+
+def _unpaired_preference(record: dict) -> dict:
+    label = record["label"]
+    if label not in (True, False):
+        raise BadRecord(f"label is {_kind_of(label)}, not true or false")
+    return _completion(record) | {"label": bool(label)}
 
 
 def _completion(record: dict) -> dict:
@@ -182,6 +216,9 @@ class Format:
 FORMATS = {
     "chat": Format(("messages",), _chat, ("conversations",)),
     "preference": Format(("chosen",), _preference, ("prompt", "rejected")),
+    "unpaired_preference": Format(
+        ("prompt", "completion", "label"), _unpaired_preference
+    ),
     "completion": Format(("prompt", "completion"), _completion),
     "instruction": Format(("instruction", "output"), _instruction, ("input",)),
     "text": Format(("text",), _text),

@@ -99,8 +99,14 @@ def read_eval_split(entry: CacheEntry) -> EvalSplit:
     """The split that `write_eval_split` wrote."""
     with (entry.folder / EVAL_FILE).open(encoding="utf-8") as stream:
         records = [DataRecord(**json.loads(line)) for line in stream]
-    records = [replace(r, messages=r.messages and tuple(r.messages)) for r in records]
+    records = [replace(r, **_tuples(r)) for r in records]
     return EvalSplit(records, entry.facts["threshold"])
+
+
+def _tuples(record: DataRecord) -> dict[str, tuple]:
+    """The messages, which JSON stores as lists, as tuples."""
+    values = {"messages": record.messages, "rejected": record.rejected}
+    return {k: tuple(v) for k, v in values.items() if isinstance(v, list)}
 
 
 def _split_document(record: DataRecord) -> tuple[DataRecord, DataRecord]:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -21,9 +22,14 @@ from .tokenization import (
 # Limits of the records that are encoded together.
 BLOCK_RECORDS, BLOCK_CHARACTERS = 1_000, 4_000_000
 TRAINED_BIT = np.uint32(1 << 31)
+LABELS = "labels.values"
 SECONDS_BETWEEN_LOGS = 5.0
 # Dropped records that are logged.
 MAX_LOGGED = 5
+
+
+# Makes examples of a block of records; called as `encode_block` is.
+Encode = Callable[..., EncodeResult]
 
 
 class RaggedArray:
@@ -60,7 +66,8 @@ class TokenStore:
 
     Attributes:
         lengths: int32 [examples], tokens per example.
-        digest: a hash of all tokens and masks.
+        labels: bool [examples], if the examples have labels, else None.
+        digest: a hash of all tokens, masks and labels.
     """
 
     def __init__(self, entry: CacheEntry):
@@ -68,6 +75,8 @@ class TokenStore:
         self._tokens = RaggedArray(entry.folder, "tokens", np.uint32)
         self._places = RaggedArray(entry.folder, "places", np.uint8)
         self.lengths = np.diff(self._tokens.starts).astype(np.int32)
+        labels = entry.folder / LABELS
+        self.labels = np.fromfile(labels, np.bool_) if labels.stat().st_size else None
         self.digest: str = entry.facts["digest"]
 
     def __len__(self) -> int:
@@ -88,8 +97,12 @@ def write_token_store(
     max_seq_length: int,
     loss_on: LossOn,
     info: Callable[[str], None],
+    encode: Encode = encode_block,
 ) -> dict:
     """Encode records block by block into an empty folder; returns counts.
+
+    Args:
+        encode: makes the examples of a block of records.
 
     Raises:
         UserError: no record has a trained token.
@@ -100,14 +113,15 @@ def write_token_store(
     progress = _ProgressLogger(info)
     with ExitStack() as opened:
         tokens, places = (RaggedWriter(folder, n, opened) for n in ("tokens", "places"))
+        labels = opened.enter_context((folder / LABELS).open("wb"))
         for block in _blocks(records):
-            encoded = encode_block(
+            encoded = encode(
                 block, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
             )
             logged += encoded.dropped[: MAX_LOGGED - len(logged)]
             _count(facts, len(block), encoded)
             if encoded.examples:
-                _append(encoded.examples, tokens, places, total)
+                _append(encoded.examples, tokens, places, labels, total)
             progress.update(facts["records"])
     if not facts["examples"]:
         raise no_trainable_examples(facts["records"], logged)
@@ -124,13 +138,20 @@ def _count(facts: dict, records: int, encoded: EncodeResult) -> None:
 
 
 def _append(
-    examples: list[Example], tokens: RaggedWriter, places: RaggedWriter, total
+    examples: list[Example],
+    tokens: RaggedWriter,
+    places: RaggedWriter,
+    labels: BinaryIO,
+    total,
 ) -> None:
     words = [e.tokens.astype(np.uint32) | e.mask * TRAINED_BIT for e in examples]
     for piece in words:
         total.update(len(piece).to_bytes(8, "little"))
         total.update(piece)
     tokens.write(np.concatenate(words), np.array([len(w) for w in words]))
+    values = bytes(e.label for e in examples if e.label is not None)
+    total.update(values)
+    labels.write(values)
     names = [example.where.encode() for example in examples]
     text = np.frombuffer(b"".join(names), np.uint8)
     places.write(text, np.array([len(name) for name in names]))

@@ -1,6 +1,6 @@
 """Tokenization of records, with the loss mask."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Literal
@@ -27,12 +27,14 @@ class Example:
         tokens: int32 [length].
         mask: bool [length], True where the token is trained: the loss counts its
             prediction from the previous tokens. Never True for the first token.
+        label: whether the completion is desirable, in data for KTO.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
     where: str
     skill: str | None = None
+    label: bool | None = None
 
 
 @dataclass
@@ -71,6 +73,7 @@ def encode_all(
     *,
     max_seq_length: int,
     loss_on: LossOn = "completions",
+    encode: Callable[..., EncodeResult] | None = None,
 ) -> EncodeResult:
     """The examples of all records, in order.
 
@@ -80,12 +83,14 @@ def encode_all(
     once. Other records are truncated at the end. All assistant turns are trained,
     including the end-of-turn token.
 
+    Args:
+        encode: makes the examples of the records; None = `encode_block`.
+
     Raises:
         UserError: no record has a trained token, or a record is a chat and the
-        tokenizer
-            has no chat template.
+            tokenizer has no chat template.
     """
-    encoded = encode_block(
+    encoded = (encode or encode_block)(
         records, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
     )
     if not encoded.examples:
@@ -107,12 +112,25 @@ def no_trainable_examples(
 
 
 def encode_block(
-    records: Iterable[DataRecord], tokenizer, *, max_seq_length: int, loss_on: LossOn
+    records: Iterable[DataRecord],
+    tokenizer,
+    *,
+    max_seq_length: int,
+    loss_on: LossOn,
+    include_undesirable: bool = False,
 ) -> EncodeResult:
-    """`encode_all` for some of the records; none of them needs a trained token."""
+    """`encode_all` for some of the records; none of them needs a trained token.
+
+    Args:
+        include_undesirable: encode records with a false label, too.
+    """
     encoded = EncodeResult()
     plans, everything = [], loss_on == "all"
     for record in records:
+        if record.label is False and not include_undesirable:
+            reason = "its label is false; a preference loss such as kto learns from it"
+            encoded.dropped.append((record.where, reason))
+            continue
         try:
             plans.append(chat_template.render(record, tokenizer, everything=everything))
         except NoTrainableTokens as error:

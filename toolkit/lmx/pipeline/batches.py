@@ -7,7 +7,8 @@ from ..data.batching import BucketBatchSampler
 from ..data.dataset import ReadStats
 from ..data.packing import PackedBatchSampler, packed
 from ..data.splits import log_read_stats
-from ..data.tokenization import LAST_ONLY, encode_all
+from ..data.token_store import Encode
+from ..data.tokenization import LAST_ONLY, encode_all, encode_block
 from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
 from ..training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
@@ -23,20 +24,22 @@ def training_batches(
     teacher: TeacherSetup | None = None,
     *,
     packing: bool,
+    encode: Encode = encode_block,
 ) -> BucketBatchSampler | PackedBatchSampler:
     """Batches of the training examples, which are tokenized once into the cache.
 
     Args:
+        encode: makes the examples of records.
         teacher: may replace the completions of the examples.
         packing: several examples per sequence. If the recipe asks for packing and the
             model cannot do it, padded batches have as many tokens.
     """
     longest = context.data.max_seq_length
-    examples = _tokenized(context, loaded)
+    examples = _tokenized(context, loaded, encode)
     if teacher:
         examples = teacher.replace_completions(examples)
     if not packing:
-        return _padded_batches(examples, config, context)
+        return _padded_batches(examples, config, context, encode)
     batches = PackedBatchSampler(
         examples,
         packed(examples, longest + 1, context.logger.warning),
@@ -52,19 +55,28 @@ def training_batches(
 
 
 def validation_batches(
-    config: TrainConfig, context: StageContext, loaded: LoadedModel
+    config: TrainConfig,
+    context: StageContext,
+    loaded: LoadedModel,
+    *,
+    encode: Encode = encode_block,
 ) -> BucketBatchSampler:
-    """Batches of the validation examples, all in memory."""
+    """Batches of the validation examples, all in memory.
+
+    Args:
+        encode: makes the examples of records.
+    """
     data = context.data
     encoded = encode_all(
         context.rows.valid,
         loaded.tokenizer,
         max_seq_length=data.max_seq_length,
         loss_on=data.loss_on,
+        encode=encode,
     )
     counts = vars(encoded) | {"dropped": len(encoded.dropped)}
     _log_changed(context, "valid", counts, encoded.dropped[: token_store.MAX_LOGGED])
-    return _padded_batches(encoded.examples, config, context)
+    return _padded_batches(encoded.examples, config, context, encode)
 
 
 def document_caches(
@@ -105,7 +117,7 @@ def chunked_loss(
 
 
 def _padded_batches(
-    examples, config: TrainConfig, context: StageContext
+    examples, config: TrainConfig, context: StageContext, encode: Encode
 ) -> BucketBatchSampler:
     longest, tokens = context.data.max_seq_length, config.batch_tokens
     if config.packing:
@@ -116,17 +128,25 @@ def _padded_batches(
         batch_size=None if tokens else config.batch_size,
         batch_tokens=tokens,
         seed=context.seed,
+        sequences_per_example=1 if encode is encode_block else 2,
     )
 
 
-def _tokenized(context: StageContext, loaded: LoadedModel) -> token_store.TokenStore:
+def _tokenized(
+    context: StageContext, loaded: LoadedModel, encode: Encode
+) -> token_store.TokenStore:
     data, rows, logger = context.data, context.rows, context.logger
     settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
 
     def fill(folder):
         logger.info("tokenizing the training examples")
         facts = token_store.write_token_store(
-            folder, rows.train, loaded.tokenizer, **settings, info=logger.info
+            folder,
+            rows.train,
+            loaded.tokenizer,
+            **settings,
+            info=logger.info,
+            encode=encode,
         )
         return facts | {"sources": [vars(t) for t in rows.train.stats.values()]}
 
@@ -137,7 +157,7 @@ def _tokenized(context: StageContext, loaded: LoadedModel) -> token_store.TokenS
     ]
     entry = cache.get_or_create(
         "tokens",
-        cache.key_of([rows.fingerprint, tokenizer, settings]),
+        cache.key_of([rows.fingerprint, tokenizer, settings, encode.__name__]),
         fill,
         warning=logger.warning,
         # A token has four bytes, and about four characters.

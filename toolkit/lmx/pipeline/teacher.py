@@ -9,7 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from ..config.train import TeacherConfig
-from ..data.batching import Batch, BucketBatchSampler, ExampleDataset
+from ..data.batching import (
+    Batch,
+    BucketBatchSampler,
+    ExampleDataset,
+    example_indices,
+)
 from ..data.packing import PackedBatchSampler
 from ..data.tokenizer_files import require_same_tokenizer
 from ..errors import UserError
@@ -118,7 +123,7 @@ class TeacherSetup:
             UserError: the disk is too small for the stored targets.
         """
         teacher, confidence = self.teacher, 0.0
-        indices = _example_indices(batches, num_batches)
+        indices = example_indices(batches, num_batches)
         if teacher.loss == "cakld":
             confidence = teacher_confidence(batches.examples, indices, self.client)
             self.context.logger.info(f"teacher confidence: {confidence:.3f}")
@@ -230,13 +235,3 @@ class EvalBatchesWithTargets(Sequence):
 
     def __getitem__(self, number: int) -> Batch:
         return self.targets(self.batches[number])
-
-
-def _example_indices(
-    batches: BucketBatchSampler | PackedBatchSampler, num_batches: int
-) -> np.ndarray:
-    """Indices of the examples in the first batches."""
-    if num_batches >= batches.per_epoch:
-        return np.arange(len(batches.examples))
-    used = {i for n in range(num_batches) for i in batches(n).example_indices}
-    return np.array(sorted(used))

@@ -49,6 +49,10 @@ class TrainStage(Stage):
         has_adapter, has_qat = (
             raw.value(key) is not None for key in ("adapter", "qat")
         )
+        if raw.value("loss") is not None and raw.data.get("loss_on") == "all":
+            hint = "leave data.loss_on out: it compares completions"
+            message = "a preference loss needs loss_on: completions"
+            yield Problem((*raw.path, "loss"), message, hint, "key")
         adapter_path = (*raw.path, "adapter")
         if state.is_untrained and has_adapter:
             hint = "leave adapter out: a model from scratch is trained in full"
@@ -136,7 +140,7 @@ class TrainStage(Stage):
             artifact = training.write() if ranks.is_first else context.current
         if baseline is None:
             return artifact
-        selection, eval_batches = training.selection, training.trainer.eval_batches
+        selection, eval_batches = training.selection, training.cross_entropy_batches
         # The baseline needs the memory of this training's weights and moments.
         del training
         baseline.train()
@@ -154,7 +158,9 @@ class TrainStage(Stage):
         tokens = workload.largest_batch(config.batch_size, config.batch_tokens)
         if config.batch_tokens:
             return BatchShape(longest, tokens, tokens)
-        return BatchShape(longest, tokens, config.batch_size * workload.mean_length)
+        mean = config.batch_size * workload.mean_length
+        sequences = 2 if config.loss else 1
+        return BatchShape(longest, sequences * tokens, sequences * mean)
 
     def _steps(self, workload: Workload, batch: BatchShape) -> int | None:
         config = self.config

@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 
 from ..config.train import TrainConfig
 from ..convert.importers.peft import resolve_adapter
+from ..data.tokenization import encode_block
 from ..evaluation.perplexity import measure_perplexity
 from ..generation.engine import Generator
 from ..models.loader import set_compute_dtype
@@ -28,6 +29,7 @@ from .batches import chunked_loss, document_caches, training_batches, validation
 from .context import ModelArtifact, StageContext, write_model
 from .estimate import training_dtype
 from .evaluator import SAMPLE_TOKENS
+from .preference import PreferenceSetup
 from .qat_setup import prepare, require_steps
 from .teacher import TeacherSetup
 
@@ -63,6 +65,9 @@ class TrainRun:
                 self.loaded,
                 has_fake_quant=config.qat is not None,
             )
+        self.preference = None
+        if config.loss:
+            self.preference = PreferenceSetup(config, context, self.model)
         self.trainer = self._make_trainer()
         self.step = self.trainer.step
 
@@ -72,8 +77,8 @@ class TrainRun:
         if self.config.fsdp:
             self._free_full_weights()
         self.eval_loss = self.trainer.train()
-        if self.teacher or self.context.extensions.loss:
-            # The trainer's loss is the divergence from the teacher, or the caller's.
+        if self.teacher or self.preference or self.context.extensions.loss:
+            # The trainer's loss is another one.
             self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
         if self.step.sharding:
@@ -172,7 +177,6 @@ class TrainRun:
     def _make_trainer(self) -> Trainer:
         config, context, loaded = self.config, self.context, self.loaded
         compute_dtype = training_dtype(config.compute_dtype, loaded.dtype)
-        fake_quant = self._fake_quant() if self.selection.specs else None
         if compute_dtype == mx.float32:
             # Lossless, and the chunked loss is verified in the dtype of the training.
             set_compute_dtype(loaded.model, compute_dtype)
@@ -180,34 +184,41 @@ class TrainRun:
         caches = None
         if config.packing:
             caches = document_caches(loaded, context, self.teacher)
+        encode = self.preference.encode if self.preference else encode_block
         batches = training_batches(
-            config, context, loaded, self.teacher, packing=caches is not None
+            config,
+            context,
+            loaded,
+            self.teacher,
+            packing=caches is not None,
+            encode=encode,
         )
-        valid = validation_batches(config, context, loaded)
+        valid = validation_batches(config, context, loaded, encode=encode)
         eval_batches = list(valid.in_order(config.eval_batches))
+        self.cross_entropy_batches = eval_batches
         num_batches = config.batches(batches.per_epoch)
         steps = math.ceil(num_batches / config.gradient_accumulation_steps)
         require_steps(config.qat, steps)
         context.logger.info(
-            f"{len(batches.examples):,} examples, {batches.per_epoch:,} batches per "
+            f"{batches.num_examples:,} examples, {batches.per_epoch:,} batches per "
             f"epoch; {steps:,} steps are {num_batches / batches.per_epoch:.1f} epochs"
         )
         teacher_loss = None
         if self.teacher:
             teacher_loss, batches = self.teacher.prepare(batches, num_batches)
             eval_batches = self.teacher.prepare_eval(valid.examples, eval_batches)
-        step = TrainStep(
-            loaded.model,
-            self._optimizer(fake_quant),
-            compute_dtype=compute_dtype,
-            fake_quant=fake_quant,
+        if self.preference:
+            chosen = validation_batches(config, context, loaded)
+            self.cross_entropy_batches = list(chosen.in_order(config.eval_batches))
+            batches = self.preference.prepare(batches, num_batches, compute_dtype)
+            eval_batches = self.preference.prepare_eval(
+                valid, eval_batches, compute_dtype
+            )
+        step = self._make_step(
+            compute_dtype,
             chunked_loss=chunked,
             document_caches=caches,
             teacher_loss=teacher_loss,
-            loss=context.extensions.loss or cross_entropy_sum,
-            gradient_checkpointing=config.gradient_checkpointing,
-            ranks=context.ranks,
-            fsdp=config.fsdp,
         )
         set_compute_dtype(loaded.model, compute_dtype)
         return Trainer(
@@ -219,6 +230,22 @@ class TrainRun:
             logger=context.logger,
             on_evaluate=self._sample,
             callbacks=context.extensions.callbacks,
+        )
+
+    def _make_step(self, compute_dtype: mx.Dtype, **losses) -> TrainStep:
+        config = self.config
+        fake_quant = self._fake_quant() if self.selection.specs else None
+        return TrainStep(
+            self.loaded.model,
+            self._optimizer(fake_quant),
+            compute_dtype=compute_dtype,
+            fake_quant=fake_quant,
+            preference_loss=self.preference and self.preference.loss,
+            loss=self.context.extensions.loss or cross_entropy_sum,
+            gradient_checkpointing=config.gradient_checkpointing,
+            ranks=self.context.ranks,
+            fsdp=config.fsdp,
+            **losses,
         )
 
     def _trainer_config(self, steps: int, num_batches: int) -> TrainerConfig:
@@ -343,4 +370,4 @@ class TrainRun:
         }
 
     def _cross_entropy(self, model: nn.Module) -> float:
-        return measure_perplexity(model, self.trainer.eval_batches).loss
+        return measure_perplexity(model, self.cross_entropy_batches).loss

@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,7 +27,8 @@ class TrainingProgress:
     data position and no random state is saved.
 
     Attributes:
-        loss_since, tokens_since, seconds_since: sums since the last logged step.
+        loss_since, loss_count_since, tokens_since, seconds_since, metrics_since: sums
+            since the last logged step.
         valid_loss: of the last evaluation.
         best_step, best_loss: of the evaluation with the lowest loss.
         evals_since_best: evaluations after that one.
@@ -38,6 +39,7 @@ class TrainingProgress:
     trained_tokens: int = 0
     seconds: float = 0.0
     loss_since: float = 0.0
+    loss_count_since: float = 0
     tokens_since: int = 0
     seconds_since: float = 0.0
     valid_loss: float = 0.0
@@ -45,6 +47,7 @@ class TrainingProgress:
     best_loss: float = math.inf
     evals_since_best: int = 0
     examples: str = ""
+    metrics_since: list[float] = field(default_factory=list)
 
     def add_evaluation(self, loss: float) -> None:
         """Record the validation loss of the current step."""

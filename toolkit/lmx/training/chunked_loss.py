@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..models.hooks import ModuleProxy, find_blocks, replace_module
-from .losses import cross_entropy_sum
+from .losses import cross_entropy_sum, token_log_probs
 
 # A summed loss of logits [T, V] and labels [T, ...]; the first two labels are the next
 # tokens and the loss mask.
@@ -161,6 +161,55 @@ class ChunkedLoss:
             chunk, *chunk_labels = mx.depends([x[tokens] for x in flat], [total])
             total = total + loss(self._split.logits(chunk), *chunk_labels)
         return total
+
+    def log_probs(
+        self,
+        inputs: mx.array,
+        targets: mx.array,
+        places: mx.array | None = None,
+        **kwargs,
+    ) -> mx.array:
+        """Log-probabilities of the targets, float32 [B, L], with gradients.
+
+        The backward pass computes the logits of a chunk again: what the loss makes of
+        a log-probability may depend on all others.
+
+        Args:
+            inputs, targets: int [B, L].
+            places: int [T], the positions of the B * L that count; the others get 0.
+            kwargs: passed to the model.
+        """
+        hidden = self._split.hidden(inputs, **kwargs)
+        hidden, targets = _select(places, hidden, targets)
+        parameters = dict(tree_flatten(self.model.trainable_parameters()))
+        weights = [parameters[path] for path in self._head_paths]
+
+        @mx.custom_function
+        def forward(hidden, *weights):
+            logps = []
+            for tokens in self._chunks(len(hidden)):
+                chunk = [hidden[tokens], targets[tokens]]
+                chunk, target = mx.depends(chunk, logps[-1:])
+                logps.append(token_log_probs(self._split.logits(chunk), target))
+            return mx.concatenate(logps)
+
+        @forward.vjp
+        def _(primals, cotangent, _):
+            def weighted_sum(logits, target, _, cotangent):
+                return (token_log_probs(logits, target) * cotangent).sum()
+
+            # A single primal is no tuple.
+            values = primals if weights else (primals,)
+            labels = [targets, mx.ones_like(targets), cotangent]
+            _, *gradients = self._with_gradients(
+                values[0], values[1:], labels, weighted_sum
+            )
+            return tuple(gradients)
+
+        logps = forward(hidden, *weights)
+        if places is None:
+            return logps.reshape(inputs.shape)
+        return mx.zeros(inputs.size).at[places].add(logps).reshape(inputs.shape)
 
     def _with_gradients(self, hidden, weights, labels, loss) -> tuple[mx.array, ...]:
         """The sum, and its gradients with respect to `hidden` and the weights."""

@@ -20,6 +20,18 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx
     return _cross_entropy(logits, targets, mask)[0]
 
 
+def token_log_probs(logits: mx.array, targets: mx.array) -> mx.array:
+    """Log-probabilities of the targets, float32 [...].
+
+    Args:
+        logits: [..., V].
+        targets: int [...].
+    """
+    logits = logits.astype(mx.float32)
+    chosen = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
+    return chosen - mx.logsumexp(logits, axis=-1)
+
+
 @mx.custom_function
 def _cross_entropy(logits: mx.array, targets: mx.array, mask: mx.array):
     """The sum, and what its gradient needs: exponentials and their sums."""

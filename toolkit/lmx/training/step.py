@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,8 +19,9 @@ from .distillation import DistillationLoss
 from .document_mask import DocumentCaches
 from .fsdp import ShardedParameters
 from .gradient_checkpointing import checkpointed
-from .losses import cross_entropy_sum
+from .losses import cross_entropy_sum, token_log_probs
 from .optimizers import OptimizerConfig, make_optimizer
+from .preference_loss import PreferenceLoss
 from .schedules import clip_grad_norm, decay_weights
 
 
@@ -27,16 +29,34 @@ class StepOutput(NamedTuple):
     """Scalars of one optimizer step over all ranks, not yet computed.
 
     Attributes:
-        loss_sum: summed over the trained tokens of the step.
+        loss_sum: summed over the trained tokens, or over the examples of a preference
+            loss.
         num_tokens: the trained tokens of the step.
         grad_norm: before clipping.
         stop_requests: number of ranks that were asked to stop.
+        loss_count: number of the tokens or examples that `loss_sum` adds up.
+        metrics: [2, M], sums of the loss's metrics and the numbers of their values.
     """
 
     loss_sum: mx.array
     num_tokens: mx.array
     grad_norm: mx.array
     stop_requests: mx.array
+    loss_count: mx.array
+    metrics: mx.array
+
+
+class EvalOutput(NamedTuple):
+    """Sums over validation batches and all ranks.
+
+    Attributes:
+        loss_sum, loss_count: as in `StepOutput`.
+        metrics: means by name.
+    """
+
+    loss_sum: float
+    loss_count: int
+    metrics: dict[str, float]
 
 
 class TrainStep:
@@ -56,6 +76,7 @@ class TrainStep:
             no batch is packed.
         teacher_loss: the loss against a teacher; None = `loss`.
         loss: the summed loss of logits, targets and mask, without a teacher.
+        preference_loss: a loss of whole completions instead; None = `loss`.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
         ranks: the processes that train this model; each one gets its share of a batch.
         fsdp: every rank holds only its shard of parameters, gradients and moments.
@@ -76,6 +97,7 @@ class TrainStep:
         document_caches: DocumentCaches | None = None,
         teacher_loss: DistillationLoss | None = None,
         loss: Loss = cross_entropy_sum,
+        preference_loss: PreferenceLoss | None = None,
         gradient_checkpointing: bool = False,
         ranks: ProcessGroup = SINGLE_PROCESS,
         fsdp: bool = False,
@@ -88,6 +110,7 @@ class TrainStep:
         self.document_caches = document_caches
         self.teacher_loss = teacher_loss
         self.loss = loss
+        self.preference_loss = preference_loss
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
@@ -167,20 +190,26 @@ class TrainStep:
         self._compile()
         return True
 
-    def evaluate(self, batches) -> tuple[float, int]:
-        """Summed training loss and trained tokens of batches, without dropout."""
+    def evaluate(self, batches) -> EvalOutput:
+        """Summed training loss of batches, their tokens or examples, and metrics.
+
+        Without dropout.
+        """
         self.model.eval()
-        loss_sum = num_tokens = 0.0
         if self.sharding:
             # Every batch needs the shards of all ranks.
             local_batches = (shard_batch(batch, self.ranks) for batch in batches)
         else:
             local_batches = self.ranks.shard(batches)
+        names = self.preference_loss.metric_names if self.preference_loss else ()
+        totals = [0.0] * (2 + 2 * len(names))
         for batch in local_batches:
-            loss_sum += self._evaluate_batch(*self._inputs(batch)).item()
-            num_tokens += batch.mask.sum().item()
-        loss_sum, num_tokens = self.ranks.all_reduce_scalars(loss_sum, num_tokens)
-        return loss_sum, int(num_tokens)
+            loss_sum, count, _, metrics = self._evaluate_batch(*self._inputs(batch))
+            values = [loss_sum.item(), count.item(), *metrics.reshape(-1).tolist()]
+            totals = [total + v for total, v in zip(totals, values, strict=True)]
+        loss_sum, count, *metrics = self.ranks.all_reduce_scalars(*totals)
+        means = metric_means(names, metrics)
+        return EvalOutput(loss_sum, int(count), means)
 
     def materialize(self) -> nn.Module:
         """The model with the weights of the next forward pass, in evaluation mode.
@@ -230,39 +259,43 @@ class TrainStep:
         self, tokens, mask, documents, places, target, learning_rate, stop_requests
     ):
         batch = tokens, mask, documents, places, target
-        loss_sum, gradients = self._gradients(*batch)
-        return self._update(
-            gradients, loss_sum, mask.sum(), learning_rate, stop_requests
-        )
+        sums, gradients = self._gradients(*batch)
+        return self._update(gradients, *sums, learning_rate, stop_requests)
 
     def _train_accumulated(
         self, batches: Sequence[Batch], learning_rate, stop_requests
     ):
         zeros = {k: mx.zeros_like(v) for k, v in self.parameters.items()}
         self._grad_sums.update(zeros)
-        loss_sum = num_tokens = mx.array(0.0)
+        totals = self._no_sums()
         for batch in batches:
             with translate_trace_errors():
-                loss_sum = loss_sum + self._accumulate_batch(*self._inputs(batch))
-            num_tokens = num_tokens + batch.mask.sum()
+                sums = self._accumulate_batch(*self._inputs(batch))
+            totals = [a + b for a, b in zip(totals, sums, strict=True)]
             # Starts the work; else all micro-batches might be in memory at once.
-            mx.async_eval(loss_sum, num_tokens, self._grad_sums)
-        outputs = self._update_accumulated(
-            loss_sum, num_tokens, learning_rate, stop_requests
-        )
+            mx.async_eval(totals, self._grad_sums)
+        outputs = self._update_accumulated(*totals, learning_rate, stop_requests)
         self._grad_sums.clear()
         return outputs
 
-    def _accumulate(self, *batch) -> mx.array:
-        loss_sum, gradients = self._gradients(*batch)
+    def _no_sums(self) -> tuple[mx.array, ...]:
+        """The loss, its count, the tokens and the metrics of no batch."""
+        names = self.preference_loss.metric_names if self.preference_loss else ()
+        counts = mx.array(0.0 if self.preference_loss else 0), mx.array(0)
+        return mx.array(0.0), *counts, mx.zeros((2, len(names)))
+
+    def _accumulate(self, *batch) -> tuple[mx.array, ...]:
+        batch_sums, gradients = self._gradients(*batch)
         sums = {k: self._grad_sums[k] + g for k, g in gradients.items()}
         self._grad_sums.update(sums)
-        return loss_sum
+        return batch_sums
 
     def _gradients(self, *batch):
         return mx.value_and_grad(self._train_loss)(self.parameters, *batch)
 
-    def _train_loss(self, parameters: dict[str, mx.array], *batch) -> mx.array:
+    def _train_loss(
+        self, parameters: dict[str, mx.array], *batch
+    ) -> tuple[mx.array, ...]:
         if self._checkpointed_blocks:
             blocks = checkpointed(
                 self._checkpointed_blocks, self.sharding.gathered_forward
@@ -271,7 +304,7 @@ class TrainStep:
             blocks = self.sharding.gathered_blocks()
         return self._loss(parameters, batch, blocks, self.chunked_loss)
 
-    def _eval_loss(self, *batch) -> mx.array:
+    def _eval_loss(self, *batch) -> tuple[mx.array, ...]:
         chunked = self.chunked_loss and self.chunked_loss.value
         return self._loss(
             self.parameters, batch, self.sharding.gathered_blocks(), chunked
@@ -279,9 +312,29 @@ class TrainStep:
 
     def _loss(
         self, parameters, batch, blocks: AbstractContextManager, chunked
-    ) -> mx.array:
-        tokens, mask, documents, places, target = batch
+    ) -> tuple[mx.array, ...]:
+        """The summed loss, its count, the trained tokens and the metrics."""
+        tokens, mask, _, places, target = batch
         self._set_weights(parameters)
+        if self.preference_loss:
+            with blocks:
+                logps = self._log_probs(tokens, places)
+            loss, count, metrics = self.preference_loss(logps, mask, *(target or ()))
+            return loss, count, mask.sum(), metrics
+        loss = self._token_loss(batch, blocks, chunked)
+        # One array: mx.compile fails on two outputs that are computed alike.
+        num_tokens = mask.sum()
+        return loss, num_tokens, num_tokens, mx.zeros((2, 0))
+
+    def _log_probs(self, tokens: mx.array, places: mx.array | None) -> mx.array:
+        """Log-probabilities of the targets, float32 [B, L]."""
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        if self.chunked_loss:
+            return self.chunked_loss.log_probs(inputs, targets, places)
+        return token_log_probs(self.model(inputs), targets)
+
+    def _token_loss(self, batch, blocks: AbstractContextManager, chunked) -> mx.array:
+        tokens, mask, documents, places, target = batch
         inputs, labels = tokens[:, :-1], (tokens[:, 1:], mask)
         kwargs = {}
         if documents is not None:
@@ -294,14 +347,23 @@ class TrainStep:
                 return chunked(inputs, labels, places, loss=loss, **kwargs)
             return loss(self.model(inputs, **kwargs), *labels)
 
-    def _update(self, gradients, loss_sum, num_tokens, learning_rate, stop_requests):
-        """Sum over all ranks, divide by the trained tokens, clip, and step."""
-        scalars, gradients = self.sharding.all_reduce(
-            [loss_sum, num_tokens, stop_requests], gradients
+    def _update(
+        self,
+        gradients,
+        loss_sum,
+        count,
+        num_tokens,
+        metrics,
+        learning_rate,
+        stop_requests,
+    ):
+        """Sum over all ranks, divide by the count of the loss, clip, and step."""
+        sums, gradients = self.sharding.all_reduce(
+            [loss_sum, count, num_tokens, metrics, stop_requests], gradients
         )
-        loss_sum, num_tokens, stop_requests = scalars
-        num_tokens = mx.maximum(num_tokens, 1)
-        gradients = {k: g / num_tokens for k, g in gradients.items()}
+        loss_sum, count, num_tokens, metrics, stop_requests = sums
+        count, num_tokens = mx.maximum(count, 1), mx.maximum(num_tokens, 1)
+        gradients = {k: g / count for k, g in gradients.items()}
         norm = self.sharding.grad_norm(gradients)
         gradients = clip_grad_norm(gradients, norm, self.config.max_grad_norm)
         self.optimizer.learning_rate = learning_rate
@@ -313,24 +375,37 @@ class TrainStep:
             before = self.parameters[path]
             updated[path] = before + multiplier * (updated[path] - before)
         self.parameters.update(updated)
-        return loss_sum, num_tokens, norm, stop_requests
+        return loss_sum, num_tokens, norm, stop_requests, count, metrics
+
+
+def metric_means(names: Sequence[str], sums: Sequence[float]) -> dict[str, float]:
+    """Means by name of the metrics [2, M], flattened; without those of no value."""
+    pairs = zip(names, sums[: len(names)], sums[len(names) :], strict=True)
+    return {name: total / count for name, total, count in pairs if count}
 
 
 def shard_batch(batch: Batch, ranks: ProcessGroup) -> Batch:
-    """Every `size`-th sequence of a batch, the same number for every rank.
+    """Every `size`-th example of a batch, the same number for every rank.
 
-    Ranks with one sequence less than others get one with an empty loss mask.
+    Ranks with one example less than others get one with an empty loss mask.
     """
     if ranks.size == 1:
         return batch
+    together = batch.sequences_per_example
 
     def shard(values: mx.array) -> mx.array:
-        local = values[ranks.rank :: ranks.size]
-        missing = -(-len(values) // ranks.size) - len(local)
-        return mx.pad(local, [(0, missing), *[(0, 0)] * (local.ndim - 1)])
+        examples = values.reshape(-1, together, *values.shape[1:])
+        local = examples[ranks.rank :: ranks.size]
+        missing = -(-len(examples) // ranks.size) - len(local)
+        padded = mx.pad(local, [(0, missing), *[(0, 0)] * (local.ndim - 1)])
+        return padded.flatten(0, 1)
 
     arrays = [value if value is None else shard(value) for value in batch.arrays]
-    where = tuple(ranks.shard(batch.where))
+    examples = [
+        batch.where[start : start + together]
+        for start in range(0, len(batch.where), together)
+    ]
+    where = tuple(chain.from_iterable(ranks.shard(examples)))
     target = batch.target and tuple(shard(value) for value in batch.target)
     fractions = batch.head_fractions
     return Batch(*arrays[:2], where, arrays[2], target=target, head_fractions=fractions)

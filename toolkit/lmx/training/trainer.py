@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from ..run.logger import RunLogger
 from ..run.signals import exit_if_stuck, stop_requested
 from . import checkpoint
 from .checkpoint import TrainingProgress
-from .step import StepOutput, TrainStep
+from .step import StepOutput, TrainStep, metric_means
 
 # Seconds that a step and a checkpoint of several processes may take after SIGTERM.
 SHUTDOWN_SECONDS = 300
@@ -169,7 +170,9 @@ class Trainer:
         if self._running is None:
             return
         running, self._running = self._running, None
-        loss_sum, tokens, norm, stop_requests = (v.item() for v in running.output)
+        output = running.output
+        loss_sum, norm = output.loss_sum.item(), output.grad_norm.item()
+        tokens, stop_requests = output.num_tokens.item(), output.stop_requests.item()
         self._any_rank_stops = stop_requests > 0
         if not (math.isfinite(loss_sum) and math.isfinite(norm)):
             with self.ranks.collective_errors():
@@ -183,7 +186,11 @@ class Trainer:
         self._has_finished_step = True
         progress.step = running.number + 1
         progress.loss_since += loss_sum
+        progress.loss_count_since += output.loss_count.item()
         progress.tokens_since += int(tokens)
+        metrics = output.metrics.reshape(-1).tolist()
+        pairs = zip_longest(progress.metrics_since, metrics, fillvalue=0.0)
+        progress.metrics_since = [total + value for total, value in pairs]
         progress.seconds_since += now - self._last_time
         self._rate_tokens += int(tokens)
         self._rate_seconds += now - self._last_time
@@ -283,12 +290,14 @@ class Trainer:
 
     def _evaluate(self) -> None:
         step = self.progress.step
-        loss_sum, num_tokens = self.step.evaluate(self.eval_batches)
-        loss = loss_sum / num_tokens
+        output = self.step.evaluate(self.eval_batches)
+        loss = output.loss_sum / output.loss_count
         self.progress.add_evaluation(loss)
         with self.ranks.collective_errors():
-            self.logger.metrics({"kind": "valid", "step": step, "loss": loss})
-            self.logger.info(f"step {step}: validation loss {loss:#.4g}")
+            record = {"kind": "valid", "step": step, "loss": loss}
+            self.logger.metrics(record | output.metrics)
+            others = "".join(f", {k} {v:.4g}" for k, v in output.metrics.items())
+            self.logger.info(f"step {step}: validation loss {loss:#.4g}{others}")
         self.on_evaluate(step)
         self.callbacks.call(
             "evaluate",
@@ -311,7 +320,8 @@ class Trainer:
     def _log(self, learning_rate: float, norm: float, bar) -> None:
         progress = self.progress
         metrics = {
-            "loss": progress.loss_since / progress.tokens_since,
+            "loss": progress.loss_since / progress.loss_count_since,
+            **self._preference_metrics(),
             "learning_rate": learning_rate,
             "tokens_per_second": self._rate_tokens / self._rate_seconds,
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
@@ -325,11 +335,18 @@ class Trainer:
         }
         self.logger.metrics({"kind": "train", "step": progress.step} | metrics | totals)
 
+    def _preference_metrics(self) -> dict[str, float]:
+        """Means of the loss's metrics since the last logged step."""
+        loss = self.step.preference_loss
+        sums = self.progress.metrics_since
+        return metric_means(loss.metric_names, sums) if loss else {}
+
     def _count_tokens(self) -> None:
         progress = self.progress
         progress.trained_tokens += progress.tokens_since
         progress.seconds += progress.seconds_since
         progress.loss_since, progress.tokens_since, progress.seconds_since = 0.0, 0, 0.0
+        progress.loss_count_since, progress.metrics_since = 0, []
 
     def _select_weights(self) -> float:
         """Leave the best or the last weights in the step; returns their loss."""

@@ -1,0 +1,122 @@
+"""Preference optimization by recipe: metrics, resuming, references and refusals."""
+
+import json
+import math
+
+import pytest
+from lmx.config.errors import ConfigErrors
+from lmx.config.loader import load_recipe
+from tiny_runs import TRAIN, Run
+
+LORA = {"type": "lora", "rank": 4}
+GRID = {"bits": 4, "group_size": 32}
+CASES = {
+    "dpo-lora": {"loss": {"type": "dpo"}, "adapter": LORA},
+    "ipo-qat-lora": {"loss": {"type": "ipo"}, "adapter": LORA, "qat": GRID},
+    "orpo-qat": {"loss": {"type": "orpo"}, "qat": GRID},
+    "kto-full": {"loss": {"type": "kto"}, "gradient_accumulation_steps": 2},
+}
+
+
+def row(number: int, kind: str) -> dict:
+    question = [{"role": "user", "content": f"Add {number} and {number % 7}."}]
+    right, wrong = (
+        [{"role": "assistant", "content": text}]
+        for text in (f"{number + number % 7}", "Nobody knows that.")
+    )
+    if kind == "kto":
+        is_right = number % 2 == 0
+        completion = right if is_right else wrong
+        return {"prompt": question, "completion": completion, "label": is_right}
+    return {"prompt": question, "chosen": right, "rejected": wrong}
+
+
+def make_run(folder, case: str, base, **train) -> Run:
+    folder.mkdir(exist_ok=True)
+    run = Run(folder, {"train": TRAIN | CASES[case] | train}, model=base)
+    for name, start, count in (("train", 0, 24), ("valid", 100, 8)):
+        rows = [row(n, case.split("-")[0]) for n in range(start, start + count)]
+        path = folder / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return run
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_run_ends_with_the_same_bytes(case, tmp_path, base):
+    whole = make_run(tmp_path / "whole", case, base)
+    assert whole() == 0
+    killed = make_run(tmp_path / "killed", case, base)
+    assert killed.run_with_signal("SIGKILL", "step", 7).returncode == -9
+    assert killed() == 0
+    assert killed.outcome() == whole.outcome()
+
+
+def test_model_begins_at_its_reference(tmp_path, base):
+    run = make_run(tmp_path / "run", "dpo-lora", base, learning_rate=0.01)
+    assert run() == 0
+    first = next(r for r in run.records() if r["kind"] == "valid")
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    trained = [r for r in run.records() if r["kind"] == "train"]
+    assert trained[-1]["loss"] < 0.6
+    assert trained[-1]["rewards/margins"] > 0.2
+    assert trained[-1]["rewards/accuracies"] > 0.7
+
+
+def test_reference_is_computed_once(tmp_path, base, monkeypatch):
+    from lmx.training import reference_log_probs
+
+    run = make_run(tmp_path / "run", "dpo-lora", base)
+    assert run() == 0
+
+    def refuse(*_):
+        raise AssertionError("computed again")
+
+    monkeypatch.setattr(reference_log_probs, "_sums", refuse)
+    again = make_run(tmp_path / "again", "dpo-lora", base)
+    assert again() == 0
+    other = make_run(tmp_path / "other", "ipo-qat-lora", base)
+    assert other() == 0
+
+
+def test_reference_of_a_continued_adapter_is_the_base(tmp_path, base):
+    first = make_run(tmp_path / "first", "dpo-lora", base)
+    assert first() == 0
+    adapter = LORA | {"init_from": str(first.output / "adapters")}
+    second = make_run(tmp_path / "second", "dpo-lora", base, adapter=adapter)
+    assert second() == 0
+    start = next(r for r in second.records() if r["kind"] == "valid")
+    end = [r for r in first.records() if r["kind"] == "valid"][-1]
+    assert start["rewards/margins"] == pytest.approx(end["rewards/margins"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("case", "train", "message"),
+    [
+        ("dpo-lora", {"packing": True}, "packing does not work with the loss dpo"),
+        ("dpo-lora", {"teacher": {"ce_weight": 0.5}}, "teacher does not work"),
+        ("dpo-lora", {"loss": {"type": "orpo", "gamma": 1}}, "gamma"),
+    ],
+)
+def test_recipe_errors_name_the_key(tmp_path, base, case, train, message):
+    run = make_run(tmp_path / "run", case, base, **train)
+    with pytest.raises(ConfigErrors, match=message):
+        load_recipe(run.recipe)
+
+
+def test_data_without_pairs_is_refused(tmp_path, base, capsys):
+    run = make_run(tmp_path / "run", "dpo-lora", base)
+    path = run.folder / "train.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    chats = [{"messages": r["prompt"] + r["chosen"]} for r in rows]
+    path.write_text("".join(json.dumps(r) + "\n" for r in chats))
+    assert run() == 2
+    assert "it has no rejected completion" in capsys.readouterr().err
+
+
+def test_kto_needs_both_labels(tmp_path, base, capsys):
+    run = make_run(tmp_path / "run", "kto-full", base)
+    path = run.folder / "train.jsonl"
+    path.write_text(path.read_text().replace("false", "true"))
+    assert run() == 2
+    assert "all examples have the label true" in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""The preference loss of a train stage: its examples and its reference."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from ..config.train import TrainConfig
+from ..data.batching import Batch, BucketBatchSampler, example_indices
+from ..data.preference import encode_pairs, encode_unpaired
+from ..data.token_store import Encode
+from ..errors import UserError
+from ..models.checkpoint import weights_digest
+from ..training.preference_loss import PreferenceLoss
+from ..training.reference_log_probs import (
+    Reference,
+    ReferenceBatches,
+    reference_log_probs,
+)
+from .batches import chunked_loss
+from .context import StageContext
+from .qat_setup import QATModel
+
+
+class PreferenceSetup:
+    """The loss of a train stage with a `loss` block.
+
+    The reference is the model that the stage starts from: without its adapter, before
+    fake quantization, or as it is served if it is quantized. Its log-probabilities are
+    computed before the training begins, if possible with the model that is trained.
+
+    Args:
+        model: the model to train, with its adapter.
+    """
+
+    def __init__(self, config: TrainConfig, context: StageContext, model: QATModel):
+        self.config = config
+        self.context = context
+        self.model = model
+        self.loss = PreferenceLoss(config.loss)
+
+    @property
+    def encode(self) -> Encode:
+        """Makes two sequences of every example."""
+        return encode_pairs if self.loss.is_paired else encode_unpaired
+
+    def prepare(
+        self, batches: BucketBatchSampler, num_batches: int, dtype: mx.Dtype
+    ) -> ReferenceBatches:
+        """Training batches with what the loss needs.
+
+        Args:
+            dtype: of the forward pass.
+
+        Raises:
+            UserError: the examples of KTO have one kind of label only.
+        """
+        self._require_both_labels(batches)
+        indices = example_indices(batches, num_batches)
+        return self._with_reference(batches, indices, dtype)
+
+    def prepare_eval(
+        self, valid: BucketBatchSampler, batches: Sequence[Batch], dtype: mx.Dtype
+    ) -> list[Batch]:
+        """Validation batches with what the loss needs."""
+        used = sorted({index for batch in batches for index in batch.example_indices})
+        prepared = self._with_reference(valid, np.array(used), dtype)
+        return [prepared.with_target(batch) for batch in batches]
+
+    def _with_reference(
+        self, batches: BucketBatchSampler, indices: np.ndarray, dtype: mx.Dtype
+    ) -> ReferenceBatches:
+        if not self.loss.needs_reference:
+            return ReferenceBatches(batches, None)
+        context = self.context
+        digest = f"{weights_digest(context.initial_model)} {dtype}"
+        reference = Reference(self._load_reference, digest, context.logger)
+        values = reference_log_probs(batches.examples, indices, reference)
+        return ReferenceBatches(batches, values, digest)
+
+    def _load_reference(self):
+        """The reference and its chunked loss."""
+        adapter, loaded = self.config.adapter, self.model.loaded
+        # Latent weights lie elsewhere in the cells of their codes, and a continued
+        # adapter has changed the model.
+        if self.model.packed or (adapter and adapter.init_from):
+            loaded = self.context.load(self.context.initial_model)
+        loaded.model.eval()
+        return loaded.model, chunked_loss(self.config, self.context, loaded)
+
+    def _require_both_labels(self, batches: BucketBatchSampler) -> None:
+        labels = batches.examples.labels
+        if labels is None or labels.any() != labels.all():
+            return
+        raise UserError(
+            f"all examples have the label {str(bool(labels[0])).lower()}",
+            place=", ".join(self.context.data.train),
+            hint="kto learns from desirable and undesirable completions",
+        )

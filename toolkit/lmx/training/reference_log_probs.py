@@ -1,0 +1,137 @@
+"""Log-probabilities of completions by the reference of a preference loss, on disk.
+
+The reference does not change, so it runs once over every sequence. Its results are in
+the cache, in blocks by the content of the sequences and the weights.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from ..data import cache
+from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
+from ..run.logger import RunLogger
+from .chunked_loss import ChunkedLoss
+from .losses import token_log_probs
+
+FILE = "log_probs.npy"
+# Sequences per block of the cache, and tokens per forward pass.
+BLOCK_SEQUENCES, BATCH_TOKENS = 256, 2048
+
+
+@dataclass(frozen=True)
+class Reference:
+    """The model that a preference loss compares with.
+
+    Attributes:
+        load: returns it, with its chunked loss if it has one. It is called if a result
+            is not in the cache.
+        digest: a hash of its weights and of how it computes.
+    """
+
+    load: Callable[[], tuple[nn.Module, ChunkedLoss | None]]
+    digest: str
+    logger: RunLogger
+
+
+class ReferenceBatches:
+    """Batches with the reference's log-probabilities, and with labels if there are any.
+
+    Args:
+        batches: of preference examples.
+        log_probs: float32 [examples], NaN where they are not known; None = the loss has
+            no reference.
+        digest: of the reference.
+    """
+
+    def __init__(
+        self,
+        batches: BucketBatchSampler,
+        log_probs: np.ndarray | None,
+        digest: str = "",
+    ):
+        self.batches = batches
+        self.examples, self.per_epoch = batches.examples, batches.per_epoch
+        self._log_probs = log_probs
+        self._digest = digest
+
+    @property
+    def digest(self) -> str:
+        """Hash of the examples and the reference."""
+        return sha256(f"{self.batches.digest} {self._digest}".encode()).hexdigest()
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of a step, counted from 0."""
+        return self.with_target(self.batches(step))
+
+    def with_target(self, batch: Batch) -> Batch:
+        """The batch with its target, zero for sequences that fill it."""
+        target = []
+        for values in (self._log_probs, self.examples.labels):
+            if values is None:
+                continue
+            array = np.zeros(len(batch.tokens), values.dtype)
+            array[: len(batch.example_indices)] = values[list(batch.example_indices)]
+            assert not np.isnan(array).any()
+            target.append(mx.array(array))
+        return replace(batch, target=tuple(target)) if target else batch
+
+
+def reference_log_probs(
+    examples: ExampleDataset, members: np.ndarray, reference: Reference
+) -> np.ndarray:
+    """Summed log-probabilities of the trained tokens, float32 [examples].
+
+    Args:
+        members: indices of the examples that are used; the others get NaN.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    result = np.full(len(examples), np.nan, np.float32)
+    blocks = np.split(members, range(BLOCK_SEQUENCES, len(members), BLOCK_SEQUENCES))
+    logger = reference.logger
+    with logger.progress(len(members), "reference log-probabilities") as bar:
+        for block in blocks:
+            sequences = InMemoryExamples(examples[index] for index in block)
+            entry = cache.get_or_create(
+                "reference-log-probs",
+                cache.key_of([reference.digest, sequences.digest]),
+                partial(_fill, sequences, reference, bar),
+                warning=logger.warning,
+            )
+            if not entry.made:
+                bar.skip(len(block))
+            result[block] = np.load(entry.folder / FILE, allow_pickle=False)
+    return result
+
+
+def _fill(sequences: InMemoryExamples, reference: Reference, bar, folder: Path) -> dict:
+    model, chunked = reference.load()
+    longest = int(sequences.lengths.max())
+    batches = BucketBatchSampler(
+        sequences, max_seq_length=longest, batch_tokens=BATCH_TOKENS
+    )
+    sums = np.zeros(len(sequences), np.float32)
+    for batch in batches.in_order():
+        values = np.array(_sums(batch, model, chunked))
+        count = len(batch.example_indices)
+        sums[list(batch.example_indices)] = values[:count]
+        bar.advance(count)
+    np.save(folder / FILE, sums)
+    return {"sequences": len(sequences)}
+
+
+def _sums(batch: Batch, model: nn.Module, chunked: ChunkedLoss | None) -> mx.array:
+    inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
+    if chunked:
+        logps = chunked.log_probs(inputs, targets, batch.head_positions)
+    else:
+        logps = token_log_probs(model(inputs), targets)
+    return mx.where(batch.mask, logps, 0.0).sum(axis=-1)
