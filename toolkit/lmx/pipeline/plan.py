@@ -281,7 +281,7 @@ def _check_functions(data: dict, find: Find) -> Iterator[Problem]:
         if not trainings:
             yield Problem(("python", "loss"), "no train stage uses this loss", of="key")
         for raw in trainings:
-            for key in ("teacher", "fsdp"):
+            for key in ("teacher", "loss", "fsdp"):
                 if raw.value(key) not in (None, False):
                     message = f"a loss from Python does not work with {key}"
                     yield Problem((*raw.path, key), message, "leave one out", "key")
