@@ -4,6 +4,7 @@ Formats: GPTQ, AWQ and compressed-tensors folders (`hf_folder.FORMATS`), and GGU
 PEFT adapters: `peft`.
 """
 
+import json
 import os
 import warnings
 from pathlib import Path
@@ -102,9 +103,14 @@ def find_importable(path: Path) -> Path | None:
         return path if path.suffix == ".gguf" else None
     if (path / "config.json").is_file():
         from ...models.checkpoint import read_config
+
+        config = read_config(path)
+        if "quant_method" not in json.dumps(config):
+            return None
+        # Loads NumPy, which is most of the time in which a recipe is checked.
         from .hf_folder import find_format
 
-        return path if find_format(read_config(path)) else None
+        return path if find_format(config) else None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
         raise UserError(
