@@ -70,6 +70,7 @@ class PreferenceLoss:
     Attributes:
         needs_reference: whether batches carry the reference's log-probabilities.
         metric_names: of the metrics, which are summed as the loss is.
+        main_metric: the one that a progress line shows.
     """
 
     sequences_per_example = 2
@@ -79,6 +80,7 @@ class PreferenceLoss:
         self.needs_reference = config.type in WITH_REFERENCE
         self.is_paired = not isinstance(config, KTOLossConfig)
         self.metric_names = PAIR_METRICS if self.is_paired else KTO_METRICS
+        self.main_metric = "rewards/accuracies" if self.is_paired else "kl"
 
     def __call__(
         self,

@@ -321,25 +321,23 @@ class Trainer:
         progress = self.progress
         metrics = {
             "loss": progress.loss_since / progress.loss_count_since,
-            **self._preference_metrics(),
             "learning_rate": learning_rate,
             "tokens_per_second": self._rate_tokens / self._rate_seconds,
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
             "gradient_norm": norm,
         }
+        preference = {}
+        if loss := self.step.preference_loss:
+            preference = metric_means(loss.metric_names, progress.metrics_since)
         self._count_tokens()
-        bar.update(progress.step, **metrics)
+        shown = {k: v for k, v in preference.items() if k == loss.main_metric}
+        bar.update(progress.step, **metrics | shown)
         totals = {
             "trained_tokens": progress.trained_tokens,
             "seconds": progress.seconds,
         }
-        self.logger.metrics({"kind": "train", "step": progress.step} | metrics | totals)
-
-    def _preference_metrics(self) -> dict[str, float]:
-        """Means of the loss's metrics since the last logged step."""
-        loss = self.step.preference_loss
-        sums = self.progress.metrics_since
-        return metric_means(loss.metric_names, sums) if loss else {}
+        record = {"kind": "train", "step": progress.step}
+        self.logger.metrics(record | metrics | preference | totals)
 
     def _count_tokens(self) -> None:
         progress = self.progress
