@@ -15,7 +15,7 @@ from lmx.convert.importers import load_model
 from lmx.errors import UserError
 from lmx.models.loader import load, load_tokenizer
 from lmx.quantization.packing import pack, pack_codes
-from tiny_checkpoints import QWEN3_MOE
+from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 gguf = pytest.importorskip("gguf")
 
@@ -325,3 +325,9 @@ def test_changed_export_is_refused(make_checkpoint, tmp_path, monkeypatch, part)
         monkeypatch.setattr(blocks, name, corrupted)
     with pytest.raises(UserError, match="differs after reading"):
         export(gguf_exporter, codes, tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+def test_a_config_without_a_number_is_refused(key):
+    with pytest.raises(UserError, match="the config has no value for"):
+        gguf_config.to_metadata(LLAMA | {key: None})

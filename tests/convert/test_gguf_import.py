@@ -488,3 +488,11 @@ def test_absurd_lengths_are_refused_before_they_are_read(make_gguf, count, at):
     with pytest.raises(UserError, match=r"announces|not UTF-8") as caught:
         resolve_checkpoint(path)
     assert caught.value.place == str(path)
+
+
+def test_a_file_of_a_terabyte_without_a_header_is_not_hashed(tmp_path):
+    file = tmp_path / "model.gguf"
+    with file.open("wb") as stream:
+        stream.truncate(1 << 40)
+    with pytest.raises(UserError, match="this is not a GGUF file"):
+        resolve_checkpoint(file)

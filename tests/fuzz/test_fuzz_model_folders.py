@@ -276,14 +276,15 @@ def run_case(seed: str, bases: list[str]) -> str:
 
 
 def use(model: Path, rng: random.Random) -> str:
-    """What a user would do with a model; "refused" if one of it is refused."""
+    """What a user would do with a model; "refused" if it does not generate."""
     from lmx.cli import main
 
-    outcomes = {generate(model), check_recipe(model, rng)}
+    outcome = generate(model)
+    check_recipe(model, rng)
     more = ["--dequantize"] * (rng.random() < 0.5)
     code = main.main(["convert", str(model), str(model.parent / "target"), *more])
     assert code in (0, 1, 2), code
-    return "refused" if "refused" in outcomes or code else "worked"
+    return outcome
 
 
 def generate(model: Path) -> str:
@@ -320,7 +321,7 @@ def without_measurements() -> None:
     resources.matmul_speed = lambda: 1e9
 
 
-def check_recipe(model: Path, rng: random.Random) -> str:
+def check_recipe(model: Path, rng: random.Random) -> None:
     """`lmx-train --dry-run` of a recipe that names the model."""
     from lmx.cli import main
 
@@ -338,12 +339,11 @@ def check_recipe(model: Path, rng: random.Random) -> str:
     finally:
         os.chdir("/")
     assert code in (0, 1, 2, 3), code
-    return "refused" if code else "worked"
 
 
 def test_damaged_model_folders_work_or_are_refused(bases, num_cases, request):
     seed = request.config.getoption("--fuzz-seed")
-    seeds = [f"{seed} {number}" for number in range(num_cases(60))]
+    seeds = [f"{seed} {number}" for number in range(num_cases(30))]
     outcomes = run_cases("test_fuzz_model_folders", seeds, bases=bases)
     assert outcomes["refused"] > len(seeds) // 5, outcomes
     assert outcomes["worked"] > len(seeds) // 20, outcomes

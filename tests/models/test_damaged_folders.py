@@ -56,6 +56,7 @@ def refusal(folder) -> UserError:
         ({"eos_token_id": "two"}, "eos_token_id is two; it must be a token id or a"),
         ({"num_key_value_heads": 7}, "the model does not load: Expected shape"),
         ({"head_dim": 1, "num_attention_heads": 128}, "the model does not load: "),
+        ({"model_type": "a" * 999}, "model_type is 'aaaaaaa"),
         ({"model_type": "../llama"}, "mlx-lm has no model type '../llama'"),
     ],
 )

@@ -30,6 +30,7 @@ KINDS = {
     "rope_scaling": dict,
     "rope_parameters": dict,
     "layer_types": list,
+    "model_type": str,
     "model_file": str,
     "torch_dtype": str,
     "dtype": str,
@@ -37,6 +38,7 @@ KINDS = {
 }
 # mlx.core.quantize knows these.
 BITS, MODES = (1, 2, 3, 4, 5, 6, 8), ("affine", "mxfp4", "mxfp8", "nvfp4")
+MAX_TEXT = 200
 TAGGED_FLOAT = "__float__"
 LAYERS = re.compile(r"(^|_)(layers?|depth)$")
 EXPERTS = re.compile(r"experts?$")
@@ -150,6 +152,8 @@ def _fault(path: str, value: Any) -> str | None:
     if key in KINDS and not isinstance(value, KINDS[key]):
         names = {dict: "an object", list: "a list", str: "text"}
         return names.get(KINDS[key], "a list of texts")
+    if isinstance(value, str) and key in KINDS and len(value) > MAX_TEXT:
+        return f"text of at most {MAX_TEXT} characters"
     if key in ("layer_types", "architectures"):
         texts = [value] if isinstance(value, str) else value
         return None if all(isinstance(v, str) for v in texts) else "a list of texts"

@@ -127,9 +127,9 @@ def to_metadata(config: dict) -> dict[str, Any]:
         "attention.head_count_kv": args.num_key_value_heads,
         "attention.key_length": head,
         "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": float(args.rms_norm_eps),
+        "attention.layer_norm_rms_epsilon": args.rms_norm_eps,
         "rope.dimension_count": head,
-        "rope.freq_base": float(args.rope_theta),
+        "rope.freq_base": args.rope_theta,
         "vocab_size": args.vocab_size,
     }
     rope_type, factor = _rope_scaling(args.rope_scaling)
@@ -137,6 +137,8 @@ def to_metadata(config: dict) -> dict[str, Any]:
         values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
     if missing := [key for key, value in values.items() if value is None]:
         raise UserError(f"the config has no value for {missing[0]}", code=FAILED)
+    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
+        values[key] = float(values[key])
     general = {"general.architecture": kind}
     return general | {f"{kind}.{key}": value for key, value in values.items()}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import UserError
+from ...errors import UserError, library_errors
 from ...run.fs import require_regular_file
 
 MAGIC = b"GGUF"
@@ -70,7 +70,11 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
         UserError: not a GGUF file, a damaged one, or a tensor of an unknown type.
     """
     require_regular_file(path)
-    data = np.memmap(path, np.uint8, "r") if path.stat().st_size else b""
+    with path.open("rb") as stream:
+        if stream.read(len(MAGIC)) != MAGIC:
+            raise UserError(NO_GGUF, place=str(path), hint=HINT)
+    with library_errors("the file cannot be mapped to memory", place=path, hint=HINT):
+        data = np.memmap(path, np.uint8, "r")
     try:
         return _read(_Cursor(data), data)
     except UnicodeDecodeError as error:
@@ -129,8 +133,8 @@ class _Cursor:
 
 
 def _read(cursor: _Cursor, data: np.ndarray) -> tuple[dict, dict[str, GGUFTensor]]:
-    magic, version = bytes(cursor.scalars("B", 4)), cursor.scalar("I")
-    if magic != MAGIC or version not in VERSIONS:
+    _, version = cursor.scalars("B", len(MAGIC)), cursor.scalar("I")
+    if version not in VERSIONS:
         raise UserError(f"{NO_GGUF} of version {' or '.join(map(str, VERSIONS))}")
     tensors, count = cursor.scalars("Q", 2)
     cursor.require(tensors * MIN_TENSOR_BYTES + count * MIN_VALUE_BYTES)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from ...data import cache
 from ...errors import UserError
-from ...run.fs import require_regular_file
+from ...run.fs import MAX_JSON_BYTES, require_regular_file
 
 if TYPE_CHECKING:
     from ...models.loader import LoadedModel
@@ -121,6 +121,27 @@ def find_importable(path: Path) -> Path | None:
     return files[0] if files else None
 
 
+def _check_headers(source: Path, inputs: list[Path]) -> None:
+    """Refuse damaged files before whole files are hashed: they may be of any size.
+
+    Raises:
+        UserError: naming the file.
+    """
+    from ...data.tokenizer_files import check_tokenizer_files
+    from ...models.safetensors_io import read_header
+    from .gguf import outline
+
+    for file in inputs:
+        is_weights = file.suffix in (".safetensors", ".gguf")
+        require_regular_file(file, None if is_weights else MAX_JSON_BYTES)
+        if file.suffix == ".safetensors":
+            read_header(file)
+    if source.is_dir():
+        check_tokenizer_files(source)
+    else:
+        outline(source)
+
+
 def import_cached(source: Path) -> Path:
     """The MLX folder of `source` in the cache; it is converted at the first call.
 
@@ -137,8 +158,7 @@ def import_cached(source: Path) -> Path:
     names = CHECKPOINT_PATTERNS if source.is_dir() else [source.name, "tokenizer*.json"]
     folder = source if source.is_dir() else source.parent
     inputs = sorted({file for name in names for file in folder.glob(name)})
-    for file in inputs:
-        require_regular_file(file)
+    _check_headers(source, inputs)
     facts = {file.name: cache.file_hash(file) for file in inputs}
     size = sum(file.stat().st_size for file in inputs)
 
