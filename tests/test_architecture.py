@@ -43,6 +43,9 @@ LAZY = {
     "datasets": {"data/dataset.py"},
     "rich": {"run/logger.py"},
     "wandb": {"run/wandb_tracker.py"},
+    "tensorboardX": {"run/tensorboard_tracker.py"},
+    "trackio": {"run/trackio_tracker.py"},
+    "mlflow": {"run/mlflow_tracker.py"},
 }
 # Modules that call foreign programs, whose errors must not stop a run.
 TOLERANT = {"run/trackers.py"}

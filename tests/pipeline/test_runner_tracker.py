@@ -108,7 +108,7 @@ def test_broken_tracker_does_not_stop_the_run(make, expected, tmp_path, place):
     done = launch(run, FAILS_AT=place, PYTHONPATH=path)
     assert done.returncode == 0, done.stderr
     reason = f"continuing without it: ConnectionError: {place} refused"
-    assert done.stderr.splitlines() == [f"warning: the tracker failed, {reason}"]
+    assert done.stderr.splitlines() == [f"warning: the tracker wandb failed, {reason}"]
     assert run.outcome() == expected
 
 
@@ -118,6 +118,29 @@ def test_tracker_without_key_does_not_prompt(make, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("\n") == 1
     assert "there is no API key: see `wandb login`" in done.stderr
+
+
+def test_several_trackers_get_the_same_run(make, expected):
+    pytest.importorskip("tensorboardX")
+    run = make({"train": TRAIN}, type="wandb")
+    assert launch(run, "tracker=[wandb, tensorboard]").returncode == 0
+    assert run.outcome() == expected
+    assert session_files(run)
+    [events] = (run.output / "tensorboard/1-train").iterdir()
+    for name in (b"train/loss", b"valid/loss", b"train/learning_rate"):
+        assert name in events.read_bytes()
+
+
+def test_missing_tracker_is_refused_before_the_run(make, monkeypatch, capsys):
+    """With the command that installs it."""
+    run = make({"train": TRAIN}, type="wandb")
+    monkeypatch.setattr("lmx.pipeline.plan.is_installed", lambda name: name == "wandb")
+    for flags in ([], ["--dry-run"]):
+        assert run("tracker=[wandb, trackio]", *flags) == 2
+        error = capsys.readouterr().err
+        assert "trackio is not installed" in error
+        assert "pip install 'lmx-toolkit[trackio]'" in error
+    assert not run.output.exists()
 
 
 def test_tracker_needs_a_type(make):

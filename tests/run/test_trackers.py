@@ -6,7 +6,7 @@ import time
 import pytest
 from lmx.run import trackers
 from lmx.run.logger import RunLogger
-from lmx.run.trackers import TrackerThread
+from lmx.run.trackers import TrackerThread, finish_all
 
 RECORDS = [{"kind": "train", "step": step, "loss": 1 / step} for step in (1, 2, 3)]
 
@@ -24,8 +24,8 @@ class Recorder:
         if name == self.fails_at:
             raise self.error("no such host\nand a trace")
 
-    def log(self, record):
-        self._note("log", record)
+    def log(self, stage, step, values):
+        self._note("log", stage, step, values)
 
     def finish(self, summary, code):
         self._note("finish", summary, code)
@@ -35,10 +35,10 @@ def reported(folder, start):
     """Report three records to a tracker."""
     logger = RunLogger(folder, quiet=True)
     logger.stage = "1-train"
-    logger.tracker = TrackerThread(start, logger.warning)
+    logger.trackers = [TrackerThread("one", start, logger.warning)]
     for record in RECORDS:
         logger.metrics(record | {"norm": float("nan")})
-    logger.tracker.finish({"base/loss": 2.0}, 0)
+    finish_all(logger.trackers, {"base/loss": 2.0}, 0)
     return [x for x in (folder / "log.txt").read_text().splitlines() if "tracker" in x]
 
 
@@ -46,8 +46,11 @@ def test_tracker_gets_every_record(tmp_path):
     recorder = Recorder()
     (tmp_path / "log.txt").touch()
     assert reported(tmp_path, lambda: recorder) == []
-    records = [{"stage": "1-train"} | record | {"norm": None} for record in RECORDS]
-    logged = [("log", record) for record in records]
+    # The norm is not a number.
+    logged = [
+        ("log", "1-train", record["step"], {"train/loss": record["loss"]})
+        for record in RECORDS
+    ]
     assert recorder.calls == [("start",), *logged, ("finish", {"base/loss": 2.0}, 0)]
 
 
@@ -56,7 +59,7 @@ def test_tracker_gets_every_record(tmp_path):
 def test_tracker_error_is_logged_once(tmp_path, capsys, place, error):
     [line] = reported(tmp_path, lambda: Recorder(place, error))
     reason = f"{error.__name__}: no such host"
-    assert line.endswith(f"the tracker failed, continuing without it: {reason}")
+    assert line.endswith(f"the tracker one failed, continuing without it: {reason}")
     assert capsys.readouterr().err.count("tracker") == 1
     assert (tmp_path / "metrics.jsonl").read_text().count("\n") == len(RECORDS)
 
@@ -69,6 +72,31 @@ def test_tracker_error_redacts_secrets(tmp_path, monkeypatch):
 
     [line] = reported(tmp_path, start)
     assert line.endswith("ValueError: bad key REDACTED")
+
+
+def test_tracker_error_redacts_passwords_of_urls(tmp_path):
+    def start():
+        raise OSError("no answer of https://me:word@host/api")
+
+    [line] = reported(tmp_path, start)
+    assert line.endswith("OSError: no answer of https://me:REDACTED@host/api")
+
+
+def test_broken_tracker_leaves_the_others(tmp_path):
+    logger = RunLogger(tmp_path, quiet=True)
+    logger.stage = "1-train"
+    recorder = Recorder()
+    starts = {"broken": lambda: Recorder("log"), "whole": lambda: recorder}
+    logger.trackers = [
+        TrackerThread(name, start, logger.warning) for name, start in starts.items()
+    ]
+    for record in RECORDS:
+        logger.metrics(record)
+    finish_all(logger.trackers, {}, 1)
+    assert len(recorder.calls) == 1 + len(RECORDS) + 1
+    log = (tmp_path / "log.txt").read_text()
+    assert "the tracker broken failed, continuing without it: OSError" in log
+    assert "whole" not in log
 
 
 def test_hanging_tracker_does_not_block_the_run(tmp_path, monkeypatch):

@@ -271,13 +271,13 @@ def markdown() -> str:
 
 
 def _named(name: str) -> list[BlockReference]:
-    """The blocks with this address or title; else what has such a key or value."""
+    """The blocks with this address, or the block with this title; else what has such
+    a key or value."""
     every, end = blocks(), f".{name}"
-    if same_title := [block for block in every if block.title == name]:
-        return same_title
     by_address = [b for b in every if f".{b.address}".endswith(end)]
     matches = (
         by_address
+        or [b for b in every if b.title == name]
         or _with_key(lambda b, key: f".{b.address}.{key.name}".endswith(end))
         or [b for b in every if name in b.only.split(": ")]
         or _with_key(lambda _, key: name in _words(key.values))
@@ -375,7 +375,7 @@ def listing() -> str:
     from ..config.bundled import summaries
     from ..convert.exporters import FORMATS
     from ..quantization.ptq.methods import METHODS
-    from ..run import wandb_tracker
+    from ..run.trackers import TRACKERS
 
     stages = {kind: info.description for kind, info in fields(StageEntry).items()}
     return "\n\n".join(
@@ -384,7 +384,7 @@ def listing() -> str:
             _list("stages", stages),
             _list("quantization methods", _summaries(METHODS)),
             _list("export formats", _summaries(FORMATS)),
-            _list("trackers", _summaries({"wandb": wandb_tracker})),
+            _list("trackers", _summaries(TRACKERS)),
         ]
     )
 

@@ -60,8 +60,11 @@ def explain(error: dict, data: Any) -> Problem:
         return _missing(path, error["loc"][-1], data)
     if kind == "value_error":
         return Problem(path, str(context["error"]), of="block")
+    if kind == "union_tag_not_found":
+        key = _discriminator(error)
+        return Problem(path, f"missing key '{key}'", of="block")
     if kind in ("literal_error", "union_tag_invalid"):
-        return _unknown_value(path, error)
+        return _unknown_value(path, error, data)
     if kind in LIMITS:
         return Problem(path, LIMITS[kind].format(**context, got=got))
     if expected := EXPECTED.get(kind):
@@ -116,9 +119,11 @@ def section_at(path: KeyPath, data: Any) -> type[ConfigModel] | None:
     """The section of the block at `path` of `data`."""
     section: type[ConfigModel] | None = RecipeConfig
     inner: list[type[ConfigModel]] = []
+    choices: list[type[ConfigModel]] = []
     for step in path:
         data = data[step]
         if isinstance(step, int):
+            section = _choice(choices, data) if choices else section
             continue
         if inner:
             # The user chose this key; its value has one of the inner sections.
@@ -134,11 +139,12 @@ def section_at(path: KeyPath, data: Any) -> type[ConfigModel] | None:
 
 
 def _choice(choices: list[type[ConfigModel]], block: Any) -> type[ConfigModel]:
-    block = block if isinstance(block, dict) else {}
-    for section in choices:
-        for tag in TAGS:
-            field = section.model_fields.get(tag)
-            if field and tag in block and field.default == block[tag]:
+    """The section that the key `method` or `type` of a block selects."""
+    for key in TAGS:
+        value = block.get(key) if isinstance(block, dict) else None
+        for section in choices:
+            field = section.model_fields.get(key)
+            if value and field and get_args(field.annotation) == (value,):
                 return section
     return choices[0]
 
@@ -177,16 +183,22 @@ def _missing(path: KeyPath, key: str, data: Any) -> Problem:
     return Problem(path, f"missing key '{key}'", info.description, of="block")
 
 
-def _unknown_value(path: KeyPath, error: dict) -> Problem:
+def _discriminator(error: dict) -> str:
+    """The key that selects one of several sections."""
+    return error["ctx"]["discriminator"].strip("'")
+
+
+def _unknown_value(path: KeyPath, error: dict, data: Any) -> Problem:
     value, context = error["input"], error["ctx"]
     if error["type"] == "union_tag_invalid":
-        path = (*path, context["discriminator"].strip("'"))
+        # A recipe may have the value alone in place of the block.
+        path = path_of((*path, _discriminator(error)), data)
         value = context["tag"]
     expected = context.get("expected") or context["expected_tags"]
     names = [name.strip("'") for name in re.split(", | or ", expected)]
     hint = value_hint(path, value, names) or nearest(value, names)
-    if error["type"] == "union_tag_invalid" or path[-1] == "method":
-        return Problem(path, f"unknown {path[-1]} {shown(value)}", hint)
+    if path[-1] == "method":
+        return Problem(path, f"unknown method {shown(value)}", hint)
     choices = "one of " * (len(names) > 1) + ", ".join(names)
     message = f"expected {choices}; got {shown(value)}"
     return Problem(path, message, None if hint.startswith("available") else hint)

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
@@ -13,24 +13,12 @@ from .evaluate import EvaluateConfig
 from .export import ExportConfig
 from .model import ModelConfig
 from .quantize import QuantizeConfig
+from .trackers import Trackers
 from .train import TrainConfig
 
 MAX_STAGES = 100
 # Of a file's name, in all common file systems; of a path, with room for our own files.
 MAX_NAME_BYTES, MAX_PATH_BYTES = 255, 3500
-
-
-class WandbConfig(ConfigModel):
-    """Log metrics to Weights & Biases."""
-
-    type: Literal["wandb"]
-    """Name of the tracker."""
-    project: str = "lmx"
-    """Project of the run."""
-    name: str | None = None
-    """Name of the run. Default: the name of the recipe."""
-    mode: Literal["online", "offline"] = "offline"
-    """offline: log to disk only, for `wandb sync`. online: also send."""
 
 
 class FunctionConfig(ConfigModel):
@@ -121,8 +109,8 @@ class RecipeConfig(ConfigModel):
     """Random seed."""
     output: str | None = Field(None, examples=["exports/try"])
     """Run directory. Default: exports/<recipe name>."""
-    tracker: WandbConfig | None = None
-    """Experiment tracker. Default: none."""
+    tracker: Trackers = Field([])
+    """Experiment trackers: a name, a block, or a list of both."""
     stages: list[StageEntry] = Field(min_length=1, max_length=MAX_STAGES)
     """Stages, in order."""
     python: PythonConfig | None = None

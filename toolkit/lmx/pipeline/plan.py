@@ -20,6 +20,7 @@ from ..data.dataset import BUILTIN
 from ..errors import UserError
 from ..models.checkpoint import read_config
 from ..run.tables import OUTPUT_KEYS, one_line, recipe_values
+from ..run.trackers import TRACKERS, is_installed
 from .stage import (
     Find,
     ModelState,
@@ -169,6 +170,7 @@ def check_recipe(data: dict, find: Find) -> list[Problem]:
     """
     problems = [*_check_model(data, find), *_check_datasets(data, find)]
     problems += _check_functions(data, find)
+    problems += _check_trackers(data.get("tracker"))
     state = _initial_state(data, find)
     for raw in _raw_stages(data, find):
         if stage := STAGES.get(raw.kind):
@@ -288,6 +290,16 @@ def _check_functions(data: dict, find: Find) -> Iterator[Problem]:
     if block.get("metrics") and not any(raw.kind == "evaluate" for raw in stages):
         message = "no evaluate stage measures these metrics"
         yield Problem(("python", "metrics"), message, "add an evaluate stage", "key")
+
+
+def _check_trackers(value: Any) -> Iterator[Problem]:
+    entries = enumerate(value) if isinstance(value, list) else [(None, value)]
+    for index, entry in entries:
+        path = ("tracker",) if index is None else ("tracker", index)
+        name = entry.get("type") if isinstance(entry, dict) else entry
+        if isinstance(name, str) and name in TRACKERS and not is_installed(name):
+            message = f"{TRACKERS[name].PACKAGE} is not installed"
+            yield Problem(path, message, TRACKERS[name].INSTALL)
 
 
 def _datasets(block: Any) -> Iterator[tuple[KeyPath, str]]:

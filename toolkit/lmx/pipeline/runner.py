@@ -21,7 +21,7 @@ from ..run.logger import NullLogger, RunLogger
 from ..run.report import REPORT, read_report
 from ..run.run_dir import NullRunDir, RunDir
 from ..run.signals import sigterm_interrupts
-from ..run.trackers import TRACKERS, TrackerThread
+from ..run.trackers import TRACKERS, TrackerThread, finish_all
 from ..version import __version__
 from .context import ModelArtifact, StageContext
 from .extensions import Extensions
@@ -121,24 +121,23 @@ def _log_start(
 
 @contextmanager
 def tracked(loaded: LoadedRecipe, logger: RunLogger) -> Iterator[None]:
-    """Send the logger's metrics to the recipe's tracker, if it names one."""
-    if (config := loaded.recipe.tracker) is None:
-        yield
-        return
-    start = partial(
-        TRACKERS[config.type],
-        config,
-        folder=logger.folder,
-        name=loaded.name,
-        recipe=yaml_io.read(loaded.resolved).data,
-    )
-    logger.tracker = TrackerThread(start, logger.warning)
+    """Send the logger's metrics to the recipe's trackers."""
+    recipe = yaml_io.read(loaded.resolved).data
+    for config in loaded.recipe.tracker:
+        start = partial(
+            TRACKERS[config.type].start,
+            config,
+            folder=logger.folder,
+            name=loaded.name,
+            recipe=recipe,
+        )
+        logger.trackers.append(TrackerThread(config.type, start, logger.warning))
     code = 1
     try:
         yield
         code = 0
     finally:
-        logger.tracker.finish(_summary(_models(logger.folder)), code)
+        finish_all(logger.trackers, _summary(_models(logger.folder)), code)
 
 
 def _models(output: Path) -> dict[str, dict]:

@@ -272,6 +272,13 @@ def parse_json(text: str | bytes, place: Path) -> Any:
         raise UserError(f"not JSON: {error}", place=str(place)) from error
 
 
+def stored_id(path: Path) -> str:
+    """The random identifier in a file, which is written at the first call."""
+    if not path.exists():
+        write_atomic(path, secrets.token_hex(4))
+    return path.read_text()
+
+
 def read_json(path: Path) -> dict:
     """The object in a JSON file; empty if the file holds another value.
 

@@ -38,7 +38,7 @@ class RunLogger:
         self.folder = folder
         self.quiet = quiet
         self.stage = ""
-        self.tracker: TrackerThread | None = None
+        self.trackers: list[TrackerThread] = []
         # What a terminal shows: `rich.live.Live`, or nothing.
         self.bar = None
         self._running: list[ProgressBar] = []
@@ -75,8 +75,8 @@ class RunLogger:
     def metrics(self, record: dict) -> None:
         """Append a record to metrics.jsonl. Numbers that are not finite become null."""
         record = self._append_record("metrics.jsonl", record)
-        if self.tracker:
-            self.tracker.log(record)
+        for tracker in self.trackers:
+            tracker.log(record)
 
     def sample(self, record: dict) -> None:
         """Append a record to samples.jsonl."""

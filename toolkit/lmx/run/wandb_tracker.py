@@ -1,17 +1,18 @@
 """Weights & Biases: online, or as files in the run directory for `wandb sync`."""
 
 import os
-import secrets
 from pathlib import Path
 
-from ..config.schema import WandbConfig
-from .fs import write_atomic
+from ..config.trackers import WandbConfig
+from .fs import stored_id
 
+PACKAGE = "wandb"
+INSTALL = "pip install wandb"
 # Seconds to reach the server, and to send the remaining data at the end.
 TIMEOUT = 30
 
 
-def start_wandb(
+def start(
     config: WandbConfig, *, folder: Path, name: str, recipe: dict
 ) -> "WandbTracker":
     """Start a wandb run, or resume the one of this run directory.
@@ -31,7 +32,7 @@ def start_wandb(
     run = wandb.init(
         project=config.project,
         name=config.name or name,
-        id=_run_id(folder / "wandb" / "run-id"),
+        id=stored_id(folder / "wandb" / "run-id"),
         resume="allow",
         mode=config.mode,
         dir=str(folder),
@@ -60,30 +61,18 @@ class WandbTracker:
         self._run = run
         self._stages: set[str] = set()
 
-    def log(self, record: dict) -> None:
-        """Log a record of metrics.jsonl.
+    def log(self, stage: str, step: int, values: dict[str, float]) -> None:
+        """Log the values of a step.
 
         The x axis is the stage's step, so that a resumed run overwrites repeated steps.
         """
-        stage, kind = record["stage"], record["kind"]
         if stage not in self._stages:
             self._stages.add(stage)
             self._run.define_metric(f"{stage}/*", step_metric=f"{stage}/step")
-        values = {
-            f"{stage}/{kind}/{key}": value
-            for key, value in record.items()
-            if isinstance(value, int | float) and key != "step"
-        }
-        self._run.log({f"{stage}/step": record["step"]} | values)
+        values = {f"{stage}/{name}": value for name, value in values.items()}
+        self._run.log({f"{stage}/step": step} | values)
 
     def finish(self, summary: dict, code: int) -> None:
         """Log the final metrics and the exit code."""
         self._run.summary.update(summary)
         self._run.finish(exit_code=code)
-
-
-def _run_id(path: Path) -> str:
-    """The id of the wandb run, stored in the run directory."""
-    if not path.exists():
-        write_atomic(path, secrets.token_hex(4))
-    return path.read_text()
