@@ -215,6 +215,17 @@ def test_heartbeat_runs_during_one_long_operation(logger, capsys, monkeypatch):
     assert capsys.readouterr().out == "" or count == 0
 
 
+def test_heartbeat_calls_back_also_while_lines_are_logged(logger, monkeypatch):
+    monkeypatch.setattr("lmx.run.logger.HEARTBEAT_SECONDS", 0.1)
+    calls = []
+    logger.on_heartbeat = lambda: calls.append(time.monotonic())
+    with logger.heartbeat():
+        for _ in range(10):
+            time.sleep(0.05)
+            logger.info("a line")
+    assert 2 <= len(calls) <= 5
+
+
 def test_heartbeat_on_a_terminal_writes_to_the_log_file(logger, monkeypatch):
     open_terminal(monkeypatch)
     clock = set_clock(monkeypatch)

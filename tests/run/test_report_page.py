@@ -140,6 +140,8 @@ def test_page_of_a_run_that_just_started(tmp_path, status):
     assert status in page.text["td"]
     assert ("the last word" in page.text["pre"]) == (status != "running")
     assert "lmx generate" not in page.text["pre"]
+    refreshes = [a for a in page.all("meta") if a.get("http-equiv") == "refresh"]
+    assert [a["content"] for a in refreshes] == ["10"] * (status == "running")
     assert {"models", "curves", "thresholds"}.isdisjoint(
         a.get("id") for _, a in page.tags
     )

@@ -64,6 +64,7 @@ def run(
         logger = (
             RunLogger(run_dir.path, quiet=quiet) if ranks.is_first else NullLogger()
         )
+        logger.on_heartbeat = run_dir.write_page
         _log_start(loaded, run_dir, logger, ranks)
         try:
             tracking = tracked(loaded, logger) if ranks.is_first else nullcontext()

@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -39,6 +39,8 @@ class RunLogger:
         self.quiet = quiet
         self.stage = ""
         self.trackers: list[TrackerThread] = []
+        # Called by the heartbeat every `HEARTBEAT_SECONDS`.
+        self.on_heartbeat: Callable[[], None] = lambda: None
         # What a terminal shows: `rich.live.Live`, or nothing.
         self.bar = None
         self._running: list[ProgressBar] = []
@@ -117,12 +119,19 @@ class RunLogger:
 
     @contextmanager
     def heartbeat(self) -> Iterator[None]:
-        """Log the progress inside the context whenever nothing else is logged."""
+        """Log the progress inside the context whenever nothing else is logged.
+
+        Calls `on_heartbeat`, too.
+        """
         self._stage_start, stopped = time.monotonic(), threading.Event()
 
         def beat() -> None:
+            last = self._stage_start
             while not stopped.wait(HEARTBEAT_SECONDS / 10):
                 self.break_silence()
+                if time.monotonic() - last >= HEARTBEAT_SECONDS:
+                    self.on_heartbeat()
+                    last = time.monotonic()
 
         thread = threading.Thread(target=beat, daemon=True)
         thread.start()

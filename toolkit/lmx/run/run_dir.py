@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import threading
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -35,6 +36,8 @@ class RunDir:
         self.crash_note: str | None = None
         self.change_note: str | None = None
         self._lock = lock
+        # The heartbeat writes the page in its own thread.
+        self._page_lock = threading.Lock()
         self._manifest = content
 
     @classmethod
@@ -110,7 +113,7 @@ class RunDir:
         self._manifest["status"] = status
         self._manifest["ended"] = None if status == "running" else manifest.now()
         self._save()
-        self._write_page()
+        self.write_page()
 
     def stage_folder(self, stage: str) -> Path:
         """The folder of a stage, created if necessary."""
@@ -141,7 +144,7 @@ class RunDir:
         record["sha256"] = manifest.digest_of(record)
         self._manifest["stages"][stage] = record
         self._save()
-        self._write_page()
+        self.write_page()
 
     def completed_stage(
         self, stage: str, warning: Callable[[str], None]
@@ -186,9 +189,10 @@ class RunDir:
                 return
         fs.remove(report)
 
-    def _write_page(self) -> None:
+    def write_page(self) -> None:
+        """Write report.html. The heartbeat of the logger does so, too."""
         # An error here must not end the run: `lmx report` can write the page again.
-        with suppress(UserError):
+        with self._page_lock, suppress(UserError):
             write_page(self.path)
 
     def _save(self) -> None:
@@ -303,3 +307,6 @@ class NullRunDir:
 
     def discard_stages(self, stages: list[str]) -> None:
         """Rank 0 alone writes the manifest."""
+
+    def write_page(self) -> None:
+        """Rank 0 alone writes the page."""

@@ -13,6 +13,8 @@ from .record import Record
 NAME = "report.html"
 # Curves in the SVG file. They do not depend on time, so that the file is reproducible.
 SVG_CURVES = ("loss", "learning_rate", "gradient_norm")
+# A browser loads the page of a running run again after this time.
+REFRESH_SECONDS = 10
 TEMPLATES = Path(__file__).parent / "templates"
 
 
@@ -57,6 +59,7 @@ def _values(record: Record) -> dict:
     return {
         "name": record.manifest["name"],
         "status": record.manifest["status"],
+        "refresh_seconds": REFRESH_SECONDS,
         "log": [] if record.manifest["status"] in ("done", "running") else record.log,
         "overview": sections.overview(record),
         "thresholds": sections.thresholds(record),
