@@ -16,6 +16,7 @@ from ..data.tokenization import (
     render_mask,
 )
 from ..run import terminal
+from ..run.run_dir import check_output
 from .estimate import ModelShape
 from .plan import RunPlan
 from .resources import ResourceCheck, model_shape, readable_size
@@ -94,9 +95,10 @@ def dry_run(loaded: LoadedRecipe, plan: RunPlan, *, ignore_limits: bool) -> int:
     """Print what a run would read, need and write; returns the exit code.
 
     Raises:
-        UserError: the model or the data cannot be used, or, without `ignore_limits`,
-            memory or disk are too small.
+        UserError: the output, the model or the data cannot be used, or, without
+            `ignore_limits`, memory or disk are too small.
     """
+    check_output(plan.output)
     run = DryRun(loaded, plan)
     for topic, text in run.lines():
         terminal.write_out(f"{topic:<9}{text}\n")

@@ -176,7 +176,9 @@ def require_own_entries(folder: Path) -> None:
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in (*folders, *files)):
             mode = path.lstat().st_mode
-            if stat.S_ISLNK(mode) and not path.resolve().is_relative_to(root):
+            if stat.S_ISLNK(mode) and not Path(os.path.realpath(path)).is_relative_to(
+                root
+            ):
                 reason = "this link leaves the run directory"
             elif not (stat.S_ISLNK(mode) or stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 reason = "this is neither a file nor a folder"

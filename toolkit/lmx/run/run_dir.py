@@ -3,9 +3,10 @@
 import fcntl
 import json
 import os
+import tempfile
 import threading
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from ..errors import UserError
@@ -76,7 +77,8 @@ class RunDir:
             new = manifest.new(name, command, recipe_hash, plan)
             folder = cls(path, lock, new)
             if old is None:
-                _refuse_foreign(path)
+                with _lock_removed_after_error(path):
+                    _refuse_foreign(path)
             else:
                 changes = difference(fs.read_text(path / RESOLVED), resolved)
                 folder._continue(old, EarlierRun(path, old, plan, changes))
@@ -241,17 +243,61 @@ def _is_open_at(handle: int, path: Path) -> bool:
     return False
 
 
+def check_output(path: Path) -> None:
+    """Refuse a folder that a run could not use. Nothing changes on the disk.
+
+    Raises:
+        UserError: it cannot be created or written, another process uses it, or it has
+            other files.
+    """
+    try:
+        with disk_errors(path):
+            _check_output(path)
+    except UserError as error:
+        raise UserError(error.message, place=str(path), hint=error.hint) from error
+
+
+def _check_output(path: Path) -> None:
+    folder = path.absolute()
+    while not os.path.lexists(folder):
+        folder = folder.parent
+    if not folder.is_dir():
+        kind = "a link that leads nowhere" if folder.is_symlink() else "a file"
+        raise UserError(f"cannot write: {folder} is {kind}", hint=fs.HINT)
+    try:
+        # Permissions do not tell: a disk can be read-only, and /proc takes no folder.
+        os.rmdir(tempfile.mkdtemp(prefix=".lmx-", dir=folder))
+    except FileNotFoundError:
+        message = f"cannot write: no folder can be made in {folder}"
+        raise UserError(message, hint=fs.HINT) from None
+    if folder == path.absolute():
+        if os.path.lexists(path / LOCK):
+            os.close(_lock_file(path))
+        fs.require_own_entries(path)
+        if manifest.read(path) is None:
+            _refuse_foreign(path)
+
+
 def _refuse_foreign(path: Path) -> None:
     # Hidden files are the lock, or belong to a file browser or a synchronizer.
     names = (p.name for p in path.iterdir() if not p.name.startswith("."))
     unknown = sorted(set(names) - {RECIPE, RESOLVED})
     if unknown:
-        (path / LOCK).unlink()
         raise UserError(
             f"not a run directory of lmx: it has {', '.join(unknown[:3])}",
             place=str(path),
             hint="use an empty or new folder with output=...",
         )
+
+
+@contextmanager
+def _lock_removed_after_error(path: Path) -> Iterator[None]:
+    """Leave no file in a folder of another program."""
+    try:
+        yield
+    except UserError:
+        (path / LOCK).unlink()
+        raise
 
 
 def _move_aside(path: Path) -> None:
