@@ -120,6 +120,7 @@ def test_majority_decides_the_format_and_others_are_logged(write):
         ("Hi", "messages is str, not a list"),
         (["Hi"], "message 1 is str, not an object"),
         ([{"role": "king", "content": "x"}], "message 1 has the role 'king'"),
+        ([{"role": {}, "content": "x"}], "message 1 has the role {}"),
         ([USER, {"role": "assistant"}], "message 2 has no content"),
         ([USER, {**ANSWER, "content": " "}], "no assistant turn with content"),
         (

@@ -7,7 +7,7 @@ from json_mutations import mutate_json
 from jsonschema import Draft202012Validator
 from lmx.config import bundled, loader, yaml_io
 from lmx.config.json_schema import recipe_schema
-from lmx.config.schema import Recipe
+from lmx.config.schema import RecipeConfig
 from pydantic import ValidationError
 
 # Rules of several keys; numbers that JSON does not have; 1.0 is an integer in JSON.
@@ -36,7 +36,7 @@ def is_shallow(value) -> bool:
 
 def error_types(data) -> set[str]:
     try:
-        Recipe.model_validate(data)
+        RecipeConfig.model_validate(data)
     except ValidationError as invalid:
         return {error["type"] for error in invalid.errors()}
     return set()

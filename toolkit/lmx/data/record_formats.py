@@ -108,7 +108,7 @@ def _turn(message: object, number: int) -> dict:
         raise BadRecord(f"message {number} is {_kind_of(message)}, not an object")
     extra = {key: value for key, value in message.items() if value is not None}
     role = extra.pop("role", extra.pop("from", None))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise BadRecord(f"message {number} has the role {role!r}")
     content = extra.pop("content", extra.pop("value", None))
     if content is None and not extra.get("tool_calls"):

@@ -311,6 +311,10 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     Raises:
         UserError: the folder has no tokenizer, or it cannot be read.
     """
+    # Imports jinja2.
+    from ..data.template_limits import limit_templates
+
+    limit_templates()
     settings = check_tokenizer_files(path)
     # Without this key, Hugging Face would ask on the terminal.
     options = {"trust_remote_code": trust_remote_code}

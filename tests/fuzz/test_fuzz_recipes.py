@@ -1,0 +1,121 @@
+"""Mutated recipes and overrides are loaded and planned, or refused with a message."""
+
+import random
+import time
+
+import pytest
+from lmx.config import bundled
+from lmx.errors import UserError
+from lmx.pipeline.plan import load, plan
+
+MAX_SECONDS, MAX_LINE = 2.0, 1000
+SCALARS = [
+    *("", "null", "~", "yes", "NaN", ".inf", "-.inf", "1e400", "0x1F", "0o17", "1_000"),
+    *("-1", "0", "1.5", "9" * 40, "1e-400", "'", '"', "[", "{", "]", "&a *a", "*b"),
+    *("!!python/object:os.system x", "!!binary aGk=", "!!set {a}", "<<: *a", "? [a]"),
+    *(
+        "2026-11-24",
+        "12:30:45",
+        "|",
+        ">-",
+        "%TAG",
+        "---",
+        "...",
+        "\t",
+        "\x00",
+        "\x1b[2J",
+    ),
+    *(
+        "\ud800".encode("utf-8", "surrogatepass").decode("latin-1"),
+        "\u202e",
+        "a" * 9000,
+    ),
+    *("data/tiny-base", "..", "/", "~nobody", "a/b/c", "builtin:stdlib", "builtin:x"),
+    *("[1, 2, 3]", "{a: 1}", "{bits: 4}", "[[[[[[[[]]]]]]]]", "{type: dpo}", "[null]"),
+]
+KEYS = [
+    *("model", "stages", "train", "quantize", "method", "type", "bits", "qat", "loss"),
+    *("adapter", "path", "tracker", "python", "seed", "output", "data", "steps", "x"),
+]
+SECONDS = {"longest": 0.0}
+
+
+def mutate_line(rng: random.Random, line: str) -> str:
+    """A line with another key, value or indentation, or with other characters."""
+    draw = rng.random()
+    key, colon, value = line.partition(":")
+    if draw < 0.35 and colon:
+        return f"{key}: {rng.choice(SCALARS)}"
+    if draw < 0.5 and colon:
+        indent = key[: len(key) - len(key.lstrip(" -"))]
+        return f"{indent}{rng.choice(KEYS)}:{value}"
+    if draw < 0.6:
+        return " " * rng.choice([1, 2, 3, 8]) + line
+    if draw < 0.7:
+        return line.lstrip()
+    place = rng.randrange(len(line) + 1)
+    if draw < 0.85:
+        return line[:place] + rng.choice(SCALARS)[:50] + line[place:]
+    return line[:place] + line[place + rng.randrange(1, 9) :]
+
+
+def mutate_text(rng: random.Random, text: str) -> str:
+    lines = text.splitlines()
+    for _ in range(rng.choice([1, 1, 1, 2, 3, 8])):
+        draw, index = rng.random(), rng.randrange(len(lines))
+        if draw < 0.6:
+            lines[index] = mutate_line(rng, lines[index])
+        elif draw < 0.7 and len(lines) > 1:
+            del lines[index]
+        elif draw < 0.8:
+            lines.insert(index, lines[rng.randrange(len(lines))])
+        elif draw < 0.9:
+            start = min(index, len(lines) - 1)
+            lines[start : start + 3] = rng.sample(
+                lines[start : start + 3], len(lines[start : start + 3])
+            )
+        else:
+            lines.insert(index, f"{rng.choice(KEYS)}: {rng.choice(SCALARS)}")
+    return "\n".join(lines)
+
+
+def overrides(rng: random.Random) -> list[str]:
+    """Arguments after the recipe, most of them wrong."""
+    count = rng.choice([0, 0, 1, 2])
+    names = ["stages.train.steps", "stages.1.train.qat.bits", "data.train", "seed"]
+    names += ["model", "stages.9.x", "", "stages", "stages.train.adapter", "a.b.c.d"]
+    return [f"{rng.choice(names)}={rng.choice(SCALARS)}" for _ in range(count)]
+
+
+def check(case: int, path, arguments: list[str]) -> bool:
+    """Whether the recipe is valid."""
+    start = time.process_time()
+    try:
+        loaded = load(path, arguments)
+        plan(loaded)
+        message, is_valid = "", True
+    except UserError as error:
+        message, is_valid = str(error), False
+    seconds = time.process_time() - start
+    assert seconds < MAX_SECONDS, f"case {case}: {seconds:.1f} s"
+    longest = max(map(len, message.splitlines()), default=0)
+    assert longest <= MAX_LINE, f"case {case}: a line of {longest} characters"
+    return is_valid
+
+
+def test_mutated_recipes(num_cases, fuzz_random, tmp_path, monkeypatch):
+    monkeypatch.chdir(bundled.BUNDLED)
+    texts = [p.read_text() for p in bundled.bundled_recipes().values()]
+    path, valid = tmp_path / "mutated.yaml", 0
+    count = num_cases(300)
+    for case in range(count):
+        text = mutate_text(fuzz_random, fuzz_random.choice(texts))
+        path.write_bytes(text.encode("utf-8", "surrogatepass"))
+        try:
+            valid += check(case, path, overrides(fuzz_random))
+        except UserError:
+            raise
+        except Exception as error:
+            pytest.fail(f"case {case}: {error!r}\n{text[:3000]}")
+    # Some mutations change nothing that matters, most do.
+    assert 0 < valid < count
