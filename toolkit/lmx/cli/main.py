@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import shlex
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -13,6 +12,8 @@ from ..config.redaction import redact
 from ..errors import INTERRUPTED, Interrupted, UserError
 from ..run import terminal
 from ..version import __version__
+from .execution import add_execution_arguments, execute
+from .options import add_recipe_options, given_options
 from .parser import HintingParser
 
 EXAMPLES = """\
@@ -20,11 +21,14 @@ examples:
   lmx-train qat_4bit                        a bundled recipe
   lmx-train my.yaml --dry-run               all checks that need no training
   lmx-train my.yaml seed=1 stages.train.steps=50 output=exports/try
+  lmx-train --model MODEL --data my.jsonl --lora-rank 16 --bits 4 --steps 100
 The same command resumes an interrupted run and skips completed stages.
 exit codes: 0 done, 1 the run failed or missed a threshold, 2 recipe or usage,
 3 does not fit in memory or on disk, 130 interrupted and resumable"""
 VERBS = {
-    "train": "run a recipe (same as lmx-train)",
+    "train": "run a recipe, or train with options (same as lmx-train)",
+    "quantize": "quantize a model without a recipe file",
+    "draft": "train a draft model without a recipe file",
     "init": "write a recipe for your model and data",
     "recipes": "list the included recipes, or copy one",
     "schema": "show the recipe schema: keys, types, defaults",
@@ -40,7 +44,13 @@ VERBS = {
 # Set by the completion scripts of argcomplete.
 COMPLETION = "_ARGCOMPLETE"
 # Modules of the verbs, where the name is another.
-MODULES = {"report": "runs", "compare": "runs", "push": "runs"}
+MODULES = {
+    "report": "runs",
+    "compare": "runs",
+    "push": "runs",
+    "quantize": "execution",
+    "draft": "execution",
+}
 
 
 def train(argv: Sequence[str] | None = None) -> int:
@@ -62,18 +72,13 @@ def train_parser() -> HintingParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("recipe", nargs="?", help="a YAML file or a bundled recipe")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="set a value of the recipe"
-    )
+    add_execution_arguments(parser)
     for flag, meaning in {
-        "--dry-run": "check recipe, data, memory and disk, and show the plan",
-        "--restart": "move an earlier run of this recipe aside and start over",
-        "--ignore-limits": "run even if the estimate exceeds memory or disk",
         "--list": "list bundled recipes, stages, methods and formats",
-        "--quiet": "print only warnings and the result",
         "--debug": "show the traceback of an error",
     }.items():
         parser.add_argument(flag, action="store_true", help=meaning)
+    add_recipe_options(parser, "train")
     _add_version(parser)
     return parser
 
@@ -85,9 +90,10 @@ def _train(argv: list[str]) -> int:
 
         complete(parser)
     arguments = parser.parse_intermixed_args(argv)
-    if not arguments.recipe and not arguments.list:
-        parser.error("give a recipe, or use --list")
-    return _run_recipe(arguments)
+    options = given_options(arguments, "train")
+    if not (arguments.recipe or arguments.list or options):
+        parser.error("give a recipe, options such as --model, or --list")
+    return _run_recipe(arguments, options)
 
 
 def _main(argv: list[str]) -> int:
@@ -137,40 +143,26 @@ def _run_verb(verb: str, argv: list[str]) -> int:
     return arguments.command(arguments)
 
 
-def _run_recipe(arguments: argparse.Namespace) -> int:
-    from ..run.launcher import launched_rank
-
-    if launched_rank() and (arguments.list or arguments.dry_run):
-        # Only the first of several processes prints.
-        return 0
+def _run_recipe(arguments: argparse.Namespace, options: list[str]) -> int:
     if arguments.list:
+        from ..run.launcher import launched_rank
         from .schema import listing
 
-        terminal.write_out(listing() + "\n")
+        if not launched_rank():
+            terminal.write_out(listing() + "\n")
         return 0
-    from ..api.recipe import Recipe
-
-    recipe = Recipe(arguments.recipe, overrides=arguments.overrides)
-    if arguments.dry_run:
-        from ..pipeline.dry_run import dry_run
-
-        return dry_run(
-            recipe.loaded, recipe.plan, ignore_limits=arguments.ignore_limits
+    if not options:
+        return execute(arguments, "train", arguments.recipe)
+    if arguments.recipe and "=" not in arguments.recipe:
+        raise UserError(
+            f"a recipe and {options[0]}: give one of them",
+            place=arguments.recipe,
+            hint="override values of a recipe with key=value, such as "
+            "stages.train.steps=50",
         )
-    from ..pipeline.runner import run
-
-    run(
-        recipe.loaded,
-        recipe.plan,
-        restart=arguments.restart,
-        ignore_limits=arguments.ignore_limits,
-        quiet=arguments.quiet,
-        command=shlex.join(
-            ["lmx-train", arguments.recipe, *recipe.loaded.overrides]
-            + ["--ignore-limits"] * arguments.ignore_limits,
-        ),
-    )
-    return 0
+    if arguments.recipe:
+        arguments.overrides.insert(0, arguments.recipe)
+    return execute(arguments, "train")
 
 
 def _guarded(command: Callable[[list[str]], int], argv: list[str]) -> int:

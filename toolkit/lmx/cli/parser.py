@@ -37,6 +37,19 @@ KNOWN = {
     "--max-new-tokens": "--max-tokens",
     "--against": "--compare",
     "--text": "--corpus",
+    "--rank": "--lora-rank",
+    "--lora-r": "--lora-rank",
+    "--q-bits": "--bits",
+    "--q-group-size": "--group-size",
+    "--iters": "--steps",
+    "--max-steps": "--steps",
+    "--num-epochs": "--epochs",
+    "--num-train-epochs": "--epochs",
+    "--lr": "--learning-rate",
+    "--max-length": "--max-seq-length",
+    "--dataset": "--data",
+    "--train-file": "--data",
+    "--output-dir": "--output",
     "--config": "the recipe without an option",
 }
 
@@ -63,8 +76,13 @@ class HintingParser(argparse.ArgumentParser):
         hints = [
             f"\n    hint: {word} is called {KNOWN[word]} here"
             for word in dict.fromkeys(words)
-            if word in KNOWN and word not in known
+            if word in KNOWN and word not in known and _applies(KNOWN[word], known)
         ]
         error = f"{self.prog}: error: {shorten(message)}{''.join(hints)}\n"
         terminal.write_err(self.format_usage() + error)
         raise SystemExit(USAGE)
+
+
+def _applies(name: str, known: dict[str, argparse.Action]) -> bool:
+    """Whether a name is no option, or one that the parser has."""
+    return not name.startswith("--") or name in known

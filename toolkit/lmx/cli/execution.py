@@ -1,0 +1,102 @@
+"""What `lmx-train`, `lmx quantize` and `lmx draft` do: run a recipe, or check it."""
+
+import argparse
+import os
+import shlex
+
+from ..config.redaction import redact
+from ..run import terminal
+from .options import add_recipe_options, recipe_of
+
+FLAGS = {
+    "--dry-run": "check recipe, data, memory and disk, and show the plan",
+    "--restart": "move an earlier run of this recipe aside and start over",
+    "--ignore-limits": "run even if the estimate exceeds memory or disk",
+    "--quiet": "print only warnings and the result",
+}
+
+
+def add_execution_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare overrides and how to run."""
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="set a value of the recipe"
+    )
+    parser.add_argument("--output", metavar="FOLDER", help="run directory")
+    for flag, meaning in FLAGS.items():
+        parser.add_argument(flag, action="store_true", help=meaning)
+
+
+def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx quantize`."""
+    _add_job(parser, "quantize", "Quantize a model after training, and export it.")
+
+
+def quantize(arguments: argparse.Namespace) -> int:
+    """Quantize a model; returns the exit code."""
+    return execute(arguments, "quantize")
+
+
+def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of `lmx draft`."""
+    _add_job(parser, "draft", "Train a draft model for speculative decoding.")
+
+
+def draft(arguments: argparse.Namespace) -> int:
+    """Train a draft model; returns the exit code."""
+    return execute(arguments, "draft")
+
+
+def _add_job(parser: argparse.ArgumentParser, kind: str, about: str) -> None:
+    parser.description = (
+        f"{about} The options stand for a recipe, which is printed and kept in the run "
+        "directory. The same command finds its run again."
+    )
+    add_recipe_options(parser, kind)
+    add_execution_arguments(parser)
+
+
+def execute(arguments: argparse.Namespace, kind: str, source: str | None = None) -> int:
+    """Run or check a recipe; returns the exit code.
+
+    Args:
+        kind: of the stage that the options describe.
+        source: a recipe; None = that of the options.
+    """
+    from ..api.recipe import Recipe
+    from ..run.launcher import launched_rank
+
+    overrides = list(arguments.overrides)
+    if arguments.output is not None:
+        overrides.append(("output", os.path.expanduser(arguments.output)))
+    recipe = Recipe(source or recipe_of(arguments, kind), overrides=overrides)
+    if arguments.dry_run and launched_rank():
+        # Only the first of several processes prints.
+        return 0
+    if source is None and not launched_rank():
+        terminal.write_out(redact(recipe.to_yaml()))
+    if arguments.dry_run:
+        from ..pipeline.dry_run import dry_run
+
+        return dry_run(
+            recipe.loaded, recipe.plan, ignore_limits=arguments.ignore_limits
+        )
+    from ..pipeline.runner import run
+
+    run(
+        recipe.loaded,
+        recipe.plan,
+        restart=arguments.restart,
+        ignore_limits=arguments.ignore_limits,
+        quiet=arguments.quiet,
+        command=_command(recipe, source, arguments.ignore_limits),
+    )
+    return 0
+
+
+def _command(recipe, source: str | None, ignore_limits: bool) -> str:
+    """The command that resumes the run."""
+    if source:
+        words = [source, *recipe.loaded.overrides]
+    else:
+        words = [str(recipe.output / "recipe.yaml"), f"output={recipe.output}"]
+    return shlex.join(["lmx-train", *words, *["--ignore-limits"] * ignore_limits])
