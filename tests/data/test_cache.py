@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from lmx.data import cache, fingerprint
@@ -229,7 +230,7 @@ def test_damaged_note_of_a_hash_is_written_again(cache_folder, tmp_path, note):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("place", ["content", "lock", "."])
+@pytest.mark.parametrize("place", ["content", "lock", ".", ".."])
 @pytest.mark.parametrize("kind", ["file", "folder", "link"])
 def test_other_entries_in_place_of_the_cache_are_replaced(
     cache_folder, tmp_path, place, kind
@@ -238,7 +239,7 @@ def test_other_entries_in_place_of_the_cache_are_replaced(
     other = tmp_path / "other"
     other.mkdir()
     (other / "mine").write_text("mine")
-    path = entry / place
+    path = Path(os.path.normpath(entry / place))
     fs.remove(path)
     if kind == "file":
         path.write_text("file")

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent
+# Recipes that run in half a second.
+sys.path.append(str(FOLDER.parent / "pipeline"))
 # Some fuzzers use the fixtures of other folders.
 sys.path.append(str(FOLDER.parent / "convert"))
 

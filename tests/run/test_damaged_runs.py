@@ -105,6 +105,13 @@ def test_lock_that_is_a_link_is_not_followed(tmp_path, outside):
         start(tmp_path / "try")
 
 
+def test_lock_that_is_a_pipe_is_one_error(tmp_path):
+    (tmp_path / "try").mkdir()
+    os.mkfifo(tmp_path / "try/.lock")
+    with pytest.raises(UserError, match="this is a named pipe"):
+        start(tmp_path / "try")
+
+
 def test_partial_links_within_a_run_are_removed_but_not_followed(tmp_path):
     with start(tmp_path / "try") as run:
         weights = leave(run, "1-train")
@@ -127,7 +134,7 @@ def test_pipes_do_not_block(tmp_path):
             start(folder)
         if name != "manifest.json":
             write_page(folder)
-    with pytest.raises(UserError, match="version of lmx: this is a pipe"):
+    with pytest.raises(UserError, match="version of lmx: this is a named pipe"):
         write_page(folder)
 
 

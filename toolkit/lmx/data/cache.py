@@ -155,8 +155,9 @@ def _locked(place: Path) -> Iterator[None]:
     """Hold the lock of an entry; waits while another process fills it."""
     lock = place / "lock"
     # Links would be followed out of the cache.
-    if os.path.lexists(place) and (place.is_symlink() or not place.is_dir()):
-        fs.remove(place)
+    for folder in (place.parent, place):
+        if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+            fs.remove(folder)
     place.mkdir(parents=True, exist_ok=True)
     if os.path.lexists(lock) and (lock.is_symlink() or not lock.is_file()):
         fs.remove(lock)

@@ -224,6 +224,7 @@ def _lock_file(path: Path) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
     handle = os.open(path / LOCK, flags, 0o666)
     try:
+        fs.require_regular_file(path / LOCK)
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         owner = os.read(handle, 32).decode(errors="replace").strip() or "unknown"
@@ -233,6 +234,9 @@ def _lock_file(path: Path) -> int:
             place=str(path),
             hint="wait until it ends, or use another folder with output=...",
         ) from error
+    except UserError:
+        os.close(handle)
+        raise
     return handle
 
 
