@@ -106,6 +106,19 @@ def test_sizes_beyond_the_weights_are_refused_before_a_model_is_built(
     assert time.process_time() - start < 2
 
 
+def test_a_width_of_the_config_below_the_groups_of_codes_is_refused(folder):
+    """MLX divides by the group size, which would be zero."""
+    file, name = folder / "model.safetensors", "model.layers.0.mlp.down_proj"
+    weights = mx.load(str(file))
+    packed = mx.quantize(weights.pop(f"{name}.weight"), group_size=32, bits=4)
+    leaves = ("weight", "scales", "biases")
+    weights |= {f"{name}.{leaf}": v for leaf, v in zip(leaves, packed, strict=True)}
+    mx.save_safetensors(str(file), weights)
+    grid = {"group_size": 32, "bits": 4}
+    edit(folder / "config.json", intermediate_size=2, quantization=grid)
+    assert refusal(folder).message.startswith(f"{name} has 32 words of codes and 8 g")
+
+
 def test_integers_in_place_of_weights_are_refused(folder):
     file = folder / "model.safetensors"
     weights = mx.load(str(file))

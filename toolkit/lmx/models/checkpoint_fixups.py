@@ -9,7 +9,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from ..errors import UserError
 from .checkpoint import read_config, tensor_files
+from .config_check import BITS
 
 # Tables computed from the config, which older programs stored with the weights.
 BUFFERS = re.compile(r"(rotary\w*\.inv_freq|\.masked_bias|embeddings\.position_ids)$")
@@ -61,7 +63,9 @@ def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
             def sanitize(_: dict[str, mx.array]) -> dict[str, mx.array]:
                 # A model is read once; after that the class has its own method again.
                 del model.sanitize
-                return original(_fixed_tensors(path, parameters))
+                weights = original(_fixed_tensors(path, parameters))
+                _check_codes(model, weights, path)
+                return weights
 
             model.sanitize = sanitize
             return model
@@ -69,6 +73,29 @@ def _with_fixed_tensors(path: Path, classes: ModelClasses) -> ModelClasses:
         return build, arguments_class
 
     return fixed_classes
+
+
+def _check_codes(model: nn.Module, weights: dict[str, mx.array], path: Path) -> None:
+    """Check the widths of codes and scales, by which mlx-lm divides.
+
+    A group size of zero would end the process within MLX.
+
+    Raises:
+        UserError: naming the layer.
+    """
+    for name, module in model.named_modules():
+        scales, codes = (weights.get(f"{name}.{leaf}") for leaf in ("scales", "weight"))
+        if scales is None or codes is None or not hasattr(module, "to_quantized"):
+            continue
+        width = module.weight.shape[-1]
+        words, groups = (t.shape[-1] if t.ndim else 0 for t in (codes, scales))
+        if not groups or width % groups or words * 32 / width not in BITS:
+            raise UserError(
+                f"{name} has {words:,} words of codes and {groups:,} groups in a row, "
+                f"which do not fit to the width {width:,} of the config",
+                place=str(path),
+                hint="copy config.json from the model that the weights belong to",
+            )
 
 
 def _fixed_tensors(path: Path, parameters: set[str]) -> dict[str, mx.array]:
