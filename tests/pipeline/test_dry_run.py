@@ -2,6 +2,7 @@
 
 import gc
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from lmx.config.train import TeacherConfig, TrainConfig
 from lmx.data.batching import Batch
 from lmx.data.record_formats import DataRecord
 from lmx.models import checkpoint_writer, from_scratch
-from lmx.models.loader import build_model
+from lmx.models.loader import build_model, set_compute_dtype
 from lmx.models.lora import lora_model
 from lmx.pipeline import dry_run, resources
 from lmx.pipeline.estimate import (
@@ -25,7 +26,8 @@ from lmx.pipeline.estimate import (
     training_cost,
 )
 from lmx.pipeline.plan import load, plan
-from lmx.quantization.packing import pack
+from lmx.quantization.packing import dequantize, pack
+from lmx.quantization.qat.fake_quant import FakeQuant
 from lmx.quantization.target_layers import select_layers
 from lmx.run.fs import free_bytes
 from lmx.training.chunked_loss import ChunkedLoss
@@ -232,6 +234,61 @@ def test_training_cost_memory_is_near_measured_peak(adapter, settings):
     optimizer_bytes = sum(v.nbytes for _, v in tree_flatten(step.optimizer.state))
     peak = mx.get_peak_memory() - before + optimizer_bytes + model_bytes
     assert 0.6 < sum(estimate.memory.values()) / peak < 1.6
+
+
+@pytest.mark.parametrize(
+    ("adapter", "quantizer", "from_codes"),
+    [
+        ({"rank": 4}, "minmax", False),
+        ({"rank": 4}, "lsq", False),
+        ({"rank": 4}, "fixed_scale", True),
+        (None, "minmax", False),
+        (None, "lsq", True),
+    ],
+)
+def test_training_cost_memory_with_fake_quantizers(adapter, quantizer, from_codes):
+    """Of so few tokens that most of the memory is weights."""
+    cpu.enable()
+    shape = ScratchModelConfig(
+        vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=4
+    )
+    qat = {"bits": 4, "quantizer": quantizer}
+    config = TrainConfig(
+        adapter=adapter, qat=qat, steps=1, batch_size=1, loss_chunk_tokens=None
+    )
+    shapes, batch_shape = model_shape(shape), BatchShape(8, 8, 8)
+    gc.collect()
+    start = mx.get_active_memory()
+    network = build_model(shapes.config)
+    network.set_dtype(mx.float16)
+    specs, packed = select_layers(network, config.qat).specs, None
+    if from_codes:
+        packed = {}
+        modules = dict(network.named_modules())
+        for path, spec in specs.items():
+            layer = modules[path]
+            packed[path] = pack(layer.weight, spec, mx.float16)
+            layer.weight = dequantize(packed[path], spec, mx.float32)
+        network.set_dtype(mx.float32)
+        shapes = replace(shapes, bytes=shapes.quantized_bytes(specs))
+    mx.eval(network.parameters(), packed)
+    # A stage keeps the weights that it began with.
+    initial = dict(tree_flatten(network.parameters()))
+    if adapter:
+        lora_model.attach(network, config.adapter, seed=0, merged=True)
+    fake_quant = FakeQuant(network, specs, mx.float16, config.qat, packed)
+    set_compute_dtype(network, mx.float32)
+    step = TrainStep(network, OptimizerConfig(), fake_quant=fake_quant)
+    batch = Batch(mx.ones((1, 9), mx.int32), mx.ones((1, 8), mx.bool_), ())
+    mx.reset_peak_memory()
+    for seed in range(2):
+        outputs = step(batch, 1e-3, seed)
+        mx.eval(outputs, step.parameters, step.optimizer.state)
+    peak = mx.get_peak_memory() - start
+    assert initial
+    cost = training_cost(shapes, config, batch_shape, 4, from_codes=from_codes)
+    assert sum(v.size for v in step.parameters.values()) == cost.trained
+    assert 0.8 < sum(cost.memory.values()) / peak < 1.2
 
 
 def make_step(shape, config) -> TrainStep:

@@ -11,6 +11,7 @@ from lmx.models.loader import load
 from lmx.pipeline.context import write_model
 from lmx.pipeline.qat_setup import prepare, require_steps
 from lmx.quantization.packing import dequantize, pack
+from lmx.quantization.qat.quantizers import LSQQuantizer
 from lmx.quantization.target_layers import QuantizationPlan
 from lmx.run.logger import NullLogger
 from pydantic import ValidationError
@@ -48,10 +49,12 @@ def test_prepare_keeps_specs_of_quantized_layers(mixed_model):
     assert not prepared.selection.specs.keys() & prepared.selection.skipped
     for path, spec in prepared.selection.specs.items():
         weight = dict(prepared.loaded.model.named_modules())[path].weight
-        served = dequantize(prepared.packed[path], spec, mixed_model.dtype)
-        step = mx.repeat(mx.abs(prepared.packed[path]["scales"]), 64, axis=-1)
+        packed = prepared.packed[path]
+        quantizer = LSQQuantizer(spec, mixed_model.dtype, "mse")
+        stored = quantizer.pack(weight, quantizer.init_from_codes(packed))
         assert weight.dtype == mx.float32
-        assert (mx.abs(weight - served) / step).max().item() < 0.5
+        assert mx.array_equal(stored["weight"], packed["weight"])
+        assert not mx.array_equal(weight, dequantize(packed, spec, mx.float32))
 
 
 def weights_of(prepared):
@@ -113,12 +116,12 @@ def test_latent_weights_of_unknown_origin_are_random_by_seed(mixed_model, dense)
 def test_self_distillation_begins_at_the_codes(mixed_model, dense):
     code_weights = initial_weights(mixed_model, latent_init="codes")
     weights = initial_weights(mixed_model, dense.copy, teacher={})
-    nearest = initial_weights(
-        mixed_model, dense.copy, teacher={}, latent_init="nearest"
+    original = initial_weights(
+        mixed_model, dense.copy, teacher={}, latent_init="original"
     )
     for path, weight in code_weights.items():
         assert mx.array_equal(weights[path], weight)
-        assert not mx.array_equal(nearest[path], weight)
+        assert not mx.array_equal(original[path], weight)
 
 
 def test_latent_init_of_unquantized_model_is_refused(make_checkpoint):

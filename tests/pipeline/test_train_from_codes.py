@@ -4,6 +4,7 @@ import signal
 from functools import cache
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from lmx.models.loader import load
 from tiny_checkpoints import QWEN3_MOE
@@ -38,6 +39,7 @@ UNCHANGED = {
     "lora_minmax": {"scales", "biases"},
     "qa_lora": {"weight", "scales"},
 }
+CHANGES_CODES = {mode for mode, names in UNCHANGED.items() if "weight" not in names}
 TOKENS = mx.array([[5, 80, 200, 7, 33, 120]])
 
 
@@ -51,6 +53,19 @@ def trained(run, name="model"):
 
 def tensors(folder):
     return mx.load(str(folder / "model.safetensors"))
+
+
+def count_changed(before, after):
+    """How many 2-bit codes differ, and how many there are."""
+    words = [
+        np.array([before[name], after[name]])
+        for name in before
+        if f"{name.removesuffix('.weight')}.scales" in before
+        and name.endswith(".weight")
+    ]
+    places = [(pair[..., None] >> np.arange(0, 32, 2)) & 3 for pair in words]
+    changed = sum(int((codes[0] != codes[1]).sum()) for codes in places)
+    return changed, sum(codes[0].size for codes in places)
 
 
 def mlx_lm_logits(folder):
@@ -87,6 +102,8 @@ def test_training_without_updates_keeps_the_codes(tmp_path, base, mode):
         assert value.dtype == after[name].dtype, name
         assert mx.array_equal(value, after[name]), name
     assert mx.array_equal(mlx_lm_logits(quantized(run)), mlx_lm_logits(trained(run)))
+    is_warned = "warning: training has changed only 0 of" in run.log
+    assert is_warned == (mode in CHANGES_CODES)
     # The reference is the recipe's model, from which the codes were quantized.
     assert not trained(run, "dense").exists()
     reference = run.json("manifest.json")["stages"]["2-train"]["result"]["reference"]
@@ -109,6 +126,16 @@ def test_training_from_codes_improves_exported_loss(trained_run, mode):
         < 0.05
     )
     before, after = tensors(quantized(run)), tensors(trained(run))
+    facts = run.json("report.json")["training"]
+    assert ("codes" in facts) == (mode in CHANGES_CODES)
+    if mode in CHANGES_CODES:
+        changed, total = count_changed(before, after)
+        assert facts["changed_codes"] == changed > 0
+        # LoRA does not train the embedding.
+        assert total / 2 < facts["codes"] <= total
+        assert f"training has changed {changed:,} of {facts['codes']:,}" in run.log
+        cell = f"<td>{changed:,} of {facts['codes']:,}</td>"
+        assert cell in (run.output / "report.html").read_text()
     assert {k: v.dtype for k, v in before.items()} == {
         k: v.dtype for k, v in after.items()
     }
@@ -153,14 +180,16 @@ def test_qa_lora_of_unquantized_model_is_refused(tmp_path, base, capsys):
 
 
 def test_training_from_codes_of_an_imported_model(tmp_path, make_checkpoint):
-    """Without the original weights, the dense export has the dequantized codes."""
+    """Without the original weights, the reference has the dequantized codes."""
     first = Run(tmp_path, {"quantize": GRID}, model=make_checkpoint(QWEN3_MOE))
     assert first() == 0
     folder = quantized(first)
     (tmp_path / "on").mkdir()
     train = FROZEN | MODES["lsq"]
-    run = Run(tmp_path / "on", {"train": train}, model=folder)
+    stages = {"train": train}, {"evaluate": METRICS_ONLY}
+    run = Run(tmp_path / "on", *stages, model=folder)
     assert run() == 0
+    assert [*run.json("report.json")["models"]] == ["base", "dequantized", "quantized"]
     stage = run.output / "stages" / "1-train"
     before, after = tensors(folder), tensors(stage / "model")
     assert before.keys() == after.keys()

@@ -4,12 +4,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization.packing import dequantize, pack
+from lmx.quantization.packing import dequantize, pack, unpack_codes
 from lmx.quantization.qat.quantizers import FixedScaleQuantizer, LSQQuantizer
-from lmx.quantization.qat.ste import CELL_MARGIN
 
 GROUP = 64
 BITS = (2, 3, 4, 5, 6, 8)
+KEY = mx.random.key(7)
 
 
 def normal(*shape, seed=0, scale=0.05):
@@ -31,16 +31,28 @@ def packed_layer(quantizer_class, bits, dtype, shape=(8, 256), distance=1.0):
     )
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(
+def positions(weight, packed):
+    """(weight - bias) / scale in float64."""
+    scales, biases = (
+        np.repeat(np.array(packed[name].astype(mx.float32), np.float64), GROUP, axis=-1)
+        for name in ("scales", "biases")
+    )
+    return (np.array(weight, np.float64) - biases) / scales
+
+
+EACH_QUANTIZER = pytest.mark.parametrize(
     "quantizer_class", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
 )
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("bits", BITS)
+@EACH_QUANTIZER
 def test_latent_weights_keep_codes_and_gradients(quantizer_class, bits, dtype):
     quantizer, packed, _, target = packed_layer(
         quantizer_class, bits, dtype, shape=(2, 4, 256)
     )
-    weight = quantizer.latent_within_cell(packed, target)
+    weight = quantizer.latent_within_cell(packed, target, KEY)
     qparams = quantizer.init_from_codes(packed)
     assert weight.dtype == mx.float32
     assert weight.shape == target.shape
@@ -53,31 +65,70 @@ def test_latent_weights_keep_codes_and_gradients(quantizer_class, bits, dtype):
     assert mx.array_equal(gradient, mx.ones_like(gradient))
 
 
+@pytest.mark.parametrize("place", [0.0, 1.0], ids=["low", "high"])
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(
-    "quantizer_class", [LSQQuantizer, FixedScaleQuantizer], ids=["lsq", "fixed_scale"]
-)
-def test_latent_weights_are_nearest_to_the_target_within_their_cell(
-    quantizer_class, bits
+@EACH_QUANTIZER
+def test_latent_weights_at_the_ends_of_their_cells_keep_codes(
+    monkeypatch, quantizer_class, bits, dtype, place
 ):
-    quantizer, packed, levels, target = packed_layer(
-        quantizer_class, bits, mx.float32, distance=0.4
+    """Random places come close to the ends, so rounding must leave the code there."""
+    monkeypatch.setattr(mx.random, "uniform", lambda shape, key: mx.full(shape, place))
+    quantizer, packed, *_ = packed_layer(quantizer_class, bits, dtype)
+    # Up to 40 times as large as all steps together.
+    packed["biases"] *= mx.linspace(-40, 40, 8)[:, None].astype(dtype)
+    weight = quantizer.latent_within_cell(packed, None, KEY)
+    stored = quantizer.pack(weight, quantizer.init_from_codes(packed))
+    assert mx.array_equal(stored["weight"], packed["weight"])
+    places = positions(weight, packed) - np.array(unpack_codes(packed["weight"], bits))
+    assert np.abs(np.abs(places) - 0.5).min() < 0.001
+    # The outermost cells of LSQ end at the outermost levels.
+    assert (np.abs(places) > 0.49).mean() > 0.4
+
+
+@EACH_QUANTIZER
+def test_latent_weights_are_their_targets_or_random(quantizer_class):
+    """They keep targets inside the cell, and are spread evenly over the other cells."""
+    quantizer, packed, _, target = packed_layer(
+        quantizer_class, 4, mx.float32, shape=(64, 1024), distance=0.6
     )
-    scales, biases = (
-        np.repeat(np.array(packed[name], np.float64), GROUP, axis=-1)
-        for name in ("scales", "biases")
+    weight = quantizer.latent_within_cell(packed, target, KEY)
+    wanted, actual = positions(target, packed), positions(weight, packed)
+    codes = np.array(unpack_codes(packed["weight"], 4), np.float64)
+    inner = (codes > 0) & (codes < 15)
+    is_inside = np.abs(wanted - codes) < 0.499
+    assert np.abs(actual - wanted)[inner & is_inside].max() < 1e-3
+    places = (actual - codes)[inner & ~is_inside]
+    assert len(places) > 10_000
+    shares = np.histogram(places, bins=10, range=(-0.5, 0.5))[0] / len(places)
+    assert np.abs(shares - 0.1).max() < 0.01
+    other = quantizer.latent_within_cell(packed, target, mx.random.key(8))
+    assert 0.1 < (other != weight).mean().item() < 0.9
+
+
+@EACH_QUANTIZER
+def test_quantized_weights_follow_small_updates_on_average(quantizer_class):
+    """An update by 0.4 % of a step changes 0.4 % of the codes by a step."""
+    quantizer, packed, levels, _ = packed_layer(
+        quantizer_class, 4, mx.float32, shape=(512, 1024)
     )
-    codes = np.round((np.array(levels, np.float64) - biases) / scales)
-    steps = (np.array(target, np.float64) - biases) / scales
-    reach, margin, top = 0.5 - CELL_MARGIN, quantizer_class.CLIP_MARGIN, 2**bits - 1
-    nearest = np.clip(steps, codes - reach, codes + reach)
-    nearest = np.clip(nearest, CELL_MARGIN - margin, top + margin - CELL_MARGIN)
-    actual = (
-        np.array(quantizer.latent_within_cell(packed, target), np.float64) - biases
-    ) / scales
-    assert np.abs(actual - nearest).max() < 1e-3
-    # Most targets are within their cell.
-    assert 0.5 < (np.abs(actual - steps) < 1e-3).mean() < 0.95
+    qparams = quantizer.init_from_codes(packed)
+    step = mx.repeat(mx.abs(packed["scales"]), GROUP, axis=-1)
+    sign = mx.where(normal(512, 1024, seed=3) < 0, -1.0, 1.0)
+    position = (levels - mx.repeat(packed["biases"], GROUP, axis=-1)) / step
+    inner = (mx.abs(position) > 0.5) & (mx.abs(position) < 14.5)
+
+    def moved(weight):
+        """Steps that the quantized weights move, on average."""
+        updated = quantizer.fake_quantize(weight + 0.004 * sign * step, qparams)
+        steps = (updated - levels) * sign / step
+        return (mx.where(inner, steps, 0.0).sum() / inner.sum()).item()
+
+    weight = quantizer.latent_within_cell(packed, None, KEY)
+    assert mx.array_equal(quantizer.fake_quantize(weight, qparams), levels)
+    assert moved(weight) == pytest.approx(0.004, rel=0.15)
+    # Negative control: from the dequantized codes, no weight moves.
+    assert moved(levels) == 0
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-9], ids=["constant", "hidden"])
@@ -87,5 +138,5 @@ def test_latent_weights_start_at_the_level_where_float32_cannot_resolve_steps(sc
     codes = pack(normal(4, GROUP), spec, mx.float32)["weight"]
     scales, biases = mx.full((4, 1), scale), mx.full((4, 1), 1.0)
     packed = {"weight": codes, "scales": scales, "biases": biases}
-    weight = quantizer.latent_within_cell(packed, normal(4, GROUP))
+    weight = quantizer.latent_within_cell(packed, normal(4, GROUP), KEY)
     assert mx.array_equal(weight, mx.ones_like(weight))

@@ -3,14 +3,15 @@
 With P parameters, T trained parameters, c bytes of the compute dtype, and n tokens in
 the largest batch, training takes:
 
-    weights      the checkpoint, c P, and float32 masters of the T
+    weights      the checkpoint, c P, and float32 masters of the T; 4 P more if
+                 quantization-aware training continues from codes, which are dequantized
     optimizer    4 T for the gradients and for every moment: AdamW has two, Adafactor
                  practically none, the others one; 4 T more with gradient accumulation
     step         the larger of the backward pass and the update (8 T);
                  the backward pass keeps c n (in + out) of every matrix,
                  2 c n heads length of every attention layer (nothing with the
                  blockwise attention of float32 on a Linux CPU), 16 n vocabulary for
-                 the loss, and (4 + c) of every weight that has a fake quantizer;
+                 the loss, and the weights that `_quantizer_bytes` counts;
                  with gradient checkpointing, n width c of every block and the
                  activations of one block alone; with a chunked loss, the
                  16 n vocabulary of a few chunks, and 8 of every weight of the head
@@ -227,32 +228,52 @@ class StageResources:
 
 
 def training_cost(
-    shape: ModelShape, config: TrainConfig, batch: BatchShape, compute: int
+    shape: ModelShape,
+    config: TrainConfig,
+    batch: BatchShape,
+    compute: int,
+    *,
+    from_codes: bool = False,
 ) -> TrainingCost:
     """Cost of a train stage that computes in a dtype of `compute` bytes.
+
+    Args:
+        from_codes: the model that is trained is quantized.
 
     Raises:
         UserError: a pattern of the adapter matches no layer, or mlx-lm has no such
             architecture.
     """
+    if from_codes and config.qat:
+        qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
+        config = config.model_copy(update={"qat": qat})
     model = shape.model()
     total = _count(model.parameters())
     matrices = _matrices(model)
-    quantized = learned = 0
-    if config.qat:
-        for path, spec in select_layers(model, config.qat).specs.items():
-            size = prod(matrices[f"{path}.weight"])
-            quantized += size
-            learned += config.qat.learned_per_group * size // spec.group_size
-    trained = _trained(model, config) + learned
+    specs = select_layers(model, config.qat).specs if config.qat else {}
+    trained = _trained(model, config)
+    if config.adapter:
+        adapted = lora_model.adapted_layers(model)
+        specs = {path: spec for path, spec in specs.items() if path in adapted}
+    sizes = {path: prod(matrices[f"{path}.weight"]) for path in specs}
+    for path, spec in specs.items():
+        trained += config.qat.learned_per_group * sizes[path] // spec.group_size
+    # Masters of another type, of shards or of an adapter are no weights of a forward
+    # pass.
     masters_are_weights = config.adapter is None and compute == 4 and not config.fsdp
+    if config.qat and config.qat.quantizer == "scales_only":
+        masters_are_weights = False
     masters = 0 if masters_are_weights else 4 * trained
+    dequantized = 4 * total if from_codes and config.qat else 0
     backward = _activations(shape, matrices, batch, compute, config)
-    backward += _loss(shape, batch, config) + (4 + compute) * quantized
+    backward += _loss(shape, batch, config)
+    if config.qat:
+        weights = sum(sizes.values())
+        backward += _quantizer_bytes(weights, config, compute, masters_are_weights)
     copies = 1 + MOMENTS[config.optimizer] + (config.gradient_accumulation_steps > 1)
     shards = process_count() if config.fsdp else 1
     memory = {
-        "weights": (shape.bytes + masters) // shards + compute * total,
+        "weights": (shape.bytes + masters) // shards + dequantized + compute * total,
         "optimizer": 4 * copies * trained // shards,
         "step": max(backward, 8 * trained // shards),
     }
@@ -412,6 +433,21 @@ def _activations(
     if config.gradient_checkpointing:
         values = layers * shape.setting("hidden_size") + values / max(1, layers)
     return int(batch.tokens * compute * values)
+
+
+def _quantizer_bytes(
+    weights: int, config: TrainConfig, compute: int, masters_are_weights: bool
+) -> int:
+    """Bytes that the fake quantizers of so many weights keep for the backward pass.
+
+    The quantized weights replace the weights that are computed with, unless those are
+    the masters. A quantizer that is not straight-through also keeps the sum of weight
+    and adapter; with trained scales also the gradient of that sum.
+    """
+    size = compute * masters_are_weights
+    if config.adapter and config.qat.quantizer != "minmax":
+        size += 8 if config.qat.learned_per_group else 4
+    return size * weights
 
 
 def _loss(shape: ModelShape, batch: BatchShape, config: TrainConfig) -> int:

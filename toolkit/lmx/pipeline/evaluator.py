@@ -73,7 +73,9 @@ class Evaluator:
         current, base = self.context.current, self.context.base
         folders = {"base": base} if base else {}
         if current.reference != base:
-            folders["fine-tuned"] = current.reference
+            is_dequantized = current.facts.get("reference_is_dequantized")
+            name = "dequantized" if is_dequantized else "fine-tuned"
+            folders[name] = current.reference
         if current.is_quantized:
             folders["quantized"] = current.model
         return folders

@@ -48,10 +48,9 @@ def prepare(
 ) -> QATModel:
     """Select the layers to quantize. A quantized model continues from its codes.
 
-    Latent weights then begin inside the rounding intervals of their codes, as close as
-    possible to the weights before quantization: the method may have chosen another
-    code than the nearest, and from the full-precision weights the first step would undo
-    that. They begin at random places inside the intervals if those weights are unknown.
+    Latent weights then begin inside the rounding intervals of their codes: at the
+    weights before quantization, or at random places if the method has chosen another
+    code than the nearest, or if those weights are unknown.
 
     With `latent_init: codes` they begin at the dequantized values instead. For many
     steps no code changes then, which preserves error compensation. That is the default
@@ -150,12 +149,11 @@ def _init_latent_weights(
         spec, layer = model.selection.specs[path], modules[path]
         step = mx.abs(mx.repeat(packed["scales"], spec.group_size, axis=-1))
         target, values = targets.pop(f"{path}.weight", None), layer.weight
-        if target is None or not _are_near(target, values, step):
-            key, layer_key = mx.random.split(key)
-            noise = mx.random.uniform(-0.5, 0.5, values.shape, key=layer_key)
-            target = values + noise * step
+        if target is not None and not _are_near(target, values, step):
+            target = None
+        key, layer_key = mx.random.split(key)
         quantizer = quantizer_class(spec, model.loaded.dtype, model.qat.scale_init)
-        layer.weight = quantizer.latent_within_cell(packed, target)
+        layer.weight = quantizer.latent_within_cell(packed, target, layer_key)
         mx.eval(layer.weight)
 
 

@@ -90,7 +90,15 @@ class TrainStage(Stage):
         config, shape = self.config, workload.shape
         dtype = training_dtype(config.compute_dtype, workload.dtype)
         batch = self._batch(workload)
-        cost = training_cost(shape, config, batch, dtype.size)
+        # An earlier stage of the recipe may have quantized the model.
+        is_quantized = "quantization" in shape.config or model_bytes < shape.bytes
+        cost = training_cost(
+            replace(shape, bytes=model_bytes),
+            config,
+            batch,
+            dtype.size,
+            from_codes=is_quantized,
+        )
         if "quantization" in shape.config:
             # An adapter is fused into dequantized weights, usually of 16 bits.
             model_bytes = 2 * cost.parameters

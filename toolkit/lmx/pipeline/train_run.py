@@ -33,6 +33,8 @@ from .preference import PreferenceSetup
 from .qat_setup import prepare, require_steps
 from .teacher import TeacherSetup
 
+# Share of changed codes below which a training has practically no effect.
+MIN_CHANGED_CODES = 1e-5
 # Rounding of fused weights, relative to the adapter's changes, that is worth a warning.
 MAX_FUSING_ERROR = 0.1
 
@@ -93,6 +95,7 @@ class TrainRun:
             loaded.model, self.base_weights, parameters, loaded.dtype
         )
         packed = fake_quant.export_tensors(parameters) if fake_quant else {}
+        codes = self._count_changed_codes(packed)
         if self.config.adapter and not fake_quant:
             self._warn_of_rounding()
         reference = model = self._write_reference(dict(weights), packed)
@@ -100,7 +103,27 @@ class TrainRun:
             model = self.context.folder / "model"
             write_model(model, loaded, weights, self.selection, packed)
         adapters = self._write_adapter() if self.config.adapter else None
-        return ModelArtifact(model, reference, adapters, self._facts(model))
+        facts = self._facts(model) | codes
+        return ModelArtifact(model, reference, adapters, facts)
+
+    def _count_changed_codes(self, packed: dict[str, mx.array]) -> dict[str, int]:
+        """Facts of a training from codes; a warning if almost no code has changed."""
+        qat, before = self.model.qat, self.model.packed
+        if not (qat and before) or qat.quantizer == "scales_only":
+            return {}
+        fake_quant, logger = self.step.fake_quant, self.context.logger
+        changed, total = fake_quant.count_changed_codes(before, packed)
+        text = f"{changed:,} of {total:,} codes ({changed / total:.2g})"
+        # Self-distillation with trained scales keeps the codes on purpose.
+        keeps_codes = self.config.is_self_distillation and fake_quant.qparams
+        if changed < MIN_CHANGED_CODES * total and not keeps_codes:
+            logger.warning(
+                f"training has changed only {text}: its updates are too small for the "
+                "grid; raise learning_rate, or train for more steps"
+            )
+        else:
+            logger.info(f"training has changed {text}")
+        return {"changed_codes": changed, "codes": total}
 
     def _warn_of_rounding(self) -> None:
         """Warn if the stored dtype cannot hold what the adapter changes."""
@@ -118,18 +141,31 @@ class TrainRun:
     def _write_reference(
         self, weights: dict[str, mx.array], packed: dict[str, mx.array]
     ) -> Path:
-        """Write the unquantized weights, or return the known reference of codes."""
+        """Write the unquantized weights, or return the known reference of codes.
+
+        If training continues from codes of unknown origin, the latent weights' places
+        inside their cells are no reference: the new codes are dequantized.
+        """
         current, loaded = self.context.current, self.loaded
         if self.model.packed and current.is_quantized:
             return current.reference
         for path in self.model.packed or {}:
-            # The latent weights' places inside their cells are no reference.
             tensors = {k: packed[f"{path}.{k}"] for k in ("weight", "scales", "biases")}
             spec = self.selection.specs[path]
             weights[f"{path}.weight"] = dequantize(tensors, spec, loaded.dtype)
         target = self.context.folder / "dense"
         write_model(target, loaded, weights)
         return target
+
+    @property
+    def _reference_is_dequantized(self) -> bool:
+        """Whether the reference has the values of codes, not of weights before them."""
+        if not self.model.packed:
+            return False
+        current = self.context.current
+        if not current.is_quantized:
+            return True
+        return current.facts.get("reference_is_dequantized", False)
 
     def _free_full_weights(self) -> None:
         """Keep only this rank's shards of the weights."""
@@ -350,6 +386,7 @@ class TrainRun:
             "trained_parameters": sum(v.size for v in self.parameters.values()),
             "seconds": self.trainer.progress.seconds,
             "kept": self.selection.skipped,
+            "reference_is_dequantized": self._reference_is_dequantized,
             "validation_loss": self.eval_loss,
             "improvement": self._improvement(model),
         }

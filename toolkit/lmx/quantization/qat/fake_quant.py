@@ -17,7 +17,7 @@ from ...config.qat import SYMMETRIC_QUANTIZERS, QATConfig
 from ...config.quant_spec import QuantSpec
 from ...models.lora.lora_model import adapted_layers
 from ..dequantize import PackedLayers
-from ..packing import dequantize
+from ..packing import dequantize, unpack_codes
 from .quantizers import QUANTIZERS
 from .ste import straight_through
 
@@ -147,6 +147,25 @@ class FakeQuant:
             qparams = self._qparams(path, parameters)
             tensors |= _with_path(path, self._quantizers[path].pack(weight, qparams))
         return tensors
+
+    def count_changed_codes(
+        self, packed: PackedLayers, tensors: dict[str, mx.array]
+    ) -> tuple[int, int]:
+        """How many codes of the trained layers have changed, and how many there are.
+
+        Args:
+            packed: the codes before training, by path and name.
+            tensors: those of `export_tensors`.
+        """
+        changed = total = 0
+        for path in self._trained:
+            before, after = (
+                unpack_codes(codes, self._specs[path].bits)
+                for codes in (packed[path]["weight"], tensors[f"{path}.weight"])
+            )
+            changed += (before != after).sum().item()
+            total += before.size
+        return changed, total
 
     def _quantizer(self, spec: QuantSpec, min_bits: int):
         """The quantizer of a layer in a phase with at least so many bits."""

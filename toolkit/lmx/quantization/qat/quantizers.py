@@ -92,10 +92,10 @@ class LSQQuantizer(AffineQuantizer):
         }
 
     def latent_within_cell(
-        self, packed: dict[str, mx.array], target: mx.array
+        self, packed: dict[str, mx.array], target: mx.array | None, key: mx.array
     ) -> mx.array:
-        """Latent weights near `target`; see `AffineSTE.latent_within_cell`."""
-        return self._affine.latent_within_cell(packed, target)
+        """Initial latent weights; see `AffineSTE.latent_within_cell`."""
+        return self._affine.latent_within_cell(packed, target, key)
 
 
 class FixedScaleQuantizer(LSQQuantizer):

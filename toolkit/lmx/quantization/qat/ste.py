@@ -11,9 +11,9 @@ from ...config.quant_spec import QuantSpec
 from ..affine_grid import fit_grid
 from ..packing import dequantize, pack, pack_codes
 
-# Distance, in steps, that a latent weight keeps from the border of its cell: rounding
-# errors must not move it into the next cell.
-CELL_MARGIN = 0.01
+# Rounding of a position in float32, relative to the largest number it is computed from,
+# with a reserve for the inexact divisions of GPUs.
+POSITION_ERROR = 2.0**-20
 
 
 def straight_through(
@@ -108,27 +108,46 @@ class AffineSTE:
         return tuple(v.astype(mx.float32).reshape(-1) for v in pair)
 
     def latent_within_cell(
-        self, packed: dict[str, mx.array], target: mx.array
+        self, packed: dict[str, mx.array], target: mx.array | None, key: mx.array
     ) -> mx.array:
         """Latent weights [..., K], float32, that quantize to the codes of `packed`.
 
-        Each is as near to its `target` as the cell of its code allows, and lies where
-        it has a gradient.
+        Each is its `target` if that lies in the cell of its code, else a random place
+        in the cell. Even places make the quantized weights follow small updates: an
+        update by a fraction of a step changes this fraction of the codes by a step.
+        Each weight lies where it has a gradient.
+
+        Args:
+            target: weights of the same shape; None = unknown.
         """
         pair = (packed[k].astype(mx.float32).reshape(-1) for k in ("scales", "biases"))
         scales, biases = pair
+        levels = dequantize(packed, self.spec, mx.float32)
         codes = codes_as_float(packed["weight"], self.spec)
         codes = codes.reshape(-1, self.spec.group_size)
-        positions = self._positions(target, scales, biases)
-        reach = 0.5 - CELL_MARGIN
-        positions = mx.clip(positions, codes - reach, codes + reach)
-        low, high = -self.clip_margin, self.top + self.clip_margin
-        positions = mx.clip(positions, CELL_MARGIN + low, high - CELL_MARGIN)
+        low, high = self._cells(codes, scales, biases)
+        places = mx.random.uniform(shape=codes.shape, key=key)
+        positions = low + (high - low) * places
+        if target is not None:
+            wanted = self._positions(target, scales, biases)
+            is_inside = (low <= wanted) & (wanted <= high)
+            positions = mx.where(is_inside, wanted, positions)
         weight = positions * scales[:, None] + biases[:, None]
         # In a group whose scale is too small beside its bias, the levels are exact.
-        levels = dequantize(packed, self.spec, mx.float32).reshape(weight.shape)
         same = self._nearest_codes(self._positions(weight, scales, biases)) == codes
-        return mx.where(same, weight, levels).reshape(target.shape)
+        weight = mx.where(same & (low < high), weight, levels.reshape(weight.shape))
+        return weight.reshape(levels.shape)
+
+    def _cells(self, codes, scales, biases) -> tuple[mx.array, mx.array]:
+        """Ends of the cells of codes [M, group size], where weights have a gradient.
+
+        They are so far inside that rounding does not move a weight out.
+        """
+        largest = mx.abs(biases / mx.where(scales == 0, 1.0, scales)) + self.top
+        margin = POSITION_ERROR * largest[:, None]
+        low = mx.maximum(codes - 0.5, -self.clip_margin) + margin
+        high = mx.minimum(codes + 0.5, self.top + self.clip_margin) - margin
+        return low, high
 
     def _positions(self, weight, scales, biases) -> mx.array:
         """(w - bias) / scale by group, [M, group size]."""

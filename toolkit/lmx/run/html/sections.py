@@ -32,6 +32,7 @@ def overview(record: Record) -> list[tuple[str, str]]:
         ("Steps", _grouped(training.get("steps"))),
         ("Trained tokens", _grouped(training.get("trained_tokens"))),
         ("Trained parameters", _grouped(training.get("trained_parameters"))),
+        ("Changed codes", _changed_codes(training)),
         ("Quantization method", training.get("method")),
     ]
     return [(name, value) for name, value in rows if value]
@@ -89,6 +90,12 @@ def _duration(facts: dict) -> str | None:
         return None
     times = [datetime.strptime(t, TIME_FORMAT) for t in (start, end)]
     return format_duration((times[1] - times[0]).total_seconds())
+
+
+def _changed_codes(training: dict) -> str | None:
+    if "codes" not in training:
+        return None
+    return f"{training['changed_codes']:,} of {training['codes']:,}"
 
 
 def _grouped(number: int | None) -> str | None:
