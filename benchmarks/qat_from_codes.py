@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 GROUP_SIZE = 64
+MAX_SAMPLES = 512
 CALL = "import sys; from lmx.cli import main; sys.exit(main.train(sys.argv[1:]))"
 ROW = "{:>4}{:>9}{:>9}{:>11}{:>9}{:>13}{:>10}"
 COLUMNS = ("bits", "rate", "before", "unrounded", "QAT", "changed", "share")
@@ -56,6 +57,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", required=True, help="folder of an unquantized model")
     parser.add_argument(
         "--data", required=True, type=Path, help="folder with train and valid .jsonl"
+    )
+    parser.add_argument(
+        "--gsm8k", action="store_true", help="--data has train and test .jsonl of GSM8K"
     )
     parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
     parser.add_argument(
@@ -103,11 +107,15 @@ def _folder(bits: int, arguments: argparse.Namespace) -> Path:
 
 
 def _data(arguments: argparse.Namespace) -> dict:
-    folder = arguments.data.resolve()
+    names = ("train.jsonl", "test.jsonl" if arguments.gsm8k else "valid.jsonl")
+    train, valid = (str(arguments.data.resolve() / name) for name in names)
+    columns = {"prompt": "question", "completion": "answer"}
     return {
-        "train": str(folder / "train.jsonl"),
-        "valid": str(folder / "valid.jsonl"),
+        "train": train,
+        "valid": valid,
         "max_seq_length": arguments.seq_length,
+        "max_samples": MAX_SAMPLES,
+        "columns": columns if arguments.gsm8k else {},
     }
 
 
@@ -124,7 +132,7 @@ def _record(job: dict, arguments: argparse.Namespace) -> dict:
 
 
 def train(job: dict, arguments: argparse.Namespace) -> dict[str, float]:
-    """Train from the quantized model, with the weights it was quantized from.
+    """Train from the quantized model.
 
     Returns:
         Validation losses before and after; with QAT, the number of codes and of those
@@ -170,7 +178,7 @@ def _context(job: dict, arguments: argparse.Namespace):
 
     run = _folder(job["bits"], arguments) / "run"
     manifest = json.loads((run / "manifest.json").read_text())
-    quantized = manifest["stages"]["1-quantize"]["facts"]
+    quantized = manifest["stages"]["1-quantize"]["result"]
     data, seed, find = DataConfig(**_data(arguments)), arguments.seed, Path
     logger = RunLogger(None, quiet=True)
     rows = Splits(data, find=find, seed=seed, info=logger.info, warning=logger.warning)
@@ -181,7 +189,7 @@ def _context(job: dict, arguments: argparse.Namespace):
         source=ModelConfig(path=arguments.model),
         data=data,
         seed=seed,
-        current=ModelArtifact.from_json(quantized, run),
+        current=ModelArtifact.from_json(quantized, run, Path(arguments.model)),
         logger=logger,
         find=find,
         rows=rows,

@@ -92,10 +92,10 @@ class LSQQuantizer(AffineQuantizer):
         }
 
     def latent_within_cell(
-        self, packed: dict[str, mx.array], target: mx.array | None, key: mx.array
+        self, packed: dict[str, mx.array], key: mx.array
     ) -> mx.array:
         """Initial latent weights; see `AffineSTE.latent_within_cell`."""
-        return self._affine.latent_within_cell(packed, target, key)
+        return self._affine.latent_within_cell(packed, key)
 
 
 class FixedScaleQuantizer(LSQQuantizer):

@@ -108,17 +108,14 @@ class AffineSTE:
         return tuple(v.astype(mx.float32).reshape(-1) for v in pair)
 
     def latent_within_cell(
-        self, packed: dict[str, mx.array], target: mx.array | None, key: mx.array
+        self, packed: dict[str, mx.array], key: mx.array
     ) -> mx.array:
-        """Latent weights [..., K], float32, that quantize to the codes of `packed`.
+        """Latent weights [..., K], float32, at random in the cells of their codes.
 
-        Each is its `target` if that lies in the cell of its code, else a random place
-        in the cell. Even places make the quantized weights follow small updates: an
-        update by a fraction of a step changes this fraction of the codes by a step.
-        Each weight lies where it has a gradient.
-
-        Args:
-            target: weights of the same shape; None = unknown.
+        They quantize to the codes of `packed`. As all places are as probable, an update
+        by a fraction of a step changes this fraction of the codes by a step: on average
+        the quantized weights follow the updates, as in stochastic rounding
+        (arXiv 1502.02551). Each weight lies where it has a gradient.
         """
         pair = (packed[k].astype(mx.float32).reshape(-1) for k in ("scales", "biases"))
         scales, biases = pair
@@ -128,10 +125,6 @@ class AffineSTE:
         low, high = self._cells(codes, scales, biases)
         places = mx.random.uniform(shape=codes.shape, key=key)
         positions = low + (high - low) * places
-        if target is not None:
-            wanted = self._positions(target, scales, biases)
-            is_inside = (low <= wanted) & (wanted <= high)
-            positions = mx.where(is_inside, wanted, positions)
         weight = positions * scales[:, None] + biases[:, None]
         # In a group whose scale is too small beside its bias, the levels are exact.
         same = self._nearest_codes(self._positions(weight, scales, biases)) == codes
