@@ -258,18 +258,13 @@ def training_cost(
     sizes = {path: prod(matrices[f"{path}.weight"]) for path in specs}
     for path, spec in specs.items():
         trained += config.qat.learned_per_group * sizes[path] // spec.group_size
-    # Masters of another type, of shards or of an adapter are no weights of a forward
-    # pass.
-    masters_are_weights = config.adapter is None and compute == 4 and not config.fsdp
-    if config.qat and config.qat.quantizer == "scales_only":
-        masters_are_weights = False
+    masters_are_weights = _masters_are_weights(config, compute)
     masters = 0 if masters_are_weights else 4 * trained
     dequantized = 4 * total if from_codes and config.qat else 0
     backward = _activations(shape, matrices, batch, compute, config)
     backward += _loss(shape, batch, config)
     if config.qat:
-        weights = sum(sizes.values())
-        backward += _quantizer_bytes(weights, config, compute, masters_are_weights)
+        backward += _quantizer_bytes(sum(sizes.values()), config, compute)
     copies = 1 + MOMENTS[config.optimizer] + (config.gradient_accumulation_steps > 1)
     shards = process_count() if config.fsdp else 1
     memory = {
@@ -435,16 +430,24 @@ def _activations(
     return int(batch.tokens * compute * values)
 
 
-def _quantizer_bytes(
-    weights: int, config: TrainConfig, compute: int, masters_are_weights: bool
-) -> int:
+def _masters_are_weights(config: TrainConfig, compute: int) -> bool:
+    """Whether a forward pass without quantizers computes with the masters themselves.
+
+    Not those of another type, of shards, of an adapter or of scales.
+    """
+    if config.qat and config.qat.quantizer == "scales_only":
+        return False
+    return config.adapter is None and compute == 4 and not config.fsdp
+
+
+def _quantizer_bytes(weights: int, config: TrainConfig, compute: int) -> int:
     """Bytes that the fake quantizers of so many weights keep for the backward pass.
 
     The quantized weights replace the weights that are computed with, unless those are
     the masters. A quantizer that is not straight-through also keeps the sum of weight
     and adapter; with trained scales also the gradient of that sum.
     """
-    size = compute * masters_are_weights
+    size = compute * _masters_are_weights(config, compute)
     if config.adapter and config.qat.quantizer != "minmax":
         size += 8 if config.qat.learned_per_group else 4
     return size * weights
