@@ -29,6 +29,7 @@ VERBS = {
     "train": "run a recipe, or train with options (same as lmx-train)",
     "quantize": "quantize a model without a recipe file",
     "draft": "train a draft model without a recipe file",
+    "sweep": "run a recipe with several values and seeds, and compare",
     "init": "write a recipe for your model and data",
     "recipes": "list the included recipes, or copy one",
     "schema": "show the recipe schema: keys, types, defaults",

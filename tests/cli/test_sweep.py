@@ -1,0 +1,125 @@
+"""`lmx sweep`: every combination once, failures and interruptions, and the table."""
+
+import json
+from pathlib import Path
+
+import pytest
+from lmx.cli import main, sweep
+from lmx.errors import INTERRUPTED
+from lmx.run.compare import RunSummary
+from lmx.run.sweep_summary import SweepRun, groups_table
+
+RATE = "stages.train.learning_rate"
+
+
+@pytest.fixture
+def recipe(make_checkpoint, tmp_path, monkeypatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"Add {n} and 1.", "completion": f"{n + 1}"} for n in range(16)]
+    (tmp_path / "my.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (tmp_path / "tiny.yaml").write_text(
+        f"model: {make_checkpoint()}\n"
+        "data: {train: my.jsonl, valid: my.jsonl, max_seq_length: 64}\n"
+        "stages:\n  - train: {steps: 2, batch_size: 2, logging_steps: 1}\n"
+    )
+    return "tiny.yaml"
+
+
+@pytest.fixture
+def in_process(monkeypatch) -> list[list[str]]:
+    """Runs without a new process; the list gets their arguments."""
+    calls: list[list[str]] = []
+
+    def run(words: list[str]) -> int:
+        calls.append(words)
+        return main.train(words)
+
+    monkeypatch.setattr(sweep, "_run", run)
+    return calls
+
+
+def test_sweep_runs_everything_once_and_goes_on_after_a_failure(
+    recipe, in_process, tmp_path, capsys
+):
+    words = ["sweep", recipe, f"{RATE}=1e-3,3e-3", "seed=0,1", "--quiet"]
+    folder = tmp_path / "exports/tiny-sweep"
+    broken = folder / "train.learning_rate=1e-3_seed=1"
+    broken.mkdir(parents=True)
+    (broken / "foreign.txt").write_text("not of lmx")
+    assert main.main(words) == 1
+    assert len(in_process) == 4
+    shown = capsys.readouterr()
+    assert "1e-3 1 of 2" in " ".join(shown.out.split())
+    assert "3e-3 2 of 2" in " ".join(shown.out.split())
+    assert f"exit code 2: {Path('exports/tiny-sweep') / broken.name}" in (
+        shown.out + shown.err
+    )
+    page = (folder / "compare.html").read_text()
+    assert "standard errors over the seeds" in page
+    assert "2 of 2" in page
+    # The same command runs only what is not finished.
+    (broken / "foreign.txt").unlink()
+    assert main.main(words) == 0
+    assert [call[2] for call in in_process[4:]] == ["seed=1"]
+    assert "1e-3 2 of 2" in " ".join(capsys.readouterr().out.split())
+
+
+def test_interrupted_run_ends_the_sweep(recipe, monkeypatch, capsys):
+    monkeypatch.setattr(sweep, "_run", lambda *_: INTERRUPTED)
+    assert main.main(["sweep", recipe, "seed=0,1"]) == INTERRUPTED
+    assert f"to resume: lmx sweep {recipe} seed=0,1" in capsys.readouterr().err
+
+
+def test_run_is_a_process_whose_exit_code_counts(tmp_path, capfd):
+    assert sweep._run([str(tmp_path / "none.yaml")]) == 2
+    assert "no such recipe" in capfd.readouterr().err
+
+
+def test_interruption_reaches_the_process(monkeypatch):
+    monkeypatch.setattr(
+        sweep,
+        "PROGRAM",
+        "import os, signal, time\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+        "time.sleep(60)",
+    )
+    assert sweep._run([]) == INTERRUPTED
+
+
+def test_invalid_combination_runs_nothing(recipe, in_process, capsys):
+    assert main.main(["sweep", recipe, f"{RATE}=1e-3,-1"]) == 2
+    assert RATE in capsys.readouterr().err
+    assert not in_process
+
+
+def test_dry_run_lists_the_runs_of_a_list(recipe, in_process, tmp_path, capsys):
+    Path("runs.txt").write_text("seed=4\nseed=5\n")
+    words = ["sweep", recipe, "--list", "runs.txt", "--output", "here", "--dry-run"]
+    assert main.main(words) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "to run  here/seed=4",
+        "to run  here/seed=5",
+        "2 runs",
+    ]
+    assert not in_process
+    assert not Path("here").exists()
+
+
+def test_table_has_means_and_standard_errors_over_seeds():
+    def run(rate: str, seed: int, loss: float, status: str = "done") -> SweepRun:
+        records = [{"kind": "valid", "loss": 9.0}, {"kind": "valid", "loss": loss}]
+        metrics = {"perplexity": 10 * loss}
+        summary = RunSummary("", Path(), "m", metrics, [], status, {}, records)
+        return SweepRun({"rate": rate, "seed": str(seed)}, summary)
+
+    runs = [run("1", 0, 1.0), run("1", 1, 2.0), run("1", 2, 6.0)]
+    runs += [run("2", 0, 4.0), run("2", 1, 100.0, "failed")]
+    runs.append(SweepRun({"rate": "2", "seed": "2"}, None))
+    columns, rows = groups_table(runs)
+    assert columns == ["rate", "finished", "validation loss", "perplexity"]
+    # The standard deviation of 1, 2 and 6 is sqrt(7).
+    assert rows == [
+        ["1", "3 of 3", "3.0000 ± 1.5275", "30.000 ± 15.275"],
+        ["2", "1 of 3", "4.0000", "40.000"],
+    ]
