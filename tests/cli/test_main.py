@@ -185,7 +185,7 @@ def test_train_options(capsys):
     words = capsys.readouterr().out.partition("options:")[2].split()
     flags = {word for word in words if word.startswith("--")}
     expected = "--help --dry-run --restart --ignore-limits --list --quiet --debug"
-    assert flags == {*expected.split(), "--version"}
+    assert flags >= {*expected.split(), "--version"}
 
 
 @pytest.mark.parametrize("program", [main.train, main.main])

@@ -183,7 +183,7 @@ def test_packed_sequences_have_the_loss_of_their_examples():
     packed_loss, packed_tokens, _ = step.evaluate(packed_batches)
     assert packed_tokens == tokens
     assert packed_loss == pytest.approx(loss, rel=1e-5)
-    unmasked_loss, _ = step.evaluate(
+    unmasked_loss, *_ = step.evaluate(
         [replace(b, documents=None) for b in packed_batches]
     )
     assert unmasked_loss != pytest.approx(loss, rel=1e-5)

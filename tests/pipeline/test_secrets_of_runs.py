@@ -1,6 +1,7 @@
 """A token in a recipe or an argument is in no file, no output and no tracker."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -25,7 +26,7 @@ class Tracked:
         self.received = received
         received += [config.name, settings["name"], settings["recipe"]]
 
-    def log(self, record):
+    def log(self, *record):
         self.received.append(record)
 
     def finish(self, summary, code):
@@ -65,7 +66,8 @@ def start(secret_run, received, monkeypatch, capfd):
         return Tracked(received, config, **settings)
 
     def start(*arguments, recipe=secret_run.recipe):
-        monkeypatch.setitem(TRACKERS, "wandb", track)
+        tracker = SimpleNamespace(start=track, PACKAGE="wandb", INSTALL="")
+        monkeypatch.setitem(TRACKERS, "wandb", tracker)
         output = f"output={secret_run.output}"
         assert main.train([str(recipe), output, *arguments]) == 0
         printed = capfd.readouterr()
@@ -88,7 +90,7 @@ def test_secrets_are_in_no_output_of_a_run(secret_run, received, start):
     # The run itself and its tracker's settings have the real values.
     assert received[0] == SECRETS["argument"]
     assert not leaks(json.dumps(received[2:]))
-    assert received[2]["tracker"]["name"] == REDACTED
+    assert received[2]["tracker"][0]["name"] == REDACTED
     assert f"# Mine: {REDACTED}" in (secret_run.output / "recipe.yaml").read_text()
     assert f"tracker.name={REDACTED}" in secret_run.json("manifest.json")["command"]
     assert f"# Mine: {REDACTED}" in (secret_run.output / "model/README.md").read_text()

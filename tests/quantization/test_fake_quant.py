@@ -407,7 +407,7 @@ def test_full_gradients_are_straight_through(make_checkpoint):
     step, inputs = run.step, batch(3)
 
     def loss(parameters):
-        return step._train_loss(parameters, *inputs.arrays, None, None)
+        return step._train_loss(parameters, *inputs.arrays, None, None)[0]
 
     def loss_of_weights(weights):
         step.model.update(tree_unflatten(list(weights.items())))

@@ -65,13 +65,13 @@ def execute(arguments: argparse.Namespace, kind: str, source: str | None = None)
     from ..api.recipe import Recipe
     from ..run.launcher import launched_rank
 
+    if arguments.dry_run and launched_rank():
+        # Only the first of several processes prints.
+        return 0
     overrides = list(arguments.overrides)
     if arguments.output is not None:
         overrides.append(("output", os.path.expanduser(arguments.output)))
     recipe = Recipe(source or recipe_of(arguments, kind), overrides=overrides)
-    if arguments.dry_run and launched_rank():
-        # Only the first of several processes prints.
-        return 0
     if source is None and not launched_rank():
         terminal.write_out(redact(recipe.to_yaml()))
     if arguments.dry_run:

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.yaml_io import read
 from ..errors import UserError
 
 # Of training without --batch-size, --steps and --epochs.
@@ -150,6 +149,9 @@ def _given(
 
 
 def _value(option: RecipeOption, text: str) -> Any:
+    # Loads PyYAML, which `--help` does not need.
+    from ..config.yaml_io import read
+
     document = read(text)
     if document.errors:
         raise UserError(f"{option.flag}: {document.errors[0].message}")

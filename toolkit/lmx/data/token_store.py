@@ -97,12 +97,12 @@ def write_token_store(
     max_seq_length: int,
     loss_on: LossOn,
     info: Callable[[str], None],
-    encode: Encode = encode_block,
+    encode: Encode | None = None,
 ) -> dict:
     """Encode records block by block into an empty folder; returns counts.
 
     Args:
-        encode: makes the examples of a block of records.
+        encode: makes the examples of a block of records; None = `encode_block`.
 
     Raises:
         UserError: no record has a trained token.
@@ -115,7 +115,7 @@ def write_token_store(
         tokens, places = (RaggedWriter(folder, n, opened) for n in ("tokens", "places"))
         labels = opened.enter_context((folder / LABELS).open("wb"))
         for block in _blocks(records):
-            encoded = encode(
+            encoded = (encode or encode_block)(
                 block, tokenizer, max_seq_length=max_seq_length, loss_on=loss_on
             )
             logged += encoded.dropped[: MAX_LOGGED - len(logged)]

@@ -8,7 +8,7 @@ from ..data.dataset import ReadStats
 from ..data.packing import PackedBatchSampler, packed
 from ..data.splits import log_read_stats
 from ..data.token_store import Encode
-from ..data.tokenization import LAST_ONLY, encode_all, encode_block
+from ..data.tokenization import LAST_ONLY, encode_all
 from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
 from ..training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
@@ -24,12 +24,12 @@ def training_batches(
     teacher: TeacherSetup | None = None,
     *,
     packing: bool,
-    encode: Encode = encode_block,
+    encode: Encode | None = None,
 ) -> BucketBatchSampler | PackedBatchSampler:
     """Batches of the training examples, which are tokenized once into the cache.
 
     Args:
-        encode: makes the examples of records.
+        encode: makes the examples of records; None = one of each record.
         teacher: may replace the completions of the examples.
         packing: several examples per sequence. If the recipe asks for packing and the
             model cannot do it, padded batches have as many tokens.
@@ -59,12 +59,12 @@ def validation_batches(
     context: StageContext,
     loaded: LoadedModel,
     *,
-    encode: Encode = encode_block,
+    encode: Encode | None = None,
 ) -> BucketBatchSampler:
     """Batches of the validation examples, all in memory.
 
     Args:
-        encode: makes the examples of records.
+        encode: makes the examples of records; None = one of each record.
     """
     data = context.data
     encoded = encode_all(
@@ -117,7 +117,7 @@ def chunked_loss(
 
 
 def _padded_batches(
-    examples, config: TrainConfig, context: StageContext, encode: Encode
+    examples, config: TrainConfig, context: StageContext, encode: Encode | None
 ) -> BucketBatchSampler:
     longest, tokens = context.data.max_seq_length, config.batch_tokens
     if config.packing:
@@ -128,12 +128,12 @@ def _padded_batches(
         batch_size=None if tokens else config.batch_size,
         batch_tokens=tokens,
         seed=context.seed,
-        sequences_per_example=1 if encode is encode_block else 2,
+        sequences_per_example=2 if encode else 1,
     )
 
 
 def _tokenized(
-    context: StageContext, loaded: LoadedModel, encode: Encode
+    context: StageContext, loaded: LoadedModel, encode: Encode | None
 ) -> token_store.TokenStore:
     data, rows, logger = context.data, context.rows, context.logger
     settings = {"max_seq_length": data.max_seq_length, "loss_on": data.loss_on}
@@ -157,7 +157,9 @@ def _tokenized(
     ]
     entry = cache.get_or_create(
         "tokens",
-        cache.key_of([rows.fingerprint, tokenizer, settings, encode.__name__]),
+        cache.key_of(
+            [rows.fingerprint, tokenizer, settings, encode and encode.__name__]
+        ),
         fill,
         warning=logger.warning,
         # A token has four bytes, and about four characters.

@@ -22,6 +22,7 @@ class EvaluateStage(Stage):
     """Measure every model of the run; a missed threshold ends the run."""
 
     kind = "evaluate"
+    calls = "metrics"
     config: EvaluateConfig
 
     def datasets(self, data: DataConfig) -> list[str]:

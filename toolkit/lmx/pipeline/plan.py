@@ -278,7 +278,9 @@ def _check_functions(data: dict, find: Find) -> Iterator[Problem]:
     block = data.get("python")
     block = block if isinstance(block, dict) else {}
     stages = list(_raw_stages(data, find))
-    trainings = [raw for raw in stages if raw.kind == "train"]
+    pairs = [(raw, STAGES.get(raw.kind)) for raw in stages]
+    trainings = [raw for raw, stage in pairs if stage and stage.calls == "loss"]
+    measures = any(stage.calls == "metrics" for _, stage in pairs if stage)
     if block.get("loss"):
         if not trainings:
             yield Problem(("python", "loss"), "no train stage uses this loss", of="key")
@@ -287,7 +289,7 @@ def _check_functions(data: dict, find: Find) -> Iterator[Problem]:
                 if raw.value(key) not in (None, False):
                     message = f"a loss from Python does not work with {key}"
                     yield Problem((*raw.path, key), message, "leave one out", "key")
-    if block.get("metrics") and not any(raw.kind == "evaluate" for raw in stages):
+    if block.get("metrics") and not measures:
         message = "no evaluate stage measures these metrics"
         yield Problem(("python", "metrics"), message, "add an evaluate stage", "key")
 

@@ -88,6 +88,7 @@ class Stage(ABC):
         runs_on_all_ranks: every process calls `run`, not rank 0 alone.
         changes_model: the stage leaves a new current model in its folder.
         needs_trained_model: the stage cannot use a model with random weights.
+        calls: key of the Python function in `python:` that the stage calls, if any.
         other_models: keys of further models that the stage's block may name.
     """
 
@@ -95,6 +96,7 @@ class Stage(ABC):
     runs_on_all_ranks: ClassVar[bool] = False
     changes_model: ClassVar[bool] = False
     needs_trained_model: ClassVar[bool] = True
+    calls: ClassVar[str] = ""
     other_models: ClassVar[tuple[tuple[str, str], ...]] = ()
 
     def __init__(self, config: ConfigModel, index: int = 1):

@@ -33,6 +33,7 @@ class TrainStage(Stage):
     runs_on_all_ranks = True
     changes_model = True
     needs_trained_model = False
+    calls = "loss"
     other_models = (("teacher", "model"),)
     config: TrainConfig
 

@@ -10,7 +10,6 @@ from mlx.utils import tree_flatten
 
 from ..config.train import TrainConfig
 from ..convert.importers.peft import resolve_adapter
-from ..data.tokenization import encode_block
 from ..evaluation.perplexity import measure_perplexity
 from ..generation.engine import Generator
 from ..models.loader import set_compute_dtype
@@ -219,7 +218,7 @@ class TrainRun:
         caches = None
         if config.packing:
             caches = document_caches(loaded, context, self.teacher)
-        encode = self.preference.encode if self.preference else encode_block
+        encode = self.preference and self.preference.encode
         batches = training_batches(
             config,
             context,
