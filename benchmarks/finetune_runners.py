@@ -152,7 +152,7 @@ def _filled(tokens) -> int:
 
 def _record(clock: Clock, outputs) -> None:
     if outputs:
-        loss, count, *_ = (output.item() for output in outputs)
+        loss, count = (output.item() for output in outputs[:2])
         clock.step(loss / count, int(count))
 
 

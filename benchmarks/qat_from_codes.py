@@ -157,7 +157,7 @@ def train(job: dict, arguments: argparse.Namespace) -> dict[str, float]:
         save_steps=arguments.steps + 1,
     )
     training = TrainRun(config, _context(job, arguments))
-    loss, tokens = training.step.evaluate(training.trainer.eval_batches)
+    loss, tokens, _ = training.step.evaluate(training.trainer.eval_batches)
     training.run()
     result = {"before": loss / tokens, "after": training.eval_loss}
     if fake_quant := training.step.fake_quant:
