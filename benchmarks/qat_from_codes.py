@@ -157,9 +157,12 @@ def train(job: dict, arguments: argparse.Namespace) -> dict[str, float]:
         save_steps=arguments.steps + 1,
     )
     training = TrainRun(config, _context(job, arguments))
-    loss, tokens, _ = training.step.evaluate(training.trainer.eval_batches)
+    before = training.step.evaluate(training.trainer.eval_batches)
     training.run()
-    result = {"before": loss / tokens, "after": training.eval_loss}
+    result = {
+        "before": before.loss_sum / before.loss_count,
+        "after": training.eval_loss,
+    }
     if fake_quant := training.step.fake_quant:
         tensors = fake_quant.export_tensors(training.parameters)
         packed = training.model.packed
