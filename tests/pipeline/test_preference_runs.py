@@ -79,6 +79,25 @@ def test_reference_is_computed_once(tmp_path, base, monkeypatch):
     assert other() == 0
 
 
+def test_reference_is_loaded_once_for_all_blocks(tmp_path, base, monkeypatch):
+    from lmx.pipeline.preference import PreferenceSetup
+    from lmx.training import reference_log_probs
+
+    monkeypatch.setattr(reference_log_probs, "BLOCK_SEQUENCES", 6)
+    monkeypatch.setenv("LMX_CACHE", str(tmp_path / "cache"))
+    load, calls = PreferenceSetup._load_reference, []
+
+    def counted(self):
+        calls.append(self)
+        return load(self)
+
+    monkeypatch.setattr(PreferenceSetup, "_load_reference", counted)
+    run = make_run(tmp_path / "run", "dpo-lora", base)
+    assert run() == 0
+    # For the 48 sequences of the training, and for those of the validation.
+    assert len(calls) == 2
+
+
 def test_reference_of_a_continued_adapter_is_the_base(tmp_path, base):
     first = make_run(tmp_path / "first", "dpo-lora", base)
     assert first() == 0

@@ -1,6 +1,7 @@
 """The preference loss of a train stage: its examples and its reference."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -74,7 +75,8 @@ class PreferenceSetup:
             return ReferenceBatches(batches, None)
         context = self.context
         digest = f"{weights_digest(context.initial_model)} {dtype}"
-        reference = Reference(self._load_reference, digest, context.logger)
+        # Loaded once for all blocks, and not kept for the training.
+        reference = Reference(cache(self._load_reference), digest, context.logger)
         values = reference_log_probs(batches.examples, indices, reference)
         return ReferenceBatches(batches, values, digest)
 
