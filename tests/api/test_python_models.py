@@ -192,3 +192,14 @@ def test_model_with_an_adapter_is_not_exported_without_it(model):
     adapted = lmx.Model(model.loaded, adapter=model.path)
     with pytest.raises(lmx.UserError, match="do not have its adapter"):
         lmx.export(adapted)
+
+
+def test_load_finds_the_included_model_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert lmx.load("data/tiny-base").config["model_type"] == "llama"
+    with pytest.raises(lmx.UserError, match="no folder of this name"):
+        lmx.load("data/no-base")
+    # A folder of the user comes first.
+    (tmp_path / "data" / "tiny-base").mkdir(parents=True)
+    with pytest.raises(lmx.UserError, match="not a model"):
+        lmx.load("data/tiny-base")

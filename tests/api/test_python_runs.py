@@ -33,11 +33,11 @@ def scaled_loss(scale: float):
 def test_command_dict_and_its_recipe_file_give_the_same_bytes(run, recipe, tmp_path):
     text = run.recipe_path.read_text()
     assert text == lmx.Recipe(recipe, overrides={"output": run.path}).to_yaml()
-    file, output = tmp_path / "twin.yaml", tmp_path / "twin"
+    file, output = tmp_path / "same.yaml", tmp_path / "same"
     file.write_text(text)
     assert main.train([str(file), f"output={output}", "--quiet"]) == 0
-    twin = lmx.open_run(output)
-    assert hash_of(twin) == hash_of(run)
+    same = lmx.open_run(output)
+    assert hash_of(same) == hash_of(run)
     assert lmx.Recipe(output / "resolved.yaml").hash == run.recipe.hash
 
 

@@ -38,8 +38,8 @@ def test_options_file_and_dict_give_the_same_bytes(
     [folder] = (tmp_path / "exports").iterdir()
     text = (folder / "recipe.yaml").read_text()
     assert printed.startswith(text)
-    (tmp_path / "twin.yaml").write_text(text)
-    assert main.train(["twin.yaml", "--quiet"]) == 0
+    (tmp_path / "same.yaml").write_text(text)
+    assert main.train(["same.yaml", "--quiet"]) == 0
     stage = {
         "adapter": {"rank": 4},
         "qat": {"bits": 4},
@@ -55,7 +55,7 @@ def test_options_file_and_dict_give_the_same_bytes(
     }
     runs = [
         lmx.open_run(folder),
-        lmx.open_run("exports/twin"),
+        lmx.open_run("exports/same"),
         lmx.train(recipe, output="exports/dict", quiet=True),
     ]
     assert len({*map(weights, runs)}) == 1
@@ -70,7 +70,7 @@ def test_options_file_and_dict_give_the_same_bytes(
 
 
 @pytest.mark.parametrize("verb", ["quantize", "draft"])
-def test_job_prints_the_recipe_of_its_python_twin(
+def test_job_prints_the_same_recipe_as_python(
     verb, train_words, checkpoint, tmp_path, capsys
 ):
     words = [verb, "--model", str(checkpoint), "--bits", "3", "--dry-run"]

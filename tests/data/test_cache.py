@@ -144,7 +144,7 @@ def test_unwritable_home_is_refused(monkeypatch, tmp_path, home):
 
 
 def test_missing_home_is_refused(monkeypatch):
-    """As for a container's user who is in no list of users."""
+    """As in a container whose user has no entry in /etc/passwd."""
     monkeypatch.delenv("LMX_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)

@@ -27,7 +27,7 @@ class Model:
     Args:
         loaded: the model, its tokenizer and its files.
         adapter: the folder of the adapter in the model, which `path` does not have.
-        draft: how `lmx.generate` drafts tokens unless it is told; see `load`.
+        draft: the default draft of `lmx.generate`; see `load`.
         trust_remote_code: whether a draft model may run Python code of its own.
 
     Attributes:

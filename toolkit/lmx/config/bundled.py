@@ -1,4 +1,4 @@
-"""The recipes that are part of the package, and how to find a recipe by name."""
+"""The recipes and the data that come with lmx, and how to find them by name."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,14 @@ _PACKAGE = Path(__file__).parents[1]
 _IN_WHEEL = _PACKAGE / "shipped"
 # In a wheel, recipes and data are inside the package; in a checkout, next to it.
 BUNDLED = _IN_WHEEL if _IN_WHEEL.is_dir() else _PACKAGE.parents[1]
+
+
+def bundled_data(path: Path) -> Path | None:
+    """What comes with lmx under this path in data/; None if there is nothing."""
+    is_in_data = path.parts[:1] == ("data",) and len(path.parts) > 1
+    bundled = BUNDLED / path
+    # Unlike pathlib's, it never raises.
+    return bundled if is_in_data and os.path.exists(bundled) else None
 
 
 def bundled_recipes() -> dict[str, Path]:

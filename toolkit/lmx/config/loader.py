@@ -115,7 +115,7 @@ def load_recipe_data(
     plain, errors = plain_data(data)
     if errors:
         raise ConfigErrors(None, "", errors)
-    # Written and read, so that its twin in a file cannot differ from it.
+    # Written and read, so that the same recipe in a file cannot differ from it.
     document = yaml_io.read(yaml_io.write(plain))
     recipe = _validate_document(document, overrides, check, None, "", root)
     text = yaml_io.write(document.data)
@@ -167,10 +167,8 @@ def find(relative: str, root: Path) -> Path | None:
     Files in data/ that exist in neither folder are those that come with lmx.
     """
     path = Path(os.path.expanduser(relative))  # unlike pathlib's, it never raises
-    candidates = [path, root / path]
-    if path.parts[:1] == ("data",) and len(path.parts) > 1:
-        candidates.append(bundled.BUNDLED / path)
-    return next((c for c in candidates if os.path.exists(c)), None)
+    existing = (c for c in (path, root / path) if os.path.exists(c))
+    return next(existing, None) or bundled.bundled_data(path)
 
 
 def root_of(recipe: Path) -> Path:

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...config.bundled import bundled_data
 from ...data import cache
 from ...errors import UserError
 from ...run.fs import MAX_JSON_BYTES, require_regular_file
@@ -76,12 +77,17 @@ def fetch_checkpoint(
 ) -> Path:
     """The folder or GGUF file of a checkpoint as published; a Hub id is downloaded.
 
+    A model in data/ that is not in the working directory is the one that comes with
+    lmx, as in a recipe.
+
     Raises:
         UserError: `source` is another kind of file, or the Hub does not have it.
     """
     from ...models.loader import checkpoint_folder
 
     path = Path(os.path.expanduser(source))
+    if not os.path.exists(path):
+        source = bundled_data(path) or source
     if not path.is_file():
         return checkpoint_folder(
             source, revision=revision, trust_remote_code=trust_remote_code
