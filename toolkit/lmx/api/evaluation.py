@@ -15,7 +15,6 @@ from ..pipeline.evaluator import Evaluator
 from ..pipeline.extensions import Extensions
 from ..pipeline.runner import make_context
 from ..run.distributed import SINGLE_PROCESS
-from ..run.html.record import Record
 from ..run.logger import RunLogger
 from ..run.tables import table
 from .functions import MetricFunction, checked_metric
@@ -143,7 +142,7 @@ def evaluate(
             Extensions(metrics=functions),
         )
         if run:
-            source = ModelConfig.model_validate(_resolved(run)["model"])
+            source = ModelConfig.model_validate(run.resolved["model"])
             current = run.artifact
             context = replace(context, source=source, current=current, name=run.name)
         config = recipe.config.stages[0].evaluate
@@ -171,16 +170,10 @@ def _recipe(
     """A recipe with one evaluate stage."""
     block = data_block(data, "valid")
     if run and data is None:
-        block = _resolved(run)["data"]
+        block = run.resolved["data"]
     stages = [{"evaluate": keys}]
     recipe = {"model": model_path(model), "data": block, "seed": seed, "stages": stages}
     return Recipe(recipe)
-
-
-def _resolved(run: Run) -> dict[str, Any]:
-    """All values of the recipe of a run."""
-    values: dict[str, Any] = Record.read(run.path).resolved
-    return values
 
 
 def _loader(model: Model | ModelLike) -> Callable[[], LoadedModel]:

@@ -10,7 +10,7 @@ from ..pipeline.context import ModelArtifact
 from ..run import manifest
 from ..run.fs import read_metrics
 from ..run.html.page import NAME as PAGE
-from ..run.html.record import Record
+from ..run.html.record import Record, read_resolved
 from ..run.report import REPORT, read_report
 from ..run.run_dir import RECIPE
 from ..run.tables import table
@@ -62,12 +62,14 @@ class Run:
     @property
     def adapter_path(self) -> Path | None:
         """The trained adapter; None if there is none."""
-        return self.artifact.adapters if self.artifact else None
+        artifact = self.artifact
+        return artifact.adapters if artifact else None
 
     @property
     def draft_path(self) -> Path | None:
         """The trained draft model; None if there is none."""
-        return self.artifact.draft if self.artifact else None
+        artifact = self.artifact
+        return artifact.draft if artifact else None
 
     @property
     def report(self) -> Path:
@@ -81,8 +83,13 @@ class Run:
         Raises:
             ConfigErrors: files that it names are no longer there.
         """
-        values = Record.read(self.path).resolved
-        return Recipe(values, overrides={"output": self.path})
+        return Recipe(self.resolved, overrides={"output": self.path})
+
+    @property
+    def resolved(self) -> dict[str, Any]:
+        """All values of the recipe, as they were when the run started."""
+        values: dict[str, Any] = read_resolved(self.path)
+        return values
 
     @property
     def recipe_path(self) -> Path:
@@ -152,7 +159,7 @@ class Run:
     @property
     def _base(self) -> Path | None:
         """The folder, file or Hub id of the recipe's model; None if from scratch."""
-        name = Record.read(self.path).resolved["model"]["path"]
+        name = self.resolved["model"]["path"]
         return name and (find(name, self.path) or Path(name))
 
 

@@ -63,7 +63,7 @@ class Record:
             samples=read_jsonl(samples, stage=str, step=int, prompt=str, answer=str),
             recipe=read_text(path / "recipe.yaml"),
             resolved_text=read_text(path / RESOLVED),
-            resolved=_resolved(path),
+            resolved=read_resolved(path),
             log=read_text(path / "log.txt").splitlines()[-LAST_LINES:],
             folders=tuple(
                 name for name in PUBLISHED if name in written and (path / name).is_dir()
@@ -81,8 +81,12 @@ class Record:
         return self.report.get("models", {})
 
 
-def _resolved(path: Path) -> dict:
-    """The values of resolved.yaml; empty if there is no such file."""
+def read_resolved(path: Path) -> dict:
+    """The values of resolved.yaml in a run directory; empty if there is no such file.
+
+    Raises:
+        UserError: it is damaged.
+    """
     file = path / RESOLVED
     if not (text := read_text(file)):
         return {}
