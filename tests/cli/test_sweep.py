@@ -1,6 +1,7 @@
 """`lmx sweep`: every combination once, failures and interruptions, and the table."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -75,13 +76,22 @@ def test_run_is_a_process_whose_exit_code_counts(tmp_path, capfd):
     assert "no such recipe" in capfd.readouterr().err
 
 
-def test_interruption_reaches_the_process(monkeypatch):
+@pytest.fixture
+def sigint_interrupts():
+    """Ctrl-C raises KeyboardInterrupt also in tests that run in the background, where
+    the shell ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_interruption_reaches_the_process(sigint_interrupts, monkeypatch):
     monkeypatch.setattr(
         sweep,
         "PROGRAM",
         "import os, signal, time\n"
-        "os.kill(os.getppid(), signal.SIGINT)\n"
         "signal.signal(signal.SIGTERM, lambda *_: os._exit(0))\n"
+        "os.kill(os.getppid(), signal.SIGINT)\n"
         "time.sleep(60)",
     )
     assert sweep._run([]) == INTERRUPTED
