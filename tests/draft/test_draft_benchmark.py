@@ -197,6 +197,7 @@ def test_draft_benchmark_matches_predicted_accepted_length(temperature, count):
     )
 
 
+@pytest.mark.slow
 def test_other_completions_predict_accepted_length():
     """As in training. Control: the overlap without the temperature does not."""
     mx.random.seed(3)

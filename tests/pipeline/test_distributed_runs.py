@@ -112,7 +112,13 @@ def first_stage_records(run) -> list[dict]:
     return [record for record in run.records() if record["stage"] == "1-train"]
 
 
-@pytest.mark.parametrize(("rank", "signal_name"), [(0, "SIGTERM"), (1, "SIGINT")])
+@pytest.mark.parametrize(
+    ("rank", "signal_name"),
+    [
+        pytest.param(0, "SIGTERM", marks=pytest.mark.slow),
+        (1, "SIGINT"),
+    ],
+)
 def test_signal_to_one_rank_stops_all(tmp_path, expected, rank, signal_name):
     run = make_run(tmp_path)
     # Step 4 of the second train stage.
@@ -139,7 +145,7 @@ def test_one_process_resumes_a_distributed_run(tmp_path, expected):
     assert_close(run.records(), first_stage_records(expected[0]))
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_death_of_one_rank_ends_the_others(tmp_path, expected, rank):
     run = make_run(tmp_path)
     arguments = [str(rank), "SIGKILL", "step", "9", *run.arguments()]
@@ -163,6 +169,7 @@ def test_nan_loss_stops_all_ranks(tmp_path):
     assert len(record["tokens"]) == TRAIN["batch_size"]
 
 
+@pytest.mark.slow
 def test_error_of_rank_0_ends_all_ranks(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN | {"steps": 1}}, {"evaluate": EVALUATE})
     run.stages[1]["evaluate"] = EVALUATE | {"thresholds": {"max_perplexity": 0.5}}
@@ -178,6 +185,7 @@ def test_error_of_rank_0_ends_all_ranks(tmp_path):
     assert second.stderr == ""
 
 
+@pytest.mark.slow
 def test_ranks_must_see_the_run_directory(tmp_path):
     run = make_run(tmp_path)
     elsewhere = (
@@ -267,6 +275,7 @@ TrainStep.__call__ = hang
 """
 
 
+@pytest.mark.slow
 def test_rank_that_waits_for_a_hanging_rank_can_be_ended(tmp_path):
     run = make_run(tmp_path, {"train": TRAIN})
     first, second = in_ring(HANG + MAIN, *run.arguments(), folder=tmp_path)
@@ -276,6 +285,7 @@ def test_rank_that_waits_for_a_hanging_rank_can_be_ended(tmp_path):
     assert "resuming after step 6" in run.log
 
 
+@pytest.mark.slow
 def test_run_under_mlx_launch(tmp_path, expected):
     run = make_run(tmp_path)
     port = str(min(free_ports(3)))

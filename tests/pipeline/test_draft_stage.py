@@ -182,6 +182,7 @@ def test_missed_draft_threshold_publishes_nothing(draft_run, tmp_path):
     assert not (run.output / "draft").exists()
 
 
+@pytest.mark.slow
 def test_draft_depth_is_chosen_by_predicted_speedup(draft_run, tmp_path):
     auto = {
         **DRAFT,
@@ -200,6 +201,7 @@ def test_draft_depth_is_chosen_by_predicted_speedup(draft_run, tmp_path):
     assert last["acceptance_lower_bound"] == last["acceptance_upper_bound"]
 
 
+@pytest.mark.slow
 def test_interrupted_draft_training_resumes_exactly(draft_run, tmp_path):
     run = make_run(tmp_path, {"draft": DRAFT}, model=draft_run.model)
     assert run.run_with_signal("SIGTERM", "step", 7).returncode == 130

@@ -67,6 +67,7 @@ def test_fsdp_matches_one_process(plain, expected):
     assert len(expected.records("samples.jsonl")) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rank", "signal_name"), [(0, "SIGINT"), (1, "SIGTERM")])
 def test_fsdp_resumes_exactly(tmp_path, expected, rank, signal_name):
     run = make_run(tmp_path)

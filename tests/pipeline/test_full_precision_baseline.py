@@ -82,6 +82,7 @@ def test_baseline_is_the_same_training_without_quantization(tmp_path, base, adap
     assert (run.output / "adapters").exists() == bool(adapter)
 
 
+@pytest.mark.slow
 def test_training_without_updates_recovers_nothing(tmp_path, base):
     frozen = {"learning_rate": 1e-30, "weight_decay": 0.0, "qat": GRID}
     stages = {"train": QAT | frozen}, {"evaluate": EVALUATE}
@@ -111,6 +112,7 @@ def test_baseline_of_codes_begins_with_the_unquantized_weights(tmp_path, base):
     assert recovery["fp_baseline"]["loss"] < start
 
 
+@pytest.mark.slow
 def test_baseline_of_self_distillation_is_the_unquantized_model(tmp_path, base):
     """No baseline training runs: the teacher is the unquantized model itself."""
     grid = {"qat": GRID | {"quantizer": "lsq"}, "teacher": {}}
@@ -143,6 +145,7 @@ def test_baseline_without_unquantized_weights_is_refused(tmp_path, base, capsys)
     assert "has nothing to begin with" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [15, 21])
 def test_baseline_training_resumes_after_kill(tmp_path, base, call):
     """Steps 13 to 24 belong to the baseline."""

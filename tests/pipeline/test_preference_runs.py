@@ -41,7 +41,15 @@ def make_run(folder, case: str, base, **train) -> Run:
     return run
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param("dpo-lora", marks=pytest.mark.slow),
+        "ipo-qat-lora",
+        pytest.param("orpo-qat", marks=pytest.mark.slow),
+        "kto-full",
+    ],
+)
 def test_killed_run_ends_with_the_same_bytes(case, tmp_path, base):
     whole = make_run(tmp_path / "whole", case, base)
     assert whole() == 0

@@ -2,6 +2,7 @@
 
 import signal
 
+import pytest
 from lmx.run.fs import hash_folder
 from tiny_runs import Run
 
@@ -21,6 +22,7 @@ STAGE = {
 IN_A_BLOCK, AT_THE_END = 4 + 7 + 4, 7 + 7 + 1
 
 
+@pytest.mark.slow
 def test_gptq_resumes_after_repeated_kills(make_checkpoint, tmp_path):
     model = make_checkpoint(num_hidden_layers=3, tie_word_embeddings=False)
     hashes = {}

@@ -51,16 +51,16 @@ def expected(tmp_path_factory, base):
 @pytest.mark.parametrize(
     ("kind", "where", "call"),
     [
-        ("full", "step", 2),
+        pytest.param("full", "step", 2, marks=pytest.mark.slow),
         ("full", "save", 4),
-        ("dora+", "step", 5),
+        pytest.param("dora+", "step", 5, marks=pytest.mark.slow),
         ("lora-qat", "save", 3),
         ("qat", "step", 10),
-        ("grids", "step", 8),
-        ("late-grids", "step", 6),
+        pytest.param("grids", "step", 8, marks=pytest.mark.slow),
+        pytest.param("late-grids", "step", 6, marks=pytest.mark.slow),
         ("late-grids", "step", 7),
-        ("late-grids", "step", 10),
-        ("down", "step", 6),
+        pytest.param("late-grids", "step", 10, marks=pytest.mark.slow),
+        pytest.param("down", "step", 6, marks=pytest.mark.slow),
         ("down", "step", 9),
     ],
 )

@@ -46,7 +46,11 @@ def test_distillation_recovers_the_quantized_model(tmp_path, base):
     assert "MB in" in offline.log
 
 
-@pytest.mark.parametrize("teacher", [{}, GENERATED], ids=["live", "generated"])
+@pytest.mark.parametrize(
+    "teacher",
+    [{}, pytest.param(GENERATED, marks=pytest.mark.slow)],
+    ids=["live", "generated"],
+)
 def test_distillation_resumes_exactly(tmp_path, base, teacher):
     short = {"packing": True, "batch_size": 2, "steps": 8}
     train = {"train": distill(**teacher) | short}

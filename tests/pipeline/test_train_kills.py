@@ -80,6 +80,7 @@ def kill_once(run, wait, rng):
     return process.wait() < 0, bool(partial_writes(run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_resumes_after_kills_at_random_moments(tmp_path, base, kind):
     undisturbed = make_run(tmp_path / "undisturbed", kind, base)

@@ -354,6 +354,7 @@ def family_batch() -> Batch:
     return Batch(batch.tokens % FAMILY_VOCABULARY, batch.mask, batch.where)
 
 
+@pytest.mark.slow
 def test_fsdp_trains_families_like_one_process(tmp_path):
     run_on_two_ranks("train_families", tmp_path)
     output = dict(np.load(tmp_path / "0.npz"))
