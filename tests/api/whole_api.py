@@ -51,6 +51,7 @@ def runs(recipe: Recipe) -> Run:
         checked.seconds,
         checked.fits,
     )
+    longest: dict[str, int] = lmx.check(recipe, find="max_seq_length").largest
     try:
         run: Run = lmx.train(
             recipe,
@@ -75,7 +76,7 @@ def runs(recipe: Recipe) -> Run:
     ]
     rows: list[dict[str, Any]] = run.history
     figures: dict[str, dict[str, Any]] = run.metrics
-    print(needs, paths, rows, figures, run.table, run.status)
+    print(needs, longest, paths, rows, figures, run.table, run.status)
     return lmx.open_run(run.path)
 
 

@@ -55,7 +55,7 @@ def test_train_accepts_options_anywhere(recipe, calls):
 
 def test_dry_run_runs_nothing(recipe, calls):
     assert main.train(["--dry-run", recipe]) == 0
-    assert calls == [(0, "good", {"ignore_limits": False})]
+    assert calls == [(0, "good", {"ignore_limits": False, "find": None})]
 
 
 def test_lmx_train_verb_is_lmx_train(recipe, calls):

@@ -1,9 +1,11 @@
 """`lmx.check`: what a recipe would read, need and write, without running it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..errors import UserError
 from ..pipeline.dry_run import DryRun
+from ..pipeline.largest_fit import FIT_KEYS, FitKey
 from .recipe import Overrides, Recipe, RecipeLike, as_recipe
 from .table import Table
 
@@ -34,6 +36,7 @@ class Check:
         stages: needs by stage, such as "1-train".
         memory_limit, free_disk: bytes that this machine has; None if the size of the
             model is unknown.
+        largest: the values that `find` gave, by key of an override.
     """
 
     recipe: Recipe
@@ -42,6 +45,7 @@ class Check:
     stages: dict[str, StageCheck]
     memory_limit: int | None
     free_disk: int | None
+    largest: dict[str, int] = field(default_factory=dict)
 
     @property
     def memory(self) -> int | None:
@@ -76,15 +80,28 @@ class Check:
         return Table(["", ""], self.lines)._repr_html_()
 
 
-def check(recipe: RecipeLike, *, overrides: Overrides | None = None) -> Check:
+def check(
+    recipe: RecipeLike,
+    *,
+    overrides: Overrides | None = None,
+    find: FitKey | None = None,
+) -> Check:
     """The checks of `lmx-train --dry-run`: no weight is loaded, nothing is written.
+
+    Args:
+        find: search the largest value of this key that fits into memory. `largest` of
+            the result has it, as overrides for `lmx.train`; `stages` and `fits` are
+            those of the recipe with it.
 
     Raises:
         ConfigErrors: all errors of the recipe.
-        UserError: the model or the data cannot be used.
+        UserError: the model or the data cannot be used. With `find`: no stage trains,
+            or, with code 3, not even the smallest value fits.
     """
+    if find is not None and find not in FIT_KEYS:
+        raise UserError(f"find is one of {', '.join(FIT_KEYS)}; got {find!r}")
     resolved = as_recipe(recipe, overrides)
-    run = DryRun(resolved.loaded, resolved.plan)
+    run = DryRun(resolved.loaded, resolved.plan, find)
     lines = list(run.lines())
     needs = run.resources
     stages = {
@@ -104,4 +121,5 @@ def check(recipe: RecipeLike, *, overrides: Overrides | None = None) -> Check:
         stages,
         needs.limit if needs else None,
         needs.free if needs else None,
+        {result.address: result.value for result in run.largest},
     )

@@ -5,6 +5,7 @@ import os
 import shlex
 
 from ..config.redaction import redact
+from ..errors import UserError
 from ..run import terminal
 from .options import add_recipe_options, recipe_of
 
@@ -14,6 +15,8 @@ FLAGS = {
     "--ignore-limits": "run even if the estimate exceeds memory or disk",
     "--quiet": "print only warnings and the result",
 }
+# As in pipeline/largest_fit.py, which `--help` does not load.
+FIND = ("max_seq_length", "batch_size", "batch_tokens")
 
 
 def add_execution_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +27,17 @@ def add_execution_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", metavar="FOLDER", help="run directory")
     for flag, meaning in FLAGS.items():
         parser.add_argument(flag, action="store_true", help=meaning)
+
+
+def add_find_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare `--find`, for a command that trains."""
+    parser.add_argument(
+        "--find",
+        metavar="KEY",
+        choices=FIND,
+        help="with --dry-run: the largest max_seq_length, batch_size or batch_tokens "
+        "that fits into memory",
+    )
 
 
 def add_quantize_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,6 +53,7 @@ def quantize(arguments: argparse.Namespace) -> int:
 def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `lmx draft`."""
     _add_job(parser, "draft", "Train a draft model for speculative decoding.")
+    add_find_argument(parser)
 
 
 def draft(arguments: argparse.Namespace) -> int:
@@ -65,6 +80,11 @@ def execute(arguments: argparse.Namespace, kind: str, source: str | None = None)
     from ..api.recipe import Recipe
     from ..run.launcher import launched_rank
 
+    find = getattr(arguments, "find", None)
+    if find and not arguments.dry_run:
+        raise UserError(
+            "--find needs --dry-run", hint="it searches, and trains nothing"
+        )
     if arguments.dry_run and launched_rank():
         # Only the first of several processes prints.
         return 0
@@ -78,7 +98,10 @@ def execute(arguments: argparse.Namespace, kind: str, source: str | None = None)
         from ..pipeline.dry_run import dry_run
 
         return dry_run(
-            recipe.loaded, recipe.plan, ignore_limits=arguments.ignore_limits
+            recipe.loaded,
+            recipe.plan,
+            ignore_limits=arguments.ignore_limits,
+            find=find,
         )
     from ..pipeline.runner import run
 

@@ -12,7 +12,7 @@ from ..config.redaction import redact
 from ..errors import INTERRUPTED, Interrupted, UserError
 from ..run import terminal
 from ..version import __version__
-from .execution import add_execution_arguments, execute
+from .execution import add_execution_arguments, add_find_argument, execute
 from .options import add_recipe_options, given_options
 from .parser import HintingParser
 
@@ -74,6 +74,7 @@ def train_parser() -> HintingParser:
     )
     parser.add_argument("recipe", nargs="?", help="a YAML file or a bundled recipe")
     add_execution_arguments(parser)
+    add_find_argument(parser)
     for flag, meaning in {
         "--list": "list bundled recipes, stages, methods and formats",
         "--debug": "show the traceback of an error",

@@ -13,11 +13,14 @@ from ..data.tokenization import (
     EncodeResult,
     Example,
     encode_all,
+    encode_block,
     render_mask,
 )
+from ..errors import UserError
 from ..run import terminal
 from ..run.run_dir import check_output
 from .estimate import ModelShape
+from .largest_fit import MOST_TOKENS, FitBounds, FitFinder, FitKey, LargestFit
 from .plan import RunPlan
 from .resources import ResourceCheck, model_shape, readable_size
 
@@ -31,19 +34,28 @@ Line = tuple[str, str]
 
 
 class RowReservoir:
-    """Every n-th of many examples, `SAMPLE_CHARACTERS` characters or slightly more."""
+    """Every n-th of many examples, `SAMPLE_CHARACTERS` characters or slightly more.
+
+    Attributes:
+        longest: the example with most characters, which may not be in `rows`.
+    """
 
     def __init__(self):
         self.rows: list[DataRecord] = []
         self.total = 0
+        self.longest: DataRecord | None = None
+        self._most_characters = -1
         self._stride = 1
         self._characters = 0
 
     def add(self, row: DataRecord) -> None:
         """Count an example, and sample it if its number is a multiple of n."""
+        characters = len(row.as_text())
+        if characters > self._most_characters:
+            self.longest, self._most_characters = row, characters
         if self.total % self._stride == 0:
             self.rows.append(row)
-            self._characters += len(row.as_text())
+            self._characters += characters
         self.total += 1
         while self._characters > SAMPLE_CHARACTERS and len(self.rows) > 1:
             self._stride *= 2
@@ -54,21 +66,27 @@ class RowReservoir:
 class DryRun:
     """What a run would read, need and write.
 
+    Args:
+        find: a key whose largest value is searched that fits into memory.
+
     Attributes:
         resources: what it needs of this machine, once `lines` has ended; None if the
-            size of the model is unknown.
+            size of the model is unknown. With `find`, of the values that were found.
+        largest: the results of the search.
     """
 
-    def __init__(self, loaded: LoadedRecipe, plan: RunPlan):
+    def __init__(self, loaded: LoadedRecipe, plan: RunPlan, find: FitKey | None = None):
         self.loaded = loaded
         self.plan = plan
+        self.find = find
         self.resources: ResourceCheck | None = None
+        self.largest: list[LargestFit] = []
 
     def lines(self) -> Iterator[Line]:
         """Topics and texts, each as soon as it is known.
 
         Raises:
-            UserError: the model or the data cannot be used.
+            UserError: the model or the data cannot be used, or no value of `find` fits.
         """
         loaded, plan = self.loaded, self.plan
         shape, tokenizer, lines = _model(loaded, plan)
@@ -77,34 +95,107 @@ class DryRun:
         for split in ("valid", "train"):
             sample, lines = _split(loaded, split, sample)
             yield from lines
-        lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
+        encoded, lengths, lines = _tokens(loaded, sample.rows, sample.total, tokenizer)
         yield from lines
         yield from _stages(plan)
         if shape:
             share = sample.total / max(1, len(sample.rows))
             self.resources = ResourceCheck(loaded, plan, shape, lengths, share)
             yield from self.resources.lines()
+        if self.find:
+            positions = shape.setting("max_position_embeddings") if shape else 0
+            bounds = FitBounds(positions)
+            if sample.total and _is_local(loaded):
+                longest = _longest(loaded, positions, sample, encoded, tokenizer)
+                sequences = round(len(lengths) * sample.total / len(sample.rows))
+                bounds = FitBounds(
+                    positions,
+                    max(sample.total, sequences),
+                    longest,
+                    is_sample=len(sample.rows) < sample.total,
+                )
+            yield from self._search(shape, bounds)
 
     def require(self) -> None:
         """Raise UserError with code 3 if memory or disk are too small."""
         if self.resources:
             self.resources.require()
 
+    def _search(self, shape: ModelShape | None, bounds: FitBounds) -> Iterator[Line]:
+        """Lines about the values that fit; they become `largest`."""
+        if shape is None:
+            raise UserError(
+                f"--find {self.find} needs the size of the model, which is unknown",
+                hint="download the model, and give its folder",
+            )
+        finder = FitFinder(self.loaded, self.plan, shape, self.find, bounds)
+        for result in finder.results():
+            self.largest.append(result)
+            yield from result.lines()
+        self.resources = finder.check({r.address: r.value for r in self.largest})
 
-def dry_run(loaded: LoadedRecipe, plan: RunPlan, *, ignore_limits: bool) -> int:
+
+def dry_run(
+    loaded: LoadedRecipe,
+    plan: RunPlan,
+    *,
+    ignore_limits: bool,
+    find: FitKey | None = None,
+) -> int:
     """Print what a run would read, need and write; returns the exit code.
+
+    Args:
+        find: a key whose largest value is searched that fits into memory.
 
     Raises:
         UserError: the output, the model or the data cannot be used, or, without
             `ignore_limits`, memory or disk are too small.
     """
     check_output(plan.output)
-    run = DryRun(loaded, plan)
+    run = DryRun(loaded, plan, find)
     for topic, text in run.lines():
         terminal.write_out(f"{topic:<9}{text}\n")
     if not ignore_limits:
         run.require()
     return 0
+
+
+def _is_local(loaded: LoadedRecipe) -> bool:
+    """Whether all training data is on this disk."""
+    sources = loaded.recipe.data.train
+    return all(s.startswith(BUILTIN) or loaded.find(s) for s in sources)
+
+
+def _longest(
+    loaded: LoadedRecipe,
+    positions: int,
+    sample: RowReservoir,
+    encoded: EncodeResult | None,
+    tokenizer: Any,
+) -> int:
+    """Tokens of the longest example, at most `positions`; 0 = unknown.
+
+    Args:
+        encoded: the sampled examples, of at most `max_seq_length` tokens.
+    """
+    if encoded is None:
+        return 0
+    examples, data = encoded.examples, loaded.recipe.data
+    # The others were truncated, split, skipped, or not tokenized at all.
+    cut = {e.where for e in examples if len(e.tokens) >= data.max_seq_length}
+    whole = [example for example in examples if example.where not in cut]
+    known = {example.where for example in whole}
+    rows = [row for row in sample.rows if row.where not in known]
+    rows.append(sample.longest)
+    rows += [row.with_rejected() for row in sample.rows if row.rejected is not None]
+    others = encode_block(
+        rows,
+        tokenizer,
+        max_seq_length=positions or MOST_TOKENS,
+        loss_on=data.loss_on,
+        include_undesirable=True,
+    )
+    return max(len(example.tokens) for example in [*whole, *others.examples])
 
 
 def _model(
@@ -182,10 +273,13 @@ def _split(
 
 def _tokens(
     loaded: LoadedRecipe, sample: list[DataRecord], total: int, tokenizer: Any
-) -> tuple[list[int], list[Line]]:
-    """Lengths of the sampled examples in tokens, and lines about them."""
+) -> tuple[EncodeResult | None, list[int], list[Line]]:
+    """The sampled examples, their lengths in tokens, and lines about them.
+
+    Without a tokenizer there are only lengths, which are assumed.
+    """
     if not sample:
-        return [], []
+        return None, [], []
     data = loaded.recipe.data
     if tokenizer is None:
         window = data.max_seq_length
@@ -196,7 +290,7 @@ def _tokens(
             "per token"
         )
         example = _example(sample[0], sample[0].as_text(), "")
-        return windows, [("tokens", text), *example]
+        return None, windows, [("tokens", text), *example]
     encoded = encode_all(
         sample, tokenizer, max_seq_length=data.max_seq_length, loss_on=data.loss_on
     )
@@ -205,7 +299,7 @@ def _tokens(
     text = "".join(f"⟦{span}⟧" if is_trained else span for span, is_trained in spans)
     lines = [*_lengths(encoded, len(sample), total), *_example(first, text, MARKS)]
     # The first token of an example is only an input, the last one only a target.
-    return [len(example.tokens) - 1 for example in encoded.examples], lines
+    return encoded, [len(example.tokens) - 1 for example in encoded.examples], lines
 
 
 def _lengths(encoded: EncodeResult, sampled: int, total: int) -> Iterator[Line]:
