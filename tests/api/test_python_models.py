@@ -1,7 +1,11 @@
 """`lmx.load`, `lmx.generate`, `lmx.evaluate` and `lmx.check`."""
 
+import json
+
 import lmx
+import mlx.core as mx
 import pytest
+from lmx.convert.importers import peft
 from lmx.pipeline import resources
 from tiny_api import EVALUATE
 
@@ -186,6 +190,47 @@ def test_quantize_and_export_make_runs(run, tmp_path, monkeypatch):
         lmx.ConfigErrors, match=r"stages\.1\.quantize\.bit: unknown key"
     ):
         lmx.quantize(source, bit=8)
+
+
+@pytest.fixture(scope="module")
+def adapted(run, files, tmp_path_factory):
+    """A run that trained an adapter, and has no export stage."""
+    train = {"steps": 2, "batch_size": 4, "adapter": {"rank": 4}}
+    recipe = {
+        "model": run.reference_path,
+        "data": {"train": files / "train.jsonl", "max_seq_length": 64},
+        "stages": [{"train": train}],
+    }
+    return lmx.train(recipe, output=tmp_path_factory.mktemp("lora"), quiet=True)
+
+
+def test_export_of_an_adapter(adapted, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    expected = mx.load(str(adapted.adapter_path / "adapters.safetensors"))
+    base = lmx.load(run.reference_path, adapter=adapted.adapter_path)
+    for source, formats in ((str(adapted.path), ["hf", "peft"]), (base, ["peft"])):
+        exported = lmx.export(source, formats, output=formats[0], quiet=True)
+        assert all((exported.path / name).is_dir() for name in formats)
+        folder = exported.path / "peft"
+        tensors, _ = peft.read(folder)
+        assert tensors.keys() == expected.keys()
+        assert all(mx.array_equal(tensors[name], expected[name]) for name in expected)
+        # The base is that of the training, not the model with the adapter.
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["base_model_name_or_path"] == str(run.reference_path)
+        assert str(run.reference_path) in (folder / "README.md").read_text()
+
+
+def test_there_is_no_adapter_to_export(run, model, adapted):
+    for source in (run, model):
+        with pytest.raises(lmx.ConfigErrors, match="no trained adapter to export"):
+            lmx.export(source, ["peft"])
+    with pytest.raises(lmx.ConfigErrors, match="no such file or folder"):
+        lmx.export(run, ["peft"], adapter_path="./no-adapter")
+    with pytest.raises(lmx.ConfigErrors, match=r"has no adapter_config\.json"):
+        lmx.export(run, ["peft"], adapter_path=str(run.path))
+    with pytest.raises(lmx.ConfigErrors, match="adapter_path needs peft"):
+        lmx.export(adapted, ["hf"], adapter_path=str(adapted.adapter_path))
 
 
 def test_model_with_an_adapter_is_not_exported_without_it(model):

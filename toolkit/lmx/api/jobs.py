@@ -2,9 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..run.fs import MANIFEST
 from .model import Model, ModelLike, model_path
 from .run import Run
 from .training import train
@@ -101,17 +103,24 @@ def export(
 
     Args:
         model, output, restart, ignore_limits, quiet: as for `quantize`.
-        formats: "mlx", "hf" (transformers), "gguf" (llama.cpp). "peft" needs an export
-            stage in the recipe that trains the adapter.
-        keys: further keys of an export stage: hub_repo_id, private, license.
+        formats: "mlx", "hf" (transformers), "gguf" (llama.cpp), and "peft", the
+            adapter that the `Run` trained, or that the `Model` was loaded with.
+        keys: further keys of an export stage: hub_repo_id, private, license, and
+            adapter_path, the adapter that "peft" exports.
 
     Returns:
-        The run; its folder has model/, hf/ and gguf/.
+        The run; its folder has model/, hf/, gguf/ and peft/.
 
     Raises:
-        ConfigErrors: an unknown format, or one that this architecture does not have.
+        ConfigErrors: an unknown format, one that this architecture does not have, or
+            "peft" without an adapter.
         UserError: the export fails.
     """
+    if "peft" in formats and (adapter := _adapter(model)):
+        keys = {"adapter_path": adapter} | keys
+        if isinstance(model, Model) and [*formats] == ["peft"]:
+            # Without the weights, the adapter need not be in their files.
+            model = model.path
     stages = [{"export": {"formats": list(formats), **keys}}]
     return train(
         _recipe(model, None, 0, stages),
@@ -120,6 +129,16 @@ def export(
         ignore_limits=ignore_limits,
         quiet=quiet,
     )
+
+
+def _adapter(model: Model | ModelLike) -> Path | None:
+    """The trained adapter of a model; None without one."""
+    if isinstance(model, Model):
+        return model.adapter
+    if isinstance(model, Run):
+        return model.adapter_path
+    is_run = (Path(model).expanduser() / MANIFEST).is_file()
+    return Run(model).adapter_path if is_run else None
 
 
 def _recipe(

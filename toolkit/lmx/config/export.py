@@ -17,6 +17,9 @@ class ExportConfig(ConfigModel):
     """mlx: model/, for mlx-lm, LM Studio and mlx-swift. hf: hf/, the dequantized
     weights for transformers. peft: peft/, the trained adapter. gguf: gguf/NAME.gguf for
     llama.cpp, from Llama and Qwen models."""
+    adapter_path: str | None = Field(None, examples=["exports/lora/adapters"])
+    """The folder of a trained adapter of mlx-lm, which peft exports. Default: the
+    adapter of the recipe's train stage."""
     hub_repo_id: str | None = Field(
         None, pattern=HUB_REPO_ID, examples=["user/Qwen3-0.6B-4bit-qat"]
     )
@@ -34,6 +37,8 @@ class ExportConfig(ConfigModel):
             raise ValueError("formats has duplicates")
         if "gguf" in self.formats and not find_spec("gguf"):
             raise ValueError("format gguf needs a package: pip install gguf")
+        if self.adapter_path and "peft" not in self.formats:
+            raise ValueError("adapter_path needs peft in formats")
         if self.hub_repo_id and "mlx" not in self.formats:
             raise ValueError("hub_repo_id needs mlx in formats")
         return self

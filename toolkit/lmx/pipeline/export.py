@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from ..config.errors import KeyPath
 from ..config.export import ExportConfig
 from ..config.messages import Problem
 from ..convert.exporters import FORMATS, hub
@@ -13,12 +14,15 @@ from ..convert.exporters.model_card import CardFacts, write_card
 from ..convert.exporters.repository_name import repository_name, stored_as
 from ..data.dataset import hub_id
 from ..errors import UserError
-from ..run.fs import atomic_folder
+from ..run.fs import atomic_folder, read_json
 from ..run.report import REPORT, read_report
 from ..run.tables import table
 from .context import ModelArtifact, StageContext
 from .estimate import StageResources, Workload
-from .stage import ModelState, RawStage, Stage
+from .stage import Find, ModelState, RawStage, Stage, missing_source
+
+# Of an adapter of mlx-lm.
+ADAPTER_FILES = ("adapter_config.json", "adapters.safetensors")
 
 
 class ExportStage(Stage):
@@ -33,9 +37,12 @@ class ExportStage(Stage):
     @classmethod
     def check(cls, raw: RawStage, state: ModelState) -> Iterator[Problem]:
         yield from super().check(raw, state)
+        adapter = raw.value("adapter_path")
+        if isinstance(adapter, str):
+            yield from _check_adapter((*raw.path, "adapter_path"), adapter, raw.find)
         for path, name in raw.items("formats"):
-            if name == "peft" and not state.has_adapter:
-                hint = "train with `adapter:`, or leave peft out"
+            if name == "peft" and not (state.has_adapter or adapter):
+                hint = "train with `adapter:`, set adapter_path, or leave peft out"
                 yield Problem(path, "there is no trained adapter to export", hint)
             require = getattr(FORMATS.get(name), "check_supported", None)
             if require and "model_type" in state.config:
@@ -63,10 +70,13 @@ class ExportStage(Stage):
     def run(self, context: StageContext) -> ModelArtifact:
         """Write and verify every format, then move all of them into place."""
         config, current = self.config, context.current
+        adapters = current.adapters
+        if config.adapter_path:
+            adapters = context.find(config.adapter_path)
         source = ExportContext(
             name=context.name,
             model=current.model,
-            adapters=current.adapters,
+            adapters=adapters,
             load=lambda folder: context.load(folder, compute="stored", lazy=True),
             info=context.logger.info,
         )
@@ -77,7 +87,11 @@ class ExportStage(Stage):
             for name, target in targets.items():
                 partial = together.enter_context(atomic_folder(target))
                 FORMATS[name].export(partial, source)
-                write_card(partial, facts, FORMATS[name].CARD)
+                card = FORMATS[name].CARD
+                if card.is_adapter and config.adapter_path:
+                    write_card(partial, _of_adapter(facts, adapters, context), card)
+                else:
+                    write_card(partial, facts, card)
         for name, target in targets.items():
             context.logger.info(f"exported {name}: {target}")
         model = targets.get("mlx", current.model)
@@ -122,3 +136,22 @@ class ExportStage(Stage):
         if metadata or context.find(source.path):
             return metadata
         return hub.license_metadata(source.path, source.revision)
+
+
+def _of_adapter(facts: CardFacts, adapter: Path, context: StageContext) -> CardFacts:
+    """The facts with the model that the adapter itself names as its base."""
+    name = read_json(adapter / ADAPTER_FILES[0]).get("model")
+    if not name:
+        return facts
+    is_on_hub = hub_id(name, context.find) is not None
+    return replace(facts, base=name if is_on_hub else None, origin=f"`{name}`")
+
+
+def _check_adapter(path: KeyPath, source: str, find: Find) -> Iterator[Problem]:
+    """The problem of an adapter_path without an adapter of mlx-lm."""
+    folder = find(source)
+    if folder is None:
+        yield missing_source(path, source, find)
+    elif not all((folder / name).is_file() for name in ADAPTER_FILES):
+        message = f"the folder '{source}' has no {' and '.join(ADAPTER_FILES)}"
+        yield Problem(path, message, "name the folder adapters/ of a run")
