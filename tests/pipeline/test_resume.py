@@ -125,6 +125,42 @@ def test_sigterm_in_any_stage_is_an_interruption(tmp_path, base, monkeypatch, st
     assert run("--ignore-limits") == 0
 
 
+@pytest.mark.parametrize(
+    "place",
+    [
+        "lmx.run.run_dir.RunDir.write_page",
+        "lmx.pipeline.runner._log_start",
+        "lmx.pipeline.runner._run_stages",
+        "lmx.pipeline.runner._generate_command",
+    ],
+)
+def test_sigterm_outside_the_stages_is_an_interruption(
+    tmp_path, base, monkeypatch, place
+):
+    """Also while the run directory opens, and after the last stage."""
+    run = Run(tmp_path, "export", model=base)
+
+    def stop(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(5)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, stop)
+        # At the end of the run, too, the record of the interruption writes the page.
+        if place.endswith("write_page"):
+            patch.setattr(place, only_once(stop))
+        assert run("--ignore-limits") == 130
+    assert run.json("manifest.json")["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert run("--ignore-limits") == 0
+
+
+def only_once(function):
+    """Call a function the first time only."""
+    calls = iter([function])
+    return lambda *arguments: next(calls, lambda *_: None)(*arguments)
+
+
 def test_closed_pipe_does_not_end_a_run(tmp_path, base):
     """As in `lmx-train RECIPE | head -1`."""
     run = make_run(tmp_path, "full", base)
@@ -168,7 +204,7 @@ def test_damaged_newest_checkpoint_is_skipped(tmp_path, base, expected, capsys, 
 def test_damaged_checkpoints_restart_the_training(tmp_path, base, expected):
     run, checkpoints = finish_run(tmp_path, base)
     for checkpoint in checkpoints:
-        (checkpoint / "state.json").unlink()
+        (checkpoint / "index.json").unlink()
     (run.output / "stages/1-train/dense/model.safetensors").unlink()
     assert run() == 0
     assert run.outcome() == expected("full")

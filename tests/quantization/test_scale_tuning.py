@@ -1,8 +1,11 @@
 """Scale tuning stores the trained values and is never worse than the start."""
 
+import shutil
+
 import mlx.core as mx
 import numpy as np
 import pytest
+from folder_damages import DAMAGES
 from lmx.config import quantize
 from lmx.config.quantize import ScaleTuningConfig
 from lmx.models.loader import load
@@ -212,10 +215,23 @@ def test_killed_run_resumes_exactly(case, tmp_path, monkeypatch):
         assert mx.array_equal(expected[name], tensors[name])
 
 
-def test_other_settings_start_a_new_run(case, tuned):
-    folder = tuned[1]
+def test_other_settings_start_a_new_run(case, tuned, tmp_path):
+    folder = shutil.copytree(tuned[1], tmp_path / "copy")
     assert tuner_of(case, folder)._load()["step"] == CONFIG.steps
     assert tuner_of(case, folder, steps=13)._load() is None
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_state_starts_a_new_run(case, tuned, tmp_path, damage, monkeypatch):
+    shutil.copytree(tuned[1] / "state", tmp_path / "copy/state")
+    tuner, warnings = tuner_of(case, tmp_path / "copy"), []
+    monkeypatch.setattr(tuner.logger, "warning", warnings.append)
+    assert tuner._load()["step"] == CONFIG.steps
+    DAMAGES[damage](tmp_path / "copy/state")
+    assert tuner._load() is None
+    assert not (tmp_path / "copy/state").exists()
+    place = tmp_path / "copy/state"
+    assert warnings == [f"{place}: damaged or of other settings, tuned again"]
 
 
 def test_scale_tuning_needs_an_affine_grid():

@@ -1,6 +1,7 @@
 """SequentialPipeline: calibration inputs, order of the layers, and resume."""
 
 import inspect
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from calibration_windows import windows_of
+from folder_damages import DAMAGES
 from lmx.config.quant_spec import QuantizationConfig
 from lmx.config.quantize import GPTQConfig
 from lmx.errors import UserError
@@ -388,6 +390,80 @@ def test_killed_run_resumes_at_its_block(tmp_path):
     assert not third.statistics
     third.run(model_of(), tmp_path, key="other")
     assert len(third.statistics) == 23
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The result of a run, and the state of one that was killed in the last block."""
+    folder = tmp_path_factory.mktemp("killed")
+    expected = RecordingRTN().run(model_of(), folder / "expected")
+    with pytest.raises(KeyboardInterrupt):
+        RecordingRTN("model.layers.2.mlp.up_proj").run(model_of(), folder)
+    return expected, folder
+
+
+def assert_starts_over(folder, expected, place, capsys):
+    method = RecordingRTN()
+    tensors = method.run(model_of(), folder)
+    assert len(method.statistics) == 23
+    assert tensors.keys() == expected.keys()
+    assert all(mx.array_equal(tensors[name], expected[name]) for name in expected)
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(
+        f"{place}: damaged or of other settings, quantizing again from the first block"
+    )
+
+
+DAMAGED_PARTS = [
+    *(("0002", damage) for damage in DAMAGES),
+    *((part, damage) for part in ("embeddings", "0001") for damage in ("flip", "cut")),
+    # Its streams are used up.
+    ("0000", "lose_index"),
+]
+
+
+@pytest.mark.parametrize(("part", "damage"), DAMAGED_PARTS)
+def test_damaged_state_is_not_used(killed, tmp_path, damage, part, capsys):
+    """The newest streams, finished layers and statistics: all are read again."""
+    expected, folder = killed
+    shutil.copytree(folder / "pipeline", tmp_path / "pipeline")
+    DAMAGES[damage](tmp_path / "pipeline" / part)
+    place = tmp_path / "pipeline" / part
+    assert_starts_over(tmp_path, expected, place, capsys)
+
+
+def test_lost_statistics_are_not_ignored(tmp_path, capsys):
+    """Without them a layer would be quantized as if all outputs were equal."""
+    method = RecordingRTN("model.layers.1.mlp.up_proj", weighs_outputs=True)
+    with pytest.raises(KeyboardInterrupt):
+        method.run(model_of(), tmp_path)
+    [*_, last] = sorted((tmp_path / "pipeline/embeddings").glob("fisher-*"))
+    last.unlink()
+    again = RecordingRTN(weighs_outputs=True)
+    again.run(model_of(), tmp_path)
+    assert len(again.statistics) == 23
+    assert "embeddings: damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["another run", "another block"])
+def test_state_of_something_else_is_not_used(killed, tmp_path, source, capsys):
+    expected, folder = killed
+    shutil.copytree(folder / "pipeline", tmp_path / "pipeline")
+    place = tmp_path / "pipeline/0001"
+    shutil.rmtree(place)
+    if source == "another run":
+        RecordingRTN().run(model_of(), tmp_path / "other", key="other")
+        shutil.copytree(tmp_path / "other/pipeline/0001", place)
+    else:
+        shutil.copytree(folder / "pipeline/0002", place)
+    assert_starts_over(tmp_path, expected, place, capsys)
+
+
+def test_damaged_head_is_not_used(tmp_path, capsys):
+    expected = RecordingRTN().run(model_of(), tmp_path)
+    mx.eval(expected)
+    DAMAGES["flip"](tmp_path / "pipeline/head")
+    assert_starts_over(tmp_path, expected, tmp_path / "pipeline/head", capsys)
 
 
 def test_model_is_restored_and_old_streams_are_deleted(tmp_path):

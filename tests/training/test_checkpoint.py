@@ -1,6 +1,7 @@
 """Checkpoints are complete or skipped, and restore every bit."""
 
 import json
+import shutil
 
 import mlx.core as mx
 import pytest
@@ -106,16 +107,24 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-5])
 
 
+def copy_over(folder, name):
+    """Put another checkpoint in its place."""
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name(name), folder)
+
+
 DAMAGE = {
     "flipped weight": lambda folder: flip(folder / "state.safetensors", -3),
     "flipped header": lambda folder: flip(folder / "state.safetensors", 40),
     "cut weights": lambda folder: cut(folder / "state.safetensors"),
     "no weights": lambda folder: (folder / "state.safetensors").unlink(),
-    "flipped hash": lambda folder: flip(folder / "state.json", -9),
-    "cut state": lambda folder: cut(folder / "state.json"),
-    "binary state": lambda folder: (folder / "state.json").write_bytes(b"\xff\x00"),
-    "other state": lambda folder: (folder / "state.json").write_text("[]"),
-    "no state": lambda folder: (folder / "state.json").unlink(),
+    "flipped hash": lambda folder: flip(folder / "index.json", -9),
+    "cut state": lambda folder: cut(folder / "index.json"),
+    "binary state": lambda folder: (folder / "index.json").write_bytes(b"\xff\x00"),
+    "other state": lambda folder: (folder / "index.json").write_text("[]"),
+    "nested state": lambda folder: (folder / "index.json").write_text("[" * 100_000),
+    "another step": lambda folder: copy_over(folder, "0000002"),
+    "no state": lambda folder: (folder / "index.json").unlink(),
 }
 
 
@@ -137,6 +146,17 @@ def test_restore_starts_over_if_all_are_damaged(two_checkpoints):
         checkpoint.restore(two_checkpoints, step, warnings.append) == TrainingProgress()
     )
     assert len(warnings) == 2
+
+
+def test_checkpoint_of_another_model_is_skipped(tmp_path):
+    """A traceback without this check: a tensor is missing."""
+    model, _ = llama("lora")
+    checkpoint.save(tmp_path, make_step(model), TrainingProgress(2))
+    step, warnings = trained(1), []
+    assert checkpoint.restore(tmp_path, step, warnings.append) == TrainingProgress()
+    assert bits(step) == bits(trained(1))
+    assert len(warnings) == 1
+    assert not checkpoint.load_weights(tmp_path, step, 2)
 
 
 def test_save_deletes_damaged_newer_checkpoints(two_checkpoints):

@@ -73,10 +73,19 @@ def _add_job(parser: argparse.ArgumentParser, kind: str, about: str) -> None:
 def execute(arguments: argparse.Namespace, kind: str, source: str | None = None) -> int:
     """Run or check a recipe; returns the exit code.
 
+    SIGTERM interrupts as SIGINT does, from the first check to the last line.
+
     Args:
         kind: of the stage that the options describe.
         source: a recipe; None = that of the options.
     """
+    from ..run.signals import sigterm_interrupts
+
+    with sigterm_interrupts():
+        return _execute(arguments, kind, source)
+
+
+def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> int:
     from ..api.recipe import Recipe
     from ..run.launcher import launched_rank
 

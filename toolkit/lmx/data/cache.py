@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import hashlib
 import json
 import os
 import time
@@ -13,8 +12,8 @@ from pathlib import Path
 
 from ..errors import UserError
 from ..run import fs
+from ..run.folder_index import key_of, read_index, write_index
 
-INDEX = "index.json"
 # Nanoseconds after which another write of a file certainly changes its time.
 SETTLED = 2_000_000_000
 
@@ -41,12 +40,6 @@ def root() -> Path:
 def size() -> int:
     """Bytes in the cache."""
     return sum(p.stat().st_size for p in root().rglob("*") if p.is_file())
-
-
-def key_of(facts: object) -> str:
-    """A key of a JSON value: 32 hexadecimal digits of its sha256."""
-    text = json.dumps(facts, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @dataclass(frozen=True)
@@ -83,12 +76,12 @@ def get_or_create(
     """
     entry = root() / kind / key
     folder = entry / "content"
-    facts = _read_facts(folder)
+    facts = read_index(folder, f"{kind} {key}")
     if facts is not None:
         return CacheEntry(folder, facts, made=False)
     with _written(entry), _locked(entry):
         # Another process may have created it while this one waited.
-        facts = _read_facts(folder)
+        facts = read_index(folder, f"{kind} {key}")
         if facts is not None:
             return CacheEntry(folder, facts, made=False)
         if folder.exists():
@@ -99,9 +92,7 @@ def get_or_create(
             facts = fill(partial)
             # Through JSON, so that a new entry and a cached one have the same facts.
             facts = json.loads(json.dumps(facts))
-            index = {"files": fs.hash_folder(partial), "facts": facts}
-            index["sha256"] = key_of(index)
-            (partial / INDEX).write_text(json.dumps(index))
+            write_index(partial, f"{kind} {key}", facts)
     return CacheEntry(folder, facts, made=True)
 
 
@@ -115,7 +106,7 @@ def file_hash(path: Path) -> str:
     status = path.stat()
     stamp = [str(path.absolute()), status.st_size, status.st_mtime_ns]
     note = root() / "hashes" / f"{key_of(stamp[0])}.json"
-    known = _json(note)
+    known = fs.object_in(note)
     if known.get("stamp") == stamp and isinstance(known.get("sha256"), str):
         return known["sha256"]
     digest = fs.hash_file(path)
@@ -127,27 +118,17 @@ def file_hash(path: Path) -> str:
     return digest
 
 
-def _read_facts(folder: Path) -> dict | None:
-    """The facts of a folder; None if it is missing, or if a file was changed.
+@contextmanager
+def locked_folder(kind: str, key: str) -> Iterator[Path]:
+    """A folder of the cache whose files the caller checks. Other processes wait.
 
-    Hashing reads every file, about 1 GB per second: another model would otherwise be
-    trained without a word.
+    Raises:
+        UserError: the cache cannot be written.
     """
-    index = _json(folder / INDEX)
-    digest = index.pop("sha256", None)
-    if digest != key_of(index) or folder.is_symlink():
-        return None
-    digests = fs.hash_folder(folder)
-    digests.pop(INDEX)
-    return index["facts"] if digests == index["files"] else None
-
-
-def _json(path: Path) -> dict:
-    """The object in a file; empty if there is none."""
-    try:
-        return fs.read_json(path) if path.is_file() else {}
-    except (OSError, UserError):
-        return {}
+    entry = root() / kind / key
+    with _written(entry), _locked(entry):
+        fs.remove_partial_files(entry)
+        yield entry / "content"
 
 
 @contextmanager

@@ -194,14 +194,15 @@ class DistillationBatches:
         self._teacher = teacher
         self._cached_targets = None
         if top_k is not None:
-            self._cached_targets = cache_part_targets(
-                cache.root() / "draft_targets" / cache.key_of(facts),
-                [mx.contiguous(batch.tokens[:, :-1]) for batch in self._batches],
-                teacher,
-                digest=key,
-                top_k=top_k,
-                logger=logger,
-            )
+            with cache.locked_folder("draft_targets", cache.key_of(facts)) as folder:
+                self._cached_targets = cache_part_targets(
+                    folder,
+                    [mx.contiguous(batch.tokens[:, :-1]) for batch in self._batches],
+                    teacher,
+                    digest=key,
+                    top_k=top_k,
+                    logger=logger,
+                )
 
     def __len__(self) -> int:
         return len(self._batches)

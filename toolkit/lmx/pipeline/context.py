@@ -1,6 +1,7 @@
 """What a stage works with: its folder, the current model, data, logger and ranks."""
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,7 +20,8 @@ from ..models.loader import LoadedModel, load
 from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
-from ..run.fs import atomic_folder, write_atomic
+from ..run.folder_index import read_index, write_index
+from ..run.fs import atomic_folder, remove, write_atomic
 from ..run.logger import RunLogger
 from ..run.report import REPORT
 from .extensions import Extensions
@@ -133,6 +135,28 @@ def write_model(
         )
 
 
+def mark_complete(folder: Path) -> None:
+    """Record the hashes of an intermediate model, beside it."""
+    write_index(folder, folder.name, {}, place=_index_of(folder))
+
+
+def is_complete(folder: Path, warning: Callable[[str], None]) -> bool:
+    """Whether an intermediate model is as `mark_complete` left it.
+
+    If not, nothing is left of it.
+    """
+    if read_index(folder, folder.name, place=_index_of(folder)) is not None:
+        return True
+    if os.path.lexists(folder):
+        warning(f"{folder}: damaged or incomplete, made again")
+        remove(folder)
+    return False
+
+
+def _index_of(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.json")
+
+
 @dataclass(frozen=True)
 class StageContext:
     """The surroundings of a stage.
@@ -240,7 +264,7 @@ class StageContext:
 def create_from_scratch(context: StageContext) -> None:
     """Write a model from scratch: a tokenizer trained on the data, random weights."""
     target = context.initial_model
-    if context.current or target.is_dir():
+    if context.current or is_complete(target, context.logger.warning):
         return
     config = from_scratch.llama_config(context.source.from_scratch)
     weights = from_scratch.initial_weights(config, context.seed)
@@ -252,3 +276,4 @@ def create_from_scratch(context: StageContext) -> None:
         checkpoint_writer.write_checkpoint(
             partial, weights, config, companions=Path(scratch)
         )
+    mark_complete(target)

@@ -33,7 +33,7 @@ from ..models.from_scratch import initial_weights
 from ..models.loader import LoadedModel, compute_dtype, set_compute_dtype
 from ..quantization.dequantize import dequantized_model
 from ..run import fs
-from .context import StageContext, write_model
+from .context import StageContext, is_complete, mark_complete, write_model
 from .estimate import DEPTH_FRACTIONS
 
 
@@ -202,11 +202,16 @@ class DraftInitializer:
             predict_speedup: the predicted speed-up of the model in a folder.
         """
         folder = self.context.folder / "initial"
-        if folder.is_dir():
+        if is_complete(folder, self.context.logger.warning):
             return folder
+        self._write(folder, self._best_shape(predict_speedup))
+        mark_complete(folder)
+        return folder
+
+    def _best_shape(self, predict_speedup: Callable[[Path], float]) -> PrunedShape:
         shapes = self._candidate_shapes()
         if len(shapes) == 1:
-            return self._write(folder, shapes[0])
+            return shapes[0]
         speedups = {}
         for shape in shapes:
             name = f"candidate-{len(shape.layers)}"
@@ -219,7 +224,7 @@ class DraftInitializer:
             f"predicted speed-up by number of blocks: {by_depth}; selected "
             f"{len(best.layers)}"
         )
-        return self._write(folder, best)
+        return best
 
     def _load_source(self) -> LoadedModel:
         """The model to prune, dequantized, in its stored dtype."""

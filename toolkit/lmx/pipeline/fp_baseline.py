@@ -13,7 +13,13 @@ from ..models.checkpoint import read_config
 from ..quantization.packing import pack
 from ..quantization.target_layers import QuantizationPlan
 from ..run.tables import recovery_table
-from .context import ModelArtifact, StageContext, write_model
+from .context import (
+    ModelArtifact,
+    StageContext,
+    is_complete,
+    mark_complete,
+    write_model,
+)
 from .train_run import TrainRun
 
 BASELINE_FOLDER = "fp_baseline"
@@ -58,7 +64,11 @@ class FullPrecisionBaseline:
     def train(self) -> None:
         """Train the baseline if it is not complete. An interrupted training resumes."""
         ranks, logger = self.context.ranks, self.context.logger
-        if ranks.broadcast_object(self.model.is_dir()):
+        # If the model is its own teacher, it is the baseline.
+        is_done = self.model == self.context.current.model or (
+            ranks.is_first and is_complete(self.model, logger.warning)
+        )
+        if ranks.broadcast_object(is_done):
             return
         stage, logger.stage = logger.stage, f"{logger.stage}, {BASELINE_FOLDER}"
         try:
@@ -69,6 +79,7 @@ class FullPrecisionBaseline:
             with ranks.collective_errors():
                 if ranks.is_first:
                     training.write()
+                    mark_complete(self.model)
         finally:
             logger.stage = stage
 

@@ -73,11 +73,9 @@ def run(
                 last = _run_stages(context, plan, run_dir)
         except (Interrupted, KeyboardInterrupt):
             logger.warning(f"interrupted; to resume: {command}")
-            run_dir.set_status("interrupted")
             raise
         except UserError as error:
             logger.debug(str(error))
-            run_dir.set_status("failed")
             raise
         run_dir.set_status("done")
         logger.info(f"done: {run_dir.path / PAGE}")

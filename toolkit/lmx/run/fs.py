@@ -293,6 +293,14 @@ def read_json(path: Path) -> dict:
     return value if isinstance(value, dict) else {}
 
 
+def object_in(path: Path) -> dict:
+    """The object in a JSON file; empty if there is none, or if it is damaged."""
+    try:
+        return read_json(path) if path.is_file() else {}
+    except (OSError, UserError):
+        return {}
+
+
 def read_text(path: Path) -> str:
     """The text of a file, with marks in place of bytes that are not UTF-8.
 

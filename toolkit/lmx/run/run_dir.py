@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from ..errors import UserError
+from ..errors import Interrupted, UserError
 from . import fs, manifest
 from .earlier_run import EarlierRun, aside
 from .fs import LOCK, MANIFEST, disk_errors, hash_file, hash_folder, write_atomic
@@ -86,6 +86,7 @@ class RunDir:
             write_atomic(path / RECIPE, recipe_text)
             write_atomic(path / RESOLVED, resolved)
             folder._restore_report()
+            undo.push(folder._record_end)
             folder.set_status("running")
             undo.pop_all()
         return folder
@@ -104,11 +105,16 @@ class RunDir:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
-        if kind and self._manifest["status"] == "running":
+        self._record_end(kind)
+        os.close(self._lock)
+
+    def _record_end(self, kind: type[BaseException] | None, *_) -> None:
+        """Record how an exception ended the run."""
+        if kind:
+            is_stop = issubclass(kind, KeyboardInterrupt | Interrupted)
             # Report the error that ended the run, not a full disk.
             with suppress(UserError):
-                self.set_status("failed")
-        os.close(self._lock)
+                self.set_status("interrupted" if is_stop else "failed")
 
     def set_status(self, status: str) -> None:
         """Record running, done, failed or interrupted, also in report.html."""

@@ -11,7 +11,8 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from ..models.safetensors_io import stream_safetensors
-from ..run.fs import atomic_folder, hash_file, require_space
+from ..run.folder_index import key_of, read_index, write_index
+from ..run.fs import atomic_folder, require_space
 from .step import TrainStep
 
 WEIGHTS = "state.safetensors"
@@ -104,7 +105,7 @@ def restore(
     tensors, progress = None, TrainingProgress()
     with step.ranks.collective_errors():
         if step.ranks.is_first:
-            tensors, progress = _load_newest(folder, warning)
+            tensors, progress = _load_newest(folder, step, warning)
     has_checkpoint = step.ranks.broadcast_object(tensors is not None)
     if has_checkpoint or not step.sharding:
         state = _state_tensors(step) if tensors is None else tensors
@@ -121,7 +122,7 @@ def load_weights(folder: Path, step: TrainStep, number: int) -> bool:
     tensors = None
     with step.ranks.collective_errors():
         checkpoint = _path(folder, number)
-        if step.ranks.is_first and _is_undamaged(checkpoint):
+        if step.ranks.is_first and _is_undamaged(checkpoint, step):
             tensors = mx.load(str(checkpoint / WEIGHTS))
     if not step.ranks.broadcast_object(tensors is not None):
         return False
@@ -133,24 +134,29 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest first."""
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if p.name.isdigit())
+    return sorted(p for p in folder.iterdir() if p.name.isdecimal())
 
 
 def _path(folder: Path, number: int) -> Path:
     return folder / f"{number:07d}"
 
 
-def _is_undamaged(checkpoint: Path) -> bool:
-    """Whether size and hash of the tensors are those that were written."""
-    weights = checkpoint / WEIGHTS
-    try:
-        state = json.loads((checkpoint / "state.json").read_text())
-        return state == {
-            "bytes": weights.stat().st_size,
-            "sha256": hash_file(weights),
-        }
-    except (OSError, ValueError):
-        return False
+def _is_undamaged(checkpoint: Path, step: TrainStep) -> bool:
+    """Whether it has the bytes that were written, for a model of this layout."""
+    return read_index(checkpoint, _key(_layout(step), int(checkpoint.name))) is not None
+
+
+def _layout(step: TrainStep) -> dict[str, tuple[mx.Dtype, tuple[int, ...]]]:
+    """Type and whole shape of every tensor by its name in files."""
+    return {
+        name: (value.dtype, step.sharding.full_shape(_parameter_path(name), value))
+        for name, value in _state_tensors(step).items()
+    }
+
+
+def _key(layout: dict, number: int) -> str:
+    shapes = {name: list(shape) for name, (_, shape) in layout.items()}
+    return key_of(["checkpoint", number, shapes])
 
 
 def _write(
@@ -159,10 +165,7 @@ def _write(
     progress: TrainingProgress,
     tensors: Iterator[mx.array],
 ) -> Path:
-    layout = {
-        name: (value.dtype, step.sharding.full_shape(_parameter_path(name), value))
-        for name, value in _state_tensors(step).items()
-    }
+    layout = _layout(step)
     size = sum(dtype.size * math.prod(shape) for dtype, shape in layout.values())
     require_space(folder, size + DISK_SLACK)
     target = _path(folder, progress.step)
@@ -174,8 +177,7 @@ def _write(
             stream_safetensors(weights, layout, tensors, metadata)
         else:
             mx.save_safetensors(str(weights), _state_tensors(step), metadata=metadata)
-        state = {"bytes": weights.stat().st_size, "sha256": hash_file(weights)}
-        (partial / "state.json").write_text(json.dumps(state, indent=2) + "\n")
+        write_index(partial, _key(layout, progress.step), {})
     return target
 
 
@@ -192,10 +194,10 @@ def _delete_old(
 
 
 def _load_newest(
-    folder: Path, warning: Callable[[str], None]
+    folder: Path, step: TrainStep, warning: Callable[[str], None]
 ) -> tuple[dict[str, mx.array] | None, TrainingProgress]:
     for checkpoint in reversed(list_checkpoints(folder)):
-        if not _is_undamaged(checkpoint):
+        if not _is_undamaged(checkpoint, step):
             warning(f"checkpoint {checkpoint} is damaged; using the one before it")
             continue
         path = str(checkpoint / WEIGHTS)

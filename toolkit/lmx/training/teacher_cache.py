@@ -9,7 +9,7 @@ teacher's logits, so neither index can serve the other's readers with the same b
 
 import hashlib
 import json
-import shutil
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,8 @@ import numpy as np
 
 from ..data import cache
 from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, InMemoryExamples
-from ..run.fs import atomic_folder, require_space
+from ..run.folder_index import read_index, write_index
+from ..run.fs import atomic_folder, remove, require_space
 from ..run.logger import RunLogger
 from ..run.progress import ProgressBar
 from .distillation import OnlineTeacher
@@ -276,12 +277,7 @@ def cache_part_targets(
     if counted is None:
         counted = [mx.ones(part.shape, mx.bool_) for part in parts]
     key = _parts_key(parts, counted, digest, top_k, temperature)
-    state = folder / "targets.json"
-    if not (state.is_file() and json.loads(state.read_text()) == key):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        state.write_text(json.dumps(key))
-    missing = [n for n in range(len(parts)) if not _part_folder(folder, n).is_dir()]
+    missing = _missing_parts(folder, key, len(parts), logger)
     with logger.progress(len(parts), "teacher predictions") as progress:
         progress.skip(len(parts) - len(missing))
         for number in missing:
@@ -298,8 +294,26 @@ def cache_part_targets(
             target = compress_targets(logits, top_k, temperature)
             with atomic_folder(_part_folder(folder, number)) as partial_folder:
                 save_targets(partial_folder, target, vocab_size)
+                write_index(partial_folder, f"{key} {number}", {})
             progress.advance()
     return PartTargets(folder, parts, counted, key)
+
+
+def _missing_parts(folder: Path, key: str, count: int, logger: RunLogger) -> list[int]:
+    """The parts to compute. All that is no undamaged part is deleted."""
+    parts = {_part_folder(folder, number): number for number in range(count)}
+    if folder.is_dir() and not folder.is_symlink():
+        usable = {
+            p for p, n in parts.items() if read_index(p, f"{key} {n}") is not None
+        }
+        unusable = set(folder.iterdir()) - usable
+    else:
+        usable, unusable = set(), {folder} if os.path.lexists(folder) else set()
+    if unusable:
+        logger.warning(f"{folder}: damaged or of other settings, computed again")
+    for path in unusable:
+        remove(path)
+    return [number for part, number in parts.items() if part not in usable]
 
 
 def _part_folder(folder: Path, number: int) -> Path:

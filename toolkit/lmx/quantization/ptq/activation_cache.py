@@ -27,9 +27,9 @@ def drop(folder: Path, stream: str = "*") -> None:
         file.unlink()
 
 
-def newest(folder: Path) -> Path:
-    """The subfolder with streams that is last by name."""
-    return max(file.parent for file in folder.glob(f"*/stream-{QUANTIZED}-0000.*"))
+def is_stream(name: str) -> bool:
+    """Whether a file of this name has a stream."""
+    return name.startswith("stream-")
 
 
 def _file(folder: Path, stream: str, shard: int) -> Path:

@@ -133,6 +133,11 @@ def drop_block_statistics(folder: Path, index: int) -> None:
     _file(folder, index).unlink(missing_ok=True)
 
 
+def is_of_block_before(name: str, index: int) -> bool:
+    """Whether a file has the statistics of a block that is done if `index` is next."""
+    return name in {_file(Path(), number).name for number in range(index)}
+
+
 def _load(folder: Path, index: int, prefix: str) -> dict[str, mx.array]:
     file = _file(folder, index)
     tensors = mx.load(str(file)) if file.is_file() else {}

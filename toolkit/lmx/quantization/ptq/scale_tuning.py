@@ -10,6 +10,7 @@ the same meaning for all bit widths.
 import hashlib
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from math import prod
@@ -21,7 +22,8 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...config.quantize import ScaleTuningConfig
-from ...run.fs import atomic_folder
+from ...run.folder_index import read_index, write_index
+from ...run.fs import atomic_folder, remove
 from ...run.logger import RunLogger
 from ...training.distillation import kl_sum
 from ...training.schedules import clip_grad_norm, learning_rate_at
@@ -278,19 +280,20 @@ class ScaleTuner:
 
     def _save(self, state: dict) -> None:
         with atomic_folder(self.folder) as partial:
-            metadata = {"state": json.dumps(state), "key": self._key()}
-            path = str(partial / STATE)
-            mx.save_safetensors(path, self._tensors(), metadata=metadata)
+            mx.save_safetensors(str(partial / STATE), self._tensors())
+            write_index(partial, self._key(), state)
 
     def _load(self) -> dict | None:
         """Restore the saved state. None if there is none with this key."""
-        path = self.folder / STATE
-        if not path.is_file():
+        state = read_index(self.folder, self._key())
+        if state is None:
+            if os.path.lexists(self.folder):
+                self.logger.warning(
+                    f"{self.folder}: damaged or of other settings, tuned again"
+                )
+                remove(self.folder)
             return None
-        tensors, metadata = mx.load(str(path), return_metadata=True)
-        if metadata["key"] != self._key():
-            return None
-        state = json.loads(metadata["state"])
+        tensors = mx.load(str(self.folder / STATE))
         loaded: dict[str, dict] = {"masters": {}, "best": {}, "optimizer": {}}
         for name, value in tensors.items():
             kind, _, key = name.partition(":")

@@ -14,9 +14,8 @@ The call chain from a recipe to the column update of GPTQ:
 """
 
 import hashlib
-import json
-import shutil
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from math import ceil
@@ -29,7 +28,8 @@ from mlx.utils import tree_flatten
 
 from ...cpu import malloc, on_cpu
 from ...models.blockwise import BlockwiseModel, cast
-from ...run.fs import atomic_folder
+from ...run.folder_index import read_index, write_index
+from ...run.fs import atomic_folder, remove
 from . import activation_cache
 from .activation_cache import FULL, QUANTIZED
 from .base import (
@@ -46,6 +46,7 @@ from .output_fisher import (
     drop_block_statistics,
     estimate_output_fisher,
     gradient_norms,
+    is_of_block_before,
     output_fisher,
     token_weights,
 )
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
     from ...data.calibration import CalibrationBatch
 
 TENSORS = "tensors.safetensors"
-EMBEDDINGS = "embeddings"
+EMBEDDINGS, HEAD = "embeddings", "head"
 TOKENS_PER_COLUMN = 8
 MIN_TOKENS = 1 << 15
 BATCH_TOKENS = 2048
@@ -152,8 +153,7 @@ class SequentialPipeline:
             weights that `prepare_block` changed.
         """
         with _low_memory():
-            self._start()
-            for index in range(self._num_done(), len(self.blockwise)):
+            for index in range(self._start(), len(self.blockwise)):
                 note = f"block {index + 1} of {len(self.blockwise)}"
                 self.context.meter.start(note)
                 self._quantize_block(index)
@@ -161,31 +161,78 @@ class SequentialPipeline:
         files = sorted(self.folder.glob(f"*/{TENSORS}"))
         return {k: v for file in files for k, v in mx.load(str(file)).items()}
 
-    def _start(self) -> None:
-        """Write the streams before the first block, unless that is done."""
-        state = self.folder / "state.json"
-        if state.is_file() and json.loads(state.read_text()) == self.key:
-            self.context.meter.skip_blocks(self._num_done())
-            return
+    def _start(self) -> int:
+        """Write the streams before the first block, unless that is done.
+
+        Returns:
+            Number of blocks that are done.
+        """
+        done = self._num_done()
+        if done is not None:
+            for number in range(done):
+                activation_cache.drop(self.folder / f"{number:04d}")
+            self.context.meter.skip_blocks(done)
+            return done
         self.context.meter.start("Fisher information and embeddings")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove(self.folder)
         self.folder.mkdir(parents=True)
         self.blockwise.verify(self.tokens[0][:1, :8])
         quantized = self._quantize_embeddings()
-        with atomic_folder(self.folder / "0000") as target:
+        with self._written("0000") as target:
             self._embed(target, FULL, self.tokens[: self.num_compared])
             weights = {path: layer.weight for path, layer in quantized.items()}
             with replaced_weights(self.model, weights):
                 self._embed(target, QUANTIZED, self.tokens)
         self.blockwise.unload()
-        state.write_text(json.dumps(self.key))
+        return 0
+
+    def _num_done(self) -> int | None:
+        """Number of blocks before the newest streams on disk.
+
+        None if no block can begin, or if anything that is needed is damaged or belongs
+        to another run: the streams that made it are gone.
+        """
+        numbers = [
+            int(p.name) for p in self.folder.glob("[0-9]*") if p.name.isdecimal()
+        ]
+        if not numbers:
+            return None
+        done = max(numbers)
+        names = [EMBEDDINGS, *(f"{number:04d}" for number in range(done + 1))]
+        if os.path.lexists(self.folder / HEAD):
+            names.append(HEAD)
+        for name in names:
+            is_deleted = self._is_used_up(name, done)
+            key, folder = f"{self.key} {name}", self.folder / name
+            if read_index(folder, key, is_deleted=is_deleted) is None:
+                self.context.logger.warning(
+                    f"{folder}: damaged or of other settings, quantizing again from "
+                    "the first block"
+                )
+                return None
+        return done
+
+    def _is_used_up(self, name: str, done: int) -> Callable[[str], bool]:
+        """Whether a file in a folder is deleted once `done` blocks are done."""
+        if name == EMBEDDINGS:
+            return partial(is_of_block_before, index=done)
+        if name in (HEAD, f"{done:04d}"):
+            return lambda _: False
+        return activation_cache.is_stream
+
+    @contextmanager
+    def _written(self, name: str) -> Iterator[Path]:
+        """A folder of the state, whole or absent, with an index."""
+        with atomic_folder(self.folder / name) as target:
+            yield target
+            write_index(target, f"{self.key} {name}", {})
 
     def _quantize_embeddings(self) -> dict[str, QuantizedTensor]:
         """Quantize embeddings first, so that the blocks compensate for their errors."""
         quantized: dict[str, QuantizedTensor] = {}
         weights = embeddings(self.model, self._outer_paths)
         no_paths = [[] for _ in self._block_paths]
-        with atomic_folder(self.folder / EMBEDDINGS) as target:
+        with self._written(EMBEDDINGS) as target:
             statistics = estimate_output_fisher(
                 self.blockwise,
                 list(weights) if self.method.weighs_embeddings else [],
@@ -208,21 +255,13 @@ class SequentialPipeline:
             hidden = {"hidden": self.blockwise.embed(tokens)}
             activation_cache.save(folder, stream, shard, hidden)
 
-    def _num_done(self) -> int:
-        """Number of blocks before the newest streams on disk."""
-        newest = activation_cache.newest(self.folder)
-        for folder in self.folder.iterdir():
-            if folder != newest:
-                activation_cache.drop(folder)
-        return int(newest.name)
-
     def _quantize_block(self, index: int) -> None:
         before, tensors = self.folder / f"{index:04d}", {}
         paths = self._block_paths[index]
         parameters = tree_flatten(self.blockwise.blocks[index].parameters())
         dtypes = {name: value.dtype for name, value in parameters}
         with (
-            atomic_folder(self.folder / f"{index + 1:04d}") as after,
+            self._written(f"{index + 1:04d}") as after,
             self.blockwise.loaded_block(index, self.compute),
         ):
             tensors |= self._prepare_block(index, dtypes)
@@ -349,8 +388,7 @@ class SequentialPipeline:
 
     def _quantize_head(self) -> None:
         """Quantize the layers outside the blocks that are not done yet."""
-        target = self.folder / "head"
-        if target.is_dir():
+        if (self.folder / HEAD).is_dir():
             return
         modules = dict(self.model.named_modules())
         done = mx.load(str(self.folder / EMBEDDINGS / TENSORS))
@@ -372,7 +410,7 @@ class SequentialPipeline:
         for path in paths:
             if path not in called:
                 quantized |= self._quantize_outer({path: modules[path].weight}, None)
-        with atomic_folder(target) as folder:
+        with self._written(HEAD) as folder:
             mx.save_safetensors(str(folder / TENSORS), _by_name(quantized))
         self.blockwise.unload()
 
