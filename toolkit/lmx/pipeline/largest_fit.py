@@ -18,6 +18,8 @@ from .resources import ResourceCheck, readable_size
 FitKey = Literal["max_seq_length", "batch_size", "batch_tokens"]
 FIT_KEYS: tuple[FitKey, ...] = get_args(FitKey)
 SHORTEST = 8
+# Of the limit: measured peaks are 0.9 to 1.26 times the estimate.
+USABLE = 0.8
 # The largest values that are tried if neither the model nor the data has a bound.
 MOST_TOKENS, MOST_EXAMPLES = 1 << 17, 1 << 12
 NOT_TRIED = "larger values were not tried"
@@ -62,7 +64,7 @@ class LargestFit:
     Attributes:
         address: the key of an override, such as "data.max_seq_length".
         trials: all values that were tried, in ascending order.
-        limit: bytes of memory that a run may use.
+        limit: bytes of memory that the estimate may reach, USABLE of the machine's.
         reason: why the value is not larger.
     """
 
@@ -77,8 +79,9 @@ class LargestFit:
         block, _, key = self.address.rpartition(".")
         yield (
             "find",
-            f"{self.address}, if every example has max_seq_length tokens; the limit is "
-            f"{readable_size(self.limit)}",
+            f"{self.address}, if every example has max_seq_length tokens, in "
+            f"{readable_size(self.limit)}: {USABLE:.0%} of the limit, as estimates may "
+            "be too low",
         )
         place = [trial.value for trial in self.trials].index(self.value)
         rows = [
@@ -132,7 +135,7 @@ class FitFinder:
         self._key = key
         self._bounds = bounds
         recipe = self.check({})
-        self._limit, needs = recipe.limit, recipe.stages
+        self._limit, needs = int(USABLE * recipe.limit), recipe.stages
         stages = [planned.stage for planned in plan.stages]
         self._trained = [stage for stage in stages if needs[stage.name].training]
         if not self._trained:
@@ -243,7 +246,7 @@ class FitFinder:
         ]
         return UserError(
             f"{name} needs about {readable_size(trial.memory)} of memory even with "
-            f"{search.address}={trial.value}, and the limit is "
+            f"{search.address}={trial.value}, and {USABLE:.0%} of the limit are "
             f"{readable_size(self._limit)}",
             hint=f"try {' or '.join(others)}" if others else None,
             code=WILL_NOT_FIT,
