@@ -5,6 +5,7 @@ test cannot run: they need another machine, the Hub or hours. Such commands are 
 up to the point where their work begins.
 """
 
+import ast
 import re
 import shlex
 import shutil
@@ -197,11 +198,35 @@ def test_shown_command_runs(command, workspace):
     assert process.stdout.strip()
 
 
+def recorded(program: str) -> str:
+    """The program, which fails at its end if one of its statements did not run."""
+    tree, waiting = ast.parse(program), {}
+    for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            block = getattr(node, name, None)
+            # That of a lambda is an expression.
+            for statement in list(block) if isinstance(block, list) else []:
+                number = len(waiting)
+                waiting[number] = ast.unparse(statement)
+                [note] = ast.parse(f"WAITING.pop({number}, None)").body
+                block.insert(block.index(statement), note)
+    end = "assert not WAITING, f'never ran: {WAITING}'"
+    return "\n".join([f"WAITING = {waiting!r}", ast.unparse(tree), end])
+
+
+def test_statement_that_never_runs_is_seen():
+    start = "def f(x):\n    return x\n"
+    exec(recorded(f"{start}for n in 0, 1:\n    if f(n): f(2)\n    else: f(3)"), {})
+    for rest in ("", "try: f(1)\nexcept ValueError: f(3)", "if f(0): f(4)"):
+        with pytest.raises(AssertionError, match=r"never ran: .*(return x|f\([34]\))"):
+            exec(recorded(start + rest), {})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("page", sorted({page for page, _, _ in blocks("python")}))
-def test_shown_program_runs(page, tmp_path):
+def test_every_line_of_a_shown_program_runs(page, tmp_path):
     shown = [text for each, _, text in blocks("python") if each == page]
-    program = "\n".join([SMALL_RUNS.format(small=SMALL), *shown])
+    program = SMALL_RUNS.format(small=SMALL) + recorded("\n".join(shown))
     process = warm.run(program, cwd=tmp_path, timeout=400)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip()
