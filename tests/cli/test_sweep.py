@@ -8,7 +8,7 @@ import pytest
 from lmx.cli import main, sweep
 from lmx.errors import INTERRUPTED
 from lmx.run.compare import RunSummary
-from lmx.run.sweep_summary import SweepRun, groups_table
+from lmx.run.sweep_summary import SweepRun, groups_table, narrower
 
 RATE = "stages.train.learning_rate"
 
@@ -58,6 +58,7 @@ def test_sweep_runs_everything_once_and_goes_on_after_a_failure(
     page = (folder / "compare.html").read_text()
     assert "standard errors over the seeds" in page
     assert "2 of 2" in page
+    assert "<h1>tiny-sweep</h1>" in page
     # The same command runs only what is not finished.
     (broken / "foreign.txt").unlink()
     assert main.main(words) == 0
@@ -133,3 +134,13 @@ def test_table_has_means_and_standard_errors_over_seeds():
         ["1", "3 of 3", "3.0000 ± 1.5275", "30.000 ± 15.275"],
         ["2", "1 of 3", "4.0000", "40.000"],
     ]
+
+
+def test_table_of_few_groups_and_many_metrics_has_metrics_as_rows():
+    columns, row = ["rate", "finished", "loss", "KL"], ["1", "3 of 3", "2.0", "0.1"]
+    assert narrower(columns, [row]) == (
+        ["rate", "1"],
+        [["finished", "3 of 3"], ["loss", "2.0"], ["KL", "0.1"]],
+    )
+    # As wide as it is high: it stays.
+    assert narrower(columns, [row] * 3) == (columns, [row] * 3)

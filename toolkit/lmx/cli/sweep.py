@@ -21,7 +21,7 @@ from ..run.html.page import comparison_page
 from ..run.logger import RunLogger
 from ..run.progress import format_duration
 from ..run.signals import sigterm_interrupts
-from ..run.sweep_summary import SweepRun, groups_table
+from ..run.sweep_summary import SweepRun, groups_table, narrower
 
 PAGE = "compare.html"
 TITLE = "means ± standard errors over the seeds of finished runs"
@@ -100,7 +100,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     logger = RunLogger(None, quiet=arguments.quiet)
     with sigterm_interrupts():
         failed = _run_all(arguments, folder, runs, logger)
-    logger.table(TITLE, *groups_table(_summaries(runs)))
+    logger.table(TITLE, *narrower(*groups_table(_summaries(runs))))
     logger.info(str(folder / PAGE))
     for run, code in failed.items():
         logger.warning(f"failed with exit code {code}: {runs[run].folder}")
@@ -218,5 +218,6 @@ def _write_page(folder: Path, runs: list[PlannedRun]) -> None:
     """Write the comparison of the runs that have started."""
     swept = _summaries(runs)
     if summaries := [run.summary for run in swept if run.summary]:
-        groups = groups_table(swept)
-        write_atomic(folder / PAGE, comparison_page(summaries, (TITLE, *groups)))
+        groups = (TITLE, *narrower(*groups_table(swept)))
+        page = comparison_page(summaries, title=folder.name, groups=groups)
+        write_atomic(folder / PAGE, page)

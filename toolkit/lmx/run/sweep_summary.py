@@ -67,6 +67,16 @@ def groups_table(runs: list[SweepRun]) -> tuple[list[str], list[list[str]]]:
     return [*keys, "finished", *(metric.label for metric in metrics)], rows
 
 
+def narrower(
+    columns: list[str], rows: list[list[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """A table, turned if it then has fewer columns."""
+    if len(rows) + 1 >= len(columns):
+        return columns, rows
+    head, *others = ([*cells] for cells in zip(columns, *rows, strict=True))
+    return head, others
+
+
 def _mean(metric: Metric, models: list[dict]) -> str:
     """The mean; with several values also its standard error."""
     values = [v for v in map(metric.value, models) if v is not None]

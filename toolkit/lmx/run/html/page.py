@@ -83,20 +83,23 @@ def _values(record: Record) -> dict:
 
 def comparison_page(
     runs: list[RunSummary],
+    *,
+    title: str | None = None,
     groups: tuple[str, list[str], list[list[str]]] | None = None,
 ) -> str:
     """The page of `lmx compare`, with the curves of all runs in the same charts.
 
     Args:
+        title: None = the names of the runs.
         groups: title, columns and rows of a table over groups of runs; see
             `sweep_summary.groups_table`.
     """
     charts = [_overlay("valid", "loss", "Validation loss", "nats per token", runs)]
-    for key, title, unit in sections.CURVES:
-        charts.append(_overlay("train", key, title, unit, runs))
+    for key, label, unit in sections.CURVES:
+        charts.append(_overlay("train", key, label, unit, runs))
     return render(
         "compare.html",
-        names=[run.name for run in runs],
+        title=title or ", ".join(run.name for run in runs),
         groups=groups,
         figures=metrics_table(runs),
         recipes=recipe_table(runs),
