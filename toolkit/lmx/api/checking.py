@@ -25,7 +25,7 @@ class StageCheck:
     seconds: float | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Check:
     """The result of a dry run.
 
@@ -75,6 +75,10 @@ class Check:
 
     def __str__(self) -> str:
         return "\n".join(f"{topic:<9}{text}" for topic, text in self.lines)
+
+    def __repr__(self) -> str:
+        fits = "fits" if self.fits else "does not fit"
+        return f"<lmx.Check {self.recipe.name}: {fits}>"
 
     def _repr_html_(self) -> str:
         return Table(["", ""], self.lines)._repr_html_()

@@ -25,7 +25,7 @@ from .run import Run
 from .table import Table
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
     """The measurements of a model, and of the models it was compared with.
 
@@ -94,6 +94,10 @@ class Evaluation:
 
     def __str__(self) -> str:
         return str(self.table)
+
+    def __repr__(self) -> str:
+        kl = "" if self.kl is None else f", kl {self.kl:.4f}"
+        return f"<lmx.Evaluation: perplexity {self.perplexity:.3f}{kl}>"
 
     def _repr_html_(self) -> str:
         return self.table._repr_html_()
