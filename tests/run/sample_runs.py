@@ -5,7 +5,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 SHIFT = "<script>alert('&')</script>"
-VOID = {"meta", "path", "rect", "circle"}
+VOID = {"meta", "path", "rect", "circle", "wbr"}
 GRID = {"bits": 4, "group_size": 64}
 
 REPORT = {
