@@ -229,7 +229,7 @@ def _losses(network, tokenizer, chats: list, sizes: dict) -> tuple[list, list]:
 
 def _answers(network, tokenizer, chats: list, sizes: dict) -> list[bool]:
     """Whether the last number of a greedy answer is that of the test answer."""
-    from lmx.evaluation.exact_match import last_number
+    from lmx.data.answer_filters import last_number
     from mlx_lm import batch_generate
 
     prompts = [
@@ -240,8 +240,8 @@ def _answers(network, tokenizer, chats: list, sizes: dict) -> list[bool]:
         network, tokenizer, prompts, max_tokens=sizes["max_tokens"]
     ).texts
     expected = [last_number(chat[1]["content"]) for chat in chats]
-    found = [last_number(text) for text in texts]
-    return [a is not None and a == b for a, b in zip(found, expected, strict=True)]
+    numbers = [last_number(text) for text in texts]
+    return [a is not None and a == b for a, b in zip(numbers, expected, strict=True)]
 
 
 RUNNERS = {

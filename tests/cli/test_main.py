@@ -50,7 +50,15 @@ def test_train_accepts_options_anywhere(recipe, calls):
     assert main.train([recipe, "--quiet", "seed=4", "--ignore-limits"]) == 0
     command = f"lmx-train {recipe} seed=4 --ignore-limits"
     flags = {"restart": False, "ignore_limits": True, "quiet": True, "command": command}
+    assert calls[0][2].pop("extensions").allow_python is False
     assert calls == [(4, "good", flags)]
+
+
+def test_python_files_need_a_flag_that_resuming_repeats(recipe, calls):
+    assert main.train([recipe, "--allow-python"]) == 0
+    flags = calls[0][2]
+    assert flags["extensions"].allow_python is True
+    assert flags["command"] == f"lmx-train {recipe} --allow-python"
 
 
 def test_dry_run_runs_nothing(recipe, calls):

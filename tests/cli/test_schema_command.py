@@ -103,16 +103,16 @@ def test_schema_prints_block_key_and_overview(capsys):
 def listed(capsys) -> dict[str, list[str]]:
     """The blocks that `lmx schema` lists, and the names of their keys."""
     lines = printed(capsys).split("keys:\n", 1)[1].splitlines()
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     title = ""
     for line in filter(None, lines):
         assert len(line) <= schema.WIDTH
         if line.startswith("    "):
-            found[title] += filter(None, line.strip().split(", "))
+            keys[title] += line.strip(" ,").split(", ")
         else:
             title = line
-            found[title] = []
-    return found
+            keys[title] = []
+    return keys
 
 
 def test_schema_shows_everything_that_it_lists(capsys):

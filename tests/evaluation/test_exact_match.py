@@ -8,11 +8,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.evaluate import EvaluateConfig
+from lmx.data.answer_filters import FILTERS, last_number
 from lmx.evaluation.exact_match import (
-    FILTERS,
     ExactMatch,
     ExactMatchItem,
-    last_number,
     measure_exact_match,
 )
 from lmx.generation.engine import Generator

@@ -35,10 +35,15 @@ SIGNAL_AT_CALL = """
 import os, signal, sys
 import mlx.core as mx
 from lmx.cli import main as cli
+from lmx.training.rewards import Reward
 from lmx.training.step import TrainStep
 
 signal_number, turn = signal.Signals[sys.argv[1]], int(sys.argv[3])
-places = {"step": (TrainStep, "__call__"), "save": (mx, "save_safetensors")}
+places = {
+    "step": (TrainStep, "__call__"),
+    "save": (mx, "save_safetensors"),
+    "reward": (Reward, "__call__"),
+}
 owner, name = places[sys.argv[2]]
 real, calls = getattr(owner, name), 0
 
@@ -99,7 +104,8 @@ class Run:
     def run_with_signal(
         self, signal_name: str, place: str, call: int
     ) -> subprocess.CompletedProcess:
-        """Run in a subprocess that gets a signal in the n-th step or save."""
+        """Run in a subprocess that gets a signal in the n-th step, save or
+        reward."""
         return warm.run(
             SIGNAL_AT_CALL, signal_name, place, str(call), *self.arguments()
         )

@@ -24,6 +24,7 @@ def train(
     metrics: Mapping[str, MetricFunction] | None = None,
     restart: bool = False,
     ignore_limits: bool = False,
+    allow_python: bool = False,
     quiet: bool = False,
 ) -> Run:
     """Run all stages of a recipe, as `lmx-train` does.
@@ -43,6 +44,7 @@ def train(
             dicts, to a number. Evaluate stages report them of every model.
         restart: move an earlier run of the folder aside and start over.
         ignore_limits: run even if the estimate exceeds memory or disk.
+        allow_python: run the Python files that the recipe names as rewards.
         quiet: print only warnings and tables.
 
     Returns:
@@ -61,6 +63,7 @@ def train(
         CallbackList(_checked(callbacks)),
         checked_loss(loss) if loss else None,
         {name: checked_metric(f, name) for name, f in (metrics or {}).items()},
+        allow_python,
     )
     return run_recipe(
         resolved,

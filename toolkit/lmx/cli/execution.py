@@ -13,10 +13,14 @@ FLAGS = {
     "--dry-run": "check recipe, data, memory and disk, and show the plan",
     "--restart": "move an earlier run of this recipe aside and start over",
     "--ignore-limits": "run even if the estimate exceeds memory or disk",
+    "--allow-python": "run the Python files that the recipe names as rewards",
     "--quiet": "print only warnings and the result",
 }
 # As in pipeline/largest_fit.py, which `--help` does not load.
 FIND = ("max_seq_length", "batch_size", "batch_tokens")
+
+# They are part of the command that resumes a run.
+KEPT_FLAGS = ("--ignore-limits", "--allow-python")
 
 
 def add_execution_arguments(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +116,7 @@ def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> in
             ignore_limits=arguments.ignore_limits,
             find=find,
         )
+    from ..pipeline.extensions import Extensions
     from ..pipeline.runner import run
 
     run(
@@ -120,15 +125,17 @@ def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> in
         restart=arguments.restart,
         ignore_limits=arguments.ignore_limits,
         quiet=arguments.quiet,
-        command=_command(recipe, source, arguments.ignore_limits),
+        command=_command(recipe, source, arguments),
+        extensions=Extensions(allow_python=arguments.allow_python),
     )
     return 0
 
 
-def _command(recipe, source: str | None, ignore_limits: bool) -> str:
+def _command(recipe, source: str | None, arguments: argparse.Namespace) -> str:
     """The command that resumes the run."""
     if source:
         words = [source, *recipe.loaded.overrides]
     else:
         words = [str(recipe.output / "recipe.yaml"), f"output={recipe.output}"]
-    return shlex.join(["lmx-train", *words, *["--ignore-limits"] * ignore_limits])
+    flags = [f for f in KEPT_FLAGS if getattr(arguments, f[2:].replace("-", "_"))]
+    return shlex.join(["lmx-train", *words, *flags])

@@ -156,9 +156,11 @@ def _is_same_field(one: FieldInfo, other: FieldInfo | None) -> bool:
 
 def _discriminator(keys: dict[str, FieldInfo]) -> tuple[str, str]:
     """The key with one literal value, which selects the variant, and this value."""
-    values = {key: get_args(info.annotation) for key, info in keys.items()}
     return next(
-        (key, literal[0]) for key, literal in values.items() if len(literal) == 1
+        (key, get_args(info.annotation)[0])
+        for key, info in keys.items()
+        if get_origin(info.annotation) is Literal
+        and len(get_args(info.annotation)) == 1
     )
 
 

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from .base import ConfigModel
 
@@ -95,19 +95,11 @@ class KTOLossConfig(ConfigModel):
     balance the numbers of both within a factor of 4/3."""
 
 
-def _default_to_dpo(value):
-    return {"type": "dpo", **value} if isinstance(value, dict) else value
-
-
-PreferenceLossConfig = Annotated[
-    Annotated[
-        DPOLossConfig
-        | IPOLossConfig
-        | CPOLossConfig
-        | SimPOLossConfig
-        | ORPOLossConfig
-        | KTOLossConfig,
-        Field(discriminator="type"),
-    ],
-    BeforeValidator(_default_to_dpo),
-]
+PreferenceLossConfig = (
+    DPOLossConfig
+    | IPOLossConfig
+    | CPOLossConfig
+    | SimPOLossConfig
+    | ORPOLossConfig
+    | KTOLossConfig
+)

@@ -2,9 +2,17 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
+from .grpo import (
+    DAPOLossConfig,
+    DrGRPOLossConfig,
+    GRPOLossConfig,
+    GSPOLossConfig,
+    PolicyLossConfig,
+    RolloutConfig,
+)
 from .lora import LoRAConfig
 from .preference import PreferenceLossConfig
 from .qat import QATConfig
@@ -27,6 +35,23 @@ CACHED_LOGITS = 1 << 22
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd", "cakld"]
+
+
+def _default_to_dpo(value):
+    return {"type": "dpo", **value} if isinstance(value, dict) else value
+
+
+LossConfig = Annotated[
+    Annotated[
+        PreferenceLossConfig
+        | GRPOLossConfig
+        | DrGRPOLossConfig
+        | DAPOLossConfig
+        | GSPOLossConfig,
+        Field(discriminator="type"),
+    ],
+    BeforeValidator(_default_to_dpo),
+]
 
 
 class TeacherGenerationConfig(ConfigModel):
@@ -88,16 +113,21 @@ class TrainConfig(ConfigModel):
     trained."""
     teacher: TeacherConfig | None = None
     """Present = knowledge distillation."""
-    loss: PreferenceLossConfig | None = None
+    loss: LossConfig | None = None
     """Present = preference optimization, on examples with chosen and rejected
-    completions, or with labels for kto. Default: cross-entropy."""
+    completions, or with labels for kto; or policy optimization of completions that
+    `rollouts` generates. Default: cross-entropy."""
+    rollouts: RolloutConfig | None = None
+    """Present = the model trains on its own completions: with a loss such as grpo on
+    their rewards, with a teacher on its predictions for them (on-policy
+    distillation, arXiv 2306.13649)."""
     steps: int | None = Field(None, ge=1)
     """Optimizer steps. Give steps or epochs."""
     epochs: float | None = Field(None, gt=0)
     """Passes over the training data. Give steps or epochs."""
     batch_size: int | None = Field(None, ge=1)
     """Examples per batch. Give batch_size or batch_tokens. An example of preference
-    data has two sequences."""
+    data has two sequences, and one with rollouts num_generations."""
     batch_tokens: int | None = Field(None, ge=1)
     """Tokens per batch, including padding; short examples form larger batches. Give
     batch_size or batch_tokens."""
@@ -181,6 +211,7 @@ class TrainConfig(ConfigModel):
             self._check_fsdp()
         if self.loss:
             self._check_loss(self.loss.type)
+        self._check_rollouts()
         return self
 
     def _check_adapter(self, adapter: LoRAConfig):
@@ -225,6 +256,32 @@ class TrainConfig(ConfigModel):
             if getattr(self, key):
                 raise ValueError(f"{key} does not work with the loss {name}")
 
+    def _check_rollouts(self):
+        rollouts = self.rollouts
+        if self.is_policy_optimization:
+            if rollouts is None:
+                raise ValueError(f"the loss {self.loss.type} needs rollouts")
+            if rollouts.num_generations < 2:
+                raise ValueError(
+                    f"the loss {self.loss.type} compares the completions of a prompt: "
+                    "rollouts.num_generations must be at least 2"
+                )
+        if rollouts is None:
+            return
+        if self.loss and not self.is_policy_optimization:
+            raise ValueError(f"rollouts does not work with the loss {self.loss.type}")
+        if self.loss is None and self.teacher is None:
+            raise ValueError("rollouts needs a loss such as grpo, or a teacher")
+        if self.batch_size is None:
+            raise ValueError("rollouts needs batch_size, the prompts of a batch")
+        for key in ("packing", "fsdp", "compare_full_precision"):
+            if getattr(self, key):
+                raise ValueError(f"{key} does not work with rollouts")
+        if self.teacher and (self.teacher.offline or self.teacher.sequence_level):
+            raise ValueError(
+                "rollouts needs an online teacher: remove offline and sequence_level"
+            )
+
     def _check_fsdp(self):
         if self.adapter or self.qat or self.teacher:
             raise ValueError(
@@ -243,6 +300,18 @@ class TrainConfig(ConfigModel):
             raise ValueError(f"{self.optimizer} has no {names[0]}")
         if self.lr_schedule != "warmup-stable-decay" and "decay_ratio" in changed:
             raise ValueError("decay_ratio needs lr_schedule: warmup-stable-decay")
+
+    @property
+    def is_policy_optimization(self) -> bool:
+        """Whether the loss is one of rewards."""
+        return isinstance(self.loss, PolicyLossConfig)
+
+    @property
+    def sequences_per_example(self) -> int:
+        """Sequences that an example of the data has in a batch."""
+        if self.rollouts:
+            return self.rollouts.num_generations
+        return 2 if self.loss else 1
 
     @property
     def num_trainings(self) -> int:

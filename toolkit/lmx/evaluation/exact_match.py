@@ -1,9 +1,7 @@
 """Exact match: the share of questions with exactly the expected answer, or number."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from math import sqrt
 from statistics import mean, pvariance
 
@@ -11,27 +9,6 @@ from ..generation.engine import Generator
 from ..generation.prompt import Messages
 
 MAX_WRONG_SHOWN = 5
-NUMBER = re.compile(r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
-# Before a number: a sign, as in "-5", "-$5" and "$-5", but not in "9-5".
-MINUS = re.compile(r"(?<![\w)])[-\u2212]\$?$")
-
-
-def last_number(text: str) -> Decimal | None:
-    """The last number of an answer; None if it has none.
-
-    GSM8K writes the result after `####`: if a number is there, only that part counts.
-    Thousands separators, `$` and a final period are not part of the value.
-    """
-    result = text.rpartition("####")[2]
-    matches = [*NUMBER.finditer(result)] or [*NUMBER.finditer(result := text)]
-    if not matches:
-        return None
-    value = Decimal(matches[-1][0].replace(",", ""))
-    return -value if MINUS.search(result[: matches[-1].start()]) else value
-
-
-# By `exact_match_filter`: the part of an answer that is compared; None = no such part.
-FILTERS = {"none": str.strip, "flexible-extract": last_number}
 
 
 @dataclass(frozen=True)
@@ -78,7 +55,7 @@ def measure_exact_match(
 
     Args:
         answer_filter: the part of a completion that must equal that of the answer; an
-            entry of `FILTERS`.
+            entry of `data.answer_filters.FILTERS`.
     """
     assert items, "no items"
     prompts = [generator.encode_chat(item.messages, thinking=False) for item in items]

@@ -8,6 +8,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from ..config.evaluate import EvaluateConfig
+from ..data.answer_filters import FILTERS
 from ..data.batching import Batch, BucketBatchSampler
 from ..data.chat_template import has_template
 from ..data.record_formats import DataRecord
@@ -16,7 +17,6 @@ from ..errors import FAILED, UserError
 from ..evaluation import lm_eval
 from ..evaluation.divergence import measure_divergence
 from ..evaluation.exact_match import (
-    FILTERS,
     ExactMatch,
     ExactMatchItem,
     measure_exact_match,

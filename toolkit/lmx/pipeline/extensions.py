@@ -22,11 +22,13 @@ class Extensions:
     Attributes:
         loss: as `training.losses.cross_entropy_sum`; None = cross-entropy.
         metrics: measure a model on validation examples, by name.
+        allow_python: whether the recipe may name Python files of reward functions.
     """
 
     callbacks: CallbackList = field(default_factory=CallbackList)
     loss: Loss | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    allow_python: bool = False
 
     def require(self, recipe: RecipeConfig) -> None:
         """Refuse a recipe that needs functions which are not here.

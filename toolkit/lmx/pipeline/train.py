@@ -52,7 +52,7 @@ class TrainStage(Stage):
         )
         if raw.value("loss") is not None and raw.data.get("loss_on") == "all":
             hint = "leave data.loss_on out: it compares completions"
-            message = "a preference loss needs loss_on: completions"
+            message = "this loss needs loss_on: completions"
             yield Problem((*raw.path, "loss"), message, hint, "key")
         adapter_path = (*raw.path, "adapter")
         if state.is_untrained and has_adapter:
@@ -168,7 +168,7 @@ class TrainStage(Stage):
         if config.batch_tokens:
             return BatchShape(longest, tokens, tokens)
         mean = config.batch_size * workload.mean_length
-        sequences = 2 if config.loss else 1
+        sequences = config.sequences_per_example
         return BatchShape(longest, sequences * tokens, sequences * mean)
 
     def _steps(self, workload: Workload, batch: BatchShape) -> int | None:

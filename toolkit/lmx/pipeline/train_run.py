@@ -19,8 +19,10 @@ from ..models.lora.io import init_adapter
 from ..quantization.packing import dequantize
 from ..quantization.qat.fake_quant import FakeQuant, QALoRAWeights
 from ..run.fs import atomic_folder
+from ..training.grpo_loss import GRPOLoss
 from ..training.losses import cross_entropy_sum
 from ..training.optimizers import OptimizerConfig
+from ..training.preference_loss import PreferenceLoss
 from ..training.schedules import learning_rate_at
 from ..training.step import TrainStep
 from ..training.trainer import Trainer, TrainerConfig
@@ -30,6 +32,7 @@ from .estimate import training_dtype
 from .evaluator import SAMPLE_TOKENS
 from .preference import PreferenceSetup
 from .qat_setup import prepare, require_steps
+from .rollouts import RolloutSetup
 from .teacher import TeacherSetup
 
 # Share of changed codes below which a training has practically no effect.
@@ -65,8 +68,10 @@ class TrainRun:
                 self.loaded,
                 has_fake_quant=config.qat is not None,
             )
-        self.preference = None
-        if config.loss:
+        self.preference = self.rollouts = None
+        if config.rollouts:
+            self.rollouts = RolloutSetup(config, context, self.loaded)
+        elif config.loss:
             self.preference = PreferenceSetup(config, context, self.model)
         self.trainer = self._make_trainer()
         self.step = self.trainer.step
@@ -77,7 +82,7 @@ class TrainRun:
         if self.config.fsdp:
             self._free_full_weights()
         self.eval_loss = self.trainer.train()
-        if self.teacher or self.preference or self.context.extensions.loss:
+        if self.teacher or self.config.loss or self.context.extensions.loss:
             # The trainer's loss is another one.
             self.eval_loss = self._cross_entropy(self.step.materialize())
         self.parameters = self.step.parameters
@@ -248,6 +253,8 @@ class TrainRun:
             eval_batches = self.preference.prepare_eval(
                 valid, eval_batches, compute_dtype
             )
+        if self.rollouts:
+            batches = self.rollouts.prepare(batches)
         step = self._make_step(
             compute_dtype,
             chunked_loss=chunked,
@@ -262,9 +269,17 @@ class TrainRun:
             learning_rate=partial(self._learning_rate, steps=steps),
             eval_batches=eval_batches,
             logger=context.logger,
+            evaluate=self.rollouts and self.rollouts.start(step, batches, valid),
             on_evaluate=self._sample,
             callbacks=context.extensions.callbacks,
         )
+
+    @property
+    def _completion_loss(self) -> PreferenceLoss | GRPOLoss | None:
+        if self.preference:
+            return self.preference.loss
+        policy = self.rollouts and self.rollouts.policy
+        return policy and policy.loss
 
     def _make_step(self, compute_dtype: mx.Dtype, **losses) -> TrainStep:
         config = self.config
@@ -274,7 +289,7 @@ class TrainRun:
             self._optimizer(fake_quant),
             compute_dtype=compute_dtype,
             fake_quant=fake_quant,
-            preference_loss=self.preference and self.preference.loss,
+            completion_loss=self._completion_loss,
             loss=self.context.extensions.loss or cross_entropy_sum,
             gradient_checkpointing=config.gradient_checkpointing,
             ranks=self.context.ranks,

@@ -167,6 +167,8 @@ class ChunkedLoss:
         inputs: mx.array,
         targets: mx.array,
         places: mx.array | None = None,
+        *,
+        temperature: float = 1.0,
         **kwargs,
     ) -> mx.array:
         """Log-probabilities of the targets, float32 [B, L], with gradients.
@@ -177,6 +179,7 @@ class ChunkedLoss:
         Args:
             inputs, targets: int [B, L].
             places: int [T], the positions of the B * L that count; the others get 0.
+            temperature: divides the logits.
             kwargs: passed to the model.
         """
         hidden = self._split.hidden(inputs, **kwargs)
@@ -190,13 +193,15 @@ class ChunkedLoss:
             for tokens in self._chunks(len(hidden)):
                 chunk = [hidden[tokens], targets[tokens]]
                 chunk, target = mx.depends(chunk, logps[-1:])
-                logps.append(token_log_probs(self._split.logits(chunk), target))
+                logits = self._split.logits(chunk)
+                logps.append(token_log_probs(logits, target, temperature))
             return mx.concatenate(logps)
 
         @forward.vjp
         def _(primals, cotangent, _):
             def weighted_sum(logits, target, _, cotangent):
-                return (token_log_probs(logits, target) * cotangent).sum()
+                logps = token_log_probs(logits, target, temperature)
+                return (logps * cotangent).sum()
 
             # A single primal is no tuple.
             values = primals if weights else (primals,)

@@ -20,14 +20,19 @@ def cross_entropy_sum(logits: mx.array, targets: mx.array, mask: mx.array) -> mx
     return _cross_entropy(logits, targets, mask)[0]
 
 
-def token_log_probs(logits: mx.array, targets: mx.array) -> mx.array:
+def token_log_probs(
+    logits: mx.array, targets: mx.array, temperature: float = 1.0
+) -> mx.array:
     """Log-probabilities of the targets, float32 [...].
 
     Args:
         logits: [..., V].
         targets: int [...].
+        temperature: divides the logits.
     """
     logits = logits.astype(mx.float32)
+    if temperature != 1:
+        logits = logits / temperature
     chosen = mx.take_along_axis(logits, targets[..., None], axis=-1).squeeze(-1)
     return chosen - mx.logsumexp(logits, axis=-1)
 

@@ -73,7 +73,7 @@ class PreferenceLoss:
         main_metric: the one that a progress line shows.
     """
 
-    sequences_per_example = 2
+    sequences_per_example, temperature = 2, 1.0
 
     def __init__(self, config: PreferenceLossConfig):
         self.config = config

@@ -19,6 +19,7 @@ from .distillation import DistillationLoss
 from .document_mask import DocumentCaches
 from .fsdp import ShardedParameters
 from .gradient_checkpointing import checkpointed
+from .grpo_loss import GRPOLoss
 from .losses import cross_entropy_sum, token_log_probs
 from .optimizers import OptimizerConfig, make_optimizer
 from .preference_loss import PreferenceLoss
@@ -29,12 +30,12 @@ class StepOutput(NamedTuple):
     """Scalars of one optimizer step over all ranks, not yet computed.
 
     Attributes:
-        loss_sum: summed over the trained tokens, or over the examples of a preference
-            loss.
+        loss_sum: summed over the trained tokens, or over what a loss of completions
+            counts.
         num_tokens: the trained tokens of the step.
         grad_norm: before clipping.
         stop_requests: number of ranks that were asked to stop.
-        loss_count: number of the tokens or examples that `loss_sum` adds up.
+        loss_count: number that `loss_sum` is divided by.
         metrics: [2, M], sums of the loss's metrics and the numbers of their values.
     """
 
@@ -76,7 +77,8 @@ class TrainStep:
             no batch is packed.
         teacher_loss: the loss against a teacher; None = `loss`.
         loss: the summed loss of logits, targets and mask, without a teacher.
-        preference_loss: a loss of whole completions instead; None = `loss`.
+        completion_loss: a loss of the log-probabilities of whole completions instead;
+            None = `loss`.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
         ranks: the processes that train this model; each one gets its share of a batch.
         fsdp: every rank holds only its shard of parameters, gradients and moments.
@@ -97,7 +99,7 @@ class TrainStep:
         document_caches: DocumentCaches | None = None,
         teacher_loss: DistillationLoss | None = None,
         loss: Loss = cross_entropy_sum,
-        preference_loss: PreferenceLoss | None = None,
+        completion_loss: PreferenceLoss | GRPOLoss | None = None,
         gradient_checkpointing: bool = False,
         ranks: ProcessGroup = SINGLE_PROCESS,
         fsdp: bool = False,
@@ -110,7 +112,7 @@ class TrainStep:
         self.document_caches = document_caches
         self.teacher_loss = teacher_loss
         self.loss = loss
-        self.preference_loss = preference_loss
+        self.completion_loss = completion_loss
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
@@ -156,6 +158,7 @@ class TrainStep:
             outputs=state,
         )
         self._evaluate_batch = mx.compile(self._eval_loss, inputs=state)
+        self._log_probs_batch = mx.compile(self._eval_log_probs)
 
     def __call__(
         self,
@@ -201,7 +204,7 @@ class TrainStep:
             local_batches = (shard_batch(batch, self.ranks) for batch in batches)
         else:
             local_batches = self.ranks.shard(batches)
-        names = self.preference_loss.metric_names if self.preference_loss else ()
+        names = self.completion_loss.metric_names if self.completion_loss else ()
         totals = [0.0] * (2 + 2 * len(names))
         for batch in local_batches:
             loss_sum, count, _, metrics = self._evaluate_batch(*self._inputs(batch))
@@ -210,6 +213,22 @@ class TrainStep:
         loss_sum, count, *metrics = self.ranks.all_reduce_scalars(*totals)
         means = metric_means(names, metrics)
         return EvalOutput(loss_sum, int(count), means)
+
+    def log_probs(
+        self, batch: Batch, parameters: dict[str, mx.array] | None = None
+    ) -> mx.array:
+        """Log-probabilities of the targets of a batch, float32 [B, L].
+
+        Targets that are not trained may have the value 0.
+
+        Args:
+            parameters: the trained weights; None = the present ones.
+        """
+        self.model.eval()
+        places = batch.head_positions if self.chunked_loss else None
+        return self._log_probs_batch(
+            self.parameters if parameters is None else parameters, batch.tokens, places
+        )
 
     def materialize(self) -> nn.Module:
         """The model with the weights of the next forward pass, in evaluation mode.
@@ -280,8 +299,8 @@ class TrainStep:
 
     def _no_sums(self) -> tuple[mx.array, ...]:
         """The loss, its count, the tokens and the metrics of no batch."""
-        names = self.preference_loss.metric_names if self.preference_loss else ()
-        counts = mx.array(0.0 if self.preference_loss else 0), mx.array(0)
+        names = self.completion_loss.metric_names if self.completion_loss else ()
+        counts = mx.array(0.0 if self.completion_loss else 0), mx.array(0)
         return mx.array(0.0), *counts, mx.zeros((2, len(names)))
 
     def _accumulate(self, *batch) -> tuple[mx.array, ...]:
@@ -316,22 +335,29 @@ class TrainStep:
         """The summed loss, its count, the trained tokens and the metrics."""
         tokens, mask, _, places, target = batch
         self._set_weights(parameters)
-        if self.preference_loss:
+        if self.completion_loss:
             with blocks:
                 logps = self._log_probs(tokens, places)
-            loss, count, metrics = self.preference_loss(logps, mask, *(target or ()))
+            loss, count, metrics = self.completion_loss(logps, mask, *(target or ()))
             return loss, count, mask.sum(), metrics
         loss = self._token_loss(batch, blocks, chunked)
         # One array: mx.compile fails on two outputs that are computed alike.
         num_tokens = mask.sum()
         return loss, num_tokens, num_tokens, mx.zeros((2, 0))
 
+    def _eval_log_probs(self, parameters, tokens, places) -> mx.array:
+        self._set_weights(parameters)
+        return self._log_probs(tokens, places)
+
     def _log_probs(self, tokens: mx.array, places: mx.array | None) -> mx.array:
         """Log-probabilities of the targets, float32 [B, L]."""
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        temperature = self.completion_loss.temperature
         if self.chunked_loss:
-            return self.chunked_loss.log_probs(inputs, targets, places)
-        return token_log_probs(self.model(inputs), targets)
+            return self.chunked_loss.log_probs(
+                inputs, targets, places, temperature=temperature
+            )
+        return token_log_probs(self.model(inputs), targets, temperature)
 
     def _token_loss(self, batch, blocks: AbstractContextManager, chunked) -> mx.array:
         tokens, mask, documents, places, target = batch

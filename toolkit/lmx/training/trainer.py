@@ -21,7 +21,7 @@ from ..run.logger import RunLogger
 from ..run.signals import exit_if_stuck, stop_requested
 from . import checkpoint
 from .checkpoint import TrainingProgress
-from .step import StepOutput, TrainStep, metric_means
+from .step import EvalOutput, StepOutput, TrainStep, metric_means
 
 # Seconds that a step and a checkpoint of several processes may take after SIGTERM.
 SHUTDOWN_SECONDS = 300
@@ -75,6 +75,7 @@ class Trainer:
         batches: the batch of an index, from 0; a function of seed and index.
         learning_rate: of a step, counted from 0.
         eval_batches: validation batches, used in every evaluation.
+        evaluate: makes the validation loss; None = that of `step` on `eval_batches`.
         on_evaluate: called on all ranks with the step after every evaluation.
         callbacks: called after every step and evaluation; they may stop the training.
 
@@ -92,6 +93,7 @@ class Trainer:
         learning_rate: Callable[[int], float],
         eval_batches: Sequence[Batch],
         logger: RunLogger,
+        evaluate: Callable[[], EvalOutput] | None = None,
         on_evaluate: Callable[[int], None] = lambda step: None,
         callbacks: CallbackList | None = None,
     ):
@@ -100,8 +102,8 @@ class Trainer:
         self.batches = batches
         self.config = config
         self.learning_rate = learning_rate
-        self.eval_batches = eval_batches
         self.logger = logger
+        self.evaluate = evaluate or (lambda: step.evaluate(eval_batches))
         self.on_evaluate = on_evaluate
         self.callbacks = callbacks or CallbackList()
         self.progress = TrainingProgress()
@@ -268,7 +270,8 @@ class Trainer:
         if self.progress.step:
             if self.progress.examples != digest:
                 raise UserError(
-                    "the training examples have changed since this run started",
+                    "the training examples or rewards have changed since this run "
+                    "started",
                     place=str(folder),
                     hint="restore the data, or start over with --restart",
                 )
@@ -290,7 +293,7 @@ class Trainer:
 
     def _evaluate(self) -> None:
         step = self.progress.step
-        output = self.step.evaluate(self.eval_batches)
+        output = self.evaluate()
         loss = output.loss_sum / output.loss_count
         self.progress.add_evaluation(loss)
         with self.ranks.collective_errors():
@@ -326,18 +329,18 @@ class Trainer:
             "peak_memory_gb": mx.get_peak_memory() / 1e9,
             "gradient_norm": norm,
         }
-        preference = {}
-        if loss := self.step.preference_loss:
-            preference = metric_means(loss.metric_names, progress.metrics_since)
+        loss_metrics = {}
+        if loss := self.step.completion_loss:
+            loss_metrics = metric_means(loss.metric_names, progress.metrics_since)
         self._count_tokens()
-        shown = {k: v for k, v in preference.items() if k == loss.main_metric}
+        shown = {k: v for k, v in loss_metrics.items() if k == loss.main_metric}
         bar.update(progress.step, **metrics | shown)
         totals = {
             "trained_tokens": progress.trained_tokens,
             "seconds": progress.seconds,
         }
         record = {"kind": "train", "step": progress.step}
-        self.logger.metrics(record | metrics | preference | totals)
+        self.logger.metrics(record | metrics | loss_metrics | totals)
 
     def _count_tokens(self) -> None:
         progress = self.progress

@@ -1,0 +1,96 @@
+"""Rollouts: each completion is a sample of its prompt, with its log-probabilities."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.generation.rollouts import sample_completions
+from test_kv_cache import tiny as family
+from tiny_generators import tiny
+
+DRAW = np.random.default_rng(0)
+PROMPTS = [DRAW.integers(1, 64, n).tolist() for n in (1, 5, 12, 5)]
+
+
+def sample(model, prompts=PROMPTS, **changes):
+    options = {
+        "num_generations": 3,
+        "max_tokens": 10,
+        "temperature": 0.8,
+        "stop_tokens": frozenset(range(0, 250, 9)),
+        "seed": 1,
+    }
+    return sample_completions(model, prompts, **options | changes)
+
+
+def logps_of(model, prompt, completion, temperature):
+    """Log-probabilities from one forward pass over everything."""
+    tokens = mx.array([[*prompt, *completion.tokens]])
+    logits = model(tokens[:, :-1])[0].astype(mx.float32) / temperature
+    logps = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    chosen = mx.take_along_axis(logps, tokens[0, 1:, None], axis=-1)[:, 0]
+    return np.array(chosen)[len(prompt) - 1 :]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next"])
+@pytest.mark.parametrize("temperature", [0.8, 1.0])
+def test_log_probabilities_equal_those_of_a_forward_pass(name, temperature):
+    model = family(name) if name == "qwen3_next" else tiny(name)
+    groups = sample(model, temperature=temperature)
+    assert [len(group) for group in groups] == [3] * len(PROMPTS)
+    for prompt, group in zip(PROMPTS, groups, strict=True):
+        for completion in group:
+            expected = logps_of(model, prompt, completion, temperature)
+            np.testing.assert_allclose(completion.logps, expected, atol=1e-4)
+
+
+def test_completion_ends_with_the_first_stop_token():
+    stop = frozenset(range(0, 250, 9))
+    completions = [c for group in sample(tiny("llama")) for c in group]
+    for completion in completions:
+        assert not stop & set(completion.tokens[:-1])
+        assert completion.is_finished == (completion.tokens[-1] in stop)
+        assert completion.is_finished or len(completion.tokens) == 10
+    assert {c.is_finished for c in completions} == {True, False}
+
+
+def test_greedy_completions_do_not_depend_on_the_batch():
+    model = tiny("llama")
+    together = sample(model, temperature=0.0, num_generations=2)
+    for prompt, group in zip(PROMPTS, together, strict=True):
+        [[alone]] = sample(model, [prompt], temperature=0.0, num_generations=1)
+        assert [c.tokens for c in group] == [alone.tokens] * 2
+
+
+def test_seed_determines_the_completions():
+    model = tiny("llama")
+    first, same, other = (sample(model, seed=seed) for seed in (1, 1, 2))
+    assert first == same
+    assert first != other
+    assert first[0][0].tokens != first[0][1].tokens
+
+
+def test_first_tokens_have_the_models_distribution():
+    model, count, temperature = tiny("llama"), 4000, 0.6
+    [group] = sample(
+        model,
+        [PROMPTS[1]],
+        num_generations=count,
+        max_tokens=1,
+        temperature=temperature,
+    )
+    logits = model(mx.array([PROMPTS[1]]))[0, -1].astype(mx.float32)
+    drawn = np.bincount([c.tokens[0] for c in group], minlength=logits.size)
+
+    def chi_square(temperature):
+        expected = count * np.array(mx.softmax(logits / temperature))
+        usual = expected >= 5
+        observed = [*drawn[usual], drawn[~usual].sum()]
+        wanted = [*expected[usual], max(expected[~usual].sum(), 1e-9)]
+        terms = [(o - w) ** 2 / w for o, w in zip(observed, wanted, strict=True)]
+        return sum(terms), len(terms) - 1
+
+    value, degrees = chi_square(temperature)
+    assert value < degrees + 5 * (2 * degrees) ** 0.5
+    # The control: another temperature's distribution fails the same test.
+    value, degrees = chi_square(1.0)
+    assert value > degrees + 5 * (2 * degrees) ** 0.5

@@ -1,0 +1,163 @@
+"""Training on own completions: rewards, resuming, distillation, refusals."""
+
+import pytest
+from lmx.config.errors import ConfigErrors
+from lmx.config.loader import load_recipe
+from processes import in_ring
+from tiny_runs import METRICS_ONLY, TRAIN, Run
+
+LORA = {"type": "lora", "rank": 4}
+GRID = {"bits": 4, "group_size": 32}
+GRPO = {"type": "grpo", "rewards": ["rewards.py:vowels"]}
+ROLLOUTS = {"num_generations": 4, "max_tokens": 6}
+CASES = {
+    "grpo-lora": {"loss": GRPO, "adapter": LORA},
+    "dapo-qat": {"loss": GRPO | {"type": "dapo", "beta": 0.05}, "qat": GRID},
+    "gspo-full": {
+        "loss": GRPO | {"type": "gspo"},
+        "gradient_accumulation_steps": 2,
+        "rollouts": ROLLOUTS | {"num_iterations": 2},
+    },
+}
+# A reward that an untrained model of bytes can learn.
+REWARDS = """
+def vowels(prompt, completion, answer):
+    return sum(c in "aeiou" for c in completion) / 6
+"""
+PYTHON = "--allow-python"
+MAIN = "import sys; from lmx.cli.main import train; sys.exit(train())"
+
+
+def make_run(folder, case, base, **train) -> Run:
+    folder.mkdir(exist_ok=True)
+    (folder / "rewards.py").write_text(REWARDS)
+    stage = TRAIN | {"rollouts": ROLLOUTS, "batch_size": 4, "eval_batches": 2}
+    return Run(folder, {"train": stage | CASES[case] | train}, model=base)
+
+
+@pytest.mark.parametrize(
+    ("case", "place", "call"),
+    [
+        ("grpo-lora", "reward", 75),
+        pytest.param("dapo-qat", "step", 7, marks=pytest.mark.slow),
+        pytest.param("gspo-full", "reward", 90, marks=pytest.mark.slow),
+        ("gspo-full", "step", 6),
+    ],
+)
+def test_killed_run_ends_with_the_same_bytes(case, place, call, tmp_path, base):
+    whole = make_run(tmp_path / "whole", case, base, steps=8)
+    assert whole(PYTHON) == 0
+    killed = make_run(tmp_path / "killed", case, base, steps=8)
+    arguments = killed.arguments
+    killed.arguments = lambda: arguments(PYTHON)
+    assert killed.run_with_signal("SIGKILL", place, call).returncode == -9
+    killed.arguments = arguments
+    assert killed(PYTHON) == 0
+    assert killed.outcome() == whole.outcome()
+    assert killed.records("samples.jsonl") == whole.records("samples.jsonl")
+
+
+def test_training_raises_the_reward(tmp_path, base):
+    run = make_run(tmp_path, "grpo-lora", base, steps=30, learning_rate=5e-3)
+    assert run(PYTHON) == 0
+    rewards = [r["reward"] for r in run.records() if r["kind"] == "train"]
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    valid = [r for r in run.records() if r["kind"] == "valid"]
+    assert valid[-1]["reward"] > valid[0]["reward"]
+    assert valid[-1]["loss"] == -valid[-1]["reward"]
+    samples = run.records("samples.jsonl")
+    assert len(samples) == 30 * 4 * 4
+    assert {"step", "prompt", "completion", "rewards"} <= samples[0].keys()
+    assert "differ by" not in run.log
+
+
+def test_reward_file_runs_only_with_the_users_word(tmp_path, base, capsys):
+    run = make_run(tmp_path, "grpo-lora", base)
+    assert run() == 2
+    error = capsys.readouterr().err
+    assert "--allow-python" in error
+    assert "rewards.py:vowels" in error
+
+
+def test_broken_reward_loses_nothing(tmp_path, base, capsys):
+    loss = GRPO | {"rewards": ["rewards.py:odd"]}
+    run = make_run(tmp_path, "grpo-lora", base, loss=loss)
+    odd = "def odd(**sample):\n    return {}\n"
+    file = tmp_path / "rewards.py"
+    file.write_text(odd.format("'one'"))
+    assert run(PYTHON) == 1
+    error = capsys.readouterr().err
+    assert "rewards.py:odd returned 'one', not a number" in error
+    assert "valid.jsonl" in error
+    assert run.json("manifest.json")["status"] == "failed"
+    file.write_text(odd.format("1"))
+    assert run(PYTHON) == 0
+
+
+def test_changed_reward_is_another_training(tmp_path, base, capsys):
+    run = make_run(tmp_path, "grpo-lora", base)
+    arguments = run.arguments
+    run.arguments = lambda: arguments(PYTHON)
+    assert run.run_with_signal("SIGTERM", "step", 4).returncode == 130
+    run.arguments = arguments
+    (tmp_path / "rewards.py").write_text(REWARDS.replace("/ 6", "/ 5"))
+    assert run(PYTHON) == 2
+    assert "rewards have changed" in capsys.readouterr().err
+
+
+def test_on_policy_distillation_lowers_the_divergence(tmp_path, base):
+    train = TRAIN | {
+        "teacher": {"loss": "reverse_kl"},
+        "rollouts": ROLLOUTS | {"num_generations": 2},
+        "qat": {"bits": 2, "group_size": 32},
+        "learning_rate": 3e-4,
+        "steps": 20,
+    }
+    run = Run(tmp_path, {"train": train}, {"evaluate": METRICS_ONLY}, model=base)
+    assert run() == 0
+    losses = [r["loss"] for r in run.records() if r["kind"] == "valid"]
+    assert losses[-1] < 0.7 * losses[0]
+    assert len(run.records("samples.jsonl")) == 20 * 8 * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollouts": None}, "the loss grpo needs rollouts"),
+        ({"rollouts": {"num_generations": 1}}, "must be at least 2"),
+        ({"loss": {"type": "dpo"}}, "rollouts does not work with the loss dpo"),
+        ({"loss": None}, "rollouts needs a loss such as grpo, or a teacher"),
+        ({"packing": True}, "packing does not work with"),
+        ({"teacher": {}}, "teacher does not work with the loss grpo"),
+        (
+            {"loss": None, "teacher": {"offline": True}},
+            "rollouts needs an online teacher",
+        ),
+        ({"loss": GRPO | {"rewards": []}}, "rewards"),
+        ({"loss": GRPO | {"rewards": ["a", "a"]}}, "named twice"),
+    ],
+)
+def test_recipe_errors(tmp_path, base, changes, message):
+    run = make_run(tmp_path, "grpo-lora", base, **changes)
+    with pytest.raises(ConfigErrors, match=message):
+        load_recipe(str(run.recipe))
+
+
+@pytest.mark.slow
+def test_ranks_train_on_the_same_completions(tmp_path, base):
+    whole = make_run(tmp_path / "whole", "grpo-lora", base, steps=6)
+    assert whole(PYTHON) == 0
+    shared = make_run(tmp_path / "shared", "grpo-lora", base, steps=6)
+    ranks = in_ring(MAIN, *shared.arguments(PYTHON), folder=shared.folder)
+    assert [rank.returncode for rank in ranks] == [0, 0], ranks[0].stderr
+    # Later ones may differ: the sum of gradients is rounded in another order.
+    first, expected = (
+        [r for r in run.records("samples.jsonl") if r["step"] == 0]
+        for run in (shared, whole)
+    )
+    assert first == expected
+    values, expected = (
+        [r["reward"] for r in run.records() if r["kind"] == "train"]
+        for run in (shared, whole)
+    )
+    assert values == pytest.approx(expected, abs=0.1)

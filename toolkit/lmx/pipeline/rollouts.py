@@ -1,0 +1,86 @@
+"""The rollouts of a train stage: its batches and, with rewards, its loss."""
+
+from ..config.grpo import PolicyLossConfig
+from ..config.train import TrainConfig
+from ..data.batching import BucketBatchSampler
+from ..models.loader import LoadedModel
+from ..training.grpo_loss import GRPOLoss
+from ..training.rewards import resolve_rewards
+from ..training.rollout_batches import Policy, RewardEvaluator, RolloutBatches
+from ..training.step import TrainStep
+from .context import StageContext
+
+FOLDER = "rollouts"
+
+
+class RolloutSetup:
+    """What a train stage with a `rollouts` block trains on.
+
+    Args:
+        loaded: the model to train.
+
+    Attributes:
+        policy: the loss and the rewards; None for distillation.
+
+    Raises:
+        UserError: a reward function does not exist or is not allowed.
+    """
+
+    def __init__(self, config: TrainConfig, context: StageContext, loaded: LoadedModel):
+        self.config = config
+        self.context = context
+        self.loaded = loaded
+        self.policy = self._policy(config.loss) if config.loss else None
+
+    def prepare(self, batches: BucketBatchSampler) -> RolloutBatches:
+        """Batches of completions of the prompts in `batches`."""
+        config, context = self.config, self.context
+        # Those after the oldest checkpoint may be needed again.
+        kept = config.save_steps * (config.save_total_limit + 1)
+        return RolloutBatches(
+            batches,
+            config.rollouts,
+            context.folder / FOLDER,
+            self.loaded.tokenizer,
+            context.logger,
+            policy=self.policy,
+            max_seq_length=context.data.max_seq_length,
+            seed=context.seed,
+            accumulation=config.gradient_accumulation_steps,
+            kept=kept,
+        )
+
+    def start(
+        self, step: TrainStep, batches: RolloutBatches, valid: BucketBatchSampler
+    ) -> RewardEvaluator | None:
+        """Generate with the weights of a training step from now on.
+
+        Returns:
+            The measurement of the mean reward; None without rewards.
+        """
+        batches.bind(step)
+        if self.policy is None:
+            return None
+        used = [
+            index
+            for batch in valid.in_order(self.config.eval_batches)
+            for index in batch.example_indices
+        ]
+        return RewardEvaluator(batches, [valid.examples[index] for index in used])
+
+    def _policy(self, loss: PolicyLossConfig) -> Policy:
+        rewards = resolve_rewards(
+            loss.rewards,
+            find=self.context.find,
+            allow_python=self.context.extensions.allow_python,
+            timeout=loss.reward_timeout,
+        )
+        rollouts = self.config.rollouts
+        return Policy(
+            GRPOLoss(
+                loss,
+                temperature=rollouts.temperature,
+                max_tokens=rollouts.max_tokens,
+            ),
+            rewards,
+        )

@@ -1,0 +1,313 @@
+"""Training batches of the model's own completions.
+
+A batch has the prompts of a batch of examples, and completions that the model samples
+for them when the batch is first needed. They are kept in a file each, so that a killed
+run goes on with the same ones.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ..config.grpo import RolloutConfig
+from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, bucket_lengths
+from ..data.tokenization import Example
+from ..generation.completions import prompt_tokens
+from ..generation.rollouts import Completion, sample_completions
+from ..run.fs import write_atomic
+from ..run.logger import RunLogger
+from .grpo_loss import GRPOLoss, group_advantages
+from .rewards import Reward, RewardSample
+from .step import EvalOutput, TrainStep
+
+# Largest difference between the log-probabilities of generation and training in
+# float32, which is checked in one of so many batches.
+MAX_LOGP_ERROR = 1e-4
+CHECK_INTERVAL = 8
+# Validation prompts that are decoded together.
+EVAL_BATCH_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How rollouts become the batches of a policy gradient.
+
+    Attributes:
+        loss: the loss of the batches.
+        rewards: functions whose values are added.
+    """
+
+    loss: GRPOLoss
+    rewards: Sequence[Reward]
+
+    @property
+    def digest(self) -> str:
+        """Changes with the reward functions."""
+        return " ".join(f"{reward.name} {reward.digest}" for reward in self.rewards)
+
+
+@dataclass
+class _Rollout:
+    """Completions of prompts, one after the other, and their rewards."""
+
+    prompts: list[list[int]]
+    completions: list[Completion]
+    rewards: list[float]
+    where: list[str]
+
+
+class RolloutBatches:
+    """Batches by index; see the module.
+
+    Args:
+        examples: batches of the examples with the prompts.
+        folder: keeps the completions.
+        tokenizer: mlx-lm's TokenizerWrapper.
+        policy: makes a policy gradient of them; None = only completions, as for
+            distillation.
+        accumulation: batches per optimizer step.
+        kept: steps whose completions are kept.
+
+    Attributes:
+        step: the training step, whose current weights generate.
+    """
+
+    def __init__(
+        self,
+        examples: BucketBatchSampler,
+        config: RolloutConfig,
+        folder: Path,
+        tokenizer,
+        logger: RunLogger,
+        *,
+        policy: Policy | None,
+        max_seq_length: int,
+        seed: int,
+        accumulation: int,
+        kept: int,
+    ):
+        self.batches = examples
+        self.config = config
+        self.folder = folder
+        self.tokenizer = tokenizer
+        self.logger = logger
+        self.policy = policy
+        self.max_seq_length = max_seq_length
+        self.seed = seed
+        self.accumulation = accumulation
+        self.kept = kept
+        self.step: TrainStep | None = None
+        self._last: tuple[int, Batch] | None = None
+        self._has_warned = False
+
+    @property
+    def examples(self) -> ExampleDataset:
+        """The examples with the prompts."""
+        return self.batches.examples
+
+    @property
+    def per_epoch(self) -> int:
+        """Batches in one pass over the examples."""
+        return self.batches.per_epoch
+
+    @property
+    def digest(self) -> str:
+        """Hash of the examples and the reward functions."""
+        rewards = self.policy.digest if self.policy else ""
+        return sha256(f"{self.batches.digest} {rewards}".encode()).hexdigest()
+
+    def bind(self, step: TrainStep) -> None:
+        """Generate with the weights of a training step from now on."""
+        self.step = step
+        # The reference of beta is the model before the training.
+        self._initial = dict(step.parameters)
+
+    def __call__(self, index: int) -> Batch:
+        """The batch of an index, counted from 0."""
+        step, part = divmod(index, self.accumulation)
+        # The same completions train `num_iterations` steps.
+        first = step - step % self.config.num_iterations
+        number = first // self.config.num_iterations * self.accumulation + part
+        if self._last and self._last[0] == number:
+            return self._last[1]
+        rollout = self._rollout(number, first)
+        batch = self._to_batch(
+            rollout, is_checked=step == first and number % CHECK_INTERVAL == 0
+        )
+        self._last = number, batch
+        return batch
+
+    def _rollout(self, number: int, step: int) -> _Rollout:
+        """The completions of a batch, from its file or from the model."""
+        file = self.folder / f"{number:08}.json"
+        ranks = self.step.ranks
+        with ranks.collective_errors():
+            if ranks.is_first and not file.is_file():
+                self._generate(number, step, file)
+        record = json.loads(file.read_text())
+        completions = [Completion(*values) for values in record["completions"]]
+        return _Rollout(
+            record["prompts"], completions, record["rewards"], record["where"]
+        )
+
+    def _generate(self, number: int, step: int, file: Path) -> None:
+        config, examples = self.config, self.batches.examples
+        chosen = [examples[i] for i in self.batches(number).example_indices]
+        prompts = [prompt_tokens(example) for example in chosen]
+        model = self.step.materialize()
+        groups = sample_completions(
+            model,
+            prompts,
+            num_generations=config.num_generations,
+            max_tokens=config.max_tokens,
+            temperature=config.temperature,
+            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
+            seed=int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0]),
+        )
+        rewards, records = [], []
+        for example, group in zip(chosen, groups, strict=True):
+            for completion in group:
+                sample = self.sample(example, completion)
+                values = self.reward(sample)
+                rewards.append(sum(values.values()))
+                records.append((sample, values))
+        count = config.num_generations
+        record = {
+            "prompts": [prompt for prompt in prompts for _ in range(count)],
+            "completions": [
+                [c.tokens, c.logps, c.is_finished] for group in groups for c in group
+            ],
+            "rewards": rewards,
+            "where": [example.where for example in chosen for _ in range(count)],
+        }
+        for sample, values in records:
+            self.logger.sample(
+                {
+                    "step": step,
+                    "prompt": sample.prompt,
+                    "completion": sample.completion,
+                    "rewards": values,
+                }
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, json.dumps(record) + "\n")
+        old = number - self.kept * self.accumulation
+        (self.folder / f"{old:08}.json").unlink(missing_ok=True)
+
+    def sample(self, example: Example, completion: Completion) -> RewardSample:
+        """What reward functions see of a completion."""
+        prompt = prompt_tokens(example)
+        return RewardSample(
+            self.tokenizer.decode(prompt),
+            self._text(completion.tokens),
+            self._text(example.tokens[len(prompt) :].tolist()),
+            example.where,
+        )
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def reward(self, sample: RewardSample) -> dict[str, float]:
+        """The values of all reward functions, by name."""
+        rewards = self.policy.rewards if self.policy else ()
+        return {reward.name: reward(sample) for reward in rewards}
+
+    def _to_batch(self, rollout: _Rollout, *, is_checked: bool) -> Batch:
+        sequences = [
+            (*prompt, *completion.tokens)
+            for prompt, completion in zip(
+                rollout.prompts, rollout.completions, strict=True
+            )
+        ]
+        longest = max(map(len, sequences)) - 1
+        lengths = bucket_lengths(max(self.max_seq_length, longest))
+        length = next(n for n in lengths if n >= longest)
+        tokens = np.zeros((len(sequences), length + 1), np.int32)
+        mask = np.zeros((len(sequences), length), bool)
+        sampled = np.zeros((len(sequences), length), np.float32)
+        for row, (sequence, prompt) in enumerate(
+            zip(sequences, rollout.prompts, strict=True)
+        ):
+            tokens[row, : len(sequence)] = sequence
+            trained = slice(len(prompt) - 1, len(sequence) - 1)
+            mask[row, trained] = True
+            sampled[row, trained] = rollout.completions[row].logps
+        batch = Batch(mx.array(tokens), mx.array(mask), tuple(rollout.where))
+        if self.policy is None:
+            return batch
+        return self._with_target(batch, rollout.rewards, mx.array(sampled), is_checked)
+
+    def _with_target(
+        self, batch: Batch, rewards: list[float], sampled: mx.array, is_checked: bool
+    ) -> Batch:
+        """The batch with advantages, rewards and log-probabilities."""
+        policy = self.policy
+        groups = mx.array(rewards).reshape(-1, self.config.num_generations)
+        scale = policy.loss.config.type != "dr_grpo"
+        advantages = group_advantages(groups, scale=scale).reshape(-1)
+        target = [advantages, groups.reshape(-1), sampled]
+        if is_checked:
+            self._check_log_probs(self.step.log_probs(batch), sampled, batch.mask)
+        if policy.loss.config.beta:
+            target.append(self.step.log_probs(batch, self._initial))
+        return Batch(batch.tokens, batch.mask, batch.where, target=tuple(target))
+
+    def _check_log_probs(self, logps: mx.array, sampled: mx.array, mask: mx.array):
+        """Warn once if generation and training disagree about the model."""
+        difference = mx.where(mask, mx.abs(logps - sampled), 0.0).max().item()
+        is_exact = self.step.compute_dtype == mx.float32
+        if self._has_warned or not is_exact or difference <= MAX_LOGP_ERROR:
+            return
+        self._has_warned = True
+        self.logger.warning(
+            f"log-probabilities of generation and training differ by {difference:.2g}; "
+            f"at most {MAX_LOGP_ERROR:g} is expected in float32"
+        )
+
+
+class RewardEvaluator:
+    """Mean reward of greedy completions of validation examples.
+
+    Args:
+        examples: with the prompts.
+        batches: their model, rewards and settings are used.
+    """
+
+    def __init__(self, batches: RolloutBatches, examples: Sequence[Example]):
+        self.batches = batches
+        self.examples = examples
+
+    def __call__(self) -> EvalOutput:
+        """Minus the summed rewards, their number, and the mean reward."""
+        step = self.batches.step
+        total = 0.0
+        with step.ranks.collective_errors():
+            if step.ranks.is_first:
+                total = self._total(step.materialize())
+        (total,) = step.ranks.all_reduce_scalars(total)
+        count = len(self.examples)
+        return EvalOutput(-total, count, {"reward": total / count})
+
+    def _total(self, model) -> float:
+        batches, total = self.batches, 0.0
+        for start in range(0, len(self.examples), EVAL_BATCH_SIZE):
+            examples = self.examples[start : start + EVAL_BATCH_SIZE]
+            groups = sample_completions(
+                model,
+                [prompt_tokens(example) for example in examples],
+                num_generations=1,
+                max_tokens=batches.config.max_tokens,
+                temperature=0.0,
+                stop_tokens=frozenset(batches.tokenizer.eos_token_ids),
+                seed=0,
+            )
+            for example, (completion,) in zip(examples, groups, strict=True):
+                total += sum(
+                    batches.reward(batches.sample(example, completion)).values()
+                )
+        return total
