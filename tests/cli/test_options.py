@@ -2,9 +2,11 @@
 
 import json
 import os
+from pathlib import Path
 
 import lmx
 import pytest
+from lmx.api import jobs
 from lmx.cli import main
 from lmx.run.fs import hash_file
 
@@ -69,28 +71,103 @@ def test_options_file_and_dict_give_the_same_bytes(
     assert os.stat(folder / "model").st_mtime_ns == before
 
 
-@pytest.mark.parametrize("verb", ["quantize", "draft"])
-def test_job_prints_the_same_recipe_as_python(
-    verb, train_words, checkpoint, tmp_path, capsys
+def test_quantize_gives_the_bytes_of_its_recipe_and_of_python(
+    checkpoint, tmp_path, monkeypatch
 ):
-    words = [verb, "--model", str(checkpoint), "--bits", "3", "--dry-run"]
-    if verb == "draft":
-        words += ["--data", "my.jsonl", "--steps=7"]
-    assert main.main([*words, "--output", "here", "seed=2"]) == 0
+    monkeypatch.chdir(tmp_path)
+    words = ["quantize", "--model", str(checkpoint), "--bits", "3", "--group-size=32"]
+    assert main.main([*words, "--output", "words", "--quiet"]) == 0
+    assert main.train(["words/recipe.yaml", "output=file", "--quiet"]) == 0
+    keys = {"bits": 3, "group_size": 32, "quiet": True}
+    folders = ["words", "file", lmx.quantize(checkpoint, output="keys", **keys).path]
+    assert len({weights(lmx.open_run(folder)) for folder in folders}) == 1
+    other = lmx.quantize(checkpoint, output="other", **{**keys, "bits": 4})
+    assert weights(other) != weights(lmx.open_run("words"))
+
+
+@pytest.fixture
+def recipe_of_python(monkeypatch) -> list[lmx.Recipe]:
+    """The recipes that the functions of one stage would run."""
+    recipes = []
+    monkeypatch.setattr(jobs, "train", lambda r, **_: recipes.append(lmx.Recipe(r)))
+    return recipes
+
+
+def recipe_of_words(words, tmp_path, capsys) -> lmx.Recipe:
+    """The recipe that a command prints."""
+    assert main.main([*words, "--dry-run"]) == 0
     text = capsys.readouterr().out.partition("\nmodel  ")[0]
     file = tmp_path / "printed.yaml"
     file.write_text(text + "\n")
-    recipe = lmx.Recipe(file).to_dict()
-    assert recipe["output"] == "here"
-    assert recipe["seed"] == 2
-    assert (
-        recipe["stages"]
-        == {
-            "quantize": [{"quantize": {"bits": 3}}, {"export": {}}],
-            "draft": [{"draft": {"quantization": {"bits": 3}, "steps": 7}}],
-        }[verb]
-    )
+    return lmx.Recipe(file)
+
+
+def test_options_of_quantize_are_keywords_of_python(
+    train_words, checkpoint, tmp_path, capsys, recipe_of_python
+):
+    words = ["quantize", "--model", str(checkpoint), "--data", "my.jsonl"]
+    words += ["--method=gptq", "--bits=3", "--group-size=32", "--seed=2"]
+    printed = recipe_of_words([*words, "--output", "here"], tmp_path, capsys)
+    settings = {"method": "gptq", "bits": 3, "group_size": 32, "seed": 2}
+    lmx.quantize(checkpoint, data="my.jsonl", **settings)
+    assert printed.hash == recipe_of_python[0].hash
+    assert printed.output == Path("here")
+    lmx.quantize(checkpoint, data="my.jsonl", **{**settings, "seed": 3})
+    assert printed.hash != recipe_of_python[1].hash
     assert not (tmp_path / "here").exists()
+
+
+def test_options_of_draft_are_keywords_of_python(
+    train_words, checkpoint, tmp_path, capsys, recipe_of_python
+):
+    words = ["draft", "--model", str(checkpoint), "--data=my.jsonl", "--bits=3"]
+    words += ["--valid=my.jsonl", "--num-layers=1", "--steps=7", "--batch-tokens=256"]
+    words += ["--learning-rate=2e-4", "--max-seq-length=64", "--seed=2"]
+    data = {"train": "my.jsonl", "valid": "my.jsonl", "max_seq_length": 64}
+    lmx.make_draft(
+        checkpoint,
+        data,
+        seed=2,
+        quantization={"bits": 3},
+        draft_model={"num_layers": 1},
+        steps=7,
+        batch_tokens=256,
+        learning_rate=2e-4,
+    )
+    printed = recipe_of_words(words, tmp_path, capsys)
+    assert printed.hash == recipe_of_python[0].hash
+
+
+@pytest.mark.parametrize(
+    ("given", "stage"),
+    [
+        ([], {"epochs": 1, "batch_tokens": 2048}),
+        (["--epochs=2", "--batch-size=4"], {"epochs": 2, "batch_size": 4}),
+        (["--steps=3", "--batch-tokens=64"], {"steps": 3, "batch_tokens": 64}),
+        (
+            ["--lora-rank=4", "--bits=4", "--learning-rate=2e-4"],
+            {
+                "adapter": {"rank": 4},
+                "qat": {"bits": 4},
+                "learning_rate": 2e-4,
+                "epochs": 1,
+                "batch_tokens": 2048,
+            },
+        ),
+    ],
+)
+def test_options_of_train_stand_for_a_recipe(
+    given, stage, train_words, checkpoint, tmp_path, capsys
+):
+    words = ["train", "--model", str(checkpoint), "--data=my.jsonl", *given]
+    words += ["--valid=my.jsonl", "--max-seq-length=64", "--seed=2"]
+    expected = lmx.Recipe(
+        model=checkpoint,
+        data={"train": "my.jsonl", "valid": "my.jsonl", "max_seq_length": 64},
+        seed=2,
+        stages=[{"train": stage}, {"export": {}}],
+    )
+    assert recipe_of_words(words, tmp_path, capsys).hash == expected.hash
 
 
 @pytest.mark.parametrize(
