@@ -11,8 +11,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+from inspect import cleandoc
 from pathlib import Path
 
+import lmx
 import pytest
 import warm
 import yaml
@@ -223,14 +225,44 @@ def test_statement_that_never_runs_is_seen():
             exec(recorded(start + rest), {})
 
 
+def shown_programs() -> dict[str, str]:
+    """The blocks of a page, one after the other; and that of the package."""
+    [(_, _, package)] = BLOCK.findall(lmx.__doc__)
+    programs = {"lmx": package}
+    for page, mark, text in blocks("python"):
+        if not mark:
+            programs[page] = programs.get(page, "") + text
+    return programs
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", sorted({page for page, _, _ in blocks("python")}))
+@pytest.mark.parametrize("page", shown_programs())
 def test_every_line_of_a_shown_program_runs(page, tmp_path):
-    shown = [text for each, _, text in blocks("python") if each == page]
-    program = SMALL_RUNS.format(small=SMALL) + recorded("\n".join(shown))
+    shown = recorded(shown_programs()[page])
+    program = SMALL_RUNS.format(small=SMALL) + shown
     process = warm.run(program, cwd=tmp_path, timeout=400)
     assert process.returncode == 0, process.stderr
     assert process.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "text", [text for _, mark, text in blocks("python") if mark == "rewards"]
+)
+def test_shown_rewards_are_numbers(text):
+    exec(text, names := {})
+    rewards = [value for name, value in names.items() if name != "__builtins__"]
+    assert rewards
+    for reward in rewards:
+        assert isinstance(reward("2 + 1?", "three", "3"), float | int)
+
+
+def test_programs_of_the_public_docstrings_run():
+    """The API reference shows them."""
+    texts = [getattr(lmx, name).__doc__ for name in lmx.__all__]
+    shown = [text for _, _, text in BLOCK.findall("\n".join(map(cleandoc, texts)))]
+    assert shown
+    for program in shown:
+        exec(program, {name: getattr(lmx, name) for name in lmx.__all__})
 
 
 @pytest.mark.parametrize("command", PARSED)

@@ -42,7 +42,7 @@ class Recipe:
     ```python
     Recipe("recipes/qat_4bit.yaml")
     Recipe("qat_4bit", overrides={"stages.train.steps": 50})
-    Recipe(model="data/tiny-base", data={"train": "a.jsonl"}, stages=[{"train": {}}])
+    Recipe(model="data/tiny-base", stages=[{"quantize": {"bits": 4}}, {"export": {}}])
     ```
 
     Args:
