@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lmx
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -38,6 +39,11 @@ def test_llms_txt_has_title_summary_and_every_page():
     pages = {path.name for path in DOCS.glob("*.md")}
     pages |= {f"notebooks/{path.name}" for path in DOCS.glob("notebooks/*.ipynb")}
     assert pages <= set(LINKS.findall(LLMS))
+
+
+def test_api_page_has_every_public_name():
+    names = re.findall(r"^::: lmx\.(\w+)$", (DOCS / "api.md").read_text(), re.MULTILINE)
+    assert sorted([*names, "__version__"]) == lmx.__all__
 
 
 def memory_rows() -> dict[str, list[str]]:
@@ -100,26 +106,45 @@ def test_site_is_built(tmp_path):
     assert len(links) > 20
     assert all((site / link).is_file() for link in links)
     index = json.loads((site / "search/search_index.json").read_text())
-    pages = {entry["location"] for entry in index["docs"] if "GPTQ" in entry["text"]}
-    assert {"quantization/", "methods/", "included_recipes/#ptq_4bit"} <= pages
+    places = {entry["location"] for entry in index["docs"] if "GPTQ" in entry["text"]}
+    assert {"quantization/#methods", "methods/#by-task"} <= places
+    assert "included_recipes/#ptq_4bit" in places
     assert "lmx.quantize" in (site / "api/index.html").read_text()
     assert "perplexity" in (site / "notebooks/qat/index.html").read_text()
 
 
 @pytest.mark.slow
+def test_build_refuses_what_does_not_exist(tmp_path):
+    pytest.importorskip("mkdocs_jupyter")
+    copy_sources(tmp_path)
+    broken = {
+        "docs/qat.md": "[a](missing_page.md) [b](training.md#missing-one)",
+        "benchmarks/RESULTS.md": "[a page](../docs/missing_too.md)",
+        "README.md": "[a file](MISSING)",
+    }
+    for page, text in broken.items():
+        path = tmp_path / page
+        path.write_text(f"{path.read_text()}\n{text}\n")
+    process = build(tmp_path)
+    assert process.returncode == 1
+    for name in ("missing_page.md", "#missing-one", "missing_too.md", "MISSING"):
+        assert f"{name}'" in process.stderr
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("page", "text"),
+    ("page", "before", "after"),
     [
-        ("docs/qat.md", "[a page](missing.md)"),
-        ("docs/qat.md", "[an anchor](training.md#missing)"),
-        ("benchmarks/RESULTS.md", "[a page](../docs/missing.md)"),
-        ("docs/api.md", "::: lmx.missing"),
+        ("api.md", "::: lmx.check", "::: lmx.missing"),
+        ("notebooks/qat.ipynb", "(../qat.md)", "(../missing.md)"),
     ],
 )
-def test_build_refuses_what_does_not_exist(page, text, tmp_path):
+def test_build_refuses_a_missing_target_of(page, before, after, tmp_path):
     pytest.importorskip("mkdocs_jupyter")
-    path = copy_sources(tmp_path) / page
-    path.write_text(f"{path.read_text()}\n{text}\n")
+    path = copy_sources(tmp_path) / "docs" / page
+    text = path.read_text()
+    assert before in text
+    path.write_text(text.replace(before, after))
     process = build(tmp_path)
     assert process.returncode == 1
     assert "missing" in process.stderr
