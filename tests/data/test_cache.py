@@ -172,6 +172,7 @@ def test_file_hash_is_cached_until_the_file_changes(
     cache_folder, tmp_path, monkeypatch
 ):
     """Size and mtime identify a version, unless the mtime is too recent to be safe."""
+    monkeypatch.setattr(cache, "MIN_NOTED_BYTES", 5)
     hashed = []
     hash_file = cache.fs.hash_file
     monkeypatch.setattr(
@@ -189,6 +190,16 @@ def test_file_hash_is_cached_until_the_file_changes(
     path.write_text("other")
     os.utime(path, ns=(hour_ago + 1, hour_ago + 1))
     assert cache.file_hash(path) == hash_file(path) != first_hash
+
+
+def test_small_files_have_no_notes(cache_folder, tmp_path):
+    """A dataset of 3,000 files took 40 s: notes reach the disk one by one."""
+    for number in range(5):
+        path = tmp_path / f"{number}.jsonl"
+        path.write_text("row")
+        os.utime(path, (1, 1))
+        assert cache.file_hash(path) == cache.fs.hash_file(path)
+    assert not (cache.root() / "hashes").exists()
 
 
 def test_tokenizer_fingerprint_changes_with_its_files(tokenizer_folder, tmp_path):
@@ -214,7 +225,10 @@ def test_tokenizer_fingerprint_changes_with_its_files(tokenizer_folder, tmp_path
 
 
 @pytest.mark.parametrize("note", ["[]", "{}", "3", '{"stamp": 3}', "{", b"\xff", None])
-def test_damaged_note_of_a_hash_is_written_again(cache_folder, tmp_path, note):
+def test_damaged_note_of_a_hash_is_written_again(
+    cache_folder, tmp_path, note, monkeypatch
+):
+    monkeypatch.setattr(cache, "MIN_NOTED_BYTES", 7)
     file = tmp_path / "weights"
     file.write_text("content")
     os.utime(file, (1, 1))

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from json_mutations import damage_bytes, dump_json, mutate_json
 from lmx.cli import main
+from lmx.quantization.ptq.scale_tuning import ScaleTuner
 from lmx.run.fs import hash_folder
 from tiny_runs import METRICS_ONLY, SCRATCH_CONFIG, TRAIN, Run
 
@@ -27,6 +28,11 @@ STAGES = (
     {"evaluate": EVALUATE},
     {"export": {"formats": ["mlx"]}},
 )
+CALIBRATION = {"dataset": "builtin:stdlib", "num_tokens": 512, "max_seq_length": 64}
+TUNING = {"steps": 4, "batch_tokens": 128, "learning_rate": 1e-3, "top_k": 16}
+GPTQ = {"method": "gptq", "bits": 4, "group_size": 32, "scale_tuning": TUNING}
+GPTQ |= {"calibration": CALIBRATION | {"num_eval_tokens": 256}}
+GPTQ_STAGES = (STAGES[0], {"quantize": GPTQ}, STAGES[3])
 SECONDS = 100
 LINES = (b"[]\n", b"3\n", b'{"stage": 3}\n', b"\xff\xfe\n", b'{"stage": "1-tr', b"\n\n")
 
@@ -40,12 +46,41 @@ def tiny_run(folder, *stages):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A finished run and an interrupted one, by name."""
-    names = ("finished", "interrupted")
-    made = {name: tiny_run(tmp_path_factory.mktemp(name), *STAGES) for name in names}
-    assert made["finished"]() == 0
+    """Runs by name, each with the bytes of the model that it ends with.
+
+    `tuning` was interrupted while GPTQ tunes scales. It has streams and layers of
+    the blocks, targets of the teacher, and the state of the tuning.
+    """
+    names = {"finished": STAGES, "interrupted": STAGES}
+    names |= {"tuned": GPTQ_STAGES, "tuning": GPTQ_STAGES}
+    made = {
+        name: tiny_run(tmp_path_factory.mktemp(name), *stages)
+        for name, stages in names.items()
+    }
+    assert made["finished"]() == made["tuned"]() == 0
     assert made["interrupted"].run_with_signal("SIGINT", "step", 3).returncode == 130
-    return made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScaleTuner, "_save", interrupt_after_save(ScaleTuner._save))
+        assert made["tuning"]() == 130
+    expected = {
+        name: (made[end].output / "model/model.safetensors").read_bytes()
+        for name, end in {
+            "finished": "finished",
+            "interrupted": "finished",
+            "tuning": "tuned",
+        }.items()
+    }
+    return {name: (made[name], weights) for name, weights in expected.items()}
+
+
+def interrupt_after_save(save):
+    """Save, and then do as Ctrl-C does."""
+
+    def interrupt(*arguments):
+        save(*arguments)
+        raise KeyboardInterrupt
+
+    return interrupt
 
 
 @pytest.fixture
@@ -185,20 +220,20 @@ def noted(failures, note):
         failures.append(f"{note}: {error!r} at {place.filename}:{place.lineno}")
 
 
-@pytest.mark.parametrize("name", ["finished", "interrupted"])
+@pytest.mark.parametrize("name", ["finished", "interrupted", "tuning"])
 def test_damaged_run_folder(
     runs, tmp_path, outside, name, num_cases, fuzz_random, capsys
 ):
-    weights = runs["finished"].output / "model/model.safetensors"
-    expected, before, failures = weights.read_bytes(), hash_folder(outside), []
+    original, expected = runs[name]
+    before, failures = hash_folder(outside), []
     for _ in range(num_cases(6)):
         seed = fuzz_random.randrange(2**32)
         folder = tmp_path / str(seed)
         folder.mkdir()
-        run = tiny_run(folder, *STAGES)
-        run.data = runs[name].data
+        run = tiny_run(folder, *original.stages)
+        run.data = original.data
         run.write()
-        shutil.copytree(runs[name].output, run.output)
+        shutil.copytree(original.output, run.output)
         note = damage(run.output, outside, random.Random(seed))
         with noted(failures, f"{name}, seed {seed}, {note}"):
             check_commands(run, expected, capsys)

@@ -45,3 +45,17 @@ def test_gptq_resumes_after_repeated_kills(make_checkpoint, tmp_path):
         hashes[name] = hash_folder(stage / "model")
     assert "model.safetensors" in hashes["undisturbed"]
     assert hashes["killed"] == hashes["undisturbed"]
+
+
+@pytest.mark.slow
+def test_killed_search_leaves_no_folder(make_checkpoint, tmp_path):
+    budget = {"target_bpw": 5.0, "candidate_bits": [4, 8]}
+    stage = {"quantize": STAGE["quantize"] | {"mixed_precision": budget}}
+    run = Run(tmp_path, stage, model=make_checkpoint(num_hidden_layers=1))
+    # The first file that the run writes has the gradients of a sequence.
+    assert run.run_with_signal("SIGKILL", "save", 1).returncode == -signal.SIGKILL
+    [scratch] = run.output.glob("stages/*/*")
+    assert run() == 0
+    assert not scratch.exists()
+    [stage] = run.output.glob("stages/*")
+    assert sorted(p.name for p in stage.iterdir()) == ["model", "sensitivity.json"]

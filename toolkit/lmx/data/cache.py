@@ -16,6 +16,8 @@ from ..run.folder_index import key_of, read_index, write_index
 
 # Nanoseconds after which another write of a file certainly changes its time.
 SETTLED = 2_000_000_000
+# A smaller file is hashed again: a dataset may have thousands, and a note takes longer.
+MIN_NOTED_BYTES = 1 << 20
 
 
 def root() -> Path:
@@ -97,13 +99,15 @@ def get_or_create(
 
 
 def file_hash(path: Path) -> str:
-    """Sha256 of a file's content, cached by path, size and modification time.
+    """Sha256 of a file's content; of a large file cached by path, size and time.
 
     Raises:
         OSError: the file cannot be read.
         UserError: the cache cannot be written.
     """
     status = path.stat()
+    if status.st_size < MIN_NOTED_BYTES:
+        return fs.hash_file(path)
     stamp = [str(path.absolute()), status.st_size, status.st_mtime_ns]
     note = root() / "hashes" / f"{key_of(stamp[0])}.json"
     known = fs.object_in(note)

@@ -20,7 +20,7 @@ from ...config.quant_spec import QuantSpec
 from ...config.quantize import PTQConfig
 from ...data.cache import CacheEntry, file_hash, get_or_create, key_of
 from ...errors import UserError
-from ...run.fs import write_atomic
+from ...run.fs import PARTIAL, write_atomic
 from ..packing import dequantize, pack
 from ..ptq.base import PTQContext
 from ..target_layers import QuantizationPlan
@@ -61,7 +61,9 @@ def search_plan(
     sizes = SizeModel.of(task, plan, config.mixed_precision)
     limit = sizes.max_bytes(config.mixed_precision)
     calibration, held_out = _tokens(config, task)
-    with TemporaryDirectory(dir=task.folder) as scratch:
+    # By this name the next run removes it after a kill.
+    name = {"prefix": ".search.", "suffix": PARTIAL}
+    with TemporaryDirectory(dir=task.folder, **name) as scratch:
         folder = Path(scratch)
         measured = _sensitivities(model, sizes, calibration, task, source, folder)
         write_atomic(task.folder / "sensitivity.json", json.dumps(measured.facts))
