@@ -212,7 +212,7 @@ MOMENTS = {
     "while saving the first": (mx, "save_safetensors", 1),
     "while saving the second": (mx, "save_safetensors", 2),
     "while saving the last": (mx, "save_safetensors", 3),
-    "with the weights saved": (checkpoint, "hash_file", 2),
+    "with the weights saved": (checkpoint, "write_index", 2),
     "before deleting the oldest": (checkpoint.shutil, "rmtree", 4),
 }
 
