@@ -164,6 +164,31 @@ def test_run_that_does_not_fit_exits_3_unless_limits_are_ignored(
     assert main.train(["recipe.yaml", "--dry-run", "--ignore-limits"]) == 0
 
 
+@pytest.mark.parametrize("words", [3, 2000], ids=["short", "one is long"])
+def test_run_is_refused_if_and_only_if_its_dry_run_is(
+    workspace, monkeypatch, capsys, words
+):
+    """Examples are shorter than max_seq_length; the long one is not sampled."""
+    monkeypatch.setattr(dry_run, "SAMPLE_CHARACTERS", 100)
+    rows = [{"prompt": "count", "completion": "one " * n} for n in [3, words, 3, 3]]
+    (workspace / "rows.jsonl").write_text("".join(f"{json.dumps(r)}\n" for r in rows))
+    stages = "stages=[{train: {steps: 1, batch_size: 2, adapter: {rank: 4}}}]"
+    arguments = ["recipe.yaml", "data.max_seq_length=2000", stages]
+    monkeypatch.setattr(resources, "memory_limit", lambda: 20_000_000)
+    expected = 3 if words > 3 else 0
+    assert main.train([*arguments, "--dry-run"]) == expected
+    assert main.train([*arguments, "--quiet"]) == expected
+    assert (workspace / "exports").exists() == (expected == 0)
+
+
+def test_run_with_data_on_the_hub_is_refused_by_max_seq_length(
+    workspace, monkeypatch, capsys
+):
+    monkeypatch.setattr(resources, "memory_limit", lambda: 20_000_000)
+    arguments = ["recipe.yaml", "data.max_seq_length=2000", "data.train=org/data"]
+    assert main.train([*arguments, "data.valid=rows.jsonl"]) == 3
+
+
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [

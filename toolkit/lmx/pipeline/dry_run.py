@@ -1,6 +1,7 @@
 """`lmx-train --dry-run`: checks that need no weights and no network, in seconds."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,16 +38,26 @@ class RowReservoir:
     """Every n-th of many examples, `SAMPLE_CHARACTERS` characters or slightly more.
 
     Attributes:
-        longest: the example with most characters, which may not be in `rows`.
+        longest: the example with most characters.
     """
 
     def __init__(self):
-        self.rows: list[DataRecord] = []
         self.total = 0
         self.longest: DataRecord | None = None
         self._most_characters = -1
+        self._rows: list[DataRecord] = []
         self._stride = 1
         self._characters = 0
+
+    @property
+    def rows(self) -> list[DataRecord]:
+        """The sample, and the longest example, which decides about memory."""
+        longest = self.longest
+        if longest is None or any(row is longest for row in self._rows):
+            return self._rows
+        if longest.text:
+            longest = replace(longest, text=longest.text[:SAMPLE_CHARACTERS])
+        return [*self._rows, longest]
 
     def add(self, row: DataRecord) -> None:
         """Count an example, and sample it if its number is a multiple of n."""
@@ -54,13 +65,13 @@ class RowReservoir:
         if characters > self._most_characters:
             self.longest, self._most_characters = row, characters
         if self.total % self._stride == 0:
-            self.rows.append(row)
+            self._rows.append(row)
             self._characters += characters
         self.total += 1
-        while self._characters > SAMPLE_CHARACTERS and len(self.rows) > 1:
+        while self._characters > SAMPLE_CHARACTERS and len(self._rows) > 1:
             self._stride *= 2
-            self.rows = self.rows[::2]
-            self._characters = sum(len(sampled.as_text()) for sampled in self.rows)
+            self._rows = self._rows[::2]
+            self._characters = sum(len(sampled.as_text()) for sampled in self._rows)
 
 
 class DryRun:
@@ -160,6 +171,30 @@ def dry_run(
     return 0
 
 
+def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
+    """Refuse a run that exceeds memory or disk.
+
+    A run for which examples of `max_seq_length` tokens fit starts at once. Otherwise
+    the data decides, as in a dry run, if all of it is on this disk.
+
+    Raises:
+        UserError: the run does not fit; its code is 3.
+    """
+    shape = model_shape(loaded)
+    if shape is None:
+        return
+    check = ResourceCheck(loaded, plan, shape, [], 1.0)
+    if check.fits:
+        return
+    if _is_local(loaded):
+        run = DryRun(loaded, plan)
+        for _ in run.lines():
+            pass
+        run.require()
+    else:
+        check.require()
+
+
 def _is_local(loaded: LoadedRecipe) -> bool:
     """Whether all training data is on this disk."""
     sources = loaded.recipe.data.train
@@ -186,7 +221,6 @@ def _longest(
     whole = [example for example in examples if example.where not in cut]
     known = {example.where for example in whole}
     rows = [row for row in sample.rows if row.where not in known]
-    rows.append(sample.longest)
     rows += [row.with_rejected() for row in sample.rows if row.rejected is not None]
     others = encode_block(
         rows,

@@ -1,7 +1,7 @@
 """`--dry-run --find`: the largest sequence length or batch that fits into memory.
 
-The estimate is the one with which a run refuses to start: every example has
-`max_seq_length` tokens. So it grows with each of the keys, whatever the data.
+The estimate assumes that every example has `max_seq_length` tokens. So it grows with
+each of the keys, whatever the data, and a run with the result is never refused.
 """
 
 from collections.abc import Iterator

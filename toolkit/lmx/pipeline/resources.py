@@ -79,16 +79,6 @@ def matmul_speed() -> float:
     return 2 * width**3 / min(seconds)
 
 
-def require_resources(loaded: LoadedRecipe, plan: RunPlan) -> None:
-    """Refuse a run that exceeds memory or disk, as far as is known without data.
-
-    Raises:
-        UserError: the run does not fit; its code is 3.
-    """
-    if shape := model_shape(loaded):
-        ResourceCheck(loaded, plan, shape, [], 1.0).require()
-
-
 class ResourceCheck:
     """What a plan needs of this machine.
 
@@ -158,6 +148,15 @@ class ResourceCheck:
             "disk",
             f"needs {readable_size(self.disk)}, free {readable_size(self.free)}",
         )
+
+    @property
+    def fits(self) -> bool:
+        """Whether memory and disk suffice."""
+        try:
+            self.require()
+        except UserError:
+            return False
+        return True
 
     def require(self) -> None:
         """Raise UserError with code 3 if something does not fit."""

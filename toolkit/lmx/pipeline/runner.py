@@ -24,9 +24,9 @@ from ..run.signals import sigterm_interrupts
 from ..run.trackers import TRACKERS, TrackerThread, finish_all
 from ..version import __version__
 from .context import ModelArtifact, StageContext
+from .dry_run import require_resources
 from .extensions import Extensions
 from .plan import RunPlan, difference
-from .resources import require_resources
 from .stage import Stage
 
 
