@@ -59,6 +59,7 @@ class DraftStage(Stage):
             # Only the prompt of an example is used.
             generation=generation_cost(shape, config, workload.mean_length),
             steps=config.steps,
+            batch_key="batch_tokens",
             work=draft_benchmark_work(shape, config),
             work_name="benchmark",
             remedies=(

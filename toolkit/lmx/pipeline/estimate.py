@@ -208,6 +208,8 @@ class StageResources:
         training: cost of its training, if it trains.
         generation: cost of its data, if it generates data.
         steps: optimizer steps; None = unknown before the data is read.
+        batch_key: the key of the stage's block that sets the size of its batches.
+        is_packed: every sequence has max_seq_length tokens, of several examples.
         remedies: overrides of the recipe that need less memory.
         memory: bytes by part, if it does not train.
         work: operations of large matrix products that take as long, besides training
@@ -221,6 +223,8 @@ class StageResources:
     training: TrainingCost | None = None
     generation: GenerationCost | None = None
     steps: int | None = None
+    batch_key: str = ""
+    is_packed: bool = False
     remedies: tuple[str, ...] = ()
     memory: dict[str, int] = field(default_factory=dict)
     work: float = 0

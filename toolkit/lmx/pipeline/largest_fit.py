@@ -135,9 +135,9 @@ class FitFinder:
         self._key = key
         self._bounds = bounds
         recipe = self.check({})
-        self._limit, needs = int(USABLE * recipe.limit), recipe.stages
+        self._limit, self._needs = int(USABLE * recipe.limit), recipe.stages
         stages = [planned.stage for planned in plan.stages]
-        self._trained = [stage for stage in stages if needs[stage.name].training]
+        self._trained = [s for s in stages if self._needs[s.name].training]
         if not self._trained:
             raise UserError(
                 f"no stage of this recipe trains, so there is no {key} to find",
@@ -171,9 +171,9 @@ class FitFinder:
             bound, reason = self._longest_sequence()
             smallest = min(SHORTEST, bound)
             return [_Search(f"data.{key}", names, smallest, bound, reason)]
-        stages = [s for s in self._trained if getattr(s.config, key, None) is not None]
+        stages = [s for s in self._trained if self._needs[s.name].batch_key == key]
         if not stages:
-            other = "batch_tokens" if key == "batch_size" else "batch_size"
+            other = self._needs[self._trained[0].name].batch_key
             raise UserError(
                 f"{self._trained[0].name} has {other}, not {key}",
                 hint=f"--find {other}",
@@ -188,7 +188,7 @@ class FitFinder:
         """The largest max_seq_length to try, and why none is larger."""
         positions, longest = self._bounds.positions, self._bounds.longest
         # Packed sequences are as long as they may be.
-        if any(getattr(stage.config, "packing", False) for stage in self._trained):
+        if any(self._needs[stage.name].is_packed for stage in self._trained):
             longest = 0
         if longest and longest <= (positions or longest):
             value = max(SHORTEST, longest)
