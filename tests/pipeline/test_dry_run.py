@@ -349,6 +349,11 @@ def test_training_cost_of_options():
         estimate(teacher=TeacherConfig(offline=True)),
     )
     assert online.memory == plain.memory | {"teacher": 4 * plain.parameters}
+    # A token is generated at half the speed of a forward pass, in every second step.
+    rollouts = {"num_generations": 4, "max_tokens": 16, "num_iterations": 2}
+    sampling = estimate(teacher=TeacherConfig(), rollouts=rollouts)
+    extra = (sampling.operations - online.operations) / (8 * 4 * 16)
+    assert extra == pytest.approx((online.operations - plain.operations) / 512)
     assert 1.25 < online.operations / plain.operations < 1.4
     assert offline == plain
 

@@ -17,7 +17,8 @@ the largest batch, training takes:
                  16 n vocabulary of a few chunks, and 8 of every weight of the head
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
                  and 12 length width per attention layer; 2 P more with gradient
-                 checkpointing; all that for every batch of a step
+                 checkpointing; all that for every batch of a step; with rollouts, 2 P
+                 for every token that may be generated, at half the speed
 
 An online teacher is assumed to be as large as the model: c P of memory and 2 P
 operations per token more. With fsdp, checkpoint, masters, gradients and moments are
@@ -64,6 +65,8 @@ CHUNKS_AT_ONCE = 3
 LOGIT_BYTES = (16, 28)
 # Fractions of the target's blocks that `num_layers: auto` compares.
 DEPTH_FRACTIONS = (0.125, 0.25, 0.375, 0.5)
+# Time of a token that is decoded with others, as below.
+BATCHED_DECODING = 2.0
 # Time of a token that is decoded alone, relative to the products of its forward pass.
 DECODE_FACTOR = 40.0
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
@@ -286,6 +289,10 @@ def training_cost(
     per_token += 12 * batch.length * width + 2 * online * active
     tokens = batch.mean_tokens * config.gradient_accumulation_steps
     operations = config.num_trainings * per_token * tokens
+    if rollouts := config.rollouts:
+        sampled = config.batch_size * rollouts.num_generations * rollouts.max_tokens
+        sampled *= config.gradient_accumulation_steps / rollouts.num_iterations
+        operations += BATCHED_DECODING * 2 * active * sampled
     return TrainingCost(total, trained, memory, operations)
 
 
