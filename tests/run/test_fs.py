@@ -201,6 +201,28 @@ def test_files_are_copied_where_links_are_impossible(run_dir, monkeypatch):
     assert (stage / "large").stat().st_nlink == 1
 
 
+def test_disk_error_of_a_copy_is_one_error(run_dir, monkeypatch):
+    """An export to a full disk ended in a traceback."""
+    stage, target = run_dir / "stages/1-train/model", run_dir / "model"
+    (stage / "inner").mkdir()
+    (stage / "inner/file").write_text("text")
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    def copy():
+        with fs.atomic_folder(target) as partial:
+            fs.copy_folder(stage, partial)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fs.shutil, "copyfile", refuse)
+        with pytest.raises(UserError, match="no space left on the disk"):
+            copy()
+    assert not target.exists()
+    copy()
+    assert fs.hash_folder(target) == fs.hash_folder(stage)
+
+
 def test_remove_partial_files_after_killed_writers(tmp_path):
     program = """
 import os, sys

@@ -107,7 +107,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 
 def copy_folder(source: Path, target: Path) -> None:
     """Copy a folder's content into an existing folder, with links as `copy_file`."""
-    shutil.copytree(source, target, copy_function=copy_file, dirs_exist_ok=True)
+    # shutil.copytree hides the reason of a disk error.
+    for path in source.iterdir():
+        if path.is_dir():
+            (target / path.name).mkdir(exist_ok=True)
+            copy_folder(path, target / path.name)
+        else:
+            copy_file(path, target / path.name)
 
 
 def copy_file(source: Path | str, target: Path | str) -> None:
