@@ -121,7 +121,7 @@ def test_changed_data_is_refused_on_resume(tmp_path, base, capsys):
     assert run.run_with_signal("SIGKILL", "step", 5).returncode == -9
     write_examples(tmp_path / "train.jsonl", 1, 40)
     assert run() != 0
-    assert "examples have changed" in capsys.readouterr().err
+    assert "have changed since this run started" in capsys.readouterr().err
 
 
 def test_run_holds_out_examples(tmp_path, base, encoded_counts):
