@@ -28,6 +28,8 @@ import os, resource, signal, sys, threading
 from lmx.cli.main import train
 
 how, amount = sys.argv[1:3]
+# A shell lets its background jobs ignore it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if how == "closed pipe":
     reader, writer = os.pipe()
     os.dup2(writer, 1)
