@@ -92,10 +92,13 @@ class LSQQuantizer(AffineQuantizer):
         }
 
     def latent_within_cell(
-        self, packed: dict[str, mx.array], key: mx.array
+        self,
+        packed: dict[str, mx.array],
+        key: mx.array,
+        nearest_to: mx.array | None = None,
     ) -> mx.array:
         """Initial latent weights; see `AffineSTE.latent_within_cell`."""
-        return self._affine.latent_within_cell(packed, key)
+        return self._affine.latent_within_cell(packed, key, nearest_to)
 
 
 class FixedScaleQuantizer(LSQQuantizer):
