@@ -129,6 +129,7 @@ def test_unwritable_home_is_refused(monkeypatch, tmp_path, home):
     monkeypatch.delenv("LMX_CACHE")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(cache, "MIN_NOTED_BYTES", 1)
     file = tmp_path / "rows.jsonl"
     file.write_text("row")
     os.utime(file, (1e9, 1e9))
@@ -222,6 +223,14 @@ def test_tokenizer_fingerprint_changes_with_its_files(tokenizer_folder, tmp_path
     assert "chat_template.jinja" in str(fingerprint.tokenizer(folder))
     (folder / "model.safetensors.index.json").write_text("{}")
     assert "safetensors" not in str(fingerprint.tokenizer(folder))
+
+
+def test_message_shows_a_part_of_a_long_path(monkeypatch):
+    monkeypatch.setenv("LMX_CACHE", f"/tmp/{'x' * 5000}")
+    with pytest.raises(UserError) as error:
+        cache.get_or_create("tokens", cache.key_of([1]), dict, warning=print)
+    assert "LMX_CACHE" in str(error.value)
+    assert len(str(error.value)) < 1000
 
 
 @pytest.mark.parametrize("note", ["[]", "{}", "3", '{"stamp": 3}', "{", b"\xff", None])

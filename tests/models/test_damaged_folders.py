@@ -180,6 +180,7 @@ def test_a_file_of_a_terabyte_is_not_read(folder):
             "mlx-lm has no tool_parser_type 'odd'",
         ),
         ("generation_config.json", b"null", "this is no JSON object"),
+        ("generation_config.json", b"[]", "this is no JSON object"),
         ("chat_template.jinja", b"\xff", "not UTF-8 text: "),
         (
             "tokenizer.json",

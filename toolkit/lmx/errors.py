@@ -51,7 +51,7 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         text = shorten(self.message)
-        text = f"{self.place}: {text}" if self.place else text
+        text = f"{shorten(self.place)}: {text}" if self.place else text
         return f"{text}\n    hint: {shorten(self.hint)}" if self.hint else text
 
 

@@ -40,6 +40,7 @@ def eos_token_ids(folder: Path) -> list[int]:
     ids = []
     for name in ("config.json", "generation_config.json"):
         if (folder / name).is_file():
+            _require_object(folder / name)
             value = read_json(folder / name).get("eos_token_id")
             some = [] if value is None else value if type(value) is list else [value]
             if not all(type(token) is int and token >= 0 for token in some):
