@@ -43,6 +43,26 @@ def test_log_probabilities_equal_those_of_a_forward_pass(name, temperature):
             np.testing.assert_allclose(completion.logps, expected, atol=1e-4)
 
 
+def test_caches_are_not_larger_than_the_completions_may_need():
+    class Watched:
+        def __init__(self, model):
+            self.model, self.sizes = model, set()
+
+        def __getattr__(self, name):
+            return getattr(self.model, name)
+
+        def __call__(self, tokens, cache):
+            logits = self.model(tokens, cache=cache)
+            if len(tokens) > 1:
+                self.sizes.add(cache[0].keys.shape[2])
+            return logits
+
+    model = Watched(tiny("llama"))
+    sample(model)
+    longest = max(map(len, PROMPTS)) - 1
+    assert max(model.sizes) == longest + 10
+
+
 def test_completion_ends_with_the_first_stop_token():
     stop = frozenset(range(0, 250, 9))
     completions = [c for group in sample(tiny("llama")) for c in group]

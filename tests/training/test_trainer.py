@@ -11,6 +11,7 @@ import mlx.core as mx
 import pytest
 from lmx.data.batching import BucketBatchSampler
 from lmx.errors import Interrupted, UserError
+from lmx.run.callbacks import Callback, CallbackList
 from lmx.run.fs import remove_partial_files
 from lmx.run.logger import RunLogger
 from lmx.run.progress import ProgressBar
@@ -182,6 +183,27 @@ def test_gradient_accumulation_counts_one_step(tmp_path):
     ]
     saved = checkpoint.list_checkpoints(tmp_path / "checkpoints")
     assert [path.name for path in saved] == ["0000002", "0000004"]
+
+
+def test_callbacks_get_the_logged_loss_of_completions(tmp_path):
+    class Completions(TrainStep):
+        """Its loss is divided by another number than that of the tokens."""
+
+        def __call__(self, *arguments):
+            return super().__call__(*arguments)._replace(loss_count=mx.array(2.0))
+
+    class Record(Callback):
+        losses = ()
+
+        def on_step(self, state):
+            self.losses += (state.loss,)
+
+    trainer = make_trainer(tmp_path, logging_steps=1)
+    trainer.step = make_step(Tiny(), Completions)
+    trainer.callbacks = CallbackList([record := Record()])
+    trainer.train()
+    logged = [r["loss"] for r in records(tmp_path) if r["kind"] == "train"]
+    assert list(record.losses) == pytest.approx(logged)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

@@ -15,7 +15,8 @@ class RolloutConfig(ConfigModel):
     aware training generates them with the quantized weights."""
 
     num_generations: int = Field(8, ge=1)
-    """Completions per prompt. A batch has batch_size prompts."""
+    """Completions per prompt. A batch has batch_size prompts, and so many completions
+    are trained at a time."""
     max_tokens: int = Field(256, ge=1)
     """Maximum tokens per completion."""
     temperature: float = Field(1.0, gt=0)

@@ -314,6 +314,11 @@ class TrainConfig(ConfigModel):
         return 2 if self.loss else 1
 
     @property
+    def micro_batches(self) -> int:
+        """Parts of a batch of examples that are trained one after the other."""
+        return self.rollouts.num_generations if self.rollouts else 1
+
+    @property
     def num_trainings(self) -> int:
         """Number of models to train, each for the same steps."""
         return 2 if self.compare_full_precision and not self.is_self_distillation else 1

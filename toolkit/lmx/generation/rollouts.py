@@ -59,6 +59,10 @@ def sample_completions(
     active = [completion for group in completions for completion in group]
     with wired_limit():
         caches = _prefill(model, prompts, num_generations)
+        for cache in caches:
+            if hasattr(cache, "step"):
+                # Grow by what the completions may need, not by hundreds of tokens.
+                cache.step = min(cache.step, max_tokens)
         last = np.repeat([prompt[-1] for prompt in prompts], num_generations)
         tokens, key = mx.array(last.astype(np.int32)), mx.random.key(seed)
         pending = None

@@ -14,7 +14,8 @@ the largest batch, training takes:
                  the loss, and the weights that `_quantizer_bytes` counts;
                  with gradient checkpointing, n width c of every block and the
                  activations of one block alone; with a chunked loss, the
-                 16 n vocabulary of a few chunks, and 8 of every weight of the head
+                 16 n vocabulary of a few chunks, and 8 of every weight of the head;
+                 with rollouts, twice the caches of all completions if that is more
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
                  and 12 length width per attention layer; 2 P more with gradient
                  checkpointing; all that for every batch of a step; with rollouts, 2 P
@@ -272,7 +273,8 @@ def training_cost(
     backward += _loss(shape, batch, config)
     if config.qat:
         backward += _quantizer_bytes(sum(sizes.values()), config, compute)
-    copies = 1 + MOMENTS[config.optimizer] + (config.gradient_accumulation_steps > 1)
+    parts = config.gradient_accumulation_steps * config.micro_batches
+    copies = 1 + MOMENTS[config.optimizer] + (parts > 1)
     shards = process_count() if config.fsdp else 1
     memory = {
         "weights": (shape.bytes + masters) // shards + dequantized + compute * total,
@@ -290,10 +292,23 @@ def training_cost(
     tokens = batch.mean_tokens * config.gradient_accumulation_steps
     operations = config.num_trainings * per_token * tokens
     if rollouts := config.rollouts:
-        sampled = config.batch_size * rollouts.num_generations * rollouts.max_tokens
+        rows = config.batch_size * rollouts.num_generations
+        caches = rows * (batch.length + rollouts.max_tokens)
+        caches *= compute * _cache_width(shape)
+        # The caches are copied, and generation and training do not overlap.
+        memory["step"] = max(memory["step"], 2 * caches)
+        sampled = rows * rollouts.max_tokens
         sampled *= config.gradient_accumulation_steps / rollouts.num_iterations
         operations += BATCHED_DECODING * 2 * active * sampled
     return TrainingCost(total, trained, memory, operations)
+
+
+def _cache_width(shape: ModelShape) -> int:
+    """Keys and values of a token in all layers."""
+    heads = shape.setting("num_attention_heads")
+    kv_heads = shape.setting("num_key_value_heads") or heads
+    head = shape.setting("head_dim") or shape.setting("hidden_size") // max(1, heads)
+    return 2 * shape.setting("num_hidden_layers") * kv_heads * head
 
 
 def draft_training_cost(

@@ -171,7 +171,8 @@ class TrainStage(Stage):
             return BatchShape(longest, tokens, tokens)
         mean = config.batch_size * workload.mean_length
         sequences = config.sequences_per_example
-        return BatchShape(longest, sequences * tokens, sequences * mean)
+        together = sequences // config.micro_batches
+        return BatchShape(longest, together * tokens, sequences * mean)
 
     def _steps(self, workload: Workload, batch: BatchShape) -> int | None:
         config = self.config

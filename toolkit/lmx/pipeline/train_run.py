@@ -307,8 +307,10 @@ class TrainRun:
             logging_steps=config.logging_steps,
             eval_steps=config.eval_steps,
             save_steps=config.save_steps,
-            gradient_accumulation_steps=config.gradient_accumulation_steps,
-            num_batches=num_batches,
+            gradient_accumulation_steps=(
+                config.gradient_accumulation_steps * config.micro_batches
+            ),
+            num_batches=num_batches * config.micro_batches,
             save_total_limit=config.save_total_limit,
             load_best_at_end=config.load_best_at_end,
             early_stopping_patience=config.early_stopping_patience,

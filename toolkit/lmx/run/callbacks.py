@@ -15,7 +15,8 @@ class RunState:
         stage: the running stage, such as "1-train".
         step: finished optimizer steps of the stage.
         steps: optimizer steps of the whole stage.
-        loss: of this step, in nats per trained token; with a teacher, the divergence.
+        loss: of this step, in nats per trained token; with a teacher, the divergence;
+            a loss of completions is a mean over what it counts.
         learning_rate: of this step.
         gradient_norm: of this step, before clipping.
         trained_tokens: tokens with a loss in this step.

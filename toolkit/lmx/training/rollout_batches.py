@@ -1,13 +1,13 @@
 """Training batches of the model's own completions.
 
-A batch has the prompts of a batch of examples, and completions that the model samples
-for them when the batch is first needed. They are kept in a file each, so that a killed
-run goes on with the same ones.
+The model samples completions for the prompts of a batch of examples when the first of
+them is needed. They are kept in a file, so that a killed run goes on with the same
+ones. A batch has as many of them as there are prompts, of similar length.
 """
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -29,6 +29,8 @@ from .step import EvalOutput, TrainStep
 # float32, which is checked in one of so many batches.
 MAX_LOGP_ERROR = 1e-4
 CHECK_INTERVAL = 8
+# Numbers of trained tokens that batches of one length may have; see `Batch`.
+HEAD_FRACTIONS = 4
 # Validation prompts that are decoded together.
 EVAL_BATCH_SIZE = 64
 
@@ -70,7 +72,8 @@ class RolloutBatches:
         tokenizer: mlx-lm's TokenizerWrapper.
         policy: makes a policy gradient of them; None = only completions, as for
             distillation.
-        accumulation: batches per optimizer step.
+        accumulation: batches of prompts per optimizer step. Each makes
+            `num_generations` batches.
         kept: steps whose completions are kept.
 
     Attributes:
@@ -102,7 +105,7 @@ class RolloutBatches:
         self.accumulation = accumulation
         self.kept = kept
         self.step: TrainStep | None = None
-        self._last: tuple[int, Batch] | None = None
+        self._last: tuple[int, list[Batch]] | None = None
         self._has_warned = False
 
     @property
@@ -113,7 +116,7 @@ class RolloutBatches:
     @property
     def per_epoch(self) -> int:
         """Batches in one pass over the examples."""
-        return self.batches.per_epoch
+        return self.batches.per_epoch * self.config.num_generations
 
     @property
     def digest(self) -> str:
@@ -129,18 +132,17 @@ class RolloutBatches:
 
     def __call__(self, index: int) -> Batch:
         """The batch of an index, counted from 0."""
-        step, part = divmod(index, self.accumulation)
+        index, part = divmod(index, self.config.num_generations)
+        step, position = divmod(index, self.accumulation)
         # The same completions train `num_iterations` steps.
         first = step - step % self.config.num_iterations
-        number = first // self.config.num_iterations * self.accumulation + part
-        if self._last and self._last[0] == number:
-            return self._last[1]
-        rollout = self._rollout(number, first)
-        batch = self._to_batch(
-            rollout, is_checked=step == first and number % CHECK_INTERVAL == 0
-        )
-        self._last = number, batch
-        return batch
+        number = first // self.config.num_iterations * self.accumulation + position
+        if self._last is None or self._last[0] != number:
+            batches = self._to_batches(self._rollout(number, first))
+            if step == first and number % CHECK_INTERVAL == 0:
+                self._check_log_probs(batches)
+            self._last = number, batches
+        return self._last[1][part]
 
     def _rollout(self, number: int, step: int) -> _Rollout:
         """The completions of a batch, from its file or from the model."""
@@ -217,51 +219,70 @@ class RolloutBatches:
         rewards = self.policy.rewards if self.policy else ()
         return {reward.name: reward(sample) for reward in rewards}
 
-    def _to_batch(self, rollout: _Rollout, *, is_checked: bool) -> Batch:
-        sequences = [
-            (*prompt, *completion.tokens)
+    def _to_batches(self, rollout: _Rollout) -> list[Batch]:
+        """Batches of one sequence per prompt, the shortest sequences first."""
+        count = self.config.num_generations
+        groups = np.array(rollout.rewards, np.float32).reshape(-1, count)
+        lengths = [
+            len(prompt) + len(completion.tokens)
             for prompt, completion in zip(
                 rollout.prompts, rollout.completions, strict=True
             )
         ]
+        # Little padding, and the activations of few sequences in memory.
+        parts = np.argsort(lengths, kind="stable").reshape(count, -1)
+        advantages = None
+        if self.policy:
+            scale = self.policy.loss.config.type != "dr_grpo"
+            advantages = group_advantages(mx.array(groups), scale=scale).reshape(-1)
+        return [self._to_batch(rollout, rows, advantages) for rows in parts]
+
+    def _to_batch(
+        self, rollout: _Rollout, rows: np.ndarray, advantages: mx.array | None
+    ) -> Batch:
+        """The batch of some completions; with advantages it has a target."""
+        prompts = [rollout.prompts[row] for row in rows]
+        completions = [rollout.completions[row] for row in rows]
+        sequences = [
+            (*prompt, *completion.tokens)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         longest = max(map(len, sequences)) - 1
         lengths = bucket_lengths(max(self.max_seq_length, longest))
         length = next(n for n in lengths if n >= longest)
-        tokens = np.zeros((len(sequences), length + 1), np.int32)
-        mask = np.zeros((len(sequences), length), bool)
-        sampled = np.zeros((len(sequences), length), np.float32)
-        for row, (sequence, prompt) in enumerate(
-            zip(sequences, rollout.prompts, strict=True)
-        ):
+        tokens = np.zeros((len(rows), length + 1), np.int32)
+        mask = np.zeros((len(rows), length), bool)
+        sampled = np.zeros((len(rows), length), np.float32)
+        for row, (sequence, prompt) in enumerate(zip(sequences, prompts, strict=True)):
             tokens[row, : len(sequence)] = sequence
             trained = slice(len(prompt) - 1, len(sequence) - 1)
             mask[row, trained] = True
-            sampled[row, trained] = rollout.completions[row].logps
-        batch = Batch(mx.array(tokens), mx.array(mask), tuple(rollout.where))
-        if self.policy is None:
+            sampled[row, trained] = completions[row].logps
+        batch = Batch(
+            mx.array(tokens),
+            mx.array(mask),
+            tuple(rollout.where[row] for row in rows),
+            head_fractions=HEAD_FRACTIONS,
+        )
+        if advantages is None:
             return batch
-        return self._with_target(batch, rollout.rewards, mx.array(sampled), is_checked)
-
-    def _with_target(
-        self, batch: Batch, rewards: list[float], sampled: mx.array, is_checked: bool
-    ) -> Batch:
-        """The batch with advantages, rewards and log-probabilities."""
-        policy = self.policy
-        groups = mx.array(rewards).reshape(-1, self.config.num_generations)
-        scale = policy.loss.config.type != "dr_grpo"
-        advantages = group_advantages(groups, scale=scale).reshape(-1)
-        target = [advantages, groups.reshape(-1), sampled]
-        if is_checked:
-            self._check_log_probs(self.step.log_probs(batch), sampled, batch.mask)
-        if policy.loss.config.beta:
+        rewards = mx.array([rollout.rewards[row] for row in rows])
+        target = [advantages[mx.array(rows)], rewards, mx.array(sampled)]
+        if self.policy.loss.config.beta:
             target.append(self.step.log_probs(batch, self._initial))
-        return Batch(batch.tokens, batch.mask, batch.where, target=tuple(target))
+        return replace(batch, target=tuple(target))
 
-    def _check_log_probs(self, logps: mx.array, sampled: mx.array, mask: mx.array):
+    def _check_log_probs(self, batches: Sequence[Batch]) -> None:
         """Warn once if generation and training disagree about the model."""
-        difference = mx.where(mask, mx.abs(logps - sampled), 0.0).max().item()
         is_exact = self.step.compute_dtype == mx.float32
-        if self._has_warned or not is_exact or difference <= MAX_LOGP_ERROR:
+        if self.policy is None or self._has_warned or not is_exact:
+            return
+        difference = 0.0
+        for batch in batches:
+            errors = mx.abs(self.step.log_probs(batch) - batch.target[2])
+            largest = mx.where(batch.mask, errors, 0.0).max().item()
+            difference = max(difference, largest)
+        if difference <= MAX_LOGP_ERROR:
             return
         self._has_warned = True
         self.logger.warning(

@@ -188,7 +188,8 @@ class Trainer:
         self._has_finished_step = True
         progress.step = running.number + 1
         progress.loss_since += loss_sum
-        progress.loss_count_since += output.loss_count.item()
+        loss_count = output.loss_count.item()
+        progress.loss_count_since += loss_count
         progress.tokens_since += int(tokens)
         metrics = output.metrics.reshape(-1).tolist()
         pairs = zip_longest(progress.metrics_since, metrics, fillvalue=0.0)
@@ -205,7 +206,7 @@ class Trainer:
             stage=self.logger.stage,
             step=progress.step,
             steps=self.config.steps,
-            loss=loss_sum / max(1, tokens),
+            loss=loss_sum / max(1, loss_count),
             learning_rate=running.learning_rate,
             gradient_norm=norm,
             trained_tokens=int(tokens),
