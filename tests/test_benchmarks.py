@@ -1,6 +1,7 @@
 """The benchmark programs, with sizes so small that only the comparisons are tested."""
 
 import json
+import math
 import random
 import re
 import shlex
@@ -189,6 +190,32 @@ def test_finetune_trains_the_same_examples_in_as_many_steps():
     # Both trained one epoch, in different batches.
     gap = float(lmx["last loss"]) - float(mlx_lm["last loss"])
     assert abs(gap) < 0.05 * float(lmx["last loss"])
+
+
+@pytest.mark.parametrize("case", ["dpo", "grpo"])
+def test_preference_trains_the_same_model_with_both_libraries(case):
+    pytest.importorskip("mlx_lm_lora")
+    text = run(
+        "preference.py",
+        f"--case {case} --num-examples 16 --batch-size 4 --steps 2 --repeats 1 "
+        "--num-generations 2 --max-tokens 4 --threads 1",
+    )
+    assert "356,352 trained parameters" in text
+    rows = parse_table(text)
+    assert list(rows) == ["lmx", "mlx-lm-lora"]
+    for row in rows.values():
+        assert min(float(row[name]) for name in ("CPU s", "peak MB", "RSS MB")) > 0
+        if case == "dpo":
+            assert float(row["first loss"]) == pytest.approx(math.log(2), abs=1e-4)
+            assert float(row["last loss"]) < float(row["first loss"])
+        else:
+            assert 1 <= float(row["tokens/completion"]) <= 4
+            # No completion was trained before the first step.
+            assert float(row["first loss"]) == pytest.approx(0, abs=1e-3)
+    if case == "dpo":
+        losses = [float(row["last loss"]) for row in rows.values()]
+        assert losses[0] == pytest.approx(losses[1], rel=0.15)
+        assert float(rows["lmx"]["reference CPU s"]) > 0
 
 
 def test_generate_outputs_have_the_same_tokens():

@@ -1,5 +1,6 @@
 """Rollouts in batches of similar length: the same update as one batch of all."""
 
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -110,6 +111,6 @@ def test_batches_have_similar_lengths_and_every_completion_once(tmp_path):
     )
     assert [len(part.tokens) for part in parts] == [PROMPTS] * GROUP
     lengths = [(np.array(p.tokens) != 0).sum(axis=1) for p in parts]
-    for shorter, longer in zip(lengths, lengths[1:], strict=False):
+    for shorter, longer in itertools.pairwise(lengths):
         assert shorter.max() <= longer.min()
     assert parts[0].tokens.shape[1] < parts[-1].tokens.shape[1]
