@@ -81,9 +81,10 @@ def main() -> None:
         sys.exit('mlx-lm-lora is not installed: pip install "lmx-toolkit[bench]"')
     print(
         f"{arguments.model.name}, float32; LoRA of rank {RANK}, scale {SCALE}, on "
-        f"every linear layer.\nMedians of {arguments.repeats} alternating runs; ratio = "
-        "speed of lmx / speed, CPU ratio = the\nsame by processor time; later epochs = "
-        "CPU ratio without the reference's log-probabilities."
+        "every linear layer.\n"
+        f"Medians of {arguments.repeats} alternating runs; ratio = speed of lmx / "
+        "speed, CPU ratio = the same by\nprocessor time; later epochs = CPU ratio "
+        "without the reference's log-probabilities."
     )
     for name in [arguments.case] if arguments.case else CASES:
         changes = {key: getattr(arguments, key) for key in OPTIONS}

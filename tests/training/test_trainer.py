@@ -258,7 +258,7 @@ def test_resume_refuses_changed_examples(tmp_path):
     make_trainer(tmp_path).train()
     trainer = make_trainer(tmp_path)
     trainer.batches = make_batches(seed=9)
-    with pytest.raises(UserError, match="examples have changed"):
+    with pytest.raises(UserError, match="examples or rewards have changed"):
         trainer.train()
 
 

@@ -319,6 +319,11 @@ class TrainConfig(ConfigModel):
         return self.rollouts.num_generations if self.rollouts else 1
 
     @property
+    def sums_gradients(self) -> bool:
+        """Whether a step adds the gradients of several batches."""
+        return self.gradient_accumulation_steps * self.micro_batches > 1
+
+    @property
     def num_trainings(self) -> int:
         """Number of models to train, each for the same steps."""
         return 2 if self.compare_full_precision and not self.is_self_distillation else 1

@@ -15,7 +15,7 @@ the largest batch, training takes:
                  with gradient checkpointing, n width c of every block and the
                  activations of one block alone; with a chunked loss, the
                  16 n vocabulary of a few chunks, and 8 of every weight of the head;
-                 with rollouts, twice the caches of all completions if that is more
+                 or twice the caches of all rollouts, if that is more
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
                  and 12 length width per attention layer; 2 P more with gradient
                  checkpointing; all that for every batch of a step; with rollouts, 2 P
@@ -273,8 +273,7 @@ def training_cost(
     backward += _loss(shape, batch, config)
     if config.qat:
         backward += _quantizer_bytes(sum(sizes.values()), config, compute)
-    parts = config.gradient_accumulation_steps * config.micro_batches
-    copies = 1 + MOMENTS[config.optimizer] + (parts > 1)
+    copies = 1 + MOMENTS[config.optimizer] + config.sums_gradients
     shards = process_count() if config.fsdp else 1
     memory = {
         "weights": (shape.bytes + masters) // shards + dequantized + compute * total,
@@ -291,24 +290,22 @@ def training_cost(
     per_token += 12 * batch.length * width + 2 * online * active
     tokens = batch.mean_tokens * config.gradient_accumulation_steps
     operations = config.num_trainings * per_token * tokens
-    if rollouts := config.rollouts:
-        rows = config.batch_size * rollouts.num_generations
-        caches = rows * (batch.length + rollouts.max_tokens)
-        caches *= compute * _cache_width(shape)
-        # The caches are copied, and generation and training do not overlap.
+    if config.rollouts:
+        caches, sampled = _rollouts(shape, config, batch.length, compute)
         memory["step"] = max(memory["step"], 2 * caches)
-        sampled = rows * rollouts.max_tokens
-        sampled *= config.gradient_accumulation_steps / rollouts.num_iterations
         operations += BATCHED_DECODING * 2 * active * sampled
     return TrainingCost(total, trained, memory, operations)
 
 
-def _cache_width(shape: ModelShape) -> int:
-    """Keys and values of a token in all layers."""
-    heads = shape.setting("num_attention_heads")
-    kv_heads = shape.setting("num_key_value_heads") or heads
-    head = shape.setting("head_dim") or shape.setting("hidden_size") // max(1, heads)
-    return 2 * shape.setting("num_hidden_layers") * kv_heads * head
+def _rollouts(shape: ModelShape, config: TrainConfig, length: int, compute: int):
+    """Bytes of the caches of a batch, and tokens per step that are generated."""
+    heads = shape.setting("num_attention_heads") or 1
+    head = shape.setting("head_dim") or shape.setting("hidden_size") // heads
+    heads = shape.setting("num_key_value_heads") or heads
+    width = 2 * shape.setting("num_hidden_layers") * heads * head
+    rows, longest = config.batch_size * config.micro_batches, config.rollouts.max_tokens
+    steps = config.gradient_accumulation_steps / config.rollouts.num_iterations
+    return compute * width * rows * (length + longest), rows * longest * steps
 
 
 def draft_training_cost(
