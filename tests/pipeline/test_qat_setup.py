@@ -62,53 +62,11 @@ def weights_of(prepared):
     return {path: modules[path].weight for path in (UP, DOWN)}
 
 
-def initial_weights(mixed_model, seed=0, teacher=None, originals=dict, **qat):
+def initial_weights(mixed_model, seed=0, teacher=None, **qat):
     """The initial latent weights of QAT on a quantized model."""
     options = COMMON | {"qat": QATConfig(bits=3, quantizer="lsq", **qat)}
     train_config = TrainConfig(**options, teacher=teacher)
-    return weights_of(
-        prepare(
-            train_config,
-            mixed_model,
-            NullLogger(),
-            unquantized_weights=originals,
-            seed=seed,
-        )
-    )
-
-
-@pytest.fixture
-def dense(make_checkpoint):
-    """The unquantized weights of the quantized layers of `mixed_model`, by name."""
-    weights = mx.load(str(load(make_checkpoint()).path / "model.safetensors"))
-    return {f"{path}.weight": weights[f"{path}.weight"] for path in (UP, DOWN)}
-
-
-def test_nearest_latent_weights_are_near_the_unquantized_weights(mixed_model, dense):
-    random, codes = (
-        initial_weights(mixed_model),
-        initial_weights(mixed_model, latent_init="codes"),
-    )
-    weights = initial_weights(mixed_model, originals=dense.copy, latent_init="nearest")
-    for path, weight in weights.items():
-        errors = [
-            mx.abs(w - dense[f"{path}.weight"].astype(mx.float32)).mean().item()
-            for w in (weight, codes[path], random[path])
-        ]
-        assert errors[0] < 0.1 * min(errors[1:])
-    # Only if asked for.
-    default = initial_weights(mixed_model, originals=dense.copy)
-    assert all(mx.array_equal(default[path], random[path]) for path in random)
-
-
-def test_nearest_is_random_for_unknown_or_scaled_weights(mixed_model, dense):
-    scaled = {name: 3 * value for name, value in dense.items()}
-    random = initial_weights(mixed_model)
-    for originals in (dict, scaled.copy):
-        weights = initial_weights(
-            mixed_model, originals=originals, latent_init="nearest"
-        )
-        assert all(mx.array_equal(weights[path], random[path]) for path in random)
+    return weights_of(prepare(train_config, mixed_model, NullLogger(), seed=seed))
 
 
 def test_latent_weights_are_random_by_seed(mixed_model):

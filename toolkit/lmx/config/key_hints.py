@@ -192,7 +192,7 @@ VALUES = {
         "balanced": "seq",
     },
     "scale_init": {"fitted": "mse"},
-    "latent_init": {"true": "codes", "false": "random", "original": "nearest"},
+    "latent_init": {"true": "codes", "false": "random", "nearest": "random"},
     "overrides": {"keep": "skip", "ignore": "skip"},
     "loss": {
         "forward": "forward_kl",

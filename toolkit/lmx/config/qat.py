@@ -43,13 +43,11 @@ class QATConfig(QuantizationConfig):
     scale_init: Literal["minmax", "mse"] = "mse"
     """Initial scales and biases. minmax: the range of the weights; mse: the smallest
     squared rounding error. A quantized model keeps its stored ones."""
-    latent_init: Literal["codes", "nearest", "random"] | None = None
+    latent_init: Literal["codes", "random"] | None = None
     """Initial latent weights when training continues from a quantized model. random:
     anywhere in the rounding intervals of the codes, so that codes change in proportion
-    to the updates. nearest: as near to the weights before quantization as the codes
-    allow (random if they are unknown), for long trainings at high learning rates.
-    codes: the dequantized values (a code changes only after its weight moves half a
-    step). Default: codes if the teacher is the unquantized model and the
+    to the updates. codes: the dequantized values (a code changes only after its weight
+    moves half a step). Default: codes if the teacher is the unquantized model and the
     only signal, else random."""
     scale_lr_multiplier: float = Field(0.1, gt=0)
     """Learning rate of scales and biases divided by `learning_rate`."""

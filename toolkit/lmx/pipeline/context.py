@@ -9,7 +9,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..config.data import DataConfig
 from ..config.model import ModelConfig
@@ -227,16 +226,6 @@ class StageContext:
     def initial_model(self) -> Path:
         """The checkpoint that a train stage begins with; see `create_from_scratch`."""
         return self.current.model if self.current else self.folder / "from_scratch"
-
-    def unquantized_weights(self) -> dict[str, mx.array]:
-        """Lazy weights that the current model was quantized from; empty if unknown."""
-        current = self.current
-        # A training after the quantization has moved the codes away from these weights.
-        if not (current and current.is_quantized and "method" in current.facts):
-            return {}
-        folder = self.require_visible(current.reference)
-        loaded = self.load(folder, compute="stored", lazy=True)
-        return dict(tree_flatten(loaded.model.parameters()))
 
     def write_report(self, report: dict) -> None:
         """Write the report of this stage, which is that of the run for now."""

@@ -1,6 +1,5 @@
 """The model and the quantized layers that a train stage begins with."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -43,23 +42,19 @@ def prepare(
     loaded: LoadedModel,
     logger: RunLogger,
     *,
-    unquantized_weights: Callable[[], dict[str, mx.array]] = dict,
     seed: int = 0,
 ) -> QATModel:
     """Select the layers to quantize. A quantized model continues from its codes.
 
     Latent weights then begin at random places inside the rounding intervals of their
-    codes. The weights before quantization are no better places at low learning rates:
-    many lie outside the intervals, because the method may have chosen another code than
-    the nearest. `latent_init: nearest` begins as near to them as the codes allow.
+    codes. The weights before quantization are no better places: many lie outside the
+    intervals, because the method may have chosen another code than the nearest.
 
     With `latent_init: codes` they begin at the dequantized values instead. For many
     steps no code changes then, which preserves error compensation. That is the default
     if the only training signal is the model before quantization.
 
     Args:
-        unquantized_weights: the weights by name that a quantized model was made from,
-            as far as they are known. They may be lazy, and are removed one by one.
         seed: of the random places.
 
     Raises:
@@ -70,7 +65,7 @@ def prepare(
     qat, place = config.qat, str(loaded.path)
     if "quantization" in loaded.config:
         if qat:
-            return _from_codes(config, loaded, logger, unquantized_weights, seed)
+            return _from_codes(config, loaded, logger, seed)
         if not config.adapter:
             raise UserError(
                 "this model is quantized, and full fine-tuning needs its weights",
@@ -121,7 +116,6 @@ def _from_codes(
     config: TrainConfig,
     loaded: LoadedModel,
     logger: RunLogger,
-    unquantized_weights: Callable[[], dict[str, mx.array]],
     seed: int,
 ) -> QATModel:
     qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
@@ -136,33 +130,20 @@ def _from_codes(
     if qat.latent_init is None:
         at_codes = qat.quantizer == "scales_only" or config.is_self_distillation
     if not at_codes:
-        originals = unquantized_weights() if qat.latent_init == "nearest" else {}
-        _init_latent_weights(model, originals, mx.random.key(seed))
+        _init_latent_weights(model, mx.random.key(seed))
     return model
 
 
-def _init_latent_weights(
-    model: QATModel, originals: dict[str, mx.array], key: mx.array
-) -> None:
+def _init_latent_weights(model: QATModel, key: mx.array) -> None:
     """Move latent weights from their dequantized values, inside the same codes."""
     modules = dict(model.loaded.model.named_modules())
     quantizer_class = QUANTIZERS[model.qat.quantizer]
     for path, packed in model.packed.items():
         spec, layer = model.selection.specs[path], modules[path]
-        step = mx.abs(mx.repeat(packed["scales"], spec.group_size, axis=-1))
-        original = originals.pop(f"{path}.weight", None)
-        if original is not None and not _are_near(original, layer.weight, step):
-            original = None
         key, layer_key = mx.random.split(key)
         quantizer = quantizer_class(spec, model.loaded.dtype, model.qat.scale_init)
-        layer.weight = quantizer.latent_within_cell(packed, layer_key, original)
+        layer.weight = quantizer.latent_within_cell(packed, layer_key)
         mx.eval(layer.weight)
-
-
-def _are_near(weights: mx.array, values: mx.array, step: mx.array) -> bool:
-    """Whether the values quantize these weights; false if AWQ has scaled them."""
-    distance = mx.abs(weights.astype(mx.float32) - values)
-    return (distance.mean() <= step.mean()).item()
 
 
 def _unquantized_layers(loaded: LoadedModel) -> dict[str, str]:

@@ -55,7 +55,6 @@ class TrainRun:
             config,
             context.load(self.initial, compute="stored"),
             context.logger,
-            unquantized_weights=context.unquantized_weights,
             seed=context.seed,
         )
         self.loaded, self.selection = self.model.loaded, self.model.selection

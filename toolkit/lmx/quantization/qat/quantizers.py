@@ -92,13 +92,10 @@ class LSQQuantizer(AffineQuantizer):
         }
 
     def latent_within_cell(
-        self,
-        packed: dict[str, mx.array],
-        key: mx.array,
-        nearest_to: mx.array | None = None,
+        self, packed: dict[str, mx.array], key: mx.array
     ) -> mx.array:
         """Initial latent weights; see `AffineSTE.latent_within_cell`."""
-        return self._affine.latent_within_cell(packed, key, nearest_to)
+        return self._affine.latent_within_cell(packed, key)
 
 
 class FixedScaleQuantizer(LSQQuantizer):

@@ -14,9 +14,6 @@ from ..packing import dequantize, pack, pack_codes
 # Rounding of a position in float32, relative to the largest number it is computed from,
 # with a reserve for the inexact divisions of GPUs.
 POSITION_ERROR = 2.0**-20
-# Distance, in steps, from the border of a cell to a weight that would lie outside. From
-# the border itself almost all such weights would change their codes at the first step.
-CELL_MARGIN = 0.01
 
 
 def straight_through(
@@ -111,22 +108,14 @@ class AffineSTE:
         return tuple(v.astype(mx.float32).reshape(-1) for v in pair)
 
     def latent_within_cell(
-        self,
-        packed: dict[str, mx.array],
-        key: mx.array,
-        nearest_to: mx.array | None = None,
+        self, packed: dict[str, mx.array], key: mx.array
     ) -> mx.array:
-        """Latent weights [..., K], float32, in the cells of their codes.
+        """Latent weights [..., K], float32, at random in the cells of their codes.
 
-        They quantize to the codes of `packed`, and lie where they have a gradient. By
-        default they are at random. As all places are as probable, an update by a
-        fraction of a step changes this fraction of the codes by a step: on average the
-        quantized weights follow the updates, as in stochastic rounding
-        (arXiv 1502.02551).
-
-        Args:
-            nearest_to: weights of the same shape, to which they are as near as
-                `CELL_MARGIN` allows.
+        They quantize to the codes of `packed`. As all places are as probable, an update
+        by a fraction of a step changes this fraction of the codes by a step: on average
+        the quantized weights follow the updates, as in stochastic rounding
+        (arXiv 1502.02551). Each weight lies where it has a gradient.
         """
         pair = (packed[k].astype(mx.float32).reshape(-1) for k in ("scales", "biases"))
         scales, biases = pair
@@ -134,12 +123,8 @@ class AffineSTE:
         codes = codes_as_float(packed["weight"], self.spec)
         codes = codes.reshape(-1, self.spec.group_size)
         low, high = self._cells(codes, scales, biases)
-        if nearest_to is None:
-            places = mx.random.uniform(shape=codes.shape, key=key)
-            positions = low + (high - low) * places
-        else:
-            positions = self._positions(nearest_to, scales, biases)
-            positions = mx.clip(positions, low + CELL_MARGIN, high - CELL_MARGIN)
+        places = mx.random.uniform(shape=codes.shape, key=key)
+        positions = low + (high - low) * places
         weight = positions * scales[:, None] + biases[:, None]
         # In a group whose scale is too small beside its bias, the levels are exact.
         same = self._nearest_codes(self._positions(weight, scales, biases)) == codes
