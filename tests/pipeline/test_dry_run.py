@@ -446,6 +446,23 @@ def test_quantized_bytes_are_the_bytes_written():
     assert shape.quantized_bytes(specs) == written
 
 
+def test_epochs_have_as_many_steps_for_every_loss(workspace, model):
+    workload = Workload(
+        model_shape(SHAPE), mx.float16, [20] * 40, 64, 40, lambda _: None
+    )
+
+    def steps(*overrides: str) -> int:
+        [first, *_] = plan(load("recipe.yaml", list(overrides))).stages
+        return first.stage.resources(workload, workload.shape.bytes).steps
+
+    rollouts = "stages.train.rollouts={num_generations: 4}"
+    grpo = "stages.train.loss={type: grpo, rewards: [exact_match]}"
+    # 40 examples in batches of 2, twice.
+    assert steps() == 40
+    assert steps("stages.train.loss={type: dpo}") == 40
+    assert steps(rollouts, grpo) == 40
+
+
 def test_disk_estimate_has_artifacts_and_checkpoints(workspace):
     shape = model_shape(SHAPE)
     workload = Workload(shape, mx.float16, [64], 64, 0, lambda name: None)

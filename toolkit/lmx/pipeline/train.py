@@ -179,6 +179,7 @@ class TrainStage(Stage):
         if config.steps is not None or not workload.examples:
             return config.steps
         examples = batch.mean_tokens / workload.mean_length
+        examples /= config.sequences_per_example
         batches = config.batches(workload.examples / examples)
         return math.ceil(batches / config.gradient_accumulation_steps)
 
