@@ -55,7 +55,10 @@ def generate_alone(model, request, tokenizer):
     return [response.token for response in responses]
 
 
-@pytest.mark.parametrize(("name", "count"), [("llama", 80), ("gemma3", 32)])
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("llama", 80), pytest.param("gemma3", 32, marks=pytest.mark.slow)],
+)
 def test_batch_generator_matches_single_requests(name, count):
     model, tokenizer = tiny(name), byte_tokenizer()
     requests = some_requests(count, 256)

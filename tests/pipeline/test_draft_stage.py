@@ -105,7 +105,8 @@ def test_draft_json_has_recommendation_and_costs(draft_run, base):
 def test_card_and_page_show_every_prompt_set_and_the_baseline(draft_run):
     card = (draft_run.output / "draft/README.md").read_text()
     assert "|  | standard | prompt_lookup | baseline_model | draft |" in card
-    page = (draft_run.output / "report.html").read_text()
+    # Without the places where a long name may break.
+    page = (draft_run.output / "report.html").read_text().replace("<wbr>", "")
     for sampling in ("greedy", "temperature 0.7"):
         for prompt_set in ("chat", "copying"):
             assert f"| {sampling}, {prompt_set}: speed-up | 1.00x |" in card
@@ -146,6 +147,7 @@ def test_draft_training_logs_bounds_lengths_and_prediction(draft_run):
     assert "MB on disk" in draft_run.log
 
 
+@pytest.mark.slow
 def test_completions_are_generated_once_for_several_losses(draft_run, tmp_path):
     completions = cached_completions()
     other = {

@@ -61,7 +61,7 @@ def expected(tmp_path_factory, base):
         ("late-grids", "step", 7),
         pytest.param("late-grids", "step", 10, marks=pytest.mark.slow),
         pytest.param("down", "step", 6, marks=pytest.mark.slow),
-        ("down", "step", 9),
+        pytest.param("down", "step", 9, marks=pytest.mark.slow),
     ],
 )
 def test_run_resumes_after_kill(tmp_path, base, expected, kind, where, call):

@@ -319,7 +319,11 @@ MISTRAL3 = {
 }
 
 
-@pytest.mark.parametrize("base", [MISTRAL3, QWEN3_MOE], ids=["nested", "experts"])
+@pytest.mark.parametrize(
+    "base",
+    [MISTRAL3, pytest.param(QWEN3_MOE, marks=pytest.mark.slow)],
+    ids=["nested", "experts"],
+)
 def test_run_of_other_architectures(tmp_path, make_checkpoint, base):
     """A nested config, and a mixture of experts."""
     adapter = LORA | {"target_modules": ["self_attn.*"]}

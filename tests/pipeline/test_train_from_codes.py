@@ -145,7 +145,9 @@ def test_training_from_codes_improves_exported_loss(trained_run, mode):
         assert same == (name in UNCHANGED[mode]), name
 
 
-@pytest.mark.parametrize("mode", ["lora_minmax", "qa_lora"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("lora_minmax", marks=pytest.mark.slow), "qa_lora"]
+)
 def test_training_from_codes_resumes_after_kill(tmp_path, base, trained_run, mode):
     stages = {"quantize": GRID}, {"train": TRAINING | MODES[mode]}
     run = Run(tmp_path, *stages, model=base)
@@ -179,6 +181,7 @@ def test_qa_lora_of_unquantized_model_is_refused(tmp_path, base, capsys):
     assert not run.output.exists()
 
 
+@pytest.mark.slow
 def test_training_from_codes_of_an_imported_model(tmp_path, make_checkpoint):
     """Without the original weights, the reference has the dequantized codes."""
     first = Run(tmp_path, {"quantize": GRID}, model=make_checkpoint(QWEN3_MOE))

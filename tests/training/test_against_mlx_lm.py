@@ -260,6 +260,7 @@ def weight_changes(model, weights_after) -> np.ndarray:
     return np.concatenate([np.array(part).ravel() for part in parts])
 
 
+@pytest.mark.slow
 def test_small_learning_rates_change_bfloat16_weights():
     """Twenty steps of Adam at 1e-6. Rounding to bfloat16 loses most updates."""
     tokens = tokens_of().tokens

@@ -95,7 +95,16 @@ def member(family):
     return build_model(COMMON | FAMILIES[family] | {"model_type": family})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+SLOW_FAMILIES = {"gemma2", "mamba"}
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW_FAMILIES else [])
+        for name in FAMILIES
+    ],
+)
 def test_chunked_loss_equals_full_logits_for_every_family(family):
     batch = tokens_of()
     expected = outputs(member(family), None, None, batch)
