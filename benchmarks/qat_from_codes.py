@@ -157,7 +157,7 @@ def train(job: dict, arguments: argparse.Namespace) -> dict[str, float]:
         save_steps=arguments.steps + 1,
     )
     training = TrainRun(config, _context(job, arguments))
-    before = training.step.evaluate(training.trainer.eval_batches)
+    before = training.trainer.evaluate()
     training.run()
     result = {
         "before": before.loss_sum / before.loss_count,

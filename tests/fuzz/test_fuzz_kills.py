@@ -139,7 +139,8 @@ class DisturbedStage:
         elif how == "closed pipe":
             process = self.start(how, seconds)
         else:
-            process = self.start(how, int(10 ** rng.uniform(2, 5.5)))
+            # The limit is also that of stderr, which must hold the message.
+            process = self.start(how, int(10 ** rng.uniform(3, 5.5)))
         result = process.result(LONGEST)
         assert "Traceback" not in result.stderr, result.stderr
         assert len(result.stderr) < 5000
