@@ -24,13 +24,33 @@ def main() -> None:
     print(json.dumps(run(folder, settings, library)))
 
 
-class Clock:
-    """Measurements of a run: `warm` steps, then `timed` steps that count."""
+class StepClock:
+    """Times of a run: `warm` steps, then `timed` steps that count."""
 
     def __init__(self, warm: int, timed: int):
         self.warm, self.total = warm, warm + timed
-        self.positions = self.filled = 0
         self._ends: list[tuple[float, float]] = []
+
+    def end_step(self) -> None:
+        """Record the end of a step."""
+        self._ends.append((time.perf_counter(), time.process_time()))
+
+    def times(self) -> dict:
+        """Seconds, processor seconds and number of the steps that count."""
+        (start, cpu_start), (end, cpu_end) = self._ends[self.warm - 1], self._ends[-1]
+        return {
+            "seconds": end - start,
+            "processor_seconds": cpu_end - cpu_start,
+            "steps": self.total - self.warm,
+        }
+
+
+class Clock(StepClock):
+    """Measurements of a run: times, losses and padding."""
+
+    def __init__(self, warm: int, timed: int):
+        super().__init__(warm, timed)
+        self.positions = self.filled = 0
         self._losses: list[float] = []
         self._trained: list[int] = []
 
@@ -42,19 +62,15 @@ class Clock:
 
     def step(self, mean_loss: float, trained: int) -> None:
         """Record the end of a step."""
-        self._ends.append((time.perf_counter(), time.process_time()))
+        self.end_step()
         self._losses.append(mean_loss * trained)
         self._trained.append(trained)
 
     def result(self, parameters: int, engine: str, **more) -> dict:
         """Results for the comparison. Losses are means over the tokens of an epoch."""
         warm = self.warm
-        (start, cpu_start), (end, cpu_end) = self._ends[warm - 1], self._ends[-1]
-        return {
-            "seconds": end - start,
-            "processor_seconds": cpu_end - cpu_start,
+        return self.times() | {
             "trained": sum(self._trained[warm:]),
-            "steps": self.total - warm,
             "positions": self.positions,
             "filled": self.filled,
             "first_loss": sum(self._losses[:warm]) / sum(self._trained[:warm]),
@@ -160,16 +176,11 @@ def _mlx_lm(folder: Path, settings: dict, library: str) -> dict:
     from lmx.cpu import blas
 
     used = blas.use_openblas()
-    from types import SimpleNamespace
-
-    import mlx.core as mx
     import mlx.optimizers as optimizers
     from mlx.utils import tree_flatten
-    from mlx_lm import load
     from mlx_lm.tuner import trainer
     from mlx_lm.tuner.callbacks import TrainingCallback
-    from mlx_lm.tuner.datasets import CacheDataset, load_dataset
-    from mlx_lm.tuner.utils import linear_to_lora_layers
+    from mlx_lm.tuner.datasets import CacheDataset
 
     class Record(TrainingCallback):
         trained = 0
@@ -184,17 +195,7 @@ def _mlx_lm(folder: Path, settings: dict, library: str) -> dict:
             clock.batch(number, tokens[:, :-1].size, _filled(tokens))
             yield tokens, spans
 
-    model, tokenizer = load(str(folder / "model"))
-    # As lmx; half precision is slower on a CPU.
-    model.set_dtype(mx.float32)
-    if not settings["full"]:
-        model.freeze()
-        lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
-        linear_to_lora_layers(model, settings["num_layers"], lora)
-    dataset = SimpleNamespace(
-        data=str(folder), train=True, test=False, mask_prompt=True
-    )
-    examples, *_ = load_dataset(dataset, tokenizer)
+    model, examples = _mlx_lm_inputs(folder, settings)
     steps = len(examples) // settings["batch_size"]
     clock = Clock(*(STOCK_STEPS if library == "stock" else (steps, steps)))
     options = trainer.TrainingArgs(
@@ -219,6 +220,29 @@ def _mlx_lm(folder: Path, settings: dict, library: str) -> dict:
     )
     size = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     return clock.result(size, _engine(used), **_mlx_facts(used))
+
+
+def _mlx_lm_inputs(folder: Path, settings: dict) -> tuple:
+    """The model, with LoRA unless all weights are trained, and its dataset."""
+    from types import SimpleNamespace
+
+    import mlx.core as mx
+    from mlx_lm import load
+    from mlx_lm.tuner.datasets import load_dataset
+    from mlx_lm.tuner.utils import linear_to_lora_layers
+
+    model, tokenizer = load(str(folder / "model"))
+    # As lmx; half precision is slower on a CPU.
+    model.set_dtype(mx.float32)
+    if not settings["full"]:
+        model.freeze()
+        lora = {"rank": RANK, "scale": SCALE, "dropout": 0.0}
+        linear_to_lora_layers(model, settings["num_layers"], lora)
+    dataset = SimpleNamespace(
+        data=str(folder), train=True, test=False, mask_prompt=True
+    )
+    examples, *_ = load_dataset(dataset, tokenizer)
+    return model, examples
 
 
 def _hf(folder: Path, settings: dict, _: str) -> dict:

@@ -8,7 +8,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from finetune_runners import BETAS, RANK, SCALE
+from finetune_runners import BETAS, RANK, SCALE, StepClock
 
 PROGRAM = Path(__file__)
 LIBRARIES = ("lmx", "mlx-lm-lora")
@@ -26,17 +26,16 @@ def main() -> None:
     print(json.dumps(run(folder, settings)))
 
 
-class Clock:
-    """Measurements of a run: `warm` steps, then `timed` steps that count.
+class Clock(StepClock):
+    """Times and memory of a run; steps after the last one do not count.
 
     Attributes:
         extra: seconds and processor seconds of work before the steps that counts, too.
     """
 
     def __init__(self, warm: int, timed: int):
-        self.warm, self.total = warm, warm + timed
+        super().__init__(warm, timed)
         self.extra = 0.0, 0.0
-        self._ends: list[tuple[float, float]] = []
         self._peak = self._rss = 0
 
     def start(self) -> None:
@@ -46,12 +45,12 @@ class Clock:
         mx.reset_peak_memory()
 
     def step(self) -> None:
-        """Record the end of a step; those after the last one do not count."""
+        """Record the end of a step."""
         import mlx.core as mx
 
         if len(self._ends) == self.total:
             return
-        self._ends.append((time.perf_counter(), time.process_time()))
+        self.end_step()
         self._peak = mx.get_peak_memory()
         self._rss = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
@@ -62,12 +61,11 @@ class Clock:
     def result(self, parameters: int, **more) -> dict:
         """Results for the comparison."""
         assert len(self._ends) == self.total
-        (start, cpu_start), (end, cpu_end) = self._ends[self.warm - 1], self._ends[-1]
-        return {
-            "seconds": end - start + self.extra[0],
-            "processor_seconds": cpu_end - cpu_start + self.extra[1],
+        times = self.times()
+        return times | {
+            "seconds": times["seconds"] + self.extra[0],
+            "processor_seconds": times["processor_seconds"] + self.extra[1],
             "reference_seconds": self.extra[1],
-            "steps": self.total - self.warm,
             "peak": self._peak,
             "rss": self._rss,
             "parameters": parameters,
@@ -80,59 +78,15 @@ def _lmx_dpo(folder: Path, settings: dict) -> dict:
 
     cpu.enable()
     import mlx.core as mx
-    from lmx.config.lora import LoRAConfig
     from lmx.config.preference import DPOLossConfig
-    from lmx.config.train import TrainConfig
-    from lmx.cpu import on_cpu
-    from lmx.data.batching import BucketBatchSampler, example_indices
-    from lmx.data.dataset import RecordReader
-    from lmx.data.preference import encode_pairs
-    from lmx.data.tokenization import encode_all
-    from lmx.models.loader import load, set_compute_dtype
-    from lmx.models.lora import lora_model
-    from lmx.run.logger import RunLogger
-    from lmx.training.chunked_loss import ChunkedLoss
     from lmx.training.optimizers import OptimizerConfig
     from lmx.training.preference_loss import PreferenceLoss
-    from lmx.training.reference_log_probs import (
-        Reference,
-        ReferenceBatches,
-        reference_log_probs,
-    )
     from lmx.training.step import TrainStep
 
-    loaded = load(Path(settings["model"]))
-    model, size = loaded.model, settings["batch_size"]
-    examples = encode_all(
-        list(RecordReader(str(folder / "train.jsonl"))),
-        loaded.tokenizer,
-        max_seq_length=settings["max_seq_length"],
-        encode=encode_pairs,
-    ).examples
-    batches = BucketBatchSampler(
-        examples,
-        max_seq_length=settings["max_seq_length"],
-        batch_size=size,
-        sequences_per_example=2,
-    )
-    lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
-    set_compute_dtype(model, mx.float32)
-    longest = max(2 * size * length for length, size, _ in batches.buckets)
-    chunk = TrainConfig(steps=1, batch_size=1).chunk(
-        vocabulary=loaded.config["vocab_size"], tokens=longest, on_cpu=on_cpu()
-    )
-    chunked = ChunkedLoss(model, chunk)
+    model, chunked, batches = _lmx_pairs(folder, settings)
     clock = Clock(settings["warm_epochs"] * batches.per_epoch, batches.per_epoch)
     clock.start()
-    start = time.perf_counter(), time.process_time()
-    # The adapter changes nothing yet, so this is the reference.
-    reference = Reference(lambda: (model, chunked), "", RunLogger(None, quiet=True))
-    indices = example_indices(batches, batches.per_epoch)
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["LMX_CACHE"] = cache
-        values = reference_log_probs(batches.examples, indices, reference)
-    clock.extra = time.perf_counter() - start[0], time.process_time() - start[1]
-    batches = ReferenceBatches(batches, values)
+    batches, clock.extra = _with_reference(model, chunked, batches)
     step = TrainStep(
         model,
         OptimizerConfig(beta1=BETAS[0], beta2=BETAS[1]),
@@ -150,10 +104,68 @@ def _lmx_dpo(folder: Path, settings: dict) -> dict:
     _record(clock, losses, pending)
     return clock.result(
         sum(value.size for value in step.parameters.values()),
-        pairs=len(examples) // 2,
+        pairs=len(batches.examples) // 2,
         first_loss=losses[0],
         last_loss=_mean(clock.timed(losses)),
     )
+
+
+def _lmx_pairs(folder: Path, settings: dict) -> tuple:
+    """The model with LoRA, its chunked loss, and the batches of pairs."""
+    import mlx.core as mx
+    from lmx.config.lora import LoRAConfig
+    from lmx.config.train import TrainConfig
+    from lmx.cpu import on_cpu
+    from lmx.data.batching import BucketBatchSampler
+    from lmx.data.dataset import RecordReader
+    from lmx.data.preference import encode_pairs
+    from lmx.data.tokenization import encode_all
+    from lmx.models.loader import load, set_compute_dtype
+    from lmx.models.lora import lora_model
+    from lmx.training.chunked_loss import ChunkedLoss
+
+    loaded = load(Path(settings["model"]))
+    model = loaded.model
+    examples = encode_all(
+        list(RecordReader(str(folder / "train.jsonl"))),
+        loaded.tokenizer,
+        max_seq_length=settings["max_seq_length"],
+        encode=encode_pairs,
+    ).examples
+    batches = BucketBatchSampler(
+        examples,
+        max_seq_length=settings["max_seq_length"],
+        batch_size=settings["batch_size"],
+        sequences_per_example=2,
+    )
+    lora_model.attach(model, LoRAConfig(rank=RANK, alpha=RANK * SCALE), seed=0)
+    set_compute_dtype(model, mx.float32)
+    longest = max(2 * size * length for length, size, _ in batches.buckets)
+    chunk = TrainConfig(steps=1, batch_size=1).chunk(
+        vocabulary=loaded.config["vocab_size"], tokens=longest, on_cpu=on_cpu()
+    )
+    return model, ChunkedLoss(model, chunk), batches
+
+
+def _with_reference(model, chunked, batches) -> tuple:
+    """Batches with the reference's log-probabilities; wall and processor seconds."""
+    from lmx.data.batching import example_indices
+    from lmx.run.logger import RunLogger
+    from lmx.training.reference_log_probs import (
+        Reference,
+        ReferenceBatches,
+        reference_log_probs,
+    )
+
+    start = time.perf_counter(), time.process_time()
+    # The adapter changes nothing yet, so this is the reference.
+    reference = Reference(lambda: (model, chunked), "", RunLogger(None, quiet=True))
+    indices = example_indices(batches, batches.per_epoch)
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["LMX_CACHE"] = cache
+        values = reference_log_probs(batches.examples, indices, reference)
+    times = time.perf_counter() - start[0], time.process_time() - start[1]
+    return ReferenceBatches(batches, values), times
 
 
 def _record(clock: Clock, losses: list[float], outputs) -> None:
@@ -177,46 +189,13 @@ def _lmx_grpo(folder: Path, settings: dict) -> dict:
             trained.append(state.trained_tokens)
             clock.step()
 
-    stage = {
-        "adapter": {"rank": RANK, "alpha": RANK * SCALE},
-        "loss": {
-            "type": "grpo",
-            "rewards": ["exact_match"],
-            "beta": settings["beta"],
-        },
-        "rollouts": {
-            "num_generations": settings["num_generations"],
-            "max_tokens": settings["max_tokens"],
-            "temperature": settings["temperature"],
-        },
-        "batch_size": settings["batch_size"] // settings["accumulation"],
-        "gradient_accumulation_steps": settings["accumulation"],
-        # The end of a step is seen when the next one has begun: one step more.
-        "steps": clock.total + 1,
-        "learning_rate": settings["learning_rate"],
-        "lr_schedule": "constant",
-        "warmup_ratio": 0.0,
-        "weight_decay": 0.0,
-        "max_grad_norm": None,
-        "beta1": BETAS[0],
-        "beta2": BETAS[1],
-        "compute_dtype": "float32",
-        "eval_steps": 10**6,
-        "eval_batches": 1,
-        "save_steps": 10**6,
-        "logging_steps": 1,
-    }
-    recipe = {
-        "model": settings["model"],
-        "data": {
-            "train": str(folder / "train.jsonl"),
-            "valid": str(folder / "valid.jsonl"),
-            "max_seq_length": settings["max_seq_length"],
-        },
-        "stages": [{"train": stage}],
-    }
     with tempfile.TemporaryDirectory() as output:
-        run = lmx.train(recipe, output=output, callbacks=[Record()], quiet=True)
+        run = lmx.train(
+            _grpo_recipe(folder, settings, clock.total),
+            output=output,
+            callbacks=[Record()],
+            quiet=True,
+        )
         samples = (Path(output) / "samples.jsonl").read_text().splitlines()
         rows = [row for row in run.history if row["kind"] == "train"]
         adapter = mx.load(str(run.adapter_path / "adapters.safetensors"))
@@ -233,6 +212,47 @@ def _lmx_grpo(folder: Path, settings: dict) -> dict:
         first_loss=rows[0]["loss"],
         last_loss=_mean([row["loss"] for row in clock.timed(rows)]),
     )
+
+
+def _grpo_recipe(folder: Path, settings: dict, num_steps: int) -> dict:
+    stage = {
+        "adapter": {"rank": RANK, "alpha": RANK * SCALE},
+        "loss": {
+            "type": "grpo",
+            "rewards": ["exact_match"],
+            "beta": settings["beta"],
+        },
+        "rollouts": {
+            "num_generations": settings["num_generations"],
+            "max_tokens": settings["max_tokens"],
+            "temperature": settings["temperature"],
+        },
+        "batch_size": settings["batch_size"] // settings["accumulation"],
+        "gradient_accumulation_steps": settings["accumulation"],
+        # The end of a step is seen when the next one has begun: one step more.
+        "steps": num_steps + 1,
+        "learning_rate": settings["learning_rate"],
+        "lr_schedule": "constant",
+        "warmup_ratio": 0.0,
+        "weight_decay": 0.0,
+        "max_grad_norm": None,
+        "beta1": BETAS[0],
+        "beta2": BETAS[1],
+        "compute_dtype": "float32",
+        "eval_steps": 10**6,
+        "eval_batches": 1,
+        "save_steps": 10**6,
+        "logging_steps": 1,
+    }
+    return {
+        "model": settings["model"],
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "valid": str(folder / "valid.jsonl"),
+            "max_seq_length": settings["max_seq_length"],
+        },
+        "stages": [{"train": stage}],
+    }
 
 
 def _peer_model(settings: dict) -> tuple:
@@ -260,7 +280,7 @@ def _peer_model(settings: dict) -> tuple:
 
 
 def _peer_parts(settings: dict, model, clock: Clock) -> tuple:
-    """Optimizer, callback and losses that the callback appends to."""
+    """Optimizer, callback, the reports that it gets, and the trained parameters."""
     import mlx.optimizers as optimizers
     from mlx.utils import tree_flatten
     from mlx_lm.tuner.callbacks import TrainingCallback
@@ -277,6 +297,19 @@ def _peer_parts(settings: dict, model, clock: Clock) -> tuple:
     )
     size = sum(value.size for _, value in tree_flatten(model.trainable_parameters()))
     return optimizer, Record(), reports, size
+
+
+def _peer_arguments(folder: Path, settings: dict, clock: Clock) -> dict:
+    """Arguments of both of its trainers."""
+    return {
+        "batch_size": settings["batch_size"],
+        "iters": clock.total,
+        "steps_per_report": 1,
+        "steps_per_save": clock.total + 1,
+        "max_seq_length": settings["max_seq_length"],
+        "adapter_file": str(folder / "adapters.safetensors"),
+        "beta": settings["beta"],
+    }
 
 
 def _rows(folder: Path) -> list[dict]:
@@ -303,15 +336,7 @@ def _peer_dpo(folder: Path, settings: dict) -> dict:
         reference,
         optimizer,
         DPODataset(rows, tokenizer),
-        args=DPOTrainingArgs(
-            batch_size=size,
-            iters=clock.total,
-            steps_per_report=1,
-            steps_per_save=clock.total + 1,
-            max_seq_length=settings["max_seq_length"],
-            adapter_file=str(folder / "adapters.safetensors"),
-            beta=settings["beta"],
-        ),
+        args=DPOTrainingArgs(**_peer_arguments(folder, settings, clock)),
         training_callback=callback,
     )
     losses = [report["train_loss"] for report in reports]
@@ -355,19 +380,13 @@ def _peer_grpo(folder: Path, settings: dict) -> dict:
         GRPODataset(_rows(folder), tokenizer, text_completion_key="text"),
         reward_funcs=[exact_match],
         args=GRPOTrainingArgs(
-            batch_size=settings["batch_size"],
-            iters=clock.total,
-            steps_per_report=1,
-            steps_per_save=clock.total + 1,
-            max_seq_length=settings["max_seq_length"],
-            adapter_file=str(folder / "adapters.safetensors"),
+            **_peer_arguments(folder, settings, clock),
             group_size=settings["num_generations"],
             max_completion_length=settings["max_tokens"],
             # All of the distribution, as lmx samples.
             temperature=settings["temperature"],
             top_p=1.0,
             top_k=0,
-            beta=settings["beta"],
             epsilon=0.2,
         ),
         training_callback=callback,

@@ -59,6 +59,9 @@ def test_python_files_need_a_flag_that_resuming_repeats(recipe, calls):
     flags = calls[0][2]
     assert flags["extensions"].allow_python is True
     assert flags["command"] == f"lmx-train {recipe} --allow-python"
+    # A quantize stage has no reward.
+    with pytest.raises(SystemExit):
+        main.main(["quantize", "--model", "M", "--allow-python"])
 
 
 def test_dry_run_runs_nothing(recipe, calls):

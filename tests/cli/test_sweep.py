@@ -144,3 +144,18 @@ def test_table_of_few_groups_and_many_metrics_has_metrics_as_rows():
     )
     # As wide as it is high: it stays.
     assert narrower(columns, [row] * 3) == (columns, [row] * 3)
+
+
+def test_every_run_gets_the_flags_of_the_sweep(recipe, monkeypatch, capsys):
+    calls: list[list[str]] = []
+
+    def interrupted(words: list[str]) -> int:
+        calls.append(words)
+        return INTERRUPTED
+
+    monkeypatch.setattr(sweep, "_run", interrupted)
+    flags = ["--ignore-limits", "--allow-python"]
+    assert main.main(["sweep", recipe, "seed=0,1", "--quiet", *flags]) == INTERRUPTED
+    assert set(flags) <= set(calls[0])
+    # So does the command that resumes it.
+    assert capsys.readouterr().err.strip().endswith(" ".join(flags))

@@ -13,14 +13,14 @@ FLAGS = {
     "--dry-run": "check recipe, data, memory and disk, and show the plan",
     "--restart": "move an earlier run of this recipe aside and start over",
     "--ignore-limits": "run even if the estimate exceeds memory or disk",
-    "--allow-python": "run the Python files that the recipe names as rewards",
     "--quiet": "print only warnings and the result",
 }
-# As in pipeline/largest_fit.py, which `--help` does not load.
-FIND = ("max_seq_length", "batch_size", "batch_tokens")
-
+# Also of commands that run recipes which may name Python files.
+ALLOW_PYTHON = {
+    "--allow-python": "run the Python files that the recipe names as rewards"
+}
 # They are part of the command that resumes a run.
-KEPT_FLAGS = ("--ignore-limits", "--allow-python")
+KEPT_FLAGS = ("--ignore-limits", *ALLOW_PYTHON)
 
 
 def add_execution_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +38,6 @@ def add_find_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--find",
         metavar="KEY",
-        choices=FIND,
         help="with --dry-run: the largest max_seq_length, batch_size or batch_tokens "
         "that fits into memory",
     )
@@ -126,7 +125,7 @@ def _execute(arguments: argparse.Namespace, kind: str, source: str | None) -> in
         ignore_limits=arguments.ignore_limits,
         quiet=arguments.quiet,
         command=_command(recipe, source, arguments),
-        extensions=Extensions(allow_python=arguments.allow_python),
+        extensions=Extensions(allow_python="--allow-python" in kept_flags(arguments)),
     )
     return 0
 
@@ -137,5 +136,10 @@ def _command(recipe, source: str | None, arguments: argparse.Namespace) -> str:
         words = [source, *recipe.loaded.overrides]
     else:
         words = [str(recipe.output / "recipe.yaml"), f"output={recipe.output}"]
-    flags = [f for f in KEPT_FLAGS if getattr(arguments, f[2:].replace("-", "_"))]
-    return shlex.join(["lmx-train", *words, *flags])
+    return shlex.join(["lmx-train", *words, *kept_flags(arguments)])
+
+
+def kept_flags(arguments: argparse.Namespace) -> list[str]:
+    """The given flags that the same run needs again."""
+    given = vars(arguments)
+    return [flag for flag in KEPT_FLAGS if given.get(flag[2:].replace("-", "_"))]

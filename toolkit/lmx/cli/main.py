@@ -12,7 +12,12 @@ from ..config.redaction import redact
 from ..errors import INTERRUPTED, Interrupted, UserError
 from ..run import terminal
 from ..version import __version__
-from .execution import add_execution_arguments, add_find_argument, execute
+from .execution import (
+    ALLOW_PYTHON,
+    add_execution_arguments,
+    add_find_argument,
+    execute,
+)
 from .options import add_recipe_options, given_options
 from .parser import HintingParser
 
@@ -76,6 +81,7 @@ def train_parser() -> HintingParser:
     add_execution_arguments(parser)
     add_find_argument(parser)
     for flag, meaning in {
+        **ALLOW_PYTHON,
         "--list": "list bundled recipes, stages, methods and formats",
         "--debug": "show the traceback of an error",
     }.items():

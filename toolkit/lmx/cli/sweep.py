@@ -22,6 +22,7 @@ from ..run.logger import RunLogger
 from ..run.progress import format_duration
 from ..run.signals import sigterm_interrupts
 from ..run.sweep_summary import SweepRun, groups_table, narrower
+from .execution import KEPT_FLAGS, kept_flags
 
 PAGE = "compare.html"
 TITLE = "means ± standard errors over the seeds of finished runs"
@@ -78,7 +79,8 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add("--list", metavar="FILE", help="a file with the overrides of one run per line")
     add("--output", metavar="FOLDER", help="default: exports/<recipe>-sweep")
     add("--dry-run", action="store_true", help="check all recipes and list the runs")
-    add("--ignore-limits", action="store_true", help="as of lmx-train, for every run")
+    for flag in KEPT_FLAGS:
+        add(flag, action="store_true", help="as of lmx-train, for every run")
     add("--quiet", action="store_true", help="print only warnings and results")
 
 
@@ -142,8 +144,7 @@ def _run_all(
     waiting = [index for index, run in enumerate(runs) if not run.is_done]
     if finished := len(runs) - len(waiting):
         logger.info(f"{finished} of {len(runs)} runs are already finished")
-    options = ["--ignore-limits"] * arguments.ignore_limits
-    options += ["--quiet"] * arguments.quiet
+    options = kept_flags(arguments) + ["--quiet"] * arguments.quiet
     start = time.monotonic()
     for position, index in enumerate(waiting):
         left = ""
@@ -188,7 +189,7 @@ def _words(arguments: argparse.Namespace) -> list[str]:
     for option in ("list", "output"):
         if value := getattr(arguments, option):
             words += [f"--{option}", value]
-    return words + ["--ignore-limits"] * arguments.ignore_limits
+    return words + kept_flags(arguments)
 
 
 def _manifest(folder: Path) -> dict | None:

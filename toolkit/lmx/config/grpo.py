@@ -39,6 +39,10 @@ class PolicyLossConfig(ConfigModel):
     """Seconds that a reward function may take for one completion."""
     beta: float = Field(0.0, ge=0)
     """Weight of the KL divergence from the model before the training, per token."""
+    epsilon: Lower = 0.2
+    """Lower clipping of the probability ratio."""
+    epsilon_high: Upper = 0.2
+    """Upper clipping of the probability ratio."""
 
     @model_validator(mode="after")
     def _check_rewards(self):
@@ -55,10 +59,6 @@ class GRPOLossConfig(PolicyLossConfig):
 
     type: Literal["grpo"] = "grpo"
     """Loss. Default: dpo."""
-    epsilon: Lower = 0.2
-    """Lower clipping of the probability ratio."""
-    epsilon_high: Upper = 0.2
-    """Upper clipping of the probability ratio."""
 
 
 class DrGRPOLossConfig(PolicyLossConfig):
@@ -67,10 +67,6 @@ class DrGRPOLossConfig(PolicyLossConfig):
 
     type: Literal["dr_grpo"] = "dr_grpo"
     """Loss. Default: dpo."""
-    epsilon: Lower = 0.2
-    """Lower clipping of the probability ratio."""
-    epsilon_high: Upper = 0.2
-    """Upper clipping of the probability ratio."""
 
 
 class DAPOLossConfig(PolicyLossConfig):
@@ -79,8 +75,6 @@ class DAPOLossConfig(PolicyLossConfig):
 
     type: Literal["dapo"] = "dapo"
     """Loss. Default: dpo."""
-    epsilon: Lower = 0.2
-    """Lower clipping of the probability ratio."""
     epsilon_high: Upper = 0.28
     """Upper clipping of the probability ratio."""
 

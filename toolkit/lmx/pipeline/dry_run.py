@@ -21,7 +21,14 @@ from ..errors import UserError
 from ..run import terminal
 from ..run.run_dir import check_output
 from .estimate import ModelShape
-from .largest_fit import MOST_TOKENS, FitBounds, FitFinder, FitKey, LargestFit
+from .largest_fit import (
+    FIT_KEYS,
+    MOST_TOKENS,
+    FitBounds,
+    FitFinder,
+    FitKey,
+    LargestFit,
+)
 from .plan import RunPlan
 from .resources import ResourceCheck, model_shape, readable_size
 
@@ -80,6 +87,9 @@ class DryRun:
     Args:
         find: a key whose largest value is searched that fits into memory.
 
+    Raises:
+        UserError: there is no such search.
+
     Attributes:
         resources: what it needs of this machine, once `lines` has ended; None if the
             size of the model is unknown. With `find`, of the values that were found.
@@ -87,6 +97,8 @@ class DryRun:
     """
 
     def __init__(self, loaded: LoadedRecipe, plan: RunPlan, find: FitKey | None = None):
+        if find is not None and find not in FIT_KEYS:
+            raise UserError(f"find is one of {', '.join(FIT_KEYS)}; got {find!r}")
         self.loaded = loaded
         self.plan = plan
         self.find = find

@@ -66,7 +66,7 @@ CHUNKS_AT_ONCE = 3
 LOGIT_BYTES = (16, 28)
 # Fractions of the target's blocks that `num_layers: auto` compares.
 DEPTH_FRACTIONS = (0.125, 0.25, 0.375, 0.5)
-# Time of a token that is decoded with others, as below.
+# Time of a token that is decoded in a batch, relative to its forward pass.
 BATCHED_DECODING = 2.0
 # Time of a token that is decoded alone, relative to the products of its forward pass.
 DECODE_FACTOR = 40.0
@@ -291,21 +291,21 @@ def training_cost(
     tokens = batch.mean_tokens * config.gradient_accumulation_steps
     operations = config.num_trainings * per_token * tokens
     if config.rollouts:
-        caches, sampled = _rollouts(shape, config, batch.length, compute)
-        memory["step"] = max(memory["step"], 2 * caches)
+        values, sampled = _rollouts(shape, config, batch.length)
+        memory["step"] = max(memory["step"], 2 * compute * values)
         operations += BATCHED_DECODING * 2 * active * sampled
     return TrainingCost(total, trained, memory, operations)
 
 
-def _rollouts(shape: ModelShape, config: TrainConfig, length: int, compute: int):
-    """Bytes of the caches of a batch, and tokens per step that are generated."""
+def _rollouts(shape: ModelShape, config: TrainConfig, length: int) -> tuple[int, float]:
+    """Values in the caches of a batch, and tokens per step that are generated."""
     heads = shape.setting("num_attention_heads") or 1
     head = shape.setting("head_dim") or shape.setting("hidden_size") // heads
     heads = shape.setting("num_key_value_heads") or heads
     width = 2 * shape.setting("num_hidden_layers") * heads * head
     rows, longest = config.batch_size * config.micro_batches, config.rollouts.max_tokens
     steps = config.gradient_accumulation_steps / config.rollouts.num_iterations
-    return compute * width * rows * (length + longest), rows * longest * steps
+    return width * rows * (length + longest), rows * longest * steps
 
 
 def draft_training_cost(

@@ -1,6 +1,5 @@
 """Reward functions: numbers for sampled completions."""
 
-import hashlib
 import math
 import numbers
 import runpy
@@ -13,6 +12,7 @@ from typing import Any
 
 from ..data.answer_filters import FILTERS
 from ..errors import FAILED, UserError
+from ..run.fs import hash_file
 
 EXACT_MATCH = "exact_match"
 # Characters of a completion or an error in a message.
@@ -156,9 +156,7 @@ def _resolve(
     path = find(file)
     if path is None:
         raise UserError("there is no such file", place=place)
-    return Reward(
-        name, _load(path, function, place), timeout, hash_of(path.read_bytes())
-    )
+    return Reward(name, _load(path, function, place), timeout, hash_file(path))
 
 
 def _load(path: Path, name: str, place: str) -> Callable[..., Any]:
@@ -171,11 +169,6 @@ def _load(path: Path, name: str, place: str) -> Callable[..., Any]:
     if not callable(function):
         raise UserError(f"{path} has no function {name}", place=place)
     return function
-
-
-def hash_of(content: bytes) -> str:
-    """SHA-256 in hexadecimal."""
-    return hashlib.sha256(content).hexdigest()
 
 
 def exact_match(

@@ -15,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..config.grpo import RolloutConfig
-from ..data.batching import Batch, BucketBatchSampler, ExampleDataset, bucket_lengths
+from ..data.batching import Batch, BucketBatchSampler, bucket_lengths
 from ..data.tokenization import Example
 from ..generation.completions import prompt_tokens
 from ..generation.rollouts import Completion, sample_completions
@@ -61,6 +61,21 @@ class _Rollout:
     completions: list[Completion]
     rewards: list[float]
     where: list[str]
+
+
+@dataclass(frozen=True)
+class RewardedCompletion:
+    """A completion, what reward functions saw of it, and their values by name."""
+
+    prompt: list[int]
+    completion: Completion
+    sample: RewardSample
+    rewards: dict[str, float]
+
+    @property
+    def reward(self) -> float:
+        """The sum of all rewards."""
+        return sum(self.rewards.values())
 
 
 class RolloutBatches:
@@ -109,16 +124,6 @@ class RolloutBatches:
         self._has_warned = False
 
     @property
-    def examples(self) -> ExampleDataset:
-        """The examples with the prompts."""
-        return self.batches.examples
-
-    @property
-    def per_epoch(self) -> int:
-        """Batches in one pass over the examples."""
-        return self.batches.per_epoch * self.config.num_generations
-
-    @property
     def digest(self) -> str:
         """Hash of the examples and the reward functions."""
         rewards = self.policy.digest if self.policy else ""
@@ -158,66 +163,72 @@ class RolloutBatches:
         )
 
     def _generate(self, number: int, step: int, file: Path) -> None:
-        config, examples = self.config, self.batches.examples
-        chosen = [examples[i] for i in self.batches(number).example_indices]
-        prompts = [prompt_tokens(example) for example in chosen]
-        model = self.step.materialize()
-        groups = sample_completions(
-            model,
-            prompts,
+        config = self.config
+        indices = self.batches(number).example_indices
+        seed = np.random.SeedSequence([self.seed, number]).generate_state(1)[0]
+        rewarded = self.complete(
+            [self.batches.examples[index] for index in indices],
             num_generations=config.num_generations,
-            max_tokens=config.max_tokens,
             temperature=config.temperature,
-            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
-            seed=int(np.random.SeedSequence([self.seed, number]).generate_state(1)[0]),
+            seed=int(seed),
         )
-        rewards, records = [], []
-        for example, group in zip(chosen, groups, strict=True):
-            for completion in group:
-                sample = self.sample(example, completion)
-                values = self.reward(sample)
-                rewards.append(sum(values.values()))
-                records.append((sample, values))
-        count = config.num_generations
-        record = {
-            "prompts": [prompt for prompt in prompts for _ in range(count)],
-            "completions": [
-                [c.tokens, c.logps, c.is_finished] for group in groups for c in group
-            ],
-            "rewards": rewards,
-            "where": [example.where for example in chosen for _ in range(count)],
-        }
-        for sample, values in records:
+        for each in rewarded:
             self.logger.sample(
                 {
                     "step": step,
-                    "prompt": sample.prompt,
-                    "completion": sample.completion,
-                    "rewards": values,
+                    "prompt": each.sample.prompt,
+                    "completion": each.sample.completion,
+                    "rewards": each.rewards,
                 }
             )
+        completions = [each.completion for each in rewarded]
+        record = {
+            "prompts": [each.prompt for each in rewarded],
+            "completions": [[c.tokens, c.logps, c.is_finished] for c in completions],
+            "rewards": [each.reward for each in rewarded],
+            "where": [each.sample.where for each in rewarded],
+        }
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomic(file, json.dumps(record) + "\n")
         old = number - self.kept * self.accumulation
         (self.folder / f"{old:08}.json").unlink(missing_ok=True)
 
-    def sample(self, example: Example, completion: Completion) -> RewardSample:
-        """What reward functions see of a completion."""
-        prompt = prompt_tokens(example)
-        return RewardSample(
-            self.tokenizer.decode(prompt),
-            self._text(completion.tokens),
-            self._text(example.tokens[len(prompt) :].tolist()),
-            example.where,
+    def complete(
+        self,
+        examples: Sequence[Example],
+        *,
+        num_generations: int,
+        temperature: float,
+        seed: int = 0,
+    ) -> list[RewardedCompletion]:
+        """Completions by the present weights, those of an example one after the other.
+
+        Args:
+            temperature: 0 = greedy.
+        """
+        prompts = [prompt_tokens(example) for example in examples]
+        groups = sample_completions(
+            self.step.materialize(),
+            prompts,
+            num_generations=num_generations,
+            max_tokens=self.config.max_tokens,
+            temperature=temperature,
+            stop_tokens=frozenset(self.tokenizer.eos_token_ids),
+            seed=seed,
         )
+        rewards, rewarded = self.policy.rewards if self.policy else (), []
+        for example, prompt, group in zip(examples, prompts, groups, strict=True):
+            text = self.tokenizer.decode(prompt)
+            answer = self._text(example.tokens[len(prompt) :].tolist())
+            for completion in group:
+                shown = self._text(completion.tokens)
+                sample = RewardSample(text, shown, answer, example.where)
+                values = {reward.name: reward(sample) for reward in rewards}
+                rewarded.append(RewardedCompletion(prompt, completion, sample, values))
+        return rewarded
 
     def _text(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
-
-    def reward(self, sample: RewardSample) -> dict[str, float]:
-        """The values of all reward functions, by name."""
-        rewards = self.policy.rewards if self.policy else ()
-        return {reward.name: reward(sample) for reward in rewards}
 
     def _to_batches(self, rollout: _Rollout) -> list[Batch]:
         """Batches of one sequence per prompt, the shortest sequences first."""
@@ -309,26 +320,17 @@ class RewardEvaluator:
         total = 0.0
         with step.ranks.collective_errors():
             if step.ranks.is_first:
-                total = self._total(step.materialize())
+                total = self._total()
         (total,) = step.ranks.all_reduce_scalars(total)
         count = len(self.examples)
         return EvalOutput(-total, count, {"reward": total / count})
 
-    def _total(self, model) -> float:
-        batches, total = self.batches, 0.0
+    def _total(self) -> float:
+        total = 0.0
         for start in range(0, len(self.examples), EVAL_BATCH_SIZE):
             examples = self.examples[start : start + EVAL_BATCH_SIZE]
-            groups = sample_completions(
-                model,
-                [prompt_tokens(example) for example in examples],
-                num_generations=1,
-                max_tokens=batches.config.max_tokens,
-                temperature=0.0,
-                stop_tokens=frozenset(batches.tokenizer.eos_token_ids),
-                seed=0,
+            completions = self.batches.complete(
+                examples, num_generations=1, temperature=0.0
             )
-            for example, (completion,) in zip(examples, groups, strict=True):
-                total += sum(
-                    batches.reward(batches.sample(example, completion)).values()
-                )
+            total += sum(each.reward for each in completions)
         return total
