@@ -32,7 +32,7 @@ from lmx.generation.speculative.factory import (
     PROMPT_LOOKUP,
     proposer_factory,
 )
-from lmx.generation.speculative.proposer import Proposer
+from lmx.generation.speculative.proposer import MakeProposer
 from lmx.models.checkpoint import model_folder
 from lmx.models.loader import LoadedModel
 
@@ -132,7 +132,7 @@ class SpeedAblation:
         loaded: LoadedModel,
         prompts: Sequence[Sequence[int]],
         max_tokens: int,
-        make_proposer: Callable[[], Proposer] | None,
+        make_proposer: MakeProposer | None,
         repeats: int,
     ):
         self.loaded, self.model = loaded, loaded.model

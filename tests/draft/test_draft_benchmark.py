@@ -218,7 +218,7 @@ def test_other_completions_predict_accepted_length():
         prompts,
         target,
         0,
-        lambda: DraftModelProposer(draft, seed=next(seeds)),
+        lambda _: DraftModelProposer(draft, seed=next(seeds)),
         num_draft_tokens,
     )
     # The last tokens of a completion may have no round.

@@ -19,7 +19,7 @@ from tiny_generators import byte_tokenizer
 def test_layer_skip_keeps_output_and_shares_weights(family):
     model = sharpened(family)
     generator = speculative(
-        model, lambda: DraftModelProposer(skip_layers(model, [1])), 3
+        model, lambda _: DraftModelProposer(skip_layers(model, [1])), 3
     )
     plain = tokens_of(Generator(model, byte_tokenizer()))
     assert tokens_of(generator) == plain

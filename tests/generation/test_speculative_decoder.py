@@ -91,11 +91,11 @@ def test_speculative_greedy_matches_plain_decoding(family):
     assert len(plain) > 4 * WINDOW
     assert len(set(plain)) > 5
     proposers = {
-        "draft": lambda: DraftModelProposer(draft),
-        "itself": lambda: DraftModelProposer(model),
-        "noisy": lambda: Noisy(PROMPT + plain),
-        "lookup": lambda: PromptLookupProposer(NGramIndex(ngram_size=1)),
-        "chain": lambda: FallbackProposer(
+        "draft": lambda _: DraftModelProposer(draft),
+        "itself": lambda _: DraftModelProposer(model),
+        "noisy": lambda _: Noisy(PROMPT + plain),
+        "lookup": lambda _: PromptLookupProposer(NGramIndex(ngram_size=1)),
+        "chain": lambda _: FallbackProposer(
             PromptLookupProposer(NGramIndex(ngram_size=2)), DraftModelProposer(draft)
         ),
     }
@@ -124,7 +124,10 @@ def test_speculative_decoding_applies_penalties_exactly(name):
     model, draft = sharpened("llama"), sharpened("llama", seed=1)
     options = {"sampling": SETTINGS[name], "max_tokens": 3 * WINDOW}
     plain = tokens_of(Generator(model, byte_tokenizer()), **options)
-    for propose in (lambda: DraftModelProposer(draft), lambda: Noisy(PROMPT + plain)):
+    for propose in (
+        lambda _: DraftModelProposer(draft),
+        lambda _: Noisy(PROMPT + plain),
+    ):
         for length in (1, 4, None):
             generator = speculative(model, propose, length)
             assert tokens_of(generator, **options) == plain
@@ -144,7 +147,7 @@ def test_self_draft_needs_fewest_forward_passes(length):
             calls.append(tokens.shape[1])
             return model(tokens, cache=cache)
 
-    generator = speculative(Recorder(), lambda: DraftModelProposer(model), length)
+    generator = speculative(Recorder(), lambda _: DraftModelProposer(model), length)
     plain = tokens_of(Generator(model, byte_tokenizer()), max_tokens=41)
     assert tokens_of(generator, max_tokens=41) == plain
     # Two passes for the prompt, then rounds for forty tokens.
@@ -165,7 +168,7 @@ def test_stops_and_limits_inside_accepted_tokens():
         return plain_generator.generate(PROMPT, **options)
 
     for length in (3, 8):
-        generator = speculative(model, lambda: DraftModelProposer(model), length)
+        generator = speculative(model, lambda _: DraftModelProposer(model), length)
         # Every position in two rounds.
         for limit in range(1, 2 * (length + 1) + 2):
             assert tokens_of(generator, max_tokens=limit) == plain[:limit]
@@ -195,7 +198,7 @@ def test_prefix_cache_after_speculative_decoding_is_exact(family):
     for length in (1, 4, 8):
         prefixes = PrefixCache(1 << 30)
         generator = speculative(
-            model, lambda: Noisy(PROMPT + completions), length, prefix_cache=prefixes
+            model, lambda _: Noisy(PROMPT + completions), length, prefix_cache=prefixes
         )
         for limit in (1, 2, 3, 4, 5, 9, 20):
             first = tokens_of(generator, max_tokens=limit)
@@ -264,7 +267,9 @@ def test_speculative_sampling_keeps_distribution(monkeypatch):
         generator = Generator(
             Table(target),
             tokenizer,
-            make_proposer=lambda seed=seed: DraftModelProposer(Table(draft), seed=seed),
+            make_proposer=lambda _, seed=seed: DraftModelProposer(
+                Table(draft), seed=seed
+            ),
             draft_length=controller,
         )
         options = {"max_tokens": 3, "stop_tokens": ()}

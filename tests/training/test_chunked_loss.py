@@ -8,7 +8,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx.models.loader import build_model
-from lmx.training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
+from lmx.models.trunk_head import NoTrunkHeadSplit
+from lmx.training.chunked_loss import ChunkedLoss
 from lmx.training.losses import cross_entropy_sum
 from tiny_llamas import GRID_MODES, MODES, llama, tokens_of
 from tiny_steps import Tiny, make_step
@@ -120,7 +121,7 @@ def test_chunked_loss_keeps_logit_soft_caps():
 
 
 def test_chunked_loss_refuses_a_model_without_blocks():
-    with pytest.raises(ChunkedLossUnsupported, match="no trunk"):
+    with pytest.raises(NoTrunkHeadSplit, match="no trunk"):
         ChunkedLoss(Tiny(), 8)
 
 
@@ -148,7 +149,7 @@ class Sideways(nn.Module):
     ],
 )
 def test_chunked_loss_refuses_a_head_that_mixes_tokens(head):
-    with pytest.raises(ChunkedLossUnsupported, match="are off by"):
+    with pytest.raises(NoTrunkHeadSplit, match="are off by"):
         ChunkedLoss(Sideways(head), 8)
     assert ChunkedLoss(Sideways(lambda logits, tokens: 2 * logits), 8)
 

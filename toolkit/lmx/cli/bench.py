@@ -11,10 +11,8 @@ from ..run import terminal
 from .generate import add_draft_arguments, draft_argument_faults, parity_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ..evaluation.latency import BenchmarkArms
-    from ..generation.speculative.proposer import Proposer
+    from ..generation.speculative.proposer import MakeProposer
     from ..models.loader import LoadedModel
 
 
@@ -120,13 +118,13 @@ def _corpus_tokens(args: argparse.Namespace, loaded: "LoadedModel") -> list[int]
 
 def _proposers(
     args: argparse.Namespace, loaded: "LoadedModel", tokens: list[int]
-) -> dict[str, "Callable[[], Proposer]"]:
+) -> dict[str, "MakeProposer"]:
     """Factories of the proposers to compare, by decoder name."""
     from ..convert.importers import load_model
     from ..generation.speculative.factory import PROMPT_LOOKUP, proposer_factory
     from ..generation.speculative.prompt_lookup import PromptLookupProposer
 
-    proposers = {PROMPT_LOOKUP: PromptLookupProposer}
+    proposers = {PROMPT_LOOKUP: lambda _: PromptLookupProposer()}
     if args.draft_model and args.draft_model != PROMPT_LOOKUP:
         make = proposer_factory(
             args.draft_model,

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from typing import Any
@@ -15,7 +15,7 @@ from ..generation.speculative.decoder import SpeculativeStats
 from ..generation.speculative.draft_length import DraftLengthController
 from ..generation.speculative.draft_model import DraftModelProposer
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
-from ..generation.speculative.proposer import Proposer
+from ..generation.speculative.proposer import MakeProposer
 from ..run.logger import NullLogger, RunLogger
 from .acceptance import (
     ReferenceCompletion,
@@ -157,7 +157,9 @@ class DraftBenchmark:
         lengths = predict_accepted_lengths(probs)
         best, speedup = self.draft.costs.best_draft_length(lengths, mean_length)
         num_draft_tokens = {STANDARD: 0, PROMPT_LOOKUP: best, DRAFT: best}
-        completions[PROMPT_LOOKUP] = self._decode(PromptLookupProposer, best, sampling)
+        completions[PROMPT_LOOKUP] = self._decode(
+            lambda _: PromptLookupProposer(), best, sampling
+        )
         if baseline := self.baseline_model:
             other = all_acceptance_probs(references, baseline.model)
             num_draft_tokens[BASELINE_MODEL], _ = baseline.costs.best_draft_length(
@@ -189,14 +191,14 @@ class DraftBenchmark:
         # One seed per completion: with a common seed, their samples would correlate.
         seeds = count()
         return self._decode(
-            lambda: DraftModelProposer(candidate.model, seed=next(seeds)),
+            lambda _: DraftModelProposer(candidate.model, seed=next(seeds)),
             num_draft_tokens,
             sampling,
         )
 
     def _decode(
         self,
-        make_proposer: Callable[[], Proposer] | None,
+        make_proposer: MakeProposer | None,
         num_draft_tokens: int,
         sampling: Sampling,
     ) -> list[_Completion]:

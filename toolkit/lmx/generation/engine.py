@@ -16,7 +16,7 @@ from .prompt import Messages, encode_chat, encode_text
 from .sampling import Sampling
 from .speculative.decoder import SpeculativeDecoder, SpeculativeStats
 from .speculative.draft_length import DraftLengthController
-from .speculative.proposer import Proposer
+from .speculative.proposer import MakeProposer
 
 GREEDY = Sampling()
 BATCH_SIZE = 32
@@ -31,8 +31,9 @@ class Generator:
         tokenizer: mlx-lm's TokenizerWrapper.
         prefill_step_size: prompt tokens per forward pass.
         prefix_cache: reuses prompt prefixes of earlier calls; None = no reuse.
-        make_proposer: makes a draft-token proposer for every completion, for
-            speculative decoding. Requests with `logprobs` are decoded without it.
+        make_proposer: makes a draft-token proposer for every completion from its
+            cache, for speculative decoding. Requests with `logprobs` are decoded
+            without it.
         draft_length: chooses the number of draft tokens; adapts over all completions.
         sequential_verify: verify draft tokens one at a time; see `SpeculativeDecoder`.
         kv_bits, quantized_kv_start: as for `CacheState`.
@@ -50,7 +51,7 @@ class Generator:
         *,
         prefill_step_size: int = 512,
         prefix_cache: PrefixCache | None = None,
-        make_proposer: Callable[[], Proposer] | None = None,
+        make_proposer: MakeProposer | None = None,
         draft_length: DraftLengthController | None = None,
         sequential_verify: bool = False,
         kv_bits: int | None = None,
@@ -227,7 +228,7 @@ class Generator:
     ) -> Iterator[tuple[int, None]]:
         decoder = SpeculativeDecoder(
             cache,
-            self.make_proposer(),
+            self.make_proposer(cache),
             draft_length=self.draft_length,
             sampling=sampling,
             sequential_verify=self.sequential_verify,

@@ -1,13 +1,18 @@
 """The cache state of one sequence, with rollback for every kind of layer cache."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import UserError
+from ..models.hidden_states import forward_with_hidden_states
 from ..models.loader import make_cache
+from .recorded_states import RecordedStates
 
 PLAIN, QUANTIZED = "KVCache", "QuantizedKVCache"
+# The kind of recorded hidden states in `CacheState.state`, where they come last.
+HIDDEN_STATES = "HiddenStates"
 GROUP_SIZES = (128, 64, 32)
 WINDOW_SLACK = 64
 """Positions that a sliding-window cache keeps beyond its window, for rollback."""
@@ -28,6 +33,10 @@ class CacheState:
             Sliding-window caches are small and never quantized.
         quantized_kv_start: number of tokens from which on the cache is quantized.
 
+    Attributes:
+        recorded: hidden states of the processed tokens, for drafters; see
+            `record_hidden_states`.
+
     Raises:
         UserError: the keys and values of this model cannot be quantized.
     """
@@ -38,6 +47,7 @@ class CacheState:
         self.model = model
         self.caches = [_with_window_cache(cache) for cache in make_cache(model)]
         self.length = 0
+        self.recorded: RecordedStates | None = None
         self._kv_bits, self._quantized_kv_start = kv_bits, quantized_kv_start
         if kv_bits:
             self._try_quantized()
@@ -53,12 +63,20 @@ class CacheState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all caches."""
-        return sum(leaf.nbytes for leaf in self.layer_caches if not leaf.empty())
+        """Bytes of all caches and recorded hidden states."""
+        leaves = [leaf for leaf in self.layer_caches if not leaf.empty()]
+        recorded = self.recorded.nbytes if self.recorded else 0
+        return sum(leaf.nbytes for leaf in leaves) + recorded
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Process tokens [B, L]; returns lazy logits [B, L, V]."""
-        logits = self.model(tokens, cache=self.caches)
+        if self.recorded:
+            logits, states = forward_with_hidden_states(
+                self.model, tokens, self.recorded.layer_ids, cache=self.caches
+            )
+            self.recorded.append(states)
+        else:
+            logits = self.model(tokens, cache=self.caches)
         self.length += tokens.shape[1]
         if self._tokens_since is not None:
             self._tokens_since.append(tokens)
@@ -66,6 +84,14 @@ class CacheState:
             self._quantize()
         self._check_offsets()
         return logits
+
+    def record_hidden_states(self, layer_ids: Sequence[int]) -> None:
+        """Record the outputs of these blocks for all tokens processed from here on.
+
+        Those that were recorded before, or restored with the cache, are kept.
+        """
+        if self.recorded is None or self.recorded.layer_ids != tuple(layer_ids):
+            self.recorded = RecordedStates(tuple(layer_ids), self.length)
 
     def checkpoint(self) -> None:
         """Set a checkpoint: tokens processed from here on can be rolled back."""
@@ -95,7 +121,7 @@ class CacheState:
                 assert leaf.trim(trimmed) == trimmed
         for leaf, state in zip(recurrent, self._checkpoint_states, strict=True):
             leaf.state = _copy(state)
-        self.length -= trimmed
+        self._drop(trimmed)
         self._tokens_since = [accepted] if not recurrent and accepted.size else []
         if recurrent and accepted.size:
             step = 1 if sequential else accepted.shape[1]
@@ -113,19 +139,23 @@ class CacheState:
             return False
         for leaf in self.layer_caches if count else []:
             leaf.trim(count)
-        self.length -= count
+        self._drop(count)
         self.commit()
         self._check_offsets()
         return True
 
     def evaluate(self) -> None:
-        """Evaluate the caches only, not the logits."""
-        mx.eval([cache.state for cache in self.layer_caches])
+        """Evaluate the caches and recorded hidden states only, not the logits."""
+        recorded = self.recorded.arrays if self.recorded else []
+        mx.eval([cache.state for cache in self.layer_caches], recorded)
 
     @property
     def state(self) -> list[tuple[str, tuple]]:
-        """Class name and state of every cache, copied."""
-        return [(type(leaf).__name__, _copy(leaf.state)) for leaf in self.layer_caches]
+        """Class name and state of every cache, copied; recorded states come last."""
+        state = [(type(leaf).__name__, _copy(leaf.state)) for leaf in self.layer_caches]
+        return (
+            [*state, (HIDDEN_STATES, self.recorded.state)] if self.recorded else state
+        )
 
     def restore(self, state: list[tuple[str, tuple]], length: int) -> None:
         """Restore the state and length of another cache of the same model.
@@ -133,6 +163,10 @@ class CacheState:
         Raises:
             UserError: the state belongs to other kinds of cache.
         """
+        self.recorded = None
+        if state and state[-1][0] == HIDDEN_STATES:
+            *state, (_, recorded) = state
+            self.recorded = RecordedStates.from_state(recorded)
         if any(kind == QUANTIZED for kind, _ in state):
             self.caches = [_as_quantized(cache) for cache in self.caches]
         kinds = [type(leaf).__name__ for leaf in self.layer_caches]
@@ -144,6 +178,12 @@ class CacheState:
         self.commit()
         self._check_offsets()
 
+    def _drop(self, count: int) -> None:
+        """Count `count` tokens less."""
+        self.length -= count
+        if self.recorded:
+            self.recorded.trim(count)
+
     def _recurrent(self) -> list:
         return [leaf for leaf in self.layer_caches if _is_recurrent(leaf)]
 
@@ -151,6 +191,7 @@ class CacheState:
         for leaf in self.layer_caches:
             offset = getattr(leaf, "offset", self.length)
             assert offset == self.length, f"{type(leaf).__name__} is at {offset}"
+        assert self.recorded is None or self.recorded.end == self.length
 
     def _try_quantized(self) -> None:
         """Check that the model runs on with quantized keys and values."""

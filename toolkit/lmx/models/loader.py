@@ -363,6 +363,32 @@ def make_cache(model: nn.Module) -> list:
     return make_prompt_cache(model)
 
 
+def kv_cache() -> Any:
+    """A new mlx-lm cache of one layer with full attention."""
+    with _mlx_lm():
+        from mlx_lm.models.cache import KVCache
+    return KVCache()
+
+
+def make_rope(head_dim: int, config: dict) -> nn.Module:
+    """The rotary embedding of a config.json in the Hugging Face format.
+
+    Args:
+        config: `rope_theta`, `rope_scaling`, or `rope_parameters` with both, and
+            `max_position_embeddings`.
+    """
+    with _mlx_lm():
+        from mlx_lm.models.rope_utils import initialize_rope
+    parameters = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or (
+        parameters if "rope_type" in parameters else None
+    )
+    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
+    return initialize_rope(
+        head_dim, theta, False, scaling, config.get("max_position_embeddings")
+    )
+
+
 def compute_dtype(name: str, stored: mx.Dtype) -> mx.Dtype:
     """The type to compute in; see `load`."""
     if name in DTYPES:

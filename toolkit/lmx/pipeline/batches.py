@@ -11,7 +11,8 @@ from ..data.token_store import Encode
 from ..data.tokenization import LAST_ONLY, encode_all
 from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel
-from ..training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
+from ..models.trunk_head import NoTrunkHeadSplit
+from ..training.chunked_loss import ChunkedLoss
 from ..training.document_mask import DocumentCaches, PackingUnsupported
 from .context import StageContext
 from .teacher import TeacherSetup
@@ -106,7 +107,7 @@ def chunked_loss(
     chunk = config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=on_cpu())
     try:
         return ChunkedLoss(loaded.model, chunk)
-    except ChunkedLossUnsupported as reason:
+    except NoTrunkHeadSplit as reason:
         # On a CPU a small batch is only a little slower without chunks.
         if config.chunk(vocabulary=vocabulary, tokens=tokens, on_cpu=False):
             context.logger.warning(

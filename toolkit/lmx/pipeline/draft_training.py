@@ -18,7 +18,8 @@ from ..draft.dataset import mean_prompt_length
 from ..draft.losses import DraftLoss, acceptance_bounds
 from ..models.checkpoint import config_int, weights_digest
 from ..models.loader import LoadedModel, set_compute_dtype
-from ..training.chunked_loss import ChunkedLoss, ChunkedLossUnsupported
+from ..models.trunk_head import NoTrunkHeadSplit
+from ..training.chunked_loss import ChunkedLoss
 from ..training.optimizers import OptimizerConfig
 from ..training.schedules import learning_rate_at
 from ..training.step import TrainStep
@@ -218,5 +219,5 @@ def _chunked_loss(loaded: LoadedModel) -> ChunkedLoss | None:
     try:
         chunk = max(64, logits // config_int(loaded.config, "vocab_size"))
         return ChunkedLoss(loaded.model, chunk)
-    except ChunkedLossUnsupported:
+    except NoTrunkHeadSplit:
         return None

@@ -41,7 +41,7 @@ SAMPLE_TOKENS = 48
 OPENING_WORDS = 24
 # Facts of a draft stage, which are top-level entries of the report.
 DRAFT_FACTS = ("draft", "speculation")
-PROPOSERS = {"prompt_lookup": PromptLookupProposer}
+PROPOSERS = {"prompt_lookup": lambda _: PromptLookupProposer()}
 # The measured value that each threshold limits.
 THRESHOLDS = {
     "max_kl": "kl_mean",

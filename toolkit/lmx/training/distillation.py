@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..config.train import DivergenceName, TeacherConfig
-from .chunked_loss import ChunkedLossUnsupported, TrunkHeadSplit
+from ..models.trunk_head import NoTrunkHeadSplit, TrunkHeadSplit
 from .document_mask import DocumentCaches
 from .losses import cross_entropy_sum, exp_nonpositive
 from .teacher_targets import TeacherTarget, full_targets
@@ -202,7 +202,7 @@ class OnlineTeacher:
         model.eval()
         try:
             self._split = TrunkHeadSplit(model)
-        except ChunkedLossUnsupported:
+        except NoTrunkHeadSplit:
             self._split = None
 
     def hidden(self, inputs: mx.array, documents: mx.array | None = None) -> mx.array:

@@ -1,7 +1,6 @@
 """Proposers by name, and the fallback proposer that combines them."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import mlx.core as mx
 
@@ -10,7 +9,7 @@ from ...models.loader import LoadedModel
 from .draft_model import DraftModelProposer
 from .layer_skip import choose_skipped_layers, skip_layers
 from .prompt_lookup import NGramIndex, PromptLookupProposer
-from .proposer import NO_DRAFT, DraftTokens, Proposer, TargetSampler
+from .proposer import NO_DRAFT, DraftTokens, MakeProposer, Proposer, TargetSampler
 
 PROMPT_LOOKUP, LAYER_SKIP = "prompt-lookup", "layer-skip"
 LAYER_SKIP_TOKENS = 128
@@ -40,7 +39,7 @@ def proposer_factory(
     sample: Sequence[int],
     *,
     load_draft: Callable[[str], LoadedModel],
-) -> Callable[[], Proposer] | None:
+) -> MakeProposer | None:
     """A function that makes a proposer for every completion.
 
     Args:
@@ -57,17 +56,23 @@ def proposer_factory(
     """
     first, plus, second_name = name.partition("+")
     # One index for all completions: later ones also look up in earlier ones.
-    lookup = partial(PromptLookupProposer, NGramIndex())
+    index = NGramIndex()
+
+    def lookup(_) -> Proposer:
+        return PromptLookupProposer(index)
+
     if name == PROMPT_LOOKUP:
         return lookup
     if first == PROMPT_LOOKUP and plus:
         second = proposer_factory(second_name, target, sample, load_draft=load_draft)
-        return (lambda: FallbackProposer(lookup(), second())) if second else lookup
+        if second is None:
+            return lookup
+        return lambda cache: FallbackProposer(lookup(cache), second(cache))
     if name == LAYER_SKIP:
         tokens = mx.array([sample[:LAYER_SKIP_TOKENS]], mx.int32)
         skipped = choose_skipped_layers(target.model, tokens)
         draft_model = skip_layers(target.model, skipped)
-        return (lambda: DraftModelProposer(draft_model)) if skipped else None
+        return (lambda _: DraftModelProposer(draft_model)) if skipped else None
     draft = load_draft(name)
     require_same_tokenizer(target.tokenizer, draft.tokenizer, role="draft", place=name)
-    return lambda: DraftModelProposer(draft.model)
+    return lambda _: DraftModelProposer(draft.model)

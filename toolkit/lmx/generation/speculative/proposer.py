@@ -1,11 +1,12 @@
 """The interface of draft-token proposers, and the target's sampling distribution."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import mlx.core as mx
 
+from ..kv_cache import CacheState
 from ..logits_processors import LogitsProcessor
 from ..sampling import Sampling, filter_logits
 
@@ -47,6 +48,10 @@ class Proposer(Protocol):
             sampler: the target's sampling settings and token counts.
         """
         ...
+
+
+MakeProposer = Callable[[CacheState], Proposer]
+"""Makes the proposer of one completion from the target's cache."""
 
 
 class TargetSampler:

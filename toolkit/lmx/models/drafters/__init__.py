@@ -1,0 +1,1 @@
+"""Drafters: small networks that draft tokens from the target's hidden states."""

@@ -1,0 +1,143 @@
+"""What all drafters on hidden states have in common."""
+
+from typing import ClassVar, Self
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..blockwise import BlockwiseModel
+from ..trunk_head import TrunkHeadSplit
+
+# Finite, so that a probability of 0 times its logarithm is 0.
+MIN_LOGIT = -1e4
+
+
+class TargetHead:
+    """The embedding and the LM head of a target model, which a drafter shares.
+
+    Both are the target's own code, so scales and soft-caps are kept; its weights may be
+    quantized.
+
+    Raises:
+        NoTrunkHeadSplit: the head needs more than the output of the final norm.
+    """
+
+    def __init__(self, model: nn.Module):
+        self._blocks = BlockwiseModel(model)
+        self._split = TrunkHeadSplit(model)
+        self.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """The input [B, L, width] of the first block for tokens [B, L]."""
+        return self._blocks.embed(tokens)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """Logits [..., V] of normalized hidden states [..., width]."""
+        logits = self._split.logits(hidden.reshape(-1, hidden.shape[-1]))
+        return logits.reshape(*hidden.shape[:-1], -1)
+
+
+class Drafter(nn.Module):
+    """A network that drafts tokens from the target's hidden states.
+
+    A round starts at a token `a`: the tokens up to and including position a are known,
+    and so are the hidden states of the positions before a. Draft token j, from 1, is a
+    guess of the token at position a + j.
+
+    Attributes:
+        architecture: its name in recipes.
+        layer_ids: the target's blocks, from 0, whose outputs it reads.
+        max_draft_tokens: most draft tokens of a round; None = any number.
+    """
+
+    architecture: ClassVar[str]
+    layer_ids: tuple[int, ...]
+    max_draft_tokens: int | None = None
+
+    # `nn.Module` does not treat names with an underscore as parameters.
+    _target: TargetHead | None = None
+
+    def bind(self, target: TargetHead) -> Self:
+        """Use the embedding and the LM head of this target."""
+        self._target = target
+        return self
+
+    def make_cache(self) -> list:
+        """New caches of its own layers, for one sequence."""
+        raise NotImplementedError
+
+    def draft_hidden(
+        self,
+        tokens: mx.array,
+        states: mx.array,
+        starts: mx.array,
+        num_draft_tokens: int,
+    ) -> mx.array:
+        """Outputs [B, M, K, width] for K draft tokens of M rounds, for `head`.
+
+        Draft tokens are predicted as in a round whose draft tokens were all accepted.
+
+        Args:
+            tokens: int [B, L + 1].
+            states: the target's hidden states of the first L tokens.
+            starts: int [B, M], positions from 1 to L; see the class.
+            num_draft_tokens: K. Draft tokens past the end of the text have no meaning.
+        """
+        raise NotImplementedError
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Logits [..., N] over the draft vocabulary."""
+        return self._target.logits(hidden)
+
+    def sample_starts(self, mask: mx.array) -> mx.array:
+        """The starts int [B, M] of the rounds of one training step.
+
+        Args:
+            mask: bool [B, L], True where the next token is trained: only from there on
+                a round makes sense. Rounds elsewhere are not trained.
+        """
+        raise NotImplementedError
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        """The draft id of every token, int32 [V], N if it has none; None = all equal.
+
+        N is the size of the draft vocabulary.
+        """
+        return None
+
+    def target_tokens(self, draft_ids: mx.array) -> mx.array:
+        """Token ids of draft ids."""
+        return draft_ids
+
+    def target_logits(self, logits: mx.array) -> mx.array:
+        """Logits [..., V] of logits [..., N]; tokens without a draft id get -inf."""
+        return logits
+
+    # Files
+
+    @classmethod
+    def matches(cls, config: dict) -> bool:
+        """Whether a config.json belongs to this architecture."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_config(cls, config: dict, *, place: str) -> Self:
+        """A drafter with random weights.
+
+        Raises:
+            UserError: a key is missing or has a value that is not supported.
+        """
+        raise NotImplementedError
+
+    def to_config(self) -> dict:
+        """The config.json that `from_config` and other programs read."""
+        raise NotImplementedError
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """Stored weights under the names of the parameters."""
+        return weights
+
+    def export_weights(self) -> dict[str, mx.array]:
+        """The weights as they are stored."""
+        raise NotImplementedError
