@@ -162,9 +162,12 @@ class DraftConfig(ConfigModel):
     @model_validator(mode="after")
     def _check_architecture(self):
         is_model = self.architecture == "model"
-        unread = ["drafter"] if is_model else ["draft_model", "quantization"]
-        for key in unread:
-            if getattr(self, key) and key in self.model_fields_set:
+        # A resolved recipe names all keys, with their defaults.
+        unread = {"drafter": DrafterConfig()}
+        if not is_model:
+            unread = {"draft_model": DraftModelConfig(), "quantization": None}
+        for key, default in unread.items():
+            if getattr(self, key) != default:
                 raise ValueError(f"architecture: {self.architecture} has no {key}")
         for name, owner in DRAFTER_KEYS.items():
             value = getattr(self.drafter, name)
