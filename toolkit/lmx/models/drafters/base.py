@@ -4,6 +4,7 @@ from typing import ClassVar, Self
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from ..blockwise import BlockwiseModel
 from ..trunk_head import TrunkHeadSplit
@@ -48,19 +49,46 @@ class Drafter(nn.Module):
         architecture: its name in recipes.
         layer_ids: the target's blocks, from 0, whose outputs it reads.
         max_draft_tokens: most draft tokens of a round; None = any number.
+        drafts_in_one_pass: whether all draft tokens of a round are drafted at once.
     """
 
     architecture: ClassVar[str]
     layer_ids: tuple[int, ...]
     max_draft_tokens: int | None = None
+    drafts_in_one_pass: ClassVar[bool] = False
 
     # `nn.Module` does not treat names with an underscore as parameters.
     _target: TargetHead | None = None
+
+    def choose_layers(self, num_blocks: int) -> None:
+        """Choose `layer_ids` if the files name no blocks.
+
+        Args:
+            num_blocks: of the target.
+        """
+
+    def initialize(self) -> None:
+        """Copy from the target what the training starts with, after `bind`."""
+
+    def choose_vocabulary(self, counts: np.ndarray) -> None:
+        """Choose the tokens that can be drafted, before the training.
+
+        Args:
+            counts: how often every token is in the training data, int [V].
+        """
 
     def bind(self, target: TargetHead) -> Self:
         """Use the embedding and the LM head of this target."""
         self._target = target
         return self
+
+    def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
+        """Check that the target has the hidden states and the vocabulary of this one.
+
+        Raises:
+            UserError: it does not.
+        """
+        raise NotImplementedError
 
     def make_cache(self) -> list:
         """New caches of its own layers, for one sequence."""
@@ -102,9 +130,14 @@ class Drafter(nn.Module):
     def draft_ids(self) -> mx.array | None:
         """The draft id of every token, int32 [V], N if it has none; None = all equal.
 
-        N is the size of the draft vocabulary.
+        N is `draft_vocab_size`.
         """
         return None
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Tokens that can be drafted."""
+        return self._target.vocab_size
 
     def target_tokens(self, draft_ids: mx.array) -> mx.array:
         """Token ids of draft ids."""

@@ -1,0 +1,105 @@
+"""The EAGLE-3 proposer: a drafter that reads the target's hidden states."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ...models.drafters.eagle3 import Eagle3Drafter
+from ..kv_cache import CacheState
+from .proposer import NO_DRAFT, DraftTokens, TargetSampler
+
+READ_STEP_SIZE = 512
+"""Rows of a long prompt that the drafter reads at once."""
+
+
+class Eagle3Proposer:
+    """Proposes one draft token after the other with an EAGLE-3 drafter.
+
+    Args:
+        drafter: bound to the target.
+        cache: the target's cache of this completion; it records hidden states from now
+            on. Tokens whose states are not known are not read by the drafter.
+        sampled: sample draft tokens with the target's settings; otherwise draft
+            greedily. Both are lossless.
+        seed: seed of the draft samples, independent of the target's.
+    """
+
+    def __init__(
+        self,
+        drafter: Eagle3Drafter,
+        cache: CacheState,
+        *,
+        sampled: bool = True,
+        seed: int = 0,
+    ):
+        self._drafter, self._target_cache = drafter, cache
+        self._sampled = sampled
+        self._key = mx.random.key(seed ^ 0xEA61)
+        cache.record_hidden_states(drafter.layer_ids)
+        self._cache = drafter.make_cache()
+        # The next position to read; None = nothing was read.
+        self._position: int | None = None
+
+    def propose(
+        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
+    ) -> DraftTokens:
+        """Launch the draft. It waits for nothing."""
+        limit = self._drafter.max_draft_tokens or num_draft_tokens
+        num_draft_tokens = min(num_draft_tokens, limit)
+        recorded = self._target_cache.recorded
+        if not num_draft_tokens or recorded.start == recorded.end:
+            return NO_DRAFT
+        if not self._can_draft(sampler):
+            return NO_DRAFT
+        hidden = self._read(context)
+        counts, logits_used, tokens = sampler.counts, [], []
+        for position in range(num_draft_tokens):
+            if position:
+                hidden = self._drafter.step(tokens[-1][None], hidden, self._cache)
+            logits = self._drafter.target_logits(self._drafter.head(hidden[:, -1]))
+            logits = sampler.process(logits, counts)
+            token = self._sample(logits, sampler)
+            mx.async_eval(token)
+            logits_used.append(logits)
+            tokens.append(token)
+            counts = sampler.counts_after(counts, token)
+        # Even if they are accepted: then their rows have the target's states.
+        for layer_cache in self._cache:
+            layer_cache.trim(num_draft_tokens - 1)
+        draft_tokens = mx.concatenate(tokens).astype(mx.int32)
+        if sampler.is_greedy or not self._sampled:
+            return DraftTokens(draft_tokens)
+        return DraftTokens(draft_tokens, mx.concatenate(logits_used))
+
+    def _can_draft(self, sampler: TargetSampler) -> bool:
+        """Whether the draft vocabulary has a token that may be sampled."""
+        allowed, draft_ids = sampler.sampling.allowed_tokens, self._drafter.draft_ids
+        if allowed is None or draft_ids is None:
+            return True
+        return (
+            (draft_ids[mx.array(allowed)] < self._drafter.draft_vocab_size).any().item()
+        )
+
+    def _read(self, context: Sequence[int]) -> mx.array:
+        """Read all rows up to the end of the context; returns the last output."""
+        recorded = self._target_cache.recorded
+        if self._position is None:
+            self._position = recorded.start
+        states = recorded.since(self._position)
+        tokens = mx.array([context[self._position + 1 :]], mx.int32)
+        assert tokens.shape[1] == states.shape[1]
+        self._position = recorded.end
+        for start in range(0, tokens.shape[1], READ_STEP_SIZE):
+            if start:
+                mx.eval([layer_cache.state for layer_cache in self._cache])
+            end = start + READ_STEP_SIZE
+            hidden = self._drafter.read(
+                tokens[:, start:end], states[:, start:end], self._cache
+            )
+        return hidden[:, -1:]
+
+    def _sample(self, logits: mx.array, sampler: TargetSampler) -> mx.array:
+        if sampler.is_greedy or not self._sampled:
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        self._key, subkey = mx.random.split(self._key)
+        return mx.random.categorical(logits, key=subkey).astype(mx.int32)

@@ -1,0 +1,312 @@
+"""EAGLE-3 (arXiv 2503.01840): one decoder layer that drafts a token after the other.
+
+Row t of its text has the embedding of token t + 1 beside the target's hidden states of
+token t, joined by `fc`, and predicts token t + 2. After the last row, the output for a
+draft token takes the place of the states of the next one.
+"""
+
+from dataclasses import replace
+from typing import Self
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from ...config.draft import DrafterConfig
+from ...errors import UserError
+from ..loader import kv_cache
+from .base import Drafter
+from .eagle3_config import SGLANG, SPECULATORS, Eagle3Config
+from .eagle3_layers import DraftContext, Eagle3Layer, KeysValues
+
+# Rows of the embedding, and columns of the target's LM head, that are made at once.
+CHUNK, COLUMNS_AT_ONCE = 4096, 256
+SGLANG_LAYER = "midlayer."
+# Weights of other programs that are not read: those of the target.
+TARGET_WEIGHTS = (
+    "embed_tokens.weight",
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+)
+
+
+class Eagle3Drafter(Drafter):
+    """An EAGLE-3 drafter with random weights.
+
+    `lm_head` has one row per token that can be drafted; token d + d2t[d] has the row d.
+    """
+
+    architecture = "eagle3"
+
+    def __init__(self, config: Eagle3Config):
+        super().__init__()
+        self.config = config
+        width, eps = config.hidden_size, config.rms_norm_eps
+        inputs = config.num_states * width
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(inputs, eps=eps)
+        self.fc = nn.Linear(inputs, width, bias=False)
+        self.layers = [
+            Eagle3Layer(config, is_first=not index)
+            for index in range(config.num_layers)
+        ]
+        self.norm = nn.RMSNorm(width, eps=eps)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        if config.draft_vocab_size < config.vocab_size:
+            self.d2t = mx.zeros(config.draft_vocab_size, mx.int32)
+            self.freeze(keys=["d2t"], recurse=False)
+        self.layer_ids = config.layer_ids or ()
+        self.max_draft_tokens = config.num_draft_tokens
+
+    @classmethod
+    def for_target(
+        cls,
+        target_config: dict,
+        config: DrafterConfig,
+        *,
+        width: int,
+        vocab_size: int,
+        num_blocks: int,
+    ) -> Self:
+        """A drafter with random weights and blocks like the target's.
+
+        Args:
+            target_config: config.json of the target.
+            width: of the hidden states.
+            num_blocks: of the target.
+        """
+        return cls(
+            Eagle3Config.for_target(
+                target_config,
+                width=width,
+                vocab_size=vocab_size,
+                draft_vocab_size=config.draft_vocab_size,
+                layer_ids=tuple(config.layer_ids or default_layer_ids(num_blocks)),
+                num_layers=config.num_layers or 1,
+                num_draft_tokens=config.num_draft_tokens,
+            )
+        )
+
+    def choose_layers(self, num_blocks: int) -> None:
+        self.layer_ids = self.layer_ids or default_layer_ids(num_blocks)
+
+    def choose_vocabulary(self, counts: np.ndarray) -> None:
+        """Choose the most frequent tokens; of equally frequent ones, the first."""
+        if "d2t" in self:
+            order = np.argsort(-counts[: self.config.vocab_size], kind="stable")
+            tokens = np.sort(order[: self.draft_vocab_size])
+            self.d2t = mx.array(tokens - np.arange(len(tokens)), mx.int32)
+
+    def initialize(self) -> None:
+        """Start with the rows of the target's LM head for the tokens to draft."""
+        tokens = self.target_tokens(mx.arange(self.draft_vocab_size))
+        offset = self._target.logits(mx.zeros((1, self.config.hidden_size)))
+        columns = []
+        for start in range(0, self.config.hidden_size, COLUMNS_AT_ONCE):
+            # The logits of unit vectors are the columns of the weights.
+            units = mx.eye(
+                min(COLUMNS_AT_ONCE, self.config.hidden_size - start),
+                self.config.hidden_size,
+                start,
+            )
+            logits = self._target.logits(units) - offset
+            columns.append(logits[:, tokens].astype(self.lm_head.weight.dtype))
+            mx.eval(columns)
+        self.lm_head.weight = mx.contiguous(mx.concatenate(columns).T)
+        mx.eval(self.lm_head.weight)
+
+    def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
+        config = self.config
+        faults = {
+            f"{config.num_states} hidden states, not {len(self.layer_ids)}": (
+                config.num_states != len(self.layer_ids)
+            ),
+            f"hidden states of width {config.hidden_size}, the target's have {width}": (
+                config.hidden_size != width
+            ),
+            f"{config.vocab_size} tokens, the target has {vocab_size}": (
+                config.vocab_size > vocab_size
+            ),
+        }
+        for fault, is_there in faults.items():
+            if is_there:
+                raise UserError(
+                    f"the drafter is for {fault}",
+                    place=place,
+                    hint="a drafter only works with the target it was trained for",
+                )
+
+    # Forward passes
+
+    def make_cache(self) -> list:
+        return [kv_cache() for _ in self.layers]
+
+    def read(self, tokens: mx.array, states: mx.array, cache: list) -> mx.array:
+        """Append rows to a cache; returns the output [B, n, width].
+
+        Args:
+            tokens: int [B, n], the token after every row.
+            states: the target's hidden states of n tokens.
+        """
+        return self._causal(tokens, self._join(states), cache)[0]
+
+    def step(self, token: mx.array, hidden: mx.array, cache: list) -> mx.array:
+        """The output [B, 1, width] for the next draft token; appended to the cache.
+
+        Args:
+            token: int [B, 1], the last draft token.
+            hidden: the output [B, 1, width] that it was predicted from.
+        """
+        return self._causal(token, hidden, cache)[0]
+
+    def draft_hidden(
+        self,
+        tokens: mx.array,
+        states: mx.array,
+        starts: mx.array,
+        num_draft_tokens: int,
+    ) -> mx.array:
+        """See `Drafter`. This is the training-time test of the paper."""
+        length, rows = states.shape[1], starts - 1
+        output, keys_values = self._causal(tokens[:, 1:], self._join(states))
+        contexts = [DraftContext(layer, rows, []) for layer in keys_values]
+        outputs = [mx.take_along_axis(output, rows[..., None], axis=1)]
+        for number in range(1, num_draft_tokens):
+            places = mx.minimum(starts + number, length)
+            drafted = mx.take_along_axis(tokens, places, axis=1)
+            embeddings, hidden = self._target.embed(drafted), outputs[-1]
+            for layer, context in zip(self.layers, contexts, strict=True):
+                hidden = layer.draft(embeddings, hidden, context)
+            outputs.append(hidden)
+        return mx.stack(outputs, axis=2)
+
+    def head(self, hidden: mx.array) -> mx.array:
+        return self.lm_head(self.norm(hidden))
+
+    def sample_starts(self, mask: mx.array) -> mx.array:
+        """All positions."""
+        batch, length = mask.shape
+        return mx.broadcast_to(mx.arange(1, length + 1), (batch, length))
+
+    def _join(self, states: mx.array) -> mx.array:
+        """Hidden states [B, L, n * width] as the input [B, L, width] of a layer."""
+        if self.config.norm_before_fc:
+            states = self.input_norm(states)
+        return self.fc(states)
+
+    def _causal(
+        self, tokens: mx.array, hidden: mx.array, cache: list | None = None
+    ) -> tuple[mx.array, list[KeysValues]]:
+        """Outputs [B, L, width], and keys and values of every layer."""
+        embeddings = self._target.embed(tokens)
+        keys_values = []
+        for layer, layer_cache in zip(
+            self.layers, cache or [None] * len(self.layers), strict=True
+        ):
+            hidden, of_layer = layer(embeddings, hidden, layer_cache)
+            keys_values.append(of_layer)
+        return hidden, keys_values
+
+    # The reduced vocabulary
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.config.draft_vocab_size
+
+    @property
+    def draft_ids(self) -> mx.array | None:
+        if "d2t" not in self:
+            return None
+        size, count = self.config.vocab_size, self.draft_vocab_size
+        if self._target:
+            size = max(size, self._target.vocab_size)
+        draft_ids = mx.full(size, count, mx.int32)
+        tokens = self.target_tokens(mx.arange(count))
+        return draft_ids.at[tokens].add(mx.arange(count) - count)
+
+    def target_tokens(self, draft_ids: mx.array) -> mx.array:
+        return draft_ids + self.d2t[draft_ids] if "d2t" in self else draft_ids
+
+    def target_logits(self, logits: mx.array) -> mx.array:
+        if (draft_ids := self.draft_ids) is None:
+            return logits
+        widths = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
+        return mx.pad(logits, widths, constant_values=-mx.inf)[..., draft_ids]
+
+    # Files
+
+    @classmethod
+    def matches(cls, config: dict) -> bool:
+        architectures = config.get("architectures") or []
+        return config.get("speculators_model_type") == "eagle3" or any(
+            name in architectures for name in (SPECULATORS, *SGLANG)
+        )
+
+    @classmethod
+    def from_config(cls, config: dict, *, place: str) -> Self:
+        return cls(Eagle3Config.from_json(config, place=place))
+
+    def to_config(self) -> dict:
+        return replace(self.config, layer_ids=self.layer_ids).to_json()
+
+    def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
+        """See `Drafter`.
+
+        Raises:
+            UserError: `d2t` does not lead to distinct tokens, or not to those of `t2d`.
+        """
+        weights = {
+            name.removeprefix("model.").replace(SGLANG_LAYER, "layers.0."): value
+            for name, value in weights.items()
+        }
+        mask = weights.pop("t2d", None)
+        if "d2t" in weights:
+            if "d2t" in self:
+                weights["d2t"] = weights["d2t"].astype(mx.int32)
+                self._require_tokens(weights["d2t"], mask)
+            elif not weights["d2t"].any():
+                del weights["d2t"]
+        return {
+            name: value
+            for name, value in weights.items()
+            if name not in TARGET_WEIGHTS and not name.endswith("rotary_emb.inv_freq")
+        }
+
+    def export_weights(self) -> dict[str, mx.array]:
+        """The parameters, with the embedding of the target and `t2d`."""
+        weights = dict(tree_flatten(self.parameters()))
+        vocab_size = self.config.vocab_size
+        if "d2t" in self:
+            weights["t2d"] = self.draft_ids[:vocab_size] < self.draft_vocab_size
+        embeddings = [
+            self._target.embed(tokens[None])[0]
+            for tokens in mx.split(
+                mx.arange(vocab_size), range(CHUNK, vocab_size, CHUNK)
+            )
+        ]
+        return weights | {"embed_tokens.weight": mx.concatenate(embeddings)}
+
+    def _require_tokens(self, d2t: mx.array, mask: mx.array | None) -> None:
+        tokens = np.array(d2t) + np.arange(len(d2t))
+        size = self.config.vocab_size
+        is_valid = tokens.min() >= 0 and tokens.max() < size
+        is_valid = is_valid and len(set(tokens.tolist())) == len(tokens)
+        if is_valid and mask is not None:
+            is_valid = np.array_equal(np.flatnonzero(np.array(mask)), np.sort(tokens))
+        if not is_valid:
+            raise UserError(
+                "d2t of the drafter's files does not name the tokens that it can draft",
+                hint="d2t[d] is the token of draft id d, minus d",
+            )
+
+
+def default_layer_ids(num_blocks: int) -> tuple[int, ...]:
+    """Three blocks near the start, the middle and the end of a model, or fewer.
+
+    With 8 blocks or more they are those of the authors.
+    """
+    if num_blocks >= 8:
+        return 1, num_blocks // 2 - 1, num_blocks - 4
+    last = max(0, num_blocks - 2)
+    return tuple(sorted({0, last // 2, last}))
