@@ -1,0 +1,96 @@
+"""The proposer of a DFlash drafter: one pass drafts all tokens of a round."""
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ...models.drafters.dflash import DFlashDrafter
+from ..kv_cache import CacheState
+from .proposer import NO_DRAFT, DraftTokens, TargetSampler
+
+# Hidden states that the drafter processes at once.
+STEP_SIZE = 512
+
+
+class DFlashProposer:
+    """Proposes draft tokens from the hidden states of the target's cache.
+
+    Every draft token is sampled from the distribution of its own slot, independent of
+    the other ones.
+
+    Args:
+        cache: of the completion. From here on, it records hidden states.
+        sampled: sample draft tokens with the target's settings; otherwise draft
+            greedily. Both are lossless; the better acceptance rate depends on the pair.
+        seed: seed of the draft samples, independent of the target's.
+    """
+
+    def __init__(
+        self,
+        drafter: DFlashDrafter,
+        cache: CacheState,
+        *,
+        sampled: bool = True,
+        seed: int = 0,
+    ):
+        self.drafter = drafter
+        self._target_cache = cache
+        self._sampled = sampled
+        self._key = mx.random.key(seed ^ 0xDF1A)
+        self._cache = drafter.make_cache()
+        # Position of the next token whose hidden states are read. It only grows: the
+        # hidden states of rejected draft tokens were removed before the next round.
+        self._end = 0
+        cache.record_hidden_states(drafter.layer_ids)
+
+    def propose(
+        self, context: Sequence[int], num_draft_tokens: int, sampler: TargetSampler
+    ) -> DraftTokens:
+        """Launch the draft: at most as many tokens as the drafter's block has."""
+        count = min(num_draft_tokens, self.drafter.max_draft_tokens)
+        anchor = len(context) - 1
+        assert self._target_cache.recorded.end == anchor
+        self._read_states()
+        if not count or not self._end:
+            return NO_DRAFT
+        hidden = self.drafter.draft_block(context[-1], anchor, self._cache, count)
+        logits = self.drafter.target_logits(self.drafter.head(hidden))
+        draft = self._sample(logits, sampler)
+        mx.async_eval(draft.tokens)
+        return draft
+
+    def _read_states(self) -> None:
+        """Process the hidden states of all tokens since the last round.
+
+        Those of a prefix that was cached without them are left out.
+        """
+        recorded = self._target_cache.recorded
+        start = max(self._end, recorded.start)
+        if start == recorded.end:
+            return
+        states = recorded.since(start)
+        for first in range(0, states.shape[1], STEP_SIZE):
+            piece = states[:, first : first + STEP_SIZE]
+            self.drafter.extend_context(piece, start + first, self._cache)
+            if states.shape[1] > STEP_SIZE:
+                mx.eval([(cache.keys, cache.values) for cache in self._cache])
+        self._end = recorded.end
+
+    def _sample(self, logits: mx.array, sampler: TargetSampler) -> DraftTokens:
+        """Draft tokens from logits [k, V]."""
+        counts, rows, tokens = sampler.counts, [], []
+        for position in range(len(logits)):
+            # Penalties depend on the draft tokens before.
+            row = sampler.process(logits[position : position + 1], counts)
+            if sampler.is_greedy or not self._sampled:
+                token = mx.argmax(row, axis=-1)
+            else:
+                self._key, subkey = mx.random.split(self._key)
+                token = mx.random.categorical(row, key=subkey)
+            counts = sampler.counts_after(counts, token)
+            rows.append(row)
+            tokens.append(token)
+        draft_tokens = mx.concatenate(tokens).astype(mx.int32)
+        if sampler.is_greedy or not self._sampled:
+            return DraftTokens(draft_tokens)
+        return DraftTokens(draft_tokens, mx.concatenate(rows))
