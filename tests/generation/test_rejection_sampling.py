@@ -105,9 +105,14 @@ def chi_square_ratio(tokens_so_far, sampling):
         for position in range(LENGTH):
             logits_table = logits_after(target, mx.array([tokens], mx.int32), position)
             expected[tokens] *= mx.softmax(logits_table[0]).tolist()[tokens[position]]
-    counts = np.zeros_like(expected)
-    np.add.at(counts, tuple(tokens_so_far.T), 1)
-    expected *= SAMPLES
+    return ratio_to_critical_value(tokens_so_far, expected)
+
+
+def ratio_to_critical_value(completions, probabilities):
+    """The same for completions [S, n] and their joint probabilities [V, ...]."""
+    counts = np.zeros_like(probabilities)
+    np.add.at(counts, tuple(completions.T), 1)
+    expected = probabilities * len(completions)
     assert not counts[expected == 0].any(), "sampled a filtered token"
     rare = expected < 5
     observed = np.append(counts[~rare], counts[rare].sum())

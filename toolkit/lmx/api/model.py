@@ -150,7 +150,7 @@ def load(
         adapter: folder of a LoRA or DoRA adapter of mlx-lm or peft.
         draft: draft tokens for speculative decoding, which gives the same output
             faster: a model folder, a Hub id, a `Run` with a draft model,
-            "prompt-lookup", "layer-skip", or "prompt-lookup+" one of these.
+            "prompt-lookup", "layer-skip", "mtp", or "prompt-lookup+" one of these.
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: run Python code from the checkpoint.
         compute: "auto" (float32 on a CPU, else as stored), "stored", or the name of a

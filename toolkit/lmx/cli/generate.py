@@ -86,8 +86,9 @@ def add_draft_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-model",
         metavar="DRAFT",
         help="speculative decoding with the same output: prompt-lookup "
-        "(n-grams of the context), layer-skip (some of the model's blocks), a model "
-        "folder or Hub id, or prompt-lookup+ one of these",
+        "(n-grams of the context), layer-skip (some of the model's blocks), mtp (the "
+        "model's own multi-token-prediction head), a model folder or Hub id, or "
+        "prompt-lookup+ one of these",
     )
     add(
         "--num-draft-tokens",

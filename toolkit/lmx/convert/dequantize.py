@@ -7,6 +7,7 @@ import mlx.core as mx
 from ..errors import UserError
 from ..models import checkpoint_writer, quantized_layers
 from ..models.loader import LoadedModel
+from ..models.mtp_weights import copy_mtp
 from .exporters.hf import dequantized_weights
 
 
@@ -33,3 +34,4 @@ def dequantize_checkpoint(
     checkpoint_writer.write_checkpoint(
         target, weights, loaded.config, companions=loaded.path
     )
+    copy_mtp(loaded.path, target, loaded.config)

@@ -17,6 +17,7 @@ from ..data.splits import Splits
 from ..errors import UserError
 from ..models import checkpoint_writer, from_scratch
 from ..models.loader import LoadedModel, load
+from ..models.mtp_weights import copy_mtp
 from ..models.safetensors_io import require_finite
 from ..quantization.target_layers import QuantizationPlan
 from ..run.distributed import SINGLE_PROCESS, ProcessGroup
@@ -106,6 +107,8 @@ def write_model(
     weights: dict[str, mx.array],
     selection: QuantizationPlan | None = None,
     packed: dict[str, mx.array] | None = None,
+    *,
+    keeps_mtp: bool = True,
 ) -> None:
     """Write a checkpoint like `loaded`, whole or not at all.
 
@@ -117,6 +120,7 @@ def write_model(
         selection: which layers are quantized; None = none.
         packed: codes, scales and biases of the selected layers, and other tensors that
             replace those in `weights`.
+        keeps_mtp: copy the multi-token-prediction head of `loaded`, if it has one.
     """
     specs = selection.specs if selection else {}
     for path in specs:
@@ -133,6 +137,8 @@ def write_model(
             specs=specs,
             kept=list(selection.skipped) if selection else [],
         )
+        if keeps_mtp:
+            copy_mtp(loaded.path, partial, loaded.config)
 
 
 def mark_complete(folder: Path) -> None:

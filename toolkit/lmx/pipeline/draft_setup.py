@@ -279,6 +279,6 @@ class DraftInitializer:
             weights = prune(source.model, self.weights, shape, importance)
         # The target's tokenizer and chat template, whatever the model is pruned from.
         like = replace(source, config=config, path=self.target.path)
-        write_model(folder, like, weights)
+        write_model(folder, like, weights, keeps_mtp=False)
         self.context.logger.info(f"initial draft model: {origin}")
         return folder

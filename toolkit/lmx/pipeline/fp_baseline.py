@@ -121,4 +121,4 @@ class FullPrecisionBaseline:
         for path, spec in selection.specs.items():
             tensors = pack(weights[f"{path}.weight"], spec, loaded.dtype)
             packed |= {f"{path}.{name}": value for name, value in tensors.items()}
-        write_model(folder, loaded, weights, selection, packed)
+        write_model(folder, loaded, weights, selection, packed, keeps_mtp=False)

@@ -171,7 +171,14 @@ class PostQuantRefinement:
         eval_targets, train_targets = self._targets()
         candidate = self.context.folder / "candidate"
         weights = dict(self.weights)
-        write_model(candidate, self.loaded, weights, self.selection, dict(tensors))
+        write_model(
+            candidate,
+            self.loaded,
+            weights,
+            self.selection,
+            dict(tensors),
+            keeps_mtp=False,
+        )
         model = CandidateModel(self.context.load(candidate).model, self.loaded.dtype)
         selector = CandidateSelector(model, eval_targets, self.context.logger)
         if self.config.rollback_if_worse and self.config.method != "rtn":

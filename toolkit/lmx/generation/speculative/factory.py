@@ -5,13 +5,15 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ...data.tokenizer_files import require_same_tokenizer
+from ...models.drafters.mtp import MTPHead
 from ...models.loader import LoadedModel
 from .draft_model import DraftModelProposer
 from .layer_skip import choose_skipped_layers, skip_layers
+from .mtp import MTPProposer
 from .prompt_lookup import NGramIndex, PromptLookupProposer
 from .proposer import NO_DRAFT, DraftTokens, MakeProposer, Proposer, TargetSampler
 
-PROMPT_LOOKUP, LAYER_SKIP = "prompt-lookup", "layer-skip"
+PROMPT_LOOKUP, LAYER_SKIP, MTP = "prompt-lookup", "layer-skip", "mtp"
 LAYER_SKIP_TOKENS = 128
 """Tokens of the prompt on which the skipped layers are chosen."""
 
@@ -43,7 +45,7 @@ def proposer_factory(
     """A function that makes a proposer for every completion.
 
     Args:
-        name: `prompt-lookup`, `layer-skip`, a model folder or Hub id, or
+        name: `prompt-lookup`, `layer-skip`, `mtp`, a model folder or Hub id, or
             `prompt-lookup+` followed by one of these.
         sample: tokens typical of the prompts.
         load_draft: loads the model of a folder or Hub id.
@@ -52,7 +54,8 @@ def proposer_factory(
         None if no speed-up is expected from `layer-skip` on this machine.
 
     Raises:
-        UserError: the model does not exist or has a different tokenizer.
+        UserError: the model does not exist or has a different tokenizer; or the target
+            has no MTP head.
     """
     first, plus, second_name = name.partition("+")
     # One index for all completions: later ones also look up in earlier ones.
@@ -73,6 +76,9 @@ def proposer_factory(
         skipped = choose_skipped_layers(target.model, tokens)
         draft_model = skip_layers(target.model, skipped)
         return (lambda _: DraftModelProposer(draft_model)) if skipped else None
+    if name == MTP:
+        head = MTPHead.load(target.path, target.config, target.model)
+        return lambda cache: MTPProposer(head, cache)
     draft = load_draft(name)
     require_same_tokenizer(target.tokenizer, draft.tokenizer, role="draft", place=name)
     return lambda _: DraftModelProposer(draft.model)

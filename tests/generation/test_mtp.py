@@ -1,0 +1,268 @@
+"""The multi-token-prediction head as a proposer: parity of its forward pass, the
+positions that it reads, and lossless decoding."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.generation.engine import Generator
+from lmx.generation.kv_cache import CacheState
+from lmx.generation.prefix_cache import PrefixCache
+from lmx.generation.sampling import Sampling
+from lmx.generation.speculative.decoder import rejection_sample
+from lmx.generation.speculative.factory import FallbackProposer
+from lmx.generation.speculative.mtp import MTPProposer
+from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
+from lmx.generation.speculative.proposer import DraftTokens, TargetSampler
+from lmx.models.hidden_states import forward_with_hidden_states
+from mlx.utils import tree_flatten
+from test_rejection_sampling import ratio_to_critical_value
+from test_speculative_decoder import speculative, tokens_of
+from tiny_generators import byte_tokenizer
+from tiny_mtp import EXPERTS, TEXT, WIDTH, tiny_mtp
+
+PROMPT = [5, 9, 11, 5, 9, 2, 7, 5, 9]
+
+
+def numpy_head(head, embeddings, states):
+    """The forward pass in float64, for positions from 0; [L, width] to [L, width]."""
+    weights = {k: np.array(v, float) for k, v in tree_flatten(head.parameters())}
+    length, dims, rotary = len(states), TEXT["head_dim"], 8
+
+    def norm(name, x):
+        scale = np.sqrt((x**2).mean(-1, keepdims=True) + TEXT["rms_norm_eps"])
+        return x / scale * weights[f"{name}.weight"]
+
+    def linear(name, x):
+        return x @ weights[f"{name}.weight"].T
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    def rotate(x):
+        halves = np.arange(rotary // 2)
+        angles = np.arange(length)[:, None] * 1e4 ** (-2 * halves / rotary)
+        cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+        a, b, rest = np.split(x, [rotary // 2, rotary], axis=-1)
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
+
+    embeddings = norm("pre_fc_norm_embedding", embeddings)
+    states = norm("pre_fc_norm_hidden", states)
+    x = linear("fc", np.concatenate([embeddings, states], axis=-1))
+    layer, y = "layers.0", norm("layers.0.input_layernorm", x)
+    attention = f"{layer}.self_attn"
+    queries, gate = np.split(
+        linear(f"{attention}.q_proj", y).reshape(length, 2, 2 * dims), 2, axis=-1
+    )
+    keys = linear(f"{attention}.k_proj", y).reshape(length, 1, dims)
+    values = linear(f"{attention}.v_proj", y)
+    queries = rotate(norm(f"{attention}.q_norm", queries))
+    keys = rotate(norm(f"{attention}.k_norm", keys))[:, 0]
+    scores = np.einsum("qhd,kd->hqk", queries, keys) / np.sqrt(dims)
+    scores = np.where(np.tri(length, dtype=bool), scores, -np.inf)
+    shares = np.exp(scores - scores.max(-1, keepdims=True))
+    shares /= shares.sum(-1, keepdims=True)
+    mixed = np.einsum("hqk,kd->qhd", shares, values) * sigmoid(gate)
+    x = x + linear(f"{attention}.o_proj", mixed.reshape(length, -1))
+    y = norm(f"{layer}.post_attention_layernorm", x)
+    gated = linear(f"{layer}.mlp.gate_proj", y)
+    up = linear(f"{layer}.mlp.up_proj", y)
+    x = x + linear(f"{layer}.mlp.down_proj", gated * sigmoid(gated) * up)
+    return norm("norm", x)
+
+
+def test_forward_pass_matches_numpy():
+    model, head, _ = tiny_mtp(scale=0.2)
+    tokens = mx.random.randint(0, 320, (1, 9), key=mx.random.key(0))
+    states = mx.random.normal((1, 9, WIDTH), key=mx.random.key(1))
+    embeddings = np.array(model.model.embed_tokens(tokens)[0], float)
+    expected = numpy_head(head, embeddings, np.array(states[0], float))
+    caches = head.make_cache()
+    parts = [
+        head(tokens[:, start:end], states[:, start:end], caches)
+        for start, end in ((0, 4), (4, 5), (5, 9))
+    ]
+    outputs = np.array(mx.concatenate(parts, axis=1)[0])
+    assert np.abs(outputs - expected).max() < 1e-5 * np.abs(expected).max()
+    # The control: a normal norm in place of one of another weight.
+    head.pre_fc_norm_hidden.weight = mx.ones(WIDTH)
+    changed = np.array(head(tokens, states, head.make_cache())[0])
+    assert np.abs(changed - expected).max() > 1e-2
+
+
+def reference_draft(model, head, context, count, *, normalized=True, shift=1):
+    """Greedy draft tokens and their logits, computed from the whole context anew.
+
+    Args:
+        normalized, shift: other values are errors that a test must find.
+    """
+    logits, (known, tokens) = [], (len(context) - 1, list(context))
+    _, states = forward_with_hidden_states(model, mx.array([context]), [head.layer_id])
+    states = states[:, :known]
+    states = model.model.norm(states) if normalized else states
+    for _ in range(count):
+        inputs = [tokens[position + shift] for position in range(states.shape[1])]
+        outputs = head(mx.array([inputs]), states, head.make_cache())
+        logits.append(head.logits(outputs[:, -1]))
+        tokens.append(mx.argmax(logits[-1]).item())
+        states = mx.concatenate([states, outputs[:, -1:]], axis=1)
+    return tokens[len(context) :], mx.concatenate(logits)
+
+
+@pytest.fixture(params=["dense", "experts"])
+def pair(request):
+    changes = EXPERTS if request.param == "experts" else {}
+    return tiny_mtp(scale=0.4, **changes)[:2]
+
+
+def test_head_reads_normalized_states_and_next_tokens(pair, monkeypatch):
+    """Also after rounds in which another proposer drafted, and over long prompts."""
+    monkeypatch.setattr("lmx.generation.speculative.mtp.STEP_SIZE", 4)
+    model, head = pair
+    cache = CacheState(model)
+    proposer = MTPProposer(head, cache, sampled=False)
+    context = list(PROMPT)
+    sampler = TargetSampler(Sampling(temperature=1.0), context, TEXT["vocab_size"])
+    for grown in (0, 1, 3, 6, 1):
+        context += [(7 * len(context) + n) % 320 for n in range(grown)]
+        cache.checkpoint()
+        cache.forward(mx.array([context[cache.length : -1]]))
+        # Rejected tokens, whose states must not be read.
+        cache.forward(mx.array([[context[-1], 1, 2]]))
+        cache.rollback(3)
+        for count in (1, 3):
+            drafted = proposer.propose(context, count, sampler).tokens.tolist()
+            expected, logits = reference_draft(model, head, context, count)
+            assert drafted == expected
+            for error in ({"normalized": False}, {"shift": 0}):
+                wrong = reference_draft(model, head, context, count, **error)[1]
+                assert not mx.allclose(wrong, logits, atol=1e-2)
+
+
+def test_nothing_is_drafted_before_the_first_state():
+    model, head, _ = tiny_mtp()
+    proposer = MTPProposer(head, CacheState(model))
+    sampler = TargetSampler(Sampling(), [5], TEXT["vocab_size"])
+    assert not len(proposer.propose([5], 3, sampler))
+
+
+SETTINGS = {
+    "plain": Sampling(),
+    "penalties": Sampling(repetition_penalty=1.3, presence_penalty=0.4),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "lengths"),
+    [({}, "plain", (1, 4, None)), ({}, "penalties", (3,)), (EXPERTS, "plain", (3,))],
+    ids=["plain", "penalties", "experts"],
+)
+def test_greedy_decoding_is_lossless(changes, name, lengths):
+    model, head, _ = tiny_mtp(scale=0.4, **changes)
+    options = {"sampling": SETTINGS[name], "max_tokens": 24}
+    plain = tokens_of(Generator(model, byte_tokenizer()), PROMPT, **options)
+    assert len(set(plain)) > 5
+    makers = {
+        "mtp": lambda cache: MTPProposer(head, cache),
+        "chain": lambda cache: FallbackProposer(
+            PromptLookupProposer(NGramIndex(ngram_size=1)), MTPProposer(head, cache)
+        ),
+    }
+    for maker in makers.values():
+        for length in lengths:
+            generator = speculative(model, maker, length)
+            assert tokens_of(generator, PROMPT, **options) == plain
+
+
+def test_prefixes_without_hidden_states_are_used(pair):
+    model, head = pair
+    plain = Generator(model, byte_tokenizer(), prefix_cache=PrefixCache(1 << 30))
+    first = tokens_of(plain, PROMPT, max_tokens=5)
+    prompt = [*PROMPT, *first, 3, 1, 4]
+    generator = speculative(model, lambda cache: MTPProposer(head, cache), 3)
+    generator.prefix_cache = plain.prefix_cache
+    expected = tokens_of(Generator(model, byte_tokenizer()), prompt, max_tokens=9)
+    assert tokens_of(generator, prompt, max_tokens=9) == expected
+    assert generator.speculative_stats.rounds
+
+
+def test_every_draft_token_of_a_perfect_head_is_accepted():
+    """The target's next token depends on the last one alone, and the head copies it."""
+    model, head, _ = tiny_mtp(scale=0.4)
+    for module in (model.model, head):
+        for layer in module.layers:
+            mixer = layer.linear_attn if "linear_attn" in layer else None
+            projection = mixer.out_proj if mixer else layer.self_attn.o_proj
+            for linear in (projection, layer.mlp.down_proj):
+                linear.weight = mx.zeros_like(linear.weight)
+    ones = mx.ones(WIDTH)
+    head.pre_fc_norm_embedding.weight, head.norm.weight = ones, model.model.norm.weight
+    head.fc.weight = mx.concatenate([mx.eye(WIDTH), mx.zeros((WIDTH, WIDTH))], axis=1)
+    for length in (1, 4):
+        generator = speculative(model, lambda cache: MTPProposer(head, cache), length)
+        tokens_of(generator, PROMPT, max_tokens=31)
+        stats = generator.speculative_stats
+        assert stats.acceptance_rate_by_position == [1.0] * length
+        assert stats.rounds == 30 // (length + 1)
+
+
+@pytest.fixture(scope="module")
+def sampled_drafts():
+    """Two draft tokens [S, 2] for the same context, drawn anew each time, and what
+    they were drawn from; the target's logits [S, 3, V] after each of them, and after
+    the context and any one token [V, V]."""
+    size, context = 64, [1, 5, 3, 7, 2]
+    model, head, _ = tiny_mtp(scale=0.4, vocab_size=size)
+    cache = CacheState(model)
+    # Six tokens, so that both models often choose the same.
+    likely = tuple((token, 90.0) for token in range(6))
+    sampling = Sampling(temperature=2.0, top_k=6, logit_bias=likely)
+    sampler = TargetSampler(sampling, context, size)
+    proposer = MTPProposer(head, cache, seed=3)
+    cache.forward(mx.array([context[:-1]]))
+    drafts = [proposer.propose(context, 2, sampler) for _ in range(250)]
+    tokens = mx.stack([each.tokens for each in drafts])
+    draft_logits = mx.stack([each.logits for each in drafts])
+
+    def target(endings):
+        inputs = mx.array([[*context, *ending] for ending in endings])
+        logits = model(inputs)[:, len(context) - 1 :]
+        shape = logits.shape
+        return sampler.process(logits.reshape(-1, size), sampler.counts).reshape(shape)
+
+    pairs, which = np.unique(np.array(tokens), axis=0, return_inverse=True)
+    after_pairs = target(pairs.tolist())[mx.array(which.reshape(-1))]
+    after_one = target([[token] for token in range(size)])[:, 1]
+    return tokens, draft_logits, after_pairs, after_one
+
+
+def first_two_tokens(rule, drafts):
+    """The first two tokens of completions, and their exact probabilities [V, V]."""
+    tokens, draft_logits, logits, after_one = drafts
+
+    def verify(logits, tokens, draft_logits, key):
+        return rule(logits, DraftTokens(tokens, draft_logits), key)
+
+    keys = mx.random.split(mx.random.key(1), len(tokens) + 1)
+    accepted, token = mx.vmap(verify)(logits, tokens, draft_logits, keys[:-1])
+    first = mx.where(accepted > 0, tokens[:, 0], token)
+    alone = mx.random.categorical(after_one[first], key=keys[-1])
+    later = mx.where(accepted > 1, tokens[:, 1], token)
+    second = mx.where(accepted > 0, later, alone)
+    joint = mx.softmax(logits[0, 0])[:, None] * mx.softmax(after_one, axis=-1)
+    return np.array(mx.stack([first, second], axis=1)), np.array(joint, float)
+
+
+def always_accept(logits, draft, key):
+    """Wrong: keeps what the draft says."""
+    return mx.array(len(draft)), mx.random.categorical(logits[-1], key=key)
+
+
+def test_sampled_decoding_is_lossless(sampled_drafts):
+    right = first_two_tokens(rejection_sample, sampled_drafts)
+    assert ratio_to_critical_value(*right) < 1
+    wrong = first_two_tokens(always_accept, sampled_drafts)
+    assert ratio_to_critical_value(*wrong) > 1.5
+    # The drafts are drawn from their own logits, not from those of another position.
+    tokens, draft_logits, *rest = sampled_drafts
+    other = (tokens, mx.roll(draft_logits, 1, axis=1), *rest)
+    assert ratio_to_critical_value(*first_two_tokens(rejection_sample, other)) > 1.5

@@ -1,0 +1,153 @@
+"""The multi-token-prediction (MTP) heads in checkpoints of the Qwen3-Next family.
+
+mlx-lm drops the tensors `mtp.*`. Here they stay beside the model, in `mtp.safetensors`:
+mlx-lm reads only model*.safetensors, and mlx-vlm's `split_mtp` reads
+every file. The index of the model does not name it.
+
+Hugging Face stores the norms of these models as offsets from one, and the projections
+of experts joined or one by one. MLX's layout has the norms themselves and stacked
+experts. Like mlx-vlm, this module takes a file for MLX's if its metadata says
+`format: mlx`.
+"""
+
+import re
+from pathlib import Path
+
+import mlx.core as mx
+
+from ..errors import UserError
+from ..run.fs import copy_file
+from .checkpoint import tensor_files
+from .safetensors_io import read_header, write_safetensors
+
+MTP_FILE = "mtp.safetensors"
+PREFIX = "mtp."
+MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+JOINED_EXPERTS = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)")
+SINGLE_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
+
+
+def read_mtp(folder: Path, config: dict) -> dict[str, mx.array]:
+    """The tensors of a checkpoint's MTP head in MLX's layout, unread.
+
+    Returns:
+        tensors by their names after `mtp.`; none if the checkpoint has no head, or one
+        of another family.
+
+    Raises:
+        UserError: a file is damaged, or an expert is missing.
+    """
+    tensors: dict[str, mx.array] = {}
+    for file in _mtp_files(folder, config):
+        arrays, is_mlx = _load(file)
+        part = {
+            name.removeprefix(PREFIX): array
+            for name, array in arrays.items()
+            if name.startswith(PREFIX)
+        }
+        tensors |= part if is_mlx else _add_one_to_norms(part)
+    return _stack_experts(tensors, str(folder))
+
+
+def copy_mtp(source: Path, target: Path, config: dict) -> None:
+    """Write the MTP head of a checkpoint, if it has one, into another folder.
+
+    Quantized layers are dequantized: the `quantization` of the other model's config
+    need not have their grid.
+
+    Args:
+        config: that of the source.
+
+    Raises:
+        UserError: a file is damaged, an expert is missing, or a value is not finite.
+    """
+    tensors = read_mtp(source, config)
+    if not tensors:
+        return
+    paths, file = quantized_layers(tensors), source / MTP_FILE
+    if not paths and _mtp_files(source, config) == [file] and _load(file)[1]:
+        copy_file(file, target / MTP_FILE)
+        return
+    for path in paths:
+        parts = [tensors.pop(f"{path}.weight"), tensors.pop(f"{path}.scales")]
+        grid = layer_grid(path, config)
+        weight = mx.dequantize(*parts, tensors.pop(f"{path}.biases", None), **grid)
+        tensors[f"{path}.weight"] = weight
+    renamed = {f"{PREFIX}{name}": value for name, value in tensors.items()}
+    tensors.clear()
+    write_safetensors(target / MTP_FILE, renamed)
+
+
+def quantized_layers(tensors: dict[str, mx.array]) -> list[str]:
+    """Paths of the layers whose weights are codes."""
+    scales = (name for name in tensors if name.endswith(".scales"))
+    return [name.removesuffix(".scales") for name in scales]
+
+
+def layer_grid(path: str, config: dict) -> dict:
+    """`group_size`, `bits` and `mode` of a quantized layer of the head.
+
+    Raises:
+        UserError: the config has no such numbers.
+    """
+    block = config.get("quantization") or {}
+    layer = block.get(f"{PREFIX}{path}")
+    grid = block | (layer if isinstance(layer, dict) else {})
+    if "bits" not in grid or "group_size" not in grid:
+        raise UserError(f"{PREFIX}{path} has scales, but the config has no grid for it")
+    return {
+        "group_size": grid["group_size"],
+        "bits": grid["bits"],
+        "mode": grid.get("mode", "affine"),
+    }
+
+
+def _mtp_files(folder: Path, config: dict) -> list[Path]:
+    """The files with tensors of the head; those of the model come before others."""
+    if config.get("model_type") not in MODEL_TYPES:
+        return []
+    in_model = tensor_files(folder)
+    files = {in_model[name] for name in in_model if name.startswith(PREFIX)}
+    return sorted(files or filter(_has_mtp, folder.glob("mtp*.safetensors")))
+
+
+def _load(file: Path) -> tuple[dict[str, mx.array], bool]:
+    """The tensors of a file, unread, and whether they are in MLX's layout."""
+    tensors, metadata = mx.load(str(file), return_metadata=True)
+    return tensors, metadata.get("format") == "mlx"
+
+
+def _has_mtp(file: Path) -> bool:
+    return any(name.startswith(PREFIX) for name in read_header(file))
+
+
+def _add_one_to_norms(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Norms from their offsets. Only their weights are vectors."""
+    return {
+        name: value + 1 if name.endswith(".weight") and value.ndim == 1 else value
+        for name, value in tensors.items()
+    }
+
+
+def _stack_experts(tensors: dict[str, mx.array], place: str) -> dict[str, mx.array]:
+    """Experts by mlx-lm's names, each projection of all experts in one tensor."""
+    stacked: dict[str, mx.array] = {}
+    single: dict[str, dict[int, mx.array]] = {}
+    for name, value in tensors.items():
+        if match := SINGLE_EXPERT.fullmatch(name):
+            block, index, layer = match.groups()
+            path = f"{block}.switch_mlp.{layer}.weight"
+            single.setdefault(path, {})[int(index)] = value
+        elif match := JOINED_EXPERTS.fullmatch(name):
+            block, layer = match.groups()
+            layers = ("gate_proj", "up_proj") if "gate" in layer else (layer,)
+            parts = mx.split(value, len(layers), axis=-2)
+            for layer, part in zip(layers, parts, strict=True):
+                stacked[f"{block}.switch_mlp.{layer}.weight"] = part
+        else:
+            stacked[name] = value
+    for path, experts in single.items():
+        if experts.keys() != set(range(len(experts))):
+            raise UserError(f"an expert of {PREFIX}{path} is missing", place=place)
+        stacked[path] = mx.stack([experts[index] for index in range(len(experts))])
+    return stacked
