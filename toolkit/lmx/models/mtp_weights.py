@@ -40,13 +40,24 @@ def read_mtp(folder: Path, config: dict) -> dict[str, mx.array]:
     tensors: dict[str, mx.array] = {}
     for file in _mtp_files(folder, config):
         arrays, is_mlx = _load(file)
-        part = {
-            name.removeprefix(PREFIX): array
-            for name, array in arrays.items()
-            if name.startswith(PREFIX)
-        }
-        tensors |= part if is_mlx else _add_one_to_norms(part)
-    return _stack_experts(tensors, str(folder))
+        part = {n: value for n, value in arrays.items() if n.startswith(PREFIX)}
+        tensors |= part if is_mlx else as_mlx(part, place=str(folder))
+    return {name.removeprefix(PREFIX): value for name, value in tensors.items()}
+
+
+def as_mlx(tensors: dict[str, mx.array], *, place: str) -> dict[str, mx.array]:
+    """The tensors of a head in Hugging Face's layout, in MLX's.
+
+    Args:
+        tensors: by their full names.
+
+    Raises:
+        UserError: an expert is missing.
+    """
+    # Only the weights of norms are vectors.
+    is_norm = {n: n.endswith(".weight") and v.ndim == 1 for n, v in tensors.items()}
+    tensors = {n: v + 1 if is_norm[n] else v for n, v in tensors.items()}
+    return _stack_experts(tensors, place)
 
 
 def copy_mtp(source: Path, target: Path, config: dict) -> None:
@@ -69,13 +80,21 @@ def copy_mtp(source: Path, target: Path, config: dict) -> None:
         copy_file(file, target / MTP_FILE)
         return
     for path in paths:
-        parts = [tensors.pop(f"{path}.weight"), tensors.pop(f"{path}.scales")]
-        grid = layer_grid(path, config)
-        weight = mx.dequantize(*parts, tensors.pop(f"{path}.biases", None), **grid)
-        tensors[f"{path}.weight"] = weight
+        names = {leaf: f"{path}.{leaf}" for leaf in ("weight", "scales", "biases")}
+        parts = {k: tensors.pop(name) for k, name in names.items() if name in tensors}
+        tensors[names["weight"]] = dequantize(parts, layer_grid(path, config))
     renamed = {f"{PREFIX}{name}": value for name, value in tensors.items()}
     tensors.clear()
-    write_safetensors(target / MTP_FILE, renamed)
+    write_mtp(target, renamed)
+
+
+def write_mtp(folder: Path, tensors: dict[str, mx.array]) -> None:
+    """Write a head in MLX's layout beside a model. The dictionary is emptied.
+
+    Raises:
+        UserError: a value is not finite.
+    """
+    write_safetensors(folder / MTP_FILE, tensors)
 
 
 def quantized_layers(tensors: dict[str, mx.array]) -> list[str]:
@@ -102,6 +121,21 @@ def layer_grid(path: str, config: dict) -> dict:
     }
 
 
+def dequantize(parts: dict[str, mx.array], grid: dict) -> mx.array:
+    """The weight of a layer, in the type of its scales; bfloat16 if these are codes.
+
+    Args:
+        parts: `weight` (codes), `scales` and, if affine, `biases`.
+        grid: as from `layer_grid`.
+    """
+    dtype = parts["scales"].dtype
+    if not mx.issubdtype(dtype, mx.floating):
+        return mx.dequantize(parts["weight"], parts["scales"], **grid)
+    # Biases and scaled codes cancel, so that 16 bits would round away much.
+    values = (parts[name].astype(mx.float32) for name in ("scales", "biases"))
+    return mx.dequantize(parts["weight"], *values, **grid).astype(dtype)
+
+
 def _mtp_files(folder: Path, config: dict) -> list[Path]:
     """The files with tensors of the head; those of the model come before others."""
     if config.get("model_type") not in MODEL_TYPES:
@@ -119,14 +153,6 @@ def _load(file: Path) -> tuple[dict[str, mx.array], bool]:
 
 def _has_mtp(file: Path) -> bool:
     return any(name.startswith(PREFIX) for name in read_header(file))
-
-
-def _add_one_to_norms(tensors: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Norms from their offsets. Only their weights are vectors."""
-    return {
-        name: value + 1 if name.endswith(".weight") and value.ndim == 1 else value
-        for name, value in tensors.items()
-    }
 
 
 def _stack_experts(tensors: dict[str, mx.array], place: str) -> dict[str, mx.array]:
@@ -148,6 +174,6 @@ def _stack_experts(tensors: dict[str, mx.array], place: str) -> dict[str, mx.arr
             stacked[name] = value
     for path, experts in single.items():
         if experts.keys() != set(range(len(experts))):
-            raise UserError(f"an expert of {PREFIX}{path} is missing", place=place)
+            raise UserError(f"an expert of {path} is missing", place=place)
         stacked[path] = mx.stack([experts[index] for index in range(len(experts))])
     return stacked

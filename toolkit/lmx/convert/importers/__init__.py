@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ...models.loader import LoadedModel
 
 # Part of the cache key; changes when an import writes other values or files.
-VERSION = 1
+VERSION = 2
 
 
 def load_model(

@@ -11,6 +11,7 @@ from ...config.quant_spec import QuantSpec
 from ...errors import UserError, library_errors
 from ...models import checkpoint_writer
 from ...models.loader import build_model
+from ...models.mtp_weights import MODEL_TYPES, PREFIX, as_mlx, dequantize, write_mtp
 from . import gguf, hf_folder
 from .affine_repack import GROUP_SIZES, AffineGroups
 
@@ -34,6 +35,7 @@ def convert_checkpoint(
         companions = source if source.is_dir() else Path(scratch)
         with library_errors("the checkpoint cannot be imported", place=source):
             config, dense, layers = _read(source, companions)
+            mtp = _take_mtp(config, dense, layers, place=str(source))
             model = build_model(config, place=source)
             weights = _rename(model, dense, layers, place=str(source))
             modules = {
@@ -44,6 +46,7 @@ def convert_checkpoint(
             weights, specs = _check(weights, model, modules, place=str(source))
         if dtype:
             weights = {name: _cast(value, dtype) for name, value in weights.items()}
+            mtp = {name: _cast(value, dtype) for name, value in mtp.items()}
         unquantized = [path for path in modules if path not in specs]
         checkpoint_writer.write_checkpoint(
             target,
@@ -53,6 +56,8 @@ def convert_checkpoint(
             specs=specs,
             kept=unquantized,
         )
+        if mtp:
+            write_mtp(target, mtp)
 
 
 def _read(source: Path, companions: Path):
@@ -60,6 +65,31 @@ def _read(source: Path, companions: Path):
     if source.is_dir():
         return hf_folder.read(source)
     return gguf.read(source, companions)
+
+
+def _take_mtp(
+    config: dict,
+    dense: dict[str, mx.array],
+    layers: dict[str, AffineGroups],
+    *,
+    place: str,
+) -> dict[str, mx.array]:
+    """Remove the multi-token-prediction head, which mlx-lm's models do not have.
+
+    Returns:
+        its tensors in MLX's layout, dequantized.
+    """
+    if config.get("model_type") not in MODEL_TYPES:
+        return {}
+    tensors = {n: dense.pop(n) for n in list(dense) if n.startswith(PREFIX)}
+    for path in [path for path in layers if path.startswith(PREFIX)]:
+        layer = layers.pop(path)
+        grid = {"group_size": layer.group_size, "bits": layer.bits}
+        tensors[f"{path}.weight"] = dequantize(layer.tensors(), grid)
+        # AutoGPTQ gives every layer a bias, of zeros where the model has none.
+        if not tensors.get(f"{path}.bias", mx.array(1)).any().item():
+            del tensors[f"{path}.bias"]
+    return as_mlx(tensors, place=place)
 
 
 def _rename(
