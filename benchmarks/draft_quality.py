@@ -100,7 +100,7 @@ def _target(arguments: argparse.Namespace) -> Path:
         },
         "stages": [{"train": training}, {"export": None}],
     }
-    return _run_recipe(recipe, arguments.folder / "target", arguments.threads) / "model"
+    return run_recipe(recipe, arguments.folder / "target", arguments.threads) / "model"
 
 
 class Seed:
@@ -165,7 +165,7 @@ class Seed:
             "seed": self.seed,
             "stages": stages,
         }
-        return _run_recipe(recipe, self.folder / name, self.arguments.threads)
+        return run_recipe(recipe, self.folder / name, self.arguments.threads)
 
     def _write_examples(self, split: str, count: int) -> None:
         """Write code examples and as many chats, code only, or GSM8K only."""
@@ -174,9 +174,9 @@ class Seed:
             return
         rng = random.Random(self.seed if split == "train" else 0)
         if folder := self.arguments.gsm8k:
-            examples = _questions(folder, split, count, rng)
+            examples = questions(folder, split, count, rng)
         else:
-            examples = _code_examples(split, count, rng)
+            examples = code_examples(split, count, rng)
         if not (folder or self.arguments.code_only):
             lines = (DATA / "skills" / path.name).read_text().splitlines()
             chats = rng.sample([json.loads(line) for line in lines], count // 2)
@@ -198,13 +198,13 @@ class Seed:
                 "seed": self.seed,
             }
             command = [str(draft_runner.PROGRAM), json.dumps(settings)]
-            result = _call(command, arguments.threads).splitlines()[-1]
+            result = call(command, arguments.threads).splitlines()[-1]
             file.with_suffix(".part").write_text(result)
             file.with_suffix(".part").replace(file)
         return json.loads(file.read_text())
 
 
-def _code_examples(split: str, count: int, rng: random.Random) -> list[dict]:
+def code_examples(split: str, count: int, rng: random.Random) -> list[dict]:
     """Parts of the standard library that do not overlap."""
     from lmx.data.builtin import read
 
@@ -217,7 +217,7 @@ def _code_examples(split: str, count: int, rng: random.Random) -> list[dict]:
     return [{"text": part} for part in rng.sample(parts, min(count, len(parts)))]
 
 
-def _questions(folder: Path, split: str, count: int, rng: random.Random) -> list[dict]:
+def questions(folder: Path, split: str, count: int, rng: random.Random) -> list[dict]:
     """Questions and answers of GSM8K as chats."""
     file = folder / ("train.jsonl" if split == "train" else "test.jsonl")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -232,18 +232,18 @@ def _questions(folder: Path, split: str, count: int, rng: random.Random) -> list
     ]
 
 
-def _run_recipe(recipe: dict, output: Path, threads: int | None) -> Path:
+def run_recipe(recipe: dict, output: Path, threads: int | None) -> Path:
     """Run or resume a recipe."""
     path = output.with_suffix(".yaml")
     path.write_text(json.dumps(recipe | {"output": str(output.resolve())}))
     program = (
         "import sys; from lmx.cli.main import train; sys.exit(train(sys.argv[1:]))"
     )
-    _call(["-c", program, str(path), "--quiet"], threads)
+    call(["-c", program, str(path), "--quiet"], threads)
     return output
 
 
-def _call(command: list[str], threads: int | None) -> str:
+def call(command: list[str], threads: int | None) -> str:
     environment = dict(os.environ)
     if threads:
         environment |= {"LMX_BLAS_THREADS": str(threads)}

@@ -22,7 +22,8 @@ def run(settings: dict) -> dict:
 
     cpu.enable()
     from lmx.data.dataset import RecordReader
-    from lmx.draft.benchmark import Candidate, DraftBenchmark
+    from lmx.draft.benchmark import DraftBenchmark, MeasuredCandidate
+    from lmx.draft.candidates import ModelCandidate
     from lmx.draft.cost_model import measure_speculation_costs
     from lmx.draft.dataset import mean_prompt_length, select_prompts
     from lmx.generation.sampling import Sampling
@@ -35,12 +36,13 @@ def run(settings: dict) -> dict:
         count=settings["num_prompts"],
         max_prompt_tokens=MAX_PROMPT_LENGTH,
     )
+    candidate = ModelCandidate(draft.model)
     costs = measure_speculation_costs(
-        target.model, draft.model, prompt_length=mean_prompt_length(prompts)
+        target.model, candidate, prompt_length=mean_prompt_length(prompts)
     )
     benchmark = DraftBenchmark(
         target.model,
-        Candidate(draft.model, costs),
+        MeasuredCandidate(candidate, costs),
         target.tokenizer,
         {"test": [prompt.tokens for prompt in prompts]},
         max_tokens=settings["max_tokens"],

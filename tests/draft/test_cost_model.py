@@ -9,22 +9,24 @@ from lmx.draft.cost_model import SpeculationCosts
 @pytest.mark.parametrize("num_draft_tokens", [1, 3, 8])
 @pytest.mark.parametrize("rate", [0.0, 0.4, 0.9, 1.0])
 def test_accepted_length_is_geometric_series_for_constant_rate(rate, num_draft_tokens):
-    length = predict_accepted_length([np.full(20_000, rate)], num_draft_tokens)
+    probs = np.full((20_000, num_draft_tokens), rate)
+    length = predict_accepted_length([probs], num_draft_tokens)
     assert length == pytest.approx(
         sum(rate**i for i in range(num_draft_tokens + 1)), rel=1e-3
     )
 
 
 def test_accepted_length_matches_simulation():
-    """Acceptance probabilities that depend on the position, against sampled rounds."""
+    """Probabilities that depend on the text and on the place in the draft."""
     rng = np.random.default_rng(0)
-    probs = np.tile([0.95, 0.1, 0.5, 0.9, 0.9, 0.2], 20)
+    texts = np.array([0.95, 0.1, 0.5, 0.9, 0.9, 0.2])
+    probs = np.tile(texts[:, None] * [1.0, 0.9, 0.6], (20, 1))
     position = rounds = 0
     while rounds < 40_000:
         accepted = 0
         start = position % len(probs)
         while accepted < 3 and start + accepted < len(probs):
-            if rng.random() >= probs[start + accepted]:
+            if rng.random() >= probs[start, accepted]:
                 break
             accepted += 1
         position += min(accepted + 1, len(probs) - start)

@@ -8,11 +8,16 @@ import pytest
 from lmx.data.tokenization import Example
 from lmx.draft.acceptance import (
     ReferenceCompletion,
-    all_acceptance_probs,
     predict_accepted_length,
     predict_accepted_lengths,
 )
-from lmx.draft.benchmark import DRAFT, PROMPT_LOOKUP, Candidate, DraftBenchmark
+from lmx.draft.benchmark import (
+    DRAFT,
+    PROMPT_LOOKUP,
+    DraftBenchmark,
+    MeasuredCandidate,
+)
+from lmx.draft.candidates import ModelCandidate, all_acceptance_probs
 from lmx.draft.cost_model import SpeculationCosts
 from lmx.draft.dataset import DistillationBatches
 from lmx.draft.losses import DraftLoss, acceptance_bounds
@@ -178,7 +183,7 @@ def test_draft_benchmark_matches_predicted_accepted_length(temperature, count):
     target.lm_head.weight *= 25
     draft = noisy(target, 0.01)
     prompts = [[5, 9, 11, number] for number in range(count)]
-    candidate = Candidate(draft, FREE)
+    candidate = MeasuredCandidate(ModelCandidate(draft), FREE)
     benchmark = DraftBenchmark(
         target, candidate, NullTokenizer(), {"all": prompts}, max_tokens=70
     )
@@ -212,7 +217,9 @@ def test_other_completions_predict_accepted_length():
         ReferenceCompletion(target, *pair, cold)
         for pair in complete(prompts, target, 400)[0]
     ]
-    curve = predict_accepted_lengths(all_acceptance_probs(references, draft))
+    curve = predict_accepted_lengths(
+        all_acceptance_probs(references, ModelCandidate(draft))
+    )
     seeds = count()
     pairs, rounds = complete(
         prompts,
@@ -225,7 +232,10 @@ def test_other_completions_predict_accepted_length():
     tokens = sum(len(result) - 1 for _, result in pairs)
     measured = tokens / (rounds.rounds + rounds.standard_tokens)
     assert curve[num_draft_tokens - 1] == pytest.approx(measured, rel=0.05)
-    shared = [overlaps(target, draft, ref.prompt, ref.tokens) for ref in references]
+    shared = [
+        by_position(overlaps(target, draft, ref.prompt, ref.tokens))
+        for ref in references
+    ]
     without_temperature = predict_accepted_length(shared, num_draft_tokens)
     assert without_temperature != pytest.approx(measured, rel=0.05)
 
@@ -246,6 +256,11 @@ def complete(prompts, target, seed, make_proposer=None, num_draft_tokens=1):
     return pairs, rounds
 
 
+def by_position(probs):
+    """Probabilities [L] of tokens as those [L, 3] of three draft tokens."""
+    return np.stack([np.pad(probs[j:], (0, j)) for j in range(3)], axis=1)
+
+
 def overlaps(target, draft, prompt, tokens):
     """sum min(p, q) at every token but the first."""
     tokens = mx.array([[*prompt, *tokens]])[:, :-1]
@@ -261,5 +276,7 @@ def test_acceptance_probs_of_target_itself_are_one():
         probs = ReferenceCompletion(target, [1, 2], text, sampling).acceptance_probs(
             target
         )
-        assert np.allclose(probs, 1, atol=1e-5)
+        assert np.allclose(probs[:, 0], 1, atol=1e-5)
+        # No draft token is accepted past the end.
+        assert probs[-1, 1:].tolist() == [0] * (probs.shape[1] - 1)
         assert predict_accepted_length([probs], 3) == pytest.approx(4, rel=1e-3)

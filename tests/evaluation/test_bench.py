@@ -65,13 +65,14 @@ def test_bench_prints_a_table_and_a_comparison(folder, make_checkpoint, capsys):
     assert lines[0] == folder
     assert lines[1].startswith("Values are p50 / p90 / p99")
     assert lines[2].startswith("bandwidth: ")
-    assert lines[3].split("  ")[-1].strip() == "accept"
-    assert [line.split()[:3] for line in lines[4:7]] == [
+    assert lines[3].startswith("verify cost: ")
+    assert lines[4].split("  ")[-1].strip() == "accept"
+    assert [line.split()[:3] for line in lines[5:8]] == [
         ["9", "1", "standard"],
         ["9", "1", "prompt-lookup"],
         ["9", "3", "standard"],
     ]
-    assert all(line.count(" / ") == 6 for line in lines[4:10])
+    assert all(line.count(" / ") == 6 for line in lines[5:11])
     assert other in lines
     ratios = [
         line for line in lines if line.startswith("prompt 20, batch 1, standard: ")

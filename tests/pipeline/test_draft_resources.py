@@ -10,13 +10,12 @@ from lmx.config.draft import DraftConfig
 from lmx.config.model import ScratchModelConfig
 from lmx.models import from_scratch
 from lmx.pipeline import resources
-from lmx.pipeline.estimate import (
-    BatchShape,
-    ModelShape,
+from lmx.pipeline.draft_estimate import (
     draft_benchmark_work,
     draft_training_cost,
     generation_cost,
 )
+from lmx.pipeline.estimate import BatchShape, ModelShape
 
 SHAPE = ScratchModelConfig(
     vocab_size=2048, hidden_size=128, intermediate_size=256, num_hidden_layers=8

@@ -20,6 +20,7 @@ HEAD = (
     "Values are p50 / p90 / p99: so many percent of the runs are no worse.\n"
     "bandwidth: weights that decoding reads per second, of the {:.1f} GB/s that "
     "memory gives\n"
+    "verify cost: one more token in a forward pass takes {:.2f} of a decoding step\n"
 )
 COLUMNS = (
     *("prompt", "batch", "decoder", "TTFT (ms)", "prefill, tokens/s"),
@@ -160,7 +161,11 @@ def _decoders(
 
 
 def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
-    from ..evaluation.latency import BenchmarkPlan, run_benchmark
+    from ..evaluation.latency import (
+        BenchmarkPlan,
+        measure_verify_cost,
+        run_benchmark,
+    )
     from ..evaluation.memory_bandwidth import measure_memory_bandwidth, weight_bytes
     from ..generation.batching import BatchGenerator
 
@@ -178,8 +183,12 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
         check_parity=args.check_parity,
     )
     bandwidth = measure_memory_bandwidth()
+    verify_cost = measure_verify_cost(
+        loaded.model, prompt_length=min(args.prompt_lengths)
+    )
     if not args.json:
-        terminal.write_out(HEAD.format(bandwidth / 1e9) + ROW.format(*COLUMNS) + "\n")
+        head = HEAD.format(bandwidth / 1e9, verify_cost)
+        terminal.write_out(head + ROW.format(*COLUMNS) + "\n")
     rows = []
     for row in run_benchmark(tokens, plan, decoders):
         if row["decoder"] == STANDARD:
@@ -187,6 +196,7 @@ def _bench(args: argparse.Namespace, loaded: "LoadedModel") -> list[dict]:
             steps = row["decode_tokens_per_second"]["p50"] / row["batch_size"]
             read = steps * weight_bytes(loaded.model, loaded.config)
             row["bandwidth_share"] = read / bandwidth
+            row["verify_cost"] = verify_cost
         rows.append(row)
         if not args.json:
             terminal.write_out(_cells(row) + "\n")

@@ -105,6 +105,9 @@ class DraftBenchmarkConfig(ConfigModel):
     """Maximum tokens per completion."""
     temperature: float = Field(0.7, gt=0)
     """Temperature of the sampled completions. Greedy decoding is measured as well."""
+    verify_cost: float | None = Field(None, ge=0)
+    """Time of one more verified token on the machine that will serve, as a fraction of
+    a decoding step there (see lmx bench). The report then predicts its speed-up."""
     baseline_model: str | None = None
     """Folder or Hub id of a small model with the target's tokenizer. The benchmark
     measures it as a draft model, too."""

@@ -10,7 +10,13 @@ import numpy as np
 
 from ..generation.sampling import Sampling
 from ..generation.speculative.proposer import TargetSampler
-from .cost_model import MAX_DRAFT_TOKENS
+from ..models.drafters.base import Drafter
+from ..models.hidden_states import forward_with_hidden_states
+
+# Most draft tokens of a round that are measured.
+MAX_DRAFT_TOKENS = 8
+# Rounds whose logits exist at once.
+ROUNDS_PER_CHUNK = 64
 
 
 @dataclass(frozen=True)
@@ -28,29 +34,69 @@ class ReferenceCompletion:
     sampling: Sampling
 
     def acceptance_probs(self, draft: Any) -> np.ndarray:
-        """The acceptance probability [L - 1] at every token but the first.
+        """Acceptance probabilities [L - 1, K] of the draft tokens of a draft model.
 
-        For a token x sampled from p, min(1, q(x) / p(x)) has the expectation
-        sum min(p, q), the acceptance rate of a draft token sampled from q. With greedy
-        decoding the probability is 1 where the draft's argmax is x, else 0.
+        See `probs_of_logits`. K is `MAX_DRAFT_TOKENS`. A draft model that has accepted
+        draft tokens predicts the next one as if it had not drafted them.
         """
-        logits = self._logits(draft)
+        logits = draft(self._all_tokens)[0, len(self.prompt) : -1]
+        probs = self.probs_of_logits(logits[:, None])[:, 0]
+        padded = np.pad(probs, (0, MAX_DRAFT_TOKENS))
+        columns = np.arange(MAX_DRAFT_TOKENS)
+        return padded[np.arange(len(probs))[:, None] + columns]
+
+    def drafter_acceptance_probs(self, drafter: Drafter) -> np.ndarray:
+        """The same of a drafter on hidden states; K are its draft tokens at most."""
+        count = min(MAX_DRAFT_TOKENS, drafter.max_draft_tokens or MAX_DRAFT_TOKENS)
+        tokens = self._all_tokens
+        _, states = forward_with_hidden_states(
+            self.target, tokens[:, :-1], drafter.layer_ids
+        )
+        starts = mx.arange(len(self.prompt), tokens.shape[1] - 1)
+        probs = []
+        for first in range(0, len(starts), ROUNDS_PER_CHUNK):
+            chunk = starts[first : first + ROUNDS_PER_CHUNK]
+            hidden = drafter.draft_hidden(tokens, states, chunk[None], count)[0]
+            logits = drafter.target_logits(drafter.head(hidden))
+            probs.append(self.probs_of_logits(logits, first))
+        return np.concatenate(probs)
+
+    def probs_of_logits(self, logits: mx.array, first: int = 0) -> np.ndarray:
+        """The acceptance probabilities [M, K] of rounds with these logits [M, K, V].
+
+        The last token before round m is token first + m of the completion. For a token
+        x sampled from p, min(1, q(x) / p(x)) has the expectation sum min(p, q), the
+        acceptance rate of a draft token sampled from q. With greedy decoding the
+        probability is 1 where the draft's argmax is x, else 0. It is 0 past the end.
+        """
+        rounds, count, _ = logits.shape
+        places = first + mx.arange(rounds)[:, None] + mx.arange(count)
+        is_inside = places < len(self.tokens) - 1
+        places = mx.minimum(places, len(self.tokens) - 2)
+        drafted = mx.array(self.tokens[1:], mx.int32)[places]
+        logits = self._process(logits.flatten(0, 1)).reshape(rounds, count, -1)
         if self.sampling.is_greedy:
-            matches = mx.argmax(logits, axis=-1) == self._drafted_tokens
-            return np.array(matches).astype(float)
-        ratio = mx.exp(self._logprobs(logits) - self._target_logprobs)
-        return np.array(mx.minimum(1.0, ratio)).astype(float)
+            accepted = mx.argmax(logits, axis=-1) == drafted
+        else:
+            chosen = mx.take_along_axis(logits, drafted[..., None], axis=-1)[..., 0]
+            log_probs = chosen - mx.logsumexp(logits, axis=-1)
+            ratio = mx.exp(log_probs - self._target_logprobs[places])
+            accepted = mx.minimum(1.0, ratio)
+        return np.array(mx.where(is_inside, accepted, 0.0)).astype(float)
 
     @property
-    def _drafted_tokens(self) -> mx.array:
-        """All tokens but the first, which is never drafted."""
-        return mx.array(self.tokens[1:], mx.int32)
+    def _all_tokens(self) -> mx.array:
+        return mx.array([[*self.prompt, *self.tokens]], mx.int32)
 
     @cached_property
     def _target_logprobs(self) -> mx.array:
-        logprobs = self._logprobs(self._logits(self.target))
-        mx.eval(logprobs)
-        return logprobs
+        """The target's log-probabilities [L - 1] of all tokens but the first."""
+        logits = self._process(self.target(self._all_tokens)[0, len(self.prompt) : -1])
+        drafted = mx.array(self.tokens[1:], mx.int32)[:, None]
+        chosen = mx.take_along_axis(logits, drafted, axis=-1)[:, 0]
+        log_probs = chosen - mx.logsumexp(logits, axis=-1)
+        mx.eval(log_probs)
+        return log_probs
 
     @cached_property
     def _sampler(self) -> TargetSampler:
@@ -58,29 +104,16 @@ class ReferenceCompletion:
         vocab_size = self.target(mx.zeros((1, 1), mx.int32)).shape[-1]
         return TargetSampler(self.sampling, self.prompt, vocab_size)
 
-    def _logits(self, model: Any) -> mx.array:
-        """A model's processed logits [L - 1, V] for all tokens but the first."""
-        tokens = mx.array([[*self.prompt, *self.tokens]], mx.int32)
-        logits = model(tokens)[0, len(self.prompt) : -1]
+    def _process(self, logits: mx.array) -> mx.array:
         return self._sampler.process(logits, self._sampler.counts)
-
-    def _logprobs(self, logits: mx.array) -> mx.array:
-        logit = mx.take_along_axis(logits, self._drafted_tokens[:, None], axis=-1)[:, 0]
-        return logit - mx.logsumexp(logits, axis=-1)
-
-
-def all_acceptance_probs(
-    completions: Sequence[ReferenceCompletion], draft: Any
-) -> list[np.ndarray]:
-    """The acceptance probabilities of every completion with at least two tokens."""
-    return [c.acceptance_probs(draft) for c in completions if len(c.tokens) > 1]
 
 
 def predict_accepted_lengths(acceptance_probs: Sequence[np.ndarray]) -> list[float]:
-    """The predicted accepted length with 1, 2, ... `MAX_DRAFT_TOKENS` draft tokens."""
+    """The predicted accepted length with 1, 2, ... K draft tokens; see below."""
+    max_draft_tokens = min((p.shape[1] for p in acceptance_probs), default=1)
     return [
         predict_accepted_length(acceptance_probs, num_draft_tokens)
-        for num_draft_tokens in range(1, MAX_DRAFT_TOKENS + 1)
+        for num_draft_tokens in range(1, max_draft_tokens + 1)
     ]
 
 
@@ -93,7 +126,8 @@ def predict_accepted_length(
     is propagated through the positions of a completion.
 
     Args:
-        acceptance_probs: [L - 1] per completion, for all tokens but the first.
+        acceptance_probs: [L - 1, K] per completion, for all tokens but the first: of
+            the draft tokens of a round that starts there.
     """
     tokens, rounds = 0, 0.0
     for probs in acceptance_probs:
@@ -105,8 +139,9 @@ def predict_accepted_length(
             rounds += chance
             # A round ends at the first rejection, or one token after the last draft.
             for end in range(position, min(position + num_draft_tokens, length)):
-                starts[end + 1] += chance * (1 - probs[end])
-                chance *= probs[end]
+                prob = probs[position, end - position]
+                starts[end + 1] += chance * (1 - prob)
+                chance *= prob
             starts[min(position + num_draft_tokens + 1, length)] += chance
         tokens += length
     return tokens / rounds if rounds else 1.0

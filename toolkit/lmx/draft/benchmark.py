@@ -13,15 +13,11 @@ from ..generation.engine import Generator
 from ..generation.sampling import Sampling
 from ..generation.speculative.decoder import SpeculativeStats
 from ..generation.speculative.draft_length import DraftLengthController
-from ..generation.speculative.draft_model import DraftModelProposer
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
 from ..generation.speculative.proposer import MakeProposer
 from ..run.logger import NullLogger, RunLogger
-from .acceptance import (
-    ReferenceCompletion,
-    all_acceptance_probs,
-    predict_accepted_lengths,
-)
+from .acceptance import ReferenceCompletion, predict_accepted_lengths
+from .candidates import Candidate, all_acceptance_probs
 from .cost_model import SpeculationCosts
 
 STANDARD, PROMPT_LOOKUP = "standard", "prompt_lookup"
@@ -48,6 +44,7 @@ class DecodingStats:
         speedup: relative to standard decoding.
         acceptance_rate: accepted share of the draft tokens whose predecessors were
             accepted; None = no draft tokens.
+        acceptance_rate_by_position: the same of the first, second, ... draft token.
         accepted_length: tokens per forward pass of the target.
         num_draft_tokens: draft tokens per round.
     """
@@ -55,6 +52,7 @@ class DecodingStats:
     tokens_per_second: float
     speedup: float = 1.0
     acceptance_rate: float | None = None
+    acceptance_rate_by_position: tuple[float, ...] = ()
     accepted_length: float | None = None
     num_draft_tokens: int = 0
 
@@ -70,7 +68,8 @@ class DraftBenchmarkResult:
     Attributes:
         stats: over all prompts.
         prompt_sets: by prompt set.
-        predicted_acceptance_rate: teacher-forced, mean over all positions.
+        predicted_acceptance_rate: of first draft tokens, teacher-forced, mean over all
+            positions.
         num_draft_tokens: the draft length with the best predicted speed-up.
         predicted_accepted_length: with this draft length.
         predicted_accepted_lengths: with 1, 2, ... draft tokens.
@@ -96,10 +95,10 @@ class DraftBenchmarkResult:
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A draft model with its measured costs."""
+class MeasuredCandidate:
+    """A candidate with its measured costs."""
 
-    model: Any
+    candidate: Candidate
     costs: SpeculationCosts
 
 
@@ -125,12 +124,12 @@ class DraftBenchmark:
     def __init__(
         self,
         target: Any,
-        draft: Candidate,
+        draft: MeasuredCandidate,
         tokenizer: Any,
         prompt_sets: Mapping[str, Sequence[Sequence[int]]],
         *,
         max_tokens: int,
-        baseline_model: Candidate | None = None,
+        baseline_model: MeasuredCandidate | None = None,
         logger: RunLogger | None = None,
     ):
         self.logger = logger or NullLogger()
@@ -153,7 +152,7 @@ class DraftBenchmark:
         ]
         mean = np.mean([len(reference.tokens) - 1 for reference in references])
         mean_length = float(mean) or math.inf
-        probs = all_acceptance_probs(references, self.draft.model)
+        probs = all_acceptance_probs(references, self.draft.candidate)
         lengths = predict_accepted_lengths(probs)
         best, speedup = self.draft.costs.best_draft_length(lengths, mean_length)
         num_draft_tokens = {STANDARD: 0, PROMPT_LOOKUP: best, DRAFT: best}
@@ -161,7 +160,7 @@ class DraftBenchmark:
             lambda _: PromptLookupProposer(), best, sampling
         )
         if baseline := self.baseline_model:
-            other = all_acceptance_probs(references, baseline.model)
+            other = all_acceptance_probs(references, baseline.candidate)
             num_draft_tokens[BASELINE_MODEL], _ = baseline.costs.best_draft_length(
                 predict_accepted_lengths(other), mean_length
             )
@@ -169,15 +168,15 @@ class DraftBenchmark:
                 baseline, num_draft_tokens[BASELINE_MODEL], sampling
             )
         completions[DRAFT] = self._decode_with(self.draft, best, sampling)
-        all_probs = np.concatenate([*probs, []])
+        first_probs = np.concatenate([*(p[:, 0] for p in probs), []])
         return DraftBenchmarkResult(
             stats=self._stats(completions, num_draft_tokens),
             prompt_sets={
                 name: self._stats(completions, num_draft_tokens, name)
                 for name in dict.fromkeys(self.set_names)
             },
-            predicted_acceptance_rate=float(all_probs.mean())
-            if all_probs.size
+            predicted_acceptance_rate=float(first_probs.mean())
+            if first_probs.size
             else 0.0,
             num_draft_tokens=best,
             predicted_accepted_length=lengths[best - 1],
@@ -186,12 +185,12 @@ class DraftBenchmark:
         )
 
     def _decode_with(
-        self, candidate: Candidate, num_draft_tokens: int, sampling: Sampling
+        self, draft: MeasuredCandidate, num_draft_tokens: int, sampling: Sampling
     ) -> list[_Completion]:
         # One seed per completion: with a common seed, their samples would correlate.
         seeds = count()
         return self._decode(
-            lambda _: DraftModelProposer(candidate.model, seed=next(seeds)),
+            lambda cache: draft.candidate.make_proposer(cache, next(seeds)),
             num_draft_tokens,
             sampling,
         )
@@ -264,6 +263,7 @@ def _decoding_stats(
         rate,
         speedup=rate / (standard.tokens_per_second or math.inf),
         acceptance_rate=total.acceptance_rate,
+        acceptance_rate_by_position=tuple(total.acceptance_rate_by_position),
         accepted_length=tokens / passes if passes else None,
         num_draft_tokens=num_draft_tokens,
     )

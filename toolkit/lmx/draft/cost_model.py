@@ -15,9 +15,8 @@ from ..generation.kv_cache import CacheState
 from ..generation.sampling import Sampling
 from ..generation.speculative.decoder import SpeculativeDecoder
 from ..generation.speculative.draft_length import DraftLengthController
-from ..generation.speculative.draft_model import DraftModelProposer
+from .candidates import Candidate
 
-MAX_DRAFT_TOKENS = 8
 REPEATS = 7
 # More tokens than are ever decoded.
 UNLIMITED = 1 << 20
@@ -37,6 +36,26 @@ class SpeculationCosts:
 
     rounds: tuple[float, ...]
     prefill: float = 0.0
+
+    @classmethod
+    def of_other_machine(
+        cls, verify_cost: float, draft_costs: Sequence[float]
+    ) -> "SpeculationCosts":
+        """Costs on a machine that is not measured here.
+
+        Args:
+            verify_cost: time of one more verified token.
+            draft_costs: time to draft 1, 2, ... tokens.
+        """
+        rounds = (
+            1 + verify_cost * count + cost for count, cost in enumerate(draft_costs, 1)
+        )
+        return cls((1.0, *rounds))
+
+    @property
+    def verify_cost(self) -> float:
+        """Mean time of one more draft token: to draft it and to verify it."""
+        return (self.rounds[-1] - 1) / (len(self.rounds) - 1)
 
     def speedup(
         self,
@@ -76,7 +95,7 @@ class SpeculationCosts:
 
 
 def measure_speculation_costs(
-    target: Any, draft: Any, *, prompt_length: int
+    target: Any, candidate: Candidate, *, prompt_length: int
 ) -> SpeculationCosts:
     """Measure standard decoding, and rounds with every number of draft tokens.
 
@@ -86,11 +105,11 @@ def measure_speculation_costs(
     Args:
         prompt_length: tokens of the prompt.
     """
-    counts = range(1, MAX_DRAFT_TOKENS + 1)
+    counts = range(1, candidate.max_draft_tokens + 1)
     with ExitStack() as stack:
         steps = [_standard_steps(target, prompt_length)]
-        steps += [_rounds(target, draft, prompt_length, count) for count in counts]
-        steps += [_prefills(draft, tokens) for tokens in (1, prompt_length)]
+        steps += [_rounds(target, candidate, prompt_length, count) for count in counts]
+        steps += [_prefills(candidate, tokens) for tokens in (1, prompt_length)]
         timers = [_Timer(stack.enter_context(closing(step))) for step in steps]
         for _ in range(REPEATS):
             for timer in timers:
@@ -134,12 +153,13 @@ def _standard_steps(target: Any, prompt_length: int) -> Iterator[None]:
 
 
 def _rounds(
-    target: Any, draft: Any, prompt_length: int, num_draft_tokens: int
+    target: Any, candidate: Candidate, prompt_length: int, num_draft_tokens: int
 ) -> Iterator[None]:
     """Rounds, each including the time to yield the tokens of the one before."""
+    cache = CacheState(target)
     decoder = SpeculativeDecoder(
-        CacheState(target),
-        DraftModelProposer(draft),
+        cache,
+        candidate.make_proposer(cache),
         draft_length=DraftLengthController(fixed=num_draft_tokens),
         sampling=SAMPLING,
     )
@@ -150,8 +170,8 @@ def _rounds(
             yield
 
 
-def _prefills(draft: Any, num_tokens: int) -> Iterator[None]:
+def _prefills(candidate: Candidate, num_tokens: int) -> Iterator[None]:
     """Forward passes of the draft over a new prompt."""
     while True:
-        mx.eval(CacheState(draft).forward(mx.zeros((1, num_tokens), mx.int32)))
+        candidate.prefill(num_tokens)
         yield

@@ -209,9 +209,17 @@ class DistillationBatches:
 
     def __call__(self, step: int) -> Batch:
         """The batch of a step, from 0, over any number of epochs."""
+        return self[self.index_of(step)]
+
+    def index_of(self, step: int) -> int:
+        """The index of the batch of a step."""
         epoch, position = divmod(step, len(self))
         order = np.random.default_rng([self.seed, epoch]).permutation(len(self))
-        return self[int(order[position])]
+        return int(order[position])
+
+    def tokens_of(self, index: int) -> mx.array:
+        """The tokens [B, L] of a batch that the target reads."""
+        return self._batches[index].tokens[:, :-1]
 
     def __getitem__(self, index: int) -> Batch:
         return replace(self._batches[index], target=tuple(self._target(index)))
@@ -219,7 +227,15 @@ class DistillationBatches:
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
 
+    def token_counts(self, vocab_size: int) -> np.ndarray:
+        """How often every token is trained, int [vocab_size]."""
+        counts = np.zeros(vocab_size, np.int64)
+        for batch in self._batches:
+            tokens = np.array(batch.tokens)[:, 1:][np.array(batch.mask)]
+            counts += np.bincount(tokens, minlength=vocab_size)
+        return counts
+
     def _target(self, index: int) -> TeacherTarget:
         if self._cached_targets:
             return self._cached_targets[index]
-        return full_targets(self._teacher(self._batches[index].tokens[:, :-1]))
+        return full_targets(self._teacher(self.tokens_of(index)))

@@ -27,7 +27,7 @@ tags:
 - speculative-decoding
 ---
 
-# {name}: draft model
+# {name}: draft for speculative decoding
 
 **{recommendation}** on {machine}. Trained with lmx {version} for one target: the model
 whose files have the digest `{digest}`.
@@ -40,10 +40,19 @@ output distribution.
 
 ## Use
 
+{usage}
+"""
+USAGE = """\
 ```bash
 mlx_lm.server --model TARGET --draft-model . --num-draft-tokens {num_draft_tokens}
+```"""
+DRAFTER_USAGE = """\
+```bash
+lmx generate TARGET --draft-model . --num-draft-tokens {num_draft_tokens}
 ```
-"""
+
+It reads the target's hidden states, in the {architecture} format: engines that support
+this architecture can load the folder as well."""
 
 
 def require_servable(
@@ -99,6 +108,8 @@ class DraftReport:
         tokenizer_digest: hash of the tokenizer of both models.
         benchmarks: results by decoding mode.
         machine: the platform of the measurements.
+        architecture: of the draft, as in a recipe.
+        other_machine: costs on the machine that will serve; None = not given.
     """
 
     target_digest: str
@@ -106,6 +117,8 @@ class DraftReport:
     costs: SpeculationCosts
     benchmarks: dict[str, DraftBenchmarkResult]
     machine: str
+    architecture: str = "model"
+    other_machine: SpeculationCosts | None = None
 
     @property
     def speedup(self) -> float:
@@ -139,6 +152,7 @@ class DraftReport:
         """The contents of draft.json."""
         return {
             "recommendation": self.recommendation,
+            "architecture": self.architecture,
             "target": self.target_digest,
             "tokenizer": self.tokenizer_digest,
             "machine": self.machine,
@@ -146,9 +160,27 @@ class DraftReport:
             "speedup": self.speedup,
             "num_draft_tokens": self.num_draft_tokens,
             "costs": self.costs.to_json(),
+            "other_machine": self._other_machine(),
             "benchmark": {
                 mode: result.to_json() for mode, result in self.benchmarks.items()
             },
+        }
+
+    def _other_machine(self) -> dict | None:
+        """The predicted speed-up on the machine that will serve, by decoding mode."""
+        if self.other_machine is None:
+            return None
+        return {"costs": self.other_machine.to_json()} | {
+            mode: dict(
+                zip(
+                    ("num_draft_tokens", "predicted_speedup"),
+                    self.other_machine.best_draft_length(
+                        result.predicted_accepted_lengths
+                    ),
+                    strict=True,
+                )
+            )
+            for mode, result in self.benchmarks.items()
         }
 
     def table(self) -> tuple[list[str], list[list[str]]]:
@@ -165,6 +197,12 @@ class DraftReport:
         rows = []
         for mode, result in self.benchmarks.items():
             stats, length = result.stats, result.predicted_accepted_length
+            if self.other_machine:
+                lengths = result.predicted_accepted_lengths
+                count, speedup = self.other_machine.best_draft_length(lengths)
+                label = f"{mode}: speed-up on the other machine"
+                value = f"{speedup:.2f}x with {count} draft tokens"
+                rows.append(predicted(label, value))
             rows += [
                 row(f"{mode}: tokens/s", stats, lambda s: f"{s.tokens_per_second:.0f}"),
                 row(f"{mode}: speed-up", stats, _speedup),
@@ -172,6 +210,7 @@ class DraftReport:
                 row(f"{mode}: acceptance rate", stats, _acceptance_rate),
                 row(f"{mode}: accepted length", stats, _accepted_length),
                 predicted(f"{mode}: accepted length", f"{length:.2f}"),
+                row(f"{mode}: acceptance by position", stats, _by_position),
                 row(
                     f"{mode}: draft tokens",
                     stats,
@@ -200,6 +239,10 @@ def write_report(
     write_atomic(folder / "draft.json", json.dumps(record, indent=2) + "\n")
     columns, rows = report.table()
     lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    usage = USAGE if report.architecture == "model" else DRAFTER_USAGE
+    usage = usage.format(
+        architecture=report.architecture, num_draft_tokens=report.num_draft_tokens
+    )
     card = CARD.format(
         name=name,
         recommendation=report.recommendation.capitalize(),
@@ -208,6 +251,7 @@ def write_report(
         digest=report.target_digest,
         table="\n".join(f"| {' | '.join(line)} |" for line in lines),
         num_draft_tokens=report.num_draft_tokens,
+        usage=usage,
     )
     write_atomic(folder / "README.md", card)
 
@@ -219,6 +263,11 @@ def _speedup(stats: DecodingStats) -> str:
 def _acceptance_rate(stats: DecodingStats) -> str:
     rate = stats.acceptance_rate
     return "-" if rate is None else f"{rate:.1%}"
+
+
+def _by_position(stats: DecodingStats) -> str:
+    rates = stats.acceptance_rate_by_position
+    return " ".join(f"{rate:.0%}" for rate in rates) or "-"
 
 
 def _accepted_length(stats: DecodingStats) -> str:

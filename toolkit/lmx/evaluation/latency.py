@@ -12,9 +12,11 @@ import numpy as np
 from ..config.text_files import read_text
 from ..generation.batching import BatchGenerator, GenerationRequest
 from ..generation.engine import GREEDY, Generator
+from ..generation.kv_cache import CacheState
 from ..generation.outputs import GenerationResult
 from ..generation.speculative.decoder import SpeculativeStats
 from ..generation.speculative.parity import check_parity
+from .memory_bandwidth import shortest_time
 
 PERCENTILES = (50, 90, 99)
 RATES = ("prefill_tokens_per_second", "decode_tokens_per_second")
@@ -91,6 +93,31 @@ def measure_speculation(
         "accepted_length": stats.accepted_length,
         "speedup": percentiles(rates)["p50"] / plain,
     }
+
+
+def measure_verify_cost(model: Any, *, prompt_length: int) -> float:
+    """Time of one more token in a forward pass, as a fraction of a decoding step.
+
+    The mean over passes of 2 to 9 tokens, after a prompt of this length.
+    """
+    cache = CacheState(model)
+    cache.forward(mx.zeros((1, prompt_length), mx.int32))
+    cache.evaluate()
+
+    def seconds(count: int) -> float:
+        tokens = mx.zeros((1, count), mx.int32)
+
+        def verify() -> None:
+            cache.checkpoint()
+            mx.eval(cache.forward(tokens))
+            cache.rollback(count)
+
+        verify()
+        return shortest_time(verify)
+
+    step = seconds(1)
+    extra = [(seconds(1 + count) - step) / count for count in (1, 2, 4, 8)]
+    return float(np.mean(extra)) / step
 
 
 def sample_text(corpus: str | Path | None = None) -> str:

@@ -8,15 +8,13 @@ from ..config.data import DataConfig
 from ..config.draft import DraftConfig
 from ..config.messages import Problem
 from .context import DRAFT_FOLDER, ModelArtifact, StageContext
-from .estimate import (
-    BatchShape,
-    StageResources,
-    Workload,
+from .draft_estimate import (
     draft_benchmark_work,
     draft_training_cost,
+    drafter_training_cost,
     generation_cost,
-    training_dtype,
 )
+from .estimate import BatchShape, StageResources, Workload, training_dtype
 from .stage import ModelState, RawStage, Stage, needs_training_data
 
 
@@ -48,14 +46,20 @@ class DraftStage(Stage):
         length = workload.longest + config.data_generation.max_tokens
         tokens = max(config.batch_tokens, length)
         batch = BatchShape(length, tokens, tokens)
+        if config.architecture == "model":
+            smaller = "draft_model.num_layers=1"
+            training = draft_training_cost(
+                shape, config, batch, dtype.size, workload.find
+            )
+        else:
+            smaller = "drafter.num_layers=1"
+            training = drafter_training_cost(shape, config, batch, dtype.size)
         return StageResources(
             model_bytes,
             # A draft model is small beside its target.
             disk=0,
             dtype=dtype,
-            training=draft_training_cost(
-                shape, config, batch, dtype.size, workload.find
-            ),
+            training=training,
             # Only the prompt of an example is used.
             generation=generation_cost(shape, config, workload.mean_length),
             steps=config.steps,
@@ -64,7 +68,7 @@ class DraftStage(Stage):
             work_name="benchmark",
             remedies=(
                 f"{self.address}.batch_tokens={max(8, config.batch_tokens // 2)}",
-                f"{self.address}.draft_model.num_layers=1",
+                f"{self.address}.{smaller}",
             ),
         )
 
@@ -76,6 +80,10 @@ class DraftStage(Stage):
                 (exit code 1) after the report is written.
         """
         # Imported here, so that a recipe is checked without the libraries of a run.
-        from .draft_training import DraftDistillation
+        if self.config.architecture == "model":
+            from .draft_training import DraftModelDistillation
 
-        return DraftDistillation(self.config, context).run()
+            return DraftModelDistillation(self.config, context).run()
+        from .drafter_training import DrafterDistillation
+
+        return DrafterDistillation(self.config, context).run()

@@ -7,8 +7,9 @@ from pathlib import Path
 from ..data import cache, fingerprint
 from ..data.tokenizer_files import require_same_tokenizer
 from ..draft import report
-from ..draft.benchmark import Candidate, DraftBenchmark, decoding_modes
-from ..draft.cost_model import measure_speculation_costs
+from ..draft.benchmark import DraftBenchmark, MeasuredCandidate, decoding_modes
+from ..draft.candidates import Candidate, ModelCandidate, decode_bytes
+from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
 from ..draft.dataset import mean_prompt_length
 from ..draft.report import DraftReport, require_servable
 from ..errors import FAILED, UserError
@@ -40,19 +41,18 @@ class DraftEvaluation:
         self.target = data.target
         self.baseline = self._load_baseline()
 
-    def run(self, folder: Path, facts: dict) -> ModelArtifact:
-        """Benchmark the draft model in a folder, write the report, and publish it.
+    def run(self, folder: Path, candidate: Candidate, facts: dict) -> ModelArtifact:
+        """Benchmark the draft in a folder, write the report, and publish it.
 
         Args:
+            candidate: the draft model or drafter of the folder.
             facts: about its training.
 
         Raises:
-            UserError: a threshold is missed, or no engine could serve the draft model.
+            UserError: a threshold is missed.
         """
         context = self.context
-        draft = context.load(folder)
-        self._require_draft_servable(draft)
-        result = self._benchmark(draft)
+        result = self._benchmark(candidate)
         context.logger.table("draft", *result.table())
         context.logger.info(
             f"{result.recommendation}: speed-up {result.speedup:.2f}x measured on this "
@@ -84,7 +84,13 @@ class DraftEvaluation:
         require_servable(baseline.config, target.config, tokens, place=name)
         return baseline
 
-    def _require_draft_servable(self, draft: LoadedModel) -> None:
+    def load_model(self, folder: Path) -> ModelCandidate:
+        """The draft model in a folder.
+
+        Raises:
+            UserError: no engine could serve it.
+        """
+        draft = self.context.load(folder)
         target, tokenizer = self.target.tokenizer, draft.tokenizer
         place = str(draft.path)
         require_same_tokenizer(target, tokenizer, role="draft", place=place)
@@ -92,20 +98,22 @@ class DraftEvaluation:
             raise UserError("the draft has another chat template", place=place)
         tokens = len(target.get_vocab())
         require_servable(draft.config, self.target.config, tokens, place=place)
+        return ModelCandidate(draft.model)
 
-    def _benchmark(self, draft: LoadedModel) -> DraftReport:
+    def _benchmark(self, candidate: Candidate) -> DraftReport:
         config, context, target = self.config.benchmark, self.context, self.target
-        candidate = self._candidate(draft)
+        draft = self._measure(candidate)
         benchmark = DraftBenchmark(
             target.model,
-            candidate,
+            draft,
             target.tokenizer,
             {
                 name: [prompt.tokens for prompt in prompts]
                 for name, prompts in self.data.prompt_sets.items()
             },
             max_tokens=config.max_tokens,
-            baseline_model=self.baseline and self._candidate(self.baseline),
+            baseline_model=self.baseline
+            and self._measure(ModelCandidate(self.baseline.model)),
             logger=context.logger,
         )
         modes = decoding_modes(config.temperature, context.seed)
@@ -113,17 +121,29 @@ class DraftEvaluation:
         return DraftReport(
             self.data.digest,
             cache.key_of(fingerprint.tokenizer(target.path)),
-            candidate.costs,
+            draft.costs,
             results,
             platform.platform(),
+            self.config.architecture,
+            self._other_machine(candidate),
         )
 
-    def _candidate(self, draft: LoadedModel) -> Candidate:
+    def _other_machine(self, candidate: Candidate) -> SpeculationCosts | None:
+        """The costs where decoding is limited by the bytes that it reads."""
+        verify_cost = self.config.benchmark.verify_cost
+        if verify_cost is None:
+            return None
+        step = decode_bytes(self.target.model)
+        counts = range(1, candidate.max_draft_tokens + 1)
+        draft_costs = [candidate.draft_bytes(count) / step for count in counts]
+        return SpeculationCosts.of_other_machine(verify_cost, draft_costs)
+
+    def _measure(self, candidate: Candidate) -> MeasuredCandidate:
         length = mean_prompt_length(self.data.benchmark_prompts)
         costs = measure_speculation_costs(
-            self.target.model, draft.model, prompt_length=length
+            self.target.model, candidate, prompt_length=length
         )
-        return Candidate(draft.model, costs)
+        return MeasuredCandidate(candidate, costs)
 
     def _write_report(self, record: dict) -> None:
         """Add to report.json, which an evaluate stage may have begun."""

@@ -24,20 +24,12 @@ the largest batch, training takes:
 An online teacher is assumed to be as large as the model: c P of memory and 2 P
 operations per token more. With fsdp, checkpoint, masters, gradients and moments are
 divided by the number of processes.
-
-A draft model is trained in full. With P parameters of the target, D of the draft model,
-and at most N tokens of prompts and completions, distillation takes besides:
-
-    target       c P of memory throughout
-    data         2 P operations per generated token, 2 P more for its prediction, and
-                 k (2 + index) + 4 bytes of disk per token of N
-    online       2 P per token of every step if predictions are not stored
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 
@@ -47,12 +39,10 @@ from mlx.utils import tree_flatten
 
 from .. import cpu
 from ..config.base import ConfigModel
-from ..config.draft import DraftConfig, DraftModelConfig
 from ..config.quant_spec import QuantSpec
 from ..config.train import TrainConfig
 from ..cpu import on_cpu
-from ..draft.pruning import PrunedShape, pruned_config
-from ..models.checkpoint import checkpoint_size, config_int, read_config
+from ..models.checkpoint import checkpoint_size, config_int
 from ..models.loader import build_model
 from ..models.lora import lora_model
 from ..quantization.target_layers import QuantizationPlan, select_layers
@@ -148,12 +138,14 @@ class GenerationCost:
     Attributes:
         tokens: of prompts and completions, at most.
         bytes: of the stored predictions; 0 = none are stored.
+        state_bytes: of the stored hidden states; 0 = none are stored.
         operations: for completions and predictions.
     """
 
     tokens: int
     bytes: int
     operations: float
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -306,90 +298,6 @@ def _rollouts(shape: ModelShape, config: TrainConfig, length: int) -> tuple[int,
     rows, longest = config.batch_size * config.micro_batches, config.rollouts.max_tokens
     steps = config.gradient_accumulation_steps / config.rollouts.num_iterations
     return width * rows * (length + longest), rows * longest * steps
-
-
-def draft_training_cost(
-    target: ModelShape,
-    config: DraftConfig,
-    batch: BatchShape,
-    compute: int,
-    find: Callable[[str], Path | None],
-) -> TrainingCost | None:
-    """Cost of training a draft model with the target in memory; None = unknown.
-
-    The cost is unknown if the model that the draft model is cut from is on the Hub.
-
-    Args:
-        compute: bytes of the compute dtype.
-
-    Raises:
-        UserError: no such draft model can be cut.
-    """
-    draft = _draft_shape(target, config.draft_model, find)
-    if draft is None:
-        return None
-    alone = TrainConfig(steps=config.steps, batch_tokens=config.batch_tokens)
-    cost, total = training_cost(draft, alone, batch, compute), target.parameters
-    online = 2 * total * (config.data_generation.top_k is None)
-    memory = {"target": compute * total} | cost.memory
-    operations = cost.operations + online * batch.mean_tokens
-    return replace(cost, memory=memory, operations=operations)
-
-
-def generation_cost(
-    target: ModelShape, config: DraftConfig, prompt_length: float
-) -> GenerationCost:
-    """Cost of the data of a draft model.
-
-    Args:
-        prompt_length: tokens of a prompt on average.
-    """
-    data, vocabulary = config.data_generation, target.setting("vocab_size")
-    count = data.num_prompts + data.num_eval_prompts
-    tokens = int(count * (prompt_length + data.max_tokens))
-    from ..training.teacher_targets import bytes_per_token
-
-    size = bytes_per_token(data.top_k, vocabulary) if data.top_k else 0
-    passes = 2 if data.top_k else 1
-    operations = 2 * target.parameters * passes * tokens
-    return GenerationCost(tokens, size * tokens, operations)
-
-
-def draft_benchmark_work(target: ModelShape, config: DraftConfig) -> float:
-    """Operations of large matrix products that take as long as the benchmark.
-
-    Every prompt is completed greedily and sampled, each without a draft and with every
-    proposer. A proposer is counted as a speed-up of 1.
-    """
-    benchmark = config.benchmark
-    decoders = 3 + (benchmark.baseline_model is not None)
-    tokens = 2 * decoders * benchmark.num_prompts * benchmark.max_tokens
-    return DECODE_FACTOR * 2 * target.parameters * tokens
-
-
-def _draft_shape(
-    target: ModelShape, draft: DraftModelConfig, find: Callable[[str], Path | None]
-) -> ModelShape | None:
-    config = target.config
-    if draft.init_from:
-        folder = find(draft.init_from)
-        if folder is None:
-            return None
-        config = read_config(folder)
-    config = {k: value for k, value in config.items() if k not in QUANTIZATION_KEYS}
-    count = config.get("num_hidden_layers")
-    if not isinstance(count, int):
-        return None
-    layers = draft.num_layers
-    if layers == "auto":
-        layers = math.ceil(max(DEPTH_FRACTIONS) * count)
-    if draft.from_scratch:
-        config["num_hidden_layers"] = count = layers
-    numbers = layers if isinstance(layers, list) else range(min(layers, count))
-    sizes = (draft.hidden_size, draft.intermediate_size)
-    config = pruned_config(config, PrunedShape(tuple(sorted(numbers)), *sizes))
-    shape = ModelShape(config, 0)
-    return replace(shape, bytes=config_dtype(config).size * shape.parameters)
 
 
 def config_dtype(config: dict) -> mx.Dtype:

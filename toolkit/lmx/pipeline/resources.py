@@ -202,11 +202,13 @@ class ResourceCheck:
     ) -> Iterator[tuple[str, str]]:
         if data := needs.generation:
             size = f"{readable_size(data.bytes)} in the cache"
+            states = ""
+            if data.state_bytes:
+                states = f", hidden states: {readable_size(data.state_bytes)}"
             yield (
                 "data",
                 f"{name}: generates at most {data.tokens:,} tokens, predictions: "
-                f"{size if data.bytes else 'none'}; "
-                "roughly "
+                f"{size if data.bytes else 'none'}{states}; roughly "
                 f"{format_duration(GENERATION_OVERHEAD * data.operations / speed)}",
             )
         if not (cost := needs.training):

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -60,6 +60,29 @@ class EvalOutput(NamedTuple):
     metrics: dict[str, float]
 
 
+class BatchLoss(Protocol):
+    """A loss that runs the model on a batch itself.
+
+    Attributes:
+        metric_names: of the metrics, which are summed as the loss is.
+        main_metric: the one that a progress line shows.
+    """
+
+    metric_names: Sequence[str]
+    main_metric: str
+
+    def __call__(
+        self,
+        model: nn.Module,
+        tokens: mx.array,
+        mask: mx.array,
+        places: mx.array | None,
+        target: tuple[mx.array, ...],
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """The summed loss, its count, and the metrics [2, M] of a batch."""
+        ...
+
+
 class TrainStep:
     """The trained parameters of a model, and the compiled step that updates them.
 
@@ -79,6 +102,7 @@ class TrainStep:
         loss: the summed loss of logits, targets and mask, without a teacher.
         completion_loss: a loss of the log-probabilities of whole completions instead;
             None = `loss`.
+        batch_loss: a loss of a model that is not called with tokens alone instead.
         gradient_checkpointing: keeps only the inputs and outputs of every block.
         ranks: the processes that train this model; each one gets its share of a batch.
         fsdp: every rank holds only its shard of parameters, gradients and moments.
@@ -100,6 +124,7 @@ class TrainStep:
         teacher_loss: DistillationLoss | None = None,
         loss: Loss = cross_entropy_sum,
         completion_loss: PreferenceLoss | GRPOLoss | None = None,
+        batch_loss: BatchLoss | None = None,
         gradient_checkpointing: bool = False,
         ranks: ProcessGroup = SINGLE_PROCESS,
         fsdp: bool = False,
@@ -113,6 +138,7 @@ class TrainStep:
         self.teacher_loss = teacher_loss
         self.loss = loss
         self.completion_loss = completion_loss
+        self.batch_loss = batch_loss
         self.ranks = ranks
         blocks = find_blocks(model)
         if gradient_checkpointing and blocks is None:
@@ -144,6 +170,11 @@ class TrainStep:
         self._grad_sums: dict[str, mx.array] = {}
         mx.eval(self.parameters, self.optimizer.state)
         self._compile()
+
+    @property
+    def measured_loss(self) -> BatchLoss | PreferenceLoss | GRPOLoss | None:
+        """The loss, if it has metrics."""
+        return self.batch_loss or self.completion_loss
 
     def _compile(self) -> None:
         state = [self.parameters, self.optimizer.state, mx.random.state]
@@ -199,12 +230,15 @@ class TrainStep:
         Without dropout.
         """
         self.model.eval()
+        if self.batch_loss:
+            # What it draws at random is the same in every evaluation.
+            mx.random.seed(0)
         if self.sharding:
             # Every batch needs the shards of all ranks.
             local_batches = (shard_batch(batch, self.ranks) for batch in batches)
         else:
             local_batches = self.ranks.shard(batches)
-        names = self.completion_loss.metric_names if self.completion_loss else ()
+        names = self.measured_loss.metric_names if self.measured_loss else ()
         totals = [0.0] * (2 + 2 * len(names))
         for batch in local_batches:
             loss_sum, count, _, metrics = self._evaluate_batch(*self._inputs(batch))
@@ -264,7 +298,8 @@ class TrainStep:
 
     def _inputs(self, batch: Batch) -> tuple:
         # Every number of places compiles once more, so pass them only if used.
-        places = batch.head_positions if self.chunked_loss else None
+        needs_places = self.chunked_loss or self.batch_loss
+        places = batch.head_positions if needs_places else None
         return *batch.arrays, places, batch.target
 
     def _set_weights(self, parameters: dict[str, mx.array]) -> None:
@@ -299,8 +334,8 @@ class TrainStep:
 
     def _no_sums(self) -> tuple[mx.array, ...]:
         """The loss, its count, the tokens and the metrics of no batch."""
-        names = self.completion_loss.metric_names if self.completion_loss else ()
-        counts = mx.array(0.0 if self.completion_loss else 0), mx.array(0)
+        names = self.measured_loss.metric_names if self.measured_loss else ()
+        counts = mx.array(0.0 if self.measured_loss else 0), mx.array(0)
         return mx.array(0.0), *counts, mx.zeros((2, len(names)))
 
     def _accumulate(self, *batch) -> tuple[mx.array, ...]:
@@ -335,6 +370,11 @@ class TrainStep:
         """The summed loss, its count, the trained tokens and the metrics."""
         tokens, mask, _, places, target = batch
         self._set_weights(parameters)
+        if self.batch_loss:
+            loss, count, metrics = self.batch_loss(
+                self.model, tokens, mask, places, target
+            )
+            return loss, count, mask.sum(), metrics
         if self.completion_loss:
             with blocks:
                 logps = self._log_probs(tokens, places)

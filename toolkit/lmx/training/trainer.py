@@ -331,7 +331,7 @@ class Trainer:
             "gradient_norm": norm,
         }
         loss_metrics = {}
-        if loss := self.step.completion_loss:
+        if loss := self.step.measured_loss:
             loss_metrics = metric_means(loss.metric_names, progress.metrics_since)
         self._count_tokens()
         shown = {k: v for k, v in loss_metrics.items() if k == loss.main_metric}

@@ -5,9 +5,16 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from ...data.tokenizer_files import require_same_tokenizer
+from ...models.drafters.base import Drafter
+from ...models.drafters.dflash import DFlashDrafter
+from ...models.drafters.eagle3 import Eagle3Drafter
+from ...models.drafters.io import is_drafter, load_drafter
 from ...models.drafters.mtp import MTPHead
 from ...models.loader import LoadedModel
+from ..kv_cache import CacheState
+from .dflash import DFlashProposer
 from .draft_model import DraftModelProposer
+from .eagle3 import Eagle3Proposer
 from .layer_skip import choose_skipped_layers, skip_layers
 from .mtp import MTPProposer
 from .prompt_lookup import NGramIndex, PromptLookupProposer
@@ -35,6 +42,20 @@ class FallbackProposer:
         return NO_DRAFT
 
 
+PROPOSERS: dict[str, type] = {
+    Eagle3Drafter.architecture: Eagle3Proposer,
+    DFlashDrafter.architecture: DFlashProposer,
+}
+
+
+def drafter_proposer(
+    drafter: Drafter, cache: CacheState, *, sampled: bool = True, seed: int = 0
+) -> Proposer:
+    """The proposer of a drafter on hidden states for the completion in this cache."""
+    proposer = PROPOSERS[drafter.architecture]
+    return proposer(drafter, cache, sampled=sampled, seed=seed)
+
+
 def proposer_factory(
     name: str,
     target: LoadedModel,
@@ -45,8 +66,9 @@ def proposer_factory(
     """A function that makes a proposer for every completion.
 
     Args:
-        name: `prompt-lookup`, `layer-skip`, `mtp`, a model folder or Hub id, or
-            `prompt-lookup+` followed by one of these.
+        name: `prompt-lookup`, `layer-skip`, `mtp`, the folder of a drafter on hidden
+            states, a model folder or Hub id, or `prompt-lookup+` followed by one of
+            these.
         sample: tokens typical of the prompts.
         load_draft: loads the model of a folder or Hub id.
 
@@ -54,8 +76,8 @@ def proposer_factory(
         None if no speed-up is expected from `layer-skip` on this machine.
 
     Raises:
-        UserError: the model does not exist or has a different tokenizer; or the target
-            has no MTP head.
+        UserError: the model does not exist or has a different tokenizer, the drafter
+            was made for another target, or the target has no MTP head.
     """
     first, plus, second_name = name.partition("+")
     # One index for all completions: later ones also look up in earlier ones.
@@ -79,6 +101,9 @@ def proposer_factory(
     if name == MTP:
         head = MTPHead.load(target.path, target.config, target.model)
         return lambda cache: MTPProposer(head, cache)
+    if is_drafter(name):
+        drafter = load_drafter(name, target.model)
+        return lambda cache: drafter_proposer(drafter, cache)
     draft = load_draft(name)
     require_same_tokenizer(target.tokenizer, draft.tokenizer, role="draft", place=name)
     return lambda _: DraftModelProposer(draft.model)

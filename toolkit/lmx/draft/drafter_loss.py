@@ -1,0 +1,155 @@
+"""The training loss of drafters on hidden states, over the positions of a draft."""
+
+from functools import partial
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..config.draft import DraftConfig
+from ..models.drafters.base import Drafter
+from ..training.distillation import divergence_sum
+from ..training.losses import cross_entropy_sum
+from ..training.teacher_targets import TeacherTarget
+from .draft_vocabulary import DraftVocabulary
+from .losses import DraftLoss, distribution_overlap
+
+
+class DrafterLoss:
+    """Weighted sum of the losses of draft tokens 1 to K, a loss of `TrainStep`.
+
+    Draft token j has the weight position_decay^(j - 1), as in arXiv 2503.01840: a later
+    one is used only if all before it are accepted. The sum of the weights is the count
+    that the loss is divided by.
+
+    Args:
+        config: of the draft stage.
+        chunk: draft tokens whose logits exist at once.
+
+    Attributes:
+        metric_names: of the acceptance rates of sampled draft tokens by position, given
+            that all before are accepted; upper bounds, see `distribution_overlap`.
+    """
+
+    main_metric = "acceptance_1"
+
+    def __init__(self, config: DraftConfig, *, chunk: int):
+        self.num_draft_tokens = config.drafter.num_draft_tokens
+        self.decay = config.drafter.position_decay
+        self.cross_entropy = config.ce_weight
+        self.divergence = DraftLoss(config.loss, eta=config.eta).measure
+        self.chunk = chunk
+        self.metric_names = [
+            f"acceptance_{position + 1}" for position in range(self.num_draft_tokens)
+        ]
+
+    def __call__(
+        self,
+        model: Drafter,
+        tokens: mx.array,
+        mask: mx.array,
+        places: mx.array | None,
+        target: tuple[mx.array, ...],
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """The loss sum in nats, the sum of weights, and the metrics [2, K].
+
+        Args:
+            tokens: int [B, L + 1].
+            mask: bool [B, L], True where the next token is trained.
+            places: as many as there are rounds that are trained, or more; None = all.
+            target: the parts of a `TeacherTarget`, then the hidden states of the first
+                L tokens.
+        """
+        *teacher, states = target
+        starts = model.sample_starts(mask)
+        positions, valid = draft_positions(mask, starts, self.num_draft_tokens)
+        hidden = model.draft_hidden(tokens, states, starts, self.num_draft_tokens)
+        labels = [tokens[:, 1:], *teacher]
+        columns = [positions, valid, hidden.flatten(0, 1)]
+        if places is not None and len(places) < len(valid):
+            # All rounds with a valid first token are among these.
+            order = mx.argsort(~valid[:, 0])[: len(places)]
+            columns = [column[order] for column in columns]
+        positions, valid, hidden = columns
+        labels = [label.flatten(0, 1)[positions] for label in labels]
+        losses, overlaps, counts = self._sums(model, hidden, valid, labels)
+        weights = mx.array([self.decay**j for j in range(self.num_draft_tokens)])
+        metrics = mx.stack([overlaps, counts])
+        return (weights * losses).sum(), (weights * counts).sum(), metrics
+
+    def _sums(self, model: Drafter, hidden, valid, labels) -> mx.array:
+        """Losses, overlaps and valid draft tokens by position, [3, K], summed."""
+        rows = max(1, self.chunk // self.num_draft_tokens)
+        parts = []
+        for start in range(0, len(hidden), rows):
+            labels_of_chunk = [x[start : start + rows] for x in (valid, *labels)]
+            # The gradient is that of the first argument and of the weights alone.
+            chunk_sums = partial(self._chunk_sums, model, labels_of_chunk)
+            if len(hidden) > rows:
+                # The logits of a chunk are computed again for its gradient.
+                chunk_sums = nn.utils.checkpoint(model, chunk_sums)
+            parts.append(chunk_sums(hidden[start : start + rows]))
+        return mx.stack(parts).sum(axis=0)
+
+    def _chunk_sums(self, model: Drafter, labels: list, hidden: mx.array) -> mx.array:
+        valid, tokens, *teacher = labels
+        vocabulary = DraftVocabulary(model)
+        logits = vocabulary.pad(model.head(hidden).astype(mx.float32))
+        tokens = vocabulary.ids_of(tokens)
+        target = vocabulary.translate(_teacher_target(teacher))
+        positions = [
+            self._position_sums(vocabulary, logits[:, j], valid[:, j], tokens[:, j], at)
+            for j, at in enumerate(_by_position(target, self.num_draft_tokens))
+        ]
+        return mx.stack(positions, axis=1)
+
+    def _position_sums(
+        self, vocabulary: DraftVocabulary, logits, mask, tokens, target: TeacherTarget
+    ) -> mx.array:
+        loss = divergence_sum(
+            logits, vocabulary.restrict(target), mask, divergence=self.divergence
+        )
+        if self.cross_entropy:
+            known = mask & vocabulary.is_known(tokens)
+            cross_entropy = cross_entropy_sum(logits, tokens, known)
+            loss = (1 - self.cross_entropy) * loss + self.cross_entropy * cross_entropy
+        _, overlap = distribution_overlap(mx.stop_gradient(logits), target)
+        overlap = mx.where(mask, overlap, 0.0).sum()
+        return mx.stack([loss, overlap, mask.sum().astype(mx.float32)])
+
+
+def draft_positions(
+    mask: mx.array, starts: mx.array, num_draft_tokens: int
+) -> tuple[mx.array, mx.array]:
+    """Where the targets of the draft tokens of all rounds are.
+
+    Args:
+        mask: bool [B, L], True where the next token is trained.
+        starts: int [B, M]; see `Drafter`.
+
+    Returns:
+        Positions in the B * L targets, int [B * M, K], and whether this draft token and
+        all before it are trained, bool [B * M, K].
+    """
+    batch, length = mask.shape
+    positions = starts[..., None] + mx.arange(num_draft_tokens)
+    is_inside = positions < length
+    positions = mx.minimum(positions, length - 1)
+    positions = positions + length * mx.arange(batch)[:, None, None]
+    trained = mask.reshape(-1)[positions] & is_inside
+    valid = mx.cumprod(trained.astype(mx.int32), axis=-1) > 0
+    return positions.flatten(0, 1), valid.flatten(0, 1)
+
+
+def _teacher_target(parts: tuple[mx.array, ...]) -> TeacherTarget:
+    """A target of its arrays: of the top k tokens, or of the whole vocabulary."""
+    if len(parts) == 1:
+        return TeacherTarget(None, *parts, None)
+    return TeacherTarget(*parts)
+
+
+def _by_position(target: TeacherTarget, count: int) -> list[TeacherTarget]:
+    """The targets [N, ...] of every draft position of a target [N, K, ...]."""
+    return [
+        TeacherTarget(*(part if part is None else part[:, j] for part in target))
+        for j in range(count)
+    ]

@@ -1,0 +1,120 @@
+"""Folders of drafters: config.json and weights in the formats that others read."""
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ...errors import UserError
+from ...run.fs import read_json, write_atomic
+from ..checkpoint import require_own_files, tensor_files
+from ..hidden_states import require_hidden_states
+from ..loader import checkpoint_folder, stored_dtype
+from ..safetensors_io import write_safetensors
+from ..trunk_head import NoTrunkHeadSplit
+from .base import Drafter, TargetHead
+from .dflash import DFlashDrafter
+from .eagle3 import Eagle3Drafter
+
+ARCHITECTURES: dict[str, type[Drafter]] = {
+    cls.architecture: cls for cls in (Eagle3Drafter, DFlashDrafter)
+}
+WEIGHTS_FILE = "model.safetensors"
+
+
+def drafter_class(config: dict) -> type[Drafter] | None:
+    """The class of a config.json; None if it belongs to no drafter that lmx knows."""
+    return next((cls for cls in ARCHITECTURES.values() if cls.matches(config)), None)
+
+
+def is_drafter(source: str | Path) -> bool:
+    """Whether a local folder has a drafter on hidden states."""
+    file = Path(source).expanduser() / "config.json"
+    return file.is_file() and drafter_class(read_json(file)) is not None
+
+
+def bind_target(drafter: Drafter, target: nn.Module, *, place: str) -> Drafter:
+    """Give a drafter the embedding, the LM head and the dtype of its target.
+
+    Raises:
+        UserError: it was made for a target of another shape, or the hidden states of
+            this one cannot be read.
+    """
+    drafter.choose_layers(len(target.layers))
+    width = require_hidden_states(target, drafter.layer_ids, place=place)
+    try:
+        head = TargetHead(target)
+    except NoTrunkHeadSplit as reason:
+        raise UserError(
+            f"a drafter cannot share the LM head of this model: {reason}",
+            place=place,
+            hint="architecture: model works with every target",
+        ) from reason
+    drafter.require_shape(width, head.vocab_size, place=place)
+    drafter.set_dtype(stored_dtype(target))
+    return drafter.bind(head)
+
+
+def load_drafter(source: str | Path, target: nn.Module) -> Drafter:
+    """Load the drafter of a folder or Hub id, for this target.
+
+    Raises:
+        UserError: it is no drafter, its files are damaged or incomplete, or it was made
+            for another target.
+    """
+    folder = checkpoint_folder(source)
+    place = str(folder)
+    require_own_files(folder)
+    config = read_json(folder / "config.json")
+    cls = drafter_class(config)
+    if cls is None:
+        raise UserError("this is no drafter that lmx knows", place=place)
+    drafter = cls.from_config(config, place=place)
+    weights = {
+        name: tensor
+        for file in sorted(set(tensor_files(folder).values()))
+        for name, tensor in mx.load(str(file)).items()
+    }
+    weights = drafter.sanitize(weights)
+    _require_tensors(weights, drafter, place)
+    drafter.load_weights(list(weights.items()))
+    mx.eval(drafter.parameters())
+    return bind_target(drafter, target, place=place)
+
+
+def save_drafter(folder: Path, drafter: Drafter, dtype: mx.Dtype) -> None:
+    """Write config.json and weights into an existing folder.
+
+    Args:
+        dtype: of all floating-point weights.
+    """
+
+    def cast(value: mx.array) -> mx.array:
+        return value.astype(dtype) if mx.issubdtype(value.dtype, mx.floating) else value
+
+    weights = {name: cast(value) for name, value in drafter.export_weights().items()}
+    write_safetensors(folder / WEIGHTS_FILE, weights)
+    config = drafter.to_config() | {"torch_dtype": str(dtype).rpartition(".")[2]}
+    write_atomic(folder / "config.json", json.dumps(config, indent=2) + "\n")
+
+
+def _require_tensors(weights: dict, drafter: Drafter, place: str) -> None:
+    """Every parameter must have a tensor of its shape, and every tensor a parameter."""
+    parameters = dict(tree_flatten(drafter.parameters()))
+    for name, value in parameters.items():
+        if name not in weights:
+            raise UserError(f"the drafter's files lack the tensor {name}", place=place)
+        if weights[name].shape != value.shape:
+            raise UserError(
+                f"the tensor {name} has the shape {list(weights[name].shape)} instead "
+                f"of {list(value.shape)}",
+                place=place,
+            )
+    if others := sorted(weights.keys() - parameters.keys()):
+        raise UserError(
+            f"the drafter has a tensor that lmx does not know: {others[0]}",
+            place=place,
+            hint="it is of another version or architecture",
+        )

@@ -1,0 +1,128 @@
+"""What the distillation of a draft model and of a drafter have in common."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+
+from ..config.draft import DraftConfig
+from ..config.train import CACHED_LOGITS, CHUNK_LOGITS
+from ..cpu import on_cpu
+from ..draft.acceptance import predict_accepted_lengths
+from ..draft.candidates import Candidate, all_acceptance_probs
+from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
+from ..draft.dataset import mean_prompt_length
+from ..models.checkpoint import weights_digest
+from ..training.schedules import learning_rate_at
+from ..training.step import TrainStep
+from ..training.trainer import Trainer, TrainerConfig
+from .context import ModelArtifact, StageContext
+from .draft_benchmark import DraftEvaluation
+from .draft_setup import DraftData
+
+WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
+
+
+class DraftDistillation(ABC):
+    """Makes the draft of one draft stage by distilling the current model."""
+
+    def __init__(self, config: DraftConfig, context: StageContext):
+        self.config = config
+        self.context = context
+        self.target = context.load(context.current.model)
+        self.digest = weights_digest(self.target.path)
+        self.data = DraftData(config, context, self.target, self.digest)
+        # Here, so that a bad baseline model is refused before the training.
+        self.evaluation = DraftEvaluation(self.data)
+
+    @abstractmethod
+    def run(self) -> ModelArtifact:
+        """Leave the draft in draft/ and its metrics in report.json."""
+
+    def learning_rate(self, number: int, steps: int) -> float:
+        """Of a step, from 0."""
+        return learning_rate_at(
+            number,
+            steps,
+            peak=self.config.learning_rate,
+            schedule="cosine",
+            warmup_ratio=WARMUP_RATIO,
+            min_lr_ratio=MIN_LR_RATIO,
+        )
+
+    def costs(self, candidate: Candidate) -> SpeculationCosts:
+        """Measured costs of the target and of a draft, as they are served."""
+        length = mean_prompt_length(self.data.benchmark_prompts)
+        return measure_speculation_costs(
+            self.target.model, candidate, prompt_length=length
+        )
+
+    def predict(self, candidate: Candidate, costs: SpeculationCosts) -> dict:
+        """Accepted lengths on held-out completions, and the speed-up they predict."""
+        references = self.data.references
+        curves = [
+            predict_accepted_lengths(all_acceptance_probs(texts, candidate))
+            for texts in references.values()
+        ]
+        lengths = [
+            len(text.tokens) - 1 for texts in references.values() for text in texts
+        ]
+        curve = np.mean(curves, axis=0).tolist()
+        length, speedup = costs.best_draft_length(
+            curve, float(np.mean(lengths)) or math.inf
+        )
+        return {
+            "accepted_length": curve,
+            "num_draft_tokens": length,
+            "predicted_speedup": speedup,
+        } | {
+            f"accepted_length_{name.replace(' ', '_')}": values
+            for name, values in zip(references, curves, strict=True)
+        }
+
+    def trainer(
+        self,
+        step: TrainStep,
+        batches,
+        eval_batches,
+        on_evaluate: Callable[[int], None],
+    ) -> Trainer:
+        """The trainer of the stage's steps."""
+        config = self.config
+        return Trainer(
+            step,
+            batches,
+            TrainerConfig(
+                steps=config.steps,
+                seed=self.context.seed,
+                checkpoint_dir=self.context.folder / "checkpoints",
+                logging_steps=config.logging_steps,
+                eval_steps=config.eval_steps,
+                save_steps=config.save_steps,
+                load_best_at_end=True,
+            ),
+            learning_rate=lambda number: self.learning_rate(number, config.steps),
+            eval_batches=list(eval_batches),
+            logger=self.context.logger,
+            on_evaluate=on_evaluate,
+            callbacks=self.context.extensions.callbacks,
+        )
+
+    @property
+    def loss_chunk(self) -> int:
+        """Tokens whose logits exist at once in training."""
+        logits = CACHED_LOGITS if on_cpu() else CHUNK_LOGITS
+        vocabulary = self.target.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        return max(64, logits // vocabulary)
+
+
+def summary(predicted: dict) -> str:
+    """A prediction in one line."""
+    length = predicted["num_draft_tokens"]
+    return (
+        f"predicted with {length} draft tokens: accepted length "
+        f"{predicted['accepted_length'][length - 1]:.2f}, speed-up "
+        f"{predicted['predicted_speedup']:.2f}x"
+    )

@@ -1,0 +1,125 @@
+"""Distillation of a drafter on hidden states: eagle3 and dflash."""
+
+from functools import cached_property
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
+from ..config.draft import DrafterConfig
+from ..draft.candidates import DrafterCandidate
+from ..draft.drafter_loss import DrafterLoss
+from ..draft.hidden_states import HiddenStateBatches
+from ..models.drafters.base import Drafter
+from ..models.drafters.io import ARCHITECTURES, bind_target, save_drafter
+from ..models.hidden_states import require_hidden_states
+from ..models.loader import set_compute_dtype
+from ..run.fs import atomic_folder
+from ..training.optimizers import OptimizerConfig
+from ..training.step import TrainStep
+from .context import ModelArtifact
+from .draft_distillation import DraftDistillation, summary
+from .estimate import training_dtype
+
+
+class DrafterDistillation(DraftDistillation):
+    """Makes the drafter of one draft stage."""
+
+    def run(self) -> ModelArtifact:
+        logger = self.context.logger
+        drafter = self._make_drafter()
+        trained = tree_flatten(drafter.trainable_parameters())
+        parameters = sum(value.size for _, value in trained)
+        logger.info(
+            f"{self.config.architecture} drafter: {parameters:,} weights, reads the "
+            f"outputs of blocks {', '.join(map(str, drafter.layer_ids))}"
+        )
+        costs = self.costs(self._candidate(drafter))
+        step = self._make_step(drafter)
+
+        def log_prediction(done: int) -> None:
+            predicted = self.predict(self._candidate(step.materialize()), costs)
+            logger.metrics({"kind": "draft", "step": done} | predicted)
+            logger.info(f"step {done}: {summary(predicted)}")
+
+        trainer = self.trainer(
+            step,
+            self._batches(self.data.train_batches, drafter),
+            self._batches(self.data.eval_batches, drafter),
+            log_prediction,
+        )
+        loss = trainer.train()
+        drafter = step.materialize()
+        facts = {
+            "parameters": parameters,
+            "steps": trainer.selected_step,
+            "trained_tokens": trainer.progress.trained_tokens,
+            "validation_loss": loss,
+            "expected": self.predict(self._candidate(drafter), costs),
+        }
+        folder = self._save(drafter)
+        return self.evaluation.run(folder, self._candidate(drafter), facts)
+
+    def _make_drafter(self) -> Drafter:
+        """A drafter with random weights, for the current model."""
+        target, place = self.target, str(self.target.path)
+        cls = ARCHITECTURES[self.config.architecture]
+        num_blocks = len(target.model.layers)
+        # The first block is there in every model; more are checked with the drafter.
+        width = require_hidden_states(target.model, (0,), place=place)
+        vocab_size = target.model(mx.zeros((1, 1), mx.int32)).shape[-1]
+        mx.random.seed(self.context.seed)
+        drafter = cls.for_target(
+            target.config,
+            self._drafter_config,
+            width=width,
+            vocab_size=vocab_size,
+            num_blocks=num_blocks,
+        )
+        drafter.choose_vocabulary(self.data.train_batches.token_counts(vocab_size))
+        bind_target(drafter, target.model, place=place)
+        drafter.initialize()
+        return drafter
+
+    @cached_property
+    def _drafter_config(self) -> DrafterConfig:
+        config, tokenizer = self.config.drafter, self.target.tokenizer
+        if config.mask_token_id is not None:
+            return config
+        mask = getattr(tokenizer, "pad_token_id", None)
+        if mask is None:
+            mask = min(tokenizer.eos_token_ids)
+        return config.model_copy(update={"mask_token_id": mask})
+
+    def _make_step(self, drafter: Drafter) -> TrainStep:
+        compute = training_dtype("auto", self.target.dtype)
+        step = TrainStep(
+            drafter,
+            OptimizerConfig(max_grad_norm=1.0),
+            compute_dtype=compute,
+            batch_loss=DrafterLoss(self.config, chunk=self.loss_chunk),
+        )
+        set_compute_dtype(drafter, compute)
+        return step
+
+    def _batches(self, batches, drafter: Drafter) -> HiddenStateBatches:
+        place = str(self.target.path)
+        width = require_hidden_states(self.target.model, (0,), place=place)
+        return HiddenStateBatches(
+            batches,
+            self.target.model,
+            drafter.layer_ids,
+            width=width,
+            key=self.digest,
+            max_bytes=1e9 * self.config.data_generation.max_hidden_states_gb,
+            logger=self.context.logger,
+        )
+
+    def _candidate(self, drafter: Drafter) -> DrafterCandidate:
+        return DrafterCandidate(drafter, self.target.model)
+
+    def _save(self, drafter: Drafter) -> Path:
+        folder = self.context.folder / "drafter"
+        with atomic_folder(folder) as partial:
+            save_drafter(partial, drafter, self.target.dtype)
+        return folder
