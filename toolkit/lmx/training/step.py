@@ -188,7 +188,9 @@ class TrainStep:
             inputs=[*state, self._grad_sums],
             outputs=state,
         )
-        self._evaluate_batch = mx.compile(self._eval_loss, inputs=state)
+        self._evaluate_batch = mx.compile(
+            self._eval_loss, inputs=state, outputs=[mx.random.state]
+        )
         self._log_probs_batch = mx.compile(self._eval_log_probs)
 
     def __call__(
