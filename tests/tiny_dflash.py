@@ -64,7 +64,7 @@ def trained_drafter(model, config, texts, steps=150, **options):
     length = tokens.shape[1] - 1
     starts = mx.array(np.tile(np.arange(1, length), (len(texts), 1)))
     labels = np.stack([padded[:, j:][:, 1:length] for j in range(1, count + 1)], -1)
-    optimizer = optim.Adam(3e-3)
+    optimizer = optim.Adam(4e-3)
     step = nn.value_and_grad(drafter, drafter_loss)
     for _ in range(steps):
         _, gradients = step(drafter, tokens, states, starts, mx.array(labels))

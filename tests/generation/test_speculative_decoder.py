@@ -256,10 +256,9 @@ class TokenCache:
         return ()
 
 
-def test_speculative_sampling_keeps_distribution(monkeypatch):
+def test_speculative_sampling_keeps_distribution():
     """Through the whole generator, with adaptive draft lengths."""
     count, tokenizer = 2000, byte_tokenizer()
-    monkeypatch.setattr("test_rejection_sampling.SAMPLES", count)
     target, draft = distributions(Sampling(temperature=1.0))
     controller = DraftLengthController(max_draft_tokens=3)
     completions = np.zeros((count, 3), int)
