@@ -8,7 +8,7 @@ from lmx.generation.engine import Generator
 from lmx.generation.kv_cache import CacheState
 from lmx.generation.prefix_cache import PrefixCache
 from lmx.generation.sampling import Sampling
-from lmx.generation.speculative.decoder import rejection_sample
+from lmx.generation.speculative.decoder import SpeculativeStats, rejection_sample
 from lmx.generation.speculative.factory import FallbackProposer
 from lmx.generation.speculative.mtp import MTPProposer
 from lmx.generation.speculative.prompt_lookup import NGramIndex, PromptLookupProposer
@@ -185,24 +185,45 @@ def test_prefixes_without_hidden_states_are_used(pair):
     assert generator.speculative_stats.rounds
 
 
-def test_every_draft_token_of_a_perfect_head_is_accepted():
-    """The target's next token depends on the last one alone, and the head copies it."""
+def copying_pair(mixing):
+    """A target and a head that both read little but the last token.
+
+    Args:
+        mixing: share of attention and MLP; 0 = the head predicts what the target does.
+    """
     model, head, _ = tiny_mtp(scale=0.4)
-    for module in (model.model, head):
-        for layer in module.layers:
-            mixer = layer.linear_attn if "linear_attn" in layer else None
-            projection = mixer.out_proj if mixer else layer.self_attn.o_proj
-            for linear in (projection, layer.mlp.down_proj):
-                linear.weight = mx.zeros_like(linear.weight)
-    ones = mx.ones(WIDTH)
-    head.pre_fc_norm_embedding.weight, head.norm.weight = ones, model.model.norm.weight
+    for layer in [*model.model.layers, *head.layers]:
+        attention = layer.self_attn.o_proj if "self_attn" in layer else None
+        for linear in (attention or layer.linear_attn.out_proj, layer.mlp.down_proj):
+            linear.weight = mixing * linear.weight
+    head.pre_fc_norm_embedding.weight = mx.ones(WIDTH)
+    head.norm.weight = model.model.norm.weight
     head.fc.weight = mx.concatenate([mx.eye(WIDTH), mx.zeros((WIDTH, WIDTH))], axis=1)
+    return model, head
+
+
+def test_every_draft_token_of_a_perfect_head_is_accepted():
+    model, head = copying_pair(mixing=0.0)
     for length in (1, 4):
         generator = speculative(model, lambda cache: MTPProposer(head, cache), length)
         tokens_of(generator, PROMPT, max_tokens=31)
         stats = generator.speculative_stats
         assert stats.acceptance_rate_by_position == [1.0] * length
         assert stats.rounds == 30 // (length + 1)
+
+
+@pytest.mark.slow
+def test_greedy_decoding_of_200_prompts_is_lossless():
+    model, head = copying_pair(mixing=0.002)
+    generator = speculative(model, lambda cache: MTPProposer(head, cache), 3)
+    stats, draw = SpeculativeStats(), np.random.default_rng(0)
+    for _ in range(200):
+        prompt = draw.integers(0, 320, draw.integers(2, 20)).tolist()
+        tokens = tokens_of(generator, prompt, max_tokens=12)
+        logits = model(mx.array([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]
+        assert tokens == mx.argmax(logits, axis=-1).tolist()
+        stats.merge(generator.speculative_stats)
+    assert 0.2 < stats.acceptance_rate < 0.9
 
 
 @pytest.fixture(scope="module")
