@@ -23,7 +23,7 @@ def test_split_head_computes_what_ours_does(tmp_path, tokenizer_folder, changes)
     assert main.main(["quantize", *arguments]) == 0
     model = tmp_path / "run/model"
     loaded = load(model)
-    ours = MTPHead.load(model, loaded.config, loaded.model)
+    ours = MTPHead.load(model, loaded)
     tokens = mx.random.randint(0, 320, (1, 11), key=mx.random.key(1))
     states = mx.random.normal((1, 11, WIDTH), key=mx.random.key(2))
     expected = ours(tokens, states, ours.make_cache())
@@ -42,3 +42,6 @@ def test_split_head_computes_what_ours_does(tmp_path, tokenizer_folder, changes)
         assert config["model_type"] == "qwen3_5_mtp"
     assert parts[0].keys() == parts[1].keys()
     assert all(mx.array_equal(parts[0][name], parts[1][name]) for name in parts[0])
+    # And we load what it writes.
+    again = MTPHead.load(tmp_path / "ours", loaded)
+    assert mx.array_equal(again(tokens, states, again.make_cache()), expected)

@@ -59,8 +59,7 @@ def test_imported_head_is_dequantized(tmp_path, tokenizer_folder, name):
     for path, value in expected.items():
         # The scales, and so what is dequantized, are float16.
         assert mx.allclose(imported[path], value, rtol=2**-10, atol=1e-6), path
-    loaded = load(target)
-    assert MTPHead.load(target, loaded.config, loaded.model)
+    assert MTPHead.load(target, load(target))
 
 
 def test_dequantized_model_keeps_its_head(tmp_path, tokenizer_folder):

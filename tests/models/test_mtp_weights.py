@@ -1,14 +1,17 @@
 """The multi-token-prediction heads in checkpoints: layouts, copies, other programs."""
 
+import json
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx_lm
 import pytest
 from lmx.errors import UserError
-from lmx.models.drafters.mtp import MTPHead
+from lmx.models.drafters.mtp import MTPHead, is_split_head
 from lmx.models.loader import load
 from lmx.models.mtp_weights import MTP_FILE, copy_mtp, read_mtp
 from mlx.utils import tree_flatten
-from tiny_mtp import EXPERTS, QWEN3_NEXT, VOCABULARY, WIDTH, write_published
+from tiny_mtp import EXPERTS, QWEN3_NEXT, WIDTH, write_published
 
 TOKENS = mx.array([[5, 9, 11, 5, 9, 2, 7, 5, 9]])
 
@@ -74,49 +77,79 @@ def test_mlx_lm_loads_the_same_model_with_a_head_beside_it(tmp_path, tokenizer_f
     assert read_mtp(tmp_path, config)
 
 
-def test_quantized_head_loads_and_is_copied_dequantized(tmp_path, tokenizer_folder):
-    model, head, config = write_published(tmp_path, tokenizer_folder)
+def quantize_layers(head, grids):
+    """The tensors of a head with some layers quantized, by path and grid."""
     tensors = dict(tree_flatten(head.parameters()))
-    grids = {"fc": (64, 8), "layers.0.mlp.down_proj": (32, 4)}
     for path, (group_size, bits) in grids.items():
         parts = mx.quantize(tensors.pop(f"{path}.weight"), group_size, bits)
         names = (f"{path}.{leaf}" for leaf in ("weight", "scales", "biases"))
         tensors |= dict(zip(names, parts, strict=True))
-    folder = tmp_path / "quantized"
+    return tensors
+
+
+def outputs(head):
+    states = mx.random.normal((1, TOKENS.shape[1], WIDTH), key=mx.random.key(0))
+    return head(TOKENS, states, head.make_cache())
+
+
+GRIDS = {"fc": (64, 8), "layers.0.mlp.down_proj": (32, 4)}
+
+
+def test_quantized_head_loads_and_is_copied_dequantized(tmp_path, tokenizer_folder):
+    _, head, config = write_published(tmp_path, tokenizer_folder)
+    folder, target = tmp_path / "quantized", tmp_path / "copy"
     folder.mkdir()
+    tensors = quantize_layers(head, GRIDS)
     renamed = {f"mtp.{name}": value for name, value in tensors.items()}
     mx.save_safetensors(str(folder / MTP_FILE), renamed, {"format": "mlx"})
+    base = replace(load(tmp_path), path=folder, config=config)
     with pytest.raises(UserError, match="no grid"):
-        MTPHead.load(folder, config, model)
+        MTPHead.load(folder, base)
     layer = {"group_size": 32, "bits": 4}
     block = {"group_size": 64, "bits": 8, "mtp.layers.0.mlp.down_proj": layer}
-    config["quantization"] = block
-    loaded = MTPHead.load(folder, config, model)
+    quantized = replace(base, config=config | {"quantization": block})
+    loaded = MTPHead.load(folder, quantized)
     assert (loaded.fc.bits, loaded.layers[0].mlp.down_proj.bits) == (8, 4)
 
-    target = tmp_path / "copy"
     target.mkdir()
-    copy_mtp(folder, target, config)
-    copied = MTPHead.load(target, config | {"quantization": None}, model)
-    states = mx.random.normal((1, TOKENS.shape[1], WIDTH), key=mx.random.key(0))
-    outputs = [
-        each(TOKENS, states, each.make_cache()) for each in (loaded, copied, head)
-    ]
-    assert mx.allclose(outputs[0], outputs[1], atol=1e-4)
-    assert not mx.allclose(outputs[0], outputs[2], atol=1e-3)
+    copy_mtp(folder, target, quantized.config)
+    copied = MTPHead.load(target, replace(base, path=target))
+    assert mx.allclose(outputs(loaded), outputs(copied), atol=1e-4)
+    assert not mx.allclose(outputs(loaded), outputs(head), atol=1e-3)
+
+
+def test_head_that_was_split_off_loads(tmp_path, tokenizer_folder, make_checkpoint):
+    """As mlx-vlm writes it: names without a prefix, and a config of its own."""
+    _, head, config = write_published(tmp_path / "base", tokenizer_folder)
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    mx.save_safetensors(
+        str(folder / "model.safetensors"),
+        quantize_layers(head, {"fc": (64, 8), "layers.0.mlp.down_proj": (32, 8)}),
+        {"format": "mlx"},
+    )
+    block = {"group_size": 64, "bits": 8}
+    block["layers.0.mlp.down_proj"] = {"group_size": 32, "bits": 8}
+    own = {"model_type": "qwen3_5_mtp", "text_config": config["text_config"]}
+    (folder / "config.json").write_text(json.dumps(own | {"quantization": block}))
+    assert is_split_head(folder)
+    assert not is_split_head(tmp_path / "base")
+    loaded = MTPHead.load(folder, load(tmp_path / "base"))
+    assert mx.allclose(outputs(loaded), outputs(head), atol=0.05)
+    with pytest.raises(UserError, match="this llama model has no"):
+        MTPHead.load(folder, load(make_checkpoint()))
 
 
 def test_heads_that_do_not_fit_are_refused(tmp_path, tokenizer_folder, make_checkpoint):
-    model, _, config = write_published(tmp_path, tokenizer_folder)
+    write_published(tmp_path, tokenizer_folder)
     weights = mx.load(str(tmp_path / "model.safetensors"))
     del weights["mtp.fc.weight"]
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "pt"})
     with pytest.raises(UserError, match=r"mtp\.fc\.weight has the shape None"):
-        MTPHead.load(tmp_path, config, model)
-    llama = make_checkpoint(vocab_size=VOCABULARY)
-    loaded = load(llama)
+        MTPHead.load(tmp_path, load(tmp_path))
+    llama = load(make_checkpoint())
     with pytest.raises(UserError, match="no multi-token-prediction head"):
-        MTPHead.load(llama, loaded.config, loaded.model)
+        MTPHead.load(llama.path, llama)
     (tmp_path / "target").mkdir()
-    copy_mtp(llama, tmp_path / "target", loaded.config)
+    copy_mtp(llama.path, tmp_path / "target", llama.config)
     assert not list((tmp_path / "target").iterdir())

@@ -23,6 +23,8 @@ from .safetensors_io import read_header, write_safetensors
 MTP_FILE = "mtp.safetensors"
 PREFIX = "mtp."
 MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# A folder that mlx-vlm made of a head alone. Its tensors have no prefix.
+SPLIT_MODEL_TYPE = "qwen3_5_mtp"
 JOINED_EXPERTS = re.compile(r"(.*)\.experts\.(gate_up_proj|down_proj)")
 SINGLE_EXPERT = re.compile(r"(.*)\.experts\.(\d+)\.(\w+)\.weight")
 
@@ -32,7 +34,7 @@ def read_mtp(folder: Path, config: dict) -> dict[str, mx.array]:
 
     Returns:
         tensors by their names after `mtp.`; none if the checkpoint has no head, or one
-        of another family.
+        of another family. All tensors of a folder that mlx-vlm split off.
 
     Raises:
         UserError: a file is damaged, or an expert is missing.
@@ -40,8 +42,9 @@ def read_mtp(folder: Path, config: dict) -> dict[str, mx.array]:
     tensors: dict[str, mx.array] = {}
     for file in _mtp_files(folder, config):
         arrays, is_mlx = _load(file)
-        part = {n: value for n, value in arrays.items() if n.startswith(PREFIX)}
-        tensors |= part if is_mlx else as_mlx(part, place=str(folder))
+        if config["model_type"] != SPLIT_MODEL_TYPE:
+            arrays = {n: v for n, v in arrays.items() if n.startswith(PREFIX)}
+        tensors |= arrays if is_mlx else as_mlx(arrays, place=str(folder))
     return {name.removeprefix(PREFIX): value for name, value in tensors.items()}
 
 
@@ -110,7 +113,7 @@ def layer_grid(path: str, config: dict) -> dict:
         UserError: the config has no such numbers.
     """
     block = config.get("quantization") or {}
-    layer = block.get(f"{PREFIX}{path}")
+    layer = block.get(f"{PREFIX}{path}", block.get(path))
     grid = block | (layer if isinstance(layer, dict) else {})
     if "bits" not in grid or "group_size" not in grid:
         raise UserError(f"{PREFIX}{path} has scales, but the config has no grid for it")
@@ -138,9 +141,12 @@ def dequantize(parts: dict[str, mx.array], grid: dict) -> mx.array:
 
 def _mtp_files(folder: Path, config: dict) -> list[Path]:
     """The files with tensors of the head; those of the model come before others."""
-    if config.get("model_type") not in MODEL_TYPES:
+    kind = config.get("model_type")
+    if kind not in (*MODEL_TYPES, SPLIT_MODEL_TYPE):
         return []
     in_model = tensor_files(folder)
+    if kind == SPLIT_MODEL_TYPE:
+        return sorted(set(in_model.values()))
     files = {in_model[name] for name in in_model if name.startswith(PREFIX)}
     return sorted(files or filter(_has_mtp, folder.glob("mtp*.safetensors")))
 

@@ -9,7 +9,7 @@ from ...models.drafters.base import Drafter
 from ...models.drafters.dflash import DFlashDrafter
 from ...models.drafters.eagle3 import Eagle3Drafter
 from ...models.drafters.io import is_drafter, load_drafter
-from ...models.drafters.mtp import MTPHead
+from ...models.drafters.mtp import MTPHead, is_split_head
 from ...models.loader import LoadedModel
 from ..kv_cache import CacheState
 from .dflash import DFlashProposer
@@ -67,8 +67,8 @@ def proposer_factory(
 
     Args:
         name: `prompt-lookup`, `layer-skip`, `mtp`, the folder of a drafter on hidden
-            states, a model folder or Hub id, or `prompt-lookup+` followed by one of
-            these.
+            states or of an MTP head alone, a model folder or Hub id, or
+            `prompt-lookup+` followed by one of these.
         sample: tokens typical of the prompts.
         load_draft: loads the model of a folder or Hub id.
 
@@ -98,8 +98,8 @@ def proposer_factory(
         skipped = choose_skipped_layers(target.model, tokens)
         draft_model = skip_layers(target.model, skipped)
         return (lambda _: DraftModelProposer(draft_model)) if skipped else None
-    if name == MTP:
-        head = MTPHead.load(target.path, target.config, target.model)
+    if name == MTP or is_split_head(name):
+        head = MTPHead.load(target.path if name == MTP else name, target)
         return lambda cache: MTPProposer(head, cache)
     if is_drafter(name):
         drafter = load_drafter(name, target.model)

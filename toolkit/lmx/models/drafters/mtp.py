@@ -15,9 +15,17 @@ from mlx.utils import tree_flatten
 
 from ... import cpu
 from ...errors import UserError
+from ...run.fs import read_json
+from ..checkpoint import read_config
 from ..hooks import find_blocks
-from ..loader import build_model, cast, kv_cache, stored_dtype
-from ..mtp_weights import MODEL_TYPES, layer_grid, quantized_layers, read_mtp
+from ..loader import LoadedModel, build_model, cast, kv_cache, stored_dtype
+from ..mtp_weights import (
+    MODEL_TYPES,
+    SPLIT_MODEL_TYPE,
+    layer_grid,
+    quantized_layers,
+    read_mtp,
+)
 from .base import TargetHead
 
 HINT = "--draft-model prompt-lookup works with every model"
@@ -49,33 +57,32 @@ class MTPHead(nn.Module):
         self._target, self._blocks = TargetHead(model), blocks
 
     @classmethod
-    def load(cls, folder: Path, config: dict, model: nn.Module) -> Self:
-        """The head in a checkpoint, in the type in which its model computes.
+    def load(cls, source: str | Path, target: LoadedModel) -> Self:
+        """The head of a model, in the type in which the model computes.
+
+        Args:
+            source: the model's own folder, or one that `is_split_head`.
 
         Raises:
-            UserError: the checkpoint has no MTP head, or one of another shape.
+            UserError: the folder has no MTP head, or it is not of this model.
         """
+        folder, config = Path(source).expanduser(), target.config
+        if folder != target.path:
+            config = read_config(folder)
         tensors = read_mtp(folder, config)
-        if not tensors:
+        kind = target.config["model_type"]
+        if not tensors or kind not in MODEL_TYPES:
             raise UserError(
-                "this model has no multi-token-prediction head (mtp.*)",
+                f"this {kind} model has no multi-token-prediction head (mtp.*)",
                 place=str(folder),
                 hint=f"model types with one: {', '.join(MODEL_TYPES)}; {HINT}",
             )
-        head = cls(config, model)
+        head = cls(target.config, target.model)
         grids = {path: layer_grid(path, config) for path in quantized_layers(tensors)}
         nn.quantize(head, class_predicate=lambda path, _: grids.get(path, False))
-        shapes = {name: v.shape for name, v in tree_flatten(head.parameters())}
-        stored = {name: value.shape for name, value in tensors.items()}
-        for name in sorted(shapes.keys() | stored.keys()):
-            if shapes.get(name) != stored.get(name):
-                raise UserError(
-                    f"mtp.{name} has the shape {stored.get(name)}, but the config "
-                    f"requires {shapes.get(name)}",
-                    place=str(folder),
-                )
+        _check_shapes(head, tensors, str(folder))
         head.load_weights(list(tensors.items()))
-        cast(head, stored_dtype(model))
+        cast(head, stored_dtype(target.model))
         head.eval()
         cpu.enable(head)
         mx.eval(head.parameters())
@@ -108,6 +115,25 @@ class MTPHead(nn.Module):
     def logits(self, hidden: mx.array) -> mx.array:
         """Logits [..., V] of outputs [..., width]: of the token after the next."""
         return self._target.logits(hidden)
+
+
+def is_split_head(source: str | Path) -> bool:
+    """Whether a local folder has a head alone, as mlx-vlm's `split_mtp` writes it."""
+    file = Path(source).expanduser() / "config.json"
+    return file.is_file() and read_json(file).get("model_type") == SPLIT_MODEL_TYPE
+
+
+def _check_shapes(head: MTPHead, tensors: dict[str, mx.array], place: str) -> None:
+    """Refuse tensors that the head of this model does not have, or lacks."""
+    required = {name: v.shape for name, v in tree_flatten(head.parameters())}
+    stored = {name: value.shape for name, value in tensors.items()}
+    for name in sorted(required.keys() | stored.keys()):
+        if required.get(name) != stored.get(name):
+            raise UserError(
+                f"mtp.{name} has the shape {stored.get(name)}, but the config of the "
+                f"model requires {required.get(name)}",
+                place=place,
+            )
 
 
 def _decoder_layers(config: dict, count: int) -> list[nn.Module]:
