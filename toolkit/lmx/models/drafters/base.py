@@ -19,11 +19,15 @@ class TargetHead:
     Both are the target's own code, so scales and soft-caps are kept; its weights may be
     quantized.
 
+    Attributes:
+        model: the target.
+
     Raises:
         NoTrunkHeadSplit: the head needs more than the output of the final norm.
     """
 
     def __init__(self, model: nn.Module):
+        self.model = model
         self._blocks = BlockwiseModel(model)
         self._split = TrunkHeadSplit(model)
         self.vocab_size = model(mx.zeros((1, 1), mx.int32)).shape[-1]

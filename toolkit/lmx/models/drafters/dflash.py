@@ -16,6 +16,7 @@ from ...errors import UserError, library_errors
 from ..loader import kv_cache, make_rope
 from .base import Drafter
 from .dflash_config import DFlashConfig, is_dflash
+from .initialization import initialize_from_target
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -193,6 +194,11 @@ class DFlashDrafter(Drafter):
                 f"{config.mask_token_id}, the target has {vocab_size} tokens",
                 place=place,
             )
+
+    def initialize(self) -> None:
+        """Start with the target's last blocks."""
+        initialize_from_target(self._target.model, self.fc, self.layers, self.norm)
+        mx.eval(self.parameters())
 
     # Training and evaluation
 

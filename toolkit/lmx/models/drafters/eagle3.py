@@ -19,6 +19,7 @@ from ..loader import kv_cache
 from .base import Drafter
 from .eagle3_config import SGLANG, SPECULATORS, Eagle3Config
 from .eagle3_layers import DraftContext, Eagle3Layer, KeysValues
+from .initialization import initialize_from_target
 
 # Rows of the embedding, and columns of the target's LM head, that are made at once.
 CHUNK, COLUMNS_AT_ONCE = 4096, 256
@@ -99,7 +100,8 @@ class Eagle3Drafter(Drafter):
             self.d2t = mx.array(tokens - np.arange(len(tokens)), mx.int32)
 
     def initialize(self) -> None:
-        """Start with the rows of the target's LM head for the tokens to draft."""
+        """Start with the target's last blocks, and its LM head for tokens to draft."""
+        initialize_from_target(self._target.model, self.fc, self.layers, self.norm)
         tokens = self.target_tokens(mx.arange(self.draft_vocab_size))
         offset = self._target.logits(mx.zeros((1, self.config.hidden_size)))
         columns = []
@@ -114,7 +116,7 @@ class Eagle3Drafter(Drafter):
             columns.append(logits[:, tokens].astype(self.lm_head.weight.dtype))
             mx.eval(columns)
         self.lm_head.weight = mx.contiguous(mx.concatenate(columns).T)
-        mx.eval(self.lm_head.weight)
+        mx.eval(self.parameters())
 
     def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
         config = self.config
