@@ -41,9 +41,9 @@ SETTINGS = {
 }
 
 
-def sharpened(family, seed=0):
+def sharpened(family, seed=0, **changes):
     """Random weights, scaled up so that the next token varies."""
-    model = family_model(family)
+    model = family_model(family, **changes)
     mx.random.seed(seed + 1)
     noisy_parameters = tree_map(
         lambda w: w + 0.25 * mx.random.normal(w.shape).astype(w.dtype),

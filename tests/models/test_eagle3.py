@@ -1,0 +1,421 @@
+"""EAGLE-3 drafters: parity with float64, gradients, the draft vocabulary, files."""
+
+import json
+from dataclasses import replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from lmx.config.draft import DrafterConfig
+from lmx.errors import UserError
+from lmx.models.drafters.base import TargetHead
+from lmx.models.drafters.eagle3 import Eagle3Drafter, default_layer_ids
+from lmx.models.drafters.eagle3_layers import DraftContext, Eagle3Attention
+from mlx.utils import tree_flatten, tree_map
+from tiny_eagle3 import (
+    DRAFT_VOCABULARY,
+    LAYER_IDS,
+    WIDTH,
+    Reference,
+    float64,
+    states_of,
+    tiny_drafter,
+)
+from tiny_families import SHAPE, VOCABULARY, member
+
+TOKENS = mx.random.randint(0, VOCABULARY, (2, 10), key=mx.random.key(4))
+LENGTH, STEPS = TOKENS.shape[1] - 1, 4
+KEY = "eagle_aux_hidden_state_layer_ids"
+VARIANTS = {
+    "plain": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "bias": {"attention_bias": True},
+    "layers": {"num_layers": 2},
+    "whole_vocabulary": {"draft_vocab_size": VOCABULARY},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return member("llama")
+
+
+def variant(target, **changes):
+    """A drafter with changed options and random weights."""
+    drafter = tiny_drafter(target)
+    mx.random.seed(8)
+    drafter = Eagle3Drafter(replace(drafter.config, **changes))
+    drafter.choose_vocabulary(np.arange(VOCABULARY)[::-1] % 7)
+    weights = tree_map(
+        lambda w: w + 0.2 * mx.random.normal(w.shape), drafter.trainable_parameters()
+    )
+    drafter.update(weights)
+    return drafter.bind(TargetHead(target))
+
+
+def draft_logits(drafter, tokens, states, starts=None):
+    if starts is None:
+        starts = drafter.sample_starts(mx.ones((len(tokens), LENGTH), mx.bool_))
+    return drafter.head(drafter.draft_hidden(tokens, states, starts, STEPS))
+
+
+def reference_error(drafter, states):
+    """Largest difference from the reference over all rounds, relative to the logits."""
+    ours, reference = (
+        np.array(draft_logits(drafter, TOKENS, states)),
+        Reference(drafter),
+    )
+    errors = []
+    for sequence in range(len(TOKENS)):
+        for start in range(1, LENGTH + 1):
+            count = min(STEPS, LENGTH + 1 - start)
+            expected = reference.logits(
+                TOKENS[sequence], states[sequence], start, count
+            )
+            error = np.abs(ours[sequence, start - 1, :count] - expected).max()
+            errors.append(error / np.abs(expected).max())
+    return max(errors)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_training_time_test_equals_rounds_in_float64(target, name):
+    drafter = variant(target, **VARIANTS[name])
+    assert reference_error(drafter, states_of(target, TOKENS, drafter)) < 1e-5
+
+
+def test_wrong_attention_differs_from_the_reference(target, monkeypatch):
+    drafter = variant(target)
+    states = states_of(target, TOKENS, drafter)
+    attend = Eagle3Attention._attend
+
+    def sees_later_rows(self, queries, context):
+        rows = mx.full(context.rows.shape, LENGTH)
+        return attend(self, queries, context._replace(rows=rows))
+
+    def sees_only_itself(self, queries, context):
+        return attend(self, queries, context._replace(drafted=context.drafted[-1:]))
+
+    for wrong in (sees_later_rows, sees_only_itself):
+        monkeypatch.setattr(Eagle3Attention, "_attend", wrong)
+        assert reference_error(drafter, states) > 1e-3
+    monkeypatch.setattr(Eagle3Attention, "_attend", attend)
+    draft = Eagle3Attention.draft
+
+    def one_position(self, x, context):
+        drafted = list(context.drafted)
+        wrong = DraftContext(
+            context.context, context.rows - len(drafted), context.drafted
+        )
+        return draft(self, x, wrong)
+
+    monkeypatch.setattr(Eagle3Attention, "draft", one_position)
+    assert reference_error(drafter, states) > 1e-3
+
+
+def test_hidden_states_of_other_blocks_give_other_logits(target):
+    """Control: block i instead of i - 1, the usual error with layer ids."""
+    drafter = variant(target)
+    right = draft_logits(drafter, TOKENS, states_of(target, TOKENS, drafter))
+    drafter.layer_ids = (1, 1)
+    wrong = draft_logits(drafter, TOKENS, states_of(target, TOKENS, drafter))
+    assert mx.abs(right - wrong).max() > 1e-2
+
+
+def test_draft_tokens_do_not_depend_on_later_tokens(target):
+    """Draft token j of round a sees tokens up to a + j - 1, and states before a."""
+    drafter = variant(target)
+    states = states_of(target, TOKENS, drafter)
+    logits = draft_logits(drafter, TOKENS, states)
+    for start in (1, 4, 6):
+        changed_states = mx.array(states)
+        changed_states[:, start:] += 1.0
+        for number in range(STEPS):
+            tokens = mx.array(TOKENS)
+            tokens[:, start + number + 1 :] = 3
+            changed = draft_logits(drafter, tokens, changed_states)
+            before, after = (x[:, start - 1, number] for x in (logits, changed))
+            assert mx.array_equal(before, after)
+            # The control: the last token that it may see.
+            tokens[:, start + number] = 5
+            changed = draft_logits(drafter, tokens, changed_states)
+            assert not mx.allclose(before, changed[:, start - 1, number], atol=1e-3)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_cached_rows_and_steps_equal_training_time_test(target, num_layers):
+    drafter = variant(target, num_layers=num_layers)
+    states = states_of(target, TOKENS, drafter)
+    expected = drafter.draft_hidden(TOKENS, states, mx.array([[5, 7], [5, 7]]), 3)
+    cache, read = drafter.make_cache(), 0
+    for index, start in enumerate((5, 7)):
+        # Several rows at a time, as with long prompts.
+        for end in range(read + 1, start + 1, 2):
+            end = min(end + 1, start)
+            output = drafter.read(
+                TOKENS[:, read + 1 : end + 1], states[:, read:end], cache
+            )[:, -1:]
+            read = end
+        outputs = [output]
+        for place in range(start + 1, start + 3):
+            output = drafter.step(TOKENS[:, place : place + 1], output, cache)
+            outputs.append(output)
+        for layer_cache in cache:
+            assert layer_cache.trim(2) == 2
+        ours = mx.concatenate(outputs, axis=1)
+        assert mx.allclose(ours, expected[:, index], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fc.weight",
+        "layers.0.hidden_norm.weight",
+        "layers.0.self_attn.k_proj.weight",
+        "layers.0.self_attn.v_proj.weight",
+        "lm_head.weight",
+    ],
+)
+def test_gradients_equal_finite_differences(target, name):
+    drafter = variant(target)
+    tokens, start = TOKENS[0], 6
+    states = states_of(target, TOKENS, drafter)[:1]
+    rng = np.random.default_rng(1)
+    weights = rng.normal(size=(STEPS, DRAFT_VOCABULARY))
+
+    def loss(model):
+        logits = draft_logits(model, tokens[None], states, mx.array([[start]]))[0, 0]
+        return (mx.array(weights, mx.float32) * logits).sum()
+
+    _, gradients = nn.value_and_grad(drafter, loss)(drafter)
+    gradient = np.array(dict(tree_flatten(gradients))[name])
+    direction, values, epsilon = rng.normal(size=gradient.shape), [], 1e-5
+    for sign in (1, -1):
+        parameters = float64(drafter)
+        parameters[name] += sign * epsilon * direction
+        reference = Reference(drafter, parameters)
+        logits = reference.logits(tokens, states[0], start, STEPS)
+        values.append((weights * logits).sum())
+    expected = (values[0] - values[1]) / (2 * epsilon)
+    scale = np.linalg.norm(gradient) * np.linalg.norm(direction)
+    assert abs((gradient * direction).sum() - expected) < 1e-5 * scale
+    # The control: gradients of the first draft token only.
+    weights[1:] = 0
+    _, others = nn.value_and_grad(drafter, loss)(drafter)
+    others = np.array(dict(tree_flatten(others))[name])
+    assert abs((others * direction).sum() - expected) > 1e-3 * scale
+
+
+def test_the_most_frequent_tokens_are_drafted(target):
+    drafter = tiny_drafter(target, counts=np.zeros(VOCABULARY))
+    counts = np.zeros(VOCABULARY)
+    counts[[90, 80, 7]] = 5, 9, 1
+    drafter.choose_vocabulary(counts)
+    tokens = drafter.target_tokens(mx.arange(DRAFT_VOCABULARY)).tolist()
+    # Equally frequent tokens are chosen by their id.
+    assert tokens == [*range(DRAFT_VOCABULARY - 2), 80, 90]
+    draft_ids = drafter.draft_ids.tolist()
+    assert len(draft_ids) == VOCABULARY
+    assert [draft_ids[token] for token in tokens] == list(range(DRAFT_VOCABULARY))
+    assert draft_ids[DRAFT_VOCABULARY - 2] == DRAFT_VOCABULARY
+    logits = mx.random.normal((2, 3, DRAFT_VOCABULARY))
+    wide = drafter.target_logits(logits)
+    assert mx.array_equal(wide[..., mx.array(tokens)], logits)
+    assert (wide == -mx.inf).sum() == 6 * (VOCABULARY - DRAFT_VOCABULARY)
+    # A buffer is never trained.
+    assert "d2t" not in dict(tree_flatten(drafter.trainable_parameters()))
+    assert "d2t" in dict(tree_flatten(drafter.parameters()))
+
+
+def test_a_drafter_of_all_tokens_has_no_draft_ids(target):
+    drafter = tiny_drafter(target, draft_vocab_size=None)
+    assert drafter.draft_ids is None
+    assert drafter.draft_vocab_size == VOCABULARY
+    logits = mx.random.normal((3, VOCABULARY))
+    assert mx.array_equal(drafter.target_logits(logits), logits)
+    assert "d2t" not in drafter.export_weights()
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_training_starts_with_the_head_of_the_target(bits):
+    model = member("llama")
+    weight = model.lm_head.weight
+    if bits:
+        head = model.lm_head = model.lm_head.to_quantized(group_size=32, bits=bits)
+        weight = mx.dequantize(
+            head.weight, head.scales, head.biases, group_size=32, bits=bits
+        )
+    drafter = tiny_drafter(model)
+    drafter.initialize()
+    tokens = drafter.target_tokens(mx.arange(DRAFT_VOCABULARY))
+    assert mx.allclose(drafter.lm_head.weight, weight[tokens], atol=1e-5)
+
+
+def test_layers_are_spread_over_the_target():
+    assert default_layer_ids(32) == (1, 15, 28)
+    assert default_layer_ids(8) == (1, 3, 4)
+    assert default_layer_ids(6) == (0, 2, 4)
+    for count in range(1, 8):
+        layers = default_layer_ids(count)
+        assert layers == tuple(sorted(set(layers)))
+        assert max(layers) < count
+
+
+def test_sizes_follow_the_target():
+    config = SHAPE | {
+        "intermediate_size": 80,
+        "rope_theta": 5e5,
+        "rope_parameters": {
+            "full_attention": {"rope_theta": 5e5, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+        },
+        "architectures": ["Gemma3ForCausalLM"],
+    }
+    drafter = Eagle3Drafter.for_target(
+        {"text_config": config},
+        DrafterConfig(num_draft_tokens=7),
+        width=WIDTH,
+        vocab_size=VOCABULARY,
+        num_blocks=30,
+    )
+    assert drafter.layer_ids == (1, 14, 26)
+    assert drafter.max_draft_tokens == 7
+    assert drafter.config.intermediate_size == 80
+    assert drafter.config.rope["rope_parameters"]["rope_theta"] == 5e5
+    assert drafter.layers[0].self_attn.q_proj.weight.shape == (32, 2 * WIDTH)
+
+
+# Files
+
+
+def stored(drafter):
+    """config.json and weights as they are written."""
+    return json.loads(json.dumps(drafter.to_config())), drafter.export_weights()
+
+
+def loaded(config, weights, target, num_blocks=2):
+    assert Eagle3Drafter.matches(config)
+    drafter = Eagle3Drafter.from_config(config, place="drafter")
+    drafter.load_weights(list(drafter.sanitize(weights).items()))
+    drafter.choose_layers(num_blocks)
+    drafter.require_shape(WIDTH, VOCABULARY, place="drafter")
+    return drafter.bind(TargetHead(target))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_stored_drafter_gives_the_same_logits(target, name):
+    drafter = variant(target, **VARIANTS[name])
+    config, weights = stored(drafter)
+    states = states_of(target, TOKENS, drafter)
+    again = loaded(config, weights, target)
+    expected = draft_logits(drafter, TOKENS, states)
+    assert mx.array_equal(draft_logits(again, TOKENS, states), expected)
+    assert again.layer_ids == drafter.layer_ids
+    assert again.max_draft_tokens == drafter.max_draft_tokens
+    # Entry 0 of the list of Hugging Face is the embedding.
+    assert config[KEY] == [index + 1 for index in LAYER_IDS]
+    embeddings = target.model.embed_tokens.weight
+    assert mx.array_equal(weights["embed_tokens.weight"], embeddings)
+    if drafter.draft_ids is not None:
+        tokens = drafter.target_tokens(mx.arange(DRAFT_VOCABULARY))
+        assert weights["t2d"].dtype == mx.bool_
+        assert np.flatnonzero(np.array(weights["t2d"])).tolist() == tokens.tolist()
+
+
+def flat_form(config, weights):
+    """The same drafter as SGLang stores it."""
+    flat = config["transformer_layer_config"] | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": config["draft_vocab_size"],
+    }
+    weights = {
+        name.replace("layers.0.", "midlayer."): value.astype(mx.int64)
+        if name == "d2t"
+        else value
+        for name, value in weights.items()
+    }
+    del weights["embed_tokens.weight"]
+    return flat, weights
+
+
+def test_a_drafter_in_the_form_of_sglang_is_read(target):
+    drafter = variant(target)
+    states = states_of(target, TOKENS, drafter)
+    expected = draft_logits(drafter, TOKENS, states)
+    flat, weights = flat_form(*stored(drafter))
+    # At the top level the ids are those of Hugging Face; here they are blocks.
+    for place in (
+        {"eagle_config": {KEY: LAYER_IDS, "use_aux_hidden_state": True}},
+        {KEY: [index + 1 for index in LAYER_IDS]},
+    ):
+        again = loaded(flat | place, weights, target)
+        assert again.layer_ids == tuple(LAYER_IDS)
+        assert mx.array_equal(draft_logits(again, TOKENS, states), expected)
+        assert again.max_draft_tokens is None
+    # Most files name no blocks: there are three.
+    unnamed = Eagle3Drafter.from_config(flat, place="drafter")
+    assert unnamed.fc.weight.shape == (WIDTH, 3 * WIDTH)
+    unnamed.choose_layers(32)
+    assert unnamed.layer_ids == (1, 15, 28)
+    assert unnamed.to_config()[KEY] == [2, 16, 29]
+
+
+def test_offsets_that_are_ids_are_refused(target):
+    drafter = variant(target)
+    config, weights = stored(drafter)
+    tokens = drafter.target_tokens(mx.arange(DRAFT_VOCABULARY))
+    for d2t in (tokens, weights["d2t"] - 1, mx.zeros(DRAFT_VOCABULARY, mx.int32)):
+        with pytest.raises(UserError, match="d2t"):
+            loaded(config, weights | {"d2t": d2t}, target)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "deepseek_v3"),
+        ("hidden_act", "gelu"),
+        ("mlp_bias", True),
+        ("sliding_window", 512),
+        ("embed_requires_grad", True),
+        ("target_hidden_size", 64),
+        ("bias", True),
+    ],
+)
+def test_options_that_are_not_supported_are_refused_by_name(target, key, value):
+    flat, _ = flat_form(*stored(variant(target)))
+    with pytest.raises(UserError, match=key):
+        Eagle3Drafter.from_config(flat | {key: value}, place="drafter")
+
+
+def test_a_missing_key_and_the_embedding_as_a_layer_are_named(target):
+    config, _ = stored(variant(target))
+    with pytest.raises(UserError, match="embedding"):
+        Eagle3Drafter.from_config(config | {KEY: [0, 1]}, place="drafter")
+    del config["transformer_layer_config"]["intermediate_size"]
+    with pytest.raises(UserError, match="intermediate_size"):
+        Eagle3Drafter.from_config(config, place="drafter")
+
+
+def test_a_drafter_of_another_target_is_refused(target):
+    drafter = variant(target)
+    drafter.require_shape(WIDTH, VOCABULARY + 8, place="drafter")
+    with pytest.raises(UserError, match="width"):
+        drafter.require_shape(2 * WIDTH, VOCABULARY, place="drafter")
+    with pytest.raises(UserError, match="tokens"):
+        drafter.require_shape(WIDTH, VOCABULARY - 1, place="drafter")
+    drafter.layer_ids = (0, 1, 1)
+    with pytest.raises(UserError, match="hidden states"):
+        drafter.require_shape(WIDTH, VOCABULARY, place="drafter")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        {"architectures": ["DFlashDraftModel"]},
+        {"speculators_model_type": "dflash"},
+    ],
+)
+def test_other_models_are_no_eagle3_drafters(config):
+    assert not Eagle3Drafter.matches(config)
