@@ -49,6 +49,9 @@ def small_settings(path: Path) -> list[str]:
     stages, bits = [next(iter(stage.items())) for stage in recipe["stages"]], None
     for number, (kind, block) in enumerate(stages, 1):
         settings = [*SMALL.get(kind, [])]
+        if kind == "draft" and block.get("architecture", "model") != "model":
+            settings.remove("draft_model.num_layers=1")
+            settings.append("drafter={num_layers: 1, num_draft_tokens: 2}")
         if kind == "train":
             settings += [value for key, value in BATCH.items() if key in block]
             settings += ["steps=2"] if "steps" in block else ["epochs=0.01"]

@@ -34,6 +34,8 @@ DRAFT = {
     "save_steps": 1,
     "eval_steps": 2,
 }
+DRAFTER = {key: value for key, value in DRAFT.items() if key != "draft_model"}
+DRAFTER |= {"drafter": {"num_layers": 1, "num_draft_tokens": 2}}
 ANSWERS = {"exact_match_samples": 4, "exact_match_max_tokens": 8, "num_samples": 1}
 TRAIN_LORA = {"train": STEPS | {"adapter": LORA}}
 RTN = {"quantize": GRID}
@@ -84,6 +86,8 @@ CASES = {
     ],
     "draft": [{"draft": DRAFT}],
     "draft quantized": [RTN, {"draft": DRAFT | {"quantization": {"bits": 4}}}],
+    "draft eagle3": [{"draft": DRAFTER | {"architecture": "eagle3"}}],
+    "draft dflash": [RTN, {"draft": DRAFTER | {"architecture": "dflash"}}],
     "evaluate": [RTN, {"evaluate": METRICS_ONLY | ANSWERS | {"num_tokens": 50}}],
     "export mlx": [RTN, {"export": {"formats": ["mlx"]}}],
     "export gguf": [{"train": STEPS}, {"export": {"formats": ["gguf"]}}],

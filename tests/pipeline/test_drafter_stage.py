@@ -34,7 +34,7 @@ DRAFT = {
 def make_run(folder, architecture, model, *stages, **settings):
     """A run with room for the copying prompts."""
     stage = {"draft": DRAFT | {"architecture": architecture} | settings}
-    run = Run(folder, *stages, stage, model=model)
+    run = Run(folder, *stages, stage, "export", model=model)
     run.data["max_seq_length"] = 128
     run.write()
     return run
@@ -108,6 +108,7 @@ def test_published_drafter_drafts_for_its_target(drafter_run, capsys):
     assert capsys.readouterr().out == expected
 
 
+@pytest.mark.slow
 def test_stopped_training_ends_with_the_same_bytes(drafter_run, base, tmp_path):
     architecture = drafter_run.json("draft/draft.json")["architecture"]
     run = make_run(tmp_path, architecture, base, RTN)

@@ -70,8 +70,9 @@ class HiddenStateBatches:
 
     def __getitem__(self, index: int) -> Batch:
         batch = self._batches[index]
+        predictions = [part for part in batch.target if part is not None]
         states = self._load(index) if self._folder else self._compute(index)
-        return replace(batch, target=(*batch.target, states))
+        return replace(batch, target=(*predictions, states))
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
