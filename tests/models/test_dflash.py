@@ -13,7 +13,8 @@ from lmx.models.drafters.dflash_config import DFlashConfig, spread
 from lmx.models.hidden_states import forward_with_hidden_states
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from tiny_dflash import random_drafter, random_target
-from tiny_families import VOCABULARY
+from tiny_families import FAMILIES, VOCABULARY
+from tiny_families import config as family_config
 
 LENGTH = 14
 STARTS = np.array([[1, 5, 13], [2, 9, 14]])
@@ -265,6 +266,10 @@ REFUSED = {
     "hidden_size must be an integer from 1, not '32'": {"hidden_size": "32"},
     "target_layer_ids must be": {"target_layer_ids": [3, 1]},
     "heads do not fit": {"num_key_value_heads": 3},
+    "rms_norm_eps must be a number": {"rms_norm_eps": "1e-6"},
+    "config.json is damaged": {"dflash_config": "block_size"},
+    "config.json is damaged: ": {"rope_scaling": ["llama3"]},
+    "config.json is damaged: .*factor": {"rope_scaling": {"rope_type": "llama3"}},
 }
 
 
@@ -285,7 +290,11 @@ def test_drafters_of_other_targets_are_refused(case):
         drafter.require_shape(64, VOCABULARY, place="drafter")
     with pytest.raises(UserError, match="the target has 90 tokens"):
         drafter.require_shape(32, 90, place="drafter")
-    assert not DFlashDrafter.matches({"architectures": ["Qwen3ForCausalLM"]})
+
+
+def test_configs_of_models_are_not_those_of_drafters():
+    for architectures in ["Qwen3ForCausalLM"], None, 3, [3]:
+        assert not DFlashDrafter.matches({"architectures": architectures})
 
 
 def test_defaults_follow_the_target():
@@ -324,6 +333,22 @@ def test_defaults_follow_the_target():
     scaling = {"rope_type": "llama3", "factor": 8.0}
     scaled = sizes(target | {"rope_scaling": scaling})
     assert scaled == replace(config, rope_scaling=scaling)
+    # Its factors are for heads of another size.
+    scaling = {"type": "longrope", "short_factor": [1.0]}
+    assert sizes(target | {"rope_scaling": scaling}) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafters_of_all_families_can_be_built_and_read(family):
+    drafter = DFlashDrafter.for_target(
+        family_config(family),
+        DrafterConfig(mask_token_id=0),
+        width=32,
+        vocab_size=VOCABULARY,
+        num_blocks=4,
+    )
+    config = json.loads(json.dumps(drafter.to_config()))
+    assert DFlashDrafter.from_config(config, place="").config == drafter.config
 
 
 def test_trained_weights_are_all_parameters(case):

@@ -290,9 +290,8 @@ class DFlashDrafter(Drafter):
     @classmethod
     def from_config(cls, config: dict, *, place: str) -> Self:
         """See `Drafter`."""
-        sizes = DFlashConfig.from_json(config, place=place)
-        with library_errors("the drafter cannot be built", place=place):
-            return cls(sizes)
+        with library_errors("config.json is damaged", place=place):
+            return cls(DFlashConfig.from_json(config, place=place))
 
     def to_config(self) -> dict:
         """See `Drafter`."""

@@ -17,6 +17,8 @@ UNSUPPORTED = (
 # Values of a target that has no such key.
 HEAD_DIM, WIDTH_RATIO, POSITIONS = 64, 4, 4096
 DEFAULT_LAYERS = 3
+# Rotary scalings of a target that fit heads of any size.
+ROPE_TYPES = ("linear", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -56,10 +58,9 @@ class DFlashConfig:
         Raises:
             UserError: a key is missing, wrong or not supported.
         """
-        nested = config.get("dflash_config") or {}
-        _check_supported(config, nested, place)
         # Both places are in use.
-        config = config | nested
+        config = config | (config.get("dflash_config") or {})
+        _check_supported(config, place)
         layers = config.get("target_layer_ids")
         if not isinstance(layers, list) or not _is_ascending(layers):
             raise UserError(
@@ -79,7 +80,7 @@ class DFlashConfig:
             target_layer_ids=tuple(layers),
             num_target_layers=config.get("num_target_layers") or layers[-1] + 1,
             final_logit_softcapping=config.get("final_logit_softcapping"),
-            **_shared(config),
+            **_shared(config, place),
         )
 
     @classmethod
@@ -100,28 +101,32 @@ class DFlashConfig:
             width: of the target's hidden states.
         """
         target = target_config | (target_config.get("text_config") or {})
-        head_dim, heads = target.get("head_dim"), target.get("num_attention_heads")
-        head_dim = head_dim or (width // heads if heads else HEAD_DIM)
+        heads = _size(target, "num_attention_heads")
+        head_dim = _size(target, "head_dim") or width // (heads or width)
+        if head_dim < 2 or head_dim % 2:
+            head_dim = HEAD_DIM
         heads = heads or max(1, width // head_dim)
-        feed_forward = target.get("intermediate_size")
-        # Some models have a size for every block.
-        if not isinstance(feed_forward, int):
-            feed_forward = max(feed_forward or [WIDTH_RATIO * width])
+        groups = _size(target, "num_key_value_heads") or heads
+        positions = _size(target, "max_position_embeddings")
+        shared = _shared(target, "config.json")
+        scaling = shared["rope_scaling"] or {}
+        if scaling.get("rope_type", scaling.get("type")) not in ROPE_TYPES:
+            shared["rope_scaling"] = None
         return cls(
             hidden_size=width,
-            intermediate_size=feed_forward,
+            intermediate_size=_size(target, "intermediate_size") or WIDTH_RATIO * width,
             num_hidden_layers=config.num_layers or DEFAULT_LAYERS,
             num_attention_heads=heads,
-            num_key_value_heads=target.get("num_key_value_heads") or heads,
+            num_key_value_heads=groups if heads % groups == 0 else heads,
             head_dim=head_dim,
             vocab_size=vocab_size,
-            max_position_embeddings=target.get("max_position_embeddings") or POSITIONS,
+            max_position_embeddings=positions or POSITIONS,
             block_size=config.num_draft_tokens + 1,
             mask_token_id=config.mask_token_id,
             target_layer_ids=tuple(config.layer_ids or spread(num_blocks)),
             num_target_layers=num_blocks,
             final_logit_softcapping=target.get("final_logit_softcapping"),
-            **_shared(target),
+            **shared,
         )
 
     def to_json(self) -> dict:
@@ -163,15 +168,19 @@ def spread(num_blocks: int, count: int = 3) -> list[int]:
 
 def is_dflash(config: dict) -> bool:
     """Whether a config.json is of a DFlash drafter, of any version."""
-    names = config.get("architectures") or []
     return (
         "dflash_config" in config
         or config.get("speculators_model_type") == "dflash"
-        or any(str(name).startswith("DFlash") for name in names)
+        or any(name.startswith("DFlash") for name in _architectures(config))
     )
 
 
-def _check_supported(config: dict, nested: dict, place: str) -> None:
+def _architectures(config: dict) -> list[str]:
+    names = config.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _check_supported(config: dict, place: str) -> None:
     if "speculators_model_type" in config:
         raise UserError(
             "lmx does not read DFlash drafters in the speculators format: programs "
@@ -179,15 +188,13 @@ def _check_supported(config: dict, nested: dict, place: str) -> None:
             place=place,
             hint="use a drafter in the z-lab format",
         )
-    merged = config | nested
-    names = config.get("architectures") or [ARCHITECTURE]
+    names = _architectures(config) or [ARCHITECTURE]
     faults = [f"architectures: {names}"] * (ARCHITECTURE not in names)
-    faults += [f"{key}: {merged[key]}" for key in UNSUPPORTED if merged.get(key)]
-    if merged.get("projector_type") not in (None, "dflash"):
-        faults.append(f"projector_type: {merged['projector_type']}")
-    if merged.get("hidden_act") not in (None, "silu"):
-        faults.append(f"hidden_act: {merged['hidden_act']}")
-    if set(merged.get("layer_types") or []) - {"full_attention"}:
+    faults += [f"{key}: {config[key]}" for key in UNSUPPORTED if config.get(key)]
+    for key, supported in ("projector_type", "dflash"), ("hidden_act", "silu"):
+        if config.get(key) not in (None, supported):
+            faults.append(f"{key}: {config[key]}")
+    if set(config.get("layer_types") or []) - {"full_attention"}:
         faults.append("layer_types with a sliding window")
     if faults:
         raise UserError(
@@ -196,19 +203,28 @@ def _check_supported(config: dict, nested: dict, place: str) -> None:
         )
 
 
-def _shared(config: dict) -> dict:
+def _shared(config: dict, place: str) -> dict:
     """Values with defaults: of the norms and the rotary embedding."""
     rope = config.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
     scaling = config.get("rope_scaling") or rope
     if scaling.get("rope_type", scaling.get("type", "default")) == "default":
         scaling = None
-    return {
-        "rms_norm_eps": config.get("rms_norm_eps") or DFlashConfig.rms_norm_eps,
-        "rope_theta": rope.get("rope_theta")
-        or config.get("rope_theta")
-        or DFlashConfig.rope_theta,
-        "rope_scaling": scaling,
-    }
+    theta = rope.get("rope_theta") or config.get("rope_theta")
+    numbers = {"rms_norm_eps": config.get("rms_norm_eps"), "rope_theta": theta}
+    for name, value in numbers.items():
+        if not isinstance(value, int | float | None) or (value or 1) < 0:
+            raise UserError(f"{name} must be a number, not {value!r}", place=place)
+    given = {name: value for name, value in numbers.items() if value}
+    return given | {"rope_scaling": scaling}
+
+
+def _size(config: dict, name: str) -> int | None:
+    """A size of a target; where every block has its own, the largest one."""
+    value = config.get(name)
+    if isinstance(value, list):
+        value = max(value, default=None)
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _integer(config: dict, name: str, place: str, minimum: int = 1) -> int:
