@@ -4,12 +4,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
-import mlx.core as mx
 import numpy as np
 
 from ..config.draft import DraftConfig
-from ..config.train import CACHED_LOGITS, CHUNK_LOGITS
-from ..cpu import on_cpu
 from ..draft.acceptance import predict_accepted_lengths
 from ..draft.candidates import Candidate, all_acceptance_probs
 from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
@@ -109,13 +106,6 @@ class DraftDistillation(ABC):
             on_evaluate=on_evaluate,
             callbacks=self.context.extensions.callbacks,
         )
-
-    @property
-    def loss_chunk(self) -> int:
-        """Tokens whose logits exist at once in training."""
-        logits = CACHED_LOGITS if on_cpu() else CHUNK_LOGITS
-        vocabulary = self.target.model(mx.zeros((1, 1), mx.int32)).shape[-1]
-        return max(64, logits // vocabulary)
 
 
 def summary(predicted: dict) -> str:

@@ -39,6 +39,12 @@ from .estimate import (
 )
 
 
+def loss_chunk(vocabulary: int) -> int:
+    """Tokens whose logits exist at once in the training of a draft."""
+    logits = CACHED_LOGITS if on_cpu() else CHUNK_LOGITS
+    return max(64, logits // vocabulary)
+
+
 def draft_training_cost(
     target: ModelShape,
     config: DraftConfig,
@@ -72,41 +78,36 @@ def drafter_training_cost(
 ) -> TrainingCost:
     """Cost of training a drafter on hidden states, with the target in memory.
 
-    It processes K + 1 rows for each token of a batch with eagle3, and about one with
-    dflash, whose blocks are spread over the text.
+    It processes a row per token and draft token; or about one row per token, if it
+    drafts in one pass: its blocks are spread over the text. The head runs on the rows
+    of completions, of which the longest is counted, and once more in the backward pass.
     """
     drafter, total = _drafter(target, config), target.parameters
-    parameters = sum(value.size for _, value in tree_flatten(drafter.parameters()))
-    vocabulary = target.setting("vocab_size")
-    count = config.drafter.num_draft_tokens
-    if config.architecture == "eagle3":
-        vocabulary = config.drafter.draft_vocab_size or vocabulary
-        rows, drafted = count + 1, count
-        # The embedding is the target's; the head is trained.
-        head = vocabulary * target.setting("hidden_size")
-        trained = parameters
-    else:
-        rows = drafted = 1
-        head, trained = vocabulary * target.setting("hidden_size"), parameters
-    layers = trained - head * (config.architecture == "eagle3")
-    matrices = [v.shape for _, v in tree_flatten(drafter.parameters()) if v.ndim == 2]
-    widths = sum(sum(shape) for shape in matrices if max(shape) < vocabulary)
-    logits = LOGIT_BYTES[on_cpu()] * vocabulary
-    chunk = max(64, (CACHED_LOGITS if on_cpu() else CHUNK_LOGITS) // vocabulary)
-    step = compute * rows * batch.tokens * widths
-    step += logits * min(CHUNKS_AT_ONCE * chunk, drafted * batch.tokens)
+    parameters = dict(tree_flatten(drafter.parameters()))
+    trained = sum(value.size for value in parameters.values())
+    vocabulary, width = drafter.config.vocab_size, target.setting("hidden_size")
+    own_head = parameters.pop("lm_head.weight", None)
+    if own_head is not None:
+        vocabulary = len(own_head)
+    rows = 1 if drafter.drafts_in_one_pass else config.drafter.num_draft_tokens
+    matrices = [value for value in parameters.values() if value.ndim == 2]
+    logits_at_once = CHUNKS_AT_ONCE * loss_chunk(vocabulary)
+    step = compute * rows * batch.tokens * sum(sum(m.shape) for m in matrices)
+    step += (
+        LOGIT_BYTES[on_cpu()] * vocabulary * min(logits_at_once, rows * batch.tokens)
+    )
+    step += 4 * batch.tokens * len(drafter.layer_ids) * width
     memory = {
         "target": compute * total,
         "weights": (4 + compute) * trained,
         "optimizer": 12 * trained,
-        "step": step + batch.tokens * 4 * _state_bytes(target, config) // 2,
+        "step": step,
     }
-    operations = 6 * layers * rows + 8 * head * drafted
-    online = config.data_generation.top_k is None
-    operations += 2 * total * online
-    return TrainingCost(
-        total + trained, trained, memory, operations * batch.mean_tokens
-    )
+    share = min(1.0, config.data_generation.max_tokens / batch.length)
+    per_row = 6 * sum(m.size for m in matrices) + 8 * share * vocabulary * width
+    online = 2 * total * (config.data_generation.top_k is None)
+    operations = (per_row * rows + online) * batch.mean_tokens
+    return TrainingCost(total + trained, trained, memory, operations)
 
 
 def _drafter(target: ModelShape, config: DraftConfig) -> Drafter:

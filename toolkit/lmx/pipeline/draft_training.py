@@ -10,6 +10,7 @@ from mlx.utils import tree_flatten
 from ..draft.candidates import ModelCandidate
 from ..draft.cost_model import SpeculationCosts
 from ..draft.losses import DraftLoss, acceptance_bounds
+from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel, set_compute_dtype
 from ..models.trunk_head import NoTrunkHeadSplit
 from ..training.chunked_loss import ChunkedLoss
@@ -17,6 +18,7 @@ from ..training.optimizers import OptimizerConfig
 from ..training.step import TrainStep
 from .context import ModelArtifact, write_model
 from .draft_distillation import DraftDistillation, summary
+from .draft_estimate import loss_chunk
 from .draft_setup import DraftInitializer
 from .estimate import training_dtype
 from .quantize import QuantizeStage
@@ -70,7 +72,9 @@ class DraftModelDistillation(DraftDistillation):
     def _chunked_loss(self, loaded: LoadedModel) -> ChunkedLoss | None:
         """None if the model cannot be split into trunk and head."""
         try:
-            return ChunkedLoss(loaded.model, self.loss_chunk)
+            return ChunkedLoss(
+                loaded.model, loss_chunk(config_int(loaded.config, "vocab_size"))
+            )
         except NoTrunkHeadSplit:
             return None
 

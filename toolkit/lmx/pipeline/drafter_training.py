@@ -19,6 +19,7 @@ from ..training.optimizers import OptimizerConfig
 from ..training.step import TrainStep
 from .context import ModelArtifact
 from .draft_distillation import DraftDistillation, summary
+from .draft_estimate import loss_chunk
 from .estimate import training_dtype
 
 
@@ -93,11 +94,14 @@ class DrafterDistillation(DraftDistillation):
 
     def _make_step(self, drafter: Drafter) -> TrainStep:
         compute = training_dtype("auto", self.target.dtype)
+        chunk = loss_chunk(drafter.draft_vocab_size)
         step = TrainStep(
             drafter,
             OptimizerConfig(max_grad_norm=1.0),
             compute_dtype=compute,
-            batch_loss=DrafterLoss(self.config, chunk=self.loss_chunk),
+            batch_loss=DrafterLoss(
+                self.config, chunk=loss_chunk(drafter.draft_vocab_size)
+            ),
         )
         set_compute_dtype(drafter, compute)
         return step

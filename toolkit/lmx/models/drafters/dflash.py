@@ -146,6 +146,7 @@ class DFlashDrafter(Drafter):
     """A DFlash drafter with random weights."""
 
     architecture = "dflash"
+    drafts_in_one_pass = True
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
