@@ -99,9 +99,7 @@ class DrafterDistillation(DraftDistillation):
             drafter,
             OptimizerConfig(max_grad_norm=1.0),
             compute_dtype=compute,
-            batch_loss=DrafterLoss(
-                self.config, chunk=loss_chunk(drafter.draft_vocab_size)
-            ),
+            batch_loss=DrafterLoss(self.config, chunk=chunk),
         )
         set_compute_dtype(drafter, compute)
         return step
