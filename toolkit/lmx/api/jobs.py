@@ -78,7 +78,7 @@ def make_draft(
         restart: as for `quantize`.
         ignore_limits: as for `quantize`.
         quiet: as for `quantize`.
-        keys: those of a draft stage: steps, draft_model, quantization, ...
+        keys: those of a draft stage: architecture, steps, draft_model, ...
             (docs/recipes.md).
 
     Returns:

@@ -78,6 +78,9 @@ OPTIONS: dict[str, list[RecipeOption]] = {
         _data("prompts like those that the model will get"),
         RecipeOption("--valid", ("data", "valid"), "validation data", True),
         RecipeOption(
+            "--architecture", ("stage", "architecture"), "model, eagle3 or dflash"
+        ),
+        RecipeOption(
             "--num-layers", ("stage", "draft_model", "num_layers"), "blocks to keep"
         ),
         RecipeOption(
