@@ -1,10 +1,15 @@
 """Hub models by name and revision, and from the cache when offline."""
 
+import mlx.core as mx
 import pytest
 from hub_stand_in import Repository
 from lmx.cli import main
+from lmx.config.draft import DrafterConfig
 from lmx.errors import UserError
-from lmx.models.loader import checkpoint_folder
+from lmx.models.drafters.eagle3 import Eagle3Drafter
+from lmx.models.drafters.io import bind_target, save_drafter
+from lmx.models.loader import checkpoint_folder, load
+from tiny_checkpoints import LLAMA
 
 
 @pytest.fixture
@@ -78,3 +83,27 @@ def test_checkpoint_folder_names_what_the_hub_lacks(stand_in, files, name, revis
         checkpoint_folder(name, revision=revision)
     assert "the Hub does not give it" in caught.value.message
     assert caught.value.place == name
+
+
+def test_drafter_of_the_hub_drafts(stand_in, make_checkpoint, tmp_path, capfd):
+    target = make_checkpoint(dtype="float32", num_hidden_layers=2)
+    drafter = Eagle3Drafter.for_target(
+        LLAMA,
+        DrafterConfig(num_draft_tokens=2),
+        width=LLAMA["hidden_size"],
+        vocab_size=LLAMA["vocab_size"],
+        num_blocks=2,
+    )
+    folder = tmp_path / "drafter"
+    folder.mkdir()
+    model = load(target).model
+    save_drafter(folder, bind_target(drafter, model, place="drafter"), mx.float32)
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    stand_in.repositories["models/lab/drafter"] = Repository(files)
+    assert generate(str(target)) == 0
+    text = capfd.readouterr().out
+    assert generate(str(target), "--draft-model", "lab/drafter") == 0
+    assert capfd.readouterr().out == text
+    # The control: a name that the Hub does not have.
+    assert generate(str(target), "--draft-model", "lab/nothing") == 2
+    assert "lab/nothing" in capfd.readouterr().err

@@ -11,7 +11,7 @@ from ...errors import UserError
 from ...run.fs import read_json, write_atomic
 from ..checkpoint import require_own_files, tensor_files
 from ..hidden_states import require_hidden_states
-from ..loader import checkpoint_folder, stored_dtype
+from ..loader import checkpoint_folder, download_snapshot, stored_dtype
 from ..safetensors_io import write_safetensors
 from ..trunk_head import NoTrunkHeadSplit
 from .base import Drafter, TargetHead
@@ -30,8 +30,14 @@ def drafter_class(config: dict) -> type[Drafter] | None:
 
 
 def is_drafter(source: str | Path) -> bool:
-    """Whether a local folder has a drafter on hidden states."""
-    file = Path(source).expanduser() / "config.json"
+    """Whether a folder or Hub id has a drafter on hidden states."""
+    folder = Path(source).expanduser()
+    if not folder.exists():
+        try:
+            folder = download_snapshot(source)
+        except UserError:  # who loads a model of this name says what is wrong
+            return False
+    file = folder / "config.json"
     return file.is_file() and drafter_class(read_json(file)) is not None
 
 
