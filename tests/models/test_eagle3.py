@@ -12,6 +12,7 @@ from lmx.errors import UserError
 from lmx.models.drafters.base import TargetHead
 from lmx.models.drafters.eagle3 import Eagle3Drafter, default_layer_ids
 from lmx.models.drafters.eagle3_layers import DraftContext, Eagle3Attention
+from lmx.models.drafters.io import is_drafter, load_drafter
 from mlx.utils import tree_flatten, tree_map
 from tiny_eagle3 import (
     DRAFT_VOCABULARY,
@@ -339,7 +340,7 @@ def flat_form(config, weights):
     return flat, weights
 
 
-def test_a_drafter_in_the_form_of_sglang_is_read(target):
+def test_a_drafter_in_the_form_of_sglang_is_read(target, tmp_path):
     drafter = variant(target)
     states = states_of(target, TOKENS, drafter)
     expected = draft_logits(drafter, TOKENS, states)
@@ -353,6 +354,13 @@ def test_a_drafter_in_the_form_of_sglang_is_read(target):
         assert again.layer_ids == tuple(LAYER_IDS)
         assert mx.array_equal(draft_logits(again, TOKENS, states), expected)
         assert again.max_draft_tokens is None
+    # As a folder, with the target's own embedding.
+    named = flat | {KEY: [index + 1 for index in LAYER_IDS]}
+    (tmp_path / "config.json").write_text(json.dumps(named))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights)
+    assert is_drafter(tmp_path)
+    again = load_drafter(tmp_path, target)
+    assert mx.array_equal(draft_logits(again, TOKENS, states), expected)
     # Most files name no blocks: there are three.
     unnamed = Eagle3Drafter.from_config(flat, place="drafter")
     assert unnamed.fc.weight.shape == (WIDTH, 3 * WIDTH)

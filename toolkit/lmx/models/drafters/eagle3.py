@@ -220,21 +220,28 @@ class Eagle3Drafter(Drafter):
     def draft_ids(self) -> mx.array | None:
         if "d2t" not in self:
             return None
-        size, count = self.config.vocab_size, self.draft_vocab_size
-        if self._target:
-            size = max(size, self._target.vocab_size)
-        draft_ids = mx.full(size, count, mx.int32)
+        count = self.draft_vocab_size
+        draft_ids = mx.full(self._vocab_size, count, mx.int32)
         tokens = self.target_tokens(mx.arange(count))
         return draft_ids.at[tokens].add(mx.arange(count) - count)
+
+    @property
+    def _vocab_size(self) -> int:
+        """Tokens of the target, which may have more than the drafter was made for."""
+        if self._target is None:
+            return self.config.vocab_size
+        return max(self.config.vocab_size, self._target.vocab_size)
 
     def target_tokens(self, draft_ids: mx.array) -> mx.array:
         return draft_ids + self.d2t[draft_ids] if "d2t" in self else draft_ids
 
     def target_logits(self, logits: mx.array) -> mx.array:
-        if (draft_ids := self.draft_ids) is None:
+        if "d2t" not in self:
             return logits
-        widths = [(0, 0)] * (logits.ndim - 1) + [(0, 1)]
-        return mx.pad(logits, widths, constant_values=-mx.inf)[..., draft_ids]
+        tokens = self.target_tokens(mx.arange(self.draft_vocab_size))
+        tokens = mx.broadcast_to(tokens, logits.shape)
+        wide = mx.full((*logits.shape[:-1], self._vocab_size), -mx.inf, logits.dtype)
+        return mx.put_along_axis(wide, tokens, logits, axis=-1)
 
     # Files
 

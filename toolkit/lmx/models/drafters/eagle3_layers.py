@@ -107,7 +107,8 @@ class Eagle3Attention(nn.Module):
             (queries * keys[:, :, None]).sum(axis=-1, keepdims=True)
             for keys, _ in context.drafted
         ]
-        weights = mx.softmax(mx.concatenate([scores, *own], axis=-1), axis=-1)
+        scores = mx.concatenate([scores, *own], axis=-1)
+        weights = mx.softmax(scores, axis=-1, precise=True)
         output = weights[..., :length] @ values
         for index, (_, values) in enumerate(context.drafted):
             weight = weights[..., length + index : length + index + 1]
