@@ -18,6 +18,7 @@ from pathlib import Path
 
 import ptq_divergence
 import ptq_runners
+from lmx.config.quant_spec import FIXED_MODES
 from ptq_table import print_table
 
 DATA = Path(__file__).parents[1] / "data"
@@ -26,7 +27,7 @@ SETTINGS = "settings.json"
 # Pairs of widths for dynamic_quant; the best pair counts.
 WIDTHS = {3.5: ((2, 4), (2, 5), (2, 6), (3, 4)), 4.5: ((3, 5), (3, 6), (3, 8), (4, 5))}
 UNIFORM = ("2-64", "3-64", "4-64", "2-32", "3-32", "4-32")
-CASES = (*UNIFORM, *(f"{target}bpw" for target in WIDTHS))
+CASES = (*UNIFORM, *FIXED_MODES, *(f"{target}bpw" for target in WIDTHS))
 
 
 @dataclass
@@ -118,9 +119,11 @@ def _arguments() -> argparse.Namespace:
 
 
 def methods_for(case: str, arguments: argparse.Namespace) -> list[Method]:
-    """All methods for a case: bits and group size, or a target of bits per weight."""
+    """All methods for a case: bits and group size, a mode, or bits per weight."""
     if case.endswith("bpw"):
         return _mixed_precision(float(case.removesuffix("bpw")), arguments)
+    if case in FIXED_MODES:
+        return _floating_point(case)
     bits, group_size = map(int, case.split("-"))
     grid = {"bits": bits, "group_size": group_size}
     gptq = {"method": "gptq"} | grid
@@ -134,6 +137,17 @@ def methods_for(case: str, arguments: argparse.Namespace) -> list[Method]:
         Method("mlx gptq, dwq", "cascade", "dwq", _dwq(grid, arguments), "mlx gptq"),
         Method("lmx untuned", "untuned", "lmx", [gptq | {"scale_tuning": False}]),
         Method("lmx", "tuned", "lmx", [gptq | _scale_tuning(arguments)]),
+    ]
+
+
+def _floating_point(mode: str) -> list[Method]:
+    group_size, bits = FIXED_MODES[mode]
+    grid = {"mode": mode, "bits": bits, "group_size": group_size}
+    gptq = {"method": "gptq"} | grid
+    return [
+        Method("rtn", "single", "rtn", [grid], seeded=False),
+        Method("lmx fast", "fast", "lmx", [gptq | {"effort": "fast"}]),
+        Method("lmx untuned", "untuned", "lmx", [gptq]),
     ]
 
 

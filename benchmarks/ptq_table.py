@@ -13,6 +13,8 @@ def print_table(case: str, methods) -> None:
     """Medians of time and memory over seeds, means of the others; then the ratios."""
     if case.endswith("bpw"):
         print(f"\n{case.removesuffix('bpw')} bits per weight, mixed")
+    elif "-" not in case:
+        print(f"\n{case}")
     else:
         bits, group = case.split("-")
         print(f"\n{bits} bits, groups of {group}")

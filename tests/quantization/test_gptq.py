@@ -65,7 +65,7 @@ def quantized(
     tensors = METHODS[method](config, context).quantize()
     for path, spec in specs.items():
         names = ("weight", "scales", "biases")
-        packed = {name: tensors[f"{path}.{name}"] for name in names}
+        packed = {n: tensors[k] for n in names if (k := f"{path}.{n}") in tensors}
         dense[f"{path}.weight"] = dequantize(packed, spec, mx.float32)
     model.update(tree_unflatten(list(dense.items())))
     return tensors, model
@@ -171,6 +171,23 @@ def test_options_without_token_weights_refuse_completions():
         quantize.AWQConfig(calibration=calibration)
 
 
-def test_gptq_refuses_floating_point_modes():
-    with pytest.raises(ValueError, match="affine"):
-        quantize.GPTQConfig(mode="mxfp4")
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+def test_gptq_divergence_is_below_rtn_in_floating_point_modes(tmp_path, mode):
+    """The embedding is fitted too; it has no Hessian of its inputs."""
+    changes = SIZES | {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    rtn, gptq = (
+        quantized(method, model_of(**changes), tmp_path / method, mode=mode)[1]
+        for method in ("rtn", "gptq")
+    )
+    model = model_of(**changes)
+    assert 0 < divergence(model, gptq) < 0.7 * divergence(model, rtn)
+
+
+def test_floating_point_modes_have_no_scale_tuning():
+    for effort in ("fast", "standard", "best"):
+        config = quantize.GPTQConfig(mode="nvfp4", effort=effort)
+        assert config.scale_tuning is None
+    assert config.refine_iters == 3
+    assert quantize.GPTQConfig(effort="best").scale_tuning is not None
+    with pytest.raises(ValueError, match="nvfp4 has no trainable scales"):
+        quantize.GPTQConfig(mode="nvfp4", effort="best", scale_tuning={})

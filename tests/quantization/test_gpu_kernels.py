@@ -139,7 +139,7 @@ def test_gptq_launches_few_kernels_for_a_group(monkeypatch, tmp_path):
     def fit(weight, *_, **__):
         return two_outputs(weight[0])
 
-    monkeypatch.setattr(gptq_solver, "_async_eval", lambda arrays: None)
+    monkeypatch.setattr(gptq_solver, "async_eval", lambda arrays: None)
     for module in (backend, affine_grid):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
 

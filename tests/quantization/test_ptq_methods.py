@@ -207,6 +207,19 @@ def test_quantize_handles_experts_and_routers(method, make_checkpoint, tmp_path)
     assert mx.allclose(loaded_model(TOKENS), stock(TOKENS), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", ["mxfp4", "nvfp4", "mxfp8"])
+def test_experts_have_floating_point_modes(method, mode, make_checkpoint, tmp_path):
+    require(method, {"mode": mode})
+    source = make_checkpoint(QWEN3_MOE, dtype="float32", num_hidden_layers=1)
+    _, tensors, _ = quantize(method, source, tmp_path / "q", mode=mode)
+    experts = "model.layers.0.mlp.switch_mlp.up_proj"
+    assert tensors[f"{experts}.scales"].dtype == mx.uint8
+    assert tensors[f"{experts}.scales"].ndim == 3
+    stock, _ = mlx_lm.load(str(tmp_path / "q"))
+    loaded_model = load(tmp_path / "q", compute="stored").model
+    assert mx.array_equal(loaded_model(TOKENS[:1, :1]), stock(TOKENS[:1, :1]))
+
+
 def test_two_runs_write_the_same_bytes(method, quantized, make_checkpoint, tmp_path):
     grid, model = GRIDS[1]
     first_folder, *_ = quantized(method, grid, model)

@@ -120,6 +120,14 @@ class PTQConfig(QuantizationConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_scales(self):
+        if self.scale_tuning and self.mode != "affine":
+            raise ValueError(
+                f"{self.mode} has no trainable scales; remove scale_tuning"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_token_weights(self):
         names = " and ".join(self.ignores_token_weights)
         if self.calibration.loss_on == "completions" and names:
@@ -143,7 +151,7 @@ class AWQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     @model_validator(mode="after")
     def _check_affine(self):
         if self.mode != "affine":
-            raise ValueError(f"awq needs mode: affine; use rtn for {self.mode}")
+            raise ValueError(f"awq needs mode: affine; use gptq for {self.mode}")
         return self
 
     @property
@@ -157,14 +165,6 @@ class RTNConfig(PTQConfig):
 
     method: Literal["rtn"] = "rtn"
     """Quantization method."""
-
-    @model_validator(mode="after")
-    def _check_scales(self):
-        if self.scale_tuning and self.mode != "affine":
-            raise ValueError(
-                f"{self.mode} has no trainable scales; remove scale_tuning"
-            )
-        return self
 
 
 # Values of the other keys by effort, where they differ from the defaults.
@@ -181,19 +181,20 @@ EFFORTS: dict[str, dict[str, Any]] = {
 
 class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     """Codes, scales and biases that minimize the output error of every layer on the
-    calibration data (GPTQ, arXiv 2210.17323)."""
+    calibration data (GPTQ, arXiv 2210.17323). All modes."""
 
     method: Literal["gptq"] = "gptq"
     """Quantization method."""
     effort: Literal["fast", "standard", "best"] = "standard"
     """Time to spend; it sets the keys that the recipe does not name. fast: one pass of
     GPTQ, with refine_iters 0, output_hessian false and rollback_if_worse false.
-    standard: the defaults. best: refine_iters 3 and scale_tuning, several times
-    slower."""
+    standard: the defaults. best: refine_iters 3 and, with mode affine, scale_tuning;
+    several times slower."""
     dampening_frac: float = Field(DAMPENING_FRAC, gt=0, le=1)
     """Initial Hessian dampening, as a fraction of the mean of its diagonal."""
     refine_iters: int = Field(1, ge=0)
-    """Iterations of scale refit and coordinate descent after GPTQ."""
+    """Iterations of scale refit and coordinate descent after GPTQ. Floating-point
+    modes: of a new choice of every group's scale and codes."""
     asymmetric_calibration: bool = True
     """Each layer compensates for the quantization error of earlier layers, both in its
     inputs and in the residual stream it writes to (GPTAQ, arXiv 2504.02692). The
@@ -207,14 +208,11 @@ class GPTQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     @classmethod
     def _set_effort(cls, value):
         if isinstance(value, dict) and isinstance(value.get("effort"), str):
-            return EFFORTS.get(value["effort"], {}) | value
+            keys = EFFORTS.get(value["effort"], {}) | value
+            if value.get("mode", "affine") != "affine" and "scale_tuning" not in value:
+                keys["scale_tuning"] = None
+            return keys
         return value
-
-    @model_validator(mode="after")
-    def _check_affine(self):
-        if self.mode != "affine":
-            raise ValueError(f"gptq needs mode: affine; use rtn for {self.mode}")
-        return self
 
 
 def _default_to_rtn(value):

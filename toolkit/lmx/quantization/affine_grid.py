@@ -4,10 +4,12 @@ from dataclasses import dataclass, fields
 
 import mlx.core as mx
 
+from ..config.quant_spec import QuantSpec
 from ..cpu import on_cpu
 from ..cpu.fast_exp import ROUNDER
 from . import gpu_kernels
 from .backend import compiled, library, round_to_dtype
+from .packing import pack_codes, unpack_codes
 
 # Factors by which the range of the weights is shrunk in the search for a start.
 SHRINK_FACTORS = (0.96, 0.92, 0.88, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38)
@@ -44,6 +46,20 @@ class AffineGrid:
         """This grid in the rows that are True, `other` elsewhere."""
         pairs = [(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
         return AffineGrid(*(mx.where(rows[:, None], a, b) for a, b in pairs))
+
+    def tensors(self, spec: QuantSpec) -> dict[str, mx.array]:
+        """The tensors to store, with float32 scales and biases."""
+        codes = pack_codes(self.codes, spec.bits)
+        return {"weight": codes, "scales": self.scales, "biases": self.biases}
+
+    @classmethod
+    def from_tensors(
+        cls, tensors: dict[str, mx.array], spec: QuantSpec
+    ) -> "AffineGrid":
+        """The grid of stored tensors."""
+        codes = unpack_codes(tensors["weight"], spec.bits)
+        values = codes, tensors["scales"], tensors["biases"]
+        return cls(*(value.astype(mx.float32) for value in values))
 
 
 def safe_scale(scale, levels: float):

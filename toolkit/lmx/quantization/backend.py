@@ -37,6 +37,11 @@ def to_fast_backend(array: mx.array):
     return _numpy().asarray(array) if on_cpu() else array
 
 
+def async_eval(arrays: tuple) -> None:
+    """Start the evaluation of MLX arrays. NumPy arrays are evaluated already."""
+    mx.async_eval([array for array in arrays if library(array) is mx])
+
+
 def compiled_for(array, function: Callable) -> Callable:
     """The function, compiled if the array is an MLX array."""
     return _compile(function) if library(array) is mx else function

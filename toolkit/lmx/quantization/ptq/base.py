@@ -100,6 +100,8 @@ class PTQMethod(ABC):
     """Base class of calibrated quantization methods.
 
     Attributes:
+        fits_floating_point: fit the grids of floating-point modes too. Otherwise layers
+            with such a mode are quantized with RTN.
         needs_cross_moments: run the full-precision stream too, at the cost of a second
             forward pass over some tokens. Without it statistics have no cross moments.
         weighs_embeddings: estimate the cost of errors in embeddings.
@@ -110,6 +112,7 @@ class PTQMethod(ABC):
             calibration tokens count alike.
     """
 
+    fits_floating_point = False
     needs_cross_moments = False
     weighs_embeddings = False
     weighs_outputs = False
@@ -128,7 +131,7 @@ class PTQMethod(ABC):
     def quantize_group(
         self, weights: dict[str, mx.array], statistics: InputStatistics | None
     ) -> dict[str, QuantizedTensor]:
-        """Quantize layers on affine grids that share their input.
+        """Quantize layers that share their input.
 
         Args:
             weights: by path in the model.

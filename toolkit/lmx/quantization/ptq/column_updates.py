@@ -4,6 +4,9 @@ On a CPU, a strip of columns is updated one by one; their effect on later column
 group is one product. On a GPU, one kernel updates the group.
 """
 
+from collections.abc import Callable
+from functools import cache, partial
+
 from .. import gpu_kernels
 from ..affine_grid import nearest
 from ..backend import compiled_for, library
@@ -12,7 +15,13 @@ from ..backend import compiled_for, library
 STRIP = 8
 
 
-def gptq_columns(rows, factor, scale, bias, top):
+@cache
+def _with_rounding(strip: Callable, rounding: Callable) -> Callable:
+    """A strip function, the same one in every call, as each is compiled once."""
+    return partial(strip, rounding=rounding)
+
+
+def gptq_columns(rows, factor, scale, bias, top, rounding=nearest):
     """Codes and errors of a group, whose later columns compensate for earlier ones.
 
     Args:
@@ -20,13 +29,16 @@ def gptq_columns(rows, factor, scale, bias, top):
         factor: [g, g], the part of the Hessian's factor for these columns.
         scale, bias: [N]; no scale is 0.
         top: [N], highest codes.
+        rounding: the nearest codes of float32 steps, up to the highest codes: `nearest`
+            or the method of a `FloatFormat`.
 
     Returns:
         Codes [g, N], and errors [g, N] for the columns of later groups.
     """
-    if gpu_kernels.on_gpu():
+    if gpu_kernels.on_gpu() and rounding is nearest:
         return gpu_kernels.gptq_columns(rows, factor, scale, bias, top)
-    update, concatenate = compiled_for(factor, gptq_strip), library(factor).concatenate
+    update = compiled_for(factor, _with_rounding(gptq_strip, rounding))
+    concatenate = library(factor).concatenate
     codes, errors = [], []
     for first in range(0, len(factor), STRIP):
         strip, later = slice(first, first + STRIP), slice(first + STRIP, None)
@@ -39,7 +51,7 @@ def gptq_columns(rows, factor, scale, bias, top):
     return concatenate(codes), concatenate(errors)
 
 
-def gptq_strip(rows, factor, scale, bias, top):
+def gptq_strip(rows, factor, scale, bias, top, rounding=nearest):
     """`gptq_columns` for one strip."""
     backend = library(rows)
     diagonal = backend.diagonal(factor)[:, None]
@@ -47,7 +59,7 @@ def gptq_strip(rows, factor, scale, bias, top):
     steps, spread = (rows - bias) / scale, (factor / diagonal)[..., None]
     codes, errors = [], []
     for column in range(len(factor)):
-        code = nearest(steps[0], top)
+        code = rounding(steps[0], top)
         error = steps[0] - code
         steps = steps[1:] - spread[column, column + 1 :] * error
         codes.append(code)
@@ -55,7 +67,7 @@ def gptq_strip(rows, factor, scale, bias, top):
     return backend.stack(codes), backend.stack(errors) * scale / diagonal
 
 
-def descent_columns(descent, matrix, old_codes, scale, divisor, top):
+def descent_columns(descent, matrix, old_codes, scale, divisor, top, rounding=nearest):
     """Codes of a group, each moved to its minimum with the others fixed.
 
     Args:
@@ -64,14 +76,15 @@ def descent_columns(descent, matrix, old_codes, scale, divisor, top):
         old_codes: [g, N].
         scale, divisor: [N]; the divisor is the scale, or 1 where that is 0.
         top: [N], highest codes.
+        rounding: as in `gptq_columns`.
 
     Returns:
         Codes and changes of the weight, both [g, N].
     """
-    if gpu_kernels.on_gpu():
+    if gpu_kernels.on_gpu() and rounding is nearest:
         arrays = descent, matrix, old_codes, scale, divisor, top
         return gpu_kernels.descent_columns(*arrays)
-    update = compiled_for(matrix, descent_strip)
+    update = compiled_for(matrix, _with_rounding(descent_strip, rounding))
     concatenate = library(matrix).concatenate
     codes, changes = [], []
     for first in range(0, len(matrix), STRIP):
@@ -84,7 +97,7 @@ def descent_columns(descent, matrix, old_codes, scale, divisor, top):
     return concatenate(codes), concatenate(changes)
 
 
-def descent_strip(descent, matrix, old_codes, scale, divisor, top):
+def descent_strip(descent, matrix, old_codes, scale, divisor, top, rounding=nearest):
     """`descent_columns` for one strip."""
     backend = library(descent)
     diagonal = backend.diagonal(matrix)
@@ -92,7 +105,7 @@ def descent_strip(descent, matrix, old_codes, scale, divisor, top):
     spread = (matrix / diagonal)[..., None]
     codes = []
     for column in range(len(matrix)):
-        code = nearest(old_codes[column] + steps[0], top)
+        code = rounding(old_codes[column] + steps[0], top)
         steps = steps[1:] - spread[column, column + 1 :] * (code - old_codes[column])
         codes.append(code)
     codes = backend.stack(codes)

@@ -2,7 +2,7 @@
 
 `SequentialPipeline` calls `GPTQ.quantize_group` for every group of layers. `GPTQ`
 decides which Hessian a layer gets, and `gptq_solver.solve_layers` quantizes the
-weights.
+weights, with `float_solver` in the floating-point modes.
 """
 
 from collections.abc import Iterable
@@ -46,6 +46,7 @@ class GPTQ(PTQMethod):
     The paper is arXiv 2210.17323; `gptq_solver` names those of the extensions.
     """
 
+    fits_floating_point = True
     weighs_embeddings = True
 
     def __init__(self, config: GPTQConfig, context: PTQContext):

@@ -23,9 +23,12 @@ import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
 from ..affine_grid import AffineGrid, fit_grid, nearest, safe_scale
-from ..backend import library, to_fast_backend
-from ..packing import pack, pack_codes, unpack_codes
+from ..backend import async_eval, library, to_fast_backend
+from ..float_grid import FloatGrid
+from ..packing import pack
+from .best_grid import BestGridTracker
 from .column_updates import descent_columns, gptq_columns
+from .float_solver import solve_float_rows
 from .hessian import Hessian, OutputHessian
 from .input_statistics import OutputError
 
@@ -88,6 +91,7 @@ def solve_layers(
             longer.
         on_solved: called with the number of weights of every finished row set.
     """
+    solve = solve_rows if spec.mode == "affine" else solve_float_rows
     num_sets = _num_sets(layers, max_sets)
     solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
     for index in range(num_sets):
@@ -95,9 +99,7 @@ def solve_layers(
         targets = [rows.target(index) for rows in present]
         weight = mx.concatenate([rows.weight(index) for rows in present])
         target = mx.concatenate(targets)
-        best = solve_rows(
-            weight, target, hessian, spec, dtype, refine_iters=refine_iters
-        )
+        best = solve(weight, target, hessian, spec, dtype, refine_iters=refine_iters)
         end = 0
         for rows, target in zip(present, targets, strict=True):
             part = slice(end, end := end + len(target))
@@ -153,7 +155,7 @@ class _LayerRows:
     def add(
         self,
         index: int,
-        best: "BestGridTracker",
+        best: BestGridTracker,
         part: slice,
         target: mx.array,
         spec: QuantSpec,
@@ -194,11 +196,11 @@ def solve_rows(
     dtype: mx.Dtype,
     *,
     refine_iters: int,
-) -> "BestGridTracker":
-    """The best grid of every row for a target, float32 [N, K]."""
+) -> BestGridTracker:
+    """The best affine grid of every row for a target, float32 [N, K]."""
     group_size, levels = spec.group_size, 2.0**spec.bits
     best = BestGridTracker(target, hessian.matrix, dtype)
-    best.add("RTN", rtn_grid(weight, spec, dtype))
+    best.add("RTN", AffineGrid.from_tensors(pack(weight, spec, dtype), spec))
     best.add("GPTQ", gptq(target, hessian, group_size, levels, dtype))
     for iteration in range(refine_iters):
         grid = refit(best.grid, best.descent, hessian.matrix, dtype)
@@ -207,50 +209,6 @@ def solve_rows(
         best.add(f"refined {iteration + 1}", grid)
     best.candidates["best"] = best.errors
     return best
-
-
-class BestGridTracker:
-    """Keeps the best grid of every row.
-
-    Attributes:
-        grid: the best rows so far.
-        errors: float32 [N], squared output error of each row of `grid`.
-        descent: float32 [N, K], minus half the gradient of these errors with respect
-            to the weight.
-        candidates: errors [N] of each candidate by name.
-        output: float32 [N], squared norm of the outputs of the target.
-    """
-
-    def __init__(self, target: mx.array, matrix: mx.array, dtype: mx.Dtype):
-        self.target = target
-        self.matrix = matrix
-        self.dtype = dtype
-        self.candidates: dict[str, mx.array] = {}
-        self.output = ((target @ matrix) * target).sum(axis=1)
-        self.errors: mx.array | None = None
-
-    def add(self, name: str, grid: AffineGrid) -> None:
-        """Evaluate a grid as it is stored."""
-        difference = self.target - grid.weight(self.dtype)
-        descent = difference @ self.matrix
-        errors = (descent * difference).sum(axis=1)
-        self.candidates[name] = errors
-        if self.errors is None:
-            self.grid, self.errors, self.descent = grid, errors, descent
-        else:
-            is_better = errors < self.errors
-            self.grid = grid.over(self.grid, is_better)
-            self.errors = mx.minimum(errors, self.errors)
-            self.descent = mx.where(is_better[:, None], descent, self.descent)
-        mx.eval(errors, self.errors, self.descent, vars(self.grid))
-
-
-def rtn_grid(weight: mx.array, spec: QuantSpec, dtype: mx.Dtype) -> AffineGrid:
-    """The grid of MLX's own quantization, with nearest codes."""
-    packed = pack(weight, spec, dtype)
-    scales, biases = (packed[k].astype(mx.float32) for k in ("scales", "biases"))
-    codes = unpack_codes(packed["weight"], spec.bits).astype(mx.float32)
-    return AffineGrid(codes, scales, biases)
 
 
 def fit_groups(
@@ -269,7 +227,7 @@ def fit_groups(
         divisor, top = safe_scale(scale, levels)
         codes = nearest((rows[columns] - bias) / divisor, top)
         groups.append((codes, scale, bias))
-        _async_eval(groups[-1])
+        async_eval(groups[-1])
     return _stack_groups(groups)
 
 
@@ -298,7 +256,7 @@ def gptq(
         spread = factor[columns, start + group_size :].T @ errors
         remaining = remaining[group_size:] - spread
         groups.append((codes, scale, bias))
-        _async_eval((remaining, *groups[-1]))
+        async_eval((remaining, *groups[-1]))
     grid, columns = _stack_groups(groups), mx.argsort(order)
     by_group = mx.argsort(order[::group_size])
     return AffineGrid(
@@ -328,7 +286,7 @@ def coordinate_descent(
         spread = matrix[start + grid.group :, columns] @ changes
         descent = descent[grid.group :] - spread
         groups.append((codes, scale, biases[number]))
-        _async_eval((descent, codes))
+        async_eval((descent, codes))
     return _stack_groups(groups)
 
 
@@ -387,20 +345,16 @@ def _refit_rows(grid: AffineGrid, descent: mx.array, blocks: mx.array, dtype: mx
     return scales, biases
 
 
-def _packed(grid: AffineGrid, spec: QuantSpec, dtype: mx.Dtype) -> dict[str, mx.array]:
+def _packed(
+    grid: AffineGrid | FloatGrid, spec: QuantSpec, dtype: mx.Dtype
+) -> dict[str, mx.array]:
     """The stored tensors of a grid, evaluated, so that its unpacked codes are freed."""
-    tensors = {
-        "weight": pack_codes(grid.codes, spec.bits),
-        "scales": grid.scales.astype(dtype),
-        "biases": grid.biases.astype(dtype),
-    }
+    tensors = grid.tensors(spec)
+    for name, value in tensors.items():
+        if value.dtype == mx.float32:
+            tensors[name] = value.astype(dtype)
     mx.eval(tensors)
     return tensors
-
-
-def _async_eval(arrays: tuple) -> None:
-    """Start the evaluation of MLX arrays. NumPy arrays are evaluated already."""
-    mx.async_eval([array for array in arrays if library(array) is mx])
 
 
 def _stack_groups(groups: list[tuple]) -> AffineGrid:

@@ -279,11 +279,11 @@ class SequentialPipeline:
             called = {path for group in calibration.groups for path in group}
             uncalled = [[path] for path in paths if path not in called]
             for group in (*calibration.groups, *uncalled):
-                affine, quantized = self._split_affine(self._weights(index, group))
-                if affine:
+                fitted, quantized = self._split_modes(self._weights(index, group))
+                if fitted:
                     # Passed on without a name, so that the method can free them.
                     quantized |= self.method.quantize_group(
-                        affine, self._statistics(index, group, calibration, called)
+                        fitted, self._statistics(index, group, calibration, called)
                     )
                 tensors |= self._assign(index, quantized)
             calibration.run_quantized()
@@ -363,18 +363,21 @@ class SequentialPipeline:
         statistics.output_fisher = {prefix + p: fisher[p] for p in group if p in fisher}
         return statistics
 
-    def _split_affine(
+    def _split_modes(
         self, weights: dict[str, mx.array]
     ) -> tuple[dict[str, mx.array], dict[str, QuantizedTensor]]:
-        """Weights on affine grids, and all others quantized with RTN."""
-        affine, quantized = {}, {}
+        """Weights on grids that the method fits, and all others quantized with RTN."""
+        fitted, quantized = {}, {}
         for path, weight in weights.items():
-            if self.context.specs[path].mode == "affine":
-                affine[path] = weight
+            if self.method.fits_floating_point or self._is_affine(path):
+                fitted[path] = weight
             else:
                 self.context.logger.info(f"{path} quantized with RTN")
                 quantized[path] = self.context.rtn(path, weight)
-        return affine, quantized
+        return fitted, quantized
+
+    def _is_affine(self, path: str) -> bool:
+        return self.context.specs[path].mode == "affine"
 
     def _assign(
         self, index: int, quantized: dict[str, QuantizedTensor]
@@ -417,9 +420,9 @@ class SequentialPipeline:
     def _quantize_outer(
         self, weights: dict[str, mx.array], statistics: InputStatistics | None
     ) -> dict[str, QuantizedTensor]:
-        affine, quantized = self._split_affine(weights)
-        if affine:
-            quantized |= self.method.quantize_group(affine, statistics)
+        fitted, quantized = self._split_modes(weights)
+        if fitted:
+            quantized |= self.method.quantize_group(fitted, statistics)
         return quantized
 
 
