@@ -53,7 +53,7 @@ def test_override_keys_are_those_of_the_stages_of_the_recipe(tmp_path):
 
 def test_override_values_are_the_choices_of_the_schema():
     key = "stages.train.optimizer="
-    names = ["adamw", "adafactor", "lion", "muon", "sgd"]
+    names = ["adamw", "adamw_8bit", "adafactor", "lion", "lion_8bit", "muon", "sgd"]
     assert offered(key) == [f"{key}{name}" for name in names]
     key = "stages.train.packing="
     assert offered(f"{key}t") == [f"{key}true"]
@@ -87,7 +87,7 @@ def test_completion_in_bash():
     lines = {
         "lmx rec": "recipes",
         "lmx recipes copy qat_4": "qat_4bit",
-        "lmx-train qat_4bit stages.train.optimizer=l": "lion",
+        "lmx-train qat_4bit stages.train.optimizer=m": "muon",
         "lmx train qat_4bit --ig": "--ignore-limits",
     }
     done = subprocess.run(

@@ -233,6 +233,8 @@ LOW_MEMORY = {"gradient_checkpointing": True, "loss_chunk_tokens": 64}
         LOW_MEMORY,
         LOW_MEMORY | {"gradient_accumulation_steps": 2},
         LOW_MEMORY | {"optimizer": "lion"},
+        LOW_MEMORY | {"optimizer": "adamw_8bit"},
+        LOW_MEMORY | {"optimizer": "lion_8bit"},
     ],
     ids=str,
 )
@@ -314,6 +316,22 @@ def test_training_cost_memory_with_fake_quantizers(adapter, quantizer, from_code
     cost = training_cost(shapes, config, batch_shape, 4, from_codes=from_codes)
     assert sum(v.size for v in step.parameters.values()) == cost.trained
     assert 0.8 < sum(cost.memory.values()) / peak < 1.2
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_training_cost_counts_8_bit_moments(name):
+    shape = ScratchModelConfig(
+        vocab_size=2048, hidden_size=128, intermediate_size=250, num_hidden_layers=2
+    )
+    estimates, moments = [], []
+    for optimizer in (name, f"{name}_8bit"):
+        config = TrainConfig(steps=1, batch_size=1, optimizer=optimizer)
+        cost = training_cost(model_shape(shape), config, BatchShape(8, 8, 8), 4)
+        estimates.append(cost.memory["optimizer"] - 4 * cost.trained)
+        state = tree_flatten(make_step(shape, config).optimizer.state)
+        moments.append(sum(value.nbytes for _, value in state if value.ndim))
+    assert estimates == moments
+    assert moments[1] < 0.26 * moments[0]
 
 
 def make_step(shape, config) -> TrainStep:

@@ -1,15 +1,19 @@
-"""Every optimizer compared with the one of MLX."""
+"""Every optimizer compared with the one of MLX, or with a float64 reference."""
 
 import mlx.core as mx
 import mlx.optimizers as optimizers
 import numpy as np
 import pytest
-from lmx.training.optimizers import OptimizerConfig, make_optimizer
+from lmx.errors import UserError
+from lmx.training import optimizers as lmx_optimizers
+from lmx.training.dynamic_quantization import BLOCK_SIZE, DynamicCodes
+from lmx.training.optimizers import MIN_8BIT_SIZE, OptimizerConfig, make_optimizer
 from mlx.utils import tree_flatten
+from test_dynamic_quantization import reference as dynamic_reference
 from tiny_llamas import llama, tokens_of
 from tiny_steps import make_step
 
-NAMES = ("adamw", "adafactor", "lion", "muon", "sgd")
+NAMES = ("adamw", "adamw_8bit", "adafactor", "lion", "lion_8bit", "muon", "sgd")
 
 
 def new_optimizer(name, parameters):
@@ -89,7 +93,10 @@ def test_optimizers_reduce_the_loss(name, mode):
     assert losses[-1] < 0.97 * losses[0]
     state = dict(tree_flatten(step.optimizer.state))
     moments = [v for k, v in state.items() if k.rpartition(".")[2] != "step"]
-    assert all(v.dtype == mx.float32 for v in [*step.parameters.values(), *moments])
+    has_codes = "8bit" in name and mode != "lora"
+    dtypes = {mx.float32, mx.uint8} if has_codes else {mx.float32}
+    assert {v.dtype for v in moments} == dtypes
+    assert {v.dtype for v in step.parameters.values()} == {mx.float32}
 
 
 def test_weight_decay_is_equal_for_all_optimizers():
@@ -105,3 +112,123 @@ def test_weight_decay_is_equal_for_all_optimizers():
             0.1 * 0.5 * before,
             atol=1e-5,
         )
+
+
+def float64_training(name, start, gradients, rate):
+    """Adam or Lion in float64, whose moments are quantized after every step."""
+    weights = start.astype(np.float64)
+    m, v = np.zeros_like(weights), np.zeros_like(weights)
+    for number, gradient in enumerate(gradients, 1):
+        g = gradient.astype(np.float64)
+        if name == "lion_8bit":
+            weights = weights - rate * np.sign(0.9 * m + 0.1 * g)
+            m = 0.95 * m + 0.05 * g
+        else:
+            m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g**2
+            root = np.sqrt(v / (1 - 0.95**number)) + 1e-8
+            weights = weights - rate * m / (1 - 0.9**number) / root
+            v = dynamic_reference(v, signed=False)[1]
+        m = dynamic_reference(m, signed=True)[1]
+    return weights, m, v
+
+
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit"])
+def test_8_bit_optimizers_equal_a_float64_reference(name):
+    generator = np.random.default_rng(0)
+    shape = (20, 250)
+    start = generator.normal(size=shape).astype(np.float32)
+    scales = 10 ** generator.uniform(-3, 0, (1, 250))
+    gradients = [
+        (scales * generator.normal(size=shape)).astype(np.float32) for _ in range(5)
+    ]
+    parameters = {"w": mx.array(start)}
+    optimizer = new_optimizer(name, parameters)
+    for gradient in gradients:
+        optimizer.learning_rate = mx.array(0.1)
+        parameters = optimizer.apply_gradients({"w": mx.array(gradient)}, parameters)
+    weights, m, v = float64_training(name, start, gradients, 0.1)
+    # A value in the middle of two codes may get either, which changes later updates.
+    differences = np.abs(np.array(parameters["w"]) - weights)
+    assert np.mean(differences > 1e-5) < 2e-3
+    state = optimizer.state["w"]
+    assert np.mean(dequantized(state, "m") == 0) < 0.5
+    for moment, expected in {"m": m, "v": v}.items():
+        if moment in state:
+            close = np.isclose(dequantized(state, moment), expected, 1e-4, 1e-12)
+            assert np.mean(close) > 0.998
+    float32, _, _ = float64_training(name, start, gradients[:1], 0.1)
+    assert np.mean(np.abs(np.array(parameters["w"]) - float32) > 1e-2) > 0.5
+
+
+def dequantized(state: dict, name: str) -> np.ndarray:
+    codes = DynamicCodes(state[name], state[f"{name}_absmax"])
+    return np.array(lmx_optimizers.dequantize(codes, signed=name == "m"))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+def test_8_bit_moments_take_a_quarter_and_small_ones_stay_float32(name):
+    parameters = {
+        "large": mx.zeros((64, 300)),
+        "small": mx.zeros(MIN_8BIT_SIZE - 1),
+    }
+    state = new_optimizer(f"{name}_8bit", parameters).state
+    expected = new_optimizer(name, parameters).state
+    assert state["small"].keys() == expected["small"].keys()
+    sizes = [
+        sum(value.nbytes for value in moments["large"].values())
+        for moments in (state, expected)
+    ]
+    assert sizes[0] / sizes[1] == (1 + 4 / 256) / 4
+
+
+def linear_quantize(values, *, signed):
+    blocks = values.reshape(-1, BLOCK_SIZE)
+    absmax = mx.abs(blocks).max(axis=1, keepdims=True)
+    codes = mx.round(blocks / absmax * (127 if signed else 255)) + 127 * signed
+    return DynamicCodes(codes.astype(mx.uint8), absmax)
+
+
+def linear_dequantize(quantized, *, signed):
+    codes = quantized.codes.reshape(-1, BLOCK_SIZE).astype(mx.float32) - 127 * signed
+    values = codes / (127 if signed else 255) * quantized.absmax.reshape(-1, 1)
+    return values.reshape(-1)
+
+
+def final_loss(name: str) -> float:
+    """Loss after training a quadratic function with gradients of three decades."""
+    generator = np.random.default_rng(0)
+    curvature = mx.array(10 ** generator.uniform(-3, 0, 4096), mx.float32)
+    parameters = {"w": mx.array(generator.normal(size=4096), mx.float32)}
+    optimizer = new_optimizer(name, parameters)
+    for number in range(100):
+        noise = mx.random.normal((4096,), key=mx.random.key(number))
+        gradient = curvature * (parameters["w"] + noise)
+        optimizer.learning_rate = mx.array(0.03 * (1 - number / 100))
+        parameters = optimizer.apply_gradients({"w": gradient}, parameters)
+        mx.eval(parameters, optimizer.state)
+    return mx.square(parameters["w"]).mean().item()
+
+
+def test_linear_codes_of_second_moments_diverge(monkeypatch):
+    """Control: the loss of the dynamic map is that of float32."""
+    exact, dynamic = final_loss("adamw"), final_loss("adamw_8bit")
+    assert abs(final_loss("lion_8bit") / final_loss("lion") - 1) < 0.02
+    monkeypatch.setattr(lmx_optimizers, "quantize", linear_quantize)
+    monkeypatch.setattr(lmx_optimizers, "dequantize", linear_dequantize)
+    linear = final_loss("adamw_8bit")
+    assert abs(dynamic / exact - 1) < 0.02
+    assert linear > 10 * exact
+
+
+def test_blocks_in_two_shards_are_refused():
+    def two_shards(rows):
+        config = OptimizerConfig("adamw_8bit")
+        shard = {"layers.0.w": mx.zeros((rows, 128))}
+        sizes = {"layers.0.w": 2 * rows * 128}
+        return make_optimizer(config, shard, block_prefix="layers.", sizes=sizes)
+
+    # The size of the whole parameter decides: a checkpoint is that of one process.
+    assert MIN_8BIT_SIZE > 24 * 128
+    assert two_shards(24).state["layers.0.w"]["m_absmax"].shape == (12,)
+    with pytest.raises(UserError, match=r"a shard of layers\.0\.w has 3200 values"):
+        two_shards(25)

@@ -21,13 +21,15 @@ BETAS = {"beta1", "beta2"}
 # Keys that only some optimizers have.
 OPTIMIZER_KEYS = {
     "adamw": BETAS,
+    "adamw_8bit": BETAS,
     "adafactor": set(),
     "lion": BETAS,
+    "lion_8bit": BETAS,
     "muon": {*BETAS, "momentum"},
     "sgd": {"momentum"},
 }
 # Optimizers that update each parameter from its own gradient, so that shards suffice.
-ELEMENTWISE = ("adamw", "lion", "sgd")
+ELEMENTWISE = ("adamw", "adamw_8bit", "lion", "lion_8bit", "sgd")
 # Above MANY_LOGITS per batch, the loss is computed in chunks of CHUNK_LOGITS.
 MANY_LOGITS, CHUNK_LOGITS = 1 << 27, 1 << 24
 # Logits that fit into the caches of a CPU (16 MiB): the fastest chunks there.
@@ -147,9 +149,12 @@ class TrainConfig(ConfigModel):
     """Tokens whose logits exist at the same time. auto: chunks on the CPU, and on a GPU
     if a batch has more than 128 million logits (4096 tokens with a vocabulary of
     32768). null = all tokens."""
-    optimizer: Literal["adamw", "adafactor", "lion", "muon", "sgd"] = "adamw"
-    """Optimizer. muon updates the matrices of the blocks; adamw updates the other
-    parameters at the same learning rate."""
+    optimizer: Literal[
+        "adamw", "adamw_8bit", "adafactor", "lion", "lion_8bit", "muon", "sgd"
+    ] = "adamw"
+    """Optimizer. adamw_8bit and lion_8bit store moments in 8 bits, with one scale for
+    256 values (arXiv 2110.02861). muon updates the matrices of the blocks; adamw
+    updates the other parameters at the same learning rate."""
     learning_rate: float = Field(1e-4, gt=0)
     """Peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant", "warmup-stable-decay"] = (
@@ -289,8 +294,8 @@ class TrainConfig(ConfigModel):
             )
         if self.optimizer not in ELEMENTWISE:
             raise ValueError(
-                f"{self.optimizer} needs whole matrices: fsdp works with adamw, lion "
-                "and sgd"
+                f"{self.optimizer} needs whole matrices: fsdp works with "
+                + ", ".join(ELEMENTWISE)
             )
 
     def _check_optimizer_keys(self):

@@ -6,7 +6,8 @@ the largest batch, training takes:
     weights      the checkpoint, c P, and float32 masters of the T; 4 P more if
                  quantization-aware training continues from codes, which are dequantized
     optimizer    4 T for the gradients and for every moment: AdamW has two, Adafactor
-                 practically none, the others one; 4 T more with gradient accumulation
+                 practically none, the others one; 4 T more with gradient accumulation;
+                 8-bit moments have 1 byte per value and 4 per block of 256
     step         the larger of the backward pass and the update (8 T);
                  the backward pass keeps c n (in + out) of every matrix,
                  2 c n heads length of every attention layer (nothing with the
@@ -47,8 +48,18 @@ from ..models.loader import build_model
 from ..models.lora import lora_model
 from ..quantization.target_layers import QuantizationPlan, select_layers
 from ..run.launcher import process_count
+from ..training.dynamic_quantization import BLOCK_SIZE
+from ..training.optimizers import MIN_8BIT_SIZE, OPTIMIZERS_8BIT
 
-MOMENTS = {"adamw": 2, "adafactor": 0, "lion": 1, "muon": 1, "sgd": 1}
+MOMENTS = {
+    "adamw": 2,
+    "adamw_8bit": 2,
+    "adafactor": 0,
+    "lion": 1,
+    "lion_8bit": 1,
+    "muon": 1,
+    "sgd": 1,
+}
 # Chunks of the loss whose buffers exist at once.
 CHUNKS_AT_ONCE = 3
 # Per logit, with its exponential and its gradient: on a GPU, and on the CPU, where
@@ -251,13 +262,14 @@ def training_cost(
     total = _count(model.parameters())
     matrices = _matrices(model)
     specs = select_layers(model, config.qat).specs if config.qat else {}
-    trained = _trained(model, config)
+    trained_sizes = _trained_sizes(model, config)
     if config.adapter:
         adapted = lora_model.adapted_layers(model)
         specs = {path: spec for path, spec in specs.items() if path in adapted}
     sizes = {path: prod(matrices[f"{path}.weight"]) for path in specs}
     for path, spec in specs.items():
-        trained += config.qat.learned_per_group * sizes[path] // spec.group_size
+        trained_sizes += config.qat.learned_per_group * [sizes[path] // spec.group_size]
+    trained = sum(trained_sizes)
     masters_are_weights = _masters_are_weights(config, compute)
     masters = 0 if masters_are_weights else 4 * trained
     dequantized = 4 * total if from_codes and config.qat else 0
@@ -265,11 +277,10 @@ def training_cost(
     backward += _loss(shape, batch, config)
     if config.qat:
         backward += _quantizer_bytes(sum(sizes.values()), config, compute)
-    copies = 1 + MOMENTS[config.optimizer] + config.sums_gradients
     shards = process_count() if config.fsdp else 1
     memory = {
         "weights": (shape.bytes + masters) // shards + dequantized + compute * total,
-        "optimizer": 4 * copies * trained // shards,
+        "optimizer": _optimizer_bytes(trained_sizes, config) // shards,
         "step": max(backward, 8 * trained // shards),
     }
     online = config.teacher is not None and not config.teacher.offline
@@ -306,10 +317,10 @@ def config_dtype(config: dict) -> mx.Dtype:
     return getattr(mx, name, mx.bfloat16)
 
 
-def _trained(model: nn.Module, config: TrainConfig) -> int:
-    """Number of weights that a train stage trains; attaches its adapter."""
+def _trained_sizes(model: nn.Module, config: TrainConfig) -> list[int]:
+    """Weights of each tensor that a train stage trains; attaches its adapter."""
     if config.qat and config.qat.quantizer == "scales_only":
-        return 0
+        return []
     if config.adapter:
         # The layers are not quantized here. QA-LoRA's matrices are smaller.
         adapter = config.adapter
@@ -317,7 +328,19 @@ def _trained(model: nn.Module, config: TrainConfig) -> int:
             adapter = adapter.model_copy(update={"type": "lora"})
         merged = config.qat is not None or config.keeps_codes
         lora_model.attach(model, adapter, seed=0, merged=merged)
-    return _count(model.trainable_parameters())
+    return [value.size for _, value in tree_flatten(model.trainable_parameters())]
+
+
+def _optimizer_bytes(trained_sizes: list[int], config: TrainConfig) -> int:
+    """Bytes of the gradients and the moments of tensors with these sizes."""
+
+    def size_of(values: int) -> int:
+        if config.optimizer in OPTIMIZERS_8BIT and values >= MIN_8BIT_SIZE:
+            return values + 4 * -(-values // BLOCK_SIZE)
+        return 4 * values
+
+    gradients = 4 * sum(trained_sizes) * (1 + config.sums_gradients)
+    return gradients + MOMENTS[config.optimizer] * sum(map(size_of, trained_sizes))
 
 
 def _count(parameters: dict) -> int:

@@ -59,7 +59,7 @@ class ShardedParameters:
         return bool(self._shapes)
 
     def shard(self, path: str, value: mx.array) -> mx.array:
-        """This rank's rows of a full parameter, or of a moment of its shape."""
+        """This rank's rows of a full parameter, or of a moment or its scales."""
         if path not in self:
             return value
         rows = len(value) // self._ranks.size
@@ -76,7 +76,9 @@ class ShardedParameters:
 
     def full_shape(self, path: str, value: mx.array) -> tuple[int, ...]:
         """The shape of the full array of a shard."""
-        return self._shapes.get(path, value.shape)
+        if path not in self:
+            return value.shape
+        return (len(value) * self._ranks.size, *value.shape[1:])
 
     def all_reduce(
         self, scalars: list[mx.array], gradients: dict[str, mx.array]

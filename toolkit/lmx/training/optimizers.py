@@ -1,4 +1,9 @@
-"""Optimizers by name: float32 moments, and no weight decay of their own."""
+"""Optimizers by name: moments in float32 or 8 bits, and no weight decay of their own.
+
+The 8-bit optimizers (arXiv 2110.02861) are those of bitsandbytes and torchao: moments
+of at least 4096 values are stored as codes. An update dequantizes them, computes in
+float32, and quantizes the new moments.
+"""
 
 import math
 from dataclasses import dataclass, field
@@ -6,13 +11,20 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.optimizers as optimizers
 
+from ..errors import UserError
+from .dynamic_quantization import BLOCK_SIZE, DynamicCodes, dequantize, quantize, zeros
+
+OPTIMIZERS_8BIT = ("adamw_8bit", "lion_8bit")
+# Smaller parameters have float32 moments, as in bitsandbytes and torchao.
+MIN_8BIT_SIZE = 4096
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
     """An optimizer's algorithm and hyperparameters.
 
     Attributes:
-        name: "adamw", "adafactor", "lion", "sgd" or "muon".
+        name: "adamw", "adamw_8bit", "adafactor", "lion", "lion_8bit", "sgd" or "muon".
         beta1, beta2: decay rates of the moments of AdamW and Lion.
         momentum: of SGD and Muon.
         weight_decay: decoupled, for matrices only.
@@ -30,21 +42,32 @@ class OptimizerConfig:
 
 
 def make_optimizer(
-    config: OptimizerConfig, parameters: dict[str, mx.array], *, block_prefix: str
+    config: OptimizerConfig,
+    parameters: dict[str, mx.array],
+    *,
+    block_prefix: str,
+    sizes: dict[str, int] | None = None,
 ):
     """An optimizer with initialized state for `parameters` by path.
 
     Args:
+        parameters: whole ones, or shards of them.
         block_prefix: prefix of the paths of the blocks' parameters. Muon updates their
             matrices; AdamW updates everything else.
+        sizes: values of the whole parameters; None = those of `parameters`.
+
+    Raises:
+        UserError: blocks of 8-bit moments would lie in two shards.
     """
     betas = [config.beta1, config.beta2]
     makers = {
         "adamw": lambda: optimizers.Adam(0.0, betas, bias_correction=True),
+        "adamw_8bit": lambda: Adam8bit(0.0, betas, bias_correction=True),
         "adafactor": lambda: optimizers.Adafactor(
             0.0, scale_parameter=False, relative_step=False
         ),
         "lion": lambda: optimizers.Lion(0.0, betas),
+        "lion_8bit": lambda: Lion8bit(0.0, betas),
         "sgd": lambda: optimizers.SGD(0.0, config.momentum),
         "muon": lambda: _MuonWithAdamW(
             Muon(0.0, config.momentum, weight_decay=0.0),
@@ -58,7 +81,61 @@ def make_optimizer(
     }
     optimizer = makers[config.name]()
     optimizer.init(parameters)
+    if isinstance(optimizer, Moments8bit):
+        for path, size in (sizes or {k: v.size for k, v in parameters.items()}).items():
+            if size >= MIN_8BIT_SIZE:
+                _require_whole_blocks(path, parameters[path].size, size)
+                optimizer.use_8_bits(parameters[path], optimizer.state[path])
     return optimizer
+
+
+def _require_whole_blocks(path: str, shard_size: int, size: int) -> None:
+    if shard_size != size and shard_size % BLOCK_SIZE:
+        raise UserError(
+            f"a shard of {path} has {shard_size} values: 8-bit moments have blocks of "
+            f"{BLOCK_SIZE}, which must not lie in two shards",
+            hint="use an optimizer without 8bit, or another number of processes",
+        )
+
+
+class Moments8bit(optimizers.Optimizer):
+    """An optimizer whose moments are blockwise 8-bit codes, for chosen parameters.
+
+    The first moment uses the signed map, the second one the unsigned map. In the state,
+    codes are `m` and `v`, and their scales `m_absmax` and `v_absmax`.
+    """
+
+    def use_8_bits(self, parameter: mx.array, state: dict) -> None:
+        """Replace a parameter's initial moments with codes of zero."""
+        for name in set(state) & {"m", "v"}:
+            _set_codes(state, name, zeros(parameter.shape, signed=name == "m"))
+
+    def apply_single(
+        self, gradient: mx.array, parameter: mx.array, state: dict
+    ) -> mx.array:
+        """The updated parameter."""
+        if "m_absmax" not in state:
+            return super().apply_single(gradient, parameter, state)
+        moments = {}
+        for name in set(state) & {"m", "v"}:
+            codes = DynamicCodes(state[name], state[f"{name}_absmax"])
+            moments[name] = dequantize(codes, signed=name == "m")
+        updated = super().apply_single(gradient, parameter, moments)
+        for name, moment in moments.items():
+            _set_codes(state, name, quantize(moment, signed=name == "m"))
+        return updated
+
+
+def _set_codes(state: dict, name: str, quantized: DynamicCodes) -> None:
+    state[name], state[f"{name}_absmax"] = quantized
+
+
+class Adam8bit(Moments8bit, optimizers.Adam):
+    """Adam with 8-bit moments."""
+
+
+class Lion8bit(Moments8bit, optimizers.Lion):
+    """Lion with an 8-bit moment."""
 
 
 class Muon(optimizers.Muon):

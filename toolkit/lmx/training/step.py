@@ -109,7 +109,8 @@ class TrainStep:
             Incompatible with `fake_quant`, "adafactor" and "muon".
 
     Raises:
-        UserError: gradient checkpointing of a model without blocks.
+        UserError: gradient checkpointing of a model without blocks, or an 8-bit
+            optimizer whose blocks would lie in the shards of two ranks.
     """
 
     def __init__(
@@ -165,6 +166,7 @@ class TrainStep:
             self.config,
             self.parameters,
             block_prefix=blocks.prefix if blocks else "layers.",
+            sizes={path: value.size for path, value in trained.items()},
         )
         # Gradients of the micro-batches so far; empty between steps.
         self._grad_sums: dict[str, mx.array] = {}
