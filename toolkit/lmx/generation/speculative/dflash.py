@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ...models.drafters.dflash import DFlashDrafter
 from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftTokens, TargetSampler
+from .proposer import NO_DRAFT, DraftSampler, DraftTokens, TargetSampler
 
 # Hidden states that the drafter processes at once.
 STEP_SIZE = 512
@@ -35,8 +35,7 @@ class DFlashProposer:
     ):
         self.drafter = drafter
         self._target_cache = cache
-        self._sampled = sampled
-        self._key = mx.random.key(seed ^ 0xDF1A)
+        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ 0xDF1A)
         self._cache = drafter.make_cache()
         # Position of the next token whose hidden states are read. It only grows: the
         # hidden states of rejected draft tokens were removed before the next round.
@@ -55,9 +54,8 @@ class DFlashProposer:
             return NO_DRAFT
         hidden = self.drafter.draft_block(context[-1], anchor, self._cache, count)
         logits = self.drafter.target_logits(self.drafter.head(hidden))
-        draft = self._sample(logits, sampler)
-        mx.async_eval(draft.tokens)
-        return draft
+        rows = iter(mx.split(logits, count))
+        return self._sampler.draft(count, sampler, lambda _: next(rows))
 
     def _read_states(self) -> None:
         """Process the hidden states of all tokens since the last round.
@@ -75,22 +73,3 @@ class DFlashProposer:
             if states.shape[1] > STEP_SIZE:
                 mx.eval([(cache.keys, cache.values) for cache in self._cache])
         self._end = recorded.end
-
-    def _sample(self, logits: mx.array, sampler: TargetSampler) -> DraftTokens:
-        """Draft tokens from logits [k, V]."""
-        counts, rows, tokens = sampler.counts, [], []
-        for position in range(len(logits)):
-            # Penalties depend on the draft tokens before.
-            row = sampler.process(logits[position : position + 1], counts)
-            if sampler.is_greedy or not self._sampled:
-                token = mx.argmax(row, axis=-1)
-            else:
-                self._key, subkey = mx.random.split(self._key)
-                token = mx.random.categorical(row, key=subkey)
-            counts = sampler.counts_after(counts, token)
-            rows.append(row)
-            tokens.append(token)
-        draft_tokens = mx.concatenate(tokens).astype(mx.int32)
-        if sampler.is_greedy or not self._sampled:
-            return DraftTokens(draft_tokens)
-        return DraftTokens(draft_tokens, mx.concatenate(rows))

@@ -7,7 +7,7 @@ import mlx.core as mx
 
 from ..decode_loop import prefill
 from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftTokens, TargetSampler
+from .proposer import NO_DRAFT, DraftSampler, DraftTokens, TargetSampler
 
 PREFILL_STEP_SIZE = 512
 
@@ -24,8 +24,7 @@ class DraftModelProposer:
 
     def __init__(self, model: Any, *, sampled: bool = True, seed: int = 0):
         self.model = model
-        self._sampled = sampled
-        self._key = mx.random.key(seed ^ 0x5BEC)
+        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ 0x5BEC)
         self._cache = CacheState(model)
         # The cache contains the context, then the draft tokens of the last round.
         self._context: list[int] = []
@@ -38,26 +37,19 @@ class DraftModelProposer:
         if not num_draft_tokens:
             return NO_DRAFT
         self._rollback(context)
-        counts, logits_used, tokens = sampler.counts, [], []
         inputs = self._prefill(context)
-        for position in range(num_draft_tokens):
-            if position == 1:
+
+        def next_logits(token: mx.array | None) -> mx.array:
+            if token is None:
+                logits = self._cache.forward(inputs)[:, -1]
                 self._cache.checkpoint()
-            logits = sampler.process(self._cache.forward(inputs)[:, -1], counts)
-            token = self._sample(logits, sampler)
-            mx.async_eval(token)
-            logits_used.append(logits)
-            tokens.append(token)
-            counts = sampler.counts_after(counts, token)
-            inputs = token[None]
-        if num_draft_tokens == 1:
-            self._cache.checkpoint()
+                return logits
+            return self._cache.forward(token[None])[:, -1]
+
+        draft = self._sampler.draft(num_draft_tokens, sampler, next_logits)
         # The last draft token is not processed by the draft model.
-        draft_tokens = mx.concatenate(tokens).astype(mx.int32)
-        self._draft_tokens = draft_tokens[:-1]
-        if sampler.is_greedy or not self._sampled:
-            return DraftTokens(draft_tokens)
-        return DraftTokens(draft_tokens, mx.concatenate(logits_used))
+        self._draft_tokens = draft.tokens[:-1]
+        return draft
 
     def _rollback(self, context: Sequence[int]) -> None:
         """Remove the rejected draft tokens from the cache."""
@@ -81,9 +73,3 @@ class DraftModelProposer:
             unread = unread[:, -1:]
         self._context = list(context)
         return unread
-
-    def _sample(self, logits: mx.array, sampler: TargetSampler) -> mx.array:
-        if sampler.is_greedy or not self._sampled:
-            return mx.argmax(logits, axis=-1)
-        self._key, subkey = mx.random.split(self._key)
-        return mx.random.categorical(logits, key=subkey)

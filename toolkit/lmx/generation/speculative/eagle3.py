@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ...models.drafters.eagle3 import Eagle3Drafter
 from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftTokens, TargetSampler
+from .proposer import NO_DRAFT, DraftSampler, DraftTokens, TargetSampler
 
 READ_STEP_SIZE = 512
 """Rows of a long prompt that the drafter reads at once."""
@@ -33,8 +33,7 @@ class Eagle3Proposer:
         seed: int = 0,
     ):
         self._drafter, self._target_cache = drafter, cache
-        self._sampled = sampled
-        self._key = mx.random.key(seed ^ 0xEA61)
+        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ 0xEA61)
         cache.record_hidden_states(drafter.layer_ids)
         self._cache = drafter.make_cache()
         # The next position to read; None = nothing was read.
@@ -52,24 +51,18 @@ class Eagle3Proposer:
         if not self._can_draft(sampler):
             return NO_DRAFT
         hidden = self._read(context)
-        counts, logits_used, tokens = sampler.counts, [], []
-        for position in range(num_draft_tokens):
-            if position:
-                hidden = self._drafter.step(tokens[-1][None], hidden, self._cache)
-            logits = self._drafter.target_logits(self._drafter.head(hidden[:, -1]))
-            logits = sampler.process(logits, counts)
-            token = self._sample(logits, sampler)
-            mx.async_eval(token)
-            logits_used.append(logits)
-            tokens.append(token)
-            counts = sampler.counts_after(counts, token)
+
+        def next_logits(token: mx.array | None) -> mx.array:
+            nonlocal hidden
+            if token is not None:
+                hidden = self._drafter.step(token[None], hidden, self._cache)
+            return self._drafter.target_logits(self._drafter.head(hidden[:, -1]))
+
+        draft = self._sampler.draft(num_draft_tokens, sampler, next_logits)
         # Even if they are accepted: then their rows have the target's states.
         for layer_cache in self._cache:
             layer_cache.trim(num_draft_tokens - 1)
-        draft_tokens = mx.concatenate(tokens).astype(mx.int32)
-        if sampler.is_greedy or not self._sampled:
-            return DraftTokens(draft_tokens)
-        return DraftTokens(draft_tokens, mx.concatenate(logits_used))
+        return draft
 
     def _can_draft(self, sampler: TargetSampler) -> bool:
         """Whether the draft vocabulary has a token that may be sampled."""
@@ -97,9 +90,3 @@ class Eagle3Proposer:
                 tokens[:, start:end], states[:, start:end], self._cache
             )
         return hidden[:, -1:]
-
-    def _sample(self, logits: mx.array, sampler: TargetSampler) -> mx.array:
-        if sampler.is_greedy or not self._sampled:
-            return mx.argmax(logits, axis=-1).astype(mx.int32)
-        self._key, subkey = mx.random.split(self._key)
-        return mx.random.categorical(logits, key=subkey).astype(mx.int32)

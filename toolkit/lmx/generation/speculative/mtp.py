@@ -6,7 +6,7 @@ import mlx.core as mx
 
 from ...models.drafters.mtp import MTPHead
 from ..kv_cache import CacheState
-from .proposer import NO_DRAFT, DraftTokens, TargetSampler
+from .proposer import NO_DRAFT, DraftSampler, DraftTokens, TargetSampler
 
 STEP_SIZE = 512
 """Positions per forward pass of the head."""
@@ -27,8 +27,7 @@ class MTPProposer:
     ):
         cache.record_hidden_states([head.layer_id])
         self._head, self._target = head, cache
-        self._sampled = sampled
-        self._key = mx.random.key(seed ^ 0x317B)
+        self._sampler = DraftSampler(sampled=sampled, seed=seed ^ 0x317B)
         # The head's caches contain the target's states up to this position. The states
         # of draft tokens are removed after every round.
         self._caches, self._end = head.make_cache(), cache.recorded.start
@@ -41,22 +40,18 @@ class MTPProposer:
         self._read(context)
         if not num_draft_tokens or self._last is None:
             return NO_DRAFT
-        hidden, counts, logits_used, tokens = self._last, sampler.counts, [], []
-        for position in range(num_draft_tokens):
-            if position:
-                hidden = self._head(tokens[-1][None], hidden, self._caches)
-            logits = sampler.process(self._head.logits(hidden[:, -1]), counts)
-            token = self._sample(logits, sampler)
-            mx.async_eval(token)
-            logits_used.append(logits)
-            tokens.append(token)
-            counts = sampler.counts_after(counts, token)
+        hidden = self._last
+
+        def next_logits(token: mx.array | None) -> mx.array:
+            nonlocal hidden
+            if token is not None:
+                hidden = self._head(token[None], hidden, self._caches)
+            return self._head.logits(hidden[:, -1])
+
+        draft = self._sampler.draft(num_draft_tokens, sampler, next_logits)
         for cache in self._caches:
             cache.trim(num_draft_tokens - 1)
-        draft_tokens = mx.concatenate(tokens)
-        if sampler.is_greedy or not self._sampled:
-            return DraftTokens(draft_tokens)
-        return DraftTokens(draft_tokens, mx.concatenate(logits_used))
+        return draft
 
     def _read(self, context: Sequence[int]) -> None:
         """Process the target's new states, each with the token after its own."""
@@ -73,9 +68,3 @@ class MTPProposer:
             if part.stop < tokens.shape[1]:
                 mx.eval(self._last, [cache.state for cache in self._caches])
         self._end = recorded.end
-
-    def _sample(self, logits: mx.array, sampler: TargetSampler) -> mx.array:
-        if sampler.is_greedy or not self._sampled:
-            return mx.argmax(logits, axis=-1).astype(mx.int32)
-        self._key, subkey = mx.random.split(self._key)
-        return mx.random.categorical(logits, key=subkey).astype(mx.int32)

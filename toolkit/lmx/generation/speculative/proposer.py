@@ -106,3 +106,48 @@ class TargetSampler:
         if self._processor:
             logits = self._processor(logits, counts)
         return logits if self.is_greedy else filter_logits(logits, self.sampling)
+
+
+class DraftSampler:
+    """Samples draft tokens one after the other, with the target's settings.
+
+    Args:
+        sampled: False = draft greedily.
+        seed: of the draft samples, independent of the target's.
+    """
+
+    def __init__(self, *, sampled: bool, seed: int):
+        self._sampled = sampled
+        self._key = mx.random.key(seed)
+
+    def draft(
+        self,
+        count: int,
+        sampler: TargetSampler,
+        next_logits: Callable[[mx.array | None], mx.array],
+    ) -> DraftTokens:
+        """Launch a draft of `count` tokens, at least one.
+
+        Args:
+            next_logits: logits [1, V] after a draft token int32 [1]; None = after the
+                context.
+        """
+        counts, rows, tokens = sampler.counts, [], []
+        greedy = sampler.is_greedy or not self._sampled
+        for _ in range(count):
+            logits = next_logits(tokens[-1] if tokens else None)
+            # Penalties depend on the draft tokens before.
+            logits = sampler.process(logits, counts)
+            token = mx.argmax(logits, axis=-1) if greedy else self._sample(logits)
+            token = token.astype(mx.int32)
+            mx.async_eval(token)
+            rows.append(logits)
+            tokens.append(token)
+            counts = sampler.counts_after(counts, token)
+        return DraftTokens(
+            mx.concatenate(tokens), None if greedy else mx.concatenate(rows)
+        )
+
+    def _sample(self, logits: mx.array) -> mx.array:
+        self._key, subkey = mx.random.split(self._key)
+        return mx.random.categorical(logits, key=subkey)
