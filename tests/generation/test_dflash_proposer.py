@@ -99,9 +99,8 @@ def test_rejected_draft_tokens_do_not_change_the_text(family):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_of_200_prompts_equals_plain_decoding(family):
-    model, _, drafter = case(family)
+def test_greedy_text_of_200_prompts_equals_plain_decoding():
+    model, _, drafter = case("llama")
     plain, generator = Generator(model, byte_tokenizer()), with_drafter(model, drafter)
     rng, rates = np.random.default_rng(0), set()
     for _ in range(200):
