@@ -66,6 +66,7 @@ def test_mixed_precision_checkpoint_loads_in_mlx_lm(kind, tmp_path, base):
         {"target_bpw": 3.5, "candidate_bits": [2, 3, 6]},
         {"target_bpw": 5.25, "candidate_bits": [3, 8], "candidate_group_sizes": [64]},
         {"target_bytes": 40_000, "candidate_bits": [2, 3, 6]},
+        {"target_bpw": 5.0, "candidate_bits": [3], "candidate_modes": ["mxfp8"]},
     ],
     ids=str,
 )

@@ -249,3 +249,7 @@ def test_clip_has_the_lowest_error_of_all_ranges():
 def test_awq_refuses_floating_point_modes():
     with pytest.raises(ValueError, match="affine"):
         quantize.AWQConfig(mode="mxfp4")
+    budget = {"target_bpw": 4.5, "candidate_modes": ["nvfp4"]}
+    with pytest.raises(ValueError, match="remove candidate_modes"):
+        quantize.AWQConfig(mixed_precision=budget)
+    assert quantize.GPTQConfig(mixed_precision=budget).mixed_precision

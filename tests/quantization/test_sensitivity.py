@@ -6,6 +6,7 @@ import pytest
 from lmx.config.quant_spec import QuantSpec
 from lmx.models.hooks import path_of
 from lmx.models.loader import build_model
+from lmx.quantization.float_grid import MODES
 from lmx.quantization.mixed_precision.search import GridEvaluator
 from lmx.quantization.mixed_precision.sensitivity import (
     LayerStatistics,
@@ -13,6 +14,7 @@ from lmx.quantization.mixed_precision.sensitivity import (
     input_energies,
     sensitivity,
 )
+from lmx.quantization.packing import dequantize, pack
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
@@ -146,6 +148,25 @@ def test_layer_statistics_fake_quantize_beats_mlx_on_the_inputs(tmp_path):
         ((w - weight) ** 2 * costs).sum().item() for w in (fitted_weight, mlx_weight)
     ]
     assert losses[0] < 0.8 * losses[1]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_floating_point_grids_are_fitted_with_the_costs_of_columns(mode):
+    spec, costs = QuantSpec(mode=mode), mx.exp(mx.random.normal((64,)))
+    weight = 0.2 * mx.random.normal((3, 40, 64))
+    weight[:, :5] = 0
+    fitted_weight = LayerStatistics(weight, costs).fake_quantize(spec)
+    packed = pack(weight, spec, mx.float32)
+    mlx_weight = dequantize(packed, spec, mx.float32)
+    errors = [
+        ((w - weight) ** 2 * costs).reshape(-1, spec.group_size).sum(axis=-1)
+        for w in (fitted_weight, mlx_weight)
+    ]
+    assert mx.all(errors[0] <= errors[1] * (1 + 1e-5)).item()
+    # All scales of mxfp8 have the same relative error.
+    ratio = (errors[0].sum() / errors[1].sum()).item()
+    assert ratio < {"mxfp8": 1.001, "mxfp4": 0.97, "nvfp4": 0.9}[mode]
+    assert mx.all(fitted_weight[:, :5] == 0).item()
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -6,6 +6,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from .base import ConfigModel
 
+FloatMode = Literal["mxfp4", "nvfp4", "mxfp8"]
 Mode = Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
 Bits = Literal[2, 3, 4, 5, 6, 8]
 GroupSize = Literal[16, 32, 64, 128]

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
-from .quant_spec import Bits, QuantizationConfig
+from .quant_spec import Bits, FloatMode, QuantizationConfig
 
 DAMPENING_FRAC = 0.01
 # In a JSON Schema, of the methods that are not the default: see `QuantizeConfig`.
@@ -82,6 +82,9 @@ class MixedPrecisionConfig(ConfigModel):
         [32, 64, 128], min_length=1
     )
     """Group sizes to choose from."""
+    candidate_modes: list[FloatMode] = Field([], examples=[["nvfp4"]])
+    """Floating-point modes to choose from as well: mxfp4, nvfp4, mxfp8. Not with
+    awq."""
 
     @model_validator(mode="after")
     def _check_one_target(self):
@@ -152,6 +155,8 @@ class AWQConfig(PTQConfig, json_schema_extra=METHOD_IS_REQUIRED):
     def _check_affine(self):
         if self.mode != "affine":
             raise ValueError(f"awq needs mode: affine; use gptq for {self.mode}")
+        if self.mixed_precision and self.mixed_precision.candidate_modes:
+            raise ValueError("awq is for affine grids; remove candidate_modes")
         return self
 
     @property

@@ -217,6 +217,8 @@ def _uniform_plan(sizes: SizeModel, costs: dict, limit: int) -> dict[str, SpecBy
 
 
 def _spec_name(spec: QuantSpec) -> str:
+    if spec.mode != "affine":
+        return spec.mode
     return f"{spec.bits} bits g{spec.group_size}"
 
 

@@ -16,7 +16,10 @@ from ...config.quant_spec import QuantSpec
 from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, path_of
 from ...run.fs import require_space
 from ...run.logger import NullLogger, RunLogger
+from ..affine_grid import AffineGrid
+from ..float_grid import FloatGrid
 from ..ptq.fisher import sampled_label_loss
+from ..ptq.float_solver import fit_float_groups
 from ..ptq.gptq_solver import fit_groups
 
 # Weights quantized at once.
@@ -145,14 +148,20 @@ class LayerStatistics:
         """The weight on grids fitted group by group, in its own type."""
         flat = self.weight.reshape(-1, self.weight.shape[-1])
         rows = max(1, CHUNK_WEIGHTS // flat.shape[-1])
-        levels, dtype = 2.0**spec.bits, flat.dtype
+        dtype = flat.dtype
         chunks = []
         for start in range(0, len(flat), rows):
             chunk = flat[start : start + rows].astype(mx.float32)
-            grid = fit_groups(chunk, self.costs, spec.group_size, levels, dtype)
+            grid = self._fit(chunk, spec)
             chunks.append(grid.weight(dtype).astype(dtype))
             mx.eval(chunks[-1])
         return mx.concatenate(chunks).reshape(self.weight.shape)
+
+    def _fit(self, rows: mx.array, spec: QuantSpec) -> AffineGrid | FloatGrid:
+        if spec.mode != "affine":
+            return fit_float_groups(rows, self.costs, spec)
+        levels, dtype = 2.0**spec.bits, self.weight.dtype
+        return fit_groups(rows, self.costs, spec.group_size, levels, dtype)
 
 
 def input_energies(path: str, width: int, stats: CalibrationStats) -> mx.array:
