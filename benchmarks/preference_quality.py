@@ -1,4 +1,4 @@
-"""What GRPO, on-policy distillation and ORPO change: means over seeds.
+"""What GRPO and on-policy distillation change: means over seeds.
 
 All trainings are recipes with `data/tiny-base` or another chat model, and held-out
 questions. Finished runs in FOLDER are not repeated.
@@ -40,7 +40,7 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--batch-size", type=int, default=16, help="prompts or pairs")
+    parser.add_argument("--batch-size", type=int, default=16, help="prompts")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--num-generations", type=int, default=8, help="of GRPO")
     parser.add_argument("--max-tokens", type=int, default=12, help="of a completion")
@@ -147,41 +147,7 @@ def distillation(arguments: argparse.Namespace) -> None:
         print(f"on-policy / dataset, KL on {key}: {_mean_cell(ratios, '.3f')}")
 
 
-def orpo(arguments: argparse.Namespace) -> None:
-    """ORPO with QAT: preference accuracy and exact match of the exported model."""
-    data = [DATA / "preferences" / f"{name}.jsonl" for name in ("train", "valid")]
-    questions = arguments.questions or DATA / "skills/test.jsonl"
-    stages = [{"quantize": {"method": "rtn"} | GRID}]
-    start = _run(arguments, "start-4", stages)
-    before = _answers(arguments, start, questions, ["greedy"])
-    block = _train_block(arguments) | {
-        "adapter": LORA,
-        "qat": GRID,
-        "loss": {"type": "orpo", "beta": 0.5},
-        "eval_batches": 10_000,
-    }
-    accuracies: dict[int, list[float]] = {}
-    changes = []
-    for seed in arguments.seeds:
-        name = f"orpo-{seed}"
-        model = _run(arguments, name, [{"train": block}], *data, seed, length=96)
-        for record in _records(arguments.folder / name, "valid"):
-            values = accuracies.setdefault(record["step"], [])
-            values.append(record["rewards/accuracies"])
-        after = _answers(arguments, model, questions, ["greedy"])["greedy"]
-        changes.append(after - before["greedy"])
-    for step in (min(accuracies), max(accuracies)):
-        print(f"step {step}: preference accuracy {_mean_cell(accuracies[step], '.3f')}")
-    change = np.mean(changes, axis=0)
-    error = change.std() / len(change) ** 0.5
-    by_seed = " ".join(f"{100 * values.mean():+.1f}" for values in changes)
-    print(
-        f"exact match before {100 * before['greedy'].mean():.1f} %, change "
-        f"{100 * change.mean():+.1f} ± {100 * error:.1f} %; by seed {by_seed}"
-    )
-
-
-CASES = {"grpo": grpo, "distillation": distillation, "orpo": orpo}
+CASES = {"grpo": grpo, "distillation": distillation}
 
 
 def _grid(bits: int) -> dict:
@@ -206,7 +172,6 @@ def _run(
     train: Path | None = None,
     valid: Path | None = None,
     seed: int = 0,
-    length: int = MAX_SEQ_LENGTH,
 ) -> Path:
     """Run a recipe in FOLDER / NAME; returns its model."""
     import lmx
@@ -214,7 +179,7 @@ def _run(
     recipe = {"model": str(arguments.model), "seed": seed}
     if train:
         recipe["data"] = {"train": str(train), "valid": str(valid)}
-        recipe["data"]["max_seq_length"] = length
+        recipe["data"]["max_seq_length"] = MAX_SEQ_LENGTH
     recipe["stages"] = [*stages, {"export": {"formats": ["mlx"]}}]
     run = lmx.train(recipe, output=arguments.folder / name, quiet=True)
     return run.model_path
