@@ -105,6 +105,9 @@ class Moments8bit(optimizers.Optimizer):
     codes are `m` and `v`, and their scales `m_absmax` and `v_absmax`.
     """
 
+    # Codes of the parameter that was updated last.
+    _last: tuple[mx.array, ...] = ()
+
     def use_8_bits(self, parameter: mx.array, state: dict) -> None:
         """Replace a parameter's initial moments with codes of zero."""
         for name in set(state) & {"m", "v"}:
@@ -116,14 +119,30 @@ class Moments8bit(optimizers.Optimizer):
         """The updated parameter."""
         if "m_absmax" not in state:
             return super().apply_single(gradient, parameter, state)
-        moments = {}
-        for name in set(state) & {"m", "v"}:
-            codes = DynamicCodes(state[name], state[f"{name}_absmax"])
-            moments[name] = dequantize(codes, signed=name == "m")
+        # One parameter after the other, moments and weight together. Otherwise MLX
+        # computes all weights first, and all float32 moments wait for their codes.
+        [gradient, *codes] = mx.depends([gradient, *state.values()], self._last)
+        codes = dict(zip(state, codes, strict=True))
+        moments = {
+            name: dequantize(
+                DynamicCodes(codes[name], codes[f"{name}_absmax"]), signed=name == "m"
+            )
+            for name in ("m", "v")
+            if name in codes
+        }
         updated = super().apply_single(gradient, parameter, moments)
         for name, moment in moments.items():
             _set_codes(state, name, quantize(moment, signed=name == "m"))
-        return updated
+        self._last = tuple(state.values())
+        return mx.depends([updated], self._last)[0]
+
+    def apply_gradients(self, gradients: dict, parameters: dict) -> dict:
+        """The updated parameters by path."""
+        self._last = ()
+        try:
+            return super().apply_gradients(gradients, parameters)
+        finally:
+            self._last = ()
 
 
 def _set_codes(state: dict, name: str, quantized: DynamicCodes) -> None:
