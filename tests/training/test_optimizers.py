@@ -160,6 +160,26 @@ def test_8_bit_optimizers_equal_a_float64_reference(name):
     assert np.mean(np.abs(np.array(parameters["w"]) - float32) > 1e-2) > 0.5
 
 
+@pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit"])
+def test_parts_of_a_large_parameter_are_updated_alike(name, monkeypatch):
+    def trained():
+        parameters = {"w": mx.zeros((70, 100))}
+        optimizer = new_optimizer(name, parameters)
+        for number in range(3):
+            gradient = mx.random.normal((70, 100), key=mx.random.key(number))
+            optimizer.learning_rate = mx.array(0.1)
+            parameters = optimizer.apply_gradients({"w": gradient}, parameters)
+        return parameters | optimizer.state["w"]
+
+    whole = trained()
+    monkeypatch.setattr(lmx_optimizers, "MAX_AT_ONCE", 10 * BLOCK_SIZE)
+    parts = trained()
+    assert whole.keys() == parts.keys()
+    for key, value in whole.items():
+        assert value.dtype == parts[key].dtype
+        assert mx.array_equal(value, parts[key]), key
+
+
 def dequantized(state: dict, name: str) -> np.ndarray:
     codes = DynamicCodes(state[name], state[f"{name}_absmax"])
     return np.array(lmx_optimizers.dequantize(codes, signed=name == "m"))

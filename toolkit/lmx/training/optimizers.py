@@ -17,6 +17,8 @@ from .dynamic_quantization import BLOCK_SIZE, DynamicCodes, dequantize, quantize
 OPTIMIZERS_8BIT = ("adamw_8bit", "lion_8bit")
 # Smaller parameters have float32 moments, as in bitsandbytes and torchao.
 MIN_8BIT_SIZE = 4096
+# Values whose 8-bit moments are updated at once; a multiple of the block size.
+MAX_AT_ONCE = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,29 @@ class Moments8bit(optimizers.Optimizer):
         """The updated parameter."""
         if "m_absmax" not in state:
             return super().apply_single(gradient, parameter, state)
+        size = parameter.size
+        if size <= MAX_AT_ONCE:
+            return self._apply_codes(gradient, parameter, state)
+        # Flat parts of whole blocks: their float32 moments are in memory alone.
+        flat = [x.reshape(-1) for x in (gradient, parameter)]
+        parts, states = [], []
+        for start in range(0, size, MAX_AT_ONCE):
+            values = slice(start, start + MAX_AT_ONCE)
+            blocks = slice(start // BLOCK_SIZE, values.stop // BLOCK_SIZE)
+            part = {
+                key: value[blocks] if "absmax" in key else value.reshape(-1)[values]
+                for key, value in state.items()
+            }
+            parts.append(self._apply_codes(*(x[values] for x in flat), part))
+            states.append(part)
+        for key, value in state.items():
+            whole = mx.concatenate([part[key] for part in states])
+            state[key] = whole.reshape(value.shape)
+        return mx.concatenate(parts).reshape(parameter.shape)
+
+    def _apply_codes(
+        self, gradient: mx.array, parameter: mx.array, state: dict
+    ) -> mx.array:
         # One parameter after the other, moments and weight together. Otherwise MLX
         # computes all weights first, and all float32 moments wait for their codes.
         [gradient, *codes] = mx.depends([gradient, *state.values()], self._last)
