@@ -13,17 +13,15 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mlx.utils import tree_flatten
 
 from ..config.draft import DraftConfig, DraftModelConfig
 from ..config.train import CACHED_LOGITS, CHUNK_LOGITS, TrainConfig
 from ..cpu import on_cpu
-from ..draft.hidden_states import BYTES_PER_VALUE
 from ..draft.pruning import PrunedShape, pruned_config
 from ..models.checkpoint import read_config
-from ..models.drafters.base import Drafter
-from ..models.drafters.io import ARCHITECTURES
 from .estimate import (
     CHUNKS_AT_ONCE,
     DECODE_FACTOR,
@@ -37,6 +35,9 @@ from .estimate import (
     config_dtype,
     training_cost,
 )
+
+if TYPE_CHECKING:
+    from ..models.drafters.base import Drafter
 
 
 def loss_chunk(vocabulary: int) -> int:
@@ -110,8 +111,11 @@ def drafter_training_cost(
     return TrainingCost(total + trained, trained, memory, operations)
 
 
-def _drafter(target: ModelShape, config: DraftConfig) -> Drafter:
+def _drafter(target: ModelShape, config: DraftConfig) -> "Drafter":
     """A drafter for this target, whose weights are never computed."""
+    # Needs NumPy, which reading a recipe does not load.
+    from ..models.drafters.io import ARCHITECTURES
+
     drafter = config.drafter
     if drafter.mask_token_id is None:
         drafter = drafter.model_copy(update={"mask_token_id": 0})
@@ -126,6 +130,8 @@ def _drafter(target: ModelShape, config: DraftConfig) -> Drafter:
 
 def _state_bytes(target: ModelShape, config: DraftConfig) -> int:
     """Bytes on disk of the hidden states of one token."""
+    from ..draft.hidden_states import BYTES_PER_VALUE
+
     count = len(_drafter(target, config).layer_ids)
     return count * target.setting("hidden_size") * BYTES_PER_VALUE
 
