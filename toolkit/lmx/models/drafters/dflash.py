@@ -17,6 +17,7 @@ from ..loader import kv_cache, make_rope
 from .base import Drafter
 from .dflash_config import DFlashConfig, is_dflash
 from .initialization import initialize_from_target
+from .swiglu import SwiGLU
 
 KeysValues = tuple[mx.array, mx.array]
 
@@ -113,19 +114,6 @@ def attend(
     return output.reshape(queries.shape)
 
 
-class DFlashMLP(nn.Module):
-    """The SwiGLU feed-forward layer."""
-
-    def __init__(self, width: int, inner: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class DFlashLayer(nn.Module):
     """One decoder layer; arguments are those of `DFlashAttention`."""
 
@@ -133,7 +121,7 @@ class DFlashLayer(nn.Module):
         super().__init__()
         width, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = DFlashAttention(config)
-        self.mlp = DFlashMLP(width, config.intermediate_size)
+        self.mlp = SwiGLU(width, config.intermediate_size)
         self.input_layernorm = nn.RMSNorm(width, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
 

@@ -7,6 +7,7 @@ import mlx.nn as nn
 
 from ..loader import make_rope
 from .eagle3_config import Eagle3Config
+from .swiglu import SwiGLU
 
 
 class KeysValues(NamedTuple):
@@ -126,21 +127,6 @@ class Eagle3Attention(nn.Module):
         return x.reshape(*x.shape[:2], heads, self.head_dim).swapaxes(1, 2)
 
 
-class Eagle3MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: Eagle3Config):
-        super().__init__()
-        width, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """Outputs [..., width] of inputs [..., width]."""
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
 class Eagle3Layer(nn.Module):
     """A decoder layer. The attention of the first one reads token embeddings, too."""
 
@@ -154,7 +140,7 @@ class Eagle3Layer(nn.Module):
             self.hidden_norm = nn.RMSNorm(width, eps=eps)
         self.self_attn = Eagle3Attention(config, width * (1 + is_first))
         self.post_attention_layernorm = nn.RMSNorm(width, eps=eps)
-        self.mlp = Eagle3MLP(config)
+        self.mlp = SwiGLU(width, config.intermediate_size)
 
     def __call__(
         self, embeddings: mx.array, hidden: mx.array, cache: Any = None
