@@ -224,7 +224,7 @@ def test_preference_quality_compares_before_and_after(case, tmp_path):
     (tmp_path / "test.jsonl").write_text("\n".join(lines[:24]))
     options = (
         f"--case {case} --folder {tmp_path / 'runs'} --steps 3 --batch-size 4 "
-        f"--num-generations 2 --max-tokens 4 --bits 4 --seeds 0 1 "
+        f"--num-generations 2 --max-tokens 4 --bits 4 --seeds 0 "
         f"--questions {tmp_path / 'test.jsonl'}"
     )
     printed = run("preference_quality.py", options)
@@ -265,12 +265,12 @@ def test_generate_outputs_have_the_same_tokens():
 
 def test_draft_quality_takes_questions_of_gsm8k(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from draft_quality import _questions
+    from draft_quality import questions
 
     rows = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(5)]
     for name in ("train", "test"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    chats = _questions(tmp_path, "valid", 3, random.Random(0))
+    chats = questions(tmp_path, "valid", 3, random.Random(0))
     turns = [[turn["content"] for turn in chat["messages"]] for chat in chats]
     assert len({question for question, _ in turns}) == 3
     assert all({"question": q, "answer": a} in rows for q, a in turns)
