@@ -105,13 +105,11 @@ class DrafterDistillation(DraftDistillation):
         return step
 
     def _batches(self, batches, drafter: Drafter) -> HiddenStateBatches:
-        place = str(self.target.path)
-        width = require_hidden_states(self.target.model, (0,), place=place)
         return HiddenStateBatches(
             batches,
             self.target.model,
             drafter.layer_ids,
-            width=width,
+            width=drafter.config.hidden_size,
             key=self.digest,
             max_bytes=1e9 * self.config.data_generation.max_hidden_states_gb,
             logger=self.context.logger,

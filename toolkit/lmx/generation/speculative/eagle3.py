@@ -66,12 +66,12 @@ class Eagle3Proposer:
 
     def _can_draft(self, sampler: TargetSampler) -> bool:
         """Whether the draft vocabulary has a token that may be sampled."""
-        allowed, draft_ids = sampler.sampling.allowed_tokens, self._drafter.draft_ids
-        if allowed is None or draft_ids is None:
+        allowed = sampler.sampling.allowed_tokens
+        # The ids are made anew at every access, and few requests need them.
+        if allowed is None or (draft_ids := self._drafter.draft_ids) is None:
             return True
-        return (
-            (draft_ids[mx.array(allowed)] < self._drafter.draft_vocab_size).any().item()
-        )
+        is_known = draft_ids[mx.array(allowed)] < self._drafter.draft_vocab_size
+        return is_known.any().item()
 
     def _read(self, context: Sequence[int]) -> mx.array:
         """Read all rows up to the end of the context; returns the last output."""

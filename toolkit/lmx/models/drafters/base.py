@@ -46,8 +46,8 @@ class Drafter(nn.Module):
     """A network that drafts tokens from the target's hidden states.
 
     A round starts at a token `a`: the tokens up to and including position a are known,
-    and so are the hidden states of the positions before a. Draft token j, from 1, is a
-    guess of the token at position a + j.
+    and so are the hidden states of the positions before a. Draft token j, from 1,
+    predicts the token at position a + j.
 
     Attributes:
         architecture: its name in recipes.
