@@ -4,7 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.draft.dataset import DistillationBatches
-from lmx.draft.hidden_states import HiddenStateBatches
+from lmx.draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
 from lmx.generation.completions import completion_example
 from lmx.models.hidden_states import forward_with_hidden_states
 from lmx.models.loader import build_model
@@ -29,26 +29,26 @@ def target():
     return build_model(LLAMA | {"num_hidden_layers": 2})
 
 
-def batches(target, max_bytes, *, key="target", layers=LAYERS, logger=None):
+def batches(target, max_bytes, *, key="target", layers=LAYERS, logger=None, top_k=4):
     examples = [
         completion_example([3, 4, 5], [number, 7, 8, 9], f"line {number}")
         for number in range(10, 16)
     ]
+    recorder = HiddenStateRecorder(target, layers)
     predictions = DistillationBatches(
         examples,
-        target,
+        recorder,
         key=key,
         max_seq_length=16,
         tokens=32,
-        top_k=4,
+        top_k=top_k,
         seed=0,
         logger=NullLogger(),
     )
     width = LLAMA["hidden_size"]
     return HiddenStateBatches(
         predictions,
-        target,
-        layers,
+        recorder,
         width=width,
         key=key,
         max_bytes=max_bytes,
@@ -82,7 +82,7 @@ def test_cached_and_computed_states_are_those_of_the_target(target, monkeypatch)
 def test_damaged_states_are_computed_again(target):
     expected = batches(target, 1e9)
     states = [np.array(batch.target[-1]) for batch in expected]
-    file = expected._folder / "00000" / "states.safetensors"
+    file = next(expected._folder.glob("*/states.safetensors"))
     data = bytearray(file.read_bytes())
     data[-3] ^= 255
     file.write_bytes(bytes(data))
@@ -106,3 +106,25 @@ def test_size_is_stated_and_limited(target):
     first, second = (line for line in logger.lines if line.startswith("hidden states"))
     assert first.endswith("GB, cached on disk")
     assert second.endswith("GB, computed in every step")
+
+
+@pytest.mark.parametrize(("max_bytes", "top_k"), [(1e9, 4), (0, None)])
+def test_predictions_and_states_take_one_forward_pass(
+    target, monkeypatch, max_bytes, top_k
+):
+    calls = []
+
+    def counted(model, tokens, layer_ids):
+        calls.append(tokens)
+        return forward_with_hidden_states(model, tokens, layer_ids)
+
+    monkeypatch.setattr("lmx.draft.hidden_states.forward_with_hidden_states", counted)
+    key = f"one pass {top_k}"
+    made = batches(target, max_bytes, key=key, top_k=top_k)
+    for batch in made:
+        expected = forward_with_hidden_states(target, batch.tokens[:, :-1], LAYERS)
+        assert mx.allclose(batch.target[-1], expected[1], rtol=2e-3, atol=2e-3)
+        if top_k is None:
+            logits = expected[0] - mx.logsumexp(expected[0], axis=-1, keepdims=True)
+            assert mx.allclose(batch.target[0], logits, atol=1e-5)
+    assert len(calls) == len(made)

@@ -17,7 +17,7 @@ from ..data.tokenization import Example
 from ..generation.completions import CachedGenerator, completion_example
 from ..generation.prompt import encode_chat, encode_text
 from ..run.logger import RunLogger
-from ..training.teacher_cache import cache_part_targets
+from ..training.teacher_cache import PartTargets, cache_part_targets
 from ..training.teacher_targets import (
     TeacherTarget,
     full_targets,
@@ -192,17 +192,9 @@ class DistillationBatches:
         self.seed = seed
         self._batches = list(batches.in_order())
         self._teacher = teacher
-        self._cached_targets = None
-        if top_k is not None:
-            with cache.locked_folder("draft_targets", cache.key_of(facts)) as folder:
-                self._cached_targets = cache_part_targets(
-                    folder,
-                    [mx.contiguous(batch.tokens[:, :-1]) for batch in self._batches],
-                    teacher,
-                    digest=key,
-                    top_k=top_k,
-                    logger=logger,
-                )
+        self._top_k = top_k
+        self._facts, self._key, self._logger = facts, key, logger
+        self._cached_targets: PartTargets | None = None
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -235,7 +227,26 @@ class DistillationBatches:
             counts += np.bincount(tokens, minlength=vocab_size)
         return counts
 
+    def cache_targets(self) -> None:
+        """Compute the predictions that are to be cached and are not yet."""
+        if self._top_k is None or self._cached_targets:
+            return
+        entry = cache.key_of(self._facts)
+        with cache.locked_folder("draft_targets", entry) as folder:
+            self._cached_targets = cache_part_targets(
+                folder,
+                [
+                    mx.contiguous(self.tokens_of(index))
+                    for index in range(len(self._batches))
+                ],
+                self._teacher,
+                digest=self._key,
+                top_k=self._top_k,
+                logger=self._logger,
+            )
+
     def _target(self, index: int) -> TeacherTarget:
+        self.cache_targets()
         if self._cached_targets:
             return self._cached_targets[index]
         return full_targets(self._teacher(self.tokens_of(index)))

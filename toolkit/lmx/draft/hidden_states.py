@@ -1,6 +1,6 @@
 """Training batches of drafters: completions with the target's hidden states."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,14 +21,42 @@ MAX_FLOAT16 = 6e4
 BYTES_PER_VALUE = 2
 
 
+class HiddenStateRecorder:
+    """A target that predicts for a distillation; its hidden states can be kept.
+
+    So one forward pass gives both.
+
+    Attributes:
+        on_states: called with the tokens [B, L] and hidden states [B, L, n * width] of
+            every prediction; None = they are not computed.
+    """
+
+    def __init__(self, model: nn.Module, layer_ids: Sequence[int]):
+        self.model = model
+        self.layer_ids = tuple(layer_ids)
+        self.on_states: Callable[[mx.array, mx.array], None] | None = None
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        """Logits [B, L, V] of tokens [B, L]."""
+        if self.on_states is None:
+            return self.model(tokens)
+        logits, states = forward_with_hidden_states(self.model, tokens, self.layer_ids)
+        self.on_states(tokens, states)
+        return logits
+
+    def states(self, tokens: mx.array) -> mx.array:
+        """Hidden states [B, L, n * width] alone."""
+        return forward_with_hidden_states(self.model, tokens, self.layer_ids)[1]
+
+
 class HiddenStateBatches:
     """The batches of a distillation; their targets end with the hidden states.
 
-    These come from a cache on disk, or the target runs for every batch.
+    These come from a cache on disk, by a hash of the tokens, or from the forward pass
+    of every batch.
 
     Args:
-        batches: with the target's predictions.
-        target: the model.
+        batches: with the predictions of `target`.
         width: of one hidden state.
         key: hash of the target.
         max_bytes: largest cache.
@@ -38,8 +66,7 @@ class HiddenStateBatches:
     def __init__(
         self,
         batches: DistillationBatches,
-        target: nn.Module,
-        layer_ids: Sequence[int],
+        target: HiddenStateRecorder,
         *,
         width: int,
         key: str,
@@ -48,18 +75,19 @@ class HiddenStateBatches:
     ):
         self._batches = batches
         self._target = target
-        self._layer_ids = tuple(layer_ids)
-        self.digest = cache.key_of([batches.digest, list(layer_ids)])
+        self._key = cache.key_of([key, target.layer_ids])
+        self.digest = cache.key_of([batches.digest, target.layer_ids])
         self._folder: Path | None = None
+        # Those of the last forward pass, without a cache.
+        self._states: mx.array | None = None
         tokens = sum(batches.tokens_of(index).size for index in range(len(batches)))
-        size = tokens * len(layer_ids) * width * BYTES_PER_VALUE
+        size = tokens * len(target.layer_ids) * width * BYTES_PER_VALUE
         place = "cached on disk" if size <= max_bytes else "computed in every step"
         logger.info(f"hidden states of {tokens:,} tokens: {size / 1e9:.2f} GB, {place}")
         if size <= max_bytes:
             entry = cache.key_of([key, self.digest])
             with cache.locked_folder("hidden_states", entry) as folder:
                 self._fill(folder, size, logger)
-                self._folder = folder
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -69,35 +97,62 @@ class HiddenStateBatches:
         return self[self._batches.index_of(step)]
 
     def __getitem__(self, index: int) -> Batch:
-        batch = self._batches[index]
+        if self._folder:
+            batch, states = self._batches[index], self._load(index)
+        else:
+            batch, states = self._computed(index)
         predictions = [part for part in batch.target if part is not None]
-        states = self._load(index) if self._folder else self._compute(index)
         return replace(batch, target=(*predictions, states))
 
     def __iter__(self) -> Iterator[Batch]:
         return (self[index] for index in range(len(self)))
 
-    def _compute(self, index: int) -> mx.array:
-        """Hidden states [B, L, n * width]."""
-        tokens = self._batches.tokens_of(index)
-        return forward_with_hidden_states(self._target, tokens, self._layer_ids)[1]
+    def _computed(self, index: int) -> tuple[Batch, mx.array]:
+        """A batch and its hidden states, in one forward pass if it predicts now."""
+        self._states = None
+        self._target.on_states = self._keep
+        batch = self._batches[index]
+        self._target.on_states = None
+        if self._states is None:
+            return batch, self._target.states(self._batches.tokens_of(index))
+        return batch, self._states
+
+    def _keep(self, _, states: mx.array) -> None:
+        self._states = states
 
     def _load(self, index: int) -> mx.array:
-        states = mx.load(str(self._folder / f"{index:05d}" / FILE))[NAME]
-        return states.astype(mx.float32)
+        place = self._place(self._batches.tokens_of(index))
+        return mx.load(str(place / FILE))[NAME].astype(mx.float32)
 
     def _fill(self, folder: Path, size: int, logger: RunLogger) -> None:
         """Compute the batches whose files are missing or damaged."""
         require_space(folder, size)
+        self._folder = folder
+        # Predictions that are missing are computed in the same forward passes.
+        self._target.on_states = self._write
+        self._batches.cache_targets()
+        self._target.on_states = None
         with logger.progress(len(self), "hidden states") as progress:
             for index in range(len(self)):
-                place, key = folder / f"{index:05d}", f"{self.digest} {index}"
-                if read_index(place, key) is None:
-                    remove(place)
-                    with atomic_folder(place) as partial:
-                        _save(partial / FILE, self._compute(index))
-                        write_index(partial, key, {})
+                tokens = self._batches.tokens_of(index)
+                place = self._place(tokens)
+                if read_index(place, self._index_key(place)) is None:
+                    self._write(tokens, self._target.states(tokens))
                 progress.advance()
+
+    def _write(self, tokens: mx.array, states: mx.array) -> None:
+        place = self._place(tokens)
+        remove(place)
+        with atomic_folder(place) as partial:
+            _save(partial / FILE, states)
+            write_index(partial, self._index_key(place), {})
+
+    def _place(self, tokens: mx.array) -> Path:
+        """Where the hidden states of a batch are."""
+        return self._folder / cache.key_of(tokens.tolist())
+
+    def _index_key(self, place: Path) -> str:
+        return f"{self._key} {place.name}"
 
 
 def _save(file: Path, states: mx.array) -> None:

@@ -154,7 +154,8 @@ def generation_cost(
     if config.architecture != "model":
         states = tokens * _state_bytes(target, config)
         states *= states <= 1e9 * data.max_hidden_states_gb
-    passes = 1 + (data.top_k is not None) + (states > 0)
+    # One forward pass gives predictions and hidden states.
+    passes = 1 + (data.top_k is not None or states > 0)
     operations = 2 * target.parameters * passes * tokens
     return GenerationCost(tokens, size * tokens, operations, states)
 

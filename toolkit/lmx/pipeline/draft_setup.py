@@ -42,6 +42,9 @@ class DraftData:
 
     Args:
         digest: hash of the target's files.
+
+    Attributes:
+        teacher: makes the predictions; the target, or a function with its results.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class DraftData:
         self.context = context
         self.target = target
         self.digest = digest
+        self.teacher: Callable[[mx.array], mx.array] = target.model
 
     @cached_property
     def train_batches(self) -> DistillationBatches:
@@ -157,7 +161,7 @@ class DraftData:
         config, context = self.config.data_generation, self.context
         return DistillationBatches(
             examples,
-            self.target.model,
+            self.teacher,
             key=self.digest,
             max_seq_length=context.data.max_seq_length + config.max_tokens,
             tokens=self.config.batch_tokens,

@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 from ..config.draft import DrafterConfig
 from ..draft.candidates import DrafterCandidate
 from ..draft.drafter_loss import DrafterLoss
-from ..draft.hidden_states import HiddenStateBatches
+from ..draft.hidden_states import HiddenStateBatches, HiddenStateRecorder
 from ..models.drafters.base import Drafter
 from ..models.drafters.io import ARCHITECTURES, bind_target, save_drafter
 from ..models.hidden_states import require_hidden_states
@@ -77,6 +77,8 @@ class DrafterDistillation(DraftDistillation):
             vocab_size=vocab_size,
             num_blocks=num_blocks,
         )
+        # One forward pass gives the predictions and the hidden states.
+        self.data.teacher = HiddenStateRecorder(target.model, drafter.layer_ids)
         drafter.choose_vocabulary(self.data.train_batches.token_counts(vocab_size))
         bind_target(drafter, target.model, place=place)
         drafter.initialize()
@@ -107,8 +109,7 @@ class DrafterDistillation(DraftDistillation):
     def _batches(self, batches, drafter: Drafter) -> HiddenStateBatches:
         return HiddenStateBatches(
             batches,
-            self.target.model,
-            drafter.layer_ids,
+            self.data.teacher,
             width=drafter.config.hidden_size,
             key=self.digest,
             max_bytes=1e9 * self.config.data_generation.max_hidden_states_gb,
