@@ -102,7 +102,7 @@ class DraftEvaluation:
 
     def _benchmark(self, candidate: Candidate) -> DraftReport:
         config, context, target = self.config.benchmark, self.context, self.target
-        draft = self._measure(candidate)
+        draft = MeasuredCandidate(candidate, self.costs(candidate))
         benchmark = DraftBenchmark(
             target.model,
             draft,
@@ -112,8 +112,7 @@ class DraftEvaluation:
                 for name, prompts in self.data.prompt_sets.items()
             },
             max_tokens=config.max_tokens,
-            baseline_model=self.baseline
-            and self._measure(ModelCandidate(self.baseline.model)),
+            baseline_model=self._measured_baseline(),
             logger=context.logger,
         )
         modes = decoding_modes(config.temperature, context.seed)
@@ -138,12 +137,18 @@ class DraftEvaluation:
         draft_costs = [candidate.draft_bytes(count) / step for count in counts]
         return SpeculationCosts.of_other_machine(verify_cost, draft_costs)
 
-    def _measure(self, candidate: Candidate) -> MeasuredCandidate:
+    def _measured_baseline(self) -> MeasuredCandidate | None:
+        if self.baseline is None:
+            return None
+        candidate = ModelCandidate(self.baseline.model)
+        return MeasuredCandidate(candidate, self.costs(candidate))
+
+    def costs(self, candidate: Candidate) -> SpeculationCosts:
+        """Measured costs of the target and of a draft, as they are served."""
         length = mean_prompt_length(self.data.benchmark_prompts)
-        costs = measure_speculation_costs(
+        return measure_speculation_costs(
             self.target.model, candidate, prompt_length=length
         )
-        return MeasuredCandidate(candidate, costs)
 
     def _write_report(self, record: dict) -> None:
         """Add to report.json, which an evaluate stage may have begun."""

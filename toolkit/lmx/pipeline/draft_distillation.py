@@ -9,8 +9,7 @@ import numpy as np
 from ..config.draft import DraftConfig
 from ..draft.acceptance import predict_accepted_lengths
 from ..draft.candidates import Candidate, all_acceptance_probs
-from ..draft.cost_model import SpeculationCosts, measure_speculation_costs
-from ..draft.dataset import mean_prompt_length
+from ..draft.cost_model import SpeculationCosts
 from ..models.checkpoint import weights_digest
 from ..training.schedules import learning_rate_at
 from ..training.step import TrainStep
@@ -47,13 +46,6 @@ class DraftDistillation(ABC):
             schedule="cosine",
             warmup_ratio=WARMUP_RATIO,
             min_lr_ratio=MIN_LR_RATIO,
-        )
-
-    def costs(self, candidate: Candidate) -> SpeculationCosts:
-        """Measured costs of the target and of a draft, as they are served."""
-        length = mean_prompt_length(self.data.benchmark_prompts)
-        return measure_speculation_costs(
-            self.target.model, candidate, prompt_length=length
         )
 
     def predict(self, candidate: Candidate, costs: SpeculationCosts) -> dict:

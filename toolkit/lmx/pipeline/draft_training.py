@@ -91,7 +91,7 @@ class DraftModelDistillation(DraftDistillation):
 
     def _folder_costs(self, folder: Path) -> SpeculationCosts:
         """Costs of the target and of the model in a folder, as they are served."""
-        return self.costs(ModelCandidate(self.context.load(folder).model))
+        return self.evaluation.costs(ModelCandidate(self.context.load(folder).model))
 
     def _predict(self, model, costs: SpeculationCosts) -> dict:
         """Acceptance on held-out completions, and the speed-up that it predicts."""

@@ -35,7 +35,7 @@ class DrafterDistillation(DraftDistillation):
             f"{self.config.architecture} drafter: {parameters:,} weights, reads the "
             f"outputs of blocks {', '.join(map(str, drafter.layer_ids))}"
         )
-        costs = self.costs(self._candidate(drafter))
+        costs = self.evaluation.costs(self._candidate(drafter))
         step = self._make_step(drafter)
 
         def log_prediction(done: int) -> None:

@@ -6,6 +6,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from ...config.draft import DrafterConfig
 from ..blockwise import BlockwiseModel
 from ..trunk_head import TrunkHeadSplit
 
@@ -51,18 +52,41 @@ class Drafter(nn.Module):
 
     Attributes:
         architecture: its name in recipes.
+        config_class: its sizes, with a class method `for_target` like that below.
         layer_ids: the target's blocks, from 0, whose outputs it reads.
         max_draft_tokens: most draft tokens of a round; None = any number.
         drafts_in_one_pass: whether all draft tokens of a round are drafted at once.
     """
 
     architecture: ClassVar[str]
+    config_class: ClassVar[type]
     layer_ids: tuple[int, ...]
     max_draft_tokens: int | None = None
     drafts_in_one_pass: ClassVar[bool] = False
 
     # `nn.Module` does not treat names with an underscore as parameters.
     _target: TargetHead | None = None
+
+    @classmethod
+    def for_target(
+        cls,
+        target_config: dict,
+        config: DrafterConfig,
+        *,
+        width: int,
+        vocab_size: int,
+        num_blocks: int,
+    ) -> Self:
+        """A drafter with random weights, and layers like the target's blocks.
+
+        Args:
+            target_config: the target's config.json.
+            config: its `mask_token_id` is set.
+            width: of the target's hidden states.
+            num_blocks: of the target.
+        """
+        sizes = {"width": width, "vocab_size": vocab_size, "num_blocks": num_blocks}
+        return cls(cls.config_class.for_target(target_config, config, **sizes))
 
     def choose_layers(self, num_blocks: int) -> None:
         """Choose `layer_ids` if the files name no blocks.

@@ -11,7 +11,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ...config.draft import DrafterConfig
 from ...errors import UserError, library_errors
 from ..loader import kv_cache, make_rope
 from .base import Drafter
@@ -134,6 +133,7 @@ class DFlashDrafter(Drafter):
     """A DFlash drafter with random weights."""
 
     architecture = "dflash"
+    config_class = DFlashConfig
     drafts_in_one_pass = True
 
     def __init__(self, config: DFlashConfig):
@@ -146,27 +146,6 @@ class DFlashDrafter(Drafter):
         self.hidden_norm = nn.RMSNorm(width, eps=eps)
         self.layers = [DFlashLayer(config) for _ in range(config.num_hidden_layers)]
         self.norm = nn.RMSNorm(width, eps=eps)
-
-    @classmethod
-    def for_target(
-        cls,
-        target_config: dict,
-        config: DrafterConfig,
-        *,
-        width: int,
-        vocab_size: int,
-        num_blocks: int,
-    ) -> Self:
-        """A drafter with random weights; see `DFlashConfig.for_target`."""
-        return cls(
-            DFlashConfig.for_target(
-                target_config,
-                config,
-                width=width,
-                vocab_size=vocab_size,
-                num_blocks=num_blocks,
-            )
-        )
 
     def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
         """See `Drafter`."""

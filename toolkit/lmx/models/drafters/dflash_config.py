@@ -93,13 +93,7 @@ class DFlashConfig:
         vocab_size: int,
         num_blocks: int,
     ) -> Self:
-        """The sizes of a new drafter: attention and feed-forward as in the target.
-
-        Args:
-            target_config: the target's config.json.
-            config: `mask_token_id` is set.
-            width: of the target's hidden states.
-        """
+        """The sizes of a new drafter; see `Drafter.for_target`."""
         target = target_config | (target_config.get("text_config") or {})
         heads = _size(target, "num_attention_heads")
         head_dim = _size(target, "head_dim") or width // (heads or width)

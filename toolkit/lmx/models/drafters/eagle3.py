@@ -13,11 +13,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from ...config.draft import DrafterConfig
 from ...errors import UserError
 from ..loader import kv_cache
 from .base import Drafter
-from .eagle3_config import SGLANG, SPECULATORS, Eagle3Config
+from .eagle3_config import SGLANG, SPECULATORS, Eagle3Config, default_layer_ids
 from .eagle3_layers import DraftContext, Eagle3Layer, KeysValues
 from .initialization import initialize_from_target
 
@@ -39,6 +38,7 @@ class Eagle3Drafter(Drafter):
     """
 
     architecture = "eagle3"
+    config_class = Eagle3Config
 
     def __init__(self, config: Eagle3Config):
         super().__init__()
@@ -59,35 +59,6 @@ class Eagle3Drafter(Drafter):
             self.freeze(keys=["d2t"], recurse=False)
         self.layer_ids = config.layer_ids or ()
         self.max_draft_tokens = config.num_draft_tokens
-
-    @classmethod
-    def for_target(
-        cls,
-        target_config: dict,
-        config: DrafterConfig,
-        *,
-        width: int,
-        vocab_size: int,
-        num_blocks: int,
-    ) -> Self:
-        """A drafter with random weights and blocks like the target's.
-
-        Args:
-            target_config: config.json of the target.
-            width: of the hidden states.
-            num_blocks: of the target.
-        """
-        return cls(
-            Eagle3Config.for_target(
-                target_config,
-                width=width,
-                vocab_size=vocab_size,
-                draft_vocab_size=config.draft_vocab_size,
-                layer_ids=tuple(config.layer_ids or default_layer_ids(num_blocks)),
-                num_layers=config.num_layers or 1,
-                num_draft_tokens=config.num_draft_tokens,
-            )
-        )
 
     def choose_layers(self, num_blocks: int) -> None:
         self.layer_ids = self.layer_ids or default_layer_ids(num_blocks)
@@ -308,14 +279,3 @@ class Eagle3Drafter(Drafter):
                 "d2t of the drafter's files does not name the tokens that it can draft",
                 hint="d2t[d] is the token of draft id d, minus d",
             )
-
-
-def default_layer_ids(num_blocks: int) -> tuple[int, ...]:
-    """Three blocks near the start, the middle and the end of a model, or fewer.
-
-    With 8 blocks or more they are those of the authors.
-    """
-    if num_blocks >= 8:
-        return 1, num_blocks // 2 - 1, num_blocks - 4
-    last = max(0, num_blocks - 2)
-    return tuple(sorted({0, last // 2, last}))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Self
 
+from ...config.draft import DrafterConfig
 from ...errors import UserError
 
 SPECULATORS = "Eagle3Speculator"
@@ -65,18 +66,16 @@ class Eagle3Config:
     @classmethod
     def for_target(
         cls,
-        target: dict,
+        target_config: dict,
+        config: DrafterConfig,
         *,
         width: int,
         vocab_size: int,
-        draft_vocab_size: int | None,
-        layer_ids: tuple[int, ...],
-        num_layers: int,
-        num_draft_tokens: int,
+        num_blocks: int,
     ) -> Self:
-        """The sizes of a block of the target, from its config.json."""
-        architectures = target.get("architectures", [])
-        target = target.get("text_config", target)
+        """The sizes of a new drafter; see `Drafter.for_target`."""
+        architectures = target_config.get("architectures", [])
+        target = target_config.get("text_config", target_config)
         heads = target.get("num_attention_heads") or max(1, width // 64)
         head_dim = target.get("head_dim") or width // heads
         inner = target.get("intermediate_size")
@@ -87,10 +86,10 @@ class Eagle3Config:
             num_kv_heads=target.get("num_key_value_heads") or heads,
             head_dim=head_dim,
             vocab_size=vocab_size,
-            draft_vocab_size=min(draft_vocab_size or vocab_size, vocab_size),
-            layer_ids=layer_ids,
-            num_layers=num_layers,
-            num_draft_tokens=num_draft_tokens,
+            draft_vocab_size=min(config.draft_vocab_size or vocab_size, vocab_size),
+            layer_ids=tuple(config.layer_ids or default_layer_ids(num_blocks)),
+            num_layers=config.num_layers or 1,
+            num_draft_tokens=config.num_draft_tokens,
             rms_norm_eps=target.get("rms_norm_eps", 1e-6),
             rope=_target_rope(target),
             verifier={"name_or_path": None, "architectures": architectures},
@@ -244,3 +243,14 @@ def _layer_ids(config: dict, place: str) -> tuple[int, ...] | None:
 def _num_draft_tokens(config: dict) -> int | None:
     methods = config.get("speculators_config", {}).get("proposal_methods") or [{}]
     return methods[0].get("speculative_tokens")
+
+
+def default_layer_ids(num_blocks: int) -> tuple[int, ...]:
+    """Three blocks near the start, the middle and the end of a model, or fewer.
+
+    With 8 blocks or more they are those of the authors.
+    """
+    if num_blocks >= 8:
+        return 1, num_blocks // 2 - 1, num_blocks - 4
+    last = max(0, num_blocks - 2)
+    return tuple(sorted({0, last // 2, last}))
