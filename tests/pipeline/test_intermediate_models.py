@@ -17,7 +17,7 @@ CASES = {
     ),
     "draft": (
         {"draft": DRAFT},
-        "draft_training.DraftModelDistillation._train",
+        "draft_training.DraftModelDistillation.make_trainer",
         "initial",
     ),
 }

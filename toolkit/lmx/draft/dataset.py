@@ -137,8 +137,8 @@ def generate_completions(
     generator: CachedGenerator,
     *,
     seed: int,
-) -> list[Example]:
-    """Training examples: prompts with the target's completions.
+) -> list[list[int]]:
+    """The target's completions of the prompts.
 
     The temperatures of the config are used in turn.
     """
@@ -148,11 +148,16 @@ def generate_completions(
             enumerate(prompts), cycle(config.temperatures)
         )
     ]
+    return generator.generate(requests)
+
+
+def completion_examples(
+    prompts: Sequence[Prompt], completions: Sequence[list[int]]
+) -> list[Example]:
+    """Training examples: prompts with their completions, which alone are trained."""
     return [
         completion_example(prompt.tokens, completion, prompt.where)
-        for prompt, completion in zip(
-            prompts, generator.generate(requests), strict=True
-        )
+        for prompt, completion in zip(prompts, completions, strict=True)
     ]
 
 

@@ -22,6 +22,7 @@ class DraftStage(Stage):
     """Distil a draft model into draft/; the current model stays as it is."""
 
     kind = "draft"
+    runs_on_all_ranks = True
     other_models = (("draft_model", "init_from"), ("benchmark", "baseline_model"))
     config: DraftConfig
 
@@ -81,9 +82,9 @@ class DraftStage(Stage):
         """
         # Imported here, so that a recipe is checked without the libraries of a run.
         if self.config.architecture == "model":
-            from .draft_training import DraftModelDistillation
-
-            return DraftModelDistillation(self.config, context).run()
-        from .drafter_training import DrafterDistillation
-
-        return DrafterDistillation(self.config, context).run()
+            from .draft_training import DraftModelDistillation as Distillation
+        else:
+            from .drafter_training import DrafterDistillation as Distillation
+        with context.ranks.collective_errors():
+            distillation = Distillation(self.config, context)
+        return distillation.run()

@@ -2,8 +2,8 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
+import mlx.nn as nn
 import numpy as np
 
 from ..config.draft import DraftConfig
@@ -22,7 +22,10 @@ WARMUP_RATIO, MIN_LR_RATIO = 0.05, 0.1
 
 
 class DraftDistillation(ABC):
-    """Makes the draft of one draft stage by distilling the current model."""
+    """Makes the draft of one draft stage by distilling the current model.
+
+    All ranks train. The first one does everything else.
+    """
 
     def __init__(self, config: DraftConfig, context: StageContext):
         self.config = config
@@ -33,9 +36,46 @@ class DraftDistillation(ABC):
         # Here, so that a bad baseline model is refused before the training.
         self.evaluation = DraftEvaluation(self.data)
 
-    @abstractmethod
     def run(self) -> ModelArtifact:
-        """Leave the draft in draft/ and its metrics in report.json."""
+        """Leave the draft in draft/ and its metrics in report.json.
+
+        Raises:
+            UserError: the ranks have other models or data.
+        """
+        ranks = self.context.ranks
+        ranks.require_same(
+            self.digest, "has another target", hint="give all machines the same model"
+        )
+        self.data.generate()
+        with ranks.collective_errors():
+            if ranks.is_first:
+                self.prepare()
+        with ranks.collective_errors():
+            trainer = self.make_trainer()
+        loss = trainer.train()
+        with ranks.collective_errors():
+            if not ranks.is_first:
+                return self.context.current
+            return self.finish(trainer, loss)
+
+    def prepare(self) -> None:  # noqa: B027
+        """What the first rank does alone, before the others make their trainers."""
+
+    @abstractmethod
+    def make_trainer(self) -> Trainer:
+        """The trainer of this rank."""
+
+    @abstractmethod
+    def predicted(self, model: nn.Module) -> dict:
+        """Metrics of the model or drafter on held-out completions."""
+
+    @abstractmethod
+    def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
+        """Write, benchmark and publish the trained draft.
+
+        Args:
+            loss: the validation loss of the trained weights.
+        """
 
     def learning_rate(self, number: int, steps: int) -> float:
         """Of a step, from 0."""
@@ -71,15 +111,16 @@ class DraftDistillation(ABC):
             for name, values in zip(references, curves, strict=True)
         }
 
-    def trainer(
-        self,
-        step: TrainStep,
-        batches,
-        eval_batches,
-        on_evaluate: Callable[[int], None],
-    ) -> Trainer:
+    def trainer(self, step: TrainStep, batches, eval_batches) -> Trainer:
         """The trainer of the stage's steps."""
         config = self.config
+
+        def log_prediction(done: int) -> None:
+            model = step.materialize()
+            with step.ranks.collective_errors():
+                if step.ranks.is_first:
+                    self._log(done, self.predicted(model))
+
         return Trainer(
             step,
             batches,
@@ -95,16 +136,28 @@ class DraftDistillation(ABC):
             learning_rate=lambda number: self.learning_rate(number, config.steps),
             eval_batches=list(eval_batches),
             logger=self.context.logger,
-            on_evaluate=on_evaluate,
+            on_evaluate=log_prediction,
             callbacks=self.context.extensions.callbacks,
         )
 
+    def facts(self, trainer: Trainer, loss: float, model: nn.Module) -> dict:
+        """Facts about the training of a model or drafter, for the report."""
+        return {
+            "steps": trainer.selected_step,
+            "trained_tokens": trainer.progress.trained_tokens,
+            "validation_loss": loss,
+            "expected": self.predicted(model),
+        }
 
-def summary(predicted: dict) -> str:
-    """A prediction in one line."""
-    length = predicted["num_draft_tokens"]
-    return (
-        f"predicted with {length} draft tokens: accepted length "
-        f"{predicted['accepted_length'][length - 1]:.2f}, speed-up "
-        f"{predicted['predicted_speedup']:.2f}x"
-    )
+    def _log(self, done: int, predicted: dict) -> None:
+        self.context.logger.metrics({"kind": "draft", "step": done} | predicted)
+        self.context.logger.info(f"step {done}: {self.summary(predicted)}")
+
+    def summary(self, predicted: dict) -> str:
+        """A prediction in one line."""
+        length = predicted["num_draft_tokens"]
+        return (
+            f"predicted with {length} draft tokens: accepted length "
+            f"{predicted['accepted_length'][length - 1]:.2f}, speed-up "
+            f"{predicted['predicted_speedup']:.2f}x"
+        )

@@ -36,9 +36,12 @@ from ..run import fs
 from .context import StageContext, is_complete, mark_complete, write_model
 from .estimate import DEPTH_FRACTIONS
 
+# The folder of the initial draft model, in that of the stage.
+INITIAL_FOLDER = "initial"
+
 
 class DraftData:
-    """Prompts and target completions of a draft stage, each made when first used.
+    """Prompts and target completions of a draft stage.
 
     Args:
         digest: hash of the target's files.
@@ -60,19 +63,21 @@ class DraftData:
         self.digest = digest
         self.teacher: Callable[[mx.array], mx.array] = target.model
 
+    def generate(self) -> None:
+        """Complete the prompts on the first rank; all ranks get the completions."""
+        config = self.config.data_generation
+        self._train_examples = self._completed("train", config.num_prompts)
+        self._eval_examples = self._completed("valid", config.num_eval_prompts)
+
     @cached_property
     def train_batches(self) -> DistillationBatches:
         """Completions of the training prompts, with the target's predictions."""
-        count = self.config.data_generation.num_prompts
-        prompts = self._select_prompts(self.context.rows.train, count)
-        return self._batches(self._completions(prompts))
+        return self._batches(self._train_examples)
 
     @cached_property
     def eval_batches(self) -> DistillationBatches:
         """The same of the validation prompts."""
-        count = self.config.data_generation.num_eval_prompts
-        prompts = self._select_prompts(self.context.rows.valid, count)
-        return self._batches(self._completions(prompts))
+        return self._batches(self._eval_examples)
 
     @cached_property
     def references(self) -> dict[str, list[ReferenceCompletion]]:
@@ -150,12 +155,22 @@ class DraftData:
             lambda: model, self.digest, self.stop_tokens, self.context.logger
         )
 
-    def _completions(self, prompts: list[Prompt]) -> list[Example]:
+    def _completed(self, split: str, count: int) -> list[Example]:
         context, config = self.context, self.config.data_generation
-        context.logger.info(f"{len(prompts):,} prompts for the target to complete")
-        return dataset.generate_completions(
-            prompts, config, self._generator, seed=context.seed
-        )
+        ranks = context.ranks
+        with ranks.collective_errors():
+            prompts = self._select_prompts(getattr(context.rows, split), count)
+            completions = None
+            if ranks.is_first:
+                context.logger.info(
+                    f"{len(prompts):,} prompts for the target to complete"
+                )
+                completions = dataset.generate_completions(
+                    prompts, config, self._generator, seed=context.seed
+                )
+        # Another machine's rounding may give other tokens.
+        completions = ranks.broadcast_object(completions)
+        return dataset.completion_examples(prompts, completions)
 
     def _batches(self, examples: list[Example]) -> DistillationBatches:
         config, context = self.config.data_generation, self.context
@@ -205,7 +220,7 @@ class DraftInitializer:
         Args:
             predict_speedup: the predicted speed-up of the model in a folder.
         """
-        folder = self.context.folder / "initial"
+        folder = self.context.folder / INITIAL_FOLDER
         if is_complete(folder, self.context.logger.warning):
             return folder
         self._write(folder, self._best_shape(predict_speedup))

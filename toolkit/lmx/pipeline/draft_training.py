@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
@@ -13,13 +14,15 @@ from ..draft.losses import DraftLoss, acceptance_bounds
 from ..models.checkpoint import config_int
 from ..models.loader import LoadedModel, set_compute_dtype
 from ..models.trunk_head import NoTrunkHeadSplit
+from ..run.distributed import SINGLE_PROCESS, ProcessGroup
 from ..training.chunked_loss import ChunkedLoss
 from ..training.optimizers import OptimizerConfig
 from ..training.step import TrainStep
+from ..training.trainer import Trainer
 from .context import ModelArtifact, write_model
-from .draft_distillation import DraftDistillation, summary
+from .draft_distillation import DraftDistillation
 from .draft_estimate import loss_chunk
-from .draft_setup import DraftInitializer
+from .draft_setup import INITIAL_FOLDER, DraftInitializer
 from .estimate import training_dtype
 from .quantize import QuantizeStage
 
@@ -32,21 +35,31 @@ IMPORTANCE_TOKENS = 256
 class DraftModelDistillation(DraftDistillation):
     """Makes the draft model of one draft stage."""
 
-    def run(self) -> ModelArtifact:
-        """Leave the draft model in draft/ and its metrics in report.json."""
-        context = self.context
+    def prepare(self) -> None:
+        """Write the initial draft model."""
         initializer = DraftInitializer(
-            self.config.draft_model, context, self.target, self._sample_tokens()
+            self.config.draft_model, self.context, self.target, self._sample_tokens()
         )
         initial = initializer.init(self._predict_speedup)
         # Its source model needs memory.
         del initializer
-        trained, facts = self._train(initial)
+        self._costs = self._folder_costs(initial)
+
+    def make_trainer(self) -> Trainer:
+        context = self.context
+        initial = context.require_visible(context.folder / INITIAL_FOLDER)
+        step, self._initial = self._make_step(initial, context.ranks)
+        return self.trainer(step, self.data.train_batches, self.data.eval_batches)
+
+    def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
+        context, model = self.context, trainer.step.materialize()
+        facts = self.facts(trainer, loss, model)
+        trained, facts["parameters"] = self._write(model)
         draft = self._quantize(trained)
         if draft != trained:
             costs = self._folder_costs(draft)
             predicted = self._predict(context.load(draft).model, costs)
-            context.logger.info(f"quantized: {_summary(predicted)}")
+            context.logger.info(f"quantized: {self.summary(predicted)}")
             facts |= {"before_quantizing": facts["expected"], "expected": predicted}
         return self.evaluation.run(draft, self.evaluation.load_model(draft), facts)
 
@@ -55,7 +68,9 @@ class DraftModelDistillation(DraftDistillation):
         tokens = [batch.tokens.reshape(-1) for batch in self.data.eval_batches]
         return mx.concatenate(tokens)[None, :IMPORTANCE_TOKENS]
 
-    def _make_step(self, folder: Path) -> tuple[TrainStep, LoadedModel]:
+    def _make_step(
+        self, folder: Path, ranks: ProcessGroup = SINGLE_PROCESS
+    ) -> tuple[TrainStep, LoadedModel]:
         config, loaded = self.config, self.context.load(folder, compute="stored")
         compute = training_dtype("auto", loaded.dtype)
         loss = DraftLoss(config.loss, eta=config.eta, cross_entropy=config.ce_weight)
@@ -65,6 +80,7 @@ class DraftModelDistillation(DraftDistillation):
             compute_dtype=compute,
             chunked_loss=self._chunked_loss(loaded),
             teacher_loss=loss,
+            ranks=ranks,
         )
         set_compute_dtype(loaded.model, compute)
         return step, loaded
@@ -107,33 +123,17 @@ class DraftModelDistillation(DraftDistillation):
         }
         return bounds | self.predict(ModelCandidate(model), costs)
 
-    def _train(self, initial: Path) -> tuple[Path, dict]:
-        """The folder of the trained draft model, and facts about the training."""
-        costs, logger = self._folder_costs(initial), self.context.logger
-        step, loaded = self._make_step(initial)
+    def predicted(self, model: nn.Module) -> dict:
+        return self._predict(model, self._costs)
 
-        def log_prediction(done: int) -> None:
-            predicted = self._predict(step.materialize(), costs)
-            logger.metrics({"kind": "draft", "step": done} | predicted)
-            logger.info(f"step {done}: {_summary(predicted)}")
-
-        data = self.data
-        trainer = self.trainer(
-            step, data.train_batches, data.eval_batches, log_prediction
-        )
-        loss = trainer.train()
-        folder = self.context.folder / "dense"
-        weights = dict(tree_flatten(step.materialize().parameters()))
+    def _write(self, model: nn.Module) -> tuple[Path, int]:
+        """The folder of the trained draft model, and the number of its weights."""
+        folder, loaded = self.context.folder / "dense", self._initial
+        weights = dict(tree_flatten(model.parameters()))
         weights = {k: v.astype(loaded.dtype) for k, v in weights.items()}
         parameters = sum(value.size for value in weights.values())
         write_model(folder, loaded, weights)
-        return folder, {
-            "parameters": parameters,
-            "steps": trainer.selected_step,
-            "trained_tokens": trainer.progress.trained_tokens,
-            "validation_loss": loss,
-            "expected": self._predict(step.materialize(), costs),
-        }
+        return folder, parameters
 
     def _quantize(self, trained: Path) -> Path:
         """The folder of the draft model as it will be served."""
@@ -145,10 +145,9 @@ class DraftModelDistillation(DraftDistillation):
         context = replace(self.context, folder=folder, current=current)
         return QuantizeStage(self.config.quantization).run(context).model
 
-
-def _summary(predicted: dict) -> str:
-    return (
-        "sampled acceptance rate between "
-        f"{predicted['acceptance_lower_bound']:.1%} and "
-        f"{predicted['acceptance_upper_bound']:.1%}; {summary(predicted)}"
-    )
+    def summary(self, predicted: dict) -> str:
+        return (
+            "sampled acceptance rate between "
+            f"{predicted['acceptance_lower_bound']:.1%} and "
+            f"{predicted['acceptance_upper_bound']:.1%}; " + super().summary(predicted)
+        )

@@ -17,8 +17,9 @@ from ..models.loader import set_compute_dtype
 from ..run.fs import atomic_folder
 from ..training.optimizers import OptimizerConfig
 from ..training.step import TrainStep
+from ..training.trainer import Trainer
 from .context import ModelArtifact
-from .draft_distillation import DraftDistillation, summary
+from .draft_distillation import DraftDistillation
 from .draft_estimate import loss_chunk
 from .estimate import training_dtype
 
@@ -26,38 +27,30 @@ from .estimate import training_dtype
 class DrafterDistillation(DraftDistillation):
     """Makes the drafter of one draft stage."""
 
-    def run(self) -> ModelArtifact:
-        logger = self.context.logger
-        drafter = self._make_drafter()
+    def make_trainer(self) -> Trainer:
+        drafter, ranks = self._make_drafter(), self.context.ranks
         trained = tree_flatten(drafter.trainable_parameters())
-        parameters = sum(value.size for _, value in trained)
-        logger.info(
-            f"{self.config.architecture} drafter: {parameters:,} weights, reads the "
-            f"outputs of blocks {', '.join(map(str, drafter.layer_ids))}"
+        self._num_parameters = sum(value.size for _, value in trained)
+        self.context.logger.info(
+            f"{self.config.architecture} drafter: {self._num_parameters:,} weights, "
+            "reads the outputs of blocks "
+            f"{', '.join(map(str, drafter.layer_ids))}"
         )
-        costs = self.evaluation.costs(self._candidate(drafter))
-        step = self._make_step(drafter)
-
-        def log_prediction(done: int) -> None:
-            predicted = self.predict(self._candidate(step.materialize()), costs)
-            logger.metrics({"kind": "draft", "step": done} | predicted)
-            logger.info(f"step {done}: {summary(predicted)}")
-
-        trainer = self.trainer(
-            step,
+        if ranks.is_first:
+            self._costs = self.evaluation.costs(self._candidate(drafter))
+        return self.trainer(
+            self._make_step(drafter),
             self._batches(self.data.train_batches, drafter),
             self._batches(self.data.eval_batches, drafter),
-            log_prediction,
         )
-        loss = trainer.train()
-        drafter = step.materialize()
-        facts = {
-            "parameters": parameters,
-            "steps": trainer.selected_step,
-            "trained_tokens": trainer.progress.trained_tokens,
-            "validation_loss": loss,
-            "expected": self.predict(self._candidate(drafter), costs),
-        }
+
+    def predicted(self, model: Drafter) -> dict:
+        return self.predict(self._candidate(model), self._costs)
+
+    def finish(self, trainer: Trainer, loss: float) -> ModelArtifact:
+        drafter = trainer.step.materialize()
+        facts = {"parameters": self._num_parameters}
+        facts |= self.facts(trainer, loss, drafter)
         folder = self._save(drafter)
         return self.evaluation.run(folder, self._candidate(drafter), facts)
 
@@ -102,6 +95,7 @@ class DrafterDistillation(DraftDistillation):
             OptimizerConfig(max_grad_norm=1.0),
             compute_dtype=compute,
             batch_loss=DrafterLoss(self.config, chunk=chunk),
+            ranks=self.context.ranks,
         )
         set_compute_dtype(drafter, compute)
         return step
