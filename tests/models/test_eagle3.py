@@ -166,7 +166,8 @@ def test_cached_rows_and_steps_equal_training_time_test(target, num_layers):
         for layer_cache in cache:
             assert layer_cache.trim(2) == 2
         ours = mx.concatenate(outputs, axis=1)
-        assert mx.allclose(ours, expected[:, index], atol=1e-5)
+        # The outputs are up to 15.
+        assert mx.allclose(ours, expected[:, index], atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """What all drafters on hidden states have in common."""
 
+from abc import ABC, abstractmethod
 from typing import ClassVar, Self
 
 import mlx.core as mx
@@ -43,7 +44,7 @@ class TargetHead:
         return logits.reshape(*hidden.shape[:-1], -1)
 
 
-class Drafter(nn.Module):
+class Drafter(nn.Module, ABC):
     """A network that drafts tokens from the target's hidden states.
 
     A round starts at a token `a`: the tokens up to and including position a are known,
@@ -110,18 +111,19 @@ class Drafter(nn.Module):
         self._target = target
         return self
 
+    @abstractmethod
     def require_shape(self, width: int, vocab_size: int, *, place: str) -> None:
         """Check that the target has the hidden states and the vocabulary of this one.
 
         Raises:
             UserError: it does not.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def make_cache(self) -> list:
         """New caches of its own layers, for one sequence."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draft_hidden(
         self,
         tokens: mx.array,
@@ -139,12 +141,12 @@ class Drafter(nn.Module):
             starts: int [B, M], positions from 1 to L; see the class.
             num_draft_tokens: K. Draft tokens past the end of the text have no meaning.
         """
-        raise NotImplementedError
 
     def head(self, hidden: mx.array) -> mx.array:
         """Logits [..., N] over the draft vocabulary."""
         return self._target.logits(hidden)
 
+    @abstractmethod
     def sample_starts(self, mask: mx.array) -> mx.array:
         """The starts int [B, M] of the rounds of one training step.
 
@@ -152,7 +154,6 @@ class Drafter(nn.Module):
             mask: bool [B, L], True where the next token is trained: only from there on
                 a round makes sense. Rounds elsewhere are not trained.
         """
-        raise NotImplementedError
 
     @property
     def draft_ids(self) -> mx.array | None:
@@ -178,27 +179,27 @@ class Drafter(nn.Module):
     # Files
 
     @classmethod
+    @abstractmethod
     def matches(cls, config: dict) -> bool:
         """Whether a config.json belongs to this architecture."""
-        raise NotImplementedError
 
     @classmethod
+    @abstractmethod
     def from_config(cls, config: dict, *, place: str) -> Self:
         """A drafter with random weights.
 
         Raises:
             UserError: a key is missing or has a value that is not supported.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def to_config(self) -> dict:
         """The config.json that `from_config` and other programs read."""
-        raise NotImplementedError
 
     def sanitize(self, weights: dict[str, mx.array]) -> dict[str, mx.array]:
         """Stored weights under the names of the parameters."""
         return weights
 
+    @abstractmethod
     def export_weights(self) -> dict[str, mx.array]:
         """The weights as they are stored."""
-        raise NotImplementedError
