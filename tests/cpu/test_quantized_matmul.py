@@ -1,5 +1,6 @@
 """Quantized layers that use all cores give the outputs of MLX's."""
 
+import gc
 from concurrent.futures import ThreadPoolExecutor
 
 import mlx.core as mx
@@ -116,6 +117,61 @@ def test_embedding_lookup_is_unchanged():
     before = model.embed(tokens)
     quantized_matmul.use_fast_layers(model)
     assert mx.array_equal(model.embed(tokens), before)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_dequantized_weights_are_not_kept_for_the_backward_pass(compiled):
+    """Their gradients are those of dense layers."""
+    size, count = 512, 32
+    grid = {"group_size": 32, "bits": 8, "mode": "mxfp8"}
+    layers = [nn.QuantizedLinear(size, size, bias=False, **grid) for _ in range(count)]
+    model = nn.Sequential(*layers)
+    quantized_matmul.use_fast_layers(model)
+    x = mx.random.normal((32, size), key=mx.random.key(0))
+    mx.eval(model.parameters(), x)
+
+    def loss(x):
+        return mx.square(model(x) * size).sum()
+
+    gradient = mx.grad(loss)
+    gradient = mx.compile(gradient) if compiled else gradient
+    gc.collect()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    actual = gradient(x)
+    mx.eval(actual)
+    assert mx.get_peak_memory() - before < 4 * size**2 * count // 2
+    weights = [
+        mx.dequantize(v.weight, v.scales, **grid, dtype=mx.float32) for v in layers
+    ]
+    y = x
+    for weight in weights:
+        y = y @ weight.T
+    expected = 2 * size**2 * y
+    for weight in weights[::-1]:
+        expected = expected @ weight
+    assert mx.abs(expected).max() > 0
+    assert mx.allclose(actual, expected, rtol=1e-4, atol=1e-4 * mx.abs(expected).max())
+
+
+def test_scales_and_biases_have_the_gradients_of_the_dequantized_weight():
+    model = Model("affine", 4, 32, bias=False)
+    quantized_matmul.use_fast_layers(model)
+    x = mx.random.normal((40, 256), key=mx.random.key(0))
+    grid = model.linear.scales, model.linear.biases
+
+    def products(scales, biases):
+        model.linear.scales, model.linear.biases = scales, biases
+        weight = mx.dequantize(model.linear.weight, scales, biases, 32, 4)
+        return mx.sin(model.linear(x)), mx.sin(x @ weight.T)
+
+    actual, expected = (
+        mx.grad(lambda *grid, n=n: products(*grid)[n].sum(), argnums=(0, 1))(*grid)
+        for n in range(2)
+    )
+    for one, other in zip(actual, expected, strict=True):
+        assert mx.abs(other).max() > 0.1
+        assert mx.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def test_unquantized_layers_are_unchanged():

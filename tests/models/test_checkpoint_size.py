@@ -16,6 +16,7 @@ def test_checkpoint_size_of_a_dense_checkpoint(make_checkpoint):
     assert sizes.parameters == sum(value.size for value in tensors.values())
     assert sizes.bytes == 2 * sizes.parameters
     assert sizes.bits_per_weight == 16
+    assert sizes.float_values == sizes.parameters
 
 
 def test_checkpoint_size_counts_each_code_as_one_parameter(tmp_path):
@@ -33,6 +34,7 @@ def test_checkpoint_size_counts_each_code_as_one_parameter(tmp_path):
     assert sizes.parameters == 3 * 4 * 64
     # Codes, and a 16-bit scale and bias per group.
     assert sizes.bytes == 256 * 3 // 8 + 32 + 256 + 32 + 512
+    assert sizes.float_values == 16 + 16 + 256
 
 
 def test_read_header_names_a_truncated_file(make_checkpoint, tmp_path):

@@ -60,6 +60,41 @@ def test_mlx_lm_loads_the_fused_model(tuned_run, quantized_model):
     assert mx.abs(logits - base_logits).max().item() > 0.1
 
 
+def test_adapter_trained_on_mxfp8_layers(tmp_path, base):
+    """A recipe that quantizes, then trains: dense embeddings, the adapter fused into
+    the dequantized weights, bit for bit."""
+    quantize = {"method": "rtn", "mode": "mxfp8", "overrides": {"*embed*": "skip"}}
+    train = TRAIN | {"adapter": {"rank": 4}, "learning_rate": 1e-2}
+    run = Run(tmp_path, {"quantize": quantize}, {"train": train}, model=base)
+    assert run() == 0
+    folders = (run.output / "stages" / name for name in ("1-quantize", "2-train"))
+    codes, dense = (
+        mx.load(str(folder / model / "model.safetensors"))
+        for folder, model in zip(folders, ("model", "dense"), strict=True)
+    )
+    adapter = mx.load(str(run.output / "adapters/adapters.safetensors"))
+    name = "model.embed_tokens.weight"
+    assert mx.array_equal(dense[name], mx.load(f"{base}/model.safetensors")[name])
+    for path in {key.rpartition(".")[0] for key in adapter}:
+        weight = mx.dequantize(
+            codes[f"{path}.weight"],
+            codes[f"{path}.scales"],
+            mode="mxfp8",
+            group_size=32,
+            bits=8,
+            dtype=mx.float32,
+        )
+        a, b = adapter[f"{path}.lora_a"], adapter[f"{path}.lora_b"]
+        fused = mx.addmm(weight, b.T, a.T, alpha=2.0)
+        stored = dense[f"{path}.weight"]
+        assert mx.array_equal(fused.astype(stored.dtype), stored), path
+        assert not mx.array_equal(weight.astype(stored.dtype), stored)
+    facts = run.json("manifest.json")["stages"]["2-train"]["result"]["facts"]
+    assert facts["improvement"]["in_training"] > 0.01
+    exported = pytest.approx(facts["improvement"]["in_training"], abs=1e-3)
+    assert facts["improvement"]["exported"] == exported
+
+
 def test_adapter_of_experts_and_embedding(tmp_path, make_checkpoint):
     adapter = {"rank": 4, "target_modules": ["*", "model.embed_tokens"]}
     train = TRAIN | {"adapter": adapter, "learning_rate": 1e-2}

@@ -2,10 +2,10 @@
 
 import gc
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from lmx import cpu
@@ -297,7 +297,7 @@ def test_training_cost_memory_with_fake_quantizers(adapter, quantizer, from_code
             packed[path] = pack(layer.weight, spec, mx.float16)
             layer.weight = dequantize(packed[path], spec, mx.float32)
         network.set_dtype(mx.float32)
-        shapes = replace(shapes, bytes=shapes.quantized_bytes(specs))
+        shapes = shapes.quantized(specs)
     mx.eval(network.parameters(), packed)
     # A stage keeps the weights that it began with.
     initial = dict(tree_flatten(network.parameters()))
@@ -313,9 +313,52 @@ def test_training_cost_memory_with_fake_quantizers(adapter, quantizer, from_code
         mx.eval(outputs, step.parameters, step.optimizer.state)
     peak = mx.get_peak_memory() - start
     assert initial
-    cost = training_cost(shapes, config, batch_shape, 4, from_codes=from_codes)
+    cost = training_cost(shapes, config, batch_shape, 4)
     assert sum(v.size for v in step.parameters.values()) == cost.trained
     assert 0.8 < sum(cost.memory.values()) / peak < 1.2
+
+
+@pytest.mark.parametrize("grid", [{"mode": "mxfp8"}, {"bits": 4}], ids=str)
+def test_training_cost_memory_of_an_adapter_on_codes(grid):
+    """Of so few tokens that most of the memory is weights."""
+    shape = ScratchModelConfig(
+        vocab_size=320, hidden_size=512, intermediate_size=1024, num_hidden_layers=6
+    )
+    config = TrainConfig(
+        adapter={"rank": 4}, steps=1, batch_size=4, loss_chunk_tokens=None
+    )
+    dense = model_shape(shape)
+    gc.collect()
+    start = mx.get_active_memory()
+    network = build_model(dense.config)
+    network.set_dtype(mx.float16)
+    spec = QuantizationConfig(**grid)
+    shapes = dense.quantized(select_layers(network, spec).specs)
+    nn.quantize(network, spec.group_size, spec.bits, mode=spec.mode)
+    cpu.enable(network)
+    mx.eval(network.parameters())
+    # A stage keeps the weights that it began with.
+    initial = dict(tree_flatten(network.parameters()))
+    assert sum(value.nbytes for value in initial.values()) == shapes.bytes
+    lora_model.attach(network, config.adapter, seed=0)
+    set_compute_dtype(network, mx.float32)
+    step = TrainStep(network, OptimizerConfig())
+    batch = Batch(mx.ones((4, 9), mx.int32), mx.ones((4, 8), mx.bool_), ())
+    mx.reset_peak_memory()
+    for seed in range(2):
+        outputs = step(batch, 1e-3, seed)
+        mx.eval(outputs, step.parameters, step.optimizer.state)
+    peak = mx.get_peak_memory() - start
+    cost, of_dense = (
+        training_cost(each, config, BatchShape(8, 32, 32), 4).memory
+        for each in (shapes, dense)
+    )
+    # At the end, the fused model is loaded.
+    assert cost["step"] == 4 * dense.parameters
+    estimate = sum((cost | {"step": of_dense["step"]}).values())
+    assert 0.8 < estimate / peak < 1.2
+    # Dequantized weights that stay would take 4 bytes per weight.
+    assert peak < 2.5 * dense.parameters
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion"])
@@ -461,7 +504,7 @@ def test_quantized_bytes_are_the_bytes_written():
     quantized = {f"{path}.weight" for path in specs}
     remaining = tree_flatten(network.parameters())
     written += sum(value.nbytes for name, value in remaining if name not in quantized)
-    assert shape.quantized_bytes(specs) == written
+    assert shape.quantized(specs).bytes == written
 
 
 def test_epochs_have_as_many_steps_for_every_loss(workspace, model):
@@ -471,7 +514,7 @@ def test_epochs_have_as_many_steps_for_every_loss(workspace, model):
 
     def steps(*overrides: str) -> int:
         [first, *_] = plan(load("recipe.yaml", list(overrides))).stages
-        return first.stage.resources(workload, workload.shape.bytes).steps
+        return first.stage.resources(workload, workload.shape).steps
 
     rollouts = "stages.train.rollouts={num_generations: 4}"
     grpo = "stages.train.loss={type: grpo, rewards: [exact_match]}"
@@ -487,7 +530,7 @@ def test_disk_estimate_has_artifacts_and_checkpoints(workspace):
 
     def disk(*overrides: str) -> tuple[int, int]:
         stages = plan(load("recipe.yaml", ["stages.train.qat=null", *overrides])).stages
-        needs = [each.stage.resources(workload, shape.bytes) for each in stages]
+        needs = [each.stage.resources(workload, shape) for each in stages]
         return sum(need.disk for need in needs), needs[0].training.trained
 
     # The trained model, its published copy, and 3 checkpoints of 3 tensors each.

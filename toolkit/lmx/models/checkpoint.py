@@ -195,10 +195,17 @@ def _digest_bytes(file: Path) -> bytes:
 
 @dataclass(frozen=True)
 class CheckpointSize:
-    """Size of a checkpoint. A quantized weight counts as one parameter."""
+    """Size of a checkpoint.
+
+    Attributes:
+        parameters: a quantized weight counts as one.
+        float_values: stored floating-point values: parameters that are not quantized,
+            and the scales and biases of affine codes.
+    """
 
     parameters: int
     bytes: int
+    float_values: int
 
     @property
     def bits_per_weight(self) -> float:
@@ -215,9 +222,11 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
     for file in sorted(folder.glob("model*.safetensors")):
         tensors |= read_header(file)
     quantization = read_json(folder / "config.json").get("quantization") or {}
-    parameters = 0
+    parameters = float_values = 0
     for name, tensor in tensors.items():
         path, _, leaf = name.rpartition(".")
+        if tensor["dtype"] not in INTEGERS:
+            float_values += math.prod(tensor["shape"])
         is_packed = f"{path}.scales" in tensors
         if is_packed and leaf in ("scales", "biases"):
             continue
@@ -233,4 +242,5 @@ def checkpoint_size(folder: Path) -> CheckpointSize:
             count = count * 32 // grid["bits"]
         parameters += count
     ranges = [tensor["data_offsets"] for tensor in tensors.values()]
-    return CheckpointSize(parameters, sum(end - start for start, end in ranges))
+    size = sum(end - start for start, end in ranges)
+    return CheckpointSize(parameters, size, float_values)

@@ -14,7 +14,7 @@ from .draft_estimate import (
     drafter_training_cost,
     generation_cost,
 )
-from .estimate import BatchShape, StageResources, Workload, training_dtype
+from .estimate import BatchShape, ModelShape, StageResources, Workload, training_dtype
 from .stage import ModelState, RawStage, Stage, needs_training_data
 
 
@@ -41,7 +41,7 @@ class DraftStage(Stage):
     def next_state(cls, raw: RawStage, state: ModelState) -> ModelState:
         return replace(super().next_state(raw, state), has_draft=True)
 
-    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
         config, shape = self.config, workload.shape
         dtype = training_dtype("auto", workload.dtype)
         length = workload.longest + config.data_generation.max_tokens
@@ -56,7 +56,7 @@ class DraftStage(Stage):
             smaller = "drafter.num_layers=1"
             training = drafter_training_cost(shape, config, batch, dtype.size)
         return StageResources(
-            model_bytes,
+            current,
             # A draft model is small beside its target.
             disk=0,
             dtype=dtype,

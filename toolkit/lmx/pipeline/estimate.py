@@ -4,7 +4,9 @@ With P parameters, T trained parameters, c bytes of the compute dtype, and n tok
 the largest batch, training takes:
 
     weights      the checkpoint, c P, and float32 masters of the T; 4 P more if
-                 quantization-aware training continues from codes, which are dequantized
+                 quantization-aware training continues from codes, which are
+                 dequantized; for an adapter on a quantized model, c of the values that
+                 are no codes in place of c P, and on the CPU a few dequantized matrices
     optimizer    4 T for the gradients and for every moment: AdamW has two, Adafactor
                  practically none, the others one; 4 T more with gradient accumulation;
                  8-bit moments have 1 byte per value and 4 per block of 256
@@ -16,7 +18,8 @@ the largest batch, training takes:
                  with gradient checkpointing, n width c of every block and the
                  activations of one block alone; with a chunked loss, the
                  16 n vocabulary of a few chunks, and 8 of every weight of the head;
-                 or twice the caches of all rollouts, if that is more
+                 or twice the caches of all rollouts, if that is more; or c P, for a
+                 quantized model into which an adapter is fused, and which is measured
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
                  and 12 length width per attention layer; 2 P more with gradient
                  checkpointing; all that for every batch of a step; with rollouts, 2 P
@@ -30,7 +33,7 @@ divided by the number of processes.
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
@@ -60,6 +63,9 @@ MOMENTS = {
     "muon": 1,
     "sgd": 1,
 }
+# Matrices whose dequantized weights exist at once: MLX's CPU backend allocates the
+# results of this many operations before it computes them.
+DEQUANTIZED_AT_ONCE = 8
 # Chunks of the loss whose buffers exist at once.
 CHUNKS_AT_ONCE = 3
 # Per logit, with its exponential and its gradient: on a GPU, and on the CPU, where
@@ -81,19 +87,29 @@ class ModelShape:
     Attributes:
         config: its config.json.
         bytes: its size on disk.
+        float_values: stored floating-point values of a quantized model: parameters that
+            are not quantized, and affine scales and biases; None = not quantized.
     """
 
     config: dict
     bytes: int
+    float_values: int | None = None
 
     @classmethod
     def of_folder(cls, folder: Path, config: dict) -> "ModelShape":
         """From the headers of a checkpoint's files; UserError if they are damaged."""
-        return cls(config, checkpoint_size(folder).bytes)
+        size = checkpoint_size(folder)
+        is_quantized = "quantization" in config
+        return cls(config, size.bytes, size.float_values if is_quantized else None)
 
     def model(self) -> nn.Module:
         """A model of these shapes; its weights are never computed."""
         return build_model(self.config)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it is stored as codes."""
+        return self.float_values is not None
 
     @property
     def parameters(self) -> int:
@@ -108,11 +124,11 @@ class ModelShape:
         """The layers that a quantization block quantizes, and those it leaves."""
         return select_layers(self.model(), quantization)
 
-    def quantized_bytes(self, specs: dict[str, QuantSpec]) -> int:
-        """Size on disk with these layers quantized; the others keep their dtype."""
+    def quantized(self, specs: dict[str, QuantSpec]) -> "ModelShape":
+        """The model with these layers quantized; the others keep their dtype."""
         model = self.model()
         matrices = _matrices(model)
-        total = _count(model.parameters())
+        total = float_values = _count(model.parameters())
         bits = 8 * self.bytes
         for path, spec in specs.items():
             scales = 32 if spec.mode == "affine" else 8
@@ -120,7 +136,9 @@ class ModelShape:
             bits += size * (
                 spec.bits + scales / spec.group_size - 8 * self.bytes / total
             )
-        return int(bits / 8)
+            grids = 2 * size // spec.group_size if spec.mode == "affine" else 0
+            float_values += grids - size
+        return replace(self, bytes=int(bits / 8), float_values=float_values)
 
 
 @dataclass(frozen=True)
@@ -209,7 +227,7 @@ class StageResources:
     """What a stage needs of the machine.
 
     Attributes:
-        model_bytes: size of the checkpoint that the next stage begins with.
+        model: the checkpoint that the next stage begins with.
         disk: bytes that the stage writes.
         dtype: the dtype it computes in.
         training: cost of its training, if it trains.
@@ -224,7 +242,7 @@ class StageResources:
         work_name: what this work is; empty = all that the stage does.
     """
 
-    model_bytes: int
+    model: ModelShape
     disk: int = 0
     dtype: mx.Dtype = mx.float32
     training: TrainingCost | None = None
@@ -239,23 +257,15 @@ class StageResources:
 
 
 def training_cost(
-    shape: ModelShape,
-    config: TrainConfig,
-    batch: BatchShape,
-    compute: int,
-    *,
-    from_codes: bool = False,
+    shape: ModelShape, config: TrainConfig, batch: BatchShape, compute: int
 ) -> TrainingCost:
     """Cost of a train stage that computes in a dtype of `compute` bytes.
-
-    Args:
-        from_codes: the model that is trained is quantized.
 
     Raises:
         UserError: a pattern of the adapter matches no layer, or mlx-lm has no such
             architecture.
     """
-    if from_codes and config.qat:
+    if shape.is_quantized and config.qat:
         qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
         config = config.model_copy(update={"qat": qat})
     model = shape.model()
@@ -272,17 +282,22 @@ def training_cost(
     trained = sum(trained_sizes)
     masters_are_weights = _masters_are_weights(config, compute)
     masters = 0 if masters_are_weights else 4 * trained
-    dequantized = 4 * total if from_codes and config.qat else 0
+    computed = compute * total
+    if shape.is_quantized:
+        mean_size = total // len(matrices)
+        computed = _computed_bytes(shape, config, total, mean_size, compute)
     backward = _activations(shape, matrices, batch, compute, config)
     backward += _loss(shape, batch, config)
     if config.qat:
         backward += _quantizer_bytes(sum(sizes.values()), config, compute)
     shards = process_count() if config.fsdp else 1
     memory = {
-        "weights": (shape.bytes + masters) // shards + dequantized + compute * total,
+        "weights": (shape.bytes + masters) // shards + computed,
         "optimizer": _optimizer_bytes(trained_sizes, config) // shards,
         "step": max(backward, 8 * trained // shards),
     }
+    if shape.is_quantized and not config.qat and not config.keeps_codes:
+        memory["step"] = max(memory["step"], compute * total)
     online = config.teacher is not None and not config.teacher.offline
     if online:
         memory["teacher"] = compute * total
@@ -298,6 +313,21 @@ def training_cost(
         memory["step"] = max(memory["step"], 2 * compute * values)
         operations += BATCHED_DECODING * 2 * active * sampled
     return TrainingCost(total, trained, memory, operations)
+
+
+def _computed_bytes(
+    shape: ModelShape, config: TrainConfig, total: int, mean_size: int, compute: int
+) -> int:
+    """Bytes of the weights that a training on a quantized model computes with.
+
+    Args:
+        total: weights of the model.
+        mean_size: weights of a matrix.
+    """
+    if config.qat:
+        return (4 + compute) * total
+    at_once = DEQUANTIZED_AT_ONCE if on_cpu() else 0
+    return compute * (shape.float_values + at_once * mean_size)
 
 
 def _rollouts(shape: ModelShape, config: TrainConfig, length: int) -> tuple[int, float]:

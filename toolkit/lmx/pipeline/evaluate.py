@@ -9,7 +9,7 @@ from ..errors import UserError
 from ..evaluation import lm_eval
 from ..run.distributed import ProcessGroup
 from .context import ModelArtifact, StageContext
-from .estimate import DECODE_FACTOR, StageResources, Workload
+from .estimate import DECODE_FACTOR, ModelShape, StageResources, Workload
 from .stage import ModelState, RawStage, Stage, missing_source
 
 # Time of many tokens relative to the products of their forward pass.
@@ -54,7 +54,7 @@ class EvaluateStage(Stage):
     def remote_checks(self) -> None:
         lm_eval.require(self.config.tasks)
 
-    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
         weights = workload.shape.parameters
         # The perplexity of two models and their divergence, without exact matches: how
         # many examples have one correct answer is known once they are read.
@@ -62,7 +62,7 @@ class EvaluateStage(Stage):
         generated = 2 * LATENCY_RUNS * self.config.latency_tokens
         decoding = DECODE_FACTOR * 2 * weights * generated
         return StageResources(
-            model_bytes,
+            current,
             memory={"models": 2 * 4 * weights},
             work=passes + decoding,
         )

@@ -18,7 +18,7 @@ from ..run.fs import atomic_folder, read_json
 from ..run.report import REPORT, read_report
 from ..run.tables import table
 from .context import ModelArtifact, StageContext
-from .estimate import StageResources, Workload
+from .estimate import ModelShape, StageResources, Workload
 from .stage import Find, ModelState, RawStage, Stage, missing_source
 
 # Of an adapter of mlx-lm.
@@ -51,11 +51,11 @@ class ExportStage(Stage):
                 except UserError as error:
                     yield Problem(path, error.message, error.hint)
 
-    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
         # These formats may hold every weight in 16 bits.
         dense = {"hf", "gguf"} & set(self.config.formats)
-        disk = model_bytes + len(dense) * 2 * workload.shape.parameters
-        return StageResources(model_bytes, disk)
+        disk = current.bytes + len(dense) * 2 * workload.shape.parameters
+        return StageResources(current, disk)
 
     def offline_checks(self) -> Iterator[str]:
         if name := self.config.hub_repo_id:

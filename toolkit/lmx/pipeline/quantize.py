@@ -10,7 +10,7 @@ from ..config.quantize import PTQConfig
 from ..quantization.target_layers import select_layers
 from ..run import fs
 from .context import ModelArtifact, StageContext, write_model
-from .estimate import StageResources, Workload
+from .estimate import ModelShape, StageResources, Workload
 from .quantize_cost import QuantizeCost
 from .stage import ModelState, RawStage, Stage, quantization_values
 
@@ -47,16 +47,17 @@ class QuantizeStage(Stage):
     def quantization(self) -> PTQConfig:
         return self.config
 
-    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
         shape = workload.shape
-        size = shape.quantized_bytes(shape.selection(self.config).specs)
+        specs = shape.selection(self.config).specs
+        quantized = shape.quantized(specs)
         if target := self.config.mixed_precision:
             size = target.max_bytes(shape.parameters)
-        specs = shape.selection(self.config).specs
+            quantized = replace(quantized, bytes=size)
         cost = QuantizeCost(self.config, shape.model(), specs, workload.dtype)
         return StageResources(
-            size,
-            disk=size + cost.disk,
+            quantized,
+            disk=quantized.bytes + cost.disk,
             memory={"quantization": cost.memory},
             work=cost.work,
         )

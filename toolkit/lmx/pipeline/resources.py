@@ -107,10 +107,10 @@ class ResourceCheck:
         )
         self.output = plan.output
         self.stages: dict[str, StageResources] = {}
-        size = shape.bytes
+        current = shape
         for planned in plan.stages:
-            needs = planned.stage.resources(workload, size)
-            size = needs.model_bytes
+            needs = planned.stage.resources(workload, current)
+            current = needs.model
             self.stages[planned.name] = needs
         self.disk = sum(needs.disk for needs in self.stages.values())
         self.free = free_bytes(plan.output)

@@ -15,7 +15,7 @@ from ..config.messages import Problem, nearest
 from ..config.quant_spec import QuantizationConfig, QuantSpec
 from ..run.distributed import ProcessGroup
 from .context import ModelArtifact, StageContext
-from .estimate import StageResources, Workload
+from .estimate import ModelShape, StageResources, Workload
 
 Find = Callable[[str], Path | None]
 
@@ -158,13 +158,13 @@ class Stage(ABC):
         """How the stage quantizes the current model; None = not at all."""
         return None
 
-    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
         """What the stage needs of the machine.
 
         Args:
-            model_bytes: size of the checkpoint that the stage begins with.
+            current: the checkpoint that the stage begins with.
         """
-        return StageResources(model_bytes)
+        return StageResources(current)
 
     def offline_checks(self) -> Iterator[str]:
         """Lines for the dry run, from checks that need no network.

@@ -14,6 +14,7 @@ from ..run.html.page import draw_curves
 from .context import ModelArtifact, StageContext, create_from_scratch
 from .estimate import (
     BatchShape,
+    ModelShape,
     StageResources,
     Workload,
     training_cost,
@@ -87,31 +88,23 @@ class TrainStage(Stage):
     def quantization(self) -> QATConfig | None:
         return self.config.qat
 
-    def resources(self, workload: Workload, model_bytes: int) -> StageResources:
+    def resources(self, workload: Workload, current: ModelShape) -> StageResources:
         config, shape = self.config, workload.shape
         dtype = training_dtype(config.compute_dtype, workload.dtype)
         batch = self._batch(workload)
-        # An earlier stage of the recipe may have quantized the model.
-        is_quantized = "quantization" in shape.config or model_bytes < shape.bytes
-        cost = training_cost(
-            replace(shape, bytes=model_bytes),
-            config,
-            batch,
-            dtype.size,
-            from_codes=is_quantized,
-        )
-        if "quantization" in shape.config:
+        cost = training_cost(current, config, batch, dtype.size)
+        if current.is_quantized and not config.keeps_codes:
             # An adapter is fused into dequantized weights, usually of 16 bits.
-            model_bytes = 2 * cost.parameters
+            current = replace(current, bytes=2 * cost.parameters, float_values=None)
         # A new checkpoint is written before an old one is removed.
         checkpoints = 1 + config.save_total_limit + config.load_best_at_end
-        disk = max(model_bytes, shape.bytes) + checkpoints * 12 * cost.trained
+        disk = max(current.bytes, shape.bytes) + checkpoints * 12 * cost.trained
         disk *= config.num_trainings
         if config.qat:
-            model_bytes = shape.quantized_bytes(shape.selection(config.qat).specs)
-            disk += model_bytes
+            current = shape.quantized(shape.selection(config.qat).specs)
+            disk += current.bytes
         return StageResources(
-            model_bytes,
+            current,
             disk,
             dtype,
             cost,

@@ -101,7 +101,9 @@ class TrainRun:
         codes = self._count_changed_codes(packed)
         if self.config.adapter and not fake_quant:
             self._warn_of_rounding()
-        reference = model = self._write_reference(dict(weights), packed)
+        # A weight that no other file needs is freed once it is written.
+        unquantized = dict(weights) if fake_quant else weights
+        reference = model = self._write_reference(unquantized, packed)
         if fake_quant:
             model = self.context.folder / "model"
             write_model(model, loaded, weights, self.selection, packed)
