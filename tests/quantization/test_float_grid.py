@@ -4,15 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization import float_grid
-from lmx.quantization.float_grid import (
-    E2M1,
-    E4M3,
-    MODES,
-    E4M3Scales,
-    FloatGrid,
-    PowerOfTwoScales,
-)
+from lmx.models import float_formats
+from lmx.models.float_formats import E2M1, E4M3, MODES, E4M3Scales, PowerOfTwoScales
+from lmx.quantization.float_grid import FloatGrid
 from lmx.quantization.packing import dequantize, pack
 
 DTYPES = (mx.float32, mx.float16, mx.bfloat16)
@@ -55,7 +49,7 @@ def test_nearest_is_nearest(number, library, monkeypatch):
     samples = generator.normal(size=4000) * np.exp2(generator.uniform(-14, 11, 4000))
     halves = (levels[1:] + levels[:-1]) / 2
     values = np.concatenate([samples, levels, halves, [0.0]]).astype(np.float32)
-    monkeypatch.setattr(float_grid, "on_cpu", lambda: library != "gpu")
+    monkeypatch.setattr(float_formats, "on_cpu", lambda: library != "gpu")
     given = values if library == "numpy" else mx.array(values)
     nearest = np.array(number.nearest(given, number.max)).astype(np.float64)
     assert np.isin(nearest, levels).all()

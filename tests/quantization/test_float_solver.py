@@ -6,8 +6,10 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization import backend, float_grid
-from lmx.quantization.float_grid import MODES, FloatGrid
+from lmx.models import float_formats
+from lmx.models.float_formats import MODES
+from lmx.quantization import backend
+from lmx.quantization.float_grid import FloatGrid
 from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.ptq import float_solver
 from lmx.quantization.ptq.float_solver import float_gptq, group_descent
@@ -249,7 +251,7 @@ def test_numpy_and_mlx_give_the_same_grids(mode, monkeypatch):
         return grid, group_descent(grid, descent, hessian.matrix, MODES[mode])
 
     numpy_grids = grids()
-    for module in (backend, float_grid):
+    for module in (backend, float_formats):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
     for expected, actual in zip(numpy_grids, grids(), strict=True):
         assert (expected.scales == actual.scales).mean().item() > 0.97

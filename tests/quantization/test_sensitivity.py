@@ -4,9 +4,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
+from lmx.models.float_formats import MODES
 from lmx.models.hooks import path_of
 from lmx.models.loader import build_model
-from lmx.quantization.float_grid import MODES
 from lmx.quantization.mixed_precision.search import GridEvaluator
 from lmx.quantization.mixed_precision.sensitivity import (
     LayerStatistics,

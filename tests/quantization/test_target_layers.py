@@ -204,3 +204,44 @@ def test_invalid_overrides_are_refused(grid):
 def test_invalid_mixed_precision_is_refused(settings):
     with pytest.raises(ValidationError):
         quantize.RTNConfig(**settings)
+
+
+def test_layers_whose_inputs_cannot_be_quantized_are_skipped():
+    model = build_model(UNTIED | {"attention_bias": True})
+    config = {"mode": "nvfp4", "quantize_activations": True}
+    plan = select_layers(model, QuantizationConfig(**config))
+    biased = {f"model.layers.0.self_attn.{x}_proj" for x in "qkvo"}
+    assert plan.quantize_activations
+    assert plan.skipped.keys() == biased
+    assert "bias" in plan.skipped[biased.pop()]
+    assert plan.specs.keys() >= {DOWN, "lm_head", "model.embed_tokens"}
+
+
+def test_layers_for_which_the_model_asks_another_mode_are_skipped():
+    model = build_model(QWEN3_MOE)
+    gate = "model.layers.0.mlp.gate"
+    config = {"mode": "mxfp8", "quantize_activations": True}
+    assert select_layers(model, QuantizationConfig(mode="mxfp8")).specs[gate].bits == 8
+    plan = select_layers(model, QuantizationConfig(**config))
+    assert "mode affine cannot be used" in plan.skipped[gate]
+    assert any("switch_mlp" in path for path in plan.specs)
+
+
+def test_override_without_input_quantization_is_refused():
+    config = {"mode": "nvfp4", "quantize_activations": True}
+    overrides = {"*.down_proj": {"mode": "affine", "bits": 8}}
+    with pytest.raises(UserError, match="mode affine cannot be used"):
+        select_layers(
+            build_model(LLAMA), QuantizationConfig(overrides=overrides, **config)
+        )
+    plan = select_layers(
+        build_model(LLAMA),
+        QuantizationConfig(overrides={"*.down_proj": {"mode": "mxfp8"}}, **config),
+    )
+    assert plan.specs[DOWN].mode == "mxfp8"
+
+
+@pytest.mark.parametrize("mode", ["affine", "mxfp4"])
+def test_quantize_activations_needs_a_mode_of_qqmm(mode):
+    with pytest.raises(ValidationError, match="nvfp4 or mxfp8"):
+        QuantizationConfig(mode=mode, quantize_activations=True)

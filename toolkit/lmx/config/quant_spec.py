@@ -13,6 +13,8 @@ GroupSize = Literal[16, 32, 64, 128]
 
 # Group size and bits of MLX's floating-point modes.
 FIXED_MODES = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+# Modes of `mx.qqmm`, which quantizes inputs too.
+ACTIVATION_MODES = ("nvfp4", "mxfp8")
 
 
 class QuantSpec(ConfigModel):
@@ -90,6 +92,18 @@ class QuantizationConfig(QuantSpec):
     """Quantize the embedding, and with it a tied output head."""
     quantize_lm_head: bool = True
     """Quantize an untied output head."""
+    quantize_activations: bool = False
+    """Also quantize the inputs of linear layers, in the mode of their weights: W4A4
+    with nvfp4, W8A8 with mxfp8. Evaluation, generation and `qat` compute what `mx.qqmm`
+    computes. Embeddings, a tied output head and experts keep full-precision inputs."""
+
+    @model_validator(mode="after")
+    def _check_activations(self):
+        if self.quantize_activations and self.mode not in ACTIVATION_MODES:
+            raise ValueError(
+                f"quantize_activations needs mode: {' or '.join(ACTIVATION_MODES)}"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_overrides(self):

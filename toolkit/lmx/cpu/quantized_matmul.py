@@ -58,7 +58,7 @@ def keep_dequantized(model: Any) -> int:
     layers = [
         module
         for _, module in modules
-        if isinstance(module, FastQuantizedLinear | FastQuantizedEmbedding)
+        if isinstance(module, (*FAST_LAYERS, nn.QQLinear))
         and kept_weight(module) is None
     ]
     size = sum(4 * m.weight.size * 32 // m.bits for m in layers)
@@ -81,8 +81,8 @@ def available_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
 
 
-def _multiply(layer: nn.Module, x: mx.array) -> mx.array:
-    """x @ W.T, in the way that is fastest for the rows of `x`."""
+def multiply(layer: nn.Module, x: mx.array) -> mx.array:
+    """x @ W.T of a quantized layer, in the way that is fastest for the rows of `x`."""
     weight = kept_weight(layer)
     if weight is not None and x.dtype == weight.dtype:
         return x @ weight.T
@@ -181,7 +181,7 @@ class FastQuantizedLinear(nn.QuantizedLinear):
     """`nn.QuantizedLinear` that uses all cores."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        y = _multiply(self, x)
+        y = multiply(self, x)
         return y + self.bias if "bias" in self else y
 
 
@@ -189,4 +189,7 @@ class FastQuantizedEmbedding(nn.QuantizedEmbedding):
     """`nn.QuantizedEmbedding` that, as a head, uses all cores."""
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return _multiply(self, x)
+        return multiply(self, x)
+
+
+FAST_LAYERS = (FastQuantizedLinear, FastQuantizedEmbedding)

@@ -13,8 +13,12 @@ from .safetensors_io import write_safetensors
 
 SHARD_BYTES = 5 << 30
 
+# mlx-lm's config key of models whose layers quantize their inputs.
+QUANTIZE_ACTIVATIONS = "quantize_activations"
 # Config keys that describe another checkpoint or machine.
-FOREIGN_KEYS = ("quantization", "quantization_config", "_name_or_path")
+FOREIGN_KEYS = (
+    *("quantization", "quantization_config", QUANTIZE_ACTIVATIONS, "_name_or_path"),
+)
 
 # Tokenizer, template and generation files of a checkpoint.
 COMPANIONS = (
@@ -40,6 +44,7 @@ def write_checkpoint(
     companions: Path,
     specs: dict[str, QuantSpec] | None = None,
     kept: list[str] | None = None,
+    quantize_activations: bool = False,
 ) -> None:
     """Write a checkpoint into an existing, empty folder.
 
@@ -53,6 +58,7 @@ def write_checkpoint(
         specs: grid of every quantized layer, by path.
         kept: quantizable layers left unquantized. They are listed for readers that
             assume the default grid, as mlx-swift does.
+        quantize_activations: whether readers quantize the inputs of linear layers too.
     """
     config = {k: v for k, v in config.items() if k not in FOREIGN_KEYS}
     # Readers take a model with this key for a vision model; mlx-lm drops it too.
@@ -61,6 +67,8 @@ def write_checkpoint(
     if specs:
         config["quantization"] = quantization_block(specs, kept or [])
         config["quantization_config"] = config["quantization"]
+        if quantize_activations:
+            config[QUANTIZE_ACTIVATIONS] = True
     _write_json(folder / "config.json", _encode_nonfinite(dict(sorted(config.items()))))
     _copy_companions(companions, folder, with_code="model_file" in config)
     _write_weights(folder, weights, specs or {})

@@ -22,6 +22,7 @@ from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
 from . import checkpoint_fixups, config_check
 from .checkpoint import check_weights, missing_shards, read_config
+from .qq_linear import replace_qq_layers
 
 CHECKPOINT_PATTERNS = [
     *("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
@@ -111,6 +112,7 @@ def _load_lazily(path: Path, trust_remote_code: bool, compute: str, adapter):
             **checkpoint_fixups.load_options(path, utils._get_classes),
         )
         _prepare(model)
+    replace_qq_layers(model)
     _check_dtypes(model, path)
     dtype = stored_dtype(model)
     _check_forward_pass(model, path)

@@ -136,6 +136,7 @@ def write_model(
             companions=loaded.path,
             specs=specs,
             kept=list(selection.skipped) if selection else [],
+            quantize_activations=bool(selection and selection.quantize_activations),
         )
         if keeps_mtp:
             copy_mtp(loaded.path, partial, loaded.config)

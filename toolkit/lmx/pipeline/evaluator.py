@@ -32,6 +32,7 @@ from ..generation.engine import Generator
 from ..generation.speculative.prompt_lookup import PromptLookupProposer
 from ..models.checkpoint import checkpoint_size
 from ..models.loader import LoadedModel
+from ..models.qq_linear import full_precision_inputs, has_quantized_inputs
 from ..run.tables import table
 from .context import StageContext
 
@@ -169,6 +170,7 @@ class Evaluator:
                     reference.model, loaded.model, bar.track(batches)
                 )
             metrics |= vars(divergence)
+            metrics |= self._without_activations(loaded, reference, batches)
             ratio, ratio_stderr = perplexity.ratio_to(self._perplexity)
             metrics |= {
                 "perplexity_ratio": ratio,
@@ -206,6 +208,24 @@ class Evaluator:
             }
         prompts = [[int(t) for t in b.tokens[0, :-1].tolist()] for b in batches]
         return metrics | self._latency(loaded, generator, prompts[-LATENCY_PROMPTS:])
+
+    def _without_activations(
+        self, loaded: LoadedModel, reference: LoadedModel, batches: list[Batch]
+    ) -> dict[str, float]:
+        """The divergence of a model with quantized activations if they were not."""
+        if not has_quantized_inputs(loaded.model):
+            return {}
+        with (
+            full_precision_inputs(loaded.model),
+            self.context.logger.progress(len(batches), "KL without activations") as bar,
+        ):
+            divergence = measure_divergence(
+                reference.model, loaded.model, bar.track(batches)
+            )
+        return {
+            "kl_mean_weights_only": divergence.kl_mean,
+            "kl_stderr_weights_only": divergence.kl_stderr,
+        }
 
     def _exact_match_items(self, loaded: LoadedModel) -> list[ExactMatchItem]:
         """The items of all models; the first one warns of answers that are too long."""

@@ -14,6 +14,8 @@ from ..convert.exporters.model_card import CardFacts, write_card
 from ..convert.exporters.repository_name import repository_name, stored_as
 from ..data.dataset import hub_id
 from ..errors import UserError
+from ..models.checkpoint import read_config
+from ..models.checkpoint_writer import QUANTIZE_ACTIVATIONS
 from ..run.fs import atomic_folder, read_json
 from ..run.report import REPORT, read_report
 from ..run.tables import table
@@ -123,6 +125,9 @@ class ExportStage(Stage):
             **trained,
             report=report,
             table=table(report.get("models", {})) if report else ([], []),
+            quantize_activations=bool(
+                read_config(current.model).get(QUANTIZE_ACTIVATIONS)
+            ),
         )
 
     def _license(self, context: StageContext) -> dict[str, str]:

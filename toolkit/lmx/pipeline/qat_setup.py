@@ -9,6 +9,7 @@ from ..config.quant_spec import QuantSpec
 from ..config.train import TrainConfig
 from ..errors import UserError
 from ..models.loader import LoadedModel
+from ..models.qq_linear import has_quantized_inputs
 from ..quantization.dequantize import (
     PackedLayers,
     dequantized_model,
@@ -63,6 +64,12 @@ def prepare(
     if config.keeps_codes:
         return _with_fixed_codes(loaded)
     qat, place = config.qat, str(loaded.path)
+    if has_quantized_inputs(loaded.model):
+        raise UserError(
+            "this model quantizes its activations, and the trained model would not",
+            place=place,
+            hint="start from the unquantized model, with quantize_activations in `qat`",
+        )
     if "quantization" in loaded.config:
         if qat:
             return _from_codes(config, loaded, logger, seed)

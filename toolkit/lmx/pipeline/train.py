@@ -65,7 +65,11 @@ class TrainStage(Stage):
             yield Problem(adapter_path, message, hint, "key")
         if state.quantization is None:
             return
-        if has_qat:
+        if (state.config | state.quantization).get("quantize_activations"):
+            message = "the model quantizes its activations here; it cannot be trained"
+            hint = "train first, with quantize_activations in `qat`"
+            yield Problem(raw.path, message, hint, "key")
+        elif has_qat:
             yield from _check_qat_of_codes(raw, state.quantization)
         elif not has_adapter:
             message = "a quantized model cannot be trained in full"

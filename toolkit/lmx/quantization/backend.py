@@ -7,25 +7,13 @@ in a tenth of the time that MLX takes.
 import math
 from collections.abc import Callable
 from functools import cache, wraps
-from types import ModuleType
 
 import mlx.core as mx
 
 from ..cpu import on_cpu
+from ..models.float_formats import library
 
 FLOAT16_MAX, FLOAT16_MIN_NORMAL = 65504.0, 2.0**-14
-
-
-def library(array) -> ModuleType:
-    """The library of an array: `mlx.core` or `numpy`."""
-    return mx if isinstance(array, mx.array) else _numpy()
-
-
-def _numpy() -> ModuleType:
-    # Imported on first use, because reading a recipe imports this module.
-    import numpy
-
-    return numpy
 
 
 def to_fast_backend(array: mx.array):
@@ -33,8 +21,11 @@ def to_fast_backend(array: mx.array):
 
     It may share memory with the original and must not be written to.
     """
+    # Imported on first use, because reading a recipe imports this module.
+    import numpy
+
     array = mx.contiguous(array)
-    return _numpy().asarray(array) if on_cpu() else array
+    return numpy.asarray(array) if on_cpu() else array
 
 
 def async_eval(arrays: tuple) -> None:

@@ -6,11 +6,17 @@ from fnmatch import fnmatchcase
 
 import mlx.nn as nn
 
-from ..config.quant_spec import SKIP, QuantizationConfig, QuantSpec
+from ..config.quant_spec import (
+    ACTIVATION_MODES,
+    SKIP,
+    QuantizationConfig,
+    QuantSpec,
+)
 from ..errors import UserError
 
 # The part of a layer's path before its path in the block.
 BLOCK_PREFIX = re.compile(r"^.*?\.\d+\.")
+SKIP_HINT = "use skip for this layer, or a mode that quantizes activations"
 
 
 @dataclass(frozen=True)
@@ -21,11 +27,13 @@ class QuantizationPlan:
         specs: grid by path of each layer to quantize.
         skipped: reason by path of each layer left unquantized.
         explicit: paths whose grid comes from a recipe pattern or from the model.
+        quantize_activations: whether the inputs of linear layers are quantized too.
     """
 
     specs: dict[str, QuantSpec]
     skipped: dict[str, str]
     explicit: set[str] = field(default_factory=set)
+    quantize_activations: bool = False
 
 
 def select_layers(
@@ -37,7 +45,8 @@ def select_layers(
     default. A layer is skipped if its width is not a multiple of the group size.
 
     Raises:
-        UserError: no layer can be quantized, or a pattern matches no layer.
+        UserError: no layer can be quantized, a pattern matches no layer, or the inputs
+            of a layer with an override cannot be quantized.
     """
     modules = dict(model.named_modules())
     layers = {p: m for p, m in modules.items() if hasattr(m, "to_quantized")}
@@ -58,6 +67,10 @@ def select_layers(
             reason = "skipped by the model's predicate" if spec is None else None
         if reason is None and not spec.fits(width := module.weight.shape[-1]):
             reason = f"its width {width} is not a multiple of {spec.group_size}"
+        if reason is None and quantization.quantize_activations:
+            reason = _no_input_quantization(module, spec)
+            if reason and overrides.get(path):
+                raise UserError(f"{path} has an override, but {reason}", hint=SKIP_HINT)
         if reason:
             skipped[path] = reason
             continue
@@ -67,7 +80,23 @@ def select_layers(
     if not specs:
         reasons = "; ".join(sorted(set(skipped.values()))) or "it has no linear layer"
         raise UserError(f"no layer of this model can be quantized: {reasons}")
-    return QuantizationPlan(specs, skipped, explicit & specs.keys())
+    return QuantizationPlan(
+        specs, skipped, explicit & specs.keys(), quantization.quantize_activations
+    )
+
+
+def _no_input_quantization(module: nn.Module, spec: QuantSpec) -> str | None:
+    """Why the inputs of a layer cannot be quantized; None if they can be, or stay.
+
+    mlx-lm quantizes the inputs of all quantized linear layers of a model, or of none.
+    """
+    if not isinstance(module, nn.Linear):
+        return None
+    if "bias" in module:
+        return "with quantize_activations, a layer with a bias cannot be quantized"
+    if spec.mode not in ACTIVATION_MODES:
+        return f"with quantize_activations, mode {spec.mode} cannot be used"
+    return None
 
 
 def _resolve_overrides(

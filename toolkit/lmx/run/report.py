@@ -66,6 +66,8 @@ class ModelReport(_Entry):
     kl_mean: Number | None = None
     kl_stderr: Number | None = None
     kl_p99: Number | None = None
+    kl_mean_weights_only: Number | None = None
+    kl_stderr_weights_only: Number | None = None
     top1_agreement: Number | None = None
     exact_match: Number | None = None
     exact_match_stderr: Number | None = None

@@ -94,8 +94,18 @@ METRICS = (
 )
 
 
+# Of models with quantized activations.
+KL_WEIGHTS_ONLY = Metric(
+    "KL, activations not quantized",
+    ("kl_mean_weights_only",),
+    "{:.4f}",
+    ("kl_stderr_weights_only",),
+)
+
+
 def metrics_of(models: list[dict]) -> list[Metric]:
     """The standard metrics, those of the evaluated tasks, and the caller's own."""
+    has_activations = any(KL_WEIGHTS_ONLY.value(figures) for figures in models)
     measured = [figures.get("tasks", {}) for figures in models]
     names = {
         (task, metric): None
@@ -107,6 +117,7 @@ def metrics_of(models: list[dict]) -> list[Metric]:
     custom = dict.fromkeys(n for figures in models for n in figures.get("custom", {}))
     return [
         *METRICS,
+        *([KL_WEIGHTS_ONLY] if has_activations else []),
         *(_score(task, metric) for task, metric in names),
         *(Metric(name, ("custom", name), "{:.4g}") for name in custom),
     ]

@@ -68,6 +68,7 @@ class CardFacts:
         is_qat: whether they were trained with fake quantization.
         report: the run's report; empty if nothing was measured.
         table: column names and rows of the measured models.
+        quantize_activations: whether the measured model quantizes its activations.
     """
 
     title: str
@@ -82,6 +83,7 @@ class CardFacts:
     is_qat: bool
     report: dict
     table: tuple[list[str], list[list[str]]]
+    quantize_activations: bool = False
 
 
 def card_metadata(facts: CardFacts, form: FormatCard) -> dict:
@@ -128,10 +130,19 @@ def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
         questions=sum(count for _, count in by_skill.values()),
         measured=MEASURED_FILES if form.library == "mlx" else MEASURED_MODEL,
         language=form.language,
-        usage=form.usage.strip().format(name=facts.name),
+        usage=_usage(facts, form),
         recipe=facts.recipe.strip(),
     )
     write_atomic(folder / "README.md", redact(text))
+
+
+def _usage(facts: CardFacts, form: FormatCard) -> str:
+    """The commands. mlx-lm's quantizes activations only if it is told to."""
+    usage = form.usage.strip().format(name=facts.name)
+    if facts.quantize_activations and form.keeps_bits:
+        command = "mlx_lm.generate"
+        usage = usage.replace(command, f"{command} --quantize-activations")
+    return usage
 
 
 def _suffix(facts: CardFacts, form: FormatCard) -> str:

@@ -9,8 +9,9 @@ output with the Hessian of the group, as later groups compensate for the rest of
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
+from ...models.float_formats import MODES, FloatMode
 from ..backend import async_eval, library, to_fast_backend
-from ..float_grid import MODES, FloatGrid, FloatMode
+from ..float_grid import FloatGrid
 from ..packing import pack
 from .best_grid import BestGridTracker
 from .column_updates import descent_columns, gptq_columns

@@ -15,11 +15,13 @@ from mlx.utils import tree_flatten
 
 from ...config.qat import SYMMETRIC_QUANTIZERS, QATConfig
 from ...config.quant_spec import QuantSpec
+from ...models.lora.layers import AdapterLayer
 from ...models.lora.lora_model import adapted_layers
+from ...models.qq_linear import fake_quantize_inputs
+from ...models.straight_through import straight_through
 from ..dequantize import PackedLayers
 from ..packing import dequantize, unpack_codes
 from .quantizers import QUANTIZERS
-from .ste import straight_through
 
 
 class FakeQuant:
@@ -70,6 +72,11 @@ class FakeQuant:
         for path in specs:
             self._init_layer(path, modules[path], packed and packed[path])
         self.derived_weights = self._unfreeze_derived(modules)
+        self._quantized_inputs = []
+        if self.config.quantize_activations:
+            self._quantized_inputs = [p for p in specs if _is_linear(modules[p])]
+        self._layers = modules
+        self._fake_quantize_inputs()
 
     def _init_layer(self, path: str, layer: nn.Module, packed: dict | None) -> None:
         quantizer = self._quantizers[path]
@@ -108,6 +115,7 @@ class FakeQuant:
         if phase <= self._phase:
             return False
         self._phase = phase
+        self._fake_quantize_inputs()
         if step == starts[phase]:
             for path in self._trained:
                 weight = self._merged(path, parameters)
@@ -166,6 +174,12 @@ class FakeQuant:
             changed += (before != after).sum().item()
             total += before.size
         return changed, total
+
+    def _fake_quantize_inputs(self) -> None:
+        """Let linear layers quantize their inputs, once fake quantization has begun."""
+        for path in self._quantized_inputs:
+            mode = self._specs[path].mode if self._phase >= 0 else None
+            fake_quantize_inputs(self._layers[path], mode)
 
     def _quantizer(self, spec: QuantSpec, min_bits: int):
         """The quantizer of a layer in a phase with at least so many bits."""
@@ -268,6 +282,13 @@ class QALoRAWeights:
         return layer.merge_biases(
             {n: parameters[f"{path}.{n}"] for n in layer.TRAINABLE}
         )
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    """Whether the layer, or what it adapts, is one whose inputs mlx-lm can quantize."""
+    if isinstance(layer, AdapterLayer):
+        layer = layer.base_layer
+    return isinstance(layer, nn.Linear)
 
 
 def _with_path(path: str, tensors: dict[str, mx.array]) -> dict[str, mx.array]:

@@ -11,9 +11,10 @@ from typing import ClassVar
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
+from ...models.straight_through import straight_through
 from ..affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
 from ..packing import dequantize, pack
-from .ste import AffineSTE, codes_as_float, straight_through
+from .ste import AffineSTE, codes_as_float
 
 FRACTION_BITS = {mx.float32: 23, mx.float16: 10, mx.bfloat16: 7}
 

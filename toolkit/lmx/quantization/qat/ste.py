@@ -2,7 +2,6 @@
 backward pass."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -14,25 +13,6 @@ from ..packing import dequantize, pack, pack_codes
 # Rounding of a position in float32, relative to the largest number it is computed from,
 # with a reserve for the inexact divisions of GPUs.
 POSITION_ERROR = 2.0**-20
-
-
-def straight_through(
-    function: Callable[[mx.array], mx.array],
-) -> Callable[[mx.array], mx.array]:
-    """`function` with the identity as its gradient (arXiv 1308.3432).
-
-    A custom gradient, because w + stop_gradient(f(w) - w) is not f(w) in 16 bits.
-    """
-
-    @mx.custom_function
-    def forward(value: mx.array) -> mx.array:
-        return function(value).astype(value.dtype)
-
-    @forward.vjp
-    def _(_, cotangent, __):
-        return cotangent
-
-    return forward
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,107 @@
+"""Runs with quantized activations compute what mlx-lm will compute."""
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from lmx.config.train import TrainConfig
+from lmx.data.batching import BucketBatchSampler
+from lmx.data.dataset import RecordReader
+from lmx.data.tokenization import encode_all
+from lmx.errors import UserError
+from lmx.evaluation.perplexity import measure_perplexity
+from lmx.models.checkpoint import read_config
+from lmx.models.loader import load
+from lmx.models.qq_linear import QQLinear, full_precision_inputs
+from lmx.pipeline.qat_setup import prepare
+from lmx.run.logger import NullLogger
+from tiny_runs import METRICS_ONLY, TRAIN, Run
+
+GRID = {"mode": "nvfp4", "quantize_activations": True}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory, base):
+    folder = tmp_path_factory.mktemp("quantized")
+    export = {"export": {"formats": ["mlx", "hf"]}}
+    run = Run(folder, {"quantize": GRID}, {"evaluate": METRICS_ONLY}, export)
+    run.model = str(base)
+    run.write()
+    assert run() == 0
+    return run
+
+
+def layers(model, layer_class) -> set[str]:
+    return {p for p, m in model.named_modules() if type(m) is layer_class}
+
+
+def test_mlx_lm_loads_layers_that_quantize_their_inputs(quantized):
+    ours = load(quantized.output / "model").model
+    stock, _ = mlx_lm.load(str(quantized.output / "model"))
+    paths = layers(stock, nn.QQLinear)
+    assert paths == layers(ours, QQLinear)
+    assert {path.rpartition(".")[2] for path in paths} >= {"q_proj", "down_proj"}
+    # One token: MLX's CPU backend has no product of more rows.
+    for token in (5, 60, 200):
+        inputs = mx.array([[token]])
+        expected = stock(inputs).astype(mx.float32)
+        assert mx.allclose(ours(inputs), expected, rtol=1e-3, atol=1e-3)
+        with full_precision_inputs(ours):
+            assert not mx.allclose(ours(inputs), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_report_has_the_divergence_with_and_without(quantized):
+    models = quantized.json("report.json")["models"]
+    figures = models["quantized"]
+    assert figures["kl_mean"] > 1.1 * figures["kl_mean_weights_only"] > 0
+    assert "kl_mean_weights_only" not in models["base"]
+    assert "KL, activations not quantized" in quantized.log
+    records = [*RecordReader(str(quantized.folder / "valid.jsonl"), split="train")]
+    loaded = load(quantized.output / "model")
+    examples = encode_all(records, loaded.tokenizer, max_seq_length=64).examples
+    batches = [
+        *BucketBatchSampler(examples, max_seq_length=64, batch_tokens=4096).in_order()
+    ]
+    perplexity = measure_perplexity(loaded.model, batches).value
+    assert perplexity == pytest.approx(figures["perplexity"], rel=1e-4)
+
+
+def test_exports_say_whether_activations_are_quantized(quantized):
+    configs = [read_config(quantized.output / name) for name in ("model", "hf")]
+    assert [c.get("quantize_activations") for c in configs] == [True, None]
+    card = (quantized.output / "model/README.md").read_text()
+    assert "mlx_lm.generate --quantize-activations --model" in card
+    assert "--quantize" not in (quantized.output / "hf/README.md").read_text()
+
+
+@pytest.mark.parametrize("adapter", [None, {"rank": 4}])
+def test_training_has_the_loss_of_the_served_model(tmp_path, base, adapter):
+    train = TRAIN | {"steps": 4, "learning_rate": 1e-3, "qat": GRID}
+    if adapter:
+        train["adapter"] = adapter
+    run = Run(tmp_path, {"train": train}, model=base)
+    assert run() == 0
+    improvement = run.json("manifest.json")["stages"]["1-train"]["result"]["facts"][
+        "improvement"
+    ]
+    exported = improvement["exported"]
+    assert improvement["in_training"] == pytest.approx(exported, abs=2e-3)
+    served = load(run.output / "stages/1-train/model").model
+    assert layers(served, QQLinear)
+
+
+def test_model_with_quantized_activations_is_not_trained(
+    tmp_path, base, quantized, capsys
+):
+    train = TRAIN | {"adapter": {"rank": 4}}
+    exported = quantized.output / "model"
+    for stages, model in (
+        ([{"train": train}], exported),
+        ([{"quantize": GRID}, {"train": train}], base),
+    ):
+        assert Run(tmp_path, *stages, model=model)() == 2
+        assert "the model quantizes its activations here" in capsys.readouterr().err
+    # A model of the Hub is not known before it is loaded.
+    loaded = load(exported, compute="stored")
+    with pytest.raises(UserError, match="this model quantizes its activations"):
+        prepare(TrainConfig(**train), loaded, NullLogger())
