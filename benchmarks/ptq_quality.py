@@ -18,7 +18,7 @@ from pathlib import Path
 
 import ptq_divergence
 import ptq_runners
-from lmx.config.quant_spec import FIXED_MODES
+from lmx.config.quant_spec import FLOAT_MODES
 from ptq_table import print_table
 
 DATA = Path(__file__).parents[1] / "data"
@@ -27,7 +27,7 @@ SETTINGS = "settings.json"
 # Pairs of widths for dynamic_quant; the best pair counts.
 WIDTHS = {3.5: ((2, 4), (2, 5), (2, 6), (3, 4)), 4.5: ((3, 5), (3, 6), (3, 8), (4, 5))}
 UNIFORM = ("2-64", "3-64", "4-64", "2-32", "3-32", "4-32")
-CASES = (*UNIFORM, *FIXED_MODES, *(f"{target}bpw" for target in WIDTHS))
+CASES = (*UNIFORM, *FLOAT_MODES, *(f"{target}bpw" for target in WIDTHS))
 
 
 @dataclass
@@ -122,7 +122,7 @@ def methods_for(case: str, arguments: argparse.Namespace) -> list[Method]:
     """All methods for a case: bits and group size, a mode, or bits per weight."""
     if case.endswith("bpw"):
         return _mixed_precision(float(case.removesuffix("bpw")), arguments)
-    if case in FIXED_MODES:
+    if case in FLOAT_MODES:
         return _floating_point(case)
     bits, group_size = map(int, case.split("-"))
     grid = {"bits": bits, "group_size": group_size}
@@ -141,7 +141,7 @@ def methods_for(case: str, arguments: argparse.Namespace) -> list[Method]:
 
 
 def _floating_point(mode: str) -> list[Method]:
-    group_size, bits = FIXED_MODES[mode]
+    group_size, bits = FLOAT_MODES[mode]
     grid = {"mode": mode, "bits": bits, "group_size": group_size}
     gptq = {"method": "gptq"} | grid
     return [

@@ -14,7 +14,8 @@ from lmx.convert.gguf import tokenizer as gguf_tokenizer
 from lmx.convert.importers import load_model
 from lmx.errors import UserError
 from lmx.models.loader import load, load_tokenizer
-from lmx.quantization.packing import pack, pack_codes
+from lmx.quantization.bit_packing import pack_codes
+from lmx.quantization.packing import pack
 from tiny_checkpoints import LLAMA, QWEN3_MOE
 
 gguf = pytest.importorskip("gguf")

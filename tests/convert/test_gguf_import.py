@@ -23,7 +23,8 @@ gguf = pytest.importorskip("gguf")
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 TEXT = "Straße, naïve: 東京 🙂 1234\n\tdef add(left, right):  return left"
 ROUNDED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
-BLOCKS = ("Q4_K", "Q5_K", "Q6_K")
+BLOCKS = ("Q3_K", "Q4_K", "Q5_K", "Q6_K")
+BYTES = {"Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -58,9 +59,9 @@ def interleave_rows(rows, heads):
 
 def random_blocks(rng, shape, kind):
     """Random k-quant blocks with small scales."""
-    size, count = {"Q4_K": 144, "Q5_K": 176, "Q6_K": 210}[kind], shape[-1] // 256
+    size, count = BYTES[kind], shape[-1] // 256
     data = rng.integers(0, 256, (shape[0], count, size), dtype=np.uint8)
-    for place in [208] if kind == "Q6_K" else [0, 2]:
+    for place in {"Q3_K": [108], "Q6_K": [208]}.get(kind, [0, 2]):
         steps = (rng.random((shape[0], count, 1)) * 2e-4).astype(np.float16)
         data[..., place : place + 2] = steps.view(np.uint8)
     return data.reshape(shape[0], -1)

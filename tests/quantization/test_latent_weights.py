@@ -4,7 +4,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from lmx.config.quant_spec import QuantSpec
-from lmx.quantization.packing import dequantize, pack, unpack_codes
+from lmx.quantization.bit_packing import unpack_codes
+from lmx.quantization.packing import dequantize, pack
 from lmx.quantization.qat.quantizers import FixedScaleQuantizer, LSQQuantizer
 
 GROUP = 64

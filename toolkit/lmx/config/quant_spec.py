@@ -7,14 +7,36 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from .base import ConfigModel
 
 FloatMode = Literal["mxfp4", "nvfp4", "mxfp8"]
-Mode = Literal["affine", "mxfp4", "nvfp4", "mxfp8"]
+GGUFMode = Literal["q3_k", "q4_0", "q4_k", "q5_0", "q5_k", "q6_k", "q8_0"]
+Mode = Literal["affine", FloatMode, GGUFMode]
 Bits = Literal[2, 3, 4, 5, 6, 8]
 GroupSize = Literal[16, 32, 64, 128]
 
 # Group size and bits of MLX's floating-point modes.
-FIXED_MODES = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
+FLOAT_MODES = {"mxfp4": (32, 4), "nvfp4": (16, 4), "mxfp8": (32, 8)}
 # Modes of `mx.qqmm`, which quantizes inputs too.
 ACTIVATION_MODES = ("nvfp4", "mxfp8")
+# Group size and bits of GGUF's block types.
+GGUF_MODES = {
+    "q3_k": (16, 3),
+    "q4_0": (32, 4),
+    "q4_k": (32, 4),
+    "q5_0": (32, 5),
+    "q5_k": (32, 5),
+    "q6_k": (16, 6),
+    "q8_0": (32, 8),
+}
+FIXED_MODES = FLOAT_MODES | GGUF_MODES
+# Weights of a K block, and the mode of a layer whose width is no multiple of that.
+K_BLOCK = 256
+NARROW_MODES: dict[str, GGUFMode] = {
+    "q3_k": "q4_0",
+    "q4_k": "q5_0",
+    "q5_k": "q5_0",
+    "q6_k": "q8_0",
+}
+# The least groups of MLX's affine quantization.
+MIN_AFFINE_GROUP = 32
 
 
 class QuantSpec(ConfigModel):
@@ -26,8 +48,8 @@ class QuantSpec(ConfigModel):
     """Weights that share a scale. affine: 32, 64 or 128 (default 64). Other modes fix
     it."""
     mode: Mode = "affine"
-    """affine (a scale and a bias per group), or a floating-point mode: mxfp4, nvfp4,
-    mxfp8."""
+    """affine (a scale and a bias per group); a floating-point mode: mxfp4, nvfp4,
+    mxfp8; or a block type of GGUF: q4_0, q5_0, q8_0, q3_k, q4_k, q5_k, q6_k."""
 
     @model_validator(mode="after")
     def _fill_defaults(self):
@@ -44,9 +66,41 @@ class QuantSpec(ConfigModel):
         object.__setattr__(self, "group_size", self.group_size or group_size)
         return self
 
+    @property
+    def is_gguf(self) -> bool:
+        """Whether the grid is that of a block type of GGUF."""
+        return self.mode in GGUF_MODES
+
+    @property
+    def stored(self) -> "QuantSpec | None":
+        """The grid as an MLX checkpoint names it; None = the layer is dense there.
+
+        Blocks of GGUF are affine groups of 32 with float32 scales and biases. Groups of
+        16 are too small for MLX: their weights are stored in float32.
+        """
+        if not self.is_gguf:
+            return self
+        if self.group_size < MIN_AFFINE_GROUP:
+            return None
+        return QuantSpec(bits=self.bits, group_size=self.group_size)
+
+    @property
+    def scale_bits(self) -> int:
+        """Bits of a group's scale and bias in an MLX checkpoint of 16 bits."""
+        if self.is_gguf:
+            return 64
+        return 32 if self.mode == "affine" else 8
+
     def fits(self, width: int) -> bool:
-        """Whether `width` input channels divide into groups."""
-        return width % self.group_size == 0
+        """Whether `width` input channels divide into groups, and groups into blocks."""
+        return width % (K_BLOCK if self.mode in NARROW_MODES else self.group_size) == 0
+
+    def for_width(self, width: int) -> "QuantSpec":
+        """This grid, or for K blocks that do not fit, small blocks of as many bits or
+        more, as llama.cpp chooses them."""
+        if self.mode not in NARROW_MODES or self.fits(width):
+            return self
+        return QuantSpec(mode=NARROW_MODES[self.mode])
 
 
 class LayerQuantOverride(ConfigModel):

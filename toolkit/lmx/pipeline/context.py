@@ -128,14 +128,17 @@ def write_model(
     if packed:
         weights |= packed
         packed.clear()
+    # Layers on grids that MLX lacks are dense in the checkpoint.
+    stored = {path: spec.stored for path, spec in specs.items()}
+    dense = [path for path, spec in stored.items() if spec is None]
     with atomic_folder(folder) as partial:
         checkpoint_writer.write_checkpoint(
             partial,
             weights,
             loaded.config,
             companions=loaded.path,
-            specs=specs,
-            kept=list(selection.skipped) if selection else [],
+            specs={path: spec for path, spec in stored.items() if spec is not None},
+            kept=[*(selection.skipped if selection else []), *dense],
             quantize_activations=bool(selection and selection.quantize_activations),
         )
         if keeps_mtp:

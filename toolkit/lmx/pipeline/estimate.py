@@ -131,12 +131,12 @@ class ModelShape:
         total = float_values = _count(model.parameters())
         bits = 8 * self.bytes
         for path, spec in specs.items():
-            scales = 32 if spec.mode == "affine" else 8
             size = prod(matrices[f"{path}.weight"])
-            bits += size * (
-                spec.bits + scales / spec.group_size - 8 * self.bytes / total
-            )
-            grids = 2 * size // spec.group_size if spec.mode == "affine" else 0
+            width, grids = 32.0, size
+            if spec.stored is not None:
+                width = spec.bits + spec.scale_bits / spec.group_size
+                grids = 2 * size // spec.group_size if spec.scale_bits > 8 else 0
+            bits += size * (width - 8 * self.bytes / total)
             float_values += grids - size
         return replace(self, bytes=int(bits / 8), float_values=float_values)
 

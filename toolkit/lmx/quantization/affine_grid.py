@@ -9,7 +9,7 @@ from ..cpu import on_cpu
 from ..cpu.fast_exp import ROUNDER
 from . import gpu_kernels
 from .backend import compiled, library, round_to_dtype
-from .packing import pack_codes, unpack_codes
+from .bit_packing import pack_codes, unpack_codes
 
 # Factors by which the range of the weights is shrunk in the search for a start.
 SHRINK_FACTORS = (0.96, 0.92, 0.88, 0.83, 0.78, 0.72, 0.65, 0.57, 0.48, 0.38)

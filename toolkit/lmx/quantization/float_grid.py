@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..config.quant_spec import QuantSpec
 from ..models.float_formats import MODES
 from .backend import round_to_dtype
-from .packing import pack_codes, unpack_codes
+from .bit_packing import pack_codes, unpack_codes
 
 
 @dataclass(frozen=True)

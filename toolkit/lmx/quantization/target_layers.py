@@ -42,7 +42,8 @@ def select_layers(
     """Choose a grid for every layer that can be quantized.
 
     Recipe patterns come first, then the model's own `quant_predicate`, then the
-    default. A layer is skipped if its width is not a multiple of the group size.
+    default. A layer is skipped if its width is not a multiple of the group size. K
+    blocks of GGUF give way to small blocks in layers that are too narrow for them.
 
     Raises:
         UserError: no layer can be quantized, a pattern matches no layer, or the inputs
@@ -65,8 +66,10 @@ def select_layers(
             reason = "quantize_lm_head is false"
         else:
             reason = "skipped by the model's predicate" if spec is None else None
-        if reason is None and not spec.fits(width := module.weight.shape[-1]):
-            reason = f"its width {width} is not a multiple of {spec.group_size}"
+        if reason is None:
+            spec = spec.for_width(width := module.weight.shape[-1])
+            if not spec.fits(width):
+                reason = f"its width {width} is not a multiple of {spec.group_size}"
         if reason is None and quantization.quantize_activations:
             reason = _no_input_quantization(module, spec)
             if reason and overrides.get(path):

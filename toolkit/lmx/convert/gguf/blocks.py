@@ -3,15 +3,17 @@
 A block starts with d (float16). 32 weights share a scale: Q4_0, Q5_0 and Q8_0 are d *
 (code - middle); Q4_1 and Q5_1 are d * code + m. Blocks of Q4_K and Q5_K have eight such
 groups, d * scale * code - m * minimum, with 6-bit scales and minima, and float32 holds
-the products exactly. The groups of 16 of Q6_K are too small for MLX: such tensors
-become dense float32, which holds d * scale * (code - 32) exactly.
+the products exactly. The groups of 16 of Q3_K and Q6_K are too small for MLX: such
+tensors become dense float32, which holds d * scale * (code - middle) exactly.
 """
 
 import mlx.core as mx
 import numpy as np
 
-from ...quantization.packing import pack_codes, unpack_codes
+from ...quantization.bit_packing import pack_codes, unpack_codes
 from ..importers.affine_repack import AffineGroups, narrow_biases
+from . import k_blocks
+from .k_blocks import float16_at, nibbles
 from .reader import GGUFTensor
 
 BLOCK = 32
@@ -49,8 +51,8 @@ def to_dense(tensor: GGUFTensor) -> mx.array:
     if tensor.ggml_type == "BF16":
         bits = mx.array(np.ascontiguousarray(tensor.blocks).view(np.uint16))
         return bits.view(mx.bfloat16).reshape(tensor.shape)
-    if tensor.ggml_type == "Q6_K":
-        return mx.array(_dequantize_q6_k(tensor.blocks).reshape(tensor.shape))
+    if dequantize := DENSE_TYPES.get(tensor.ggml_type):
+        return mx.array(dequantize(tensor.blocks).reshape(tensor.shape))
     dtype = {"F32": np.float32, "F16": np.float16}[tensor.ggml_type]
     values = mx.array(np.ascontiguousarray(tensor.blocks).view(dtype))
     values = values.reshape(tensor.shape)
@@ -73,7 +75,8 @@ def from_affine_groups(
         parts: weight (codes), scales and biases, as MLX stores them.
 
     Returns:
-        None if ggml has no such codes, or float16 does not hold the scales or biases.
+        None if ggml has no such codes, or neither float16 nor K blocks hold the scales
+        and biases.
     """
     symmetric_type, minimum_type = TYPES_BY_BITS.get(bits, (None, None))
     scales, biases = (
@@ -84,6 +87,8 @@ def from_affine_groups(
     codes = codes.reshape(*scales.shape, BLOCK)
     if symmetric_type and (biases == -(2 ** (bits - 1)) * scales).all():
         ggml_type, values = symmetric_type, [scales]
+    elif in_blocks := k_blocks.from_groups(codes, scales, biases, bits):
+        return in_blocks
     else:
         ggml_type, values = minimum_type, [scales, biases]
     halves = [value.astype(np.float16) for value in values]
@@ -98,12 +103,15 @@ def from_affine_groups(
 def from_dense(value: mx.array) -> tuple[str, np.ndarray]:
     """ggml's type of an unquantized tensor, and its values in that type.
 
-    float32 for vectors, as llama.cpp requires, and for values beyond float16; else
-    float16, or bfloat16 if only that holds the values exactly.
+    float32 for vectors, as llama.cpp requires, and for values beyond float16; K blocks
+    for float32 matrices on their grids; else float16, or bfloat16 if only that holds
+    the values exactly.
     """
     wide = np.array(value.astype(mx.float32))
     if wide.ndim < 2:
         return "F32", wide
+    if value.dtype == mx.float32 and (in_blocks := k_blocks.from_weights(wide)):
+        return in_blocks
     with np.errstate(over="ignore"):
         half = wide.astype(np.float16)
     if not np.isfinite(half).all():
@@ -125,86 +133,35 @@ def _code_bytes(codes: np.ndarray, ggml_type: str) -> np.ndarray:
     return np.concatenate([fifth, low], axis=-1)
 
 
-def _float16(blocks: np.ndarray, start: int) -> np.ndarray:
-    return np.ascontiguousarray(blocks[..., start : start + 2]).view(np.float16)
-
-
-def _nibbles(packed: np.ndarray) -> np.ndarray:
-    """Codes [..., 2 n] of bytes [..., n]: the low nibbles, then the high ones."""
-    return np.concatenate([packed & 15, packed >> 4], axis=-1)
-
-
 def _fifth_bits(words: np.ndarray) -> np.ndarray:
     """The highest bits [..., 32] of 5-bit codes, from four bytes."""
     return np.unpackbits(words, axis=-1, bitorder="little") << 4
 
 
 def _q4_0(blocks: np.ndarray) -> Parts:
-    scale = _float16(blocks, 0)
-    return _nibbles(blocks[..., 2:]), scale, -8 * scale.astype(np.float32)
+    scale = float16_at(blocks, 0)
+    return nibbles(blocks[..., 2:]), scale, -8 * scale.astype(np.float32)
 
 
 def _q4_1(blocks: np.ndarray) -> Parts:
-    return _nibbles(blocks[..., 4:]), _float16(blocks, 0), _float16(blocks, 2)
+    return nibbles(blocks[..., 4:]), float16_at(blocks, 0), float16_at(blocks, 2)
 
 
 def _q5_0(blocks: np.ndarray) -> Parts:
-    scale = _float16(blocks, 0)
-    codes = _nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    scale = float16_at(blocks, 0)
+    codes = nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
     return codes, scale, -16 * scale.astype(np.float32)
 
 
 def _q5_1(blocks: np.ndarray) -> Parts:
-    codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return codes, _float16(blocks, 0), _float16(blocks, 2)
+    codes = nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return codes, float16_at(blocks, 0), float16_at(blocks, 2)
 
 
 def _q8_0(blocks: np.ndarray) -> Parts:
-    scale = _float16(blocks, 0)
+    scale = float16_at(blocks, 0)
     # int8 plus 128 is the same byte with its highest bit flipped.
     return blocks[..., 2:] ^ 128, scale, -128 * scale.astype(np.float32)
-
-
-def _q4_k(blocks: np.ndarray) -> Parts:
-    pairs = blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)
-    return _nibbles(pairs), *_small_scales(blocks)
-
-
-def _q5_k(blocks: np.ndarray) -> Parts:
-    pairs = blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32)
-    # A byte holds the fifth bits of the codes at its position in all eight groups.
-    shifts = np.arange(8, dtype=np.uint8)[:, None]
-    fifth = (blocks[..., None, 16:48] >> shifts) & 1
-    fifth = fifth.reshape(*blocks.shape[:-1], 4, 64) << 4
-    return _nibbles(pairs) | fifth, *_small_scales(blocks)
-
-
-def _small_scales(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scales and biases float32 [..., 8] of a K block.
-
-    The block starts with d, m and twelve bytes of 6-bit values: four bytes with the
-    scales of groups 0 to 3, four with their minima, and four with the low nibbles of
-    groups 4 to 7, whose two highest bits are above those of groups 0 to 3.
-    """
-    low = blocks[..., 4:8], blocks[..., 8:12]
-    nibbles = blocks[..., 12:16]
-    scales = np.concatenate([low[0] & 63, (nibbles & 15) | (low[0] >> 6 << 4)], axis=-1)
-    minima = np.concatenate([low[1] & 63, (nibbles >> 4) | (low[1] >> 6 << 4)], axis=-1)
-    d, m = (_float16(blocks, start).astype(np.float32) for start in (0, 2))
-    return d * scales, -m * minima
-
-
-def _dequantize_q6_k(blocks: np.ndarray) -> np.ndarray:
-    """Float32 [..., 256] of Q6_K: low nibbles, high bit pairs, int8 scales, d."""
-    halves = (*blocks.shape[:-1], 2)
-    low = blocks[..., :128].reshape(*halves, 64)
-    high = blocks[..., 128:192].reshape(*halves, 32)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    pairs = ((high[..., None, :] >> shifts) & 3).reshape(*halves, 128)
-    codes = (_nibbles(low) | (pairs << 4)).astype(np.float32) - 32
-    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
-    steps = _float16(blocks, 208).astype(np.float32) * scales
-    return codes.reshape(*blocks.shape[:-1], 16, 16) * steps[..., None]
 
 
 # Splits the blocks of a type into codes, scales and biases; bits of its codes.
@@ -214,6 +171,8 @@ GROUPED_TYPES = {
     "Q5_0": (_q5_0, 5),
     "Q5_1": (_q5_1, 5),
     "Q8_0": (_q8_0, 8),
-    "Q4_K": (_q4_k, 4),
-    "Q5_K": (_q5_k, 5),
+    "Q4_K": (k_blocks.q4_k, 4),
+    "Q5_K": (k_blocks.q5_k, 5),
 }
+# Dequantizes the blocks of a type whose groups are too small for MLX.
+DENSE_TYPES = {"Q3_K": k_blocks.dequantize_q3_k, "Q6_K": k_blocks.dequantize_q6_k}

@@ -26,6 +26,10 @@ FILE_TYPES = {
     "Q8_0": 7,
     "Q5_0": 8,
     "Q5_1": 9,
+    "Q3_K": 11,
+    "Q4_K": 14,
+    "Q5_K": 16,
+    "Q6_K": 18,
     "BF16": 32,
 }
 QUANTIZATION_VERSION = 2

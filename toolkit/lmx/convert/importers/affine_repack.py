@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import UserError
-from ...quantization.packing import pack_codes, unpack_codes
+from ...quantization.bit_packing import pack_codes, unpack_codes
 
 GROUP_SIZES = (128, 64, 32)
 

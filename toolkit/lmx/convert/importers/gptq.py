@@ -13,7 +13,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import UserError
-from ...quantization.packing import unpack_codes
+from ...quantization.bit_packing import unpack_codes
 from .affine_repack import AffineGroups, from_zero_points, require_shape, require_tensor
 
 CODES = "qweight"

@@ -4,6 +4,7 @@ import mlx.core as mx
 
 from ..affine_grid import AffineGrid
 from ..float_grid import FloatGrid
+from ..gguf_grid import GGUFGrid
 
 
 class BestGridTracker:
@@ -26,7 +27,7 @@ class BestGridTracker:
         self.output = ((target @ matrix) * target).sum(axis=1)
         self.errors: mx.array | None = None
 
-    def add(self, name: str, grid: AffineGrid | FloatGrid) -> None:
+    def add(self, name: str, grid: AffineGrid | FloatGrid | GGUFGrid) -> None:
         """Evaluate a grid as it is stored."""
         difference = self.target - grid.weight(self.dtype)
         descent = difference @ self.matrix

@@ -15,7 +15,7 @@ from ..float_grid import FloatGrid
 from ..packing import pack
 from .best_grid import BestGridTracker
 from .column_updates import descent_columns, gptq_columns
-from .hessian import Hessian, inverse_factor
+from .hessian import Hessian, group_factors
 
 # Offsets from the code of a group's scale that a refinement tries.
 NEIGHBORS = (0, -1, 1)
@@ -154,7 +154,7 @@ def group_descent(
     """
     size = grid.group
     codes = mode.scales.codes(grid.scales)
-    factors = _group_factors(matrix, size)
+    factors = group_factors(matrix, size)
     remaining = to_fast_backend(descent.T)
     matrix, old = to_fast_backend(matrix), to_fast_backend(grid.elements.T)
     groups = []
@@ -200,15 +200,6 @@ def _descend_group(descent, matrix, factor, old, scales: mx.array, mode: FloatMo
     errors = (changes * (products - 2 * descent[:, None])).sum(axis=0)
     best = errors.argmin(axis=0)
     return _chosen(best, elements, scales, changes)
-
-
-def _group_factors(matrix: mx.array, group_size: int) -> list[mx.array]:
-    """The factor of the inverse of every group's Hessian, see `Hessian`."""
-    columns = [
-        slice(start, start + group_size) for start in range(0, len(matrix), group_size)
-    ]
-    order = mx.arange(group_size)
-    return [inverse_factor(matrix[part, part], order) for part in columns]
 
 
 def _stack_groups(groups: list[tuple]) -> FloatGrid:

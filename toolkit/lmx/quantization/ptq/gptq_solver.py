@@ -25,10 +25,12 @@ from ...config.quant_spec import QuantSpec
 from ..affine_grid import AffineGrid, fit_grid, nearest, safe_scale
 from ..backend import async_eval, library, to_fast_backend
 from ..float_grid import FloatGrid
+from ..gguf_grid import GGUFGrid
 from ..packing import pack
 from .best_grid import BestGridTracker
 from .column_updates import descent_columns, gptq_columns
 from .float_solver import solve_float_rows
+from .gguf_solver import solve_gguf_rows
 from .hessian import Hessian, OutputHessian
 from .input_statistics import OutputError
 
@@ -91,7 +93,7 @@ def solve_layers(
             longer.
         on_solved: called with the number of weights of every finished row set.
     """
-    solve = solve_rows if spec.mode == "affine" else solve_float_rows
+    solve = _solver(spec)
     num_sets = _num_sets(layers, max_sets)
     solutions = {k: _LayerRows(v, num_sets) for k, v in layers.items()}
     for index in range(num_sets):
@@ -108,6 +110,13 @@ def solve_layers(
             on_solved(weight.size)
         del best, target, targets, weight  # before the arrays of the next rows exist
     return {name: rows.quantized() for name, rows in solutions.items()}
+
+
+def _solver(spec: QuantSpec) -> Callable[..., BestGridTracker]:
+    """The function that solves rows on a grid; see `solve_rows`."""
+    if spec.is_gguf:
+        return solve_gguf_rows
+    return solve_rows if spec.mode == "affine" else solve_float_rows
 
 
 def _num_sets(layers: Mapping[str, LayerProblem], max_sets: int) -> int:
@@ -346,7 +355,7 @@ def _refit_rows(grid: AffineGrid, descent: mx.array, blocks: mx.array, dtype: mx
 
 
 def _packed(
-    grid: AffineGrid | FloatGrid, spec: QuantSpec, dtype: mx.Dtype
+    grid: AffineGrid | FloatGrid | GGUFGrid, spec: QuantSpec, dtype: mx.Dtype
 ) -> dict[str, mx.array]:
     """The stored tensors of a grid, evaluated, so that its unpacked codes are freed."""
     tensors = grid.tensors(spec)

@@ -100,6 +100,15 @@ def inverse_factor(matrix: mx.array, order: mx.array) -> mx.array:
     return factor
 
 
+def group_factors(matrix: mx.array, group_size: int) -> list[mx.array]:
+    """The factor of the inverse of every group's Hessian, see `Hessian`."""
+    columns = [
+        slice(start, start + group_size) for start in range(0, len(matrix), group_size)
+    ]
+    order = mx.arange(group_size)
+    return [inverse_factor(matrix[part, part], order) for part in columns]
+
+
 def _is_inverse(matrix: mx.array, order: mx.array, factor: mx.array) -> bool:
     """Check the factor. MLX does not report a failed decomposition."""
     probe = mx.random.normal((len(matrix), 1), key=mx.random.key(0))

@@ -8,7 +8,8 @@ import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
 from ..affine_grid import fit_grid
-from ..packing import dequantize, pack, pack_codes
+from ..bit_packing import pack_codes
+from ..packing import dequantize, pack
 
 # Rounding of a position in float32, relative to the largest number it is computed from,
 # with a reserve for the inexact divisions of GPUs.
