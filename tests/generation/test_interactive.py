@@ -4,11 +4,13 @@ import argparse
 import io
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from lmx.api.generation import generate as generate_text
 from lmx.cli import generate
 from lmx.data.tokenizer_files import require_same_tokenizer
 from lmx.errors import UserError
@@ -459,6 +461,37 @@ def test_kv_bits_quantizes_the_cache(run_json):
     arguments = {"max_tokens": 40, "sampling": Sampling(1.0)}
     assert output["tokens"] == expected.generate(prompt, **arguments).tokens
     assert output["tokens"] != baseline["tokens"]
+
+
+def test_kv_bits_of_the_checkpoint_are_used_unless_named(run_json, tmp_path):
+    from lmx.models.loader import load
+
+    folder = tmp_path / "model"
+    shutil.copytree(Path(__file__).parents[2] / "data/tiny-base", folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"kv_bits": [2, 16, 8, 4, 4, 2]}))
+    loaded = load(folder)
+
+    def expected(kv_bits):
+        generator = Generator(loaded.model, loaded.tokenizer, kv_bits=kv_bits)
+        return generator.generate(generator.encode_text("the quick"), max_tokens=24)
+
+    words = [folder, "--ignore-chat-template", "--json", "--prompt", "the quick"]
+    words += ["--max-tokens", 24]
+    texts = {}
+    for bits in (None, 2, 16):
+        (output,) = run_json(*words, *(["--kv-bits", bits] if bits else []))
+        options = {"ignore_chat_template": True, "kv_bits": bits, "max_tokens": 24}
+        assert output["text"] == generate_text(folder, "the quick", **options).text
+        texts[bits] = output["text"]
+        assert texts[bits] == expected(bits or loaded.kv_bits).text
+    assert len(set(texts.values())) == 3
+    file.write_text(json.dumps(config | {"kv_bits": [4] * 5}))
+    with pytest.raises(UserError, match="for 5 layers, and the model has 6"):
+        Generator(
+            loaded.model, loaded.tokenizer, kv_bits=load(folder).kv_bits
+        ).new_cache()
 
 
 def test_chat_prompts_on_a_terminal(folder, capsys, monkeypatch):

@@ -107,6 +107,34 @@ def test_quantized_cache_is_close_and_rolls_back(bits):
     assert_close(again, plain.forward(tokens[:, 30:31]))
 
 
+def test_every_layer_has_its_own_bits_after_rollback_and_restore():
+    model, tokens = tiny("llama", head_dim=32, num_hidden_layers=3), random_tokens(24)
+    cache = CacheState(model, kv_bits=[8, 16, 4])
+    cache.forward(tokens[:, :10])
+    cache.forward(tokens[:, 10:20])
+    bits = [getattr(leaf, "bits", None) for leaf in cache.caches]
+    assert bits == [8, None, 4]
+    cache.checkpoint()
+    cache.forward(random_tokens(3, seed=1))
+    cache.rollback(3)
+    restored = CacheState(model)
+    restored.restore(cache.state, cache.length)
+    assert [getattr(leaf, "bits", None) for leaf in restored.caches] == bits
+    plain = CacheState(model, kv_bits=[8, 16, 4])
+    for part in (tokens[:, :10], tokens[:, 10:20]):
+        plain.forward(part)
+    expected = plain.forward(tokens[:, 20:])
+    assert_close(cache.forward(tokens[:, 20:]), expected)
+    assert_close(restored.forward(tokens[:, 20:]), expected)
+
+
+def test_bits_need_one_entry_for_each_layer():
+    model = tiny("llama", head_dim=32, num_hidden_layers=3)
+    with pytest.raises(UserError, match="for 2 layers, and the model has 3"):
+        CacheState(model, kv_bits=[8, 4])
+    assert CacheState(model, kv_bits=[16, 16, 16]).nbytes == 0
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "deepseek_v3", "mamba"])
 def test_cache_state_rejects_unsupported_quantization(family):
     with pytest.raises(UserError, match="cannot be quantized"):

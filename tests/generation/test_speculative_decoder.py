@@ -107,6 +107,19 @@ def test_speculative_greedy_matches_plain_decoding(family):
             assert tokens_of(generator) == plain, (name, length)
 
 
+def test_speculative_greedy_matches_with_kv_bits_by_layer():
+    model = sharpened("llama", head_dim=32, num_hidden_layers=3)
+    options = {"kv_bits": [8, 16, 2]}
+    plain = tokens_of(Generator(model, byte_tokenizer(), **options))
+    assert plain != tokens_of(Generator(model, byte_tokenizer()))
+    for length in (1, 3):
+        generator = speculative(
+            model, lambda _: Noisy(PROMPT + plain), length, **options
+        )
+        assert tokens_of(generator) == plain
+        assert generator.speculative_stats.acceptance_rate < 1
+
+
 def test_mlx_lm_differs_past_the_window():
     """Control: mlx-lm checks only once, at the start, that its cache can be trimmed."""
     from mlx_lm.generate import speculative_generate_step

@@ -2,8 +2,11 @@
 
 from types import SimpleNamespace
 
+import mlx.core as mx
+import mlx_lm
 import numpy as np
 import pytest
+from lmx.api.model import Model
 from lmx.config.quantize import CalibrationConfig
 from lmx.data.batching import BucketBatchSampler
 from lmx.data.calibration import CalibrationBatch
@@ -75,6 +78,25 @@ def test_eval_kl_has_only_configured_candidates(tmp_path, base, settings, candid
     _, facts = quantize_facts(tmp_path, base, **settings)
     assert candidates == (list(facts["eval_kl"]) if candidates else None)
     assert ("eval_kl" in facts) == bool(candidates)
+
+
+def test_kv_bits_are_in_the_checkpoint_and_reach_the_caches(tmp_path, base):
+    """Of two layers, one gets 8 bits; a head has 32 channels, one group."""
+    kv_cache = {"average_bits": 7, "candidate_bits": [4, 8]}
+    run, facts = quantize_facts(tmp_path, base, method="rtn", kv_cache=kv_cache)
+    folder = run.output / "stages/1-quantize/model"
+    loaded = load(folder)
+    bits = loaded.kv_bits
+    assert sorted(bits) == [4, 8]
+    assert bits == facts["kv_cache"]["bits"]
+    generator = Model(loaded).generator()
+    cache = generator.new_cache()
+    cache.forward(mx.array([[1, 2, 3]]))
+    assert [layer.bits for layer in cache.caches] == bits
+    mlx_lm_model, _ = mlx_lm.load(str(folder))
+    cache = mlx_lm.models.cache.make_prompt_cache(mlx_lm_model)
+    assert {type(layer).__name__ for layer in cache} == {"KVCache"}
+    assert "KV cache: selected by layer" in run.log
 
 
 def make_calibration_data(monkeypatch, train, valid):

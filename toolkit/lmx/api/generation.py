@@ -35,6 +35,7 @@ class GenerateOptions(TypedDict, total=False):
     system: str | None
     draft: str | os.PathLike[str] | None
     num_draft_tokens: int | None
+    kv_bits: int | None
     ignore_chat_template: bool
 
 
@@ -85,8 +86,9 @@ def generate(
         options: max_tokens (256); temperature (0 = greedy), top_p, top_k, min_p,
             repetition_penalty, presence_penalty, frequency_penalty and seed, see
             `generation.sampling.Sampling`; stop, strings that end the text; system, a
-            system message; draft and num_draft_tokens, as in `lmx.load`;
-            ignore_chat_template, use the text as it is.
+            system message; draft and num_draft_tokens, as in `lmx.load`; kv_bits (2, 4
+            or 8 = quantize the KV cache of one prompt, 16 = not; default: as the
+            model's config.json says); ignore_chat_template, use the text as it is.
 
     Returns:
         A result with `text`, `tokens` (ids without the end token), `prompt_tokens`,
@@ -101,12 +103,13 @@ def generate(
     settings = _checked(dict(options))
     loaded = model if isinstance(model, Model) else load(model)
     draft, count = settings.pop("draft"), settings.pop("num_draft_tokens")
+    kv_bits = settings.pop("kv_bits")
     name = None if draft is None else os.fspath(draft)
     sampling = Sampling(**{k: settings[k] for k in SAMPLING if k in settings})
     max_tokens, stop = settings["max_tokens"], settings["stop"]
     if _is_batch(prompt):
-        if stream or name:
-            option = "stream" if stream else "draft"
+        if stream or name or kv_bits:
+            option = "stream" if stream else "draft" if name else "kv_bits"
             raise UserError(f"{option} works with one prompt, not with a list")
         generator = Generator(loaded.module, loaded.tokenizer)
         requests = [
@@ -115,7 +118,7 @@ def generate(
         ]
         return list(generate_requests(generator, requests, stop=stop))
     tokens = _encode(loaded, prompt, settings)
-    generator = loaded.generator(name, count, sample=tokens)
+    generator = loaded.generator(name, count, kv_bits=kv_bits, sample=tokens)
     wanted = {"max_tokens": max_tokens, "sampling": sampling, "stop": stop}
     if stream:
         return generator.stream(tokens, **wanted)
@@ -133,7 +136,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"unknown option {unknown[0]!r}", hint=f"available: {', '.join(known)}"
         )
-    defaults = dict.fromkeys(("system", "draft", "num_draft_tokens"))
+    defaults = dict.fromkeys(("system", "draft", "num_draft_tokens", "kv_bits"))
     defaults |= {"max_tokens": 256, "stop": [], "ignore_chat_template": False}
     options = defaults | options
     if isinstance(options["stop"], str):
@@ -142,6 +145,9 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
     faults = {
         f"max_tokens must be 0 or more, got {options['max_tokens']}": (
             options["max_tokens"] < 0
+        ),
+        f"kv_bits must be 2, 4, 8 or 16, got {options['kv_bits']}": (
+            options["kv_bits"] not in (None, 2, 4, 8, 16)
         ),
         "a stop string is empty": not all(options["stop"]),
         f"num_draft_tokens must be 1 or more, got {count}": (

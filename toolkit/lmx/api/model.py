@@ -49,7 +49,7 @@ class Model:
         self.adapter = adapter
         self.draft = draft
         self._trust_remote_code = trust_remote_code
-        self._generators: dict[tuple[str | None, int | None], Generator] = {}
+        self._generators: dict[tuple[str | int | None, ...], Generator] = {}
 
     @property
     def module(self) -> Module:
@@ -73,6 +73,7 @@ class Model:
         draft: str | None = None,
         num_draft_tokens: int | None = None,
         *,
+        kv_bits: int | None = None,
         sample: list[int] | None = None,
     ) -> Generator:
         """The engine behind `lmx.generate`, kept for the next call.
@@ -80,14 +81,18 @@ class Model:
         Args:
             draft: as in `load`; None = that of this model, if it has one.
             num_draft_tokens: draft tokens per step; None = adapted to the speed-up.
+            kv_bits: 2, 4 or 8 = quantize the KV cache, 16 = not; None = as the model's
+                config.json says.
             sample: tokens of a typical prompt, for `layer-skip`.
 
         Raises:
             UserError: the draft model does not load, or has another tokenizer.
         """
-        key = draft or self.draft, num_draft_tokens
+        key = draft or self.draft, num_draft_tokens, kv_bits
         if key not in self._generators:
-            generator = Generator(self.module, self.tokenizer)
+            generator = Generator(
+                self.module, self.tokenizer, kv_bits=kv_bits or self.loaded.kv_bits
+            )
             if key[0] and not set_draft(
                 generator,
                 key[0],

@@ -64,7 +64,13 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--adapter-path", metavar="FOLDER", help="LoRA or DoRA adapter")
     add_draft_arguments(parser)
-    add("--kv-bits", type=int, choices=(4, 8), help="quantize the KV cache")
+    add(
+        "--kv-bits",
+        type=int,
+        choices=(2, 4, 8, 16),
+        help="quantize the KV cache; 16 = not. Default: the bits by layer that a "
+        "quantize stage with kv_cache wrote, else 16",
+    )
     add(
         "--quantized-kv-start",
         type=int,
@@ -179,7 +185,7 @@ def make_generator(args: argparse.Namespace, loaded: "LoadedModel") -> "Generato
         loaded.tokenizer,
         prefix_cache=PrefixCache(PREFIX_CACHE_BYTES) if reuses else None,
         sequential_verify=args.sequential_verify,
-        kv_bits=args.kv_bits,
+        kv_bits=args.kv_bits or loaded.kv_bits,
         quantized_kv_start=args.quantized_kv_start,
     )
 

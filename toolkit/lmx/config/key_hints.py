@@ -122,6 +122,9 @@ KEYS = {
     f"{QUANTIZE}.mixed_precision.target_bytes": "bytes",
     f"{QUANTIZE}.mixed_precision.candidate_bits": "bits",
     f"{QUANTIZE}.mixed_precision.candidate_group_sizes": "group_sizes group_size",
+    f"{QUANTIZE}.kv_cache": "kv_cache_scheme kv_bits",
+    f"{QUANTIZE}.kv_cache.average_bits": "target_bits",
+    f"{QUANTIZE}.kv_cache.candidate_bits": "bits kv_bits",
     f"{QUANTIZE}.calibration": "calibration_data calibration_dataset",
     f"{QUANTIZE}.calibration.dataset": "source path data",
     f"{QUANTIZE}.calibration.num_tokens": "tokens num_samples nsamples "

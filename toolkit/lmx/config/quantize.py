@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from .base import ConfigModel
-from .quant_spec import Bits, FloatMode, QuantizationConfig
+from .quant_spec import Bits, FloatMode, KVCacheBits, QuantizationConfig
 
 DAMPENING_FRAC = 0.01
 # In a JSON Schema, of the methods that are not the default: see `QuantizeConfig`.
@@ -97,6 +97,29 @@ class MixedPrecisionConfig(ConfigModel):
         return int(self.target_bytes or self.target_bpw * num_weights / 8)
 
 
+class KVCacheConfig(ConfigModel):
+    """Bits of the KV cache of every layer, chosen by measured loss for an average.
+
+    The weights are those of the quantized model. config.json of the result names the
+    bits, and `lmx generate` uses them. See docs/quantization.md.
+    """
+
+    average_bits: float = Field(gt=0, examples=[5])
+    """Mean bits per number in the cache, scales included: with 16-bit models, 4 bits
+    take 4.5, and 4.25 where the head dimension is a multiple of 128."""
+    candidate_bits: list[KVCacheBits] = Field([4, 8, 16], min_length=1)
+    """Bits to choose from. 16 = the dtype of the model."""
+
+    @model_validator(mode="after")
+    def _check_average(self):
+        if self.average_bits <= min(self.candidate_bits):
+            raise ValueError(
+                f"average_bits is {self.average_bits:g}, and scales take a part; the "
+                f"smallest of candidate_bits is {min(self.candidate_bits)}"
+            )
+        return self
+
+
 class PTQConfig(QuantizationConfig):
     """Keys of all post-training quantization methods."""
 
@@ -113,6 +136,9 @@ class PTQConfig(QuantizationConfig):
     """Present = choose bits and group size per layer. Layers named in `overrides`, and
     layers for which the model requests a spec, keep theirs. The block's own bits and
     group_size apply where there is no choice."""
+
+    kv_cache: KVCacheConfig | None = None
+    """Present = choose the bits of the KV cache by layer, after the weights."""
 
     @model_validator(mode="after")
     def _check_mixed_precision_mode(self):

@@ -9,7 +9,7 @@ from .. import cpu
 from ..errors import UserError
 from .decode_loop import BatchSampler, decode
 from .detokenizer import StreamingDetokenizer
-from .kv_cache import CacheState
+from .kv_cache import CacheState, KVBits
 from .outputs import GenerationResponse, GenerationResult
 from .prefix_cache import PrefixCache
 from .prompt import Messages, encode_chat, encode_text
@@ -54,7 +54,7 @@ class Generator:
         make_proposer: MakeProposer | None = None,
         draft_length: DraftLengthController | None = None,
         sequential_verify: bool = False,
-        kv_bits: int | None = None,
+        kv_bits: KVBits = None,
         quantized_kv_start: int = 0,
         keep_dequantized: bool = True,
     ):

@@ -11,9 +11,12 @@ from ..models.loader import make_cache
 from .recorded_states import RecordedStates
 
 PLAIN, QUANTIZED = "KVCache", "QuantizedKVCache"
+KVBits = int | Sequence[int] | None
 # The kind of recorded hidden states in `CacheState.state`, where they come last.
 HIDDEN_STATES = "HiddenStates"
 GROUP_SIZES = (128, 64, 32)
+UNQUANTIZED = 16
+"""As `kv_bits`: keys and values in the dtype of the model."""
 WINDOW_SLACK = 64
 """Positions that a sliding-window cache keeps beyond its window, for rollback."""
 BUFFER_STEP = 256
@@ -29,8 +32,9 @@ class CacheState:
 
     Args:
         model: maps tokens [B, L] and a list of caches to logits [B, L, V].
-        kv_bits: 4 or 8 = quantize keys and values; None = keep the model's dtype.
-            Sliding-window caches are small and never quantized.
+        kv_bits: 2, 4 or 8 = quantize keys and values; 16 or None = keep the model's
+            dtype. A sequence has the bits of every layer. Sliding-window caches are
+            small and never quantized.
         quantized_kv_start: number of tokens from which on the cache is quantized.
 
     Attributes:
@@ -38,18 +42,20 @@ class CacheState:
             `record_hidden_states`.
 
     Raises:
-        UserError: the keys and values of this model cannot be quantized.
+        UserError: the keys and values of this model cannot be quantized, or `kv_bits`
+            has another number of layers.
     """
 
     def __init__(
-        self, model: Any, *, kv_bits: int | None = None, quantized_kv_start: int = 0
+        self, model: Any, *, kv_bits: KVBits = None, quantized_kv_start: int = 0
     ):
         self.model = model
         self.caches = [_with_window_cache(cache) for cache in make_cache(model)]
         self.length = 0
         self.recorded: RecordedStates | None = None
-        self._kv_bits, self._quantized_kv_start = kv_bits, quantized_kv_start
-        if kv_bits:
+        self._layer_bits = _bits_of_layers(kv_bits, len(self.caches))
+        self._quantized_kv_start = quantized_kv_start
+        if self._layer_bits:
             self._try_quantized()
         # Recurrent states at the checkpoint, and the tokens processed since then;
         # None = no checkpoint is set.
@@ -80,7 +86,7 @@ class CacheState:
         self.length += tokens.shape[1]
         if self._tokens_since is not None:
             self._tokens_since.append(tokens)
-        if self._kv_bits and self.length > self._quantized_kv_start:
+        if self._layer_bits and self.length > self._quantized_kv_start:
             self._quantize()
         self._check_offsets()
         return logits
@@ -167,8 +173,11 @@ class CacheState:
         if state and state[-1][0] == HIDDEN_STATES:
             *state, (_, recorded) = state
             self.recorded = RecordedStates.from_state(recorded)
-        if any(kind == QUANTIZED for kind, _ in state):
-            self.caches = [_as_quantized(cache) for cache in self.caches]
+        stored = iter(kind for kind, _ in state)
+        self.caches = [
+            _as_quantized(cache, [next(stored, None) for _ in _flatten(cache)])
+            for cache in self.caches
+        ]
         kinds = [type(leaf).__name__ for leaf in self.layer_caches]
         if kinds != [kind for kind, _ in state]:
             raise UserError("the cache state does not match the caches of this model")
@@ -205,21 +214,48 @@ class CacheState:
         except (TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"this model's keys and values cannot be quantized: {error}",
-                hint="remove --kv-bits",
+                hint="keep the model's dtype: kv_bits 16, or no kv_bits",
             ) from error
         self.caches = [_with_window_cache(cache) for cache in make_cache(self.model)]
 
     def _quantize(self) -> None:
-        self.caches = [self._quantized(cache) for cache in self.caches]
+        self.caches = list(map(_quantized, self.caches, self._layer_bits))
 
-    def _quantized(self, cache):
-        if type(cache).__name__ != PLAIN:
-            return cache
-        widths = cache.keys.shape[-1], cache.values.shape[-1]
-        for group_size in GROUP_SIZES:
-            if not any(width % group_size for width in widths):
-                return cache.to_quantized(group_size=group_size, bits=self._kv_bits)
-        raise ValueError(f"no group size divides the head dimension {widths[0]}")
+
+def kv_group_size(cache: Any) -> int:
+    """The group size for the keys and values in a full-attention cache.
+
+    Raises:
+        ValueError: no group size of MLX divides the head dimensions.
+    """
+    widths = cache.keys.shape[-1], cache.values.shape[-1]
+    for group_size in GROUP_SIZES:
+        if not any(width % group_size for width in widths):
+            return group_size
+    raise ValueError(f"no group size divides the head dimension {widths[0]}")
+
+
+def _bits_of_layers(kv_bits: KVBits, count: int) -> list[int]:
+    """The bits of every layer's cache; empty if all keep the dtype of the model.
+
+    Raises:
+        UserError: there are bits for another number of layers.
+    """
+    if isinstance(kv_bits, Sequence):
+        bits = list(kv_bits)
+    else:
+        bits = [kv_bits or UNQUANTIZED] * count
+    if len(bits) != count:
+        raise UserError(
+            f"there are KV-cache bits for {len(bits)} layers, and the model has {count}"
+        )
+    return bits if any(bit != UNQUANTIZED for bit in bits) else []
+
+
+def _quantized(cache, bits: int):
+    if type(cache).__name__ != PLAIN or bits == UNQUANTIZED:
+        return cache
+    return cache.to_quantized(group_size=kv_group_size(cache), bits=bits)
 
 
 class WindowCache:
@@ -345,9 +381,14 @@ def _with_window_cache(cache):
     return cache
 
 
-def _as_quantized(cache):
-    """An empty full-attention cache as its quantized kind; others unchanged."""
-    return cache.to_quantized() if type(cache).__name__ == PLAIN else cache
+def _as_quantized(cache, kinds: list[str | None]):
+    """An empty full-attention cache as its quantized kind, if a stored state is of it.
+
+    Args:
+        kinds: class names of the stored states of this cache, by leaf.
+    """
+    is_quantized = type(cache).__name__ == PLAIN and kinds == [QUANTIZED]
+    return cache.to_quantized() if is_quantized else cache
 
 
 def _flatten(cache) -> list:

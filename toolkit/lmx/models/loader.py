@@ -38,6 +38,8 @@ MODULE_NAME = re.compile(r"[A-Za-z0-9_-]+")
 PLUGINS = {"tool_parser_type": "tool_parsers", "chat_template_type": "chat_templates"}
 # Layers whose parameters are floating-point numbers, unless quantized.
 DENSE = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.Conv1d)
+# In config.json, ignored by mlx-lm: bits of the KV cache of every layer.
+KV_BITS = "kv_bits"
 CONFIG_HINT = "copy config.json from the model that the weights belong to"
 
 
@@ -57,6 +59,25 @@ class LoadedModel:
     path: Path
     dtype: mx.Dtype
     reread: Callable[[], nn.Module]
+
+    @property
+    def kv_bits(self) -> list[int] | None:
+        """Bits of the KV cache of every layer, if the checkpoint names them.
+
+        Raises:
+            UserError: they are no list of bits.
+        """
+        bits = self.config.get(KV_BITS)
+        if bits is None:
+            return None
+        if not isinstance(bits, list) or not all(bit in (2, 4, 8, 16) for bit in bits):
+            raise UserError(
+                f"{KV_BITS} must be a list of 2, 4, 8 or 16, one for each layer, got "
+                f"{bits!r}",
+                place=str(self.path / "config.json"),
+                hint=f"remove {KV_BITS} to keep the dtype of the model",
+            )
+        return bits
 
 
 def load(

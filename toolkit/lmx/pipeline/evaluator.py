@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from ..config.evaluate import EvaluateConfig
 from ..data.answer_filters import FILTERS
@@ -108,7 +109,7 @@ class Evaluator:
                 if name == "quantized" and reference:
                     self.metrics[name]["layers"] = measure_layers(reference, loaded)
                 for sample in self.samples:
-                    sample.generate(name, Generator(loaded.model, loaded.tokenizer))
+                    sample.generate(name, _generator(loaded))
                 reference = loaded
                 bar.update(number, perplexity=self.metrics[name]["perplexity"])
 
@@ -177,7 +178,7 @@ class Evaluator:
                 "perplexity_ratio_stderr": ratio_stderr,
             }
         self._perplexity = perplexity
-        generator = Generator(loaded.model, loaded.tokenizer)
+        generator = _generator(loaded)
         if items := self._exact_match_items(loaded):
             result = measure_exact_match(
                 generator,
@@ -251,7 +252,7 @@ class Evaluator:
         standard = latency["decode_tokens_per_second"]["p50"]
         speculation = {
             name: measure_speculation(
-                Generator(loaded.model, loaded.tokenizer, make_proposer=proposer),
+                _generator(loaded, make_proposer=proposer),
                 prompts,
                 plain=standard,
                 max_tokens=max_tokens,
@@ -402,3 +403,8 @@ def choose_samples(rows: list[DataRecord], count: int) -> list[SampleComparison]
             by_skill[row.skill].append(row)
     turns = zip_longest(*by_skill.values())
     return [SampleComparison(row) for turn in turns for row in turn if row][:count]
+
+
+def _generator(loaded: LoadedModel, **options: Any) -> Generator:
+    """A generator with the KV-cache bits that the checkpoint names."""
+    return Generator(loaded.model, loaded.tokenizer, kv_bits=loaded.kv_bits, **options)

@@ -3,13 +3,20 @@
 Scales are tuned, and held-out tokens choose between the candidates.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from ..config.quantize import CalibrationConfig, PTQConfig, ScaleTuningConfig
+from ..config.quantize import (
+    CalibrationConfig,
+    KVCacheConfig,
+    PTQConfig,
+    ScaleTuningConfig,
+)
+from ..cpu import keep_dequantized
 from ..data.calibration import (
     CalibrationBatch,
     concatenated_sequences,
@@ -19,11 +26,14 @@ from ..data.record_formats import DataRecord
 from ..data.splits import Splits
 from ..errors import UserError
 from ..models.checkpoint import weights_digest
-from ..models.loader import LoadedModel
+from ..models.loader import KV_BITS, LoadedModel
+from ..quantization.mixed_precision import kv_bits
 from ..quantization.packing import pack
 from ..quantization.ptq.candidates import CandidateModel, CandidateSelector
 from ..quantization.ptq.scale_tuning import ScaleTuner
 from ..quantization.target_layers import QuantizationPlan
+from ..run.fs import read_json, write_atomic
+from ..run.logger import RunLogger
 from ..training.teacher_cache import PartTargets, cache_part_targets
 from .context import StageContext, write_model
 
@@ -127,6 +137,38 @@ class CalibrationData:
         return concatenated_sequences(
             rows, self.tokenizer, tokens=tokens, length=length, seed=seed
         )
+
+
+def quantize_kv_cache(
+    config: KVCacheConfig,
+    served: LoadedModel,
+    calibration: CalibrationData,
+    logger: RunLogger,
+) -> dict:
+    """Choose the bits of the KV cache by layer, and write them to config.json.
+
+    Args:
+        served: the finished quantized model.
+
+    Returns:
+        Facts for the report; see `choose_kv_bits`.
+
+    Raises:
+        UserError: the cache of this model cannot be quantized, or no choice fits.
+    """
+    keep_dequantized(served.model)
+    bits, facts = kv_bits.choose_kv_bits(
+        served.model,
+        served.dtype,
+        config,
+        calibration.train_sequences(kv_bits.CALIBRATION_TOKENS),
+        calibration.eval_sequences,
+        logger,
+    )
+    file = served.path / "config.json"
+    text = json.dumps(read_json(file) | {KV_BITS: bits}, indent=4, sort_keys=True)
+    write_atomic(file, text + "\n")
+    return facts
 
 
 def _splits(source: str, context: StageContext) -> Splits:

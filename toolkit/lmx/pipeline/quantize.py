@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from mlx.utils import tree_flatten
 
@@ -13,6 +14,14 @@ from .context import ModelArtifact, StageContext, write_model
 from .estimate import ModelShape, StageResources, Workload
 from .quantize_cost import QuantizeCost
 from .stage import ModelState, RawStage, Stage, quantization_values
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+    from ..models.loader import LoadedModel
+    from ..quantization.ptq.base import PTQContext
+    from ..quantization.target_layers import QuantizationPlan
+    from .ptq_refinement import CalibrationData
 
 # Folders of intermediate results, which the finished checkpoint replaces.
 INTERMEDIATE = ("scratch", "candidate", "eval-targets", "train-targets", "tuning")
@@ -62,14 +71,19 @@ class QuantizeStage(Stage):
             work=cost.work,
         )
 
+    @property
+    def _refines(self) -> bool:
+        """Whether candidates are compared on held-out tokens."""
+        config = self.config
+        compares = config.rollback_if_worse and config.method != "rtn"
+        return bool(config.scale_tuning) or compares
+
     def run(self, context: StageContext) -> ModelArtifact:
         """Quantize the current model, which becomes the full-precision reference."""
         # Imported here, so that a recipe is checked without the libraries of a run.
         from ..quantization.mixed_precision.search import search_plan
         from ..quantization.ptq.base import PTQContext
-        from ..quantization.ptq.cost import CostMeter
-        from ..quantization.ptq.methods import METHODS
-        from .ptq_refinement import CalibrationData, PostQuantRefinement
+        from .ptq_refinement import CalibrationData, quantize_kv_cache
 
         config, reference = self.config, context.current.model
         context.require_finite_base()
@@ -77,10 +91,11 @@ class QuantizeStage(Stage):
         selection = select_layers(loaded.model, config)
         for path, reason in sorted(selection.skipped.items()):
             context.logger.info(f"left unquantized: {path}: {reason}")
-        compares = config.rollback_if_worse and config.method != "rtn"
-        uses_eval_tokens = bool(config.scale_tuning) or compares
         calibration = CalibrationData(
-            config.calibration, context, loaded.tokenizer, holds_out=uses_eval_tokens
+            config.calibration,
+            context,
+            loaded.tokenizer,
+            holds_out=self._refines or config.kv_cache is not None,
         )
         task = PTQContext(
             loaded.model,
@@ -103,22 +118,45 @@ class QuantizeStage(Stage):
             )
             task = replace(task, specs=selection.specs)
             facts["mixed_precision"] = result
+        tensors, measured = self._quantize(
+            context, loaded, calibration, selection, task
+        )
+        # Lazy weights, referenced nowhere else, so that each is freed once written.
+        weights = dict(tree_flatten(loaded.reread().parameters()))
+        target = context.folder / "model"
+        write_model(target, loaded, weights, selection, tensors)
+        if config.kv_cache:
+            served, logger = context.load(target), context.logger
+            result = quantize_kv_cache(config.kv_cache, served, calibration, logger)
+            measured["kv_cache"] = result
+        for name in INTERMEDIATE:
+            fs.remove(context.folder / name)
+        adapters, facts = context.current.adapters, facts | measured
+        return ModelArtifact(target, reference, adapters, facts)
+
+    def _quantize(
+        self,
+        context: StageContext,
+        loaded: "LoadedModel",
+        calibration: "CalibrationData",
+        selection: "QuantizationPlan",
+        task: "PTQContext",
+    ) -> tuple[dict[str, "mx.array"], dict]:
+        """The tensors of the best candidate, and facts for the report."""
+        from ..quantization.ptq.cost import CostMeter
+        from ..quantization.ptq.methods import METHODS
+        from .ptq_refinement import PostQuantRefinement
+
+        config = self.config
         cost = QuantizeCost(config, loaded.model, selection.specs, loaded.dtype)
         with context.logger.progress(
             cost.work, config.method, percent=True
         ) as progress:
             task = replace(task, meter=CostMeter(cost.sequential, progress.advance))
             tensors = METHODS[config.method](config, task).quantize()
-            if uses_eval_tokens:
-                refinement = PostQuantRefinement(
-                    config, context, calibration, loaded, selection
-                )
-                tensors, measured = refinement.run(tensors)
-                facts |= measured
-        # Lazy weights, referenced nowhere else, so that each is freed once written.
-        weights = dict(tree_flatten(loaded.reread().parameters()))
-        target = context.folder / "model"
-        write_model(target, loaded, weights, selection, tensors)
-        for name in INTERMEDIATE:
-            fs.remove(context.folder / name)
-        return ModelArtifact(target, reference, context.current.adapters, facts)
+            if not self._refines:
+                return tensors, {}
+            refinement = PostQuantRefinement(
+                config, context, calibration, loaded, selection
+            )
+            return refinement.run(tensors)

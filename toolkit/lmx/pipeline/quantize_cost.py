@@ -10,6 +10,8 @@ The unit of work is one floating-point operation of a large matrix product, as i
                  probe of the learning rate too
     search       mixed precision: both passes over its tokens, and one plan after the
                  other over its held-out tokens
+    KV cache     a forward pass with logits for every layer and number of bits, and over
+                 the held-out tokens for every candidate
 """
 
 from dataclasses import dataclass
@@ -61,6 +63,8 @@ class QuantizeCost:
             total += self.sequential.total
         if self.config.mixed_precision:
             total += self._search
+        if self.config.kv_cache:
+            total += self._kv_search
         return total + self._refinement
 
     @property
@@ -71,7 +75,7 @@ class QuantizeCost:
         size = self._weights
         stored = self.dtype.size * size
         refined = 0
-        if self._tokens_of_refinement:
+        if self._tokens_of_refinement or self.config.kv_cache:
             refined = 4 * size + 6 * 4 * self._vocabulary * 512
         if self.sequential is None:
             return max(stored // 2, refined)
@@ -167,6 +171,19 @@ class QuantizeCost:
         work = self._passes(search.CALIBRATION_TOKENS, FORWARD_BACKWARD)
         work += self._passes(PLANS * search.HELD_OUT_TOKENS, FORWARD)
         return work + GRID_WORK * self._weights
+
+    @property
+    def _kv_search(self) -> float:
+        from ..models.loader import make_cache
+        from ..quantization.mixed_precision.kv_bits import (
+            CALIBRATION_TOKENS,
+            UNQUANTIZED,
+        )
+
+        bits = sum(b != UNQUANTIZED for b in set(self.config.kv_cache.candidate_bits))
+        tokens = (1 + bits * len(make_cache(self.model))) * CALIBRATION_TOKENS
+        tokens += (2 + bits) * self.config.calibration.num_eval_tokens
+        return self._passes(tokens, FORWARD)
 
     def _passes(self, tokens: float, factor: float) -> float:
         return factor * 2 * self._weights * tokens

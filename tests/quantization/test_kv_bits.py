@@ -1,0 +1,142 @@
+"""KV-cache bits by layer: divergences, a planted sensitive layer, budgets."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from lmx.config.quantize import KVCacheConfig
+from lmx.data.calibration import CalibrationBatch
+from lmx.errors import UserError
+from lmx.models.loader import build_model, make_cache
+from lmx.quantization.mixed_precision import kv_bits
+from lmx.run.logger import NullLogger
+from tiny_checkpoints import LLAMA
+from tiny_families import config as family_config
+
+HEAD, LENGTH, VOCABULARY = 32, 24, 64
+CONFIG = LLAMA | {
+    "num_hidden_layers": 3,
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": HEAD,
+}
+# Bits of one number, with a scale and a bias of 16 bits for 32 of them.
+FOUR, EIGHT = 5, 9
+
+
+def model_with_outliers(layer: int | None):
+    """Two channels of one layer's keys are large, and those of its queries small.
+
+    The product of queries and keys is the same, but keys need more bits.
+    """
+    mx.random.seed(0)
+    model = build_model(CONFIG)
+    for block in model.layers:
+        attention = block.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            projection.weight = 4 * projection.weight
+    if layer is not None:
+        attention = model.layers[layer].self_attn
+        # RoPE rotates a channel with the one half a head further.
+        scale = np.ones((HEAD, 1), np.float32)
+        scale[[3, 3 + HEAD // 2]] = 64
+        attention.k_proj.weight = attention.k_proj.weight * scale
+        attention.q_proj.weight = attention.q_proj.weight / np.tile(scale, (2, 1))
+    mx.eval(model.parameters())
+    return model.eval()
+
+
+def sequences(count: int, seed: int) -> CalibrationBatch:
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, VOCABULARY, (count, LENGTH), np.int32)
+    counted = np.ones_like(tokens, bool)
+    counted[:, :4] = False
+    return CalibrationBatch(tokens, counted)
+
+
+def choose(model, average_bits, candidate_bits=(4, 8)):
+    settings = {"average_bits": average_bits, "candidate_bits": list(candidate_bits)}
+    args = KVCacheConfig(**settings), sequences(4, 1), sequences(4, 2), NullLogger()
+    return kv_bits.choose_kv_bits(model, mx.float16, *args)
+
+
+def reference_divergence(model, bits, batch):
+    """KL by NumPy in float64, with the quantized caches of mlx-lm."""
+    kls = []
+    for quantizes in (False, True):
+        caches = make_cache(model)
+        if quantizes:
+            caches = [
+                cache if b == 16 else cache.to_quantized(group_size=32, bits=b)
+                for cache, b in zip(caches, bits, strict=True)
+            ]
+        logits = np.array(model(mx.array(batch.tokens), cache=caches), np.float64)
+        logits -= logits.max(axis=-1, keepdims=True)
+        kls.append(logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True)))
+    p, q = kls
+    kl = (np.exp(p) * (p - q)).sum(axis=-1)
+    by_sequence = [
+        row[counts].mean() for row, counts in zip(kl, batch.counted, strict=True)
+    ]
+    return np.mean(by_sequence), np.std(by_sequence, ddof=1) / len(by_sequence) ** 0.5
+
+
+@pytest.mark.parametrize("bits", [[4, 16, 16], [8, 4, 16], [2, 2, 2]])
+def test_divergence_is_that_of_the_caches_of_mlx_lm(bits):
+    model, batch = model_with_outliers(1), sequences(5, 3)
+    layers = kv_bits.quantizable_layers(model)
+    assert [layer.width for layer in layers] == [2 * HEAD] * 3
+    (measured,) = kv_bits._divergences(model, layers, [bits], batch)
+    expected = reference_divergence(model, bits, batch)
+    assert expected[0] > 1e-5
+    assert measured == pytest.approx(expected, rel=2e-3)
+
+
+@pytest.mark.parametrize("layer", range(3))
+def test_a_sensitive_layer_gets_more_bits(layer):
+    model, batch = model_with_outliers(layer), sequences(2, 0)
+    tokens = mx.array(batch.tokens)
+    plain = model_with_outliers(None)(tokens)
+    assert mx.abs(model(tokens) - plain).max() < 1e-4 * mx.abs(plain).max()
+    bits, facts = choose(model, average_bits=(2 * FOUR + EIGHT) / 3 + 0.01)
+    assert bits == [8 if index == layer else 4 for index in range(3)]
+    assert facts["selected"] == "by layer"
+    candidates, width = facts["candidates"], 2 * HEAD
+    sizes = {name: value["bytes_per_token"] for name, value in candidates.items()}
+    assert sizes == {
+        "uniform 4 bits": 3 * width * FOUR // 8,
+        "uniform 8 bits": 3 * width * EIGHT // 8,
+        "by layer": width * (2 * FOUR + EIGHT) // 8,
+    }
+    assert facts["unquantized_bytes_per_token"] == 3 * width * 2
+    kl = {name: value["kl"] for name, value in candidates.items()}
+    assert kl["uniform 8 bits"] < kl["by layer"] < kl["uniform 4 bits"] / 2
+
+
+def test_without_room_for_more_all_layers_get_the_smallest_bits():
+    bits, facts = choose(model_with_outliers(1), average_bits=FOUR)
+    assert bits == [4, 4, 4]
+    assert not facts["candidates"]["uniform 8 bits"]["fits"]
+
+
+def test_uniform_bits_win_if_the_choice_measures_worse(monkeypatch):
+    """With wrong sensitivities, held-out tokens still reject the choice."""
+
+    def wrong(model, layers, options, *rest):
+        return {layer.index: {2: 0.0, 4: 1.0} for layer in layers}
+
+    monkeypatch.setattr(kv_bits, "layer_sensitivities", wrong)
+    bits, facts = choose(model_with_outliers(1), FOUR, candidate_bits=(2, 4))
+    assert bits == [4, 4, 4]
+    assert facts["selected"] == "uniform 4 bits"
+    assert facts["candidates"]["by layer"]["bytes_per_token"] < 3 * 2 * HEAD * FOUR / 8
+
+
+def test_errors_say_what_is_possible():
+    with pytest.raises(UserError, match=r"takes 4\.5 bits on average") as error:
+        choose(model_with_outliers(None), average_bits=4.5)
+    assert "smallest possible is 5," in error.value.hint
+    mx.random.seed(0)
+    with pytest.raises(UserError, match="cannot be quantized"):
+        choose(build_model(family_config("mamba")), average_bits=8)
