@@ -84,3 +84,22 @@ def test_gptq_weights_are_those_of_the_file(tmp_path, mode):
         # Groups of 16 are dense; the narrow layer has groups of 32.
         assert layers["model.layers.0.mlp.up_proj"] is False
         assert layers["bits"] == {"q3_k": 4, "q6_k": 8}[mode]
+
+
+@pytest.mark.slow
+def test_training_from_the_codes_stays_on_the_blocks(tmp_path):
+    """An adapter moves weights between the levels of the blocks."""
+    calibration = {"num_tokens": 512, "max_seq_length": 64}
+    quantize = {"mode": "q4_k", "calibration": calibration}
+    qat = {"bits": 4, "group_size": 32, "quantizer": "fixed_scale"}
+    train = TRAIN | {"steps": 2, "save_steps": 10}
+    adapt = train | {"adapter": {"rank": 4}, "qat": qat, "learning_rate": 0.03}
+    run = run_stages(
+        tmp_path, {"train": train}, {"quantize": quantize}, {"train": adapt}
+    )
+    assert_served_as_trained(run, "q4_k")
+    folders = [run.output / f"stages/{n}/model" for n in ("2-quantize", "3-train")]
+    before, after = (mx.load(str(f / "model.safetensors")) for f in folders)
+    name = "model.layers.0.mlp.up_proj"
+    assert not mx.array_equal(before[f"{name}.weight"], after[f"{name}.weight"])
+    assert mx.array_equal(before[f"{name}.scales"], after[f"{name}.scales"])

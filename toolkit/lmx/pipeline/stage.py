@@ -197,13 +197,16 @@ def needs_training_data(raw: RawStage) -> Iterator[Problem]:
 
 
 def quantization_values(block: Any, kind: type[QuantSpec] = QuantizationConfig) -> dict:
-    """The values of a raw quantization block; empty if they are not valid."""
+    """The values of a raw quantization block, with the grid as the checkpoint names it;
+    empty if they are not valid."""
     block = block if isinstance(block, dict) else {}
     try:
         values = {k: v for k, v in block.items() if k in kind.model_fields}
-        return kind(**values).model_dump()
+        quantization = kind(**values)
     except ValidationError:
         return {}
+    stored = quantization.stored
+    return quantization.model_dump() | (stored.model_dump() if stored else {})
 
 
 def is_missing(source: str, find: Find) -> bool:

@@ -1,0 +1,294 @@
+"""Compare GPTQ inside GGUF's block types with llama.cpp's own quantizer.
+
+Both start from the same model and make the same block types, so that the files have the
+same bits per weight. llama.cpp quantizes with and without an importance matrix (mean
+squares of the inputs of every layer) of the calibration tokens that lmx uses. The
+`gguf` package dequantizes all files; then one program measures the divergence with MLX.
+`run` is the difference of llama.cpp's logits from those of MLX with the same weights:
+llama.cpp rounds the inputs of a product with a quantized matrix to 8 bits.
+"""
+
+import argparse
+import ctypes
+import json
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import ptq_quality
+
+# llama.cpp's file type for each mode; `pure` leaves no layer with another type.
+FILE_TYPES = {
+    "q3_k": "Q3_K_S",
+    "q4_0": "Q4_0",
+    "q4_k": "Q4_K_S",
+    "q5_k": "Q5_K_S",
+    "q6_k": "Q6_K",
+    "q8_0": "Q8_0",
+}
+LINEAR = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+BATCH_SIZE = 4
+
+
+def main() -> None:
+    arguments = _arguments()
+    from lmx import cpu
+
+    cpu.enable()
+    folder = Path(arguments.folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    ptq_quality.prepare(folder, arguments, 0)
+    judge = Judge(folder)
+    dense = folder / "dense.gguf"
+    _write_gguf(dense, judge.path)
+    importance = judge.importance(np.load(folder / "calibration.npy"))
+    floor = judge.measure(dense)
+    print(
+        f"{arguments.model}: {arguments.num_tokens:,} calibration tokens of "
+        f"{arguments.calibration_data}, {judge.tokens.size:,} evaluation tokens. KL in "
+        f"nats per token;\nratios of KL to llama.cpp without and with an importance "
+        f"matrix. ± is one standard error by sequences.\nThe float16 file has a KL of "
+        f"{floor['kl'].mean():.1e}; llama.cpp's logits of it differ by "
+        f"{floor['run']:.1e} of their deviation.\n\n{'mode':6}{'method':20}{'bits':>7}"
+        f"{'KL':>10}{'±':>9}{'top-1':>8}{'run':>9}  ratios"
+    )
+    for mode in arguments.modes:
+        results = {}
+        for name, matrix in (("llama.cpp", None), ("llama.cpp imatrix", importance)):
+            file = folder / f"{mode}-{name.replace(' ', '-')}.gguf"
+            _llama_quantize(dense, file, FILE_TYPES[mode], matrix)
+            results[name] = judge.measure(file)
+        for effort in arguments.efforts:
+            target = folder / f"{mode}-{effort}"
+            file = target.with_suffix(".gguf")
+            _lmx_quantize(folder, target, mode, arguments, effort)
+            _write_gguf(file, target)
+            results[f"lmx {effort}"] = judge.measure(file)
+        _print_rows(mode, results)
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default=str(ptq_quality.DATA / "tiny-base"))
+    parser.add_argument("--calibration-data", default="builtin:stdlib")
+    parser.add_argument("--eval-data", help="default: its valid split")
+    parser.add_argument("--num-tokens", type=int, default=32768, help="calibration")
+    parser.add_argument("--num-eval-tokens", type=int, default=16384)
+    parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--modes", nargs="+", choices=FILE_TYPES, default=FILE_TYPES)
+    parser.add_argument("--efforts", nargs="+", default=["standard"])
+    parser.add_argument("--threads", type=int, help="default: all cores")
+    parser.add_argument("--folder", required=True, help="keeps all files")
+    return parser.parse_args()
+
+
+def _print_rows(mode: str, results: dict[str, dict]) -> None:
+    plain = results["llama.cpp"]["kl"].mean(axis=1)
+    weighted = results["llama.cpp imatrix"]["kl"].mean(axis=1)
+    for name, result in results.items():
+        by_sequence = result["kl"].mean(axis=1)
+        ratios = ", ".join(_ratio(by_sequence, other) for other in (plain, weighted))
+        print(
+            f"{mode:6}{name:20}{result['bits']:>7.3f}{by_sequence.mean():>10.5f}"
+            f"{_error(by_sequence):>9.5f}{100 * result['agrees'].mean():>7.2f}%"
+            f"{result['run']:>9.1e}  {ratios if name.startswith('lmx') else ''}",
+            flush=True,
+        )
+
+
+def _error(values: np.ndarray) -> float:
+    return values.std(ddof=1) / len(values) ** 0.5
+
+
+def _ratio(values: np.ndarray, others: np.ndarray) -> str:
+    """The ratio of means of paired values, with its standard error."""
+    ratio = values.mean() / others.mean()
+    return f"{ratio:.3f} ± {_error(values - ratio * others) / others.mean():.3f}"
+
+
+def _lmx_quantize(folder: Path, target: Path, mode: str, arguments, effort) -> None:
+    if target.is_dir():
+        return
+    options = {"method": "gptq", "mode": mode, "effort": effort}
+    result = ptq_quality.call_runner("lmx", folder, target, options, arguments.threads)
+    assert not result["failed"], result
+    print(f"{mode} {effort}: {result['processor_seconds']:.0f} s of processor time")
+
+
+def _write_gguf(file: Path, model: Path) -> None:
+    from lmx.convert.gguf.writer import write
+    from lmx.models.loader import load
+
+    if not file.is_file():
+        write(file, load(model, compute="stored", lazy=True), name=file.stem)
+
+
+@cache
+def _silent():
+    """A log function for llama.cpp, which else prints a line for every tensor."""
+    import llama_cpp
+
+    silent = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(silent, None)
+    return silent
+
+
+def _llama_quantize(source: Path, target: Path, kind: str, importance) -> None:
+    """llama.cpp's quantizer with the same type for all matrices that it fits."""
+    import llama_cpp
+
+    _silent()
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    params.pure, params.nthread = True, 1
+    if importance:
+        data_type = llama_cpp.llama_model_imatrix_data
+        entries = (data_type * (len(importance) + 1))()
+        floats = ctypes.POINTER(ctypes.c_float)
+        for entry, (name, values) in zip(entries, importance.items(), strict=False):
+            entry.name = f"{name}.weight".encode()
+            entry.data, entry.size = values.ctypes.data_as(floats), values.size
+        params.imatrix = ctypes.cast(entries, ctypes.POINTER(data_type))
+    names = str(source).encode(), str(target).encode()
+    code = llama_cpp.llama_model_quantize(*names, ctypes.byref(params))
+    assert code == 0, f"llama.cpp's quantizer fails with code {code}"
+
+
+class Judge:
+    """Measures the divergence of GGUF files from the model in float32."""
+
+    def __init__(self, folder: Path):
+        from mlx_lm import load
+
+        self.path = Path(
+            json.loads((folder / ptq_quality.SETTINGS).read_text())["model"]
+        )
+        self.tokens = np.load(folder / "eval.npy")
+        self.model, _ = load(str(self.path))
+        self.config = json.loads((self.path / "config.json").read_text())
+        self._set_float32()
+        self.expected = [self._log_probabilities(batch) for batch in self._batches()]
+
+    def measure(self, file: Path) -> dict:
+        """kl and agrees by sequence and position [n, L - 1]; bits per weight; and
+        `run`, the relative difference of llama.cpp's logits."""
+        facts = self._load(file)
+        facts["run"] = self._difference(file)
+        kl, agrees = [], []
+        for p, batch in zip(self.expected, self._batches(), strict=True):
+            q = self._log_probabilities(batch)
+            kl.append((np.exp(p) * (p - q)).sum(axis=-1))
+            agrees.append(p.argmax(axis=-1) == q.argmax(axis=-1))
+        return {"kl": np.concatenate(kl), "agrees": np.concatenate(agrees)} | facts
+
+    def importance(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
+        """Mean squares of the inputs of every layer, float32, by llama.cpp's name."""
+        import mlx.core as mx
+
+        sums: dict[str, np.ndarray] = {}
+        modules = dict(self.model.named_modules())
+        layers = {
+            f"model.layers.{index}.{path}": f"blk.{index}.{name}"
+            for index in range(self.config["num_hidden_layers"])
+            for path, name in LINEAR.items()
+        }
+        kinds = {type(modules[path]) for path in layers}
+        names = {id(modules[path]): name for path, name in layers.items()}
+        originals = {kind: kind.__call__ for kind in kinds}
+
+        def recorded(kind):
+            def call(layer, x):
+                if name := names.get(id(layer)):
+                    squares = (x * x).reshape(-1, x.shape[-1]).sum(axis=0)
+                    sums[name] = sums.get(name, 0) + np.array(squares)
+                return originals[kind](layer, x)
+
+            return call
+
+        for kind in kinds:
+            kind.__call__ = recorded(kind)
+        for start in range(0, len(tokens), BATCH_SIZE):
+            mx.eval(self.model(mx.array(tokens[start : start + BATCH_SIZE])))
+        for kind, original in originals.items():
+            kind.__call__ = original
+        return {k: (v / tokens.size).astype(np.float32) for k, v in sums.items()}
+
+    def _batches(self):
+        for start in range(0, len(self.tokens), BATCH_SIZE):
+            yield self.tokens[start : start + BATCH_SIZE]
+
+    def _set_float32(self) -> None:
+        import mlx.core as mx
+
+        self.model.set_dtype(mx.float32)
+
+    def _load(self, file: Path) -> dict:
+        """Set the weights of a file, dequantized by the gguf package; bits per
+        weight of its matrices."""
+        import gguf
+        import mlx.core as mx
+
+        paths = {f"blk.{{}}.{name}": path for path, name in LINEAR.items()}
+        weights, size, count = [], 0, 0
+        for tensor in gguf.GGUFReader(file).tensors:
+            if len(tensor.shape) < 2:
+                continue
+            values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+            size, count = size + tensor.n_bytes, count + values.size
+            prefix, _, rest = tensor.name.removesuffix(".weight").partition(".")
+            if prefix != "blk":
+                outer = {"token_embd": "model.embed_tokens", "output": "lm_head"}
+                weights.append((f"{outer[prefix]}.weight", values))
+                continue
+            number, _, leaf = rest.partition(".")
+            path = paths[f"blk.{{}}.{leaf}"]
+            weights.append(
+                (f"model.layers.{number}.{path}.weight", self._rows(leaf, values))
+            )
+        self.model.load_weights([(k, mx.array(v)) for k, v in weights], strict=False)
+        return {"bits": 8 * size / count}
+
+    def _rows(self, leaf: str, values: np.ndarray) -> np.ndarray:
+        """Rows of q and k of Llama models in the order of the two halves of a head."""
+        if leaf not in ("attn_q", "attn_k") or self.config["model_type"] != "llama":
+            return values
+        heads = "num_attention_heads" if leaf == "attn_q" else "num_key_value_heads"
+        pairs = values.reshape(self.config[heads], -1, 2, values.shape[-1])
+        return pairs.swapaxes(1, 2).reshape(values.shape)
+
+    def _difference(self, file: Path) -> float:
+        """Root mean square of the difference of llama.cpp's logits of a file from those
+        of the model that `_load` made, divided by the deviation of the logits."""
+        import mlx.core as mx
+        from llama_cpp import Llama
+
+        row = self.tokens[0].tolist()
+        ours = np.array(self.model(mx.array([row]))[0]).astype(np.float64)
+        llama = Llama(
+            str(file), n_ctx=len(row), n_threads=1, logits_all=True, verbose=False
+        )
+        llama.eval(row)
+        theirs = np.array(llama.scores[: len(row), : ours.shape[-1]], np.float64)
+        difference = theirs - ours
+        # A shift of all logits changes no probability.
+        difference -= difference.mean(axis=-1, keepdims=True)
+        return float(difference.std() / ours.std(axis=-1).mean())
+
+    def _log_probabilities(self, tokens: np.ndarray) -> np.ndarray:
+        import mlx.core as mx
+
+        logits = np.array(self.model(mx.array(tokens[:, :-1]))).astype(np.float64)
+        logits -= logits.max(axis=-1, keepdims=True)
+        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+if __name__ == "__main__":
+    main()
