@@ -18,8 +18,8 @@ the largest batch, training takes:
                  with gradient checkpointing, n width c of every block and the
                  activations of one block alone; with a chunked loss, the
                  16 n vocabulary of a few chunks, and 8 of every weight of the head;
-                 or twice the caches of all rollouts, if that is more; or c P, for a
-                 quantized model into which an adapter is fused, and which is measured
+                 or twice the caches of all rollouts, if that is more; or c P, for the
+                 model into which an adapter is fused, which is loaded and measured
     operations   2 P per token forward, 2 P back to the inputs, 2 T to the weights,
                  and 12 length width per attention layer; 2 P more with gradient
                  checkpointing; all that for every batch of a step; with rollouts, 2 P
@@ -296,7 +296,7 @@ def training_cost(
         "optimizer": _optimizer_bytes(trained_sizes, config) // shards,
         "step": max(backward, 8 * trained // shards),
     }
-    if shape.is_quantized and not config.qat and not config.keeps_codes:
+    if config.adapter and not config.qat and not config.keeps_codes:
         memory["step"] = max(memory["step"], compute * total)
     online = config.teacher is not None and not config.teacher.offline
     if online:
