@@ -53,7 +53,7 @@ def _cells(full: list[dict], rtn: list[dict], method: list[dict]) -> list[str]:
 
 
 def _mean(sums: list[float], tokens: list[float]) -> tuple[float, float]:
-    from lmx.evaluation.perplexity import mean_over_sequences
+    from lmx.data.sequence_mean import mean_over_sequences
 
     return mean_over_sequences(np.array(sums), np.array(tokens))
 

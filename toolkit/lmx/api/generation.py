@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+from ..config.quant_spec import KV_CACHE_BITS
 from ..errors import UserError
 from ..generation.engine import Generator
 from ..generation.outputs import GenerationResponse, GenerationResult
@@ -147,7 +148,7 @@ def _checked(options: dict[str, Any]) -> dict[str, Any]:
             options["max_tokens"] < 0
         ),
         f"kv_bits must be 2, 4, 8 or 16, got {options['kv_bits']}": (
-            options["kv_bits"] not in (None, 2, 4, 8, 16)
+            options["kv_bits"] not in (None, *KV_CACHE_BITS)
         ),
         "a stop string is empty": not all(options["stop"]),
         f"num_draft_tokens must be 1 or more, got {count}": (

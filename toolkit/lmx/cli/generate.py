@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from ..config.quant_spec import KV_CACHE_BITS
 from ..config.text_files import read_text
 from ..errors import INTERRUPTED, UserError
 from ..run import terminal
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
     from ..generation.sampling import Sampling
     from ..models.loader import LoadedModel
 
+# Maximum size of the KV caches of earlier chat turns.
 PREFIX_CACHE_BYTES = 4 << 30
 # Bytes of a prompt file, or of a file of requests.
 MAX_INPUT = 1 << 30
-"""Maximum size of the KV caches of earlier chat turns."""
 SAMPLING = {
     "temperature": (float, 0.0, "0 = greedy (default)"),
     "top-p": (float, 1.0, "nucleus sampling; 1 = off"),
@@ -67,7 +68,7 @@ def add_generate_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--kv-bits",
         type=int,
-        choices=(2, 4, 8, 16),
+        choices=KV_CACHE_BITS,
         help="quantize the KV cache; 16 = not. Default: the bits by layer that a "
         "quantize stage with kv_cache wrote, else 16",
     )

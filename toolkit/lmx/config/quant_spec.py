@@ -1,6 +1,6 @@
 """Bits, group size and mode of quantized layers, with overrides by layer."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -11,6 +11,7 @@ GGUFMode = Literal["q3_k", "q4_0", "q4_k", "q5_0", "q5_k", "q6_k", "q8_0"]
 Mode = Literal["affine", FloatMode, GGUFMode]
 Bits = Literal[2, 3, 4, 5, 6, 8]
 KVCacheBits = Literal[2, 4, 8, 16]
+KV_CACHE_BITS: tuple[int, ...] = get_args(KVCacheBits)
 GroupSize = Literal[16, 32, 64, 128]
 
 # Group size and bits of MLX's floating-point modes.

@@ -8,7 +8,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..data.batching import Batch
-from .perplexity import mean_over_sequences
+from ..data.sequence_mean import mean_over_sequences
 
 # The same for all runs, so that histograms are comparable.
 KL_EDGES = tuple(10.0**power for power in np.arange(-6, 1.25, 0.25).tolist())

@@ -9,7 +9,7 @@ import mlx.nn as nn
 import numpy as np
 
 from ..data.batching import Batch
-from .perplexity import mean_over_sequences
+from ..data.sequence_mean import mean_over_sequences
 
 
 @dataclass(frozen=True)

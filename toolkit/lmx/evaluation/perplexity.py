@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import exp, isnan, sqrt
+from math import exp, isnan
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
 from ..data.batching import Batch
+from ..data.sequence_mean import mean_over_sequences
 from ..errors import FAILED, UserError
 
 # Logits in memory at once: 256 MB in float32.
@@ -80,20 +81,6 @@ def measure_perplexity(model: nn.Module, batches: Iterable[Batch]) -> Perplexity
         )
     value = exp(min(mean, MAX_LOSS))
     return Perplexity(value, value * stderr, mean, int(counts.sum()), losses, counts)
-
-
-def mean_over_sequences(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """Mean per token, and its standard error with sequences as clusters.
-
-    Args:
-        sums: over the tokens of each sequence.
-        counts: tokens of each sequence; empty sequences are ignored.
-    """
-    mean = sums.sum() / counts.sum()
-    size = np.count_nonzero(counts)
-    spread = np.sum((sums - mean * counts)[counts > 0] ** 2)
-    stderr = sqrt(spread * size / max(1, size - 1)) / counts.sum()
-    return float(mean), float(stderr)
 
 
 def eval_batch_tokens(vocab_size: int) -> int:

@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_map_with_path
 
 from .. import cpu
+from ..config.quant_spec import KV_CACHE_BITS
 from ..data.tokenizer_files import check_tokenizer_files, eos_token_ids
 from ..errors import UserError, library_errors
 from . import checkpoint_fixups, config_check
@@ -70,7 +71,7 @@ class LoadedModel:
         bits = self.config.get(KV_BITS)
         if bits is None:
             return None
-        if not isinstance(bits, list) or not all(bit in (2, 4, 8, 16) for bit in bits):
+        if not isinstance(bits, list) or not all(bit in KV_CACHE_BITS for bit in bits):
             raise UserError(
                 f"{KV_BITS} must be a list of 2, 4, 8 or 16, one for each layer, got "
                 f"{bits!r}",

@@ -73,7 +73,7 @@ class DraftEvaluation:
 
     def _load_baseline(self) -> LoadedModel | None:
         name = self.config.benchmark.baseline_model
-        if name is None:
+        if name is None or not self.context.ranks.is_first:
             return None
         target = self.target
         baseline = self.context.load(self.context.resolve(name))

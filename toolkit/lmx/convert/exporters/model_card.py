@@ -137,7 +137,7 @@ def write_card(folder: Path, facts: CardFacts, form: FormatCard) -> None:
 
 
 def _usage(facts: CardFacts, form: FormatCard) -> str:
-    """The commands. mlx-lm's quantizes activations only if it is told to."""
+    """The commands. `mlx_lm.generate` needs a flag to quantize activations."""
     usage = form.usage.strip().format(name=facts.name)
     if facts.quantize_activations and form.keeps_bits:
         command = "mlx_lm.generate"

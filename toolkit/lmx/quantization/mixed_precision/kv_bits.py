@@ -8,7 +8,6 @@ selected.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from math import sqrt
 from typing import Any
 
 import mlx.core as mx
@@ -17,6 +16,7 @@ import numpy as np
 
 from ...config.quantize import KVCacheConfig
 from ...data.calibration import CalibrationBatch
+from ...data.sequence_mean import mean_over_sequences
 from ...errors import UserError
 from ...generation.kv_cache import PLAIN, UNQUANTIZED, CacheState, kv_group_size
 from ...models.loader import make_cache
@@ -102,6 +102,7 @@ def choose_kv_bits(
     Raises:
         UserError: the cache of this model cannot be quantized, or no choice fits.
     """
+    # Refuses caches that cannot be quantized.
     CacheState(model, kv_bits=8)
     layers = quantizable_layers(model)
     options = sorted(set(config.candidate_bits))
@@ -261,7 +262,7 @@ def _divergences(
         counts.append(batch.counted.sum(axis=1))
         advance(len(plans) / len(batches))
     total = np.concatenate(counts)
-    return [_mean(row, total) for row in np.concatenate(sums, axis=1)]
+    return [mean_over_sequences(row, total) for row in np.concatenate(sums, axis=1)]
 
 
 def _batch_divergences(
@@ -286,13 +287,6 @@ def _batch_divergences(
     for plan in plans:
         kl = (mx.exp(target) * (target - predict(plan))).sum(axis=-1)
         yield mx.where(counted, kl, 0.0).sum(axis=-1)
-
-
-def _mean(sums: np.ndarray, counts: np.ndarray) -> tuple[float, float]:
-    """Mean per token, and its standard error with sequences as clusters."""
-    mean, size = sums.sum() / counts.sum(), len(counts)
-    spread = ((sums - mean * counts) ** 2).sum() * size / max(1, size - 1)
-    return float(mean), float(sqrt(spread) / counts.sum())
 
 
 def _log(candidates: dict, best: str, dense: int, logger: RunLogger) -> None:

@@ -110,3 +110,25 @@ def descent_strip(descent, matrix, old_codes, scale, divisor, top, rounding=near
         codes.append(code)
     codes = backend.stack(codes)
     return codes, (codes - old_codes) * scale
+
+
+def group_errors(changes, matrix, descent):
+    """Errors [candidates, N] of a group's output, less that of no change.
+
+    Args:
+        changes: of the weight, [g, candidates, N].
+        matrix: [g, g], the part of the Hessian for these columns.
+        descent: [g, N], minus half the gradient of the error.
+    """
+    products = (matrix @ changes.reshape(len(changes), -1)).reshape(changes.shape)
+    return (changes * (products - 2 * descent[:, None])).sum(axis=0)
+
+
+def take_candidate(number, *arrays):
+    """Arrays [..., candidates, N] at the candidate `number` [N] of each row."""
+    backend = library(number)
+    places = [number.reshape((1,) * (array.ndim - 1) + (-1,)) for array in arrays]
+    return tuple(
+        backend.take_along_axis(array, place, axis=-2).squeeze(-2)
+        for array, place in zip(arrays, places, strict=True)
+    )

@@ -14,7 +14,12 @@ from ..backend import async_eval, library, to_fast_backend
 from ..float_grid import FloatGrid
 from ..packing import pack
 from .best_grid import BestGridTracker
-from .column_updates import descent_columns, gptq_columns
+from .column_updates import (
+    descent_columns,
+    gptq_columns,
+    group_errors,
+    take_candidate,
+)
 from .hessian import Hessian, group_factors
 
 # Offsets from the code of a group's scale that a refinement tries.
@@ -109,7 +114,7 @@ def _gptq_group(rows, factor, scales: mx.array, mode: FloatMode):
     """
     elements, errors, scales = _gptq_candidates(rows, factor, scales, mode)
     best = (errors * errors).sum(axis=0).argmin(axis=0)
-    return _chosen(best, elements, scales, errors)
+    return take_candidate(best, elements, scales, errors)
 
 
 def _gptq_candidates(rows, factor, scales: mx.array, mode: FloatMode):
@@ -129,16 +134,6 @@ def _gptq_candidates(rows, factor, scales: mx.array, mode: FloatMode):
     )
     shape = (len(rows), count, size)
     return elements.reshape(shape), errors.reshape(shape), flat.reshape(count, size)
-
-
-def _chosen(best, *arrays):
-    """Arrays [..., candidates, N] at the candidate `best` [N] of each row."""
-    backend = library(best)
-    places = [best.reshape((1,) * (array.ndim - 1) + (-1,)) for array in arrays]
-    return tuple(
-        backend.take_along_axis(array, place, axis=-2).squeeze(-2)
-        for array, place in zip(arrays, places, strict=True)
-    )
 
 
 def group_descent(
@@ -195,11 +190,9 @@ def _descend_group(descent, matrix, factor, old, scales: mx.array, mode: FloatMo
     elements = backend.concatenate([old[:, None], moved[:, None], elements], axis=1)
     scales = backend.concatenate([flat[None], flat[None], scales])
     changes = elements * scales - before[:, None]
-    flat_changes = changes.reshape(len(changes), -1)
-    products = (matrix @ flat_changes).reshape(changes.shape)
-    errors = (changes * (products - 2 * descent[:, None])).sum(axis=0)
+    errors = group_errors(changes, matrix, descent)
     best = errors.argmin(axis=0)
-    return _chosen(best, elements, scales, changes)
+    return take_candidate(best, elements, scales, changes)
 
 
 def _stack_groups(groups: list[tuple]) -> FloatGrid:

@@ -25,7 +25,12 @@ from ..gguf_grid import (
     with_nearest_codes,
 )
 from .best_grid import BestGridTracker
-from .column_updates import descent_columns, gptq_columns
+from .column_updates import (
+    descent_columns,
+    gptq_columns,
+    group_errors,
+    take_candidate,
+)
 from .hessian import Hessian, group_factors
 
 # Candidates of a group: relative changes of the step of a small block, and changes of
@@ -113,7 +118,7 @@ def gguf_gptq(
         options = _options(scale, bias, steps[0][number], steps[1][number], form)
         codes, errors, options = _gptq_candidates(rows, block, options, form)
         chosen = (errors * errors).sum(axis=0).argmin(axis=0)
-        codes, errors, *values = _chosen(chosen, codes, errors, *options)
+        codes, errors, *values = take_candidate(chosen, codes, errors, *options)
         remaining = remaining[form.group :] - factor[columns, columns.stop :].T @ errors
         groups.append((codes, *values))
         async_eval((remaining, *groups[-1]))
@@ -335,24 +340,12 @@ def _descend_group(descent, matrix, factor, old_codes, old: tuple, form: BlockFo
     options = _joined(backend, old, old, options)
     scales, biases = _affine(options, form)
     changes = codes * scales + biases - before[:, None]
-    flat = changes.reshape(len(changes), -1)
-    products = (matrix @ flat).reshape(changes.shape)
-    errors = (changes * (products - 2 * descent[:, None])).sum(axis=0)
-    return _chosen(errors.argmin(axis=0), codes, changes, *options)
+    errors = group_errors(changes, matrix, descent)
+    return take_candidate(errors.argmin(axis=0), codes, changes, *options)
 
 
 def _joined(backend, *options: tuple) -> tuple:
     return tuple(backend.concatenate(parts) for parts in zip(*options, strict=True))
-
-
-def _chosen(best, *arrays):
-    """Arrays [..., candidates, N] at the candidate `best` [N] of each row."""
-    backend = library(best)
-    places = [best.reshape((1,) * (array.ndim - 1) + (-1,)) for array in arrays]
-    return tuple(
-        backend.take_along_axis(array, place, axis=-2).squeeze(-2)
-        for array, place in zip(arrays, places, strict=True)
-    )
 
 
 def _stack_groups(
