@@ -94,7 +94,7 @@ class Run:
         seconds: wall-clock time.
         peak: peak resident memory in bytes.
         read: bytes read from the disk or its cache; None if the system does not count.
-        blocks: quantized blocks at the end.
+        blocks: quantized blocks on the disk at the end.
     """
 
     seconds: float
@@ -115,22 +115,33 @@ def run(
     process = subprocess.Popen(
         [sys.executable, "-c", LMX, *recipe, "--quiet"], env=environment
     )
-    read, blocks = None, 0
+    read = None
     while True:
         read = _bytes_read(process.pid) or read
         finished, status, usage = os.wait4(process.pid, os.WNOHANG)
         if finished:
             break
-        blocks = max(blocks, len(list((folder / output).glob(BLOCKS))))
-        if kill_at is not None and blocks >= kill_at:
+        if kill_at is not None and _quantized_blocks(folder / output) >= kill_at:
             process.send_signal(signal.SIGKILL)
-        time.sleep(0.05)
+        time.sleep(0.01)
     killed = os.WIFSIGNALED(status)
     assert killed == (kill_at is not None), f"exit status {status}"
     assert killed or os.WEXITSTATUS(status) == 0
     process.returncode = os.waitstatus_to_exitcode(status)
     peak = usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return Run(time.perf_counter() - start, peak, read, blocks)
+    seconds = time.perf_counter() - start
+    return Run(seconds, peak, read, _quantized_blocks(folder / output))
+
+
+def _quantized_blocks(output: Path) -> int:
+    """Blocks of the finished model, else finished blocks of the interrupted stage."""
+    from lmx.models.safetensors_io import read_header
+
+    models = [*output.glob("stages/*/model/model.safetensors")]
+    if not models:
+        return len([*output.glob(BLOCKS)])
+    names = [name.split(".") for name in read_header(models[0])]
+    return len({n[2] for n in names if n[1] == "layers" and n[-1] == "scales"})
 
 
 def _bytes_read(pid: int) -> int | None:
