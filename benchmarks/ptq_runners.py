@@ -11,6 +11,7 @@ import resource
 import shutil
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 PROGRAM = Path(__file__)
@@ -57,9 +58,43 @@ def run(runner: str, folder: Path, target: Path, options: dict) -> dict:
 
 
 def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
-    """Run a recipe with `lmx-train`."""
-    import numpy as np
-    from lmx.cli import main
+    """Quantize with a recipe."""
+    if options["method"] == "rtn":
+        _run_recipe(target, settings, [{"quantize": options}])
+        return
+    for name, value in options.pop("patches", {}).items():
+        module, _, constant = name.rpartition(".")
+        setattr(importlib.import_module(module), constant, value)
+    with _used_calibration_tokens() as used:
+        _run_recipe(target, settings, [_quantize_stage(settings, options)])
+    _require_equal(used, folder)
+
+
+def _qat(folder: Path, target: Path, settings: dict, options: dict) -> None:
+    """Quantize, then train from the codes with the unquantized model as teacher."""
+    train = options.pop("qat")
+    spec = {k: v for k, v in options.items() if k in ("mode", "bits", "group_size")}
+    config = settings["calibration"]
+    train |= {
+        "qat": spec | {"quantizer": "fixed_scale"},
+        "teacher": {"loss": "forward_kl", "ce_weight": 0.0},
+        "packing": True,
+    }
+    data = {"train": config["dataset"], "max_seq_length": config["max_seq_length"]}
+    stages = [_quantize_stage(settings, options), {"train": train}]
+    with _used_calibration_tokens() as used:
+        _run_recipe(target, settings, stages, data)
+    _require_equal(used, folder)
+
+
+def _quantize_stage(settings: dict, options: dict) -> dict:
+    calibration = _calibration(settings["calibration"], options)
+    return {"quantize": options | {"calibration": calibration}}
+
+
+@contextmanager
+def _used_calibration_tokens():
+    """All calibration tokens that lmx makes meanwhile."""
     from lmx.pipeline import ptq_refinement
 
     used: list = []
@@ -71,26 +106,39 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
         return sequences
 
     ptq_refinement.concatenated_sequences = recorded
-    for name, value in options.pop("patches", {}).items():
-        module, _, constant = name.rpartition(".")
-        setattr(importlib.import_module(module), constant, value)
-    calibration = _calibration(settings["calibration"], options)
+    yield used
+    ptq_refinement.concatenated_sequences = original
+
+
+def _require_equal(used: list, folder: Path) -> None:
+    import numpy as np
+
+    expected = _calibration_tokens(folder)
+    assert any(np.array_equal(tokens, expected) for tokens in used), (
+        "unequal calibration tokens"
+    )
+
+
+def _run_recipe(
+    target: Path, settings: dict, stages: list[dict], data: dict | None = None
+) -> None:
+    """Run a recipe with `lmx-train` and move the model of its last stage."""
+    from lmx.cli import main
+
     recipe = {
         "model": settings["model"],
         "seed": settings["seed"],
         "output": str(target.with_suffix(".run")),
-        "stages": [{"quantize": options | {"calibration": calibration}}],
+        "stages": stages,
     }
+    if data:
+        recipe["data"] = data
     path = target.with_suffix(".yaml")
     path.write_text(json.dumps(recipe))
     assert main.train([str(path), "--quiet", "--ignore-limits"]) == 0, (
         "lmx-train failed"
     )
-    expected = _calibration_tokens(folder)
-    assert any(np.array_equal(tokens, expected) for tokens in used), (
-        "unequal calibration tokens"
-    )
-    (config,) = Path(recipe["output"]).glob("**/model/config.json")
+    (config,) = Path(recipe["output"]).glob(f"stages/{len(stages)}-*/model/config.json")
     config.parent.rename(target)
 
 
@@ -320,6 +368,7 @@ def _use_dense_matmul() -> None:
 
 RUNNERS = {
     "lmx": _lmx,
+    "qat": _qat,
     "rtn": _rtn,
     "gptq": _gptq,
     "awq": _awq,

@@ -21,9 +21,13 @@ import real_model_divergence
 import real_model_table
 from ptq_quality import WIDTHS, call_program, call_runner, write_inputs
 
-PARTS = ("quality", "budget", "parts", "cost")
+PARTS = ("quality", "budget", "formats", "parts", "cost")
 GROUP_SIZE = 64
 EFFORTS = ("fast", "standard", "best")
+# The formats to compare: affine bits and group size, or a mode.
+FORMATS = ("4-64", "4-32", "nvfp4", "mxfp4", "mxfp8", "q4_k")
+# QAT from the codes of GPTQ, with as many tokens as the calibration has by default.
+QAT = {"steps": 8, "batch_size": 4, "learning_rate": 1e-5}
 # Learning rates of dwq besides its default; the best one on the held-out text counts.
 DWQ_RATES = (1e-5, 1e-4)
 COST_REPEATS = 3
@@ -83,6 +87,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--part", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--bits", nargs="+", default=["4", "3", "2"])
     parser.add_argument("--budgets", nargs="+", default=["3.5", "4.5"])
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="see FORMATS")
     parser.add_argument("--rows", nargs="+", help="names in the tables; default: all")
     parser.add_argument(
         "--seeds", nargs="+", type=int, default=[0], help="of calibration tokens"
@@ -109,8 +114,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _cases(part: str, arguments: argparse.Namespace) -> list[str]:
-    if part == "budget":
-        return arguments.budgets
+    if part in ("budget", "formats"):
+        return arguments.budgets if part == "budget" else arguments.formats
     return arguments.bits[:1] if part == "cost" else arguments.bits
 
 
@@ -118,6 +123,7 @@ def _selected(part: str, case: str, arguments: argparse.Namespace) -> list[Row]:
     rows = {
         "quality": _quality_rows,
         "budget": _budget_rows,
+        "formats": _format_rows,
         "parts": _part_rows,
         "cost": _cost_rows,
     }[part](case)
@@ -172,6 +178,19 @@ def _budget_rows(case: str) -> list[Row]:
         for effort in ("fast", "standard")
     ]
     return [*dynamic, *efforts]
+
+
+def _format_rows(case: str) -> list[Row]:
+    bits, _, group_size = case.partition("-")
+    grid = {"mode": case}
+    if group_size:
+        grid = {"bits": int(bits), "group_size": int(group_size)}
+    gptq = grid | {"method": "gptq", "effort": "fast"}
+    return [
+        Row("RTN", "lmx", grid | {"method": "rtn"}, seeded=False),
+        Row("lmx fast", "lmx", gptq),
+        Row("lmx fast, then QAT", "qat", gptq | {"qat": QAT}),
+    ]
 
 
 def _part_rows(case: str) -> list[Row]:

@@ -12,8 +12,8 @@ def print_table(part: str, case: str, records: dict[str, list[dict]]) -> None:
     records = {name: runs for name, runs in records.items() if runs}
     if not records:
         return
-    kind = "bits per weight" if part == "budget" else "bits, groups of 64"
-    print(f"\n**{part}, {case} {kind}**\n")
+    kinds = {"budget": " bits per weight", "formats": ""}
+    print(f"\n**{part}, {case}{kinds.get(part, ' bits, groups of 64')}**\n")
     if part == "cost":
         _print_cost(records)
         return

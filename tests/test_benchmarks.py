@@ -50,12 +50,14 @@ def test_real_model_compares_all_methods(tmp_path):
         f"--folder {tmp_path / 'runs'} --gsm8k {tmp_path} "
         f"--model {BENCHMARKS.parent / 'data/tiny-base'} "
         f"--calibration-data {tmp_path / 'valid.txt'} "
-        f"--eval-data {tmp_path / 'test.txt'} --bits 4 --budgets 4.5 --seq-length 32 "
+        f"--eval-data {tmp_path / 'test.txt'} --bits 4 --budgets 4.5 --formats q4_0 "
+        "--seq-length 32 "
         "--num-tokens 512 --num-eval-tokens 64 --num-answers 2 --threads 1 "
     )
     parts = {
         "quality": ["RTN", "mlx gptq", "lmx fast"],
         "budget": ["lmx fast"],
+        "formats": ["RTN", "lmx fast"],
         "parts": ["no embedding clusters"],
         "cost": ["mlx gptq, run 1", "lmx fast, run 1"],
     }
