@@ -14,6 +14,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import mlx.core as mx
 import numpy as np
 import ptq_quality
 
@@ -172,10 +173,10 @@ class Judge:
             json.loads((folder / ptq_quality.SETTINGS).read_text())["model"]
         )
         self.tokens = np.load(folder / "eval.npy")
-        self.model, _ = load(str(self.path))
+        self.model, self.reference = (load(str(self.path))[0] for _ in range(2))
         self.config = json.loads((self.path / "config.json").read_text())
-        self._set_float32()
-        self.expected = [self._log_probabilities(batch) for batch in self._batches()]
+        for model in (self.model, self.reference):
+            model.set_dtype(mx.float32)
 
     def measure(self, file: Path) -> dict:
         """kl and agrees by sequence and position [n, L - 1]; bits per weight; and
@@ -183,16 +184,17 @@ class Judge:
         facts = self._load(file)
         facts["run"] = self._difference(file)
         kl, agrees = [], []
-        for p, batch in zip(self.expected, self._batches(), strict=True):
-            q = self._log_probabilities(batch)
+        # One sequence at a time: logits of a real vocabulary are large in float64.
+        for row in self.tokens:
+            p, q = (
+                _log_probabilities(model, row) for model in (self.reference, self.model)
+            )
             kl.append((np.exp(p) * (p - q)).sum(axis=-1))
             agrees.append(p.argmax(axis=-1) == q.argmax(axis=-1))
-        return {"kl": np.concatenate(kl), "agrees": np.concatenate(agrees)} | facts
+        return {"kl": np.stack(kl), "agrees": np.stack(agrees)} | facts
 
     def importance(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """Mean squares of the inputs of every layer, float32, by llama.cpp's name."""
-        import mlx.core as mx
-
         sums: dict[str, np.ndarray] = {}
         modules = dict(self.model.named_modules())
         layers = {
@@ -221,20 +223,10 @@ class Judge:
             kind.__call__ = original
         return {k: (v / tokens.size).astype(np.float32) for k, v in sums.items()}
 
-    def _batches(self):
-        for start in range(0, len(self.tokens), BATCH_SIZE):
-            yield self.tokens[start : start + BATCH_SIZE]
-
-    def _set_float32(self) -> None:
-        import mlx.core as mx
-
-        self.model.set_dtype(mx.float32)
-
     def _load(self, file: Path) -> dict:
         """Set the weights of a file, dequantized by the gguf package; bits per
         weight of its matrices."""
         import gguf
-        import mlx.core as mx
 
         paths = {f"blk.{{}}.{name}": path for path, name in LINEAR.items()}
         weights, size, count = [], 0, 0
@@ -267,7 +259,6 @@ class Judge:
     def _difference(self, file: Path) -> float:
         """Root mean square of the difference of llama.cpp's logits of a file from those
         of the model that `_load` made, divided by the deviation of the logits."""
-        import mlx.core as mx
         from llama_cpp import Llama
 
         row = self.tokens[0].tolist()
@@ -282,12 +273,12 @@ class Judge:
         difference -= difference.mean(axis=-1, keepdims=True)
         return float(difference.std() / ours.std(axis=-1).mean())
 
-    def _log_probabilities(self, tokens: np.ndarray) -> np.ndarray:
-        import mlx.core as mx
 
-        logits = np.array(self.model(mx.array(tokens[:, :-1]))).astype(np.float64)
-        logits -= logits.max(axis=-1, keepdims=True)
-        return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+def _log_probabilities(model, tokens: np.ndarray) -> np.ndarray:
+    """Float64 [L - 1, vocabulary] of a sequence."""
+    logits = np.array(model(mx.array(tokens[None, :-1]))[0]).astype(np.float64)
+    logits -= logits.max(axis=-1, keepdims=True)
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
 if __name__ == "__main__":
