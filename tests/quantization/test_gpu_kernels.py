@@ -8,9 +8,12 @@ import subprocess
 import mlx.core as mx
 import numpy as np
 import pytest
+from lmx.config.quant_spec import QuantSpec
+from lmx.models import float_formats
+from lmx.models.float_formats import E2M1, E4M3, MODES
 from lmx.quantization import affine_grid, backend, gpu_kernels
 from lmx.quantization.affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
-from lmx.quantization.ptq import column_updates, gptq_solver
+from lmx.quantization.ptq import column_updates, float_solver, gptq_solver
 from lmx.quantization.ptq.hessian import damped
 
 GROUP, ROWS, LEVELS = 64, 50, 8.0
@@ -29,19 +32,20 @@ def run_kernel(tmp_path_factory):
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("kernels")
 
-    def run(name, arrays, shapes, dtype="float"):
+    def run(name, arrays, shapes, dtype="float", number=None):
         inputs, outputs, body = gpu_kernels.KERNELS[name]
         source = "#include <math.h>\n"
         source += "#define FUNCTION static inline\n#define THREAD\n#define DEVICE\n"
         source += gpu_kernels.HELPERS + f"typedef {dtype} T;\n"
-        source += "".join(f"const int {k} = {v};\n" for k, v in CONSTANTS.items())
+        constants = CONSTANTS | dict(gpu_kernels._steps(number))
+        source += "".join(f"const int {k} = {v};\n" for k, v in constants.items())
         kinds = ["const int*" if n == "count" else "const float*" for n in inputs]
         kinds += ["float*"] * len(outputs)
         names = zip(kinds, inputs + outputs, strict=True)
         parameters = ", ".join(f"{kind} {name}" for kind, name in names)
         source += f'extern "C" void run({parameters}) {{\n'
         source += f"for (int n = 0; n < count[0]; n++) {{ {body} }} }}\n"
-        file = folder / f"{name}_{dtype}.cpp"
+        file = folder / f"{name}_{dtype}_{number.bits if number else ''}.cpp"
         file.write_text(source)
         library = file.with_suffix(".so")
         command = ["g++", "-O1", "-shared", "-fPIC", "-Wall", "-Werror"]
@@ -88,31 +92,50 @@ def test_fit_grid_kernel_equals_numpy(run_kernel, kind, dtype):
     assert scale[1] == bias[1] == 0
 
 
-def grid_of(rows):
-    low = rows.min(axis=0)
-    scale = (rows.max(axis=0) - low) / (LEVELS - 1)
-    return (scale, low, *affine_grid.safe_scale(scale, LEVELS))
+def grid_of(rows, number):
+    """Scale, bias, divisor and highest code of every row."""
+    if number is None:
+        low = rows.min(axis=0)
+        scale = (rows.max(axis=0) - low) / (LEVELS - 1)
+        return (scale, low, *affine_grid.safe_scale(scale, LEVELS))
+    # The largest weights of every group are clipped.
+    scale = np.maximum(abs(rows).max(axis=0), 1e-3) / number.max / 1.5
+    return scale, 0 * scale, scale, 0 * scale + number.max
 
 
-def test_gptq_kernel_equals_numpy(run_kernel):
+def round_(steps, top, number):
+    if number:
+        return number.nearest(steps.astype(np.float32), top)
+    return np.minimum(np.rint(np.maximum(steps, 0)), top)
+
+
+NUMBERS = pytest.mark.parametrize("number", [None, E2M1, E4M3])
+
+
+@NUMBERS
+def test_gptq_kernel_equals_numpy(run_kernel, number):
     rows, factor = random_rows(), np.array(random_hessian().factor)
-    _, low, divisor, top = grid_of(rows)
+    _, low, divisor, top = grid_of(rows, number)
     arrays = rows, factor, divisor, low, top
-    codes, errors = run_kernel("gptq_columns", arrays, [rows.shape] * 2)
-    expected_codes, expected_errors = column_updates.gptq_columns(*arrays)
+    codes, errors = run_kernel("gptq_columns", arrays, [rows.shape] * 2, number=number)
+    expected_codes, expected_errors = column_updates.gptq_columns(*arrays, number)
     assert (codes == expected_codes).mean() > 0.999
+    assert len(np.unique(codes)) > 7
     is_same = (codes == expected_codes).all(axis=0)
     assert np.allclose(errors[:, is_same], expected_errors[:, is_same], atol=1e-4)
 
 
-def test_descent_kernel_equals_numpy(run_kernel):
+@NUMBERS
+def test_descent_kernel_equals_numpy(run_kernel, number):
     rows, matrix = random_rows(), np.array(random_hessian().matrix)
-    scale, low, divisor, top = grid_of(rows)
-    old = np.minimum(np.rint(np.maximum((rows - low) / divisor, 0)), top)
+    scale, low, divisor, top = grid_of(rows, number)
+    old = round_((rows - low) / divisor, top, number)
     descent = matrix @ random_rows(seed=4)
     arrays = descent, matrix, old, scale, divisor, top
-    codes, changes = run_kernel("descent_columns", arrays, [rows.shape] * 2)
-    expected_codes, expected_changes = column_updates.descent_columns(*arrays)
+    codes, changes = run_kernel(
+        "descent_columns", arrays, [rows.shape] * 2, number=number
+    )
+    expected_codes, expected_changes = column_updates.descent_columns(*arrays, number)
     assert (codes != old).mean() > 0.2
     assert (codes == expected_codes).mean() > 0.999
     is_same = (codes == expected_codes).all(axis=0)
@@ -127,7 +150,8 @@ def launches(array: mx.array, path) -> int:
     return sum(name not in VIEWS for name in names)
 
 
-def test_gptq_launches_few_kernels_for_a_group(monkeypatch, tmp_path):
+@pytest.mark.parametrize("mode", ["affine", "nvfp4"])
+def test_gptq_launches_few_kernels_for_a_group(mode, monkeypatch, tmp_path):
     """On a GPU. Each kernel is counted as two operations here."""
     hessian = random_hessian(4 * GROUP)
     target = mx.random.normal((ROWS, 4 * GROUP), key=mx.random.key(0))
@@ -139,16 +163,25 @@ def test_gptq_launches_few_kernels_for_a_group(monkeypatch, tmp_path):
     def fit(weight, *_, **__):
         return two_outputs(weight[0])
 
-    monkeypatch.setattr(gptq_solver, "async_eval", lambda arrays: None)
-    for module in (backend, affine_grid):
+    for module in (gptq_solver, float_solver):
+        monkeypatch.setattr(module, "async_eval", lambda arrays: None)
+    for module in (backend, affine_grid, float_formats):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
 
-    def per_column():
+    def affine():
         grid = gptq_solver.gptq(target, hessian, GROUP, LEVELS, mx.float16)
         moved = gptq_solver.coordinate_descent(grid, target, hessian.matrix, LEVELS)
-        counts = [
-            launches(a, tmp_path / "graph.dot") for a in (grid.codes, moved.codes)
-        ]
+        return grid.codes, moved.codes
+
+    def floating_point():
+        grid = float_solver.float_gptq(target, hessian, QuantSpec(mode=mode))
+        matrix = hessian.matrix
+        moved = float_solver.group_descent(grid, target, matrix, MODES[mode])
+        return grid.elements, moved.elements
+
+    def per_column():
+        arrays = affine() if mode == "affine" else floating_point()
+        counts = [launches(array, tmp_path / "graph.dot") for array in arrays]
         return [count / (4 * GROUP) for count in counts]
 
     without_kernels = per_column()
@@ -157,5 +190,8 @@ def test_gptq_launches_few_kernels_for_a_group(monkeypatch, tmp_path):
     for name in ("gptq_columns", "descent_columns"):
         monkeypatch.setattr(gpu_kernels, name, two_outputs)
     with_kernels = per_column()
-    assert min(without_kernels) > 2
-    assert max(with_kernels) < 0.25
+    assert min(without_kernels) > 10
+    # A group of nvfp4 has 16 columns, and several candidates for its scale.
+    assert max(with_kernels) < (0.25 if mode == "affine" else 4)
+    fewer = zip(with_kernels, without_kernels, strict=True)
+    assert all(8 * count < before for count, before in fewer)

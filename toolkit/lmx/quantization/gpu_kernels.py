@@ -10,6 +10,8 @@ from math import ceil
 
 import mlx.core as mx
 
+from ..models.float_formats import FloatFormat
+
 # Threads that share their registers: each needs a few hundred bytes for its group.
 THREADS = 64
 
@@ -35,6 +37,16 @@ template <typename T> FUNCTION float rounded(float x) {
 FUNCTION float nearest_code(float steps, float top) {
     steps = steps > 0 ? steps : 0;
     return rint(steps < top ? steps : top);
+}
+
+// `FloatFormat.nearest` if an interval from one power of two to the next has STEPS
+// values, FINEST of the smallest steps being 1. No STEPS: codes are integers.
+template <int STEPS, int FINEST> FUNCTION float nearest(float value, float top) {
+    if (STEPS == 0) return nearest_code(value, top);
+    value = value < -top ? -top : value > top ? top : value;
+    float magnitude = value < 0 ? -value : value, step = 1.0f / FINEST;
+    while (magnitude >= 2 * STEPS * step) step *= 2;
+    return rint(value / step) * step;
 }
 
 // A scale of 0 gives codes of 0.
@@ -110,7 +122,7 @@ float steps[GROUP];
 for (int i = 0; i < GROUP; i++)
     steps[i] = (rows[i * count[0] + n] - bias[n]) / scale[n];
 for (int i = 0; i < GROUP; i++) {
-    float code = nearest_code(steps[i], top[n]);
+    float code = nearest<STEPS, FINEST>(steps[i], top[n]);
     float error = (steps[i] - code) / factor[i * GROUP + i];
     codes[i * count[0] + n] = code;
     errors[i * count[0] + n] = error * scale[n];
@@ -125,7 +137,7 @@ for (int i = 0; i < GROUP; i++)
     steps[i] = descent[i * count[0] + n] / divisor[n] / matrix[i * GROUP + i];
 for (int i = 0; i < GROUP; i++) {
     float old = old_codes[i * count[0] + n];
-    float code = nearest_code(old + steps[i], top[n]);
+    float code = nearest<STEPS, FINEST>(old + steps[i], top[n]);
     codes[i * count[0] + n] = code;
     changes[i * count[0] + n] = (code - old) * scale[n];
     for (int j = i + 1; j < GROUP; j++)
@@ -180,11 +192,16 @@ def fit_grid(
 
 
 def gptq_columns(
-    rows: mx.array, factor: mx.array, scale: mx.array, bias: mx.array, top: mx.array
+    rows: mx.array,
+    factor: mx.array,
+    scale: mx.array,
+    bias: mx.array,
+    top: mx.array,
+    number: FloatFormat | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Codes and errors [g, N] of a group; see `column_updates.gptq_columns`."""
-    inputs = [rows, factor, scale, bias, top]
-    template = [("GROUP", len(rows))]
+    inputs = [rows, factor, scale, *_by_row(scale, bias, top)]
+    template = [("GROUP", len(rows)), *_steps(number)]
     return _launch("gptq_columns", inputs, template, [rows.shape] * 2)
 
 
@@ -195,11 +212,27 @@ def descent_columns(
     scale: mx.array,
     divisor: mx.array,
     top: mx.array,
+    number: FloatFormat | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Codes and changes [g, N]; see `column_updates.descent_columns`."""
-    inputs = [descent, matrix, old_codes, scale, divisor, top]
-    template = [("GROUP", len(descent))]
+    inputs = [descent, matrix, old_codes, scale, divisor, *_by_row(scale, top)]
+    template = [("GROUP", len(descent)), *_steps(number)]
     return _launch("descent_columns", inputs, template, [descent.shape] * 2)
+
+
+def _by_row(scale: mx.array, *values) -> list[mx.array]:
+    """Values that all rows share, or each has, as one per row."""
+    return [
+        mx.broadcast_to(mx.array(value, mx.float32), scale.shape) for value in values
+    ]
+
+
+def _steps(number: FloatFormat | None) -> list[tuple[str, int]]:
+    """What `nearest` of the kernels has to know about a number."""
+    if number is None:
+        return [("STEPS", 0), ("FINEST", 1)]
+    steps = 2**number.fraction_bits
+    return [("STEPS", steps), ("FINEST", int(steps / number.min_normal))]
 
 
 def _launch(

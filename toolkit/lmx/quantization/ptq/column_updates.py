@@ -7,6 +7,7 @@ group is one product. On a GPU, one kernel updates the group.
 from collections.abc import Callable
 from functools import cache, partial
 
+from ...models.float_formats import FloatFormat
 from .. import gpu_kernels
 from ..affine_grid import nearest
 from ..backend import compiled_for, library
@@ -16,12 +17,12 @@ STRIP = 8
 
 
 @cache
-def _with_rounding(strip: Callable, rounding: Callable) -> Callable:
+def _strip_for(number: FloatFormat | None, strip: Callable) -> Callable:
     """A strip function, the same one in every call, as each is compiled once."""
-    return partial(strip, rounding=rounding)
+    return partial(strip, rounding=number.nearest if number else nearest)
 
 
-def gptq_columns(rows, factor, scale, bias, top, rounding=nearest):
+def gptq_columns(rows, factor, scale, bias, top, number=None):
     """Codes and errors of a group, whose later columns compensate for earlier ones.
 
     Args:
@@ -29,15 +30,14 @@ def gptq_columns(rows, factor, scale, bias, top, rounding=nearest):
         factor: [g, g], the part of the Hessian's factor for these columns.
         scale, bias: [N]; no scale is 0.
         top: [N], highest codes.
-        rounding: the nearest codes of float32 steps, up to the highest codes: `nearest`
-            or the method of a `FloatFormat`.
+        number: a `FloatFormat`, whose values are the codes. None = integers from 0.
 
     Returns:
         Codes [g, N], and errors [g, N] for the columns of later groups.
     """
-    if gpu_kernels.on_gpu() and rounding is nearest:
-        return gpu_kernels.gptq_columns(rows, factor, scale, bias, top)
-    update = compiled_for(factor, _with_rounding(gptq_strip, rounding))
+    if gpu_kernels.on_gpu():
+        return gpu_kernels.gptq_columns(rows, factor, scale, bias, top, number)
+    update = compiled_for(factor, _strip_for(number, gptq_strip))
     concatenate = library(factor).concatenate
     codes, errors = [], []
     for first in range(0, len(factor), STRIP):
@@ -51,7 +51,7 @@ def gptq_columns(rows, factor, scale, bias, top, rounding=nearest):
     return concatenate(codes), concatenate(errors)
 
 
-def gptq_strip(rows, factor, scale, bias, top, rounding=nearest):
+def gptq_strip(rows, factor, scale, bias, top, *, rounding):
     """`gptq_columns` for one strip."""
     backend = library(rows)
     diagonal = backend.diagonal(factor)[:, None]
@@ -67,7 +67,7 @@ def gptq_strip(rows, factor, scale, bias, top, rounding=nearest):
     return backend.stack(codes), backend.stack(errors) * scale / diagonal
 
 
-def descent_columns(descent, matrix, old_codes, scale, divisor, top, rounding=nearest):
+def descent_columns(descent, matrix, old_codes, scale, divisor, top, number=None):
     """Codes of a group, each moved to its minimum with the others fixed.
 
     Args:
@@ -76,15 +76,15 @@ def descent_columns(descent, matrix, old_codes, scale, divisor, top, rounding=ne
         old_codes: [g, N].
         scale, divisor: [N]; the divisor is the scale, or 1 where that is 0.
         top: [N], highest codes.
-        rounding: as in `gptq_columns`.
+        number: as in `gptq_columns`.
 
     Returns:
         Codes and changes of the weight, both [g, N].
     """
-    if gpu_kernels.on_gpu() and rounding is nearest:
+    if gpu_kernels.on_gpu():
         arrays = descent, matrix, old_codes, scale, divisor, top
-        return gpu_kernels.descent_columns(*arrays)
-    update = compiled_for(matrix, _with_rounding(descent_strip, rounding))
+        return gpu_kernels.descent_columns(*arrays, number)
+    update = compiled_for(matrix, _strip_for(number, descent_strip))
     concatenate = library(matrix).concatenate
     codes, changes = [], []
     for first in range(0, len(matrix), STRIP):
@@ -97,7 +97,7 @@ def descent_columns(descent, matrix, old_codes, scale, divisor, top, rounding=ne
     return concatenate(codes), concatenate(changes)
 
 
-def descent_strip(descent, matrix, old_codes, scale, divisor, top, rounding=nearest):
+def descent_strip(descent, matrix, old_codes, scale, divisor, top, *, rounding):
     """`descent_columns` for one strip."""
     backend = library(descent)
     diagonal = backend.diagonal(matrix)

@@ -130,7 +130,7 @@ def _gptq_candidates(rows, factor, scales: mx.array, mode: FloatMode):
         flat,
         0.0,
         mode.elements.max,
-        mode.elements.nearest,
+        mode.elements,
     )
     shape = (len(rows), count, size)
     return elements.reshape(shape), errors.reshape(shape), flat.reshape(count, size)
@@ -148,20 +148,20 @@ def group_descent(
         descent: float32 [N, K], (target - weight) times the matrix.
     """
     size = grid.group
-    codes = mode.scales.codes(grid.scales)
+    codes = mode.scales.codes(grid.scales).T
+    candidates = mode.candidates(codes.reshape(-1), NEIGHBORS).reshape(-1, *codes.shape)
     factors = group_factors(matrix, size)
     remaining = to_fast_backend(descent.T)
     matrix, old = to_fast_backend(matrix), to_fast_backend(grid.elements.T)
     groups = []
     for number, start in enumerate(range(0, len(old), size)):
         columns = slice(start, start + size)
-        scales = mode.candidates(codes[:, number], NEIGHBORS)
         elements, scale, change = _descend_group(
             remaining[:size],
             matrix[columns, columns],
             to_fast_backend(factors[number]),
             old[columns],
-            scales,
+            candidates[:, number],
             mode,
         )
         remaining = remaining[size:] - matrix[start + size :, columns] @ change
@@ -184,8 +184,8 @@ def _descend_group(descent, matrix, factor, old, scales: mx.array, mode: FloatMo
     before = old * flat
     optimum = before + factor.T @ (factor @ descent)
     elements, _, scales = _gptq_candidates(optimum, factor, scales, mode)
-    top, nearest = mode.elements.max, mode.elements.nearest
-    moved, _ = descent_columns(descent, matrix, old, flat, flat, top, nearest)
+    number = mode.elements
+    moved, _ = descent_columns(descent, matrix, old, flat, flat, number.max, number)
     # The order decides between equal errors.
     elements = backend.concatenate([old[:, None], moved[:, None], elements], axis=1)
     scales = backend.concatenate([flat[None], flat[None], scales])
