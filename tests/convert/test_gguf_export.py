@@ -6,6 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from exporting import export, quantized_checkpoint
+from gguf_models import MODELS, config_of
 from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters import gguf as gguf_exporter
 from lmx.convert.gguf import blocks
@@ -23,6 +24,7 @@ gguf = pytest.importorskip("gguf")
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 EMBEDDING = "model.embed_tokens"
+LLAMA3_SCALING = {"rope_type": "llama3", "factor": 32.0} | gguf_config.LLAMA3
 
 
 def read_gguf(folder):
@@ -143,24 +145,36 @@ def test_dense_weights_have_the_expected_ggml_type(
     assert file_type == gguf.LlamaFileType[f"MOSTLY_{max({*types}, key=types.count)}"]
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("llama", {"attention_bias": True, "mlp_bias": True}),
-        ("qwen2", {}),
-        ("qwen3", {"num_key_value_heads": 1}),
-        ("mistral", {"head_dim": 32}),
-    ],
-)
+@pytest.mark.parametrize("model_type", MODELS)
 def test_import_of_the_export_gives_the_same_logits(
-    make_checkpoint, tmp_path, family, settings
+    make_checkpoint, tmp_path, model_type
 ):
-    source = make_checkpoint(model_type=family, dtype="float16", **settings)
+    source = make_checkpoint(config_of(model_type), dtype="float16")
     export(gguf_exporter, source, tmp_path / "out")
     [file] = (tmp_path / "out").glob("*.gguf")
-    assert mx.allclose(
-        load_model(file).model(TOKENS), load(source).model(TOKENS), rtol=1e-4, atol=1e-4
+    expected = load(source).model(TOKENS)
+    assert mx.allclose(load_model(file).model(TOKENS), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("bits", "kind"), [(4, "Q4_1"), (6, "F16")])
+def test_quantized_experts_keep_their_codes(make_checkpoint, tmp_path, bits, kind):
+    source = make_checkpoint(config_of("qwen3_moe"), dtype="float16")
+    layer, expected = random_layer(4 * 128, 64, bits, symmetric=False)
+    tensors = {k: v.reshape(4, 128, -1) for k, v in layer[0].items()}
+    path = "model.layers.0.mlp.switch_mlp.down_proj"
+    codes = {path: (tensors, layer[1])}
+    model = quantized_checkpoint(source, tmp_path / "codes", codes)
+    export(gguf_exporter, model, tmp_path / "out")
+    _, written = read_gguf(tmp_path / "out")
+    assert written["blk.0.ffn_down_exps.weight"].tensor_type.name == kind
+    values = dequantized(written["blk.0.ffn_down_exps.weight"])
+    tolerance = 1e-3 if kind == "F16" else 1e-7
+    np.testing.assert_allclose(
+        values, expected.reshape(4, 128, 64), rtol=tolerance, atol=tolerance
     )
+    [file] = (tmp_path / "out").glob("*.gguf")
+    logits = load(model).model(TOKENS)
+    assert mx.allclose(load_model(file).model(TOKENS), logits, rtol=1e-2, atol=1e-2)
 
 
 def test_metadata_describes_model_and_tokenizer(make_checkpoint, tmp_path):
@@ -192,7 +206,7 @@ def test_metadata_describes_model_and_tokenizer(make_checkpoint, tmp_path):
 def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
     from mlx_lm.models.rope_utils import Llama3RoPE
 
-    scaling = {"rope_type": "llama3", "factor": 32.0} | gguf_config.LLAMA3
+    scaling = LLAMA3_SCALING
     source = make_checkpoint(rope_scaling=scaling, rope_theta=5e5)
     export(gguf_exporter, source, tmp_path / "out")
     _, tensors = read_gguf(tmp_path / "out")
@@ -275,8 +289,11 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
             },
             "sliding-window layers",
         ),
-        ({"model_type": "olmo2"}, "export of olmo2 models is not supported"),
-        (QWEN3_MOE, "export of qwen3_moe models is not supported"),
+        ({"model_type": "helium"}, "export of helium models is not supported"),
+        (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob: False: llama.cpp"),
+        (config_of("gemma2") | {"query_pre_attn_scalar": 16}, "scalar: 16: llama.cpp"),
+        (config_of("glm4") | {"rope_traditional": False}, "rope_traditional"),
+        (config_of("qwen2") | {"rope_scaling": LLAMA3_SCALING}, "'llama3' in qwen2"),
     ],
 )
 def test_unsupported_models_are_refused(make_checkpoint, tmp_path, settings, message):

@@ -16,7 +16,7 @@ class ExportConfig(ConfigModel):
     formats: list[Literal["mlx", "hf", "peft", "gguf"]] = Field(["mlx"], min_length=1)
     """mlx: model/, for mlx-lm, LM Studio and mlx-swift. hf: hf/, the dequantized
     weights for transformers. peft: peft/, the trained adapter. gguf: gguf/NAME.gguf for
-    llama.cpp, from Llama and Qwen models."""
+    llama.cpp; docs/export.md lists its architectures."""
     adapter_path: str | None = Field(None, examples=["exports/lora/adapters"])
     """The folder of a trained adapter of mlx-lm, which peft exports. Default: the
     adapter of the recipe's train stage."""

@@ -1,4 +1,4 @@
-"""GGUF for llama.cpp, of Llama and Qwen models: exact codes, else float16.
+"""GGUF for llama.cpp and Ollama: exact codes, else float16.
 
 Codes of 2 to 5 bits, and symmetric codes of 8 bits, are copied if float16 holds their
 scales. Every other matrix is written dequantized.

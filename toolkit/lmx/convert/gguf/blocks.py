@@ -7,6 +7,8 @@ the products exactly. The groups of 16 of Q3_K and Q6_K are too small for MLX: s
 tensors become dense float32, which holds d * scale * (code - middle) exactly.
 """
 
+import math
+
 import mlx.core as mx
 import numpy as np
 
@@ -31,30 +33,38 @@ Parts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def to_affine_groups(tensor: GGUFTensor) -> AffineGroups | None:
-    """A quantized matrix in groups of 32; None for a type without such groups."""
+    """A quantized matrix, or those of all experts, in groups of 32; None for a type
+    without such groups."""
     if tensor.ggml_type not in GROUPED_TYPES:
         return None
     split, bits = GROUPED_TYPES[tensor.ggml_type]
     codes, scales, biases = split(tensor.blocks)
-    rows, width = tensor.shape[0], tensor.shape[-1]
+    rows, width = math.prod(tensor.shape[:-1]), tensor.shape[-1]
     packed = pack_codes(mx.array(codes.reshape(rows, width)), bits)
     mx.eval(packed)
     scales, biases = narrow_biases(
         mx.array(scales.reshape(rows, -1)),
         mx.array(biases.reshape(rows, -1).astype(np.float32)),
     )
-    return AffineGroups(packed, scales, biases, np.arange(width) // BLOCK, bits)
+    index = np.arange(width) // BLOCK
+    experts = tensor.shape[0] if len(tensor.shape) == 3 else None
+    return AffineGroups(packed, scales, biases, index, bits, experts)
 
 
-def to_dense(tensor: GGUFTensor) -> mx.array:
-    """A tensor's values; float32 values in 16 bits if that changes none."""
+def to_dense(tensor: GGUFTensor, offset: int = 0) -> mx.array:
+    """A tensor's values; float32 values in 16 bits if that changes none.
+
+    Args:
+        offset: what the file has added to the values of a float32 tensor.
+    """
     if tensor.ggml_type == "BF16":
         bits = mx.array(np.ascontiguousarray(tensor.blocks).view(np.uint16))
         return bits.view(mx.bfloat16).reshape(tensor.shape)
     if dequantize := DENSE_TYPES.get(tensor.ggml_type):
         return mx.array(dequantize(tensor.blocks).reshape(tensor.shape))
     dtype = {"F32": np.float32, "F16": np.float16}[tensor.ggml_type]
-    values = mx.array(np.ascontiguousarray(tensor.blocks).view(dtype))
+    stored = np.ascontiguousarray(tensor.blocks).view(dtype)
+    values = mx.array(stored - dtype(offset) if offset else stored)
     values = values.reshape(tensor.shape)
     # llama.cpp stores all norms as float32, which would make a model compute in it.
     for narrow in (mx.float16, mx.bfloat16):
@@ -67,7 +77,8 @@ def to_dense(tensor: GGUFTensor) -> mx.array:
 def from_affine_groups(
     parts: dict[str, mx.array], bits: int, group_size: int
 ) -> tuple[str, np.ndarray] | None:
-    """ggml's type and the bytes [rows, bytes of a row] of a quantized matrix.
+    """ggml's type and the bytes [..., rows, bytes of a row] of a quantized matrix, or
+    of those of all experts.
 
     A group of more than 32 weights becomes several blocks with the same scale.
 
@@ -79,6 +90,11 @@ def from_affine_groups(
         and biases.
     """
     symmetric_type, minimum_type = TYPES_BY_BITS.get(bits, (None, None))
+    *experts, rows, _ = parts["weight"].shape
+    parts = {
+        name: parts[name].reshape(-1, parts[name].shape[-1])
+        for name in ("weight", "scales", "biases")
+    }
     scales, biases = (
         np.repeat(np.array(parts[name].astype(mx.float32)), group_size // BLOCK, -1)
         for name in ("scales", "biases")
@@ -88,7 +104,7 @@ def from_affine_groups(
     if symmetric_type and (biases == -(2 ** (bits - 1)) * scales).all():
         ggml_type, values = symmetric_type, [scales]
     elif in_blocks := k_blocks.from_groups(codes, scales, biases, bits):
-        return in_blocks
+        return in_blocks[0], in_blocks[1].reshape(*experts, rows, -1)
     else:
         ggml_type, values = minimum_type, [scales, biases]
     halves = [value.astype(np.float16) for value in values]
@@ -97,7 +113,7 @@ def from_affine_groups(
         return None
     heads = [half[..., None].view(np.uint8) for half in halves]
     blocks = np.concatenate([*heads, _code_bytes(codes, ggml_type)], axis=-1)
-    return ggml_type, blocks.reshape(len(blocks), -1)
+    return ggml_type, blocks.reshape(*experts, rows, -1)
 
 
 def from_dense(value: mx.array) -> tuple[str, np.ndarray]:
@@ -110,8 +126,10 @@ def from_dense(value: mx.array) -> tuple[str, np.ndarray]:
     wide = np.array(value.astype(mx.float32))
     if wide.ndim < 2:
         return "F32", wide
-    if value.dtype == mx.float32 and (in_blocks := k_blocks.from_weights(wide)):
-        return in_blocks
+    if value.dtype == mx.float32:
+        rows = wide.reshape(-1, wide.shape[-1])
+        if in_blocks := k_blocks.from_weights(rows):
+            return in_blocks[0], in_blocks[1].reshape(*wide.shape[:-1], -1)
     with np.errstate(over="ignore"):
         half = wide.astype(np.float16)
     if not np.isfinite(half).all():

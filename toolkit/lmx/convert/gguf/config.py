@@ -1,4 +1,4 @@
-"""The config of a Llama or Qwen model as GGUF metadata, and back."""
+"""The config of a model as GGUF metadata, and back."""
 
 from typing import Any
 
@@ -8,19 +8,10 @@ import numpy as np
 from ...errors import FAILED, UserError
 from ...models.loader import model_arguments
 from . import blocks, tokenizer
+from .architectures import BY_MODEL_TYPE, BY_NAME, OPTIONAL, Architecture
 from .reader import GGUFTensor
 
-# mlx-lm's model types that are read, and whether llama.cpp permutes their q and k.
-PERMUTED_QK = {"llama": True, "qwen2": False, "qwen3": False}
-# llama.cpp's architectures by mlx-lm's model types.
-ARCHITECTURES = {"mistral": "llama"} | {name: name for name in PERMUTED_QK}
 ROPE_FREQUENCIES = "rope_freqs.weight"
-# transformers' classes, which a config.json names.
-CLASSES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
 # RoPE scaling of Llama 3.1 and 3.2. A file stores only the resulting frequency factors.
 LLAMA3_FACTORS = (8.0, 32.0)
 LLAMA3 = {
@@ -38,18 +29,8 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         UserError: the architecture or its RoPE scaling is not supported, or a value is
             of a wrong type or out of range.
     """
-    kind = str(metadata["general.architecture"])[:40]
-    experts = " with experts" if metadata.get(f"{kind}.expert_count") else ""
-    if kind not in PERMUTED_QK or experts:
-        raise UserError(
-            f"GGUF files of {kind} models{experts} are not supported",
-            hint=f"supported architectures: {', '.join(PERMUTED_QK)}",
-        )
-    if metadata.get("split.count", 1) not in (0, 1):
-        raise UserError(
-            "this file is one of several",
-            hint="join them with llama-gguf-split --merge",
-        )
+    architecture = _architecture(metadata)
+    kind = architecture.name
 
     def value(name: str, default: int | None = None) -> int:
         return _number(metadata, f"{kind}.{name}", int, default)
@@ -59,25 +40,61 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
 
     hidden_size, heads = value("embedding_length"), value("attention.head_count")
     rope_size = value("rope.dimension_count", hidden_size // heads)
+    head = hidden_size // heads if architecture.has_partial_rope else rope_size
+    head = value("attention.key_length", head)
+    epsilon, epsilon_key = architecture.epsilon
     config = {
-        "model_type": kind,
-        "architectures": [CLASSES[kind]],
+        "model_type": architecture.model_type,
+        "architectures": [architecture.hf_class],
         "hidden_size": hidden_size,
-        "intermediate_size": value("feed_forward_length"),
         "num_hidden_layers": value("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", heads),
-        "head_dim": value("attention.key_length", rope_size),
+        "head_dim": head,
         "max_position_embeddings": value("context_length"),
-        "rms_norm_eps": fraction("attention.layer_norm_rms_epsilon"),
+        epsilon_key: fraction(epsilon),
         "rope_theta": fraction("rope.freq_base", 10000.0),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
-        "attention_bias": "blk.0.attn_q.bias" in tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in tensors,
     }
-    config |= _rope_from_metadata(metadata, kind, tensors, config)
+    for name, (key, number) in architecture.keys.items():
+        if name not in OPTIONAL or f"{kind}.{name}" in metadata:
+            config[key] = _number(metadata, f"{kind}.{name}", number, None)
+    for key, name in architecture.biases.items():
+        config[key] = f"blk.0.{name}.bias" in tensors
+    if architecture.has_partial_rope:
+        config["partial_rotary_factor"] = rope_size / head
+    elif rope_size != head:
+        raise UserError(
+            f"{kind}.rope.dimension_count is {rope_size}; it must be {head}"
+        )
+    config |= architecture.fixed(config)
+    config |= _rope_from_metadata(metadata, architecture, tensors, config)
     return config | tokenizer.special_token_ids(metadata)
+
+
+def _architecture(metadata: dict[str, Any]) -> Architecture:
+    """The architecture of a file.
+
+    Raises:
+        KeyError: the file names none.
+        UserError: it is not supported, or the model is in several files.
+    """
+    kind = str(metadata["general.architecture"])[:40]
+    known = BY_NAME.get(kind)
+    has_experts = bool(metadata.get(f"{kind}.expert_count"))
+    if known is None or (has_experts and "expert_count" not in known.keys):
+        experts = " with experts" if has_experts else ""
+        raise UserError(
+            f"GGUF files of {kind} models{experts} are not supported",
+            hint=f"supported architectures: {', '.join(BY_NAME)}",
+        )
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise UserError(
+            "this file is one of several",
+            hint="join them with llama-gguf-split --merge",
+        )
+    return known
 
 
 def _number(
@@ -105,64 +122,98 @@ def to_metadata(config: dict) -> dict[str, Any]:
     Raises:
         UserError: llama.cpp lacks the architecture, or computes it differently.
     """
-    kind = ARCHITECTURES.get(config["model_type"])
-    if kind is None or "model_file" in config:
+    architecture = BY_MODEL_TYPE.get(config["model_type"])
+    if architecture is None or "model_file" in config:
         raise UserError(
             f"GGUF export of {config['model_type']} models is not supported",
-            hint=f"supported model types: {', '.join(ARCHITECTURES)}",
+            hint=f"supported model types: {', '.join(BY_MODEL_TYPE)}",
             code=FAILED,
         )
-    args = model_arguments(config)
-    if "sliding_attention" in (getattr(args, "layer_types", None) or []):
-        raise _unsupported("sliding-window layers")
-    if getattr(args, "rope_traditional", False):
-        raise _unsupported("RoPE on adjacent pairs (rope_traditional)")
+    known = _known_values(config)
+    _check_computed_alike(architecture, known)
     head = head_size(config)
-    values = {
-        "context_length": args.max_position_embeddings,
-        "embedding_length": args.hidden_size,
-        "feed_forward_length": args.intermediate_size,
-        "block_count": args.num_hidden_layers,
-        "attention.head_count": args.num_attention_heads,
-        "attention.head_count_kv": args.num_key_value_heads,
+    epsilon, epsilon_key = architecture.epsilon
+    keys = architecture.keys | {
+        "context_length": ("max_position_embeddings", int),
+        "embedding_length": ("hidden_size", int),
+        "block_count": ("num_hidden_layers", int),
+        "attention.head_count": ("num_attention_heads", int),
+        "attention.head_count_kv": ("num_key_value_heads", int),
+        epsilon: (epsilon_key, float),
+        "rope.freq_base": ("rope_theta", float),
+        "vocab_size": ("vocab_size", int),
+    }
+    if missing := [name for name, (key, _) in keys.items() if known.get(key) is None]:
+        raise UserError(f"the config has no value for {missing[0]}", code=FAILED)
+    values = {name: number(known[key]) for name, (key, number) in keys.items()}
+    rope_size = int(head * known.get("partial_rotary_factor", 1.0))
+    values |= {
         "attention.key_length": head,
         "attention.value_length": head,
-        "attention.layer_norm_rms_epsilon": args.rms_norm_eps,
-        "rope.dimension_count": head,
-        "rope.freq_base": args.rope_theta,
-        "vocab_size": args.vocab_size,
+        "rope.dimension_count": rope_size if architecture.has_partial_rope else head,
     }
-    rope_type, factor = _rope_scaling(args.rope_scaling)
+    rope_type, factor = _rope_scaling(known.get("rope_scaling"))
     if rope_type == "linear":
         values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
-    if missing := [key for key, value in values.items() if value is None]:
-        raise UserError(f"the config has no value for {missing[0]}", code=FAILED)
-    for key in ("attention.layer_norm_rms_epsilon", "rope.freq_base"):
-        values[key] = float(values[key])
-    general = {"general.architecture": kind}
-    return general | {f"{kind}.{key}": value for key, value in values.items()}
+    prefix = architecture.name
+    general = {"general.architecture": prefix}
+    return general | {f"{prefix}.{key}": value for key, value in values.items()}
+
+
+def _known_values(config: dict) -> dict[str, Any]:
+    """The values of a config, with mlx-lm's defaults."""
+    given = vars(model_arguments(config))
+    return config | {key: value for key, value in given.items() if value is not None}
+
+
+def _check_computed_alike(architecture: Architecture, known: dict[str, Any]) -> None:
+    """Refuse what llama.cpp would compute differently.
+
+    Raises:
+        UserError: names the key.
+    """
+    has_windows = "attention.sliding_window" in architecture.keys
+    if not has_windows and "sliding_attention" in known.get("layer_types", []):
+        raise _unsupported("sliding-window layers")
+    adjacent = architecture.rope == "adjacent"
+    if known.get("rope_traditional", adjacent) != adjacent:
+        pairs = "half a head apart" if adjacent else "adjacent"
+        raise _unsupported(f"RoPE on {pairs} pairs (rope_traditional)")
+    rope_type, _ = _rope_scaling(known.get("rope_scaling"))
+    if rope_type == "llama3" and not architecture.has_frequencies:
+        raise _unsupported(f"the RoPE scaling 'llama3' in {architecture.name}")
+    for key, value in architecture.fixed(known).items():
+        if known.get(key, value) != value:
+            raise _unsupported(
+                f"{key}: {known[key]}: llama.cpp computes {architecture.name} models "
+                f"of this size with {value}"
+            )
 
 
 def rope_factors(config: dict) -> np.ndarray | None:
     """Llama 3's frequency factors, float32 [head / 2]; None for other RoPE scaling."""
-    args = model_arguments(config)
-    rope_type, factor = _rope_scaling(args.rope_scaling)
+    known = _known_values(config)
+    rope_type, factor = _rope_scaling(known.get("rope_scaling"))
     if rope_type != "llama3":
         return None
-    factors = _llama3_factors(head_size(config), args.rope_theta, factor)
+    factors = _llama3_factors(head_size(config), known["rope_theta"], factor)
     return factors.astype(np.float32)
 
 
 def head_size(config: dict) -> int:
     """Dimensions of an attention head."""
-    heads = config["num_attention_heads"]
-    return config.get("head_dim") or config["hidden_size"] // heads
+    known = _known_values(config)
+    return known.get("head_dim") or known["hidden_size"] // known["num_attention_heads"]
 
 
 def _rope_from_metadata(
-    metadata: dict[str, Any], kind: str, tensors: dict[str, GGUFTensor], config: dict
+    metadata: dict[str, Any],
+    architecture: Architecture,
+    tensors: dict[str, GGUFTensor],
+    config: dict,
 ) -> dict:
     """The `rope_scaling` of a config, if positions are scaled."""
+    kind = architecture.name
     scaling = metadata.get(f"{kind}.rope.scaling.type", "none")
     if scaling == "linear":
         factor = _number(metadata, f"{kind}.rope.scaling.factor", float, None)

@@ -15,8 +15,8 @@ from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
 from . import blocks, config, tokenizer
+from .architectures import BY_MODEL_TYPE, Architecture
 
-GGUF_NAMES = {path: name for name, path in gguf_importer.MODULE_PATHS.items()}
 # llama.cpp's number of a file type, named after the type of most matrices.
 FILE_TYPES = {
     "F32": 0,
@@ -98,7 +98,7 @@ def verify_roundtrip(file: Path, loaded: LoadedModel) -> None:
             group_size=layer.group_size,
             bits=layer.bits,
         )
-    expected = dequantized_weights(loaded.reread(), mx.float32)
+    expected = _with_offset(dequantized_weights(loaded.reread(), mx.float32), loaded)
     differing = sorted(weights.keys() ^ expected.keys())
     if not differing:
         differing = [n for n in expected if not _equal(expected[n], weights[n])]
@@ -112,6 +112,15 @@ def verify_roundtrip(file: Path, loaded: LoadedModel) -> None:
         )
 
 
+def _with_offset(weights: dict[str, mx.array], loaded: LoadedModel) -> dict:
+    """Weights with the rounding of norms to which llama.cpp adds something."""
+    offset = BY_MODEL_TYPE[loaded.config["model_type"]].norm_offset
+    for name, value in weights.items() if offset else ():
+        if gguf_importer.is_norm(name.rpartition(".")[2], value.shape):
+            weights[name] = value.astype(mx.float32) + offset - offset
+    return weights
+
+
 def _adder(writer: Any, value: Any):
     """The writer's method for a value of this type."""
     by_type = {bool: "bool", int: "uint32", float: "float32", str: "string"}
@@ -123,7 +132,8 @@ def _tensors(
 ) -> Iterator[tuple[str, str, np.ndarray, int | None]]:
     """llama.cpp's name of every tensor, ggml's type, its values or blocks, and the bits
     of its codes in the model."""
-    model = loaded.reread()
+    model, architecture = loaded.reread(), BY_MODEL_TYPE[loaded.config["model_type"]]
+    head = config.head_size(loaded.config)
     factors = config.rope_factors(loaded.config)
     if factors is not None:
         yield config.ROPE_FREQUENCIES, "F32", factors, None
@@ -140,39 +150,42 @@ def _tensors(
             ggml_type, value = grouped or blocks.from_dense(
                 quantized_layers.dequantize(module, parts)
             )
-            yield (
-                _gguf_name(f"{path}.weight"),
-                ggml_type,
-                _permute_qk(path, value, loaded.config),
-                module.bits,
-            )
+            name = _gguf_name(f"{path}.weight", architecture)
+            rows = _row_order(path, value, head, architecture)
+            yield name, ggml_type, rows, module.bits
     for name in list(tensors):
-        ggml_type, value = blocks.from_dense(tensors.pop(name))
-        path = name.rpartition(".")[0]
-        rows = _permute_qk(path, value, loaded.config)
-        yield _gguf_name(name), ggml_type, rows, None
+        value = tensors.pop(name)
+        path, _, leaf = name.rpartition(".")
+        if gguf_importer.is_norm(leaf, value.shape):
+            value = value.astype(mx.float32) + architecture.norm_offset
+        ggml_type, value = blocks.from_dense(value)
+        rows = _row_order(path, value, head, architecture)
+        yield _gguf_name(name, architecture), ggml_type, rows, None
 
 
-def _gguf_name(name: str) -> str:
+def _gguf_name(name: str, architecture: Architecture) -> str:
     """llama.cpp's name of a tensor."""
     path, _, leaf = name.rpartition(".")
     layer, _, inner = path.removeprefix("model.layers.").partition(".")
-    if path.startswith("model.layers.") and inner in GGUF_NAMES:
-        return f"blk.{layer}.{GGUF_NAMES[inner]}.{leaf}"
-    if path in GGUF_NAMES:
-        return f"{GGUF_NAMES[path]}.{leaf}"
+    names = architecture.paths
+    if path.startswith("model.layers.") and inner in names:
+        return f"blk.{layer}.{names[inner]}.{leaf}"
+    if path in names:
+        return f"{names[path]}.{leaf}"
     raise UserError(f"GGUF has no name for the tensor {name}", code=FAILED)
 
 
-def _permute_qk(path: str, value: np.ndarray, settings: dict) -> np.ndarray:
-    """The rows of q and k in llama.cpp's order for Llama models.
+def _row_order(
+    path: str, value: np.ndarray, head: int, architecture: Architecture
+) -> np.ndarray:
+    """The rows of q and k in llama.cpp's order.
 
-    llama.cpp rotates adjacent rows of a head; Hugging Face rotates its two halves.
+    Where llama.cpp rotates adjacent rows of a head, Hugging Face rotates its two
+    halves.
     """
-    kind = config.ARCHITECTURES[settings["model_type"]]
-    if not path.endswith((".q_proj", ".k_proj")) or not config.PERMUTED_QK[kind]:
+    is_qk = path.endswith((".q_proj", ".k_proj"))
+    if not is_qk or architecture.rope != "permuted":
         return value
-    head = config.head_size(settings)
     halves = value.reshape(-1, 2, head // 2, *value.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(value.shape)
 

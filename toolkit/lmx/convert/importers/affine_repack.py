@@ -19,6 +19,7 @@ class AffineGroups:
         packed: uint32 [N, K * bits / 32], the codes as MLX packs them.
         scales, biases: [N, groups].
         group_index: the group of every column, int [K].
+        experts: how many matrices are stacked in the rows; None = this is one matrix.
     """
 
     packed: mx.array
@@ -26,6 +27,7 @@ class AffineGroups:
     biases: mx.array
     group_index: np.ndarray
     bits: int
+    experts: int | None = None
 
     @property
     def group_size(self) -> int | None:
@@ -41,7 +43,10 @@ class AffineGroups:
         """The tensors of an MLX checkpoint; larger groups repeat their scales."""
         index = mx.array(self.group_index[:: self.group_size])
         scales, biases = self.scales[:, index], self.biases[:, index]
-        return {"weight": self.packed, "scales": scales, "biases": biases}
+        tensors = {"weight": self.packed, "scales": scales, "biases": biases}
+        if self.experts is None:
+            return tensors
+        return {k: v.reshape(self.experts, -1, v.shape[-1]) for k, v in tensors.items()}
 
     def permute_rows(self, order: np.ndarray) -> "AffineGroups":
         """The matrix with its rows in another order."""

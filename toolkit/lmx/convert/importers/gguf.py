@@ -1,4 +1,4 @@
-"""llama.cpp's GGUF models of the Llama and Qwen families, by mlx-lm's names."""
+"""llama.cpp's GGUF models, by mlx-lm's names."""
 
 import json
 import math
@@ -18,26 +18,10 @@ from ...models import loader
 from ...models.checkpoint_writer import quantization_block
 from ...models.config_check import check_config, check_sizes
 from ..gguf import blocks, config, reader, tokenizer
+from ..gguf.architectures import BY_MODEL_TYPE, Architecture
 from ..gguf.reader import GGUFTensor
 from .affine_repack import AffineGroups
 
-# mlx-lm's module paths by llama.cpp's names; those of a block are relative to it.
-MODULE_PATHS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
 # Bits of a dense weight after the import, where they are not 16.
 DENSE_BITS = {"Q6_K": 32}
 TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
@@ -75,10 +59,11 @@ def outline(path: Path) -> tuple[dict, int]:
     specs, kept, size = {}, [], 0.0
     with _errors(path):
         settings = _config(path, metadata, tensors)
+        architecture = BY_MODEL_TYPE[settings["model_type"]]
         for name, tensor in tensors.items():
             if name == config.ROPE_FREQUENCIES:
                 continue
-            module, _ = _module_path(name)
+            module, _ = _module_path(name, architecture)
             bits = DENSE_BITS.get(tensor.ggml_type, 16)
             if tensor.ggml_type in blocks.GROUPED_TYPES:
                 _, width = blocks.GROUPED_TYPES[tensor.ggml_type]
@@ -148,31 +133,38 @@ def _weights(
     tensors: dict[str, GGUFTensor], settings: dict
 ) -> tuple[dict[str, mx.array], dict[str, AffineGroups]]:
     dense, layers = {}, {}
+    architecture = BY_MODEL_TYPE[settings["model_type"]]
     for name, tensor in tensors.items():
         if name == config.ROPE_FREQUENCIES:
             continue
-        path, leaf = _module_path(name)
+        path, leaf = _module_path(name, architecture)
         order = _row_order(path, tensor, settings)
         is_grouped = tensor.ggml_type in blocks.GROUPED_TYPES
-        if is_grouped and (leaf != "weight" or len(tensor.shape) != 2):
+        if is_grouped and (leaf != "weight" or len(tensor.shape) not in (2, 3)):
             raise UserError(f"{name} is no matrix, but has blocks {tensor.ggml_type}")
         groups = blocks.to_affine_groups(tensor)
         if groups:
             layers[path] = groups if order is None else groups.permute_rows(order)
-        else:
-            value = blocks.to_dense(tensor)
-            value = value if order is None else value[mx.array(order)]
-            dense[f"{path}.{leaf}"] = value
+            continue
+        offset = architecture.norm_offset if is_norm(leaf, tensor.shape) else 0
+        value = blocks.to_dense(tensor, offset)
+        value = value if order is None else value[mx.array(order)]
+        dense[f"{path}.{leaf}"] = value
     return dense, layers
 
 
-def _module_path(name: str) -> tuple[str, str]:
+def is_norm(leaf: str, shape: tuple[int, ...]) -> bool:
+    """Whether this is the weight of a norm."""
+    return leaf == "weight" and len(shape) == 1
+
+
+def _module_path(name: str, architecture: Architecture) -> tuple[str, str]:
     """mlx-lm's path of the module, and weight or bias."""
     match = TENSOR_NAME.fullmatch(name)
-    if not match or match[2] not in MODULE_PATHS:
+    if not match or match[2] not in architecture.modules:
         raise UserError(f"mlx-lm's model has no tensor {name}")
     block = f"model.layers.{match[1]}." if match[1] else ""
-    return block + MODULE_PATHS[match[2]], match[3]
+    return block + architecture.modules[match[2]], match[3]
 
 
 def _row_order(path: str, tensor: GGUFTensor, settings: dict) -> np.ndarray | None:
@@ -181,7 +173,7 @@ def _row_order(path: str, tensor: GGUFTensor, settings: dict) -> np.ndarray | No
     Hugging Face rotates the two halves of a head; llama.cpp rotates adjacent rows.
     """
     is_qk = path.endswith(("self_attn.q_proj", "self_attn.k_proj"))
-    if not is_qk or not config.PERMUTED_QK[settings["model_type"]]:
+    if not is_qk or BY_MODEL_TYPE[settings["model_type"]].rope != "permuted":
         return None
     head = settings["head_dim"]
     if head % 2 or tensor.shape[0] % head:

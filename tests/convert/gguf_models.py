@@ -1,0 +1,77 @@
+"""Tiny configs of the architectures of the GGUF export, with unusual values."""
+
+from tiny_checkpoints import QWEN3_MOE
+
+BASE = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5000.0,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": [2, 0],
+}
+# mlx-lm rounds Gemma's factor of embeddings, the root of the hidden size, to bfloat16.
+SQUARE = {"hidden_size": 64, "tie_word_embeddings": True}
+MODELS = {
+    "llama": {"attention_bias": True, "mlp_bias": True},
+    "qwen2": {},
+    "qwen3": {"head_dim": 32},
+    "mistral": {"head_dim": 32},
+    "qwen3_moe": QWEN3_MOE,
+    "gemma2": SQUARE
+    | {
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "sliding_window": 128,
+    },
+    "gemma3_text": SQUARE
+    | {
+        "num_hidden_layers": 7,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 32,
+        "sliding_window": 12,
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 500.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+    "phi3": {},
+    "granite": {
+        "attention_bias": True,
+        "mlp_bias": False,
+        "logits_scaling": 3.0,
+        "attention_multiplier": 0.4,
+        "embedding_multiplier": 5.0,
+        "residual_multiplier": 0.3,
+    },
+    "smollm3": {"num_hidden_layers": 5},
+    "olmo2": {},
+    "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
+    "ernie4_5": {"use_bias": False},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False},
+    "starcoder2": {"norm_epsilon": 1e-4, "tie_word_embeddings": True},
+    "cohere2": {
+        "layer_norm_eps": 1e-4,
+        "logit_scale": 0.25,
+        "sliding_window": 12,
+        "sliding_window_pattern": 4,
+        "num_hidden_layers": 5,
+        "tie_word_embeddings": True,
+    },
+    "nemotron": {
+        "hidden_act": "relu2",
+        "norm_eps": 1e-4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
+def config_of(model_type):
+    return BASE | MODELS[model_type] | {"model_type": model_type}

@@ -1,0 +1,281 @@
+"""llama.cpp's architectures: tensor names, metadata keys, and what its code fixes.
+
+Both directions use one entry per architecture. Every entry was run in llama.cpp with
+random weights and gave MLX's logits; see tests/convert/test_gguf_llama_cpp.py.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# mlx-lm's module paths by llama.cpp's names; those of a block are relative to it.
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+OUTER |= {"output": "lm_head"}
+ATTENTION = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+}
+QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+MLP = {
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+GATE_UP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
+# Norms before and after attention and MLP.
+FOUR_NORMS = {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+AFTER_NORMS = {name: FOUR_NORMS[name] for name in FOUR_NORMS if "post" in name}
+
+Keys = dict[str, tuple[str, type]]
+RMS_EPSILON = "attention.layer_norm_rms_epsilon"
+LAYER_EPSILON = "attention.layer_norm_epsilon"
+FEED_FORWARD: Keys = {"feed_forward_length": ("intermediate_size", int)}
+WINDOW: Keys = {"attention.sliding_window": ("sliding_window", int)}
+# Keys that older files of llama.cpp leave out, where mlx-lm's default is the same.
+OPTIONAL = ("rope.freq_base_swa",)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp stores and computes an architecture of mlx-lm.
+
+    Attributes:
+        name: llama.cpp's name, and the prefix of the metadata keys.
+        model_type: mlx-lm's.
+        hf_class: transformers' class, which a config.json names.
+        modules: mlx-lm's paths by llama.cpp's names.
+        keys: the config key and its type by metadata key, beside those of all models.
+        epsilon: metadata key and config key of the norms' epsilon.
+        rope: the pairs that llama.cpp rotates. `halves`: as Hugging Face. `permuted`:
+            adjacent rows, so that the rows of q and k are reordered. `adjacent`:
+            adjacent rows, as the model itself does.
+        norm_offset: what llama.cpp's norm weights have added to mlx-lm's.
+        biases: the tensor whose bias tells the value of a config key.
+        has_frequencies: whether a file may hold RoPE frequency factors (Llama 3).
+        has_partial_rope: whether a part of a head may be left unrotated.
+        fixed: config keys that llama.cpp does not read, and the values that it assumes,
+            computed from the other keys.
+    """
+
+    name: str
+    model_type: str
+    hf_class: str
+    modules: dict[str, str]
+    keys: Keys = field(default_factory=lambda: FEED_FORWARD)
+    epsilon: tuple[str, str] = (RMS_EPSILON, "rms_norm_eps")
+    rope: Literal["halves", "permuted", "adjacent"] = "halves"
+    norm_offset: int = 0
+    biases: dict[str, str] = field(
+        default_factory=lambda: {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
+    )
+    has_frequencies: bool = False
+    has_partial_rope: bool = False
+    fixed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """llama.cpp's names by mlx-lm's paths."""
+        return {path: name for name, path in self.modules.items()}
+
+
+def _gemma_scale(largest: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Gemma's scale of attention: llama.cpp knows the largest model by its layers."""
+
+    def fixed(config: dict[str, Any]) -> dict[str, Any]:
+        by_width = config["hidden_size"] // config["num_attention_heads"]
+        is_largest = config["num_hidden_layers"] == largest
+        return {"query_pre_attn_scalar": by_width if is_largest else config["head_dim"]}
+
+    return fixed
+
+
+def _gemma3(config: dict[str, Any]) -> dict[str, Any]:
+    return _gemma_scale(62)(config) | {"sliding_window_pattern": 6}
+
+
+def _smollm3(config: dict[str, Any]) -> dict[str, Any]:
+    layers = range(1, config["num_hidden_layers"] + 1)
+    return {"no_rope_layers": [int(layer % 4 != 0) for layer in layers]}
+
+
+_LLAMA = OUTER | NORMS | ATTENTION | MLP
+_ALL = (
+    Architecture(
+        "llama",
+        "llama",
+        "LlamaForCausalLM",
+        _LLAMA,
+        rope="permuted",
+        has_frequencies=True,
+    ),
+    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _LLAMA),
+    Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", _LLAMA | QK_NORMS),
+    Architecture(
+        "qwen3moe",
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        OUTER
+        | NORMS
+        | ATTENTION
+        | QK_NORMS
+        | {
+            "ffn_gate_inp": "mlp.gate",
+            "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
+            "ffn_up_exps": "mlp.switch_mlp.up_proj",
+            "ffn_down_exps": "mlp.switch_mlp.down_proj",
+        },
+        keys={
+            "feed_forward_length": ("intermediate_size", int),
+            "expert_feed_forward_length": ("moe_intermediate_size", int),
+            "expert_count": ("num_experts", int),
+            "expert_used_count": ("num_experts_per_tok", int),
+        },
+        fixed=lambda _: {
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    ),
+    Architecture(
+        "gemma2",
+        "gemma2",
+        "Gemma2ForCausalLM",
+        OUTER | FOUR_NORMS | ATTENTION | MLP,
+        keys=FEED_FORWARD
+        | WINDOW
+        | {
+            "attn_logit_softcapping": ("attn_logit_softcapping", float),
+            "final_logit_softcapping": ("final_logit_softcapping", float),
+        },
+        norm_offset=1,
+        fixed=_gemma_scale(46),
+    ),
+    Architecture(
+        "gemma3",
+        "gemma3_text",
+        "Gemma3ForCausalLM",
+        OUTER | FOUR_NORMS | ATTENTION | QK_NORMS | MLP,
+        keys=FEED_FORWARD
+        | WINDOW
+        | {"rope.freq_base_swa": ("rope_local_base_freq", float)},
+        norm_offset=1,
+        fixed=_gemma3,
+    ),
+    Architecture(
+        "phi3",
+        "phi3",
+        "Phi3ForCausalLM",
+        OUTER
+        | NORMS
+        | GATE_UP
+        | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"},
+        has_partial_rope=True,
+    ),
+    Architecture(
+        "granite",
+        "granite",
+        "GraniteForCausalLM",
+        _LLAMA,
+        keys=FEED_FORWARD
+        | {
+            "attention.scale": ("attention_multiplier", float),
+            "embedding_scale": ("embedding_multiplier", float),
+            "residual_scale": ("residual_multiplier", float),
+            "logit_scale": ("logits_scaling", float),
+        },
+        rope="permuted",
+    ),
+    Architecture(
+        "smollm3",
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        _LLAMA,
+        rope="permuted",
+        fixed=_smollm3,
+    ),
+    Architecture(
+        "olmo2",
+        "olmo2",
+        "Olmo2ForCausalLM",
+        OUTER | AFTER_NORMS | ATTENTION | QK_NORMS | MLP,
+    ),
+    Architecture(
+        "glm4",
+        "glm4",
+        "Glm4ForCausalLM",
+        OUTER
+        | ATTENTION
+        | GATE_UP
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_self_attn_layernorm",
+            "ffn_norm": "post_attention_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+        },
+        rope="adjacent",
+        has_partial_rope=True,
+    ),
+    Architecture(
+        "ernie4_5",
+        "ernie4_5",
+        "Ernie4_5_ForCausalLM",
+        _LLAMA,
+        rope="adjacent",
+        biases={"use_bias": "attn_q"},
+    ),
+    Architecture(
+        "seed_oss",
+        "seed_oss",
+        "SeedOssForCausalLM",
+        OUTER
+        | ATTENTION
+        | MLP
+        | {
+            "attn_norm": "input_layernorm",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        biases={"attention_bias": "attn_q", "attention_out_bias": "attn_output"},
+    ),
+    Architecture(
+        "starcoder2",
+        "starcoder2",
+        "Starcoder2ForCausalLM",
+        OUTER | NORMS | ATTENTION | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
+        epsilon=(LAYER_EPSILON, "norm_epsilon"),
+    ),
+    Architecture(
+        "cohere2",
+        "cohere2",
+        "Cohere2ForCausalLM",
+        OUTER | {"attn_norm": "input_layernorm"} | ATTENTION | MLP,
+        keys=FEED_FORWARD | WINDOW | {"logit_scale": ("logit_scale", float)},
+        epsilon=(LAYER_EPSILON, "layer_norm_eps"),
+        rope="adjacent",
+        fixed=lambda _: {"sliding_window_pattern": 4},
+    ),
+    Architecture(
+        "nemotron",
+        "nemotron",
+        "NemotronForCausalLM",
+        OUTER
+        | NORMS
+        | ATTENTION
+        | {"ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
+        epsilon=(LAYER_EPSILON, "norm_eps"),
+        norm_offset=1,
+        has_partial_rope=True,
+        fixed=lambda _: {"hidden_act": "relu2"},
+    ),
+)
+BY_NAME = {entry.name: entry for entry in _ALL}
+# llama.cpp computes Mistral models as Llama models.
+BY_MODEL_TYPE = {entry.model_type: entry for entry in _ALL}
+BY_MODEL_TYPE |= {"mistral": BY_NAME["llama"]}
