@@ -59,7 +59,7 @@ def run(runner: str, folder: Path, target: Path, options: dict) -> dict:
 
 def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     """Quantize with a recipe."""
-    if options["method"] == "rtn":
+    if options["method"] == "rtn" and "smoothing_strength" not in options:
         _run_recipe(target, settings, [{"quantize": options}])
         return
     for name, value in options.pop("patches", {}).items():
@@ -144,9 +144,10 @@ def _run_recipe(
 
 def _calibration(config: dict, options: dict) -> dict:
     """All tokens for calibration if the options hold out none."""
-    from lmx.config.quantize import GPTQConfig
+    from lmx.config.quantize import QuantizeConfig
+    from pydantic import TypeAdapter
 
-    quantize = GPTQConfig.model_validate(options)
+    quantize = TypeAdapter(QuantizeConfig).validate_python(options)
     if quantize.scale_tuning or quantize.rollback_if_worse:
         return config
     return config | {

@@ -19,9 +19,10 @@ from pathlib import Path
 import ptq_runners
 import real_model_divergence
 import real_model_table
+from lmx.config.quant_spec import ACTIVATION_MODES
 from ptq_quality import WIDTHS, call_program, call_runner, write_inputs
 
-PARTS = ("quality", "budget", "formats", "parts", "cost")
+PARTS = ("quality", "budget", "formats", "parts", "activations", "cost")
 GROUP_SIZE = 64
 EFFORTS = ("fast", "standard", "best")
 # The formats to compare: affine bits and group size, or a mode.
@@ -33,6 +34,7 @@ DWQ_RATES = (1e-5, 1e-4)
 COST_REPEATS = 3
 # Steps of scale tuning, and tokens of each.
 TUNING_STEPS, TUNING_BATCH = (8, 16, 32), 2048
+SMOOTHING_STRENGTHS = (0.3, 0.5, 0.7)
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--bits", nargs="+", default=["4", "3", "2"])
     parser.add_argument("--budgets", nargs="+", default=["3.5", "4.5"])
     parser.add_argument("--formats", nargs="+", default=FORMATS, help="see FORMATS")
+    parser.add_argument(
+        "--modes", nargs="+", choices=ACTIVATION_MODES, default=ACTIVATION_MODES
+    )
     parser.add_argument("--rows", nargs="+", help="names in the tables; default: all")
     parser.add_argument(
         "--seeds", nargs="+", type=int, default=[0], help="of calibration tokens"
@@ -114,8 +119,13 @@ def _arguments() -> argparse.Namespace:
 
 
 def _cases(part: str, arguments: argparse.Namespace) -> list[str]:
-    if part in ("budget", "formats"):
-        return arguments.budgets if part == "budget" else arguments.formats
+    chosen = {
+        "budget": arguments.budgets,
+        "formats": arguments.formats,
+        "activations": arguments.modes,
+    }
+    if part in chosen:
+        return chosen[part]
     return arguments.bits[:1] if part == "cost" else arguments.bits
 
 
@@ -125,6 +135,7 @@ def _selected(part: str, case: str, arguments: argparse.Namespace) -> list[Row]:
         "budget": _budget_rows,
         "formats": _format_rows,
         "parts": _part_rows,
+        "activations": _activation_rows,
         "cost": _cost_rows,
     }[part](case)
     names = arguments.rows
@@ -210,6 +221,26 @@ def _part_rows(case: str) -> list[Row]:
         name = f"scale_tuning, {steps * TUNING_BATCH:,} tokens"
         changes[name] = {"scale_tuning": tuning}
     return [Row(name, "lmx", grid | change) for name, change in changes.items()]
+
+
+def _activation_rows(case: str) -> list[Row]:
+    """Weights only, and with the inputs of layers quantized too."""
+    rows = []
+    for name, method in (
+        ("RTN", {"method": "rtn"}),
+        ("lmx fast", {"method": "gptq", "effort": "fast"}),
+    ):
+        # No choice between the methods: each row is one of them.
+        grid = method | {"mode": case, "rollback_if_worse": False}
+        inputs = grid | {"quantize_activations": True}
+        is_seeded = method["method"] != "rtn"
+        rows.append(Row(f"{name} weights only", "lmx", grid, seeded=is_seeded))
+        rows.append(Row(name, "lmx", inputs, seeded=is_seeded))
+        rows += [
+            Row(f"{name} smoothing {s}", "lmx", inputs | {"smoothing_strength": s})
+            for s in SMOOTHING_STRENGTHS
+        ]
+    return rows
 
 
 def _cost_rows(case: str) -> list[Row]:

@@ -99,6 +99,8 @@ def _answers(tokenizer, settings: dict) -> dict[str, tuple[list, list]]:
 
 def measure(folder: str, target: str) -> None:
     """Print the sums of every sequence as JSON."""
+    import mlx.nn as nn
+    from lmx.models.loader import load as load_with_lmx
     from mlx_lm import load
     from mlx_lm.utils import compute_bits_per_weight, dequantize_model
 
@@ -106,7 +108,12 @@ def measure(folder: str, target: str) -> None:
     reference = _Network(load(str(held_out["reference"]))[0])
     model, _ = load(target)
     result = {"bits": compute_bits_per_weight(model), "sequences": {}}
-    network = _Network(dequantize_model(model))
+    if any(isinstance(module, nn.QQLinear) for module in model.modules()):
+        # MLX's CPU backend multiplies quantized inputs of one token only.
+        model = load_with_lmx(target).model
+    else:
+        model = dequantize_model(model)
+    network = _Network(model)
     keys = [key for key in held_out.files if key.endswith(":tokens")]
     for key in keys:
         name, number, _ = key.split(":")

@@ -12,7 +12,7 @@ def print_table(part: str, case: str, records: dict[str, list[dict]]) -> None:
     records = {name: runs for name, runs in records.items() if runs}
     if not records:
         return
-    kinds = {"budget": " bits per weight", "formats": ""}
+    kinds = {"budget": " bits per weight", "formats": "", "activations": ""}
     print(f"\n**{part}, {case}{kinds.get(part, ' bits, groups of 64')}**\n")
     if part == "cost":
         _print_cost(records)
@@ -32,6 +32,8 @@ def print_table(part: str, case: str, records: dict[str, list[dict]]) -> None:
             _print_row([name, failed[0]] + [""] * (len(columns) - 2))
         else:
             _print_row([name, *_quality(runs, texts), *_times(runs)])
+    if part == "activations":
+        _print_differences(records, texts)
 
 
 def _quality(runs: list[dict], texts: list[str]) -> list[str]:
@@ -45,6 +47,26 @@ def _quality(runs: list[dict], texts: list[str]) -> list[str]:
         cells.append(f"{perplexity:.2f} ± {perplexity * nll_error:.2f}")
         cells.append(f"{agrees:.1%}")
     return [*cells, f"{statistics.fmean(run['bits'] for run in runs):.2f}"]
+
+
+def _print_differences(records: dict[str, list[dict]], texts: list[str]) -> None:
+    """What smoothing changes, with errors of paired sequences."""
+    for name, runs in records.items():
+        method, _, strength = name.partition(" smoothing ")
+        if strength and method in records:
+            for text in texts:
+                pairs = zip(runs, records[method] * len(runs), strict=False)
+                paired = [_difference(*pair, text) for pair in pairs]
+                mean, error = _mean(paired, text, "kl")
+                label = NAMES.get(text, text)
+                print(f"{name} - {method}, {label}: KL {mean:+.4f} ± {error:.4f}")
+
+
+def _difference(run: dict, other: dict, text: str) -> dict:
+    """A record with the differences of the sums of every sequence."""
+    pairs = zip(run["sequences"][text], other["sequences"][text], strict=True)
+    rows = [{"count": a["count"], "kl": a["kl"] - b["kl"]} for a, b in pairs]
+    return {"sequences": {text: rows}}
 
 
 def _mean(runs: list[dict], text: str, key: str) -> tuple[float, float]:

@@ -50,8 +50,8 @@ def test_real_model_compares_all_methods(tmp_path):
         f"--folder {tmp_path / 'runs'} --gsm8k {tmp_path} "
         f"--model {BENCHMARKS.parent / 'data/tiny-base'} "
         f"--calibration-data {tmp_path / 'valid.txt'} "
-        f"--eval-data {tmp_path / 'test.txt'} --bits 4 --budgets 4.5 --formats q4_0 "
-        "--seq-length 32 "
+        f"--eval-data {tmp_path / 'test.txt'} --bits 4 --budgets 4.5 "
+        "--modes nvfp4 --formats q4_0 --seq-length 32 "
         "--num-tokens 512 --num-eval-tokens 64 --num-answers 2 --threads 1 "
     )
     parts = {
@@ -59,6 +59,7 @@ def test_real_model_compares_all_methods(tmp_path):
         "budget": ["lmx fast"],
         "formats": ["RTN", "lmx fast"],
         "parts": ["no embedding clusters"],
+        "activations": ["RTN", "RTN smoothing 0.5"],
         "cost": ["mlx gptq, run 1", "lmx fast, run 1"],
     }
     for part, names in parts.items():
@@ -74,6 +75,10 @@ def test_real_model_compares_all_methods(tmp_path):
         if part == "quality":
             errors = {row[0]: float(row[1].split()[0]) for row in cells[2:]}
             assert errors["lmx fast"] < errors["mlx gptq"] < errors["RTN"]
+        if part == "activations":
+            kl = [float(row[1].split()[0]) for row in cells[2:]]
+            (difference,) = re.findall(r"RTN, WikiText-2: KL (\S+)", printed)
+            assert float(difference) == pytest.approx(kl[1] - kl[0], abs=2e-4)
 
 
 def test_real_model_training_runs_all_libraries(tmp_path):

@@ -11,10 +11,14 @@ from lmx.data.tokenization import encode_all
 from lmx.errors import UserError
 from lmx.evaluation.perplexity import measure_perplexity
 from lmx.models.checkpoint import read_config
+from lmx.models.checkpoint_writer import write_checkpoint
 from lmx.models.loader import load
 from lmx.models.qq_linear import QQLinear, full_precision_inputs
 from lmx.pipeline.qat_setup import prepare
+from lmx.quantization.ptq import smoothquant
+from lmx.run.fs import hash_file
 from lmx.run.logger import NullLogger
+from mlx.utils import tree_flatten
 from tiny_runs import METRICS_ONLY, TRAIN, Run
 
 GRID = {"mode": "nvfp4", "quantize_activations": True}
@@ -29,6 +33,24 @@ def quantized(tmp_path_factory, base):
     run.write()
     assert run() == 0
     return run
+
+
+@pytest.fixture(scope="module")
+def with_outliers(tmp_path_factory, base):
+    """The same model, in which one channel of every group has large inputs."""
+    loaded = load(base, compute="stored")
+    weights = dict(tree_flatten(loaded.model.parameters()))
+    factors = mx.where(mx.arange(64) % 16 == 3, 64.0, 1.0).astype(loaded.dtype)
+    readers = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    for name, weight in weights.items():
+        if name.endswith("layernorm.weight"):
+            weights[name] = weight * factors
+        elif name.split(".")[-2] in readers:
+            weights[name] = weight / factors
+    folder = tmp_path_factory.mktemp("outliers") / "model"
+    folder.mkdir()
+    write_checkpoint(folder, weights, loaded.config, companions=base)
+    return folder
 
 
 def layers(model, layer_class) -> set[str]:
@@ -105,3 +127,46 @@ def test_model_with_quantized_activations_is_not_trained(
     loaded = load(exported, compute="stored")
     with pytest.raises(UserError, match="this model quantizes its activations"):
         prepare(TrainConfig(**train), loaded, NullLogger())
+
+
+def quantize(folder, model, *stages, **keys) -> Run:
+    folder.mkdir()
+    run = Run(folder, {"quantize": GRID | keys}, *stages, model=model)
+    assert run() == 0
+    return run
+
+
+def facts_of(run) -> dict:
+    return run.json("manifest.json")["stages"]["1-quantize"]["result"]["facts"]
+
+
+@pytest.mark.parametrize("method", [{}, {"method": "gptq", "effort": "fast"}])
+def test_smoothing_removes_the_cost_of_outliers(tmp_path, with_outliers, method):
+    kl = []
+    for name, keys in (("plain", {}), ("smoothed", {"smoothing_strength": 0.5})):
+        evaluate = {"evaluate": METRICS_ONLY}
+        run = quantize(tmp_path / name, with_outliers, evaluate, **method | keys)
+        kl.append(run.json("report.json")["models"]["quantized"]["kl_mean"])
+    assert kl[1] < 0.1 * kl[0]
+
+
+def test_smoothing_is_kept_if_it_is_better(tmp_path, base, with_outliers, monkeypatch):
+    keys = {"smoothing_strength": 0.5}
+    facts = facts_of(quantize(tmp_path / "outliers", with_outliers, **keys))
+    kl = facts["eval_kl"]
+    assert facts["selected_candidate"] == "smoothquant"
+    assert kl["smoothquant"] < 0.1 * kl["rtn"]
+    # The candidates quantize their activations: without this, RTN has little error.
+    with monkeypatch.context() as patch:
+        patch.setattr(QQLinear, "quantizes_input", False)
+        weights_only = quantize(tmp_path / "weights", with_outliers, **keys)
+    assert facts_of(weights_only)["eval_kl"]["rtn"] < 0.1 * kl["rtn"]
+    # Scales that make outliers are rolled back, those of the norms too.
+    bad_scale = mx.where(mx.arange(64) % 16 == 3, 1 / 64, 1.0)
+    monkeypatch.setattr(smoothquant, "smoothing_scale", lambda *_: bad_scale)
+    run = quantize(tmp_path / "worse", base, **keys)
+    assert facts_of(run)["selected_candidate"] == "rtn"
+    plain = quantize(tmp_path / "plain", base)
+    models = [r.output / "stages/1-quantize/model" for r in (run, plain)]
+    hashes = [hash_file(model / "model.safetensors") for model in models]
+    assert hashes[0] == hashes[1]

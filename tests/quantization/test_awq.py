@@ -20,12 +20,12 @@ from lmx.quantization.ptq import awq
 from lmx.quantization.ptq.awq import clip, group_moments
 from lmx.quantization.ptq.awq_scaling import (
     BlockError,
-    find_mappings,
     quantized_weights,
     search_scales,
 )
 from lmx.quantization.ptq.base import PTQContext
 from lmx.quantization.ptq.methods import METHODS
+from lmx.quantization.ptq.scale_mappings import find_mappings
 from lmx.quantization.target_layers import select_layers
 from mlx.utils import tree_flatten, tree_unflatten
 from tiny_checkpoints import LLAMA, QWEN3_MOE

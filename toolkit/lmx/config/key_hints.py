@@ -115,6 +115,7 @@ KEYS = {
     f"{QUANTIZE}.quantize_embeddings": "embeddings quantize_embedding",
     f"{QUANTIZE}.quantize_lm_head": "head lm_head",
     f"{QUANTIZE}.quantize_activations": "quantize_input input_activations",
+    f"{QUANTIZE}.smoothing_strength": "smoothquant smooth_alpha migration_strength",
     f"{QUANTIZE}.rollback_if_worse": "gates",
     f"{QUANTIZE}.scale_tuning": "tune dwq",
     f"{QUANTIZE}.mixed_precision": "budget auto_quantize",

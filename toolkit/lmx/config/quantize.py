@@ -136,7 +136,10 @@ class PTQConfig(QuantizationConfig):
     """Present = choose bits and group size per layer. Layers named in `overrides`, and
     layers for which the model requests a spec, keep theirs. The block's own bits and
     group_size apply where there is no choice."""
-
+    smoothing_strength: float | None = Field(None, ge=0, le=1, examples=[0.5])
+    """With quantize_activations: move the range of large activations into the weights
+    before both are quantized (SmoothQuant, arXiv 2211.10438); the exponent alpha, e.g.
+    0.5. None = off."""
     kv_cache: KVCacheConfig | None = None
     """Present = choose the bits of the KV cache by layer, after the weights."""
 
@@ -157,6 +160,15 @@ class PTQConfig(QuantizationConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_smoothing(self):
+        if self.smoothing_strength is not None and not self.quantize_activations:
+            raise ValueError(
+                "smoothing_strength needs quantize_activations: true; it has no use "
+                "where inputs are not quantized"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_token_weights(self):
         names = " and ".join(self.ignores_token_weights)
         if self.calibration.loss_on == "completions" and names:
@@ -164,6 +176,12 @@ class PTQConfig(QuantizationConfig):
                 f"{names} weights all tokens equally: remove calibration.loss_on"
             )
         return self
+
+    @property
+    def compares_with_rtn(self) -> bool:
+        """Whether RTN replaces the result of the method if it is better."""
+        is_rtn = self.method == "rtn" and self.smoothing_strength is None
+        return self.rollback_if_worse and not is_rtn
 
     @property
     def ignores_token_weights(self) -> list[str]:

@@ -22,6 +22,7 @@ class BlockwiseModel:
         model: its weights may be lazy (not yet read from disk).
         reread: returns the same model with lazy weights. They replace weights that were
             used, so that these are freed. None = weights stay in memory.
+        hint: of errors, what to do without the blocks.
 
     Attributes:
         blocks: the modules of the model.
@@ -31,13 +32,18 @@ class BlockwiseModel:
         UserError: the model has no list of blocks.
     """
 
-    def __init__(self, model: nn.Module, reread: Callable[[], nn.Module] | None = None):
+    def __init__(
+        self,
+        model: nn.Module,
+        reread: Callable[[], nn.Module] | None = None,
+        *,
+        hint: str = "method: rtn",
+    ):
         blocks = find_blocks(model)
         if blocks is None:
-            raise UserError(
-                "this model has no list of transformer blocks", hint="method: rtn"
-            )
+            raise UserError("this model has no list of transformer blocks", hint=hint)
         self.model = model
+        self.hint = hint
         self.reread = reread
         self.prefix = blocks.prefix
         self._trunk, self._name = blocks.trunk, blocks.name
@@ -131,11 +137,11 @@ class BlockwiseModel:
                 expected = self.model(tokens)
             error = mx.abs(self.logits(tokens, hidden) - expected)
         except CALL_ERRORS as call_error:
-            raise _not_sequential(call_error) from call_error
+            raise self._not_sequential(call_error) from call_error
         if order != list(range(len(self))):
-            raise _not_sequential("they are not called once each, in order")
+            raise self._not_sequential("they are not called once each, in order")
         if not (error.max() <= 1e-3 * mx.abs(expected).max()).item():
-            raise _not_sequential("the logits differ")
+            raise self._not_sequential("the logits differ")
 
     def _block_arguments(self, index: int, tokens: mx.array) -> tuple[tuple, dict]:
         """The arguments of a block if all blocks before it were the identity."""
@@ -163,6 +169,12 @@ class BlockwiseModel:
             self._lazy_blocks = dict(enumerate(blocks.trunk[blocks.name]))
         return self._lazy_blocks.pop(index)
 
+    def _not_sequential(self, reason) -> UserError:
+        return UserError(
+            f"the blocks of this model cannot be run one by one: {reason}",
+            hint=self.hint,
+        )
+
 
 def cast(value: mx.array, dtype: mx.Dtype) -> mx.array:
     """Cast floating-point values. Codes stay as they are."""
@@ -171,10 +183,3 @@ def cast(value: mx.array, dtype: mx.Dtype) -> mx.array:
 
 def _identity(hidden: mx.array, *_, **__) -> mx.array:
     return hidden
-
-
-def _not_sequential(reason) -> UserError:
-    return UserError(
-        f"the blocks of this model cannot be run one by one: {reason}",
-        hint="method: rtn",
-    )

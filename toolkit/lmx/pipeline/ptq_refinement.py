@@ -223,9 +223,10 @@ class PostQuantRefinement:
         )
         model = CandidateModel(self.context.load(candidate).model, self.loaded.dtype)
         selector = CandidateSelector(model, eval_targets, self.context.logger)
-        if self.config.rollback_if_worse and self.config.method != "rtn":
+        if self.config.compares_with_rtn:
             selector.add("rtn", self._rtn(tensors))
-        selector.add(self.config.method, tensors)
+        is_rtn = self.config.method == "rtn" and self.config.compares_with_rtn
+        selector.add("smoothquant" if is_rtn else self.config.method, tensors)
         if self.config.scale_tuning:
             tuner = ScaleTuner(
                 self.config.scale_tuning,

@@ -75,8 +75,7 @@ class QuantizeStage(Stage):
     def _refines(self) -> bool:
         """Whether candidates are compared on held-out tokens."""
         config = self.config
-        compares = config.rollback_if_worse and config.method != "rtn"
-        return bool(config.scale_tuning) or compares
+        return bool(config.scale_tuning) or config.compares_with_rtn
 
     def run(self, context: StageContext) -> ModelArtifact:
         """Quantize the current model, which becomes the full-precision reference."""
@@ -145,6 +144,7 @@ class QuantizeStage(Stage):
         """The tensors of the best candidate, and facts for the report."""
         from ..quantization.ptq.cost import CostMeter
         from ..quantization.ptq.methods import METHODS
+        from ..quantization.ptq.smoothquant import smooth
         from .ptq_refinement import PostQuantRefinement
 
         config = self.config
@@ -153,7 +153,17 @@ class QuantizeStage(Stage):
             cost.work, config.method, percent=True
         ) as progress:
             task = replace(task, meter=CostMeter(cost.sequential, progress.advance))
-            tensors = METHODS[config.method](config, task).quantize()
+            if config.smoothing_strength is None:
+                tensors = METHODS[config.method](config, task).quantize()
+            else:
+
+                def advance(share: float, note: str | None) -> None:
+                    progress.advance(share * cost.smoothing, note)
+
+                smoothing = smooth(task, config, advance)
+                smoothed = smoothing.context(task)
+                tensors = METHODS[config.method](config, smoothed).quantize()
+                tensors |= smoothing.unquantized(task)
             if not self._refines:
                 return tensors, {}
             refinement = PostQuantRefinement(

@@ -8,6 +8,7 @@ The unit of work is one floating-point operation of a large matrix product, as i
     candidates   a forward pass with logits over the evaluation tokens for each
     tuning       a forward and a backward pass for every token of every step, of the
                  probe of the learning rate too
+    smoothing    a forward pass for every token of the search for scales
     search       mixed precision: both passes over its tokens, and one plan after the
                  other over its held-out tokens
     KV cache     a forward pass with logits for every layer and number of bits, and over
@@ -61,6 +62,8 @@ class QuantizeCost:
             total += self._passes(AWQ_PASSES * self.num_tokens, FORWARD)
         if self.sequential:
             total += self.sequential.total
+        if self.config.smoothing_strength is not None:
+            total += self.smoothing
         if self.config.mixed_precision:
             total += self._search
         if self.config.kv_cache:
@@ -77,6 +80,8 @@ class QuantizeCost:
         refined = 0
         if self._tokens_of_refinement or self.config.kv_cache:
             refined = 4 * size + 6 * 4 * self._vocabulary * 512
+        if self.config.smoothing_strength is not None:
+            refined = max(refined, self._smoothing_memory)
         if self.sequential is None:
             return max(stored // 2, refined)
         largest = max((max(self.sequential.solved), self.sequential.head_weights))
@@ -110,7 +115,6 @@ class QuantizeCost:
     @cached_property
     def sequential(self):
         """`SequentialCost` of a calibrated method; None for RTN."""
-        from ..quantization.ptq.cost import SequentialCost
         from ..quantization.ptq.gptq import LIMITS
         from ..quantization.ptq.output_fisher import num_fisher_tokens
 
@@ -126,20 +130,43 @@ class QuantizeCost:
         compared = 0
         if is_gptq and config.asymmetric_calibration:
             compared = LIMITS[config.effort].compared_tokens
-        return SequentialCost.of(
-            self.model,
-            self.specs,
+        return self._sequential_cost(
             tokens=self.num_tokens,
             fisher_tokens=min(fisher, self.num_tokens),
             compared_tokens=min(compared, self.num_tokens),
             refine_iters=config.refine_iters if is_gptq else 0,
         )
 
+    def _sequential_cost(self, **counts: int):
+        from ..quantization.ptq.cost import SequentialCost
+
+        names = ("tokens", "fisher_tokens", "compared_tokens", "refine_iters")
+        counts = dict.fromkeys(names, 0) | counts
+        return SequentialCost.of(self.model, self.specs, **counts)
+
+    @property
+    def smoothing(self) -> float:
+        """Operations of a search for the scales of SmoothQuant."""
+        return self._passes(self._smoothing_tokens, FORWARD)
+
+    @property
+    def _smoothing_tokens(self) -> int:
+        from ..quantization.ptq import smoothquant
+
+        return self.config.calibration.num_tokens or smoothquant.NUM_TOKENS
+
+    @property
+    def _smoothing_memory(self) -> int:
+        """Bytes of a block in float32, and of the hidden states around it."""
+        blocks = self._sequential_cost()
+        block = max(blocks.solved) if blocks else 0
+        return 4 * (2 * block + 2 * self._smoothing_tokens * self._hidden)
+
     @property
     def _refinement(self) -> float:
         config, held_out = self.config, self.config.calibration.num_eval_tokens
         tuning = config.scale_tuning
-        rolls_back = config.rollback_if_worse and config.method != "rtn"
+        rolls_back = config.compares_with_rtn
         if not (tuning or rolls_back):
             return 0.0
         passes = 2 + rolls_back
@@ -155,7 +182,7 @@ class QuantizeCost:
     def _tokens_of_refinement(self) -> int:
         """Tokens whose predictions are stored."""
         config, tuning = self.config, self.config.scale_tuning
-        rolls_back = config.rollback_if_worse and config.method != "rtn"
+        rolls_back = config.compares_with_rtn
         if not (tuning or rolls_back):
             return 0
         held_out = config.calibration.num_eval_tokens

@@ -1,4 +1,4 @@
-"""AWQ mappings exist for every architecture and preserve the block output."""
+"""Mappings exist for every architecture and preserve the block output."""
 
 from dataclasses import replace
 from functools import partial
@@ -7,13 +7,12 @@ import mlx.core as mx
 import pytest
 from lmx.models.blockwise import BlockwiseModel
 from lmx.models.loader import build_model
-from lmx.quantization.ptq.awq_scaling import (
-    POWERS,
+from lmx.quantization.ptq.awq_scaling import POWERS, scale_of
+from lmx.quantization.ptq.base import set_weights
+from lmx.quantization.ptq.scale_mappings import (
     find_mappings,
     preserves_output,
-    scale_of,
 )
-from lmx.quantization.ptq.base import set_weights
 from mlx.utils import tree_flatten
 from tiny_families import VOCABULARY, config, member
 

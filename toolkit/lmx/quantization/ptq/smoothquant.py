@@ -1,0 +1,252 @@
+"""SmoothQuant (arXiv 2211.10438): move the range of activations into weights.
+
+A few channels of a layer's inputs are much larger than the others of their group, and
+the quantized inputs lose the others. Each channel of the inputs is divided by a scale,
+and the weights of the layer are multiplied by it (equation 4 of the paper), at the
+places that `scale_mappings` finds. So the model computes the same before it is
+quantized.
+
+The scales are small, and are kept on disk. The smoothed weights are computed when they
+are read.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ...config.quantize import PTQConfig
+from ...errors import UserError
+from ...models.blockwise import BlockwiseModel, cast
+from ...models.hooks import capture_inputs
+from ...run.folder_index import read_index, write_index
+from ...run.fs import atomic_folder
+from .base import PTQContext, Weights
+from .scale_mappings import BlockMappings, ScaleMapping
+
+# Tokens that the largest inputs are taken from, if the recipe gives no number, and
+# tokens of a forward pass.
+NUM_TOKENS, BATCH_TOKENS = 1 << 13, 1 << 11
+# Smallest magnitude of a channel relative to the largest.
+MIN_MAGNITUDE = 1e-4
+SCALES = "scales.safetensors"
+HINT = "remove smoothing_strength"
+
+# Tokens [B, L], and whether each is before the padding.
+Shard = tuple[mx.array, mx.array]
+# Called with the share of the search that is done since the last call, and a note on
+# what comes next.
+Advance = Callable[[float, str | None], None]
+
+
+@dataclass(frozen=True)
+class Smoothing:
+    """The scales of a model.
+
+    Attributes:
+        places: mappings with the paths of layers in the model, and the scale of each,
+            in the order in which they were computed.
+    """
+
+    places: list[tuple[ScaleMapping, mx.array]]
+
+    def changed(self, weights: Weights) -> Weights:
+        """The parameters that change, in their dtypes, lazily.
+
+        Args:
+            weights: of the model before smoothing, by name.
+        """
+        smoothed = dict(weights)
+        for mapping, scale in self.places:
+            names = (mapping.producer, *mapping.consumers)
+            own = {
+                name: cast(smoothed[name], mx.float32)
+                for path in names
+                for name in (f"{path}.weight", f"{path}.bias")
+                if name in smoothed
+            }
+            smoothed |= mapping.apply(own, scale)
+        return {
+            name: cast(value, weights[name].dtype)
+            for name, value in smoothed.items()
+            if value is not weights[name]
+        }
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Smooth the weights of a model, in place."""
+        changed = self.changed(dict(tree_flatten(model.parameters())))
+        model.update(tree_unflatten(list(changed.items())))
+        return model
+
+    def context(self, context: PTQContext) -> PTQContext:
+        """The task of quantizing the smoothed model."""
+
+        def reread() -> nn.Module:
+            return self.apply(context.reread())
+
+        return replace(context, model=reread(), reread=reread)
+
+    def unquantized(self, context: PTQContext) -> Weights:
+        """The changed weights of layers that are not quantized, lazily."""
+        changed = self.changed(dict(tree_flatten(context.reread().parameters())))
+        quantized = {f"{path}.weight" for path in context.specs}
+        return {name: v for name, v in changed.items() if name not in quantized}
+
+
+def smooth(
+    context: PTQContext, config: PTQConfig, advance: Advance = lambda *_: None
+) -> Smoothing:
+    """Find the scales of a model, or read those of an interrupted run.
+
+    Args:
+        context: its `reread` is not None.
+        config: its `smoothing_strength` is not None.
+        advance: told about finished work.
+
+    Raises:
+        UserError: the model is not a plain sequence of blocks, or has no place for a
+            scale in front of a layer whose inputs are quantized.
+    """
+    strength = config.smoothing_strength
+    assert context.reread is not None
+    assert strength is not None
+    batch = context.windows(config.calibration.num_tokens or NUM_TOKENS)
+    key = hashlib.sha256(batch.tokens.tobytes() + batch.counted.tobytes())
+    key.update(repr((strength, sorted(context.specs.items()))).encode())
+    folder, digest = context.folder / "smoothquant", key.hexdigest()
+    smoothing = _read(folder, digest)
+    if smoothing is None:
+        parts = batch.parts(BATCH_TOKENS)
+        shards = [(mx.array(p.tokens), mx.array(p.seen.copy())) for p in parts]
+        places = list(_places(context, strength, shards, advance))
+        if not places:
+            raise UserError(
+                "no norm or linear layer of this model can take the scales of "
+                "smoothing_strength",
+                hint=HINT,
+            )
+        smoothing = Smoothing(places)
+        _write(folder, digest, smoothing)
+    count = len(smoothing.places)
+    context.logger.info(f"smoothing_strength {strength:g}: {count} scales")
+    return smoothing
+
+
+def _places(
+    context: PTQContext,
+    strength: float,
+    shards: list[Shard],
+    advance: Advance,
+) -> Iterator[tuple[ScaleMapping, mx.array]]:
+    """The mappings of all blocks with their scales."""
+    blockwise = BlockwiseModel(context.model, context.reread, hint=HINT)
+    blockwise.verify(shards[0][0][:1, :8])
+    hidden = [cast(blockwise.embed(tokens), mx.float32) for tokens, _ in shards]
+    mx.eval(hidden)
+    mappings = BlockMappings()
+    for index, module in enumerate(blockwise.blocks):
+        advance(0, f"smoothing, block {index + 1} of {len(blockwise)}")
+        dtypes = {k: v.dtype for k, v in tree_flatten(module.parameters())}
+        prefix = f"{blockwise.prefix}{index}."
+        with blockwise.loaded_block(index, mx.float32) as block:
+            run = partial(blockwise.run_block, index)
+            sample = partial(run, shards[0][0][:1]), hidden[0][:1]
+            known = mappings.of(block, *sample)
+            found = [m for m in known if _quantizes_inputs(m, block, prefix, context)]
+            largest, hidden = _run(block, run, found, shards, hidden)
+            weights = dict(tree_flatten(block.parameters()))
+            for mapping in found:
+                names = [p for p in mapping.consumers if prefix + p in context.specs]
+                columns = mx.stack([_columns(weights[f"{p}.weight"]) for p in names])
+                inputs = largest[mapping.consumers[0]]
+                scale = smoothing_scale(inputs, columns.max(axis=0), strength)
+                dtype = dtypes[f"{mapping.producer}.weight"]
+                scale = mapping.round_scale(weights, scale, dtype)
+                weights |= mapping.apply(weights, scale)
+                mx.eval(scale)
+                yield _in_model(mapping, prefix), scale
+        advance(1 / len(blockwise), None)
+    blockwise.unload()
+
+
+def _quantizes_inputs(
+    mapping: ScaleMapping, block: nn.Module, prefix: str, context: PTQContext
+) -> bool:
+    """Whether the inputs of a layer are quantized: not those of experts."""
+    modules = dict(block.named_modules())
+    return any(
+        isinstance(modules[path], nn.Linear) and prefix + path in context.specs
+        for path in mapping.consumers
+    )
+
+
+def _run(
+    block: nn.Module,
+    run: Callable[[mx.array, mx.array], mx.array],
+    mappings: list[ScaleMapping],
+    shards: list[Shard],
+    hidden: list[mx.array],
+) -> tuple[dict[str, mx.array], list[mx.array]]:
+    """The largest inputs [K] of layers by path, and the outputs of the block."""
+    largest: dict[str, mx.array] = {}
+    outputs = []
+    for (tokens, seen), x in zip(shards, hidden, strict=True):
+        with capture_inputs(block, [m.consumers[0] for m in mappings]) as captured:
+            outputs.append(run(tokens, x))
+        for path, rows in captured.rows.items():
+            columns = mx.where(seen.reshape(-1, 1), mx.abs(rows), 0).max(axis=0)
+            largest[path] = mx.maximum(columns, largest.get(path, columns))
+        mx.eval(outputs[-1], largest)
+    return largest, outputs
+
+
+def _columns(weight: mx.array) -> mx.array:
+    """The largest magnitude of every column [K] of a weight [..., N, K]."""
+    return mx.abs(weight).reshape(-1, weight.shape[-1]).max(axis=0)
+
+
+def smoothing_scale(inputs: mx.array, weights: mx.array, strength: float) -> mx.array:
+    """Equation 4 of the paper, with a geometric mean of 1.
+
+    Args:
+        inputs, weights: largest magnitudes [K] of a layer's input channels, and of the
+            columns of the layers that share this input.
+    """
+    scale = _positive(inputs) ** strength / _positive(weights) ** (1 - strength)
+    return scale / mx.exp(mx.log(scale).mean())
+
+
+def _positive(magnitudes: mx.array) -> mx.array:
+    largest = magnitudes.max()
+    return mx.where(largest == 0, 1, mx.maximum(magnitudes, MIN_MAGNITUDE * largest))
+
+
+def _in_model(mapping: ScaleMapping, prefix: str) -> ScaleMapping:
+    """The mapping with paths of the model instead of the block."""
+    consumers = tuple(prefix + path for path in mapping.consumers)
+    return replace(mapping, producer=prefix + mapping.producer, consumers=consumers)
+
+
+def _write(folder: Path, key: str, smoothing: Smoothing) -> None:
+    with atomic_folder(folder) as target:
+        scales = {str(i): scale for i, (_, scale) in enumerate(smoothing.places)}
+        mx.save_safetensors(str(target / SCALES), scales)
+        mappings = [asdict(mapping) for mapping, _ in smoothing.places]
+        write_index(target, key, {"mappings": mappings})
+
+
+def _read(folder: Path, key: str) -> Smoothing | None:
+    facts = read_index(folder, key)
+    if facts is None:
+        return None
+    scales = mx.load(str(folder / SCALES))
+    mappings = [
+        ScaleMapping(**values | {"consumers": tuple(values["consumers"])})
+        for values in facts["mappings"]
+    ]
+    return Smoothing([(m, scales[str(i)]) for i, m in enumerate(mappings)])
