@@ -13,7 +13,8 @@ from lmx.models import float_formats
 from lmx.models.float_formats import E2M1, E4M3, MODES
 from lmx.quantization import affine_grid, backend, gpu_kernels
 from lmx.quantization.affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
-from lmx.quantization.ptq import column_updates, float_solver, gptq_solver
+from lmx.quantization.gguf_grid import FORMATS
+from lmx.quantization.ptq import column_updates, float_solver, gguf_solver, gptq_solver
 from lmx.quantization.ptq.hessian import damped
 
 GROUP, ROWS, LEVELS = 64, 50, 8.0
@@ -32,12 +33,12 @@ def run_kernel(tmp_path_factory):
         pytest.skip("needs g++")
     folder = tmp_path_factory.mktemp("kernels")
 
-    def run(name, arrays, shapes, dtype="float", number=None):
+    def run(name, arrays, shapes, dtype="float", number=None, **constants):
         inputs, outputs, body = gpu_kernels.KERNELS[name]
         source = "#include <math.h>\n"
         source += "#define FUNCTION static inline\n#define THREAD\n#define DEVICE\n"
         source += gpu_kernels.HELPERS + f"typedef {dtype} T;\n"
-        constants = CONSTANTS | dict(gpu_kernels._steps(number))
+        constants = CONSTANTS | dict(gpu_kernels._steps(number)) | constants
         source += "".join(f"const int {k} = {v};\n" for k, v in constants.items())
         kinds = ["const int*" if n == "count" else "const float*" for n in inputs]
         kinds += ["float*"] * len(outputs)
@@ -90,6 +91,29 @@ def test_fit_grid_kernel_equals_numpy(run_kernel, kind, dtype):
     # Candidates with nearly equal errors may change places.
     assert np.isclose(scale, expected[0], rtol=1e-3).mean() > 0.9
     assert scale[1] == bias[1] == 0
+
+
+@pytest.mark.parametrize("mode", ["q3_k", "q4_0", "q8_0"])
+def test_fit_scale_kernel_equals_numpy(run_kernel, mode):
+    rows, form = random_rows(), FORMATS[mode]
+    cost = np.random.default_rng(3).uniform(0.1, 2, GROUP).astype(np.float32)
+    constants = {
+        "SHRINKS": len(gguf_solver.SHRINK_FACTORS),
+        "ITERS": gguf_solver.LEAST_SQUARES_ITERS,
+    }
+    inputs = [rows, cost, [form.middle], gguf_solver.SHRINK_FACTORS]
+    (scale,) = run_kernel("fit_scale", inputs, [ROWS], **constants)
+    expected = gguf_solver.fit_scale(rows, cost, form)
+
+    def errors(scale):
+        codes = gguf_solver._centered_codes(rows, scale, form)
+        return cost @ (rows - scale * codes) ** 2
+
+    assert np.allclose(errors(scale), errors(expected), rtol=1e-4, atol=1e-9)
+    # Candidates with nearly equal errors may change places.
+    assert np.isclose(scale, expected, rtol=1e-3).mean() > 0.9
+    assert min(scale) < 0 < max(scale)
+    assert scale[1] == 0
 
 
 def grid_of(rows, number):
@@ -150,7 +174,7 @@ def launches(array: mx.array, path) -> int:
     return sum(name not in VIEWS for name in names)
 
 
-@pytest.mark.parametrize("mode", ["affine", "nvfp4"])
+@pytest.mark.parametrize("mode", ["affine", "nvfp4", "q4_0", "q4_k"])
 def test_gptq_launches_few_kernels_for_a_group(mode, monkeypatch, tmp_path):
     """On a GPU. Each kernel is counted as two operations here."""
     hessian = random_hessian(4 * GROUP)
@@ -163,7 +187,10 @@ def test_gptq_launches_few_kernels_for_a_group(mode, monkeypatch, tmp_path):
     def fit(weight, *_, **__):
         return two_outputs(weight[0])
 
-    for module in (gptq_solver, float_solver):
+    def fit_scale(weight, *_, **__):
+        return weight[0] + 1
+
+    for module in (gptq_solver, float_solver, gguf_solver):
         monkeypatch.setattr(module, "async_eval", lambda arrays: None)
     for module in (backend, affine_grid, float_formats):
         monkeypatch.setattr(module, "on_cpu", lambda: False)
@@ -179,19 +206,27 @@ def test_gptq_launches_few_kernels_for_a_group(mode, monkeypatch, tmp_path):
         moved = float_solver.group_descent(grid, target, matrix, MODES[mode])
         return grid.elements, moved.elements
 
+    def gguf():
+        form = FORMATS[mode]
+        start = gguf_solver.fit_blocks(target, mx.diagonal(hessian.matrix), form)
+        grid = gguf_solver.gguf_gptq(target, hessian, start, form)
+        moved = gguf_solver.group_descent(grid, target, hessian.matrix, form)
+        return start.codes, grid.codes, moved.codes
+
     def per_column():
-        arrays = affine() if mode == "affine" else floating_point()
+        arrays = {"affine": affine, "nvfp4": floating_point}.get(mode, gguf)()
         counts = [launches(array, tmp_path / "graph.dot") for array in arrays]
         return [count / (4 * GROUP) for count in counts]
 
     without_kernels = per_column()
     monkeypatch.setattr(gpu_kernels, "on_gpu", lambda: True)
     monkeypatch.setattr(gpu_kernels, "fit_grid", fit)
+    monkeypatch.setattr(gpu_kernels, "fit_scale", fit_scale)
     for name in ("gptq_columns", "descent_columns"):
         monkeypatch.setattr(gpu_kernels, name, two_outputs)
     with_kernels = per_column()
-    assert min(without_kernels) > 10
-    # A group of nvfp4 has 16 columns, and several candidates for its scale.
-    assert max(with_kernels) < (0.25 if mode == "affine" else 4)
+    assert min(without_kernels) > 9
+    # Other modes have groups of 16 or 32 columns, and several candidates for a scale.
+    assert max(with_kernels) < (0.25 if mode == "affine" else 6)
     fewer = zip(with_kernels, without_kernels, strict=True)
     assert all(8 * count < before for count, before in fewer)

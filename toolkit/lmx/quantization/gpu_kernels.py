@@ -34,6 +34,8 @@ template <typename T> FUNCTION float rounded(float x) {
     return static_cast<float>(static_cast<T>(x));
 }
 
+FUNCTION float magnitude(float x) { return x < 0 ? -x : x; }
+
 FUNCTION float nearest_code(float steps, float top) {
     steps = steps > 0 ? steps : 0;
     return rint(steps < top ? steps : top);
@@ -44,9 +46,13 @@ FUNCTION float nearest_code(float steps, float top) {
 template <int STEPS, int FINEST> FUNCTION float nearest(float value, float top) {
     if (STEPS == 0) return nearest_code(value, top);
     value = value < -top ? -top : value > top ? top : value;
-    float magnitude = value < 0 ? -value : value, step = 1.0f / FINEST;
-    while (magnitude >= 2 * STEPS * step) step *= 2;
+    float step = 1.0f / FINEST;
+    while (magnitude(value) >= 2 * STEPS * step) step *= 2;
     return rint(value / step) * step;
+}
+
+FUNCTION float centered_code(float steps, float middle) {
+    return nearest_code(steps + middle, 2 * middle - 1) - middle;
 }
 
 // A scale of 0 gives codes of 0.
@@ -116,6 +122,43 @@ scale[n] = best_scale;
 bias[n] = best_bias;
 """
 
+# `gguf_solver.fit_scale`.
+FIT_SCALE = """
+float row[GROUP], low = weight[n], high = low, middle = center[0];
+for (int i = 0; i < GROUP; i++) {
+    row[i] = weight[i * count[0] + n];
+    low = row[i] < low ? row[i] : low;
+    high = row[i] > high ? row[i] : high;
+}
+float full = (magnitude(low) > magnitude(high) ? low : high) / -middle;
+float best_scale = full, best = 0;
+for (int candidate = 0; candidate < 2 * SHRINKS + ITERS; candidate++) {
+    float next = (candidate % 2 ? -1 : 1) * full;
+    if (candidate < 2 * SHRINKS) {
+        next *= shrink[candidate / 2];
+    } else {
+        // Least squares for the codes of the best scale.
+        float divisor = divisor_of(best_scale), squares = 0, products = 0;
+        for (int i = 0; i < GROUP; i++) {
+            float code = centered_code(row[i] / divisor, middle);
+            squares += cost[i] * code * code;
+            products += cost[i] * code * row[i];
+        }
+        next = products / divisor_of(squares);
+    }
+    float divisor = divisor_of(next), error = 0;
+    for (int i = 0; i < GROUP; i++) {
+        float miss = row[i] - next * centered_code(row[i] / divisor, middle);
+        error += cost[i] * miss * miss;
+    }
+    if (candidate == 0 || error < best) {
+        best = error;
+        best_scale = next;
+    }
+}
+scale[n] = best_scale;
+"""
+
 # `column_updates.gptq_strip`, for a whole group.
 GPTQ_COLUMNS = """
 float steps[GROUP];
@@ -151,6 +194,11 @@ KERNELS = {
         ["weight", "cost", "levels", "shrink", "count"],
         ["scale", "bias"],
         FIT_GRID,
+    ),
+    "fit_scale": (
+        ["weight", "cost", "center", "shrink", "count"],
+        ["scale"],
+        FIT_SCALE,
     ),
     "gptq_columns": (
         ["rows", "factor", "scale", "bias", "top", "count"],
@@ -188,7 +236,28 @@ def fit_grid(
         ("ITERS", iterations),
     ]
     inputs = [weight, cost, mx.array([levels], mx.float32), mx.array(shrink_factors)]
-    return _launch("fit_grid", inputs, template, [(rows,), (rows,)])
+    scale, bias = _launch("fit_grid", inputs, template, [(rows,), (rows,)])
+    return scale, bias
+
+
+def fit_scale(
+    weight: mx.array,
+    cost: mx.array,
+    middle: float,
+    *,
+    shrink_factors: tuple[float, ...],
+    iterations: int,
+) -> mx.array:
+    """`gguf_solver.fit_scale` in one kernel."""
+    group_size, rows = weight.shape
+    template = [
+        ("GROUP", group_size),
+        ("SHRINKS", len(shrink_factors)),
+        ("ITERS", iterations),
+    ]
+    inputs = [weight, cost, mx.array([middle], mx.float32), mx.array(shrink_factors)]
+    (scale,) = _launch("fit_scale", inputs, template, [(rows,)])
+    return scale
 
 
 def gptq_columns(
@@ -202,7 +271,8 @@ def gptq_columns(
     """Codes and errors [g, N] of a group; see `column_updates.gptq_columns`."""
     inputs = [rows, factor, scale, *_by_row(scale, bias, top)]
     template = [("GROUP", len(rows)), *_steps(number)]
-    return _launch("gptq_columns", inputs, template, [rows.shape] * 2)
+    codes, errors = _launch("gptq_columns", inputs, template, [rows.shape] * 2)
+    return codes, errors
 
 
 def descent_columns(
@@ -217,7 +287,8 @@ def descent_columns(
     """Codes and changes [g, N]; see `column_updates.descent_columns`."""
     inputs = [descent, matrix, old_codes, scale, divisor, *_by_row(scale, top)]
     template = [("GROUP", len(descent)), *_steps(number)]
-    return _launch("descent_columns", inputs, template, [descent.shape] * 2)
+    codes, changes = _launch("descent_columns", inputs, template, [descent.shape] * 2)
+    return codes, changes
 
 
 def _by_row(scale: mx.array, *values) -> list[mx.array]:
@@ -237,17 +308,16 @@ def _steps(number: FloatFormat | None) -> list[tuple[str, int]]:
 
 def _launch(
     name: str, inputs: list[mx.array], template: list, shapes: list[tuple[int, ...]]
-) -> tuple[mx.array, mx.array]:
+) -> list[mx.array]:
     count = shapes[0][-1]
-    first, second = _kernel(name)(
+    return _kernel(name)(
         inputs=[*inputs, mx.array([count], mx.int32)],
         template=template,
         grid=(THREADS * ceil(count / THREADS), 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=shapes,
-        output_dtypes=[mx.float32] * 2,
+        output_dtypes=[mx.float32] * len(shapes),
     )
-    return first, second
 
 
 @cache

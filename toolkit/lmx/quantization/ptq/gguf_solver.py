@@ -12,6 +12,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
+from .. import gpu_kernels
 from ..affine_grid import fit_grid, safe_scale
 from ..backend import async_eval, library, to_fast_backend
 from ..gguf_grid import (
@@ -218,7 +219,7 @@ def _same_sign(old: mx.array, new: mx.array) -> mx.array:
 def _fit_group(rows, costs, form: BlockFormat):
     """The scale and the bias [N] of rows [g, N], a column of the weight each."""
     if not form.has_minimum:
-        scale = _fit_scale(rows, costs, form)
+        scale = fit_scale(rows, costs, form)
         return scale, 0 * scale
     scale, bias = fit_grid(rows, costs, form.levels, mx.float32)
     # A minimum cannot be above zero.
@@ -227,8 +228,11 @@ def _fit_group(rows, costs, form: BlockFormat):
     return scale, where(is_above, 0.0, bias)
 
 
-def _fit_scale(rows, costs, form: BlockFormat):
-    """The scale [N], of either sign, of levels around zero."""
+def fit_scale(rows, costs, form: BlockFormat):
+    """The scale [N], of either sign, of levels around zero for rows [g, N]."""
+    if gpu_kernels.on_gpu():
+        search = {"shrink_factors": SHRINK_FACTORS, "iterations": LEAST_SQUARES_ITERS}
+        return gpu_kernels.fit_scale(rows, costs, form.middle, **search)
     backend, middle = library(rows), form.middle
     low, high = rows.min(axis=0), rows.max(axis=0)
     full = backend.where(backend.abs(low) > backend.abs(high), low, high) / -middle
