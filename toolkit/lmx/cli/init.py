@@ -152,7 +152,7 @@ def _values(data: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
         items = enumerate(data)
     else:
         return [(path, data)]
-    return [found for key, value in items for found in _values(value, (*path, key))]
+    return [pair for key, value in items for pair in _values(value, (*path, key))]
 
 
 def _check(target: Path, text: str) -> None:

@@ -161,14 +161,14 @@ class PreferenceLoss:
         losses = -(1 - smoothing) * nn.log_sigmoid(margin)
         return losses - smoothing * nn.log_sigmoid(-margin) if smoothing else losses
 
-    def _kto(self, own: Completions, others: Completions, labels, valid, count):
+    def _kto(self, completions: Completions, others: Completions, labels, valid, count):
         config, beta = self.config, self.config.beta
         ratios = mx.where(valid > 0, others.log_ratio, 0.0)
         kl = mx.stop_gradient(mx.maximum(ratios.sum() / mx.maximum(count, 1), 0))
-        reward = beta * (own.log_ratio - kl)
+        reward = beta * (completions.log_ratio - kl)
         desirable = config.desirable_weight * (1 - mx.sigmoid(reward))
         undesirable = config.undesirable_weight * (1 - mx.sigmoid(-reward))
-        rewards = beta * own.log_ratio
+        rewards = beta * completions.log_ratio
         kl = mx.broadcast_to(kl, rewards.shape)
         metrics = [(rewards, labels), (rewards, ~labels), (kl, True)]
         return mx.where(labels, desirable, undesirable), metrics

@@ -146,8 +146,8 @@ def _between(text: str, *probes: str) -> list[str]:
     """
     parts = []
     for probe in probes:
-        before, found, text = text.partition(probe)
-        if not found:
+        before, separator, text = text.partition(probe)
+        if not separator:
             raise ValueError(f"the template leaves out {ROLES[probe]} messages")
         parts.append(before)
     return [*parts, text]

@@ -104,11 +104,11 @@ class Eagle3Attention(nn.Module):
         scores = queries @ keys.swapaxes(-1, -2)
         visible = mx.arange(length) <= context.rows[..., None]
         scores = mx.where(visible[:, None, None], scores, -mx.inf)
-        own = [
+        drafted = [
             (queries * keys[:, :, None]).sum(axis=-1, keepdims=True)
             for keys, _ in context.drafted
         ]
-        scores = mx.concatenate([scores, *own], axis=-1)
+        scores = mx.concatenate([scores, *drafted], axis=-1)
         weights = mx.softmax(scores, axis=-1, precise=True)
         output = weights[..., :length] @ values
         for index, (_, values) in enumerate(context.drafted):

@@ -41,7 +41,7 @@ class PTQContext:
         folder: where a method keeps its state. It is deleted once the checkpoint is
             written.
         reread: returns the same model with lazy weights. None = weights stay in memory.
-        meter: told about finished work.
+        meter: counts the work as it is done.
     """
 
     model: nn.Module

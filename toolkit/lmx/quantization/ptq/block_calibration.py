@@ -40,7 +40,7 @@ class BlockCalibration:
         tokens: int32 [B, L] by shard.
         before, after: folders of the hidden states around the block.
         num_compared: number of shards, the first ones, with a full-precision stream.
-        meter: told about finished work.
+        meter: counts the work as it is done.
 
     Attributes:
         groups: paths of layers that share their input, in the order of their calls.

@@ -144,10 +144,10 @@ class SequentialCost:
 
 
 class CostMeter:
-    """Tells a progress bar which work is done.
+    """Advances a progress bar as work is done.
 
     Args:
-        cost: None = nothing is told.
+        cost: None = the bar does not move.
         advance: gets an amount of work, and what comes next.
     """
 

@@ -106,7 +106,7 @@ class ForwardBackwardPass:
         counted: bool [B, L] by shard, the positions whose prediction counts.
         compute: dtype to run blocks in.
         folder: for hidden states and gradients.
-        meter: told about finished work.
+        meter: counts the work as it is done.
     """
 
     blockwise: BlockwiseModel

@@ -54,7 +54,7 @@ def estimate_output_fisher(
         compute: dtype to run blocks in.
         folder: for the results, and temporarily for hidden states.
         max_tokens: limit of the tokens, if all count alike.
-        meter: told about finished work.
+        meter: counts the work as it is done.
 
     Returns:
         Statistics of embeddings by path.

@@ -64,13 +64,13 @@ class Smoothing:
         smoothed = dict(weights)
         for mapping, scale in self.places:
             names = (mapping.producer, *mapping.consumers)
-            own = {
+            parameters = {
                 name: cast(smoothed[name], mx.float32)
                 for path in names
                 for name in (f"{path}.weight", f"{path}.bias")
                 if name in smoothed
             }
-            smoothed |= mapping.apply(own, scale)
+            smoothed |= mapping.apply(parameters, scale)
         return {
             name: cast(value, weights[name].dtype)
             for name, value in smoothed.items()
@@ -106,7 +106,7 @@ def smooth(
     Args:
         context: its `reread` is not None.
         config: its `smoothing_strength` is not None.
-        advance: told about finished work.
+        advance: called with every finished share of the work.
 
     Raises:
         UserError: the model is not a plain sequence of blocks, or has no place for a
@@ -148,7 +148,7 @@ def _places(
     blockwise.verify(shards[0][0][:1, :8])
     hidden = [cast(blockwise.embed(tokens), mx.float32) for tokens, _ in shards]
     mx.eval(hidden)
-    mappings = BlockMappings()
+    block_mappings = BlockMappings()
     for index, module in enumerate(blockwise.blocks):
         advance(0, f"smoothing, block {index + 1} of {len(blockwise)}")
         dtypes = {k: v.dtype for k, v in tree_flatten(module.parameters())}
@@ -156,11 +156,13 @@ def _places(
         with blockwise.loaded_block(index, mx.float32) as block:
             run = partial(blockwise.run_block, index)
             sample = partial(run, shards[0][0][:1]), hidden[0][:1]
-            known = mappings.of(block, *sample)
-            found = [m for m in known if _quantizes_inputs(m, block, prefix, context)]
-            largest, hidden = _run(block, run, found, shards, hidden)
+            known = block_mappings.of(block, *sample)
+            mappings = [
+                m for m in known if _quantizes_inputs(m, block, prefix, context)
+            ]
+            largest, hidden = _run(block, run, mappings, shards, hidden)
             weights = dict(tree_flatten(block.parameters()))
-            for mapping in found:
+            for mapping in mappings:
                 names = [p for p in mapping.consumers if prefix + p in context.specs]
                 columns = mx.stack([_columns(weights[f"{p}.weight"]) for p in names])
                 inputs = largest[mapping.consumers[0]]
