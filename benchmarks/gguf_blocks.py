@@ -36,6 +36,12 @@ LINEAR = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+OUTER = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
 BATCH_SIZE = 4
 
 
@@ -44,35 +50,44 @@ def main() -> None:
     from lmx import cpu
 
     cpu.enable()
-    folder = Path(arguments.folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    ptq_quality.prepare(folder, arguments, 0)
-    judge = Judge(folder)
-    dense = folder / "dense.gguf"
+    root = Path(arguments.folder)
+    folders = [root / f"seed-{seed}" for seed in range(arguments.seeds)]
+    for seed, folder in enumerate(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+        ptq_quality.prepare(folder, arguments, seed)
+    judge = Judge(folders[0])
+    dense = root / "dense.gguf"
     _write_gguf(dense, judge.path)
-    importance = judge.importance(np.load(folder / "calibration.npy"))
     floor = judge.measure(dense)
     print(
         f"{arguments.model}: {arguments.num_tokens:,} calibration tokens of "
-        f"{arguments.calibration_data}, {judge.tokens.size:,} evaluation tokens. KL in "
-        f"nats per token;\nratios of KL to llama.cpp without and with an importance "
-        f"matrix. ± is one standard error by sequences.\nThe float16 file has a KL of "
-        f"{floor['kl'].mean():.1e}; llama.cpp's logits of it differ by "
-        f"{floor['run']:.1e} of their deviation.\n\n{'mode':6}{'method':20}{'bits':>7}"
-        f"{'KL':>10}{'±':>9}{'top-1':>8}{'run':>9}  ratios"
+        f"{arguments.calibration_data}, {arguments.seeds} seeds; {judge.tokens.size:,} "
+        f"evaluation tokens. KL in nats per token;\nratios of KL to llama.cpp without "
+        f"and with an importance matrix. ± is one standard error by sequences, then by "
+        f"seeds.\nThe float16 file has a KL of {floor['kl'].mean():.1e}; llama.cpp's "
+        f"logits of it differ by {floor['run']:.1e} of their deviation.\n\n"
+        f"{'mode':6}{'method':26}{'bits':>7}{'KL':>10}{'±':>9}{'±':>9}{'top-1':>8}"
+        f"{'run':>9}  ratios"
     )
+    importances = [
+        judge.importance(np.load(folder / "calibration.npy")) for folder in folders
+    ]
     for mode in arguments.modes:
-        results = {}
-        for name, matrix in (("llama.cpp", None), ("llama.cpp imatrix", importance)):
-            file = folder / f"{mode}-{name.replace(' ', '-')}.gguf"
-            _llama_quantize(dense, file, FILE_TYPES[mode], matrix)
-            results[name] = judge.measure(file)
-        for effort in arguments.efforts:
-            target = folder / f"{mode}-{effort}"
-            file = target.with_suffix(".gguf")
-            _lmx_quantize(folder, target, mode, arguments, effort)
-            _write_gguf(file, target)
-            results[f"lmx {effort}"] = judge.measure(file)
+        results: dict[str, list[dict]] = {}
+        for name, matrices in (
+            ("llama.cpp", [None]),
+            ("llama.cpp imatrix", importances),
+        ):
+            results[name] = []
+            for folder, matrix in zip(folders, matrices, strict=False):
+                file = folder / f"{mode}-{name.replace(' ', '-')}.gguf"
+                _llama_quantize(dense, file, FILE_TYPES[mode], matrix)
+                results[name].append(judge.measure(file))
+        for name, (runner, options) in _lmx_methods(arguments).items():
+            results[f"lmx {name}"] = [
+                _run_lmx(judge, runner, folder, f"{mode}-{name}", options, arguments)
+                for folder in folders
+            ]
         _print_rows(mode, results)
 
 
@@ -84,44 +99,88 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--num-tokens", type=int, default=32768, help="calibration")
     parser.add_argument("--num-eval-tokens", type=int, default=16384)
     parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--seeds", type=int, default=1, help="of calibration tokens")
     parser.add_argument("--modes", nargs="+", choices=FILE_TYPES, default=FILE_TYPES)
     parser.add_argument("--efforts", nargs="+", default=["standard"])
+    parser.add_argument(
+        "--qat-steps", type=int, help="with this model as teacher; default: no QAT"
+    )
+    parser.add_argument("--qat-batch-size", type=int, default=8, help="sequences")
+    parser.add_argument("--qat-learning-rates", type=float, nargs="+", default=[1e-4])
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument("--folder", required=True, help="keeps all files")
     return parser.parse_args()
 
 
-def _print_rows(mode: str, results: dict[str, dict]) -> None:
-    plain = results["llama.cpp"]["kl"].mean(axis=1)
-    weighted = results["llama.cpp imatrix"]["kl"].mean(axis=1)
-    for name, result in results.items():
-        by_sequence = result["kl"].mean(axis=1)
-        ratios = ", ".join(_ratio(by_sequence, other) for other in (plain, weighted))
-        print(
-            f"{mode:6}{name:20}{result['bits']:>7.3f}{by_sequence.mean():>10.5f}"
-            f"{_error(by_sequence):>9.5f}{100 * result['agrees'].mean():>7.2f}%"
-            f"{result['run']:>9.1e}  {ratios if name.startswith('lmx') else ''}",
-            flush=True,
+def _lmx_methods(arguments: argparse.Namespace) -> dict[str, tuple[str, dict]]:
+    """Runner and options of every method: GPTQ; QAT, also from the codes of GPTQ."""
+    gptq = {
+        effort: {"method": "gptq", "effort": effort} for effort in arguments.efforts
+    }
+    methods = {effort: ("lmx", options) for effort, options in gptq.items()}
+    train = {"steps": arguments.qat_steps, "batch_size": arguments.qat_batch_size}
+    for rate in arguments.qat_learning_rates if arguments.qat_steps else ():
+        qat = {"qat": train | {"learning_rate": rate}}
+        methods[f"QAT {rate:g}"] = "qat", qat
+        for effort in gptq:
+            methods[f"{effort}, QAT {rate:g}"] = "qat", qat | {"start": effort}
+    return methods
+
+
+def _print_rows(mode: str, results: dict[str, list[dict]]) -> None:
+    plain, weighted = (
+        np.stack([run["kl"].mean(axis=1) for run in results[name]])
+        for name in ("llama.cpp", "llama.cpp imatrix")
+    )
+    for name, runs in results.items():
+        kl = np.stack([run["kl"].mean(axis=1) for run in runs])
+        cells = (
+            f"{np.mean([run['bits'] for run in runs]):>7.3f}{kl.mean():>10.5f}"
+            f"{_error(kl.mean(axis=0)):>9.5f}{_seed_error(kl.mean(axis=1)):>9}"
+            f"{100 * np.mean([run['agrees'].mean() for run in runs]):>7.2f}%"
+            f"{np.mean([run['run'] for run in runs]):>9.1e}"
         )
+        ratios = ", ".join(_ratio(kl, other) for other in (plain, weighted))
+        shown = f"  {ratios}" if name.startswith("lmx") else ""
+        print(f"{mode:6}{name:26}{cells}{shown}", flush=True)
 
 
 def _error(values: np.ndarray) -> float:
     return values.std(ddof=1) / len(values) ** 0.5
 
 
+def _seed_error(values: np.ndarray) -> str:
+    return f"{_error(values):.5f}" if len(values) > 1 else "-"
+
+
 def _ratio(values: np.ndarray, others: np.ndarray) -> str:
-    """The ratio of means of paired values, with its standard error."""
+    """The ratio of means of paired values [seeds, sequences], with the standard errors
+    by sequences and by seeds."""
     ratio = values.mean() / others.mean()
-    return f"{ratio:.3f} ± {_error(values - ratio * others) / others.mean():.3f}"
+    differences = values.mean(axis=0) - ratio * others.mean(axis=0)
+    by_seed = values.mean(axis=1) / others.mean(axis=1)
+    text = f"{ratio:.3f} ± {_error(differences) / others.mean():.3f}"
+    return f"{text} ± {_error(by_seed):.3f}" if len(by_seed) > 1 else text
 
 
-def _lmx_quantize(folder: Path, target: Path, mode: str, arguments, effort) -> None:
-    if target.is_dir():
-        return
-    options = {"method": "gptq", "mode": mode, "effort": effort}
-    result = ptq_quality.call_runner("lmx", folder, target, options, arguments.threads)
-    assert not result["failed"], result
-    print(f"{mode} {effort}: {result['processor_seconds']:.0f} s of processor time")
+def _run_lmx(
+    judge, runner: str, folder: Path, name: str, options: dict, arguments
+) -> dict:
+    """Quantize with lmx, write the file and measure it."""
+    target = folder / name.replace(", ", "-").replace(" ", "-").replace(".", "_")
+    if not target.is_dir():
+        mode = name.partition("-")[0]
+        options = options | {"mode": mode}
+        if start := options.get("start"):
+            options["start"] = str(folder / f"{mode}-{start}")
+        result = ptq_quality.call_runner(
+            runner, folder, target, options, arguments.threads
+        )
+        assert not result["failed"], result
+        print(f"{name}: {result['processor_seconds']:.0f} s of processor time")
+    file = target.with_suffix(".gguf")
+    _write_gguf(file, target)
+    return judge.measure(file)
 
 
 def _write_gguf(file: Path, model: Path) -> None:
@@ -196,7 +255,7 @@ class Judge:
     def importance(self, tokens: np.ndarray) -> dict[str, np.ndarray]:
         """Mean squares of the inputs of every layer, float32, by llama.cpp's name."""
         sums: dict[str, np.ndarray] = {}
-        modules = dict(self.model.named_modules())
+        modules = dict(self.reference.named_modules())
         layers = {
             f"model.layers.{index}.{path}": f"blk.{index}.{name}"
             for index in range(self.config["num_hidden_layers"])
@@ -218,7 +277,7 @@ class Judge:
         for kind in kinds:
             kind.__call__ = recorded(kind)
         for start in range(0, len(tokens), BATCH_SIZE):
-            mx.eval(self.model(mx.array(tokens[start : start + BATCH_SIZE])))
+            mx.eval(self.reference(mx.array(tokens[start : start + BATCH_SIZE])))
         for kind, original in originals.items():
             kind.__call__ = original
         return {k: (v / tokens.size).astype(np.float32) for k, v in sums.items()}
@@ -228,22 +287,22 @@ class Judge:
         weight of its matrices."""
         import gguf
 
-        paths = {f"blk.{{}}.{name}": path for path, name in LINEAR.items()}
+        paths = {name: path for path, name in LINEAR.items()} | NORMS
         weights, size, count = [], 0, 0
         for tensor in gguf.GGUFReader(file).tensors:
-            if len(tensor.shape) < 2:
-                continue
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-            size, count = size + tensor.n_bytes, count + values.size
+            if values.ndim > 1:
+                size, count = size + tensor.n_bytes, count + values.size
             prefix, _, rest = tensor.name.removesuffix(".weight").partition(".")
             if prefix != "blk":
-                outer = {"token_embd": "model.embed_tokens", "output": "lm_head"}
-                weights.append((f"{outer[prefix]}.weight", values))
+                weights.append((f"{OUTER[prefix]}.weight", values))
                 continue
             number, _, leaf = rest.partition(".")
-            path = paths[f"blk.{{}}.{leaf}"]
             weights.append(
-                (f"model.layers.{number}.{path}.weight", self._rows(leaf, values))
+                (
+                    f"model.layers.{number}.{paths[leaf]}.weight",
+                    self._rows(leaf, values),
+                )
             )
         self.model.load_weights([(k, mx.array(v)) for k, v in weights], strict=False)
         return {"bits": 8 * size / count}

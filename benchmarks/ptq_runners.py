@@ -71,16 +71,30 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
 
 
 def _qat(folder: Path, target: Path, settings: dict, options: dict) -> None:
-    """Quantize, then train from the codes with the unquantized model as teacher."""
-    train = options.pop("qat")
+    """Train with the unquantized model as teacher: from the codes of a quantization or
+    of a quantized model (`start`), else from the unquantized weights."""
+    from lmx.config.quant_spec import QuantSpec
+
+    train, config = options.pop("qat"), settings["calibration"]
+    start = options.pop("start", None)
     spec = {k: v for k, v in options.items() if k in ("mode", "bits", "group_size")}
-    config = settings["calibration"]
     train |= {
-        "qat": spec | {"quantizer": "fixed_scale"},
+        "qat": spec,
         "teacher": {"loss": "forward_kl", "ce_weight": 0.0},
         "packing": True,
     }
+    if start or "method" in options:
+        # Training continues from the grid that the checkpoint names.
+        stored = QuantSpec(**spec).stored
+        assert stored, f"layers of {spec} are dense in the checkpoint"
+        grid = stored.model_dump()
+        train["qat"] = grid | {"quantizer": "fixed_scale", "latent_init": "codes"}
     data = {"train": config["dataset"], "max_seq_length": config["max_seq_length"]}
+    if "method" not in options:
+        train["teacher"]["model"] = settings["model"]
+        model = settings | {"model": start or settings["model"]}
+        _run_recipe(target, model, [{"train": train}], data)
+        return
     stages = [_quantize_stage(settings, options), {"train": train}]
     with _used_calibration_tokens() as used:
         _run_recipe(target, settings, stages, data)

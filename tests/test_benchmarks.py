@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from lmx.cpu import blas
 
@@ -126,6 +127,56 @@ def test_qat_from_codes_changes_codes_in_proportion_to_the_rate(tmp_path):
         assert qat == pytest.approx(unrounded, abs=0.02)
     changed = [int(row[5].replace(",", "")) for row in (low, high)]
     assert 5 < changed[1] / changed[0] < 20
+
+
+def test_gguf_blocks_compares_quantizers_at_the_same_size(tmp_path):
+    pytest.importorskip("llama_cpp")
+    options = (
+        f"--folder {tmp_path} --modes q4_k --num-tokens 2048 --seq-length 64 "
+        "--num-eval-tokens 512 --efforts fast --qat-steps 1 --qat-batch-size 1 "
+        "--threads 1"
+    )
+    lines = run("gguf_blocks.py", options).splitlines()
+    split = re.compile(r" {2,}").split
+    rows = {cells[1]: cells for line in lines if len(cells := split(line)) > 6}
+    names = ["llama.cpp", "llama.cpp imatrix", "lmx fast", "lmx QAT 0.0001"]
+    assert list(rows)[1:] == [*names, "lmx fast, QAT 0.0001"]
+    bits = {rows[name][2] for name in names}
+    assert bits == {"4.670"}
+    values = {name: float(rows[name][3]) for name in names}
+    assert values["lmx fast"] < values["llama.cpp imatrix"] != values["llama.cpp"]
+    ratio = float(rows["lmx fast"][8].split()[0])
+    assert ratio == pytest.approx(values["lmx fast"] / values["llama.cpp"], rel=0.01)
+    assert all(float(rows[name][7]) < 0.05 for name in names)
+
+
+def test_gguf_blocks_judges_a_file(tmp_path, monkeypatch):
+    """Without llama.cpp: its logits alone are left out."""
+    pytest.importorskip("gguf")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gguf_blocks
+
+    model = BENCHMARKS.parent / "data/tiny-base"
+    tokens = np.random.default_rng(0).integers(3, 300, (3, 32)).astype(np.int32)
+    np.save(tmp_path / "eval.npy", tokens)
+    (tmp_path / "settings.json").write_text(json.dumps({"model": str(model)}))
+    judge = gguf_blocks.Judge(tmp_path)
+    monkeypatch.setattr(judge, "_difference", lambda file: 0.0)
+    weights, unit = judge.model.parameters(), judge.model.model.norm.weight
+    gguf_blocks._write_gguf(tmp_path / "dense.gguf", model)
+    dense = judge.measure(tmp_path / "dense.gguf")
+    assert dense["bits"] == 16
+    assert dense["kl"].shape == dense["agrees"].shape == (3, 31)
+    assert abs(dense["kl"]).max() < 1e-9
+    importance = judge.importance(tokens)
+    attention = weights["model"]["layers"][0]["input_layernorm"]["weight"]
+    rows = np.array(weights["model"]["embed_tokens"]["weight"], np.float64)[tokens]
+    rows /= np.sqrt((rows**2).mean(axis=-1, keepdims=True) + 1e-5)
+    expected = ((rows * np.array(attention)) ** 2).mean(axis=(0, 1))
+    np.testing.assert_allclose(importance["blk.0.attn_q"], expected, rtol=1e-3)
+    # A file with other norms is another model.
+    judge.model.model.norm.weight = 2 * unit
+    assert abs(judge.measure(tmp_path / "dense.gguf")["kl"]).max() < 1e-9
 
 
 def test_larger_model_goes_through_all_stages(tmp_path):

@@ -1,10 +1,15 @@
-"""Runs whose model is a GGUF file."""
+"""Runs whose model is a GGUF file, or was quantized to its blocks."""
 
 import json
+import shutil
 
+import mlx.core as mx
 import pytest
+from lmx.config.quant_spec import QuantSpec
+from lmx.convert.gguf import dense_blocks
 from lmx.convert.gguf.writer import write
 from lmx.models.loader import load
+from lmx.quantization.packing import pack
 from tiny_runs import TRAIN, Run
 
 pytest.importorskip("gguf")
@@ -26,3 +31,22 @@ def test_exports_of_a_gguf_model_name_its_class_and_a_base_that_loads(tmp_path, 
     imported = load(peft["base_model_name_or_path"], adapter=run.output / "adapters")
     assert imported.config["model_type"] == "llama"
     assert json.loads((imported.path / "config.json").read_text())["architectures"]
+
+
+@pytest.mark.parametrize("mode", ["q3_k", "q6_k"])
+def test_a_stage_warns_of_a_model_in_dense_blocks(make_checkpoint, tmp_path, mode):
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 128}
+    source = make_checkpoint(dtype="float32", **sizes)
+    assert not dense_blocks.count(source)
+    folder = shutil.copytree(source, tmp_path / "blocks")
+    weights = mx.load(str(source / "model.safetensors"))
+    spec = QuantSpec(mode=mode)
+    matrices = {name for name, value in weights.items() if value.ndim == 2}
+    for name in matrices:
+        weights[name] = pack(weights[name], spec, mx.float16)["weight"]
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    assert dense_blocks.count(folder) == {mode.upper(): len(matrices)}
+    run = Run(tmp_path, {"quantize": {"method": "rtn", "bits": 4}}, model=folder)
+    assert run() == 0
+    text = f"{len(matrices)} dense layers of the model were quantized to {mode.upper()}"
+    assert text in run.log

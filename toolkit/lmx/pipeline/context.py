@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ..config.data import DataConfig
 from ..config.model import ModelConfig
+from ..convert.gguf import dense_blocks
 from ..convert.importers import resolve_checkpoint
 from ..data.splits import Splits
 from ..errors import UserError
@@ -231,6 +232,20 @@ class StageContext:
         """
         if self.current and self.current.model == self.base:
             require_finite(self.base)
+
+    def warn_of_dense_blocks(self) -> None:
+        """Warn if the recipe's model was quantized to blocks that MLX lacks.
+
+        Such layers are dense, so that the stage takes them for unquantized ones.
+        """
+        if not self.current or self.current.model != self.base:
+            return
+        for ggml_type, layers in sorted(dense_blocks.count(self.base).items()):
+            self.logger.warning(
+                f"{layers} dense layers of the model were quantized to {ggml_type}: "
+                "this stage changes their weights, and they leave these blocks. Start "
+                "from the model before it was quantized, if you have it"
+            )
 
     @property
     def initial_model(self) -> Path:

@@ -86,6 +86,7 @@ class QuantizeStage(Stage):
 
         config, reference = self.config, context.current.model
         context.require_finite_base()
+        context.warn_of_dense_blocks()
         loaded = context.load(reference, compute="stored", lazy=True)
         selection = select_layers(loaded.model, config)
         for path, reason in sorted(selection.skipped.items()):

@@ -132,6 +132,7 @@ class TrainStage(Stage):
         config, ranks = self.config, context.ranks
         with ranks.collective_errors():
             if ranks.is_first:
+                context.warn_of_dense_blocks()
                 create_from_scratch(context)
         with ranks.collective_errors():
             baseline = None
