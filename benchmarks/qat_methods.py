@@ -12,7 +12,11 @@ CODES_LR_RATIO = {2: 1.0, 3: 0.3}
 # Additional steps of the methods that train after everything else, as a share.
 EXTRA_STEPS = 0.2
 ADAPTER = {"type": "lora", "rank": RANK}
+FLOAT_MODES = ("nvfp4", "mxfp4", "mxfp8")
+BITS = (2, 3, 4, 5, 6, 8)
+ALL_GRIDS = (*BITS, *FLOAT_MODES)
 Stages = list[dict]
+Grid = int | str
 
 
 @dataclass(frozen=True)
@@ -20,18 +24,19 @@ class Method:
     """A way to make a quantized model.
 
     Attributes:
-        stages: recipe stages for (arguments, bits).
-        start: method whose model, at the same bits, it starts from; None = the base.
+        stages: recipe stages for (arguments, grid).
+        start: method whose model, on the same grid, it starts from; None = the base.
         baseline: full-precision method that it is compared with.
-        bits: supported widths; empty = not quantized, run once.
+        grids: affine bit widths and floating-point modes that it supports; empty = not
+            quantized, run once.
         fused: mlx_lm fuses the adapter into the quantized weights.
     """
 
     name: str
-    stages: Callable[[Namespace, int], Stages]
+    stages: Callable[[Namespace, Grid], Stages]
     start: str | None = None
     baseline: str = "full"
-    bits: tuple[int, ...] = (2, 3, 4, 5, 6, 8)
+    grids: tuple[Grid, ...] = BITS
     fused: bool = False
 
 
@@ -51,13 +56,15 @@ def _train(arguments: Namespace, fraction: float = 1.0, **settings) -> dict:
     return {"train": block | settings}
 
 
-def _grid(bits: int, **settings) -> dict:
-    return {"bits": bits, "group_size": GROUP_SIZE} | settings
+def _grid(grid: Grid, **settings) -> dict:
+    if grid in FLOAT_MODES:
+        return {"mode": grid} | settings
+    return {"bits": grid, "group_size": GROUP_SIZE} | settings
 
 
-def _gptq(arguments: Namespace, bits: int) -> Stages:
-    """GPTQ on the completions of the training examples, with scale tuning."""
-    steps = arguments.scale_tuning_steps
+def _gptq(arguments: Namespace, grid: Grid) -> Stages:
+    """GPTQ on the completions of the examples. Scales of affine grids are tuned."""
+    steps = 0 if grid in FLOAT_MODES else arguments.scale_tuning_steps
     block = {
         "method": "gptq",
         "calibration": {
@@ -70,107 +77,125 @@ def _gptq(arguments: Namespace, bits: int) -> Stages:
         # The inputs of a single task are well covered, so less dampening is enough.
         "dampening_frac": 0.003,
     }
-    return [{"quantize": block | _grid(bits)}]
+    return [{"quantize": block | _grid(grid)}]
 
 
-def _rtn(_: Namespace, bits: int) -> Stages:
-    return [{"quantize": {"method": "rtn"} | _grid(bits)}]
+def _rtn(_: Namespace, grid: Grid) -> Stages:
+    return [{"quantize": {"method": "rtn"} | _grid(grid)}]
 
 
 def _qat(quantizer: str) -> Callable[..., Stages]:
     """QAT from the first step."""
 
-    def stages(arguments: Namespace, bits: int, **settings) -> Stages:
-        return [_train(arguments, qat=_grid(bits, quantizer=quantizer, **settings))]
+    def stages(arguments: Namespace, grid: Grid, **settings) -> Stages:
+        return [_train(arguments, qat=_grid(grid, quantizer=quantizer, **settings))]
 
     return stages
 
 
-def _bit_schedule(arguments: Namespace, bits: int) -> Stages:
-    """A fifth of the steps at 8 bits, a fifth at 4, the others at `bits`."""
+def _bit_schedule(arguments: Namespace, grid: Grid) -> Stages:
+    """A fifth of the steps at 8 bits, a fifth at 4, the others at `grid` bits."""
     steps = max(1, arguments.steps // 5)
-    schedule = [{"bits": wide, "steps": steps} for wide in (8, 4) if wide > bits]
-    return _qat("lsq")(arguments, bits, bit_schedule=schedule)
+    schedule = [{"bits": wide, "steps": steps} for wide in (8, 4) if wide > grid]
+    return _qat("lsq")(arguments, grid, bit_schedule=schedule)
 
 
-def _late_qat(arguments: Namespace, bits: int) -> Stages:
+def _late_qat(arguments: Namespace, grid: Grid) -> Stages:
     """Full precision for a fraction of the steps, then fake quantization."""
     begin = round(arguments.fp_fraction * arguments.steps)
-    return _qat("lsq")(arguments, bits, fake_quant_after_n_steps=begin)
+    return _qat("lsq")(arguments, grid, fake_quant_after_n_steps=begin)
 
 
-def _from_codes(arguments: Namespace, bits: int, **settings) -> Stages:
+def _from_codes(arguments: Namespace, grid: Grid, **settings) -> Stages:
     """Full precision for a fraction of the steps, GPTQ, then QAT from its codes.
 
     More bits leave less error to repair, and a high learning rate undoes more.
     """
     fraction = arguments.fp_fraction
     settings = {
-        "qat": _grid(bits, quantizer="lsq"),
+        "qat": _grid(grid, quantizer="lsq"),
         # The checkpoints include the quantized model itself.
         "load_best_at_end": True,
-        "learning_rate": arguments.codes_learning_rate * CODES_LR_RATIO.get(bits, 0.1),
+        "learning_rate": arguments.codes_learning_rate * CODES_LR_RATIO.get(grid, 0.1),
     } | settings
     return [
         _train(arguments, fraction),
-        *_gptq(arguments, bits),
+        *_gptq(arguments, grid),
         _train(arguments, 1 - fraction, **settings),
     ]
 
 
-def _from_codes_distill(arguments: Namespace, bits: int) -> Stages:
+def _from_codes_distill(arguments: Namespace, grid: Grid) -> Stages:
     """As `_from_codes`, with the model before GPTQ as teacher."""
     teacher = {"ce_weight": arguments.ce_weight}
-    return _from_codes(arguments, bits, teacher=teacher)
+    return _from_codes(arguments, grid, teacher=teacher)
 
 
-def _from_gptq(arguments: Namespace, bits: int) -> Stages:
+def _from_gptq(arguments: Namespace, grid: Grid) -> Stages:
     """GPTQ of the base, then all steps as QAT from its codes."""
-    grid = _grid(bits, quantizer="lsq")
-    return [*_gptq(arguments, bits), _train(arguments, qat=grid)]
+    quantizer = "fixed_scale" if grid in FLOAT_MODES else "lsq"
+    qat = _grid(grid, quantizer=quantizer)
+    return [*_gptq(arguments, grid), _train(arguments, qat=qat)]
 
 
-def _after_gptq(arguments: Namespace, bits: int) -> Stages:
+def _after_gptq(arguments: Namespace, grid: Grid) -> Stages:
     """QAT from the codes of a quantized model with its baseline as teacher."""
     stage = _train(
         arguments,
         EXTRA_STEPS,
-        qat=_grid(bits, quantizer="lsq", latent_init="codes"),
+        qat=_grid(grid, quantizer="lsq", latent_init="codes"),
         teacher={"model": str(arguments.baseline)},
         load_best_at_end=True,
-        learning_rate=arguments.codes_learning_rate * CODES_LR_RATIO.get(bits, 0.1),
+        learning_rate=arguments.codes_learning_rate * CODES_LR_RATIO.get(grid, 0.1),
     )
     stage["train"]["eval_steps"] = max(1, stage["train"]["steps"] // 5)
     return [stage]
 
 
-def _lora(arguments: Namespace, _: int, **settings) -> Stages:
+def _distill(quantizer: str) -> Callable[..., Stages]:
+    """QAT from the unquantized baseline, which is also the teacher."""
+
+    def stages(arguments: Namespace, grid: Grid) -> Stages:
+        teacher = {"model": str(arguments.baseline)}
+        rate = arguments.codes_learning_rate * CODES_LR_RATIO.get(grid, 0.1)
+        qat = _grid(grid, quantizer=quantizer)
+        return [_train(arguments, qat=qat, teacher=teacher, learning_rate=rate)]
+
+    return stages
+
+
+def _lora(arguments: Namespace, _: Grid, **settings) -> Stages:
     rate = arguments.lora_learning_rate
     return [_train(arguments, adapter=ADAPTER, learning_rate=rate, **settings)]
 
 
-def _lora_qat(arguments: Namespace, bits: int) -> Stages:
-    return _lora(arguments, bits, qat=_grid(bits))
+def _lora_qat(arguments: Namespace, grid: Grid) -> Stages:
+    return _lora(arguments, grid, qat=_grid(grid))
 
 
-def _qlora(arguments: Namespace, bits: int) -> Stages:
-    return [*_rtn(arguments, bits), *_lora(arguments, bits)]
+def _qlora(arguments: Namespace, grid: Grid) -> Stages:
+    return [*_rtn(arguments, grid), *_lora(arguments, grid)]
 
 
 METHODS = (
-    Method("full", lambda a, _: [_train(a)], bits=()),
-    Method("rtn", _rtn, "full"),
-    Method("gptq", _gptq, "full"),
-    Method("qat minmax", _qat("minmax")),
+    Method("full", lambda a, _: [_train(a)], grids=()),
+    Method("rtn", _rtn, "full", grids=ALL_GRIDS),
+    Method("gptq", _gptq, "full", grids=ALL_GRIDS),
+    Method("qat minmax", _qat("minmax"), grids=ALL_GRIDS),
+    Method("qat fixed_scale", _qat("fixed_scale"), grids=ALL_GRIDS),
     Method("qat lsq", _qat("lsq")),
     Method("qat late", _late_qat),
     Method("qat bit schedule", _bit_schedule),
-    Method("qat ternary", _qat("ternary"), bits=(2,)),
-    Method("qat from gptq", _from_gptq),
+    Method("qat ternary", _qat("ternary"), grids=(2,)),
+    Method("qat from gptq", _from_gptq, grids=ALL_GRIDS),
     Method("qat from codes", _from_codes),
     Method("qat from codes, distill", _from_codes_distill),
     Method("qat after gptq, distill", _after_gptq, "gptq"),
-    Method("lora", _lora, baseline="lora", bits=()),
+    Method("qat minmax, distill", _distill("minmax"), "full", grids=ALL_GRIDS),
+    Method(
+        "qat fixed_scale, distill", _distill("fixed_scale"), "full", grids=ALL_GRIDS
+    ),
+    Method("lora", _lora, baseline="lora", grids=()),
     Method("rtn of lora", _rtn, "lora", "lora"),
     Method("rtn of the base", _rtn, None, "lora"),
     Method("lora qat", _lora_qat, None, "lora"),

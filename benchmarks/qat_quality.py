@@ -17,16 +17,26 @@ from itertools import islice
 from pathlib import Path
 
 import qat_table
-from qat_methods import DATA, EXTRA_STEPS, GROUP_SIZE, METHODS, Method
+from qat_methods import (
+    DATA,
+    EXTRA_STEPS,
+    FLOAT_MODES,
+    GROUP_SIZE,
+    METHODS,
+    Grid,
+    Method,
+)
 
 HEADER = """\
-{model}: {steps} steps of {batch_size} examples, groups of {group_size}; {seeds} seeds.
+{model}: {steps} steps of {batch_size} examples; {seeds} seeds. Affine grids have groups
+of {group_size}.
 recovered = (RTN - method) / (RTN - baseline), of the loss and of the KL to the baseline
 on test examples, in nats per token; errors by pairs of examples for one seed, else by
 seeds. late: fake quantization after {fp_fraction:.0%} of the steps; from codes: these
 steps in full precision, then gptq, then QAT from its codes; distill: with the model
-before gptq as teacher; after gptq: {extra:.0%} more steps, without labels. CPU s =
-processor time of the method, without that of its start model."""
+before gptq as teacher; after gptq: {extra:.0%} more steps, without labels; minmax and
+fixed_scale, distill: after all steps in full precision, as many with the baseline as
+teacher. CPU s = processor time of the method, without that of its start model."""
 
 
 def main() -> None:
@@ -38,15 +48,15 @@ def main() -> None:
         for method in METHODS:
             if arguments.methods and method.name not in arguments.methods:
                 continue
-            for bits in arguments.bits if method.bits else [None]:
-                if bits is None or bits in method.bits:
-                    get_result(method, seed, bits, arguments)
-    for bits in arguments.bits:
+            for grid in arguments.grids if method.grids else [None]:
+                if grid is None or grid in method.grids:
+                    get_result(method, seed, grid, arguments)
+    for grid in arguments.grids:
         results = {
-            method.name: [read_result(method, seed, bits, arguments) for seed in seeds]
+            method.name: [read_result(method, seed, grid, arguments) for seed in seeds]
             for method in METHODS
         }
-        qat_table.print_tables(bits, METHODS, results)
+        qat_table.print_tables(grid, METHODS, results)
 
 
 def _arguments() -> argparse.Namespace:
@@ -58,7 +68,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--max-seq-length", type=int, default=64)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--bits", type=int, nargs="+", default=[4, 3, 2])
+    parser.add_argument(
+        "--grids",
+        type=lambda name: name if name in FLOAT_MODES else int(name),
+        nargs="+",
+        default=[4, 3, 2],
+        help=f"affine bit widths, or {', '.join(FLOAT_MODES)}",
+    )
     parser.add_argument("--steps", type=int, default=250, help="of every method")
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
@@ -86,7 +102,7 @@ def _arguments() -> argparse.Namespace:
 
 def _require_same_settings(arguments: argparse.Namespace) -> None:
     """Exit if the folder has results of other settings."""
-    ignored = ("seeds", "first_seed", "bits", "methods", "folder")
+    ignored = ("seeds", "first_seed", "grids", "methods", "folder")
     settings = {key: v for key, v in vars(arguments).items() if key not in ignored}
     settings["data"] = str(arguments.data)
     arguments.folder.mkdir(parents=True, exist_ok=True)
@@ -97,34 +113,34 @@ def _require_same_settings(arguments: argparse.Namespace) -> None:
         sys.exit(f"{arguments.folder} has results of other settings: {stored}")
 
 
-def _run_folder(method: Method, seed: int, bits: int | None, arguments) -> Path:
+def _run_folder(method: Method, seed: int, grid: Grid | None, arguments) -> Path:
     name = method.name.replace(",", "").replace(" ", "-")
-    return arguments.folder / f"{seed}-{name}{f'-{bits}' if method.bits else ''}"
+    return arguments.folder / f"{seed}-{name}{f'-{grid}' if method.grids else ''}"
 
 
-def read_result(method: Method, seed: int, bits: int | None, arguments) -> dict | None:
+def read_result(method: Method, seed: int, grid: Grid | None, arguments) -> dict | None:
     """The stored result, or None."""
-    file = _run_folder(method, seed, bits, arguments).with_suffix(".json")
+    file = _run_folder(method, seed, grid, arguments).with_suffix(".json")
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def get_result(method: Method, seed: int, bits: int | None, arguments) -> dict:
+def get_result(method: Method, seed: int, grid: Grid | None, arguments) -> dict:
     """The stored result, or run or resume the method and evaluate its model."""
-    if stored := read_result(method, seed, bits, arguments):
+    if stored := read_result(method, seed, grid, arguments):
         return stored
-    folder = _run_folder(method, seed, bits, arguments)
+    folder = _run_folder(method, seed, grid, arguments)
     by_name = {m.name: m for m in METHODS}
     baseline, start = by_name[method.baseline], by_name.get(method.start)
     for other in (baseline, start):
         if other and other is not method:
-            get_result(other, seed, bits if other.bits else None, arguments)
+            get_result(other, seed, grid if other.grids else None, arguments)
     if method is not baseline:
         arguments.baseline = _model(_run_folder(baseline, seed, None, arguments))
     model = arguments.model
     if start:
-        model = _model(_run_folder(start, seed, bits, arguments))
+        model = _model(_run_folder(start, seed, grid, arguments))
     wall, cpu = time.perf_counter(), _child_cpu_seconds()
-    facts = _run(folder, str(model), method, seed, bits, arguments)
+    facts = _run(folder, str(model), method, seed, grid, arguments)
     result = {
         "trained_loss": facts.get("validation_loss"),
         "seconds": time.perf_counter() - wall,
@@ -150,14 +166,14 @@ def _child_cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _run(folder: Path, model: str, method: Method, seed: int, bits, arguments) -> dict:
+def _run(folder: Path, model: str, method: Method, seed: int, grid, arguments) -> dict:
     """Run the recipe of a method; returns the facts of its last stage."""
     recipe = {
         "model": str(Path(model).absolute()) if Path(model).exists() else model,
         "data": {split: _file(split, arguments) for split in ("train", "valid")},
         "seed": seed,
         "output": str(folder.absolute()),
-        "stages": method.stages(arguments, bits),
+        "stages": method.stages(arguments, grid),
     }
     recipe["data"] |= {
         "max_seq_length": arguments.max_seq_length,

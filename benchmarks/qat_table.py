@@ -19,10 +19,14 @@ GAINS = ("method", "base, RTN", "in training", "exported", "gain retained", "±"
 GAINS_ROW = "{:24}{:>15}{:>13}{:>10}{:>15}{:>8}"
 
 
-def print_tables(bits: int, methods, results: dict[str, list[dict | None]]) -> None:
-    """The tables of one width, for methods with a result of every seed."""
+def print_tables(
+    grid: int | str, methods, results: dict[str, list[dict | None]]
+) -> None:
+    """The tables of one grid, for methods with a result of every seed."""
     complete = {name: runs for name, runs in results.items() if all(runs)}
-    print(f"\n{bits} bits\n" + ROW.format(*COLUMNS))
+    print(
+        f"\n{grid}{' bits' if isinstance(grid, int) else ''}\n" + ROW.format(*COLUMNS)
+    )
     for method in methods:
         rtn = complete.get("rtn of lora" if method.baseline == "lora" else "rtn")
         if method.name in complete and method.baseline in complete and rtn:

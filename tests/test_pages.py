@@ -92,9 +92,9 @@ SMALL_BENCHMARKS = {
     "--seq-length 64",
     "qat_step": "--hidden-size 64 --num-layers 1 --vocab-size 512 --batch-size 2 "
     "--seq-length 32 --steps 3 --quantizers minmax lsq",
-    "qat_quality": "--model small-base --seeds 1 --bits 2 --steps 2 --batch-size 4 "
-    "--scale-tuning-steps 1 --max-samples 40 --num-calibration-tokens 1024 "
-    "--methods rtn 'qat minmax'",
+    "qat_quality": "--model small-base --seeds 1 --grids 2 nvfp4 --steps 2 "
+    "--batch-size 4 --scale-tuning-steps 1 --max-samples 40 "
+    "--num-calibration-tokens 1024 --methods rtn 'qat minmax'",
     "draft_quality": "--model small-base --seeds 1 --num-prompts 8 "
     "--num-eval-prompts 4 --num-test-prompts 2 --max-tokens 8 --steps 2 "
     "--batch-tokens 512 --num-layers 1",

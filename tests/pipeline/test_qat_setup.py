@@ -131,7 +131,24 @@ def test_full_training_of_quantized_model_is_refused(mixed_model):
         prepare(TrainConfig(**COMMON), mixed_model, NullLogger())
 
 
-def test_floating_point_codes_cannot_be_trained(make_checkpoint, tmp_path):
+@pytest.mark.parametrize(
+    ("qat", "message"),
+    [
+        ({"mode": "mxfp4", "quantizer": "minmax"}, "would quantize it again"),
+        (
+            {"mode": "mxfp4", "fake_quant_after_n_steps": 1},
+            "would quantize it again",
+        ),
+        ({"mode": "nvfp4"}, "quantized to 4 bits in groups of 32 .mxfp4."),
+        (
+            {"mode": "nvfp4", "quantize_activations": True},
+            "does not quantize its activations",
+        ),
+    ],
+)
+def test_floating_point_model_is_never_quantized_again(
+    make_checkpoint, tmp_path, qat, message
+):
     loaded = load(make_checkpoint(), compute="stored")
     weights = dict(mx.load(str(loaded.path / "model.safetensors")))
     spec = QuantSpec(mode="mxfp4")
@@ -140,12 +157,11 @@ def test_floating_point_codes_cannot_be_trained(make_checkpoint, tmp_path):
     write_model(
         tmp_path / "mx", loaded, weights, QuantizationPlan({UP: spec}, {}), packed
     )
-    with pytest.raises(UserError, match="only affine quantization can be trained"):
-        prepare(
-            config(quantizer="lsq"),
-            load(tmp_path / "mx", compute="stored"),
-            NullLogger(),
-        )
+    quantized = load(tmp_path / "mx", compute="stored")
+    prepared = prepare(config(mode="mxfp4"), quantized, NullLogger())
+    assert prepared.qat.quantizer == "fixed_scale"
+    with pytest.raises(UserError, match=message):
+        prepare(config(**qat), quantized, NullLogger())
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def to_float64(*arrays):
 
 
 def test_config_lists_all_quantizers():
-    names = typing.get_args(QATConfig.model_fields["quantizer"].annotation)
-    assert set(names) == set(QUANTIZERS)
+    choices, _ = typing.get_args(QATConfig.model_fields["quantizer"].annotation)
+    assert set(typing.get_args(choices)) == set(QUANTIZERS)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -415,7 +415,18 @@ def bit_schedule(*widths):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"mode": "mxfp4", "quantizer": "lsq"}, "mxfp4 has no trainable scales"),
+        (
+            {"mode": "mxfp4", "quantizer": "lsq"},
+            "mxfp4 has no trainable scales: use quantizer: minmax or fixed_scale",
+        ),
+        (
+            {"mode": "q4_0", "quantizer": "fixed_scale"},
+            "q4_0 has no trainable scales: use quantizer: minmax .type",
+        ),
+        (
+            {"mode": "nvfp4", "scale_lr_multiplier": 1.0},
+            "does not apply to quantizer: fixed_scale",
+        ),
         (
             {"mode": "nvfp4", "quantizer": "scales_only"},
             "nvfp4 has no trainable scales",

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from .base import ConfigModel
-from .quant_spec import Bits, QuantizationConfig
+from .quant_spec import FLOAT_MODES, Bits, QuantizationConfig, QuantSpec
 
 # Quantizers with three or four levels around zero.
 SYMMETRIC_QUANTIZERS = ("seq", "ternary")
@@ -14,6 +14,8 @@ SYMMETRIC_QUANTIZERS = ("seq", "ternary")
 CONTINUES_FROM_CODES = ("lsq", "scales_only", "fixed_scale")
 # Quantizers whose trained parameters do not depend on the number of bits.
 ANY_WIDTH_QUANTIZERS = ("minmax", "lsq")
+# Quantizers of the floating-point modes.
+FLOAT_QUANTIZERS = ("minmax", "fixed_scale")
 
 
 class BitScheduleStep(ConfigModel):
@@ -29,17 +31,19 @@ class QATConfig(QuantizationConfig):
     """Quantization-aware training: the forward pass uses the exported, dequantized
     weights; gradients pass through the rounding (straight-through estimator)."""
 
-    quantizer: Literal[
-        "minmax", "lsq", "scales_only", "fixed_scale", "seq", "ternary"
-    ] = "minmax"
+    quantizer: (
+        Literal["minmax", "lsq", "scales_only", "fixed_scale", "seq", "ternary"] | None
+    ) = None
     """minmax: MLX's scale and bias of the current weights. lsq: trained scales and
     biases (LSQ, arXiv 1902.08153). fixed_scale: scales and biases stay as initialized;
     only codes change. scales_only: codes stay; only scales and biases are trained
     (EfficientQAT's E2E-QP, arXiv 2407.11062). seq: 2 bits, levels -3, -1, 1, 3 times a
     trained scale (SEQ of ParetoQ, arXiv 2502.02631). ternary: 2 bits, levels -1, 0, 1
     times a trained scale. lsq, scales_only and fixed_scale can continue from a
-    quantized model; there, an adapter uses fixed_scale unless you choose another
-    quantizer."""
+    quantized model. The modes mxfp4, nvfp4 and mxfp8 have minmax and fixed_scale; those
+    of GGUF have minmax. Default: fixed_scale in mxfp4, nvfp4 and mxfp8 (minmax with
+    fake_quant_after_n_steps or bit_schedule) and for an adapter on a quantized model;
+    else minmax."""
     scale_init: Literal["minmax", "mse"] = "mse"
     """Initial scales and biases. minmax: the range of the weights; mse: the smallest
     squared rounding error. A quantized model keeps its stored ones."""
@@ -68,26 +72,47 @@ class QATConfig(QuantizationConfig):
         durations = (phase.steps for phase in self.bit_schedule)
         return [*accumulate([self.fake_quant_after_n_steps, *durations])]
 
-    @property
-    def learned_per_group(self) -> int:
-        """Trained quantizer parameters per group."""
-        if self.quantizer in ("minmax", "fixed_scale"):
+    def quantizer_for(self, spec: QuantSpec) -> str:
+        """The quantizer of a layer.
+
+        A model or an override may ask for other bits in some layers, or for another
+        mode. A layer that this quantizer does not fit has another one.
+        """
+        name = self.quantizer
+        if spec.mode in FLOAT_MODES:
+            if name in FLOAT_QUANTIZERS:
+                return name
+            # Fixed scales are those of the weights before the first step.
+            return "minmax" if self.phase_starts[-1] else "fixed_scale"
+        if spec.mode != "affine":
+            return "minmax"
+        if name in SYMMETRIC_QUANTIZERS and spec.bits != 2:
+            return "lsq"
+        return name or "minmax"
+
+    def learned_per_group(self, spec: QuantSpec) -> int:
+        """Trained quantizer parameters per group of a layer."""
+        name = self.quantizer_for(spec)
+        if name in ("minmax", "fixed_scale"):
             return 0
-        return 1 if self.quantizer in SYMMETRIC_QUANTIZERS else 2
+        return 1 if name in SYMMETRIC_QUANTIZERS else 2
+
+    def is_straight_through(self, spec: QuantSpec) -> bool:
+        """Whether a weight of a layer has the gradient of its quantized weight."""
+        return self.quantizer_for(spec) == "minmax" or spec.mode in FLOAT_MODES
 
     def for_quantized_model(self, *, adapts: bool) -> "QATConfig":
-        """The config for a quantized base; an adapter defaults to fixed_scale."""
-        if adapts and self.quantizer == "minmax" and not self.fake_quant_after_n_steps:
+        """The config for a quantized base, where the default differs."""
+        if self.quantizer or self.phase_starts[-1]:
+            return self
+        if adapts or self.mode in FLOAT_MODES:
             return self.model_copy(update={"quantizer": "fixed_scale"})
         return self
 
     @model_validator(mode="after")
     def _check_keys_fit_quantizer(self):
-        quantizer = self.quantizer
-        if quantizer != "minmax" and self.mode != "affine":
-            raise ValueError(
-                f"{self.mode} has no trainable scales: use quantizer: minmax"
-            )
+        quantizer = self.quantizer or self.quantizer_for(self)
+        self._check_mode(quantizer)
         if quantizer in SYMMETRIC_QUANTIZERS and self.bits != 2:
             raise ValueError(f"quantizer: {quantizer} needs bits: 2")
         scale_keys = self.scale_init, self.scale_lr_multiplier
@@ -122,8 +147,20 @@ class QATConfig(QuantizationConfig):
             self._check_bit_schedule()
         return self
 
+    def _check_mode(self, quantizer: str):
+        names = ("minmax",)
+        if self.mode in FLOAT_MODES:
+            names = FLOAT_QUANTIZERS
+        if self.mode != "affine" and quantizer not in names:
+            raise ValueError(
+                f"{self.mode} has no trainable scales: use quantizer: "
+                + " or ".join(names)
+            )
+
     def _check_bit_schedule(self):
-        if self.quantizer not in ANY_WIDTH_QUANTIZERS or self.mode != "affine":
+        if self.quantizer_for(self) not in ANY_WIDTH_QUANTIZERS or (
+            self.mode != "affine"
+        ):
             raise ValueError(
                 "bit_schedule needs mode: affine and quantizer: minmax or lsq"
             )

@@ -278,7 +278,8 @@ def training_cost(
         specs = {path: spec for path, spec in specs.items() if path in adapted}
     sizes = {path: prod(matrices[f"{path}.weight"]) for path in specs}
     for path, spec in specs.items():
-        trained_sizes += config.qat.learned_per_group * [sizes[path] // spec.group_size]
+        groups = sizes[path] // spec.group_size
+        trained_sizes += config.qat.learned_per_group(spec) * [groups]
     trained = sum(trained_sizes)
     masters_are_weights = _masters_are_weights(config, compute)
     masters = 0 if masters_are_weights else 4 * trained
@@ -289,7 +290,8 @@ def training_cost(
     backward = _activations(shape, matrices, batch, compute, config)
     backward += _loss(shape, batch, config)
     if config.qat:
-        backward += _quantizer_bytes(sum(sizes.values()), config, compute)
+        sizes_and_specs = [(sizes[path], spec) for path, spec in specs.items()]
+        backward += _quantizer_bytes(sizes_and_specs, config, compute)
     shards = process_count() if config.fsdp else 1
     memory = {
         "weights": (shape.bytes + masters) // shards + computed,
@@ -424,17 +426,22 @@ def _masters_are_weights(config: TrainConfig, compute: int) -> bool:
     return config.adapter is None and compute == 4 and not config.fsdp
 
 
-def _quantizer_bytes(weights: int, config: TrainConfig, compute: int) -> int:
-    """Bytes that the fake quantizers of so many weights keep for the backward pass.
+def _quantizer_bytes(
+    layers: list[tuple[int, QuantSpec]], config: TrainConfig, compute: int
+) -> int:
+    """Bytes that fake quantizers keep for the backward pass.
 
     The quantized weights replace the weights that are computed with, unless those are
     the masters. A quantizer that is not straight-through also keeps the sum of weight
     and adapter; with trained scales also the gradient of that sum.
     """
-    size = compute * _masters_are_weights(config, compute)
-    if config.adapter and config.qat.quantizer != "minmax":
-        size += 8 if config.qat.learned_per_group else 4
-    return size * weights
+    total, of_weight = 0, compute * _masters_are_weights(config, compute)
+    for weights, spec in layers:
+        size = of_weight
+        if config.adapter and not config.qat.is_straight_through(spec):
+            size += 8 if config.qat.learned_per_group(spec) else 4
+        total += size * weights
+    return total
 
 
 def _loss(shape: ModelShape, batch: BatchShape, config: TrainConfig) -> int:

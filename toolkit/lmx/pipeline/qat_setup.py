@@ -16,7 +16,7 @@ from ..quantization.dequantize import (
     layer_specs,
     packed_layers,
 )
-from ..quantization.qat.quantizers import QUANTIZERS
+from ..quantization.qat.quantizers import make_quantizer
 from ..quantization.target_layers import QuantizationPlan, select_layers
 from ..run.logger import RunLogger
 
@@ -64,11 +64,11 @@ def prepare(
     if config.keeps_codes:
         return _with_fixed_codes(loaded)
     qat, place = config.qat, str(loaded.path)
-    if has_quantized_inputs(loaded.model):
+    if has_quantized_inputs(loaded.model) and not (qat and qat.quantize_activations):
         raise UserError(
             "this model quantizes its activations, and the trained model would not",
             place=place,
-            hint="start from the unquantized model, with quantize_activations in `qat`",
+            hint="add quantize_activations: true to `qat`",
         )
     if "quantization" in loaded.config:
         if qat:
@@ -128,7 +128,11 @@ def _from_codes(
     qat = config.qat.for_quantized_model(adapts=config.adapter is not None)
     specs = layer_specs(loaded.model)
     _require_same_specs(qat, specs, loaded)
-    selection = QuantizationPlan(specs, _unquantized_layers(loaded))
+    selection = QuantizationPlan(
+        specs,
+        _unquantized_layers(loaded),
+        quantize_activations=qat.quantize_activations,
+    )
     dtype = loaded.dtype if qat.quantizer == "scales_only" else mx.float32
     dequantized, packed = dequantized_model(loaded, dtype)
     logger.info(f"training continues from the codes of {len(packed)} layers")
@@ -144,11 +148,10 @@ def _from_codes(
 def _init_latent_weights(model: QATModel, key: mx.array) -> None:
     """Move latent weights from their dequantized values, inside the same codes."""
     modules = dict(model.loaded.model.named_modules())
-    quantizer_class = QUANTIZERS[model.qat.quantizer]
     for path, packed in model.packed.items():
         spec, layer = model.selection.specs[path], modules[path]
         key, layer_key = mx.random.split(key)
-        quantizer = quantizer_class(spec, model.loaded.dtype, model.qat.scale_init)
+        quantizer = make_quantizer(model.qat, spec, model.loaded.dtype)
         layer.weight = quantizer.latent_within_cell(packed, layer_key)
         mx.eval(layer.weight)
 
@@ -176,8 +179,12 @@ def _require_same_specs(
     wanted = QuantSpec(**qat.model_dump(include=set(QuantSpec.model_fields)))
     by_name = {_describe(spec): spec for spec in specs.values()}
     names = ", ".join(by_name)
-    if any(spec.mode != "affine" for spec in by_name.values()):
-        raise UserError(f"only affine quantization can be trained, not {names}")
+    if qat.quantize_activations and not has_quantized_inputs(loaded.model):
+        raise UserError(
+            "this model does not quantize its activations, and the recipe does",
+            place=place,
+            hint="remove quantize_activations, or start from the unquantized model",
+        )
     if wanted not in by_name.values():
         raise UserError(
             f"the model is quantized to {names}; the recipe has {_describe(wanted)}",

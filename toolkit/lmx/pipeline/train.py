@@ -8,6 +8,7 @@ from pathlib import Path
 from ..config.data import DataConfig
 from ..config.messages import Problem
 from ..config.qat import CONTINUES_FROM_CODES, QATConfig
+from ..config.quant_spec import FLOAT_MODES
 from ..config.train import TrainConfig
 from ..run.distributed import ProcessGroup
 from ..run.html.page import draw_curves
@@ -65,9 +66,12 @@ class TrainStage(Stage):
             yield Problem(adapter_path, message, hint, "key")
         if state.quantization is None:
             return
-        if (state.config | state.quantization).get("quantize_activations"):
+        is_activation_quantized = (state.config | state.quantization).get(
+            "quantize_activations"
+        )
+        if is_activation_quantized and not raw.value("qat", "quantize_activations"):
             message = "the model quantizes its activations here; it cannot be trained"
-            hint = "train first, with quantize_activations in `qat`"
+            hint = "train with quantize_activations in `qat`"
             yield Problem(raw.path, message, hint, "key")
         elif has_qat:
             yield from _check_qat_of_codes(raw, state.quantization)
@@ -206,12 +210,15 @@ def _keeps_codes(raw: RawStage) -> bool:
 def _check_qat_of_codes(raw: RawStage, before: dict) -> Iterator[Problem]:
     """Why a qat block cannot continue from a quantized model's codes."""
     path = (*raw.path, "qat")
-    quantizer = raw.value("qat", "quantizer") or "minmax"
-    # An adapter has the quantizer fixed_scale unless the recipe names another.
-    keeps = quantizer == "minmax" and raw.value("adapter") is not None
-    if quantizer not in CONTINUES_FROM_CODES and not keeps:
+    quantizer = raw.value("qat", "quantizer")
+    # See `QATConfig.for_quantized_model`.
+    keeps = raw.value("adapter") is not None or raw.value("qat", "mode") in [
+        *FLOAT_MODES
+    ]
+    if quantizer not in CONTINUES_FROM_CODES and not (quantizer is None and keeps):
         message = (
-            f"the model is quantized here, and {quantizer} would quantize it again"
+            f"the model is quantized here, and {quantizer or 'minmax'} would quantize "
+            "it again"
         )
         yield Problem(path, message, f"{CONTINUES} continues from the codes", "key")
     for key in ("fake_quant_after_n_steps", "bit_schedule"):

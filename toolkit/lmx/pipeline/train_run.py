@@ -155,7 +155,8 @@ class TrainRun:
         if self.model.packed and current.is_quantized:
             return current.reference
         for path in self.model.packed or {}:
-            tensors = {k: packed[f"{path}.{k}"] for k in ("weight", "scales", "biases")}
+            names = {k: f"{path}.{k}" for k in ("weight", "scales", "biases")}
+            tensors = {k: packed[name] for k, name in names.items() if name in packed}
             spec = self.selection.specs[path]
             weights[f"{path}.weight"] = dequantize(tensors, spec, loaded.dtype)
         target = self.context.folder / "dense"

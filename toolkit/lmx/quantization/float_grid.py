@@ -52,3 +52,30 @@ class FloatGrid:
         mode = MODES[spec.mode]
         elements = mode.elements.values(unpack_codes(tensors["weight"], spec.bits))
         return cls(elements, mode.scales.values(tensors["scales"]))
+
+
+def fit_float_groups(target: mx.array, costs: mx.array, spec: QuantSpec) -> FloatGrid:
+    """Choose the scale of every group on its own, with nearest elements.
+
+    Args:
+        costs: float32 [K], of a squared error in each column.
+    """
+    mode, number = MODES[spec.mode], MODES[spec.mode].elements
+    groups = target.reshape(len(target), -1, spec.group_size)
+    costs = costs.reshape(-1, spec.group_size)
+    codes = mode.range_codes(mx.abs(groups).max(axis=-1).reshape(-1))
+    best = None
+    for candidate in mode.candidates(codes, mode.scales.SEARCH):
+        scales = candidate.reshape(groups.shape[:2])
+        elements = number.nearest(groups / scales[..., None], number.max)
+        misses = elements * scales[..., None] - groups
+        errors = (costs * misses * misses).sum(axis=-1)
+        if best is None:
+            best = errors, elements, scales
+        else:
+            is_better = errors < best[0]
+            elements = mx.where(is_better[..., None], elements, best[1])
+            scales = mx.where(is_better, scales, best[2])
+            best = mx.minimum(errors, best[0]), elements, scales
+        mx.eval(best)
+    return FloatGrid(best[1].reshape(target.shape), best[2])

@@ -17,9 +17,8 @@ from ...models.hooks import GradientTap, differentiable, hook_calls, is_hidden, 
 from ...run.fs import require_space
 from ...run.logger import NullLogger, RunLogger
 from ..affine_grid import AffineGrid
-from ..float_grid import FloatGrid
+from ..float_grid import FloatGrid, fit_float_groups
 from ..ptq.fisher import sampled_label_loss
-from ..ptq.float_solver import fit_float_groups
 from ..ptq.gptq_solver import fit_groups
 
 # Weights quantized at once.

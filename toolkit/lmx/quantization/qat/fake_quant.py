@@ -13,8 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ...config.qat import SYMMETRIC_QUANTIZERS, QATConfig
-from ...config.quant_spec import QuantSpec
+from ...config.qat import QATConfig
+from ...config.quant_spec import FLOAT_MODES, QuantSpec
+from ...models.float_formats import MODES
 from ...models.lora.layers import AdapterLayer
 from ...models.lora.lora_model import adapted_layers
 from ...models.qq_linear import fake_quantize_inputs
@@ -22,7 +23,7 @@ from ...models.straight_through import straight_through
 from ..bit_packing import unpack_codes
 from ..dequantize import PackedLayers
 from ..packing import dequantize
-from .quantizers import QUANTIZERS
+from .quantizers import make_quantizer
 
 
 class FakeQuant:
@@ -168,10 +169,14 @@ class FakeQuant:
         """
         changed = total = 0
         for path in self._trained:
+            spec = self._specs[path]
             before, after = (
-                unpack_codes(codes, self._specs[path].bits)
+                unpack_codes(codes, spec.bits)
                 for codes in (packed[path]["weight"], tensors[f"{path}.weight"])
             )
+            if spec.mode in FLOAT_MODES:
+                # Zero has two codes.
+                before, after = map(MODES[spec.mode].elements.values, (before, after))
             changed += (before != after).sum().item()
             total += before.size
         return changed, total
@@ -184,15 +189,9 @@ class FakeQuant:
 
     def _quantizer(self, spec: QuantSpec, min_bits: int):
         """The quantizer of a layer in a phase with at least so many bits."""
-        name = self.config.quantizer
         if spec.mode == "affine" and spec.bits < min_bits:
             spec = spec.model_copy(update={"bits": min_bits})
-        # A model may ask for other bits in some layers, or for another mode.
-        if name in SYMMETRIC_QUANTIZERS and spec.bits != 2:
-            name = "lsq"
-        if spec.mode != "affine":
-            name = "minmax"
-        return QUANTIZERS[name](spec, self.dtype, self.config.scale_init)
+        return make_quantizer(self.config, spec, self.dtype)
 
     def _is_trained(self, path: str, module: nn.Module) -> bool:
         if self.config.quantizer == "scales_only":

@@ -10,10 +10,12 @@ from typing import ClassVar
 
 import mlx.core as mx
 
-from ...config.quant_spec import QuantSpec
+from ...config.qat import QATConfig
+from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...models.straight_through import straight_through
 from ..affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
 from ..packing import dequantize, pack
+from .float_quantizers import FixedBlockScaleQuantizer
 from .ste import AffineSTE, codes_as_float
 
 FRACTION_BITS = {mx.float32: 23, mx.float16: 10, mx.bfloat16: 7}
@@ -270,3 +272,14 @@ QUANTIZERS = {
     "seq": SEQQuantizer,
     "ternary": TernaryQuantizer,
 }
+FLOAT_QUANTIZERS = {"minmax": MinMaxQuantizer, "fixed_scale": FixedBlockScaleQuantizer}
+
+
+def make_quantizer(config: QATConfig, spec: QuantSpec, dtype: mx.Dtype):
+    """The quantizer of a layer with this grid.
+
+    Args:
+        dtype: the type in which the export stores scales.
+    """
+    quantizers = FLOAT_QUANTIZERS if spec.mode in FLOAT_MODES else QUANTIZERS
+    return quantizers[config.quantizer_for(spec)](spec, dtype, config.scale_init)
