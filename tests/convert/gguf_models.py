@@ -24,6 +24,8 @@ MODELS = {
     "qwen3": {"head_dim": 32},
     "mistral": {"head_dim": 32},
     "qwen3_moe": QWEN3_MOE,
+    "mixtral": {"head_dim": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma": SQUARE | {"head_dim": 32},
     "gemma2": SQUARE
     | {
         "head_dim": 32,
@@ -43,6 +45,16 @@ MODELS = {
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
     "phi3": {},
+    "phi3 longrope": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 32,
+        "partial_rotary_factor": 0.75,
+        "rope_scaling": {
+            "type": "longrope",
+            "long_factor": [1.0, 1.5, 2.0, 4.0, 8.0, 9.0],
+            "short_factor": [1.0, 1.0, 1.0, 1.0, 1.5, 2.0],
+        },
+    },
     "granite": {
         "attention_bias": True,
         "mlp_bias": False,
@@ -53,6 +65,12 @@ MODELS = {
     },
     "smollm3": {"num_hidden_layers": 5},
     "olmo2": {},
+    "olmo3": {"sliding_window": 12},
+    "olmoe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+    },
     "glm4": {"attention_bias": True, "partial_rotary_factor": 0.5},
     "ernie4_5": {"use_bias": False},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False},
@@ -73,5 +91,17 @@ MODELS = {
 }
 
 
-def config_of(model_type):
-    return BASE | MODELS[model_type] | {"model_type": model_type}
+# Models with images, whose text part is exported.
+TEXT_PARTS = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+
+
+def config_of(name):
+    if name in TEXT_PARTS:
+        text = config_of(TEXT_PARTS[name])
+        return {"model_type": name, "text_config": text, "vocab_size": 320} | {
+            "eos_token_id": [2, 0]
+        }
+    return BASE | {"model_type": name} | MODELS[name]
+
+
+NAMES = (*MODELS, *TEXT_PARTS)

@@ -1,20 +1,32 @@
-"""llama.cpp's logits of exported models of every architecture, against MLX's."""
+"""llama.cpp's logits and tokens of exported models, against MLX's and tokenizers'."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from gguf_models import MODELS, config_of
+from gguf_models import NAMES, config_of
 from lmx.convert.gguf import architectures, blocks, writer
+from lmx.convert.gguf import tokenizer as gguf_tokenizer
 from lmx.models.loader import load
+from test_gguf_export import write_sentencepiece
+from tiny_checkpoints import TEXTS
+from tokenizers import Tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp")
 pytestmark = pytest.mark.slow
 
 LENGTH = 24
-GELU = ("gemma2", "gemma3_text", "starcoder2")
+PROBES = (
+    *TEXTS[:3],
+    gguf_tokenizer.PROBE,
+    "HelloWorld XMLHttp I'm WE'VE path/to//file; 3.14159, 123456789 ١٢٣ ½",
+    "  leading\t\ttab \n \n\nx 東京タワー 한국어 DON'T you'Re\r\n\r\nb   c",
+)
+GELU = ("gemma", "gemma2", "gemma3", "gemma3_text", "starcoder2")
 EXACT_GELU = nn.gelu_approx
 
 
@@ -60,11 +72,11 @@ def dense_float32(monkeypatch):
 
 
 @pytest.mark.usefixtures("dense_float32")
-@pytest.mark.parametrize("model_type", MODELS)
-def test_llama_cpp_computes_the_same_logits(make_checkpoint, tmp_path, model_type):
-    source = make_checkpoint(config_of(model_type), dtype="float32")
+@pytest.mark.parametrize("name", NAMES)
+def test_llama_cpp_computes_the_same_logits(make_checkpoint, tmp_path, name):
+    source = make_checkpoint(config_of(name), dtype="float32")
     # Steps of the table of GELU make small differences of the sums larger.
-    limit = 1e-3 if model_type in GELU else 1e-5
+    limit = 1e-3 if name in GELU else 1e-5
     assert relative_error(source, tmp_path / "file.gguf") < limit
 
 
@@ -84,3 +96,43 @@ def test_a_wrong_entry_changes_the_logits(
     changed = replace(architectures.BY_MODEL_TYPE[model_type], **change)
     monkeypatch.setitem(architectures.BY_MODEL_TYPE, model_type, changed)
     assert relative_error(source, tmp_path / "file.gguf") > 0.01
+
+
+def assert_same_tokens(folder, file):
+    writer.write(file, load(folder, compute="stored", lazy=True), name="name")
+    model = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for text in PROBES:
+        expected = tokenizer.encode(text, add_special_tokens=False).ids
+        assert model.tokenize(text.encode(), add_bos=False) == expected, text
+    return model.metadata
+
+
+@pytest.mark.parametrize("name", gguf_tokenizer.PRE_TOKENIZERS)
+def test_llama_cpp_makes_the_same_tokens(make_checkpoint, tmp_path, monkeypatch, name):
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.pre_tokenizer = gguf_tokenizer.byte_level_pre_tokenizer(name)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    original = gguf_tokenizer._model_metadata
+
+    def with_name(*arguments):
+        # Several names have the same patterns; an export has the first of them.
+        return original(*arguments) | {"tokenizer.ggml.pre": name}
+
+    monkeypatch.setattr(gguf_tokenizer, "_model_metadata", with_name)
+    metadata = assert_same_tokens(folder, tmp_path / "file.gguf")
+    assert metadata["tokenizer.ggml.pre"] == name
+
+
+def test_llama_cpp_makes_the_same_tokens_with_sentencepiece(make_checkpoint, tmp_path):
+    folder = shutil.copytree(make_checkpoint(), tmp_path / "model")
+    for file in folder.glob("*token*"):
+        file.unlink()
+    write_sentencepiece(folder)
+    settings = {"bos_token": "<s>", "eos_token": "</s>"}
+    settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 2}))
+    assert_same_tokens(folder, tmp_path / "file.gguf")

@@ -167,8 +167,8 @@ def test_model_loads_with_adapter_in_both_formats(published, base):
         (["hf"], {"model_type": "helium"}, "export of helium models is not supported"),
         (
             ["gguf"],
-            {"model_type": "gemma"},
-            "GGUF export of gemma models is not supported",
+            {"model_type": "helium"},
+            "GGUF export of helium models is not supported",
         ),
         (["onnx"], {}, "onnx"),
     ],

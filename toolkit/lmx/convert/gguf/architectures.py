@@ -19,11 +19,8 @@ ATTENTION = {
 }
 QK_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
-MLP = {
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+PROJECTIONS = ("gate", "up", "down")
+MLP = {f"ffn_{name}": f"mlp.{name}_proj" for name in PROJECTIONS}
 GATE_UP = {"ffn_up": "mlp.gate_up_proj", "ffn_down": "mlp.down_proj"}
 # Norms before and after attention and MLP.
 FOUR_NORMS = {
@@ -39,6 +36,10 @@ RMS_EPSILON = "attention.layer_norm_rms_epsilon"
 LAYER_EPSILON = "attention.layer_norm_epsilon"
 FEED_FORWARD: Keys = {"feed_forward_length": ("intermediate_size", int)}
 WINDOW: Keys = {"attention.sliding_window": ("sliding_window", int)}
+EXPERTS: Keys = {
+    "expert_count": ("num_experts", int),
+    "expert_used_count": ("num_experts_per_tok", int),
+}
 # Keys that older files of llama.cpp leave out, where mlx-lm's default is the same.
 OPTIONAL = ("rope.freq_base_swa",)
 
@@ -59,7 +60,8 @@ class Architecture:
             adjacent rows, as the model itself does.
         norm_offset: what llama.cpp's norm weights have added to mlx-lm's.
         biases: the tensor whose bias tells the value of a config key.
-        has_frequencies: whether a file may hold RoPE frequency factors (Llama 3).
+        rope_scalings: the types of RoPE scaling that both compute.
+        marker: the metadata key of files of this entry, if another one has its name.
         has_partial_rope: whether a part of a head may be left unrotated.
         fixed: config keys that llama.cpp does not read, and the values that it assumes,
             computed from the other keys.
@@ -76,7 +78,8 @@ class Architecture:
     biases: dict[str, str] = field(
         default_factory=lambda: {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
     )
-    has_frequencies: bool = False
+    rope_scalings: tuple[str, ...] = ("linear",)
+    marker: str | None = None
     has_partial_rope: bool = False
     fixed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
 
@@ -106,7 +109,21 @@ def _smollm3(config: dict[str, Any]) -> dict[str, Any]:
     return {"no_rope_layers": [int(layer % 4 != 0) for layer in layers]}
 
 
+def _olmo3(config: dict[str, Any]) -> dict[str, Any]:
+    layers = range(1, config["num_hidden_layers"] + 1)
+    kinds = ("sliding_attention", "full_attention")
+    return {"layer_types": [kinds[layer % 4 == 0] for layer in layers]}
+
+
+def _experts(block: str) -> dict[str, str]:
+    """The router and the stacked experts of a block."""
+    experts = {f"ffn_{n}_exps": f"{block}.switch_mlp.{n}_proj" for n in PROJECTIONS}
+    return {"ffn_gate_inp": f"{block}.gate"} | experts
+
+
 _LLAMA = OUTER | NORMS | ATTENTION | MLP
+_OLMO2 = OUTER | AFTER_NORMS | ATTENTION | QK_NORMS | MLP
+_NO_MLP = OUTER | NORMS | ATTENTION
 _ALL = (
     Architecture(
         "llama",
@@ -114,7 +131,17 @@ _ALL = (
         "LlamaForCausalLM",
         _LLAMA,
         rope="permuted",
-        has_frequencies=True,
+        rope_scalings=("linear", "llama3"),
+    ),
+    Architecture(
+        "llama",
+        "mixtral",
+        "MixtralForCausalLM",
+        _NO_MLP | _experts("block_sparse_moe"),
+        keys=FEED_FORWARD | EXPERTS | {"expert_count": ("num_local_experts", int)},
+        rope="permuted",
+        rope_scalings=(),
+        marker="expert_count",
     ),
     Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _LLAMA),
     Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", _LLAMA | QK_NORMS),
@@ -122,28 +149,17 @@ _ALL = (
         "qwen3moe",
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        OUTER
-        | NORMS
-        | ATTENTION
-        | QK_NORMS
-        | {
-            "ffn_gate_inp": "mlp.gate",
-            "ffn_gate_exps": "mlp.switch_mlp.gate_proj",
-            "ffn_up_exps": "mlp.switch_mlp.up_proj",
-            "ffn_down_exps": "mlp.switch_mlp.down_proj",
-        },
-        keys={
-            "feed_forward_length": ("intermediate_size", int),
-            "expert_feed_forward_length": ("moe_intermediate_size", int),
-            "expert_count": ("num_experts", int),
-            "expert_used_count": ("num_experts_per_tok", int),
-        },
+        _NO_MLP | QK_NORMS | _experts("mlp"),
+        keys=FEED_FORWARD
+        | EXPERTS
+        | {"expert_feed_forward_length": ("moe_intermediate_size", int)},
         fixed=lambda _: {
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         },
     ),
+    Architecture("gemma", "gemma", "GemmaForCausalLM", _LLAMA, norm_offset=1),
     Architecture(
         "gemma2",
         "gemma2",
@@ -178,6 +194,7 @@ _ALL = (
         | GATE_UP
         | {"attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj"},
         has_partial_rope=True,
+        rope_scalings=("longrope",),
     ),
     Architecture(
         "granite",
@@ -201,11 +218,27 @@ _ALL = (
         rope="permuted",
         fixed=_smollm3,
     ),
+    Architecture("olmo2", "olmo2", "Olmo2ForCausalLM", _OLMO2),
     Architecture(
         "olmo2",
-        "olmo2",
-        "Olmo2ForCausalLM",
-        OUTER | AFTER_NORMS | ATTENTION | QK_NORMS | MLP,
+        "olmo3",
+        "Olmo3ForCausalLM",
+        _OLMO2,
+        keys=FEED_FORWARD | WINDOW,
+        rope_scalings=(),
+        fixed=_olmo3,
+        marker="attention.sliding_window",
+    ),
+    Architecture(
+        "olmoe",
+        "olmoe",
+        "OlmoeForCausalLM",
+        _NO_MLP | QK_NORMS | _experts("mlp"),
+        keys=FEED_FORWARD | EXPERTS,
+        fixed=lambda config: {
+            "norm_topk_prob": False,
+            "num_key_value_heads": config["num_attention_heads"],
+        },
     ),
     Architecture(
         "glm4",
@@ -275,7 +308,20 @@ _ALL = (
         fixed=lambda _: {"hidden_act": "relu2"},
     ),
 )
-BY_NAME = {entry.name: entry for entry in _ALL}
-# llama.cpp computes Mistral models as Llama models.
 BY_MODEL_TYPE = {entry.model_type: entry for entry in _ALL}
-BY_MODEL_TYPE |= {"mistral": BY_NAME["llama"]}
+# llama.cpp computes Mistral models as Llama models.
+BY_MODEL_TYPE |= {"mistral": BY_MODEL_TYPE["llama"]}
+
+
+def of_file(name: str, metadata: dict[str, Any]) -> Architecture | None:
+    """The entry of a file with llama.cpp's name of its architecture, if known."""
+    entries = [entry for entry in _ALL if entry.name == name]
+    for entry in entries:
+        if entry.marker and metadata.get(f"{name}.{entry.marker}"):
+            return entry
+    return next((entry for entry in entries if not entry.marker), None)
+
+
+# Models with images, of which mlx-lm computes the text part: its default model type.
+WITH_IMAGES = {"gemma3": "gemma3_text", "mistral3": "mistral"}
+TEXT_PART = "language_model."

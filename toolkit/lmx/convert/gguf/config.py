@@ -1,5 +1,6 @@
 """The config of a model as GGUF metadata, and back."""
 
+import math
 from typing import Any
 
 import mlx.core as mx
@@ -8,10 +9,20 @@ import numpy as np
 from ...errors import FAILED, UserError
 from ...models.loader import model_arguments
 from . import blocks, tokenizer
-from .architectures import BY_MODEL_TYPE, BY_NAME, OPTIONAL, Architecture
+from .architectures import (
+    BY_MODEL_TYPE,
+    OPTIONAL,
+    WITH_IMAGES,
+    Architecture,
+    of_file,
+)
 from .reader import GGUFTensor
 
+# Tensors of RoPE: divisors of all frequencies (Llama 3), and of those in long and short
+# contexts (longrope).
 ROPE_FREQUENCIES = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+ROPE_TENSORS = (ROPE_FREQUENCIES, LONG, SHORT)
 # RoPE scaling of Llama 3.1 and 3.2. A file stores only the resulting frequency factors.
 LLAMA3_FACTORS = (8.0, 32.0)
 LLAMA3 = {
@@ -81,13 +92,14 @@ def _architecture(metadata: dict[str, Any]) -> Architecture:
         UserError: it is not supported, or the model is in several files.
     """
     kind = str(metadata["general.architecture"])[:40]
-    known = BY_NAME.get(kind)
+    known = of_file(kind, metadata)
     has_experts = bool(metadata.get(f"{kind}.expert_count"))
     if known is None or (has_experts and "expert_count" not in known.keys):
         experts = " with experts" if has_experts else ""
+        names = [entry.name for entry in BY_MODEL_TYPE.values()]
         raise UserError(
             f"GGUF files of {kind} models{experts} are not supported",
-            hint=f"supported architectures: {', '.join(BY_NAME)}",
+            hint="supported architectures: " + ", ".join(dict.fromkeys(names)),
         )
     if metadata.get("split.count", 1) not in (0, 1):
         raise UserError(
@@ -122,11 +134,12 @@ def to_metadata(config: dict) -> dict[str, Any]:
     Raises:
         UserError: llama.cpp lacks the architecture, or computes it differently.
     """
+    config = text_config(config)
     architecture = BY_MODEL_TYPE.get(config["model_type"])
     if architecture is None or "model_file" in config:
         raise UserError(
             f"GGUF export of {config['model_type']} models is not supported",
-            hint=f"supported model types: {', '.join(BY_MODEL_TYPE)}",
+            hint=f"supported model types: {', '.join([*BY_MODEL_TYPE, *WITH_IMAGES])}",
             code=FAILED,
         )
     known = _known_values(config)
@@ -155,15 +168,37 @@ def to_metadata(config: dict) -> dict[str, Any]:
     rope_type, factor = _rope_scaling(known.get("rope_scaling"))
     if rope_type == "linear":
         values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
+    if rope_type == "longrope":
+        values |= _longrope_values(known)
     prefix = architecture.name
     general = {"general.architecture": prefix}
     return general | {f"{prefix}.{key}": value for key, value in values.items()}
 
 
+def text_config(config: dict) -> dict:
+    """The config of the text part of a model with images; others are returned."""
+    kind = config["model_type"]
+    if kind not in WITH_IMAGES:
+        return config
+    return {"model_type": WITH_IMAGES[kind]} | model_arguments(config).text_config
+
+
 def _known_values(config: dict) -> dict[str, Any]:
     """The values of a config, with mlx-lm's defaults."""
     given = vars(model_arguments(config))
-    return config | {key: value for key, value in given.items() if value is not None}
+    known = config | {key: value for key, value in given.items() if value is not None}
+    return known | {"rope_scaling": given.get("rope_scaling")}
+
+
+def _longrope_values(known: dict[str, Any]) -> dict[str, Any]:
+    """The context of the unscaled model, and the factor of queries and keys."""
+    original = known["original_max_position_embeddings"]
+    ratio = known["max_position_embeddings"] / original
+    factor = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
+    return {
+        "rope.scaling.original_context_length": original,
+        "rope.scaling.attn_factor": factor,
+    }
 
 
 def _check_computed_alike(architecture: Architecture, known: dict[str, Any]) -> None:
@@ -180,8 +215,8 @@ def _check_computed_alike(architecture: Architecture, known: dict[str, Any]) -> 
         pairs = "half a head apart" if adjacent else "adjacent"
         raise _unsupported(f"RoPE on {pairs} pairs (rope_traditional)")
     rope_type, _ = _rope_scaling(known.get("rope_scaling"))
-    if rope_type == "llama3" and not architecture.has_frequencies:
-        raise _unsupported(f"the RoPE scaling 'llama3' in {architecture.name}")
+    if rope_type != "default" and rope_type not in architecture.rope_scalings:
+        raise _unsupported(f"the RoPE scaling {rope_type!r} in {architecture.name}")
     for key, value in architecture.fixed(known).items():
         if known.get(key, value) != value:
             raise _unsupported(
@@ -190,14 +225,19 @@ def _check_computed_alike(architecture: Architecture, known: dict[str, Any]) -> 
             )
 
 
-def rope_factors(config: dict) -> np.ndarray | None:
-    """Llama 3's frequency factors, float32 [head / 2]; None for other RoPE scaling."""
+def rope_tensors(config: dict) -> dict[str, np.ndarray]:
+    """Divisors of RoPE's frequencies, float32 [rotated / 2], by llama.cpp's name."""
     known = _known_values(config)
     rope_type, factor = _rope_scaling(known.get("rope_scaling"))
-    if rope_type != "llama3":
-        return None
-    factors = _llama3_factors(head_size(config), known["rope_theta"], factor)
-    return factors.astype(np.float32)
+    if rope_type == "longrope":
+        values = known["rope_scaling"]
+        factors = {LONG: values["long_factor"], SHORT: values["short_factor"]}
+    elif rope_type == "llama3":
+        head = head_size(config)
+        factors = {ROPE_FREQUENCIES: _llama3_factors(head, known["rope_theta"], factor)}
+    else:
+        return {}
+    return {name: np.array(value, np.float32) for name, value in factors.items()}
 
 
 def head_size(config: dict) -> int:
@@ -220,21 +260,41 @@ def _rope_from_metadata(
         return {"rope_scaling": {"type": "linear", "factor": factor}}
     if scaling != "none":
         raise UserError(f"the RoPE scaling {scaling!r} is not supported")
-    if ROPE_FREQUENCIES not in tensors:
+    found = [name for name in ROPE_TENSORS if name in tensors]
+    if not found:
         return {}
-    tensor = tensors[ROPE_FREQUENCIES]
-    if tensor.ggml_type != "F32" or tensor.shape != (config["head_dim"] // 2,):
-        raise UserError(
-            f"{ROPE_FREQUENCIES} is {tensor.ggml_type} {list(tensor.shape)}; it must "
-            f"be F32 [{config['head_dim'] // 2}]"
-        )
-    stored = np.array(blocks.to_dense(tensor).astype(mx.float32))
+    rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1))
+    factors = {name: _factors(name, tensors[name], rotated // 2) for name in found}
+    if found == [LONG, SHORT] and "longrope" in architecture.rope_scalings:
+        scaling = {"type": "longrope", "long_factor": factors[LONG].tolist()}
+        key = f"{kind}.rope.scaling.original_context_length"
+        return {
+            "rope_scaling": scaling | {"short_factor": factors[SHORT].tolist()},
+            "original_max_position_embeddings": _number(metadata, key, int, None),
+        }
+    if found != [ROPE_FREQUENCIES] or "llama3" not in architecture.rope_scalings:
+        raise UserError(f"{found[0]} in files of {kind} models is not supported")
+    stored = factors[ROPE_FREQUENCIES]
     for factor in LLAMA3_FACTORS:
         expected = _llama3_factors(config["head_dim"], config["rope_theta"], factor)
         if np.allclose(stored, expected, rtol=1e-4):
             scaling = {"rope_type": "llama3", "factor": factor}
             return {"rope_scaling": scaling | LLAMA3}
     raise UserError(f"{ROPE_FREQUENCIES} holds an unknown RoPE scaling")
+
+
+def _factors(name: str, tensor: GGUFTensor, count: int) -> np.ndarray:
+    """The values of a tensor of RoPE.
+
+    Raises:
+        UserError: it has another type or shape.
+    """
+    if tensor.ggml_type != "F32" or tensor.shape != (count,):
+        raise UserError(
+            f"{name} is {tensor.ggml_type} {list(tensor.shape)}; it must be F32 "
+            f"[{count}]"
+        )
+    return np.array(blocks.to_dense(tensor).astype(mx.float32))
 
 
 def _llama3_factors(head_dim: int, rope_theta: float, factor: float) -> np.ndarray:
@@ -258,9 +318,9 @@ def _rope_scaling(scaling: dict | None) -> tuple[str, float]:
         bounds = {key: scaling.get(key, v) for key, v in LLAMA3.items()}
         if bounds != LLAMA3 or factor not in LLAMA3_FACTORS:
             raise _unsupported(f"the RoPE scaling {scaling}")
-    elif kind not in ("default", "linear"):
+    elif kind not in ("default", "linear", "longrope", "su"):
         raise _unsupported(f"the RoPE scaling {kind!r}")
-    return kind, factor
+    return "longrope" if kind == "su" else kind, factor
 
 
 def _unsupported(what: str) -> UserError:

@@ -24,14 +24,35 @@ SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"
 LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 OTHERS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CL100K = [LETTERS + r"\p{N}{1,3}" + OTHERS]
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}|"
+    r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DIGITS = [r"\p{N}", GPT2]
+# Takes whole words of the vocabulary without merges.
 LLAMA3 = "llama-bpe"
+# An exported tokenizer gets the first name that fits. The tests compare the words of
+# all names with llama.cpp's.
 PRE_TOKENIZERS = {
-    LLAMA3: [LETTERS + r"\p{N}{1,3}" + OTHERS],
+    LLAMA3: CL100K,
+    "dbrx": CL100K,
     "qwen2": [LETTERS + r"\p{N}" + OTHERS],
     "deepseek-r1-qwen": [LETTERS + r"\p{N}" + OTHERS],
-    "smollm": [r"\p{N}", GPT2],
+    "smollm": DIGITS,
     "gpt-2": [GPT2],
-    "default": [GPT2],
+    "gpt-4o": [GPT4O],
+    "default": [r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]"],
+    "smaug-bpe": CL100K,
+    "glm4": CL100K,
+    "chatglm-bpe": CL100K,
+    "refact": DIGITS,
+    "command-r": DIGITS,
+    "starcoder": DIGITS,
+    "olmo": [GPT2],
 }
 # All patterns split this text differently: digits, words, spaces, lines, other letters.
 PROBE = (
@@ -271,6 +292,8 @@ def _model_metadata(tokenizer: Any, model: dict, tokens: list[str]) -> dict[str,
     current = tokenizer.pre_tokenizer
     words = current.pre_tokenize_str(PROBE) if current else None
     for name in PRE_TOKENIZERS:
+        if name == LLAMA3 and not model.get("ignore_merges"):
+            continue
         if byte_level_pre_tokenizer(name).pre_tokenize_str(PROBE) == words:
             return {
                 f"{KEY}model": "gpt2",

@@ -15,7 +15,7 @@ from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
 from . import blocks, config, tokenizer
-from .architectures import BY_MODEL_TYPE, Architecture
+from .architectures import BY_MODEL_TYPE, TEXT_PART, Architecture
 
 # llama.cpp's number of a file type, named after the type of most matrices.
 FILE_TYPES = {
@@ -50,7 +50,8 @@ def write(
     import gguf
 
     metadata = config.to_metadata(loaded.config)
-    vocab_size, _ = quantized_layers.weight_shape(loaded.model.model.embed_tokens)
+    modules = {_without_prefix(n): m for n, m in loaded.model.named_modules()}
+    vocab_size, _ = quantized_layers.weight_shape(modules["model.embed_tokens"])
     metadata |= tokenizer.to_metadata(loaded.path, loaded.config, vocab_size)
     writer = gguf.GGUFWriter(file, metadata.pop("general.architecture"))
     types: list[tuple[str, int | None]] = []
@@ -98,7 +99,7 @@ def verify_roundtrip(file: Path, loaded: LoadedModel) -> None:
             group_size=layer.group_size,
             bits=layer.bits,
         )
-    expected = _with_offset(dequantized_weights(loaded.reread(), mx.float32), loaded)
+    expected = _as_read(dequantized_weights(loaded.reread(), mx.float32), loaded)
     differing = sorted(weights.keys() ^ expected.keys())
     if not differing:
         differing = [n for n in expected if not _equal(expected[n], weights[n])]
@@ -112,9 +113,12 @@ def verify_roundtrip(file: Path, loaded: LoadedModel) -> None:
         )
 
 
-def _with_offset(weights: dict[str, mx.array], loaded: LoadedModel) -> dict:
-    """Weights with the rounding of norms to which llama.cpp adds something."""
-    offset = BY_MODEL_TYPE[loaded.config["model_type"]].norm_offset
+def _as_read(weights: dict[str, mx.array], loaded: LoadedModel) -> dict:
+    """Weights by the names of the text part, with the rounding of norms to which
+    llama.cpp adds something."""
+    settings = config.text_config(loaded.config)
+    offset = BY_MODEL_TYPE[settings["model_type"]].norm_offset
+    weights = {_without_prefix(name): value for name, value in weights.items()}
     for name, value in weights.items() if offset else ():
         if gguf_importer.is_norm(name.rpartition(".")[2], value.shape):
             weights[name] = value.astype(mx.float32) + offset - offset
@@ -132,11 +136,11 @@ def _tensors(
 ) -> Iterator[tuple[str, str, np.ndarray, int | None]]:
     """llama.cpp's name of every tensor, ggml's type, its values or blocks, and the bits
     of its codes in the model."""
-    model, architecture = loaded.reread(), BY_MODEL_TYPE[loaded.config["model_type"]]
-    head = config.head_size(loaded.config)
-    factors = config.rope_factors(loaded.config)
-    if factors is not None:
-        yield config.ROPE_FREQUENCIES, "F32", factors, None
+    model, settings = loaded.reread(), config.text_config(loaded.config)
+    architecture = BY_MODEL_TYPE[settings["model_type"]]
+    head = config.head_size(settings)
+    for name, factors in config.rope_tensors(settings).items():
+        yield name, "F32", factors, None
     tensors = dict(tree_flatten(model.parameters()))
     for path, module in model.named_modules():
         if quantized_layers.is_quantized(module):
@@ -163,9 +167,14 @@ def _tensors(
         yield _gguf_name(name, architecture), ggml_type, rows, None
 
 
+def _without_prefix(name: str) -> str:
+    """A name without that of the text part of a model with images."""
+    return name.removeprefix(TEXT_PART)
+
+
 def _gguf_name(name: str, architecture: Architecture) -> str:
     """llama.cpp's name of a tensor."""
-    path, _, leaf = name.rpartition(".")
+    path, _, leaf = _without_prefix(name).rpartition(".")
     layer, _, inner = path.removeprefix("model.layers.").partition(".")
     names = architecture.paths
     if path.startswith("model.layers.") and inner in names:

@@ -61,7 +61,7 @@ def outline(path: Path) -> tuple[dict, int]:
         settings = _config(path, metadata, tensors)
         architecture = BY_MODEL_TYPE[settings["model_type"]]
         for name, tensor in tensors.items():
-            if name == config.ROPE_FREQUENCIES:
+            if name in config.ROPE_TENSORS:
                 continue
             module, _ = _module_path(name, architecture)
             bits = DENSE_BITS.get(tensor.ggml_type, 16)
@@ -135,7 +135,7 @@ def _weights(
     dense, layers = {}, {}
     architecture = BY_MODEL_TYPE[settings["model_type"]]
     for name, tensor in tensors.items():
-        if name == config.ROPE_FREQUENCIES:
+        if name in config.ROPE_TENSORS:
             continue
         path, leaf = _module_path(name, architecture)
         order = _row_order(path, tensor, settings)
