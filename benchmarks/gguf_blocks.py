@@ -12,6 +12,7 @@ import argparse
 import ctypes
 import json
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import mlx.core as mx
@@ -106,7 +107,14 @@ def _arguments() -> argparse.Namespace:
         "--qat-steps", type=int, help="with this model as teacher; default: no QAT"
     )
     parser.add_argument("--qat-batch-size", type=int, default=8, help="sequences")
-    parser.add_argument("--qat-learning-rates", type=float, nargs="+", default=[1e-4])
+    parser.add_argument("--qat-learning-rates", type=float, nargs="*", default=[1e-4])
+    parser.add_argument(
+        "--codes-learning-rates",
+        type=float,
+        nargs="*",
+        default=[5e-4],
+        help="from gptq",
+    )
     parser.add_argument("--threads", type=int, help="default: all cores")
     parser.add_argument("--folder", required=True, help="keeps all files")
     return parser.parse_args()
@@ -118,12 +126,15 @@ def _lmx_methods(arguments: argparse.Namespace) -> dict[str, tuple[str, dict]]:
         effort: {"method": "gptq", "effort": effort} for effort in arguments.efforts
     }
     methods = {effort: ("lmx", options) for effort, options in gptq.items()}
+    if not arguments.qat_steps:
+        return methods
     train = {"steps": arguments.qat_steps, "batch_size": arguments.qat_batch_size}
-    for rate in arguments.qat_learning_rates if arguments.qat_steps else ():
+    for rate in arguments.qat_learning_rates:
         qat = {"qat": train | {"learning_rate": rate}}
         methods[f"QAT {rate:g}"] = "qat", qat
-        for effort in gptq:
-            methods[f"{effort}, QAT {rate:g}"] = "qat", qat | {"start": effort}
+    for effort, rate in product(gptq, arguments.codes_learning_rates):
+        qat = {"qat": train | {"learning_rate": rate}, "start": effort}
+        methods[f"{effort}, QAT {rate:g}"] = "qat", qat
     return methods
 
 
@@ -167,7 +178,10 @@ def _run_lmx(
     judge, runner: str, folder: Path, name: str, options: dict, arguments
 ) -> dict:
     """Quantize with lmx, write the file and measure it."""
-    target = folder / name.replace(", ", "-").replace(" ", "-").replace(".", "_")
+    stem = name.replace(", ", "-").replace(" ", "-").replace(".", "_")
+    if train := options.get("qat"):
+        stem += f"-{train['steps']}x{train['batch_size']}"
+    target = folder / stem
     if not target.is_dir():
         mode = name.partition("-")[0]
         options = options | {"mode": mode}

@@ -44,7 +44,7 @@ MODELS = {
         "rope_local_base_freq": 500.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
-    "phi3": {},
+    "phi3": {"hidden_size": 128},
     "phi3 longrope": {
         "model_type": "phi3",
         "original_max_position_embeddings": 32,

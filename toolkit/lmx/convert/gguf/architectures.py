@@ -259,7 +259,7 @@ _ALL = (
     Architecture(
         "ernie4_5",
         "ernie4_5",
-        "Ernie4_5_ForCausalLM",
+        "Ernie4_5ForCausalLM",
         _LLAMA,
         rope="adjacent",
         biases={"use_bias": "attn_q"},

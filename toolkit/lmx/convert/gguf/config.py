@@ -187,7 +187,8 @@ def _known_values(config: dict) -> dict[str, Any]:
     """The values of a config, with mlx-lm's defaults."""
     given = vars(model_arguments(config))
     known = config | {key: value for key, value in given.items() if value is not None}
-    return known | {"rope_scaling": given.get("rope_scaling")}
+    # Some models of mlx-lm ignore these keys.
+    return known | {key: given.get(key) for key in ("head_dim", "rope_scaling")}
 
 
 def _longrope_values(known: dict[str, Any]) -> dict[str, Any]:
