@@ -160,6 +160,12 @@ def test_floating_point_model_is_never_quantized_again(
     quantized = load(tmp_path / "mx", compute="stored")
     prepared = prepare(config(mode="mxfp4"), quantized, NullLogger())
     assert prepared.qat.quantizer == "fixed_scale"
+    # In self-distillation too, where affine grids begin at the codes.
+    options = COMMON | {"qat": QATConfig(mode="mxfp4"), "teacher": {}}
+    prepared = prepare(TrainConfig(**options), quantized, NullLogger())
+    levels = dequantize(prepared.packed[UP], spec, mx.float32)
+    latent = dict(prepared.loaded.model.named_modules())[UP].weight
+    assert not mx.allclose(latent, levels)
     with pytest.raises(UserError, match=message):
         prepare(config(**qat), quantized, NullLogger())
 

@@ -52,7 +52,7 @@ class QATConfig(QuantizationConfig):
     anywhere in the rounding intervals of the codes, so that codes change in proportion
     to the updates. codes: the dequantized values (a code changes only after its weight
     moves half a step). Default: codes if the teacher is the unquantized model and the
-    only signal, else random."""
+    only signal, except in mxfp4, nvfp4 and mxfp8; else random."""
     scale_lr_multiplier: float = Field(0.1, gt=0)
     """Learning rate of scales and biases divided by `learning_rate`."""
     fake_quant_after_n_steps: int = Field(0, ge=0)

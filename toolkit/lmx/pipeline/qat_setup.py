@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..config.qat import CONTINUES_FROM_CODES, QATConfig
-from ..config.quant_spec import QuantSpec
+from ..config.quant_spec import FLOAT_MODES, QuantSpec
 from ..config.train import TrainConfig
 from ..errors import UserError
 from ..models.loader import LoadedModel
@@ -53,7 +53,8 @@ def prepare(
 
     With `latent_init: codes` they begin at the dequantized values instead. For many
     steps no code changes then, which preserves error compensation. That is the default
-    if the only training signal is the model before quantization.
+    if the only training signal is the model before quantization. Not so in
+    floating-point modes, where no scale is trained and nothing would change.
 
     Args:
         seed: of the random places.
@@ -139,7 +140,9 @@ def _from_codes(
     model = QATModel(dequantized, selection, qat, packed)
     at_codes = qat.latent_init == "codes"
     if qat.latent_init is None:
-        at_codes = qat.quantizer == "scales_only" or config.is_self_distillation
+        at_codes = qat.quantizer == "scales_only" or (
+            config.is_self_distillation and qat.mode not in FLOAT_MODES
+        )
     if not at_codes:
         _init_latent_weights(model, mx.random.key(seed))
     return model
