@@ -11,6 +11,7 @@ llama.cpp rounds the inputs of a product with a quantized matrix to 8 bits.
 import argparse
 import ctypes
 import json
+import re
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -81,8 +82,9 @@ def main() -> None:
         ):
             results[name] = []
             for folder, matrix in zip(folders, matrices, strict=False):
-                file = folder / f"{mode}-{name.replace(' ', '-')}.gguf"
-                _llama_quantize(dense, file, FILE_TYPES[mode], matrix)
+                file = folder / f"{mode}-{re.sub('[. ]', '-', name)}.gguf"
+                if not file.is_file():
+                    _llama_quantize(dense, file, FILE_TYPES[mode], matrix)
                 results[name].append(judge.measure(file))
         for name, (runner, options) in _lmx_methods(arguments).items():
             results[f"lmx {name}"] = [
@@ -253,7 +255,14 @@ class Judge:
 
     def measure(self, file: Path) -> dict:
         """kl and agrees by sequence and position [n, L - 1]; bits per weight; and
-        `run`, the relative difference of llama.cpp's logits."""
+        `run`, the relative difference of llama.cpp's logits. Kept beside the file."""
+        result = file.with_suffix(".npz")
+        if not result.is_file():
+            np.savez(result, **self._measure(file))
+        with np.load(result) as values:
+            return dict(values)
+
+    def _measure(self, file: Path) -> dict:
         facts = self._load(file)
         facts["run"] = self._difference(file)
         kl, agrees = [], []

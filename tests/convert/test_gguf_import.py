@@ -449,7 +449,7 @@ def test_dry_run_of_a_gguf_equals_that_of_its_import(
     ("key", "value", "message"),
     [
         ("general.alignment", 0, "general.alignment is 0"),
-        ("llama.block_count", 10**7, "num_hidden_layers is 10,000,000, but the weight"),
+        ("llama.block_count", 10**7, "tensors for 10,000,000 blocks"),
         ("llama.block_count", 0, "llama.block_count is 0; it must be a whole number"),
         ("llama.attention.head_count", 0, "llama.attention.head_count is 0; it must"),
         ("llama.rope.freq_base", 0.0, "llama.rope.freq_base is 0.0; it must be a"),

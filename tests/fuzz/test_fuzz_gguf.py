@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from forked_cases import run_cases
+from gguf_models import config_of
 from json_mutations import damage_bytes, replace_file
 from test_fuzz_model_folders import generate, use, write_folder
 from tiny_checkpoints import LLAMA
@@ -28,6 +29,8 @@ TEXTS = [
     b"\0",
 ]
 TEXTS += [b"qwen2", b"qwen3", b"linear", b"yarn", b"default", b"smollm", b"{{ 1/0 }}"]
+# Families with other tensors or with values that are computed from others.
+FAMILIES = ("gemma2", "phi3 longrope", "qwen3_moe", "smollm3")
 FLOATS = [0.0, -1.0, 1e-30, 1e30, float("nan"), float("inf")]
 
 
@@ -250,7 +253,7 @@ def run_case(seed: str, bases: list[str]) -> str:
 
 @pytest.fixture(scope="session")
 def bases(tmp_path_factory, tokenizer_folder) -> list[str]:
-    """Tiny files: of 16 bits, and of codes of 4 and 5 bits."""
+    """Tiny files: of 16 bits, of codes of 4 and 5 bits, and of other families."""
     pytest.importorskip("gguf")
     from lmx.convert.gguf.writer import write
     from lmx.models.loader import load
@@ -263,6 +266,11 @@ def bases(tmp_path_factory, tokenizer_folder) -> list[str]:
         file = root / f"bits-{bits}.gguf"
         write(file, load(folder, compute="stored"), name="tiny")
         assert parse(file.read_bytes()).write() == file.read_bytes()
+        files.append(str(file))
+    for name in FAMILIES:
+        folder, file = root / name, root / f"{name}.gguf"
+        write_folder(folder, config_of(name), tokenizer_folder, None)
+        write(file, load(folder, compute="stored"), name="tiny")
         files.append(str(file))
     return files
 
@@ -286,6 +294,6 @@ def run_sound_case(seed: str, bases: list[str]) -> str:
 def test_sound_gguf_files_work(bases):
     """Else the fuzzer would only see refusals."""
     outcomes = run_cases(
-        "test_fuzz_gguf", ["0", "1", "2"], "run_sound_case", bases=bases
+        "test_fuzz_gguf", list("0123456"), "run_sound_case", bases=bases
     )
-    assert outcomes == {"worked": 3}
+    assert outcomes == {"worked": 7}

@@ -50,6 +50,9 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         return _number(metadata, f"{kind}.{name}", float, default)
 
     hidden_size, heads = value("embedding_length"), value("attention.head_count")
+    layers = value("block_count")
+    if layers > len(tensors):
+        raise UserError(f"the file has {len(tensors):,} tensors for {layers:,} blocks")
     rope_size = value("rope.dimension_count", hidden_size // heads)
     head = hidden_size // heads if architecture.has_partial_rope else rope_size
     head = value("attention.key_length", head)
@@ -58,7 +61,7 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         "model_type": architecture.model_type,
         "architectures": [architecture.hf_class],
         "hidden_size": hidden_size,
-        "num_hidden_layers": value("block_count"),
+        "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": value("attention.head_count_kv", heads),
         "head_dim": head,
