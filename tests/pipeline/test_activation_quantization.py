@@ -170,3 +170,19 @@ def test_smoothing_is_kept_if_it_is_better(tmp_path, base, with_outliers, monkey
     models = [r.output / "stages/1-quantize/model" for r in (run, plain)]
     hashes = [hash_file(model / "model.safetensors") for model in models]
     assert hashes[0] == hashes[1]
+
+
+@pytest.mark.slow
+def test_qat_goes_on_from_smoothed_codes(tmp_path, with_outliers):
+    train = {"train": TRAIN | {"steps": 4, "learning_rate": 1e-4, "qat": GRID}}
+    losses = []
+    for keys in ({}, {"smoothing_strength": 0.5}):
+        run = quantize(tmp_path / f"{len(keys)}", with_outliers, train, **keys)
+        stage = run.json("manifest.json")["stages"]["2-train"]["result"]
+        improvement = stage["facts"]["improvement"]
+        exported = improvement["exported"]
+        assert improvement["in_training"] == pytest.approx(exported, abs=3e-3)
+        losses.append([r["loss"] for r in run.records() if r["kind"] == "valid"])
+        served = load(run.output / "stages/2-train/model").model
+        assert layers(served, QQLinear)
+    assert max(losses[1]) < min(losses[0]) - 0.2

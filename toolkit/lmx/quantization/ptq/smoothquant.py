@@ -156,17 +156,17 @@ def _places(
         with blockwise.loaded_block(index, mx.float32) as block:
             run = partial(blockwise.run_block, index)
             sample = partial(run, shards[0][0][:1]), hidden[0][:1]
-            known = block_mappings.of(block, *sample)
             mappings = [
-                m for m in known if _quantizes_inputs(m, block, prefix, context)
+                (mapping, path)
+                for mapping in block_mappings.of(block, *sample)
+                if (path := _quantized_layer(mapping, block, prefix, context))
             ]
-            largest, hidden = _run(block, run, mappings, shards, hidden)
+            inputs, hidden = _run(block, run, [p for _, p in mappings], shards, hidden)
             weights = dict(tree_flatten(block.parameters()))
-            for mapping in mappings:
+            for mapping, path in mappings:
                 names = [p for p in mapping.consumers if prefix + p in context.specs]
                 columns = mx.stack([_columns(weights[f"{p}.weight"]) for p in names])
-                inputs = largest[mapping.consumers[0]]
-                scale = smoothing_scale(inputs, columns.max(axis=0), strength)
+                scale = smoothing_scale(inputs[path], columns.max(axis=0), strength)
                 dtype = dtypes[f"{mapping.producer}.weight"]
                 scale = mapping.round_scale(weights, scale, dtype)
                 weights |= mapping.apply(weights, scale)
@@ -176,35 +176,51 @@ def _places(
     blockwise.unload()
 
 
-def _quantizes_inputs(
+def _quantized_layer(
     mapping: ScaleMapping, block: nn.Module, prefix: str, context: PTQContext
-) -> bool:
-    """Whether the inputs of a layer are quantized: not those of experts."""
+) -> str | None:
+    """A layer that is fed and whose inputs are quantized: no expert. None = no such."""
     modules = dict(block.named_modules())
-    return any(
-        isinstance(modules[path], nn.Linear) and prefix + path in context.specs
-        for path in mapping.consumers
-    )
+    for path in mapping.consumers:
+        if isinstance(modules[path], nn.Linear) and prefix + path in context.specs:
+            return path
+    return None
 
 
 def _run(
     block: nn.Module,
     run: Callable[[mx.array, mx.array], mx.array],
-    mappings: list[ScaleMapping],
+    paths: list[str],
     shards: list[Shard],
     hidden: list[mx.array],
 ) -> tuple[dict[str, mx.array], list[mx.array]]:
-    """The largest inputs [K] of layers by path, and the outputs of the block."""
-    largest: dict[str, mx.array] = {}
+    """Magnitudes [K] of the inputs of layers by path, and the outputs of the block."""
+    sums: dict[str, mx.array] = dict.fromkeys(paths, mx.array(0.0))
     outputs = []
     for (tokens, seen), x in zip(shards, hidden, strict=True):
-        with capture_inputs(block, [m.consumers[0] for m in mappings]) as captured:
+        with capture_inputs(block, paths) as captured:
             outputs.append(run(tokens, x))
         for path, rows in captured.rows.items():
-            columns = mx.where(seen.reshape(-1, 1), mx.abs(rows), 0).max(axis=0)
-            largest[path] = mx.maximum(columns, largest.get(path, columns))
-        mx.eval(outputs[-1], largest)
-    return largest, outputs
+            sums[path] = sums[path] + _largest(rows, seen).sum(axis=0)
+        mx.eval(outputs[-1], sums)
+    count = sum(len(tokens) for tokens, _ in shards)
+    return {path: value / count for path, value in sums.items()}, outputs
+
+
+def _largest(rows: mx.array, seen: mx.array) -> mx.array:
+    """The largest magnitude of every column, by sequence [B, K].
+
+    Their mean over sequences is used. The maximum over all tokens, as in the paper,
+    grows with the number of tokens until single tokens decide.
+
+    Args:
+        rows: the inputs of a layer [B * L, K].
+        seen: bool [B, L], False for padding.
+    """
+    rows = mx.abs(rows).reshape(len(seen), -1, rows.shape[-1])
+    if rows.shape[:2] == seen.shape:
+        rows = mx.where(seen[..., None], rows, 0)
+    return rows.max(axis=1)
 
 
 def _columns(weight: mx.array) -> mx.array:
@@ -213,14 +229,16 @@ def _columns(weight: mx.array) -> mx.array:
 
 
 def smoothing_scale(inputs: mx.array, weights: mx.array, strength: float) -> mx.array:
-    """Equation 4 of the paper, with a geometric mean of 1.
+    """Equation 4 of the paper.
+
+    With strength 0.5, weights and inputs then have the same range. This also matters
+    for the scales of nvfp4, which lose precision below 2 ** -6.
 
     Args:
-        inputs, weights: largest magnitudes [K] of a layer's input channels, and of the
-            columns of the layers that share this input.
+        inputs, weights: magnitudes [K] of a layer's input channels, and of the columns
+            of the layers that share this input.
     """
-    scale = _positive(inputs) ** strength / _positive(weights) ** (1 - strength)
-    return scale / mx.exp(mx.log(scale).mean())
+    return _positive(inputs) ** strength / _positive(weights) ** (1 - strength)
 
 
 def _positive(magnitudes: mx.array) -> mx.array:
