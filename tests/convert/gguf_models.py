@@ -16,12 +16,13 @@ BASE = {
     "tie_word_embeddings": False,
     "eos_token_id": [2, 0],
 }
+LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
 # mlx-lm rounds Gemma's factor of embeddings, the root of the hidden size, to bfloat16.
 SQUARE = {"hidden_size": 64, "tie_word_embeddings": True}
 MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True},
     "qwen2": {},
-    "qwen3": {"head_dim": 32},
+    "qwen3": {"head_dim": 32} | LINEAR,
     "mistral": {"head_dim": 32},
     "qwen3_moe": QWEN3_MOE,
     "mixtral": {"head_dim": None, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -55,7 +56,8 @@ MODELS = {
             "short_factor": [1.0, 1.0, 1.0, 1.0, 1.5, 2.0],
         },
     },
-    "granite": {
+    "granite": LINEAR
+    | {
         "attention_bias": True,
         "mlp_bias": False,
         "logits_scaling": 3.0,
@@ -64,7 +66,7 @@ MODELS = {
         "residual_multiplier": 0.3,
     },
     "smollm3": {"num_hidden_layers": 5},
-    "olmo2": {},
+    "olmo2": LINEAR,
     "olmo3": {"sliding_window": 12},
     "olmoe": {
         "num_experts": 4,
@@ -83,7 +85,8 @@ MODELS = {
         "num_hidden_layers": 5,
         "tie_word_embeddings": True,
     },
-    "nemotron": {
+    "nemotron": LINEAR
+    | {
         "hidden_act": "relu2",
         "norm_eps": 1e-4,
         "partial_rotary_factor": 0.5,

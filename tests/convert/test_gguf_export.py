@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from exporting import export, quantized_checkpoint
-from gguf_models import NAMES, config_of
+from gguf_models import LINEAR, NAMES, config_of
 from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters import gguf as gguf_exporter
 from lmx.convert.gguf import blocks
@@ -289,6 +289,7 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
         ),
         ({"model_type": "helium"}, "export of helium models is not supported"),
         (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob: False: llama.cpp"),
+        (config_of("qwen3_moe") | LINEAR, "'linear' in qwen3moe"),
         (config_of("gemma2") | {"query_pre_attn_scalar": 16}, "scalar: 16: llama.cpp"),
         (config_of("glm4") | {"rope_traditional": False}, "rope_traditional"),
         (config_of("qwen2") | {"rope_scaling": LLAMA3_SCALING}, "'llama3' in qwen2"),

@@ -153,6 +153,7 @@ _ALL = (
         keys=FEED_FORWARD
         | EXPERTS
         | {"expert_feed_forward_length": ("moe_intermediate_size", int)},
+        rope_scalings=(),
         fixed=lambda _: {
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
