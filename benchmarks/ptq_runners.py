@@ -59,7 +59,7 @@ def run(runner: str, folder: Path, target: Path, options: dict) -> dict:
 
 def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     """Quantize with a recipe."""
-    if options["method"] == "rtn" and "smoothing_strength" not in options:
+    if options["method"] == "rtn" and not options.get("smoothing_strength"):
         _run_recipe(target, settings, [{"quantize": options}])
         return
     for name, value in options.pop("patches", {}).items():

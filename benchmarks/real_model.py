@@ -232,7 +232,7 @@ def _activation_rows(case: str) -> list[Row]:
     ):
         # No choice between the methods: each row is one of them.
         grid = method | {"mode": case, "rollback_if_worse": False}
-        inputs = grid | {"quantize_activations": True}
+        inputs = grid | {"quantize_activations": True, "smoothing_strength": 0}
         is_seeded = method["method"] != "rtn"
         rows.append(Row(f"{name} weights only", "lmx", grid, seeded=is_seeded))
         rows.append(Row(name, "lmx", inputs, seeded=is_seeded))

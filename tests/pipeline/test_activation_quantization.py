@@ -143,7 +143,7 @@ def facts_of(run) -> dict:
 @pytest.mark.parametrize("method", [{}, {"method": "gptq", "effort": "fast"}])
 def test_smoothing_removes_the_cost_of_outliers(tmp_path, with_outliers, method):
     kl = []
-    for name, keys in (("plain", {}), ("smoothed", {"smoothing_strength": 0.5})):
+    for name, keys in (("plain", {"smoothing_strength": 0}), ("smoothed", {})):
         evaluate = {"evaluate": METRICS_ONLY}
         run = quantize(tmp_path / name, with_outliers, evaluate, **method | keys)
         kl.append(run.json("report.json")["models"]["quantized"]["kl_mean"])
@@ -166,7 +166,7 @@ def test_smoothing_is_kept_if_it_is_better(tmp_path, base, with_outliers, monkey
     monkeypatch.setattr(smoothquant, "smoothing_scale", lambda *_: bad_scale)
     run = quantize(tmp_path / "worse", base, **keys)
     assert facts_of(run)["selected_candidate"] == "rtn"
-    plain = quantize(tmp_path / "plain", base)
+    plain = quantize(tmp_path / "plain", base, smoothing_strength=0)
     models = [r.output / "stages/1-quantize/model" for r in (run, plain)]
     hashes = [hash_file(model / "model.safetensors") for model in models]
     assert hashes[0] == hashes[1]
@@ -176,8 +176,9 @@ def test_smoothing_is_kept_if_it_is_better(tmp_path, base, with_outliers, monkey
 def test_qat_goes_on_from_smoothed_codes(tmp_path, with_outliers):
     train = {"train": TRAIN | {"steps": 4, "learning_rate": 1e-4, "qat": GRID}}
     losses = []
-    for keys in ({}, {"smoothing_strength": 0.5}):
-        run = quantize(tmp_path / f"{len(keys)}", with_outliers, train, **keys)
+    for strength in (0, 0.5):
+        keys = {"smoothing_strength": strength}
+        run = quantize(tmp_path / f"{strength}", with_outliers, train, **keys)
         stage = run.json("manifest.json")["stages"]["2-train"]["result"]
         improvement = stage["facts"]["improvement"]
         exported = improvement["exported"]

@@ -49,7 +49,7 @@ def inputs_of(model, path, tokens=TOKENS):
     return np.array(captured.rows[path], np.float64)
 
 
-@pytest.mark.parametrize("strength", [0, 0.5, 1])
+@pytest.mark.parametrize("strength", [0.3, 0.5, 1])
 def test_scale_is_that_of_the_paper(strength):
     inputs, weights = (
         np.exp(np.random.default_rng(seed).normal(size=64)) for seed in (0, 1)
@@ -238,6 +238,13 @@ def test_models_that_cannot_be_smoothed_are_refused(tmp_path):
         smooth(context, settings())
     assert error.value.code == USAGE
     assert error.value.hint == "remove smoothing_strength"
+    # The default is used where it can be.
+    smoothing = smooth(context, settings(None))
+    assert smoothing.places == []
+    assert smoothing.unquantized(context) == {}
+    assert mx.array_equal(
+        smoothing.context(context).model(OTHERS), context.model(OTHERS)
+    )
 
     class NoBlocks(nn.Module):
         pass
@@ -245,6 +252,16 @@ def test_models_that_cannot_be_smoothed_are_refused(tmp_path):
     with pytest.raises(UserError, match="no list of transformer blocks") as error:
         smoothquant.BlockwiseModel(NoBlocks(), hint=smoothquant.HINT)
     assert error.value.hint == "remove smoothing_strength"
+
+
+def test_default_is_for_4_bit_activations():
+    assert settings(None).smoothing == 0.5
+    assert settings(0).smoothing == 0
+    assert RTNConfig(mode="mxfp8", quantize_activations=True).smoothing == 0
+    assert RTNConfig(mode="nvfp4").smoothing == 0
+    # RTN alone has nothing to compare with.
+    assert not settings(0).compares_with_rtn
+    assert settings(None).compares_with_rtn
 
 
 @pytest.mark.parametrize("keys", [{"mode": "nvfp4"}, {}, {"mode": "mxfp4"}])

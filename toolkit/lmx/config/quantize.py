@@ -8,6 +8,7 @@ from .base import ConfigModel
 from .quant_spec import Bits, FloatMode, KVCacheBits, QuantizationConfig
 
 DAMPENING_FRAC = 0.01
+SMOOTHING_STRENGTH = 0.5
 # In a JSON Schema, of the methods that are not the default: see `QuantizeConfig`.
 METHOD_IS_REQUIRED: dict[str, Any] = {"required": ["method"]}
 
@@ -138,8 +139,8 @@ class PTQConfig(QuantizationConfig):
     group_size apply where there is no choice."""
     smoothing_strength: float | None = Field(None, ge=0, le=1, examples=[0.5])
     """With quantize_activations: move the range of large activations into the weights
-    before both are quantized (SmoothQuant, arXiv 2211.10438); the exponent alpha, e.g.
-    0.5. None = off."""
+    before both are quantized (SmoothQuant, arXiv 2211.10438); the exponent alpha. 0 =
+    off. Default: 0.5 with nvfp4, where the model has places for it, else 0."""
     kv_cache: KVCacheConfig | None = None
     """Present = choose the bits of the KV cache by layer, after the weights."""
 
@@ -161,7 +162,7 @@ class PTQConfig(QuantizationConfig):
 
     @model_validator(mode="after")
     def _check_smoothing(self):
-        if self.smoothing_strength is not None and not self.quantize_activations:
+        if self.smoothing_strength and not self.quantize_activations:
             raise ValueError(
                 "smoothing_strength needs quantize_activations: true; it has no use "
                 "where inputs are not quantized"
@@ -180,8 +181,16 @@ class PTQConfig(QuantizationConfig):
     @property
     def compares_with_rtn(self) -> bool:
         """Whether RTN replaces the result of the method if it is better."""
-        is_rtn = self.method == "rtn" and self.smoothing_strength is None
+        is_rtn = self.method == "rtn" and not self.smoothing
         return self.rollback_if_worse and not is_rtn
+
+    @property
+    def smoothing(self) -> float:
+        """`smoothing_strength` with its default; 0 = off."""
+        if self.smoothing_strength is not None:
+            return self.smoothing_strength
+        is_w4a4 = self.mode == "nvfp4" and self.quantize_activations
+        return SMOOTHING_STRENGTH if is_w4a4 else 0.0
 
     @property
     def ignores_token_weights(self) -> list[str]:

@@ -154,7 +154,7 @@ class QuantizeStage(Stage):
             cost.work, config.method, percent=True
         ) as progress:
             task = replace(task, meter=CostMeter(cost.sequential, progress.advance))
-            if config.smoothing_strength is None:
+            if not config.smoothing:
                 tensors = METHODS[config.method](config, task).quantize()
             else:
 

@@ -62,7 +62,7 @@ class QuantizeCost:
             total += self._passes(AWQ_PASSES * self.num_tokens, FORWARD)
         if self.sequential:
             total += self.sequential.total
-        if self.config.smoothing_strength is not None:
+        if self.config.smoothing:
             total += self.smoothing
         if self.config.mixed_precision:
             total += self._search
@@ -80,7 +80,7 @@ class QuantizeCost:
         refined = 0
         if self._tokens_of_refinement or self.config.kv_cache:
             refined = 4 * size + 6 * 4 * self._vocabulary * 512
-        if self.config.smoothing_strength is not None:
+        if self.config.smoothing:
             refined = max(refined, self._smoothing_memory)
         if self.sequential is None:
             return max(stored // 2, refined)

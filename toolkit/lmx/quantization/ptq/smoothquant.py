@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -28,6 +29,9 @@ from ...run.folder_index import read_index, write_index
 from ...run.fs import atomic_folder
 from .base import PTQContext, Weights
 from .scale_mappings import BlockMappings, ScaleMapping
+
+if TYPE_CHECKING:
+    from ...data.calibration import CalibrationBatch
 
 # Tokens that the largest inputs are taken from, if the recipe gives no number, and
 # tokens of a forward pass.
@@ -105,36 +109,51 @@ def smooth(
 
     Args:
         context: its `reread` is not None.
-        config: its `smoothing_strength` is not None.
+        config: its `smoothing` is not 0.
         advance: called with every finished share of the work.
 
+    Returns:
+        No places if the model cannot be smoothed and the recipe does not name
+        `smoothing_strength`.
+
     Raises:
-        UserError: the model is not a plain sequence of blocks, or has no place for a
-            scale in front of a layer whose inputs are quantized.
+        UserError: the recipe names it, and the model is not a plain sequence of blocks,
+            or has no place for a scale in front of a layer whose inputs are quantized.
     """
-    strength = config.smoothing_strength
+    strength = config.smoothing
     assert context.reread is not None
-    assert strength is not None
     batch = context.windows(config.calibration.num_tokens or NUM_TOKENS)
     key = hashlib.sha256(batch.tokens.tobytes() + batch.counted.tobytes())
     key.update(repr((strength, sorted(context.specs.items()))).encode())
     folder, digest = context.folder / "smoothquant", key.hexdigest()
     smoothing = _read(folder, digest)
     if smoothing is None:
-        parts = batch.parts(BATCH_TOKENS)
-        shards = [(mx.array(p.tokens), mx.array(p.seen.copy())) for p in parts]
-        places = list(_places(context, strength, shards, advance))
-        if not places:
-            raise UserError(
-                "no norm or linear layer of this model can take the scales of "
-                "smoothing_strength",
-                hint=HINT,
-            )
-        smoothing = Smoothing(places)
+        try:
+            smoothing = Smoothing(_search(context, strength, batch, advance))
+        except UserError as error:
+            if config.smoothing_strength is not None:
+                raise
+            context.logger.info(f"SmoothQuant is not used: {error.message}")
+            return Smoothing([])
         _write(folder, digest, smoothing)
     count = len(smoothing.places)
     context.logger.info(f"smoothing_strength {strength:g}: {count} scales")
     return smoothing
+
+
+def _search(
+    context: PTQContext, strength: float, batch: "CalibrationBatch", advance: Advance
+) -> list[tuple[ScaleMapping, mx.array]]:
+    parts = batch.parts(BATCH_TOKENS)
+    shards = [(mx.array(p.tokens), mx.array(p.seen.copy())) for p in parts]
+    places = list(_places(context, strength, shards, advance))
+    if not places:
+        raise UserError(
+            "no norm or linear layer of this model can take the scales of "
+            "smoothing_strength",
+            hint=HINT,
+        )
+    return places
 
 
 def _places(
