@@ -174,9 +174,13 @@ def test_gguf_blocks_judges_a_file(tmp_path, monkeypatch):
     rows /= np.sqrt((rows**2).mean(axis=-1, keepdims=True) + 1e-5)
     expected = ((rows * np.array(attention)) ** 2).mean(axis=(0, 1))
     np.testing.assert_allclose(importance["blk.0.attn_q"], expected, rtol=1e-3)
-    # A file with other norms is another model.
+    # The norms of the file replace those of the model. Results are kept.
     judge.model.model.norm.weight = 2 * unit
+    result = tmp_path / "dense.npz"
+    before = result.read_bytes()
+    result.unlink()
     assert abs(judge.measure(tmp_path / "dense.gguf")["kl"]).max() < 1e-9
+    assert result.read_bytes() == before
 
 
 def test_larger_model_goes_through_all_stages(tmp_path):
