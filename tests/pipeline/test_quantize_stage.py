@@ -70,6 +70,10 @@ def test_eval_kl_covers_completions_only(tmp_path, base):
     [
         ({"method": "rtn"}, None),
         ({"method": "rtn", "scale_tuning": TUNE}, ["rtn", "scale_tuning"]),
+        (
+            {"mode": "nvfp4", "bits": None, "group_size": None, "scale_tuning": TUNE},
+            ["rtn", "scale_tuning"],
+        ),
         ({"method": "gptq", "scale_tuning": False}, ["rtn", "gptq"]),
         ({"method": "gptq", "scale_tuning": False, "rollback_if_worse": False}, None),
     ],

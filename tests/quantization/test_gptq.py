@@ -183,11 +183,11 @@ def test_gptq_divergence_is_below_rtn_in_floating_point_modes(tmp_path, mode):
     assert 0 < divergence(model, gptq) < 0.7 * divergence(model, rtn)
 
 
-def test_floating_point_modes_have_no_scale_tuning():
+def test_coarse_scales_have_no_tuning():
     for effort in ("fast", "standard", "best"):
-        config = quantize.GPTQConfig(mode="nvfp4", effort=effort)
+        config = quantize.GPTQConfig(mode="mxfp4", effort=effort)
         assert config.scale_tuning is None
     assert config.refine_iters == 3
     assert quantize.GPTQConfig(effort="best").scale_tuning is not None
-    with pytest.raises(ValueError, match="nvfp4 has no trainable scales"):
-        quantize.GPTQConfig(mode="nvfp4", effort="best", scale_tuning={})
+    with pytest.raises(ValueError, match="mxfp4 has no trainable scales"):
+        quantize.GPTQConfig(mode="mxfp4", effort="best", scale_tuning={})

@@ -80,6 +80,9 @@ class QuantizeCost:
         refined = 0
         if self._tokens_of_refinement or self.config.kv_cache:
             refined = 4 * size + 6 * 4 * self._vocabulary * 512
+            if self.config.scale_tuning and self.config.mode == "nvfp4":
+                # A dense model, its weights in training and their gradients.
+                refined += 12 * size
         if self.config.smoothing:
             refined = max(refined, self._smoothing_memory)
         if self.sequential is None:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -113,19 +113,7 @@ class ScaleTuner:
         self.folder = folder
         self.seed = seed
         self.logger = logger
-        layers = model.affine_layers
-        shapes = {path: layer.scales.shape for path, layer in layers.items()}
-        self._flat = FlatParameters(KINDS, shapes)
-        named = {f"{p}.{k}": m[k] for p, m in layers.items() for k in KINDS}
-        self._initial = self._flat.flatten(named)
-        means = {
-            p: mx.abs(layer.scales.astype(mx.float32)).mean()
-            for p, layer in layers.items()
-        }
-        self._units = self._flat.broadcast(means)
-        self._middles = self._flat.broadcast(
-            {p: (2**m.bits - 1) / 2 for p, m in layers.items()}
-        )
+        self._initial = self._init_masters()
         self._masters = dict(self._initial)
         self._optimizer = optimizers.Adam(0.0, BETAS, bias_correction=True)
         self._reset()
@@ -137,7 +125,24 @@ class ScaleTuner:
         state = [self._masters, self._optimizer.state, self._sums]
         self._accumulate = mx.compile(self._add, inputs=state, outputs=state)
         self._apply = mx.compile(self._update, inputs=state, outputs=state)
-        mx.eval(self._units, self._middles, state)
+        mx.eval(state)
+
+    def _init_masters(self) -> dict[str, mx.array]:
+        """The initial values by kind, float32 [N], in the order of `_flat`."""
+        layers = self.model.affine_layers
+        shapes = {path: layer.scales.shape for path, layer in layers.items()}
+        self._flat = FlatParameters(KINDS, shapes)
+        means = {
+            p: mx.abs(layer.scales.astype(mx.float32)).mean()
+            for p, layer in layers.items()
+        }
+        self._units = self._flat.broadcast(means)
+        self._middles = self._flat.broadcast(
+            {p: (2**m.bits - 1) / 2 for p, m in layers.items()}
+        )
+        mx.eval(self._units, self._middles)
+        named = {f"{p}.{k}": m[k] for p, m in layers.items() for k in KINDS}
+        return self._flat.flatten(named)
 
     def run(self) -> dict[str, mx.array]:
         """Tune and keep the best scales and biases on held-out tokens.
@@ -221,19 +226,27 @@ class ScaleTuner:
     def _add(self, tokens, counted, indices, log_probs, log_tail) -> None:
         """Add the gradients of a part. Every token of a step has the same weight."""
         target = TeacherTarget(indices, log_probs, log_tail)
+        temperature = self.config.temperature
 
-        def loss_of(values):
+        def loss_of(model):
+            return kl_sum(model(tokens), target, counted, temperature=temperature)
+
+        loss, gradients = self._value_and_grad(loss_of)
+        sums = gradients | {"loss": loss, "count": counted.sum()}
+        for name, value in sums.items():
+            self._sums[name] += value
+
+    def _value_and_grad(self, loss_of: Callable) -> tuple[mx.array, dict]:
+        """The loss of the model with the stored masters, and its gradients by kind."""
+
+        def loss_of_values(values):
             self.model.model.update(tree_unflatten(list(values.items())))
-            logits = self.model.model(tokens)
-            temperature = self.config.temperature
-            return kl_sum(logits, target, counted, temperature=temperature)
+            return loss_of(self.model.model)
 
         # Straight-through: masters get the gradients of their rounded values.
         values = self.model.forward_values(self._flat.unflatten(self._masters))
-        loss, gradients = mx.value_and_grad(loss_of)(values)
-        sums = self._flat.flatten(gradients) | {"loss": loss, "count": counted.sum()}
-        for name, value in sums.items():
-            self._sums[name] += value
+        loss, gradients = mx.value_and_grad(loss_of_values)(values)
+        return loss, self._flat.flatten(gradients)
 
     def _update(self, learning_rate: mx.array) -> mx.array:
         """Apply the accumulated gradients; returns the mean loss."""
@@ -245,13 +258,16 @@ class ScaleTuner:
         moves = self._optimizer.apply_gradients(
             clip_grad_norm(gradients, norm, MAX_GRAD_NORM), origin
         )
+        self._move(moves)
+        self._sums.update(self._zero_sums())
+        return loss / count
+
+    def _move(self, moves: dict[str, mx.array]) -> None:
         # The bias moves the middle of a group, the scale spreads the group about it.
         shift, spread = moves["biases"] * self._units, moves["scales"] * self._units
         spread = spread * 2 / self._middles
         self._masters["scales"] += spread
         self._masters["biases"] += shift - self._middles * spread
-        self._sums.update(self._zero_sums())
-        return loss / count
 
     def _gradients(self, count: mx.array) -> dict[str, mx.array]:
         """Mean gradients with respect to the spread and middle of groups, in units."""
