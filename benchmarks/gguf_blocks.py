@@ -6,6 +6,8 @@ squares of the inputs of every layer) of the calibration tokens that lmx uses. T
 `gguf` package dequantizes all files; then one program measures the divergence with MLX.
 `run` is the difference of llama.cpp's logits from those of MLX with the same weights:
 llama.cpp rounds the inputs of a product with a quantized matrix to 8 bits.
+`--qat-steps` adds QAT with the model itself as teacher: from its weights, and from the
+codes of GPTQ with fixed scales.
 """
 
 import argparse
