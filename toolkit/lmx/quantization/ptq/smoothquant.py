@@ -248,16 +248,18 @@ def _columns(weight: mx.array) -> mx.array:
 
 
 def smoothing_scale(inputs: mx.array, weights: mx.array, strength: float) -> mx.array:
-    """Equation 4 of the paper.
+    """Equation 4 of the paper, with the geometric mean that strength 0.5 gives.
 
-    With strength 0.5, weights and inputs then have the same range. This also matters
-    for the scales of nvfp4, which lose precision below 2 ** -6.
+    Weights and inputs then have the same range at any strength. The scales of nvfp4
+    lose precision below 2 ** -6, so neither may be small.
 
     Args:
         inputs, weights: magnitudes [K] of a layer's input channels, and of the columns
             of the layers that share this input.
     """
-    return _positive(inputs) ** strength / _positive(weights) ** (1 - strength)
+    inputs, weights = mx.log(_positive(inputs)), mx.log(_positive(weights))
+    scale = strength * inputs - (1 - strength) * weights
+    return mx.exp(scale - scale.mean() + (inputs - weights).mean() / 2)
 
 
 def _positive(magnitudes: mx.array) -> mx.array:
