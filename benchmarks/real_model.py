@@ -329,6 +329,8 @@ def _run_row(
         start = next(r for r in _quality_rows(case) if r.name == row.start)
         options = options | {"start": str(_model(inputs, part, case, start))}
     print(f"{part} {case}: {row.name}", file=sys.stderr, flush=True)
+    # Of a run whose measurement failed.
+    ptq_runners.remove_results(target)
     record = call_runner(row.runner, inputs, target, options, arguments.threads)
     if not record["failed"] and part != "cost":
         command = [
