@@ -7,9 +7,7 @@ not tell them from unquantized ones.
 from collections import Counter
 from pathlib import Path
 
-from . import k_blocks
-
-# Rows that are looked at; a row of zeros fits every type.
+# Rows of a matrix that decide its type. Rows of zeros fit every type.
 ROWS = 4
 
 
@@ -21,14 +19,18 @@ def count(folder: Path) -> Counter[str]:
     """
     from safetensors import safe_open
 
-    found: Counter[str] = Counter()
+    # Imported on first use: it needs NumPy, and reading a recipe imports this module.
+    from . import k_blocks
+
+    types: Counter[str] = Counter()
     for file in sorted(folder.glob("model*.safetensors")):
         with safe_open(file, "numpy") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (it is no dict)
                 view = tensors.get_slice(name)
-                if view.get_dtype() != "F32" or len(view.get_shape()) != 2:
+                shape = view.get_shape()
+                if view.get_dtype() != "F32" or len(shape) != 2:
                     continue
-                rows = view[:ROWS]
+                rows = view[: min(ROWS, shape[0])]
                 blocks = k_blocks.from_weights(rows) if rows.any() else None
-                found.update([blocks[0]] if blocks else [])
-    return found
+                types.update([blocks[0]] if blocks else [])
+    return types
