@@ -228,7 +228,12 @@ class PostQuantRefinement:
             selector.add("rtn", self._rtn(tensors))
         is_rtn = self.config.method == "rtn" and self.config.compares_with_rtn
         selector.add("smoothquant" if is_rtn else self.config.method, tensors)
-        if self.config.scale_tuning:
+        modes = {spec.mode for spec in self.selection.specs.values()}
+        if self.config.scale_tuning and self.config.mode not in modes:
+            self.context.logger.warning(
+                f"scale_tuning trains nothing: no layer has mode {self.config.mode}"
+            )
+        elif self.config.scale_tuning:
             tuner = self._tuner(model, train_targets, eval_targets)
             selector.add("scale_tuning", selector.tensors | tuner.run())
         return selector.tensors, {
