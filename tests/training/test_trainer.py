@@ -126,18 +126,27 @@ def test_trainer_logs_loss_per_token(tmp_path):
     assert record["loss"] == pytest.approx(loss / tokens, rel=1e-6)
 
 
-def test_progress_moves_at_every_step_and_starts_at_the_resumed_one(
-    tmp_path, monkeypatch
-):
-    seen = []
+@pytest.fixture
+def progress_lines(monkeypatch):
+    """The progress after every change, without the time left."""
+    lines = []
     for method in ("skip", "advance"):
         real = getattr(ProgressBar, method)
 
-        def noting(bar, amount=1, real=real):
-            real(bar, amount)
-            seen.append(bar.line().split("  ")[0])
+        def recorded(bar, *arguments, real=real):
+            real(bar, *arguments)
+            lines.append(bar.line().split("  ")[0])
 
-        monkeypatch.setattr(ProgressBar, method, noting)
+        monkeypatch.setattr(ProgressBar, method, recorded)
+    return lines
+
+
+def test_progress_moves_at_every_step_and_starts_at_the_resumed_one(
+    tmp_path, progress_lines
+):
+    def training():
+        return [x for x in dict.fromkeys(progress_lines) if x.startswith("training")]
+
     rates = itertools.count()
 
     def stops_in_step_7(step):
@@ -147,10 +156,13 @@ def test_progress_moves_at_every_step_and_starts_at_the_resumed_one(
 
     with pytest.raises(Killed):
         make_trainer(tmp_path, learning_rate=stops_in_step_7, logging_steps=9).train()
-    assert list(dict.fromkeys(seen)) == [f"training {n}/9" for n in range(7)]
-    seen.clear()
+    assert training() == [f"training {n}/9" for n in range(7)]
+    progress_lines.clear()
     make_trainer(tmp_path, logging_steps=9).train()
-    assert list(dict.fromkeys(seen)) == [f"training {n}/9" for n in range(6, 10)]
+    assert training() == [f"training {n}/9" for n in range(6, 10)]
+    # Validation has a progress of its own: it may take longer than a step.
+    count = len(make_eval_batches())
+    assert {f"validation {n}/{count}" for n in range(count + 1)} <= {*progress_lines}
 
 
 def test_gradient_accumulation_counts_one_step(tmp_path):

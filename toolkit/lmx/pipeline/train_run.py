@@ -425,4 +425,6 @@ class TrainRun:
         }
 
     def _cross_entropy(self, model: nn.Module) -> float:
-        return measure_perplexity(model, self.cross_entropy_batches).loss
+        batches = self.cross_entropy_batches
+        with self.context.logger.progress(len(batches), "cross-entropy") as bar:
+            return measure_perplexity(model, bar.track(batches)).loss

@@ -103,7 +103,8 @@ class Trainer:
         self.config = config
         self.learning_rate = learning_rate
         self.logger = logger
-        self.evaluate = evaluate or (lambda: step.evaluate(eval_batches))
+        self.eval_batches = eval_batches
+        self.evaluate = evaluate or self._validation_loss
         self.on_evaluate = on_evaluate
         self.callbacks = callbacks or CallbackList()
         self.progress = TrainingProgress()
@@ -291,6 +292,10 @@ class Trainer:
             self._evaluate()
             if self._is_new_best():
                 self._save()
+
+    def _validation_loss(self) -> EvalOutput:
+        with self.logger.progress(len(self.eval_batches), "validation") as bar:
+            return self.step.evaluate(bar.track(self.eval_batches))
 
     def _evaluate(self) -> None:
         step = self.progress.step
