@@ -21,6 +21,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import ptq_quality
+from lmx.convert.gguf.architectures import ATTENTION, MLP
 
 # llama.cpp's file type for each mode; `pure` leaves no layer with another type.
 FILE_TYPES = {
@@ -31,15 +32,8 @@ FILE_TYPES = {
     "q6_k": "Q6_K",
     "q8_0": "Q8_0",
 }
-LINEAR = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+# llama.cpp's names by mlx-lm's.
+LINEAR = {path: name for name, path in (ATTENTION | MLP).items()}
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 OUTER = {
     "token_embd": "model.embed_tokens",

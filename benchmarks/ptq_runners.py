@@ -65,45 +65,34 @@ def _lmx(folder: Path, target: Path, settings: dict, options: dict) -> None:
     for name, value in options.pop("patches", {}).items():
         module, _, constant = name.rpartition(".")
         setattr(importlib.import_module(module), constant, value)
+    calibration = _calibration(settings["calibration"], options)
+    stage = {"quantize": options | {"calibration": calibration}}
     with _used_calibration_tokens() as used:
-        _run_recipe(target, settings, [_quantize_stage(settings, options)])
+        _run_recipe(target, settings, [stage])
     _require_equal(used, folder)
 
 
 def _qat(folder: Path, target: Path, settings: dict, options: dict) -> None:
-    """Train with the unquantized model as teacher: from the codes of a quantization or
-    of a quantized model (`start`), else from the unquantized weights."""
+    """Train with the unquantized model as teacher: from the codes of the quantized
+    model `start`, else from the unquantized weights."""
     from lmx.config.quant_spec import QuantSpec
 
-    train, config = options.pop("qat"), settings["calibration"]
-    start = options.pop("start", None)
+    train, config = options["qat"], settings["calibration"]
+    start = options.get("start")
     spec = {k: v for k, v in options.items() if k in ("mode", "bits", "group_size")}
-    train |= {
-        "qat": spec,
-        "teacher": {"loss": "forward_kl", "ce_weight": 0.0},
-        "packing": True,
-    }
-    if start or "method" in options:
+    if start:
         # Training continues from the grid that the checkpoint names.
         stored = QuantSpec(**spec).stored
         assert stored, f"layers of {spec} are dense in the checkpoint"
-        grid = stored.model_dump()
-        train["qat"] = grid | {"quantizer": "fixed_scale", "latent_init": "codes"}
+        # Without trained scales, nothing would change from floating-point codes.
+        latent = "codes" if stored.mode == "affine" else "random"
+        spec = stored.model_dump()
+        spec |= {"quantizer": "fixed_scale", "latent_init": latent}
+    teacher = {"model": settings["model"], "loss": "forward_kl", "ce_weight": 0.0}
+    train |= {"qat": spec, "teacher": teacher, "packing": True}
     data = {"train": config["dataset"], "max_seq_length": config["max_seq_length"]}
-    if "method" not in options:
-        train["teacher"]["model"] = settings["model"]
-        model = settings | {"model": start or settings["model"]}
-        _run_recipe(target, model, [{"train": train}], data)
-        return
-    stages = [_quantize_stage(settings, options), {"train": train}]
-    with _used_calibration_tokens() as used:
-        _run_recipe(target, settings, stages, data)
-    _require_equal(used, folder)
-
-
-def _quantize_stage(settings: dict, options: dict) -> dict:
-    calibration = _calibration(settings["calibration"], options)
-    return {"quantize": options | {"calibration": calibration}}
+    model = settings | {"model": start or settings["model"]}
+    _run_recipe(target, model, [{"train": train}], data)
 
 
 @contextmanager

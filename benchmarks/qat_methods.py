@@ -4,6 +4,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
+
+from lmx.config.quant_spec import FLOAT_MODES, Bits
 
 GROUP_SIZE, RANK = 64, 32
 DATA = Path(__file__).parents[1] / "data"
@@ -12,8 +15,7 @@ CODES_LR_RATIO = {2: 1.0, 3: 0.3}
 # Additional steps of the methods that train after everything else, as a share.
 EXTRA_STEPS = 0.2
 ADAPTER = {"type": "lora", "rank": RANK}
-FLOAT_MODES = ("nvfp4", "mxfp4", "mxfp8")
-BITS = (2, 3, 4, 5, 6, 8)
+BITS = get_args(Bits)
 ALL_GRIDS = (*BITS, *FLOAT_MODES)
 Stages = list[dict]
 Grid = int | str

@@ -17,15 +17,8 @@ from itertools import islice
 from pathlib import Path
 
 import qat_table
-from qat_methods import (
-    DATA,
-    EXTRA_STEPS,
-    FLOAT_MODES,
-    GROUP_SIZE,
-    METHODS,
-    Grid,
-    Method,
-)
+from lmx.config.quant_spec import FLOAT_MODES
+from qat_methods import DATA, EXTRA_STEPS, GROUP_SIZE, METHODS, Grid, Method
 
 HEADER = """\
 {model}: {steps} steps of {batch_size} examples; {seeds} seeds. Affine grids have groups

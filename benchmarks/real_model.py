@@ -130,7 +130,12 @@ def _cases(part: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def _selected(part: str, case: str, arguments: argparse.Namespace) -> list[Row]:
-    rows = {
+    names = arguments.rows
+    return [row for row in _rows(part, case) if names is None or row.name in names]
+
+
+def _rows(part: str, case: str) -> list[Row]:
+    return {
         "quality": _quality_rows,
         "budget": _budget_rows,
         "formats": _format_rows,
@@ -138,8 +143,6 @@ def _selected(part: str, case: str, arguments: argparse.Namespace) -> list[Row]:
         "activations": _activation_rows,
         "cost": _cost_rows,
     }[part](case)
-    names = arguments.rows
-    return [row for row in rows if names is None or row.name in names]
 
 
 def _quality_rows(case: str) -> list[Row]:
@@ -200,7 +203,7 @@ def _format_rows(case: str) -> list[Row]:
     return [
         Row("RTN", "lmx", grid | {"method": "rtn"}, seeded=False),
         Row("lmx fast", "lmx", gptq),
-        Row("lmx fast, then QAT", "qat", gptq | {"qat": QAT}),
+        Row("lmx fast, then QAT", "qat", grid | {"qat": QAT}, "lmx fast"),
     ]
 
 
@@ -326,7 +329,7 @@ def _run_row(
     target.parent.mkdir(parents=True, exist_ok=True)
     options = row.options
     if row.start:
-        start = next(r for r in _quality_rows(case) if r.name == row.start)
+        start = next(r for r in _rows(part, case) if r.name == row.start)
         options = options | {"start": str(_model(inputs, part, case, start))}
     print(f"{part} {case}: {row.name}", file=sys.stderr, flush=True)
     # Of a run whose measurement failed.
@@ -341,7 +344,8 @@ def _run_row(
         ]
         output = call_program(command, arguments.threads)
         record |= json.loads(output.splitlines()[-1])
-    if not arguments.keep_models and row.name != "mlx gptq":
+    is_start = any(other.start == row.name for other in _rows(part, case))
+    if not arguments.keep_models and not is_start:
         ptq_runners.remove_results(target)
     _file(inputs, part, case, row).write_text(json.dumps(record))
 

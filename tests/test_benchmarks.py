@@ -58,7 +58,7 @@ def test_real_model_compares_all_methods(tmp_path):
     parts = {
         "quality": ["RTN", "mlx gptq", "lmx fast"],
         "budget": ["lmx fast"],
-        "formats": ["RTN", "lmx fast"],
+        "formats": ["RTN", "lmx fast", "lmx fast, then QAT"],
         "parts": ["no embedding clusters"],
         "activations": ["RTN", "RTN smoothing 0.5"],
         "cost": ["mlx gptq, run 1", "lmx fast, run 1"],
@@ -72,7 +72,9 @@ def test_real_model_compares_all_methods(tmp_path):
             for line in printed.splitlines()
             if line.startswith("| ")
         ]
-        assert [row[0] for row in cells[2:]] == [n.partition(",")[0] for n in names]
+        assert [row[0] for row in cells[2:]] == [
+            n.removesuffix(", run 1") for n in names
+        ]
         if part == "quality":
             errors = {row[0]: float(row[1].split()[0]) for row in cells[2:]}
             assert errors["lmx fast"] < errors["mlx gptq"] < errors["RTN"]

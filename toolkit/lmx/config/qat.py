@@ -148,9 +148,7 @@ class QATConfig(QuantizationConfig):
         return self
 
     def _check_mode(self, quantizer: str):
-        names = ("minmax",)
-        if self.mode in FLOAT_MODES:
-            names = FLOAT_QUANTIZERS
+        names = FLOAT_QUANTIZERS if self.mode in FLOAT_MODES else ("minmax",)
         if self.mode != "affine" and quantizer not in names:
             raise ValueError(
                 f"{self.mode} has no trainable scales: use quantizer: "

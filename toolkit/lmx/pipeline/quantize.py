@@ -145,7 +145,7 @@ class QuantizeStage(Stage):
         """The tensors of the best candidate, and facts for the report."""
         from ..quantization.ptq.cost import CostMeter
         from ..quantization.ptq.methods import METHODS
-        from ..quantization.ptq.smoothquant import smooth
+        from ..quantization.ptq.smoothquant import Smoothing, smooth
         from .ptq_refinement import PostQuantRefinement
 
         config = self.config
@@ -154,17 +154,16 @@ class QuantizeStage(Stage):
             cost.work, config.method, percent=True
         ) as progress:
             task = replace(task, meter=CostMeter(cost.sequential, progress.advance))
-            if not config.smoothing:
-                tensors = METHODS[config.method](config, task).quantize()
-            else:
+            smoothing = Smoothing([])
+            if config.smoothing:
 
                 def advance(share: float, note: str | None) -> None:
                     progress.advance(share * cost.smoothing, note)
 
                 smoothing = smooth(task, config, advance)
-                smoothed = smoothing.context(task)
-                tensors = METHODS[config.method](config, smoothed).quantize()
-                tensors |= smoothing.unquantized(task)
+            smoothed = smoothing.context(task)
+            tensors = METHODS[config.method](config, smoothed).quantize()
+            tensors |= smoothing.unquantized(task)
             if not self._refines:
                 return tensors, {}
             refinement = PostQuantRefinement(

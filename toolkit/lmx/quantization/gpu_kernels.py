@@ -228,15 +228,9 @@ def fit_grid(
     iterations: int,
 ) -> tuple[mx.array, mx.array]:
     """`affine_grid.fit_grid` in one kernel."""
-    group_size, rows = weight.shape
-    template = [
-        ("T", dtype),
-        ("GROUP", group_size),
-        ("SHRINKS", len(shrink_factors)),
-        ("ITERS", iterations),
-    ]
-    inputs = [weight, cost, mx.array([levels], mx.float32), mx.array(shrink_factors)]
-    scale, bias = _launch("fit_grid", inputs, template, [(rows,), (rows,)])
+    inputs, template = _search(weight, cost, levels, shrink_factors, iterations)
+    shapes = [weight.shape[1:]] * 2
+    scale, bias = _launch("fit_grid", inputs, [("T", dtype), *template], shapes)
     return scale, bias
 
 
@@ -249,15 +243,18 @@ def fit_scale(
     iterations: int,
 ) -> mx.array:
     """`gguf_solver.fit_scale` in one kernel."""
-    group_size, rows = weight.shape
-    template = [
-        ("GROUP", group_size),
-        ("SHRINKS", len(shrink_factors)),
-        ("ITERS", iterations),
-    ]
-    inputs = [weight, cost, mx.array([middle], mx.float32), mx.array(shrink_factors)]
-    (scale,) = _launch("fit_scale", inputs, template, [(rows,)])
+    inputs, template = _search(weight, cost, middle, shrink_factors, iterations)
+    (scale,) = _launch("fit_scale", inputs, template, [weight.shape[1:]])
     return scale
+
+
+def _search(
+    weight: mx.array, cost: mx.array, number: float, shrink_factors, iterations: int
+) -> tuple[list[mx.array], list[tuple[str, int]]]:
+    """Inputs and template of a search for the scale of a group."""
+    inputs = [weight, cost, mx.array([number], mx.float32), mx.array(shrink_factors)]
+    sizes = len(weight), len(shrink_factors), iterations
+    return inputs, [*zip(("GROUP", "SHRINKS", "ITERS"), sizes, strict=True)]
 
 
 def gptq_columns(

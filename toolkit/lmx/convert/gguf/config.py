@@ -264,20 +264,20 @@ def _rope_from_metadata(
         return {"rope_scaling": {"type": "linear", "factor": factor}}
     if scaling != "none":
         raise UserError(f"the RoPE scaling {scaling!r} is not supported")
-    found = [name for name in ROPE_TENSORS if name in tensors]
-    if not found:
+    names = [name for name in ROPE_TENSORS if name in tensors]
+    if not names:
         return {}
     rotated = int(config["head_dim"] * config.get("partial_rotary_factor", 1))
-    factors = {name: _factors(name, tensors[name], rotated // 2) for name in found}
-    if found == [LONG, SHORT] and "longrope" in architecture.rope_scalings:
+    factors = {name: _factors(name, tensors[name], rotated // 2) for name in names}
+    if names == [LONG, SHORT] and "longrope" in architecture.rope_scalings:
         scaling = {"type": "longrope", "long_factor": factors[LONG].tolist()}
         key = f"{kind}.rope.scaling.original_context_length"
         return {
             "rope_scaling": scaling | {"short_factor": factors[SHORT].tolist()},
             "original_max_position_embeddings": _number(metadata, key, int, None),
         }
-    if found != [ROPE_FREQUENCIES] or "llama3" not in architecture.rope_scalings:
-        raise UserError(f"{found[0]} in files of {kind} models is not supported")
+    if names != [ROPE_FREQUENCIES] or "llama3" not in architecture.rope_scalings:
+        raise UserError(f"{names[0]} in files of {kind} models is not supported")
     stored = factors[ROPE_FREQUENCIES]
     for factor in LLAMA3_FACTORS:
         expected = _llama3_factors(config["head_dim"], config["rope_theta"], factor)

@@ -13,11 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from ...config.quant_spec import QuantSpec
 from ...models import quantized_layers
-from ...models.float_formats import E4M3Scales
+from ...models.float_formats import MODES, E4M3Scales
 from ...models.qq_linear import QQLinear, fake_quantize_inputs
-from ..packing import dequantize
+from ..bit_packing import unpack_codes
 from .scale_tuning import FlatParameters, ScaleTuner
 
 MODE = "nvfp4"
@@ -87,10 +86,8 @@ class BlockScaleTuner(ScaleTuner):
 
     def _weight(self, path: str, scales: mx.array) -> mx.array:
         """The weight [..., K] of a layer; the dtype of the model holds it exactly."""
-        spec = QuantSpec(mode=MODE)
-        ones = E4M3Scales.codes(mx.ones(scales.shape)).astype(mx.uint8)
-        unscaled = {"weight": self._codes[path], "scales": ones}
-        elements = dequantize(unscaled, spec, mx.float32)
+        number = MODES[MODE].elements
+        elements = number.values(unpack_codes(self._codes[path], number.bits))
         groups = elements.reshape(*scales.shape, -1) * scales[..., None]
         return groups.reshape(elements.shape).astype(self._types[path])
 

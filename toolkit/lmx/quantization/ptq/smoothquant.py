@@ -89,6 +89,8 @@ class Smoothing:
 
     def context(self, context: PTQContext) -> PTQContext:
         """The task of quantizing the smoothed model."""
+        if not self.places:
+            return context
 
         def reread() -> nn.Module:
             return self.apply(context.reread())
@@ -97,6 +99,8 @@ class Smoothing:
 
     def unquantized(self, context: PTQContext) -> Weights:
         """The changed weights of layers that are not quantized, lazily."""
+        if not self.places:
+            return {}
         changed = self.changed(dict(tree_flatten(context.reread().parameters())))
         quantized = {f"{path}.weight" for path in context.specs}
         return {name: v for name, v in changed.items() if name not in quantized}
@@ -175,10 +179,11 @@ def _places(
         with blockwise.loaded_block(index, mx.float32) as block:
             run = partial(blockwise.run_block, index)
             sample = partial(run, shards[0][0][:1]), hidden[0][:1]
+            modules = dict(block.named_modules())
             mappings = [
                 (mapping, path)
                 for mapping in block_mappings.of(block, *sample)
-                if (path := _quantized_layer(mapping, block, prefix, context))
+                if (path := _quantized_layer(mapping, modules, prefix, context))
             ]
             inputs, hidden = _run(block, run, [p for _, p in mappings], shards, hidden)
             weights = dict(tree_flatten(block.parameters()))
@@ -196,10 +201,12 @@ def _places(
 
 
 def _quantized_layer(
-    mapping: ScaleMapping, block: nn.Module, prefix: str, context: PTQContext
+    mapping: ScaleMapping,
+    modules: dict[str, nn.Module],
+    prefix: str,
+    context: PTQContext,
 ) -> str | None:
     """A layer that is fed and whose inputs are quantized: no expert. None = no such."""
-    modules = dict(block.named_modules())
     for path in mapping.consumers:
         if isinstance(modules[path], nn.Linear) and prefix + path in context.specs:
             return path

@@ -1,34 +1,26 @@
 """Quantizers of QAT for MLX's floating-point modes: mxfp4, nvfp4 and mxfp8."""
 
-from typing import ClassVar
-
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
 from ...models.float_formats import MODES
-from ...models.straight_through import straight_through
 from ..bit_packing import pack_codes, unpack_codes
 from ..float_grid import fit_float_groups
 from ..packing import dequantize, pack
-from .ste import POSITION_ERROR
+from .ste import POSITION_ERROR, StraightThroughQuantizer
 
 # Weights whose scales are searched at once: this bounds the memory.
 CHUNK_WEIGHTS = 1 << 24
 
 
-class FixedBlockScaleQuantizer:
+class FixedBlockScaleQuantizer(StraightThroughQuantizer):
     """Weights move between the elements of groups whose scales stay.
 
     A renewed scale, as `MinMaxQuantizer` takes it, is the least one that holds the
     largest weight, and moves all elements of a group when this weight changes. The
     initial scales here have the least squared error of a few candidates, and may clip.
     A weight beyond the largest element keeps its gradient, so that it can return.
-
-    Attributes:
-        IS_STRAIGHT_THROUGH: see `MinMaxQuantizer`.
     """
-
-    IS_STRAIGHT_THROUGH: ClassVar = True
 
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
         self._spec, self._dtype = spec, dtype
@@ -49,12 +41,6 @@ class FixedBlockScaleQuantizer:
         """No quantization parameters; the scales that a checkpoint stores stay."""
         self._scales = packed["scales"]
         return {}
-
-    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
-        """The quantized weight [..., K], float32, with the identity as its gradient."""
-        return straight_through(
-            lambda w: dequantize(self.pack(w, qparams), self._spec, self._dtype)
-        )(weight)
 
     def pack(
         self, weight: mx.array, qparams: dict[str, mx.array]

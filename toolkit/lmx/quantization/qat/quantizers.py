@@ -16,20 +16,13 @@ from ...models.straight_through import straight_through
 from ..affine_grid import LEAST_SQUARES_ITERS, SHRINK_FACTORS
 from ..packing import dequantize, pack
 from .float_quantizers import FixedBlockScaleQuantizer
-from .ste import AffineSTE, codes_as_float
+from .ste import AffineSTE, StraightThroughQuantizer, codes_as_float
 
 FRACTION_BITS = {mx.float32: 23, mx.float16: 10, mx.bfloat16: 7}
 
 
-class MinMaxQuantizer:
-    """MLX's own grid of the current weights, in every mode; trains no parameters.
-
-    Attributes:
-        IS_STRAIGHT_THROUGH: whether the weight's gradient is that of the quantized
-            weight everywhere, so that the backward pass can leave the quantizer out.
-    """
-
-    IS_STRAIGHT_THROUGH: ClassVar = True
+class MinMaxQuantizer(StraightThroughQuantizer):
+    """MLX's own grid of the current weights, in every mode; trains no parameters."""
 
     def __init__(self, spec: QuantSpec, dtype: mx.Dtype, scale_init: str):
         self._spec, self._dtype = spec, dtype
@@ -37,12 +30,6 @@ class MinMaxQuantizer:
     def init(self, weight: mx.array) -> dict[str, mx.array]:
         """No quantization parameters."""
         return {}
-
-    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
-        """The quantized weight [..., K], float32, with the identity as its gradient."""
-        return straight_through(
-            lambda w: dequantize(self.pack(w, qparams), self._spec, self._dtype)
-        )(weight)
 
     def pack(
         self, weight: mx.array, qparams: dict[str, mx.array]

@@ -3,10 +3,12 @@ backward pass."""
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import mlx.core as mx
 
 from ...config.quant_spec import QuantSpec
+from ...models.straight_through import straight_through
 from ..affine_grid import fit_grid
 from ..bit_packing import pack_codes
 from ..packing import dequantize, pack
@@ -14,6 +16,27 @@ from ..packing import dequantize, pack
 # Rounding of a position in float32, relative to the largest number it is computed from,
 # with a reserve for the inexact divisions of GPUs.
 POSITION_ERROR = 2.0**-20
+
+
+class StraightThroughQuantizer:
+    """A quantizer whose weight has the gradient of the quantized weight.
+
+    Subclasses have `pack`.
+
+    Attributes:
+        IS_STRAIGHT_THROUGH: whether that is so everywhere, so that the backward pass
+            can leave the quantizer out.
+    """
+
+    IS_STRAIGHT_THROUGH: ClassVar = True
+    _spec: QuantSpec
+    _dtype: mx.Dtype
+
+    def fake_quantize(self, weight: mx.array, qparams: dict[str, mx.array]) -> mx.array:
+        """The quantized weight [..., K], float32, with the identity as its gradient."""
+        return straight_through(
+            lambda w: dequantize(self.pack(w, qparams), self._spec, self._dtype)
+        )(weight)
 
 
 @dataclass(frozen=True)
