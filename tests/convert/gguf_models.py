@@ -17,6 +17,20 @@ BASE = {
     "eos_token_id": [2, 0],
 }
 LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+LLAMA3_SCALING = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+# mlx-lm and transformers have no defaults for models without windows.
+EXAONE4 = {
+    "rope_scaling": None,
+    "sliding_window": None,
+    "sliding_window_pattern": None,
+    "layer_types": ["full_attention"] * 4,
+}
 # mlx-lm rounds Gemma's factor of embeddings, the root of the hidden size, to bfloat16.
 SQUARE = {"hidden_size": 64, "tie_word_embeddings": True}
 MODELS = {
@@ -90,6 +104,33 @@ MODELS = {
         "hidden_act": "relu2",
         "norm_eps": 1e-4,
         "partial_rotary_factor": 0.5,
+    },
+    "qwen2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "exaone4": EXAONE4 | {"rope_scaling": LLAMA3_SCALING | {"factor": 16.0}},
+    "exaone4 windows": EXAONE4
+    | {
+        "model_type": "exaone4",
+        "hidden_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 64,
+        "sliding_window": 12,
+        "sliding_window_pattern": "LLLG",
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 16,
+    },
+    "stablelm": {
+        "layer_norm_eps": 1e-4,
+        "partial_rotary_factor": 0.25,
+        "use_qkv_bias": True,
+    },
+    "hunyuan_v1_dense": {
+        "head_dim": 32,
+        "rope_scaling": {"type": "dynamic", "alpha": 50.0, "factor": 1.0},
     },
 }
 

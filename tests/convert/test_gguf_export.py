@@ -6,7 +6,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from exporting import export, quantized_checkpoint
-from gguf_models import LINEAR, NAMES, config_of
+from gguf_models import LINEAR, LLAMA3_SCALING, NAMES, config_of
 from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters import gguf as gguf_exporter
 from lmx.convert.gguf import blocks
@@ -24,7 +24,6 @@ gguf = pytest.importorskip("gguf")
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
 EMBEDDING = "model.embed_tokens"
-LLAMA3_SCALING = {"rope_type": "llama3", "factor": 32.0} | gguf_config.LLAMA3
 
 
 def read_gguf(folder):
@@ -291,6 +290,8 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
         (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob: False: llama.cpp"),
         (config_of("qwen3_moe") | LINEAR, "'linear' in qwen3moe"),
         (config_of("gemma2") | {"query_pre_attn_scalar": 16}, "scalar: 16: llama.cpp"),
+        (config_of("stablelm") | {"qk_layernorm": True}, "qk_layernorm: True"),
+        (config_of("qwen2_moe") | LINEAR, "'linear' in qwen2moe"),
         (config_of("glm4") | {"rope_traditional": False}, "rope_traditional"),
         (config_of("qwen2") | {"rope_scaling": LLAMA3_SCALING}, "'llama3' in qwen2"),
     ],

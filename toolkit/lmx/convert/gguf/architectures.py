@@ -40,8 +40,10 @@ EXPERTS: Keys = {
     "expert_count": ("num_experts", int),
     "expert_used_count": ("num_experts_per_tok", int),
 }
-# Keys that older files of llama.cpp leave out, where mlx-lm's default is the same.
-OPTIONAL = ("rope.freq_base_swa",)
+# Every layer has experts.
+ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+# Matrices of one row, which llama.cpp stores as vectors.
+ONE_ROW = ("ffn_gate_inp_shexp",)
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class Architecture:
         norm_offset: what llama.cpp's norm weights have added to mlx-lm's.
         biases: the tensor whose bias tells the value of a config key.
         rope_scalings: the types of RoPE scaling that both compute.
+        optional: keys that a model may have no value for, and files may leave out.
         marker: the metadata key of files of this entry, if another one has its name.
         has_partial_rope: whether a part of a head may be left unrotated.
         fixed: config keys that llama.cpp does not read, and the values that it assumes,
@@ -79,6 +82,7 @@ class Architecture:
         default_factory=lambda: {"attention_bias": "attn_q", "mlp_bias": "ffn_up"}
     )
     rope_scalings: tuple[str, ...] = ("linear",)
+    optional: tuple[str, ...] = ()
     marker: str | None = None
     has_partial_rope: bool = False
     fixed: Callable[[dict[str, Any]], dict[str, Any]] = lambda _: {}
@@ -109,10 +113,25 @@ def _smollm3(config: dict[str, Any]) -> dict[str, Any]:
     return {"no_rope_layers": [int(layer % 4 != 0) for layer in layers]}
 
 
-def _olmo3(config: dict[str, Any]) -> dict[str, Any]:
-    layers = range(1, config["num_hidden_layers"] + 1)
-    kinds = ("sliding_attention", "full_attention")
-    return {"layer_types": [kinds[layer % 4 == 0] for layer in layers]}
+def _layer_types(period: int) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Every layer has a window, except each one that ends a period."""
+
+    def fixed(config: dict[str, Any]) -> dict[str, Any]:
+        layers = range(1, config["num_hidden_layers"] + 1)
+        kinds = ("sliding_attention", "full_attention")
+        return {"layer_types": [kinds[layer % period == 0] for layer in layers]}
+
+    return fixed
+
+
+def _exaone4(config: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp knows the model with windows by its layers."""
+    if config["num_hidden_layers"] != 64:
+        windows = {"sliding_window_pattern": None, "sliding_window": None}
+        return windows | _layer_types(1)(config)
+    window = config.get("sliding_window", 4096)
+    windows = {"sliding_window_pattern": "LLLG", "sliding_window": window}
+    return windows | _layer_types(4)(config)
 
 
 def _experts(block: str) -> dict[str, str]:
@@ -154,11 +173,27 @@ _ALL = (
         | EXPERTS
         | {"expert_feed_forward_length": ("moe_intermediate_size", int)},
         rope_scalings=(),
-        fixed=lambda _: {
-            "norm_topk_prob": True,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
+        fixed=lambda _: {"norm_topk_prob": True} | ALL_SPARSE,
+    ),
+    Architecture(
+        "qwen2moe",
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        _NO_MLP
+        | _experts("mlp")
+        | {f"ffn_{n}_shexp": f"mlp.shared_expert.{n}_proj" for n in PROJECTIONS}
+        | {"ffn_gate_inp_shexp": "mlp.shared_expert_gate"},
+        keys=FEED_FORWARD
+        | EXPERTS
+        | {
+            "expert_feed_forward_length": ("moe_intermediate_size", int),
+            "expert_shared_feed_forward_length": (
+                "shared_expert_intermediate_size",
+                int,
+            ),
         },
+        rope_scalings=(),
+        fixed=lambda _: {"norm_topk_prob": False} | ALL_SPARSE,
     ),
     Architecture("gemma", "gemma", "GemmaForCausalLM", _LLAMA, norm_offset=1),
     Architecture(
@@ -184,6 +219,8 @@ _ALL = (
         | WINDOW
         | {"rope.freq_base_swa": ("rope_local_base_freq", float)},
         norm_offset=1,
+        # mlx-lm's default is that of older files.
+        optional=("rope.freq_base_swa",),
         fixed=_gemma3,
     ),
     Architecture(
@@ -227,7 +264,7 @@ _ALL = (
         _OLMO2,
         keys=FEED_FORWARD | WINDOW,
         rope_scalings=(),
-        fixed=_olmo3,
+        fixed=_layer_types(4),
         marker="attention.sliding_window",
     ),
     Architecture(
@@ -307,6 +344,40 @@ _ALL = (
         norm_offset=1,
         has_partial_rope=True,
         fixed=lambda _: {"hidden_act": "relu2"},
+    ),
+    Architecture(
+        "exaone4",
+        "exaone4",
+        "Exaone4ForCausalLM",
+        _OLMO2,
+        keys=FEED_FORWARD | WINDOW,
+        rope_scalings=("linear", "llama3"),
+        optional=("attention.sliding_window",),
+        fixed=_exaone4,
+    ),
+    Architecture(
+        "stablelm",
+        "stablelm",
+        "StableLmForCausalLM",
+        _LLAMA,
+        epsilon=(LAYER_EPSILON, "layer_norm_eps"),
+        biases={"use_qkv_bias": "attn_q"},
+        has_partial_rope=True,
+        # StableLM 2 12B has other values.
+        fixed=lambda _: {"use_parallel_residual": False, "qk_layernorm": False},
+    ),
+    Architecture(
+        "hunyuan-dense",
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        _LLAMA
+        | {
+            "attn_q_norm": "self_attn.query_layernorm",
+            "attn_k_norm": "self_attn.key_layernorm",
+        },
+        # mlx-lm computes only the factor of the base.
+        rope_scalings=("dynamic",),
+        fixed=lambda _: {"use_qk_norm": True, "attention_bias": False},
     ),
 )
 BY_MODEL_TYPE = {entry.model_type: entry for entry in _ALL}

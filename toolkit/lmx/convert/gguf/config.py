@@ -11,7 +11,6 @@ from ...models.loader import model_arguments
 from . import blocks, tokenizer
 from .architectures import (
     BY_MODEL_TYPE,
-    OPTIONAL,
     WITH_IMAGES,
     Architecture,
     of_file,
@@ -23,8 +22,9 @@ from .reader import GGUFTensor
 ROPE_FREQUENCIES = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 ROPE_TENSORS = (ROPE_FREQUENCIES, LONG, SHORT)
-# RoPE scaling of Llama 3.1 and 3.2. A file stores only the resulting frequency factors.
-LLAMA3_FACTORS = (8.0, 32.0)
+# RoPE scaling of Llama 3.1 and 3.2, and of EXAONE 4. A file stores only the resulting
+# frequency factors.
+LLAMA3_FACTORS = (8.0, 16.0, 32.0)
 LLAMA3 = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -70,9 +70,10 @@ def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> d
         "rope_theta": fraction("rope.freq_base", 10000.0),
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_scaling": None,
     }
     for name, (key, number) in architecture.keys.items():
-        if name not in OPTIONAL or f"{kind}.{name}" in metadata:
+        if name not in architecture.optional or f"{kind}.{name}" in metadata:
             config[key] = _number(metadata, f"{kind}.{name}", number, None)
     for key, name in architecture.biases.items():
         config[key] = f"blk.0.{name}.bias" in tensors
@@ -159,6 +160,11 @@ def to_metadata(config: dict) -> dict[str, Any]:
         "rope.freq_base": ("rope_theta", float),
         "vocab_size": ("vocab_size", int),
     }
+    keys = {
+        name: (key, number)
+        for name, (key, number) in keys.items()
+        if name not in architecture.optional or known.get(key) is not None
+    }
     if missing := [name for name, (key, _) in keys.items() if known.get(key) is None]:
         raise UserError(f"the config has no value for {missing[0]}", code=FAILED)
     values = {name: number(known[key]) for name, (key, number) in keys.items()}
@@ -173,6 +179,9 @@ def to_metadata(config: dict) -> dict[str, Any]:
         values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
     if rope_type == "longrope":
         values |= _longrope_values(known)
+    if rope_type == "dynamic":
+        alpha = known["rope_scaling"]["alpha"]
+        values["rope.freq_base"] *= alpha ** (head / (head - 2))
     prefix = architecture.name
     general = {"general.architecture": prefix}
     return general | {f"{prefix}.{key}": value for key, value in values.items()}
@@ -322,7 +331,7 @@ def _rope_scaling(scaling: dict | None) -> tuple[str, float]:
         bounds = {key: scaling.get(key, v) for key, v in LLAMA3.items()}
         if bounds != LLAMA3 or factor not in LLAMA3_FACTORS:
             raise _unsupported(f"the RoPE scaling {scaling}")
-    elif kind not in ("default", "linear", "longrope", "su"):
+    elif kind not in ("default", "linear", "longrope", "su", "dynamic"):
         raise _unsupported(f"the RoPE scaling {kind!r}")
     return "longrope" if kind == "su" else kind, factor
 

@@ -15,7 +15,7 @@ from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
 from . import blocks, config, tokenizer
-from .architectures import BY_MODEL_TYPE, TEXT_PART, Architecture
+from .architectures import BY_MODEL_TYPE, ONE_ROW, TEXT_PART, Architecture
 
 # llama.cpp's number of a file type, named after the type of most matrices.
 FILE_TYPES = {
@@ -162,9 +162,12 @@ def _tensors(
         path, _, leaf = name.rpartition(".")
         if gguf_importer.is_norm(leaf, value.shape):
             value = value.astype(mx.float32) + architecture.norm_offset
+        gguf_name = _gguf_name(name, architecture)
+        if gguf_name.split(".")[-2] in ONE_ROW:
+            value = value.reshape(-1)
         ggml_type, value = blocks.from_dense(value)
         rows = _row_order(path, value, head, architecture)
-        yield _gguf_name(name, architecture), ggml_type, rows, None
+        yield gguf_name, ggml_type, rows, None
 
 
 def _without_prefix(name: str) -> str:

@@ -18,7 +18,7 @@ from ...models import loader
 from ...models.checkpoint_writer import quantization_block
 from ...models.config_check import check_config, check_sizes
 from ..gguf import blocks, config, reader, tokenizer
-from ..gguf.architectures import BY_MODEL_TYPE, Architecture
+from ..gguf.architectures import BY_MODEL_TYPE, ONE_ROW, Architecture
 from ..gguf.reader import GGUFTensor
 from .affine_repack import AffineGroups
 
@@ -149,6 +149,8 @@ def _weights(
         offset = architecture.norm_offset if is_norm(leaf, tensor.shape) else 0
         value = blocks.to_dense(tensor, offset)
         value = value if order is None else value[mx.array(order)]
+        if name.split(".")[-2] in ONE_ROW:
+            value = value.reshape(1, -1)
         dense[f"{path}.{leaf}"] = value
     return dense, layers
 
