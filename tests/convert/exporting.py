@@ -2,6 +2,8 @@
 
 from functools import partial
 
+import mlx.core as mx
+from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters.base import ExportContext
 from lmx.models import checkpoint_writer
 from lmx.models.loader import load
@@ -16,6 +18,21 @@ def export(module, model, target, *, adapters=None):
     context = ExportContext("name", model, adapters, load_stored, lines.append)
     module.export(target, context)
     return lines
+
+
+def float_codes(model, mode):
+    """All layers of a model, quantized in a floating-point mode of MLX.
+
+    Returns:
+        what `quantized_checkpoint` takes.
+    """
+    spec = QuantSpec(mode=mode)
+    codes = {}
+    for path, module in model.named_modules():
+        if hasattr(module, "to_quantized"):
+            weight, scales = mx.quantize(module.weight, mode=mode)
+            codes[path] = ({"weight": weight, "scales": scales}, spec)
+    return codes
 
 
 def quantized_checkpoint(source, target, packed):

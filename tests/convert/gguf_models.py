@@ -17,6 +17,11 @@ BASE = {
     "eos_token_id": [2, 0],
 }
 LINEAR = {"rope_scaling": {"type": "linear", "factor": 4.0}}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 8.0,
+    "original_max_position_embeddings": 32,
+}
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 32.0,
@@ -35,7 +40,7 @@ EXAONE4 = {
 SQUARE = {"hidden_size": 64, "tie_word_embeddings": True}
 MODELS = {
     "llama": {"attention_bias": True, "mlp_bias": True},
-    "qwen2": {},
+    "qwen2": {"rope_scaling": YARN},
     "qwen3": {"head_dim": 32} | LINEAR,
     "mistral": {"head_dim": 32},
     "qwen3_moe": QWEN3_MOE,
@@ -116,6 +121,7 @@ MODELS = {
     | {
         "model_type": "exaone4",
         "hidden_size": 32,
+        "intermediate_size": 32,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "num_hidden_layers": 64,
@@ -127,6 +133,13 @@ MODELS = {
         "layer_norm_eps": 1e-4,
         "partial_rotary_factor": 0.25,
         "use_qkv_bias": True,
+    },
+    "gpt_oss": {
+        "head_dim": 32,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 12,
+        "rope_scaling": YARN,
     },
     "hunyuan_v1_dense": {
         "head_dim": 32,

@@ -1,12 +1,13 @@
 """GGUF exports in llama.cpp's reader: names, types, values and tokenizer."""
 
 import json
+from types import SimpleNamespace
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from exporting import export, quantized_checkpoint
-from gguf_models import LINEAR, LLAMA3_SCALING, NAMES, config_of
+from gguf_models import LINEAR, LLAMA3_SCALING, NAMES, YARN, config_of
 from lmx.config.quant_spec import QuantSpec
 from lmx.convert.exporters import gguf as gguf_exporter
 from lmx.convert.gguf import blocks
@@ -214,6 +215,18 @@ def test_llama3_rope_factors_are_written(make_checkpoint, tmp_path):
     )
 
 
+def test_another_factor_of_yarn_is_refused():
+    metadata = gguf_config.to_metadata(config_of("qwen2"))
+    shapes = {f"blk.{n}.attn_q.bias": (64,) for n in range(4)}
+    shapes |= {"token_embd.weight": (320, 64)}
+    tensors = {name: SimpleNamespace(shape=shape) for name, shape in shapes.items()}
+    config = gguf_config.from_metadata(metadata, tensors)
+    assert config["rope_scaling"] == YARN
+    metadata["qwen2.rope.scaling.attn_factor"] = 1.2
+    with pytest.raises(UserError, match=r"attn_factor is 1.2; it must be 1"):
+        gguf_config.from_metadata(metadata, tensors)
+
+
 def write_sentencepiece(folder):
     """Write a Llama 2 tokenizer: merges of ▁ pieces with a byte fallback."""
     from tokenizers import (
@@ -290,6 +303,10 @@ def test_sentencepiece_tokenizer_roundtrip(tmp_path):
         (QWEN3_MOE | {"norm_topk_prob": False}, "norm_topk_prob: False: llama.cpp"),
         (config_of("qwen3_moe") | LINEAR, "'linear' in qwen3moe"),
         (config_of("gemma2") | {"query_pre_attn_scalar": 16}, "scalar: 16: llama.cpp"),
+        (
+            config_of("gpt_oss") | {"rope_scaling": YARN | {"beta_fast": 16}},
+            "beta_fast of YaRN that is not 32",
+        ),
         (config_of("stablelm") | {"qk_layernorm": True}, "qk_layernorm: True"),
         (config_of("qwen2_moe") | LINEAR, "'linear' in qwen2moe"),
         (config_of("glm4") | {"rope_traditional": False}, "rope_traditional"),

@@ -22,7 +22,7 @@ gguf = pytest.importorskip("gguf")
 
 TOKENS = mx.random.randint(0, 320, (2, 9), key=mx.random.key(0))
 TEXT = "Straße, naïve: 東京 🙂 1234\n\tdef add(left, right):  return left"
-ROUNDED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0")
+ROUNDED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4")
 BLOCKS = ("Q3_K", "Q4_K", "Q5_K", "Q6_K")
 BYTES = {"Q3_K": 110, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
 NAMES = {
@@ -144,9 +144,10 @@ def dequantized_weights(folder):
     weights = {}
     for path, module in model.named_modules():
         if hasattr(module, "bits"):
-            parts = module.weight, module.scales, module.biases
-            grid = {"group_size": module.group_size, "bits": module.bits}
-            weights[f"{path}.weight"] = np.array(mx.dequantize(*parts, **grid))
+            parts = module.weight, module.scales, module.get("biases")
+            grid = {k: getattr(module, k) for k in ("group_size", "bits", "mode")}
+            value = mx.dequantize(*parts, **grid, dtype=mx.float32)
+            weights[f"{path}.weight"] = np.array(value)
         elif "weight" in module:
             weights[f"{path}.weight"] = np.array(module.weight)
     return weights

@@ -8,8 +8,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from exporting import float_codes, quantized_checkpoint
 from gguf_models import NAMES, config_of
-from lmx.convert.gguf import architectures, blocks, writer
+from lmx.convert.gguf import architectures, blocks, float_blocks, writer
 from lmx.convert.gguf import tokenizer as gguf_tokenizer
 from lmx.models.loader import load
 from test_gguf_export import write_sentencepiece
@@ -96,6 +97,27 @@ def test_a_wrong_entry_changes_the_logits(
     changed = replace(architectures.BY_MODEL_TYPE[model_type], **change)
     monkeypatch.setitem(architectures.BY_MODEL_TYPE, model_type, changed)
     assert relative_error(source, tmp_path / "file.gguf") > 0.01
+
+
+# A router that takes all experts does not turn rounding into other experts.
+@pytest.mark.parametrize(("name", "mode"), [("gpt_oss", "mxfp4"), ("llama", "nvfp4")])
+def test_llama_cpp_computes_with_the_codes(
+    make_checkpoint, tmp_path, monkeypatch, name, mode
+):
+    config = config_of(name) | {"intermediate_size": 128, "num_experts_per_tok": 4}
+    source = make_checkpoint(config, dtype="float32")
+    codes = float_codes(load(source, compute="stored").model, mode)
+    model = quantized_checkpoint(source, tmp_path / "codes", codes)
+    # llama.cpp rounds the inputs to 8 bits; the same model in Q4_0 has 0.02.
+    assert relative_error(model, tmp_path / "file.gguf") < 0.05
+    original = float_blocks.from_groups
+
+    def reversed_bits(*arguments):
+        ggml_type, value = original(*arguments)
+        return ggml_type, value[..., ::-1].copy()
+
+    monkeypatch.setattr(float_blocks, "from_groups", reversed_bits)
+    assert not relative_error(model, tmp_path / "file.gguf") < 0.5
 
 
 def assert_same_tokens(folder, file):

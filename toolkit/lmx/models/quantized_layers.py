@@ -1,5 +1,7 @@
 """Shape and float32 weight of a layer, dense or quantized."""
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
@@ -37,13 +39,22 @@ def dequantize(layer: nn.Module, tensors: dict[str, mx.array]) -> mx.array:
         return tensors["weight"].astype(mx.float32)
     if tensors.get("global_scale") is not None:
         raise UserError("nvfp4 with a global scale cannot carry an adapter yet")
+    return dequantize_groups(tensors, layer)
+
+
+def dequantize_groups(tensors: dict[str, mx.array], grid: Any) -> mx.array:
+    """The float32 weight [..., out, in] of codes, scales and biases by name.
+
+    Args:
+        grid: has `group_size`, `bits` and `mode`.
+    """
     return mx.dequantize(
         tensors["weight"],
         _to_float32(tensors["scales"]),
         _to_float32(tensors.get("biases")),
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
+        group_size=grid.group_size,
+        bits=grid.bits,
+        mode=grid.mode,
         dtype=mx.float32,
     )
 

@@ -1,7 +1,7 @@
 """GGUF for llama.cpp and Ollama: exact codes, else float16.
 
 Codes of 2 to 5 bits, and symmetric codes of 8 bits, are copied if float16 holds their
-scales. Every other matrix is written dequantized.
+scales, and those of mxfp4 and nvfp4. Every other matrix is written dequantized.
 """
 
 from collections import Counter
@@ -12,6 +12,7 @@ from ...run.fs import write_atomic
 from .base import ExportContext, FormatCard
 
 FOLDER = "gguf"
+DENSE = ("F16", "BF16", "F32")
 CARD = FormatCard(
     kind="A GGUF model",
     library=None,
@@ -69,7 +70,7 @@ def _other_codes(types: list[tuple[str, int | None]]) -> Iterator[str]:
                 f"codes of {bits} bits. Their weights are the same, but take "
                 f"{name[1]} bits each"
             )
-    if dequantized := sum(not name.startswith("Q") for name, _ in quantized):
+    if dequantized := sum(name in DENSE for name, _ in quantized):
         yield (
             f"{dequantized} of {len(quantized)} quantized matrices are dequantized in "
             "it: ggml has no such codes, or float16 does not hold their scales"

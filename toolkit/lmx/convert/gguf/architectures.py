@@ -42,6 +42,8 @@ EXPERTS: Keys = {
 }
 # Every layer has experts.
 ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+# Parameters of a block itself, which llama.cpp calls weights.
+PARAMETERS = ("attn_sinks",)
 # Matrices of one row, which llama.cpp stores as vectors.
 ONE_ROW = ("ffn_gate_inp_shexp",)
 
@@ -134,10 +136,12 @@ def _exaone4(config: dict[str, Any]) -> dict[str, Any]:
     return windows | _layer_types(4)(config)
 
 
-def _experts(block: str) -> dict[str, str]:
+def _experts(
+    block: str, router: str = "gate", experts: str = "switch_mlp"
+) -> dict[str, str]:
     """The router and the stacked experts of a block."""
-    experts = {f"ffn_{n}_exps": f"{block}.switch_mlp.{n}_proj" for n in PROJECTIONS}
-    return {"ffn_gate_inp": f"{block}.gate"} | experts
+    layers = {f"ffn_{n}_exps": f"{block}.{experts}.{n}_proj" for n in PROJECTIONS}
+    return {"ffn_gate_inp": f"{block}.{router}"} | layers
 
 
 _LLAMA = OUTER | NORMS | ATTENTION | MLP
@@ -162,8 +166,20 @@ _ALL = (
         rope_scalings=(),
         marker="expert_count",
     ),
-    Architecture("qwen2", "qwen2", "Qwen2ForCausalLM", _LLAMA),
-    Architecture("qwen3", "qwen3", "Qwen3ForCausalLM", _LLAMA | QK_NORMS),
+    Architecture(
+        "qwen2",
+        "qwen2",
+        "Qwen2ForCausalLM",
+        _LLAMA,
+        rope_scalings=("linear", "yarn"),
+    ),
+    Architecture(
+        "qwen3",
+        "qwen3",
+        "Qwen3ForCausalLM",
+        _LLAMA | QK_NORMS,
+        rope_scalings=("linear", "yarn"),
+    ),
     Architecture(
         "qwen3moe",
         "qwen3_moe",
@@ -378,6 +394,28 @@ _ALL = (
         # mlx-lm computes only the factor of the base.
         rope_scalings=("dynamic",),
         fixed=lambda _: {"use_qk_norm": True, "attention_bias": False},
+    ),
+    Architecture(
+        "gpt-oss",
+        "gpt_oss",
+        "GptOssForCausalLM",
+        OUTER
+        | ATTENTION
+        | _experts("mlp", "router", "experts")
+        | {
+            "attn_norm": "input_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "post_attention_norm": "post_attention_layernorm",
+        },
+        keys=FEED_FORWARD
+        | EXPERTS
+        | WINDOW
+        | {
+            "expert_count": ("num_local_experts", int),
+            "expert_feed_forward_length": ("intermediate_size", int),
+        },
+        rope_scalings=("linear", "yarn"),
+        fixed=_layer_types(2),
     ),
 )
 BY_MODEL_TYPE = {entry.model_type: entry for entry in _ALL}

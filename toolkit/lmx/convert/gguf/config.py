@@ -31,6 +31,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 8192,
 }
 
+# YaRN (arXiv 2309.00071): what llama.cpp fixes, which are mlx-lm's defaults.
+YARN = {"beta_fast": 32, "beta_slow": 1, "mscale": 1, "mscale_all_dim": 0}
+# mlx-lm's default.
+YARN_CONTEXT = 4096
+
 
 def from_metadata(metadata: dict[str, Any], tensors: dict[str, GGUFTensor]) -> dict:
     """The config.json of a file's model.
@@ -175,10 +180,14 @@ def to_metadata(config: dict) -> dict[str, Any]:
         "rope.dimension_count": rope_size if architecture.has_partial_rope else head,
     }
     rope_type, factor = _rope_scaling(known.get("rope_scaling"))
-    if rope_type == "linear":
+    if rope_type in ("linear", "yarn"):
         values |= {"rope.scaling.type": rope_type, "rope.scaling.factor": factor}
     if rope_type == "longrope":
         values |= _longrope_values(known)
+    if rope_type == "yarn":
+        original = "original_max_position_embeddings"
+        context = known["rope_scaling"].get(original, YARN_CONTEXT)
+        values |= {"rope.scaling.original_context_length": context}
     if rope_type == "dynamic":
         alpha = known["rope_scaling"]["alpha"]
         values["rope.freq_base"] *= alpha ** (head / (head - 2))
@@ -271,6 +280,8 @@ def _rope_from_metadata(
     if scaling == "linear":
         factor = _number(metadata, f"{kind}.rope.scaling.factor", float, None)
         return {"rope_scaling": {"type": "linear", "factor": factor}}
+    if scaling == "yarn" and "yarn" in architecture.rope_scalings:
+        return {"rope_scaling": _yarn_from_metadata(metadata, kind)}
     if scaling != "none":
         raise UserError(f"the RoPE scaling {scaling!r} is not supported")
     names = [name for name in ROPE_TENSORS if name in tensors]
@@ -294,6 +305,23 @@ def _rope_from_metadata(
             scaling = {"rope_type": "llama3", "factor": factor}
             return {"rope_scaling": scaling | LLAMA3}
     raise UserError(f"{ROPE_FREQUENCIES} holds an unknown RoPE scaling")
+
+
+def _yarn_from_metadata(metadata: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The `rope_scaling` of YaRN.
+
+    Raises:
+        UserError: queries and keys have another factor than YaRN's.
+    """
+    scaling = f"{kind}.rope.scaling"
+    if (factor := metadata.get(f"{scaling}.attn_factor", 1)) != 1:
+        raise UserError(f"{scaling}.attn_factor is {str(factor)[:40]}; it must be 1")
+    context = f"{scaling}.original_context_length"
+    return {
+        "rope_type": "yarn",
+        "factor": _number(metadata, f"{scaling}.factor", float, None),
+        "original_max_position_embeddings": _number(metadata, context, int, None),
+    }
 
 
 def _factors(name: str, tensor: GGUFTensor, count: int) -> np.ndarray:
@@ -331,6 +359,10 @@ def _rope_scaling(scaling: dict | None) -> tuple[str, float]:
         bounds = {key: scaling.get(key, v) for key, v in LLAMA3.items()}
         if bounds != LLAMA3 or factor not in LLAMA3_FACTORS:
             raise _unsupported(f"the RoPE scaling {scaling}")
+    elif kind == "yarn":
+        for key, value in YARN.items():
+            if scaling.get(key, value) != value:
+                raise _unsupported(f"{key} of YaRN that is not {value}")
     elif kind not in ("default", "linear", "longrope", "su", "dynamic"):
         raise _unsupported(f"the RoPE scaling {kind!r}")
     return "longrope" if kind == "su" else kind, factor

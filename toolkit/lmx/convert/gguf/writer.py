@@ -14,7 +14,7 @@ from ...models import quantized_layers
 from ...models.loader import LoadedModel
 from ..exporters.hf import dequantized_weights
 from ..importers import gguf as gguf_importer
-from . import blocks, config, tokenizer
+from . import blocks, config, float_blocks, tokenizer
 from .architectures import BY_MODEL_TYPE, ONE_ROW, TEXT_PART, Architecture
 
 # llama.cpp's number of a file type, named after the type of most matrices.
@@ -31,6 +31,8 @@ FILE_TYPES = {
     "Q5_K": 16,
     "Q6_K": 18,
     "BF16": 32,
+    "MXFP4": 38,
+    "NVFP4": 39,
 }
 QUANTIZATION_VERSION = 2
 
@@ -60,7 +62,8 @@ def write(
     for tensor, ggml_type, value, bits in _tensors(loaded):
         raw = gguf.GGMLQuantizationType[ggml_type]
         writer.add_tensor_info(tensor, value.shape, value.dtype, value.nbytes, raw)
-        types += [(ggml_type, bits)] if value.ndim > 1 else []
+        is_matrix = value.ndim > 1 and not tensor.endswith(".bias")
+        types += [(ggml_type, bits)] if is_matrix else []
     writer.add_name(name)
     names = [ggml_type for ggml_type, _ in types]
     writer.add_file_type(FILE_TYPES[max(sorted(set(names)), key=names.count)])
@@ -91,14 +94,8 @@ def verify_roundtrip(file: Path, loaded: LoadedModel) -> None:
             for folder in (scratch, loaded.path)
         ]
     for path, layer in layers.items():
-        parts = layer.tensors()
-        weights[f"{path}.weight"] = mx.dequantize(
-            parts["weight"],
-            parts["scales"].astype(mx.float32),
-            parts["biases"].astype(mx.float32),
-            group_size=layer.group_size,
-            bits=layer.bits,
-        )
+        weight = quantized_layers.dequantize_groups(layer.tensors(), layer)
+        weights[f"{path}.weight"] = weight
     expected = _as_read(dequantized_weights(loaded.reread(), mx.float32), loaded)
     differing = sorted(weights.keys() ^ expected.keys())
     if not differing:
@@ -146,11 +143,12 @@ def _tensors(
         if quantized_layers.is_quantized(module):
             leaves = ("weight", "scales", "biases", "global_scale")
             parts = {leaf: tensors.pop(f"{path}.{leaf}", None) for leaf in leaves}
-            grouped = None
             if module.mode == "affine":
                 grouped = blocks.from_affine_groups(
                     parts, module.bits, module.group_size
                 )
+            else:
+                grouped = float_blocks.from_groups(parts, module.mode)
             ggml_type, value = grouped or blocks.from_dense(
                 quantized_layers.dequantize(module, parts)
             )
@@ -163,9 +161,13 @@ def _tensors(
         if gguf_importer.is_norm(leaf, value.shape):
             value = value.astype(mx.float32) + architecture.norm_offset
         gguf_name = _gguf_name(name, architecture)
-        if gguf_name.split(".")[-2] in ONE_ROW:
+        shape = value.shape
+        if leaf == "bias" or gguf_name.split(".")[-2] in ONE_ROW:
             value = value.reshape(-1)
         ggml_type, value = blocks.from_dense(value)
+        if leaf == "bias":
+            # Experts have their biases in rows.
+            value = value.reshape(shape)
         rows = _row_order(path, value, head, architecture)
         yield gguf_name, ggml_type, rows, None
 
@@ -184,6 +186,8 @@ def _gguf_name(name: str, architecture: Architecture) -> str:
         return f"blk.{layer}.{names[inner]}.{leaf}"
     if path in names:
         return f"{names[path]}.{leaf}"
+    if f"{inner}.{leaf}" in names:
+        return f"blk.{layer}.{names[f'{inner}.{leaf}']}.weight"
     raise UserError(f"GGUF has no name for the tensor {name}", code=FAILED)
 
 

@@ -1,6 +1,7 @@
 """Quantized matrices of other formats as MLX's affine groups, without rounding."""
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import mlx.core as mx
 import numpy as np
@@ -28,6 +29,7 @@ class AffineGroups:
     group_index: np.ndarray
     bits: int
     experts: int | None = None
+    mode: ClassVar[str] = "affine"
 
     @property
     def group_size(self) -> int | None:

@@ -7,15 +7,17 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from ...config.quant_spec import QuantSpec
+from ...config.quant_spec import FLOAT_MODES, QuantSpec
 from ...errors import UserError, library_errors
 from ...models import checkpoint_writer
 from ...models.loader import build_model
 from ...models.mtp_weights import MODEL_TYPES, PREFIX, as_mlx, dequantize, write_mtp
+from ..gguf.float_blocks import FloatGroups
 from . import gguf, hf_folder
 from .affine_repack import GROUP_SIZES, AffineGroups
 
 BITS = (2, 3, 4, 5, 6, 8)
+Layers = dict[str, AffineGroups | FloatGroups]
 
 
 def convert_checkpoint(
@@ -70,7 +72,7 @@ def _read(source: Path, companions: Path):
 def _take_mtp(
     config: dict,
     dense: dict[str, mx.array],
-    layers: dict[str, AffineGroups],
+    layers: Layers,
     *,
     place: str,
 ) -> dict[str, mx.array]:
@@ -95,7 +97,7 @@ def _take_mtp(
 def _rename(
     model: nn.Module,
     dense: dict[str, mx.array],
-    layers: dict[str, AffineGroups],
+    layers: Layers,
     *,
     place: str,
 ) -> dict[str, mx.array]:
@@ -103,12 +105,17 @@ def _rename(
 
     mlx-lm's `sanitize` renames tensors called weight; few models rename scales and
     biases too. So scales and biases pass through it in turn as if they were weights.
+    Floating-point modes have no biases.
     """
     tensors = {path: layer.tensors() for path, layer in layers.items()}
     sanitize = getattr(model, "sanitize", lambda weights: weights)
     renamed: dict[str, mx.array] = {}
     for leaf in ("weight", "scales", "biases"):
-        as_weights = {f"{path}.weight": parts[leaf] for path, parts in tensors.items()}
+        as_weights = {
+            f"{path}.weight": parts[leaf]
+            for path, parts in tensors.items()
+            if leaf in parts
+        }
         try:
             sanitized = sanitize(dense | as_weights)
         except (ValueError, KeyError) as error:
@@ -164,14 +171,19 @@ def _spec(
     packed, scales = weights[f"{path}.weight"], weights[f"{path}.scales"]
     bits = packed.shape[-1] * 32 / shape[-1]
     group_size = shape[-1] / scales.shape[-1]
-    fits = packed.shape[:-1] == shape[:-1] and bits in BITS
-    if not fits or group_size not in GROUP_SIZES:
+    if f"{path}.biases" in weights:
+        mode, is_known = "affine", bits in BITS and group_size in GROUP_SIZES
+    else:
+        grids = {grid: mode for mode, grid in FLOAT_MODES.items()}
+        mode = grids.get((group_size, bits))
+        is_known = mode is not None
+    if packed.shape[:-1] != shape[:-1] or not is_known:
         raise UserError(
             f"{path} has {list(packed.shape[:-1])} rows of {packed.shape[-1]} words, "
             f"but the config requires a matrix {list(shape)}",
             place=place,
         )
-    return QuantSpec(bits=int(bits), group_size=int(group_size))
+    return QuantSpec(bits=int(bits), group_size=int(group_size), mode=mode)
 
 
 def _cast(value: mx.array, dtype: mx.Dtype) -> mx.array:

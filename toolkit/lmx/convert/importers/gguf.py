@@ -17,8 +17,9 @@ from ...errors import UserError, library_errors
 from ...models import loader
 from ...models.checkpoint_writer import quantization_block
 from ...models.config_check import check_config, check_sizes
-from ..gguf import blocks, config, reader, tokenizer
-from ..gguf.architectures import BY_MODEL_TYPE, ONE_ROW, Architecture
+from ..gguf import blocks, config, float_blocks, reader, tokenizer
+from ..gguf.architectures import BY_MODEL_TYPE, ONE_ROW, PARAMETERS, Architecture
+from ..gguf.float_blocks import FloatGroups
 from ..gguf.reader import GGUFTensor
 from .affine_repack import AffineGroups
 
@@ -29,7 +30,7 @@ TENSOR_NAME = re.compile(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)")
 
 def read(
     path: Path, companions: Path
-) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups]]:
+) -> tuple[dict, dict[str, mx.array], dict[str, AffineGroups | FloatGroups]]:
     """Config, dense tensors and quantized layers of a file, by mlx-lm's names.
 
     Args:
@@ -70,6 +71,10 @@ def outline(path: Path) -> tuple[dict, int]:
                 specs[module] = QuantSpec(bits=width, group_size=blocks.BLOCK)
                 scales = 64 if tensor.ggml_type.endswith("K") else 32
                 bits = width + scales / blocks.BLOCK
+            elif tensor.ggml_type in float_blocks.TYPES:
+                mode, _ = float_blocks.TYPES[tensor.ggml_type]
+                specs[module] = spec = QuantSpec(mode=mode)
+                bits = spec.bits + spec.scale_bits / spec.group_size
             elif len(tensor.shape) > 1:
                 kept.append(module)
             size += bits / 8 * math.prod(tensor.shape)
@@ -131,7 +136,7 @@ def _write_tokenizer(
 
 def _weights(
     tensors: dict[str, GGUFTensor], settings: dict
-) -> tuple[dict[str, mx.array], dict[str, AffineGroups]]:
+) -> tuple[dict[str, mx.array], dict[str, AffineGroups | FloatGroups]]:
     dense, layers = {}, {}
     architecture = BY_MODEL_TYPE[settings["model_type"]]
     for name, tensor in tensors.items():
@@ -139,10 +144,10 @@ def _weights(
             continue
         path, leaf = _module_path(name, architecture)
         order = _row_order(path, tensor, settings)
-        is_grouped = tensor.ggml_type in blocks.GROUPED_TYPES
+        is_grouped = tensor.ggml_type in {**blocks.GROUPED_TYPES, **float_blocks.TYPES}
         if is_grouped and (leaf != "weight" or len(tensor.shape) not in (2, 3)):
             raise UserError(f"{name} is no matrix, but has blocks {tensor.ggml_type}")
-        groups = blocks.to_affine_groups(tensor)
+        groups = blocks.to_affine_groups(tensor) or float_blocks.to_groups(tensor)
         if groups:
             layers[path] = groups if order is None else groups.permute_rows(order)
             continue
@@ -166,7 +171,10 @@ def _module_path(name: str, architecture: Architecture) -> tuple[str, str]:
     if not match or match[2] not in architecture.modules:
         raise UserError(f"mlx-lm's model has no tensor {name}")
     block = f"model.layers.{match[1]}." if match[1] else ""
-    return block + architecture.modules[match[2]], match[3]
+    path, leaf = block + architecture.modules[match[2]], match[3]
+    if match[2] in PARAMETERS:
+        path, _, leaf = path.rpartition(".")
+    return path, leaf
 
 
 def _row_order(path: str, tensor: GGUFTensor, settings: dict) -> np.ndarray | None:
